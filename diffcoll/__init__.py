@@ -1,0 +1,50 @@
+"""Differentiable collectives for PyTorch.
+
+One law: N ranks, rank r computes a loss ℓ_r and calls `backward()` once; the objective is ℓ_0 + … + ℓ_{N−1}, and
+every backward here returns exactly its derivative with respect to this rank's tensors.
+
+    import diffcoll as dc
+    y = dc.all_gather(x)          # on every rank; y.sum().backward() is right on every rank
+"""
+
+from __future__ import annotations
+
+from diffcoll import truth
+from diffcoll.collectives.all_gather import all_gather
+from diffcoll.collectives.all_reduce import all_reduce
+from diffcoll.collectives.all_to_all import all_to_all
+from diffcoll.collectives.broadcast import broadcast
+from diffcoll.collectives.gather import gather
+from diffcoll.collectives.permute import permute
+from diffcoll.collectives.reduce import reduce
+from diffcoll.collectives.reduce_scatter import reduce_scatter
+from diffcoll.collectives.scan import scan
+from diffcoll.collectives.scatter import scatter
+from diffcoll.collectives.shift import shift
+from diffcoll.collectives.split import split
+from diffcoll.collectives.sum_gradients import sum_gradients
+from diffcoll.errors import CollectiveMismatchError
+from diffcoll.groups import get_rank, get_world_size, set_default_group
+
+__all__ = [
+    "CollectiveMismatchError",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "get_rank",
+    "get_world_size",
+    "permute",
+    "reduce",
+    "reduce_scatter",
+    "scan",
+    "scatter",
+    "set_default_group",
+    "shift",
+    "split",
+    "sum_gradients",
+    "truth",
+]
+
+__version__ = "0.1.0"

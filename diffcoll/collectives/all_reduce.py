@@ -1,0 +1,74 @@
+"""Sum or mean over ranks; every rank receives it.
+
+forward   y_r  = Σ_s x_s        shape unchanged
+adjoint   gx_r = Σ_s gy_s       self-adjoint
+          gx_r = gy_r           replicated: sum_gradients
+note      notes/all_reduce.md   truth  diffcoll.truth.all_reduce
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from diffcoll.collectives import sum_gradients
+from diffcoll.collectives.call import Call, Cotangent, Group
+from diffcoll.collectives.linear import Linear
+
+__all__ = ["AllReduce", "all_reduce"]
+
+
+@dataclass(frozen=True)
+class AllReduce(Linear):
+    """y_r = Σ_s x_s."""
+
+    name: ClassVar[str] = "all_reduce"
+    replicated: bool = False
+
+    def run(self, x: Tensor) -> Tensor:
+        """See `Linear.run`."""
+        y = x.clone(memory_format=torch.contiguous_format)
+        self.engine.all_reduce(y)()
+        return y
+
+    @property
+    def adjoint(self) -> Linear:
+        """gx_r = Σ_s gy_s; replicated: gx_r = gy_r."""
+        return sum_gradients.SumGradients(self.engine) if self.replicated else self
+
+    @property
+    def shared(self) -> tuple[bool, bool]:
+        """See `Linear.shared`."""
+        return False, self.replicated
+
+
+def all_reduce(x: Tensor, op: str = "sum", group: Group = None, *, cotangent: Cotangent = "partial") -> Tensor:
+    """Sum or mean of all ranks' x, on every rank.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> simulate(dc.all_reduce, [torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])])
+    [tensor([11., 22.]), tensor([11., 22.])]
+
+    Args:
+        x: any shape, the same on all ranks; any dtype but bool. float16 and bfloat16 are accumulated in
+            float32 where the library adds up itself (gloo), else as the backend does it.
+        op: `"sum"`, or `"mean"` (`"avg"`) of floating-point or complex numbers.
+        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        cotangent: `"partial"`: each rank has a loss of its own, the objective is the sum of them, and the
+            backward sums the gradients that arrive on the ranks. `"replicated"`: all ranks compute one and
+            the same loss from y, and it counts once; the backward moves nothing.
+
+    Returns:
+        A new tensor, shape and dtype of x, bitwise the same on every rank.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong on its own.
+
+    Source: notes/all_reduce.md.
+    """
+    call = Call("all_reduce", x, group, op=op, cotangent=cotangent)
+    return call.reduce(AllReduce(call.engine, call.cotangent(cotangent)), x)

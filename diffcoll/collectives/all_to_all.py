@@ -1,0 +1,104 @@
+"""Every rank sends a block of its tensor to every rank.
+
+forward   y_r  = [x_s block r]_s        cut along split_dim, joined along concat_dim
+adjoint   gx_r = [gy_s block r]_s       all_to_all, dimensions and sizes swapped
+note      notes/all_to_all.md           truth  diffcoll.truth.all_to_all
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from diffcoll.collectives.blocks import cut, join
+from diffcoll.collectives.call import Call, Group, Parts, Sizes
+from diffcoll.collectives.linear import Linear
+
+__all__ = ["AllToAll", "all_to_all"]
+
+
+@dataclass(frozen=True)
+class AllToAll(Linear):
+    """y_r = [x_s block r]_s.
+
+    `split_sizes[s]` is the size along split_dim of the block that goes to rank s, `concat_sizes[s]` the size
+    along concat_dim of the block that comes from there.
+    """
+
+    name: ClassVar[str] = "all_to_all"
+    split_dim: int
+    concat_dim: int
+    split_sizes: tuple[int, ...]
+    concat_sizes: tuple[int, ...]
+
+    def run(self, x: Tensor) -> Tensor:
+        """See `Linear.run`."""
+        shape = list(x.shape)
+        shape[self.split_dim] = self.split_sizes[self.engine.rank]
+        blocks, joined = join(x, shape, self.concat_dim, self.concat_sizes, self.engine)
+        self.engine.exchange(cut(x, self.split_dim, self.split_sizes), blocks)()
+        return joined()
+
+    @property
+    def adjoint(self) -> Linear:
+        """gx_r = [gy_s block r]_s: every block goes back to where it came from."""
+        return AllToAll(self.engine, self.concat_dim, self.split_dim, self.concat_sizes, self.split_sizes)
+
+
+def all_to_all(
+    x: Tensor,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    group: Group = None,
+    *,
+    split_sizes: Parts = None,
+    concat_sizes: Sizes = None,
+) -> Tensor:
+    """Cut x into one block per rank, send each its block, and join what comes from them.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> simulate(dc.all_to_all, [torch.tensor([1, 2]), torch.tensor([10, 20])])
+    [tensor([ 1, 10]), tensor([ 2, 20])]
+
+    Args:
+        x: at least one dimension; any dtype; the same shape on all ranks but along the dimensions for which
+            sizes are given.
+        split_dim: the dimension to cut along.
+        concat_dim: the dimension to join along.
+        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        split_sizes: None: N equal blocks. A list: the size along `split_dim` of the block for each rank,
+            zeros allowed; if the two dimensions differ it is the same list on all ranks.
+        concat_sizes: the size along `concat_dim` of the block from each rank. None: equal blocks, which
+            within one dimension asks for equal `split_sizes` too. `"auto"`: the ranks tell each other first.
+
+    Returns:
+        A new contiguous tensor of x's dtype.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong on its own.
+
+    Source: notes/all_to_all.md.
+    """
+    call = Call(
+        "all_to_all",
+        x,
+        group,
+        split_dim=split_dim,
+        concat_dim=concat_dim,
+        split_sizes=split_sizes,
+        concat_sizes=concat_sizes,
+    )
+    d, c = call.dim("split_dim", x), call.dim("concat_dim", x)
+    parts = call.sizes_of_parts(x, d, "split_sizes")
+    if d != c:
+        received = call.sizes_of_all(x, c, "concat_sizes")
+    elif split_sizes is None and concat_sizes is None:
+        received = parts
+    elif concat_sizes is None:
+        raise call.error("concat_sizes", 'a list or "auto" where split_sizes is a list')
+    else:
+        received = call.sizes_of_blocks(parts, "concat_sizes")
+    return call.apply(AllToAll(call.engine, d, c, parts, received), x)

@@ -1,0 +1,100 @@
+"""One rank's tensor on every rank.
+
+forward   y_r  = x_src                           shape unchanged
+adjoint   gx_src = Σ_s gy_s; 0 elsewhere         reduce
+          gx_src = gy_src; 0 elsewhere           replicated: local, its adjoint is this broadcast
+note      notes/broadcast.md                     truth  diffcoll.truth.broadcast
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from diffcoll.collectives import reduce
+from diffcoll.collectives.call import Call, Cotangent, Group
+from diffcoll.collectives.linear import Linear
+
+__all__ = ["Broadcast", "broadcast"]
+
+
+@dataclass(frozen=True)
+class Broadcast(Linear):
+    """y_r = x_src."""
+
+    name: ClassVar[str] = "broadcast"
+    src: int
+    replicated: bool = False
+
+    def run(self, x: Tensor) -> Tensor:
+        """See `Linear.run`."""
+        if self.engine.rank == self.src:
+            y = x.clone(memory_format=torch.contiguous_format)
+        else:
+            y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self.engine.broadcast(y, self.src)()
+        return y
+
+    @property
+    def adjoint(self) -> Linear:
+        """gx_src = Σ_s gy_s (replicated: gy_src); 0 elsewhere."""
+        return Keep(self.engine, self.src) if self.replicated else reduce.Reduce(self.engine, self.src)
+
+    @property
+    def shared(self) -> tuple[bool, bool]:
+        """See `Linear.shared`."""
+        return False, self.replicated
+
+
+@dataclass(frozen=True)
+class Keep(Linear):
+    """y_src = x_src, x replicated; 0 elsewhere: the adjoint of the replicated broadcast."""
+
+    name: ClassVar[str] = "broadcast"
+    src: int
+
+    def run(self, x: Tensor) -> Tensor:
+        """See `Linear.run`."""
+        return x.view_as(x) if self.engine.rank == self.src else torch.zeros_like(x)
+
+    @property
+    def adjoint(self) -> Linear:
+        """gx_r = gy_src."""
+        return Broadcast(self.engine, self.src, replicated=True)
+
+    @property
+    def shared(self) -> tuple[bool, bool]:
+        """See `Linear.shared`."""
+        return True, False
+
+
+def broadcast(x: Tensor, src: int = 0, group: Group = None, *, cotangent: Cotangent = "partial") -> Tensor:
+    """Rank src's x, on every rank.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> simulate(lambda x: dc.broadcast(x, src=1), [torch.tensor(1.0), torch.tensor(2.0)])
+    [tensor(2.), tensor(2.)]
+
+    Args:
+        x: any shape and dtype, the same on all ranks; its values count on rank src alone. The other ranks'
+            x takes part in the graph, with gradient zero.
+        src: the rank within the group that sends.
+        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        cotangent: `"partial"`: each rank has a loss of its own, the objective is the sum of them, and the
+            backward sums on rank src the gradients that arrive on the ranks. `"replicated"`: all ranks
+            compute one and the same loss from y, and it counts once; the backward moves nothing.
+
+    Returns:
+        A new tensor, shape and dtype of x.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong on its own.
+
+    Source: notes/broadcast.md.
+    """
+    call = Call("broadcast", x, group, src=src, cotangent=cotangent)
+    return call.apply(Broadcast(call.engine, call.root("src"), call.cotangent(cotangent)), x)

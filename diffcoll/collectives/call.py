@@ -1,0 +1,211 @@
+"""One call of a collective by the user: its arguments, checked, and the way into the algebra."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from diffcoll.collectives.linear import Linear, apply
+from diffcoll.errors import message
+from diffcoll.groups import resolve
+
+__all__ = ["Call", "Cotangent", "Group", "Parts", "Sizes"]
+
+#: What `group` may be; engines recognise their own, see `diffcoll.groups`.
+Group = Any
+#: Sizes of blocks that x is cut into, and of blocks that the ranks bring.
+Parts = Sequence[int] | None
+Sizes = Sequence[int] | Literal["auto"] | None
+Cotangent = Literal["partial", "replicated"]
+
+_SUMS = {"sum": "sum", "mean": "mean", "avg": "mean"}
+
+
+class Call:
+    """`name(x, group=group, **arguments)`, checked argument by argument; raises what the user should read."""
+
+    def __init__(self, name: str, x: Tensor | None, group: Group, *, check_x: bool = True, **arguments: Any) -> None:
+        self.name = name
+        self.x = x
+        self.arguments = arguments
+        self.engine = resolve(group, name)
+        if check_x:
+            self.tensor(x)
+
+    def apply(self, f: Linear, x: Tensor) -> Tensor:
+        """Return f(x); in a joint world what truth makes of the call as the user wrote it."""
+        if self.engine.joint:
+            y: Tensor = self.engine.meet_in_truth(self.name, self.x, self.arguments)
+            return y
+        return apply(f, x)
+
+    def reduce(self, f: Linear, x: Tensor) -> Tensor:
+        """Return f(x), f being the sum, under the call's `op`: the mean is the sum divided by N."""
+        if not self._mean(self.arguments["op"], x) or self.engine.joint:
+            return self.apply(f, x)
+        # In half precision the sum may overflow where the mean does not.
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        return self.apply(f, wide).div_(self.engine.size).to(x.dtype)
+
+    def error(self, argument: str, expected: str, remedy: str = "", got: object = None) -> ValueError:
+        """Return the ValueError about one argument."""
+        got = self.arguments.get(argument) if got is None else got
+        return ValueError(message(self.name, argument, got if isinstance(got, str) else repr(got), expected, remedy))
+
+    # ── arguments ────────────────────────────────────────────────────────────────────────────────────────
+
+    def tensor(self, x: Any) -> Tensor:
+        """Return x, a tensor that the engine can move."""
+        expected = "a dense torch.Tensor"
+        if not isinstance(x, Tensor):
+            raise TypeError(message(self.name, "x", type(x).__name__, expected, "torch.as_tensor(x) makes one"))
+        if any(c.__name__ == "DTensor" for c in type(x).__mro__):
+            remedy = "pass this rank's part, x.to_local() (placements are DTensor's own matter)"
+            raise TypeError(message(self.name, "x", "a DTensor", expected, remedy))
+        if x.layout != torch.strided or x.is_quantized:
+            layout = "quantized" if x.is_quantized else str(x.layout)
+            raise TypeError(message(self.name, "x", f"a {layout} tensor", expected, "pass x.to_dense() or dequantize"))
+        devices = self.engine.devices
+        device = x.device.type
+        if device == "meta" or (devices is not None and device not in devices):
+            where = "tensors with memory" if devices is None else f"a tensor on {' or '.join(devices)}"
+            text = f"{where}, which is what {self.engine.description} moves"
+            remedy = "move x there, or name another group"
+            raise ValueError(message(self.name, "x", f"a tensor on {device}", text, remedy))
+        return x
+
+    def cotangent(self, value: Cotangent) -> bool:
+        """Return whether the cotangent is declared replicated."""
+        if value not in ("partial", "replicated"):
+            remedy = '"partial" if each rank has a loss of its own, "replicated" if all compute the same one'
+            raise self.error("cotangent", '"partial" or "replicated"', remedy)
+        return value == "replicated"
+
+    def _mean(self, op: Any, x: Tensor) -> bool:
+        name = _SUMS.get(op) if isinstance(op, str) else None
+        if name is None:
+            raise self.error("op", '"sum" or "mean"')
+        self.adds(x)
+        if name == "mean" and not (x.is_floating_point() or x.is_complex()):
+            got = f'"mean" of {x.dtype}'
+            raise TypeError(message(self.name, "op", got, "a floating-point or complex x", "convert x first"))
+        return name == "mean"
+
+    def adds(self, x: Tensor) -> None:
+        """Check that tensors like x can be added up."""
+        if x.dtype == torch.bool:
+            remedy = "x.to(torch.int64) counts"
+            raise TypeError(message(self.name, "x", "torch.bool", "numbers, which can be added", remedy))
+
+    def dim(self, argument: str, x: Tensor, new: bool = False) -> int:
+        """Return the dimension that an argument names, counted from the front; `new`: x is to get it yet."""
+        value = self.integer(argument)
+        n = x.dim() + new
+        if n == 0:
+            raise self.error("x", "at least one dimension", "x.reshape(1) has one", got="a 0-d tensor")
+        if not -n <= value < n:
+            raise self.error(argument, f"a dimension from {-n} to {n - 1}, since x has shape {tuple(x.shape)}")
+        return value % n
+
+    def integer(self, argument: str) -> int:
+        """Return the integer that an argument is."""
+        return self._integer(argument, self.arguments[argument])
+
+    def root(self, argument: str) -> int:
+        """Return the rank that an argument names."""
+        value = self.integer(argument)
+        if not 0 <= value < self.engine.size:
+            n = self.engine.size
+            raise self.error(argument, f"a rank within the group, from 0 to {n - 1}")
+        return value
+
+    def pairs(self, argument: str) -> tuple[tuple[int, int], ...]:
+        """Return the pairs (src, dst) that an argument lists."""
+        value, n = self.arguments[argument], self.engine.size
+        expected = "a list of pairs (src, dst) of ranks"
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise TypeError(message(self.name, argument, repr(value), expected))
+        if any(isinstance(p, str) or not isinstance(p, Sequence) or len(p) != 2 for p in value):
+            raise TypeError(message(self.name, argument, repr(value), expected))
+        pairs = tuple((self._integer(argument, src), self._integer(argument, dst)) for src, dst in value)
+        for end, ranks in (("src", [p[0] for p in pairs]), ("dst", [p[1] for p in pairs])):
+            if any(not 0 <= rank < n for rank in ranks):
+                raise self.error(argument, f"ranks within the group, from 0 to {n - 1}")
+            twice = [rank for rank in ranks if ranks.count(rank) > 1]
+            if twice:
+                remedy = "send to several ranks with broadcast or several permutes"
+                raise self.error(argument, f"each rank at most once as {end} (rank {twice[0]} is there twice)", remedy)
+        return pairs
+
+    def sizes_of_parts(self, x: Tensor, dim: int, argument: str = "sizes") -> tuple[int, ...]:
+        """Return the sizes of the N blocks that x is cut into along dim."""
+        value = self.arguments[argument]
+        length, n = x.shape[dim], self.engine.size
+        if value is None:
+            if length % n:
+                remedy = f"pass {argument}=[…], one size per rank"
+                raise self.error("x", f"a multiple of N = {n}", remedy, got=f"size {length} along dim {dim}")
+            return (length // n,) * n
+        sizes = self._sizes(argument, value)
+        if sum(sizes) != length:
+            got = f"{list(sizes)}, which sums to {sum(sizes)}"
+            raise self.error(argument, f"a sum of {length}, the size of x along dim {dim}", got=got)
+        return sizes
+
+    def sizes_of_all(self, x: Tensor, dim: int, argument: str = "sizes") -> tuple[int, ...]:
+        """Return the sizes along dim of all ranks' tensors, of which x is this rank's."""
+        value = self.arguments[argument]
+        length, n, rank = x.shape[dim], self.engine.size, self.engine.rank
+        if value is None:
+            return (length,) * n
+        if isinstance(value, str) and value == "auto":
+            return tuple(row[0] for row in self.tell([length]))
+        sizes = self._sizes(argument, value, auto=True)
+        if sizes[rank] != length:
+            expected = f"{length} at position {rank}, the size of this rank's x along dim {dim}"
+            raise self.error(argument, expected, f'{argument}="auto" asks every rank for its size')
+        return sizes
+
+    def sizes_of_blocks(self, parts: tuple[int, ...], argument: str) -> tuple[int, ...]:
+        """Return the sizes of the blocks that come from the ranks, when `parts` are those that go to them."""
+        value, rank = self.arguments[argument], self.engine.rank
+        if isinstance(value, str) and value == "auto":
+            return tuple(row[rank] for row in self.tell(list(parts)))
+        sizes = self._sizes(argument, value, auto=True)
+        if sizes[rank] != parts[rank]:
+            raise self.error(argument, f"{parts[rank]} at position {rank}, the size of the block that stays here")
+        return sizes
+
+    def tell(self, numbers: list[int]) -> list[list[int]]:
+        """Exchange a few integers, as many on each rank; one list from each rank, in order."""
+        from diffcoll.collectives.all_gather import AllGather  # all_gather.py makes calls itself
+
+        n = self.engine.size
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.engine.control_device)
+        flat: list[int] = apply(AllGather(self.engine, 0, (len(numbers),) * n), mine).tolist()
+        return [flat[i * len(numbers) : (i + 1) * len(numbers)] for i in range(n)]
+
+    def _sizes(self, argument: str, value: Any, auto: bool = False) -> tuple[int, ...]:
+        n = self.engine.size
+        either = ', "auto" or None' if auto else " or None"
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise self.error(argument, f"a list of {n} sizes, one per rank{either}")
+        sizes = tuple(self._integer(argument, v) for v in value)
+        if len(sizes) != n:
+            raise self.error(argument, f"{n} sizes, one per rank")
+        if any(size < 0 for size in sizes):
+            raise self.error(argument, "sizes of zero or more")
+        return sizes
+
+    def _integer(self, argument: str, value: Any) -> int:
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            return operator.index(value)
+        except TypeError:
+            got = type(value).__name__
+            raise TypeError(message(self.name, argument, got, "an integer")) from None

@@ -1,0 +1,83 @@
+"""All ranks' tensors joined along a dimension, on one rank.
+
+forward   y_dst = [x_0 … x_{N-1}]; empty elsewhere     joined along dim
+adjoint   gx_r  = gy_dst[block r]                      scatter
+note      notes/gather.md                              truth  diffcoll.truth.gather
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from diffcoll.collectives import scatter
+from diffcoll.collectives.blocks import join
+from diffcoll.collectives.call import Call, Group, Sizes
+from diffcoll.collectives.linear import Linear
+
+__all__ = ["Gather", "gather"]
+
+
+@dataclass(frozen=True)
+class Gather(Linear):
+    """y_dst = [x_0 … x_{N-1}], with sizes[s] the size of x_s along dim; elsewhere of size 0 along dim."""
+
+    name: ClassVar[str] = "gather"
+    dst: int
+    dim: int
+    sizes: tuple[int, ...]
+
+    def run(self, x: Tensor) -> Tensor:
+        """See `Linear.run`."""
+        n = self.engine.size
+        sends = [x.contiguous() if s == self.dst else None for s in range(n)]
+        if self.engine.rank == self.dst:
+            blocks, joined = join(x, x.shape, self.dim, self.sizes, self.engine)
+            self.engine.exchange(sends, blocks)()
+            return joined()
+        self.engine.exchange(sends, [None] * n)()
+        return x.new_empty([*x.shape[: self.dim], 0, *x.shape[self.dim + 1 :]])
+
+    @property
+    def adjoint(self) -> Linear:
+        """gx_r = gy_dst[block r]."""
+        return scatter.Scatter(self.engine, self.dst, self.dim, self.sizes)
+
+
+def gather(x: Tensor, dst: int = 0, dim: int = 0, group: Group = None, *, sizes: Sizes = None) -> Tensor:
+    """All ranks' x, joined along a dimension in the order of ranks, on rank dst; empty on the others.
+
+    The backward is a scatter from dst: each rank takes part in it if its loss uses its result. On the other
+    ranks add `y.sum()` to the loss, a zero.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> simulate(dc.gather, [torch.tensor([1]), torch.tensor([2])])
+    [tensor([1, 2]), tensor([], dtype=torch.int64)]
+
+    Args:
+        x: any dtype; any shape, the same on all ranks but for its size along `dim` where `sizes` is given.
+            A 0-d x counts as one element of a row: the result has shape (N,).
+        dst: the rank within the group that receives.
+        dim: the dimension to join along.
+        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        sizes: None: x has the same size along `dim` on all ranks. A list: each rank's size, zeros allowed.
+            `"auto"`: the ranks tell each other first, in a small message of its own.
+
+    Returns:
+        A new contiguous tensor of x's dtype; on the ranks other than dst of size 0 along `dim`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong on its own.
+
+    Source: notes/gather.md.
+    """
+    call = Call("gather", x, group, dst=dst, dim=dim, sizes=sizes)
+    root = call.root("dst")
+    new = x.dim() == 0
+    d = call.dim("dim", x, new=new)
+    if new:
+        x = x.unsqueeze(d)
+    return call.apply(Gather(call.engine, root, d, call.sizes_of_all(x, d)), x)

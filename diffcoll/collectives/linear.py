@@ -1,0 +1,82 @@
+"""The base of all collectives: a linear map between the ranks, and its adjoint, which is another.
+
+A collective states two things, what it does to plain tensors (`run`) and its `adjoint`. From that pair come,
+once and for all of them: the backward (apply the adjoint), every higher derivative (the adjoint's adjoint is
+the map again), the forward-mode rule (a linear map is its own derivative: apply it to the tangent) and the
+vmap rule (a batch dimension put last is one that no collective looks at).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.autograd import Function
+
+from diffcoll.engines.engine import Engine
+
+__all__ = ["Linear", "apply"]
+
+
+@dataclass(frozen=True)
+class Linear(ABC):
+    """A linear map from all ranks' x to all ranks' y, as seen by the rank of `engine`.
+
+    Dimensions are counted from the front. Dimensions of x behind those that the map names are carried along,
+    so the same object serves under vmap.
+    """
+
+    #: Name of the collective, as in `diffcoll.truth` and `notes/`.
+    name: ClassVar[str]
+
+    engine: Engine
+
+    @abstractmethod
+    def run(self, x: Tensor) -> Tensor:
+        """Return y of a plain tensor x, in fresh memory (or a view of x, where the class says so)."""
+
+    @property
+    @abstractmethod
+    def adjoint(self) -> Linear:
+        """F* with Σ_r ⟨(F x)_r, y_r⟩ = Σ_r ⟨x_r, (F* y)_r⟩ for all x and y.
+
+        Where a space is replicated, all ranks hold one shared tensor and it counts once in its sum.
+        """
+
+    @property
+    def shared(self) -> tuple[bool, bool]:
+        """Whether x, and whether y, is one tensor that all ranks hold (the replicated world)."""
+        return False, False
+
+
+def apply(f: Linear, x: Tensor) -> Tensor:
+    """Return f(x), differentiable to any order and in both modes."""
+    y: Tensor = _Apply.apply(x, f)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Apply(Function):
+    """y = F x;  gx = F* gy;  ty = F tx."""
+
+    @staticmethod
+    def forward(x: Tensor, f: Linear) -> Tensor:
+        f.engine.operation = f.name
+        return f.run(x.resolve_conj().resolve_neg())  # engines move memory, which knows no lazy conjugate
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Linear], output: Tensor) -> None:
+        _, ctx.f = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None]:
+        return apply(ctx.f.adjoint, gy), None
+
+    @staticmethod
+    def jvp(ctx: Any, tx: Tensor, _: None) -> Tensor:
+        return apply(ctx.f, tx)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, f: Linear) -> tuple[Tensor, int]:
+        return apply(f, x.movedim(in_dims[0], -1)), -1

@@ -1,0 +1,70 @@
+"""Tensors sent from rank to rank along given pairs.
+
+forward   y_dst  = x_src for each pair (src, dst); 0 where none is received     shape unchanged
+adjoint   gx_src = gy_dst; 0 where none was sent                                permute, pairs reversed
+note      notes/permute.md                                                      truth  diffcoll.truth.permute
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from diffcoll.collectives.call import Call, Group
+from diffcoll.collectives.linear import Linear
+
+__all__ = ["Permute", "permute"]
+
+
+@dataclass(frozen=True)
+class Permute(Linear):
+    """y_dst = x_src for each pair (src, dst); 0 where none is received."""
+
+    name: ClassVar[str] = "permute"
+    pairs: tuple[tuple[int, int], ...]
+
+    def run(self, x: Tensor) -> Tensor:
+        """See `Linear.run`."""
+        n, rank = self.engine.size, self.engine.rank
+        source = next((src for src, dst in self.pairs if dst == rank), None)
+        target = next((dst for src, dst in self.pairs if src == rank), None)
+        make = torch.zeros_like if source is None else torch.empty_like
+        y = make(x, memory_format=torch.contiguous_format)
+        sends = [x.contiguous() if s == target else None for s in range(n)]
+        self.engine.exchange(sends, [y if s == source else None for s in range(n)])()
+        return y
+
+    @property
+    def adjoint(self) -> Linear:
+        """gx_src = gy_dst; 0 where none was sent."""
+        return Permute(self.engine, tuple((dst, src) for src, dst in self.pairs))
+
+
+def permute(x: Tensor, pairs: Sequence[tuple[int, int]], group: Group = None) -> Tensor:
+    """Send x along pairs (src, dst) of ranks.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> simulate(lambda x: dc.permute(x, [(0, 1), (1, 2)]), [torch.tensor(float(r)) for r in (5, 6, 7)])
+    [tensor(0.), tensor(5.), tensor(6.)]
+
+    Args:
+        x: any shape and dtype, the same on all ranks.
+        pairs: ranks within the group, the same list on all ranks; each rank at most once as src and at most
+            once as dst.
+        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+
+    Returns:
+        A new tensor, shape and dtype of x: what was sent to this rank, zeros if nothing was.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong on its own.
+
+    Source: notes/permute.md.
+    """
+    call = Call("permute", x, group, pairs=pairs)
+    return call.apply(Permute(call.engine, call.pairs("pairs")), x)

@@ -1,0 +1,70 @@
+"""Sum or mean over ranks, on one rank.
+
+forward   y_dst = Σ_s x_s; 0 elsewhere     shape unchanged
+adjoint   gx_r  = gy_dst                   broadcast
+note      notes/reduce.md                  truth  diffcoll.truth.reduce
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from diffcoll.collectives import broadcast
+from diffcoll.collectives.call import Call, Group
+from diffcoll.collectives.linear import Linear
+
+__all__ = ["Reduce", "reduce"]
+
+
+@dataclass(frozen=True)
+class Reduce(Linear):
+    """y_dst = Σ_s x_s; 0 elsewhere."""
+
+    name: ClassVar[str] = "reduce"
+    dst: int
+
+    def run(self, x: Tensor) -> Tensor:
+        """See `Linear.run`."""
+        at_home = self.engine.rank == self.dst
+        y = x.clone(memory_format=torch.contiguous_format) if at_home else x.contiguous()
+        self.engine.reduce(y, self.dst)()
+        return y if at_home else torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+    @property
+    def adjoint(self) -> Linear:
+        """gx_r = gy_dst."""
+        return broadcast.Broadcast(self.engine, self.dst)
+
+
+def reduce(x: Tensor, dst: int = 0, op: str = "sum", group: Group = None) -> Tensor:
+    """Sum or mean of all ranks' x, on rank dst; zeros on the others.
+
+    The backward is a broadcast from dst: each rank takes part in it if its loss uses its result. On the other
+    ranks add `y.sum()` to the loss, a zero.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> simulate(lambda x: dc.reduce(x, dst=1), [torch.tensor(1.0), torch.tensor(2.0)])
+    [tensor(0.), tensor(3.)]
+
+    Args:
+        x: any shape, the same on all ranks; any dtype but bool. float16 and bfloat16 are accumulated in
+            float32 where the library adds up itself (gloo), else as the backend does it.
+        dst: the rank within the group that receives.
+        op: `"sum"`, or `"mean"` (`"avg"`) of floating-point or complex numbers.
+        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+
+    Returns:
+        A new tensor, shape and dtype of x.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong on its own.
+
+    Source: notes/reduce.md.
+    """
+    call = Call("reduce", x, group, dst=dst, op=op)
+    return call.reduce(Reduce(call.engine, call.root("dst")), x)

@@ -1,0 +1,70 @@
+"""Sum or mean over ranks, of which every rank receives its block.
+
+forward   y_r  = (Σ_s x_s)[block r]      blocks along dim
+adjoint   gx_r = [gy_0 … gy_{N-1}]       all_gather
+note      notes/reduce_scatter.md        truth  diffcoll.truth.reduce_scatter
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from diffcoll.collectives import all_gather
+from diffcoll.collectives.blocks import cut
+from diffcoll.collectives.call import Call, Group, Parts
+from diffcoll.collectives.linear import Linear
+
+__all__ = ["ReduceScatter", "reduce_scatter"]
+
+
+@dataclass(frozen=True)
+class ReduceScatter(Linear):
+    """y_r = (Σ_s x_s)[block r], with sizes[r] the size of block r along dim."""
+
+    name: ClassVar[str] = "reduce_scatter"
+    dim: int
+    sizes: tuple[int, ...]
+
+    def run(self, x: Tensor) -> Tensor:
+        """See `Linear.run`."""
+        blocks = cut(x, self.dim, self.sizes)
+        y = x.new_empty(blocks[self.engine.rank].shape)
+        self.engine.reduce_scatter(blocks, y)()
+        return y
+
+    @property
+    def adjoint(self) -> Linear:
+        """gx_r = [gy_0 … gy_{N-1}]."""
+        return all_gather.AllGather(self.engine, self.dim, self.sizes)
+
+
+def reduce_scatter(x: Tensor, op: str = "sum", dim: int = 0, group: Group = None, *, sizes: Parts = None) -> Tensor:
+    """Sum or mean of all ranks' x, of which rank r receives block r along a dimension.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> simulate(dc.reduce_scatter, [torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])])
+    [tensor([11.]), tensor([22.])]
+
+    Args:
+        x: at least one dimension, the same shape on all ranks; any dtype but bool. float16 and bfloat16 are
+            accumulated in float32 where the library adds up itself (gloo), else as the backend does it.
+        op: `"sum"`, or `"mean"` (`"avg"`) of floating-point or complex numbers.
+        dim: the dimension to cut along.
+        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        sizes: None: N equal blocks. A list, the same on all ranks: each rank's size, zeros allowed.
+
+    Returns:
+        A new tensor, dtype of x, shape of x but for this rank's size along `dim`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong on its own.
+
+    Source: notes/reduce_scatter.md.
+    """
+    call = Call("reduce_scatter", x, group, op=op, dim=dim, sizes=sizes)
+    d = call.dim("dim", x)
+    return call.reduce(ReduceScatter(call.engine, d, call.sizes_of_parts(x, d)), x)

@@ -1,0 +1,86 @@
+"""Running sums over the ranks.
+
+forward   y_r  = Σ_{s≤r} x_s         exclusive: s<r; reverse: s≥r (s>r)
+adjoint   gx_r = Σ_{s≥r} gy_s        scan the other way
+note      notes/scan.md              truth  diffcoll.truth.scan
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from diffcoll.collectives.call import Call, Group
+from diffcoll.collectives.linear import Linear
+
+__all__ = ["Scan", "scan"]
+
+
+@dataclass(frozen=True)
+class Scan(Linear):
+    """y_r = Σ_{s≤r} x_s; exclusive: s<r; reverse: s≥r or s>r."""
+
+    name: ClassVar[str] = "scan"
+    reverse: bool = False
+    exclusive: bool = False
+
+    def run(self, x: Tensor) -> Tensor:
+        """See `Linear.run`. In ⌈log₂ N⌉ rounds: after round k, y_r is the sum of the last 2^k terms."""
+        half = x.dtype in (torch.float16, torch.bfloat16)
+        y = x.to(torch.float32) if half else x.clone(memory_format=torch.contiguous_format)
+        y = y.contiguous()
+        if self.exclusive:
+            y = self._from(y, 1)
+        distance = 1
+        while distance < self.engine.size:
+            y += self._from(y, distance)
+            distance *= 2
+        return y.to(x.dtype)
+
+    def _from(self, y: Tensor, distance: int) -> Tensor:
+        """The y of the rank that lies `distance` before this one; zero if there is none."""
+        n, rank = self.engine.size, self.engine.rank
+        step = -distance if self.reverse else distance
+        before = torch.empty_like(y) if 0 <= rank - step < n else torch.zeros_like(y)
+        sends = [y if s == rank + step else None for s in range(n)]
+        self.engine.exchange(sends, [before if s == rank - step else None for s in range(n)])()
+        return before
+
+    @property
+    def adjoint(self) -> Linear:
+        """gx_r = Σ_{s≥r} gy_s."""
+        return Scan(self.engine, not self.reverse, self.exclusive)
+
+
+def scan(x: Tensor, group: Group = None, *, reverse: bool = False, exclusive: bool = False) -> Tensor:
+    """Sum of the x of all ranks up to this one.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> xs = [torch.tensor(v) for v in (1.0, 10.0, 100.0)]
+    >>> simulate(dc.scan, xs)
+    [tensor(1.), tensor(11.), tensor(111.)]
+    >>> simulate(lambda x: dc.scan(x, reverse=True, exclusive=True), xs)
+    [tensor(110.), tensor(100.), tensor(0.)]
+
+    Args:
+        x: any shape, the same on all ranks; any dtype but bool. float16 and bfloat16 are accumulated in
+            float32.
+        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        reverse: sum over this rank and those after it instead.
+        exclusive: leave this rank's own x out.
+
+    Returns:
+        A new tensor, shape and dtype of x.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong on its own.
+
+    Source: notes/scan.md.
+    """
+    call = Call("scan", x, group, reverse=reverse, exclusive=exclusive)
+    call.adds(x)
+    return call.apply(Scan(call.engine, bool(reverse), bool(exclusive)), x)

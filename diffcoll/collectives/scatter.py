@@ -1,0 +1,126 @@
+"""One rank's tensor, of which every rank receives its block.
+
+forward   y_r    = x_src[block r]                      blocks along dim
+adjoint   gx_src = [gy_0 … gy_{N-1}]; empty elsewhere  gather
+note      notes/scatter.md                             truth  diffcoll.truth.scatter
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from diffcoll.collectives import gather
+from diffcoll.collectives.blocks import cut
+from diffcoll.collectives.broadcast import Broadcast
+from diffcoll.collectives.call import Call, Group, Parts
+from diffcoll.collectives.linear import Linear, apply
+from diffcoll.errors import CollectiveMismatchError
+
+__all__ = ["Scatter", "scatter"]
+
+
+@dataclass(frozen=True)
+class Scatter(Linear):
+    """y_r = x_src[block r], with sizes[r] the size of block r along dim; x is of size 0 along dim elsewhere."""
+
+    name: ClassVar[str] = "scatter"
+    src: int
+    dim: int
+    sizes: tuple[int, ...]
+
+    def run(self, x: Tensor) -> Tensor:
+        """See `Linear.run`."""
+        n, rank = self.engine.size, self.engine.rank
+        y = x.new_empty([*x.shape[: self.dim], self.sizes[rank], *x.shape[self.dim + 1 :]])
+        blocks = cut(x, self.dim, self.sizes) if rank == self.src else [None] * n
+        self.engine.exchange(blocks, [y if s == self.src else None for s in range(n)])()
+        return y
+
+    @property
+    def adjoint(self) -> Linear:
+        """gx_src = [gy_0 … gy_{N-1}]; empty elsewhere."""
+        return gather.Gather(self.engine, self.src, self.dim, self.sizes)
+
+
+def scatter(x: Tensor | None, src: int = 0, dim: int = 0, group: Group = None, *, sizes: Parts = None) -> Tensor:
+    """Rank src's x, of which rank r receives block r along a dimension.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> simulate(dc.scatter, [torch.tensor([1.0, 2.0]), None])
+    [tensor([1.]), tensor([2.])]
+
+    Args:
+        x: at least one dimension; any dtype. On the ranks other than src it may be None; what is passed there
+            takes part in the graph, with gradient zero (under `torch.func` transforms pass a tensor on all
+            ranks: None takes part in no transform).
+        src: the rank within the group that sends.
+        dim: the dimension to cut along.
+        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        sizes: None: N equal blocks. A list: each rank's size, zeros allowed. Both `dim` and `sizes` count as
+            rank src gives them; the others learn them from there, in a small message of its own.
+
+    Returns:
+        A new tensor, dtype of rank src's x, and its shape but for this rank's size along `dim`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong on its own.
+        CollectiveMismatchError: on the other ranks, when the arguments are wrong on rank src.
+
+    Source: notes/scatter.md.
+    """
+    call = Call("scatter", x, group, check_x=False, src=src, dim=dim, sizes=sizes)
+    root = call.root("src")
+    if call.engine.rank == root:
+        try:
+            tensor = call.tensor(x)
+            d = call.dim("dim", tensor)
+            parts = call.sizes_of_parts(tensor, d)
+        except (TypeError, ValueError):
+            _tell(call, root, [])
+            raise
+        _tell(call, root, _header(tensor, d, parts))
+    else:
+        numbers = _tell(call, root, None)
+        if not numbers:
+            raise CollectiveMismatchError(f"scatter: the arguments are wrong on rank {root}, see the error there")
+        d, parts, tensor = _empty(numbers, call.engine.size, x)
+    return call.apply(Scatter(call.engine, root, d, parts), tensor)
+
+
+# ── rank src tells the others what comes ─────────────────────────────────────────────────────────────────
+
+_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "npu")
+_DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
+
+
+def _header(x: Tensor, dim: int, sizes: tuple[int, ...]) -> list[int]:
+    device = _DEVICES.index(x.device.type) if x.device.type in _DEVICES else 0
+    return [_DTYPES.index(x.dtype), device, x.requires_grad, dim, x.dim(), *x.shape, *sizes]
+
+
+def _empty(header: list[int], n: int, x: Tensor | None) -> tuple[int, tuple[int, ...], Tensor]:
+    """The dimension, the sizes, and this rank's x: nothing of it along the dimension."""
+    dtype, device, requires_grad, dim, dims, *rest = header
+    shape, sizes = rest[:dims], rest[dims : dims + n]
+    shape[dim] = 0
+    if x is not None and (x.requires_grad or not requires_grad):
+        none = x.flatten()[:0].to(_DTYPES[dtype]).reshape(shape)
+        return dim, tuple(sizes), none if requires_grad else none.detach()
+    # A leaf of its own, so that this rank's backward takes part in the gather.
+    none = torch.empty(shape, dtype=_DTYPES[dtype], device=_DEVICES[device])
+    return dim, tuple(sizes), none.requires_grad_() if requires_grad else none
+
+
+def _tell(call: Call, root: int, numbers: list[int] | None) -> list[int]:
+    """Pass a list of integers from the root to all."""
+    device = call.engine.control_device
+    send = Broadcast(call.engine, root)
+    length = int(apply(send, torch.tensor(len(numbers or ()), device=device)))
+    row = torch.tensor(numbers if numbers else [0] * length, dtype=torch.int64, device=device)
+    told: list[int] = apply(send, row).tolist()
+    return told

@@ -1,0 +1,74 @@
+"""This rank's slice of a replicated tensor: the other way from the replicated world into per-rank work.
+
+forward   y_r  = x_r[block r]            x replicated
+adjoint   gx_r = [gy_0 … gy_{N-1}]       all_gather, replicated
+note      notes/split.md                 truth  diffcoll.truth.split
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from diffcoll.collectives import all_gather
+from diffcoll.collectives.call import Call, Group, Parts
+from diffcoll.collectives.linear import Linear
+
+__all__ = ["Split", "split"]
+
+
+@dataclass(frozen=True)
+class Split(Linear):
+    """y_r = x[block r], with sizes[r] the size of block r along dim."""
+
+    name: ClassVar[str] = "split"
+    dim: int
+    sizes: tuple[int, ...]
+
+    def run(self, x: Tensor) -> Tensor:
+        """See `Linear.run`."""
+        block = x.split_with_sizes(list(self.sizes), self.dim)[self.engine.rank]
+        return block.clone(memory_format=torch.contiguous_format)
+
+    @property
+    def adjoint(self) -> Linear:
+        """gx_r = [gy_0 … gy_{N-1}]."""
+        return all_gather.AllGather(self.engine, self.dim, self.sizes, replicated=True)
+
+    @property
+    def shared(self) -> tuple[bool, bool]:
+        """See `Linear.shared`."""
+        return True, False
+
+
+def split(x: Tensor, dim: int = 0, group: Group = None, *, sizes: Parts = None) -> Tensor:
+    """Return this rank's block of x, which all ranks hold alike; its gradient is gathered from all ranks.
+
+    Moves nothing forward.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> x = torch.tensor([1.0, 2.0, 3.0])
+    >>> simulate(lambda x: dc.split(x, sizes=[1, 2]), [x, x.clone()])
+    [tensor([1.]), tensor([2., 3.])]
+
+    Args:
+        x: at least one dimension; any dtype; equal on all ranks.
+        dim: the dimension to cut along.
+        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        sizes: None: N equal blocks. A list, the same on all ranks: each rank's size, zeros allowed.
+
+    Returns:
+        A new tensor (not a view of x), shape of x but for this rank's size along `dim`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong on its own.
+
+    Source: notes/split.md.
+    """
+    call = Call("split", x, group, dim=dim, sizes=sizes)
+    d = call.dim("dim", x)
+    return call.apply(Split(call.engine, d, call.sizes_of_parts(x, d)), x)

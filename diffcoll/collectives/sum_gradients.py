@@ -1,0 +1,69 @@
+"""Identity whose backward sums over ranks: the way from the replicated world into per-rank work.
+
+forward   y_r  = x_r               x replicated; shares memory with x
+adjoint   gx_r = Σ_s gy_s          all_reduce, replicated
+note      notes/sum_gradients.md   truth  diffcoll.truth.sum_gradients
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from diffcoll.collectives import all_reduce
+from diffcoll.collectives.call import Call, Group
+from diffcoll.collectives.linear import Linear
+
+__all__ = ["SumGradients", "sum_gradients"]
+
+
+@dataclass(frozen=True)
+class SumGradients(Linear):
+    """y_r = x, a view of it."""
+
+    name: ClassVar[str] = "sum_gradients"
+
+    def run(self, x: Tensor) -> Tensor:
+        """See `Linear.run`."""
+        return x.view_as(x)
+
+    @property
+    def adjoint(self) -> Linear:
+        """gx_r = Σ_s gy_s."""
+        return all_reduce.AllReduce(self.engine, replicated=True)
+
+    @property
+    def shared(self) -> tuple[bool, bool]:
+        """See `Linear.shared`."""
+        return True, False
+
+
+def sum_gradients(x: Tensor, group: Group = None) -> Tensor:
+    """Return x, which all ranks hold alike, for use in per-rank work: its gradient is summed over ranks.
+
+    Megatron's f and JAX's pvary. Moves nothing forward.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> w = [torch.tensor(2.0, requires_grad=True) for _ in range(2)]  # one weight, a copy on each rank
+    >>> losses = simulate(lambda w, x: dc.sum_gradients(w) * x, w, [3.0, 4.0])
+    >>> torch.autograd.backward(losses)
+    >>> [copy.grad for copy in w]
+    [tensor(7.), tensor(7.)]
+
+    Args:
+        x: any shape and dtype, equal on all ranks.
+        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+
+    Returns:
+        x, sharing its memory as `x.view_as(x)` does.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong on its own.
+
+    Source: notes/sum_gradients.md.
+    """
+    call = Call("sum_gradients", x, group)
+    return call.apply(SumGradients(call.engine), x)

@@ -1,0 +1,1 @@
+"""What moves bytes, one file each; nothing above knows which one runs."""

@@ -1,0 +1,205 @@
+"""torch.distributed's process groups: gloo, NCCL, and whatever else is registered there.
+
+Ranks here are ranks within the group, always: torch's own calls take global ones in some places and group
+ones in others (pytorch#130515), so the group is asked itself, or `group_src`/`group_dst` is given.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diffcoll.engines.engine import Blocks, Engine, Wait
+
+__all__ = ["C10dEngine", "engine_of", "is_running"]
+
+# Which primitives run on the backend's own collective; the others run on `exchange`, that is, on
+# point-to-point messages. On gloo that was measured (`diffcoll bench`): its all_gather and reduce_scatter are
+# slow, and a message received in its place spares the fresh memory that a copy would fault in. A backend
+# that is not listed has all of its own. NCCL: not measured by us.
+NATIVE = {"gloo": {"all_reduce", "broadcast"}}
+ALL = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
+
+# What gloo and NCCL add up themselves. Half precisions are left out for gloo, so that they are accumulated
+# in float32 by `Engine.all_reduce` at the price of the same number of bytes.
+SUMS = {
+    "gloo": {torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64},
+    "nccl": {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+    | {torch.int8, torch.uint8, torch.int32, torch.int64},
+}
+
+# Our messages carry a tag of their own, so that they never meet the user's on the same group.
+TAG = 0xD1FF
+
+
+class C10dEngine(Engine):
+    """A `torch.distributed.ProcessGroup`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(rank=dist.get_rank(group), size=dist.get_world_size(group))
+        self.group = group
+        # {"cpu": "gloo", "cuda": "nccl"}, from the public "cpu:gloo,cuda:nccl"
+        pairs = (p.split(":") for p in dist.get_backend_config(group).split(","))
+        self.backends = {device: backend for device, backend in pairs}
+        self.description = f"a {dist.get_backend(group)} group of {self.size} ranks"
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """See `Engine.devices`."""
+        return tuple(self.backends)
+
+    @property
+    def control_device(self) -> torch.device:
+        """See `Engine.control_device`."""
+        if "cpu" in self.backends:
+            return torch.device("cpu")
+        device = next(iter(self.backends))
+        return torch.device(device, torch.get_device_module(device).current_device())
+
+    def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
+        """See `Engine.exchange`."""
+        own, into = sends[self.rank], recvs[self.rank]
+        pairs = [(s, t) for s, t in enumerate(sends) if s != self.rank and t is not None and t.numel()]
+        wants = [(s, t) for s, t in enumerate(recvs) if s != self.rank and t is not None and t.numel()]
+        tensor = next((t for _, t in (*pairs, *wants)), None)
+        waits = [] if tensor is None else self._messages(self._backend(tensor), pairs, wants)
+        if into is not None and own is not None:
+            into.copy_(own)
+
+        def finish() -> None:
+            for wait in waits:
+                wait()
+
+        return finish
+
+    def _messages(self, backend: str, pairs: list[tuple[int, Tensor]], wants: list[tuple[int, Tensor]]) -> list[Wait]:
+        if backend == "gloo":
+            if (wants or pairs)[0][1].device.type != "cpu":
+                return self._staged(pairs, wants)
+            # Straight to the group: dist.isend and dist.irecv cost another 10 µs each.
+            # Receives first: a message that arrives before its buffer is known waits on the other side.
+            works = [self.group.recv([t], s, TAG) for s, t in wants]
+            works += [self.group.send([t], s, TAG) for s, t in pairs]
+            return [partial(work.wait) for work in works]
+        bytes_ = torch.uint8  # only moved: so a dtype that the backend does not know does not matter
+        ops = [dist.P2POp(dist.irecv, t.view(-1).view(bytes_), group=self.group, group_peer=s) for s, t in wants]
+        ops += [dist.P2POp(dist.isend, t.view(-1).view(bytes_), group=self.group, group_peer=s) for s, t in pairs]
+        return [partial(work.wait) for work in dist.batch_isend_irecv(ops)]
+
+    def _staged(self, pairs: list[tuple[int, Tensor]], wants: list[tuple[int, Tensor]]) -> list[Wait]:
+        """Gloo's point-to-point messages read and write CPU memory only."""
+        landing = [(s, torch.empty_like(t, device="cpu")) for s, t in wants]
+        waits = self._messages("gloo", [(s, t.cpu()) for s, t in pairs], landing)
+
+        def unload() -> None:
+            for (_, t), (_, landed) in zip(wants, landing, strict=True):
+                t.copy_(landed)
+
+        return [*waits, unload]
+
+    # ── the backend's own collectives, where the tables above say so ─────────────────────────────────────
+
+    def all_reduce(self, y: Tensor) -> Wait:
+        """See `Engine.all_reduce`."""
+        if not self._runs_natively("all_reduce", y, adds=True):
+            return super().all_reduce(y)
+        return _wait(dist.all_reduce(_real(y), group=self.group, async_op=True))
+
+    def all_gather(self, x: Tensor, blocks: list[Tensor]) -> Wait:  # type: ignore[override]
+        """See `Engine.all_gather`."""
+        even = all(b.shape == x.shape for b in blocks)
+        if not (even and self._runs_natively("all_gather", x)):
+            return super().all_gather(x, blocks)
+        return _wait(dist.all_gather([_real(b) for b in blocks], _real(x), group=self.group, async_op=True))
+
+    def reduce_scatter(self, blocks: list[Tensor], out: Tensor) -> Wait:  # type: ignore[override]
+        """See `Engine.reduce_scatter`."""
+        even = all(b.shape == out.shape for b in blocks)
+        if not (even and self._runs_natively("reduce_scatter", out, adds=True)):
+            return super().reduce_scatter(blocks, out)
+        work = dist.reduce_scatter(_real(out), [_real(b) for b in blocks], group=self.group, async_op=True)
+        return _wait(work)
+
+    def broadcast(self, y: Tensor, src: int) -> Wait:
+        """See `Engine.broadcast`."""
+        if not self._runs_natively("broadcast", y):
+            return super().broadcast(y, src)
+        flat = y.view(-1).view(torch.uint8)
+        return _wait(dist.broadcast(flat, group=self.group, group_src=src, async_op=True))
+
+    def reduce(self, y: Tensor, dst: int) -> Wait:
+        """See `Engine.reduce`."""
+        if not self._runs_natively("reduce", y, adds=True):
+            return super().reduce(y, dst)
+        y = y if self.rank == dst else y.clone()  # a backend may leave partial sums in it
+        return _wait(dist.reduce(_real(y), group=self.group, group_dst=dst, async_op=True))
+
+    def _backend(self, x: Tensor) -> str:
+        return self.backends[x.device.type]
+
+    def _runs_natively(self, primitive: str, x: Tensor, adds: bool = False) -> bool:
+        backend = self._backend(x)
+        known = SUMS.get(backend)
+        dtype = x.dtype.to_real() if x.dtype.is_complex else x.dtype
+        return (
+            x.numel() > 0
+            and primitive in NATIVE.get(backend, ALL)
+            and not (adds and known is not None and dtype not in known)
+        )
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _wait(work: dist.Work | None) -> Wait:
+    if work is None:
+        return lambda: None
+    return partial(work.wait)
+
+
+# ── which group a user means ─────────────────────────────────────────────────────────────────────────────
+
+_engines: dict[dist.ProcessGroup, C10dEngine] = {}
+
+
+def is_running() -> bool:
+    """Whether torch's default process group has been set up."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def engine_of(group: object) -> C10dEngine | None:
+    """Return the engine of a `ProcessGroup` or a one-dimensional `DeviceMesh`; None for anything else.
+
+    None as a group is torch's default group. A group that this process is not in, and a mesh of several
+    dimensions, are ValueErrors.
+    """
+    if group is None and is_running():
+        group = dist.group.WORLD
+    elif (mesh := _as_mesh(group)) is not None:
+        if mesh.ndim != 1:
+            names = mesh.mesh_dim_names
+            remedy = f'one of its dimensions, e.g. mesh["{names[0]}"]' if names else "mesh.get_group(dim)"
+            raise ValueError(f"got a DeviceMesh of {mesh.ndim} dimensions, expected one; pass {remedy}")
+        if mesh.get_coordinate() is None:
+            raise ValueError("got a DeviceMesh that this process is not in; call it on the mesh's ranks only")
+        group = mesh.get_group(0)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("got a group that this process is not in; call it on the group's ranks only")
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    engine = _engines.get(group)
+    if engine is None:
+        if not is_running():
+            raise ValueError("got a ProcessGroup after destroy_process_group(); set up a new one")
+        if dist.get_rank(group) < 0:
+            raise ValueError("got a group that this process is not in; call it on the group's ranks only")
+        engine = _engines[group] = C10dEngine(group)
+    return engine
+
+
+def _as_mesh(group: object) -> dist.device_mesh.DeviceMesh | None:
+    return group if isinstance(group, dist.device_mesh.DeviceMesh) else None

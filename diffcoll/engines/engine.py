@@ -1,0 +1,153 @@
+"""What moves bytes: the seam between the collectives and the transports.
+
+An engine stands for one group as seen by one rank. It knows `rank`, `size` and one mover, `exchange`; every
+other primitive has a default written on `exchange`, which a transport replaces where its own is faster.
+
+Engines work on plain, contiguous tensors and know nothing of autograd. Every primitive starts at once and
+returns a `Wait`: a function that returns when the result is there. Until then its tensors must not change.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcoll.engines.scratch import Scratch
+
+__all__ = ["Engine", "Wait", "add_up"]
+
+Wait = Callable[[], object]
+Blocks = Sequence[Tensor | None]
+
+
+class Engine(ABC):
+    """One group, seen by one of its ranks."""
+
+    #: Words for error messages: what this group is and what it runs on.
+    description: str = "an engine"
+    #: The collective at work, for messages that arise below it.
+    operation: str = "nothing"
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.scratch = Scratch()
+
+    @property
+    def devices(self) -> tuple[str, ...] | None:
+        """Types of the devices whose tensors this engine moves; None: every device that has memory."""
+        return None
+
+    @property
+    def control_device(self) -> torch.device:
+        """Where the few integers that ranks exchange among themselves (sizes, headers) live."""
+        return torch.device("cpu")
+
+    @property
+    def joint(self) -> bool:
+        """Whether the ranks share one autograd graph, so that collectives meet in their ground truth."""
+        return False
+
+    def meet_in_truth(self, name: str, x: Any, arguments: dict[str, Any]) -> Any:
+        """Return this rank's result of the collective `name` by its ground truth (joint worlds only)."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
+        """Send `sends[s]` to rank s and fill `recvs[s]` with what rank s sends here.
+
+        A block that is None or empty does not travel; both ends know that from the sizes. `recvs[rank]`,
+        where given, is filled from `sends[rank]`.
+        """
+
+    # ── defaults, written on exchange ────────────────────────────────────────────────────────────────────
+
+    def all_gather(self, x: Tensor, blocks: Sequence[Tensor]) -> Wait:
+        """blocks[s] = x_s on every rank."""
+        return self.exchange([x] * self.size, blocks)
+
+    def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor) -> Wait:
+        """out = Σ_s (blocks of s)[rank], added in the order of the ranks."""
+        if self.size == 1:
+            out.copy_(blocks[0])
+            return _done
+        memory = self.scratch.take((self.size - 1) * out.numel(), like=out)
+        spare = iter(memory.view(self.size - 1, *out.shape))
+        recvs = [None if s == self.rank else next(spare) for s in range(self.size)]
+        wait = self.exchange([None if s == self.rank else b for s, b in enumerate(blocks)], recvs)
+
+        def finish() -> None:
+            wait()
+            add_up([blocks[self.rank] if b is None else b for b in recvs], out)
+            self.scratch.give(memory)
+
+        return finish
+
+    def all_reduce(self, y: Tensor) -> Wait:
+        """y ← Σ_s y_s, in place, bitwise the same on every rank: each part is added up on one rank."""
+        parts = _even_parts(y, self.size)
+        mine = torch.empty_like(parts[self.rank])
+        wait = self.reduce_scatter(parts, mine)
+
+        def finish() -> None:
+            wait()
+            self.all_gather(mine, parts)()
+
+        return finish
+
+    def broadcast(self, y: Tensor, src: int) -> Wait:
+        """y ← y_src, in place."""
+        peers = range(self.size)
+        sends = [y if self.rank == src and s != src else None for s in peers]
+        return self.exchange(sends, [y if self.rank != src and s == src else None for s in peers])
+
+    def reduce(self, y: Tensor, dst: int) -> Wait:
+        """y_dst ← Σ_s y_s, in place on dst; elsewhere y is left alone."""
+        peers = range(self.size)
+        if self.rank != dst:
+            return self.exchange([y if s == dst else None for s in peers], [None] * self.size)
+        memory = self.scratch.take((self.size - 1) * y.numel(), like=y)
+        spare = iter(memory.view(self.size - 1, *y.shape))
+        recvs = [None if s == dst else next(spare) for s in peers]
+        wait = self.exchange([None] * self.size, recvs)
+
+        def finish() -> None:
+            wait()
+            add_up([y if b is None else b for b in recvs], y)
+            self.scratch.give(memory)
+
+        return finish
+
+
+def add_up(terms: Sequence[Tensor], out: Tensor) -> None:
+    """out ← Σ terms, in their order; half precisions are accumulated in float32.
+
+    `out` may be one of the terms.
+    """
+    half = out.dtype in (torch.float16, torch.bfloat16)
+    if half or len(terms) == 1 or any(t is out for t in terms[2:]):
+        total = terms[0].to(torch.float32 if half else out.dtype, copy=True)
+        for t in terms[1:]:
+            total += t
+        out.copy_(total)
+    else:
+        torch.add(terms[0], terms[1], out=out)
+        for t in terms[2:]:
+            out += t
+
+
+def _even_parts(y: Tensor, n: int) -> list[Tensor]:
+    """Cut y, as one row of numbers, into n parts as equal as they can be."""
+    numel = y.numel()
+    ends = [0, *accumulate(numel // n + (r < numel % n) for r in range(n))]
+    flat = y.view(-1)
+    return [flat[a:b] for a, b in pairwise(ends)]
+
+
+def _done() -> None:
+    pass

@@ -1,0 +1,350 @@
+"""Ranks that are threads of one process: the engine of simulated worlds.
+
+One rank runs at a time. It runs until it waits for a rank that has not come yet, then hands over to the next
+in line, by that rank's own lock: so a run is deterministic, a hand-over wakes one thread and not all of them,
+and a world in which nobody can go on is known at once.
+
+Ranks that do something together *meet*: each leaves an entry, the last to come combines the entries into one
+result for each. Under the rules a meeting is one `exchange` of blocks. In a joint world the collectives meet
+as a whole, and what combines them is handed in by `diffcoll.testing`: nothing here knows what it means.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import random
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from diffcoll.engines.engine import Blocks, Engine, Wait
+from diffcoll.errors import CollectiveMismatchError, user_line
+
+__all__ = ["LocalEngine", "LocalGroup", "World", "engine_of", "here", "seed_rank"]
+
+#: (name of the collective, each rank's tensor, each rank's arguments) → each rank's result
+Truth = Callable[[str, list[Any], list[dict[str, Any]]], list[Any]]
+
+
+@dataclass(frozen=True)
+class LocalGroup:
+    """Some ranks of a simulated world, in order; also its handle for the user."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass
+class _Entry:
+    what: str
+    where: str
+    payload: Any
+
+
+@dataclass
+class _Meeting:
+    ranks: tuple[int, ...]
+    entries: dict[int, _Entry] = field(default_factory=dict)
+    results: dict[int, Any] | None = None
+
+
+class _Rank(threading.Thread):
+    """One simulated rank."""
+
+    def __init__(self, world: World, number: int, body: Callable[[], Any]) -> None:
+        super().__init__(name=f"rank {number}", daemon=True)
+        self.world = world
+        self.number = number
+        self.body = body
+        self.turn = _closed_lock()
+        self.engines: dict[tuple[int, ...], LocalEngine] = {}
+        self.default_group: object = None
+        self.waits_for: tuple[_Meeting, str] | None = None
+        self.error: BaseException | None = None  # to be raised where this rank waits
+        self.outcome: str = ""  # "returned" or "raised …", once it is over
+        self.result: Any = None
+        self.random: Any = None
+
+    def run(self) -> None:
+        self.turn.acquire()
+        _rank.here = self
+        _random_set(self.random)
+        try:
+            self.result = self.body()
+            self.outcome = "returned"
+        except BaseException as error:
+            self.outcome = f"raised {type(error).__name__}"
+            self.world.failures.append((self.number, error))
+        self.world.leave(self)
+
+
+class World:
+    """N simulated ranks; `truth` makes it a joint world, None one in which the library's rules run."""
+
+    def __init__(self, size: int, seed: int = 0, truth: Truth | None = None) -> None:
+        self.size = size
+        self.seed = seed
+        self.truth = truth
+        self.running = False
+        self.failures: list[tuple[int, BaseException]] = []
+        self._ranks: list[_Rank] = []
+        self._ready: deque[_Rank] = deque()
+        self._over = _closed_lock()
+        self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
+
+    def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run one function per rank to the end; results in the order of ranks, or the first rank's error."""
+        keep = _random_get()
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        for number, body in enumerate(bodies):
+            seed_rank(self.seed, number)
+            context = contextvars.copy_context()
+            rank = _Rank(self, number, lambda body=body, c=context: c.run(_in_modes, body, *modes))  # type: ignore[misc]
+            rank.random = _random_get()
+            self._ranks.append(rank)
+            rank.start()
+        self.running = True
+        self._ready.extend(self._ranks)
+        try:
+            if self._ranks:
+                self._ready.popleft().turn.release()
+                self._over.acquire()
+        finally:
+            self.running = False
+            _random_set(keep)
+        ranks, self._ranks = self._ranks, []  # the results may hold the world: no cycle back to them
+        for rank in ranks:
+            rank.join()
+        if self.failures:
+            number, error = self.failures[0]
+            others = [f"rank {r.number} {r.outcome}" for r in ranks if r.number != number]
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"raised on simulated rank {number} of {self.size}; {'; '.join(others[:8])}")
+            raise error
+        return [rank.result for rank in ranks]
+
+    # ── meetings ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def meet(
+        self,
+        group: tuple[int, ...],
+        turn: int,
+        what: str,
+        payload: Any,
+        combine: Callable[[list[Any]], Sequence[Any]],
+    ) -> Callable[[], Any]:
+        """Leave this rank's entry at the group's meeting number `turn`; the returned function waits for it."""
+        me = self._current()
+        meeting = self._meetings.setdefault((group, turn), _Meeting(group))
+        meeting.entries[me.number] = _Entry(what, user_line(), payload)
+        gone = [self._ranks[r] for r in group if r not in meeting.entries and self._ranks[r].outcome]
+        if len({e.what for e in meeting.entries.values()}) > 1:
+            self._call_off(meeting, "the ranks are in different collectives")
+        elif gone:
+            self._call_off(meeting, f"rank {gone[0].number} is gone")
+        elif len(meeting.entries) == len(group):
+            del self._meetings[group, turn]
+            try:
+                results = combine([meeting.entries[r].payload for r in group])
+            except CollectiveMismatchError as error:
+                self._call_off(meeting, str(error))
+            except Exception as error:
+                self._call_off(meeting, f"their arguments do not fit together: {error}")
+            else:
+                meeting.results = dict(zip(group, results, strict=True))
+                self._wake(meeting)
+
+        def wait() -> Any:
+            while meeting.results is None:
+                if me.error is None:
+                    me.waits_for = meeting, f"waits in {what} at {meeting.entries[me.number].where}"
+                    self._hand_over(me)
+                if me.error is not None:
+                    error, me.error = me.error, None
+                    raise error
+            return meeting.results[me.number]
+
+        return wait
+
+    def _current(self) -> _Rank:
+        me = getattr(_rank, "here", None)
+        if not self.running:
+            raise RuntimeError(
+                "a collective of a simulated world was used after the world had ended; "
+                "under simulate(rules=True) call backward inside the function"
+            )
+        if me is None or me.world is not self:
+            raise RuntimeError(
+                "a collective of a simulated world was called from a thread that is not one of its ranks "
+                "(the backward of CUDA tensors runs on such a thread); simulate on CPU tensors"
+            )
+        rank: _Rank = me
+        return rank
+
+    def _hand_over(self, me: _Rank) -> None:
+        """Let the next rank in line run; returns when it is this rank's turn again."""
+        if not self._ready:
+            self._call_off(None, "no rank can go on")
+        following = self._ready.popleft()
+        if following is me:
+            return
+        me.random = _random_get()
+        following.turn.release()
+        me.turn.acquire()
+        _random_set(me.random)
+
+    def leave(self, me: _Rank) -> None:
+        """Take a rank that is over out of the world."""
+        for meeting in list(self._meetings.values()):
+            if me.number in meeting.ranks and me.number not in meeting.entries:
+                self._call_off(meeting, f"rank {me.number} is gone")
+        if not self._ready and any(r.waits_for for r in self._ranks):
+            self._call_off(None, "no rank can go on")
+        (self._ready.popleft().turn if self._ready else self._over).release()
+
+    def _wake(self, meeting: _Meeting) -> None:
+        for number in meeting.ranks:
+            rank = self._ranks[number]
+            if rank.waits_for is not None and rank.waits_for[0] is meeting:
+                rank.waits_for = None
+                self._ready.append(rank)
+
+    def _call_off(self, meeting: _Meeting | None, why: str) -> None:
+        """Raise the same error on the ranks at this meeting (None: on all that wait)."""
+        for key, m in list(self._meetings.items()):
+            if m is meeting or meeting is None:
+                del self._meetings[key]
+        text = f"simulated ranks cannot go on: {why}\n" + "\n".join(
+            f"  rank {r.number} {self._doing(r, meeting)}" for r in self._ranks
+        )
+        for rank in self._ranks:
+            waits = rank.waits_for is not None and (meeting is None or rank.waits_for[0] is meeting)
+            if waits or (meeting is not None and rank.number in meeting.entries):
+                rank.error = CollectiveMismatchError(text)
+            if waits:
+                rank.waits_for = None
+                self._ready.append(rank)
+
+    def _doing(self, rank: _Rank, meeting: _Meeting | None) -> str:
+        if rank.outcome:
+            return rank.outcome
+        if meeting is not None and rank.number in meeting.entries:
+            entry = meeting.entries[rank.number]
+            return f"waits in {entry.what} at {entry.where}"
+        return rank.waits_for[1] if rank.waits_for else "has not come to a collective"
+
+
+class LocalEngine(Engine):
+    """A group of a simulated world."""
+
+    def __init__(self, world: World, group: LocalGroup, rank: int) -> None:
+        super().__init__(rank=group.ranks.index(rank), size=len(group.ranks))
+        self.world = world
+        self.group = group
+        self.description = f"a simulated group of {self.size} ranks"
+        self._turn = 0
+
+    def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
+        """See `Engine.exchange`."""
+        return self._meet(self.operation, (sends, recvs), _deliver)
+
+    @property
+    def joint(self) -> bool:
+        """See `Engine.joint`."""
+        return self.world.truth is not None
+
+    def meet_in_truth(self, name: str, x: Any, arguments: dict[str, Any]) -> Any:
+        """See `Engine.meet_in_truth`."""
+        truth = self.world.truth
+        assert truth is not None
+
+        def combine(payloads: list[Any]) -> list[Any]:
+            return truth(name, [p[0] for p in payloads], [p[1] for p in payloads])
+
+        return self._meet(name, (x, arguments), combine)()
+
+    def _meet(self, what: str, payload: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Wait:
+        self._turn += 1
+        return self.world.meet(self.group.ranks, self._turn, what, payload, combine)
+
+
+def _deliver(payloads: list[tuple[Blocks, Blocks]]) -> list[None]:
+    """Copy every block from its sender to its receiver."""
+    for r, (_, recvs) in enumerate(payloads):
+        for s, into in enumerate(recvs):
+            block = payloads[s][0][r]
+            if into is None or (into.numel() == 0 and (block is None or block.numel() == 0)):
+                continue
+            if block is None or (block.shape, block.dtype) != (into.shape, into.dtype):
+                got = "nothing" if block is None else f"{block.dtype} {tuple(block.shape)}"
+                raise CollectiveMismatchError(
+                    f"rank {r} expects {into.dtype} {tuple(into.shape)} from rank {s}, which sends {got}"
+                )
+            into.copy_(block)
+    return [None] * len(payloads)
+
+
+# ── who and where this thread is ─────────────────────────────────────────────────────────────────────────
+
+_rank = threading.local()
+
+
+def here() -> _Rank | None:
+    """Return the simulated rank that this thread is, if it is one."""
+    return getattr(_rank, "here", None)
+
+
+def engine_of(group: object) -> LocalEngine | None:
+    """Return this thread's engine for a `LocalGroup`, or, for None, for its whole world; None outside one."""
+    me = here()
+    if me is None:
+        if isinstance(group, LocalGroup):
+            raise ValueError("got a group of a simulated world, outside of that world; use it inside simulate()")
+        return None
+    ranks = tuple(range(me.world.size)) if group is None else getattr(group, "ranks", None)
+    if not isinstance(ranks, tuple):
+        return None
+    if me.number not in ranks:
+        raise ValueError("got a group that this rank is not in; call it on the group's ranks only")
+    if ranks not in me.engines:
+        me.engines[ranks] = LocalEngine(me.world, LocalGroup(ranks), me.number)
+    return me.engines[ranks]
+
+
+def _closed_lock() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def _in_modes(body: Callable[[], Any], grad: bool, inference: bool) -> Any:
+    with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+        return body()
+
+
+# ── every rank has random numbers of its own ─────────────────────────────────────────────────────────────
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Start the random streams of one rank: torch's, Python's, and NumPy's where it is in use."""
+    stream = seed * 1_000_003 + rank
+    torch.manual_seed(stream)
+    random.seed(stream)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(stream % 2**32)
+
+
+def _random_get() -> Any:
+    numpy = sys.modules.get("numpy")
+    return torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+
+
+def _random_set(state: Any) -> None:
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    if state[2] is not None:
+        sys.modules["numpy"].random.set_state(state[2])

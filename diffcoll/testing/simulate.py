@@ -1,0 +1,115 @@
+"""N ranks of unchanged user code in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcoll import truth
+from diffcoll._torch import is_transformed
+from diffcoll.engines.local import World
+from diffcoll.errors import CollectiveMismatchError
+from diffcoll.testing._calls import per_rank_arguments
+
+__all__ = ["simulate"]
+
+
+def simulate(fn: Callable[..., Any], *per_rank: Sequence[Any], rules: bool = False, seed: int = 0) -> list[Any]:
+    """Run fn on N simulated ranks; called like `map`, returns the list of all ranks' results.
+
+    The ranks are threads that run one at a time and hand over at collectives, so a run is deterministic.
+
+    By default all ranks share ONE autograd graph in which collectives are `diffcoll.truth`, so what PyTorch
+    derives from it is the ground truth. Call backward on the results, after simulate has returned:
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> xs = [torch.tensor(3.0, requires_grad=True), torch.tensor(5.0, requires_grad=True)]
+    >>> losses = simulate(lambda x, w: w * dc.all_reduce(x), xs, [1.0, 10.0])
+    >>> torch.autograd.backward(losses)  # the sum of all ranks' losses
+    >>> [x.grad for x in xs]
+    [tensor(11.), tensor(11.)]
+
+    With `rules=True` the library's own rules run instead, as on real processes, backward included; it belongs
+    inside fn then, for all ranks take part in it.
+
+    Args:
+        fn: called as fn(a_r, b_r, …) on rank r, with `diffcoll` collectives inside. Tensors that it shares
+            with other ranks through its closure are one tensor, as they are not on real processes.
+        per_rank: one or more sequences of equal length N, one element for each rank.
+        rules: run the library's rules instead of the ground truth.
+        seed: rank r starts its own streams of random numbers (torch, random, numpy) from (seed, r), the same
+            as under `spawn`; the caller's are left as they were.
+
+    Returns:
+        The ranks' results, in order.
+
+    Raises:
+        CollectiveMismatchError: ranks are in different collectives, or wait for one that is gone; says which
+            rank waits in what, at which line.
+        RuntimeError: under the joint graph, backward ran through a collective inside fn.
+        Exception: whatever fn raised first, on whichever rank.
+    """
+    arguments = per_rank_arguments("simulate", per_rank)
+    world = World(len(arguments), seed=seed, truth=None)
+    if not rules:
+        world.truth = partial(_truth, world)
+    return world.run([partial(fn, *a) for a in arguments])
+
+
+def _truth(world: World, name: str, xs: list[Any], arguments: list[dict[str, Any]]) -> list[Any]:
+    """Combine the ranks' calls of one collective by its ground truth."""
+    if any(isinstance(x, Tensor) and is_transformed(x) for x in xs):
+        raise CollectiveMismatchError(
+            f"{name}: torch.func transforms inside a joint graph would see one rank's part of it only; "
+            "use simulate(rules=True)"
+        )
+    common = dict(arguments[0])
+    for key in truth.PER_RANK:
+        if key in common and any(a[key] is not None for a in arguments):
+            common[key] = [a[key] for a in arguments]
+    for r, other in enumerate(arguments):
+        for key, value in other.items():
+            if key not in truth.PER_RANK and value != common[key]:
+                raise CollectiveMismatchError(f"{name}: {key}={common[key]!r} on rank 0, {value!r} on rank {r}")
+    ys: list[Any] = getattr(truth, name)(xs, **common)
+    for y in ys:
+        if isinstance(y, Tensor) and y.requires_grad:
+            y.register_hook(partial(_refuse_backward, world, name))  # type: ignore[no-untyped-call]
+    return ys
+
+
+def _refuse_backward(world: World, name: str, gradient: Tensor) -> None:
+    if world.running:
+        raise RuntimeError(
+            f"backward ran through {name} inside simulate(): there it would see one rank's loss only. Call it on the "
+            "results, after simulate has returned, as torch.autograd.backward(losses); or use simulate(rules=True)"
+        )
+
+
+def new_group(ranks: Sequence[int]) -> Any:
+    """Make a group of some ranks, under `simulate` and on real processes alike; all ranks call it.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import new_group, simulate
+    >>> def f(x):
+    ...     pair = new_group([0, 2])
+    ...     return x if dc.get_rank() == 1 else dc.all_reduce(x, group=pair)
+    >>> simulate(f, [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)])
+    [tensor(4.), tensor(2.), tensor(4.)]
+
+    Args:
+        ranks: ranks within the default group.
+
+    Returns:
+        What `group=` takes: on real processes `torch.distributed.new_group(ranks)`.
+    """
+    from diffcoll.engines import local
+
+    if local.here() is None:
+        return torch.distributed.new_group(list(ranks))
+    return local.LocalGroup(tuple(ranks))

@@ -1,0 +1,212 @@
+"""What each collective means: from the list of all ranks' tensors to the list of all ranks' results.
+
+The functions are plain differentiable PyTorch on tensors that all live in one autograd graph, so PyTorch
+derives the gradient: that is the ground truth that the library's own rules are held against. Nothing of the
+library is imported here. Arguments are those of the public functions, without `group`; an argument that may
+differ from rank to rank comes as the list of all ranks' values.
+
+In the replicated world all ranks hold one and the same variable, and it is counted once. Two functions say
+so: `copies`, one variable handed to N ranks, and `one`, the variable of which N ranks hold copies. Each is
+the other's derivative.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import reduce as fold
+from operator import add
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+# Shorthand of the annotations below, nothing more.
+Tensors = list[Tensor]
+
+
+def all_reduce(xs: Tensors, op: str = "sum", *, cotangent: str = "partial") -> Tensors:
+    """y_r = Σ_s x_s."""
+    return _everywhere(_reduced(xs, op), len(xs), cotangent)
+
+
+def all_gather(
+    xs: Tensors, dim: int = 0, *, sizes: Any = None, stack: bool = False, cotangent: str = "partial"
+) -> Tensors:
+    """y_r = [x_0 … x_{N-1}]."""
+    y = torch.stack(xs, dim) if stack or xs[0].dim() == 0 else torch.cat(_fitting(xs, dim, sizes), dim)
+    return _everywhere(y, len(xs), cotangent)
+
+
+def reduce_scatter(xs: Tensors, op: str = "sum", dim: int = 0, *, sizes: Any = None) -> Tensors:
+    """y_r = (Σ_s x_s)[block r]."""
+    return _blocks(_reduced(xs, op), len(xs), dim, sizes)
+
+
+def all_to_all(
+    xs: Tensors,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    *,
+    split_sizes: Sequence[Any] | None = None,
+    concat_sizes: Sequence[Any] | None = None,
+) -> Tensors:
+    """y_r = [x_s block r]_s."""
+    n = len(xs)
+    blocks = [_blocks(x, n, split_dim, split_sizes and split_sizes[s]) for s, x in enumerate(xs)]
+    return [torch.cat([blocks[s][r] for s in range(n)], concat_dim) for r in range(n)]
+
+
+def broadcast(xs: Tensors, src: int = 0, *, cotangent: str = "partial") -> Tensors:
+    """y_r = x_src."""
+    return _everywhere(xs[src], len(xs), cotangent)
+
+
+def reduce(xs: Tensors, dst: int = 0, op: str = "sum") -> Tensors:
+    """y_dst = Σ_s x_s; 0 elsewhere."""
+    y = _reduced(xs, op)
+    return [y if r == dst else _zero(y) for r in range(len(xs))]
+
+
+def gather(xs: Tensors, dst: int = 0, dim: int = 0, *, sizes: Any = None) -> Tensors:
+    """y_dst = [x_0 … x_{N-1}]; empty elsewhere."""
+    y = torch.stack(xs) if xs[0].dim() == 0 else torch.cat(_fitting(xs, dim, sizes), dim)
+    return [y if r == dst else y.narrow(dim, 0, 0).clone() for r in range(len(xs))]
+
+
+def scatter(xs: list[Any], src: int = 0, dim: int = 0, *, sizes: Any = None) -> Tensors:
+    """y_r = x_src[block r]; the other x may be None."""
+    return _blocks(xs[src], len(xs), dim, sizes)
+
+
+def permute(xs: Tensors, pairs: Sequence[tuple[int, int]]) -> Tensors:
+    """y_dst = x_src for each pair; 0 where none is received."""
+    ys = [_zero(x) for x in xs]
+    for src, dst in pairs:
+        ys[dst] = xs[src].clone()
+    return ys
+
+
+def shift(xs: Tensors, offset: int = 1, *, wrap: bool = True) -> Tensors:
+    """y_r = x_{r − offset}; without wrap 0 where there is no such rank."""
+    n = len(xs)
+    return [xs[(r - offset) % n].clone() if wrap or 0 <= r - offset < n else _zero(xs[r]) for r in range(n)]
+
+
+def scan(xs: Tensors, *, reverse: bool = False, exclusive: bool = False) -> Tensors:
+    """y_r = Σ_{s≤r} x_s; exclusive: s<r; reverse: s≥r or s>r."""
+
+    def counts(s: int, r: int) -> bool:
+        return (not exclusive) if s == r else (s > r) == reverse
+
+    n = len(xs)
+    return [sum((xs[s] for s in range(n) if counts(s, r)), start=_zero(xs[r])) for r in range(n)]
+
+
+def sum_gradients(xs: Tensors) -> Tensors:
+    """y_r = x, one variable of which xs are the copies."""
+    return [one(xs).clone() for _ in xs]
+
+
+def split(xs: Tensors, dim: int = 0, *, sizes: Any = None) -> Tensors:
+    """y_r = x[block r], with x one variable of which xs are the copies."""
+    return _blocks(one(xs), len(xs), dim, sizes)
+
+
+# ── the replicated world ─────────────────────────────────────────────────────────────────────────────────
+
+
+def copies(y: Tensor, n: int) -> Tensors:
+    """One variable, a copy of it for each of n ranks.
+
+    The cotangents that come back are cotangents of the one variable, equal on all ranks.
+    """
+    return list(_Copies.apply(y, n))  # type: ignore[no-untyped-call]
+
+
+def one(xs: Tensors) -> Tensor:
+    """The one variable of which xs, equal on all ranks, are the copies; each copy gets the whole gradient."""
+    x: Tensor = _One.apply(*xs)  # type: ignore[no-untyped-call]
+    return x
+
+
+class _Copies(Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, n: int) -> Any:
+        ctx.n = n
+        return tuple(y.clone() for _ in range(n))
+
+    @staticmethod
+    def backward(ctx: Any, *gys: Tensor) -> Any:
+        return one(list(gys)), None
+
+    @staticmethod
+    def jvp(ctx: Any, ty: Tensor, _: None) -> Any:
+        return tuple(copies(ty, ctx.n))
+
+
+class _One(Function):
+    @staticmethod
+    def forward(ctx: Any, *xs: Tensor) -> Any:
+        ctx.n = len(xs)
+        for r, x in enumerate(xs):
+            if x.is_floating_point() or x.is_complex():
+                same = torch.allclose(x, xs[0], rtol=_tolerance(x), atol=_tolerance(x), equal_nan=True)
+            else:
+                same = torch.equal(x, xs[0])
+            if not same:
+                raise ValueError(
+                    f"a tensor declared replicated, or its cotangent, differs between rank 0 and rank {r}; "
+                    "it must be equal on all ranks (all ranks compute one and the same loss from it, and the "
+                    'backward runs on the sum of all ranks\' losses): else use cotangent="partial"'
+                )
+        return xs[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gx: Tensor) -> Any:
+        return tuple(copies(gx, ctx.n))
+
+    @staticmethod
+    def jvp(ctx: Any, *txs: Tensor) -> Any:
+        return one(list(txs))
+
+
+def _tolerance(x: Tensor) -> float:
+    """The rounding of a longer computation in x's precision."""
+    return math.sqrt(torch.finfo(x.dtype).eps)
+
+
+# ── pieces ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _reduced(xs: Tensors, op: str) -> Tensor:
+    y = fold(add, xs)
+    return y if op == "sum" else y / len(xs)
+
+
+def _zero(x: Tensor) -> Tensor:
+    """Zeros in the place of x, with x in their graph, whatever x holds."""
+    return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
+
+
+def _everywhere(y: Tensor, n: int, cotangent: str) -> Tensors:
+    return copies(y, n) if cotangent == "replicated" else [y.clone() for _ in range(n)]
+
+
+def _blocks(x: Tensor, n: int, dim: int, sizes: Sequence[int] | None) -> Tensors:
+    sizes = [x.shape[dim] // n] * n if sizes is None else sizes
+    return [block.clone() for block in x.split_with_sizes(list(sizes), dim)]
+
+
+def _fitting(xs: Tensors, dim: int, sizes: Any) -> Tensors:
+    """Check xs against the sizes that were declared for them."""
+    declared = [xs[0].shape[dim]] * len(xs) if sizes is None else sizes
+    for r, x in enumerate(xs):
+        if declared != "auto" and x.shape[dim] != declared[r]:
+            raise ValueError(f"rank {r} brings size {x.shape[dim]} along dim {dim}, expected {declared[r]}")
+    return xs
+
+
+#: Arguments of which each rank gives its own; the functions above take the list of them.
+PER_RANK = ("split_sizes", "concat_sizes")
