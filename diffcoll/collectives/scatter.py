@@ -56,8 +56,8 @@ def scatter(x: Tensor | None, src: int = 0, dim: int = 0, group: Group = None, *
 
     Args:
         x: at least one dimension; any dtype. On the ranks other than src it may be None; what is passed there
-            takes part in the graph, with gradient zero (under `torch.func` transforms pass a tensor on all
-            ranks: None takes part in no transform).
+            takes part in the graph, with gradient zero. None takes part in `backward()`, but not in
+            `torch.autograd.grad` or a `torch.func` transform, which ask for chosen inputs: pass a tensor.
         src: the rank within the group that sends.
         dim: the dimension to cut along.
         group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.

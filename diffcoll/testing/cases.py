@@ -1,0 +1,239 @@
+"""Calls of collectives to be checked: a fixed table of them, and what is measured on each.
+
+`table(n)` is what `diffcoll verify` shows and what the tests run on gloo. One program is run on every call,
+once by the ranks (`on_rank`) and once with all ranks in one graph (`in_truth`):
+
+    y_r = F(x)_r       ℓ_r = ⟨w_r, sin y_r⟩      g_r = ∂(Σ_s ℓ_s)/∂x_r
+                       h_r = ⟨v_r, g_r⟩          c_r = ∂(Σ_s h_s)/∂x_r
+
+All of x, w and v differ from rank to rank, but for what is one tensor in the replicated world.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import diffcoll
+from diffcoll import truth
+
+__all__ = ["Case", "Measured", "error", "errors", "in_truth", "on_rank", "table"]
+
+Shape = tuple[int, ...]
+
+#: What the ranks share in the replicated world: (the input, the output).
+_SHARED_INPUT = ("sum_gradients", "split")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a collective on N ranks."""
+
+    name: str
+    #: The input's shape on each rank; None where a rank passes none.
+    shapes: tuple[Shape | None, ...]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    #: Arguments of which every rank has its own, see `truth.PER_RANK`.
+    per_rank: dict[str, list[Any]] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    #: Whether the inputs lie in memory transposed.
+    transposed: bool = False
+
+    @property
+    def size(self) -> int:
+        """N."""
+        return len(self.shapes)
+
+    @property
+    def shared(self) -> tuple[bool, bool]:
+        """Whether the input, and whether the output, is one tensor that all ranks hold."""
+        return self.name in _SHARED_INPUT, self.arguments.get("cotangent") == "replicated"
+
+    @property
+    def label(self) -> str:
+        """The call, as a user writes it."""
+        given = {**self.arguments, **{key: "[…]" for key, value in self.per_rank.items() if value[0] != "auto"}}
+        given |= {key: value[0] for key, value in self.per_rank.items() if value[0] == "auto"}
+        words = ["x: 0-d"] if () in self.shapes else ["x: None off src"] if None in self.shapes else []
+        return ", ".join(words + [f"{key}={value!r}".replace("'[…]'", "[…]") for key, value in given.items()])
+
+    def call(self, x: Any, rank: int, group: Any = None) -> Tensor:
+        """Make the call on one rank."""
+        own = {key: value[rank] for key, value in self.per_rank.items()}
+        y: Tensor = getattr(diffcoll, self.name)(x, group=group, **self.arguments, **own)
+        return y
+
+    def truth(self, xs: list[Any]) -> list[Tensor]:
+        """Return what the call means."""
+        ys: list[Tensor] = getattr(truth, self.name)(xs, **self.arguments, **self.per_rank)
+        return ys
+
+    # ── data: every rank makes its own, and truth makes all of them, from the same seeds ─────────────────
+
+    def x(self, rank: int, seed: int) -> Any:
+        """Return the input of one rank; None where it passes none."""
+        shape = self.shapes[rank]
+        if shape is None:
+            return None
+        x = _numbers(shape, self.dtype, seed, 0 if self.shared[0] else rank, stream=0)
+        if self.transposed and x.dim() > 1:
+            x = x.transpose(0, -1).contiguous().transpose(0, -1)
+        return x
+
+    def w(self, y: Tensor, rank: int, seed: int) -> Tensor:
+        """Return the weights of one rank's loss."""
+        return _numbers(tuple(y.shape), y.dtype, seed, 0 if self.shared[1] else rank, stream=1)
+
+    def v(self, g: Tensor, rank: int, seed: int) -> Tensor:
+        """Return the weights of one rank's function of its gradient."""
+        return _numbers(tuple(g.shape), g.dtype, seed, 0 if self.shared[0] else rank, stream=2)
+
+
+@dataclass
+class Measured:
+    """What came out on one rank: output, gradient, second-order gradient."""
+
+    output: Tensor
+    gradient: Tensor
+    second: Tensor
+
+
+def on_rank(case: Case, rank: int, seed: int, call: Callable[[Any], Tensor] | None = None) -> Measured:
+    """Run the program on this rank; all ranks run it. `call` replaces the collective by somebody else's."""
+    x = case.x(rank, seed)
+    if x is None:
+        y = case.call(None, rank)
+        assert y.grad_fn is not None
+        x = y.grad_fn.next_functions[0][0].variable  # type: ignore[union-attr]  # the leaf that scatter made
+    else:
+        y = (call or (lambda x: case.call(x, rank)))(x.requires_grad_())
+    loss = _paired(case.w(y, rank, seed), y.sin()) + 0 * _paired(x, x)
+    (g,) = torch.autograd.grad(loss, x, create_graph=True)
+    h = _paired(case.v(g, rank, seed), g) + 0 * _paired(x, x)
+    (c,) = torch.autograd.grad(h, x)
+    if case.shapes[rank] is None:  # that leaf is nobody's: only that it is empty counts
+        g, c = g.flatten(), c.flatten()
+    return Measured(y.detach(), g.detach(), c.detach())
+
+
+def in_truth(case: Case, seed: int) -> list[Measured]:
+    """Run the program with all ranks in one graph."""
+    n = case.size
+    xs = [case.x(r, seed) for r in range(n)]
+    leaves = [torch.zeros(0, dtype=case.dtype) if x is None else x for x in xs]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    ys = case.truth(xs)
+    nothing = sum(0 * _paired(x, x) for x in leaves)
+    losses = [_paired(case.w(y, r, seed), y.sin()) for r, y in enumerate(ys)]
+    gs = torch.autograd.grad(sum(losses) + nothing, leaves, create_graph=True)
+    hs = [_paired(case.v(g, r, seed), g) for r, g in enumerate(gs)]
+    cs = torch.autograd.grad(sum(hs) + nothing, leaves)
+    return [Measured(y.detach(), g.detach(), c) for y, g, c in zip(ys, gs, cs, strict=True)]
+
+
+def error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return max |got − expected| / max |expected|, both over all ranks; inf where a shape or dtype differs."""
+    if any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in zip(got, expected, strict=True)):
+        return math.inf
+    unit = max((float(b.abs().max()) for b in expected if b.numel()), default=0.0) or 1.0
+    return max((float((a - b).abs().max()) / unit for a, b in zip(got, expected, strict=True) if a.numel()), default=0.0)
+
+
+def errors(got: Sequence[Measured], expected: Sequence[Measured]) -> dict[str, float]:
+    """Return the error of output, gradient and second-order gradient over all ranks."""
+    names = [f.name for f in fields(Measured)]
+    return {name: error([getattr(m, name) for m in got], [getattr(m, name) for m in expected]) for name in names}
+
+
+def _paired(a: Tensor, b: Tensor) -> Tensor:
+    """⟨a, b⟩, a real number."""
+    total = (a.conj() * b).sum()
+    return total.real if total.is_complex() else total
+
+
+def _numbers(shape: Shape, dtype: torch.dtype, seed: int, rank: int, stream: int) -> Tensor:
+    generator = torch.Generator().manual_seed((seed * 1000 + rank) * 10 + stream)
+    return torch.randn(shape, dtype=dtype, generator=generator)
+
+
+# ── the table ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def table(n: int) -> list[Case]:
+    """Every collective × its arguments, for n ranks."""
+    last = n - 1
+    uneven = [(2 * r + 2) % 5 for r in range(n)]  # 2, 4, 1, 3, 0, …
+    some = [0, *uneven[1:]]  # an empty block first
+    matrix = [[(3 * r + 2 * s + 1) % 4 for s in range(n)] for r in range(n)]  # block r → s in all_to_all
+
+    def same(shape: Shape) -> tuple[Shape, ...]:
+        return (shape,) * n
+
+    def along(dim: int, sizes: list[int]) -> tuple[Shape, ...]:
+        return tuple((size, 3) if dim == 0 else (3, size) for size in sizes)
+
+    def case(name: str, shapes: tuple[Shape | None, ...], **arguments: Any) -> Case:
+        return Case(name, shapes, arguments)
+
+    def exchange(sizes: Any) -> Case:
+        shapes = tuple((sum(row), 2) for row in matrix)
+        received = [[matrix[s][r] for s in range(n)] for r in range(n)]
+        per_rank = {"split_sizes": matrix, "concat_sizes": received if sizes is None else [sizes] * n}
+        return Case("all_to_all", shapes, {}, per_rank)
+
+    def moved() -> Case:
+        """Cut along dim 1 into uneven blocks, join along dim 0 what differs there."""
+        shapes = tuple((size, sum(uneven)) for size in some)
+        per_rank = {"split_sizes": [uneven] * n, "concat_sizes": [some] * n}
+        return Case("all_to_all", shapes, {"split_dim": 1}, per_rank)
+
+    return [
+        case("all_reduce", same((3, 4))),
+        case("all_reduce", same((3, 4)), op="mean"),
+        case("all_reduce", same(())),
+        case("all_reduce", same((3, 4)), cotangent="replicated"),
+        case("all_gather", same((2, 3))),
+        case("all_gather", same((2, 3)), dim=-1),
+        case("all_gather", along(0, some), sizes=some),
+        case("all_gather", along(1, uneven), dim=1, sizes="auto"),
+        case("all_gather", same((2, 3)), dim=1, stack=True),
+        case("all_gather", same(())),
+        case("all_gather", same((2, 3)), dim=1, cotangent="replicated"),
+        case("reduce_scatter", same((2 * n, 3))),
+        case("reduce_scatter", same((2 * n, 3)), op="mean"),
+        case("reduce_scatter", same((3, 2 * n)), dim=-1),
+        case("reduce_scatter", same((sum(some), 2)), sizes=some),
+        case("all_to_all", same((2 * n, 3))),
+        case("all_to_all", same((3, 2 * n)), split_dim=1, concat_dim=0),
+        exchange(None),
+        exchange("auto"),
+        moved(),
+        case("broadcast", same((2, 3))),
+        case("broadcast", same((2, 3)), src=last),
+        case("broadcast", same((2, 3)), src=last, cotangent="replicated"),
+        case("reduce", same((2, 3))),
+        case("reduce", same((2, 3)), dst=last, op="mean"),
+        case("gather", same((2, 3))),
+        case("gather", along(1, some), dst=last, dim=1, sizes=some),
+        case("gather", same(())),
+        case("scatter", same((2 * n, 3))),
+        case("scatter", same((2, sum(some))), src=last, dim=1, sizes=some),
+        case("scatter", ((2 * n, 3), *[None] * last)),
+        case("permute", same((2, 3)), pairs=[(r, (r + 1) % n) for r in range(n)]),
+        case("permute", same((2, 3)), pairs=[(last, 0)]),
+        case("shift", same((2, 3))),
+        case("shift", same((2, 3)), offset=-1, wrap=False),
+        case("scan", same((2, 3))),
+        case("scan", same((2, 3)), exclusive=True),
+        case("scan", same((2, 3)), reverse=True),
+        case("scan", same((2, 3)), reverse=True, exclusive=True),
+        case("sum_gradients", same((2, 3))),
+        case("split", same((2 * n, 3))),
+        case("split", same((2, sum(uneven))), dim=1, sizes=uneven),
+    ]
