@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
 from torch.utils import _pytree
 
-__all__ = ["is_transformed", "tree_map"]
+__all__ = ["forward_mode", "is_transformed", "set_forward_mode", "shared_forward_mode", "tree_map"]
 
 
 def is_transformed(x: Tensor) -> bool:
@@ -28,3 +31,46 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     every release that we run on.
     """
     return _pytree.tree_map(fn, tree)
+
+
+# Forward mode is kept in globals of the process, not of the thread, and has one level. Simulated ranks are
+# threads that hand over in the middle of it. So each rank takes its view of the globals along, and the level
+# is entered by the first rank that enters it and left by the last.
+
+
+def forward_mode() -> tuple[int, int]:
+    """Return where this thread is in forward mode: the level it is in, and how deep torch.func.jvp nests."""
+    return forward_ad._current_level, eager_transforms.JVP_NESTING
+
+
+def set_forward_mode(state: tuple[int, int]) -> None:
+    """Go on where `forward_mode` said that this thread was."""
+    forward_ad._current_level, eager_transforms.JVP_NESTING = state
+
+
+@contextlib.contextmanager
+def shared_forward_mode() -> Iterator[None]:
+    """Let threads that hand over to each other be in forward mode at the same time."""
+    enter, leave = forward_ad.enter_dual_level, forward_ad.exit_dual_level
+    inside = 0
+
+    def enter_dual_level() -> int:
+        nonlocal inside
+        if inside == 0 or forward_ad._current_level >= 0:
+            enter()  # type: ignore[no-untyped-call]  # raises, as torch does, where this thread is in it already
+        forward_ad._current_level = 0
+        inside += 1
+        return 0
+
+    def exit_dual_level(*, level: int | None = None) -> None:
+        nonlocal inside
+        inside -= 1
+        if inside == 0:
+            leave(level=level)  # type: ignore[no-untyped-call]
+        forward_ad._current_level = -1
+
+    forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter_dual_level, exit_dual_level
+    try:
+        yield
+    finally:
+        forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter, leave

@@ -60,7 +60,7 @@ def all_to_all(
 
 def broadcast(xs: Tensors, src: int = 0, *, cotangent: str = "partial") -> Tensors:
     """y_r = x_src."""
-    return _everywhere(xs[src], len(xs), cotangent)
+    return [_instead(y, x) for y, x in zip(_everywhere(xs[src], len(xs), cotangent), xs, strict=True)]
 
 
 def reduce(xs: Tensors, dst: int = 0, op: str = "sum") -> Tensors:
@@ -77,21 +77,22 @@ def gather(xs: Tensors, dst: int = 0, dim: int = 0, *, sizes: Any = None) -> Ten
 
 def scatter(xs: list[Any], src: int = 0, dim: int = 0, *, sizes: Any = None) -> Tensors:
     """y_r = x_src[block r]; the other x may be None."""
-    return _blocks(xs[src], len(xs), dim, sizes)
+    ys = _blocks(xs[src], len(xs), dim, sizes)
+    return [y if x is None or not x.requires_grad else y + x.flatten()[:0].sum() for y, x in zip(ys, xs, strict=True)]
 
 
 def permute(xs: Tensors, pairs: Sequence[tuple[int, int]]) -> Tensors:
     """y_dst = x_src for each pair; 0 where none is received."""
     ys = [_zero(x) for x in xs]
     for src, dst in pairs:
-        ys[dst] = xs[src].clone()
+        ys[dst] = _instead(xs[src], xs[dst])
     return ys
 
 
 def shift(xs: Tensors, offset: int = 1, *, wrap: bool = True) -> Tensors:
     """y_r = x_{r − offset}; without wrap 0 where there is no such rank."""
     n = len(xs)
-    return [xs[(r - offset) % n].clone() if wrap or 0 <= r - offset < n else _zero(xs[r]) for r in range(n)]
+    return [_instead(xs[(r - offset) % n], x) if wrap or 0 <= r - offset < n else _zero(x) for r, x in enumerate(xs)]
 
 
 def scan(xs: Tensors, *, reverse: bool = False, exclusive: bool = False) -> Tensors:
@@ -100,8 +101,8 @@ def scan(xs: Tensors, *, reverse: bool = False, exclusive: bool = False) -> Tens
     def counts(s: int, r: int) -> bool:
         return (not exclusive) if s == r else (s > r) == reverse
 
-    n = len(xs)
-    return [sum((xs[s] for s in range(n) if counts(s, r)), start=_zero(xs[r])) for r in range(n)]
+    terms = [[_wide(x) for s, x in enumerate(xs) if counts(s, r)] for r in range(len(xs))]
+    return [sum(terms[r], start=_wide(_zero(x))).to(x.dtype) for r, x in enumerate(xs)]
 
 
 def sum_gradients(xs: Tensors) -> Tensors:
@@ -181,13 +182,24 @@ def _tolerance(x: Tensor) -> float:
 
 
 def _reduced(xs: Tensors, op: str) -> Tensor:
-    y = fold(add, xs)
-    return y if op == "sum" else y / len(xs)
+    y = fold(add, [_wide(x) for x in xs])
+    return (y if op == "sum" else y / len(xs)).to(xs[0].dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """x, ready to be added up: half precisions in the wider type."""
+    wider = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+    return x.to(wider.get(x.dtype, x.dtype))
+
+
+def _instead(y: Tensor, x: Tensor) -> Tensor:
+    """y in the place of x, which stays in the graph, with gradient zero, as it does on real processes."""
+    return torch.where(torch.ones((), dtype=torch.bool, device=x.device), y, x)
 
 
 def _zero(x: Tensor) -> Tensor:
-    """Zeros in the place of x, with x in their graph, whatever x holds."""
-    return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
+    """Zeros in the place of x."""
+    return _instead(torch.zeros_like(x), x)
 
 
 def _everywhere(y: Tensor, n: int, cotangent: str) -> Tensors:

@@ -56,7 +56,8 @@ def all_reduce(x: Tensor, op: str = "sum", group: Group = None, *, cotangent: Co
     Args:
         x: any shape, the same on all ranks; any dtype but bool. float16 and bfloat16 are accumulated in
             float32 where the library adds up itself (gloo), else as the backend does it.
-        op: `"sum"`, or `"mean"` (`"avg"`) of floating-point or complex numbers.
+        op: `"sum"`, or `"mean"` (`"avg"`) of floating-point or complex numbers, for which half
+            precisions travel as float32: the sum might overflow.
         group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
         cotangent: `"partial"`: each rank has a loss of its own, the objective is the sum of them, and the
             backward sums the gradients that arrive on the ranks. `"replicated"`: all ranks compute one and

@@ -58,7 +58,7 @@ class Keep(Linear):
 
     def run(self, x: Tensor) -> Tensor:
         """See `Linear.run`."""
-        return x.view_as(x) if self.engine.rank == self.src else torch.zeros_like(x)
+        return x.clone() if self.engine.rank == self.src else torch.zeros_like(x)
 
     @property
     def adjoint(self) -> Linear:
@@ -80,8 +80,8 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None, *, cotangent: Cotang
     [tensor(2.), tensor(2.)]
 
     Args:
-        x: any shape and dtype, the same on all ranks; its values count on rank src alone. The other ranks'
-            x takes part in the graph, with gradient zero.
+        x: any shape and dtype, the same on all ranks; its values count on rank src alone. It should require
+            a gradient on all ranks if it does on src, for all take part in the backward; off src it is zero.
         src: the rank within the group that sends.
         group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
         cotangent: `"partial"`: each rank has a loss of its own, the objective is the sum of them, and the

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from diffcoll.collectives.linear import Linear, apply
+from diffcoll.engines.engine import WIDER
 from diffcoll.errors import message
 from diffcoll.groups import resolve
 
@@ -48,8 +49,7 @@ class Call:
         if not self._mean(self.arguments["op"], x) or self.engine.joint:
             return self.apply(f, x)
         # In half precision the sum may overflow where the mean does not.
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        return self.apply(f, wide).div_(self.engine.size).to(x.dtype)
+        return self.apply(f, x.to(WIDER.get(x.dtype, x.dtype))).div_(self.engine.size).to(x.dtype)
 
     def error(self, argument: str, expected: str, remedy: str = "", got: object = None) -> ValueError:
         """Return the ValueError about one argument."""
@@ -109,6 +109,7 @@ class Call:
             raise self.error("x", "at least one dimension", "x.reshape(1) has one", got="a 0-d tensor")
         if not -n <= value < n:
             raise self.error(argument, f"a dimension from {-n} to {n - 1}, since x has shape {tuple(x.shape)}")
+        self.arguments[argument] = value % n  # what ranks compare
         return value % n
 
     def integer(self, argument: str) -> int:
@@ -199,6 +200,7 @@ class Call:
             raise self.error(argument, f"{n} sizes, one per rank")
         if any(size < 0 for size in sizes):
             raise self.error(argument, "sizes of zero or more")
+        self.arguments[argument] = sizes
         return sizes
 
     def _integer(self, argument: str, value: Any) -> int:

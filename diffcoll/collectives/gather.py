@@ -49,8 +49,8 @@ class Gather(Linear):
 def gather(x: Tensor, dst: int = 0, dim: int = 0, group: Group = None, *, sizes: Sizes = None) -> Tensor:
     """All ranks' x, joined along a dimension in the order of ranks, on rank dst; empty on the others.
 
-    The backward is a scatter from dst: each rank takes part in it if its loss uses its result. On the other
-    ranks add `y.sum()` to the loss, a zero.
+    The backward is a scatter from dst, in which a rank takes part if its x requires a gradient and its loss uses
+    y. So on the other ranks too let x require one, and add `y.sum()` to the loss, a zero.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate

@@ -35,7 +35,7 @@ class Linear(ABC):
 
     @abstractmethod
     def run(self, x: Tensor) -> Tensor:
-        """Return y of a plain tensor x, in fresh memory (or a view of x, where the class says so)."""
+        """Return y of a plain tensor x, in fresh memory (where the class says so, a view of x)."""
 
     @property
     @abstractmethod

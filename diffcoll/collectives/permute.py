@@ -59,7 +59,8 @@ def permute(x: Tensor, pairs: Sequence[tuple[int, int]], group: Group = None) ->
         group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
 
     Returns:
-        A new tensor, shape and dtype of x: what was sent to this rank, zeros if nothing was.
+        A new tensor, shape and dtype of x: what was sent to this rank, zeros if nothing was. The loss
+            must use it on every rank, zeros too: the gradient of what this rank sent comes with its backward.
 
     Raises:
         TypeError, ValueError: an argument is wrong on its own.

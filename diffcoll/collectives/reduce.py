@@ -43,8 +43,8 @@ class Reduce(Linear):
 def reduce(x: Tensor, dst: int = 0, op: str = "sum", group: Group = None) -> Tensor:
     """Sum or mean of all ranks' x, on rank dst; zeros on the others.
 
-    The backward is a broadcast from dst: each rank takes part in it if its loss uses its result. On the other
-    ranks add `y.sum()` to the loss, a zero.
+    The backward is a broadcast from dst, in which a rank takes part if its x requires a gradient and its loss uses
+    y. So on the other ranks too let x require one, and add `y.sum()` to the loss, a zero.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -55,7 +55,8 @@ def reduce(x: Tensor, dst: int = 0, op: str = "sum", group: Group = None) -> Ten
         x: any shape, the same on all ranks; any dtype but bool. float16 and bfloat16 are accumulated in
             float32 where the library adds up itself (gloo), else as the backend does it.
         dst: the rank within the group that receives.
-        op: `"sum"`, or `"mean"` (`"avg"`) of floating-point or complex numbers.
+        op: `"sum"`, or `"mean"` (`"avg"`) of floating-point or complex numbers, for which half
+            precisions travel as float32: the sum might overflow.
         group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
 
     Returns:

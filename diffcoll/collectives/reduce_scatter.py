@@ -52,7 +52,8 @@ def reduce_scatter(x: Tensor, op: str = "sum", dim: int = 0, group: Group = None
     Args:
         x: at least one dimension, the same shape on all ranks; any dtype but bool. float16 and bfloat16 are
             accumulated in float32 where the library adds up itself (gloo), else as the backend does it.
-        op: `"sum"`, or `"mean"` (`"avg"`) of floating-point or complex numbers.
+        op: `"sum"`, or `"mean"` (`"avg"`) of floating-point or complex numbers, for which half
+            precisions travel as float32: the sum might overflow.
         dim: the dimension to cut along.
         group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
         sizes: None: N equal blocks. A list, the same on all ranks: each rank's size, zeros allowed.

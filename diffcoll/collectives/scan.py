@@ -15,6 +15,7 @@ from torch import Tensor
 
 from diffcoll.collectives.call import Call, Group
 from diffcoll.collectives.linear import Linear
+from diffcoll.engines.engine import WIDER
 
 __all__ = ["Scan", "scan"]
 
@@ -29,9 +30,7 @@ class Scan(Linear):
 
     def run(self, x: Tensor) -> Tensor:
         """See `Linear.run`. In ⌈log₂ N⌉ rounds: after round k, y_r is the sum of the last 2^k terms."""
-        half = x.dtype in (torch.float16, torch.bfloat16)
-        y = x.to(torch.float32) if half else x.clone(memory_format=torch.contiguous_format)
-        y = y.contiguous()
+        y = x.to(WIDER.get(x.dtype, x.dtype), copy=True, memory_format=torch.contiguous_format)
         if self.exclusive:
             y = self._from(y, 1)
         distance = 1

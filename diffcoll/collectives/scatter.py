@@ -89,6 +89,7 @@ def scatter(x: Tensor | None, src: int = 0, dim: int = 0, group: Group = None, *
         if not numbers:
             raise CollectiveMismatchError(f"scatter: the arguments are wrong on rank {root}, see the error there")
         d, parts, tensor = _empty(numbers, call.engine.size, x)
+    call.arguments.update(dim=d, sizes=parts)  # as they count
     return call.apply(Scatter(call.engine, root, d, parts), tensor)
 
 
@@ -109,8 +110,8 @@ def _empty(header: list[int], n: int, x: Tensor | None) -> tuple[int, tuple[int,
     shape, sizes = rest[:dims], rest[dims : dims + n]
     shape[dim] = 0
     if x is not None and (x.requires_grad or not requires_grad):
-        none = x.flatten()[:0].to(_DTYPES[dtype]).reshape(shape)
-        return dim, tuple(sizes), none if requires_grad else none.detach()
+        x = x if requires_grad or not x.requires_grad else x.detach()
+        return dim, tuple(sizes), x.flatten()[:0].to(_DTYPES[dtype]).reshape(shape)
     # A leaf of its own, so that this rank's backward takes part in the gather.
     none = torch.empty(shape, dtype=_DTYPES[dtype], device=_DEVICES[device])
     return dim, tuple(sizes), none.requires_grad_() if requires_grad else none

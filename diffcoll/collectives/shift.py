@@ -43,7 +43,8 @@ def shift(x: Tensor, offset: int = 1, group: Group = None, *, wrap: bool = True)
         wrap: whether the ranks form a ring; on a line, what leaves it is lost and zeros come in.
 
     Returns:
-        A new tensor, shape and dtype of x.
+        A new tensor, shape and dtype of x. The loss must use it on every rank, zeros too: the gradient of
+            what this rank sent comes back with its backward.
 
     Raises:
         TypeError, ValueError: an argument is wrong on its own.

@@ -21,13 +21,17 @@ __all__ = ["SumGradients", "sum_gradients"]
 
 @dataclass(frozen=True)
 class SumGradients(Linear):
-    """y_r = x, a view of it."""
+    """y_r = x.
+
+    As a backward it copies: autograd hands one gradient to several inputs, and would let them share memory.
+    """
 
     name: ClassVar[str] = "sum_gradients"
+    copy: bool = True
 
     def run(self, x: Tensor) -> Tensor:
         """See `Linear.run`."""
-        return x.view_as(x)
+        return x.clone() if self.copy else x.view_as(x)
 
     @property
     def adjoint(self) -> Linear:
@@ -66,4 +70,4 @@ def sum_gradients(x: Tensor, group: Group = None) -> Tensor:
     Source: notes/sum_gradients.md.
     """
     call = Call("sum_gradients", x, group)
-    return call.apply(SumGradients(call.engine), x)
+    return call.apply(SumGradients(call.engine, copy=False), x)

@@ -19,9 +19,12 @@ from torch import Tensor
 
 from diffcoll.engines.scratch import Scratch
 
-__all__ = ["Engine", "Wait", "add_up"]
+__all__ = ["WIDER", "Engine", "Wait", "add_up"]
 
 Wait = Callable[[], object]
+
+#: In what the library adds up tensors of half precision.
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 Blocks = Sequence[Tensor | None]
 
 
@@ -125,13 +128,13 @@ class Engine(ABC):
 
 
 def add_up(terms: Sequence[Tensor], out: Tensor) -> None:
-    """out ← Σ terms, in their order; half precisions are accumulated in float32.
+    """out ← Σ terms, in their order; half precisions in the wider type.
 
     `out` may be one of the terms.
     """
-    half = out.dtype in (torch.float16, torch.bfloat16)
-    if half or len(terms) == 1 or any(t is out for t in terms[2:]):
-        total = terms[0].to(torch.float32 if half else out.dtype, copy=True)
+    wide = WIDER.get(out.dtype, out.dtype)
+    if wide != out.dtype or len(terms) == 1 or any(t is out for t in terms[2:]):
+        total = terms[0].to(wide, copy=True)
         for t in terms[1:]:
             total += t
         out.copy_(total)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from diffcoll._torch import forward_mode, set_forward_mode, shared_forward_mode
 from diffcoll.engines.engine import Blocks, Engine, Wait
 from diffcoll.errors import CollectiveMismatchError, user_line
 
@@ -67,12 +68,14 @@ class _Rank(threading.Thread):
         self.error: BaseException | None = None  # to be raised where this rank waits
         self.outcome: str = ""  # "returned" or "raised …", once it is over
         self.result: Any = None
-        self.random: Any = None
+        self.random: Any = None  # what every rank has of its own, though the process has but one
+        self.forward_mode = forward_mode()
 
     def run(self) -> None:
         self.turn.acquire()
         _rank.here = self
         _random_set(self.random)
+        set_forward_mode(self.forward_mode)
         try:
             self.result = self.body()
             self.outcome = "returned"
@@ -98,7 +101,7 @@ class World:
 
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function per rank to the end; results in the order of ranks, or the first rank's error."""
-        keep = _random_get()
+        keep, level = _random_get(), forward_mode()
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         for number, body in enumerate(bodies):
             seed_rank(self.seed, number)
@@ -109,21 +112,22 @@ class World:
             rank.start()
         self.running = True
         self._ready.extend(self._ranks)
-        try:
-            if self._ranks:
+        with shared_forward_mode():
+            try:
                 self._ready.popleft().turn.release()
                 self._over.acquire()
-        finally:
-            self.running = False
-            _random_set(keep)
+            finally:
+                self.running = False
+                _random_set(keep)
+                set_forward_mode(level)
         ranks, self._ranks = self._ranks, []  # the results may hold the world: no cycle back to them
         for rank in ranks:
             rank.join()
         if self.failures:
             number, error = self.failures[0]
-            others = [f"rank {r.number} {r.outcome}" for r in ranks if r.number != number]
             if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"raised on simulated rank {number} of {self.size}; {'; '.join(others[:8])}")
+                others = [f"; rank {r.number} {r.outcome}" for r in ranks if r.number != number]
+                error.add_note(f"raised on simulated rank {number} of {self.size}{''.join(others[:8])}")
             raise error
         return [rank.result for rank in ranks]
 
@@ -192,10 +196,11 @@ class World:
         following = self._ready.popleft()
         if following is me:
             return
-        me.random = _random_get()
+        me.random, me.forward_mode = _random_get(), forward_mode()
         following.turn.release()
         me.turn.acquire()
         _random_set(me.random)
+        set_forward_mode(me.forward_mode)
 
     def leave(self, me: _Rank) -> None:
         """Take a rank that is over out of the world."""

@@ -129,11 +129,11 @@ def in_truth(case: Case, seed: int) -> list[Measured]:
     for leaf in leaves:
         leaf.requires_grad_()
     ys = case.truth(xs)
-    nothing = sum(0 * _paired(x, x) for x in leaves)
+    nothing = torch.stack([0 * _paired(x, x) for x in leaves]).sum()
     losses = [_paired(case.w(y, r, seed), y.sin()) for r, y in enumerate(ys)]
-    gs = torch.autograd.grad(sum(losses) + nothing, leaves, create_graph=True)
+    gs = torch.autograd.grad(torch.stack(losses).sum() + nothing, leaves, create_graph=True)
     hs = [_paired(case.v(g, r, seed), g) for r, g in enumerate(gs)]
-    cs = torch.autograd.grad(sum(hs) + nothing, leaves)
+    cs = torch.autograd.grad(torch.stack(hs).sum() + nothing, leaves)
     return [Measured(y.detach(), g.detach(), c) for y, g, c in zip(ys, gs, cs, strict=True)]
 
 
@@ -142,7 +142,8 @@ def error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     if any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in zip(got, expected, strict=True)):
         return math.inf
     unit = max((float(b.abs().max()) for b in expected if b.numel()), default=0.0) or 1.0
-    return max((float((a - b).abs().max()) / unit for a, b in zip(got, expected, strict=True) if a.numel()), default=0.0)
+    apart = [float((a - b).abs().max()) for a, b in zip(got, expected, strict=True) if a.numel()]
+    return max(apart, default=0.0) / unit
 
 
 def errors(got: Sequence[Measured], expected: Sequence[Measured]) -> dict[str, float]:

@@ -1,0 +1,193 @@
+"""Hypothesis strategies for worlds and calls: uneven and empty blocks, any dimension, 0-d, complex, transposed.
+
+>>> from hypothesis import given
+>>> from diffcoll.testing import strategies
+>>> @given(strategies.cases("all_gather"))
+... def check(case):
+...     assert len(case.truth([case.x(r, seed=0) for r in range(case.size)])) == case.size
+>>> check()
+
+Needs the `test` extra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from diffcoll.testing.cases import Case, Shape
+
+__all__ = ["cases", "pairs", "sizes", "worlds"]
+
+Draw = Callable[..., Any]
+
+
+def worlds(most: int = 6) -> st.SearchStrategy[int]:
+    """World sizes from 1."""
+    return st.integers(1, most)
+
+
+def sizes(n: int, most: int = 3) -> st.SearchStrategy[list[int]]:
+    """One size per rank, zeros among them."""
+    return st.lists(st.integers(0, most), min_size=n, max_size=n)
+
+
+@st.composite
+def pairs(draw: Draw, n: int) -> list[tuple[int, int]]:
+    """Pairs (src, dst) of n ranks, each rank at most once on each side."""
+    count = draw(st.integers(0, n))
+    sources, targets = draw(st.permutations(range(n))), draw(st.permutations(range(n)))
+    return list(zip(sources[:count], targets[:count], strict=True))
+
+
+@st.composite
+def cases(draw: Draw, name: str, most: int = 6) -> Case:
+    """Calls of the collective `name` in worlds of up to `most` ranks."""
+    n = draw(worlds(most))
+    shapes, arguments, per_rank = _CALLS[name](draw, n)
+    return Case(
+        name,
+        tuple(shapes),
+        arguments,
+        per_rank,
+        dtype=draw(st.sampled_from([torch.float64, torch.complex128])),
+        transposed=draw(st.booleans()),
+    )
+
+
+# ── one function per collective: (shapes, arguments, per-rank arguments) ─────────────────────────────────
+
+_Call = tuple[list[Shape], dict[str, Any], dict[str, list[Any]]]
+
+
+def _shape(draw: Draw, least: int = 0) -> Shape:
+    return tuple(draw(st.lists(st.integers(0, 3), min_size=least, max_size=3)))
+
+
+def _dim(draw: Draw, shape: Shape) -> int:
+    """A dimension of the shape, from the front or from the back."""
+    return int(draw(st.integers(-len(shape), len(shape) - 1)))
+
+
+def _with(shape: Shape, dim: int, size: int) -> Shape:
+    dim %= len(shape)
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _some(draw: Draw, **arguments: list[Any]) -> dict[str, Any]:
+    """Draw a value for each argument, from the values listed for it."""
+    return {key: draw(st.sampled_from(values)) for key, values in arguments.items()}
+
+
+_WORLDS = ["partial", "replicated"]
+
+
+def _all_reduce(draw: Draw, n: int) -> _Call:
+    return [_shape(draw)] * n, _some(draw, op=["sum", "mean"], cotangent=_WORLDS), {}
+
+
+def _gathered(draw: Draw, n: int) -> _Call:
+    """What each rank brings along a dimension."""
+    shape = _shape(draw)
+    if not shape:
+        return [shape] * n, {}, {}
+    dim, form = _dim(draw, shape), draw(st.sampled_from(["equal", "listed", "auto"]))
+    if form == "equal":
+        return [shape] * n, {"dim": dim}, {}
+    each = draw(sizes(n))
+    return [_with(shape, dim, size) for size in each], {"dim": dim, "sizes": each if form == "listed" else "auto"}, {}
+
+
+def _all_gather(draw: Draw, n: int) -> _Call:
+    if draw(st.booleans()):
+        shapes, arguments, _ = _gathered(draw, n)
+    else:
+        shape = _shape(draw)
+        shapes, arguments = [shape] * n, {"stack": True, "dim": _dim(draw, (*shape, 1))}
+    return shapes, {**arguments, **_some(draw, cotangent=_WORLDS)}, {}
+
+
+def _cut(draw: Draw, n: int) -> _Call:
+    """What is cut into N blocks along a dimension."""
+    shape = _shape(draw, least=1)
+    dim = _dim(draw, shape)
+    if draw(st.booleans()):
+        each = draw(sizes(n))
+        return [_with(shape, dim, sum(each))] * n, {"dim": dim, "sizes": each}, {}
+    return [_with(shape, dim, n * draw(st.integers(0, 2)))] * n, {"dim": dim}, {}
+
+
+def _reduce_scatter(draw: Draw, n: int) -> _Call:
+    shapes, arguments, _ = _cut(draw, n)
+    return shapes, {**arguments, **_some(draw, op=["sum", "mean"])}, {}
+
+
+def _all_to_all(draw: Draw, n: int) -> _Call:
+    shape = _shape(draw, least=1)
+    d, c = _dim(draw, shape), _dim(draw, shape)
+    dims = {"split_dim": d, "concat_dim": c}
+    if draw(st.booleans()):  # equal blocks
+        return [_with(shape, d, n * draw(st.integers(0, 2)))] * n, dims, {}
+    auto = draw(st.booleans())
+    if (d - c) % len(shape) == 0:
+        matrix = [draw(sizes(n)) for _ in range(n)]
+        received: list[Any] = ["auto"] * n if auto else [[row[r] for row in matrix] for r in range(n)]
+        shapes = [_with(shape, d, sum(row)) for row in matrix]
+        return shapes, dims, {"split_sizes": matrix, "concat_sizes": received}
+    to, brought = draw(sizes(n)), draw(sizes(n))
+    shapes = [_with(_with(shape, d, sum(to)), c, size) for size in brought]
+    return shapes, dims, {"split_sizes": [to] * n, "concat_sizes": ["auto" if auto else brought] * n}
+
+
+def _broadcast(draw: Draw, n: int) -> _Call:
+    return [_shape(draw)] * n, _some(draw, src=list(range(n)), cotangent=_WORLDS), {}
+
+
+def _reduce(draw: Draw, n: int) -> _Call:
+    return [_shape(draw)] * n, _some(draw, dst=list(range(n)), op=["sum", "mean"]), {}
+
+
+def _gather(draw: Draw, n: int) -> _Call:
+    shapes, arguments, _ = _gathered(draw, n)
+    return shapes, {**arguments, **_some(draw, dst=list(range(n)))}, {}
+
+
+def _scatter(draw: Draw, n: int) -> _Call:
+    shapes, arguments, _ = _cut(draw, n)
+    return shapes, {**arguments, **_some(draw, src=list(range(n)))}, {}
+
+
+def _permute(draw: Draw, n: int) -> _Call:
+    return [_shape(draw)] * n, {"pairs": draw(pairs(n))}, {}
+
+
+def _shift(draw: Draw, n: int) -> _Call:
+    return [_shape(draw)] * n, _some(draw, offset=list(range(-n - 1, n + 2)), wrap=[True, False]), {}
+
+
+def _scan(draw: Draw, n: int) -> _Call:
+    return [_shape(draw)] * n, _some(draw, reverse=[True, False], exclusive=[True, False]), {}
+
+
+def _sum_gradients(draw: Draw, n: int) -> _Call:
+    return [_shape(draw)] * n, {}, {}
+
+
+_CALLS: dict[str, Callable[[Draw, int], _Call]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "gather": _gather,
+    "scatter": _scatter,
+    "permute": _permute,
+    "shift": _shift,
+    "scan": _scan,
+    "sum_gradients": _sum_gradients,
+    "split": _cut,
+}

@@ -1,0 +1,166 @@
+"""What must hold of every collective, on every case.
+
+A property is a generator: it yields the body that every rank runs, is sent all ranks' results, and asserts.
+So the same property is held in simulated worlds, case by case, and on real processes, all cases in one run.
+"""
+
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from diffcoll.collectives import linear
+from diffcoll.testing import cases
+from diffcoll.testing.cases import Case
+
+Body = Callable[[int], Any]
+Property = Callable[[Case], Generator[Body, list[Any], None]]
+SEED = 1
+EXACT = 1e-12
+
+
+def value_gradient_and_second_order_are_those_of_truth(case: Case) -> Generator[Body, list[Any], None]:
+    got = yield lambda r: cases.on_rank(case, r, SEED)
+    for name, error in cases.errors(got, cases.in_truth(case, SEED)).items():
+        assert error < EXACT, f"{case}: {name} is off by {error:.1e}"
+
+
+def the_input_is_untouched_and_the_output_its_own(case: Case) -> Generator[Body, list[Any], None]:
+    def body(r: int) -> tuple[bool, bool, bool]:
+        x = case.x(r, SEED)
+        before = None if x is None else x.clone()
+        y = case.call(x, r)
+        if x is None:
+            return True, type(y) is Tensor, True
+        shares = y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() and y.numel() > 0
+        return torch.equal(x, before), type(y) is Tensor, not shares or case.name == "sum_gradients"
+
+    assert (yield body) == [(True, True, True)] * case.size, case
+
+
+def the_adjoint_is_the_adjoint(case: Case) -> Generator[Body, list[Any], None]:
+    """Σ_r ⟨(F x)_r, y_r⟩ = Σ_r ⟨x_r, (F* y)_r⟩; a shared tensor counts once."""
+
+    def body(r: int) -> tuple[complex, complex]:
+        x, f = _rule(case, r)
+        fx = linear.apply(f, x)
+        y = case.w(fx, r, SEED)
+        return _inner(fx, y), _inner(x, linear.apply(f.adjoint, y))
+
+    left, right = zip(*(yield body), strict=True)
+    shared_x, shared_y = case.shared
+    left, right = (left[0] if shared_y else sum(left)), (right[0] if shared_x else sum(right))
+    assert abs(left - right) <= EXACT * max(1.0, abs(left)), f"{case}: {left} ≠ {right}"
+
+
+def the_adjoint_of_the_adjoint_is_the_map(case: Case) -> Generator[Body, list[Any], None]:
+    def body(r: int) -> tuple[Tensor, Tensor, tuple[bool, bool], tuple[bool, bool]]:
+        x, f = _rule(case, r)
+        back = f.adjoint.adjoint
+        return linear.apply(f, x), linear.apply(back, x), f.shared, f.adjoint.shared
+
+    for y, again, shared, adjoint_shared in (yield body):
+        assert torch.equal(y, again), case
+        assert shared == case.shared == adjoint_shared[::-1], case
+
+
+def the_jvp_is_that_of_truth(case: Case) -> Generator[Body, list[Any], None]:
+    """A linear map is its own derivative: the tangent goes where x goes."""
+    if None in case.shapes:  # takes part in no transform
+        return
+
+    def body(r: int) -> tuple[Tensor, Tensor]:
+        x = case.x(r, SEED)
+        with forward_ad.dual_level():
+            t = case.x(r, SEED + 1)
+            y, ty = forward_ad.unpack_dual(case.call(forward_ad.make_dual(x, t), r))
+        return y, ty
+
+    got = yield body
+    for what, seed in ((0, SEED), (1, SEED + 1)):
+        expected = case.truth([case.x(r, seed) for r in range(case.size)])
+        assert cases.error([g[what] for g in got], expected) < EXACT, case
+
+
+def vmap_is_a_loop(case: Case) -> Generator[Body, list[Any], None]:
+    if None in case.shapes:  # takes part in no transform
+        return
+
+    def body(r: int) -> list[tuple[Tensor, Tensor]]:
+        xs = [case.x(r, SEED + i) for i in range(3)]
+        loop = torch.stack([case.call(x, r) for x in xs])
+        pairs = []
+        for dim in {0, xs[0].dim()}:
+            mapped = torch.func.vmap(lambda x: case.call(x, r), in_dims=dim)(torch.stack(xs, dim))
+            pairs.append((mapped, loop))
+        return pairs
+
+    for pairs in (yield body):
+        for mapped, loop in pairs:
+            assert mapped.shape == loop.shape, case
+            # not equal: half of the reductions add up in another order when the blocks are other
+            assert cases.error([mapped], [loop]) < EXACT, case
+
+
+def transforms_nest(case: Case) -> Generator[Body, list[Any], None]:
+    """jacfwd(jacrev), and the gradient of a jvp, are second derivatives of the sum of all ranks' losses."""
+    if case.dtype.is_complex or len(set(case.shapes)) > 1 or not 0 < torch.Size(case.shapes[0]).numel() <= 12:
+        return
+
+    def body(r: int) -> tuple[Tensor, Tensor, Tensor]:
+        x = case.x(r, SEED)
+        w = case.w(case.call(x, r), r, SEED)
+        v = case.v(x, r, SEED)
+
+        def loss(x: Tensor) -> Tensor:
+            return (w * case.call(x, r).sin()).sum()
+
+        hessian = torch.func.jacfwd(torch.func.jacrev(loss))(x)
+        by_jvp = torch.func.grad(lambda x: torch.func.jvp(loss, (x,), (v,))[1])(x)
+        along = torch.func.jvp(torch.func.grad(loss), (x,), (torch.ones_like(x),))[1]
+        return hessian.flatten(x.dim()).sum(-1), along, by_jvp
+
+    summed, along, by_jvp = zip(*(yield body), strict=True)
+    assert cases.error(summed, along) < EXACT, case
+    assert cases.error(by_jvp, [m.second for m in cases.in_truth(case, SEED)]) < EXACT, case
+
+
+ALL = [
+    value_gradient_and_second_order_are_those_of_truth,
+    the_input_is_untouched_and_the_output_its_own,
+    the_adjoint_is_the_adjoint,
+    the_adjoint_of_the_adjoint_is_the_map,
+    the_jvp_is_that_of_truth,
+    vmap_is_a_loop,
+    transforms_nest,
+]
+
+
+def hold(pairs: Iterable[tuple[Property, Case]], n: int, run: Callable[..., list[Any]]) -> None:
+    """Assert properties of cases in a world of n ranks, in one run of them all."""
+    started = [(g, body) for p, case in pairs if (body := next(g := p(case), None)) is not None]
+    bodies = [body for _, body in started]
+    results = run(lambda r: [body(r) for body in bodies], range(n))
+    for i, (g, _) in enumerate(started):
+        try:
+            g.send([of_rank[i] for of_rank in results])
+        except StopIteration:
+            continue
+        raise AssertionError("a property yields once")
+
+
+def _rule(case: Case, r: int) -> tuple[Tensor, linear.Linear]:
+    """The map that a call comes down to, from the graph that it leaves, and a tensor for it to act on."""
+    x = case.x(r, SEED)
+    y = case.call(None if x is None else x.requires_grad_(), r)
+    node = y.grad_fn
+    while not hasattr(node, "f"):  # the division by N of a mean
+        node = node.next_functions[0][0]
+    like = linear.apply(node.f.adjoint, y.detach())
+    return case.v(like, r, SEED), node.f
+
+
+def _inner(a: Tensor, b: Tensor) -> complex:
+    return complex((a.conj() * b).sum())

@@ -1,0 +1,95 @@
+"""The notes hold: their examples run, and each belongs to the rule, the truth and the test of its name."""
+
+import re
+import traceback
+from pathlib import Path
+
+import pytest
+
+import diffcoll
+from diffcoll.collectives import COLLECTIVES
+
+ROOT = Path(diffcoll.__file__).parent.parent
+NOTES = ROOT / "notes"
+HEADINGS = ["Claim", "Forward", "Adjoint", "Double backward", "Edge cases", "Cost", "Not covered", "Source"]
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]*)[^)\s]*\)")
+
+
+def blocks(text):
+    """Yield the line number and the code of every python block."""
+    for match in FENCE.finditer(text):
+        if match[1] == "python":
+            yield text.count("\n", 0, match.start(2)) + 1, match[2]
+
+
+def run_blocks(path):
+    """Run a note's python blocks in one namespace; an error names the file and the lines."""
+    namespace = {"__name__": path.stem}
+    for line, code in blocks(path.read_text(encoding="utf-8")):
+        try:
+            # The empty lines in front give the code the line numbers of the file.
+            exec(compile("\n" * (line - 1) + code, str(path), "exec"), namespace)
+        except Exception as error:
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+            at = f"{path.name}:{lines[-1] if lines else getattr(error, 'lineno', line)}"
+            raise AssertionError(f"{at}, in the block at line {line}: {type(error).__name__}: {error}") from error
+
+
+def prose(text):
+    """The note without its code."""
+    return FENCE.sub("", text)
+
+
+@pytest.mark.parametrize("path", sorted(NOTES.glob("*.md")), ids=lambda path: path.name)
+def test_examples_run(path):
+    run_blocks(path)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_note_is_complete(name):
+    text = (NOTES / f"{name}.md").read_text(encoding="utf-8")
+    assert text.startswith(f"# {name}\n")
+    assert re.findall(r"^## (.*)$", prose(text), re.MULTILINE) == HEADINGS
+    assert 1 <= len(list(blocks(text))) <= 2
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_note_rule_truth_and_test_go_together(name):
+    text = (NOTES / f"{name}.md").read_text(encoding="utf-8")
+    rule = f"diffcoll/collectives/{name}.py"
+    links = LINK.findall(prose(text))
+    for link in (f"../{rule}", "../diffcoll/truth.py", f"../tests/collectives/test_{name}.py"):
+        assert link in links
+    assert f"[diffcoll.truth.{name}](../diffcoll/truth.py)" in text
+    assert callable(getattr(diffcoll.truth, name))
+    header = (ROOT / rule).read_text(encoding="utf-8")
+    assert f"notes/{name}.md" in header
+    assert f"diffcoll.truth.{name}" in header
+
+
+@pytest.mark.parametrize("path", sorted(NOTES.glob("*.md")), ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    for link in LINK.findall(prose(path.read_text(encoding="utf-8"))):
+        if link and "://" not in link:
+            assert (path.parent / link).exists(), f"{path.name} links to {link}"
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "what"),
+    [("\nassert 1 == 2\n", 6, "AssertionError"), ("x = 1\n\n1 / 0\n", 7, "ZeroDivisionError"), ("a b\n", 5, "Syntax")],
+)
+def test_a_failing_example_is_named(tmp_path, code, line, what):
+    note = tmp_path / "wrong.md"
+    note.write_text(f"# wrong\n\nText.\n```python\n{code}```\n", encoding="utf-8")
+    with pytest.raises(AssertionError, match=rf"wrong\.md:{line}, in the block at line 5: {what}"):
+        run_blocks(note)
+
+
+def test_blocks_of_a_note_share_a_namespace(tmp_path):
+    note = tmp_path / "two.md"
+    note.write_text(
+        "```python\na = 1\n```\n\n```text\nno code\n```\n\n```python\nassert a == 1\n```\n", encoding="utf-8"
+    )
+    run_blocks(note)

@@ -1,0 +1,50 @@
+"""Every property of every collective: drawn at random in simulated worlds, the fixed table there and on gloo."""
+
+import properties
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from diffcoll.collectives import COLLECTIVES
+from diffcoll.testing import cases, simulate, spawn, strategies
+
+
+def simulated(*call):
+    return simulate(*call, rules=True)
+
+
+@pytest.mark.parametrize("holds", properties.ALL, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_in_simulated_worlds(name, holds):
+    @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def check(data):
+        case = data.draw(strategies.cases(name))
+        properties.hold([(holds, case)], case.size, simulated)
+
+    check()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_the_table_in_simulated_worlds(name, n):
+    table = [case for case in cases.table(n) if case.name == name]
+    assert table
+    properties.hold([(holds, case) for case in table for holds in properties.ALL], n, simulated)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_the_table_on_gloo(n):
+    properties.hold([(holds, case) for case in cases.table(n) for holds in properties.ALL], n, spawn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_at_length(name):
+    @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def check(data):
+        case = data.draw(strategies.cases(name, most=9))
+        properties.hold([(holds, case) for holds in properties.ALL], case.size, simulated)
+
+    check()
