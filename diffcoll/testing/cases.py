@@ -137,19 +137,25 @@ def in_truth(case: Case, seed: int) -> list[Measured]:
     return [Measured(y.detach(), g.detach(), c) for y, g, c in zip(ys, gs, cs, strict=True)]
 
 
-def error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return max |got − expected| / max |expected|, both over all ranks; inf where a shape or dtype differs."""
-    if any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in zip(got, expected, strict=True)):
+def error(got: Tensor, expected: Tensor, scale: Sequence[Tensor]) -> float:
+    """Return max |got − expected| / max |scale|; inf where shape or dtype differ or a number is not one."""
+    if (got.shape, got.dtype) != (expected.shape, expected.dtype):
         return math.inf
-    unit = max((float(b.abs().max()) for b in expected if b.numel()), default=0.0) or 1.0
-    apart = [float((a - b).abs().max()) for a, b in zip(got, expected, strict=True) if a.numel()]
-    return max(apart, default=0.0) / unit
+    if not got.numel():
+        return 0.0
+    unit = max((float(t.abs().max()) for t in scale if t.numel()), default=0.0)
+    apart = float((got - expected).abs().max()) / (unit or 1.0)
+    return math.inf if math.isnan(apart) else apart
 
 
-def errors(got: Sequence[Measured], expected: Sequence[Measured]) -> dict[str, float]:
-    """Return the error of output, gradient and second-order gradient over all ranks."""
-    names = [f.name for f in fields(Measured)]
-    return {name: error([getattr(m, name) for m in got], [getattr(m, name) for m in expected]) for name in names}
+def errors(got: Measured, expected: Sequence[Measured], rank: int) -> dict[str, float]:
+    """Return one rank's error of output, gradient and second-order gradient, relative to the largest of all ranks."""
+
+    def one(name: str) -> float:
+        of_all = [getattr(m, name) for m in expected]
+        return error(getattr(got, name), of_all[rank], of_all)
+
+    return {f.name: one(f.name) for f in fields(Measured)}
 
 
 def _paired(a: Tensor, b: Tensor) -> Tensor:

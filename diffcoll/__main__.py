@@ -1,0 +1,7 @@
+"""`python -m diffcoll` is the command `diffcoll`."""
+
+import sys
+
+from diffcoll.cli import main
+
+sys.exit(main())

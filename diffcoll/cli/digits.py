@@ -1,0 +1,100 @@
+"""A training on real input: an encoder of scikit-learn's digits under InfoNCE, on one process or on several.
+
+Every process holds its own part of the batch, of another size than the others'. A rank's loss is its share,
+
+    ℓ_r = N/B · Σ_{i on r} −log softmax(z_i · [k_0 … k_{B−1}] / τ)_i      mean over ranks = loss of the batch
+
+where the keys k of all ranks are gathered. Then averaged gradients are those of the whole batch on one
+process, if the gather is differentiable. That is what is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import diffcoll as dc
+
+__all__ = ["Trained", "detached", "difference", "differentiable", "load", "train"]
+
+BATCH, STEPS, TEMPERATURE = 96, 30, 0.1
+
+#: (this rank's keys, each rank's number of them) → all ranks' keys
+Gather = Callable[[Tensor, list[int]], Tensor]
+
+
+@dataclass
+class Trained:
+    """The loss of the whole batch at every step, and the parameters at the end."""
+
+    losses: Tensor
+    parameters: Tensor
+
+
+def differentiable(keys: Tensor, sizes: list[int]) -> Tensor:
+    """Gather with diffcoll."""
+    return dc.all_gather(keys, sizes=sizes)
+
+
+def detached(keys: Tensor, sizes: list[int]) -> Tensor:
+    """Gather as is common: the keys of other ranks as constants, this rank's own put back into their place."""
+    with torch.no_grad():
+        blocks = list(dc.all_gather(keys, sizes=sizes).split_with_sizes(sizes))
+    blocks[dc.get_rank()] = keys
+    return torch.cat(blocks)
+
+
+def train(images: Tensor, gather: Gather | None) -> Trained:
+    """Train on all processes of the default group, or, with no way to gather, on this one alone."""
+    rank, n = (dc.get_rank(), dc.get_world_size()) if gather else (0, 1)
+    shares = [BATCH * (r + 1) * (r + 2) // (n * (n + 1)) for r in range(n)]  # 1 : 2 : 3 : …
+    sizes = [b - a for a, b in zip([0, *shares], shares, strict=False)]
+    mine = slice(shares[rank] - sizes[rank], shares[rank])
+
+    noise = torch.randn(STEPS, 2, BATCH, 64, dtype=images.dtype, generator=torch.Generator().manual_seed(0))
+    encoder = _encoder()
+    parameters = list(encoder.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        at = (torch.arange(BATCH) + step * BATCH) % len(images)
+        views = [images[at] + 0.1 * noise[step, i] for i in range(2)]
+        z, k = (F.normalize(encoder(view[mine]), dim=1) for view in views)
+        keys = gather(k, sizes) if gather else k
+        labels = torch.arange(mine.start, mine.stop)
+        loss = F.cross_entropy(z @ keys.T / TEMPERATURE, labels, reduction="sum") * n / BATCH
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if gather:
+            for p in parameters:
+                assert p.grad is not None
+                p.grad = dc.all_reduce(p.grad, "mean")
+        optimizer.step()
+        losses.append(dc.all_reduce(loss.detach(), "mean") if gather else loss.detach())
+    return Trained(torch.stack(losses), torch.cat([p.detach().flatten() for p in parameters]))
+
+
+def difference(a: Trained, b: Trained) -> tuple[float, float]:
+    """Return the largest differences of the loss curves and of the final parameters."""
+    return float((a.losses - b.losses).abs().max()), float((a.parameters - b.parameters).abs().max())
+
+
+def load() -> Tensor:
+    """Return all images of scikit-learn's digits, as rows of 64 numbers from 0 to 1."""
+    from sklearn.datasets import load_digits
+
+    return torch.as_tensor(load_digits().data, dtype=torch.float64) / 16
+
+
+def _encoder() -> torch.nn.Sequential:
+    """The same on every process."""
+    encoder = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Tanh(), torch.nn.Linear(48, 16)).double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in encoder.parameters():
+            p.copy_(torch.randn(p.shape, dtype=p.dtype, generator=generator) / p.shape[-1] ** 0.5)
+    return encoder

@@ -1,0 +1,209 @@
+"""What `diffcoll verify` shows: a table on the terminal, and a page that stands by itself."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from diffcoll.cli.verify import Outcome, Row, Training
+
+__all__ = ["page", "progress", "show"]
+
+#: Above this an error is a wrong number, not rounding.
+WRONG = 1e-6
+
+
+@contextmanager
+def progress(total: int, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Show a bar; yields the function that moves it on by one, with a word for what was done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, transient=True, disable=quiet, console=Console(stderr=True)) as bar:
+        task = bar.add_task("verify", total=total)
+
+        def advance(what: str) -> None:
+            bar.update(task, advance=1, description=what)
+
+        yield advance
+
+
+def show(rows: list[Row], training: Training | None, about: str) -> None:
+    """Print the table; calls at several world sizes share a line, with the larger error."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    if rows:
+        console.print(_matrix(rows, about))
+    if training is not None:
+        console.print(_training(training))
+    failed = [row for row in rows if not row.passes()]
+    for row in failed:
+        console.print(f"[red]over the bar: {row.collective}({row.call}), N = {row.world_size}")
+    if rows:
+        style = "red" if failed else "green"
+        console.print(f"diffcoll: {len(rows) - len(failed)} of {len(rows)} calls are right", style=style)
+
+
+def _matrix(rows: list[Row], about: str) -> Table:
+    systems = _systems(rows)
+    grid = Table(title=f"relative error against the ground truth: output, gradient, second order\n{about}")
+    grid.add_column("collective", style="bold", no_wrap=True)
+    grid.add_column("call")
+    grid.add_column("N", no_wrap=True)
+    for system in systems:
+        grid.add_column(_short(system), no_wrap=True)
+    before = ""
+    for row in _merged(rows):
+        if before not in ("", row.collective):
+            grid.add_section()
+        name = row.collective if row.collective != before else ""
+        before = row.collective
+        cells = [Text(_text(row.systems[system]), style=_STYLES[_verdict(row.systems[system])]) for system in systems]
+        grid.add_row(name, Text(row.call), row.sizes, *cells)
+    return grid
+
+
+def _training(training: Training) -> Table:
+    n, steps = training.world_size, len(training.one_process)
+    grid = Table(title=f"digits under InfoNCE, {steps} steps: {n} processes against one process with the whole batch")
+    for name in ("gather", "loss curve differs by", "final parameters differ by"):
+        grid.add_column(name)
+    for way, differences in training.differences.items():
+        style = _STYLES["wrong" if max(differences) > WRONG else "right"]
+        grid.add_row(way, *(Text(f"{value:.0e}", style=style) for value in differences))
+    return grid
+
+
+class _Merged:
+    """One call at all its world sizes."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.collective, self.call = rows[-1].collective, rows[-1].call
+        self.sizes = " ".join(str(row.world_size) for row in rows)
+        self.systems: dict[str, Outcome] = {}
+        for system in rows[0].systems:
+            outcomes = [row.systems[system] for row in rows]
+            words = [o for o in outcomes if isinstance(o, str)]
+            numbers = [o for o in outcomes if isinstance(o, dict)]
+            self.systems[system] = words[0] if words else {k: max(o[k] for o in numbers) for k in numbers[0]}
+
+
+def _merged(rows: list[Row]) -> list[_Merged]:
+    """The n-th call of a collective is the same one at every world size."""
+    groups: dict[tuple[str, int], list[Row]] = {}
+    count: dict[tuple[str, int], int] = {}
+    for row in rows:
+        at = row.collective, row.world_size
+        count[at] = count.get(at, 0) + 1
+        groups.setdefault((row.collective, count[at]), []).append(row)
+    order = list(dict.fromkeys(row.collective for row in rows))
+    return [_Merged(groups[key]) for key in sorted(groups, key=lambda key: (order.index(key[0]), key[1]))]
+
+
+def _systems(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(system for row in rows for system in row.systems))
+
+
+def _short(system: str) -> str:
+    return system.removeprefix("torch.distributed.")
+
+
+def _text(outcome: Outcome) -> str:
+    return outcome if isinstance(outcome, str) else " ".join(f"{value:.0e}" for value in outcome.values())
+
+
+_STYLES = {"right": "green", "wrong": "red", "none": "dim"}
+
+
+def _verdict(outcome: Outcome) -> str:
+    if isinstance(outcome, str):
+        return "none" if outcome == "not offered" else "wrong"
+    return "wrong" if max(outcome.values()) > WRONG else "right"
+
+
+# ── the page ─────────────────────────────────────────────────────────────────────────────────────────────
+
+_STYLE = """
+:root { color-scheme: light dark; --line: #8884; --right: #1a7f37; --wrong: #cf222e; --none: #8888 }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
+table { border-collapse: collapse; width: 100% } caption { text-align: left; padding: .5rem 0; color: GrayText }
+th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top }
+tbody th { font-weight: 600 } td.call { font-family: ui-monospace, monospace; font-size: 13px }
+td.n { white-space: nowrap; font: 13px ui-monospace, monospace }
+.right { color: var(--right) } .wrong { color: var(--wrong) } .none { color: var(--none) }
+svg { width: 100%; max-width: 44rem } svg text { font: 12px system-ui; fill: currentColor }
+"""
+
+
+def page(rows: list[Row], training: Training | None, about: str) -> str:
+    """Return the page as HTML; everything is in it."""
+    systems = _systems(rows)
+    failed = sum(not row.passes() for row in rows)
+    verdict = f"{len(rows) - failed} of {len(rows)} calls of diffcoll are right"
+    head = "".join(f"<th>{html.escape(_short(system))}" for system in systems)
+    body = []
+    before = ""
+    for row in _merged(rows):
+        name = row.collective if row.collective != before else ""
+        before = row.collective
+        outcomes = [row.systems[system] for system in systems]
+        cells = [f'<td class="n {_verdict(o)}">{html.escape(_text(o))}' for o in outcomes]
+        call = f'<td class="call">{html.escape(row.call)}<td class="n">{row.sizes}'
+        body.append(f"<tr><th>{html.escape(name)}{call}{''.join(cells)}")
+    return f"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>diffcoll verify</title>
+<style>{_STYLE}</style>
+<h1>diffcoll verify</h1>
+<p class="{"wrong" if failed else "right"}"><strong>{verdict}.</strong>
+<p>Rank r computes a loss ℓ<sub>r</sub>; the objective is their sum. Each call ran on real processes with data and
+cotangents that differ on every rank. Three numbers a cell: the relative error of the output, of the gradient and of
+a second-order gradient, against the ground truth that PyTorch derives when all ranks live in one graph.
+<table>
+<caption>{html.escape(about)}</caption>
+<thead><tr><th>collective<th>call<th>N{head}
+<tbody>
+{chr(10).join(body)}
+</table>
+{_section(training) if training else ""}
+</html>
+"""
+
+
+def _section(training: Training) -> str:
+    n = training.world_size
+    rows = "".join(
+        f'<tr><td>{html.escape(way)}<td class="n {"wrong" if max(d) > WRONG else "right"}">{d[0]:.0e} {d[1]:.0e}'
+        for way, d in training.differences.items()
+    )
+    return f"""<h2>Training on real input</h2>
+<p>An encoder of handwritten digits under InfoNCE: the loss of the whole batch, step by step, on one process and on {n}.
+{_chart({"one process": training.one_process, **training.curves})}
+<table><thead><tr><th>gather<th>loss curve and final parameters differ from one process by<tbody>{rows}</table>"""
+
+
+def _chart(curves: dict[str, list[float]]) -> str:
+    width, height, left, bottom = 640, 300, 40, 30
+    top = max(max(curve) for curve in curves.values())
+    colours = ("currentColor", "var(--right)", "var(--wrong)")
+    lines = []
+    for i, (name, curve) in enumerate(curves.items()):
+        across = (width - left) / (len(curve) - 1)
+        heights = [5 + (height - bottom) * (1 - value / top) for value in curve]
+        points = " ".join(f"{left + k * across:.1f},{y:.1f}" for k, y in enumerate(heights))
+        dashes = "2 6" if i == 1 else "none"  # it lies on the first
+        look = f'style="stroke:{colours[i]}" stroke-dasharray="{dashes}" stroke-width="{4 if i == 1 else 1.5}"'
+        lines.append(f'<polyline points="{points}" fill="none" {look}/>')
+        lines.append(f'<text x="{width - 230}" y="{20 + 18 * i}" style="fill:{colours[i]}">{html.escape(name)}</text>')
+    axis = f'<path d="M{left} 5V{height - bottom + 5}H{width}" fill="none" stroke="currentColor" opacity=".4"/>'
+    labels = f'<text x="0" y="14">{top:.1f}</text><text x="{left}" y="{height - 6}">step 0</text>'
+    return f'<svg viewBox="0 0 {width} {height}">{axis}{labels}{"".join(lines)}</svg>'

@@ -1,0 +1,254 @@
+"""`diffcoll verify`: every collective against its ground truth, on real processes, beside PyTorch's own.
+
+Spawns gloo processes on this machine; under `torchrun` (or any launcher that sets RANK and WORLD_SIZE) it uses
+the processes that were launched, on whatever machines they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from diffcoll.cli import digits, report
+from diffcoll.cli.competitors import SYSTEMS
+from diffcoll.collectives import COLLECTIVES
+from diffcoll.testing.cases import Case, errors, in_truth, on_rank, table
+from diffcoll.testing.spawn import RanksFailedError, spawn
+
+__all__ = ["BAR", "TRAINING_BAR", "Row", "Training", "add_to"]
+
+#: The largest relative error at which a collective of the library counts as right.
+BAR = 1e-10
+#: The same for the training on real input.
+TRAINING_BAR = 1e-9
+TRAINING = "digits"
+
+#: What one system does on one call: errors by name, or a word for why there are none.
+Outcome = dict[str, float] | str
+
+
+@dataclass
+class Row:
+    """One call at one world size."""
+
+    collective: str
+    call: str
+    world_size: int
+    systems: dict[str, Outcome] = field(default_factory=dict)
+
+    def passes(self) -> bool:
+        """Whether the library's own errors are all within the bar."""
+        own = self.systems["diffcoll"]
+        return isinstance(own, dict) and max(own.values()) <= BAR
+
+
+@dataclass
+class Training:
+    """Loss curves of a training on one process and, by the way the keys were gathered, on several."""
+
+    world_size: int
+    one_process: list[float]
+    curves: dict[str, list[float]] = field(default_factory=dict)
+    #: The largest differences from the one process, of the loss and of the final parameters.
+    differences: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def passes(self) -> bool:
+        """Whether the library's training is that of one process."""
+        return max(self.differences["diffcoll.all_gather"]) <= TRAINING_BAR
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser("verify", help="hold every collective against its ground truth, on real processes")
+    parser.add_argument("--world-size", type=int, nargs="+", default=None, metavar="N", help="default: 2 3")
+    parser.add_argument("--only", default="", metavar="NAMES", help=f"of {', '.join((*COLLECTIVES, TRAINING))}")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", default="gloo", help="of torch.distributed; under torchrun too (default: gloo)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="one page that stands by itself")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    names = [name for name in options.only.split(",") if name] or [*COLLECTIVES, TRAINING]
+    unknown = [name for name in names if name not in (*COLLECTIVES, TRAINING)]
+    if unknown:
+        known = ", ".join((*COLLECTIVES, TRAINING))
+        raise SystemExit(f"diffcoll verify: --only: got {unknown[0]!r}, expected names of {known}")
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if launched and options.world_size:
+        raise SystemExit("diffcoll verify: --world-size: the launcher has set it already; leave it out")
+    world = _Launched(options.backend) if launched else _Spawned(options.backend)
+    sizes = [dist.get_world_size()] if launched else options.world_size or [2, 3]
+
+    jobs = [(n, name) for n in sizes for name in names if name != TRAINING]
+    with report.progress(len(jobs) * len(SYSTEMS) + (TRAINING in names), quiet=not world.speaks) as advance:
+        rows = [row for n, name in jobs for row in _rows(world, n, name, options.seed, advance)]
+        training = None
+        if TRAINING in names:
+            training = _train(world, dist.get_world_size() if launched else 3)
+            advance(TRAINING)
+    world.close()
+    passed = all(row.passes() for row in rows) and (training is None or training.passes())
+    if world.speaks:
+        about = f"{world.description}, torch {torch.__version__}, float64, seed {options.seed}"
+        report.show(rows, training, about)
+        if options.json:
+            content = {"about": about, "passed": passed, "rows": [asdict(row) for row in rows]}
+            content["training"] = asdict(training) if training else None
+            options.json.write_text(json.dumps(content, indent=1) + "\n")
+        if options.html:
+            options.html.write_text(report.page(rows, training, about))
+    return 0 if passed else 1
+
+
+# ── the matrix ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _rows(world: _World, n: int, name: str, seed: int, advance: Callable[[str], None]) -> Iterable[Row]:
+    """All calls of one collective, by all systems."""
+    cases = [case for case in table(n) if case.name == name]
+    rows = [Row(name, case.label, n) for case in cases]
+    for system in SYSTEMS:
+        for row, outcome in zip(rows, world.outcomes(n, cases, system, seed), strict=True):
+            row.systems[system] = outcome
+        advance(f"{name}, {n} processes")
+    return rows
+
+
+def _on_rank(rank: int, cases: list[Case], system: str, seed: int) -> list[Outcome]:
+    """What a system does on each case, as far as this rank sees it."""
+    found: list[Outcome] = []
+    with warnings.catch_warnings():
+        if system != "diffcoll":
+            warnings.simplefilter("ignore")  # that it is deprecated, at every call
+        for case in cases:
+            call = SYSTEMS[system](case, rank)
+            if call is None:
+                found.append("not offered")
+                continue
+            try:
+                measured = on_rank(case, rank, seed, call)
+            except Exception as error:
+                if system == "diffcoll":
+                    raise
+                found.append(f"raises {type(error).__name__}")
+            else:
+                found.append(errors(measured, in_truth(case, seed), rank))
+    return found
+
+
+def _worst(of_ranks: list[list[Outcome]]) -> list[Outcome]:
+    """Join what the ranks saw: the largest errors; a word where any rank has one."""
+    joined: list[Outcome] = []
+    for outcomes in zip(*of_ranks, strict=True):
+        words = [o for o in outcomes if isinstance(o, str)]
+        numbers = [o for o in outcomes if isinstance(o, dict)]
+        joined.append(words[0] if words else {key: max(o[key] for o in numbers) for key in numbers[0]})
+    return joined
+
+
+class _Spawned:
+    """Processes of this machine, new ones for every collective: what one of them breaks is its own."""
+
+    speaks = True
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.description = f"{backend} processes on this machine"
+
+    def outcomes(self, n: int, cases: list[Case], system: str, seed: int) -> list[Outcome]:
+        if system != "diffcoll" and all(SYSTEMS[system](case, 0) is None for case in cases):
+            return ["not offered"] * len(cases)
+        try:
+            of_ranks = spawn(
+                lambda r: _on_rank(r, cases, system, seed), range(n), backend=self.backend, timeout=30, seed=seed
+            )
+        except RanksFailedError:
+            if system == "diffcoll":
+                raise
+            return ["hangs or dies"] * len(cases)
+        return _worst(of_ranks)
+
+    def each(self, n: int, fn: Callable[[], list[float]]) -> list[list[float]]:
+        return spawn(lambda r: fn(), range(n), backend=self.backend, timeout=120)
+
+    def close(self) -> None:
+        pass
+
+
+class _Launched:
+    """The processes that a launcher started; rank 0 reports."""
+
+    def __init__(self, backend: str) -> None:
+        if backend == "nccl":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(backend)
+        self.rank, self.n = dist.get_rank(), dist.get_world_size()
+        self.speaks = self.rank == 0
+        self.description = f"{self.n} launched {backend} processes"
+
+    def outcomes(self, n: int, cases: list[Case], system: str, seed: int) -> list[Outcome]:
+        mine = _on_rank(self.rank, cases, system, seed)
+        numbers = [[1.0, 0, 0, 0] if isinstance(o, str) else [0.0, *o.values()] for o in mine]
+        of_ranks: list[list[Outcome]] = []
+        for rank, flat in enumerate(self._gathered([v for row in numbers for v in row])):
+            rows = [flat[i : i + 4] for i in range(0, len(flat), 4)]
+            found = [
+                dict(zip(_KINDS, row[1:], strict=True)) if not row[0] else "raises on another rank" for row in rows
+            ]
+            of_ranks.append(mine if rank == self.rank else found)
+        return _worst(of_ranks)
+
+    def each(self, n: int, fn: Callable[[], list[float]]) -> list[list[float]]:
+        return self._gathered(fn())
+
+    def _gathered(self, numbers: list[float]) -> list[list[float]]:
+        """All ranks' numbers, by torch's own collective."""
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        mine = torch.tensor(numbers, dtype=torch.float64, device=device)
+        all_of_them = [torch.empty_like(mine) for _ in range(self.n)]
+        dist.all_gather(all_of_them, mine)
+        return [t.tolist() for t in all_of_them]
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+_World = _Spawned | _Launched
+_KINDS = ("output", "gradient", "second")
+
+
+# ── real input ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _train(world: _World, n: int) -> Training:
+    """Train on n processes and on one."""
+    images = digits.load()
+    alone = digits.train(images, None)
+    ways = {"diffcoll.all_gather": digits.differentiable, "the usual detached gather": digits.detached}
+
+    def all_ways() -> list[float]:
+        found: list[float] = []
+        for gather in ways.values():
+            trained = digits.train(images, gather)
+            found += [*digits.difference(trained, alone), *trained.losses.tolist()]
+        return found
+
+    of_ranks = world.each(n, all_ways)
+    result = Training(n, alone.losses.tolist())
+    length = digits.STEPS + 2
+    for i, way in enumerate(ways):
+        parts = [found[i * length : (i + 1) * length] for found in of_ranks]
+        result.differences[way] = max(p[0] for p in parts), max(p[1] for p in parts)
+        result.curves[way] = parts[0][2:]
+    return result
