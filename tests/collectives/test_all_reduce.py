@@ -1,0 +1,66 @@
+import pytest
+import torch
+
+import diffcoll as dc
+from diffcoll.testing import simulate, spawn
+
+XS = [[1.0, -2.0], [3.0, 0.5], [-7.0, 4.0]]
+WS = [1.0, 10.0, 100.0]
+
+
+def test_every_loss_counts(gradients):
+    # L = (1 + 10 + 100) Σ y
+    assert gradients(lambda x, w: w * dc.all_reduce(x).sum(), XS, WS) == [[111, 111]] * 3
+
+
+def test_mean(gradients):
+    assert gradients(lambda x, w: w * dc.all_reduce(x, "avg").sum(), XS, [3.0, 30.0, 300.0]) == [[111, 111]] * 3
+
+
+def test_replicated_counts_once(gradients):
+    # ℓ = y_0² + y_1² on all ranks; y = (-3, 2.5)
+    def loss(x):
+        return dc.all_reduce(x, cotangent="replicated").square().sum()
+
+    assert gradients(loss, XS) == [[-6, 5]] * 3
+
+
+def test_a_rank_that_multiplies_the_output_by_zero_takes_part(gradients):
+    def loss(x, w):
+        return w * dc.all_reduce(x).sum() if dc.get_rank() else 0 * dc.all_reduce(x).sum()
+
+    assert gradients(loss, XS, WS) == [[110, 110]] * 3
+
+
+def test_0d_and_empty(run):
+    assert run(lambda r: dc.all_reduce(torch.tensor(2.0**r)).item(), range(3)) == [7, 7, 7]
+    assert [tuple(y.shape) for y in run(lambda r: dc.all_reduce(torch.ones(0, 4) * r), range(3))] == [(0, 4)] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_results_are_bitwise_equal_on_all_ranks(dtype):
+    def body(r):
+        generator = torch.Generator().manual_seed(r)
+        x = torch.randn(10_007, generator=generator) * 10 ** torch.randint(-4, 4, (10_007,), generator=generator)
+        return dc.all_reduce(x.to(dtype))
+
+    a, b, c = spawn(body, range(3))
+    assert torch.equal(a, b)
+    assert torch.equal(a, c)
+
+
+def test_replicated_gradients_share_no_memory():
+    def body(r):
+        a, b = (torch.full((3,), float(r + i), requires_grad=True) for i in range(2))
+        g = torch.tensor([1.0, 2.0, 3.0])
+        (dc.all_reduce(a, cotangent="replicated") + dc.all_reduce(b, cotangent="replicated")).backward(g)
+        return len({t.data_ptr() for t in (a.grad, b.grad, g)})
+
+    assert simulate(body, range(3), rules=True) == [3, 3, 3]
+
+
+def test_a_replicated_cotangent_that_differs_is_found_in_truth():
+    xs = [torch.tensor(float(r), requires_grad=True) for r in range(3)]
+    losses = simulate(lambda x, w: w * dc.all_reduce(x, cotangent="replicated"), xs, WS)
+    with pytest.raises(ValueError, match="declared replicated, or its cotangent, differs between rank 0 and rank 1"):
+        torch.autograd.backward(losses)

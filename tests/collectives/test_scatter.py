@@ -1,0 +1,66 @@
+import pytest
+import torch
+
+import diffcoll as dc
+from diffcoll.testing import simulate, spawn
+
+
+def test_blocks_of_src_alone(run, gradients):
+    xs = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]
+    assert [y.tolist() for y in run(lambda x: dc.scatter(torch.tensor(x), src=1), xs)] == [[4], [5], [6]]
+    found = gradients(lambda x, w: w * dc.scatter(x, src=1).sum(), xs, [1.0, 10.0, 100.0])
+    assert found == [[0, 0, 0], [1, 10, 100], [0, 0, 0]]
+
+
+def test_none_off_src(run, gradients):
+    xs = [None, None, [1.0, 2.0, 3.0]]
+
+    def call(x):
+        return dc.scatter(x, src=2, sizes=[2, 0, 1])
+
+    got = run(lambda x: call(None if x is None else torch.tensor(x)), xs)
+    assert [y.tolist() for y in got] == [[1, 2], [], [3]]
+    assert gradients(lambda x, w: w * call(x).sum(), xs, [1.0, 10.0, 100.0]) == [None, None, [1, 1, 100]]
+
+
+def test_only_src_knows_dim_sizes_and_dtype(run):
+    def body(r):
+        if r == 1:
+            return dc.scatter(torch.arange(6, dtype=torch.int16).reshape(2, 3), src=1, dim=1, sizes=[0, 2, 1])
+        return dc.scatter(torch.zeros(5) if r else None, src=1)
+
+    a, b, c = run(body, range(3))
+    assert (a.tolist(), b.tolist(), c.tolist()) == ([[], []], [[0, 1], [3, 4]], [[2], [5]])
+    assert {a.dtype, b.dtype, c.dtype} == {torch.int16}
+
+
+@pytest.mark.parametrize("x", [torch.ones(4), None, torch.tensor(1.0)])
+def test_wrong_arguments_on_src_are_told_to_all(x):
+    def body(r):
+        try:
+            dc.scatter(x if r == 0 else None)
+        except Exception as error:
+            return type(error).__name__, str(error), dc.all_reduce(torch.tensor(r)).item()
+
+    def run_rules(*call):
+        return simulate(*call, rules=True)
+
+    for run in (run_rules, spawn):
+        first, *others = run(body, range(3))
+        assert first[0] == ("TypeError" if x is None else "ValueError")
+        for kind, text, works in (first, *others):
+            assert text.startswith("scatter: ")
+            assert works == 3  # the group is usable afterwards
+            assert kind == first[0] or (kind, text.split(",")[0]) == (
+                "CollectiveMismatchError",
+                "scatter: the arguments are wrong on rank 0",
+            )
+
+
+def test_gradient_only_where_src_asks_for_it(run):
+    def body(r):
+        y = dc.scatter(torch.ones(3, requires_grad=r == 1) * (r + 1), src=0)
+        z = dc.scatter(torch.ones(3, requires_grad=r == 0) * (r + 1), src=0)
+        return y.requires_grad, z.requires_grad
+
+    assert {needs for _, needs in run(body, range(3))} == {True}

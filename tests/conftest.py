@@ -1,0 +1,53 @@
+"""Fixtures that all tests share."""
+
+import pytest
+import torch
+
+from diffcoll.testing import simulate, spawn
+
+torch.set_num_threads(1)
+
+
+def _in_truth(loss, xs, *more):
+    leaves = [None if x is None else x.clone().requires_grad_() for x in xs]
+    losses = simulate(loss, leaves, *more)
+    torch.autograd.backward(losses)
+    return [x if x is None else x.grad for x in leaves]
+
+
+def _on_ranks(run):
+    def gradients(loss, xs, *more):
+        def body(x, *more):
+            x = None if x is None else x.clone().requires_grad_()
+            loss(x, *more).backward()
+            return x if x is None else x.grad
+
+        return run(body, xs, *more)
+
+    return gradients
+
+
+WORLDS = {
+    "truth": _in_truth,
+    "rules": _on_ranks(lambda *call: simulate(*call, rules=True)),
+    "gloo": _on_ranks(spawn),
+}
+
+
+@pytest.fixture(params=WORLDS)
+def gradients(request):
+    """(loss, xs, …) → each rank's gradient of the sum of all ranks' losses, as lists of numbers."""
+
+    def numbers(loss, xs, *more):
+        found = WORLDS[request.param](
+            loss, [x if x is None else torch.as_tensor(x, dtype=torch.double) for x in xs], *more
+        )
+        return [x if x is None else x.tolist() for x in found]
+
+    return numbers
+
+
+@pytest.fixture(params=["truth", "rules", "gloo"])
+def run(request):
+    """Simulate in truth, simulate under the rules, spawn: for values."""
+    return {"truth": simulate, "rules": lambda *call: simulate(*call, rules=True), "gloo": spawn}[request.param]

@@ -1,0 +1,145 @@
+"""The suite would notice: rules made wrong on purpose, each of which the properties must refuse."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import properties
+import pytest
+import torch
+
+from diffcoll.collectives import COLLECTIVES
+from diffcoll.collectives.linear import Linear
+from diffcoll.testing import cases, simulate
+
+N = 3
+
+
+def simulated(*call):
+    return simulate(*call, rules=True)
+
+
+def rule_of(name):
+    module = __import__(f"diffcoll.collectives.{name}", fromlist=["x"])
+    return getattr(module, "".join(word.title() for word in name.split("_")))
+
+
+def held(name):
+    """Whether all properties hold on the table's calls of a collective."""
+    table = [case for case in cases.table(N) if case.name == name]
+    try:
+        properties.hold([(holds, case) for case in table for holds in properties.ALL], N, simulated)
+    except AssertionError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Wrong(Linear):
+    """Somebody's mistake in what `right` does."""
+
+    name: ClassVar[str] = "wrong"
+    right: Linear
+    mistake: str
+
+    def run(self, x):
+        n, rank = self.engine.size, self.engine.rank
+        y = self.right.run(x if self.mistake != "no reduction" else x * n if rank == 0 else x * 0)
+        if self.mistake == "times N":
+            return y * n
+        if self.mistake == "by N":
+            return y / n
+        if self.mistake == "ranks swapped":  # what comes out belongs to the next rank
+            return y.flip(0) if y.dim() and y.shape[0] > 1 else y * (1 + rank)
+        if self.mistake == "one rank missing":
+            return y * (rank != n - 1)
+        return y if rank == 0 or self.mistake == "no reduction" else y * 0 + local(self.right, x, y)
+
+    @property
+    def adjoint(self):
+        return self.right.adjoint
+
+
+def local(right, x, y):
+    """Only what this rank itself has."""
+    return x if x.shape == y.shape else torch.zeros_like(y) + x.sum()
+
+
+MISTAKES = ["times N", "by N", "no reduction", "local", "ranks swapped", "one rank missing"]
+
+
+def test_the_right_rules_hold():
+    assert all(held(name) for name in COLLECTIVES)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_wrong_adjoint_is_refused(monkeypatch, name, mistake):
+    rule = rule_of(name)
+    right = rule.adjoint
+    monkeypatch.setattr(rule, "adjoint", property(lambda f: Wrong(f.engine, right.fget(f), mistake)))
+    assert not held(name)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_wrong_forward_is_refused(monkeypatch, name, mistake):
+    rule = rule_of(name)
+    right = rule.run
+
+    if (name, mistake) == ("sum_gradients", "local"):
+        pytest.skip("local is what it is")
+
+    def run(f, x):
+        if not (x.is_floating_point() or x.is_complex()):
+            return right(f, x)  # sizes that the ranks tell each other
+
+        class Right:
+            engine = f.engine
+
+            def run(self, x):
+                return right(f, x)
+
+        return Wrong(f.engine, Right(), mistake).run(x)
+
+    monkeypatch.setattr(rule, "run", run)
+    assert not held(name)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "broadcast"])
+def test_the_two_worlds_are_told_apart(monkeypatch, name):
+    """The partial rule with the replicated backward, the mistake of every detached gather."""
+    rule = rule_of(name)
+    right = rule.adjoint
+    monkeypatch.setattr(rule, "adjoint", property(lambda f: right.fget(replace(f, replicated=True))))
+    assert not held(name)
+
+
+def test_the_harness_runs_every_property(monkeypatch):
+    """A property that never came to its assertions would hold of everything."""
+    reached = []
+
+    def counted(holds):
+        def generator(case):
+            results = yield from started(holds(case))
+            reached.append((holds.__name__, case.name))
+            return results
+
+        generator.__name__ = holds.__name__
+        return generator
+
+    def started(inner):
+        body = next(inner, None)
+        if body is None:
+            return
+        results = yield body
+        try:
+            inner.send(results)
+        except StopIteration:
+            return
+
+    monkeypatch.setattr(properties, "ALL", [counted(holds) for holds in properties.ALL])
+    for name in COLLECTIVES:
+        assert held(name)
+    for holds in properties.ALL:
+        for name in COLLECTIVES:
+            assert (holds.__name__, name) in reached
