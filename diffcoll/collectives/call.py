@@ -200,7 +200,7 @@ class Call:
             raise self.error(argument, f"{n} sizes, one per rank")
         if any(size < 0 for size in sizes):
             raise self.error(argument, "sizes of zero or more")
-        self.arguments[argument] = sizes
+        self.arguments[argument] = list(sizes)
         return sizes
 
     def _integer(self, argument: str, value: Any) -> int:

@@ -89,7 +89,7 @@ def scatter(x: Tensor | None, src: int = 0, dim: int = 0, group: Group = None, *
         if not numbers:
             raise CollectiveMismatchError(f"scatter: the arguments are wrong on rank {root}, see the error there")
         d, parts, tensor = _empty(numbers, call.engine.size, x)
-    call.arguments.update(dim=d, sizes=parts)  # as they count
+    call.arguments.update(dim=d, sizes=list(parts))  # as they count
     return call.apply(Scatter(call.engine, root, d, parts), tensor)
 
 

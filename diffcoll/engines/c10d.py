@@ -191,14 +191,24 @@ def engine_of(group: object) -> C10dEngine | None:
         raise ValueError("got a group that this process is not in; call it on the group's ranks only")
     if not isinstance(group, dist.ProcessGroup):
         return None
+    if not _exists(group):
+        raise ValueError("got a ProcessGroup after destroy_process_group(); set up a new one")
     engine = _engines.get(group)
     if engine is None:
-        if not is_running():
-            raise ValueError("got a ProcessGroup after destroy_process_group(); set up a new one")
         if dist.get_rank(group) < 0:
             raise ValueError("got a group that this process is not in; call it on the group's ranks only")
+        for gone in [g for g in _engines if not _exists(g)]:
+            del _engines[gone]
         engine = _engines[group] = C10dEngine(group)
     return engine
+
+
+def _exists(group: dist.ProcessGroup) -> bool:
+    try:
+        dist.get_rank(group)
+    except ValueError:  # torch does not know it any more
+        return False
+    return True
 
 
 def _as_mesh(group: object) -> dist.device_mesh.DeviceMesh | None:

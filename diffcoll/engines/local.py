@@ -51,6 +51,7 @@ class _Meeting:
     ranks: tuple[int, ...]
     entries: dict[int, _Entry] = field(default_factory=dict)
     results: dict[int, Any] | None = None
+    off: str = ""  # why it was called off; whoever comes later is told the same
 
 
 class _Rank(threading.Thread):
@@ -146,12 +147,15 @@ class World:
         meeting = self._meetings.setdefault((group, turn), _Meeting(group))
         meeting.entries[me.number] = _Entry(what, user_line(), payload)
         gone = [self._ranks[r] for r in group if r not in meeting.entries and self._ranks[r].outcome]
-        if len({e.what for e in meeting.entries.values()}) > 1:
+        if len(meeting.entries) == len(group):
+            del self._meetings[group, turn]
+        if meeting.off:
+            me.error = CollectiveMismatchError(meeting.off)
+        elif len({e.what for e in meeting.entries.values()}) > 1:
             self._call_off(meeting, "the ranks are in different collectives")
         elif gone:
             self._call_off(meeting, f"rank {gone[0].number} is gone")
         elif len(meeting.entries) == len(group):
-            del self._meetings[group, turn]
             try:
                 results = combine([meeting.entries[r].payload for r in group])
             except CollectiveMismatchError as error:
@@ -205,7 +209,7 @@ class World:
     def leave(self, me: _Rank) -> None:
         """Take a rank that is over out of the world."""
         for meeting in list(self._meetings.values()):
-            if me.number in meeting.ranks and me.number not in meeting.entries:
+            if me.number in meeting.ranks and me.number not in meeting.entries and not meeting.off:
                 self._call_off(meeting, f"rank {me.number} is gone")
         if not self._ready and any(r.waits_for for r in self._ranks):
             self._call_off(None, "no rank can go on")
@@ -220,12 +224,11 @@ class World:
 
     def _call_off(self, meeting: _Meeting | None, why: str) -> None:
         """Raise the same error on the ranks at this meeting (None: on all that wait)."""
-        for key, m in list(self._meetings.items()):
-            if m is meeting or meeting is None:
-                del self._meetings[key]
         text = f"simulated ranks cannot go on: {why}\n" + "\n".join(
             f"  rank {r.number} {self._doing(r, meeting)}" for r in self._ranks
         )
+        for m in [meeting] if meeting else self._meetings.values():
+            m.off = m.off or text
         for rank in self._ranks:
             waits = rank.waits_for is not None and (meeting is None or rank.waits_for[0] is meeting)
             if waits or (meeting is not None and rank.number in meeting.entries):

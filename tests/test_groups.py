@@ -1,0 +1,148 @@
+"""What `group` may be, and that ranks are always ranks within it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import diffcoll as dc
+from diffcoll.testing import new_group, simulate, spawn
+
+
+def simulated(*call):
+    return simulate(*call, rules=True)
+
+
+def on_subgroup(r, ranks):
+    """Every collective that names ranks, and one that does not, on a sub-group; sums of what came and went."""
+    group = new_group(ranks)
+    if r not in ranks:
+        with pytest.raises(ValueError, match=r"broadcast: group: got a group that this (process|rank) is not in"):
+            dc.broadcast(torch.ones(1), group=group)
+        return None
+    me, n = dc.get_rank(group), dc.get_world_size(group)
+    found = []
+    for call in (
+        lambda x: dc.broadcast(x, src=n - 1, group=group),
+        lambda x: dc.reduce(x, dst=n - 1, group=group),
+        lambda x: dc.gather(x, dst=n - 1, group=group),
+        lambda x: dc.scatter(x.expand(n), src=n - 1, group=group),
+        lambda x: dc.permute(x, [(n - 1, 0)], group=group),
+        lambda x: dc.all_gather(x, group=group),
+    ):
+        x = torch.tensor([10.0 + r], requires_grad=True)
+        y = call(x)
+        (y.sum() * (me + 1)).backward()
+        found.append((y.tolist(), x.grad.item()))
+    return me, found
+
+
+@pytest.mark.parametrize("run", [simulated, spawn], ids=["rules", "gloo"])
+def test_ranks_are_ranks_within_the_group(run):
+    """pytorch#130515, and the backward of all_gather that torch.distributed.nn.functional sends astray."""
+    assert run(on_subgroup, range(3), [[1, 2]] * 3) == [
+        None,
+        (0, [([12], 0), ([0], 2), ([], 2), ([12], 0), ([12], 0), ([11, 12], 3)]),
+        (1, [([12], 3), ([23], 2), ([11, 12], 2), ([12], 3), ([0], 1), ([11, 12], 3)]),
+    ]
+    alone = [([11], 1)] * 6
+    assert run(on_subgroup, range(3), [[1]] * 3) == [None, (0, alone), None]
+
+
+@pytest.mark.parametrize("run", [simulated, spawn], ids=["rules", "gloo"])
+def test_two_groups_at_once(run):
+    def body(r):
+        even, odd = new_group([0, 2]), new_group([1, 3])
+        mine, other = (odd, even) if r % 2 else (even, odd)
+        with pytest.raises(ValueError, match="is not in"):
+            dc.get_rank(other)
+        x = torch.tensor(2.0**r, requires_grad=True)
+        y = dc.all_reduce(dc.all_reduce(x, group=mine))
+        (y * (r + 1)).backward()
+        return y.item(), x.grad.item()
+
+    # both groups' sums are counted twice; the weights sum to 10, and come back through both
+    assert run(body, range(4)) == [(30, 20)] * 4
+
+
+def test_device_mesh():
+    def body(r):
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        with pytest.raises(
+            ValueError, match=r"got a DeviceMesh of 2 dimensions, expected one; .* e\.g\. mesh\[\"dp\"\]"
+        ):
+            dc.all_reduce(torch.ones(1), group=mesh)
+        line = dist.device_mesh.init_device_mesh("cpu", (4,))
+        tp = mesh["tp"]
+        return [dc.all_gather(torch.tensor(r), group=g).tolist() for g in (tp, mesh["dp"], line)], dc.get_rank(tp)
+
+    whole = [0, 1, 2, 3]
+    assert spawn(body, range(4)) == [
+        ([[0, 1], [0, 2], whole], 0),
+        ([[0, 1], [1, 3], whole], 1),
+        ([[2, 3], [0, 2], whole], 0),
+        ([[2, 3], [1, 3], whole], 1),
+    ]
+
+
+@pytest.mark.parametrize("run", [simulated, simulate, spawn], ids=["rules", "truth", "gloo"])
+def test_default_group(run):
+    def body(r):
+        pairs = [new_group([0, 1]), new_group([2, 3])]
+        seen = [dc.get_world_size()]
+        with dc.set_default_group(pairs[r // 2]):
+            seen.append(dc.all_gather(torch.tensor(r)).tolist())
+        with pytest.raises(KeyError), dc.set_default_group(pairs[r // 2]):
+            raise KeyError
+        seen.append(dc.get_world_size())
+        dc.set_default_group(pairs[r // 2])
+        seen.append(dc.get_rank())
+        with pytest.raises(ValueError, match="set_default_group: group: got a group that this"):
+            dc.set_default_group(pairs[1 - r // 2])
+        seen.append(dc.get_world_size())
+        dc.set_default_group(None)
+        return [*seen, dc.get_world_size()]
+
+    assert run(body, range(4)) == [[4, [r // 2 * 2, r // 2 * 2 + 1], 4, r % 2, 2, 4] for r in range(4)]
+
+
+def test_no_group_is_a_world_of_one():
+    assert (dc.get_rank(), dc.get_world_size()) == (0, 1)
+    x = torch.tensor([3.0, 4.0], requires_grad=True)
+    calls = [dc.all_reduce, dc.all_gather, dc.reduce_scatter, dc.all_to_all, dc.broadcast, dc.reduce, dc.gather]
+    calls += [dc.scatter, dc.shift, dc.scan, dc.sum_gradients, dc.split, lambda x: dc.permute(x, [(0, 0)])]
+    for call in calls:
+        y = call(x)
+        assert y.tolist() == [3, 4]
+        (g,) = torch.autograd.grad((y * torch.tensor([5.0, 7.0])).sum(), x)
+        assert g.tolist() == [5, 7]
+    assert dc.permute(x, []).tolist() == [0, 0]
+    assert dc.all_gather(torch.tensor(2)).tolist() == [2]
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_launched_but_not_connected(monkeypatch, variable):
+    monkeypatch.setenv(variable, "2")
+    with pytest.raises(RuntimeError) as caught:
+        dc.all_reduce(torch.ones(1))
+    text = str(caught.value)
+    assert f"all_reduce: {variable}=2 says that 2 processes were launched, but no group connects them" in text
+    assert "init_process_group()" in text
+    assert "set_default_group" in text
+    monkeypatch.setenv(variable, "1")
+    assert dc.get_world_size() == 1
+
+
+def test_groups_that_are_no_more():
+    left = simulate(lambda r: new_group([0, 1]), range(2))[0]
+    with pytest.raises(ValueError, match="all_reduce: group: got a group of a simulated world, outside of that world"):
+        dc.all_reduce(torch.ones(1), group=left)
+
+    def body(r):
+        group = dist.group.WORLD
+        dc.all_reduce(torch.ones(1), group=group)
+        dist.destroy_process_group()
+        with pytest.raises(ValueError, match=r"all_reduce: group: got a ProcessGroup after destroy_process_group\(\)"):
+            dc.all_reduce(torch.ones(1), group=group)
+        return True
+
+    assert spawn(body, range(2)) == [True, True]

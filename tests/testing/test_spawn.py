@@ -1,0 +1,134 @@
+"""Real processes, called like simulated ones."""
+
+import os
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import diffcoll as dc
+from diffcoll.testing import RanksFailedError, spawn
+
+
+def test_closures_results_and_tensors():
+    factor = torch.tensor(3.0, requires_grad=True)
+
+    def body(r, word):
+        y = factor * dc.all_reduce(torch.ones(2) * r)
+        return {"word": word, "rank": r, "ys": [y, (y.detach() + r,)]}
+
+    got = spawn(body, range(3), "abc")
+    assert [g["word"] + str(g["rank"]) for g in got] == ["a0", "b1", "c2"]
+    assert [g["ys"][0].tolist() for g in got] == [[9, 9]] * 3
+    assert got[2]["ys"][1][0].tolist() == [11, 11]
+    assert not got[0]["ys"][0].requires_grad
+
+
+def test_every_rank_has_its_own_process_and_loopback_is_all_it_listens_on():
+    def body(r):
+        listening = []
+        for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+            inodes = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)}
+            with open(table) as lines:
+                for line in list(lines)[1:]:
+                    fields = line.split()
+                    if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                        listening.append(fields[1].split(":")[0])
+        return os.getpid(), listening, dist.get_backend(), torch.get_num_threads()
+
+    def _is_link(fd):
+        return os.path.islink(f"/proc/self/fd/{fd}")
+
+    got = spawn(body, range(2))
+    assert len({os.getpid(), *(pid for pid, *_ in got)}) == 3
+    for _, listening, backend, threads in got:
+        assert backend == "gloo"
+        assert threads == 1
+        for address in listening:
+            assert socket.inet_ntoa(bytes.fromhex(address)[::-1]).startswith("127.")
+
+
+def test_all_tracebacks_in_one_error():
+    def body(r):
+        if r == 1:
+            raise ValueError("mine alone")
+        dc.all_reduce(torch.ones(1))
+
+    with pytest.raises(RanksFailedError) as caught:
+        spawn(body, range(3), timeout=30)
+    text, reports = str(caught.value), caught.value.reports
+    assert list(reports) == [0, 1, 2]
+    assert "ValueError: mine alone" in reports[1]
+    assert all(f"── rank {r} of 3 ──" in text for r in range(3))
+    assert "all_reduce.py" in reports[0]  # it failed, or hung, there
+
+
+def test_a_rank_that_is_killed():
+    def body(r):
+        if r == 0:
+            os.kill(os.getpid(), 9)
+        dc.all_reduce(torch.ones(1))
+
+    with pytest.raises(RanksFailedError, match="rank 0 of 2 ──\nthe process ended with exit code -9"):
+        spawn(body, range(2), timeout=30)
+
+
+def test_a_hang_ends_with_every_stack():
+    def waits_for_ever(r):
+        if r == 0:
+            dc.all_gather(torch.ones(1))
+        else:
+            time.sleep(1000)
+
+    start = time.monotonic()
+    with pytest.raises(RanksFailedError, match="spawn: no end after 2 s") as caught:
+        spawn(waits_for_ever, range(2), timeout=2)
+    assert time.monotonic() - start < 20
+    for report in caught.value.reports.values():
+        assert report.startswith("hung in")
+        assert "in waits_for_ever" in report
+    assert "all_gather" in caught.value.reports[0]
+
+
+def test_results_that_cannot_be_sent():
+    with pytest.raises(RanksFailedError, match=r"(?s)rank 1 of 2.*[Cc]an(not|'t) pickle"):
+        spawn(lambda r: (lambda: r) if r else 0, range(2))
+
+
+def test_unknown_backend_and_wrong_calls():
+    with pytest.raises(RanksFailedError, match="quux"):
+        spawn(lambda r: r, range(2), backend="quux")
+    with pytest.raises(TypeError, match="spawn: got no per-rank arguments"):
+        spawn(lambda: 1)
+
+
+def test_surroundings(monkeypatch, tmp_path):
+    """The processes find what the caller has now, not what the server that forks them had."""
+    monkeypatch.setenv("DIFFCOLL_TEST", "seen")
+    monkeypatch.chdir(tmp_path)
+    assert spawn(lambda r: (os.environ["DIFFCOLL_TEST"], os.getcwd()), range(1)) == [("seen", str(tmp_path))]
+
+
+def test_a_script_needs_no_guard(tmp_path):
+    import subprocess
+    import sys
+
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from diffcoll.testing import spawn\n"
+        "import torch, diffcoll as dc\n"
+        "class Mine: pass\n"
+        "print('once', spawn(lambda r: dc.all_reduce(torch.tensor(r)).item() + (Mine is None), range(2)))\n"
+    )
+    root = os.path.dirname(os.path.dirname(dc.__file__))
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": root},
+        check=False,
+    )
+    assert done.stdout == "once [1, 1]\n", done.stderr
