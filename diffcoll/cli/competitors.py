@@ -18,9 +18,10 @@ from torch import Tensor
 
 from diffcoll.testing.cases import Case
 
-__all__ = ["SYSTEMS"]
+__all__ = ["SYSTEMS", "Adapter"]
 
 Call = Callable[[Any], Any]
+Adapter = Callable[[Case, int], Call | None]
 
 
 def _nn_functional(case: Case, rank: int) -> Call | None:
@@ -120,7 +121,7 @@ def _pairs(case: Case) -> list[tuple[int, int]]:
 
 
 #: Name → adapter; the library itself first.
-SYSTEMS: dict[str, Callable[[Case, int], Call | None]] = {
+SYSTEMS: dict[str, Adapter] = {
     "diffcoll": lambda case, rank: lambda x: case.call(x, rank),
     "torch.distributed.nn.functional": _nn_functional,
     "torch.distributed._functional_collectives": _functional_collectives,

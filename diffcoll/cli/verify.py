@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from diffcoll.cli import digits, report
-from diffcoll.cli.competitors import SYSTEMS
+from diffcoll.cli.competitors import SYSTEMS, Adapter
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.testing.cases import Case, errors, in_truth, on_rank, table
 from diffcoll.testing.spawn import RanksFailedError, spawn
@@ -125,21 +125,21 @@ def _rows(world: _World, n: int, name: str, seed: int, advance: Callable[[str], 
     return rows
 
 
-def _on_rank(rank: int, cases: list[Case], system: str, seed: int) -> list[Outcome]:
+def _on_rank(rank: int, cases: list[Case], adapter: Adapter, ours: bool, seed: int) -> list[Outcome]:
     """What a system does on each case, as far as this rank sees it."""
     found: list[Outcome] = []
     with warnings.catch_warnings():
-        if system != "diffcoll":
+        if not ours:
             warnings.simplefilter("ignore")  # that it is deprecated, at every call
         for case in cases:
-            call = SYSTEMS[system](case, rank)
+            call = adapter(case, rank)
             if call is None:
                 found.append("not offered")
                 continue
             try:
                 measured = on_rank(case, rank, seed, call)
             except Exception as error:
-                if system == "diffcoll":
+                if ours:
                     raise
                 found.append(f"raises {type(error).__name__}")
             else:
@@ -169,12 +169,13 @@ class _Spawned:
     def outcomes(self, n: int, cases: list[Case], system: str, seed: int) -> list[Outcome]:
         if system != "diffcoll" and all(SYSTEMS[system](case, 0) is None for case in cases):
             return ["not offered"] * len(cases)
+        adapter, ours = SYSTEMS[system], system == "diffcoll"
         try:
             of_ranks = spawn(
-                lambda r: _on_rank(r, cases, system, seed), range(n), backend=self.backend, timeout=30, seed=seed
+                lambda r: _on_rank(r, cases, adapter, ours, seed), range(n), backend=self.backend, timeout=30, seed=seed
             )
         except RanksFailedError:
-            if system == "diffcoll":
+            if ours:
                 raise
             return ["hangs or dies"] * len(cases)
         return _worst(of_ranks)
@@ -198,7 +199,7 @@ class _Launched:
         self.description = f"{self.n} launched {backend} processes"
 
     def outcomes(self, n: int, cases: list[Case], system: str, seed: int) -> list[Outcome]:
-        mine = _on_rank(self.rank, cases, system, seed)
+        mine = _on_rank(self.rank, cases, SYSTEMS[system], system == "diffcoll", seed)
         numbers = [[1.0, 0, 0, 0] if isinstance(o, str) else [0.0, *o.values()] for o in mine]
         of_ranks: list[list[Outcome]] = []
         for rank, flat in enumerate(self._gathered([v for row in numbers for v in row])):

@@ -1,0 +1,114 @@
+"""`diffcoll verify`: says what is right, notices what is not, and runs under a launcher."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import diffcoll
+from diffcoll.cli import competitors, main, verify
+from diffcoll.collectives import COLLECTIVES
+from diffcoll.testing import cases
+
+ROOT = Path(diffcoll.__file__).parent.parent
+
+
+def run(tmp_path, *arguments):
+    """Exit status, and what is in the files."""
+    files = tmp_path / "report.json", tmp_path / "report.html"
+    status = main(["verify", *arguments, "--json", str(files[0]), "--html", str(files[1])])
+    return status, json.loads(files[0].read_text()), files[1].read_text()
+
+
+def test_right_beside_wrong(tmp_path, capsys):
+    status, found, page = run(tmp_path, "--world-size", "2", "--only", "broadcast,reduce")
+    printed = capsys.readouterr().out
+    assert status == 0
+    assert found["passed"]
+    rows = {(row["collective"], row["call"]): row["systems"] for row in found["rows"]}
+    for systems in rows.values():
+        assert set(systems) == set(competitors.SYSTEMS)
+        assert set(systems["diffcoll"]) == {"output", "gradient", "second"}
+        assert max(systems["diffcoll"].values()) <= verify.BAR
+    # what PyTorch's own really do: a broadcast whose backward is the identity
+    theirs = rows["broadcast", "src=1"]["torch.distributed._functional_collectives"]
+    assert theirs["output"] == 0
+    assert theirs["gradient"] > 0.1
+    assert max(rows["broadcast", ""]["torch.distributed.nn.functional"].values()) < 1e-10
+    assert rows["reduce", ""]["torch.distributed._functional_collectives"] == "not offered"
+    assert "5 of 5 calls are right" in printed
+    assert "not offered" in printed
+    assert page.startswith("<!doctype html>")
+    assert "5 of 5 calls of diffcoll are right" in page
+    assert not re.search(r'(src|href)="|https?://|<script', page)  # it stands by itself
+
+
+def test_a_wrong_rule_is_noticed(tmp_path, monkeypatch, capsys):
+    right = cases.Case.call
+
+    def wrong(case, x, rank, group=None):
+        y = right(case, x, rank, group)
+        return y + (y - y.detach()) * 1e-8  # the gradient is off by a little
+
+    monkeypatch.setitem(competitors.SYSTEMS, "diffcoll", lambda case, rank: lambda x: wrong(case, x, rank))
+    status, found, page = run(tmp_path, "--world-size", "2", "--only", "shift")
+    assert status == 1
+    assert not found["passed"]
+    assert "over the bar: shift" in capsys.readouterr().out
+    assert "0 of 2 calls of diffcoll are right" in page
+
+
+def test_training_on_real_input(tmp_path, capsys):
+    status, found, page = run(tmp_path, "--only", "digits")
+    assert status == 0
+    training = found["training"]
+    assert len(training["one_process"]) == 30
+    assert training["one_process"][-1] < training["one_process"][0] / 2
+    assert max(training["differences"]["diffcoll.all_gather"]) < 1e-9
+    assert min(training["differences"]["the usual detached gather"]) > 0.1
+    assert page.count("<polyline") == 3
+    assert "diffcoll.all_gather" in capsys.readouterr().out
+
+
+def test_the_table_has_every_collective():
+    for n in (2, 3, 5):
+        assert list(dict.fromkeys(case.name for case in cases.table(n))) == list(COLLECTIVES)
+        assert len({case.label for case in cases.table(n) if case.name == "all_gather"}) == 7
+
+
+def test_wrong_options():
+    with pytest.raises(SystemExit, match="--only: got 'allreduce', expected names of all_reduce"):
+        main(["verify", "--only", "allreduce"])
+    with pytest.raises(SystemExit, match="--only: got 'x', expected names of all_reduce"):
+        main(["bench", "--only", "x"])
+
+
+@pytest.mark.parametrize("what", ["all_reduce,scatter", "digits"])
+def test_under_torchrun(tmp_path, what):
+    file = tmp_path / "report.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command += ["-m", "diffcoll", "verify", "--only", what, "--json", str(file)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert found["passed"]
+    assert "2 launched gloo processes" in found["about"]
+    if what == "digits":
+        assert done.stdout.count("diffcoll.all_gather") == 1  # rank 0 reports
+        assert max(found["training"]["differences"]["diffcoll.all_gather"]) < 1e-9
+    else:
+        assert done.stdout.count("7 of 7 calls are right") == 1
+        assert {row["world_size"] for row in found["rows"]} == {2}
+
+
+def test_bench(capsys):
+    assert main(["bench", "--only", "all_reduce", "--rounds", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "16 MB" in printed
+    assert "×" in printed

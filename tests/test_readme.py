@@ -1,0 +1,111 @@
+"""README, notes and examples: what they show is what happens."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_notes import FENCE, ROOT, blocks, prose, run_blocks
+
+import diffcoll
+from diffcoll.collectives import COLLECTIVES
+
+README = ROOT / "README.md"
+
+
+def test_every_block_runs():
+    text = README.read_text(encoding="utf-8")
+    assert len(list(blocks(text))) == 3
+    run_blocks(README)
+
+
+def test_first_screen():
+    """What it is, the wrong gradient made right in some dozen lines, the two commands."""
+    text = README.read_text(encoding="utf-8")
+    second = list(FENCE.finditer(text))[1]
+    assert [line.split("#")[0].strip() for line in second[2].splitlines()] == ["make verify", "make test"]
+    assert text.count("\n", 0, second.end()) < 45
+
+
+def test_commands_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("verify", "test", "test-slow", "lint"):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_every_public_name_is_told():
+    text = README.read_text(encoding="utf-8")
+    for name in COLLECTIVES:
+        assert f"`{name}(" in text
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)\)", prose(README.read_text(encoding="utf-8"))):
+        assert (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_the_index_says_what_the_rule_says(name):
+    """The table in notes/README.md has the formulas of the modules' headers."""
+    header = (ROOT / "diffcoll" / "collectives" / f"{name}.py").read_text(encoding="utf-8").split('"""')[1]
+    lines = [re.search(rf"^{label} +(.*)$", header, re.MULTILINE)[1] for label in ("forward", "adjoint")]
+    formulas = [re.sub(r" +=", " =", line).split("  ")[0] for line in lines]
+    row = next(
+        line
+        for line in (ROOT / "notes" / "README.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith(f"| [{name}]({name}.md)")
+    )
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1:] == formulas
+
+
+def test_the_public_api_is_one_list():
+    assert set(COLLECTIVES) <= set(diffcoll.__all__)
+    for name in diffcoll.__all__:
+        value = getattr(diffcoll, name)
+        assert value.__doc__, name
+        if name in COLLECTIVES:
+            for part in (">>>", "Args:", "Returns:", "Raises:", f"Source: notes/{name}.md"):
+                assert part in value.__doc__, (name, part)
+
+
+def test_importing_needs_torch_alone():
+    """What the extras bring is imported by what needs it, not by `import diffcoll`."""
+    extras = ["cloudpickle", "hypothesis", "pytest", "rich", "matplotlib", "sklearn", "mpi4py"]
+    code = f"import sys, diffcoll; print([m for m in {extras} if m in sys.modules], 'diffcoll.testing' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout == "[] False\n"
+
+
+IMPORTS = re.compile(r"^\s*(?:from|import) (diffcoll[\w.]*|torch[\w.]*)(?: import ([\w, ]+))?", re.MULTILINE)
+
+
+def test_arrows_between_the_modules():
+    """Truth stands alone; nothing imports the command line; the library never imports its harness."""
+    for path in (ROOT / "diffcoll").rglob("*.py"):
+        inside = path.relative_to(ROOT / "diffcoll").as_posix()
+        named = {m[1] for m in IMPORTS.finditer(path.read_text(encoding="utf-8"))}
+        if inside == "truth.py":
+            assert not any(name.startswith("diffcoll") for name in named)
+        if not inside.startswith(("cli/", "__main__")):
+            assert not any(name.startswith("diffcoll.cli") for name in named), inside
+        if not inside.startswith(("cli/", "testing/", "__main__")):
+            assert not any(name.startswith("diffcoll.testing") for name in named), inside
+        if not inside.startswith(("engines/", "testing/spawn", "testing/simulate", "cli/")):
+            assert not any(name.startswith("torch.distributed") for name in named), inside
+        private = {name for name in named if re.search(r"\._(?!_)", name.removeprefix("diffcoll._torch"))}
+        assert not private - {"diffcoll.testing._calls"} or inside == "_torch.py", (inside, private)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_examples(path, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, timeout=100, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(tmp_path, done.stdout.split()[-1]).exists()
