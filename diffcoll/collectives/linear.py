@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -80,3 +81,7 @@ class _Apply(Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, f: Linear) -> tuple[Tensor, int]:
         return apply(f, x.movedim(in_dims[0], -1)), -1
+
+
+# Function.apply asks for the signature of forward at every call; found here, it need not be worked out each time.
+_Apply.forward.__signature__ = signature(_Apply.forward)  # type: ignore[attr-defined]

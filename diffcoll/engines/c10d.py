@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffcoll.engines.engine import Blocks, Engine, Wait
+from diffcoll.engines.engine import Blocks, Engine, Wait, add_up
 
 __all__ = ["C10dEngine", "engine_of", "is_running"]
 
@@ -21,6 +21,8 @@ __all__ = ["C10dEngine", "engine_of", "is_running"]
 # slow, and a message received in its place spares the fresh memory that a copy would fault in. A backend
 # that is not listed has all of its own. NCCL: not measured by us.
 NATIVE = {"gloo": {"all_reduce", "broadcast"}}
+# Up to this many bytes a block, messages of their own are no faster and now and then much slower (a fat tail).
+SMALL = {"gloo": 16 << 10}
 ALL = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
 
 # What gloo and NCCL add up themselves. Half precisions are left out for gloo, so that they are accumulated
@@ -80,9 +82,8 @@ class C10dEngine(Engine):
             if (wants or pairs)[0][1].device.type != "cpu":
                 return self._staged(pairs, wants)
             # Straight to the group: dist.isend and dist.irecv cost another 10 µs each.
-            # Receives first: a message that arrives before its buffer is known waits on the other side.
-            works = [self.group.recv([t], s, TAG) for s, t in wants]
-            works += [self.group.send([t], s, TAG) for s, t in pairs]
+            works = [self.group.send([t], s, TAG) for s, t in pairs]
+            works += [self.group.recv([t], s, TAG) for s, t in wants]
             return [partial(work.wait) for work in works]
         bytes_ = torch.uint8  # only moved: so a dtype that the backend does not know does not matter
         ops = [dist.P2POp(dist.irecv, t.view(-1).view(bytes_), group=self.group, group_peer=s) for s, t in wants]
@@ -111,17 +112,32 @@ class C10dEngine(Engine):
     def all_gather(self, x: Tensor, blocks: list[Tensor]) -> Wait:  # type: ignore[override]
         """See `Engine.all_gather`."""
         even = all(b.shape == x.shape for b in blocks)
-        if not (even and self._runs_natively("all_gather", x)):
+        if not (even and (self._is_small(x) or self._runs_natively("all_gather", x))):
             return super().all_gather(x, blocks)
-        return _wait(dist.all_gather([_real(b) for b in blocks], _real(x), group=self.group, async_op=True))
+        parts = [b.view(-1).view(torch.uint8) for b in blocks]
+        return _wait(dist.all_gather(parts, x.view(-1).view(torch.uint8), group=self.group, async_op=True))
 
     def reduce_scatter(self, blocks: list[Tensor], out: Tensor) -> Wait:  # type: ignore[override]
         """See `Engine.reduce_scatter`."""
         even = all(b.shape == out.shape for b in blocks)
+        if even and self._is_small(out):
+            return self._reduce_scatter_by_all_to_all(blocks, out)
         if not (even and self._runs_natively("reduce_scatter", out, adds=True)):
             return super().reduce_scatter(blocks, out)
         work = dist.reduce_scatter(_real(out), [_real(b) for b in blocks], group=self.group, async_op=True)
         return _wait(work)
+
+    def _reduce_scatter_by_all_to_all(self, blocks: list[Tensor], out: Tensor) -> Wait:
+        sent = torch.stack(blocks)
+        received = torch.empty_like(sent)
+        row, into = (t.view(-1).view(torch.uint8) for t in (sent, received))
+        wait = _wait(dist.all_to_all_single(into, row, group=self.group, async_op=True))
+
+        def finish() -> None:
+            wait()
+            add_up(list(received), out)
+
+        return finish
 
     def broadcast(self, y: Tensor, src: int) -> Wait:
         """See `Engine.broadcast`."""
@@ -136,6 +152,9 @@ class C10dEngine(Engine):
             return super().reduce(y, dst)
         y = y if self.rank == dst else y.clone()  # a backend may leave partial sums in it
         return _wait(dist.reduce(_real(y), group=self.group, group_dst=dst, async_op=True))
+
+    def _is_small(self, x: Tensor) -> bool:
+        return 0 < x.numel() * x.element_size() <= SMALL.get(self._backend(x), 0)
 
     def _backend(self, x: Tensor) -> str:
         return self.backends[x.device.type]
