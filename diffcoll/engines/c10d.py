@@ -6,6 +6,7 @@ ones in others (pytorch#130515), so the group is asked itself, or `group_src`/`g
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -23,6 +24,8 @@ __all__ = ["C10dEngine", "engine_of", "is_running"]
 NATIVE = {"gloo": {"all_reduce", "broadcast"}}
 # Up to this many bytes a block, messages of their own are no faster and now and then much slower (a fat tail).
 SMALL = {"gloo": 16 << 10}
+# From this many bytes on a sum travels in two halves, so that the second is copied while the first is under way.
+HALVED = {"gloo": 4 << 20}
 ALL = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
 
 # What gloo and NCCL add up themselves. Half precisions are left out for gloo, so that they are accumulated
@@ -103,11 +106,23 @@ class C10dEngine(Engine):
 
     # ── the backend's own collectives, where the tables above say so ─────────────────────────────────────
 
-    def all_reduce(self, y: Tensor) -> Wait:
+    def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
         """See `Engine.all_reduce`."""
         if not self._runs_natively("all_reduce", y, adds=True):
-            return super().all_reduce(y)
-        return _wait(dist.all_reduce(_real(y), group=self.group, async_op=True))
+            return super().all_reduce(x, y)
+        pairs = [(x, y)]
+        if y.numel() * y.element_size() >= HALVED.get(self._backend(y), math.inf) and x.is_contiguous():
+            pairs = list(zip(x.view(-1).chunk(2), y.view(-1).chunk(2), strict=True))
+        waits = []
+        for part, into in pairs:
+            into.copy_(part)
+            waits.append(_wait(dist.all_reduce(_real(into), group=self.group, async_op=True)))
+
+        def finish() -> None:
+            for wait in waits:
+                wait()
+
+        return finish
 
     def all_gather(self, x: Tensor, blocks: list[Tensor]) -> Wait:  # type: ignore[override]
         """See `Engine.all_gather`."""

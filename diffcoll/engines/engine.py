@@ -91,8 +91,9 @@ class Engine(ABC):
 
         return finish
 
-    def all_reduce(self, y: Tensor) -> Wait:
-        """y ← Σ_s y_s, in place, bitwise the same on every rank: each part is added up on one rank."""
+    def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
+        """y ← Σ_s x_s, bitwise the same on every rank: each part is added up on one. x need not be contiguous."""
+        y.copy_(x)
         parts = _even_parts(y, self.size)
         mine = torch.empty_like(parts[self.rank])
         wait = self.reduce_scatter(parts, mine)

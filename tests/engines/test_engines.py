@@ -27,7 +27,7 @@ def primitives(engine, kind):
 
     total, sent, summed = data(r), data(r), data(r)
     kept = summed.clone()
-    do("all_reduce", total)
+    do("all_reduce", data(r), total)
     do("broadcast", sent, n - 1)
     do("reduce", summed, 1)
     blocks = [torch.empty(7, dtype=torch.float64) for _ in range(n)]
@@ -60,8 +60,8 @@ def test_primitives(where, kind):
 
 def test_uneven_all_reduce_by_default():
     def body(r):
-        y = torch.full((2,), 10.0**r)  # fewer numbers than ranks
-        Engine.all_reduce(local.engine_of(None), y)()
+        y = torch.empty(2)  # fewer numbers than ranks
+        Engine.all_reduce(local.engine_of(None), torch.full((2,), 10.0**r), y)()
         return y.tolist()
 
     assert simulate(body, range(N), rules=True) == [[111, 111]] * N
@@ -72,7 +72,7 @@ def test_world_of_one():
     x, y = torch.arange(3.0), torch.empty(3)
     engine.exchange([x], [y])()
     engine.exchange([None], [None])()
-    engine.all_reduce(x)()
+    engine.all_reduce(x.clone(), x)()
     engine.broadcast(x, 0)()
     engine.reduce(x, 0)()
     part = torch.empty(3)
@@ -89,10 +89,10 @@ def test_native_collectives_of_gloo_are_those_of_the_table():
             setattr(dist, name, _noting(calls, name, getattr(dist, name)))
         engine = c10d.engine_of(None)
         primitives(engine, "own")
-        engine.all_reduce(torch.ones(3, dtype=torch.bfloat16))()
-        engine.all_reduce(torch.ones(3, dtype=torch.int16))()
-        engine.all_reduce(torch.ones(3, dtype=torch.complex64))()
-        engine.all_reduce(torch.ones(0))()
+        engine.all_reduce(x := torch.ones(3, dtype=torch.bfloat16), x.clone())()
+        engine.all_reduce(x := torch.ones(3, dtype=torch.int16), x.clone())()
+        engine.all_reduce(x := torch.ones(3, dtype=torch.complex64), x.clone())()
+        engine.all_reduce(x := torch.ones(0), x.clone())()
         return calls
 
     def _noting(calls, name, call):
@@ -120,6 +120,24 @@ def test_the_calls_of_torch_that_are_not_documented():
         return got.item(), theirs.item()
 
     assert spawn(body, range(2)) == [(1, 11), (0, 10)]
+
+
+def test_a_sum_in_halves():
+    """Odd numbers of elements, complex ones, and an x that does not lie in order."""
+
+    def body(r):
+        c10d.HALVED["gloo"] = 64
+        xs = [torch.randn(n, generator=torch.Generator().manual_seed(r + n), dtype=torch.complex64) for n in (7, 8, 33)]
+        xs.append(torch.stack([xs[0], xs[0]], 1)[:, 1])
+        ys = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs]
+        for x, y in zip(xs, ys, strict=True):
+            c10d.engine_of(None).all_reduce(x, y)()
+        return xs, ys
+
+    got = spawn(body, range(N))
+    for i in range(4):
+        for _, ys in got:
+            torch.testing.assert_close(ys[i], sum(xs[i] for xs, _ in got))
 
 
 def test_many_exchanges_under_way_at_once():
