@@ -88,9 +88,8 @@ class C10dEngine(Engine):
             works = [self.group.send([t], s, TAG) for s, t in pairs]
             works += [self.group.recv([t], s, TAG) for s, t in wants]
             return [partial(work.wait) for work in works]
-        bytes_ = torch.uint8  # only moved: so a dtype that the backend does not know does not matter
-        ops = [dist.P2POp(dist.irecv, t.view(-1).view(bytes_), group=self.group, group_peer=s) for s, t in wants]
-        ops += [dist.P2POp(dist.isend, t.view(-1).view(bytes_), group=self.group, group_peer=s) for s, t in pairs]
+        ops = [dist.P2POp(dist.irecv, _bytes(t), group=self.group, group_peer=s) for s, t in wants]
+        ops += [dist.P2POp(dist.isend, _bytes(t), group=self.group, group_peer=s) for s, t in pairs]
         return [partial(work.wait) for work in dist.batch_isend_irecv(ops)]
 
     def _staged(self, pairs: list[tuple[int, Tensor]], wants: list[tuple[int, Tensor]]) -> list[Wait]:
@@ -129,8 +128,7 @@ class C10dEngine(Engine):
         even = all(b.shape == x.shape for b in blocks)
         if not (even and (self._is_small(x) or self._runs_natively("all_gather", x))):
             return super().all_gather(x, blocks)
-        parts = [b.view(-1).view(torch.uint8) for b in blocks]
-        return _wait(dist.all_gather(parts, x.view(-1).view(torch.uint8), group=self.group, async_op=True))
+        return _wait(dist.all_gather([_bytes(b) for b in blocks], _bytes(x), group=self.group, async_op=True))
 
     def reduce_scatter(self, blocks: list[Tensor], out: Tensor) -> Wait:  # type: ignore[override]
         """See `Engine.reduce_scatter`."""
@@ -145,8 +143,7 @@ class C10dEngine(Engine):
     def _reduce_scatter_by_all_to_all(self, blocks: list[Tensor], out: Tensor) -> Wait:
         sent = torch.stack(blocks)
         received = torch.empty_like(sent)
-        row, into = (t.view(-1).view(torch.uint8) for t in (sent, received))
-        wait = _wait(dist.all_to_all_single(into, row, group=self.group, async_op=True))
+        wait = _wait(dist.all_to_all_single(_bytes(received), _bytes(sent), group=self.group, async_op=True))
 
         def finish() -> None:
             wait()
@@ -158,8 +155,7 @@ class C10dEngine(Engine):
         """See `Engine.broadcast`."""
         if not self._runs_natively("broadcast", y):
             return super().broadcast(y, src)
-        flat = y.view(-1).view(torch.uint8)
-        return _wait(dist.broadcast(flat, group=self.group, group_src=src, async_op=True))
+        return _wait(dist.broadcast(_bytes(y), group=self.group, group_src=src, async_op=True))
 
     def reduce(self, y: Tensor, dst: int) -> Wait:
         """See `Engine.reduce`."""
@@ -183,6 +179,14 @@ class C10dEngine(Engine):
             and primitive in NATIVE.get(backend, ALL)
             and not (adds and known is not None and dtype not in known)
         )
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, for what is only moved: so no dtype is unknown to a backend.
+
+    Not x.view(-1): a tensor of one element may be contiguous with any stride, 0 from expand.
+    """
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def _real(x: Tensor) -> Tensor:

@@ -122,6 +122,24 @@ def test_the_calls_of_torch_that_are_not_documented():
     assert spawn(body, range(2)) == [(1, 11), (0, 10)]
 
 
+def test_contiguous_tensors_of_odd_strides():
+    """One element with stride 0, as the gradient of a sum has it; on every path."""
+
+    def body(r):
+        engine, one = c10d.engine_of(None), torch.tensor(float(r)).expand(1)
+        assert one.stride() == (0,)
+        blocks = [torch.empty(1) for _ in range(N)]
+        engine.all_gather(one, blocks)()
+        got, part = torch.empty(N), torch.empty(1)
+        engine.exchange([one] * N, list(got.split(1)))()
+        engine.reduce_scatter([one] * N, part)()
+        total = torch.empty(1)
+        engine.all_reduce(one, total)()
+        return torch.cat(blocks).tolist(), got.tolist(), part.item(), total.item()
+
+    assert spawn(body, range(N)) == [([0, 1, 2], [0, 1, 2], 3, 3)] * N
+
+
 def test_a_sum_in_halves():
     """Odd numbers of elements, complex ones, and an x that does not lie in order."""
 
