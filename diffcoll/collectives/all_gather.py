@@ -8,6 +8,7 @@ note      notes/all_gather.md             truth  diffcoll.truth.all_gather
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from diffcoll.collectives import reduce_scatter, split
 from diffcoll.collectives.blocks import join
 from diffcoll.collectives.call import Call, Cotangent, Group, Sizes
-from diffcoll.collectives.linear import Linear
+from diffcoll.collectives.linear import Linear, then
 
 __all__ = ["AllGather", "all_gather"]
 
@@ -30,11 +31,14 @@ class AllGather(Linear):
     sizes: tuple[int, ...]
     replicated: bool = False
 
-    def run(self, x: Tensor) -> Tensor:
-        """See `Linear.run`."""
+    def start(self, x: Tensor) -> Callable[[], Tensor]:
+        """See `Linear.start`."""
         blocks, joined = join(x, x.shape, self.dim, self.sizes, self.engine)
-        self.engine.all_gather(x.contiguous(), blocks)()
-        return joined()
+        return then(self.engine.all_gather(x.contiguous(), blocks), joined)
+
+    def shape(self, x: Sequence[int]) -> list[int]:
+        """See `Linear.shape`."""
+        return [*x[: self.dim], sum(self.sizes), *x[self.dim + 1 :]]
 
     @property
     def adjoint(self) -> Linear:

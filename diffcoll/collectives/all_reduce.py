@@ -8,6 +8,7 @@ note      notes/all_reduce.md   truth  diffcoll.truth.all_reduce
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from diffcoll.collectives import sum_gradients
 from diffcoll.collectives.call import Call, Cotangent, Group
-from diffcoll.collectives.linear import Linear
+from diffcoll.collectives.linear import Linear, then
 
 __all__ = ["AllReduce", "all_reduce"]
 
@@ -28,11 +29,10 @@ class AllReduce(Linear):
     name: ClassVar[str] = "all_reduce"
     replicated: bool = False
 
-    def run(self, x: Tensor) -> Tensor:
-        """See `Linear.run`."""
+    def start(self, x: Tensor) -> Callable[[], Tensor]:
+        """See `Linear.start`."""
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        self.engine.all_reduce(x, y)()
-        return y
+        return then(self.engine.all_reduce(x, y), y)
 
     @property
     def adjoint(self) -> Linear:

@@ -7,6 +7,7 @@ note      notes/all_to_all.md           truth  diffcoll.truth.all_to_all
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from diffcoll.collectives.blocks import cut, join
 from diffcoll.collectives.call import Call, Group, Parts, Sizes
-from diffcoll.collectives.linear import Linear
+from diffcoll.collectives.linear import Linear, then
 
 __all__ = ["AllToAll", "all_to_all"]
 
@@ -33,13 +34,19 @@ class AllToAll(Linear):
     split_sizes: tuple[int, ...]
     concat_sizes: tuple[int, ...]
 
-    def run(self, x: Tensor) -> Tensor:
-        """See `Linear.run`."""
+    def start(self, x: Tensor) -> Callable[[], Tensor]:
+        """See `Linear.start`."""
         shape = list(x.shape)
         shape[self.split_dim] = self.split_sizes[self.engine.rank]
         blocks, joined = join(x, shape, self.concat_dim, self.concat_sizes, self.engine)
-        self.engine.exchange(cut(x, self.split_dim, self.split_sizes), blocks)()
-        return joined()
+        return then(self.engine.exchange(cut(x, self.split_dim, self.split_sizes), blocks), joined)
+
+    def shape(self, x: Sequence[int]) -> list[int]:
+        """See `Linear.shape`."""
+        y = list(x)
+        y[self.split_dim] = self.split_sizes[self.engine.rank]
+        y[self.concat_dim] = sum(self.concat_sizes)
+        return y
 
     @property
     def adjoint(self) -> Linear:

@@ -8,6 +8,7 @@ note      notes/broadcast.md                     truth  diffcoll.truth.broadcast
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from diffcoll.collectives import reduce
 from diffcoll.collectives.call import Call, Cotangent, Group
-from diffcoll.collectives.linear import Linear
+from diffcoll.collectives.linear import Linear, then
 
 __all__ = ["Broadcast", "broadcast"]
 
@@ -29,14 +30,13 @@ class Broadcast(Linear):
     src: int
     replicated: bool = False
 
-    def run(self, x: Tensor) -> Tensor:
-        """See `Linear.run`."""
+    def start(self, x: Tensor) -> Callable[[], Tensor]:
+        """See `Linear.start`."""
         if self.engine.rank == self.src:
             y = x.clone(memory_format=torch.contiguous_format)
         else:
             y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        self.engine.broadcast(y, self.src)()
-        return y
+        return then(self.engine.broadcast(y, self.src), y)
 
     @property
     def adjoint(self) -> Linear:
@@ -56,9 +56,10 @@ class Keep(Linear):
     name: ClassVar[str] = "broadcast"
     src: int
 
-    def run(self, x: Tensor) -> Tensor:
-        """See `Linear.run`."""
-        return x.clone() if self.engine.rank == self.src else torch.zeros_like(x)
+    def start(self, x: Tensor) -> Callable[[], Tensor]:
+        """See `Linear.start`."""
+        y = x.clone() if self.engine.rank == self.src else torch.zeros_like(x)
+        return lambda: y
 
     @property
     def adjoint(self) -> Linear:

@@ -7,6 +7,7 @@ note      notes/gather.md                              truth  diffcoll.truth.gat
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from diffcoll.collectives import scatter
 from diffcoll.collectives.blocks import join
 from diffcoll.collectives.call import Call, Group, Sizes
-from diffcoll.collectives.linear import Linear
+from diffcoll.collectives.linear import Linear, then
 
 __all__ = ["Gather", "gather"]
 
@@ -29,16 +30,20 @@ class Gather(Linear):
     dim: int
     sizes: tuple[int, ...]
 
-    def run(self, x: Tensor) -> Tensor:
-        """See `Linear.run`."""
+    def start(self, x: Tensor) -> Callable[[], Tensor]:
+        """See `Linear.start`."""
         n = self.engine.size
         sends = [x.contiguous() if s == self.dst else None for s in range(n)]
         if self.engine.rank == self.dst:
             blocks, joined = join(x, x.shape, self.dim, self.sizes, self.engine)
-            self.engine.exchange(sends, blocks)()
-            return joined()
-        self.engine.exchange(sends, [None] * n)()
-        return x.new_empty([*x.shape[: self.dim], 0, *x.shape[self.dim + 1 :]])
+        else:
+            blocks, joined = [None] * n, lambda: x.new_empty(self.shape(x.shape))
+        return then(self.engine.exchange(sends, blocks), joined)
+
+    def shape(self, x: Sequence[int]) -> list[int]:
+        """See `Linear.shape`."""
+        length = sum(self.sizes) if self.engine.rank == self.dst else 0
+        return [*x[: self.dim], length, *x[self.dim + 1 :]]
 
     @property
     def adjoint(self) -> Linear:

@@ -1,6 +1,6 @@
 """The base of all collectives: a linear map between the ranks, and its adjoint, which is another.
 
-A collective states two things, what it does to plain tensors (`run`) and its `adjoint`. From that pair come,
+A collective states two things, what it does to plain tensors (`start`) and its `adjoint`. From that pair come,
 once and for all of them: the backward (apply the adjoint), every higher derivative (the adjoint's adjoint is
 the map again), the forward-mode rule (a linear map is its own derivative: apply it to the tangent) and the
 vmap rule (a batch dimension put last is one that no collective looks at).
@@ -9,6 +9,7 @@ vmap rule (a batch dimension put last is one that no collective looks at).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, ClassVar
@@ -16,9 +17,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.autograd import Function
 
-from diffcoll.engines.engine import Engine
+from diffcoll.engines.engine import Engine, Wait
 
-__all__ = ["Linear", "apply"]
+__all__ = ["Linear", "apply", "begin", "then"]
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,15 @@ class Linear(ABC):
     engine: Engine
 
     @abstractmethod
-    def run(self, x: Tensor) -> Tensor:
-        """Return y of a plain tensor x, in fresh memory (where the class says so, a view of x)."""
+    def start(self, x: Tensor) -> Callable[[], Tensor]:
+        """Start on a plain tensor x; the returned function waits for y, in fresh memory.
+
+        Where the class says so, y is a view of x. Until then x must not change.
+        """
+
+    def shape(self, x: Sequence[int]) -> list[int]:
+        """Return the shape of y when x has this one."""
+        return list(x)
 
     @property
     @abstractmethod
@@ -52,6 +60,22 @@ class Linear(ABC):
         return False, False
 
 
+def then(wait: Wait, y: Tensor | Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Return the function that waits and returns y."""
+
+    def finish() -> Tensor:
+        wait()
+        return y if isinstance(y, Tensor) else y()
+
+    return finish
+
+
+def begin(f: Linear, x: Tensor) -> Callable[[], Tensor]:
+    """Start f on x, as engines need it: they move memory, which knows no lazy conjugate."""
+    f.engine.operation = f.name
+    return f.start(x.resolve_conj().resolve_neg())
+
+
 def apply(f: Linear, x: Tensor) -> Tensor:
     """Return f(x), differentiable to any order and in both modes."""
     y: Tensor = _Apply.apply(x, f)  # type: ignore[no-untyped-call]
@@ -63,8 +87,7 @@ class _Apply(Function):
 
     @staticmethod
     def forward(x: Tensor, f: Linear) -> Tensor:
-        f.engine.operation = f.name
-        return f.run(x.resolve_conj().resolve_neg())  # engines move memory, which knows no lazy conjugate
+        return begin(f, x)()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Linear], output: Tensor) -> None:

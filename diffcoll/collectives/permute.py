@@ -7,7 +7,7 @@ note      notes/permute.md                                                      
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diffcoll.collectives.call import Call, Group
-from diffcoll.collectives.linear import Linear
+from diffcoll.collectives.linear import Linear, then
 
 __all__ = ["Permute", "permute"]
 
@@ -27,16 +27,15 @@ class Permute(Linear):
     name: ClassVar[str] = "permute"
     pairs: tuple[tuple[int, int], ...]
 
-    def run(self, x: Tensor) -> Tensor:
-        """See `Linear.run`."""
+    def start(self, x: Tensor) -> Callable[[], Tensor]:
+        """See `Linear.start`."""
         n, rank = self.engine.size, self.engine.rank
         source = next((src for src, dst in self.pairs if dst == rank), None)
         target = next((dst for src, dst in self.pairs if src == rank), None)
         make = torch.zeros_like if source is None else torch.empty_like
         y = make(x, memory_format=torch.contiguous_format)
         sends = [x.contiguous() if s == target else None for s in range(n)]
-        self.engine.exchange(sends, [y if s == source else None for s in range(n)])()
-        return y
+        return then(self.engine.exchange(sends, [y if s == source else None for s in range(n)]), y)
 
     @property
     def adjoint(self) -> Linear:

@@ -7,6 +7,7 @@ note      notes/reduce.md                  truth  diffcoll.truth.reduce
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from diffcoll.collectives import broadcast
 from diffcoll.collectives.call import Call, Group
-from diffcoll.collectives.linear import Linear
+from diffcoll.collectives.linear import Linear, then
 
 __all__ = ["Reduce", "reduce"]
 
@@ -27,12 +28,12 @@ class Reduce(Linear):
     name: ClassVar[str] = "reduce"
     dst: int
 
-    def run(self, x: Tensor) -> Tensor:
-        """See `Linear.run`."""
+    def start(self, x: Tensor) -> Callable[[], Tensor]:
+        """See `Linear.start`."""
         at_home = self.engine.rank == self.dst
         y = x.clone(memory_format=torch.contiguous_format) if at_home else x.contiguous()
-        self.engine.reduce(y, self.dst)()
-        return y if at_home else torch.zeros_like(x, memory_format=torch.contiguous_format)
+        wait = self.engine.reduce(y, self.dst)
+        return then(wait, y if at_home else torch.zeros_like(x, memory_format=torch.contiguous_format))
 
     @property
     def adjoint(self) -> Linear:

@@ -7,6 +7,7 @@ note      notes/reduce_scatter.md        truth  diffcoll.truth.reduce_scatter
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from diffcoll.collectives import all_gather
 from diffcoll.collectives.blocks import cut
 from diffcoll.collectives.call import Call, Group, Parts
-from diffcoll.collectives.linear import Linear
+from diffcoll.collectives.linear import Linear, then
 
 __all__ = ["ReduceScatter", "reduce_scatter"]
 
@@ -28,12 +29,15 @@ class ReduceScatter(Linear):
     dim: int
     sizes: tuple[int, ...]
 
-    def run(self, x: Tensor) -> Tensor:
-        """See `Linear.run`."""
+    def start(self, x: Tensor) -> Callable[[], Tensor]:
+        """See `Linear.start`."""
         blocks = cut(x, self.dim, self.sizes)
-        y = x.new_empty(blocks[self.engine.rank].shape)
-        self.engine.reduce_scatter(blocks, y)()
-        return y
+        y = x.new_empty(self.shape(x.shape))
+        return then(self.engine.reduce_scatter(blocks, y), y)
+
+    def shape(self, x: Sequence[int]) -> list[int]:
+        """See `Linear.shape`."""
+        return [*x[: self.dim], self.sizes[self.engine.rank], *x[self.dim + 1 :]]
 
     @property
     def adjoint(self) -> Linear:

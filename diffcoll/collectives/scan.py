@@ -7,6 +7,7 @@ note      notes/scan.md              truth  diffcoll.truth.scan
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,8 +29,8 @@ class Scan(Linear):
     reverse: bool = False
     exclusive: bool = False
 
-    def run(self, x: Tensor) -> Tensor:
-        """See `Linear.run`. In ⌈log₂ N⌉ rounds: after round k, y_r is the sum of the last 2^k terms."""
+    def start(self, x: Tensor) -> Callable[[], Tensor]:
+        """See `Linear.start`. In ⌈log₂ N⌉ rounds: after round k, y_r is the sum of the last 2^k terms."""
         y = x.to(WIDER.get(x.dtype, x.dtype), copy=True, memory_format=torch.contiguous_format)
         if self.exclusive:
             y = self._from(y, 1)
@@ -37,7 +38,7 @@ class Scan(Linear):
         while distance < self.engine.size:
             y += self._from(y, distance)
             distance *= 2
-        return y.to(x.dtype)
+        return lambda: y.to(x.dtype)
 
     def _from(self, y: Tensor, distance: int) -> Tensor:
         """The y of the rank that lies `distance` before this one; zero if there is none."""

@@ -7,6 +7,7 @@ note      notes/scatter.md                             truth  diffcoll.truth.sca
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,7 +18,7 @@ from diffcoll.collectives import gather
 from diffcoll.collectives.blocks import cut
 from diffcoll.collectives.broadcast import Broadcast
 from diffcoll.collectives.call import Call, Group, Parts
-from diffcoll.collectives.linear import Linear, apply
+from diffcoll.collectives.linear import Linear, apply, then
 from diffcoll.errors import CollectiveMismatchError
 
 __all__ = ["Scatter", "scatter"]
@@ -32,13 +33,16 @@ class Scatter(Linear):
     dim: int
     sizes: tuple[int, ...]
 
-    def run(self, x: Tensor) -> Tensor:
-        """See `Linear.run`."""
+    def start(self, x: Tensor) -> Callable[[], Tensor]:
+        """See `Linear.start`."""
         n, rank = self.engine.size, self.engine.rank
-        y = x.new_empty([*x.shape[: self.dim], self.sizes[rank], *x.shape[self.dim + 1 :]])
+        y = x.new_empty(self.shape(x.shape))
         blocks = cut(x, self.dim, self.sizes) if rank == self.src else [None] * n
-        self.engine.exchange(blocks, [y if s == self.src else None for s in range(n)])()
-        return y
+        return then(self.engine.exchange(blocks, [y if s == self.src else None for s in range(n)]), y)
+
+    def shape(self, x: Sequence[int]) -> list[int]:
+        """See `Linear.shape`."""
+        return [*x[: self.dim], self.sizes[self.engine.rank], *x[self.dim + 1 :]]
 
     @property
     def adjoint(self) -> Linear:

@@ -7,6 +7,7 @@ note      notes/split.md                 truth  diffcoll.truth.split
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,10 +29,15 @@ class Split(Linear):
     dim: int
     sizes: tuple[int, ...]
 
-    def run(self, x: Tensor) -> Tensor:
-        """See `Linear.run`."""
+    def start(self, x: Tensor) -> Callable[[], Tensor]:
+        """See `Linear.start`."""
         block = x.split_with_sizes(list(self.sizes), self.dim)[self.engine.rank]
-        return block.clone(memory_format=torch.contiguous_format)
+        y = block.clone(memory_format=torch.contiguous_format)
+        return lambda: y
+
+    def shape(self, x: Sequence[int]) -> list[int]:
+        """See `Linear.shape`."""
+        return [*x[: self.dim], self.sizes[self.engine.rank], *x[self.dim + 1 :]]
 
     @property
     def adjoint(self) -> Linear:

@@ -7,6 +7,7 @@ note      notes/sum_gradients.md   truth  diffcoll.truth.sum_gradients
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,9 +30,10 @@ class SumGradients(Linear):
     name: ClassVar[str] = "sum_gradients"
     copy: bool = True
 
-    def run(self, x: Tensor) -> Tensor:
-        """See `Linear.run`."""
-        return x.clone() if self.copy else x.view_as(x)
+    def start(self, x: Tensor) -> Callable[[], Tensor]:
+        """See `Linear.start`."""
+        y = x.clone() if self.copy else x.view_as(x)
+        return lambda: y
 
     @property
     def adjoint(self) -> Linear:

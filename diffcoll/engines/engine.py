@@ -5,13 +5,13 @@ other primitive has a default written on `exchange`, which a transport replaces 
 
 Engines work on plain, contiguous tensors and know nothing of autograd. Every primitive starts at once and
 returns a `Wait`: a function that returns when the result is there. Until then its tensors must not change.
+A `Wait` starts no messages of its own, so ranks may wait in any order.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from diffcoll.engines.scratch import Scratch
 
-__all__ = ["WIDER", "Engine", "Wait", "add_up"]
+__all__ = ["WIDER", "Engine", "Wait", "add_up", "even_sizes"]
 
 Wait = Callable[[], object]
 
@@ -94,15 +94,10 @@ class Engine(ABC):
     def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
         """y ← Σ_s x_s, bitwise the same on every rank: each part is added up on one. x need not be contiguous."""
         y.copy_(x)
-        parts = _even_parts(y, self.size)
+        parts = even_parts(y.view(-1), self.size)
         mine = torch.empty_like(parts[self.rank])
-        wait = self.reduce_scatter(parts, mine)
-
-        def finish() -> None:
-            wait()
-            self.all_gather(mine, parts)()
-
-        return finish
+        self.reduce_scatter(parts, mine)()
+        return self.all_gather(mine, parts)
 
     def broadcast(self, y: Tensor, src: int) -> Wait:
         """y ← y_src, in place."""
@@ -145,12 +140,14 @@ def add_up(terms: Sequence[Tensor], out: Tensor) -> None:
             out += t
 
 
-def _even_parts(y: Tensor, n: int) -> list[Tensor]:
-    """Cut y, as one row of numbers, into n parts as equal as they can be."""
-    numel = y.numel()
-    ends = [0, *accumulate(numel // n + (r < numel % n) for r in range(n))]
-    flat = y.view(-1)
-    return [flat[a:b] for a, b in pairwise(ends)]
+def even_sizes(numel: int, n: int) -> tuple[int, ...]:
+    """Cut numel into n sizes as equal as they can be."""
+    return tuple(numel // n + (r < numel % n) for r in range(n))
+
+
+def even_parts(row: Tensor, n: int) -> list[Tensor]:
+    """Cut a row of numbers into n parts as equal as they can be."""
+    return list(row.split_with_sizes(list(even_sizes(row.numel(), n))))
 
 
 def _done() -> None:
