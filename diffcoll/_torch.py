@@ -12,7 +12,7 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.utils import _pytree
 
-__all__ = ["forward_mode", "is_transformed", "set_forward_mode", "shared_forward_mode", "tree_map"]
+__all__ = ["forward_mode", "is_transformed", "is_view", "set_forward_mode", "shared_forward_mode", "tree_map"]
 
 
 def is_transformed(x: Tensor) -> bool:
@@ -22,6 +22,11 @@ def is_transformed(x: Tensor) -> bool:
     belong to one thread.
     """
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
+
+
+def is_view(x: Tensor) -> bool:
+    """Whether x is a view that autograd knows of, also within torch.func, where storages cannot be compared."""
+    return x._is_view()
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:

@@ -13,9 +13,9 @@ the other's derivative.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce as fold
-from operator import add
+from operator import add, mul
 from typing import Any
 
 import torch
@@ -26,9 +26,9 @@ from torch.autograd import Function
 Tensors = list[Tensor]
 
 
-def all_reduce(xs: Tensors, op: str = "sum", *, cotangent: str = "partial") -> Tensors:
-    """y_r = Σ_s x_s."""
-    return _everywhere(_reduced(xs, op), len(xs), cotangent)
+def all_reduce(xs: Tensors, op: Any = "sum", *, cotangent: str = "partial", ties: str = "even") -> Tensors:
+    """y_r = Σ_s x_s, or another reduction of all x."""
+    return _everywhere(_reduced(xs, op, ties), len(xs), cotangent)
 
 
 def all_gather(
@@ -39,9 +39,9 @@ def all_gather(
     return _everywhere(y, len(xs), cotangent)
 
 
-def reduce_scatter(xs: Tensors, op: str = "sum", dim: int = 0, *, sizes: Any = None) -> Tensors:
+def reduce_scatter(xs: Tensors, op: Any = "sum", dim: int = 0, *, sizes: Any = None, ties: str = "even") -> Tensors:
     """y_r = (Σ_s x_s)[block r]."""
-    return _blocks(_reduced(xs, op), len(xs), dim, sizes)
+    return _blocks(_reduced(xs, op, ties), len(xs), dim, sizes)
 
 
 def all_to_all(
@@ -63,7 +63,7 @@ def broadcast(xs: Tensors, src: int = 0, *, cotangent: str = "partial") -> Tenso
     return [_instead(y, x) for y, x in zip(_everywhere(xs[src], len(xs), cotangent), xs, strict=True)]
 
 
-def reduce(xs: Tensors, dst: int = 0, op: str = "sum") -> Tensors:
+def reduce(xs: Tensors, dst: int = 0, op: Any = "sum") -> Tensors:
     """y_dst = Σ_s x_s; 0 elsewhere."""
     y = _reduced(xs, op)
     return [y if r == dst else _zero(y) for r in range(len(xs))]
@@ -181,9 +181,27 @@ def _tolerance(x: Tensor) -> float:
 # ── pieces ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _reduced(xs: Tensors, op: str) -> Tensor:
-    y = fold(add, [_wide(x) for x in xs])
-    return (y if op == "sum" else y / len(xs)).to(xs[0].dtype)
+def _reduced(xs: Tensors, op: Any, ties: str = "even") -> Tensor:
+    if callable(op):
+        y: Tensor = op(torch.stack(xs))
+        return y
+    wide = [_wide(x) for x in xs]
+    return _OPS[op if ties == "even" else f"first {op}"](wide).to(xs[0].dtype)
+
+
+_OPS: dict[str, Callable[[Tensors], Tensor]] = {
+    "sum": lambda xs: fold(add, xs),
+    "mean": lambda xs: fold(add, xs) / len(xs),
+    "product": lambda xs: fold(mul, xs),
+    "max": lambda xs: torch.stack(xs).amax(0),
+    "min": lambda xs: torch.stack(xs).amin(0),
+    "logsumexp": lambda xs: torch.logsumexp(torch.stack(xs), 0),
+}
+# On a tie the lowest rank stays: a later one must be strictly better, or be the first NaN.
+_OPS |= {f"first {op}": over for op, over in _OPS.items()} | {
+    "first max": lambda xs: fold(lambda y, x: torch.where((x > y) | (x.isnan() & ~y.isnan()), x, y), xs),
+    "first min": lambda xs: fold(lambda y, x: torch.where((x < y) | (x.isnan() & ~y.isnan()), x, y), xs),
+}
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ SEED = 1
 EXACT = 1e-12
 
 
-def value_gradient_and_second_order_are_those_of_truth(case: Case) -> Generator[Body, list[Any], None]:
-    got = yield lambda r: cases.on_rank(case, r, SEED)
-    expected = cases.in_truth(case, SEED)
+def value_and_gradients_to_third_order_are_those_of_truth(case: Case) -> Generator[Body, list[Any], None]:
+    got = yield lambda r: cases.on_rank(case, r, SEED, orders=3)
+    expected = cases.in_truth(case, SEED, orders=3)
     for r, measured in enumerate(got):
         for name, error in cases.errors(measured, expected, r).items():
             assert error < EXACT, f"{case}: {name} of rank {r} is off by {error:.1e}"
@@ -44,6 +44,8 @@ def the_input_is_untouched_and_the_output_its_own(case: Case) -> Generator[Body,
 
 def the_adjoint_is_the_adjoint(case: Case) -> Generator[Body, list[Any], None]:
     """Σ_r ⟨(F x)_r, y_r⟩ = Σ_r ⟨x_r, (F* y)_r⟩; a shared tensor counts once."""
+    if not case.linear:
+        return
 
     def body(r: int) -> tuple[complex, complex]:
         x, f = _rule(case, r)
@@ -58,6 +60,9 @@ def the_adjoint_is_the_adjoint(case: Case) -> Generator[Body, list[Any], None]:
 
 
 def the_adjoint_of_the_adjoint_is_the_map(case: Case) -> Generator[Body, list[Any], None]:
+    if not case.linear:
+        return
+
     def body(r: int) -> tuple[Tensor, Tensor, tuple[bool, bool], tuple[bool, bool]]:
         x, f = _rule(case, r)
         back = f.adjoint.adjoint
@@ -69,7 +74,6 @@ def the_adjoint_of_the_adjoint_is_the_map(case: Case) -> Generator[Body, list[An
 
 
 def the_jvp_is_that_of_truth(case: Case) -> Generator[Body, list[Any], None]:
-    """A linear map is its own derivative: the tangent goes where x goes."""
     if None in case.shapes:  # takes part in no transform
         return
 
@@ -81,9 +85,12 @@ def the_jvp_is_that_of_truth(case: Case) -> Generator[Body, list[Any], None]:
         return y, ty
 
     got = yield body
-    for what, seed in ((0, SEED), (1, SEED + 1)):
-        expected = case.truth([case.x(r, seed) for r in range(case.size)])
-        _close([g[what] for g in got], expected, case)
+    ranks = range(case.size)
+    with forward_ad.dual_level():
+        ys = case.truth([forward_ad.make_dual(case.x(r, SEED), case.x(r, SEED + 1)) for r in ranks])
+        expected = [forward_ad.unpack_dual(y) for y in ys]
+    for what in (0, 1):
+        _close([g[what] for g in got], [e[what] for e in expected], case)
 
 
 def vmap_is_a_loop(case: Case) -> Generator[Body, list[Any], None]:
@@ -128,7 +135,7 @@ def transforms_nest(case: Case) -> Generator[Body, list[Any], None]:
 
 
 ALL = [
-    value_gradient_and_second_order_are_those_of_truth,
+    value_and_gradients_to_third_order_are_those_of_truth,
     the_input_is_untouched_and_the_output_its_own,
     the_adjoint_is_the_adjoint,
     the_adjoint_of_the_adjoint_is_the_map,

@@ -47,7 +47,13 @@ WRONG_X = [
 
 # (collective, arguments, error, text); x is X unless given
 WRONG_ARGUMENTS = [
-    ("all_reduce", {"op": "maximum"}, ValueError, "all_reduce: op: got maximum, expected \"sum\" or \"mean\""),
+    ("all_reduce", {"op": "mode"}, ValueError, 'all_reduce: op: got mode, expected "sum", "mean", "product", "max", "min", "logsumexp", a function'),
+    ("all_reduce", {"op": dist.ReduceOp.BAND}, TypeError, "all_reduce: op: got the bitwise BAND, expected "),
+    ("reduce", {"op": "bxor"}, TypeError, "reduce: op: got the bitwise BXOR, expected"),
+    ("all_reduce", {"op": "max", "x": X.to(torch.complex64)}, TypeError, 'all_reduce: op: got "max" of torch.complex64, expected numbers that are ordered; reduce x.abs(), or'),
+    ("reduce_scatter", {"op": "logsumexp", "x": X.int()}, TypeError, 'reduce_scatter: op: got "logsumexp" of torch.int32, expected a floating-point'),
+    ("all_reduce", {"op": "prod", "x": X > 0}, TypeError, "all_reduce: x: got torch.bool, expected numbers"),
+    ("all_reduce", {"op": "max", "ties": "last"}, ValueError, 'all_reduce: ties: got last, expected "even" or "first"; they say'),
     ("reduce", {"op": 3}, ValueError, "reduce: op: got 3, expected"),
     ("reduce_scatter", {"op": None}, ValueError, "reduce_scatter: op: got None, expected"),
     ("all_reduce", {"x": X > 1}, TypeError, "all_reduce: x: got torch.bool, expected numbers, which can be added; x.to(torch.int64)"),

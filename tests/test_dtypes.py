@@ -31,8 +31,9 @@ def test_every_collective(run, dtype):
     table = [
         case
         for case in cases.table(N)
-        if not (dtype == torch.bool and case.name in ADDS)
-        and not (dtype in INTEGERS and case.arguments.get("op") == "mean")
+        if not (dtype == torch.bool and (case.name in ADDS or "op" in case.arguments))
+        and not (dtype in INTEGERS and case.arguments.get("op") in ("mean", "logsumexp", cases.largest_whole))
+        and not (dtype.is_complex and case.arguments.get("op") in ("max", "min", cases.median))
     ]
     assert len(table) > 20
 

@@ -21,6 +21,8 @@ from diffcoll.testing.cases import Case
 __all__ = ["SYSTEMS", "Adapter"]
 
 Call = Callable[[Any], Any]
+#: The ops that they have, by their names.
+_OPS = {"sum": "sum", "mean": "avg", "product": "product", "max": "max", "min": "min"}
 Adapter = Callable[[Case, int], Call | None]
 
 
@@ -30,7 +32,7 @@ def _nn_functional(case: Case, rank: int) -> Call | None:
     a, n = case.arguments, case.size
     if _is_ours_alone(case):
         return None
-    dim, op = a.get("dim", 0), {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG}[a.get("op", "sum")]
+    dim, op = a.get("dim", 0), getattr(dist.ReduceOp, _OPS[a.get("op", "sum")].upper())
     src, dst = a.get("src", 0), a.get("dst", 0)
 
     def joined(xs: list[Tensor]) -> Tensor:
@@ -76,7 +78,7 @@ def _functional_collectives(case: Case, rank: int) -> Call | None:
     a, n, world = case.arguments, case.size, dist.group.WORLD
     if _is_ours_alone(case) or a.get("stack") or (() in case.shapes and case.name != "all_reduce"):
         return None
-    dim, op = a.get("dim", 0), {"sum": "sum", "mean": "avg"}[a.get("op", "sum")]
+    dim, op = a.get("dim", 0), _OPS[a.get("op", "sum")]
 
     def plain(y: Tensor) -> Tensor:
         return y.wait() if isinstance(y, ft.AsyncCollectiveTensor) else y
@@ -106,8 +108,13 @@ def _functional_collectives(case: Case, rank: int) -> Call | None:
 
 
 def _is_ours_alone(case: Case) -> bool:
-    """What neither system has: the replicated world, uneven blocks outside of all_to_all, sizes to be asked for."""
+    """What neither system has.
+
+    The replicated world, uneven blocks outside of all_to_all, sizes to be asked for, and most ways to reduce.
+    """
     a = case.arguments
+    if a.get("op", "sum") not in _OPS or a.get("ties") == "first":
+        return True
     uneven = "sizes" in a or "auto" in case.per_rank.get("concat_sizes", []) or None in case.shapes
     two_dims = case.name == "all_to_all" and bool(case.per_rank) and "split_dim" in a
     return a.get("cotangent") == "replicated" or uneven or two_dims

@@ -1,4 +1,4 @@
-"""Sum or mean over ranks; every rank receives it.
+"""Reduction over ranks; every rank receives it.
 
 forward   y_r  = Σ_s x_s        shape unchanged
 adjoint   gx_r = Σ_s gy_s       self-adjoint
@@ -18,6 +18,7 @@ from torch import Tensor
 from diffcoll.collectives import sum_gradients
 from diffcoll.collectives.call import Call, Cotangent, Group
 from diffcoll.collectives.linear import Linear, then
+from diffcoll.reductions import Op, Ties
 
 __all__ = ["AllReduce", "all_reduce"]
 
@@ -45,8 +46,10 @@ class AllReduce(Linear):
         return False, self.replicated
 
 
-def all_reduce(x: Tensor, op: str = "sum", group: Group = None, *, cotangent: Cotangent = "partial") -> Tensor:
-    """Sum or mean of all ranks' x, on every rank.
+def all_reduce(
+    x: Tensor, op: Op = "sum", group: Group = None, *, cotangent: Cotangent = "partial", ties: Ties = "even"
+) -> Tensor:
+    """Reduce all ranks' x to their sum, mean, product, maximum, …, on every rank.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -54,14 +57,20 @@ def all_reduce(x: Tensor, op: str = "sum", group: Group = None, *, cotangent: Co
     [tensor([11., 22.]), tensor([11., 22.])]
 
     Args:
-        x: any shape, the same on all ranks; any dtype but bool. float16 and bfloat16 are accumulated in
-            float32 where the library adds up itself (gloo), else as the backend does it.
-        op: `"sum"`, or `"mean"` (`"avg"`) of floating-point or complex numbers, for which half
-            precisions travel as float32: the sum might overflow.
+        x: any shape, the same on all ranks. Any dtype that the op knows.
+        op: `"sum"`, `"product"`: of numbers, not bool. `"mean"`, `"logsumexp"`: floating-point or complex.
+            `"max"`, `"min"`: not complex. Other common spellings, and `torch.distributed.ReduceOp`, mean the same.
+            A function reduces dim 0 of a stack (N, …) of all ranks' x: `lambda s: s.median(0).values`. If it makes
+            each position from the same position of the stack alone, each rank reduces a part; otherwise, as far
+            as made-up numbers tell, all ranks get the whole stack, N times the size of x.
+            Half precisions: a sum is accumulated in float32 where the library adds up itself (gloo), else as
+            the backend does it; mean, product and logsumexp are computed in float32 and rounded once.
         group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
         cotangent: `"partial"`: each rank has a loss of its own, the objective is the sum of them, and the
             backward sums the gradients that arrive on the ranks. `"replicated"`: all ranks compute one and
             the same loss from y, and it counts once; the backward moves nothing.
+        ties: who gets the gradient of `"max"` and `"min"` where several ranks are equal: `"even"`, all of
+            them in equal parts, as `torch.amax`; `"first"`, the lowest of these ranks.
 
     Returns:
         A new tensor, shape and dtype of x, bitwise the same on every rank.
@@ -71,5 +80,6 @@ def all_reduce(x: Tensor, op: str = "sum", group: Group = None, *, cotangent: Co
 
     Source: notes/all_reduce.md.
     """
-    call = Call("all_reduce", x, group, op=op, cotangent=cotangent)
-    return call.reduce(AllReduce(call.engine, call.cotangent(cotangent)), x)
+    call = Call("all_reduce", x, group, op=op, cotangent=cotangent, ties=ties)
+    replicated = call.cotangent(cotangent)
+    return call.reduce(AllReduce(call.engine, replicated), x, lambda reducing: reducing.everywhere(replicated))

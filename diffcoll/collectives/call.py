@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,10 @@ from diffcoll.collectives.linear import Linear, apply
 from diffcoll.engines.engine import WIDER
 from diffcoll.errors import message
 from diffcoll.groups import resolve
+from diffcoll.reductions import REDUCTIONS, SPELLINGS, Reduction, spelled, users
+
+if TYPE_CHECKING:
+    from diffcoll.collectives.reducing import Reducing
 
 __all__ = ["Call", "Cotangent", "Group", "Parts", "Sizes"]
 
@@ -23,7 +27,7 @@ Parts = Sequence[int] | None
 Sizes = Sequence[int] | Literal["auto"] | None
 Cotangent = Literal["partial", "replicated"]
 
-_SUMS = {"sum": "sum", "mean": "mean", "avg": "mean"}
+_OPS = '"sum", "mean", "product", "max", "min", "logsumexp", a function that reduces dim 0 of a stack, or a ReduceOp'
 
 
 class Call:
@@ -44,11 +48,19 @@ class Call:
             return y
         return apply(f, x)
 
-    def reduce(self, f: Linear, x: Tensor) -> Tensor:
-        """Return f(x), f being the sum, under the call's `op`: the mean is the sum divided by N."""
-        if not self._mean(self.arguments["op"], x) or self.engine.joint:
+    def reduce(self, f: Linear, x: Tensor, other: Callable[[Reducing], Tensor]) -> Tensor:
+        """Return f(x), f being the sum, or what `other` makes of a reduction that is not one, by the call's `op`."""
+        from diffcoll.collectives.reducing import Reducing  # it is made of collectives
+
+        reduction, x = self._reduction(x)
+        if self.engine.joint:
+            self.x = x
             return self.apply(f, x)
-        # In half precision the sum may overflow where the mean does not.
+        if reduction.over is not None:
+            return other(Reducing(self.name, reduction, self.engine, x))
+        if reduction.name == "sum":
+            return self.apply(f, x)
+        # The mean is the sum divided by N. In half precision the sum may overflow where the mean does not.
         return self.apply(f, x.to(WIDER.get(x.dtype, x.dtype))).div_(self.engine.size).to(x.dtype)
 
     def error(self, argument: str, expected: str, remedy: str = "", got: object = None) -> ValueError:
@@ -85,15 +97,35 @@ class Call:
             raise self.error("cotangent", '"partial" or "replicated"', remedy)
         return value == "replicated"
 
-    def _mean(self, op: Any, x: Tensor) -> bool:
-        name = _SUMS.get(op) if isinstance(op, str) else None
-        if name is None:
-            raise self.error("op", '"sum" or "mean"')
-        self.adds(x)
-        if name == "mean" and not (x.is_floating_point() or x.is_complex()):
-            got = f'"mean" of {x.dtype}'
+    def _reduction(self, x: Tensor) -> tuple[Reduction, Tensor]:
+        """Return what the call's `op` and `ties` name, and x, scaled where the op says so."""
+        op, ties = self.arguments["op"], self.arguments.get("ties", "even")
+        if ties not in REDUCTIONS:
+            raise self.error(
+                "ties", '"even" or "first"', "they say who gets the gradient where several ranks are largest"
+            )
+        named = spelled(op)
+        if named is None:
+            if not callable(op):
+                raise self.error("op", _OPS)
+            return users(op), x
+        name, factor = named
+        if name in ("band", "bor", "bxor"):
+            remedy = 'reduce bool tensors with "min" (all) or "max" (any); bits have no derivative'
+            raise TypeError(message(self.name, "op", f"the bitwise {name.upper()}", _OPS, remedy))
+        if name not in SPELLINGS.values():
+            raise self.error("op", _OPS)
+        reduction = REDUCTIONS[ties][name]
+        self.arguments["op"] = name  # what ranks compare, and truth knows
+        if reduction.needs == "numbers":
+            self.adds(x)
+        if reduction.needs == "fractions" and not (x.is_floating_point() or x.is_complex()):
+            got = f'"{name}" of {x.dtype}'
             raise TypeError(message(self.name, "op", got, "a floating-point or complex x", "convert x first"))
-        return name == "mean"
+        if reduction.needs == "ordered" and x.is_complex():
+            remedy = "reduce x.abs(), or x.real and x.imag apart"
+            raise TypeError(message(self.name, "op", f'"{name}" of {x.dtype}', "numbers that are ordered", remedy))
+        return reduction, x if factor is None else x * factor
 
     def adds(self, x: Tensor) -> None:
         """Check that tensors like x can be added up."""

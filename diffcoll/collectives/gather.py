@@ -34,10 +34,9 @@ class Gather(Linear):
         """See `Linear.start`."""
         n = self.engine.size
         sends = [x.contiguous() if s == self.dst else None for s in range(n)]
-        if self.engine.rank == self.dst:
-            blocks, joined = join(x, x.shape, self.dim, self.sizes, self.engine)
-        else:
-            blocks, joined = [None] * n, lambda: x.new_empty(self.shape(x.shape))
+        if self.engine.rank != self.dst:
+            return then(self.engine.exchange(sends, [None] * n), x.new_empty(self.shape(x.shape)))
+        blocks, joined = join(x, x.shape, self.dim, self.sizes, self.engine)
         return then(self.engine.exchange(sends, blocks), joined)
 
     def shape(self, x: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Sum or mean over ranks, on one rank.
+"""Reduction over ranks, on one rank.
 
 forward   y_dst = Σ_s x_s; 0 elsewhere     shape unchanged
 adjoint   gx_r  = gy_dst                   broadcast
@@ -17,6 +17,7 @@ from torch import Tensor
 from diffcoll.collectives import broadcast
 from diffcoll.collectives.call import Call, Group
 from diffcoll.collectives.linear import Linear, then
+from diffcoll.reductions import Op
 
 __all__ = ["Reduce", "reduce"]
 
@@ -41,8 +42,8 @@ class Reduce(Linear):
         return broadcast.Broadcast(self.engine, self.dst)
 
 
-def reduce(x: Tensor, dst: int = 0, op: str = "sum", group: Group = None) -> Tensor:
-    """Sum or mean of all ranks' x, on rank dst; zeros on the others.
+def reduce(x: Tensor, dst: int = 0, op: Op = "sum", group: Group = None) -> Tensor:
+    """Reduce all ranks' x to their sum, mean, product, maximum, …, on rank dst; zeros on the others.
 
     The backward is a broadcast from dst, in which a rank takes part if its x requires a gradient and its loss uses
     y. So on the other ranks too let x require one, and add `y.sum()` to the loss, a zero.
@@ -69,4 +70,5 @@ def reduce(x: Tensor, dst: int = 0, op: str = "sum", group: Group = None) -> Ten
     Source: notes/reduce.md.
     """
     call = Call("reduce", x, group, dst=dst, op=op)
-    return call.reduce(Reduce(call.engine, call.root("dst")), x)
+    root = call.root("dst")
+    return call.reduce(Reduce(call.engine, root), x, lambda reducing: reducing.at(root))

@@ -1,4 +1,4 @@
-"""Sum or mean over ranks, of which every rank receives its block.
+"""Reduction over ranks, of which every rank receives its block.
 
 forward   y_r  = (Σ_s x_s)[block r]      blocks along dim
 adjoint   gx_r = [gy_0 … gy_{N-1}]       all_gather
@@ -17,6 +17,7 @@ from diffcoll.collectives import all_gather
 from diffcoll.collectives.blocks import cut
 from diffcoll.collectives.call import Call, Group, Parts
 from diffcoll.collectives.linear import Linear, then
+from diffcoll.reductions import Op, Ties
 
 __all__ = ["ReduceScatter", "reduce_scatter"]
 
@@ -45,8 +46,10 @@ class ReduceScatter(Linear):
         return all_gather.AllGather(self.engine, self.dim, self.sizes)
 
 
-def reduce_scatter(x: Tensor, op: str = "sum", dim: int = 0, group: Group = None, *, sizes: Parts = None) -> Tensor:
-    """Sum or mean of all ranks' x, of which rank r receives block r along a dimension.
+def reduce_scatter(
+    x: Tensor, op: Op = "sum", dim: int = 0, group: Group = None, *, sizes: Parts = None, ties: Ties = "even"
+) -> Tensor:
+    """Reduce all ranks' x to their sum, mean, product, maximum, …, of which rank r receives block r along a dimension.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -61,6 +64,8 @@ def reduce_scatter(x: Tensor, op: str = "sum", dim: int = 0, group: Group = None
         dim: the dimension to cut along.
         group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
         sizes: None: N equal blocks. A list, the same on all ranks: each rank's size, zeros allowed.
+        ties: who gets the gradient of `"max"` and `"min"` where several ranks are equal: `"even"`, all of
+            them in equal parts, as `torch.amax`; `"first"`, the lowest of these ranks.
 
     Returns:
         A new tensor, dtype of x, shape of x but for this rank's size along `dim`.
@@ -70,6 +75,7 @@ def reduce_scatter(x: Tensor, op: str = "sum", dim: int = 0, group: Group = None
 
     Source: notes/reduce_scatter.md.
     """
-    call = Call("reduce_scatter", x, group, op=op, dim=dim, sizes=sizes)
+    call = Call("reduce_scatter", x, group, op=op, dim=dim, sizes=sizes, ties=ties)
     d = call.dim("dim", x)
-    return call.reduce(ReduceScatter(call.engine, d, call.sizes_of_parts(x, d)), x)
+    parts = call.sizes_of_parts(x, d)
+    return call.reduce(ReduceScatter(call.engine, d, parts), x, lambda reducing: reducing.block(d, parts))

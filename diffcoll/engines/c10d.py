@@ -64,6 +64,10 @@ class C10dEngine(Engine):
         device = next(iter(self.backends))
         return torch.device(device, torch.get_device_module(device).current_device())
 
+    def small(self, x: Tensor) -> int:
+        """See `Engine.small`."""
+        return SMALL.get(self._backend(x), 0)
+
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
         """See `Engine.exchange`."""
         own, into = sends[self.rank], recvs[self.rank]
@@ -165,7 +169,7 @@ class C10dEngine(Engine):
         return _wait(dist.reduce(_real(y), group=self.group, group_dst=dst, async_op=True))
 
     def _is_small(self, x: Tensor) -> bool:
-        return 0 < x.numel() * x.element_size() <= SMALL.get(self._backend(x), 0)
+        return 0 < x.numel() * x.element_size() <= self.small(x)
 
     def _backend(self, x: Tensor) -> str:
         return self.backends[x.device.type]

@@ -60,6 +60,10 @@ class Engine(ABC):
         """Return this rank's result of the collective `name` by its ground truth (joint worlds only)."""
         raise NotImplementedError
 
+    def small(self, x: Tensor) -> int:
+        """Up to how many bytes of tensors like x one gather to all is faster than messages for every part."""
+        return 0
+
     @abstractmethod
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
         """Send `sends[s]` to rank s and fill `recvs[s]` with what rank s sends here.

@@ -43,6 +43,8 @@ class Case:
     dtype: torch.dtype = torch.float64
     #: Whether the inputs lie in memory transposed.
     transposed: bool = False
+    #: Whether the inputs are of few values, so that there are ties and zeros.
+    few: bool = False
 
     @property
     def size(self) -> int:
@@ -55,10 +57,16 @@ class Case:
         return self.name in _SHARED_INPUT, self.arguments.get("cotangent") == "replicated"
 
     @property
+    def linear(self) -> bool:
+        """Whether the call is a linear map."""
+        return self.arguments.get("op", "sum") in ("sum", "mean")
+
+    @property
     def label(self) -> str:
         """The call, as a user writes it."""
         given = {**self.arguments, **{key: "[…]" for key, value in self.per_rank.items() if value[0] != "auto"}}
         given |= {key: value[0] for key, value in self.per_rank.items() if value[0] == "auto"}
+        given |= {key: _Word(value.__name__) for key, value in given.items() if callable(value)}
         words = ["x: 0-d"] if () in self.shapes else ["x: None off src"] if None in self.shapes else []
         return ", ".join(words + [f"{key}={value!r}".replace("'[…]'", "[…]") for key, value in given.items()])
 
@@ -81,6 +89,8 @@ class Case:
         if shape is None:
             return None
         x = _numbers(shape, self.dtype, seed, 0 if self.shared[0] else rank, stream=0)
+        if self.few:
+            x = torch.view_as_complex(torch.view_as_real(x).round()) if x.is_complex() else x.round()
         if self.transposed and x.dim() > 1:
             x = x.transpose(0, -1).contiguous().transpose(0, -1)
         return x
@@ -94,16 +104,23 @@ class Case:
         return _numbers(tuple(g.shape), g.dtype, seed, 0 if self.shared[0] else rank, stream=2)
 
 
+class _Word(str):
+    """Shown without quotes."""
+
+    __repr__ = str.__str__
+
+
 @dataclass
 class Measured:
-    """What came out on one rank: output, gradient, second-order gradient."""
+    """What came out on one rank: output, gradient, gradients of higher order."""
 
     output: Tensor
     gradient: Tensor
     second: Tensor
+    third: Tensor | None = None
 
 
-def on_rank(case: Case, rank: int, seed: int, call: Callable[[Any], Tensor] | None = None) -> Measured:
+def on_rank(case: Case, rank: int, seed: int, call: Callable[[Any], Tensor] | None = None, orders: int = 2) -> Measured:
     """Run the program on this rank; all ranks run it. `call` replaces the collective by somebody else's."""
     x = case.x(rank, seed)
     if x is None:
@@ -112,29 +129,36 @@ def on_rank(case: Case, rank: int, seed: int, call: Callable[[Any], Tensor] | No
         x = y.grad_fn.next_functions[0][0].variable  # type: ignore[union-attr]  # the leaf that scatter made
     else:
         y = (call or (lambda x: case.call(x, rank)))(x.requires_grad_())
-    loss = _paired(case.w(y, rank, seed), y.sin()) + 0 * _paired(x, x)
-    (g,) = torch.autograd.grad(loss, x, create_graph=True)
-    h = _paired(case.v(g, rank, seed), g) + 0 * _paired(x, x)
-    (c,) = torch.autograd.grad(h, x)
+    (found,) = _measured(case, [rank], [x], [y], seed, orders)
     if case.shapes[rank] is None:  # that leaf is nobody's: only that it is empty counts
-        g, c = g.flatten(), c.flatten()
-    return Measured(y.detach(), g.detach(), c.detach())
+        found = Measured(
+            found.output, *(g.flatten() for g in (found.gradient, found.second, found.third) if g is not None)
+        )
+    return found
 
 
-def in_truth(case: Case, seed: int) -> list[Measured]:
+def in_truth(case: Case, seed: int, orders: int = 2) -> list[Measured]:
     """Run the program with all ranks in one graph."""
-    n = case.size
-    xs = [case.x(r, seed) for r in range(n)]
+    xs = [case.x(r, seed) for r in range(case.size)]
     leaves = [torch.zeros(0, dtype=case.dtype) if x is None else x for x in xs]
     for leaf in leaves:
         leaf.requires_grad_()
-    ys = case.truth(xs)
-    nothing = torch.stack([0 * _paired(x, x) for x in leaves]).sum()
-    losses = [_paired(case.w(y, r, seed), y.sin()) for r, y in enumerate(ys)]
-    gs = torch.autograd.grad(torch.stack(losses).sum() + nothing, leaves, create_graph=True)
-    hs = [_paired(case.v(g, r, seed), g) for r, g in enumerate(gs)]
-    cs = torch.autograd.grad(torch.stack(hs).sum() + nothing, leaves)
-    return [Measured(y.detach(), g.detach(), c) for y, g, c in zip(ys, gs, cs, strict=True)]
+    return _measured(case, range(case.size), leaves, case.truth(xs), seed, orders)
+
+
+def _measured(
+    case: Case, ranks: Sequence[int], xs: list[Tensor], ys: list[Tensor], seed: int, orders: int
+) -> list[Measured]:
+    """The program, on the ranks that are here."""
+    nothing = torch.stack([0 * _paired(x, x) for x in xs]).sum()
+    losses = [_paired(case.w(y, r, seed), y.sin()) for r, y in zip(ranks, ys, strict=True)]
+    found: list[tuple[Tensor, ...]] = []
+    for order in range(orders):
+        total = torch.stack(losses).sum() + nothing
+        gs = torch.autograd.grad(total, xs, create_graph=order + 1 < orders)
+        losses = [_paired(case.v(g, r, seed + order), g) for r, g in zip(ranks, gs, strict=True)]
+        found.append(gs)
+    return [Measured(*(t.detach() for t in (y, *gs))) for y, *gs in zip(ys, *found, strict=True)]
 
 
 def error(got: Tensor, expected: Tensor, scale: Sequence[Tensor]) -> float:
@@ -155,7 +179,7 @@ def errors(got: Measured, expected: Sequence[Measured], rank: int) -> dict[str, 
         of_all = [getattr(m, name) for m in expected]
         return error(getattr(got, name), of_all[rank], of_all)
 
-    return {f.name: one(f.name) for f in fields(Measured)}
+    return {f.name: one(f.name) for f in fields(Measured) if getattr(got, f.name) is not None}
 
 
 def _paired(a: Tensor, b: Tensor) -> Tensor:
@@ -172,6 +196,19 @@ def _numbers(shape: Shape, dtype: torch.dtype, seed: int, rank: int, stream: int
 # ── the table ────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def median(s: Tensor) -> Tensor:
+    """Reduce position by position, as a user would."""
+    return s.median(0).values
+
+
+def largest_whole(s: Tensor) -> Tensor:
+    """Reduce in a way that looks at whole tensors: the one of the largest norm, and a little of their mean."""
+    return s[s.detach().abs().reshape(len(s), -1).sum(1).argmax()] + s.mean(0).square()
+
+
+_TIED = [("product", "even"), ("max", "even"), ("min", "even"), ("max", "first"), ("min", "first")]
+
+
 def table(n: int) -> list[Case]:
     """Every collective × its arguments, for n ranks."""
     last = n - 1
@@ -185,8 +222,8 @@ def table(n: int) -> list[Case]:
     def along(dim: int, sizes: list[int]) -> tuple[Shape, ...]:
         return tuple((size, 3) if dim == 0 else (3, size) for size in sizes)
 
-    def case(name: str, shapes: tuple[Shape | None, ...], **arguments: Any) -> Case:
-        return Case(name, shapes, arguments)
+    def case(name: str, shapes: tuple[Shape | None, ...], few: bool = False, **arguments: Any) -> Case:
+        return Case(name, shapes, arguments, few=few)
 
     def exchange(sizes: Any) -> Case:
         shapes = tuple((sum(row), 2) for row in matrix)
@@ -205,6 +242,10 @@ def table(n: int) -> list[Case]:
         case("all_reduce", same((3, 4)), op="mean"),
         case("all_reduce", same(())),
         case("all_reduce", same((3, 4)), cotangent="replicated"),
+        *(case("all_reduce", same((3, 4)), op=op) for op in ("product", "max", "min", "logsumexp", median)),
+        *(case("all_reduce", same((3, 4)), few=True, op=op, ties=ties) for op, ties in _TIED),
+        case("all_reduce", same((2, 2)), op=largest_whole),
+        case("all_reduce", same((3, 4)), op="product", cotangent="replicated"),
         case("all_gather", same((2, 3))),
         case("all_gather", same((2, 3)), dim=-1),
         case("all_gather", along(0, some), sizes=some),
@@ -216,6 +257,10 @@ def table(n: int) -> list[Case]:
         case("reduce_scatter", same((2 * n, 3)), op="mean"),
         case("reduce_scatter", same((3, 2 * n)), dim=-1),
         case("reduce_scatter", same((sum(some), 2)), sizes=some),
+        *(case("reduce_scatter", same((2 * n, 3)), op=op) for op in ("product", "max", "min", "logsumexp", median)),
+        case("reduce_scatter", same((3, sum(some))), few=True, op="product", dim=1, sizes=some),
+        case("reduce_scatter", same((3, sum(some))), few=True, op="max", dim=1, sizes=some, ties="first"),
+        case("reduce_scatter", same((2 * n, 3)), op=largest_whole),
         case("all_to_all", same((2 * n, 3))),
         case("all_to_all", same((3, 2 * n)), split_dim=1, concat_dim=0),
         exchange(None),
@@ -226,6 +271,8 @@ def table(n: int) -> list[Case]:
         case("broadcast", same((2, 3)), src=last, cotangent="replicated"),
         case("reduce", same((2, 3))),
         case("reduce", same((2, 3)), dst=last, op="mean"),
+        *(case("reduce", same((2, 3)), few=True, op=op) for op in ("product", "max", "min", "logsumexp", median)),
+        case("reduce", same((2, 3)), dst=last, op=largest_whole),
         case("gather", same((2, 3))),
         case("gather", along(1, some), dst=last, dim=1, sizes=some),
         case("gather", same(())),

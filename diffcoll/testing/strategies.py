@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from diffcoll.testing.cases import Case, Shape
+from diffcoll.testing.cases import Case, Shape, largest_whole, median
 
 __all__ = ["cases", "pairs", "sizes", "worlds"]
 
@@ -48,13 +48,15 @@ def cases(draw: Draw, name: str, most: int = 6) -> Case:
     """Calls of the collective `name` in worlds of up to `most` ranks."""
     n = draw(worlds(most))
     shapes, arguments, per_rank = _CALLS[name](draw, n)
+    dtypes = [torch.float64] if arguments.get("op") in _ORDERED else [torch.float64, torch.complex128]
     return Case(
         name,
         tuple(shapes),
         arguments,
         per_rank,
-        dtype=draw(st.sampled_from([torch.float64, torch.complex128])),
+        dtype=draw(st.sampled_from(dtypes)),
         transposed=draw(st.booleans()),
+        few="op" in arguments and draw(st.booleans()),
     )
 
 
@@ -83,10 +85,13 @@ def _some(draw: Draw, **arguments: list[Any]) -> dict[str, Any]:
 
 
 _WORLDS = ["partial", "replicated"]
+_TIES = ["even", "first"]
+_ORDERED = ["max", "min", median]
+_OPS = ["sum", "mean", "product", "logsumexp", largest_whole, *_ORDERED]
 
 
 def _all_reduce(draw: Draw, n: int) -> _Call:
-    return [_shape(draw)] * n, _some(draw, op=["sum", "mean"], cotangent=_WORLDS), {}
+    return [_shape(draw)] * n, _some(draw, op=_OPS, cotangent=_WORLDS, ties=_TIES), {}
 
 
 def _gathered(draw: Draw, n: int) -> _Call:
@@ -122,7 +127,7 @@ def _cut(draw: Draw, n: int) -> _Call:
 
 def _reduce_scatter(draw: Draw, n: int) -> _Call:
     shapes, arguments, _ = _cut(draw, n)
-    return shapes, {**arguments, **_some(draw, op=["sum", "mean"])}, {}
+    return shapes, {**arguments, **_some(draw, op=_OPS, ties=_TIES)}, {}
 
 
 def _all_to_all(draw: Draw, n: int) -> _Call:
@@ -147,7 +152,7 @@ def _broadcast(draw: Draw, n: int) -> _Call:
 
 
 def _reduce(draw: Draw, n: int) -> _Call:
-    return [_shape(draw)] * n, _some(draw, dst=list(range(n)), op=["sum", "mean"]), {}
+    return [_shape(draw)] * n, _some(draw, dst=list(range(n)), op=_OPS), {}
 
 
 def _gather(draw: Draw, n: int) -> _Call:

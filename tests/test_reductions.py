@@ -1,0 +1,283 @@
+"""Products, maxima and the others, on numbers worked out by hand, and on those that break naive rules."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import diffcoll as dc
+from diffcoll.engines.local import LocalEngine
+from diffcoll.reductions import acts_position_by_position, leave_one_out, product
+from diffcoll.testing import cases, simulate, spawn
+
+INF, NAN = math.inf, math.nan
+XS, WS = [3.0, 5.0], [1.0, 10.0]
+
+
+def weighted(op, **more):
+    return lambda x, w: w * dc.all_reduce(x, op, **more).sum()
+
+
+def on_ranks(body, *per_rank):
+    """The same in simulated worlds, by parts and by whole stacks, and on gloo."""
+    found = [simulate(body, *per_rank, rules=True), spawn(body, *per_rank)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalEngine, "small", lambda engine, x: 1 << 20)
+        found.append(simulate(body, *per_rank, rules=True))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], equal_nan=True)
+    return found[0]
+
+
+def gradients_of(op, xs, ws=None, **more):
+    def body(x, w):
+        x = x.clone().requires_grad_()
+        y = dc.all_reduce(x, op, **more)
+        (w * y).sum().backward(inputs=[x])
+        return y.detach(), x.grad
+
+    xs = [x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=torch.float64) for x in xs]
+    ys, gs = zip(*on_ranks(body, xs, ws or [1.0] + [0.0] * (len(xs) - 1)), strict=True)
+    for y in ys[1:]:
+        torch.testing.assert_close(y, ys[0], rtol=0, atol=0, equal_nan=True)
+    return ys[0].tolist(), [g.tolist() for g in gs]
+
+
+def test_max(gradients):
+    assert gradients(weighted("max"), XS, WS) == [0, 11]
+
+
+def test_min(gradients):
+    assert gradients(weighted("min"), XS, WS) == [11, 0]
+
+
+def test_product(gradients):
+    assert gradients(weighted("product"), XS, WS) == [55, 33]
+
+
+def test_logsumexp(gradients):
+    a, b = gradients(weighted("logsumexp"), XS, WS)
+    p = 1 / (1 + math.exp(2))
+    assert (a, b) == pytest.approx((11 * p, 11 * (1 - p)), rel=1e-12)
+
+
+def test_a_function(gradients):
+    # the median of three, position by position
+    xs = [[1.0, 9.0], [2.0, 8.0], [3.0, 1.0]]
+    assert gradients(weighted(cases.median), xs, [1.0, 10.0, 100.0]) == [[0, 0], [111, 111], [0, 0]]
+
+
+def test_a_function_of_whole_tensors(gradients):
+    # the tensor of the largest norm: no position can tell alone
+    def largest(s):
+        return s[s.norm(dim=1).argmax()]
+
+    xs = [[1.0, 9.0], [2.0, 8.0], [9.0, 3.0]]
+    assert gradients(weighted(largest), xs, [1.0, 10.0, 100.0]) == [[0, 0], [0, 0], [111, 111]]
+
+
+@pytest.mark.parametrize("zeros", range(4))
+def test_product_with_zeros(gradients, zeros):
+    xs = [[0.0 if k < zeros else k + 2.0] for k in range(3)]
+    others = [math.prod(x[0] for j, x in enumerate(xs) if j != k) for k in range(3)]
+    assert gradients(weighted("product"), xs, [1.0, 10.0, 100.0]) == [[111 * o] for o in others]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 40, 100])
+def test_products_have_exact_gradients_where_they_can_be_represented(n):
+    generator = torch.Generator().manual_seed(n)
+    exponents = torch.randint(-900, 900, (n, 50), generator=generator).double()
+    mantissas = torch.rand(n, 50, generator=generator, dtype=torch.float64) + 0.5
+    s = (mantissas * (exponents * 0.5).exp2() * (exponents * 0.5).exp2()).requires_grad_()
+    y = product(s)
+    (g,) = torch.autograd.grad(y.sum(), s)
+
+    def exact(rows):
+        """Products as (mantissa, exponent) of Python, whose integers have no end."""
+        found = []
+        for column in rows.T.tolist():
+            m, e = 1.0, 0
+            for value in column:
+                m, d = math.frexp(m * math.frexp(value)[0])
+                e += d + math.frexp(value)[1]
+            found.append(INF if e > 1024 else math.ldexp(m, e) if e > -1021 else NAN)
+        return torch.tensor(found, dtype=torch.float64)
+
+    compared = 0
+    for expected, got in [(exact(s.detach()), y)] + [
+        (exact(torch.cat([s[:k], s[k + 1 :]]).detach()), g[k]) for k in range(n) if n > 1
+    ]:
+        sure = ~expected.isnan()  # below the normal numbers, rounding is another
+        torch.testing.assert_close(got[sure].abs(), expected[sure].abs(), rtol=1e-12, atol=0)
+        compared += int(sure.sum())
+    assert compared > 10 * n
+
+
+def test_products_beyond_the_range():
+    # y overflows, underflows, or leaves the range half-way; no gradient does
+    assert gradients_of("product", [1e200, 1e200]) == (INF, [1e200, 1e200])
+    assert gradients_of("product", [1e-200, 1e-200, 1e-100]) == (0, pytest.approx([1e-300, 1e-300, 0], rel=1e-14))
+    y, g = gradients_of("product", [1e200, 1e200, 1e-200, 1e-200])
+    assert [y, *g] == pytest.approx([1, 1e-200, 1e-200, 1e200, 1e200], rel=1e-14)
+    y, g = gradients_of("product", [torch.tensor(v) for v in (1e30, 1e30, 1e-30, 1e-30)])
+    assert [y, *g] == pytest.approx([1, 1e-30, 1e-30, 1e30, 1e30], rel=1e-6)
+    y, g = gradients_of("product", [5e-324, 2.0, 0.0])
+    assert (y, g) == (0, [0, 0, 1e-323])
+
+
+def test_product_of_complex_numbers(gradients):
+    xs = [[1 + 2j, 0j], [3 - 1j, 2 + 0j], [0.5j, 1 + 1j]]
+
+    def body(x, w):
+        x = torch.tensor(x, requires_grad=True)
+        (w * dc.all_reduce(x, "product")).sum().real.backward()
+        return x.grad
+
+    got = on_ranks(body, xs, [1.0, 10.0, 100.0])
+    for k, g in enumerate(got):
+        others = [math.prod(x[p] for j, x in enumerate(xs) if j != k) for p in (0, 1)]
+        torch.testing.assert_close(g, 111 * torch.tensor(others, dtype=g.dtype).conj().resolve_conj())
+
+
+def test_ties(gradients):
+    xs = [[7.0, 1.0], [7.0, 2.0], [7.0, 2.0]]
+    ws = [1.0, 10.0, 100.0]
+    assert gradients(weighted("max"), xs, ws) == [[37, 0], [37, 55.5], [37, 55.5]]
+    assert gradients(weighted("max", ties="first"), xs, ws) == [[111, 0], [0, 111], [0, 0]]
+    assert gradients(weighted("min"), xs, ws) == [[37, 111], [37, 0], [37, 0]]
+    assert gradients(weighted("min", ties="first"), xs, ws) == [[111, 111], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("op", ["max", "min", "logsumexp"])
+@pytest.mark.parametrize("values", [(1, NAN, 2), (NAN, NAN, 0), (INF, INF, 1), (-INF, 1, -INF), (-INF,) * 3])
+def test_nan_and_infinities_are_treated_as_torch_does(op, values):
+    s = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+    y = getattr(torch, {"max": "amax", "min": "amin"}.get(op, op))(s, 0)
+    (g,) = torch.autograd.grad(y, s)
+    found = gradients_of(op, [torch.tensor(float(v), dtype=torch.float64) for v in values], [1.0, 0.0, 0.0])
+    torch.testing.assert_close(torch.tensor(found[0], dtype=torch.float64), y.detach(), equal_nan=True)
+    torch.testing.assert_close(torch.tensor(found[1], dtype=torch.float64), g, equal_nan=True)
+
+
+def test_the_first_nan_has_the_gradient_with_ties_first(gradients):
+    assert gradients(weighted("max", ties="first"), [[NAN, 1.0], [2.0, NAN], [NAN, NAN]], [1.0, 10.0, 100.0]) == [
+        [111, 0],
+        [0, 111],
+        [0, 0],
+    ]
+
+
+def test_logsumexp_is_shifted():
+    y, g = gradients_of("logsumexp", [[1e4, -1e4], [1e4, -1e4]])
+    assert y == pytest.approx([1e4 + math.log(2), -1e4 + math.log(2)])
+    assert g == [pytest.approx([0.5, 0.5])] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precisions_are_reduced_in_float32(dtype):
+    # 300 · 300 · 1/300 leaves float16 half-way; 1 + ε vanishes in bfloat16 factor by factor
+    values = [torch.full((3,), v, dtype=dtype) for v in (300.0, 300.0, 1 / 300)]
+    expected = torch.stack(values).float().prod(0).to(dtype)
+    y, g = gradients_of("product", values)
+    assert y == expected.tolist()
+    assert g[0] == torch.stack(values[1:]).float().prod(0).to(dtype).tolist()
+    steps = [torch.full((3,), 1 + 2.0**-7, dtype=dtype)] * 3
+    assert gradients_of("product", steps)[0] == torch.stack(steps).float().prod(0).to(dtype).tolist()
+    logs = [torch.full((2,), v, dtype=dtype) for v in (3.0, 3.125, 3.25)]
+    assert gradients_of("logsumexp", logs)[0] == torch.stack(logs).float().logsumexp(0).to(dtype).tolist()
+
+
+def test_spellings_and_reduce_ops():
+    def body(x):
+        ops = [("prod", "PRODUCT"), ("maximum", "MAX"), ("amin", "MIN"), ("avg", "AVG"), ("SUM", "SUM")]
+        pairs = [[dc.all_reduce(x, a).item(), dc.all_reduce(x, getattr(dist.ReduceOp, b)).item()] for a, b in ops]
+        return *pairs, dc.reduce_scatter(x.repeat(2), dist.ReduceOp(dist.ReduceOp.MAX)).item()
+
+    for run in (simulate, spawn):
+        assert run(body, torch.tensor([3.0, 5.0])) == [([15, 15], [5, 5], [3, 3], [4, 4], [8, 8], 5)] * 2
+
+
+def test_premul_sum_brings_its_factor(gradients):
+    def loss(x, w):
+        return w * dc.all_reduce(x, dist._make_nccl_premul_sum(0.5)).sum()
+
+    assert gradients(loss, XS, WS) == [5.5, 5.5]
+
+
+def test_integers_and_bools_pass_forward(run):
+    def body(r):
+        x = torch.tensor([r, 2, -r])
+        ops = ("product", "max", "min", cases.median)
+        flags = [dc.all_reduce(torch.tensor([r == 1, True]), op).tolist() for op in ("max", "min")]
+        found = [dc.all_reduce(x, op) for op in ops]
+        return [y.tolist() for y in found], {y.dtype for y in found}, flags
+
+    expected = [[0, 8, 0], [2, 2, 0], [0, 2, -2], [1, 2, -1]], {torch.int64}, [[True, True], [False, True]]
+    assert run(body, range(3)) == [expected] * 3
+
+
+def test_large_tensors_go_by_parts_on_gloo_too():
+    def body(r):
+        generator = torch.Generator().manual_seed(r)
+        x = torch.randn(10_007, generator=generator, dtype=torch.float64).requires_grad_()
+        found = []
+        for op in ("product", "max", "logsumexp", cases.median, cases.largest_whole):
+            y = dc.all_reduce(x, op)
+            found += [y.detach(), *torch.autograd.grad(((r + 1) * y).sum(), x)]
+        return found
+
+    a, b = simulate(body, range(3), rules=True), spawn(body, range(3))
+    torch.testing.assert_close(a, b)
+    for y in range(0, 10, 2):
+        assert torch.equal(b[0][y], b[1][y])
+        assert torch.equal(b[0][y], b[2][y])
+
+
+def test_functions_that_act_position_by_position():
+    def trimmed(s):
+        return s.sort(0).values[: max(1, len(s) - 1)].mean(0)
+
+    def nearest_to_all(s):  # Krum
+        return s[torch.cdist(s, s).sum(1).argmin()]
+
+    positions = [cases.median, trimmed, lambda s: s.norm(dim=0), lambda s: s.softmax(0).square().sum(0), lambda s: s[0]]
+    whole = [
+        cases.largest_whole,
+        nearest_to_all,
+        lambda s: s.softmax(1).sum(0),
+        lambda s: s.sum(0) / s.sum(),
+        lambda s: s.sum(0).cumsum(0),
+        lambda s: s.sum(0).flip(0),
+        lambda s: (s * torch.arange(4.0)).sum(0),
+        lambda s: s.mean((0, 1)),
+    ]
+    for n in (3, 5, 12):
+        for x in (torch.zeros(4), torch.zeros(2, 3, dtype=torch.float64)):
+            assert [acts_position_by_position(f, x, n) for f in positions] == [True] * len(positions)
+            assert [acts_position_by_position(f, x, n) for f in whole] == [False] * len(whole)
+
+
+def test_a_function_of_the_wrong_shape():
+    for f, words in [
+        (lambda s: s * 2, r"got a function that makes \(2, 3\), expected \(3,\): dim 0 of \(2, 3\) reduced"),
+        (lambda s: 1.0, "got a function that makes float"),
+    ]:
+        with pytest.raises(ValueError, match=rf"all_reduce: op: {words}.*; reduce with dim=0"):
+            simulate(lambda x, f=f: dc.all_reduce(x, f), [torch.zeros(3)] * 2, rules=True)
+
+
+def test_leave_one_out_is_differentiable_to_second_order():
+    s = torch.tensor([[2.0, 0.0], [3.0, 0.0], [-1.0, 4.0]], dtype=torch.float64, requires_grad=True)
+    assert leave_one_out(s).tolist() == [[-3, 0], [-2, 0], [6, 0]]
+    assert torch.autograd.gradgradcheck(product, (s,))
+    assert torch.autograd.gradcheck(leave_one_out, (s,))
+    assert torch.autograd.gradcheck(product, (s,), check_forward_ad=True, check_batched_grad=True)
+
+
+def test_the_result_is_not_a_view_of_the_stack(run):
+    def body(x):
+        y = dc.all_reduce(x, lambda s: s[0])
+        return y.untyped_storage().nbytes()
+
+    assert run(body, [torch.zeros(5)] * 3)[0] == 20
