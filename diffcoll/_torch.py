@@ -9,10 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch import eager_transforms
+from torch._library.fake_class_registry import FakeScriptObject
 from torch.autograd import forward_ad
 from torch.utils import _pytree
 
-__all__ = ["forward_mode", "is_transformed", "is_view", "set_forward_mode", "shared_forward_mode", "tree_map"]
+__all__ = [
+    "forward_mode",
+    "is_differentiating",
+    "is_transformed",
+    "is_view",
+    "set_forward_mode",
+    "shared_forward_mode",
+    "tree_map",
+    "unfaked",
+]
 
 
 def is_transformed(x: Tensor) -> bool:
@@ -24,9 +34,24 @@ def is_transformed(x: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
+def is_differentiating() -> bool:
+    """Whether code runs within torch.func.grad, vjp, jvp and the like, or a level of forward mode.
+
+    Ops of torch.library have no rules for these, and drop tangents without a word.
+    """
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    within = any(i.key() != torch._C._functorch.TransformType.Vmap for i in stack)
+    return within or forward_ad._current_level >= 0
+
+
 def is_view(x: Tensor) -> bool:
     """Whether x is a view that autograd knows of, also within torch.func, where storages cannot be compared."""
     return x._is_view()
+
+
+def unfaked(x: Any) -> Any:
+    """Return what x stands for: while Dynamo traces, process groups come as stand-ins of no public type."""
+    return x.real_obj if isinstance(x, FakeScriptObject) else x
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:

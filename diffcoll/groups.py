@@ -7,14 +7,19 @@ torch's default process group, and, where nothing was launched, the world of one
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+import torch
+
+from diffcoll._torch import is_differentiating, unfaked
 from diffcoll.engines import c10d, local
 from diffcoll.engines.engine import Engine
+from diffcoll.engines.named import Facts, NamedEngine, facts
 from diffcoll.engines.solo import SoloEngine
 
-__all__ = ["get_rank", "get_world_size", "resolve", "set_default_group"]
+__all__ = ["engine_named", "get_rank", "get_world_size", "resolve", "set_default_group"]
 
 _default: Any = None
 _solo = SoloEngine()
@@ -25,16 +30,15 @@ _LAUNCHED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 def resolve(group: Any, operation: str) -> Engine:
     """Return the engine of `group` for this rank; errors name `operation`."""
-    me = local.here()
     if group is None:
+        me = local.here()
         group = me.default_group if me else _default
     try:
-        for engine_of in (local.engine_of, c10d.engine_of):
-            engine = engine_of(group)
-            if engine is not None:
-                return engine
+        engine = _named(group) if torch.compiler.is_compiling() else _find(group)
     except ValueError as error:
         raise ValueError(f"{operation}: group: {error}") from None
+    if engine is not None:
+        return engine
     if group is not None:
         raise TypeError(
             f"{operation}: group: got {type(group).__name__}, expected None, a torch.distributed.ProcessGroup "
@@ -42,6 +46,51 @@ def resolve(group: Any, operation: str) -> Engine:
         )
     _refuse_lonely_launch(operation)
     return _solo
+
+
+def _find(group: Any) -> Engine | None:
+    for engine_of in (local.engine_of, c10d.engine_of):
+        engine = engine_of(group)
+        if engine is not None:
+            return engine
+    return None
+
+
+# ── compiled graphs know their groups by name ────────────────────────────────────────────────────────────
+
+
+def _named(group: Any) -> Engine | None:
+    facts_of_group = _facts(group)
+    return NamedEngine(facts_of_group) if facts_of_group else None
+
+
+def _facts_of(group: Any) -> Facts | None:
+    _refuse_simulated()
+    if is_differentiating():
+        raise RuntimeError(
+            "a collective within torch.func.grad, vjp, jvp, … or forward_ad cannot be compiled: PyTorch has no such "
+            "rules for ops; compile the function and differentiate it by autograd, or leave the transform uncompiled"
+        )
+    engine = _find(unfaked(group))
+    return facts(engine) if engine else None
+
+
+# Dynamo runs it once, as it stands, instead of tracing it: engines change as they work, a graph must not hold one.
+_facts: Callable[[Any], Facts | None] = torch.compiler.assume_constant_result(_facts_of)  # type: ignore[no-untyped-call]
+
+
+def engine_named(key: str) -> Engine:
+    """Return the engine of this process whose `key` this is."""
+    _refuse_simulated()
+    return _solo if key == _solo.key else c10d.engine_named(key)
+
+
+def _refuse_simulated() -> None:
+    if local.here() is not None:
+        raise RuntimeError(
+            "torch.compile does not work within a simulated world: its ranks share one cache of graphs, and a graph is "
+            "compiled for one rank; call the function uncompiled there, or compile on real processes (testing.spawn)"
+        )
 
 
 def _refuse_lonely_launch(operation: str) -> None:

@@ -58,11 +58,14 @@ def product(s: Tensor) -> Tensor:
     """y = Π_k s_k over dim 0, and a gradient without division: gs_k = gy · conj(Π_{j≠k} s_j)."""
     if not (s.is_floating_point() or s.is_complex()):
         return s.prod(0, dtype=s.dtype)
-    y: Tensor = _Product.apply(s)  # type: ignore[no-untyped-call]
+    rule = _TracedProduct if torch.compiler.is_compiling() else _Product
+    y: Tensor = rule.apply(s)  # type: ignore[no-untyped-call]
     return y
 
 
-class _Product(Function):
+class _TracedProduct(Function):
+    """What Dynamo can trace of it: a Function with no rules but these."""
+
     @staticmethod
     def forward(s: Tensor) -> Tensor:
         return _Scaled.of(s).product()
@@ -70,13 +73,19 @@ class _Product(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> Tensor:
         (s,) = ctx.saved_tensors
         others = leave_one_out(s)
         return gy * (others.conj() if others.is_complex() else others)
+
+
+class _Product(_TracedProduct):
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def jvp(ctx: Any, ts: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ def on_ranks(body, *per_rank):
     """The same in simulated worlds, by parts and by whole stacks, and on gloo."""
     found = [simulate(body, *per_rank, rules=True), spawn(body, *per_rank)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalEngine, "small", lambda engine, x: 1 << 20)
+        patch.setattr(LocalEngine, "small", lambda engine, device: 1 << 20)
         found.append(simulate(body, *per_rank, rules=True))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], equal_nan=True)

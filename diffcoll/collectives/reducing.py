@@ -38,7 +38,7 @@ class Reducing:
     def everywhere(self, replicated: bool) -> Tensor:
         """y on every rank."""
         sizes = even_sizes(self.x.numel(), self.engine.size)
-        if self._whole(sizes) or self.x.numel() * self.x.element_size() <= self.engine.small(self.x):
+        if self._whole(sizes) or self.x.numel() * self.x.element_size() <= self.engine.small(self.x.device.type):
             return self._over(self._all(replicated))
         return apply(AllGather(self.engine, 0, sizes, replicated), self._row_block(sizes)).view(self.x.shape)
 
@@ -89,4 +89,5 @@ class Reducing:
             got = f"a function that makes {tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__}"
             expected = f"{tuple(stack.shape[1:])}: dim 0 of {tuple(stack.shape)} reduced, the others kept"
             raise ValueError(message(self.operation, "op", got, expected, "reduce with dim=0"))
-        return y.clone() if is_view(y) else y
+        may_be_view = self.reduction.users and (torch.compiler.is_compiling() or is_view(y))
+        return y.clone() if may_be_view else y

@@ -62,6 +62,7 @@ def scatter(x: Tensor | None, src: int = 0, dim: int = 0, group: Group = None, *
         x: at least one dimension; any dtype. On the ranks other than src it may be None; what is passed there
             takes part in the graph, with gradient zero. None takes part in `backward()`, but not in
             `torch.autograd.grad` or a `torch.func` transform, which ask for chosen inputs: pass a tensor.
+            Under `torch.compile` x is a tensor of one shape on all ranks.
         src: the rank within the group that sends.
         dim: the dimension to cut along.
         group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
@@ -79,6 +80,8 @@ def scatter(x: Tensor | None, src: int = 0, dim: int = 0, group: Group = None, *
     """
     call = Call("scatter", x, group, check_x=False, src=src, dim=dim, sizes=sizes)
     root = call.root("src")
+    if torch.compiler.is_compiling():
+        return _compiled(call, root, x)
     if call.engine.rank == root:
         try:
             tensor = call.tensor(x)
@@ -95,6 +98,18 @@ def scatter(x: Tensor | None, src: int = 0, dim: int = 0, group: Group = None, *
         d, parts, tensor = _empty(numbers, call.engine.size, x)
     call.arguments.update(dim=d, sizes=list(parts))  # as they count
     return call.apply(Scatter(call.engine, root, d, parts), tensor)
+
+
+def _compiled(call: Call, root: int, x: Tensor | None) -> Tensor:
+    """Scatter where shapes must be known beforehand, so that src cannot tell them."""
+    if x is None:
+        remedy = "pass a tensor of the shape that rank src has, whose values do not count"
+        raise call.error("x", "a tensor on every rank under torch.compile", remedy, got="None")
+    tensor = call.tensor(x)
+    d = call.dim("dim", tensor)
+    parts = call.sizes_of_parts(tensor, d)
+    mine = tensor if call.engine.rank == root else tensor.narrow(d, 0, 0)
+    return call.apply(Scatter(call.engine, root, d, parts), mine)
 
 
 # ── rank src tells the others what comes ─────────────────────────────────────────────────────────────────

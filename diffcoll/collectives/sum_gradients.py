@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from diffcoll.collectives import all_reduce
@@ -64,7 +65,7 @@ def sum_gradients(x: Tensor, group: Group = None) -> Tensor:
         group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
 
     Returns:
-        x, sharing its memory as `x.view_as(x)` does.
+        x, sharing its memory as `x.view_as(x)` does (compiled: a copy).
 
     Raises:
         TypeError, ValueError: an argument is wrong on its own.
@@ -72,4 +73,4 @@ def sum_gradients(x: Tensor, group: Group = None) -> Tensor:
     Source: notes/sum_gradients.md.
     """
     call = Call("sum_gradients", x, group)
-    return call.apply(SumGradients(call.engine, copy=False), x)
+    return call.apply(SumGradients(call.engine, copy=torch.compiler.is_compiling()), x)

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from diffcoll.engines.engine import Blocks, Engine, Wait, add_up
 
@@ -46,6 +47,7 @@ class C10dEngine(Engine):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(rank=dist.get_rank(group), size=dist.get_world_size(group))
         self.group = group
+        self.key = group.group_name
         # {"cpu": "gloo", "cuda": "nccl"}, from the public "cpu:gloo,cuda:nccl"
         pairs = (p.split(":") for p in dist.get_backend_config(group).split(","))
         self.backends = {device: backend for device, backend in pairs}
@@ -64,9 +66,9 @@ class C10dEngine(Engine):
         device = next(iter(self.backends))
         return torch.device(device, torch.get_device_module(device).current_device())
 
-    def small(self, x: Tensor) -> int:
+    def small(self, device: str) -> int:
         """See `Engine.small`."""
-        return SMALL.get(self._backend(x), 0)
+        return SMALL.get(self.backends[device], 0)
 
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
         """See `Engine.exchange`."""
@@ -169,7 +171,7 @@ class C10dEngine(Engine):
         return _wait(dist.reduce(_real(y), group=self.group, group_dst=dst, async_op=True))
 
     def _is_small(self, x: Tensor) -> bool:
-        return 0 < x.numel() * x.element_size() <= self.small(x)
+        return 0 < x.numel() * x.element_size() <= self.small(x.device.type)
 
     def _backend(self, x: Tensor) -> str:
         return self.backends[x.device.type]
@@ -242,6 +244,14 @@ def engine_of(group: object) -> C10dEngine | None:
         for gone in [g for g in _engines if not _exists(g)]:
             del _engines[gone]
         engine = _engines[group] = C10dEngine(group)
+    return engine
+
+
+def engine_named(key: str) -> C10dEngine:
+    """Return the engine of the group with this `group_name`."""
+    # torch has no public way from a name to its group; its own compiled collectives go this one.
+    engine = engine_of(distributed_c10d._resolve_process_group(key))  # type: ignore[attr-defined,arg-type]
+    assert engine is not None
     return engine
 
 

@@ -33,6 +33,8 @@ class Engine(ABC):
 
     #: Words for error messages: what this group is and what it runs on.
     description: str = "an engine"
+    #: The name by which a compiled graph finds this group again in its process.
+    key: str = ""
     #: The collective at work, for messages that arise below it.
     operation: str = "nothing"
 
@@ -60,8 +62,8 @@ class Engine(ABC):
         """Return this rank's result of the collective `name` by its ground truth (joint worlds only)."""
         raise NotImplementedError
 
-    def small(self, x: Tensor) -> int:
-        """Up to how many bytes of tensors like x one gather to all is faster than messages for every part."""
+    def small(self, device: str) -> int:
+        """Up to how many bytes on such a device one gather to all is faster than messages for every part."""
         return 0
 
     @abstractmethod

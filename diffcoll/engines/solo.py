@@ -11,6 +11,7 @@ class SoloEngine(Engine):
     """Rank 0 of 1; every collective is its N = 1 case."""
 
     description = "the world of one rank"
+    key = "the world of one rank"
 
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)

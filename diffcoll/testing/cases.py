@@ -203,7 +203,8 @@ def median(s: Tensor) -> Tensor:
 
 def largest_whole(s: Tensor) -> Tensor:
     """Reduce in a way that looks at whole tensors: the one of the largest norm, and a little of their mean."""
-    return s[s.detach().abs().reshape(len(s), -1).sum(1).argmax()] + s.mean(0).square()
+    largest = s.detach().abs().reshape(len(s), -1).sum(1).argmax()
+    return s.index_select(0, largest.view(1))[0] + s.mean(0).square()
 
 
 _TIED = [("product", "even"), ("max", "even"), ("min", "even"), ("max", "first"), ("min", "first")]

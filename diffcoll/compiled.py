@@ -1,0 +1,138 @@
+"""The linear maps as torch.library ops, for torch.compile.
+
+Eager code runs autograd Functions, which Dynamo does not trace when they have forward-mode rules; compiled code
+runs ops, which have none. Both are made of the same `Linear` objects: an op's arguments are the fields of one, and
+its kernel, its shape and its backward ask that object. No rule is stated here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import lowering, virtualized
+from torch._library.effects import EffectType
+
+from diffcoll.collectives.all_gather import AllGather
+from diffcoll.collectives.all_reduce import AllReduce
+from diffcoll.collectives.all_to_all import AllToAll
+from diffcoll.collectives.broadcast import Broadcast, Keep
+from diffcoll.collectives.gather import Gather
+from diffcoll.collectives.linear import Linear, begin
+from diffcoll.collectives.permute import Permute
+from diffcoll.collectives.reduce import Reduce
+from diffcoll.collectives.reduce_scatter import ReduceScatter
+from diffcoll.collectives.scan import Scan
+from diffcoll.collectives.scatter import Scatter
+from diffcoll.collectives.shift import Shift
+from diffcoll.collectives.split import Split
+from diffcoll.collectives.sum_gradients import SumGradients
+from diffcoll.groups import engine_named
+
+__all__ = ["MAPS", "apply"]
+
+#: Every linear map that is an op.
+MAPS: tuple[type[Linear], ...] = (
+    *(AllGather, AllReduce, AllToAll, Broadcast, Gather, Keep, Permute),
+    *(Reduce, ReduceScatter, Scan, Scatter, Shift, Split, SumGradients),
+)
+
+_SCHEMA = {"int": "SymInt", "bool": "bool", "tuple[int, ...]": "SymInt[]", "tuple[tuple[int, int], ...]": "int[]"}
+_ops: dict[type[Linear], Any] = {}
+_names: dict[type[Linear], tuple[str, ...]] = {}
+
+
+def apply(f: Linear, x: Tensor) -> Tensor:
+    """Return f(x) as one op in the graph, with the op of the adjoint as its derivative."""
+    kind = type(f)
+    y: Tensor = _ops[kind](x, f.engine.key, *[_flat(getattr(f, name)) for name in _names[kind]])
+    return y
+
+
+def _flat(value: Any) -> Any:
+    """A field as an argument of the op: pairs in one row."""
+    if isinstance(value, tuple):
+        return [v for pair in value for v in pair] if value and isinstance(value[0], tuple) else list(value)
+    return value
+
+
+def _register(kind: type[Linear]) -> None:
+    arguments = [(f.name, str(f.type)) for f in fields(kind) if f.name != "engine"]
+    _names[kind] = tuple(name for name, _ in arguments)
+    schema = ", ".join(["Tensor x", "str group", *(f"{_SCHEMA[t]} {name}" for name, t in arguments)])
+
+    def made(group: str, *values: Any) -> Linear:
+        row = zip(arguments, values, strict=True)
+        return kind(engine_named(group), *(_structured(t, value) for (_, t), value in row))
+
+    def run(x: Tensor, group: str, *values: Any) -> Tensor:
+        return begin(made(group, *values), x)()
+
+    def fake(x: Tensor, group: str, *values: Any) -> Tensor:
+        # Not x.new_empty: of an x whose value the compiler knows it would believe to know that too.
+        return torch.empty(made(group, *values).shape(x.shape), dtype=x.dtype, device=x.device)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.f = made(*inputs[1:])
+
+    def backward(ctx: Any, gy: Tensor) -> tuple[Any, ...]:
+        return apply(ctx.f.adjoint, gy), None, *[None] * len(arguments)
+
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, group: str, *values: Any) -> tuple[Tensor, int]:
+        return apply(made(group, *values), x.movedim(in_dims[0], -1)), -1
+
+    op = torch.library.custom_op(
+        f"diffcoll::{kind.__name__}",
+        run,
+        mutates_args=(),
+        schema=f"({schema}) -> Tensor",
+        # Not a function of its arguments alone: so it is not run while compiling, where they are constants, not
+        # run again in the backward to save memory, and not merged with an equal one.
+        tags=[torch.Tag.nondeterministic_seeded],
+    )
+    op.register_fake(fake)
+    op.register_autograd(backward, setup_context=setup_context)
+    op.register_vmap(vmap)
+    _ops[kind] = getattr(torch.ops.diffcoll, kind.__name__).default
+    _keep_in_order(op, _ops[kind])
+
+
+def _structured(kind: str, value: Any) -> Any:
+    if kind == "tuple[int, ...]":
+        return tuple(value)
+    if kind == "tuple[tuple[int, int], ...]":
+        return tuple(zip(value[::2], value[1::2], strict=True))
+    return value
+
+
+# ── what the compiler may not do ─────────────────────────────────────────────────────────────────────────
+
+
+def _keep_in_order(definition: Any, op: Any) -> None:
+    """Forbid the compiler to drop a collective whose result this rank ignores, and to reorder collectives.
+
+    It would be free to, since no data says so, and every rank compiles a graph of its own. There is no public way:
+    AOTAutograd knows effects; Inductor takes them over as dependencies, but under the names of buffers where its
+    scheduler looks for those of operations (torch 2.13), so that a later pass reorders them to save memory. Hence a
+    lowering of our own, which states them again.
+    """
+    definition.register_effect(EffectType.ORDERED)
+    fall_back = lowering.fallback_handler(op)  # type: ignore[no-untyped-call]
+
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        graph = virtualized.V.graph
+        before = len(graph.operations)
+        result = fall_back(*args, **kwargs)
+        last = graph.effectful_ops.get(EffectType.ORDERED)
+        if last is not None:
+            for operation in graph.operations[before:]:
+                graph.additional_star_deps[operation.get_operation_name()].add(last.get_name())
+        return result
+
+    lowering.register_lowering(op, type_promotion_kind=None)(lower)
+
+
+for _kind in MAPS:
+    _register(_kind)
