@@ -15,6 +15,7 @@ from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.all_to_all import all_to_all
 from diffcoll.collectives.broadcast import broadcast
 from diffcoll.collectives.gather import gather
+from diffcoll.collectives.pending import Pending
 from diffcoll.collectives.permute import permute
 from diffcoll.collectives.reduce import reduce
 from diffcoll.collectives.reduce_scatter import reduce_scatter
@@ -28,6 +29,7 @@ from diffcoll.groups import get_rank, get_world_size, set_default_group
 
 __all__ = [
     "CollectiveMismatchError",
+    "Pending",
     "all_gather",
     "all_reduce",
     "all_to_all",

@@ -17,10 +17,13 @@ __all__ = [
     "forward_mode",
     "is_differentiating",
     "is_transformed",
+    "is_tree",
     "is_view",
     "set_forward_mode",
     "shared_forward_mode",
+    "tree_flatten",
     "tree_map",
+    "tree_paths",
     "unfaked",
 ]
 
@@ -54,13 +57,29 @@ def unfaked(x: Any) -> Any:
     return x.real_obj if isinstance(x, FakeScriptObject) else x
 
 
-def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply fn to every leaf of nested tuples, lists and dicts.
+# torch's own notion of nested tuples, lists and dicts, the one that its transforms and torch.compile know, has no
+# public module in every release that we run on.
 
-    torch's own notion of such trees, the one its transforms and `torch.compile` know, has no public module in
-    every release that we run on.
-    """
+
+def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply fn to every leaf of a tree."""
     return _pytree.tree_map(fn, tree)
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return the leaves of a tree, and the function that makes such a tree of others."""
+    leaves, spec = _pytree.tree_flatten(tree)
+    return leaves, lambda others: _pytree.tree_unflatten(others, spec)
+
+
+def tree_paths(tree: Any) -> list[str]:
+    """Return where each leaf is, as one writes it: ['a'][0]."""
+    return [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(tree)[0]]
+
+
+def is_tree(x: Any) -> bool:
+    """Whether x is a tree and not a leaf."""
+    return not isinstance(x, Tensor) and not _pytree.tree_is_leaf(x)
 
 
 # Forward mode is kept in globals of the process, not of the thread, and has one level. Simulated ranks are

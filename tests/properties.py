@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from diffcoll.collectives import linear
 from diffcoll.testing import cases
@@ -113,7 +114,7 @@ def vmap_is_a_loop(case: Case) -> Generator[Body, list[Any], None]:
 
 def transforms_nest(case: Case) -> Generator[Body, list[Any], None]:
     """jacfwd(jacrev), and the gradient of a jvp, are second derivatives of the sum of all ranks' losses."""
-    if case.dtype.is_complex or len(set(case.shapes)) > 1 or not 0 < torch.Size(case.shapes[0]).numel() <= 12:
+    if not _is_small(case):
         return
 
     def body(r: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,6 +135,85 @@ def transforms_nest(case: Case) -> Generator[Body, list[Any], None]:
     _close(by_jvp, [m.second for m in cases.in_truth(case, SEED)], case)
 
 
+def _is_small(case: Case) -> bool:
+    """Real, one shape on all ranks, and of few numbers, so that whole Jacobians can be held."""
+    return not case.dtype.is_complex and len(set(case.shapes)) == 1 and 0 < torch.Size(case.shapes[0]).numel() <= 12
+
+
+def every_transform_gives_the_gradients_of_truth(case: Case) -> Generator[Body, list[Any], None]:
+    """func.grad, vjp, jacrev, vmap(grad), functional.hvp, and both ways of checkpointing."""
+    if not _is_small(case):
+        return
+
+    def body(r: int) -> tuple[list[Tensor], list[Tensor]]:
+        x = case.x(r, SEED)
+        w = case.w(case.call(x, r), r, SEED)
+        v = case.v(x, r, SEED)
+
+        def loss(x: Tensor) -> Tensor:
+            return (w * case.call(x, r).sin()).sum()
+
+        def checkpointed(reentrant: bool) -> Tensor:
+            leaf = x.clone().requires_grad_()
+            checkpoint(loss, leaf, use_reentrant=reentrant).backward()
+            return leaf.grad
+
+        first = [torch.func.grad(loss)(x), torch.func.vjp(loss, x)[1](torch.ones((), dtype=x.dtype))[0]]
+        first += [torch.func.jacrev(loss)(x), torch.func.vmap(torch.func.grad(loss))(torch.stack([x, x]))[1]]
+        first += [checkpointed(True), checkpointed(False)]
+        return first, [torch.autograd.functional.hvp(loss, x, v)[1]]
+
+    got = yield body
+    expected = cases.in_truth(case, SEED)
+    for i in range(len(got[0][0])):
+        _close([first[i] for first, _ in got], [m.gradient for m in expected], case)
+    _close([second[0] for _, second in got], [m.second for m in expected], case)
+
+
+def forward_mode_and_jacobians_agree(case: Case) -> Generator[Body, list[Any], None]:
+    """Σ_r ⟨w_r, jvp_r(1)⟩, by func.jvp and jacfwd, is Σ_r ⟨vjp_r(w), 1⟩, by autograd and jacrev; hessians agree."""
+    if not _is_small(case) or any(case.shared):
+        return
+
+    def body(r: int) -> list[Tensor]:
+        x = case.x(r, SEED)
+        y = case.call(x, r)
+        w = case.w(y, r, SEED)
+        jvp = torch.func.jvp(lambda x: case.call(x, r), (x,), (torch.ones_like(x),))[1]
+        (vjp,) = torch.func.vjp(lambda x: case.call(x, r), x)[1](w)
+
+        def loss(x: Tensor) -> Tensor:
+            return (w * case.call(x, r).sin()).sum()
+
+        forward, backward = torch.func.jacfwd(loss)(x).sum(), torch.func.jacrev(loss)(x).sum()
+        two = torch.func.hessian(loss)(x).sum(), torch.autograd.functional.vhp(loss, x, torch.ones_like(x))[1].sum()
+        return [(w * jvp).sum(), vjp.sum(), forward, backward, *two]
+
+    for left, right in torch.tensor((yield body)).sum(0).view(3, 2).tolist():
+        assert abs(left - right) <= 1e-10 * max(1.0, abs(left)), f"{case}: {left} ≠ {right}"
+
+
+def modes_change_nothing(case: Case) -> Generator[Body, list[Any], None]:
+    """autocast leaves values and dtypes alone; no_grad and inference_mode leave values alone, and record nothing."""
+
+    def body(r: int) -> tuple[list[Tensor], bool]:
+        x = case.x(r, SEED)
+        leaf = x if x is None else x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = [case.call(x, r)]
+        with torch.no_grad():
+            found.append(case.call(leaf, r))
+        with torch.inference_mode():
+            found.append(case.call(x, r).clone())
+        return [case.call(x, r), *found], any(y.requires_grad for y in found)
+
+    for (plain, *others), recorded in (yield body):
+        assert not recorded or case.name == "sum_gradients"  # as x.view_as(x) of a leaf
+        for y in others:
+            assert y.dtype == plain.dtype, case
+            _close([y], [plain], case)
+
+
 ALL = [
     value_and_gradients_to_third_order_are_those_of_truth,
     the_input_is_untouched_and_the_output_its_own,
@@ -142,6 +222,9 @@ ALL = [
     the_jvp_is_that_of_truth,
     vmap_is_a_loop,
     transforms_nest,
+    every_transform_gives_the_gradients_of_truth,
+    forward_mode_and_jacobians_agree,
+    modes_change_nothing,
 ]
 
 

@@ -30,7 +30,7 @@ COLLECTIVES = {
 
 # (x, error, text): for every collective
 WRONG_X = [
-    ([1.0, 2.0], TypeError, "{name}: x: got list, expected a dense torch.Tensor; torch.as_tensor(x) makes one"),
+    ("numbers", TypeError, "{name}: x: got str, expected a dense torch.Tensor; torch.as_tensor(x) makes one"),
     (np.ones(4), TypeError, "{name}: x: got ndarray, expected a dense torch.Tensor; torch.as_tensor(x) makes one"),
     (None, TypeError, "{name}: x: got NoneType, expected a dense torch.Tensor"),
     (

@@ -8,16 +8,19 @@ note      notes/all_gather.md             truth  diffcoll.truth.all_gather
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar, Literal, overload
 
+import torch
 from torch import Tensor
 
-from diffcoll.collectives import reduce_scatter, split
+from diffcoll.collectives import reduce_scatter, split, trees
 from diffcoll.collectives.blocks import join
-from diffcoll.collectives.call import Call, Cotangent, Group, Sizes
-from diffcoll.collectives.linear import Linear, then
+from diffcoll.collectives.call import Call, Cotangent, Group, Sizes, Tree
+from diffcoll.collectives.linear import Linear, apply, start, then
+from diffcoll.collectives.pending import Pending
 
 __all__ = ["AllGather", "all_gather"]
 
@@ -53,15 +56,42 @@ class AllGather(Linear):
         return False, self.replicated
 
 
+@overload
 def all_gather(
-    x: Tensor,
+    x: Tree,
+    dim: int = ...,
+    group: Group = ...,
+    *,
+    sizes: Sizes = ...,
+    stack: bool = ...,
+    cotangent: Cotangent = ...,
+    async_op: Literal[False] = ...,
+) -> Tree: ...
+
+
+@overload
+def all_gather(
+    x: Tree,
+    dim: int = ...,
+    group: Group = ...,
+    *,
+    sizes: Sizes = ...,
+    stack: bool = ...,
+    cotangent: Cotangent = ...,
+    async_op: Literal[True],
+) -> Pending[Tree]: ...
+
+
+def all_gather(
+    x: Tree,
     dim: int = 0,
     group: Group = None,
     *,
     sizes: Sizes = None,
     stack: bool = False,
     cotangent: Cotangent = "partial",
-) -> Tensor:
+    async_op: bool = False,
+) -> Any:
     """All ranks' x, joined along a dimension in the order of ranks, on every rank.
 
     >>> import torch, diffcoll as dc
@@ -72,6 +102,7 @@ def all_gather(
     Args:
         x: any dtype; any shape, the same on all ranks but for its size along `dim` where `sizes` is given.
             A 0-d x counts as one element of a row: the result has shape (N,).
+            Or a tree: nested tuples, lists and dicts of such tensors; those of one dtype travel in one message.
         dim: the dimension to join along; with `stack`, the place of the new one.
         group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
         sizes: None: x has the same size along `dim` on all ranks. A list: each rank's size, zeros allowed.
@@ -80,6 +111,7 @@ def all_gather(
         cotangent: `"partial"`: each rank has a loss of its own, the objective is the sum of them, and the
             backward sums what arrives on all ranks for x. `"replicated"`: all ranks compute one and the same
             loss from y, and it counts once; the backward is this rank's slice.
+        async_op: return a `Pending` at once, whose `wait()` gives the result; the backward overlaps likewise.
 
     Returns:
         A new contiguous tensor of x's dtype, the same on every rank.
@@ -89,12 +121,60 @@ def all_gather(
 
     Source: notes/all_gather.md.
     """
-    call = Call("all_gather", x, group, dim=dim, sizes=sizes, stack=stack, cotangent=cotangent)
+    call = Call("all_gather", x, group, async_op, dim=dim, sizes=sizes, stack=stack, cotangent=cotangent)
     replicated = call.cotangent(cotangent)
     if stack and sizes is not None:
         raise call.error("sizes", "None with stack=True, where every rank brings one slice")
-    new = stack or x.dim() == 0
+    if not isinstance(x, Tensor):
+
+        def again(x: Tensor) -> Any:
+            f: Any = all_gather  # of overloads, mypy wants async_op to be literal
+            return f(x, dim, group, sizes=sizes, stack=stack, cotangent=cotangent, async_op=async_op)
+
+        return _tree(
+            call, replicated, lambda x: all_gather(x, dim, group, sizes=sizes, stack=stack, cotangent=cotangent)
+        )
+    block, d = _block(call, x)
+    return call.submit(AllGather(call.engine, d, call.sizes_of_all(block, d), replicated), block)
+
+
+def _block(call: Call, x: Tensor) -> tuple[Tensor, int]:
+    """Return what x brings, and the dimension to join along."""
+    new = call.arguments["stack"] or x.dim() == 0
     d = call.dim("dim", x, new=new)
-    if new:
-        x = x.unsqueeze(d)
-    return call.apply(AllGather(call.engine, d, call.sizes_of_all(x, d), replicated), x)
+    return (x.unsqueeze(d) if new else x), d
+
+
+def _tree(call: Call, replicated: bool, collective: Callable[[Tensor], Tensor]) -> Any:
+    """Gather rows of numbers, one for each dtype, and put the leaves of all ranks together from them."""
+    if call.engine.joint:
+        return trees.by_leaf(call, collective)
+    leaves, rebuild = trees.checked(call)
+    calls = [call.of(leaf) for leaf in leaves]
+    blocks = [_block(c, leaf) for c, leaf in zip(calls, leaves, strict=True)]
+    if call.arguments["sizes"] == "auto":  # all leaves in one question
+        lengths: Iterable[tuple[int, ...]] = zip(*call.tell([b.shape[d] for b, d in blocks]), strict=True)
+    else:
+        lengths = (c.sizes_of_all(block, d) for c, (block, d) in zip(calls, blocks, strict=True))
+    #: leaf → rank → shape
+    shapes = [
+        [torch.Size([*b.shape[:d], length, *b.shape[d + 1 :]]) for length in of_ranks]
+        for (b, d), of_ranks in zip(blocks, lengths, strict=True)
+    ]
+    ranks = range(call.engine.size)
+    started = []
+    for indices, row in trees.rows([block for block, _ in blocks]):
+        sizes = tuple(sum(shapes[i][s].numel() for i in indices) for s in ranks)
+        f = AllGather(call.engine, 0, sizes, replicated)
+        started.append((indices, start(f, row) if call.async_op else partial(apply, f, row)))
+
+    def unpack() -> Any:
+        found: list[Tensor] = [*leaves]
+        for indices, wait in started:
+            pieces = wait().split_with_sizes([shapes[i][s].numel() for s in ranks for i in indices])
+            for k, i in enumerate(indices):
+                parts = [piece.view(shapes[i][s]) for s, piece in enumerate(pieces[k :: len(indices)])]
+                found[i] = torch.cat(parts, blocks[i][1])
+        return rebuild(found)
+
+    return Pending(call.name, unpack) if call.async_op else unpack()

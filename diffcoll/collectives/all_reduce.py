@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
 
-from diffcoll.collectives import sum_gradients
-from diffcoll.collectives.call import Call, Cotangent, Group
+from diffcoll.collectives import sum_gradients, trees
+from diffcoll.collectives.call import Call, Cotangent, Group, Tree
 from diffcoll.collectives.linear import Linear, then
+from diffcoll.collectives.pending import Pending
 from diffcoll.reductions import Op, Ties
 
 __all__ = ["AllReduce", "all_reduce"]
@@ -46,9 +47,39 @@ class AllReduce(Linear):
         return False, self.replicated
 
 
+@overload
 def all_reduce(
-    x: Tensor, op: Op = "sum", group: Group = None, *, cotangent: Cotangent = "partial", ties: Ties = "even"
-) -> Tensor:
+    x: Tree,
+    op: Op = ...,
+    group: Group = ...,
+    *,
+    cotangent: Cotangent = ...,
+    ties: Ties = ...,
+    async_op: Literal[False] = ...,
+) -> Tree: ...
+
+
+@overload
+def all_reduce(
+    x: Tree,
+    op: Op = ...,
+    group: Group = ...,
+    *,
+    cotangent: Cotangent = ...,
+    ties: Ties = ...,
+    async_op: Literal[True],
+) -> Pending[Tree]: ...
+
+
+def all_reduce(
+    x: Tree,
+    op: Op = "sum",
+    group: Group = None,
+    *,
+    cotangent: Cotangent = "partial",
+    ties: Ties = "even",
+    async_op: bool = False,
+) -> Any:
     """Reduce all ranks' x to their sum, mean, product, maximum, …, on every rank.
 
     >>> import torch, diffcoll as dc
@@ -58,6 +89,7 @@ def all_reduce(
 
     Args:
         x: any shape, the same on all ranks. Any dtype that the op knows.
+            Or a tree: nested tuples, lists and dicts of such tensors; those of one dtype travel in one message.
         op: `"sum"`, `"product"`: of numbers, not bool. `"mean"`, `"logsumexp"`: floating-point or complex.
             `"max"`, `"min"`: not complex. Other common spellings, and `torch.distributed.ReduceOp`, mean the same.
             A function reduces dim 0 of a stack (N, …) of all ranks' x: `lambda s: s.median(0).values`. If it makes
@@ -71,6 +103,7 @@ def all_reduce(
             the same loss from y, and it counts once; the backward moves nothing.
         ties: who gets the gradient of `"max"` and `"min"` where several ranks are equal: `"even"`, all of
             them in equal parts, as `torch.amax`; `"first"`, the lowest of these ranks.
+        async_op: return a `Pending` at once, whose `wait()` gives the result; the backward overlaps likewise.
 
     Returns:
         A new tensor, shape and dtype of x, bitwise the same on every rank.
@@ -80,6 +113,13 @@ def all_reduce(
 
     Source: notes/all_reduce.md.
     """
-    call = Call("all_reduce", x, group, op=op, cotangent=cotangent, ties=ties)
+    call = Call("all_reduce", x, group, async_op, op=op, cotangent=cotangent, ties=ties)
     replicated = call.cotangent(cotangent)
-    return call.reduce(AllReduce(call.engine, replicated), x, lambda reducing: reducing.everywhere(replicated))
+    if isinstance(x, Tensor):
+        return call.reduce(AllReduce(call.engine, replicated), x, lambda reducing: reducing.everywhere(replicated))
+
+    def again(x: Tensor) -> Any:
+        f: Any = all_reduce  # of overloads, mypy wants async_op to be literal
+        return f(x, op, group, cotangent=cotangent, ties=ties, async_op=async_op)
+
+    return trees.by_leaf(call, again) if callable(op) else trees.by_message(call, again)

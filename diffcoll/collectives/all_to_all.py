@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 from torch import Tensor
 
 from diffcoll.collectives.blocks import cut, join
 from diffcoll.collectives.call import Call, Group, Parts, Sizes
 from diffcoll.collectives.linear import Linear, then
+from diffcoll.collectives.pending import Pending
 
 __all__ = ["AllToAll", "all_to_all"]
 
@@ -54,6 +55,32 @@ class AllToAll(Linear):
         return AllToAll(self.engine, self.concat_dim, self.split_dim, self.concat_sizes, self.split_sizes)
 
 
+@overload
+def all_to_all(
+    x: Tensor,
+    split_dim: int = ...,
+    concat_dim: int = ...,
+    group: Group = ...,
+    *,
+    split_sizes: Parts = ...,
+    concat_sizes: Sizes = ...,
+    async_op: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def all_to_all(
+    x: Tensor,
+    split_dim: int = ...,
+    concat_dim: int = ...,
+    group: Group = ...,
+    *,
+    split_sizes: Parts = ...,
+    concat_sizes: Sizes = ...,
+    async_op: Literal[True],
+) -> Pending[Tensor]: ...
+
+
 def all_to_all(
     x: Tensor,
     split_dim: int = 0,
@@ -62,7 +89,8 @@ def all_to_all(
     *,
     split_sizes: Parts = None,
     concat_sizes: Sizes = None,
-) -> Tensor:
+    async_op: bool = False,
+) -> Any:
     """Cut x into one block per rank, send each its block, and join what comes from them.
 
     >>> import torch, diffcoll as dc
@@ -80,6 +108,7 @@ def all_to_all(
             zeros allowed; if the two dimensions differ it is the same list on all ranks.
         concat_sizes: the size along `concat_dim` of the block from each rank. None: equal blocks, which
             within one dimension asks for equal `split_sizes` too. `"auto"`: the ranks tell each other first.
+        async_op: return a `Pending` at once, whose `wait()` gives the result; the backward overlaps likewise.
 
     Returns:
         A new contiguous tensor of x's dtype.
@@ -93,6 +122,7 @@ def all_to_all(
         "all_to_all",
         x,
         group,
+        async_op,
         split_dim=split_dim,
         concat_dim=concat_dim,
         split_sizes=split_sizes,
@@ -108,4 +138,4 @@ def all_to_all(
         raise call.error("concat_sizes", 'a list or "auto" where split_sizes is a list')
     else:
         received = call.sizes_of_blocks(parts, "concat_sizes")
-    return call.apply(AllToAll(call.engine, d, c, parts, received), x)
+    return call.submit(AllToAll(call.engine, d, c, parts, received), x)

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
 
-from diffcoll.collectives import reduce
-from diffcoll.collectives.call import Call, Cotangent, Group
+from diffcoll.collectives import reduce, trees
+from diffcoll.collectives.call import Call, Cotangent, Group, Tree
 from diffcoll.collectives.linear import Linear, then
+from diffcoll.collectives.pending import Pending
 
 __all__ = ["Broadcast", "broadcast"]
 
@@ -72,7 +73,36 @@ class Keep(Linear):
         return True, False
 
 
-def broadcast(x: Tensor, src: int = 0, group: Group = None, *, cotangent: Cotangent = "partial") -> Tensor:
+@overload
+def broadcast(
+    x: Tree,
+    src: int = ...,
+    group: Group = ...,
+    *,
+    cotangent: Cotangent = ...,
+    async_op: Literal[False] = ...,
+) -> Tree: ...
+
+
+@overload
+def broadcast(
+    x: Tree,
+    src: int = ...,
+    group: Group = ...,
+    *,
+    cotangent: Cotangent = ...,
+    async_op: Literal[True],
+) -> Pending[Tree]: ...
+
+
+def broadcast(
+    x: Tree,
+    src: int = 0,
+    group: Group = None,
+    *,
+    cotangent: Cotangent = "partial",
+    async_op: bool = False,
+) -> Any:
     """Rank src's x, on every rank.
 
     >>> import torch, diffcoll as dc
@@ -83,11 +113,13 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None, *, cotangent: Cotang
     Args:
         x: any shape and dtype, the same on all ranks; its values count on rank src alone. It should require
             a gradient on all ranks if it does on src, for all take part in the backward; off src it is zero.
+            Or a tree: nested tuples, lists and dicts of such tensors; those of one dtype travel in one message.
         src: the rank within the group that sends.
         group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
         cotangent: `"partial"`: each rank has a loss of its own, the objective is the sum of them, and the
             backward sums on rank src the gradients that arrive on the ranks. `"replicated"`: all ranks
             compute one and the same loss from y, and it counts once; the backward moves nothing.
+        async_op: return a `Pending` at once, whose `wait()` gives the result; the backward overlaps likewise.
 
     Returns:
         A new tensor, shape and dtype of x.
@@ -97,5 +129,13 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None, *, cotangent: Cotang
 
     Source: notes/broadcast.md.
     """
-    call = Call("broadcast", x, group, src=src, cotangent=cotangent)
-    return call.apply(Broadcast(call.engine, call.root("src"), call.cotangent(cotangent)), x)
+    call = Call("broadcast", x, group, async_op, src=src, cotangent=cotangent)
+    f = Broadcast(call.engine, call.root("src"), call.cotangent(cotangent))
+    if isinstance(x, Tensor):
+        return call.submit(f, x)
+
+    def again(x: Tensor) -> Any:
+        f: Any = broadcast  # of overloads, mypy wants async_op to be literal
+        return f(x, src, group, cotangent=cotangent, async_op=async_op)
+
+    return trees.by_message(call, again)

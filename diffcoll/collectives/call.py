@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from copy import copy
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from diffcoll.collectives.linear import Linear, apply
+from diffcoll._torch import is_tree
+from diffcoll.collectives.linear import Linear, apply, start
+from diffcoll.collectives.pending import Pending
 from diffcoll.engines.engine import WIDER
 from diffcoll.errors import message
 from diffcoll.groups import resolve
 from diffcoll.reductions import REDUCTIONS, SPELLINGS, Reduction, spelled, users
 
 if TYPE_CHECKING:
-    from diffcoll.collectives.reducing import Reducing
+    from diffcoll.collectives.reducing import Reducing, Steps
 
-__all__ = ["Call", "Cotangent", "Group", "Parts", "Sizes"]
+__all__ = ["Call", "Cotangent", "Group", "Parts", "Sizes", "Tree"]
+
+#: A tensor, or nested tuples, lists and dicts of tensors.
+Tree = TypeVar("Tree")
 
 #: What `group` may be; engines recognise their own, see `diffcoll.groups`.
 Group = Any
 #: Sizes of blocks that x is cut into, and of blocks that the ranks bring.
 Parts = Sequence[int] | None
 Sizes = Sequence[int] | Literal["auto"] | None
+#: Collectives whose x may be a tree.
+TAKE_TREES = ("all_reduce", "all_gather", "broadcast", "sum_gradients")
 Cotangent = Literal["partial", "replicated"]
 
 _OPS = '"sum", "mean", "product", "max", "min", "logsumexp", a function that reduces dim 0 of a stack, or a ReduceOp'
@@ -33,35 +41,53 @@ _OPS = '"sum", "mean", "product", "max", "min", "logsumexp", a function that red
 class Call:
     """`name(x, group=group, **arguments)`, checked argument by argument; raises what the user should read."""
 
-    def __init__(self, name: str, x: Tensor | None, group: Group, *, check_x: bool = True, **arguments: Any) -> None:
+    def __init__(
+        self, name: str, x: Any, group: Group, async_op: bool = False, *, check_x: bool = True, **arguments: Any
+    ) -> None:
         self.name = name
         self.x = x
         self.arguments = arguments
+        self.async_op = async_op
         self.engine = resolve(group, name)
-        if check_x:
+        if check_x and not (name in TAKE_TREES and is_tree(x)):
             self.tensor(x)
+
+    def of(self, leaf: Tensor) -> Call:
+        """Return the same call for one leaf of a tree."""
+        call = copy(self)
+        call.x, call.arguments = leaf, dict(self.arguments)
+        return call
 
     def apply(self, f: Linear, x: Tensor) -> Tensor:
         """Return f(x); in a joint world what truth makes of the call as the user wrote it."""
+        y: Tensor = self.submit(f, x)
+        return y
+
+    def submit(self, f: Linear, x: Tensor, then: Callable[[Tensor], Tensor] = lambda y: y) -> Any:
+        """Return then(f(x)), or, with `async_op`, what is pending of it."""
         if self.engine.joint:
             y: Tensor = self.engine.meet_in_truth(self.name, self.x, self.arguments)
-            return y
-        return apply(f, x)
+            return Pending(self.name, lambda: y) if self.async_op else y
+        if not self.async_op:
+            return then(apply(f, x))
+        wait = start(f, x)
+        return Pending(self.name, lambda: then(wait()))
 
-    def reduce(self, f: Linear, x: Tensor, other: Callable[[Reducing], Tensor]) -> Tensor:
+    def reduce(self, f: Linear, x: Tensor, other: Callable[[Reducing], Steps]) -> Any:
         """Return f(x), f being the sum, or what `other` makes of a reduction that is not one, by the call's `op`."""
         from diffcoll.collectives.reducing import Reducing  # it is made of collectives
 
         reduction, x = self._reduction(x)
         if self.engine.joint:
             self.x = x
-            return self.apply(f, x)
+            return self.submit(f, x)
         if reduction.over is not None:
-            return other(Reducing(self.name, reduction, self.engine, x))
+            return self.submit(*other(Reducing(self.name, reduction, self.engine, x)))
         if reduction.name == "sum":
-            return self.apply(f, x)
+            return self.submit(f, x)
         # The mean is the sum divided by N. In half precision the sum may overflow where the mean does not.
-        return self.apply(f, x.to(WIDER.get(x.dtype, x.dtype))).div_(self.engine.size).to(x.dtype)
+        wide = x.to(WIDER.get(x.dtype, x.dtype))
+        return self.submit(f, wide, lambda y: y.div_(self.engine.size).to(x.dtype))
 
     def error(self, argument: str, expected: str, remedy: str = "", got: object = None) -> ValueError:
         """Return the ValueError about one argument."""

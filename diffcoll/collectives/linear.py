@@ -4,13 +4,16 @@ A collective states two things, what it does to plain tensors (`start`) and its 
 once and for all of them: the backward (apply the adjoint), every higher derivative (the adjoint's adjoint is
 the map again), the forward-mode rule (a linear map is its own derivative: apply it to the tangent) and the
 vmap rule (a batch dimension put last is one that no collective looks at).
+
+`apply` waits for the result at once; `start` leaves time between the start and the wait, forward and backward.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any, ClassVar
 
@@ -20,7 +23,7 @@ from torch.autograd import Function
 
 from diffcoll.engines.engine import Engine, Wait
 
-__all__ = ["Linear", "apply", "begin", "then"]
+__all__ = ["Linear", "apply", "begin", "start", "then"]
 
 
 @dataclass(frozen=True)
@@ -111,5 +114,100 @@ class _Apply(Function):
         return apply(f, x.movedim(in_dims[0], -1)), -1
 
 
+# ── with time between the start and the wait ─────────────────────────────────────────────────────────────
+
+
+@dataclass
+class _Transit:
+    """One application of a map that was started and is to be waited for.
+
+    In the graph it is two nodes, joined by an empty tensor. Whatever is derived from it is again a start and a wait:
+    the tangent starts where x started; the adjoint starts where the forward waited and is awaited where it started.
+    """
+
+    wait: Callable[[], Tensor] | None = None
+    #: Tangents on their way, in the order of the levels of forward mode.
+    tangents: deque[_Transit] = field(default_factory=deque)
+    #: The adjoint on its way, during a backward.
+    adjoint: _Transit | None = None
+
+
+def start(f: Linear, x: Tensor) -> Callable[[], Tensor]:
+    """Start f on x; the returned function, to be called once, waits for f(x), differentiable as `apply` is."""
+    if torch.compiler.is_compiling():  # in a graph it is up to the compiler when to start
+        y = apply(f, x)
+        return lambda: y
+    transit = _Transit()
+    empty = _Start.apply(x, f, transit)  # type: ignore[no-untyped-call]
+
+    def wait() -> Tensor:
+        y: Tensor = _Wait.apply(empty, f, transit)  # type: ignore[no-untyped-call]
+        return y
+
+    return wait
+
+
+class _Start(Function):
+    """From x to nothing yet."""
+
+    @staticmethod
+    def forward(x: Tensor, f: Linear, transit: _Transit) -> Tensor:
+        transit.wait = begin(f, x)
+        return x.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, _Transit], output: Tensor) -> None:
+        _, ctx.f, ctx.transit = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gempty: Tensor) -> tuple[Tensor, None, None]:
+        gx: Tensor = _Wait.apply(gempty, ctx.f.adjoint, ctx.transit.adjoint)  # type: ignore[no-untyped-call]
+        ctx.transit.adjoint = None
+        return gx, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tx: Tensor, *_: None) -> Tensor:
+        ctx.transit.tangents.append(_Transit())
+        tempty: Tensor = _Start.apply(tx, ctx.f, ctx.transit.tangents[-1])  # type: ignore[no-untyped-call]
+        return tempty
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None, None], x: Tensor, f: Linear, transit: _Transit) -> tuple[Tensor, int]:
+        empty: Tensor = _Start.apply(x.movedim(in_dims[0], -1), f, transit)  # type: ignore[no-untyped-call]
+        return empty.unsqueeze(1).expand(0, info.batch_size), 1
+
+
+class _Wait(Function):
+    """From nothing to y."""
+
+    @staticmethod
+    def forward(empty: Tensor, f: Linear, transit: _Transit) -> Tensor:
+        assert transit.wait is not None
+        return transit.wait()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, _Transit], output: Tensor) -> None:
+        _, ctx.f, ctx.transit = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
+        ctx.transit.adjoint = _Transit()
+        gempty: Tensor = _Start.apply(gy, ctx.f.adjoint, ctx.transit.adjoint)  # type: ignore[no-untyped-call]
+        return gempty, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tempty: Tensor, *_: None) -> Tensor:
+        ty: Tensor = _Wait.apply(tempty, ctx.f, ctx.transit.tangents.popleft())  # type: ignore[no-untyped-call]
+        return ty
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int, None, None], empty: Tensor, f: Linear, transit: _Transit
+    ) -> tuple[Tensor, int]:
+        y: Tensor = _Wait.apply(empty.sum(in_dims[0]), f, transit)  # type: ignore[no-untyped-call]
+        return y, -1
+
+
 # Function.apply asks for the signature of forward at every call; found here, it need not be worked out each time.
-_Apply.forward.__signature__ = signature(_Apply.forward)  # type: ignore[attr-defined]
+for _rule in (_Apply, _Start, _Wait):
+    _rule.forward.__signature__ = signature(_rule.forward)  # type: ignore[union-attr]

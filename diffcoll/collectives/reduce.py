@@ -71,4 +71,5 @@ def reduce(x: Tensor, dst: int = 0, op: Op = "sum", group: Group = None) -> Tens
     """
     call = Call("reduce", x, group, dst=dst, op=op)
     root = call.root("dst")
-    return call.reduce(Reduce(call.engine, root), x, lambda reducing: reducing.at(root))
+    y: Tensor = call.reduce(Reduce(call.engine, root), x, lambda reducing: reducing.at(root))
+    return y

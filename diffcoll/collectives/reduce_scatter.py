@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from diffcoll.collectives import all_gather
 from diffcoll.collectives.blocks import cut
 from diffcoll.collectives.call import Call, Group, Parts
 from diffcoll.collectives.linear import Linear, then
+from diffcoll.collectives.pending import Pending
 from diffcoll.reductions import Op, Ties
 
 __all__ = ["ReduceScatter", "reduce_scatter"]
@@ -46,9 +47,42 @@ class ReduceScatter(Linear):
         return all_gather.AllGather(self.engine, self.dim, self.sizes)
 
 
+@overload
 def reduce_scatter(
-    x: Tensor, op: Op = "sum", dim: int = 0, group: Group = None, *, sizes: Parts = None, ties: Ties = "even"
-) -> Tensor:
+    x: Tensor,
+    op: Op = ...,
+    dim: int = ...,
+    group: Group = ...,
+    *,
+    sizes: Parts = ...,
+    ties: Ties = ...,
+    async_op: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def reduce_scatter(
+    x: Tensor,
+    op: Op = ...,
+    dim: int = ...,
+    group: Group = ...,
+    *,
+    sizes: Parts = ...,
+    ties: Ties = ...,
+    async_op: Literal[True],
+) -> Pending[Tensor]: ...
+
+
+def reduce_scatter(
+    x: Tensor,
+    op: Op = "sum",
+    dim: int = 0,
+    group: Group = None,
+    *,
+    sizes: Parts = None,
+    ties: Ties = "even",
+    async_op: bool = False,
+) -> Any:
     """Reduce all ranks' x to their sum, mean, product, maximum, …, of which rank r receives block r along a dimension.
 
     >>> import torch, diffcoll as dc
@@ -66,6 +100,7 @@ def reduce_scatter(
         sizes: None: N equal blocks. A list, the same on all ranks: each rank's size, zeros allowed.
         ties: who gets the gradient of `"max"` and `"min"` where several ranks are equal: `"even"`, all of
             them in equal parts, as `torch.amax`; `"first"`, the lowest of these ranks.
+        async_op: return a `Pending` at once, whose `wait()` gives the result; the backward overlaps likewise.
 
     Returns:
         A new tensor, dtype of x, shape of x but for this rank's size along `dim`.
@@ -75,7 +110,7 @@ def reduce_scatter(
 
     Source: notes/reduce_scatter.md.
     """
-    call = Call("reduce_scatter", x, group, op=op, dim=dim, sizes=sizes, ties=ties)
+    call = Call("reduce_scatter", x, group, async_op, op=op, dim=dim, sizes=sizes, ties=ties)
     d = call.dim("dim", x)
     parts = call.sizes_of_parts(x, d)
     return call.reduce(ReduceScatter(call.engine, d, parts), x, lambda reducing: reducing.block(d, parts))

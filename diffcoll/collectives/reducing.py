@@ -10,6 +10,8 @@ transform comes from the parts. Small tensors are gathered whole instead, which 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,12 +19,15 @@ from diffcoll._torch import is_view
 from diffcoll.collectives.all_gather import AllGather
 from diffcoll.collectives.all_to_all import AllToAll
 from diffcoll.collectives.gather import Gather
-from diffcoll.collectives.linear import apply
+from diffcoll.collectives.linear import Linear, apply
 from diffcoll.engines.engine import Engine, even_sizes
 from diffcoll.errors import message
 from diffcoll.reductions import Reduction, acts_position_by_position
 
-__all__ = ["Reducing"]
+__all__ = ["Reducing", "Steps"]
+
+#: A linear map, the last one that moves anything, what it is applied to, and what is done with its result.
+Steps = tuple[Linear, Tensor, Callable[[Tensor], Tensor]]
 
 
 class Reducing:
@@ -35,31 +40,38 @@ class Reducing:
     def __init__(self, operation: str, reduction: Reduction, engine: Engine, x: Tensor) -> None:
         self.operation, self.reduction, self.engine, self.x = operation, reduction, engine, x
 
-    def everywhere(self, replicated: bool) -> Tensor:
+    def everywhere(self, replicated: bool) -> Steps:
         """y on every rank."""
         sizes = even_sizes(self.x.numel(), self.engine.size)
         if self._whole(sizes) or self.x.numel() * self.x.element_size() <= self.engine.small(self.x.device.type):
-            return self._over(self._all(replicated))
-        return apply(AllGather(self.engine, 0, sizes, replicated), self._row_block(sizes)).view(self.x.shape)
+            return AllGather(self.engine, 0, self._ones, replicated), self.x.unsqueeze(0), self._over
+        last = AllGather(self.engine, 0, sizes, replicated)
+        return last, self._row_block(sizes), lambda y: y.view(self.x.shape)
 
-    def at(self, dst: int) -> Tensor:
+    def at(self, dst: int) -> Steps:
         """y on rank dst, zeros elsewhere."""
         sizes = even_sizes(self.x.numel(), self.engine.size)
-        y = apply(Gather(self.engine, dst, 0, sizes), self._row_block(sizes).unsqueeze(1))
-        if self.engine.rank != dst:  # nothing came, and it stays in the graph: as (0, 1), for cat drops a (0,)
-            y = torch.cat([y, y.new_zeros(self.x.numel(), 1)])
-        return y.view(self.x.shape)
 
-    def block(self, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        def shaped(y: Tensor) -> Tensor:
+            if self.engine.rank != dst:  # nothing came, and it stays in the graph: as (0, 1), for cat drops a (0,)
+                y = torch.cat([y, y.new_zeros(self.x.numel(), 1)])
+            return y.view(self.x.shape)
+
+        return Gather(self.engine, dst, 0, sizes), self._row_block(sizes).unsqueeze(1), shaped
+
+    def block(self, dim: int, sizes: tuple[int, ...]) -> Steps:
         """Block r of y along dim, on rank r."""
+        x = self.x.unsqueeze(0)
         if self._whole(sizes):
-            return self._block_of(self._over(self._all()), dim, sizes).clone()
-        return self._over(apply(AllToAll(self.engine, dim + 1, 0, sizes, self._ones), self.x.unsqueeze(0)))
+            gather = AllGather(self.engine, 0, self._ones)
+            return gather, x, lambda stack: self._block_of(self._over(stack), dim, sizes).clone()
+        return AllToAll(self.engine, dim + 1, 0, sizes, self._ones), x, self._over
 
     def _row_block(self, sizes: tuple[int, ...]) -> Tensor:
         """Block r of y as one row, on rank r."""
         if self._whole(sizes):
-            return self._block_of(self._over(self._all()).reshape(-1), 0, sizes)
+            stack = apply(AllGather(self.engine, 0, self._ones), self.x.unsqueeze(0))
+            return self._block_of(self._over(stack).reshape(-1), 0, sizes)
         return self._over(apply(AllToAll(self.engine, 1, 0, sizes, self._ones), self.x.reshape(1, -1)))
 
     def _whole(self, sizes: tuple[int, ...]) -> bool:
@@ -71,10 +83,6 @@ class Reducing:
     def _block_of(self, y: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
         """Block r of y; not by split_with_sizes, whose derivative forgets an empty row."""
         return y.narrow(dim, sum(sizes[: self.engine.rank]), sizes[self.engine.rank])
-
-    def _all(self, replicated: bool = False) -> Tensor:
-        """All ranks' x, stacked."""
-        return apply(AllGather(self.engine, 0, self._ones, replicated), self.x.unsqueeze(0))
 
     @property
     def _ones(self) -> tuple[int, ...]:

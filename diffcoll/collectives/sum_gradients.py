@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from diffcoll.collectives import all_reduce
-from diffcoll.collectives.call import Call, Group
+from diffcoll.collectives import all_reduce, trees
+from diffcoll.collectives.call import Call, Group, Tree
 from diffcoll.collectives.linear import Linear
 
 __all__ = ["SumGradients", "sum_gradients"]
@@ -47,7 +47,7 @@ class SumGradients(Linear):
         return True, False
 
 
-def sum_gradients(x: Tensor, group: Group = None) -> Tensor:
+def sum_gradients(x: Tree, group: Group = None) -> Tree:
     """Return x, which all ranks hold alike, for use in per-rank work: its gradient is summed over ranks.
 
     Megatron's f and JAX's pvary. Moves nothing forward.
@@ -62,6 +62,7 @@ def sum_gradients(x: Tensor, group: Group = None) -> Tensor:
 
     Args:
         x: any shape and dtype, equal on all ranks.
+            Or a tree: nested tuples, lists and dicts of such tensors; those of one dtype travel in one message.
         group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
 
     Returns:
@@ -73,4 +74,9 @@ def sum_gradients(x: Tensor, group: Group = None) -> Tensor:
     Source: notes/sum_gradients.md.
     """
     call = Call("sum_gradients", x, group)
-    return call.apply(SumGradients(call.engine, copy=torch.compiler.is_compiling()), x)
+    y: Any
+    if isinstance(x, Tensor):
+        y = call.apply(SumGradients(call.engine, copy=torch.compiler.is_compiling()), x)
+    else:
+        y = trees.by_message(call, lambda x: sum_gradients(x, group))
+    return y  # type: ignore[no-any-return]

@@ -73,12 +73,14 @@ class Case:
     def call(self, x: Any, rank: int, group: Any = None) -> Tensor:
         """Make the call on one rank."""
         own = {key: value[rank] for key, value in self.per_rank.items()}
-        y: Tensor = getattr(diffcoll, self.name)(x, group=group, **self.arguments, **own)
-        return y
+        y: Any = getattr(diffcoll, self.name)(x, group=group, **self.arguments, **own)
+        result: Tensor = y.wait() if isinstance(y, diffcoll.Pending) else y
+        return result
 
     def truth(self, xs: list[Any]) -> list[Tensor]:
         """Return what the call means."""
-        ys: list[Tensor] = getattr(truth, self.name)(xs, **self.arguments, **self.per_rank)
+        arguments = {key: value for key, value in self.arguments.items() if key != "async_op"}
+        ys: list[Tensor] = getattr(truth, self.name)(xs, **arguments, **self.per_rank)
         return ys
 
     # ── data: every rank makes its own, and truth makes all of them, from the same seeds ─────────────────
@@ -243,6 +245,7 @@ def table(n: int) -> list[Case]:
         case("all_reduce", same((3, 4)), op="mean"),
         case("all_reduce", same(())),
         case("all_reduce", same((3, 4)), cotangent="replicated"),
+        *(case("all_reduce", same((3, 4)), op=op, async_op=True) for op in ("mean", "product")),
         *(case("all_reduce", same((3, 4)), op=op) for op in ("product", "max", "min", "logsumexp", median)),
         *(case("all_reduce", same((3, 4)), few=True, op=op, ties=ties) for op, ties in _TIED),
         case("all_reduce", same((2, 2)), op=largest_whole),
@@ -252,10 +255,12 @@ def table(n: int) -> list[Case]:
         case("all_gather", along(0, some), sizes=some),
         case("all_gather", along(1, uneven), dim=1, sizes="auto"),
         case("all_gather", same((2, 3)), dim=1, stack=True),
+        case("all_gather", along(1, uneven), dim=1, sizes=uneven, async_op=True),
         case("all_gather", same(())),
         case("all_gather", same((2, 3)), dim=1, cotangent="replicated"),
         case("reduce_scatter", same((2 * n, 3))),
         case("reduce_scatter", same((2 * n, 3)), op="mean"),
+        *(case("reduce_scatter", same((2 * n, 3)), op=op, async_op=True) for op in ("sum", "max")),
         case("reduce_scatter", same((3, 2 * n)), dim=-1),
         case("reduce_scatter", same((sum(some), 2)), sizes=some),
         *(case("reduce_scatter", same((2 * n, 3)), op=op) for op in ("product", "max", "min", "logsumexp", median)),
@@ -264,11 +269,13 @@ def table(n: int) -> list[Case]:
         case("reduce_scatter", same((2 * n, 3)), op=largest_whole),
         case("all_to_all", same((2 * n, 3))),
         case("all_to_all", same((3, 2 * n)), split_dim=1, concat_dim=0),
+        case("all_to_all", same((3, 2 * n)), split_dim=1, concat_dim=0, async_op=True),
         exchange(None),
         exchange("auto"),
         moved(),
         case("broadcast", same((2, 3))),
         case("broadcast", same((2, 3)), src=last),
+        case("broadcast", same((2, 3)), src=last, async_op=True),
         case("broadcast", same((2, 3)), src=last, cotangent="replicated"),
         case("reduce", same((2, 3))),
         case("reduce", same((2, 3)), dst=last, op="mean"),

@@ -48,6 +48,8 @@ def cases(draw: Draw, name: str, most: int = 6) -> Case:
     """Calls of the collective `name` in worlds of up to `most` ranks."""
     n = draw(worlds(most))
     shapes, arguments, per_rank = _CALLS[name](draw, n)
+    if name in _ASYNC and draw(st.booleans()):
+        arguments = {**arguments, "async_op": True}
     dtypes = [torch.float64] if arguments.get("op") in _ORDERED else [torch.float64, torch.complex128]
     return Case(
         name,
@@ -85,6 +87,7 @@ def _some(draw: Draw, **arguments: list[Any]) -> dict[str, Any]:
 
 
 _WORLDS = ["partial", "replicated"]
+_ASYNC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _TIES = ["even", "first"]
 _ORDERED = ["max", "min", median]
 _OPS = ["sum", "mean", "product", "logsumexp", largest_whole, *_ORDERED]

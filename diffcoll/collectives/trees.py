@@ -1,0 +1,60 @@
+"""Trees of tensors: the leaves of one dtype travel in one message, and come back in the same structure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcoll._torch import tree_flatten, tree_paths
+from diffcoll.collectives.call import Call
+from diffcoll.collectives.pending import Pending
+
+__all__ = ["by_leaf", "by_message", "checked", "rows"]
+
+
+def by_message(call: Call, collective: Callable[[Tensor], Any]) -> Any:
+    """Apply a collective that treats every number alike: one call for the leaves of each dtype, as one row."""
+    if call.engine.joint:
+        return by_leaf(call, collective)
+    leaves, rebuild = checked(call)
+    started = [(indices, collective(row)) for indices, row in rows(leaves)]
+
+    def unpack() -> Any:
+        found: list[Tensor] = [*leaves]
+        for indices, y in started:
+            y = y.wait() if call.async_op else y
+            pieces = y.split_with_sizes([leaves[i].numel() for i in indices])
+            for i, piece in zip(indices, pieces, strict=True):
+                found[i] = piece.clone().view(leaves[i].shape)  # else the leaves would share memory
+        return rebuild(found)
+
+    return Pending(call.name, unpack) if call.async_op else unpack()
+
+
+def by_leaf(call: Call, collective: Callable[[Tensor], Any]) -> Any:
+    """Apply a collective to one leaf after the other."""
+    leaves, rebuild = checked(call)
+    found = [collective(leaf) for leaf in leaves]
+    return Pending(call.name, lambda: rebuild([p.wait() for p in found])) if call.async_op else rebuild(found)
+
+
+def checked(call: Call) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
+    """Return the leaves of the call's x, and the function that puts others in their place."""
+    leaves, rebuild = tree_flatten(call.x)
+    for i, leaf in enumerate(leaves):
+        try:
+            call.tensor(leaf)
+        except (TypeError, ValueError) as error:
+            raise type(error)(str(error).replace(": x:", f": x{tree_paths(call.x)[i]}:", 1)) from None
+    return leaves, rebuild
+
+
+def rows(leaves: list[Tensor]) -> list[tuple[list[int], Tensor]]:
+    """Return one row of numbers for each dtype and device, with the indices of its leaves."""
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        groups.setdefault((leaf.dtype, leaf.device), []).append(i)
+    return [(indices, torch.cat([leaves[i].reshape(-1) for i in indices])) for indices in groups.values()]
