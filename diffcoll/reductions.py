@@ -10,7 +10,7 @@ note      notes/reductions.md       truth  diffcoll.truth.all_reduce
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -68,7 +68,7 @@ class _TracedProduct(Function):
 
     @staticmethod
     def forward(s: Tensor) -> Tensor:
-        return _Scaled.of(s).product()
+        return torch.cat([_Scaled.of(piece).product() for (piece,) in _pieces(s)]).view(s.shape[1:])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -77,8 +77,8 @@ class _TracedProduct(Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> Tensor:
         (s,) = ctx.saved_tensors
-        others = leave_one_out(s)
-        return gy * (others.conj() if others.is_complex() else others)
+        gs = [gy * _Scaled.of(piece).leave_one_out().conj() for piece, gy in _pieces(s, gy.unsqueeze(0))]
+        return torch.cat(gs, 1).reshape(s.shape)
 
 
 class _Product(_TracedProduct):
@@ -102,7 +102,17 @@ def leave_one_out(s: Tensor) -> Tensor:
 
     Differentiable to any order, as the multiplications that it is made of.
     """
-    return _Scaled.of(s).leave_one_out()
+    return torch.cat([_Scaled.of(piece).leave_one_out() for (piece,) in _pieces(s)], 1).reshape(s.shape)
+
+
+#: So many numbers of a stack are worked on at a time: they and what is made of them stay in cache.
+_PIECE = 1 << 16
+
+
+def _pieces(s: Tensor, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the tensors in pieces of a few columns, all further dimensions taken as one."""
+    columns = s[0].numel() if torch.compiler.is_compiling() else max(1, _PIECE // len(s))  # compiled: fused anyway
+    return zip(*(torch.split(t.reshape(len(t), -1), columns, 1) for t in (s, *more)), strict=True)
 
 
 #: Factors between 1 and 2 that may be multiplied before the result is scaled anew (float32 reaches 2^127).

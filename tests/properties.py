@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from diffcoll.collectives import linear
@@ -78,20 +77,10 @@ def the_jvp_is_that_of_truth(case: Case) -> Generator[Body, list[Any], None]:
     if None in case.shapes:  # takes part in no transform
         return
 
-    def body(r: int) -> tuple[Tensor, Tensor]:
-        x = case.x(r, SEED)
-        with forward_ad.dual_level():
-            t = case.x(r, SEED + 1)
-            y, ty = forward_ad.unpack_dual(case.call(forward_ad.make_dual(x, t), r))
-        return y, ty
-
-    got = yield body
-    ranks = range(case.size)
-    with forward_ad.dual_level():
-        ys = case.truth([forward_ad.make_dual(case.x(r, SEED), case.x(r, SEED + 1)) for r in ranks])
-        expected = [forward_ad.unpack_dual(y) for y in ys]
-    for what in (0, 1):
-        _close([g[what] for g in got], [e[what] for e in expected], case)
+    got = yield lambda r: cases.tangent_on_rank(case, r, SEED)
+    expected = cases.tangents_in_truth(case, SEED)
+    _close([m.output for m in got], [m.output for m in expected], case)
+    _close([m.tangent for m in got], [m.tangent for m in expected], case)
 
 
 def vmap_is_a_loop(case: Case) -> Generator[Body, list[Any], None]:
@@ -205,7 +194,7 @@ def modes_change_nothing(case: Case) -> Generator[Body, list[Any], None]:
             found.append(case.call(leaf, r))
         with torch.inference_mode():
             found.append(case.call(x, r).clone())
-        return [case.call(x, r), *found], any(y.requires_grad for y in found)
+        return [y.detach() for y in (case.call(x, r), *found)], any(y.requires_grad for y in found)
 
     for (plain, *others), recorded in (yield body):
         assert not recorded or case.name == "sum_gradients"  # as x.view_as(x) of a leaf

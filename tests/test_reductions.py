@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import diffcoll as dc
+from diffcoll.cli import bench
 from diffcoll.engines.local import LocalEngine
 from diffcoll.reductions import acts_position_by_position, leave_one_out, product
 from diffcoll.testing import cases, simulate, spawn
@@ -232,6 +233,21 @@ def test_large_tensors_go_by_parts_on_gloo_too():
     for y in range(0, 10, 2):
         assert torch.equal(b[0][y], b[1][y])
         assert torch.equal(b[0][y], b[2][y])
+
+
+def test_memory_and_bytes_do_not_grow_with_the_ranks():
+    """One stack of x's size on each rank, however many there are; and the bytes of a sum."""
+    numel = 1 << 22
+    by_sum = bench.bytes_sent(cases.Case("all_reduce", ((numel,),) * 4, {}, dtype=torch.float32))
+    for op in ("product", "max"):
+        peaks = {}
+        for n in (2, 4, 8):
+            case = cases.Case("all_reduce", ((numel,),) * n, {"op": op}, dtype=torch.float32)
+            peaks[n] = bench.peak_memory(case) / (4 * numel)
+            if n == 4:
+                assert bench.bytes_sent(case) <= 2 * by_sum
+        assert peaks[4] <= 6, (op, peaks)
+        assert peaks[8] <= 1.1 * peaks[2], (op, peaks)
 
 
 def test_functions_that_act_position_by_position():

@@ -1,4 +1,4 @@
-"""`diffcoll bench`: what a forward and backward costs, side by side with what PyTorch offers.
+"""`diffcoll bench`: what a forward and backward costs, in time, bytes and memory, beside what PyTorch offers.
 
 All systems take turns within one run, and a step ends with a barrier, so that no system looks fast because its
 result is awaited later. Read ratios; absolute times are those of this machine in this minute.
@@ -11,6 +11,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,82 +20,244 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+import diffcoll
 from diffcoll.cli.competitors import SYSTEMS
-from diffcoll.testing.cases import Case
+from diffcoll.engines.local import LocalEngine
+from diffcoll.testing.cases import Case, median
+from diffcoll.testing.simulate import simulate
 from diffcoll.testing.spawn import spawn
 
-__all__ = ["add_to"]
+__all__ = ["add_to", "bytes_sent", "peak_memory"]
 
 RAW = "raw calls and copies"
 SIZES = {"4 B": 1, "1 MB": 1 << 18, "16 MB": 1 << 22}
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+OPS: dict[str, tuple[Any, ...]] = {
+    "all_reduce": ("sum", "mean", "product", "max", "logsumexp", median),
+    "reduce_scatter": ("sum", "product", "max"),
+}
+MORE = ("trees", "overlap")
+Steps = dict[str, Callable[[], object]]
 
 
 def add_to(commands: Any) -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser("bench", help="time forward + backward beside PyTorch's own, interleaved")
+    parser = commands.add_parser("bench", help="time, bytes and memory of forward + backward beside PyTorch's own")
+    known = (*COLLECTIVES, *MORE)
     parser.add_argument("--world-size", type=int, default=2, metavar="N")
-    parser.add_argument("--only", default="", metavar="NAMES", help=f"of {', '.join(COLLECTIVES)}")
+    parser.add_argument("--only", default="", metavar="NAMES", help=f"of {', '.join(known)}")
     parser.add_argument("--rounds", type=int, default=15)
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    names = [name for name in options.only.split(",") if name] or list(COLLECTIVES)
-    unknown = [name for name in names if name not in COLLECTIVES]
+    known = (*COLLECTIVES, *MORE)
+    names = [name for name in options.only.split(",") if name] or list(known)
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise SystemExit(f"diffcoll bench: --only: got {unknown[0]!r}, expected names of {', '.join(COLLECTIVES)}")
-    n = options.world_size
-    console = Console()
-    grid = Table(title=f"forward + backward, gloo, N = {n}, float32: median ms (diffcoll's as a ratio to it)")
-    for column in ("collective", "x", "diffcoll", *(name.removeprefix("torch.distributed.") for name in _others())):
+        raise SystemExit(f"diffcoll bench: --only: got {unknown[0]!r}, expected names of {', '.join(known)}")
+    n, rounds, console = options.world_size, options.rounds, Console()
+    if any(name in COLLECTIVES for name in names):
+        console.print(_costs([name for name in names if name in COLLECTIVES], n, rounds))
+    if "trees" in names:
+        console.print(_ratios("200 tensors of 327 float32 in one call", _trees, n, rounds))
+    if "overlap" in names:
+        console.print(_ratios("all_reduce of 16 MB, and as much work beside it", _overlap, n, rounds))
+    return 0
+
+
+def _costs(names: list[str], n: int, rounds: int) -> Table:
+    grid = Table(
+        title=f"forward + backward, gloo, N = {n}, float32: median ms (diffcoll's as a ratio to it);\n"
+        "bytes a rank sends, and its peak memory above x and y, in bytes of x"
+    )
+    for column in ("collective", "x", "diffcoll", *map(_short, _others()), "sent", "memory"):
         grid.add_column(column)
     for name in names:
-        for size, numel in SIZES.items():
-            times = spawn(lambda r: _time(r, n, name, numel, options.rounds), range(n), timeout=600)[0]  # noqa: B023
-            ours = times["diffcoll"]
-            others = [f"{times[s]:.2f} ({ours / times[s]:.2f}×)" if s in times else "" for s in _others()]
-            grid.add_row(name, size, f"{ours:.2f}", *others)
-    console.print(grid)
-    return 0
+        for op in OPS.get(name, (None,)):
+            for size, numel in SIZES.items():
+                case = _case(name, op, numel, n)
+                turns = rounds * (10 if numel == 1 else 1)
+                times = spawn(lambda r: _time(_steps(case, r), turns), range(n), timeout=600)[0]  # noqa: B023
+                ours = times["diffcoll"]
+                others = [f"{times[s]:.2f} ({ours / times[s]:.2f}×)" if s in times else "" for s in _others()]
+                large = numel == max(SIZES.values())
+                sent = f"{bytes_sent(case) / _nbytes(case):.2f}" if large else ""
+                memory = f"{peak_memory(case) / _nbytes(case):.2f}" if large else ""
+                word = "" if op in (None, "sum") else f" {op if isinstance(op, str) else op.__name__}"
+                grid.add_row(name + word, size, f"{ours:.2f}", *others, sent, memory)
+    return grid
+
+
+def _case(name: str, op: Any, numel: int, n: int) -> Case:
+    rows = n if name in ("reduce_scatter", "all_to_all") else 1
+    arguments = {} if op in (None, "sum") else {"op": op}
+    return Case(name, ((max(numel // rows, 1) * rows,),) * n, arguments, dtype=torch.float32)
+
+
+def _nbytes(case: Case) -> int:
+    assert case.shapes[0] is not None
+    return 4 * case.shapes[0][0]
 
 
 def _others() -> list[str]:
     return [name for name in SYSTEMS if name != "diffcoll"] + [RAW]
 
 
-def _time(rank: int, n: int, name: str, numel: int, rounds: int) -> dict[str, float]:
-    """Median milliseconds of a step, by system."""
-    warnings.simplefilter("ignore")  # the others' deprecation
-    rows = n if name in ("reduce_scatter", "all_to_all") else 1
-    x = torch.randn(max(numel // rows, 1) * rows, requires_grad=True)
-    case = Case(name, (tuple(x.shape),) * n)
-    calls = {system: adapter(case, rank) for system, adapter in SYSTEMS.items()}
+def _short(system: str) -> str:
+    return system.removeprefix("torch.distributed.")
+
+
+# ── time ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _steps(case: Case, rank: int) -> Steps:
+    x = case.x(rank, 0).requires_grad_()
     with torch.no_grad():
-        like = case.call(x, rank)
-    gy = torch.randn(like.shape)
-    steps: dict[str, Callable[[], object]] = {}
-    for system, call in calls.items():
+        gy = torch.randn(case.call(x, rank).shape)
+    steps: Steps = {}
+    for system, adapter in SYSTEMS.items():
+        call = adapter(case, rank)
         if call is not None:
             steps[system] = lambda call=call: torch.autograd.grad(call(x), x, gy)  # type: ignore[misc]
-    if name == "all_reduce":
+    if case.name == "all_reduce" and not case.arguments:
         steps[RAW] = lambda: (_raw_all_reduce(x), _raw_all_reduce(gy))
-    if numel == 1:
-        rounds *= 10
-    times: dict[str, list[float]] = {system: [] for system in steps}
-    for i in range(rounds + 2):
-        turn = i % len(steps)  # nobody always comes first, or after the same one
-        for system, step in [*steps.items()][turn:] + [*steps.items()][:turn]:
-            dist.barrier()
-            start = time.perf_counter()
-            step()
-            dist.barrier()
-            if i >= 2:
-                times[system].append(1e3 * (time.perf_counter() - start))
-    return {system: statistics.median(values) for system, values in times.items()}
+    return steps
 
 
 def _raw_all_reduce(x: Tensor) -> Tensor:
     y = x.detach().clone()
     dist.all_reduce(y)
     return y
+
+
+def _time(steps: Steps, rounds: int) -> dict[str, float]:
+    """Median milliseconds of each step."""
+    warnings.simplefilter("ignore")  # the others' deprecation
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for i in range(rounds + 2):
+        turn = i % len(steps)  # nobody always comes first, or after the same one
+        for name, step in [*steps.items()][turn:] + [*steps.items()][:turn]:
+            dist.barrier()
+            start = time.perf_counter()
+            try:
+                step()
+            except Exception:  # what the other systems do not offer after all; on all ranks alike
+                times.pop(name, None)
+            dist.barrier()
+            if i >= 2 and name in times:
+                times[name].append(1e3 * (time.perf_counter() - start))
+        steps = {name: steps[name] for name in times}
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+# ── bytes and memory ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def bytes_sent(case: Case) -> int:
+    """Return how many bytes the busiest rank sends in a forward and backward, where the library moves all itself."""
+    sent = [0] * case.size
+    whole = LocalEngine.exchange
+
+    def counted(engine: LocalEngine, sends: Any, recvs: Any) -> Any:
+        for s, block in enumerate(sends):
+            if s != engine.rank and block is not None:
+                sent[engine.rank] += block.numel() * block.element_size()
+        return whole(engine, sends, recvs)
+
+    LocalEngine.exchange = counted  # type: ignore[method-assign,assignment]
+    try:
+        simulate(lambda r: _step(case, r), range(case.size), rules=True)
+    finally:
+        LocalEngine.exchange = whole  # type: ignore[method-assign]
+    return max(sent)
+
+
+def peak_memory(case: Case) -> float:
+    """Return the peak memory of a forward and backward above x and y, in bytes, the largest of all ranks (gloo).
+
+    The kernel's count of pages in memory, so everything counts: the gradient, scratch, and what gloo allocates.
+    """
+
+    def body(r: int) -> float:
+        torch.autograd.grad(case.call(x := torch.ones(case.size, requires_grad=True), r).sum(), x)  # all is loaded
+        x = case.x(r, 0).requires_grad_()
+        dist.barrier()
+        Path("/proc/self/clear_refs").write_text("5")  # start the peak anew
+        before = _memory("VmRSS")
+        y = case.call(x, r)
+        torch.autograd.grad(y, x, torch.ones(()).expand(y.shape))
+        above: float = _memory("VmHWM") - before - y.numel() * y.element_size()
+        return above
+
+    found: list[float] = spawn(body, range(case.size), timeout=120)
+    return max(found)
+
+
+def _step(case: Case, rank: int) -> None:
+    x = case.x(rank, 0).requires_grad_()
+    torch.autograd.grad(case.call(x, rank).sum(), x)
+
+
+def _memory(key: str) -> float:
+    """Return one of this process's memory counts, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+
+# ── trees and overlap ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _ratios(title: str, make: Callable[[int], Steps], n: int, rounds: int) -> Table:
+    times = spawn(lambda r: _time(make(r), rounds), range(n), timeout=600)[0]
+    first = next(iter(times.values()))
+    grid = Table("way", "median ms", "first, as a ratio to it", title=f"{title}: forward + backward, gloo, N = {n}")
+    for name, value in times.items():
+        grid.add_row(name, f"{value:.2f}", f"{first / value:.2f}×")
+    return grid
+
+
+def _trees(rank: int) -> Steps:
+    xs = [torch.randn(327, requires_grad=True) for _ in range(200)]
+    gs = [torch.randn(327) for _ in xs]
+
+    def by_hand() -> object:
+        y = diffcoll.all_reduce(torch.cat([x.reshape(-1) for x in xs]))
+        return torch.autograd.grad([piece.clone() for piece in torch.split(y, [x.numel() for x in xs])], xs, gs)
+
+    def one() -> object:
+        return torch.autograd.grad(diffcoll.all_reduce(row), row, gy)
+
+    row, gy = torch.randn(200 * 327, requires_grad=True), torch.randn(200 * 327)
+    return {
+        "diffcoll.all_reduce(list)": lambda: torch.autograd.grad(diffcoll.all_reduce(xs), xs, gs),
+        "one tensor, cat and split by hand": by_hand,
+        "one tensor of their size, no copies": one,
+        "200 calls": lambda: torch.autograd.grad([diffcoll.all_reduce(x) for x in xs], xs, gs),
+    }
+
+
+def _overlap(rank: int) -> Steps:
+    x, w = torch.randn(1 << 22, requires_grad=True), torch.randn(500, 500, requires_grad=True)
+    gy = torch.randn(1 << 22)
+
+    def work() -> Tensor:
+        y = w
+        for _ in range(4):
+            y = torch.tanh(y @ w)
+        return y.sum()
+
+    def both(later: bool) -> object:
+        if later:
+            pending = diffcoll.all_reduce(x, async_op=True)
+            z = work()
+            return torch.autograd.grad([pending.wait(), z], [x, w], [gy, torch.ones(())])
+        y = diffcoll.all_reduce(x)
+        return torch.autograd.grad([y, work()], [x, w], [gy, torch.ones(())])
+
+    return {
+        "async_op=True": lambda: both(True),
+        "one after the other": lambda: both(False),
+        "the collective alone": lambda: torch.autograd.grad(diffcoll.all_reduce(x), x, gy),
+        "the work alone": lambda: torch.autograd.grad(work(), w),
+    }

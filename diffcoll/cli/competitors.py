@@ -18,7 +18,7 @@ from torch import Tensor
 
 from diffcoll.testing.cases import Case
 
-__all__ = ["SYSTEMS", "Adapter"]
+__all__ = ["SYSTEMS", "Adapter", "Call"]
 
 Call = Callable[[Any], Any]
 #: The ops that they have, by their names.

@@ -53,7 +53,10 @@ def show(rows: list[Row], training: Training | None, about: str) -> None:
 
 def _matrix(rows: list[Row], about: str) -> Table:
     systems = _systems(rows)
-    grid = Table(title=f"relative error against the ground truth: output, gradient, second order\n{about}")
+    grid = Table(
+        title=f"relative error against the ground truth: output, gradient, second order\n"
+        f"jvp: output, tangent; compiled (fullgraph, inductor): output, gradient\n{about}"
+    )
     grid.add_column("collective", style="bold", no_wrap=True)
     grid.add_column("call")
     grid.add_column("N", no_wrap=True)
@@ -167,7 +170,9 @@ def page(rows: list[Row], training: Training | None, about: str) -> str:
 <p class="{"wrong" if failed else "right"}"><strong>{verdict}.</strong>
 <p>Rank r computes a loss ℓ<sub>r</sub>; the objective is their sum. Each call ran on real processes with data and
 cotangents that differ on every rank. Three numbers a cell: the relative error of the output, of the gradient and of
-a second-order gradient, against the ground truth that PyTorch derives when all ranks live in one graph.
+a second-order gradient, against the ground truth that PyTorch derives when all ranks live in one graph. In the
+rows jvp, forward mode, two: output and tangent. In the rows compiled, torch.compile(fullgraph=True), two: output and
+gradient.
 <table>
 <caption>{html.escape(about)}</caption>
 <thead><tr><th>collective<th>call<th>N{head}

@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,18 @@ import torch
 import torch.distributed as dist
 
 from diffcoll.cli import digits, report
-from diffcoll.cli.competitors import SYSTEMS, Adapter
+from diffcoll.cli.competitors import SYSTEMS, Adapter, Call
 from diffcoll.collectives import COLLECTIVES
-from diffcoll.testing.cases import Case, errors, in_truth, on_rank, table
+from diffcoll.testing.cases import (
+    Case,
+    errors,
+    in_truth,
+    on_rank,
+    table,
+    tangent_on_rank,
+    tangents_in_truth,
+    together_on_rank,
+)
 from diffcoll.testing.spawn import RanksFailedError, spawn
 
 __all__ = ["BAR", "TRAINING_BAR", "Row", "Training", "add_to"]
@@ -34,6 +44,8 @@ TRAINING = "digits"
 
 #: What one system does on one call: errors by name, or a word for why there are none.
 Outcome = dict[str, float] | str
+#: (rank, cases, adapter, whether it is our own, seed) → an outcome for each row.
+Measure = Callable[[int, list[Case], Adapter, bool, int], list[Outcome]]
 
 
 @dataclass
@@ -90,9 +102,14 @@ def _run(options: argparse.Namespace) -> int:
     world = _Launched(options.backend) if launched else _Spawned(options.backend)
     sizes = [dist.get_world_size()] if launched else options.world_size or [2, 3]
 
-    jobs = [(n, name) for n in sizes for name in names if name != TRAINING]
-    with report.progress(len(jobs) * len(SYSTEMS) + (TRAINING in names), quiet=not world.speaks) as advance:
-        rows = [row for n, name in jobs for row in _rows(world, n, name, options.seed, advance)]
+    collectives = [name for name in names if name != TRAINING]
+    steps = len(sizes) * (len(collectives) + bool(collectives)) * len(SYSTEMS) + (TRAINING in names)
+    with report.progress(steps, quiet=not world.speaks) as advance:
+        rows: list[Row] = []
+        for n in sizes:
+            for name in collectives:
+                rows += _rows(world, n, name, options.seed, advance)
+            rows += _compiled_rows(world, n, collectives, options.seed, advance) if collectives else []
         training = None
         if TRAINING in names:
             training = _train(world, dist.get_world_size() if launched else 3)
@@ -115,46 +132,96 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _rows(world: _World, n: int, name: str, seed: int, advance: Callable[[str], None]) -> Iterable[Row]:
-    """All calls of one collective, by all systems."""
+    """All calls of one collective, by all systems, and the forward mode of all of them in one row."""
     cases = [case for case in table(n) if case.name == name]
-    rows = [Row(name, case.label, n) for case in cases]
+    rows = [Row(name, label, n) for label in (*(case.label for case in cases), "jvp, all calls")]
     for system in SYSTEMS:
-        for row, outcome in zip(rows, world.outcomes(n, cases, system, seed), strict=True):
+        for row, outcome in zip(rows, world.outcomes(n, _calls, cases, system, seed), strict=True):
             row.systems[system] = outcome
         advance(f"{name}, {n} processes")
     return rows
 
 
-def _on_rank(rank: int, cases: list[Case], adapter: Adapter, ours: bool, seed: int) -> list[Outcome]:
-    """What a system does on each case, as far as this rank sees it."""
+def _compiled_rows(world: _World, n: int, names: list[str], seed: int, advance: Callable[[str], None]) -> Iterable[Row]:
+    """torch.compile(fullgraph=True) of all calls, in one graph; a row for each collective."""
+    cases = [case for case in table(n) if case.name in names and None not in case.shapes]
+    rows = [Row(name, "compiled, all calls", n) for name in dict.fromkeys(case.name for case in cases)]
+    for system in SYSTEMS:
+        for row, outcome in zip(rows, world.outcomes(n, _compiled, cases, system, seed), strict=True):
+            row.systems[system] = outcome
+        advance(f"compiled, {n} processes")
+    return rows
+
+
+# What a system does, as far as this rank sees it. Each of these returns an outcome for each row.
+
+
+def _calls(rank: int, cases: list[Case], adapter: Adapter, ours: bool, seed: int) -> list[Outcome]:
+    """Run each case by itself, then all of them in forward mode."""
     found: list[Outcome] = []
-    with warnings.catch_warnings():
-        if not ours:
-            warnings.simplefilter("ignore")  # that it is deprecated, at every call
-        for case in cases:
-            call = adapter(case, rank)
-            if call is None:
-                found.append("not offered")
-                continue
-            try:
-                measured = on_rank(case, rank, seed, call)
-            except Exception as error:
-                if ours:
-                    raise
-                found.append(f"raises {type(error).__name__}")
-            else:
-                found.append(errors(measured, in_truth(case, seed), rank))
-    return found
+    tangents: list[Outcome] = []
+    for case in cases:
+        call = adapter(case, rank)
+        found.append(_outcome(ours, call and partial(_by_order, case, rank, seed, call)))
+        if None not in case.shapes:  # takes part in no transform
+            tangents.append(_outcome(ours, call and partial(_forward, case, rank, seed, call)))
+    return [*found, _all(tangents)]
+
+
+def _by_order(case: Case, rank: int, seed: int, call: Call) -> dict[str, float]:
+    return errors(on_rank(case, rank, seed, call), in_truth(case, seed), rank)
+
+
+def _forward(case: Case, rank: int, seed: int, call: Call) -> dict[str, float]:
+    return errors(tangent_on_rank(case, rank, seed, call), tangents_in_truth(case, seed), rank)
+
+
+def _compiled(rank: int, cases: list[Case], adapter: Adapter, ours: bool, seed: int) -> list[Outcome]:
+    """Compile all cases in one graph; of the others' those that only add up, which is what they claim to do."""
+    names = dict.fromkeys(case.name for case in cases)
+    calls = [(case, adapter(case, rank)) for case in cases]
+    offered = [(case, call) for case, call in calls if call and (ours or "op" not in case.arguments)]
+
+    def program(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [call(x) for (_, call), x in zip(offered, xs, strict=True)]
+
+    table = [case for case, _ in offered]
+    found: dict[str, list[Outcome]] = {name: [] for name in names}
+    try:
+        measured = together_on_rank(table, rank, seed, torch.compile(program, fullgraph=True))
+    except Exception as error:
+        if ours:
+            raise
+        for case in table:
+            found[case.name].append(f"raises {type(error).__name__}")
+    else:
+        for case, m in zip(table, measured, strict=True):
+            found[case.name].append(errors(m, in_truth(case, seed, orders=1), rank))
+    return [_all(outcomes or ["not offered"]) for outcomes in found.values()]
+
+
+def _outcome(ours: bool, measure: Callable[[], dict[str, float]] | None) -> Outcome:
+    if measure is None:
+        return "not offered"
+    try:
+        return measure()
+    except Exception as error:
+        if ours:
+            raise
+        return f"raises {type(error).__name__}"
+
+
+def _all(outcomes: list[Outcome]) -> Outcome:
+    """One outcome for several calls: the largest errors; a word where a call that is offered has one."""
+    offered = [o for o in outcomes if o != "not offered"] or ["not offered"]
+    words = [o for o in offered if isinstance(o, str)]
+    numbers = [o for o in offered if isinstance(o, dict)]
+    return words[0] if words else {key: max(o[key] for o in numbers) for key in numbers[0]}
 
 
 def _worst(of_ranks: list[list[Outcome]]) -> list[Outcome]:
-    """Join what the ranks saw: the largest errors; a word where any rank has one."""
-    joined: list[Outcome] = []
-    for outcomes in zip(*of_ranks, strict=True):
-        words = [o for o in outcomes if isinstance(o, str)]
-        numbers = [o for o in outcomes if isinstance(o, dict)]
-        joined.append(words[0] if words else {key: max(o[key] for o in numbers) for key in numbers[0]})
-    return joined
+    """Join what the ranks saw."""
+    return [_all(list(outcomes)) for outcomes in zip(*of_ranks, strict=True)]
 
 
 class _Spawned:
@@ -166,18 +233,23 @@ class _Spawned:
         self.backend = backend
         self.description = f"{backend} processes on this machine"
 
-    def outcomes(self, n: int, cases: list[Case], system: str, seed: int) -> list[Outcome]:
-        if system != "diffcoll" and all(SYSTEMS[system](case, 0) is None for case in cases):
-            return ["not offered"] * len(cases)
+    def outcomes(self, n: int, measure: Measure, cases: list[Case], system: str, seed: int) -> list[Outcome]:
         adapter, ours = SYSTEMS[system], system == "diffcoll"
+
+        def body(rank: int) -> list[Outcome]:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the others: that they are deprecated, at every call
+                return measure(rank, cases, adapter, ours, seed)
+
+        if not ours and all(adapter(case, 0) is None for case in cases):
+            return body(0)  # nothing to run
         try:
-            of_ranks = spawn(
-                lambda r: _on_rank(r, cases, adapter, ours, seed), range(n), backend=self.backend, timeout=30, seed=seed
-            )
+            of_ranks = spawn(body, range(n), backend=self.backend, timeout=30 if measure is _calls else 150, seed=seed)
         except RanksFailedError:
             if ours:
                 raise
-            return ["hangs or dies"] * len(cases)
+            names = {case.name for case in cases}
+            return ["hangs or dies"] * (len(cases) + 1 if measure is _calls else len(names))
         return _worst(of_ranks)
 
     def each(self, n: int, fn: Callable[[], list[float]]) -> list[list[float]]:
@@ -198,14 +270,22 @@ class _Launched:
         self.speaks = self.rank == 0
         self.description = f"{self.n} launched {backend} processes"
 
-    def outcomes(self, n: int, cases: list[Case], system: str, seed: int) -> list[Outcome]:
-        mine = _on_rank(self.rank, cases, SYSTEMS[system], system == "diffcoll", seed)
-        numbers = [[1.0, 0, 0, 0] if isinstance(o, str) else [0.0, *o.values()] for o in mine]
+    def outcomes(self, n: int, measure: Measure, cases: list[Case], system: str, seed: int) -> list[Outcome]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mine = measure(self.rank, cases, SYSTEMS[system], system == "diffcoll", seed)
+        numbers = [
+            [1.0, *[0.0] * len(_KINDS)] if isinstance(o, str) else [0.0, *map(o.get, _KINDS, _NONE)] for o in mine
+        ]
         of_ranks: list[list[Outcome]] = []
         for rank, flat in enumerate(self._gathered([v for row in numbers for v in row])):
-            rows = [flat[i : i + 4] for i in range(0, len(flat), 4)]
-            found = [
-                dict(zip(_KINDS, row[1:], strict=True)) if not row[0] else "raises on another rank" for row in rows
+            width = 1 + len(_KINDS)
+            rows = [flat[i : i + width] for i in range(0, len(flat), width)]
+            found: list[Outcome] = [
+                "raises on another rank"
+                if row[0]
+                else {key: value for key, value in zip(_KINDS, row[1:], strict=True) if value >= 0}
+                for row in rows
             ]
             of_ranks.append(mine if rank == self.rank else found)
         return _worst(of_ranks)
@@ -226,7 +306,8 @@ class _Launched:
 
 
 _World = _Spawned | _Launched
-_KINDS = ("output", "gradient", "second")
+_KINDS = ("output", "gradient", "second", "tangent")
+_NONE = (-1.0,) * len(_KINDS)
 
 
 # ── real input ───────────────────────────────────────────────────────────────────────────────────────────

@@ -18,11 +18,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import diffcoll
 from diffcoll import truth
 
-__all__ = ["Case", "Measured", "error", "errors", "in_truth", "on_rank", "table"]
+__all__ = [
+    "Case",
+    "Measured",
+    "error",
+    "errors",
+    "in_truth",
+    "on_rank",
+    "table",
+    "tangent_on_rank",
+    "tangents_in_truth",
+    "together_on_rank",
+]
 
 Shape = tuple[int, ...]
 
@@ -68,6 +80,7 @@ class Case:
         given |= {key: value[0] for key, value in self.per_rank.items() if value[0] == "auto"}
         given |= {key: _Word(value.__name__) for key, value in given.items() if callable(value)}
         words = ["x: 0-d"] if () in self.shapes else ["x: None off src"] if None in self.shapes else []
+        words += ["x: ties and zeros"] if self.few else []
         return ", ".join(words + [f"{key}={value!r}".replace("'[…]'", "[…]") for key, value in given.items()])
 
     def call(self, x: Any, rank: int, group: Any = None) -> Tensor:
@@ -117,9 +130,10 @@ class Measured:
     """What came out on one rank: output, gradient, gradients of higher order."""
 
     output: Tensor
-    gradient: Tensor
-    second: Tensor
+    gradient: Tensor | None = None
+    second: Tensor | None = None
     third: Tensor | None = None
+    tangent: Tensor | None = None
 
 
 def on_rank(case: Case, rank: int, seed: int, call: Callable[[Any], Tensor] | None = None, orders: int = 2) -> Measured:
@@ -161,6 +175,41 @@ def _measured(
         losses = [_paired(case.v(g, r, seed + order), g) for r, g in zip(ranks, gs, strict=True)]
         found.append(gs)
     return [Measured(*(t.detach() for t in (y, *gs))) for y, *gs in zip(ys, *found, strict=True)]
+
+
+def together_on_rank(
+    table: Sequence[Case], rank: int, seed: int, program: Callable[[list[Tensor]], list[Tensor]]
+) -> list[Measured]:
+    """Run the first order of the program for all calls in one, made by `program`, with one backward for them all."""
+    xs = [case.x(rank, seed).requires_grad_() for case in table]
+    ys = program(xs)
+    pairs = zip(table, xs, ys, strict=True)
+    losses = [_paired(case.w(y, rank, seed), y.sin()) + 0 * _paired(x, x) for case, x, y in pairs]
+    gs = torch.autograd.grad(torch.stack(losses).sum(), xs)
+    return [Measured(y.detach(), g) for y, g in zip(ys, gs, strict=True)]
+
+
+def tangent_on_rank(case: Case, rank: int, seed: int, call: Callable[[Any], Tensor] | None = None) -> Measured:
+    """Run the call on this rank in forward mode; x moves in another direction on each rank."""
+    with forward_ad.dual_level():
+        x = _dual(case, rank, seed)
+        return _unpacked((call or (lambda x: case.call(x, rank)))(x))
+
+
+def tangents_in_truth(case: Case, seed: int) -> list[Measured]:
+    """Run the call in forward mode with all ranks in one graph."""
+    with forward_ad.dual_level():
+        return [_unpacked(y) for y in case.truth([_dual(case, r, seed) for r in range(case.size)])]
+
+
+def _dual(case: Case, rank: int, seed: int) -> Tensor:
+    x: Tensor = forward_ad.make_dual(case.x(rank, seed), case.x(rank, seed + 1))  # type: ignore[no-untyped-call]
+    return x
+
+
+def _unpacked(y: Tensor) -> Measured:
+    primal, tangent = forward_ad.unpack_dual(y)  # type: ignore[no-untyped-call]
+    return Measured(primal, tangent=torch.zeros_like(primal) if tangent is None else tangent)
 
 
 def error(got: Tensor, expected: Tensor, scale: Sequence[Tensor]) -> float:

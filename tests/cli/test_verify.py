@@ -30,9 +30,10 @@ def test_right_beside_wrong(tmp_path, capsys):
     assert status == 0
     assert found["passed"]
     rows = {(row["collective"], row["call"]): row["systems"] for row in found["rows"]}
-    for systems in rows.values():
+    kinds = {"jvp, all calls": {"output", "tangent"}, "compiled, all calls": {"output", "gradient"}}
+    for (_, call), systems in rows.items():
         assert set(systems) == set(competitors.SYSTEMS)
-        assert set(systems["diffcoll"]) == {"output", "gradient", "second"}
+        assert set(systems["diffcoll"]) == kinds.get(call, {"output", "gradient", "second"})
         assert max(systems["diffcoll"].values()) <= verify.BAR
     # what PyTorch's own really do: a broadcast whose backward is the identity
     theirs = rows["broadcast", "src=1"]["torch.distributed._functional_collectives"]
@@ -40,8 +41,12 @@ def test_right_beside_wrong(tmp_path, capsys):
     assert theirs["gradient"] > 0.1
     assert max(rows["broadcast", ""]["torch.distributed.nn.functional"].values()) < 1e-10
     assert rows["reduce", ""]["torch.distributed._functional_collectives"] == "not offered"
-    assert rows["reduce", "op='product'"]["torch.distributed.nn.functional"]["gradient"] > 0.1
-    count = sum(case.name in ("broadcast", "reduce") for case in cases.table(2))
+    assert rows["reduce", "x: ties and zeros, op='product'"]["torch.distributed.nn.functional"]["gradient"] > 0.1
+    theirs = {call: rows["broadcast", call] for call in kinds}
+    assert theirs["jvp, all calls"]["torch.distributed._functional_collectives"]["tangent"] > 0.1  # dropped
+    assert theirs["jvp, all calls"]["torch.distributed.nn.functional"] == "raises NotImplementedError"
+    assert theirs["compiled, all calls"]["torch.distributed.nn.functional"].startswith("raises")
+    count = sum(case.name in ("broadcast", "reduce") for case in cases.table(2)) + 2 * len(kinds)
     assert f"{count} of {count} calls are right" in printed
     assert "not offered" in printed
     assert page.startswith("<!doctype html>")
@@ -61,7 +66,7 @@ def test_a_wrong_rule_is_noticed(tmp_path, monkeypatch, capsys):
     assert status == 1
     assert not found["passed"]
     assert "over the bar: shift" in capsys.readouterr().out
-    assert "0 of 2 calls of diffcoll are right" in page
+    assert "0 of 4 calls of diffcoll are right" in page
 
 
 def test_training_on_real_input(tmp_path, capsys):
@@ -79,7 +84,8 @@ def test_training_on_real_input(tmp_path, capsys):
 def test_the_table_has_every_collective():
     for n in (2, 3, 5):
         assert list(dict.fromkeys(case.name for case in cases.table(n))) == list(COLLECTIVES)
-        assert len({case.label for case in cases.table(n) if case.name == "all_gather"}) == 7
+        labels = [(case.name, case.label) for case in cases.table(n)]
+        assert len(set(labels)) == len(labels)
 
 
 def test_wrong_options():
@@ -105,7 +111,7 @@ def test_under_torchrun(tmp_path, what):
         assert done.stdout.count("diffcoll.all_gather") == 1  # rank 0 reports
         assert max(found["training"]["differences"]["diffcoll.all_gather"]) < 1e-9
     else:
-        count = sum(case.name in ("all_reduce", "scatter") for case in cases.table(2))
+        count = sum(case.name in ("all_reduce", "scatter") for case in cases.table(2)) + 2 * 2
         assert done.stdout.count(f"{count} of {count} calls are right") == 1
         assert {row["world_size"] for row in found["rows"]} == {2}
 
