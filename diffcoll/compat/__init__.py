@@ -1,0 +1,1 @@
+"""The names that others use, on the rules of this library."""

@@ -1,0 +1,169 @@
+"""The functions of torch.distributed.nn.functional: its signatures, its values, the gradients of the law."""
+
+import inspect
+import warnings
+from importlib import import_module
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import diffcoll.compat.torch_nn as ours
+from diffcoll.testing import simulate, spawn
+
+SUM, MAX, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT
+
+
+def theirs():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return import_module("torch.distributed.nn.functional")
+
+
+def functions(module):
+    found = vars(module).items()
+    return {name: f for name, f in found if inspect.isfunction(f) and f.__module__ == module.__name__}
+
+
+def test_the_signatures_are_theirs():
+    mine = functions(ours)
+    expected = {
+        name: f for name, f in functions(theirs()).items() if name not in ("_deprecated",) and "_not_" not in name
+    }
+    assert set(expected) == {name for name in mine if name not in ("_within", "_row", "_filled")}
+    for name, f in expected.items():
+        got = inspect.signature(mine[name]).parameters
+        assert {k: p.default for k, p in got.items()} == {
+            k: p.default for k, p in inspect.signature(f).parameters.items()
+        }
+
+
+def calls(nn, x, n, rank, group=None, root=0):
+    """Every function, on what the rank makes of x; tensors that are compared, and outputs given."""
+    more = {} if group is None else {"group": group}
+    outputs = [torch.full_like(x, -1), torch.full_like(x.repeat(n, 1), -1), [torch.full_like(x, -1) for _ in range(n)]]
+    blocks = [x * (s + 1) + rank for s in range(n)]
+    uneven = [x[: (rank + s) % 3] for s in range(n)]  # block r → s and s → r are of one size
+    parts = [torch.zeros_like(block) for block in uneven]
+    sizes = [len(block) for block in uneven]
+    single = x.new_zeros(sum(sizes), x.shape[1])
+    gathered = nn.gather(x, root, **more)
+    reduced = nn.reduce(x, root, **more)
+    here = dist.get_rank() == root
+    found = {
+        "broadcast": nn.broadcast(x, root, **more),
+        "gather": gathered if here else [g * 0 for g in gathered],
+        "scatter": nn.scatter(blocks, root, **more),
+        "reduce": reduced if here else reduced * 0,
+        "reduce_scatter": nn.reduce_scatter(outputs[0], blocks, **more),
+        "all_gather": nn.all_gather(x, **more),
+        "_all_gather_base": nn._all_gather_base(outputs[1], x, **more) if nn is ours else outputs[1].clone(),
+        "all_to_all": nn.all_to_all(outputs[2], blocks, **more),
+        "all_to_all uneven": nn.all_to_all(parts, uneven, **more) if nn is ours else None,
+        "all_to_all_single": nn.all_to_all_single(single, torch.cat(uneven), sizes, sizes, **more),
+        "all_to_all_single even": nn.all_to_all_single(torch.zeros_like(outputs[1]), torch.cat(blocks), **more),
+        "all_reduce": nn.all_reduce(x, **more),
+    }
+    given = {"reduce_scatter": outputs[0], "all_to_all": outputs[2], "all_to_all_single": single}
+    return found, given
+
+
+def flat(y):
+    return y if isinstance(y, torch.Tensor) else torch.cat([t.reshape(-1) for t in y])
+
+
+def numbers(r):
+    return torch.randn(3, 2, generator=torch.Generator().manual_seed(r), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 2], [1, 2]], ids=str)
+def test_values_are_theirs(ranks):
+    def body(r):
+        warnings.simplefilter("ignore")
+        group = dist.new_group(ranks) if ranks[0] else None
+        if r not in ranks:
+            return None
+        rank = ranks.index(r)
+        mine, given = calls(ours, numbers(r), len(ranks), rank, group, ranks[-1])
+        # theirs, all_to_all on a sub-group of gloo takes ranks for global ones
+        other, filled = ({}, {}) if group else calls(theirs(), numbers(r), len(ranks), rank, group, ranks[-1])
+        kinds = {name: type(mine[name]) is type(other[name]) for name in other if other[name] is not None}
+        flats = ({k: flat(y) for k, y in d.items() if y is not None} for d in (mine, given, other, filled))
+        return *flats, kinds
+
+    found = [of_rank for of_rank in spawn(body, range(max(ranks) + 1)) if of_rank is not None]
+    xs = [numbers(r) for r in ranks]
+    for rank, (mine, given, other, filled, kinds) in enumerate(found):
+        for name, y in other.items():
+            if name != "_all_gather_base":
+                torch.testing.assert_close(mine[name], y, msg=name)
+        assert all(kinds[name] for name in kinds if name not in ("gather",)), kinds
+        for name, y in given.items():
+            torch.testing.assert_close(y, mine[name])
+            torch.testing.assert_close(y, filled.get(name, y))
+        torch.testing.assert_close(mine["all_gather"], torch.cat(xs).flatten())
+        torch.testing.assert_close(mine["_all_gather_base"], torch.cat(xs))
+        torch.testing.assert_close(mine["all_reduce"], torch.stack(xs).sum(0))
+        torch.testing.assert_close(mine["broadcast"], xs[-1])
+        torch.testing.assert_close(mine["scatter"], xs[-1] * (rank + 1) + len(ranks) - 1)
+        pieces = [x[: (rank + s) % 3].flatten() for s, x in enumerate(xs)]
+        torch.testing.assert_close(mine["all_to_all uneven"], torch.cat(pieces))
+
+
+@pytest.mark.parametrize("name", ["broadcast", "gather", "scatter", "reduce", "reduce_scatter", "all_gather", "_all_gather_base", "all_to_all", "all_to_all uneven", "all_to_all_single", "all_reduce"])  # fmt: skip # noqa: E501
+@pytest.mark.parametrize("ranks", [[0, 1, 2], [1, 2]], ids=str)
+def test_gradients_are_the_laws(name, ranks):
+    n = len(ranks)
+
+    def loss(y, rank):
+        y = flat(y)
+        return ((rank + 1) * torch.arange(1.0, y.numel() + 1, dtype=y.dtype) * y.reshape(-1).sin()).sum()
+
+    def body(r):
+        group = dist.new_group(ranks) if ranks[0] else None
+        if r not in ranks:
+            return None
+        x = numbers(r).requires_grad_()
+        found, _ = calls(ours, x, n, ranks.index(r), group, ranks[-1])
+        total = loss(found[name], ranks.index(r)) + 0 * sum(flat(y).sum() for y in found.values())
+        return torch.autograd.grad(total, x)[0]
+
+    def in_truth(rank, x):
+        here = {"gather": rank == n - 1, "reduce": rank == n - 1}.get(name, True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "get_rank", lambda: n - 1 if here else -1)
+            found, _ = calls(ours, x, n, rank, None, n - 1)
+        return loss(found[name], rank)
+
+    xs = [numbers(r).requires_grad_() for r in ranks]
+    expected = torch.autograd.grad(sum(simulate(in_truth, range(n), xs)), xs)
+    got = [g for g in spawn(body, range(max(ranks) + 1)) if g is not None]
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_right_beside_wrong():
+    def body(r):
+        warnings.simplefilter("ignore")
+        found = {}
+        for name, nn in (("theirs", theirs()), ("ours", ours)):
+            for op in (SUM, MAX, PRODUCT):
+                x = torch.tensor([3.0, 5.0][r], requires_grad=True)
+                ((1.0, 10.0)[r] * nn.all_reduce(x, op)).backward()
+                found[name, str(op)] = x.grad.item()
+        return found
+
+    zero, one = spawn(body, range(2))
+    pairs = {key: (zero[key], one[key]) for key in zero}
+    assert pairs["theirs", str(SUM)] == pairs["ours", str(SUM)] == (11, 11)
+    assert pairs["theirs", str(MAX)] == pairs["theirs", str(PRODUCT)] == (10, 10)
+    assert pairs["ours", str(MAX)] == (0, 11)
+    assert pairs["ours", str(PRODUCT)] == (55, 33)
+
+
+def test_ops_and_bad_input():
+    with pytest.raises(TypeError, match="all_reduce: op: got the bitwise BAND"):
+        ours.all_reduce(torch.ones(1), dist.ReduceOp.BAND)
+    assert ours.all_reduce(torch.tensor([3.0]), dist.ReduceOp.AVG).tolist() == [3]
+    with pytest.raises(ValueError, match="reduce: dst: got 3"):
+        ours.reduce(torch.ones(1), 3)
