@@ -30,8 +30,9 @@ from diffcoll.collectives.shift import Shift
 from diffcoll.collectives.split import Split
 from diffcoll.collectives.sum_gradients import SumGradients
 from diffcoll.groups import engine_named
+from diffcoll.reductions import Product
 
-__all__ = ["MAPS", "apply"]
+__all__ = ["MAPS", "apply", "product"]
 
 #: Every linear map that is an op.
 MAPS: tuple[type[Linear], ...] = (
@@ -105,6 +106,25 @@ def _structured(kind: str, value: Any) -> Any:
     if kind == "tuple[tuple[int, int], ...]":
         return tuple(zip(value[::2], value[1::2], strict=True))
     return value
+
+
+# ── a rule that is not linear and of our own ─────────────────────────────────────────────────────────────
+
+
+def product(s: Tensor) -> Tensor:
+    """Return the product over dim 0 as one op."""
+    y: Tensor = torch.ops.diffcoll.product(s)
+    return y
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+_product = torch.library.custom_op("diffcoll::product", Product.forward, mutates_args=(), schema="(Tensor s) -> Tensor")
+_product.register_fake(lambda s: s.new_empty(s.shape[1:]))
+_product.register_autograd(Product.backward, setup_context=_keep)
+_product.register_vmap(Product.vmap)
 
 
 # ── what the compiler may not do ─────────────────────────────────────────────────────────────────────────

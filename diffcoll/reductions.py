@@ -21,7 +21,17 @@ from torch.autograd import Function
 
 from diffcoll.engines.engine import WIDER
 
-__all__ = ["REDUCTIONS", "SPELLINGS", "Op", "Reduction", "Ties", "acts_position_by_position", "spelled", "users"]
+__all__ = [
+    "REDUCTIONS",
+    "SPELLINGS",
+    "Op",
+    "Product",
+    "Reduction",
+    "Ties",
+    "acts_position_by_position",
+    "spelled",
+    "users",
+]
 
 #: What `op` may be: a name, a `torch.distributed.ReduceOp`, or a function that reduces dim 0 of a stack.
 Op = Any
@@ -58,42 +68,44 @@ def product(s: Tensor) -> Tensor:
     """y = Π_k s_k over dim 0, and a gradient without division: gs_k = gy · conj(Π_{j≠k} s_j)."""
     if not (s.is_floating_point() or s.is_complex()):
         return s.prod(0, dtype=s.dtype)
-    rule = _TracedProduct if torch.compiler.is_compiling() else _Product
-    y: Tensor = rule.apply(s)  # type: ignore[no-untyped-call]
+    if torch.compiler.is_compiling():
+        from diffcoll import compiled  # it is made of what is here
+
+        return compiled.product(s)
+    y: Tensor = Product.apply(s)  # type: ignore[no-untyped-call]
     return y
 
 
-class _TracedProduct(Function):
-    """What Dynamo can trace of it: a Function with no rules but these."""
+class Product(Function):
+    """y = Π_k s_k;  gs_k = gy · conj(L_k), L_k = Π_{j≠k} s_j;  ty = Σ_k L_k ts_k."""
 
     @staticmethod
     def forward(s: Tensor) -> Tensor:
+        """y."""
         return torch.cat([_Scaled.of(piece).product() for (piece,) in _pieces(s)]).view(s.shape[1:])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, gy: Tensor) -> Tensor:
-        (s,) = ctx.saved_tensors
-        gs = [gy * _Scaled.of(piece).leave_one_out().conj() for piece, gy in _pieces(s, gy.unsqueeze(0))]
-        return torch.cat(gs, 1).reshape(s.shape)
-
-
-class _Product(_TracedProduct):
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Keep s."""
         ctx.save_for_backward(*inputs)
         ctx.save_for_forward(*inputs)
 
     @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> Tensor:
+        """gs."""
+        (s,) = ctx.saved_tensors
+        gs = [gy * _Scaled.of(piece).leave_one_out().conj() for piece, gy in _pieces(s, gy.unsqueeze(0))]
+        return torch.cat(gs, 1).reshape(s.shape)
+
+    @staticmethod
     def jvp(ctx: Any, ts: Tensor) -> Tensor:
+        """ty."""
         (s,) = ctx.saved_tensors
         return (ts * leave_one_out(s)).sum(0)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int], s: Tensor) -> tuple[Tensor, int]:
+        """Further dimensions are carried along."""
         return product(s.movedim(in_dims[0], -1)), -1
 
 

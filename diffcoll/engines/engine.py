@@ -148,7 +148,7 @@ def add_up(terms: Sequence[Tensor], out: Tensor) -> None:
 
 def even_sizes(numel: int, n: int) -> tuple[int, ...]:
     """Cut numel into n sizes as equal as they can be."""
-    return tuple(numel // n + (r < numel % n) for r in range(n))
+    return tuple((numel + n - 1 - r) // n for r in range(n))  # without a branch: numel may be a symbol
 
 
 def even_parts(row: Tensor, n: int) -> list[Tensor]:
