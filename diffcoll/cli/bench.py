@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import diffcoll
 from diffcoll.cli.competitors import SYSTEMS
+from diffcoll.cli.report import wide_console
 from diffcoll.engines.local import LocalEngine
 from diffcoll.testing.cases import Case, median
 from diffcoll.testing.simulate import simulate
@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace) -> int:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise SystemExit(f"diffcoll bench: --only: got {unknown[0]!r}, expected names of {', '.join(known)}")
-    n, rounds, console = options.world_size, options.rounds, Console()
+    n, rounds, console = options.world_size, options.rounds, wide_console()
     if any(name in COLLECTIVES for name in names):
         console.print(_costs([name for name in names if name in COLLECTIVES], n, rounds))
     if "trees" in names:

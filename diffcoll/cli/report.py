@@ -15,7 +15,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from diffcoll.cli.verify import Outcome, Row, Training
 
-__all__ = ["page", "progress", "show"]
+__all__ = ["page", "progress", "show", "wide_console"]
 
 #: Above this an error is a wrong number, not rounding.
 WRONG = 1e-6
@@ -34,11 +34,15 @@ def progress(total: int, quiet: bool) -> Iterator[Callable[[str], None]]:
         yield advance
 
 
+def wide_console() -> Console:
+    """Return the terminal, or what is wide enough for the tables where there is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
 def show(rows: list[Row], training: Training | None, about: str) -> None:
     """Print the table; calls at several world sizes share a line, with the larger error."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
+    console = wide_console()
     if rows:
         console.print(_matrix(rows, about))
     if training is not None:

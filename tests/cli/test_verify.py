@@ -117,7 +117,9 @@ def test_under_torchrun(tmp_path, what):
 
 
 def test_bench(capsys):
-    assert main(["bench", "--only", "all_reduce", "--rounds", "2"]) == 0
+    assert main(["bench", "--only", "all_reduce,trees,overlap", "--rounds", "2"]) == 0
     printed = capsys.readouterr().out
+    assert "diffcoll.all_reduce(list)" in printed
+    assert "async_op=True" in printed
     assert "16 MB" in printed
     assert "×" in printed
