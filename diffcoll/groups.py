@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from diffcoll._torch import is_differentiating, unfaked
-from diffcoll.engines import c10d, local
+from diffcoll.engines import c10d, local, mpi
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.named import Facts, NamedEngine, facts
 from diffcoll.engines.solo import SoloEngine
@@ -41,15 +41,15 @@ def resolve(group: Any, operation: str) -> Engine:
         return engine
     if group is not None:
         raise TypeError(
-            f"{operation}: group: got {type(group).__name__}, expected None, a torch.distributed.ProcessGroup "
-            "or a one-dimensional DeviceMesh"
+            f"{operation}: group: got {type(group).__name__}, expected None, a torch.distributed.ProcessGroup, "
+            "a one-dimensional DeviceMesh or an mpi4py.MPI.Comm"
         )
     _refuse_lonely_launch(operation)
     return _solo
 
 
 def _find(group: Any) -> Engine | None:
-    for engine_of in (local.engine_of, c10d.engine_of):
+    for engine_of in (local.engine_of, c10d.engine_of, mpi.engine_of):
         engine = engine_of(group)
         if engine is not None:
             return engine
@@ -82,7 +82,7 @@ _facts: Callable[[Any], Facts | None] = torch.compiler.assume_constant_result(_f
 def engine_named(key: str) -> Engine:
     """Return the engine of this process whose `key` this is."""
     _refuse_simulated()
-    return _solo if key == _solo.key else c10d.engine_named(key)
+    return _solo if key == _solo.key else mpi.engine_named(key) or c10d.engine_named(key)
 
 
 def _refuse_simulated() -> None:
@@ -100,8 +100,8 @@ def _refuse_lonely_launch(operation: str) -> None:
         if value.isdigit() and int(value) > 1:
             raise RuntimeError(
                 f"{operation}: {variable}={value} says that {value} processes were launched, but no group connects "
-                "them; call torch.distributed.init_process_group() first, or name a group "
-                "(group=…, or diffcoll.set_default_group)"
+                "them; call torch.distributed.init_process_group() first, or name a group, with group=… or "
+                "diffcoll.set_default_group(…): MPI.COMM_WORLD under an MPI launcher"
             )
 
 
@@ -146,9 +146,9 @@ class set_default_group:
     1
 
     Args:
-        group: a `torch.distributed.ProcessGroup`, a one-dimensional `DeviceMesh`, or None for torch's
-            default group (the world of one where none was set up). Each process says it for itself; in a
-            simulated world each rank does.
+        group: a `torch.distributed.ProcessGroup`, a one-dimensional `DeviceMesh`, an `mpi4py.MPI.Comm`, or None
+            for torch's default group (the world of one where none was set up). Each process says it for itself;
+            in a simulated world each rank does.
 
     Raises:
         TypeError, ValueError: not a group, or one that this process is not in. Nothing has changed then.

@@ -1,5 +1,8 @@
 """What `group` may be, and that ranks are always ranks within it."""
 
+import os
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +13,9 @@ from diffcoll.testing import new_group, simulate, spawn
 
 def simulated(*call):
     return simulate(*call, rules=True)
+
+
+on_mpi = partial(spawn, backend="mpi")
 
 
 def on_subgroup(r, ranks):
@@ -36,7 +42,7 @@ def on_subgroup(r, ranks):
     return me, found
 
 
-@pytest.mark.parametrize("run", [simulated, spawn], ids=["rules", "gloo"])
+@pytest.mark.parametrize("run", [simulated, spawn, on_mpi], ids=["rules", "gloo", "mpi"])
 def test_ranks_are_ranks_within_the_group(run):
     """pytorch#130515, and the backward of all_gather that torch.distributed.nn.functional sends astray."""
     assert run(on_subgroup, range(3), [[1, 2]] * 3) == [
@@ -48,7 +54,7 @@ def test_ranks_are_ranks_within_the_group(run):
     assert run(on_subgroup, range(3), [[1]] * 3) == [None, (0, alone), None]
 
 
-@pytest.mark.parametrize("run", [simulated, spawn], ids=["rules", "gloo"])
+@pytest.mark.parametrize("run", [simulated, spawn, on_mpi], ids=["rules", "gloo", "mpi"])
 def test_two_groups_at_once(run):
     def body(r):
         even, odd = new_group([0, 2]), new_group([1, 3])
@@ -84,7 +90,7 @@ def test_device_mesh():
     ]
 
 
-@pytest.mark.parametrize("run", [simulated, simulate, spawn], ids=["rules", "truth", "gloo"])
+@pytest.mark.parametrize("run", [simulated, simulate, spawn, on_mpi], ids=["rules", "truth", "gloo", "mpi"])
 def test_default_group(run):
     def body(r):
         pairs = [new_group([0, 1]), new_group([2, 3])]
@@ -100,6 +106,10 @@ def test_default_group(run):
             dc.set_default_group(pairs[1 - r // 2])
         seen.append(dc.get_world_size())
         dc.set_default_group(None)
+        if "OMPI_COMM_WORLD_SIZE" in os.environ:  # None is torch's group, and there is none
+            with pytest.raises(RuntimeError, match="4 processes were launched"):
+                dc.get_world_size()
+            return [*seen, 4]
         return [*seen, dc.get_world_size()]
 
     assert run(body, range(4)) == [[4, [r // 2 * 2, r // 2 * 2 + 1], 4, r % 2, 2, 4] for r in range(4)]

@@ -94,7 +94,7 @@ def test_arrows_between_the_modules():
             assert not any(name.startswith("diffcoll.cli") for name in named), inside
         if not inside.startswith(("cli/", "testing/", "__main__")):
             assert not any(name.startswith("diffcoll.testing") for name in named), inside
-        if not inside.startswith(("engines/", "testing/spawn", "testing/simulate", "cli/")):
+        if not inside.startswith(("engines/", "testing/processes", "testing/simulate", "cli/")):
             assert not any(name.startswith("torch.distributed") for name in named), inside
         private = {name for name in named if re.search(r"\._(?!_)", name.removeprefix("diffcoll._torch"))}
         assert not private - {"diffcoll.testing._calls"} or inside in ("_torch.py", "compiled.py"), (inside, private)

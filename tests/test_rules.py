@@ -1,4 +1,6 @@
-"""Every property of every collective: drawn at random in simulated worlds, the fixed table there and on gloo."""
+"""Every property of every collective: drawn at random in simulated worlds, the fixed table there, on gloo and on MPI."""
+
+from functools import partial
 
 import properties
 import pytest
@@ -33,9 +35,11 @@ def test_the_table_in_simulated_worlds(name, n):
     properties.hold([(holds, case) for case in table for holds in properties.ALL], n, simulated)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
 @pytest.mark.parametrize("n", [2, 3])
-def test_the_table_on_gloo(n):
-    properties.hold([(holds, case) for case in cases.table(n) for holds in properties.ALL], n, spawn)
+def test_the_table_on_processes(n, backend):
+    pairs = [(holds, case) for case in cases.table(n) for holds in properties.ALL]
+    properties.hold(pairs, n, partial(spawn, backend=backend))
 
 
 @pytest.mark.slow

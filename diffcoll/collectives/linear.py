@@ -74,9 +74,9 @@ def then(wait: Wait, y: Tensor | Callable[[], Tensor]) -> Callable[[], Tensor]:
     return finish
 
 
-def begin(f: Linear, x: Tensor) -> Callable[[], Tensor]:
+def begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
     """Start f on x, as engines need it: they move memory, which knows no lazy conjugate."""
-    f.engine.operation = f.name
+    f.engine.operation, f.engine.later = f.name, later
     return f.start(x.resolve_conj().resolve_neg())
 
 
@@ -152,7 +152,7 @@ class _Start(Function):
 
     @staticmethod
     def forward(x: Tensor, f: Linear, transit: _Transit) -> Tensor:
-        transit.wait = begin(f, x)
+        transit.wait = begin(f, x, later=True)
         return x.new_empty(0)
 
     @staticmethod

@@ -7,14 +7,17 @@ ones in others (pytorch#130515), so the group is asked itself, or `group_src`/`g
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from diffcoll.engines.engine import Blocks, Engine, Wait, add_up
+from diffcoll.engines.engine import Wait, add_up
+from diffcoll.engines.messages import MessageEngine, Messages
 
 __all__ = ["C10dEngine", "engine_of", "is_running"]
 
@@ -41,7 +44,7 @@ SUMS = {
 TAG = 0xD1FF
 
 
-class C10dEngine(Engine):
+class C10dEngine(MessageEngine):
     """A `torch.distributed.ProcessGroup`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -70,44 +73,32 @@ class C10dEngine(Engine):
         """See `Engine.small`."""
         return SMALL.get(self.backends[device], 0)
 
-    def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
-        """See `Engine.exchange`."""
-        own, into = sends[self.rank], recvs[self.rank]
-        pairs = [(s, t) for s, t in enumerate(sends) if s != self.rank and t is not None and t.numel()]
-        wants = [(s, t) for s, t in enumerate(recvs) if s != self.rank and t is not None and t.numel()]
-        tensor = next((t for _, t in (*pairs, *wants)), None)
-        waits = [] if tensor is None else self._messages(self._backend(tensor), pairs, wants)
-        if into is not None and own is not None:
-            into.copy_(own)
+    def subgroup(self, ranks: Sequence[int]) -> Any:
+        """See `Engine.subgroup`."""
+        return dist.new_group([dist.get_global_rank(self.group, r) for r in ranks])
+
+    # ── messages ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def reaches(self, device: str) -> bool:
+        """See `MessageEngine.reaches`: gloo's point-to-point messages read and write CPU memory only."""
+        return device == "cpu" or self.backends[device] != "gloo"
+
+    def messages(self, sends: Messages, recvs: Messages) -> Wait:
+        """See `MessageEngine.messages`."""
+        if self.backends.get((recvs or sends)[0][1].device.type, "gloo") == "gloo":
+            # Straight to the group: dist.isend and dist.irecv cost another 10 µs each.
+            works = [self.group.send([t], s, TAG) for s, t in sends]
+            works += [self.group.recv([t], s, TAG) for s, t in recvs]
+        else:
+            ops = [dist.P2POp(dist.irecv, _bytes(t), group=self.group, group_peer=s) for s, t in recvs]
+            ops += [dist.P2POp(dist.isend, _bytes(t), group=self.group, group_peer=s) for s, t in sends]
+            works = dist.batch_isend_irecv(ops)
 
         def finish() -> None:
-            for wait in waits:
-                wait()
+            for work in works:
+                work.wait()
 
         return finish
-
-    def _messages(self, backend: str, pairs: list[tuple[int, Tensor]], wants: list[tuple[int, Tensor]]) -> list[Wait]:
-        if backend == "gloo":
-            if (wants or pairs)[0][1].device.type != "cpu":
-                return self._staged(pairs, wants)
-            # Straight to the group: dist.isend and dist.irecv cost another 10 µs each.
-            works = [self.group.send([t], s, TAG) for s, t in pairs]
-            works += [self.group.recv([t], s, TAG) for s, t in wants]
-            return [partial(work.wait) for work in works]
-        ops = [dist.P2POp(dist.irecv, _bytes(t), group=self.group, group_peer=s) for s, t in wants]
-        ops += [dist.P2POp(dist.isend, _bytes(t), group=self.group, group_peer=s) for s, t in pairs]
-        return [partial(work.wait) for work in dist.batch_isend_irecv(ops)]
-
-    def _staged(self, pairs: list[tuple[int, Tensor]], wants: list[tuple[int, Tensor]]) -> list[Wait]:
-        """Gloo's point-to-point messages read and write CPU memory only."""
-        landing = [(s, torch.empty_like(t, device="cpu")) for s, t in wants]
-        waits = self._messages("gloo", [(s, t.cpu()) for s, t in pairs], landing)
-
-        def unload() -> None:
-            for (_, t), (_, landed) in zip(wants, landing, strict=True):
-                t.copy_(landed)
-
-        return [*waits, unload]
 
     # ── the backend's own collectives, where the tables above say so ─────────────────────────────────────
 

@@ -37,6 +37,8 @@ class Engine(ABC):
     key: str = ""
     #: The collective at work, for messages that arise below it.
     operation: str = "nothing"
+    #: Whether the caller has something else to do before it waits.
+    later: bool = False
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -65,6 +67,10 @@ class Engine(ABC):
     def small(self, device: str) -> int:
         """Up to how many bytes on such a device one gather to all is faster than messages for every part."""
         return 0
+
+    def subgroup(self, ranks: Sequence[int]) -> Any:
+        """Make a group of some of these ranks, as `group=` takes it; all ranks call it."""
+        raise NotImplementedError(f"{self.description} has no sub-groups")
 
     @abstractmethod
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:

@@ -256,6 +256,10 @@ class LocalEngine(Engine):
         self.description = f"a simulated group of {self.size} ranks"
         self._turn = 0
 
+    def subgroup(self, ranks: Sequence[int]) -> LocalGroup:
+        """See `Engine.subgroup`."""
+        return LocalGroup(tuple(self.group.ranks[r] for r in ranks))
+
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
         """See `Engine.exchange`."""
         return self._meet(self.operation, (sends, recvs), _deliver)

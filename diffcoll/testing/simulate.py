@@ -13,6 +13,7 @@ from diffcoll import truth
 from diffcoll._torch import is_transformed
 from diffcoll.engines.local import World
 from diffcoll.errors import CollectiveMismatchError
+from diffcoll.groups import resolve
 from diffcoll.testing._calls import per_rank_arguments
 
 __all__ = ["simulate"]
@@ -104,13 +105,9 @@ def new_group(ranks: Sequence[int]) -> Any:
     [tensor(4.), tensor(2.), tensor(4.)]
 
     Args:
-        ranks: ranks within the default group.
+        ranks: ranks within the default group. With torch.distributed all processes of the job call it.
 
     Returns:
-        What `group=` takes: on real processes `torch.distributed.new_group(ranks)`.
+        What `group=` takes: a `ProcessGroup`, an `MPI.Comm`, or, under `simulate`, a handle.
     """
-    from diffcoll.engines import local
-
-    if local.here() is None:
-        return torch.distributed.new_group(list(ranks))
-    return local.LocalGroup(tuple(ranks))
+    return resolve(None, "new_group").subgroup(ranks)

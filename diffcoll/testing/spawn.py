@@ -3,44 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import io
-import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from diffcoll._torch import tree_map
-from diffcoll.engines.local import seed_rank
 from diffcoll.testing._calls import per_rank_arguments
+from diffcoll.testing.processes import GRACE, Forked, Launched, Processes, RanksFailedError, surroundings
 
 __all__ = ["RanksFailedError", "spawn"]
-
-#: When one rank has failed, the others may need this long to say why (s); the same for the last words of
-#: ranks that hang.
-GRACE = 3.0
-
-
-class RanksFailedError(RuntimeError):
-    """One rank or several failed; the message has every rank's traceback, or where it hung."""
-
-    def __init__(self, text: str, reports: dict[int, str]) -> None:
-        super().__init__(text)
-        #: Per rank: its traceback, or the Python stack it hung in; "" for a rank that returned.
-        self.reports = reports
 
 
 def spawn(
@@ -68,7 +47,8 @@ def spawn(
         fn: called as fn(a_r, b_r, …) on rank r with torch's default process group set up; closures and
             lambdas work. What it holds is copied to every process.
         per_rank: one or more sequences of equal length N, one element for each rank.
-        backend: a backend of torch.distributed, by name.
+        backend: a backend of torch.distributed, by name; or "mpi", for processes under mpiexec, with
+            `MPI.COMM_WORLD` as the default group (needs the `mpi` extra).
         timeout: seconds until the whole call ends at the latest, also if ranks hang.
         seed: rank r starts its streams of random numbers from (seed, r), the same as under `simulate`.
 
@@ -83,65 +63,21 @@ def spawn(
 
     calls = per_rank_arguments("spawn", per_rank)
     with tempfile.TemporaryDirectory(prefix="diffcoll-") as folder:
-        processes: list[Any] = []
-        pipes: list[Connection] = []
+        setups = [(rank, len(calls), backend, timeout, seed, folder, surroundings()) for rank in range(len(calls))]
+        payloads = [cloudpickle.dumps((fn, arguments)) for arguments in calls]
+        ranks = Launched() if backend == "mpi" else Forked()
         try:
-            with _without_main():
-                for rank, arguments in enumerate(calls):
-                    payload = cloudpickle.dumps((fn, arguments))
-                    ours, theirs = multiprocessing.Pipe(duplex=False)
-                    setup = (rank, len(calls), backend, timeout, seed, folder, _surroundings())
-                    process = _context().Process(target=_rank_main, args=(theirs, setup, payload), daemon=True)
-                    process.start()
-                    theirs.close()
-                    processes.append(process)
-                    pipes.append(ours)
-            return _collect(processes, pipes, folder, timeout)
+            ranks.begin(setups, payloads, timeout)
+            results = _collect(ranks, folder, timeout)
+            ranks.leave()
+            return results
         finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-            for pipe in pipes:
-                pipe.close()
+            ranks.end()
 
 
-# ── this side ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _surroundings() -> tuple[str, list[str], dict[str, str]]:
-    """What a process should find as here; the server that forks it may be older than that."""
-    return os.getcwd(), list(sys.path), dict(os.environ)
-
-
-def _context() -> Any:
-    """Processes are forked from a server that has imported torch once and done nothing else."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["diffcoll.testing.spawn"])
-    return context
-
-
-@contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """Keep multiprocessing from importing the caller's script again in every process.
-
-    cloudpickle sends what is defined there by value, so scripts need no `if __name__ == "__main__"`.
-    """
-    main = sys.modules["__main__"]
-    hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
-    main.__spec__ = None
-    if "__file__" in hidden:
-        del main.__file__
-    try:
-        yield
-    finally:
-        for name, value in hidden.items():
-            setattr(main, name, value)
-
-
-def _collect(processes: list[Any], pipes: list[Connection], folder: str, timeout: float) -> list[Any]:
+def _collect(ranks: Processes, folder: str, timeout: float) -> list[Any]:
     """Wait for every rank's word; end all on the first failure."""
-    n = len(processes)
+    pipes, n = ranks.pipes, len(ranks.pipes)
     words: dict[int, tuple[str, Any]] = {}
     end = time.monotonic() + timeout
     hung = False
@@ -156,26 +92,25 @@ def _collect(processes: list[Any], pipes: list[Connection], folder: str, timeout
                 try:
                     words[r] = pickle.loads(pipes[r].recv_bytes())
                 except EOFError:
-                    processes[r].join(GRACE)
-                    words[r] = "died", f"the process ended with exit code {processes[r].exitcode}\n"
+                    words[r] = "died", ranks.last_words(r)
                 if words[r][0] != "result":
                     end = min(end, time.monotonic() + GRACE)
     if all(kind == "result" for kind, _ in words.values()) and len(words) == n:
         return [torch.load(io.BytesIO(words[r][1]), weights_only=False) for r in range(n)]
 
     reports = {r: "" if kind == "result" else text for r, (kind, text) in words.items()}
-    for r, stack in _stacks(processes, [r for r in range(n) if r not in words], folder).items():
+    for r, stack in _stacks(ranks.pids, [r for r in range(n) if r not in words], folder).items():
         reports[r] = stack
     what = f"no end after {timeout:g} s" if hung else "a rank failed"
     text = "\n".join(f"── rank {r} of {n} ──\n{reports[r] or 'returned'}" for r in range(n))
     raise RanksFailedError(f"spawn: {what}\n{text}", dict(sorted(reports.items())))
 
 
-def _stacks(processes: list[Any], hanging: list[int], folder: str) -> dict[int, str]:
+def _stacks(pids: list[int], hanging: list[int], folder: str) -> dict[int, str]:
     """Ask ranks that hang for their Python stacks."""
     for r in hanging:
-        with contextlib.suppress(ProcessLookupError, TypeError):
-            os.kill(processes[r].pid, signal.SIGUSR1)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[r], signal.SIGUSR1)
     stacks = {}
     end = time.monotonic() + GRACE
     for r in hanging:
@@ -186,50 +121,3 @@ def _stacks(processes: list[Any], hanging: list[int], folder: str) -> dict[int, 
         stack = file.read_text() if file.exists() else ""
         stacks[r] = f"hung in\n{stack}" if stack else "hung, and did not say where\n"
     return stacks
-
-
-# ── the other side ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def _rank_main(pipe: Connection, setup: tuple[Any, ...], payload: bytes) -> None:
-    rank, size, backend, timeout, seed, folder, (here, path, environment) = setup
-    os.chdir(here)
-    os.environ.clear()
-    os.environ.update(environment)
-    # Loopback only, whatever the host's name resolves to.
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    sys.path[:] = path
-    torch.set_num_threads(1)
-    with open(Path(folder, f"stack-{rank}"), "w") as stack:
-        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-        try:
-            fn, arguments = pickle.loads(payload)
-            if backend == "nccl":
-                torch.cuda.set_device(rank % torch.cuda.device_count())
-            dist.init_process_group(
-                backend,
-                init_method=f"file://{folder}/rendezvous",
-                rank=rank,
-                world_size=size,
-                timeout=timedelta(seconds=2 * timeout),  # so that a hang is reported by `_stacks` first
-            )
-            seed_rank(seed, rank)
-            result = fn(*arguments)
-            buffer = io.BytesIO()
-            torch.save(tree_map(_plain, result), buffer)
-            if dist.is_initialized():
-                # Leave together: who goes first closes connections that another may still read from.
-                dist.barrier()
-                dist.destroy_process_group()
-            word: tuple[str, Any] = "result", buffer.getvalue()
-        except BaseException:
-            word = "raised", traceback.format_exc()
-        pipe.send_bytes(pickle.dumps(word))
-        pipe.close()
-        faulthandler.unregister(signal.SIGUSR1)
-    if word[0] != "result":
-        os._exit(1)  # a broken group may hang in its own destructor
-
-
-def _plain(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value

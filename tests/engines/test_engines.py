@@ -8,6 +8,7 @@ from diffcoll.engines import c10d, local
 from diffcoll.engines.engine import Engine, add_up
 from diffcoll.engines.scratch import KEPT_BYTES, Scratch
 from diffcoll.engines.solo import SoloEngine
+from diffcoll.groups import resolve
 from diffcoll.testing import simulate, spawn
 
 N = 3
@@ -44,15 +45,12 @@ def expected(r):
 
 
 @pytest.mark.parametrize("kind", ["own", "default"])
-@pytest.mark.parametrize("where", ["gloo", "simulated"])
+@pytest.mark.parametrize("where", ["gloo", "mpi", "simulated"])
 def test_primitives(where, kind):
-    def on_gloo(r):
-        return primitives(c10d.engine_of(None), kind)
+    def body(r):
+        return primitives(resolve(None, "test"), kind)
 
-    def on_threads(r):
-        return primitives(local.engine_of(None), kind)
-
-    got = spawn(on_gloo, range(N)) if where == "gloo" else simulate(on_threads, range(N), rules=True)
+    got = simulate(body, range(N), rules=True) if where == "simulated" else spawn(body, range(N), backend=where)
     for r in range(N):
         for mine, right in zip(got[r], expected(r), strict=True):
             torch.testing.assert_close(mine, right)
