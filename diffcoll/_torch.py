@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch._functorch import eager_transforms
 from torch._library.fake_class_registry import FakeScriptObject
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 from torch.utils import _pytree
 
 __all__ = [
+    "apply_rule",
     "forward_mode",
     "is_differentiating",
+    "is_plain",
     "is_transformed",
     "is_tree",
     "is_view",
@@ -45,6 +47,24 @@ def is_differentiating() -> bool:
     stack = torch._C._functorch.get_interpreter_stack() or []
     within = any(i.key() != torch._C._functorch.TransformType.Vmap for i in stack)
     return within or forward_ad._current_level >= 0
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether nothing records, maps or differentiates what is done to x."""
+    return not (x.requires_grad or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active())
+
+
+def apply_rule(rule: type[Function], x: Tensor, *more: object) -> Tensor:
+    """Return rule.apply(x, *more).
+
+    Function.apply first binds its arguments to the signature of forward, so that they may be given by name. That
+    takes as long as a small message does; outside of transforms it can be left out.
+    """
+    if torch._C._are_functorch_transforms_active():
+        y: Tensor = rule.apply(x, *more)  # type: ignore[no-untyped-call]
+    else:
+        y = super(Function, rule).apply(torch._C._functorch.unwrap_if_dead(x), *more)  # type: ignore[misc]
+    return y
 
 
 def is_view(x: Tensor) -> bool:

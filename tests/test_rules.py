@@ -1,4 +1,4 @@
-"""Every property of every collective: drawn at random in simulated worlds, the fixed table there, on gloo and on MPI."""
+"""Every property of every collective: drawn at random in simulated worlds; the fixed table there, on gloo and MPI."""
 
 from functools import partial
 

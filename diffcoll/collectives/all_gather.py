@@ -104,7 +104,7 @@ def all_gather(
             A 0-d x counts as one element of a row: the result has shape (N,).
             Or a tree: nested tuples, lists and dicts of such tensors; those of one dtype travel in one message.
         dim: the dimension to join along; with `stack`, the place of the new one.
-        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         sizes: None: x has the same size along `dim` on all ranks. A list: each rank's size, zeros allowed.
             `"auto"`: the ranks tell each other first, in a small message of its own.
         stack: join along a new dimension, of size N, as `torch.stack` does.

@@ -97,7 +97,7 @@ def all_reduce(
             as made-up numbers tell, all ranks get the whole stack, N times the size of x.
             Half precisions: a sum is accumulated in float32 where the library adds up itself (gloo), else as
             the backend does it; mean, product and logsumexp are computed in float32 and rounded once.
-        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         cotangent: `"partial"`: each rank has a loss of its own, the objective is the sum of them, and the
             backward sums the gradients that arrive on the ranks. `"replicated"`: all ranks compute one and
             the same loss from y, and it counts once; the backward moves nothing.

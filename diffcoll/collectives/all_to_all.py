@@ -103,7 +103,7 @@ def all_to_all(
             sizes are given.
         split_dim: the dimension to cut along.
         concat_dim: the dimension to join along.
-        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         split_sizes: None: N equal blocks. A list: the size along `split_dim` of the block for each rank,
             zeros allowed; if the two dimensions differ it is the same list on all ranks.
         concat_sizes: the size along `concat_dim` of the block from each rank. None: equal blocks, which

@@ -115,7 +115,7 @@ def broadcast(
             a gradient on all ranks if it does on src, for all take part in the backward; off src it is zero.
             Or a tree: nested tuples, lists and dicts of such tensors; those of one dtype travel in one message.
         src: the rank within the group that sends.
-        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         cotangent: `"partial"`: each rank has a loss of its own, the objective is the sum of them, and the
             backward sums on rank src the gradients that arrive on the ranks. `"replicated"`: all ranks
             compute one and the same loss from y, and it counts once; the backward moves nothing.

@@ -49,7 +49,7 @@ class Call:
         self.arguments = arguments
         self.async_op = async_op
         self.engine = resolve(group, name)
-        if check_x and not (name in TAKE_TREES and is_tree(x)):
+        if check_x and (isinstance(x, Tensor) or not (name in TAKE_TREES and is_tree(x))):
             self.tensor(x)
 
     def of(self, leaf: Tensor) -> Call:
@@ -101,7 +101,7 @@ class Call:
         expected = "a dense torch.Tensor"
         if not isinstance(x, Tensor):
             raise TypeError(message(self.name, "x", type(x).__name__, expected, "torch.as_tensor(x) makes one"))
-        if any(c.__name__ == "DTensor" for c in type(x).__mro__):
+        if type(x) is not Tensor and any(c.__name__ == "DTensor" for c in type(x).__mro__):
             remedy = "pass this rank's part, x.to_local() (placements are DTensor's own matter)"
             raise TypeError(message(self.name, "x", "a DTensor", expected, remedy))
         if x.layout != torch.strided or x.is_quantized:

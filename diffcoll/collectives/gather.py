@@ -66,7 +66,7 @@ def gather(x: Tensor, dst: int = 0, dim: int = 0, group: Group = None, *, sizes:
             A 0-d x counts as one element of a row: the result has shape (N,).
         dst: the rank within the group that receives.
         dim: the dimension to join along.
-        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         sizes: None: x has the same size along `dim` on all ranks. A list: each rank's size, zeros allowed.
             `"auto"`: the ranks tell each other first, in a small message of its own.
 

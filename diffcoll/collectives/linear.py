@@ -14,13 +14,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from inspect import signature
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from diffcoll._torch import apply_rule, is_plain
 from diffcoll.engines.engine import Engine, Wait
 
 __all__ = ["Linear", "apply", "begin", "start", "then"]
@@ -86,8 +86,13 @@ def apply(f: Linear, x: Tensor) -> Tensor:
         from diffcoll import compiled  # it is made of the maps
 
         return compiled.apply(f, x)
-    y: Tensor = _Apply.apply(x, f)  # type: ignore[no-untyped-call]
-    return y
+    return _eagerly(f, x)
+
+
+def _eagerly(f: Linear, x: Tensor) -> Tensor:
+    if is_plain(x):  # as in a first backward
+        return begin(f, x)()
+    return apply_rule(_Apply, x, f)
 
 
 class _Apply(Function):
@@ -103,15 +108,15 @@ class _Apply(Function):
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None]:
-        return apply(ctx.f.adjoint, gy), None
+        return _eagerly(ctx.f.adjoint, gy), None
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor, _: None) -> Tensor:
-        return apply(ctx.f, tx)
+        return _eagerly(ctx.f, tx)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, f: Linear) -> tuple[Tensor, int]:
-        return apply(f, x.movedim(in_dims[0], -1)), -1
+        return _eagerly(f, x.movedim(in_dims[0], -1)), -1
 
 
 # ── with time between the start and the wait ─────────────────────────────────────────────────────────────
@@ -138,13 +143,8 @@ def start(f: Linear, x: Tensor) -> Callable[[], Tensor]:
         y = apply(f, x)
         return lambda: y
     transit = _Transit()
-    empty = _Start.apply(x, f, transit)  # type: ignore[no-untyped-call]
-
-    def wait() -> Tensor:
-        y: Tensor = _Wait.apply(empty, f, transit)  # type: ignore[no-untyped-call]
-        return y
-
-    return wait
+    empty = apply_rule(_Start, x, f, transit)
+    return lambda: apply_rule(_Wait, empty, f, transit)
 
 
 class _Start(Function):
@@ -161,19 +161,18 @@ class _Start(Function):
 
     @staticmethod
     def backward(ctx: Any, gempty: Tensor) -> tuple[Tensor, None, None]:
-        gx: Tensor = _Wait.apply(gempty, ctx.f.adjoint, ctx.transit.adjoint)  # type: ignore[no-untyped-call]
+        gx = apply_rule(_Wait, gempty, ctx.f.adjoint, ctx.transit.adjoint)
         ctx.transit.adjoint = None
         return gx, None, None
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor, *_: None) -> Tensor:
         ctx.transit.tangents.append(_Transit())
-        tempty: Tensor = _Start.apply(tx, ctx.f, ctx.transit.tangents[-1])  # type: ignore[no-untyped-call]
-        return tempty
+        return apply_rule(_Start, tx, ctx.f, ctx.transit.tangents[-1])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None, None], x: Tensor, f: Linear, transit: _Transit) -> tuple[Tensor, int]:
-        empty: Tensor = _Start.apply(x.movedim(in_dims[0], -1), f, transit)  # type: ignore[no-untyped-call]
+        empty = apply_rule(_Start, x.movedim(in_dims[0], -1), f, transit)
         return empty.unsqueeze(1).expand(0, info.batch_size), 1
 
 
@@ -192,22 +191,16 @@ class _Wait(Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
         ctx.transit.adjoint = _Transit()
-        gempty: Tensor = _Start.apply(gy, ctx.f.adjoint, ctx.transit.adjoint)  # type: ignore[no-untyped-call]
+        gempty = apply_rule(_Start, gy, ctx.f.adjoint, ctx.transit.adjoint)
         return gempty, None, None
 
     @staticmethod
     def jvp(ctx: Any, tempty: Tensor, *_: None) -> Tensor:
-        ty: Tensor = _Wait.apply(tempty, ctx.f, ctx.transit.tangents.popleft())  # type: ignore[no-untyped-call]
-        return ty
+        return apply_rule(_Wait, tempty, ctx.f, ctx.transit.tangents.popleft())
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int, None, None], empty: Tensor, f: Linear, transit: _Transit
     ) -> tuple[Tensor, int]:
-        y: Tensor = _Wait.apply(empty.sum(in_dims[0]), f, transit)  # type: ignore[no-untyped-call]
+        y = apply_rule(_Wait, empty.sum(in_dims[0]), f, transit)
         return y, -1
-
-
-# Function.apply asks for the signature of forward at every call; found here, it need not be worked out each time.
-for _rule in (_Apply, _Start, _Wait):
-    _rule.forward.__signature__ = signature(_rule.forward)  # type: ignore[union-attr]

@@ -55,7 +55,7 @@ def permute(x: Tensor, pairs: Sequence[tuple[int, int]], group: Group = None) ->
         x: any shape and dtype, the same on all ranks.
         pairs: ranks within the group, the same list on all ranks; each rank at most once as src and at most
             once as dst.
-        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
     Returns:
         A new tensor, shape and dtype of x: what was sent to this rank, zeros if nothing was. The loss

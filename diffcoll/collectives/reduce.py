@@ -59,7 +59,7 @@ def reduce(x: Tensor, dst: int = 0, op: Op = "sum", group: Group = None) -> Tens
         dst: the rank within the group that receives.
         op: `"sum"`, or `"mean"` (`"avg"`) of floating-point or complex numbers, for which half
             precisions travel as float32: the sum might overflow.
-        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
     Returns:
         A new tensor, shape and dtype of x.

@@ -96,7 +96,7 @@ def reduce_scatter(
         op: `"sum"`, or `"mean"` (`"avg"`) of floating-point or complex numbers, for which half
             precisions travel as float32: the sum might overflow.
         dim: the dimension to cut along.
-        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         sizes: None: N equal blocks. A list, the same on all ranks: each rank's size, zeros allowed.
         ties: who gets the gradient of `"max"` and `"min"` where several ranks are equal: `"even"`, all of
             them in equal parts, as `torch.amax`; `"first"`, the lowest of these ranks.

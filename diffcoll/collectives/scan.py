@@ -69,7 +69,7 @@ def scan(x: Tensor, group: Group = None, *, reverse: bool = False, exclusive: bo
     Args:
         x: any shape, the same on all ranks; any dtype but bool. float16 and bfloat16 are accumulated in
             float32.
-        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         reverse: sum over this rank and those after it instead.
         exclusive: leave this rank's own x out.
 

@@ -65,7 +65,7 @@ def scatter(x: Tensor | None, src: int = 0, dim: int = 0, group: Group = None, *
             Under `torch.compile` x is a tensor of one shape on all ranks.
         src: the rank within the group that sends.
         dim: the dimension to cut along.
-        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         sizes: None: N equal blocks. A list: each rank's size, zeros allowed. Both `dim` and `sizes` count as
             rank src gives them; the others learn them from there, in a small message of its own.
 

@@ -39,7 +39,7 @@ def shift(x: Tensor, offset: int = 1, group: Group = None, *, wrap: bool = True)
     Args:
         x: any shape and dtype, the same on all ranks.
         offset: how many ranks further, the same on all ranks; negative: back.
-        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         wrap: whether the ranks form a ring; on a line, what leaves it is lost and zeros come in.
 
     Returns:

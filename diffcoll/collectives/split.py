@@ -64,7 +64,7 @@ def split(x: Tensor, dim: int = 0, group: Group = None, *, sizes: Parts = None) 
     Args:
         x: at least one dimension; any dtype; equal on all ranks.
         dim: the dimension to cut along.
-        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         sizes: None: N equal blocks. A list, the same on all ranks: each rank's size, zeros allowed.
 
     Returns:

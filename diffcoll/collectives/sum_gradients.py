@@ -63,7 +63,7 @@ def sum_gradients(x: Tree, group: Group = None) -> Tree:
     Args:
         x: any shape and dtype, equal on all ranks.
             Or a tree: nested tuples, lists and dicts of such tensors; those of one dtype travel in one message.
-        group: None, a `ProcessGroup` or a one-dimensional `DeviceMesh`; see `set_default_group`.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
     Returns:
         x, sharing its memory as `x.view_as(x)` does (compiled: a copy).

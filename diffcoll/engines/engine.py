@@ -37,6 +37,8 @@ class Engine(ABC):
     key: str = ""
     #: The collective at work, for messages that arise below it.
     operation: str = "nothing"
+    #: Whether the ranks share one autograd graph, so that collectives meet in their ground truth.
+    joint: bool = False
     #: Whether the caller has something else to do before it waits.
     later: bool = False
 
@@ -54,11 +56,6 @@ class Engine(ABC):
     def control_device(self) -> torch.device:
         """Where the few integers that ranks exchange among themselves (sizes, headers) live."""
         return torch.device("cpu")
-
-    @property
-    def joint(self) -> bool:
-        """Whether the ranks share one autograd graph, so that collectives meet in their ground truth."""
-        return False
 
     def meet_in_truth(self, name: str, x: Any, arguments: dict[str, Any]) -> Any:
         """Return this rank's result of the collective `name` by its ground truth (joint worlds only)."""

@@ -254,6 +254,7 @@ class LocalEngine(Engine):
         self.world = world
         self.group = group
         self.description = f"a simulated group of {self.size} ranks"
+        self.joint = world.truth is not None
         self._turn = 0
 
     def subgroup(self, ranks: Sequence[int]) -> LocalGroup:
@@ -263,11 +264,6 @@ class LocalEngine(Engine):
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
         """See `Engine.exchange`."""
         return self._meet(self.operation, (sends, recvs), _deliver)
-
-    @property
-    def joint(self) -> bool:
-        """See `Engine.joint`."""
-        return self.world.truth is not None
 
     def meet_in_truth(self, name: str, x: Any, arguments: dict[str, Any]) -> Any:
         """See `Engine.meet_in_truth`."""

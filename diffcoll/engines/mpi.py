@@ -11,8 +11,8 @@ import ctypes
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import accumulate, count
 from types import TracebackType
 from typing import Any
@@ -57,6 +57,8 @@ class MpiEngine(MessageEngine):
         self.key = key
         self.description = f"an MPI communicator of {self.size} ranks"
         self._users, self._ours = comm, None
+        self._mpi = _mpi()
+        self._kinds = {dtype: getattr(self._mpi, name) for dtype, name in SUMS.items()}
 
     @property
     def comm(self) -> Any:
@@ -89,121 +91,106 @@ class MpiEngine(MessageEngine):
 
     def messages(self, sends: Messages, recvs: Messages) -> Wait:
         """See `MessageEngine.messages`."""
-        mpi, comm = _mpi(), self.comm
-        _settle(sends)
-        requests = [comm.Irecv([piece, mpi.BYTE], s) for s, t in recvs for piece in _pieces(t)]
-        requests += [comm.Isend([piece, mpi.BYTE], s) for s, t in sends for piece in _pieces(t)]
-        return _holding([sends, recvs], partial(mpi.Request.Waitall, requests))
+        comm, byte = self.comm, self._mpi.BYTE
+        requests = [comm.Irecv([piece, byte], s) for s, t in recvs for piece in self._pieces(t)]
+        requests += [comm.Isend([piece, byte], s) for s, t in sends for piece in self._pieces(t)]
+        return _holding([sends, recvs], requests)
 
     # ── MPI's own collectives ────────────────────────────────────────────────────────────────────────────
 
     def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
         """See `Engine.all_reduce`."""
-        if not self._adds(y):
+        kind = self._adds(y)
+        if kind is None:
             return super().all_reduce(x, y)
         if not x.is_contiguous():
             x = y.copy_(x)
-        _settle([(0, x)])
-        kind = getattr(_mpi(), SUMS[y.dtype])
-        into = list(_pieces(y))
-        what = [_mpi().IN_PLACE] * len(into) if x is y else [[piece, kind] for piece in _pieces(x)]
-        waits = [self._do("Allreduce", a, [b, kind]) for a, b in zip(what, into, strict=True)]
-        return _holding([x, y], *waits)
+        calls: list[tuple[Any, Any]] = []
+        for a, b in zip(self._pieces(x), self._pieces(y), strict=True):
+            calls.append((self._mpi.IN_PLACE if x is y else [a, kind], [b, kind]))
+        return self._do("Allreduce", calls, [x, y])
 
     def all_gather(self, x: Tensor, blocks: Sequence[Tensor]) -> Wait:
         """See `Engine.all_gather`."""
         whole = _whole(blocks)
         if whole is None or not self.reaches(x.device.type):
             return super().all_gather(x, blocks)
-        _settle([(0, x)])
-        mpi, counts = _mpi(), [_nbytes(b) for b in blocks]
+        counts, byte = [b.nbytes for b in blocks], self._mpi.BYTE
         starts = [0, *accumulate(counts[:-1])]
-        wait = self._do("Allgatherv", [_memory(x), mpi.BYTE], [whole, (counts, starts), mpi.BYTE])
-        return _holding([x, blocks], wait)
+        mine = [*self._pieces(x), byte] if x.nbytes else [None, 0, byte]
+        return self._do("Allgatherv", [(mine, [whole, (counts, starts), byte])], [x, blocks])
 
     def broadcast(self, y: Tensor, src: int) -> Wait:
         """See `Engine.broadcast`."""
         if not self.reaches(y.device.type):
             return super().broadcast(y, src)
-        _settle([(0, y)])
-        return _holding([y], *[self._do("Bcast", [piece, _mpi().BYTE], src) for piece in _pieces(y)])
+        return self._do("Bcast", [([piece, self._mpi.BYTE], src) for piece in self._pieces(y)], y)
 
     def reduce(self, y: Tensor, dst: int) -> Wait:
         """See `Engine.reduce`."""
-        if not self._adds(y):
+        kind, mpi = self._adds(y), self._mpi
+        if kind is None:
             return super().reduce(y, dst)
-        _settle([(0, y)])
-        mpi = _mpi()
-        waits = []
-        for piece in _pieces(y):
-            what = [piece, getattr(mpi, SUMS[y.dtype])]
-            ends = (mpi.IN_PLACE, what) if self.rank == dst else (what, None)
-            waits.append(self._do("Reduce", *ends, mpi.SUM, dst))
-        return _holding([y], *waits)
+        pieces = [[piece, kind] for piece in self._pieces(y)]
+        ends = [(mpi.IN_PLACE, piece) if self.rank == dst else (piece, None) for piece in pieces]
+        return self._do("Reduce", [(*pair, mpi.SUM, dst) for pair in ends], y)
 
-    def _adds(self, y: Tensor) -> bool:
-        return y.dtype in SUMS and self.reaches(y.device.type)
+    def _adds(self, y: Tensor) -> Any:
+        """MPI's type of y, if it adds up such tensors itself."""
+        return self._kinds.get(y.dtype) if self.reaches(y.device.type) else None
 
-    def _do(self, name: str, *arguments: Any) -> Wait:
+    def _do(self, name: str, calls: Iterable[tuple[Any, ...]], memory: object) -> Wait:
+        """Call one of MPI's collectives, once for each piece, or its non-blocking twin."""
+        comm = self._ours or self.comm
         if self.later:
-            wait: Wait = getattr(self.comm, "I" + name.lower())(*arguments).Wait
-            return wait
-        getattr(self.comm, name)(*arguments)
-        return lambda: None
+            call = getattr(comm, "I" + name.lower())
+            return _holding(memory, [call(*arguments) for arguments in calls])
+        call = getattr(comm, name)
+        for arguments in calls:
+            call(*arguments)
+        return _done
 
-
-# ── memory ───────────────────────────────────────────────────────────────────────────────────────────────
+    def _pieces(self, x: Tensor) -> list[Any]:
+        """The memory of a contiguous tensor as mpi4py takes it, in pieces that MPI can count."""
+        if x.is_cuda:  # MPI reads it outside of PyTorch's streams
+            torch.cuda.current_stream(x.device).synchronize()
+        at, here, nbytes = self._mpi.buffer.fromaddress, x.data_ptr(), x.nbytes
+        if 0 < nbytes <= PIECE:
+            return [at(here, nbytes)]
+        return [at(here + i, min(PIECE, nbytes - i)) for i in range(0, nbytes, PIECE)]
 
 
 def _mpi() -> Any:
     return sys.modules["mpi4py.MPI"]
 
 
-def _nbytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
-def _memory(x: Tensor, start: int = 0, stop: int | None = None) -> Any:
-    """Bytes of a contiguous tensor as mpi4py takes them, on whatever device."""
-    return _mpi().buffer.fromaddress(x.data_ptr() + start, (_nbytes(x) if stop is None else stop) - start)
-
-
-def _pieces(x: Tensor) -> Iterator[Any]:
-    nbytes = _nbytes(x)
-    for start in range(0, nbytes, PIECE):
-        yield _memory(x, start, min(start + PIECE, nbytes))
-
-
-def _whole(blocks: Sequence[Tensor]) -> Any:
-    """The memory of all blocks, if they are one piece after the other of one tensor, and MPI can count it."""
-    nbytes = sum(map(_nbytes, blocks))
-    here = start = blocks[0].data_ptr() if blocks[0].numel() else next((b.data_ptr() for b in blocks if b.numel()), 0)
-    storage = None
-    for b in blocks:
-        if not b.numel():
-            continue
-        if b.data_ptr() != here or storage not in (None, b.untyped_storage().data_ptr()):
-            return None
-        here, storage = here + _nbytes(b), b.untyped_storage().data_ptr()
-    return _mpi().buffer.fromaddress(start, nbytes) if 0 < nbytes <= PIECE else None
-
-
-def _holding(memory: object, *waits: Wait) -> Wait:
-    """All of them, with what they read and write kept alive until then."""
+def _holding(memory: object, requests: Sequence[Any]) -> Wait:
+    """Wait for all of them; what they read and write is kept alive until then."""
 
     def finish() -> object:
-        for wait in waits:
-            wait()
+        _mpi().Request.Waitall(requests)
         return memory
 
     return finish
 
 
-def _settle(messages: Messages) -> None:
-    """MPI reads a GPU's memory outside of its streams."""
-    for _, x in messages:
-        if x.is_cuda:
-            torch.cuda.current_stream(x.device).synchronize()
+def _done() -> None:
+    pass
+
+
+def _whole(blocks: Sequence[Tensor]) -> Any:
+    """The memory of all blocks, if they are one piece after the other of one tensor, and MPI can count it."""
+    full = [b for b in blocks if b.nbytes]
+    nbytes = sum(b.nbytes for b in full)
+    if not 0 < nbytes <= PIECE:
+        return None
+    start, storage = full[0].data_ptr(), full[0].untyped_storage().data_ptr()
+    ends = accumulate((b.nbytes for b in full), initial=start)
+    if any(
+        b.data_ptr() != end or b.untyped_storage().data_ptr() != storage for b, end in zip(full, ends, strict=False)
+    ):
+        return None
+    return _mpi().buffer.fromaddress(start, nbytes)
 
 
 @cache

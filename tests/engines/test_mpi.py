@@ -1,0 +1,300 @@
+"""MPI communicators: which ones, what travels, with the user's messages and gloo beside it, and how jobs end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import diffcoll as dc
+from diffcoll.engines import messages, mpi
+from diffcoll.groups import resolve
+from diffcoll.testing import cases, spawn
+from diffcoll.testing.processes import Launched
+
+ROOT = Path(dc.__file__).parent.parent
+on_mpi = partial(spawn, backend="mpi")
+N = 3
+
+
+def sums(r, n, dtype=torch.float64, numel=7):
+    """Every primitive once: what came, and what should have come."""
+    engine = resolve(None, "test")
+
+    def data(s, numel=numel):
+        x = torch.randint(0, 9, (numel,), generator=torch.Generator().manual_seed(s))
+        return x.bool() if dtype == torch.bool else x.to(dtype)
+
+    found = []
+    every = [data(s) for s in range(n)]
+    blocks = list(torch.empty(n * numel, dtype=dtype).view(n, numel))  # one memory
+    engine.all_gather(data(r), blocks)()
+    found += zip(blocks, every, strict=True)
+    apart = [torch.empty(numel, dtype=dtype) for _ in range(n)]  # several
+    engine.all_gather(data(r), apart)()
+    found += zip(apart, every, strict=True)
+    y = data(r)
+    engine.broadcast(y, n - 1)()
+    found.append((y, every[-1]))
+    recvs = [None if s == r else torch.empty(numel + s, dtype=dtype) for s in range(n)]
+    engine.exchange([data(10 * r + s, numel + r) for s in range(n)], recvs)()
+    found += [(b, data(10 * s + r, numel + s)) for s, b in enumerate(recvs) if b is not None]
+    if dtype != torch.bool:
+        total = torch.empty(numel, dtype=dtype)
+        engine.all_reduce(data(r), total)()
+        found.append((total, sum(every)))
+        part = torch.empty(3, dtype=dtype)
+        engine.reduce_scatter(list(data(r, 3 * n).split(3)), part)()
+        found.append((part, sum(data(s, 3 * n) for s in range(n))[3 * r : 3 * r + 3]))
+        y = data(r)
+        engine.reduce(y, 1)()
+        found.append((y, sum(every) if r == 1 else data(r)))
+    return found
+
+
+def test_every_dtype_in_pieces_and_later():
+    """Sums where MPI has none, messages above its counts (with a small limit), non-blocking calls."""
+    dtypes = [*mpi.SUMS, torch.float16, torch.bfloat16, torch.bool]
+
+    def body(r):
+        engine = resolve(None, "test")
+        for piece in (1 << 30, 16):
+            mpi.PIECE = piece
+            for engine.later in (False, True):
+                for dtype in dtypes:
+                    for got, expected in sums(r, N, dtype):
+                        assert got.dtype == dtype
+                        torch.testing.assert_close(got, expected)
+                for got, expected in sums(r, N, numel=0):
+                    torch.testing.assert_close(got, expected)
+        return True
+
+    assert on_mpi(body, range(N)) == [True] * N
+
+
+def test_every_collective_in_every_dtype():
+    def body(r):
+        checked = 0
+        for dtype in (torch.float16, torch.bfloat16, torch.complex64, torch.int16, torch.int64):
+            for case in cases.table(N):
+                op = case.arguments.get("op", "sum")
+                if op not in ("sum", "product") or None in case.shapes:
+                    continue
+                xs = [(case.x(s, 3) * 3).round().clamp(-9, 9).to(dtype) for s in range(N)]
+                y = case.call(xs[r], r)
+                assert y.dtype == dtype
+                torch.testing.assert_close(y, case.truth(xs)[r], msg=str(case))
+                checked += 1
+        return checked
+
+    assert min(on_mpi(body, range(N))) > 200
+
+
+@pytest.mark.slow  # 8 GB
+def test_more_than_mpi_can_count():
+    """2^31 + 5 bytes, as MPI's ints cannot say."""
+
+    def body(r):
+        numel = 2**31 + 5
+        x = torch.zeros(numel, dtype=torch.uint8)
+        x[-1], x[0] = 3 + r, 7
+        y = dc.shift(x)
+        return y[0].item(), y[-1].item(), y.numel() == numel
+
+    assert on_mpi(body, range(2), timeout=100) == [(7, 4, True), (7, 3, True)]
+
+
+def test_which_communicators():
+    """Split, Dup and freed ones; two handles of one communicator are one group; what is none of ours says so."""
+
+    def body(r):
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD
+        x = torch.tensor(float(r + 1), requires_grad=True)
+        halves = world.Split(r % 2, -r)  # ranks in the opposite order
+        found = [dc.get_rank(halves), dc.all_gather(x, group=halves).tolist()]
+        copy = world.Dup()
+        found.append(dc.all_reduce(x, group=copy).item())
+        assert resolve(copy, "test") is resolve(MPI.Comm(copy), "test") is not resolve(world, "test")
+        before = resolve(copy, "test")
+        copy.Free()
+        again = world.Dup()  # MPI may give it the handle of the one that was freed
+        assert resolve(again, "test") is not before
+        assert before._ours is None  # our duplicate went with it
+        found.append(dc.all_reduce(x, "max", group=again).item())
+        (g,) = torch.autograd.grad(dc.all_reduce(x, group=again) * (r + 1), x)
+        found.append(g.item())
+
+        def refused(group, kind=ValueError):
+            with pytest.raises(kind) as caught:
+                dc.all_reduce(x, group=group)
+            return str(caught.value)
+
+        texts = [refused(copy), refused(world.Get_group(), TypeError)]
+        inter = MPI.COMM_SELF.Create_intercomm(0, world, 1 - r, 7) if r < 2 else world
+        texts.append(refused(inter) if r < 2 else "got an intercommunicator")
+        with dc.set_default_group(halves):
+            found.append(dc.get_world_size())
+        return found, texts
+
+    for r, (found, texts) in enumerate(on_mpi(body, range(3))):
+        assert found == [[1, 0, 0][r], [[3, 1], [2], [3, 1]][r], 6, 3, 6, [2, 1, 2][r]]
+        assert texts[0].startswith("all_reduce: group: got a group that this process is not in, or a freed one")
+        assert texts[1].startswith("all_reduce: group: got Group, expected None, a torch.distributed.ProcessGroup, ")
+        assert texts[1].endswith("a one-dimensional DeviceMesh or an mpi4py.MPI.Comm")
+        assert "got an intercommunicator" in texts[2]
+
+
+def test_with_the_users_messages_and_gloo_beside_it(tmp_path):
+    def body(r):
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD
+        theirs = world.irecv(source=1 - r, tag=0)
+        pending = dc.all_gather(torch.tensor([r]), async_op=True)
+        whole = world.allreduce(r + 1)  # on the same communicator, between our start and our wait
+        got = pending.wait().tolist()
+        world.send(f"from {r}", 1 - r, tag=0)
+
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/there", rank=r, world_size=2)
+        x = torch.tensor([3.0, 5.0][r], requires_grad=True)
+        y = dc.all_reduce(x, group=dist.group.WORLD) * dc.all_reduce(x, "max")  # default: MPI
+        (g,) = torch.autograd.grad(y * (1 + 9 * r), x)
+        return got, whole, theirs.wait(), y.item(), g.item()
+
+    # L = 11 (a + b) max(a, b)
+    assert on_mpi(body, range(2)) == [([0, 1], 3, "from 1", 40, 55), ([0, 1], 3, "from 0", 40, 11 * 13)]
+
+
+def test_compiled_and_async_and_trees():
+    def body(r):
+        def loss(x):
+            y = dc.all_reduce(x, "product").sum() + dc.all_gather(x, dim=1).square().sum() * (r + 1)
+            pending = dc.all_reduce({"a": x, "b": [x.double()]}, async_op=True)
+            z = dc.broadcast(x.sin(), src=1).sum()
+            tree = pending.wait()
+            return y + z + (tree["a"] ** 2).sum() + tree["b"][0].sum() * (r + 1)
+
+        x = torch.linspace(-1, 1 + r, 6, dtype=torch.float32).view(2, 3).requires_grad_()
+        (g,) = torch.autograd.grad(loss(x), x)
+        (h,) = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(x), x)
+        large = torch.randn(1 << 20, generator=torch.Generator().manual_seed(r))
+        pending = [dc.all_reduce(large, op, async_op=True) for op in ("sum", "max")]
+        right = dc.all_reduce(large), dc.all_reduce(large, "max")
+        same = [torch.equal(p.wait(), y) for p, y in zip(reversed(pending), reversed(right), strict=True)]
+        return (g - h).abs().max().item(), same
+
+    for error, same in on_mpi(body, range(2), timeout=90):
+        assert error < 1e-5
+        assert all(same)
+
+
+def test_what_mpi_cannot_reach_goes_through_the_cpu(monkeypatch):
+    """The way of CUDA tensors, walked with tensors of the CPU."""
+
+    def body(r):
+        mpi.MpiEngine.reaches = lambda self, device: False
+        native = mpi.MpiEngine._do
+        mpi.MpiEngine._do = lambda self, *call: pytest.fail(f"{call[0]} of memory that MPI cannot reach")
+        landed = []
+        on_cpu = messages._on_cpu
+        messages._on_cpu = lambda t: landed.append(t) or on_cpu(t)
+        for got, expected in sums(r, N):
+            torch.testing.assert_close(got, expected)
+        mpi.MpiEngine._do = native
+        return len(landed) > 0
+
+    assert on_mpi(body, range(N)) == [True] * N
+
+
+def test_whether_mpi_reads_cuda_memory(monkeypatch):
+    def body(r):
+        text = r"diffcoll: this MPI library does not say that it reads CUDA memory, .* DIFFCOLL_MPI_CUDA=1"
+        with pytest.warns(UserWarning, match=text):
+            assert not mpi._reads_cuda()  # what the wheel says
+        mpi._reads_cuda()  # one warning
+        mpi._reads_cuda.cache_clear()
+        os.environ["DIFFCOLL_MPI_CUDA"] = "1"
+        return mpi._reads_cuda()
+
+    assert on_mpi(body, range(1)) == [True]
+
+
+# ── programs under mpiexec ───────────────────────────────────────────────────────────────────────────────
+
+
+def launch(program, n=2, timeout=60, interrupt=""):
+    """Run a program as users do; `interrupt`: press Ctrl-C when it prints that."""
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    environment = {**os.environ, **Launched.SETTINGS, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [str(mpiexec), "-n", str(n), sys.executable, "-c", program]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        said = ""
+        if interrupt:
+            while interrupt not in said:
+                said += process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return process.returncode, said + out, err
+
+
+START = """
+import time
+from mpi4py import MPI
+import torch, diffcoll as dc
+comm = MPI.COMM_WORLD
+x = torch.tensor(float(comm.rank + 1), requires_grad=True)
+y = dc.all_reduce(x, group=comm)
+"""
+
+
+def test_a_job_ends():
+    code, out, err = launch(START + "y.backward(); print(y.item(), x.grad.item(), flush=True)")
+    assert (code, err) == (0, "")
+    assert out.split("\n")[:2] == ["3.0 2.0"] * 2
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_on_one_rank_ends_the_job(where):
+    raising = "if comm.rank == 1: raise KeyError('no such sample')\n"
+    rest = {"forward": raising + "dc.all_reduce(x, group=comm)", "backward": raising + "y.backward()"}[where]
+    start = time.monotonic()
+    code, _, err = launch(START + rest)
+    assert code != 0
+    assert time.monotonic() - start < 30
+    assert "KeyError: 'no such sample'" in err
+    assert "diffcoll: rank 1 of 2: the other ranks may wait for this one, so it ends the job (MPI_Abort)" in err
+
+
+def test_ctrl_c_ends_the_job():
+    rest = "print('waiting', flush=True)\nif comm.rank == 0: time.sleep(100)\ndc.all_reduce(x, group=comm)"
+    start = time.monotonic()
+    code, _, _ = launch(START + rest, interrupt="waiting")
+    assert code != 0
+    assert time.monotonic() - start < 30
+
+
+def test_launched_without_a_group():
+    code, _, err = launch("import torch, diffcoll as dc\ndc.all_reduce(torch.ones(1))")
+    assert code != 0
+    assert "OMPI_COMM_WORLD_SIZE=2 says that 2 processes were launched, but no group connects them" in err
+    assert "init_process_group()" in err
+    assert "MPI.COMM_WORLD" in err
+
+
+def test_an_mpi_for_one_thread():
+    program = "import mpi4py; mpi4py.rc.thread_level = 'funneled'\n" + START
+    code, _, err = launch(program, n=1)
+    assert code != 0
+    assert "ValueError: all_reduce: group: got a communicator of an MPI that was set up for one thread" in err
+    assert "mpi4py.rc.thread_level = 'multiple'" in err
