@@ -17,7 +17,6 @@ __all__ = [
     "apply_rule",
     "forward_mode",
     "is_differentiating",
-    "is_plain",
     "is_transformed",
     "is_tree",
     "is_view",
@@ -49,21 +48,20 @@ def is_differentiating() -> bool:
     return within or forward_ad._current_level >= 0
 
 
-def is_plain(x: Tensor) -> bool:
-    """Whether nothing records, maps or differentiates what is done to x."""
-    return not (x.requires_grad or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active())
+def apply_rule(rule: Any, x: Tensor, *more: object) -> Tensor:
+    """Return rule.apply(x, *more), rule being a Function.
 
-
-def apply_rule(rule: type[Function], x: Tensor, *more: object) -> Tensor:
-    """Return rule.apply(x, *more).
-
-    Function.apply first binds its arguments to the signature of forward, so that they may be given by name. That
-    takes as long as a small message does; outside of transforms it can be left out.
+    Function.apply first binds its arguments to the signature of forward, so that they may be given by name; that takes
+    as long as a small message does. And where nothing records what is done to x, as in a first backward, forward alone
+    is the same. Both can be left out where no transform of torch.func is at work.
     """
+    y: Tensor
     if torch._C._are_functorch_transforms_active():
-        y: Tensor = rule.apply(x, *more)  # type: ignore[no-untyped-call]
+        y = rule.apply(x, *more)
+    elif x.requires_grad or forward_ad._current_level >= 0:
+        y = super(Function, rule).apply(torch._C._functorch.unwrap_if_dead(x), *more)
     else:
-        y = super(Function, rule).apply(torch._C._functorch.unwrap_if_dead(x), *more)  # type: ignore[misc]
+        y = rule.forward(torch._C._functorch.unwrap_if_dead(x), *more)
     return y
 
 

@@ -49,7 +49,7 @@ def resolve(group: Any, operation: str) -> Engine:
 
 
 def _find(group: Any) -> Engine | None:
-    for engine_of in (local.engine_of, mpi.engine_of, c10d.engine_of):
+    for engine_of in (mpi.engine_of, local.engine_of, c10d.engine_of):
         engine = engine_of(group)
         if engine is not None:
             return engine

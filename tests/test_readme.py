@@ -11,6 +11,7 @@ from test_notes import FENCE, ROOT, blocks, prose, run_blocks
 
 import diffcoll
 from diffcoll.collectives import COLLECTIVES
+from diffcoll.testing.processes import Launched
 
 README = ROOT / "README.md"
 
@@ -100,6 +101,20 @@ def test_arrows_between_the_modules():
         assert not private - {"diffcoll.testing._calls"} or inside in ("_torch.py", "compiled.py"), (inside, private)
 
 
+def test_one_example_under_two_launchers():
+    path = str(ROOT / "examples" / "digits_launched.py")
+    environment = {**os.environ, **Launched.SETTINGS, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path]
+    mpiexec = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", sys.executable, path]
+    curves = []
+    for command in (torchrun, mpiexec):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+        assert done.returncode == 0, done.stderr
+        curves.append(re.search(r"2 ranks on (\w+): (.*)", done.stdout).groups())
+    assert [engine for engine, _ in curves] == ["gloo", "MPI"]
+    assert curves[0][1].strip() == curves[1][1].strip()
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
 def test_examples(path, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -108,4 +123,6 @@ def test_examples(path, tmp_path):
         command, capture_output=True, text=True, cwd=tmp_path, timeout=100, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert Path(tmp_path, done.stdout.split()[-1]).exists()
+    assert done.stdout
+    for file in re.findall(r"wrote (\S+)", done.stdout):
+        assert Path(tmp_path, file).exists()

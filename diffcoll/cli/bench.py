@@ -11,6 +11,8 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from torch import Tensor
 
 import diffcoll
 from diffcoll.cli.competitors import SYSTEMS
+from diffcoll.cli.launch import ENGINES, gloo_beside_mpi
 from diffcoll.cli.report import wide_console
+from diffcoll.collectives import COLLECTIVES
 from diffcoll.engines.local import LocalEngine
 from diffcoll.testing.cases import Case, median
 from diffcoll.testing.simulate import simulate
@@ -30,8 +34,10 @@ from diffcoll.testing.spawn import spawn
 __all__ = ["add_to", "bytes_sent", "peak_memory"]
 
 RAW = "raw calls and copies"
+#: Under `--engine mpi`: the library on gloo, beside itself on MPI.
+OURS_ON_GLOO = "diffcoll on gloo"
+RAW_MPI = "raw MPI calls"
 SIZES = {"4 B": 1, "1 MB": 1 << 18, "16 MB": 1 << 22}
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 OPS: dict[str, tuple[Any, ...]] = {
     "all_reduce": ("sum", "mean", "product", "max", "logsumexp", median),
     "reduce_scatter": ("sum", "product", "max"),
@@ -44,6 +50,7 @@ def add_to(commands: Any) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser("bench", help="time, bytes and memory of forward + backward beside PyTorch's own")
     known = (*COLLECTIVES, *MORE)
+    parser.add_argument("--engine", choices=ENGINES, default="torch", help="mpi: ours on MPI, beside all of it on gloo")
     parser.add_argument("--world-size", type=int, default=2, metavar="N")
     parser.add_argument("--only", default="", metavar="NAMES", help=f"of {', '.join(known)}")
     parser.add_argument("--rounds", type=int, default=15)
@@ -56,52 +63,90 @@ def _run(options: argparse.Namespace) -> int:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise SystemExit(f"diffcoll bench: --only: got {unknown[0]!r}, expected names of {', '.join(known)}")
-    n, rounds, console = options.world_size, options.rounds, wide_console()
+    bench, console = _Bench(options.engine, options.world_size, options.rounds), wide_console()
     if any(name in COLLECTIVES for name in names):
-        console.print(_costs([name for name in names if name in COLLECTIVES], n, rounds))
+        console.print(bench.costs([name for name in names if name in COLLECTIVES]))
     if "trees" in names:
-        console.print(_ratios("200 tensors of 327 float32 in one call", _trees, n, rounds))
+        console.print(bench.ratios("200 tensors of 327 float32 in one call", _trees))
     if "overlap" in names:
-        console.print(_ratios("all_reduce of 16 MB, and as much work beside it", _overlap, n, rounds))
+        console.print(bench.ratios("all_reduce of 16 MB, and as much work beside it", _overlap))
     return 0
 
 
-def _costs(names: list[str], n: int, rounds: int) -> Table:
-    grid = Table(
-        title=f"forward + backward, gloo, N = {n}, float32: median ms (diffcoll's as a ratio to it);\n"
-        "bytes a rank sends, and its peak memory above x and y, in bytes of x"
-    )
-    for column in ("collective", "x", "diffcoll", *map(_short, _others()), "sent", "memory"):
-        grid.add_column(column)
-    for name in names:
-        for op in OPS.get(name, (None,)):
-            for size, numel in SIZES.items():
-                case = _case(name, op, numel, n)
-                turns = rounds * (10 if numel == 1 else 1)
-                times = spawn(lambda r: _time(_steps(case, r), turns), range(n), timeout=600)[0]  # noqa: B023
-                ours = times["diffcoll"]
-                others = [f"{times[s]:.2f} ({ours / times[s]:.2f}×)" if s in times else "" for s in _others()]
-                large = numel == max(SIZES.values())
-                sent = f"{bytes_sent(case) / _nbytes(case):.2f}" if large else ""
-                memory = f"{peak_memory(case) / _nbytes(case):.2f}" if large else ""
-                word = "" if op in (None, "sum") else f" {op if isinstance(op, str) else op.__name__}"
-                grid.add_row(name + word, size, f"{ours:.2f}", *others, sent, memory)
-    return grid
+@dataclass
+class _Bench:
+    """On what to run, and how often."""
+
+    engine: str
+    n: int
+    rounds: int
+
+    @property
+    def title(self) -> str:
+        engine = "diffcoll on MPI, the others on gloo" if self.engine == "mpi" else "gloo"
+        return f"forward + backward, {engine}, N = {self.n}"
+
+    @property
+    def others(self) -> list[str]:
+        """What stands beside the library."""
+        ours = [OURS_ON_GLOO, RAW_MPI] if self.engine == "mpi" else []
+        return ours + [name for name in SYSTEMS if name != "diffcoll"] + [RAW]
+
+    def times(self, make: Callable[[int], Steps], rounds: int) -> dict[str, float]:
+        """Median milliseconds of each step, as rank 0 saw them."""
+        mpi = self.engine == "mpi"
+
+        def body(rank: int) -> dict[str, float]:
+            world = gloo_beside_mpi() if mpi else None
+            return _time(make(rank), rounds, world)
+
+        found: dict[str, float] = spawn(body, range(self.n), backend="mpi" if mpi else "gloo", timeout=600)[0]
+        return found
+
+    def costs(self, names: list[str]) -> Table:
+        """A row for each collective, op and size."""
+        grid = Table(
+            title=f"{self.title}, float32: median ms (diffcoll's as a ratio to it);\n"
+            "bytes a rank sends, and its peak memory above x and y, in bytes of x"
+        )
+        for column in ("collective", "x", "diffcoll", *map(_short, self.others), "sent", "memory"):
+            grid.add_column(column)
+        for name in names:
+            for op in OPS.get(name, (None,)):
+                for size, numel in SIZES.items():
+                    case = _case(name, op, numel, self.n)
+                    turns = self.rounds * (10 if numel == 1 else 1)
+                    times = self.times(lambda r: _steps(case, r, self.engine), turns)  # noqa: B023
+                    ours = times["diffcoll"]
+                    others = [f"{times[s]:.2f} ({ours / times[s]:.2f}×)" if s in times else "" for s in self.others]
+                    large = numel == max(SIZES.values())
+                    sent = f"{bytes_sent(case) / _nbytes(case):.2f}" if large else ""
+                    memory = f"{peak_memory(case) / _nbytes(case):.2f}" if large else ""
+                    word = "" if op in (None, "sum") else f" {op if isinstance(op, str) else op.__name__}"
+                    grid.add_row(name + word, size, f"{ours:.2f}", *others, sent, memory)
+        return grid
+
+    def ratios(self, what: str, make: Callable[[int], Steps]) -> Table:
+        """A row for each way to do the same."""
+        times = self.times(make, self.rounds)
+        first = next(iter(times.values()))
+        grid = Table("way", "median ms", "first, as a ratio to it", title=f"{what}: {self.title}")
+        for name, value in times.items():
+            grid.add_row(name, f"{value:.2f}", f"{first / value:.2f}×")
+        return grid
 
 
 def _case(name: str, op: Any, numel: int, n: int) -> Case:
-    rows = n if name in ("reduce_scatter", "all_to_all") else 1
-    arguments = {} if op in (None, "sum") else {"op": op}
+    rows = n if name in ("reduce_scatter", "all_to_all", "scatter", "split") else 1
+    arguments: dict[str, Any] = {} if op in (None, "sum") else {"op": op}
+    if name == "permute":
+        arguments["pairs"] = [(r, (r + 1) % n) for r in range(n)]
     return Case(name, ((max(numel // rows, 1) * rows,),) * n, arguments, dtype=torch.float32)
 
 
 def _nbytes(case: Case) -> int:
     assert case.shapes[0] is not None
     return 4 * case.shapes[0][0]
-
-
-def _others() -> list[str]:
-    return [name for name in SYSTEMS if name != "diffcoll"] + [RAW]
 
 
 def _short(system: str) -> str:
@@ -111,18 +156,37 @@ def _short(system: str) -> str:
 # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _steps(case: Case, rank: int) -> Steps:
+def _steps(case: Case, rank: int, engine: str) -> Steps:
     x = case.x(rank, 0).requires_grad_()
     with torch.no_grad():
         gy = torch.randn(case.call(x, rank).shape)
+    calls = {name: adapter(case, rank) for name, adapter in SYSTEMS.items()}
+    ours = partial(getattr(diffcoll, case.name), **case.arguments)
+    calls["diffcoll"] = ours  # as users write it
+    if engine == "mpi":
+        calls[OURS_ON_GLOO] = partial(ours, group=dist.group.WORLD)
     steps: Steps = {}
-    for system, adapter in SYSTEMS.items():
-        call = adapter(case, rank)
+    for name, call in calls.items():
         if call is not None:
-            steps[system] = lambda call=call: torch.autograd.grad(call(x), x, gy)  # type: ignore[misc]
+            steps[name] = lambda call=call: torch.autograd.grad(call(x), x, gy)  # type: ignore[misc]
     if case.name == "all_reduce" and not case.arguments:
         steps[RAW] = lambda: (_raw_all_reduce(x), _raw_all_reduce(gy))
+        if engine == "mpi":
+            steps[RAW_MPI] = _raw_mpi(x, gy)
     return steps
+
+
+def _raw_mpi(*xs: Tensor) -> Callable[[], object]:
+    from mpi4py import MPI
+
+    world, at = MPI.COMM_WORLD.Dup(), MPI.buffer.fromaddress
+    into = [torch.empty_like(x) for x in xs]
+
+    def step() -> None:
+        for x, y in zip(xs, into, strict=True):
+            world.Allreduce([at(x.data_ptr(), x.nbytes), MPI.FLOAT], [at(y.data_ptr(), y.nbytes), MPI.FLOAT])
+
+    return step
 
 
 def _raw_all_reduce(x: Tensor) -> Tensor:
@@ -131,20 +195,22 @@ def _raw_all_reduce(x: Tensor) -> Tensor:
     return y
 
 
-def _time(steps: Steps, rounds: int) -> dict[str, float]:
-    """Median milliseconds of each step."""
+def _time(steps: Steps, rounds: int, mpi: Any = None) -> dict[str, float]:
+    """Median milliseconds of each step, with the barrier that it ends with: of MPI, where `mpi` is, and the step is."""
     warnings.simplefilter("ignore")  # the others' deprecation
+    on_gloo = () if mpi is None else (OURS_ON_GLOO, RAW, *[name for name in SYSTEMS if name != "diffcoll"])
     times: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(rounds + 2):
         turn = i % len(steps)  # nobody always comes first, or after the same one
         for name, step in [*steps.items()][turn:] + [*steps.items()][:turn]:
-            dist.barrier()
+            barrier = dist.barrier if mpi is None or name in on_gloo else mpi.Barrier
+            barrier()
             start = time.perf_counter()
             try:
                 step()
             except Exception:  # what the other systems do not offer after all; on all ranks alike
                 times.pop(name, None)
-            dist.barrier()
+            barrier()
             if i >= 2 and name in times:
                 times[name].append(1e3 * (time.perf_counter() - start))
         steps = {name: steps[name] for name in times}
@@ -206,15 +272,6 @@ def _memory(key: str) -> float:
 
 
 # ── trees and overlap ────────────────────────────────────────────────────────────────────────────────────
-
-
-def _ratios(title: str, make: Callable[[int], Steps], n: int, rounds: int) -> Table:
-    times = spawn(lambda r: _time(make(r), rounds), range(n), timeout=600)[0]
-    first = next(iter(times.values()))
-    grid = Table("way", "median ms", "first, as a ratio to it", title=f"{title}: forward + backward, gloo, N = {n}")
-    for name, value in times.items():
-        grid.add_row(name, f"{value:.2f}", f"{first / value:.2f}×")
-    return grid
 
 
 def _trees(rank: int) -> Steps:

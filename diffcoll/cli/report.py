@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -37,7 +38,8 @@ def progress(total: int, quiet: bool) -> Iterator[Callable[[str], None]]:
 def wide_console() -> Console:
     """Return the terminal, or what is wide enough for the tables where there is none."""
     console = Console()
-    return console if console.is_terminal else Console(width=160)
+    known = console.is_terminal and os.get_terminal_size(console.file.fileno()).columns > 0  # mpiexec's has no size
+    return console if known else Console(width=160)
 
 
 def show(rows: list[Row], training: Training | None, about: str) -> None:

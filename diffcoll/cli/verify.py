@@ -1,7 +1,8 @@
 """`diffcoll verify`: every collective against its ground truth, on real processes, beside PyTorch's own.
 
-Spawns gloo processes on this machine; under `torchrun` (or any launcher that sets RANK and WORLD_SIZE) it uses
-the processes that were launched, on whatever machines they are.
+Spawns processes on this machine, with gloo or, by `--engine mpi`, under mpiexec. Under `torchrun` (or any launcher
+that sets RANK and WORLD_SIZE) and under `mpiexec` it uses the processes that were launched, on whatever machines they
+are. PyTorch's own always run on torch.distributed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from diffcoll.cli import digits, report
 from diffcoll.cli.competitors import SYSTEMS, Adapter, Call
+from diffcoll.cli.launch import ENGINES, gloo_beside_mpi, launcher
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.testing.cases import (
     Case,
@@ -84,6 +86,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--world-size", type=int, nargs="+", default=None, metavar="N", help="default: 2 3")
     parser.add_argument("--only", default="", metavar="NAMES", help=f"of {', '.join((*COLLECTIVES, TRAINING))}")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", choices=ENGINES, help="default: torch, and under mpiexec mpi")
     parser.add_argument("--backend", default="gloo", help="of torch.distributed; under torchrun too (default: gloo)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--html", type=Path, metavar="FILE", help="one page that stands by itself")
@@ -96,10 +99,14 @@ def _run(options: argparse.Namespace) -> int:
     if unknown:
         known = ", ".join((*COLLECTIVES, TRAINING))
         raise SystemExit(f"diffcoll verify: --only: got {unknown[0]!r}, expected names of {known}")
-    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    launched = launcher(options.engine)
     if launched and options.world_size:
         raise SystemExit("diffcoll verify: --world-size: the launcher has set it already; leave it out")
-    world = _Launched(options.backend) if launched else _Spawned(options.backend)
+    world: _World
+    if launched:
+        world = _LaunchedByMpi() if launched == "mpi" else _Launched(options.backend)
+    else:
+        world = _Spawned("mpi" if options.engine == "mpi" else options.backend)
     sizes = [dist.get_world_size()] if launched else options.world_size or [2, 3]
 
     collectives = [name for name in names if name != TRAINING]
@@ -244,7 +251,8 @@ class _Spawned:
         if not ours and all(adapter(case, 0) is None for case in cases):
             return body(0)  # nothing to run
         try:
-            of_ranks = spawn(body, range(n), backend=self.backend, timeout=30 if measure is _calls else 150, seed=seed)
+            backend = "gloo" if self.backend == "mpi" and not ours else self.backend
+            of_ranks = spawn(body, range(n), backend=backend, timeout=30 if measure is _calls else 150, seed=seed)
         except RanksFailedError:
             if ours:
                 raise
@@ -266,23 +274,26 @@ class _Launched:
         if backend == "nccl":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(backend)
+        self._introduce(f"launched {backend} processes")
+
+    def _introduce(self, what: str) -> None:
         self.rank, self.n = dist.get_rank(), dist.get_world_size()
         self.speaks = self.rank == 0
-        self.description = f"{self.n} launched {backend} processes"
+        self.description = f"{self.n} {what}"
 
     def outcomes(self, n: int, measure: Measure, cases: list[Case], system: str, seed: int) -> list[Outcome]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             mine = measure(self.rank, cases, SYSTEMS[system], system == "diffcoll", seed)
         numbers = [
-            [1.0, *[0.0] * len(_KINDS)] if isinstance(o, str) else [0.0, *map(o.get, _KINDS, _NONE)] for o in mine
+            [1.0 + (o != _WORDS[0]), *_NONE] if isinstance(o, str) else [0.0, *map(o.get, _KINDS, _NONE)] for o in mine
         ]
         of_ranks: list[list[Outcome]] = []
         for rank, flat in enumerate(self._gathered([v for row in numbers for v in row])):
             width = 1 + len(_KINDS)
             rows = [flat[i : i + width] for i in range(0, len(flat), width)]
             found: list[Outcome] = [
-                "raises on another rank"
+                _WORDS[int(row[0]) - 1]
                 if row[0]
                 else {key: value for key, value in zip(_KINDS, row[1:], strict=True) if value >= 0}
                 for row in rows
@@ -305,9 +316,19 @@ class _Launched:
         dist.destroy_process_group()
 
 
+class _LaunchedByMpi(_Launched):
+    """The processes that MPI's launcher started, with gloo beside it for PyTorch's own."""
+
+    def __init__(self) -> None:
+        gloo_beside_mpi()
+        self._introduce("processes launched by MPI")
+
+
 _World = _Spawned | _Launched
 _KINDS = ("output", "gradient", "second", "tangent")
 _NONE = (-1.0,) * len(_KINDS)
+#: What other ranks say without numbers.
+_WORDS = ("not offered", "raises on another rank")
 
 
 # ── real input ───────────────────────────────────────────────────────────────────────────────────────────

@@ -16,7 +16,7 @@ from diffcoll.collectives.pending import Pending
 from diffcoll.engines.engine import WIDER
 from diffcoll.errors import message
 from diffcoll.groups import resolve
-from diffcoll.reductions import REDUCTIONS, SPELLINGS, Reduction, spelled, users
+from diffcoll.reductions import REDUCTIONS, Reduction, spelled, users
 
 if TYPE_CHECKING:
     from diffcoll.collectives.reducing import Reducing, Steps
@@ -63,15 +63,16 @@ class Call:
         y: Tensor = self.submit(f, x)
         return y
 
-    def submit(self, f: Linear, x: Tensor, then: Callable[[Tensor], Tensor] = lambda y: y) -> Any:
+    def submit(self, f: Linear, x: Tensor, then: Callable[[Tensor], Tensor] | None = None) -> Any:
         """Return then(f(x)), or, with `async_op`, what is pending of it."""
         if self.engine.joint:
             y: Tensor = self.engine.meet_in_truth(self.name, self.x, self.arguments)
             return Pending(self.name, lambda: y) if self.async_op else y
-        if not self.async_op:
-            return then(apply(f, x))
-        wait = start(f, x)
-        return Pending(self.name, lambda: then(wait()))
+        if self.async_op:
+            wait = start(f, x)
+            return Pending(self.name, wait if then is None else lambda: then(wait()))
+        y = apply(f, x)
+        return y if then is None else then(y)
 
     def reduce(self, f: Linear, x: Tensor, other: Callable[[Reducing], Steps]) -> Any:
         """Return f(x), f being the sum, or what `other` makes of a reduction that is not one, by the call's `op`."""
@@ -108,7 +109,7 @@ class Call:
             layout = "quantized" if x.is_quantized else str(x.layout)
             raise TypeError(message(self.name, "x", f"a {layout} tensor", expected, "pass x.to_dense() or dequantize"))
         devices = self.engine.devices
-        device = x.device.type
+        device = "cpu" if x.is_cpu else x.device.type
         if device == "meta" or (devices is not None and device not in devices):
             where = "tensors with memory" if devices is None else f"a tensor on {' or '.join(devices)}"
             text = f"{where}, which is what {self.engine.description} moves"
@@ -136,12 +137,12 @@ class Call:
                 raise self.error("op", _OPS)
             return users(op), x
         name, factor = named
+        reduction = REDUCTIONS[ties].get(name)
         if name in ("band", "bor", "bxor"):
             remedy = 'reduce bool tensors with "min" (all) or "max" (any); bits have no derivative'
             raise TypeError(message(self.name, "op", f"the bitwise {name.upper()}", _OPS, remedy))
-        if name not in SPELLINGS.values():
+        if reduction is None:
             raise self.error("op", _OPS)
-        reduction = REDUCTIONS[ties][name]
         self.arguments["op"] = name  # what ranks compare, and truth knows
         if reduction.needs == "numbers":
             self.adds(x)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from diffcoll._torch import apply_rule, is_plain
-from diffcoll.engines.engine import Engine, Wait
+from diffcoll._torch import apply_rule
+from diffcoll.engines.engine import Engine, Wait, done
 
 __all__ = ["Linear", "apply", "begin", "start", "then"]
 
@@ -66,6 +66,8 @@ class Linear(ABC):
 
 def then(wait: Wait, y: Tensor | Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Return the function that waits and returns y."""
+    if wait is done:
+        return (lambda: y) if isinstance(y, Tensor) else y
 
     def finish() -> Tensor:
         wait()
@@ -86,12 +88,6 @@ def apply(f: Linear, x: Tensor) -> Tensor:
         from diffcoll import compiled  # it is made of the maps
 
         return compiled.apply(f, x)
-    return _eagerly(f, x)
-
-
-def _eagerly(f: Linear, x: Tensor) -> Tensor:
-    if is_plain(x):  # as in a first backward
-        return begin(f, x)()
     return apply_rule(_Apply, x, f)
 
 
@@ -108,15 +104,15 @@ class _Apply(Function):
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None]:
-        return _eagerly(ctx.f.adjoint, gy), None
+        return apply_rule(_Apply, gy, ctx.f.adjoint), None
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor, _: None) -> Tensor:
-        return _eagerly(ctx.f, tx)
+        return apply_rule(_Apply, tx, ctx.f)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, f: Linear) -> tuple[Tensor, int]:
-        return _eagerly(f, x.movedim(in_dims[0], -1)), -1
+        return apply_rule(_Apply, x.movedim(in_dims[0], -1), f), -1
 
 
 # ── with time between the start and the wait ─────────────────────────────────────────────────────────────

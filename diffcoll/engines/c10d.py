@@ -54,12 +54,8 @@ class C10dEngine(MessageEngine):
         # {"cpu": "gloo", "cuda": "nccl"}, from the public "cpu:gloo,cuda:nccl"
         pairs = (p.split(":") for p in dist.get_backend_config(group).split(","))
         self.backends = {device: backend for device, backend in pairs}
+        self.devices = tuple(self.backends)
         self.description = f"a {dist.get_backend(group)} group of {self.size} ranks"
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """See `Engine.devices`."""
-        return tuple(self.backends)
 
     @property
     def control_device(self) -> torch.device:
@@ -79,9 +75,9 @@ class C10dEngine(MessageEngine):
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def reaches(self, device: str) -> bool:
+    def reaches(self, x: Tensor) -> bool:
         """See `MessageEngine.reaches`: gloo's point-to-point messages read and write CPU memory only."""
-        return device == "cpu" or self.backends[device] != "gloo"
+        return x.is_cpu or self._backend(x) != "gloo"
 
     def messages(self, sends: Messages, recvs: Messages) -> Wait:
         """See `MessageEngine.messages`."""

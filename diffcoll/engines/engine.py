@@ -19,7 +19,7 @@ from torch import Tensor
 
 from diffcoll.engines.scratch import Scratch
 
-__all__ = ["WIDER", "Engine", "Wait", "add_up", "even_sizes"]
+__all__ = ["WIDER", "Engine", "Wait", "add_up", "done", "even_sizes"]
 
 Wait = Callable[[], object]
 
@@ -35,6 +35,8 @@ class Engine(ABC):
     description: str = "an engine"
     #: The name by which a compiled graph finds this group again in its process.
     key: str = ""
+    #: Types of the devices whose tensors this engine moves; None: every device that has memory.
+    devices: tuple[str, ...] | None = None
     #: The collective at work, for messages that arise below it.
     operation: str = "nothing"
     #: Whether the ranks share one autograd graph, so that collectives meet in their ground truth.
@@ -46,11 +48,6 @@ class Engine(ABC):
         self.rank = rank
         self.size = size
         self.scratch = Scratch()
-
-    @property
-    def devices(self) -> tuple[str, ...] | None:
-        """Types of the devices whose tensors this engine moves; None: every device that has memory."""
-        return None
 
     @property
     def control_device(self) -> torch.device:
@@ -87,7 +84,7 @@ class Engine(ABC):
         """out = Σ_s (blocks of s)[rank], added in the order of the ranks."""
         if self.size == 1:
             out.copy_(blocks[0])
-            return _done
+            return done
         memory = self.scratch.take((self.size - 1) * out.numel(), like=out)
         spare = iter(memory.view(self.size - 1, *out.shape))
         recvs = [None if s == self.rank else next(spare) for s in range(self.size)]
@@ -159,5 +156,5 @@ def even_parts(row: Tensor, n: int) -> list[Tensor]:
     return list(row.split_with_sizes(list(even_sizes(row.numel(), n))))
 
 
-def _done() -> None:
-    pass
+def done() -> None:
+    """Wait for what is there."""

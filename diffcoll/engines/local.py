@@ -179,7 +179,7 @@ class World:
         return wait
 
     def _current(self) -> _Rank:
-        me = getattr(_rank, "here", None)
+        me = _rank.here
         if not self.running:
             raise RuntimeError(
                 "a collective of a simulated world was used after the world had ended; "
@@ -298,17 +298,22 @@ def _deliver(payloads: list[tuple[Blocks, Blocks]]) -> list[None]:
 
 # ── who and where this thread is ─────────────────────────────────────────────────────────────────────────
 
-_rank = threading.local()
+
+class _Here(threading.local):
+    here: _Rank | None = None
+
+
+_rank = _Here()
 
 
 def here() -> _Rank | None:
     """Return the simulated rank that this thread is, if it is one."""
-    return getattr(_rank, "here", None)
+    return _rank.here
 
 
 def engine_of(group: object) -> LocalEngine | None:
     """Return this thread's engine for a `LocalGroup`, or, for None, for its whole world; None outside one."""
-    me = here()
+    me = _rank.here
     if me is None:
         if isinstance(group, LocalGroup):
             raise ValueError("got a group of a simulated world, outside of that world; use it inside simulate()")

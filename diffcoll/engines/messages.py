@@ -7,7 +7,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from diffcoll.engines.engine import Blocks, Engine, Wait
+from diffcoll.engines.engine import Blocks, Engine, Wait, done
 
 __all__ = ["MessageEngine", "Messages"]
 
@@ -22,17 +22,17 @@ class MessageEngine(Engine):
     def messages(self, sends: Messages, recvs: Messages) -> Wait:
         """Start all of them, of contiguous tensors that are not empty."""
 
-    def reaches(self, device: str) -> bool:
-        """Whether the transport reads and writes the memory of such devices; if not, messages go through the CPU."""
+    def reaches(self, x: Tensor) -> bool:
+        """Whether the transport reads and writes such memory; if not, messages go through the CPU."""
         return True
 
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
         """See `Engine.exchange`."""
         pairs, wants = self._to_others(sends), self._to_others(recvs)
         some = next((t for _, t in (*pairs, *wants)), None)
-        wait: Wait = _nothing
+        wait: Wait = done
         if some is not None:
-            wait = (self.messages if self.reaches(some.device.type) else self._through_cpu)(pairs, wants)
+            wait = (self.messages if self.reaches(some) else self._through_cpu)(pairs, wants)
         own, into = sends[self.rank], recvs[self.rank]
         if into is not None and own is not None:
             into.copy_(own)
@@ -56,7 +56,3 @@ class MessageEngine(Engine):
 def _on_cpu(t: Tensor) -> Tensor:
     """Memory of the CPU for t, pinned where t is on a GPU."""
     return torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
-
-
-def _nothing() -> None:
-    pass

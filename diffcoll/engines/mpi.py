@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcoll.engines.engine import Wait
+from diffcoll.engines.engine import Wait, done
 from diffcoll.engines.messages import MessageEngine, Messages
 
 __all__ = ["MpiEngine", "engine_named", "engine_of"]
@@ -52,6 +52,8 @@ class MpiEngine(MessageEngine):
     MPI's own takes twice as long.
     """
 
+    devices = ("cpu", "cuda")
+
     def __init__(self, comm: Any, key: str) -> None:
         super().__init__(rank=comm.Get_rank(), size=comm.Get_size())
         self.key = key
@@ -76,18 +78,13 @@ class MpiEngine(MessageEngine):
         self._ours = None
         _engines.pop(self.key, None)
 
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """See `Engine.devices`."""
-        return ("cpu", "cuda")
-
     def subgroup(self, ranks: Sequence[int]) -> Any:
         """See `Engine.subgroup`."""
         return self._users.Create(self._users.Get_group().Incl(list(ranks)))
 
-    def reaches(self, device: str) -> bool:
+    def reaches(self, x: Tensor) -> bool:
         """See `MessageEngine.reaches`."""
-        return device == "cpu" or _reads_cuda()
+        return x.is_cpu or _reads_cuda()
 
     def messages(self, sends: Messages, recvs: Messages) -> Wait:
         """See `MessageEngine.messages`."""
@@ -100,8 +97,8 @@ class MpiEngine(MessageEngine):
 
     def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
         """See `Engine.all_reduce`."""
-        kind = self._adds(y)
-        if kind is None:
+        kind = self._kinds.get(y.dtype)
+        if kind is None or not self.reaches(y):
             return super().all_reduce(x, y)
         if not x.is_contiguous():
             x = y.copy_(x)
@@ -113,7 +110,7 @@ class MpiEngine(MessageEngine):
     def all_gather(self, x: Tensor, blocks: Sequence[Tensor]) -> Wait:
         """See `Engine.all_gather`."""
         whole = _whole(blocks)
-        if whole is None or not self.reaches(x.device.type):
+        if whole is None or not self.reaches(x):
             return super().all_gather(x, blocks)
         counts, byte = [b.nbytes for b in blocks], self._mpi.BYTE
         starts = [0, *accumulate(counts[:-1])]
@@ -122,22 +119,18 @@ class MpiEngine(MessageEngine):
 
     def broadcast(self, y: Tensor, src: int) -> Wait:
         """See `Engine.broadcast`."""
-        if not self.reaches(y.device.type):
+        if not self.reaches(y):
             return super().broadcast(y, src)
         return self._do("Bcast", [([piece, self._mpi.BYTE], src) for piece in self._pieces(y)], y)
 
     def reduce(self, y: Tensor, dst: int) -> Wait:
         """See `Engine.reduce`."""
-        kind, mpi = self._adds(y), self._mpi
-        if kind is None:
+        kind, mpi = self._kinds.get(y.dtype), self._mpi
+        if kind is None or not self.reaches(y):
             return super().reduce(y, dst)
         pieces = [[piece, kind] for piece in self._pieces(y)]
         ends = [(mpi.IN_PLACE, piece) if self.rank == dst else (piece, None) for piece in pieces]
         return self._do("Reduce", [(*pair, mpi.SUM, dst) for pair in ends], y)
-
-    def _adds(self, y: Tensor) -> Any:
-        """MPI's type of y, if it adds up such tensors itself."""
-        return self._kinds.get(y.dtype) if self.reaches(y.device.type) else None
 
     def _do(self, name: str, calls: Iterable[tuple[Any, ...]], memory: object) -> Wait:
         """Call one of MPI's collectives, once for each piece, or its non-blocking twin."""
@@ -148,11 +141,11 @@ class MpiEngine(MessageEngine):
         call = getattr(comm, name)
         for arguments in calls:
             call(*arguments)
-        return _done
+        return done
 
     def _pieces(self, x: Tensor) -> list[Any]:
         """The memory of a contiguous tensor as mpi4py takes it, in pieces that MPI can count."""
-        if x.is_cuda:  # MPI reads it outside of PyTorch's streams
+        if not x.is_cpu:  # MPI reads it outside of PyTorch's streams
             torch.cuda.current_stream(x.device).synchronize()
         at, here, nbytes = self._mpi.buffer.fromaddress, x.data_ptr(), x.nbytes
         if 0 < nbytes <= PIECE:
@@ -172,10 +165,6 @@ def _holding(memory: object, requests: Sequence[Any]) -> Wait:
         return memory
 
     return finish
-
-
-def _done() -> None:
-    pass
 
 
 def _whole(blocks: Sequence[Tensor]) -> Any:
@@ -224,14 +213,15 @@ def engine_of(group: object) -> MpiEngine | None:
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not isinstance(group, mpi.Comm):
         return None
-    if group == mpi.COMM_NULL:
+    if mpi.Is_finalized():
+        raise ValueError("got a communicator after MPI_Finalize(); use it before")
+    try:
+        engine: MpiEngine | None = group.Get_attr(_attribute())
+    except mpi.Exception:
         raise ValueError(
             "got a group that this process is not in, or a freed one (MPI.COMM_NULL); call it on the communicator's "
             "ranks only, and before comm.Free()"
-        )
-    if mpi.Is_finalized():
-        raise ValueError("got a communicator after MPI_Finalize(); use it before")
-    engine: MpiEngine | None = group.Get_attr(_attribute())
+        ) from None
     if engine is None:
         if group.Is_inter():
             raise ValueError("got an intercommunicator, expected an intracommunicator; pass comm.Merge()")

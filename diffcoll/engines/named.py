@@ -16,12 +16,7 @@ class NamedEngine(Engine):
 
     def __init__(self, facts: Facts) -> None:
         # Not super().__init__: no memory is kept here, and Dynamo would have to trace that.
-        self.key, self.rank, self.size, self.description, self._devices, self._control_device, self._small = facts
-
-    @property
-    def devices(self) -> tuple[str, ...] | None:
-        """See `Engine.devices`."""
-        return self._devices
+        self.key, self.rank, self.size, self.description, self.devices, self._control_device, self._small = facts
 
     @property
     def control_device(self) -> torch.device:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import diffcoll
-from diffcoll.cli import competitors, main, verify
+from diffcoll.cli import bench, competitors, main, verify
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.testing import cases
+from diffcoll.testing.processes import Launched
 
 ROOT = Path(diffcoll.__file__).parent.parent
 
@@ -116,10 +117,36 @@ def test_under_torchrun(tmp_path, what):
         assert {row["world_size"] for row in found["rows"]} == {2}
 
 
-def test_bench(capsys):
-    assert main(["bench", "--only", "all_reduce,trees,overlap", "--rounds", "2"]) == 0
+def test_under_mpiexec(tmp_path):
+    file = tmp_path / "report.json"
+    command = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", sys.executable, "-m", "diffcoll", "verify"]
+    command += ["--only", "permute,digits", "--json", str(file)]
+    environment = {**os.environ, **Launched.SETTINGS, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert found["passed"]
+    assert "2 processes launched by MPI" in found["about"]
+    assert {row["world_size"] for row in found["rows"]} == {2}
+    theirs = {row["call"]: row["systems"]["torch.distributed.nn.functional"] for row in found["rows"]}
+    assert set(theirs.values()) == {"not offered"}
+    assert max(found["training"]["differences"]["diffcoll.all_gather"]) < 1e-9
+
+
+def test_on_mpi(tmp_path):
+    status, found, _ = run(tmp_path, "--engine", "mpi", "--world-size", "2", "--only", "scatter")
+    assert status == 0
+    assert "mpi processes on this machine" in found["about"]
+    assert found["rows"][0]["systems"]["torch.distributed.nn.functional"]["gradient"] < 1e-10  # on gloo
+
+
+@pytest.mark.parametrize("engine", [[], ["--engine", "mpi"]], ids=["gloo", "mpi"])
+def test_bench(capsys, monkeypatch, engine):
+    monkeypatch.setattr(bench, "SIZES", {"1 MB": 1 << 18})
+    assert main(["bench", *engine, "--only", "all_gather,trees,overlap", "--rounds", "2"]) == 0
     printed = capsys.readouterr().out
     assert "diffcoll.all_reduce(list)" in printed
     assert "async_op=True" in printed
-    assert "16 MB" in printed
+    assert ("diffcoll on MPI" in printed) == ("diffcoll on gloo" in printed) == bool(engine)
+    assert "1 MB" in printed
     assert "×" in printed

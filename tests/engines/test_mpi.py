@@ -200,7 +200,7 @@ def test_what_mpi_cannot_reach_goes_through_the_cpu(monkeypatch):
     """The way of CUDA tensors, walked with tensors of the CPU."""
 
     def body(r):
-        mpi.MpiEngine.reaches = lambda self, device: False
+        mpi.MpiEngine.reaches = lambda self, x: False
         native = mpi.MpiEngine._do
         mpi.MpiEngine._do = lambda self, *call: pytest.fail(f"{call[0]} of memory that MPI cannot reach")
         landed = []

@@ -1,0 +1,47 @@
+"""Under which launcher this process runs, and how gloo stands beside MPI in one job."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import torch.distributed as dist
+
+import diffcoll
+
+__all__ = ["ENGINES", "gloo_beside_mpi", "launcher"]
+
+#: What `--engine` may be: a process group of torch.distributed, or an MPI communicator.
+ENGINES = ("torch", "mpi")
+
+
+def launcher(engine: str | None) -> str | None:
+    """Return the engine of the processes that were launched together with this one; None if there are none.
+
+    Args:
+        engine: what the user said; a launcher that sets neither size (`srun --mpi=pmix`) is MPI's only then.
+    """
+    if engine != "torch" and any(int(os.environ.get(name, "1")) > 1 for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")):
+        return "mpi"
+    if engine == "mpi":
+        return "mpi" if "PMIX_NAMESPACE" in os.environ else None
+    return "torch" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+
+
+def gloo_beside_mpi() -> Any:
+    """Make MPI.COMM_WORLD the library's default group and set up torch.distributed on gloo in the same processes."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    diffcoll.set_default_group(world)
+    one_host = world.Split_type(MPI.COMM_TYPE_SHARED).Get_size() == world.Get_size()
+    host = "127.0.0.1" if one_host else socket.gethostname()
+    if one_host:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    n, rank = world.Get_size(), world.Get_rank()
+    tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
+    store = tcp(host, 0, n, is_master=True, wait_for_workers=False) if rank == 0 else None
+    host, port = world.bcast((host, store.port) if store else None)
+    dist.init_process_group("gloo", store=store or tcp(host, port, n), rank=rank, world_size=n)
+    return world

@@ -1,0 +1,42 @@
+"""One file for two launchers: the digits model of digits_contrastive.py on gloo or on MPI, by how it is started.
+
+    torchrun --nproc-per-node 3 examples/digits_launched.py
+    mpiexec -n 3 python examples/digits_launched.py
+    python examples/digits_launched.py
+
+Only `connect` knows which. The training is `diffcoll/cli/digits.py`; its batch is shared out among the ranks.
+"""
+
+import os
+
+import torch.distributed as dist
+
+import diffcoll as dc
+from diffcoll.cli import digits
+
+
+def connect() -> str:
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun
+        dist.init_process_group("gloo")
+        return "gloo"
+    from mpi4py import MPI  # mpiexec; or nobody, and MPI's world has one rank
+
+    dc.set_default_group(MPI.COMM_WORLD)
+    return "MPI"
+
+
+def main() -> None:
+    engine = connect()
+    images = digits.load()
+    trained = digits.train(images, digits.differentiable)
+    loss, parameters = digits.difference(trained, digits.train(images, None))
+    assert max(loss, parameters) < 1e-9  # the same as on one process
+    if dc.get_rank() == 0:
+        print(f"{dc.get_world_size()} ranks on {engine}: loss {trained.losses[0]:.6f} → {trained.losses[-1]:.6f}")
+        print(f"from one process the curve differs by {loss:.0e}, the final parameters by {parameters:.0e}")
+    if engine == "gloo":
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
