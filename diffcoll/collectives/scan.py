@@ -33,21 +33,24 @@ class Scan(Linear):
         """See `Linear.start`. In ⌈log₂ N⌉ rounds: after round k, y_r is the sum of the last 2^k terms."""
         y = x.to(WIDER.get(x.dtype, x.dtype), copy=True, memory_format=torch.contiguous_format)
         if self.exclusive:
-            y = self._from(y, 1)
+            mine, y = y, torch.zeros_like(y)
+            self._shift(mine, y, 1)
+        memory = self.engine.scratch.take(y.numel(), like=y)
         distance = 1
         while distance < self.engine.size:
-            y += self._from(y, distance)
+            if self._shift(y, before := memory.view(y.shape), distance):
+                y += before
             distance *= 2
+        self.engine.scratch.give(memory)
         return lambda: y.to(x.dtype)
 
-    def _from(self, y: Tensor, distance: int) -> Tensor:
-        """The y of the rank that lies `distance` before this one; zero if there is none."""
+    def _shift(self, y: Tensor, before: Tensor, distance: int) -> bool:
+        """Fill `before` with the y of the rank that lies `distance` before this one, if there is one."""
         n, rank = self.engine.size, self.engine.rank
         step = -distance if self.reverse else distance
-        before = torch.empty_like(y) if 0 <= rank - step < n else torch.zeros_like(y)
         sends = [y if s == rank + step else None for s in range(n)]
         self.engine.exchange(sends, [before if s == rank - step else None for s in range(n)])()
-        return before
+        return 0 <= rank - step < n
 
     @property
     def adjoint(self) -> Linear:
