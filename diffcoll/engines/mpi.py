@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -266,6 +267,7 @@ def _end_the_job_on_errors() -> None:
         if not _mpi().Is_finalized():
             words = "the other ranks may wait for this one, so it ends the job (MPI_Abort)"
             print(f"diffcoll: rank {world.Get_rank()} of {world.Get_size()}: {words}", file=sys.stderr, flush=True)
+            time.sleep(0.5)  # for the launcher to pass on the words: some drop what they have not yet read
             world.Abort(1)
 
     sys.excepthook = hook

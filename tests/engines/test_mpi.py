@@ -259,9 +259,9 @@ y = dc.all_reduce(x, group=comm)
 
 
 def test_a_job_ends():
-    code, out, err = launch(START + "y.backward(); print(y.item(), x.grad.item(), flush=True)")
+    code, out, err = launch(START + "y.backward(); print(f'{y.item()} {x.grad.item()}\\n', end='', flush=True)")
     assert (code, err) == (0, "")
-    assert out.split("\n")[:2] == ["3.0 2.0"] * 2
+    assert out.split() == ["3.0", "2.0"] * 2
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -287,7 +287,7 @@ def test_ctrl_c_ends_the_job():
 def test_launched_without_a_group():
     code, _, err = launch("import torch, diffcoll as dc\ndc.all_reduce(torch.ones(1))")
     assert code != 0
-    assert "OMPI_COMM_WORLD_SIZE=2 says that 2 processes were launched, but no group connects them" in err
+    assert "_SIZE=2 says that 2 processes were launched, but no group connects them" in err
     assert "init_process_group()" in err
     assert "MPI.COMM_WORLD" in err
 
