@@ -26,6 +26,7 @@ from diffcoll.collectives.split import split
 from diffcoll.collectives.sum_gradients import sum_gradients
 from diffcoll.errors import CollectiveMismatchError
 from diffcoll.groups import get_rank, get_world_size, set_default_group
+from diffcoll.joint import joint_backward
 
 __all__ = [
     "CollectiveMismatchError",
@@ -37,6 +38,7 @@ __all__ = [
     "gather",
     "get_rank",
     "get_world_size",
+    "joint_backward",
     "permute",
     "reduce",
     "reduce_scatter",

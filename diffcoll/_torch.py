@@ -20,6 +20,7 @@ __all__ = [
     "is_transformed",
     "is_tree",
     "is_view",
+    "is_within_transform",
     "set_forward_mode",
     "shared_forward_mode",
     "tree_flatten",
@@ -36,6 +37,11 @@ def is_transformed(x: Tensor) -> bool:
     belong to one thread.
     """
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
+
+
+def is_within_transform() -> bool:
+    """Whether code runs within a transform of torch.func, vmap included."""
+    return bool(torch._C._are_functorch_transforms_active())
 
 
 def is_differentiating() -> bool:

@@ -18,6 +18,7 @@ from diffcoll.engines import c10d, local, mpi
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.named import Facts, NamedEngine, facts
 from diffcoll.engines.solo import SoloEngine
+from diffcoll.joint import is_joint
 
 __all__ = ["engine_named", "get_rank", "get_world_size", "resolve", "set_default_group"]
 
@@ -66,6 +67,11 @@ def _named(group: Any) -> Engine | None:
 
 def _facts_of(group: Any) -> Facts | None:
     _refuse_simulated()
+    if is_joint():
+        raise RuntimeError(
+            "a collective within joint_backward cannot be compiled: the chain of its region is not in the graph; "
+            "compile the parts without collectives"
+        )
     if is_differentiating():
         raise RuntimeError(
             "a collective within torch.func.grad, vjp, jvp, … or forward_ad cannot be compiled: PyTorch has no such "

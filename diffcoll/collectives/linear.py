@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from diffcoll._torch import apply_rule
 from diffcoll.engines.engine import Engine, Wait, done
+from diffcoll.joint import record
 
 __all__ = ["Linear", "apply", "begin", "start", "then"]
 
@@ -88,7 +88,7 @@ def apply(f: Linear, x: Tensor) -> Tensor:
         from diffcoll import compiled  # it is made of the maps
 
         return compiled.apply(f, x)
-    return apply_rule(_Apply, x, f)
+    return record(_Apply, x, f)
 
 
 class _Apply(Function):
@@ -104,15 +104,15 @@ class _Apply(Function):
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None]:
-        return apply_rule(_Apply, gy, ctx.f.adjoint), None
+        return record(_Apply, gy, ctx.f.adjoint), None
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor, _: None) -> Tensor:
-        return apply_rule(_Apply, tx, ctx.f)
+        return record(_Apply, tx, ctx.f)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, f: Linear) -> tuple[Tensor, int]:
-        return apply_rule(_Apply, x.movedim(in_dims[0], -1), f), -1
+        return record(_Apply, x.movedim(in_dims[0], -1), f), -1
 
 
 # ── with time between the start and the wait ─────────────────────────────────────────────────────────────
@@ -139,8 +139,8 @@ def start(f: Linear, x: Tensor) -> Callable[[], Tensor]:
         y = apply(f, x)
         return lambda: y
     transit = _Transit()
-    empty = apply_rule(_Start, x, f, transit)
-    return lambda: apply_rule(_Wait, empty, f, transit)
+    empty = record(_Start, x, f, transit)
+    return lambda: record(_Wait, empty, f, transit)
 
 
 class _Start(Function):
@@ -157,18 +157,18 @@ class _Start(Function):
 
     @staticmethod
     def backward(ctx: Any, gempty: Tensor) -> tuple[Tensor, None, None]:
-        gx = apply_rule(_Wait, gempty, ctx.f.adjoint, ctx.transit.adjoint)
+        gx = record(_Wait, gempty, ctx.f.adjoint, ctx.transit.adjoint)
         ctx.transit.adjoint = None
         return gx, None, None
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor, *_: None) -> Tensor:
         ctx.transit.tangents.append(_Transit())
-        return apply_rule(_Start, tx, ctx.f, ctx.transit.tangents[-1])
+        return record(_Start, tx, ctx.f, ctx.transit.tangents[-1])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None, None], x: Tensor, f: Linear, transit: _Transit) -> tuple[Tensor, int]:
-        empty = apply_rule(_Start, x.movedim(in_dims[0], -1), f, transit)
+        empty = record(_Start, x.movedim(in_dims[0], -1), f, transit)
         return empty.unsqueeze(1).expand(0, info.batch_size), 1
 
 
@@ -187,16 +187,16 @@ class _Wait(Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
         ctx.transit.adjoint = _Transit()
-        gempty = apply_rule(_Start, gy, ctx.f.adjoint, ctx.transit.adjoint)
+        gempty = record(_Start, gy, ctx.f.adjoint, ctx.transit.adjoint)
         return gempty, None, None
 
     @staticmethod
     def jvp(ctx: Any, tempty: Tensor, *_: None) -> Tensor:
-        return apply_rule(_Wait, tempty, ctx.f, ctx.transit.tangents.popleft())
+        return record(_Wait, tempty, ctx.f, ctx.transit.tangents.popleft())
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int, None, None], empty: Tensor, f: Linear, transit: _Transit
     ) -> tuple[Tensor, int]:
-        y = apply_rule(_Wait, empty.sum(in_dims[0]), f, transit)
+        y = record(_Wait, empty.sum(in_dims[0]), f, transit)
         return y, -1

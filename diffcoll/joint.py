@@ -1,0 +1,160 @@
+"""Ranks whose losses use different outputs, made to enter every backward together.
+
+A collective's backward is a collective. A rank whose loss does not depend on its output does not run it, and the
+others wait. Within a region all collectives of a rank hang on one chain: each has one more output, a token that the
+next one takes as one more input. The loss is tied to the last token, so its backward passes through all of them, last
+one first, with zeros where nothing else arrives.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from diffcoll._torch import apply_rule, is_within_transform
+from diffcoll.errors import message
+
+__all__ = ["is_joint", "joint_backward", "record"]
+
+
+class _Chain:
+    """What the next collective of this rank is tied to; its gradient is zero."""
+
+    def __init__(self) -> None:
+        self.token = torch.zeros((), requires_grad=True)
+
+
+class _Here(threading.local):
+    chain: _Chain | None = None
+
+
+_here = _Here()
+
+
+class joint_backward:
+    """A region in which every collective takes part in backward on every rank, whatever the ranks' losses use.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> def gradient(x):
+    ...     with dc.joint_backward() as joint:
+    ...         y = dc.all_reduce(x)
+    ...         loss = 3 * y if dc.get_rank() == 0 else torch.tensor(7.0)  # rank 1 does not use y
+    ...         joint(loss).backward()
+    ...     return x.grad
+    >>> simulate(gradient, [torch.tensor(1.0, requires_grad=True) for _ in range(2)], rules=True)
+    [tensor(3.), tensor(3.)]
+
+    All ranks enter the region, make the same collectives in it in the same order, as everywhere, and call
+    `joint(loss)` and then backward equally often. Within it every floating-point or complex result of a collective
+    requires a gradient, also where this rank's x does not. A region within another belongs to the outer one. Make one
+    for each step: a backward passes through all collectives of the region so far.
+
+    Calling it returns the loss, tied to all collectives of the region so far: shape, dtype and value unchanged, and it
+    requires a gradient even if it is a constant. It may be called several times, also after the region.
+
+    Raises:
+        TypeError: the loss is no floating-point or complex tensor.
+
+    Source: notes/joint_backward.md.
+    """
+
+    def __init__(self) -> None:
+        self._chain: _Chain | None = None
+        self._outer: _Chain | None = None
+
+    def __enter__(self) -> joint_backward:
+        """Begin; collectives are recorded from here on."""
+        self._outer = _here.chain
+        self._chain = _here.chain = self._outer or _Chain()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End, also by an exception; what was recorded stays tied."""
+        _here.chain = self._outer
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        """Return the loss, tied to all collectives of the region."""
+        if not isinstance(loss, Tensor) or not (loss.is_floating_point() or loss.is_complex()):
+            got = loss.dtype if isinstance(loss, Tensor) else type(loss).__name__
+            remedy = "torch.tensor(0.0) is a loss that uses nothing"
+            raise TypeError(message("joint_backward", "loss", got, "a floating-point or complex tensor", remedy))
+        if self._chain is None:
+            remedy = "`with dc.joint_backward() as joint:` before the collectives"
+            raise RuntimeError(message("joint_backward", "loss", "a loss before the region", "one within it", remedy))
+        return _Tie.apply(loss, self._chain.token)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def is_joint() -> bool:
+    """Whether this thread is within a region."""
+    return _here.chain is not None
+
+
+def record(rule: Any, x: Tensor, *more: object) -> Tensor:
+    """Return rule.apply(x, *more); within a region as a link of its chain."""
+    chain = _here.chain
+    if (
+        chain is None
+        or not torch.is_grad_enabled()
+        or not (x.is_floating_point() or x.is_complex())
+        or is_within_transform()
+    ):
+        return apply_rule(rule, x, *more)
+    y: Tensor
+    y, chain.token = _Link.apply(x, chain.token, rule, weakref.ref(chain), *more)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Link(Function):
+    """(x, token) ↦ (rule of x, the next token)."""
+
+    @staticmethod
+    def forward(x: Tensor, token: Tensor, rule: Any, chain: Any, *more: Any) -> tuple[Tensor, Tensor]:
+        return rule.forward(x, *more), torch.zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, _, ctx.rule, ctx.chain, *more = inputs  # weakly: the chain's token holds this node
+        ctx.rule.setup_context(ctx, (x, *more), output[0])
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor, gtoken: Tensor) -> tuple[Tensor | None, ...]:
+        # A backward of higher order is joint as well, in whatever thread this one runs.
+        before, _here.chain = _here.chain, ctx.chain()
+        try:
+            gx, *nothing = ctx.rule.backward(ctx, gy)
+        finally:
+            _here.chain = before
+        return gx, gtoken, None, None, *nothing
+
+    @staticmethod
+    def jvp(ctx: Any, tx: Tensor, ttoken: Tensor, *nothing: None) -> tuple[Tensor, Tensor]:
+        return ctx.rule.jvp(ctx, tx, *nothing[2:]), torch.zeros(())
+
+
+class _Tie(Function):
+    """The loss, and a gradient of zero for the last token."""
+
+    @staticmethod
+    def forward(loss: Tensor, token: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gloss: Tensor) -> tuple[Tensor, Tensor]:
+        return gloss, torch.zeros(())
+
+    @staticmethod
+    def jvp(ctx: Any, tloss: Tensor, ttoken: Tensor) -> Tensor:
+        return tloss
