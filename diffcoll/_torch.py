@@ -65,9 +65,9 @@ def apply_rule(rule: Any, x: Tensor, *more: object) -> Tensor:
     if torch._C._are_functorch_transforms_active():
         y = rule.apply(x, *more)
     elif x.requires_grad or forward_ad._current_level >= 0:
-        y = super(Function, rule).apply(torch._C._functorch.unwrap_if_dead(x), *more)
+        y = super(Function, rule).apply(x, *more)
     else:
-        y = rule.forward(torch._C._functorch.unwrap_if_dead(x), *more)
+        y = rule.forward(x, *more)
     return y
 
 

@@ -46,15 +46,11 @@ def resolve(group: Any, operation: str) -> Engine:
             "a one-dimensional DeviceMesh or an mpi4py.MPI.Comm"
         )
     _refuse_lonely_launch(operation)
-    return _solo
+    return NamedEngine(facts(_solo)) if torch.compiler.is_compiling() else _solo
 
 
 def _find(group: Any) -> Engine | None:
-    for engine_of in (mpi.engine_of, local.engine_of, c10d.engine_of):
-        engine = engine_of(group)
-        if engine is not None:
-            return engine
-    return None
+    return mpi.engine_of(group) or local.engine_of(group) or c10d.engine_of(group)
 
 
 # ── compiled graphs know their groups by name ────────────────────────────────────────────────────────────

@@ -34,7 +34,7 @@ class _Here(threading.local):
     chain: _Chain | None = None
 
 
-_here = _Here()
+here = _Here()
 
 
 class joint_backward:
@@ -71,15 +71,15 @@ class joint_backward:
 
     def __enter__(self) -> joint_backward:
         """Begin; collectives are recorded from here on."""
-        self._outer = _here.chain
-        self._chain = _here.chain = self._outer or _Chain()
+        self._outer = here.chain
+        self._chain = here.chain = self._outer or _Chain()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End, also by an exception; what was recorded stays tied."""
-        _here.chain = self._outer
+        here.chain = self._outer
 
     def __call__(self, loss: Tensor) -> Tensor:
         """Return the loss, tied to all collectives of the region."""
@@ -95,18 +95,16 @@ class joint_backward:
 
 def is_joint() -> bool:
     """Whether this thread is within a region."""
-    return _here.chain is not None
+    return here.chain is not None
 
 
 def record(rule: Any, x: Tensor, *more: object) -> Tensor:
     """Return rule.apply(x, *more); within a region as a link of its chain."""
-    chain = _here.chain
-    if (
-        chain is None
-        or not torch.is_grad_enabled()
-        or not (x.is_floating_point() or x.is_complex())
-        or is_within_transform()
-    ):
+    chain = here.chain
+    if chain is None:
+        return apply_rule(rule, x, *more)
+    differentiable = x.is_floating_point() or x.is_complex()
+    if not differentiable or not torch.is_grad_enabled() or is_within_transform():
         return apply_rule(rule, x, *more)
     y: Tensor
     y, chain.token = _Link.apply(x, chain.token, rule, weakref.ref(chain), *more)  # type: ignore[no-untyped-call]
@@ -128,11 +126,11 @@ class _Link(Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor, gtoken: Tensor) -> tuple[Tensor | None, ...]:
         # A backward of higher order is joint as well, in whatever thread this one runs.
-        before, _here.chain = _here.chain, ctx.chain()
+        before, here.chain = here.chain, ctx.chain()
         try:
             gx, *nothing = ctx.rule.backward(ctx, gy)
         finally:
-            _here.chain = before
+            here.chain = before
         return gx, gtoken, None, None, *nothing
 
     @staticmethod

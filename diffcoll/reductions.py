@@ -235,13 +235,15 @@ def spelled(op: Op) -> tuple[str, Any] | None:
 
     None: it is neither. A ReduceOp is known by its parts, so that nothing of torch.distributed need be there.
     """
+    if type(op) is str and op in SPELLINGS:
+        return SPELLINGS[op], None
     kind = op if isinstance(op, str) else getattr(op, "op", op)
     name: Any = getattr(kind, "name", None) if type(kind).__name__ == "RedOpType" else kind
     if not isinstance(name, str):
         return None
     if name == "PREMUL_SUM":
         return "sum", op.factor
-    return SPELLINGS.get(name) or SPELLINGS.get(name.lower(), name.lower()), None
+    return SPELLINGS.get(name.lower(), name.lower()), None
 
 
 # ── the user's own ───────────────────────────────────────────────────────────────────────────────────────

@@ -150,3 +150,11 @@ def test_the_world_of_one_compiles_and_eager_code_pays_no_import():
         "assert x.grad.tolist() == [2, 2]\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def test_tensors_left_by_a_transform():
+    """They are wrapped still; PyTorch's own ops unwrap them, and so do we."""
+    left = []
+    torch.func.grad(lambda x: left.append(x * 2) or x.sum())(torch.ones(3))
+    assert dc.all_reduce(left[0]).tolist() == [2, 2, 2]
+    assert simulate(lambda r: dc.all_gather(left[0]).tolist(), range(2), rules=True) == [[2] * 6] * 2

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from diffcoll import joint
+from diffcoll._torch import apply_rule
 from diffcoll.engines.engine import Engine, Wait, done
 from diffcoll.joint import record
 
@@ -77,18 +79,18 @@ def then(wait: Wait, y: Tensor | Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
-    """Start f on x, as engines need it: they move memory, which knows no lazy conjugate."""
+    """Start f on x, as engines need it: they move memory, which knows no lazy conjugate and no ended transform."""
     f.engine.operation, f.engine.later = f.name, later
     return f.start(x.resolve_conj().resolve_neg())
 
 
 def apply(f: Linear, x: Tensor) -> Tensor:
     """Return f(x), differentiable to any order and in both modes."""
-    if torch.compiler.is_compiling():
+    if f.engine.compiling:
         from diffcoll import compiled  # it is made of the maps
 
         return compiled.apply(f, x)
-    return record(_Apply, x, f)
+    return (record if joint.here.chain else apply_rule)(_Apply, x, f)
 
 
 class _Apply(Function):
@@ -104,7 +106,7 @@ class _Apply(Function):
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None]:
-        return record(_Apply, gy, ctx.f.adjoint), None
+        return (record if joint.here.chain else apply_rule)(_Apply, gy, ctx.f.adjoint), None
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor, _: None) -> Tensor:

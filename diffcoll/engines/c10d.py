@@ -7,6 +7,7 @@ ones in others (pytorch#130515), so the group is asked itself, or `group_src`/`g
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -49,13 +50,21 @@ class C10dEngine(MessageEngine):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(rank=dist.get_rank(group), size=dist.get_world_size(group))
-        self.group = group
+        self._group = weakref.ref(group)
         self.key = group.group_name
         # {"cpu": "gloo", "cuda": "nccl"}, from the public "cpu:gloo,cuda:nccl"
         pairs = (p.split(":") for p in dist.get_backend_config(group).split(","))
         self.backends = {device: backend for device, backend in pairs}
         self.devices = tuple(self.backends)
         self.description = f"a {dist.get_backend(group)} group of {self.size} ranks"
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group, which is torch's: held here, its threads would outlive destroy_process_group() and the program."""
+        group = self._group()
+        if group is None:
+            raise RuntimeError(f"{self.operation}: the process group was destroyed; set up a new one")
+        return group
 
     @property
     def control_device(self) -> torch.device:
@@ -194,7 +203,7 @@ def _wait(work: dist.Work | None) -> Wait:
 
 # ── which group a user means ─────────────────────────────────────────────────────────────────────────────
 
-_engines: dict[dist.ProcessGroup, C10dEngine] = {}
+_engines: weakref.WeakKeyDictionary[dist.ProcessGroup, C10dEngine] = weakref.WeakKeyDictionary()
 
 
 def is_running() -> bool:
@@ -228,8 +237,6 @@ def engine_of(group: object) -> C10dEngine | None:
     if engine is None:
         if dist.get_rank(group) < 0:
             raise ValueError("got a group that this process is not in; call it on the group's ranks only")
-        for gone in [g for g in _engines if not _exists(g)]:
-            del _engines[gone]
         engine = _engines[group] = C10dEngine(group)
     return engine
 

@@ -39,6 +39,8 @@ class Engine(ABC):
     devices: tuple[str, ...] | None = None
     #: The collective at work, for messages that arise below it.
     operation: str = "nothing"
+    #: Whether it stands for another one while Dynamo traces.
+    compiling: bool = False
     #: Whether the ranks share one autograd graph, so that collectives meet in their ground truth.
     joint: bool = False
     #: Whether the caller has something else to do before it waits.

@@ -77,7 +77,6 @@ class MpiEngine(MessageEngine):
         if self._ours is not None and not _mpi().Is_finalized():
             self._ours.Free()
         self._ours = None
-        _engines.pop(self.key, None)
 
     def subgroup(self, ranks: Sequence[int]) -> Any:
         """See `Engine.subgroup`."""
@@ -202,7 +201,8 @@ def _reads_cuda() -> bool:
 
 # ── the communicators of the user ────────────────────────────────────────────────────────────────────────
 
-_engines: dict[str, MpiEngine] = {}
+#: By the handle of the communicator.
+_engines: dict[int, MpiEngine] = {}
 _numbers = count()
 
 
@@ -214,16 +214,15 @@ def engine_of(group: object) -> MpiEngine | None:
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not isinstance(group, mpi.Comm):
         return None
-    if mpi.Is_finalized():
-        raise ValueError("got a communicator after MPI_Finalize(); use it before")
-    try:
-        engine: MpiEngine | None = group.Get_attr(_attribute())
-    except mpi.Exception:
-        raise ValueError(
-            "got a group that this process is not in, or a freed one (MPI.COMM_NULL); call it on the communicator's "
-            "ranks only, and before comm.Free()"
-        ) from None
+    engine = _engines.get(group.handle)
     if engine is None:
+        if mpi.Is_finalized():
+            raise ValueError("got a communicator after MPI_Finalize(); use it before")
+        if group == mpi.COMM_NULL:
+            raise ValueError(
+                "got a group that this process is not in, or a freed one (MPI.COMM_NULL); call it on the ranks of the "
+                "communicator only, and before comm.Free()"
+            )
         if group.Is_inter():
             raise ValueError("got an intercommunicator, expected an intracommunicator; pass comm.Merge()")
         if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
@@ -232,28 +231,31 @@ def engine_of(group: object) -> MpiEngine | None:
                 "since PyTorch may run backward in another thread; before `from mpi4py import MPI`, say "
                 "`import mpi4py; mpi4py.rc.thread_level = 'multiple'`"
             )
-        engine = MpiEngine(group, f"MPI communicator {next(_numbers)}")
-        _engines[engine.key] = engine
-        # MPI itself keeps the engine: it knows the communicator behind all of its handles, and when it is freed.
-        group.Set_attr(_attribute(), engine)
+        engine = _engines[group.handle] = MpiEngine(group, f"MPI communicator {next(_numbers)}")
+        group.Set_attr(_attribute(), group.handle)  # MPI says when it is freed, and its handle may be another's
     return engine
 
 
 def engine_named(key: str) -> MpiEngine | None:
     """Return the engine with this key; None if there is none of MPI."""
-    return _engines.get(key)
+    return next((engine for engine in _engines.values() if engine.key == key), None)
 
 
 @cache
 def _attribute() -> int:
     atexit.register(_close_all)  # earlier than mpi4py's MPI_Finalize
-    key: int = _mpi().Comm.Create_keyval(delete_fn=lambda comm, key, engine: engine.close())
+    key: int = _mpi().Comm.Create_keyval(delete_fn=lambda comm, key, handle: _close(handle))
     return key
 
 
-def _close_all() -> None:
-    for engine in list(_engines.values()):
+def _close(handle: int) -> None:
+    if engine := _engines.pop(handle, None):
         engine.close()
+
+
+def _close_all() -> None:
+    for handle in list(_engines):
+        _close(handle)
 
 
 @cache

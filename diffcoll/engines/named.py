@@ -14,6 +14,8 @@ Facts = tuple[str, int, int, str, tuple[str, ...] | None, str, tuple[tuple[str, 
 class NamedEngine(Engine):
     """Stands for an engine while Dynamo traces; moves nothing: ops do, which find the engine by its key."""
 
+    compiling = True
+
     def __init__(self, facts: Facts) -> None:
         # Not super().__init__: no memory is kept here, and Dynamo would have to trace that.
         self.key, self.rank, self.size, self.description, self.devices, self._control_device, self._small = facts
