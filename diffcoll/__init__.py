@@ -24,11 +24,12 @@ from diffcoll.collectives.scatter import scatter
 from diffcoll.collectives.shift import shift
 from diffcoll.collectives.split import split
 from diffcoll.collectives.sum_gradients import sum_gradients
-from diffcoll.errors import CollectiveMismatchError
+from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError
 from diffcoll.groups import get_rank, get_world_size, set_default_group
 from diffcoll.joint import joint_backward
 
 __all__ = [
+    "CollectiveFailedError",
     "CollectiveMismatchError",
     "Pending",
     "all_gather",

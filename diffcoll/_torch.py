@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._functorch import eager_transforms
 from torch._library.fake_class_registry import FakeScriptObject
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function, forward_ad, profiler
 from torch.utils import _pytree
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "forward_mode",
     "is_differentiating",
     "is_transformed",
+    "is_profiling",
     "is_tree",
     "is_view",
     "is_within_transform",
@@ -69,6 +70,11 @@ def apply_rule(rule: Any, x: Tensor, *more: object) -> Tensor:
     else:
         y = rule.forward(x, *more)
     return y
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch is at work; to ask it by its public calls takes longer than a small message."""
+    return profiler._is_profiler_enabled
 
 
 def is_view(x: Tensor) -> bool:

@@ -20,7 +20,7 @@ from diffcoll.collectives.all_reduce import AllReduce
 from diffcoll.collectives.all_to_all import AllToAll
 from diffcoll.collectives.broadcast import Broadcast, Keep
 from diffcoll.collectives.gather import Gather
-from diffcoll.collectives.linear import Linear, begin
+from diffcoll.collectives.linear import Linear, begin, moved
 from diffcoll.collectives.permute import Permute
 from diffcoll.collectives.reduce import Reduce
 from diffcoll.collectives.reduce_scatter import ReduceScatter
@@ -69,7 +69,8 @@ def _register(kind: type[Linear]) -> None:
         return kind(engine_named(group), *(_structured(t, value) for (_, t), value in row))
 
     def run(x: Tensor, group: str, *values: Any) -> Tensor:
-        return begin(made(group, *values), x)()
+        f = made(group, *values)
+        return moved(f, None, x, lambda: begin(f, x)())
 
     def fake(x: Tensor, group: str, *values: Any) -> Tensor:
         # Not x.new_empty: of an x whose value the compiler knows it would believe to know that too.

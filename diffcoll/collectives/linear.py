@@ -14,18 +14,21 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from diffcoll import joint
-from diffcoll._torch import apply_rule
+from diffcoll._torch import apply_rule, is_profiling
 from diffcoll.engines.engine import Engine, Wait, done
+from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure
 from diffcoll.joint import record
 
-__all__ = ["Linear", "apply", "begin", "start", "then"]
+__all__ = ["Linear", "apply", "begin", "moved", "start", "then"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -90,31 +93,48 @@ def apply(f: Linear, x: Tensor) -> Tensor:
         from diffcoll import compiled  # it is made of the maps
 
         return compiled.apply(f, x)
-    return (record if joint.here.chain else apply_rule)(_Apply, x, f)
+    return (record if joint.here.chain else apply_rule)(_Apply, x, f, None)
+
+
+def moved(f: Linear, origin: Origin | None, x: Tensor, move: Callable[[], T]) -> T:
+    """Return move(), which moves x or waits for what was moved: named in profiles, and in the errors of the backend."""
+    try:
+        if not is_profiling():
+            return move()
+        call = f.name if origin is None else f"{origin.name} backward"
+        with torch.profiler.record_function(f"diffcoll.{call}: {f.engine.description}, {x.nbytes} B"):
+            return move()
+    except (CollectiveFailedError, CollectiveMismatchError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        raise failure(f.name, f.engine.description, f.engine.rank, origin, error) from error
 
 
 class _Apply(Function):
-    """y = F x;  gx = F* gy;  ty = F tx."""
+    """y = F x;  gx = F* gy;  ty = F tx.  `origin` is the forward call whose backward this is, if it is one."""
 
     @staticmethod
-    def forward(x: Tensor, f: Linear) -> Tensor:
-        return begin(f, x)()
+    def forward(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
+        return moved(f, origin, x, lambda: begin(f, x)())
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Linear], output: Tensor) -> None:
-        _, ctx.f = inputs
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, Origin | None], output: Tensor) -> None:
+        _, ctx.f, origin = inputs
+        ctx.origin = origin or Origin(ctx.f.name)
 
     @staticmethod
-    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None]:
-        return (record if joint.here.chain else apply_rule)(_Apply, gy, ctx.f.adjoint), None
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
+        return (record if joint.here.chain else apply_rule)(_Apply, gy, ctx.f.adjoint, ctx.origin), None, None
 
     @staticmethod
-    def jvp(ctx: Any, tx: Tensor, _: None) -> Tensor:
-        return record(_Apply, tx, ctx.f)
+    def jvp(ctx: Any, tx: Tensor, *_: None) -> Tensor:
+        return record(_Apply, tx, ctx.f, None)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, f: Linear) -> tuple[Tensor, int]:
-        return record(_Apply, x.movedim(in_dims[0], -1), f), -1
+    def vmap(
+        info: Any, in_dims: tuple[int, None, None], x: Tensor, f: Linear, origin: Origin | None
+    ) -> tuple[Tensor, int]:
+        return record(_Apply, x.movedim(in_dims[0], -1), f, origin), -1
 
 
 # ── with time between the start and the wait ─────────────────────────────────────────────────────────────
@@ -128,6 +148,8 @@ class _Transit:
     the tangent starts where x started; the adjoint starts where the forward waited and is awaited where it started.
     """
 
+    #: The forward call whose backward this is, if it is one.
+    origin: Origin | None = None
     wait: Callable[[], Tensor] | None = None
     #: Tangents on their way, in the order of the levels of forward mode.
     tangents: deque[_Transit] = field(default_factory=deque)
@@ -150,7 +172,7 @@ class _Start(Function):
 
     @staticmethod
     def forward(x: Tensor, f: Linear, transit: _Transit) -> Tensor:
-        transit.wait = begin(f, x, later=True)
+        transit.wait = moved(f, transit.origin, x, lambda: begin(f, x, later=True))
         return x.new_empty(0)
 
     @staticmethod
@@ -179,16 +201,18 @@ class _Wait(Function):
 
     @staticmethod
     def forward(empty: Tensor, f: Linear, transit: _Transit) -> Tensor:
-        assert transit.wait is not None
-        return transit.wait()
+        wait, transit.wait = transit.wait, None  # it holds y, whose node holds the transit
+        assert wait is not None
+        return moved(f, transit.origin, empty, wait)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, _Transit], output: Tensor) -> None:
         _, ctx.f, ctx.transit = inputs
+        ctx.origin = ctx.transit.origin or Origin(ctx.f.name)
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
-        ctx.transit.adjoint = _Transit()
+        ctx.transit.adjoint = _Transit(ctx.origin)
         gempty = record(_Start, gy, ctx.f.adjoint, ctx.transit.adjoint)
         return gempty, None, None
 

@@ -1,0 +1,67 @@
+"""What a step waits for: collectives in a trace of torch.profiler, forward and backward, and a picture of it.
+
+Two processes gather features, one of them late. Writes a trace for https://ui.perfetto.dev and a picture.
+
+    python examples/profile_trace.py [FOLDER]
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import matplotlib
+import torch
+
+import diffcoll as dc
+from diffcoll.testing import spawn
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def step(rank: int, folder: str) -> list[tuple[str, float, float]]:
+    """One step, profiled; what happened as (name, start, duration) in milliseconds."""
+    w = torch.randn(256, 256, requires_grad=True)
+    x = torch.randn(512, 256)
+    dc.all_gather(x @ w).sum().backward()  # connects
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.record_function("encoder"):
+            z = torch.tanh(x @ w)
+        if rank == 1:
+            with torch.profiler.record_function("late"):
+                time.sleep(0.02)
+        features = dc.all_gather(z)
+        loss = (z @ features.T).logsumexp(1).sum()
+        loss.backward()
+    path = Path(folder, f"trace-{rank}.json")
+    profile.export_chrome_trace(str(path))
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
+    begin = min(e["ts"] for e in events)
+    mine = [e for e in events if e["name"].startswith("diffcoll.") or e["name"] in ("encoder", "late")]
+    return [(e["name"], (e["ts"] - begin) / 1e3, e["dur"] / 1e3) for e in mine]
+
+
+def main(folder: str) -> None:
+    ranks = spawn(step, range(2), [folder] * 2)
+    colors = {"encoder": "tab:gray", "late": "tab:red"}
+    figure, axes = plt.subplots(figsize=(9, 2.5), layout="constrained")
+    for rank, events in enumerate(ranks):
+        for name, start, length in events:
+            forward = "backward" not in name
+            axes.barh(rank, length, left=start, color=colors.get(name, "tab:blue" if forward else "tab:orange"))
+            print(f"rank {rank} at {start:6.2f} ms for {length:6.2f} ms: {name}")
+    axes.set(xlabel="ms", yticks=[0, 1], yticklabels=["rank 0", "rank 1"], title="blue: forward, orange: backward")
+    picture = Path(folder, "profile_trace.png")
+    figure.savefig(picture, dpi=150)
+
+    waits = {
+        rank: length for rank in range(2) for name, _, length in ranks[rank] if name.startswith("diffcoll.all_gather:")
+    }
+    assert waits[0] > 10  # rank 0 waits for the one that is late
+    assert all(any("all_gather backward" in name for name, *_ in events) for events in ranks)
+    print(f"wrote {picture}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else ".")

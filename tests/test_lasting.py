@@ -1,0 +1,163 @@
+"""What stays behind and what goes out: no cycles, no growth, nothing pickled, nobody listening to the outside."""
+
+import contextlib
+import gc
+import os
+import pickle
+import weakref
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import diffcoll as dc
+from diffcoll.testing import cases, spawn
+
+BACKENDS = {"gloo": spawn, "mpi": partial(spawn, backend="mpi")}
+
+
+def step(case, rank, x):
+    """A call, forward and backward; all ranks' losses use it."""
+    y = case.call(x, rank)
+    (y * y).sum().backward()
+    return y
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_is_kept(backend):
+    """Without the garbage collector every tensor of a step goes when the step lets go of it."""
+
+    def body(r):
+        kept = []
+        step(cases.table(2)[0], r, cases.table(2)[0].x(r, 0).requires_grad_())  # whatever is made once
+        gc.collect()
+        gc.disable()
+        for case in cases.table(2):
+            if case.shapes[r] is None or None in case.shapes:
+                continue
+            x = case.x(r, 0).requires_grad_()
+            inner = x * 2
+            y = step(case, r, inner)
+            left = [weakref.ref(t) for t in (x, inner, y)]
+            del x, inner, y
+            if any(ref() is not None for ref in left):
+                kept.append(str(case))
+        return kept
+
+    assert BACKENDS[backend](body, range(2)) == [[], []]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_is_pickled(backend):
+    """No object collective of torch or MPI, and no pickle at all, in any operation."""
+
+    def body(r):
+        refused = []
+
+        def refuse(*args, **kwargs):
+            refused.append(args)
+            raise AssertionError("something was pickled")
+
+        def at_work():
+            for case in cases.table(2):
+                x = case.x(r, 0)
+                if x is None or None in case.shapes:
+                    case.call(x, r)
+                else:
+                    step(case, r, x.requires_grad_())
+
+        at_work()  # modules that are imported late may use pickle for themselves
+        with contextlib.ExitStack() as stack:
+            for name in ("dump", "dumps", "load", "loads"):
+                stack.enter_context(patch.object(pickle, name, refuse))
+            for name in ("_object_to_tensor", "_tensor_to_object"):
+                stack.enter_context(patch.object(dist.distributed_c10d, name, refuse))
+            if backend == "mpi":
+                from mpi4py import MPI
+
+                MPI.pickle.__init__(refuse, refuse)
+                stack.callback(MPI.pickle.__init__)
+                objects = partial(MPI.COMM_SELF.bcast, 1)
+            else:
+                objects = partial(dist.broadcast_object_list, [1], src=r)
+            with pytest.raises(AssertionError, match="pickled"):
+                objects()  # so it would be noticed
+            noticed = len(refused)
+            at_work()
+        return noticed, len(refused)
+
+    assert BACKENDS[backend](body, range(2)) == [(1, 1), (1, 1)]
+
+
+def listening():
+    """Addresses at which this process listens, as in /proc: hexadecimal."""
+    inodes = set()
+    for file in Path("/proc/self/fd").iterdir():
+        try:
+            inodes.add(os.readlink(file))
+        except FileNotFoundError:
+            continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.add(fields[1].split(":")[0])
+    return sorted(found)
+
+
+def test_ranks_listen_on_loopback_only():
+    def body(r):
+        dc.all_gather(torch.ones(1000), sizes="auto")
+        return listening()
+
+    for addresses in spawn(body, range(2)):
+        assert addresses
+        assert set(addresses) <= {"0100007F"}  # 127.0.0.1
+    assert BACKENDS["mpi"](body, range(2)) == [[], []]  # shared memory
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_five_thousand_steps():
+    """Memory grows by less than 5 MiB after step 500; threads and file descriptors stay as many."""
+
+    def body(r):
+        torch.manual_seed(r)
+        model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def train():
+            z = torch.nn.functional.normalize(model(torch.randn(24 + 8 * r, 32)), dim=1)
+            pending = dc.all_gather(z, sizes="auto", async_op=True)
+            scale = dc.all_reduce(z.square().mean(), "max")
+            with dc.joint_backward() as joint:
+                unused = dc.all_reduce(z.sum(), "product")
+                loss = (z @ pending.wait().T / scale).logsumexp(1).mean()
+                loss = joint(loss + unused if r else loss)
+            optimizer.zero_grad()
+            loss.backward()
+            grads = dc.all_reduce([p.grad for p in model.parameters()], "mean")
+            for p, g in zip(model.parameters(), grads, strict=True):
+                p.grad = g
+            optimizer.step()
+
+        def now():
+            return resident(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+        for i in range(5000):
+            train()
+            if i == 500:
+                before = now()
+        return before, now()
+
+    for before, after in spawn(body, range(2), timeout=800):
+        assert after[0] - before[0] < 5 << 20
+        assert after[1:] == before[1:]
