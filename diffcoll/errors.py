@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
-from types import CodeType, FrameType
+from functools import cache
+from types import FrameType
 
 __all__ = ["CollectiveFailedError", "CollectiveMismatchError", "Origin", "failure", "message", "user_line"]
 
-#: How many frames of the library and of torch stand above the user's, at most.
-_DEPTH = 24
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
@@ -38,27 +37,27 @@ def user_line() -> str:
 class Origin:
     """Where a collective was called, kept for an error that comes later: in backward, the call is long gone."""
 
-    __slots__ = ("_frames", "name")
+    __slots__ = ("_at", "_code", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        #: Code and place in it, innermost first: cheap to note, and holds no variables.
-        self._frames: list[tuple[CodeType, int]] = []
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and len(self._frames) < _DEPTH:
-            self._frames.append((frame.f_code, frame.f_lasti))
+        frame: FrameType = sys._getframe(1)
+        while _is_inside(frame.f_code.co_filename) and frame.f_back is not None:
             frame = frame.f_back
+        # The code and a place in it are cheap to note, and hold no variables.
+        self._code, self._at = frame.f_code, frame.f_lasti
 
     @property
     def line(self) -> str:
         """Return "file:line" of the innermost frame outside this library and torch."""
-        for code, at in self._frames:
-            file = code.co_filename
-            inside = file.startswith(_HERE) or f"{os.sep}torch{os.sep}" in file or file.startswith("<frozen")
-            if not inside and not (file.startswith("<") and code.co_name == "__init__"):  # what dataclasses make
-                lines = (line for start, end, line in code.co_lines() if start <= at < end)
-                return f"{file}:{next(lines, None) or code.co_firstlineno}"
-        return "an unknown line"
+        lines = (line for start, end, line in self._code.co_lines() if start <= self._at < end)
+        return f"{self._code.co_filename}:{next(lines, None) or self._code.co_firstlineno}"
+
+
+@cache
+def _is_inside(file: str) -> bool:
+    """Whether a file is of this library, of torch, or none (what dataclasses make)."""
+    return file.startswith((_HERE, "<")) or f"{os.sep}torch{os.sep}" in file
 
 
 def failure(name: str, group: str, rank: int, origin: Origin | None, error: BaseException) -> CollectiveFailedError:

@@ -104,10 +104,17 @@ def moved(f: Linear, origin: Origin | None, x: Tensor, move: Callable[[], T]) ->
         call = f.name if origin is None else f"{origin.name} backward"
         with torch.profiler.record_function(f"diffcoll.{call}: {f.engine.description}, {x.nbytes} B"):
             return move()
-    except (CollectiveFailedError, CollectiveMismatchError, torch.OutOfMemoryError):
-        raise
     except RuntimeError as error:
-        raise failure(f.name, f.engine.description, f.engine.rank, origin, error) from error
+        raise _failed(f, origin, error)  # noqa: B904
+
+
+def _failed(f: Linear, origin: Origin | None, error: RuntimeError) -> RuntimeError:
+    """Return what to raise for an error of the backend; others are what they are."""
+    if isinstance(error, (CollectiveFailedError, CollectiveMismatchError, torch.OutOfMemoryError)):
+        return error
+    found = failure(f.name, f.engine.description, f.engine.rank, origin, error)
+    found.__cause__ = error
+    return found
 
 
 class _Apply(Function):
@@ -115,7 +122,12 @@ class _Apply(Function):
 
     @staticmethod
     def forward(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
-        return moved(f, origin, x, lambda: begin(f, x)())
+        if is_profiling():
+            return moved(f, origin, x, lambda: begin(f, x)())
+        try:
+            return begin(f, x)()
+        except RuntimeError as error:
+            raise _failed(f, origin, error)  # noqa: B904
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, Origin | None], output: Tensor) -> None:
