@@ -44,9 +44,9 @@ def pairs(draw: Draw, n: int) -> list[tuple[int, int]]:
 
 
 @st.composite
-def cases(draw: Draw, name: str, most: int = 6) -> Case:
-    """Calls of the collective `name` in worlds of up to `most` ranks."""
-    n = draw(worlds(most))
+def cases(draw: Draw, name: str, most: int = 6, size: int | None = None) -> Case:
+    """Calls of the collective `name` in worlds of up to `most` ranks, or of exactly `size`."""
+    n = draw(worlds(most)) if size is None else size
     shapes, arguments, per_rank = _CALLS[name](draw, n)
     if name in _ASYNC and draw(st.booleans()):
         arguments = {**arguments, "async_op": True}

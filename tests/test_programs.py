@@ -1,0 +1,160 @@
+"""Whole programs, drawn at random: what PyTorch derives from one graph = the rules = real processes."""
+
+from dataclasses import dataclass, fields, replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import strategies as st
+
+import diffcoll as dc
+from diffcoll.collectives import COLLECTIVES
+from diffcoll.collectives.scan import Scan
+from diffcoll.testing import cases as _cases
+from diffcoll.testing import new_group, simulate, spawn, strategies
+from diffcoll.testing.cases import Case
+
+# What takes a tensor that all ranks hold alike cannot take anybody's.
+DRAWN = [name for name in COLLECTIVES if name not in ("sum_gradients", "split")]
+SEED = 3
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call, on some of the ranks, of something made from an earlier result."""
+
+    case: Case
+    source: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What N ranks do, and which results each of their losses uses."""
+
+    n: int
+    steps: tuple[Step, ...]
+    uses: tuple[tuple[int, ...], ...]
+
+    def loss(self, r, x0):
+        """Rank r's loss; a result may be used several times, by some ranks only, or by none."""
+        groups = {step.ranks: None for step in self.steps}
+        for ranks in groups:  # all ranks make all groups, in one order
+            groups[ranks] = new_group(ranks)
+        pool = [x0]
+        with dc.joint_backward() as joint:
+            for step in self.steps:
+                earlier = pool[step.source].sin().sum().tanh()
+                if r in step.ranks:
+                    me = step.ranks.index(r)
+                    x = step.case.x(me, SEED)
+                    y = step.case.call(x if x is None else x * (1.5 + earlier), me, groups[step.ranks])
+                else:
+                    y = earlier
+                pool.append(y)
+            terms = [(i + 1 + r) * pool[i].sin().sum() for i in self.uses[r]]
+            return joint(sum(terms, x0.sum() * 0))
+
+    def inputs(self):
+        return [torch.linspace(-1, 1 + r, 3, dtype=torch.float64).requires_grad_() for r in range(self.n)]
+
+    def truth(self):
+        xs = self.inputs()
+        losses = simulate(self.loss, range(self.n), xs)
+        return torch.autograd.grad(sum(losses), xs)
+
+    def gradient(self, r):
+        x0 = self.inputs()[r]
+        return torch.autograd.grad(self.loss(r, x0), x0)[0]
+
+    def __str__(self):
+        """Code that runs this program again."""
+        return f"from test_programs import *\ncheck({_code(self)})"
+
+
+def _code(value):
+    if isinstance(value, (Program, Step, Case)):
+        given = ", ".join(f"{f.name}={_code(getattr(value, f.name))}" for f in fields(value))
+        return f"{type(value).__name__}({given})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!r}: {_code(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "(" + "".join(f"{_code(v)}, " for v in value) + ")"
+    return f"_cases.{value.__name__}" if callable(value) and hasattr(_cases, value.__name__) else repr(value)
+
+
+def check(program, run=None):
+    """Hold a program's gradients against truth on every rank; `run` runs one function on all ranks."""
+    run = run or (lambda body: simulate(body, range(program.n), rules=True))
+    for r, (got, right) in enumerate(zip(run(program.gradient), program.truth(), strict=True)):
+        torch.testing.assert_close(got, right, rtol=1e-8, atol=1e-10, equal_nan=True, msg=f"rank {r}\n{program}")
+
+
+@st.composite
+def programs(draw, n=None, most=20):
+    n = n or draw(st.integers(1, 4))
+    steps = []
+    for i in range(draw(st.integers(1, most))):
+        ranks = tuple(range(n))
+        if draw(st.integers(0, 3)) == 0:
+            ranks = tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=1))))
+        case = draw(strategies.cases(draw(st.sampled_from(DRAWN)), size=len(ranks)))
+        arguments = {k: v for k, v in case.arguments.items() if k != "cotangent"}
+        steps.append(Step(replace(case, arguments=arguments, dtype=torch.float64), draw(st.integers(0, i)), ranks))
+    used = st.lists(st.integers(0, len(steps)), max_size=4).map(tuple)
+    return Program(n, tuple(steps), tuple(draw(used) for _ in range(n)))
+
+
+def fuzz(count, **more):
+    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), **more)
+    @given(programs())
+    def holds(program):
+        note(str(program))
+        check(program)
+
+    holds()
+
+
+def test_two_hundred_programs():
+    fuzz(200, derandomize=True)
+
+
+def test_a_planted_mistake_is_found(monkeypatch):
+    """The adjoint of a scan, taken for the scan itself."""
+    monkeypatch.setattr(Scan, "adjoint", property(lambda f: Scan(f.engine, f.reverse, f.exclusive)))
+    with pytest.raises(AssertionError, match=r"check\(Program\(.*'scan'"):
+        fuzz(200, derandomize=True, phases=[Phase.generate])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_ten_thousand_programs():
+    fuzz(10_000)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_programs_on_processes(backend):
+    n, drawn = 3, []
+
+    @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(programs(n=n, most=8))
+    def collect(program):
+        drawn.append(program)
+
+    collect()
+    got = spawn(lambda r: [program.gradient(r) for program in drawn], range(n), backend=backend, timeout=100)
+    for i, program in enumerate(drawn):
+        check(program, lambda gradient: [of_rank[i] for of_rank in got])  # noqa: B023
+
+
+def test_a_failure_is_code_that_runs():
+    program = Program(
+        2, (Step(Case("all_reduce", ((2,), (2,)), {"op": _cases.median}, dtype=torch.float64), 0, (0, 1)),), ((1,), ())
+    )
+    exec(str(program).replace("from test_programs import *\n", ""), globals())
+    wrong = partial(simulate, rules=True)
+    with pytest.raises(
+        AssertionError, match=r"rank 1\nfrom test_programs import \*\ncheck\(Program\(n=2, steps=\(Step\("
+    ):
+        check(program, lambda gradient: [g + r for r, g in enumerate(wrong(gradient, range(2)))])
