@@ -10,6 +10,7 @@ every backward here returns exactly its derivative with respect to this rank's t
 from __future__ import annotations
 
 from diffcoll import truth
+from diffcoll.checks import check_mode
 from diffcoll.collectives.all_gather import all_gather
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.all_to_all import all_to_all
@@ -36,6 +37,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "check_mode",
     "gather",
     "get_rank",
     "get_world_size",

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from diffcoll import checks
 from diffcoll._torch import is_tree
 from diffcoll.collectives.linear import Linear, apply, start
 from diffcoll.collectives.pending import Pending
 from diffcoll.engines.engine import WIDER
-from diffcoll.errors import message
+from diffcoll.errors import CollectiveMismatchError, failure, message, user_line
 from diffcoll.groups import resolve
 from diffcoll.reductions import REDUCTIONS, Reduction, spelled, users
 
@@ -31,6 +32,8 @@ Group = Any
 #: Sizes of blocks that x is cut into, and of blocks that the ranks bring.
 Parts = Sequence[int] | None
 Sizes = Sequence[int] | Literal["auto"] | None
+#: Arguments of which every rank has its own.
+PER_RANK = ("split_sizes", "concat_sizes")
 #: Collectives whose x may be a tree.
 TAKE_TREES = ("all_reduce", "all_gather", "broadcast", "sum_gradients")
 Cotangent = Literal["partial", "replicated"]
@@ -49,12 +52,42 @@ class Call:
         self.arguments = arguments
         self.async_op = async_op
         self.engine = resolve(group, name)
+        self._agreed = False
         if check_x and (isinstance(x, Tensor) or not (name in TAKE_TREES and is_tree(x))):
             self.tensor(x)
+
+    def agree(self) -> None:
+        """In check mode, compare this call with those of the other ranks; before it moves anything."""
+        if not checks.is_on() or self._agreed or self.engine.joint or self.engine.compiling or self.engine.size == 1:
+            return
+        self._agreed = True
+        given = {k: "a function" if callable(v) else v for k, v in self.arguments.items() if k not in PER_RANK}
+        words = ", ".join(f"{k}={v!r}" for k, v in {**given, **self.arguments}.items())
+        x = f"{self.x.dtype} {tuple(self.x.shape)}" if isinstance(self.x, Tensor) else type(self.x).__name__
+        text = f"{self.name}({x}, {words}) at {user_line()}"
+        try:
+            checks.compare(self.engine, (self.name, self._same(), given), text)
+        except CollectiveMismatchError:
+            raise
+        except RuntimeError as error:
+            raise failure(self.name, self.engine.description, self.engine.rank, None, error) from error
+
+    def _same(self) -> object:
+        """What of x must be the same on all ranks."""
+        x = self.x
+        if self.name == "scatter" or not isinstance(x, Tensor):
+            return None
+        if self.name == "all_to_all":
+            return x.dtype, x.dim()
+        shape = list(x.shape)
+        if self.arguments.get("sizes") is not None and self.name in ("all_gather", "gather") and shape:
+            shape[self.arguments["dim"]] = -1  # the sizes are compared as an argument
+        return x.dtype, shape
 
     def of(self, leaf: Tensor) -> Call:
         """Return the same call for one leaf of a tree."""
         call = copy(self)
+        call._agreed = False
         call.x, call.arguments = leaf, dict(self.arguments)
         return call
 
@@ -65,6 +98,8 @@ class Call:
 
     def submit(self, f: Linear, x: Tensor, then: Callable[[Tensor], Tensor] | None = None) -> Any:
         """Return then(f(x)), or, with `async_op`, what is pending of it."""
+        if checks.is_on():
+            self.agree()
         if self.engine.joint:
             y: Tensor = self.engine.meet_in_truth(self.name, self.x, self.arguments)
             return Pending(self.name, lambda: y) if self.async_op else y
@@ -79,6 +114,7 @@ class Call:
         from diffcoll.collectives.reducing import Reducing  # it is made of collectives
 
         reduction, x = self._reduction(x)
+        self.agree()
         if self.engine.joint:
             self.x = x
             return self.submit(f, x)
@@ -244,6 +280,7 @@ class Call:
         """Exchange a few integers, as many on each rank; one list from each rank, in order."""
         from diffcoll.collectives.all_gather import AllGather  # all_gather.py makes calls itself
 
+        self.agree()
         n = self.engine.size
         mine = torch.tensor(numbers, dtype=torch.int64, device=self.engine.control_device)
         flat: list[int] = apply(AllGather(self.engine, 0, (len(numbers),) * n), mine).tolist()

@@ -20,15 +20,17 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from diffcoll import joint
+from diffcoll import checks, joint
 from diffcoll._torch import apply_rule, is_profiling
 from diffcoll.engines.engine import Engine, Wait, done
-from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure
+from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
 from diffcoll.joint import record
 
 __all__ = ["Linear", "apply", "begin", "moved", "start", "then"]
 
 T = TypeVar("T")
+#: Maps whose x may have another size on every rank.
+_UNEVEN = ("all_gather", "all_to_all", "gather", "scatter")
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,20 @@ def moved(f: Linear, origin: Origin | None, x: Tensor, move: Callable[[], T]) ->
         raise _failed(f, origin, error)  # noqa: B904
 
 
+def _checked(f: Linear, origin: Origin | None, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
+    """Begin, in check mode after the ranks have compared what is begun; forward calls have been compared before."""
+    engine = f.engine
+    if checks.is_on() and engine.size > 1:
+        gradient = f"gradient {x.dtype} {tuple(x.shape)}"
+        what = f"{f.name} at {user_line()}" if origin is None else f"backward of {origin.name} at {origin.line}"
+        if origin is not None:
+            same = list(x.shape) if f.name not in _UNEVEN else x.dim()
+            checks.compare(engine, ("backward", origin.name, f.name, x.dtype, same), f"{what}: {gradient}")
+        if f.shared[0]:
+            checks.same_everywhere(engine, x, what)
+    return begin(f, x, later)
+
+
 def _failed(f: Linear, origin: Origin | None, error: RuntimeError) -> RuntimeError:
     """Return what to raise for an error of the backend; others are what they are."""
     if isinstance(error, (CollectiveFailedError, CollectiveMismatchError, torch.OutOfMemoryError)):
@@ -122,8 +138,8 @@ class _Apply(Function):
 
     @staticmethod
     def forward(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
-        if is_profiling():
-            return moved(f, origin, x, lambda: begin(f, x)())
+        if is_profiling() or checks.is_on():
+            return moved(f, origin, x, lambda: _checked(f, origin, x)())
         try:
             return begin(f, x)()
         except RuntimeError as error:
@@ -184,7 +200,7 @@ class _Start(Function):
 
     @staticmethod
     def forward(x: Tensor, f: Linear, transit: _Transit) -> Tensor:
-        transit.wait = moved(f, transit.origin, x, lambda: begin(f, x, later=True))
+        transit.wait = moved(f, transit.origin, x, lambda: _checked(f, transit.origin, x, later=True))
         return x.new_empty(0)
 
     @staticmethod

@@ -82,6 +82,7 @@ def scatter(x: Tensor | None, src: int = 0, dim: int = 0, group: Group = None, *
     root = call.root("src")
     if torch.compiler.is_compiling():
         return _compiled(call, root, x)
+    call.agree()
     if call.engine.rank == root:
         try:
             tensor = call.tensor(x)
