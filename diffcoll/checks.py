@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import os
+import threading
 from hashlib import blake2b
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
+from diffcoll.engines import local
 from diffcoll.engines.engine import Engine
 from diffcoll.errors import CollectiveMismatchError
 
 __all__ = ["check_mode", "compare", "is_on", "same_everywhere"]
 
 _on = os.environ.get("DIFFCOLL_CHECK", "0") not in ("", "0")
+
+
+class _Rank(threading.local):
+    """What a simulated rank has said for itself: it is a thread among others of this process."""
+
+    on: bool | None = None
+
+
+_rank = _Rank()
 
 
 class check_mode:
@@ -33,7 +44,8 @@ class check_mode:
     >>> simulate(f, [torch.ones(2), torch.ones(2)], rules=True)
     [tensor([2., 2.]), tensor([2., 2.])]
 
-    Each process says it for itself, and all ranks of a group must say the same. Compiled collectives are not compared.
+    Each process says it for itself, in a simulated world each rank, and all ranks of a group must say the same.
+    Compiled collectives are not compared.
 
     Args:
         on: whether to compare from here on.
@@ -42,8 +54,7 @@ class check_mode:
     """
 
     def __init__(self, on: bool = True) -> None:
-        global _on
-        self._before, _on = _on, on
+        self._before = _switch(on)
 
     def __enter__(self) -> None:
         """Nothing to do: it was switched when this was made."""
@@ -52,13 +63,22 @@ class check_mode:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Restore what was before."""
-        global _on
-        _on = self._before
+        _switch(self._before)
+
+
+def _switch(on: bool) -> bool:
+    global _on
+    before = is_on()
+    if local.here() is None:
+        _on = on
+    else:
+        _rank.on = on
+    return before
 
 
 def is_on() -> bool:
     """Whether the ranks compare."""
-    return _on
+    return _on if _rank.on is None else _rank.on
 
 
 def compare(engine: Engine, facts: object, text: str) -> None:

@@ -131,6 +131,16 @@ def test_what_is_right_passes(where):
             assert torch.equal(plain, checked)
 
 
+def test_each_simulated_rank_has_its_own():
+    def body(r):
+        with dc.check_mode():
+            dc.all_reduce(torch.ones(1))  # hands over
+        return checks.is_on()
+
+    assert simulate(body, range(N), rules=True) == [False] * N
+    assert not checks.is_on()
+
+
 def test_the_switch():
     assert not checks.is_on()
     before = dc.check_mode()
