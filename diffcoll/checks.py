@@ -12,19 +12,29 @@ from torch import Tensor
 
 from diffcoll.engines import local
 from diffcoll.engines.engine import Engine
-from diffcoll.errors import CollectiveMismatchError
+from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, failure, message, user_line
 
-__all__ = ["check_mode", "compare", "is_on", "same_everywhere"]
+__all__ = ["check_mode", "compare", "is_on", "refuse", "same_everywhere"]
 
-_on = os.environ.get("DIFFCOLL_CHECK", "0") not in ("", "0")
+
+class _State:
+    """Whether the ranks compare, and in which groups they have done so in the innermost block, first one first.
+
+    That is an order in which all ranks can meet once more: in it they have met before.
+    """
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+        self.used: dict[Engine, None] | None = None
 
 
 class _Rank(threading.local):
     """What a simulated rank has said for itself: it is a thread among others of this process."""
 
-    on: bool | None = None
+    state: _State | None = None
 
 
+_process = _State(os.environ.get("DIFFCOLL_CHECK", "0") not in ("", "0"))
 _rank = _Rank()
 
 
@@ -44,6 +54,9 @@ class check_mode:
     >>> simulate(f, [torch.ones(2), torch.ones(2)], rules=True)
     [tensor([2., 2.]), tensor([2., 2.])]
 
+    Leaving a block is compared too, in the groups that were used in it: where a rank has skipped the last collectives,
+    or has left by an exception, the others raise, and do not wait. The exception itself goes on its way.
+
     Each process says it for itself, in a simulated world each rank, and all ranks of a group must say the same.
     Compiled collectives are not compared.
 
@@ -54,44 +67,83 @@ class check_mode:
     """
 
     def __init__(self, on: bool = True) -> None:
-        self._before = _switch(on)
+        if not isinstance(on, bool):
+            raise TypeError(message("check_mode", "on", type(on).__name__, "True or False"))
+        state = _here()
+        self._before, state.on = state.on, on
+        self._outer: dict[Engine, None] | None = None
 
     def __enter__(self) -> None:
-        """Nothing to do: it was switched when this was made."""
+        """Note from here on which groups are used; it was switched when this was made."""
+        state = _here()
+        self._outer, state.used = state.used, {}
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Restore what was before."""
-        _switch(self._before)
+        """Compare that all ranks leave, and restore what was before."""
+        state = _here()
+        used, on = state.used or {}, state.on
+        state.used, state.on = self._outer, self._before
+        if self._outer is not None:
+            self._outer.update(used)
+        if on and not isinstance(error, (CollectiveMismatchError, CollectiveFailedError, KeyboardInterrupt)):
+            _leave(used, error)
 
 
-def _switch(on: bool) -> bool:
-    global _on
-    before = is_on()
-    if local.here() is None:
-        _on = on
-    else:
-        _rank.on = on
-    return before
+def _leave(used: dict[Engine, None], error: BaseException | None) -> None:
+    """Raise on ranks that leave a block where others do not; those that leave by an error keep it."""
+    how = "" if error is None else f" by {type(error).__name__}: {error}"
+    for engine in [engine for engine in used if not engine.ended]:
+        try:
+            compare(engine, ("end", type(error).__name__), f"the end of check mode at {user_line()}{how}")
+        except CollectiveMismatchError:
+            if error is None:
+                raise
+        except RuntimeError as reason:
+            if error is None:
+                raise failure("check_mode", engine.description, engine.rank, None, reason) from reason
+
+
+def _here() -> _State:
+    """What this process, or this simulated rank, has said."""
+    if _rank.state is None and local.here() is not None:
+        _rank.state = _State(_process.on)
+    return _rank.state or _process
 
 
 def is_on() -> bool:
     """Whether the ranks compare."""
-    return _on if _rank.on is None else _rank.on
+    return (_rank.state or _process).on
 
 
 def compare(engine: Engine, facts: object, text: str) -> None:
     """Raise on all ranks if facts are not the same on all; text is how this rank's call reads."""
     engine.operation, engine.later = "check mode", False
+    if (used := _here().used) is not None:
+        used[engine] = None
     digest = int.from_bytes(blake2b(repr(facts).encode(), digest_size=7).digest(), "big")
-    words = torch.tensor(list(text.encode()), dtype=torch.uint8, device=engine.control_device)
+    words = _words(engine, text)
     rows = _gathered(engine, torch.tensor([digest, len(words)], device=engine.control_device), [2] * engine.size)
-    if all(row[0] == digest for row in rows):
-        return
-    said = _gathered(engine, words, [int(row[1]) for row in rows])
+    if any(row[0] != digest for row in rows):
+        _refuse(engine, words, [int(row[1]) for row in rows])
+
+
+def refuse(engine: Engine, text: str, why: str) -> None:
+    """Raise on all ranks, which have all seen why; text is how this rank's call reads."""
+    words = _words(engine, text)
+    lengths = _gathered(engine, torch.tensor([len(words)], device=engine.control_device), [1] * engine.size)
+    _refuse(engine, words, [int(length) for length in lengths], why)
+
+
+def _words(engine: Engine, text: str) -> Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8, device=engine.control_device)
+
+
+def _refuse(engine: Engine, words: Tensor, lengths: list[int], why: str = "") -> None:
+    said = _gathered(engine, words, lengths)
     calls = "\n".join(f"  rank {r}: {bytes(text.tolist()).decode()}" for r, text in enumerate(said))
-    raise CollectiveMismatchError(f"the ranks of {engine.description} disagree:\n{calls}")
+    raise CollectiveMismatchError(f"the ranks of {engine.description} disagree:{why}\n{calls}")
 
 
 def same_everywhere(engine: Engine, x: Tensor, text: str) -> None:

@@ -20,7 +20,7 @@ from diffcoll.collectives.all_reduce import AllReduce
 from diffcoll.collectives.all_to_all import AllToAll
 from diffcoll.collectives.broadcast import Broadcast, Keep
 from diffcoll.collectives.gather import Gather
-from diffcoll.collectives.linear import Linear, begin, moved
+from diffcoll.collectives.linear import Linear, moved, run
 from diffcoll.collectives.permute import Permute
 from diffcoll.collectives.reduce import Reduce
 from diffcoll.collectives.reduce_scatter import ReduceScatter
@@ -68,9 +68,9 @@ def _register(kind: type[Linear]) -> None:
         row = zip(arguments, values, strict=True)
         return kind(engine_named(group), *(_structured(t, value) for (_, t), value in row))
 
-    def run(x: Tensor, group: str, *values: Any) -> Tensor:
+    def kernel(x: Tensor, group: str, *values: Any) -> Tensor:
         f = made(group, *values)
-        return moved(f, None, x, lambda: begin(f, x)())
+        return moved(f, None, x, lambda: run(f, x))
 
     def fake(x: Tensor, group: str, *values: Any) -> Tensor:
         # Not x.new_empty: of an x whose value the compiler knows it would believe to know that too.
@@ -87,7 +87,7 @@ def _register(kind: type[Linear]) -> None:
 
     op = torch.library.custom_op(
         f"diffcoll::{kind.__name__}",
-        run,
+        kernel,
         mutates_args=(),
         schema=f"({schema}) -> Tensor",
         # Not a function of its arguments alone: so it is not run while compiling, where they are constants, not

@@ -4,10 +4,12 @@ import os
 import re
 import subprocess
 import sys
+import time
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import diffcoll as dc
 from diffcoll import checks
@@ -44,6 +46,14 @@ DISAGREEMENTS = {
     "cotangent": (lambda odd: dc.all_reduce(x_(3), cotangent="replicated" if odd else "partial"), "replicated"),
     "order": (lambda odd: [c(x_(3)) for c in ((dc.scan, dc.shift) if odd else (dc.shift, dc.scan))], r"rank 1: scan\("),
     "one is skipped": (lambda odd: [dc.all_reduce(x_(n)) for n in ([3] if odd else [2, 3])], r"rank 0: .*\(2,\)"),
+    "sizes of all_to_all": (
+        lambda odd: dc.all_to_all(x_(3), split_sizes=[1, 1, 1], concat_sizes=[1, 1, 2] if odd else [1, 1, 1]),
+        r"disagree: rank 2 sends \(1,\) to rank 1, which expects \(2,\)\n.*\n  rank 1: .*concat_sizes=\[1, 1, 2\]",
+    ),
+    "the other dims of all_to_all": (
+        lambda odd: dc.all_to_all(x_(3, 2 if odd else 4)),
+        r"disagree: rank 0 sends \(1, 4\) to rank 1, which expects \(1, 2\)\n",
+    ),
     "async": (lambda odd: dc.all_reduce(x_(4 if odd else 3), async_op=True).wait(), r"\(4,\)"),
     "leaves": (lambda odd: dc.all_reduce([x_(3)] * (2 if odd else 1)), r"\(6,\)"),
 }
@@ -131,6 +141,78 @@ def test_what_is_right_passes(where):
             assert torch.equal(plain, checked)
 
 
+def leaves_early(r):
+    with dc.check_mode():
+        dc.all_reduce(x_(2))
+        if r != 1:
+            dc.all_gather(x_(3))
+
+
+def leaves_by_an_error(r):
+    with dc.check_mode():
+        dc.all_reduce(x_(2))
+        if r == 1:
+            raise KeyError("its own")
+        dc.all_gather(x_(3))
+
+
+def does_not_come_back(r):
+    with dc.check_mode():
+        y = dc.all_reduce(x_(3))
+        with dc.check_mode():
+            z = dc.all_reduce(x_(3)) if r != 1 else 0  # noqa: F841
+        y.sum().backward()
+
+
+ENDS = {
+    leaves_early: (dc.CollectiveMismatchError, r"rank 1: the end of check mode at .*test_checks\.py:\d+"),
+    leaves_by_an_error: (KeyError, r"rank 1: the end of check mode at .*test_checks\.py:\d+ by KeyError: 'its own'"),
+    does_not_come_back: (
+        dc.CollectiveMismatchError,
+        r"rank 1: the end of check mode at|rank 1: backward of all_reduce",
+    ),
+}
+
+
+@pytest.mark.parametrize("where", RUNS)
+@pytest.mark.parametrize("end", ENDS)
+def test_a_rank_that_leaves(where, end):
+    """It makes no further call that could be compared."""
+    own, words = ENDS[end]
+
+    def body(r):
+        with pytest.raises(own if r == 1 else dc.CollectiveMismatchError) as caught:
+            end(r)
+        dc.all_reduce(torch.ones(1))
+        return str(caught.value)
+
+    start = time.monotonic()
+    texts = RUNS[where](body, range(N))
+    assert time.monotonic() - start < 30
+    assert texts[0] == texts[2]
+    assert re.search(words, texts[0])
+    assert (texts[1] == texts[0]) == (own is dc.CollectiveMismatchError)
+
+
+def test_all_leave_by_the_same_error():
+    def body(r):
+        with pytest.raises(KeyError), dc.check_mode():
+            dc.all_reduce(x_(2))
+            raise KeyError
+
+    spawn(body, range(2))
+
+
+def test_a_group_that_ended_within():
+    def body(r):
+        with dc.check_mode():
+            group = dist.new_group()
+            dc.all_reduce(x_(2), group=group)
+            dist.destroy_process_group(group)
+
+    spawn(body, range(2))
+
+
 def test_each_simulated_rank_has_its_own():
     def body(r):
         with dc.check_mode():
@@ -151,6 +233,8 @@ def test_the_switch():
     with pytest.raises(KeyError), before:
         raise KeyError
     assert not checks.is_on()
+    with pytest.raises(TypeError, match="check_mode: on: got str, expected True or False"):
+        dc.check_mode("off")
     code = "from diffcoll import checks; print(checks.is_on())"
     for value, expected in (("1", "True"), ("0", "False"), ("", "False")):
         environment = {**os.environ, "DIFFCOLL_CHECK": value, "PYTHONPATH": os.pathsep.join(sys.path)}

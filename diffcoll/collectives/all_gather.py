@@ -123,14 +123,9 @@ def all_gather(
     """
     call = Call("all_gather", x, group, async_op, dim=dim, sizes=sizes, stack=stack, cotangent=cotangent)
     replicated = call.cotangent(cotangent)
-    if stack and sizes is not None:
+    if call.flag("stack") and sizes is not None:
         raise call.error("sizes", "None with stack=True, where every rank brings one slice")
     if not isinstance(x, Tensor):
-
-        def again(x: Tensor) -> Any:
-            f: Any = all_gather  # of overloads, mypy wants async_op to be literal
-            return f(x, dim, group, sizes=sizes, stack=stack, cotangent=cotangent, async_op=async_op)
-
         return _tree(
             call, replicated, lambda x: all_gather(x, dim, group, sizes=sizes, stack=stack, cotangent=cotangent)
         )

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, overload
 
 from torch import Tensor
 
+from diffcoll import checks
 from diffcoll.collectives.blocks import cut, join
 from diffcoll.collectives.call import Call, Group, Parts, Sizes
 from diffcoll.collectives.linear import Linear, then
@@ -138,4 +139,13 @@ def all_to_all(
         raise call.error("concat_sizes", 'a list or "auto" where split_sizes is a list')
     else:
         received = call.sizes_of_blocks(parts, "concat_sizes")
+    if checks.is_on():
+        call.fit(
+            [_block(x, {d: part}) for part in parts], [_block(x, {d: parts[call.engine.rank], c: k}) for k in received]
+        )
     return call.submit(AllToAll(call.engine, d, c, parts, received), x)
+
+
+def _block(x: Tensor, sizes: dict[int, int]) -> list[int]:
+    """Return the shape of x with other sizes along some dims."""
+    return [sizes.get(dim, size) for dim, size in enumerate(x.shape)]

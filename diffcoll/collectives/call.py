@@ -53,24 +53,49 @@ class Call:
         self.async_op = async_op
         self.engine = resolve(group, name)
         self._agreed = False
+        if async_op is not True and async_op is not False:
+            raise self._not_a_flag("async_op", async_op)
         if check_x and (isinstance(x, Tensor) or not (name in TAKE_TREES and is_tree(x))):
             self.tensor(x)
 
     def agree(self) -> None:
         """In check mode, compare this call with those of the other ranks; before it moves anything."""
-        if not checks.is_on() or self._agreed or self.engine.joint or self.engine.compiling or self.engine.size == 1:
+        if self._agreed or not self._compares():
             return
         self._agreed = True
-        given = {k: "a function" if callable(v) else v for k, v in self.arguments.items() if k not in PER_RANK}
-        words = ", ".join(f"{k}={v!r}" for k, v in {**given, **self.arguments}.items())
-        x = f"{self.x.dtype} {tuple(self.x.shape)}" if isinstance(self.x, Tensor) else type(self.x).__name__
-        text = f"{self.name}({x}, {words}) at {user_line()}"
+        given = {k: v for k, v in self._given().items() if k not in PER_RANK}
         try:
-            checks.compare(self.engine, (self.name, self._same(), given), text)
+            checks.compare(self.engine, (self.name, self._same(), given), self._text())
         except CollectiveMismatchError:
             raise
         except RuntimeError as error:
             raise failure(self.name, self.engine.description, self.engine.rank, None, error) from error
+
+    def fit(self, sent: list[list[int]], expected: list[list[int]]) -> None:
+        """In check mode, compare the shapes of the blocks for and from each rank."""
+        if not self._compares():
+            return
+        n, ndim = self.engine.size, len(sent[0])
+        rows = self.tell([size for block in sent + expected for size in block])
+        told = [torch.tensor(row).view(2, n, ndim).tolist() for row in rows]
+        for r in range(n):
+            for s in range(n):
+                block, place = told[r][0][s], told[s][1][r]
+                if block != place:
+                    why = f" rank {r} sends {tuple(block)} to rank {s}, which expects {tuple(place)}"
+                    checks.refuse(self.engine, self._text(), why)
+
+    def _compares(self) -> bool:
+        engine = self.engine
+        return checks.is_on() and not engine.joint and not engine.compiling and engine.size > 1
+
+    def _given(self) -> dict[str, Any]:
+        return {k: "a function" if callable(v) else v for k, v in self.arguments.items()}
+
+    def _text(self) -> str:
+        x = f"{self.x.dtype} {tuple(self.x.shape)}" if isinstance(self.x, Tensor) else type(self.x).__name__
+        words = ", ".join(f"{k}={v!r}" for k, v in self._given().items())
+        return f"{self.name}({x}, {words}) at {user_line()}"
 
     def _same(self) -> object:
         """What of x must be the same on all ranks."""
@@ -206,6 +231,16 @@ class Call:
             raise self.error(argument, f"a dimension from {-n} to {n - 1}, since x has shape {tuple(x.shape)}")
         self.arguments[argument] = value % n  # what ranks compare
         return value % n
+
+    def flag(self, argument: str) -> bool:
+        """Return the truth value that an argument is."""
+        value = self.arguments[argument]
+        if value is not True and value is not False:
+            raise self._not_a_flag(argument, value)
+        return value
+
+    def _not_a_flag(self, argument: str, value: object) -> TypeError:
+        return TypeError(message(self.name, argument, type(value).__name__, "True or False"))
 
     def integer(self, argument: str) -> int:
         """Return the integer that an argument is."""

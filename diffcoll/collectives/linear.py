@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -23,10 +24,10 @@ from torch.autograd import Function
 from diffcoll import checks, joint
 from diffcoll._torch import apply_rule, is_profiling
 from diffcoll.engines.engine import Engine, Wait, done
-from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
+from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, message, user_line
 from diffcoll.joint import record
 
-__all__ = ["Linear", "apply", "begin", "moved", "start", "then"]
+__all__ = ["Linear", "apply", "begin", "moved", "run", "start", "then"]
 
 T = TypeVar("T")
 #: Maps whose x may have another size on every rank.
@@ -89,6 +90,21 @@ def begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
     return f.start(x.resolve_conj().resolve_neg())
 
 
+def run(f: Linear, x: Tensor) -> Tensor:
+    """Return f(x) of a plain tensor, as the only one of this process's threads that works in the group."""
+    engine = f.engine
+    if engine.size == 1:
+        return begin(f, x)()
+    if not engine.turn.acquire(blocking=False):
+        remedy = "give each thread a group of its own, or let one thread make all calls"
+        got = f"{engine.description}, in which another thread is in {engine.operation}"
+        raise ValueError(message(f.name, "group", got, "one that is used by one thread at a time", remedy))
+    try:
+        return begin(f, x)()
+    finally:
+        engine.turn.release()
+
+
 def apply(f: Linear, x: Tensor) -> Tensor:
     """Return f(x), differentiable to any order and in both modes."""
     if f.engine.compiling:
@@ -110,8 +126,8 @@ def moved(f: Linear, origin: Origin | None, x: Tensor, move: Callable[[], T]) ->
         raise _failed(f, origin, error)  # noqa: B904
 
 
-def _checked(f: Linear, origin: Origin | None, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
-    """Begin, in check mode after the ranks have compared what is begun; forward calls have been compared before."""
+def _checked(f: Linear, origin: Origin | None, x: Tensor, move: Callable[[Linear, Tensor], T]) -> T:
+    """Return move(f, x), in check mode after the ranks have compared it; forward calls have been compared before."""
     engine = f.engine
     if checks.is_on() and engine.size > 1:
         gradient = f"gradient {x.dtype} {tuple(x.shape)}"
@@ -121,7 +137,7 @@ def _checked(f: Linear, origin: Origin | None, x: Tensor, later: bool = False) -
             checks.compare(engine, ("backward", origin.name, f.name, x.dtype, same), f"{what}: {gradient}")
         if f.shared[0]:
             checks.same_everywhere(engine, x, what)
-    return begin(f, x, later)
+    return move(f, x)
 
 
 def _failed(f: Linear, origin: Origin | None, error: RuntimeError) -> RuntimeError:
@@ -139,9 +155,9 @@ class _Apply(Function):
     @staticmethod
     def forward(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
         if is_profiling() or checks.is_on():
-            return moved(f, origin, x, lambda: _checked(f, origin, x)())
+            return moved(f, origin, x, lambda: _checked(f, origin, x, run))
         try:
-            return begin(f, x)()
+            return run(f, x)
         except RuntimeError as error:
             raise _failed(f, origin, error)  # noqa: B904
 
@@ -200,7 +216,7 @@ class _Start(Function):
 
     @staticmethod
     def forward(x: Tensor, f: Linear, transit: _Transit) -> Tensor:
-        transit.wait = moved(f, transit.origin, x, lambda: _checked(f, transit.origin, x, later=True))
+        transit.wait = moved(f, transit.origin, x, lambda: _checked(f, transit.origin, x, partial(begin, later=True)))
         return x.new_empty(0)
 
     @staticmethod

@@ -86,4 +86,4 @@ def scan(x: Tensor, group: Group = None, *, reverse: bool = False, exclusive: bo
     """
     call = Call("scan", x, group, reverse=reverse, exclusive=exclusive)
     call.adds(x)
-    return call.apply(Scan(call.engine, bool(reverse), bool(exclusive)), x)
+    return call.apply(Scan(call.engine, call.flag("reverse"), call.flag("exclusive")), x)

@@ -52,6 +52,6 @@ def shift(x: Tensor, offset: int = 1, group: Group = None, *, wrap: bool = True)
     Source: notes/shift.md.
     """
     call = Call("shift", x, group, offset=offset, wrap=wrap)
-    k, n = call.integer("offset"), call.engine.size
-    pairs = tuple((r, (r + k) % n) for r in range(n) if wrap or 0 <= r + k < n)
+    k, n, ring = call.integer("offset"), call.engine.size, call.flag("wrap")
+    pairs = tuple((r, (r + k) % n) for r in range(n) if ring or 0 <= r + k < n)
     return call.apply(Shift(call.engine, pairs), x)

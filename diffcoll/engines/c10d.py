@@ -67,6 +67,12 @@ class C10dEngine(MessageEngine):
         return group
 
     @property
+    def ended(self) -> bool:
+        """See `Engine.ended`."""
+        group = self._group()
+        return group is None or not _exists(group)
+
+    @property
     def control_device(self) -> torch.device:
         """See `Engine.control_device`."""
         if "cpu" in self.backends:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any
 
 import torch
@@ -50,11 +51,17 @@ class Engine(ABC):
         self.rank = rank
         self.size = size
         self.scratch = Scratch()
+        self.turn = Lock()  # held by the thread that is in a collective
 
     @property
     def control_device(self) -> torch.device:
         """Where the few integers that ranks exchange among themselves (sizes, headers) live."""
         return torch.device("cpu")
+
+    @property
+    def ended(self) -> bool:
+        """Whether the group is no more."""
+        return False
 
     def meet_in_truth(self, name: str, x: Any, arguments: dict[str, Any]) -> Any:
         """Return this rank's result of the collective `name` by its ground truth (joint worlds only)."""

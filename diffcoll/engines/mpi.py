@@ -72,6 +72,11 @@ class MpiEngine(MessageEngine):
                 _end_the_job_on_errors()
         return self._ours
 
+    @property
+    def ended(self) -> bool:
+        """See `Engine.ended`."""
+        return bool(self._mpi.Is_finalized() or self._users == self._mpi.COMM_NULL)
+
     def close(self) -> None:
         """Free the duplicate, as all ranks do."""
         if self._ours is not None and not _mpi().Is_finalized():

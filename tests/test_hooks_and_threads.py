@@ -1,0 +1,150 @@
+"""Collectives called from within backward, and from several threads of a process."""
+
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import diffcoll as dc
+from diffcoll.testing import simulate, spawn
+
+N = 2
+RUNS = {
+    "rules": partial(simulate, rules=True),
+    "gloo": spawn,
+    "mpi": partial(spawn, backend="mpi"),
+}
+
+
+@pytest.mark.parametrize("where", RUNS)
+def test_a_collective_in_a_hook(where):
+    """Of a tensor, of a parameter and of a node, while the backward of another collective is to come."""
+
+    def body(r):
+        x = torch.tensor([1.0, 2.0 + r], requires_grad=True)
+        seen = []
+        x.register_post_accumulate_grad_hook(lambda x: seen.append(dc.all_gather(x.grad)))
+        y = dc.all_reduce(x * x)
+        y.register_hook(dc.all_reduce)
+        z = dc.scan(y)
+        z.grad_fn.register_hook(lambda gx, gy: (dc.shift(gx[0]),))
+        ((r + 1) * z).sum().backward()
+        return x.grad, seen[0]
+
+    found = RUNS[where](body, range(N))
+    # The scan's gradient is 3 on rank 0 and 2 on rank 1; shifted by one rank, summed in the hook, then by the adjoint.
+    for r, (g, gathered) in enumerate(found):
+        assert torch.equal(g, 2 * torch.tensor([1.0, 2.0 + r]) * 10)
+        assert torch.equal(gathered, torch.cat([found[0][0], found[1][0]]))
+
+
+@pytest.mark.parametrize("where", RUNS)
+def test_a_backward_in_a_backward(where):
+    """As the reentrant variant of checkpointing runs one, and as a hook may."""
+
+    def body(r):
+        x = torch.tensor([1.0, 2.0 + r], requires_grad=True)
+
+        def inner(g):
+            v = torch.ones(2, requires_grad=True)
+            with torch.enable_grad():
+                (dc.all_reduce(v) * (r + 1)).sum().backward()
+            return g * v.grad
+
+        y = checkpoint(lambda x: dc.all_reduce(x.sin()), x, use_reentrant=True)
+        y.register_hook(inner)
+        ((r + 1) * y).sum().backward()
+        return x.grad
+
+    for r, g in enumerate(RUNS[where](body, range(N))):
+        assert torch.allclose(g, 9 * torch.tensor([1.0, 2.0 + r]).cos())
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_threads_with_a_group_each(backend):
+    def body(r):
+        if backend == "mpi":
+            from mpi4py import MPI
+
+            groups = [MPI.COMM_WORLD.Dup() for _ in range(3)]
+        else:
+            groups = [dist.new_group() for _ in range(3)]
+        found = [[] for _ in groups]
+
+        def work(t):
+            for i in range(40):
+                x = torch.full((1 + 500 * t,), float(r + i), requires_grad=True)
+                y = dc.all_reduce(dc.shift(x, group=groups[t]), "prod" if i % 2 else "sum", group=groups[t])
+                ((r + 1) * y).sum().backward()
+                found[t].append((y[0].item(), x.grad[-1].item()))
+
+        threads = [threading.Thread(target=work, args=(t,)) for t in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    for r, of_threads in enumerate(spawn(body, range(N), backend=backend)):
+        for found in of_threads:
+            assert found == [
+                (float(i * (i + 1)), 3.0 * (i + 1 - r)) if i % 2 else (2.0 * i + 1, 3.0) for i in range(40)
+            ]
+
+
+def test_threads_that_take_turns_in_one_group():
+    """One at a time, in an order that is the same on all ranks."""
+
+    def body(r):
+        turn = [threading.Event() for _ in range(41)]
+        turn[0].set()
+        found = [0.0] * 40
+
+        def work(t):
+            for i in range(t, 40, 2):
+                turn[i].wait()
+                found[i] = dc.all_reduce(torch.tensor(float(r + i))).item()
+                turn[i + 1].set()
+
+        threads = [threading.Thread(target=work, args=(t,)) for t in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    for found in spawn(body, range(N)):
+        assert found == [2.0 * i + 1 for i in range(40)]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_two_threads_in_one_group_at_once(backend):
+    """The ranks could not agree whose message is whose: the second is refused, the first goes on."""
+
+    def body(r):
+        dc.all_reduce(torch.ones(1))  # connects
+        first = threading.Thread(target=lambda: dc.all_reduce(torch.ones(1)))
+        texts = []
+        if r == 0:
+            first.start()
+            time.sleep(0.3)  # rank 1 is not there yet
+            for call in (dc.all_reduce, dc.scan):
+                with pytest.raises(ValueError, match="another thread") as caught:
+                    call(torch.ones(1))
+                texts.append(str(caught.value))
+        else:
+            time.sleep(1.0)
+            first.start()
+        first.join()
+        return texts, dc.all_reduce(torch.tensor(float(r))).item()
+
+    found = spawn(body, range(N), backend=backend)
+    group = "a gloo group of 2 ranks" if backend == "gloo" else "an MPI communicator of 2 ranks"
+    for name, text in zip(("all_reduce", "scan"), found[0][0], strict=True):
+        assert text.startswith(f"{name}: group: got {group}, in which another thread is in all_reduce, expected one")
+        assert text.endswith("; give each thread a group of its own, or let one thread make all calls")
+    assert [of_rank[1] for of_rank in found] == [1.0, 1.0]
