@@ -12,7 +12,7 @@ verify: .venv/ready
 	$(BIN)/python -m diffcoll verify $(ARGS)
 
 test: .venv/ready
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal $(ARGS)
 
 test-slow: .venv/ready
 	$(BIN)/python -m pytest -m slow --timeout 3600 $(ARGS)

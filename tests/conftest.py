@@ -1,11 +1,15 @@
 """Fixtures that all tests share."""
 
+import os
+
 import pytest
 import torch
 
 from diffcoll.testing import simulate, spawn
 
 torch.set_num_threads(1)
+if "PYTEST_XDIST_WORKER" in os.environ:  # ranks of another test wait for a core
+    os.environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
 
 
 def _in_truth(loss, xs, *more):
