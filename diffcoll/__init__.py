@@ -10,6 +10,8 @@ every backward here returns exactly its derivative with respect to this rank's t
 from __future__ import annotations
 
 from diffcoll import truth
+from diffcoll.averager import GradientAverager
+from diffcoll.averaging import average_gradients, global_mean
 from diffcoll.checks import check_mode
 from diffcoll.collectives.all_gather import all_gather
 from diffcoll.collectives.all_reduce import all_reduce
@@ -32,15 +34,18 @@ from diffcoll.joint import joint_backward
 __all__ = [
     "CollectiveFailedError",
     "CollectiveMismatchError",
+    "GradientAverager",
     "Pending",
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "average_gradients",
     "broadcast",
     "check_mode",
     "gather",
     "get_rank",
     "get_world_size",
+    "global_mean",
     "joint_backward",
     "permute",
     "reduce",

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._functorch import eager_transforms
 from torch._library.fake_class_registry import FakeScriptObject
-from torch.autograd import Function, forward_ad, profiler
+from torch.autograd import Function, Variable, forward_ad, graph, profiler
+from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree
 
 __all__ = [
+    "after_backward",
     "apply_rule",
+    "backward_at_work",
     "forward_mode",
+    "is_backward_nested",
     "is_differentiating",
     "is_transformed",
     "is_profiling",
     "is_tree",
     "is_view",
     "is_within_transform",
+    "nodes_after_nested_backward",
     "set_forward_mode",
     "shared_forward_mode",
     "tree_flatten",
@@ -29,6 +36,10 @@ __all__ = [
     "tree_paths",
     "unfaked",
 ]
+
+
+_RUN_BACKWARD = graph._engine_run_backward.__code__
+_NODE = BackwardCFunction.apply.__code__
 
 
 def is_transformed(x: Tensor) -> bool:
@@ -80,6 +91,36 @@ def is_profiling() -> bool:
 def is_view(x: Tensor) -> bool:
     """Whether x is a view that autograd knows of, also within torch.func, where storages cannot be compared."""
     return x._is_view()
+
+
+def after_backward(do: Callable[[], None]) -> None:
+    """Do something when the backward that runs is over, before its call returns; DDP is built on the same."""
+    Variable._execution_engine.queue_callback(do)
+
+
+def backward_at_work() -> int:
+    """Return the number of the backward that runs; one within another has its own."""
+    return int(torch._C._current_graph_task_id())
+
+
+def is_backward_nested() -> bool:
+    """Whether the backward that runs was called by a node of another, as reentrant checkpoints do.
+
+    The engine knows, and does not say. Its calls are on the stack, the outer one too, if it did not hand over to a
+    thread of its own: the stack of that begins with a node.
+    """
+    frame: FrameType = sys._getframe()
+    runs = 0
+    while frame.f_back is not None:
+        frame = frame.f_back
+        runs += frame.f_code is _RUN_BACKWARD
+    return runs > (frame.f_code is not _NODE)
+
+
+def nodes_after_nested_backward() -> list[Any]:
+    """Return the nodes that the outer backward goes on to after the one that has called the inner one."""
+    node = torch._C._current_autograd_node()
+    return [] if node is None else [following for following, _ in node.next_functions if following is not None]
 
 
 def unfaked(x: Any) -> Any:

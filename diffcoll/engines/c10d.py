@@ -7,6 +7,7 @@ ones in others (pytorch#130515), so the group is asked itself, or `group_src`/`g
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -40,6 +41,9 @@ SUMS = {
     "nccl": {torch.float16, torch.bfloat16, torch.float32, torch.float64}
     | {torch.int8, torch.uint8, torch.int32, torch.int64},
 }
+
+# How long the ranks of a failed group wait for each other's word: they have waited for the same message.
+ABSENT_SECONDS = 2.0
 
 # Our messages carry a tag of their own, so that they never meet the user's on the same group.
 TAG = 0xD1FF
@@ -88,6 +92,40 @@ class C10dEngine(MessageEngine):
         """See `Engine.subgroup`."""
         return dist.new_group([dist.get_global_rank(self.group, r) for r in ranks])
 
+    def twin(self) -> C10dEngine:
+        """See `Engine.twin`; its group lives as long as torch's others do, until destroy_process_group()."""
+        group, kinds = self.group, set(self.backends.values())
+        backend = kinds.pop() if len(kinds) == 1 else dist.get_backend_config(group)
+        # What a group was made with, it does not say in public.
+        timeout = group._get_backend(torch.device(next(iter(self.backends)))).options._timeout
+        ranks = dist.get_process_group_ranks(group)
+        return C10dEngine(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
+
+    def overlaps(self, x: Tensor) -> bool:
+        """See `Engine.overlaps`."""
+        return self._runs_natively("all_reduce", x, adds=True)
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        if not self.ended:
+            dist.destroy_process_group(self.group)
+
+    def absent(self) -> list[int]:
+        """See `Engine.absent`: the ranks of a failed group say so in the store that brought them together."""
+        # Groups have no public way to their store.
+        store = distributed_c10d._get_default_store()
+        word = f"diffcoll/failed/{self.key}/{{}}"
+        end = time.monotonic() + ABSENT_SECONDS
+        try:
+            store.set(word.format(self.rank), "")
+            silent = [r for r in range(self.size) if r != self.rank]
+            while silent and time.monotonic() < end:
+                silent = [r for r in silent if not store.check([word.format(r)])]
+                time.sleep(0.02)
+        except RuntimeError:  # it went with the rank that kept it
+            return []
+        return silent
+
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────
 
     def reaches(self, x: Tensor) -> bool:
@@ -122,7 +160,8 @@ class C10dEngine(MessageEngine):
             pairs = list(zip(x.view(-1).chunk(2), y.view(-1).chunk(2), strict=True))
         waits = []
         for part, into in pairs:
-            into.copy_(part)
+            if x is not y:
+                into.copy_(part)
             waits.append(_wait(dist.all_reduce(_real(into), group=self.group, async_op=True)))
 
         def finish() -> None:

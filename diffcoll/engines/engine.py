@@ -75,6 +75,22 @@ class Engine(ABC):
         """Make a group of some of these ranks, as `group=` takes it; all ranks call it."""
         raise NotImplementedError(f"{self.description} has no sub-groups")
 
+    def twin(self) -> Engine:
+        """Make an engine of the same ranks whose messages never meet those of this one; all ranks call it."""
+        raise NotImplementedError(f"{self.description} has no twin")
+
+    def overlaps(self, x: Tensor) -> bool:
+        """Whether `all_reduce` of x returns at once and goes on while nobody waits."""
+        return False
+
+    def close(self) -> None:
+        """Give a twin back; all ranks call it."""
+        return  # what holds nothing has nothing to give back
+
+    def absent(self) -> list[int]:
+        """Ask, when the group has failed, which of its ranks do not know of it; as far as this can be known."""
+        return []
+
     @abstractmethod
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
         """Send `sends[s]` to rank s and fill `recvs[s]` with what rank s sends here.

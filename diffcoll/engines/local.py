@@ -37,6 +37,8 @@ class LocalGroup:
     """Some ranks of a simulated world, in order; also its handle for the user."""
 
     ranks: tuple[int, ...]
+    #: Tells twins apart.
+    number: int = 0
 
 
 @dataclass
@@ -63,7 +65,7 @@ class _Rank(threading.Thread):
         self.number = number
         self.body = body
         self.turn = _closed_lock()
-        self.engines: dict[tuple[int, ...], LocalEngine] = {}
+        self.engines: dict[LocalGroup, LocalEngine] = {}
         self.default_group: object = None
         self.waits_for: tuple[_Meeting, str] | None = None
         self.error: BaseException | None = None  # to be raised where this rank waits
@@ -98,7 +100,7 @@ class World:
         self._ranks: list[_Rank] = []
         self._ready: deque[_Rank] = deque()
         self._over = _closed_lock()
-        self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
+        self._meetings: dict[tuple[LocalGroup, int], _Meeting] = {}
 
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function per rank to the end; results in the order of ranks, or the first rank's error."""
@@ -136,7 +138,7 @@ class World:
 
     def meet(
         self,
-        group: tuple[int, ...],
+        group: LocalGroup,
         turn: int,
         what: str,
         payload: Any,
@@ -144,10 +146,11 @@ class World:
     ) -> Callable[[], Any]:
         """Leave this rank's entry at the group's meeting number `turn`; the returned function waits for it."""
         me = self._current()
-        meeting = self._meetings.setdefault((group, turn), _Meeting(group))
+        ranks = group.ranks
+        meeting = self._meetings.setdefault((group, turn), _Meeting(ranks))
         meeting.entries[me.number] = _Entry(what, user_line(), payload)
-        gone = [self._ranks[r] for r in group if r not in meeting.entries and self._ranks[r].outcome]
-        if len(meeting.entries) == len(group):
+        gone = [self._ranks[r] for r in ranks if r not in meeting.entries and self._ranks[r].outcome]
+        if len(meeting.entries) == len(ranks):
             del self._meetings[group, turn]
         if meeting.off:
             me.error = CollectiveMismatchError(meeting.off)
@@ -155,15 +158,15 @@ class World:
             self._call_off(meeting, "the ranks are in different collectives")
         elif gone:
             self._call_off(meeting, f"rank {gone[0].number} is gone")
-        elif len(meeting.entries) == len(group):
+        elif len(meeting.entries) == len(ranks):
             try:
-                results = combine([meeting.entries[r].payload for r in group])
+                results = combine([meeting.entries[r].payload for r in ranks])
             except CollectiveMismatchError as error:
                 self._call_off(meeting, str(error))
             except Exception as error:
                 self._call_off(meeting, f"their arguments do not fit together: {error}")
             else:
-                meeting.results = dict(zip(group, results, strict=True))
+                meeting.results = dict(zip(ranks, results, strict=True))
                 self._wake(meeting)
 
         def wait() -> Any:
@@ -256,6 +259,13 @@ class LocalEngine(Engine):
         self.description = f"a simulated group of {self.size} ranks"
         self.joint = world.truth is not None
         self._turn = 0
+        self._twins = 0
+
+    def twin(self) -> LocalEngine:
+        """See `Engine.twin`."""
+        self._twins += 1
+        group = LocalGroup(self.group.ranks, self.group.number * 1000 + self._twins)
+        return LocalEngine(self.world, group, self.group.ranks[self.rank])
 
     def subgroup(self, ranks: Sequence[int]) -> LocalGroup:
         """See `Engine.subgroup`."""
@@ -277,7 +287,7 @@ class LocalEngine(Engine):
 
     def _meet(self, what: str, payload: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Wait:
         self._turn += 1
-        return self.world.meet(self.group.ranks, self._turn, what, payload, combine)
+        return self.world.meet(self.group, self._turn, what, payload, combine)
 
 
 def _deliver(payloads: list[tuple[Blocks, Blocks]]) -> list[None]:
@@ -323,9 +333,10 @@ def engine_of(group: object) -> LocalEngine | None:
         return None
     if me.number not in ranks:
         raise ValueError("got a group that this rank is not in; call it on the group's ranks only")
-    if ranks not in me.engines:
-        me.engines[ranks] = LocalEngine(me.world, LocalGroup(ranks), me.number)
-    return me.engines[ranks]
+    handle = group if isinstance(group, LocalGroup) else LocalGroup(ranks)
+    if handle not in me.engines:
+        me.engines[handle] = LocalEngine(me.world, handle, me.number)
+    return me.engines[handle]
 
 
 def _closed_lock() -> threading.Lock:

@@ -60,6 +60,7 @@ class MpiEngine(MessageEngine):
         self.key = key
         self.description = f"an MPI communicator of {self.size} ranks"
         self._users, self._ours = comm, None
+        self._twins: list[MpiEngine] = []
         self._mpi = _mpi()
         self._kinds = {dtype: getattr(self._mpi, name) for dtype, name in SUMS.items()}
 
@@ -78,10 +79,18 @@ class MpiEngine(MessageEngine):
         return bool(self._mpi.Is_finalized() or self._users == self._mpi.COMM_NULL)
 
     def close(self) -> None:
-        """Free the duplicate, as all ranks do."""
+        """See `Engine.close`: free the duplicates."""
+        for twin in self._twins:
+            twin.close()
         if self._ours is not None and not _mpi().Is_finalized():
             self._ours.Free()
         self._ours = None
+
+    def twin(self) -> MpiEngine:
+        """See `Engine.twin`: a duplicate of its own of the same communicator."""
+        twin = MpiEngine(self._users, f"{self.key}, {next(_numbers)}")
+        self._twins.append(twin)
+        return twin
 
     def subgroup(self, ranks: Sequence[int]) -> Any:
         """See `Engine.subgroup`."""

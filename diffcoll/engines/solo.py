@@ -16,6 +16,10 @@ class SoloEngine(Engine):
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)
 
+    def twin(self) -> SoloEngine:
+        """See `Engine.twin`."""
+        return self
+
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
         """See `Engine.exchange`."""
         if recvs[0] is not None and sends[0] is not None:

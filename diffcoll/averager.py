@@ -1,0 +1,656 @@
+"""Gradients of a model that every rank holds, averaged over the ranks while backward runs.
+
+A parameter's hook says that its gradient is there. Gradients lie side by side in buckets, in the order in which they
+come; a bucket whose last gradient is there is reduced at once, in place, in the same order on every rank. A callback
+at the end of backward sends what is left, waits, and divides. What a rank did not use is zero in its bucket, and at the
+end of each bucket stands who has used what. The buckets travel in a twin of the group, so they never meet others'
+messages.
+
+note  notes/averaging.md, notes/when-gradients-synchronize.md
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from diffcoll._torch import after_backward, backward_at_work, is_backward_nested, nodes_after_nested_backward
+from diffcoll.averaging import agree_on_parameters, broadcast_from_first
+from diffcoll.engines.engine import Engine, Wait, done
+from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, message
+from diffcoll.groups import resolve
+
+__all__ = ["GradientAverager"]
+
+Batch = TypeVar("Batch")
+Reduction = Literal["mean", "sum", "weighted"]
+
+#: The first bucket is small, so that something is on its way soon.
+FIRST_MB = 1.0
+_NAME = "GradientAverager"
+
+
+class _Parameter:
+    """One parameter: where its gradient lies, and what has become of it in this step."""
+
+    def __init__(self, name: str, tensor: nn.Parameter) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.hooks: list[Any] = []
+        self.node: Any = None  # what accumulates its gradient, kept alive for its hook
+        self.bucket: _Bucket
+        self.place: Tensor  # in the bucket
+        self.view: Tensor | None = None  # the same, where it can be the gradient: unless the bucket has another dtype
+        self.turn = -1  # of the backward in which its gradient came last
+        self.reduced: Tensor | None = None  # its gradient, if that has been reduced
+        self.kept: Tensor | None = None  # a reduced gradient to which this step's is to be added
+
+
+class _Bucket:
+    """Gradients that travel in one message, and after them who has used what, and numbers of the averager's."""
+
+    def __init__(
+        self, parameters: list[_Parameter], dtype: torch.dtype, device: torch.device, extra: int, engine: Engine
+    ) -> None:
+        self.parameters = parameters
+        self.pending = 0
+        self.started = False
+        self.wait: Wait = done
+        # Complex numbers lie in complex memory, or, travelling in another dtype, as pairs in real memory.
+        parts = [_as(dtype, p.tensor.detach()) for p in parameters]
+        sizes = [part.numel() for part in parts]
+        self.used = [True] * len(parameters)
+        memory = torch.empty(sum(sizes) + len(parameters) + extra, dtype=dtype, device=device)
+        self.row = torch.view_as_real(memory).view(-1) if dtype.is_complex else memory  # what is reduced
+        body, self.flags, self.extra = memory.split_with_sizes([sum(sizes), len(parameters), extra])
+        self.body = body
+        self.overlaps = engine.overlaps(self.row)
+        for p, part, place in zip(parameters, parts, body.split_with_sizes(sizes), strict=True):
+            p.bucket = self
+            p.place = _laid_out(place, part)
+            p.view = p.place if p.tensor.dtype == dtype else None
+
+    @property
+    def ready(self) -> bool:
+        """Whether all its gradients are there, and it can travel while backward goes on."""
+        return self.pending == 0 and self.overlaps
+
+    def __str__(self) -> str:
+        names = [p.name for p in self.parameters]
+        return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}, {len(names)} parameters"
+
+
+class GradientAverager:
+    """Make every rank's gradients those of one loss: the mean, the sum or the weighted mean of all ranks' losses.
+
+    It attaches to the parameters and wraps nothing. From then on `backward()` returns with the averaged gradients in
+    `.grad`, bitwise the same on all ranks.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> def gradient(x):
+    ...     model = torch.nn.Linear(1, 1, bias=False)
+    ...     dc.GradientAverager(model)
+    ...     model(x).sum().backward()
+    ...     return model.weight.grad
+    >>> simulate(gradient, [torch.tensor([[2.0]]), torch.tensor([[4.0]])], rules=True)
+    [tensor([[3.]]), tensor([[3.]])]
+
+    A parameter that this rank's loss does not use counts as zero; one that no rank has used keeps `grad is None`. So
+    ranks may use different ones. At least one must be used on every rank that calls backward, and every rank must call
+    it. Parameters may be frozen and unfrozen at any time; a gradient that is there before backward is added to.
+
+    Args:
+        module_or_params: an `nn.Module`, parameters, or pairs (name, parameter); the same on all ranks in number,
+            order, names, shapes and dtypes. Any floating-point or complex dtype, also several, also on several devices.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
+        reduction: `"mean"`: Σ_r g_r / N. `"sum"`: Σ_r g_r. `"weighted"`: Σ_r w_r g_r / Σ_r w_r, see `set_weight`.
+        bucket_mb: megabytes of gradients in one message, at the most, if no single one is larger.
+        comm_dtype: the dtype in which gradients travel and are added; None: their own.
+        broadcast_parameters: give all ranks rank 0's parameters first.
+        broadcast_buffers: give all ranks rank 0's buffers first, once; for that a module is needed.
+        hooks: False: nothing happens in backward; `synchronize` reduces what is in `.grad`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong on its own; a module has sparse gradients.
+        CollectiveMismatchError: the ranks' parameters differ; on all ranks, naming the first.
+        CollectiveFailedError: from backward: a rank died or did not come; says in which bucket, and who.
+
+    Source: notes/averaging.md.
+    """
+
+    def __init__(
+        self,
+        module_or_params: nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
+        group: Any = None,
+        *,
+        reduction: Reduction = "mean",
+        bucket_mb: float = 8.0,
+        comm_dtype: torch.dtype | None = None,
+        broadcast_parameters: bool = True,
+        broadcast_buffers: bool = False,
+        hooks: bool = True,
+    ) -> None:
+        if reduction not in ("mean", "sum", "weighted"):
+            raise ValueError(message(_NAME, "reduction", repr(reduction), '"mean", "sum" or "weighted"'))
+        if not isinstance(bucket_mb, (int, float)) or not bucket_mb > 0:
+            raise ValueError(message(_NAME, "bucket_mb", repr(bucket_mb), "a number of megabytes above zero"))
+        if comm_dtype is not None and not (isinstance(comm_dtype, torch.dtype) and comm_dtype.is_floating_point):
+            raise TypeError(message(_NAME, "comm_dtype", repr(comm_dtype), "a floating-point torch.dtype or None"))
+        named = _named(module_or_params)
+        engine = resolve(group, _NAME)
+        if engine.joint:
+            remedy = "simulate(…, rules=True), with backward inside"
+            raise RuntimeError(message(_NAME, "group", "a joint world", "ranks that call backward themselves", remedy))
+        agree_on_parameters(_NAME, named, group)
+        if broadcast_parameters:
+            broadcast_from_first([p for _, p in named], group)
+        if broadcast_buffers:
+            if not isinstance(module_or_params, nn.Module):
+                raise TypeError(message(_NAME, "broadcast_buffers", "True", "a module, which has buffers"))
+            broadcast_from_first(list(module_or_params.buffers()), group)
+        self._engine = engine.twin() if engine.size > 1 else engine
+        self._reduction, self._bytes, self._dtype, self._hooks = reduction, bucket_mb * 2**20, comm_dtype, hooks
+        self._parameters = [_Parameter(name, cast("nn.Parameter", p)) for name, p in named]
+        self._buckets: list[_Bucket] = []
+        self._order = list(reversed(range(len(named))))  # in which gradients are expected
+        self._seen: list[int] | None = []  # in which they came, until the ranks have agreed on that
+        self._control: _Bucket  # carries the weights
+        self._paused = 0
+        # A backward that runs: its number and those within it, what to send next, whether its end is awaited.
+        self._turn = 0
+        self._tasks: set[int] = set()
+        self._next = 0
+        self._awaited = self._nested = False
+        # Weights, since the last time that gradients were reduced.
+        self._weight: float | Tensor = 0.0
+        self._total: float | Tensor = 0.0
+        self._reductions = 0
+        self._weighed_at = -1  # how many reductions there had been when a weight was last said
+        # Whether this rank has no more batches, while others go on; whether this step has seen one that counts.
+        self._ran_out = self._joining = self._leaving = False
+        self._took_part = True
+        self._owner = weakref.finalize(
+            module_or_params if isinstance(module_or_params, nn.Module) else named[0][1], _alive.pop, id(self), None
+        )
+        _alive[id(self)] = self
+        if hooks:
+            for i, p in enumerate(self._parameters):
+                self._attach(i, p)
+
+    # ── what the user calls ──────────────────────────────────────────────────────────────────────────────
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank only; the next backward outside sends them too."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def set_weight(self, weight: float | Tensor) -> None:
+        """Say what this rank's next batch counts, once for each batch and before its backward, e.g. its tokens.
+
+        Micro-batches under `no_sync` count what each of them says: k of them on N ranks are one batch. A weight of zero
+        is legal, also where an empty batch makes the loss NaN; where all are zero, gradients are zero.
+
+        Args:
+            weight: a number from zero up, or a 0-d tensor, which is not looked at.
+
+        Raises:
+            ValueError, TypeError: it is no such number, or the reduction is not `"weighted"`.
+        """
+        name = f"{_NAME}.set_weight"
+        if self._reduction != "weighted":
+            raise ValueError(message(name, "weight", repr(weight), "none", 'say reduction="weighted"'))
+        if isinstance(weight, Tensor):
+            if weight.numel() != 1:
+                raise ValueError(message(name, "weight", f"a tensor of {tuple(weight.shape)}", "one number"))
+            weight = weight.detach().reshape(())
+        elif isinstance(weight, bool) or not isinstance(weight, (int, float)):
+            raise TypeError(message(name, "weight", type(weight).__name__, "a number or a 0-d tensor"))
+        elif not 0 <= weight < math.inf:
+            raise ValueError(message(name, "weight", repr(weight), "a finite number from zero up"))
+        if self._weighed_at != self._reductions:
+            self._total, self._weighed_at = 0.0, self._reductions
+        self._weight = 0.0 if self._ran_out else weight
+        self._total = self._total + self._weight
+
+    def synchronize(self) -> None:
+        """Reduce what is in `.grad` now; all ranks call it.
+
+        After backward under `no_sync`, or with `hooks=False`. What has been reduced before and not been added to since
+        stays as it is.
+        """
+        self._begin()
+        self._reduce()
+
+    def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Go through batches of which ranks have unequal numbers; all ranks loop over it.
+
+        A rank that has run out repeats its last batch with weight zero until all have: it makes the same steps, and so
+        keeps the same parameters, optimizer and schedule, but its gradients and weights do not count. The mean is over
+        the ranks that still have batches. Costs one small message a batch.
+
+        Args:
+            batches: this rank's, at least one.
+
+        Raises:
+            ValueError: a rank has no batch; on all ranks.
+        """
+        iterator, nothing = iter(batches), object()
+        mine: Any = next(iterator, nothing)
+        last, yielded_at = mine, -1
+        self._joining, self._leaving = True, False
+        try:
+            while have := self._count(mine is not nothing):
+                if yielded_at < 0 and have < self._engine.size:
+                    got = f"{self._engine.size - have} of {self._engine.size} ranks with none"
+                    remedy = "give each rank one that it can repeat"
+                    raise ValueError(message(f"{_NAME}.join", "batches", got, "at least one on every rank", remedy))
+                if mine is nothing and not self._ran_out:
+                    self._ran_out = True
+                    self._attach_before()
+                last = last if self._ran_out else mine
+                self._took_part = not self._ran_out or (self._took_part and self._reductions == yielded_at)
+                yielded_at = self._reductions
+                yield last
+                if not self._ran_out:
+                    mine = next(iterator, nothing)
+        finally:
+            self._ran_out = False
+            self._leaving = True
+            if self._reductions != yielded_at:
+                self._leave_join()
+
+    def _leave_join(self) -> None:
+        """All ranks count again; not before what was accumulated in the loop has been reduced."""
+        self._joining = self._leaving = False
+        self._took_part = True
+
+    def detach(self) -> None:
+        """Leave the parameters as they were; gradients stay. All ranks call it."""
+        for p in self._parameters:
+            for hook in p.hooks:
+                hook.remove()
+            p.hooks, p.node = [], None
+        self._owner()
+        if self._engine.size > 1:
+            self._engine.close()
+
+    # ── hooks ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _attach(self, i: int, p: _Parameter) -> None:
+        if p.tensor.requires_grad and not p.hooks:
+            p.hooks.append(p.tensor.register_post_accumulate_grad_hook(_weakly(self._has_come, i)))  # type: ignore[no-untyped-call]
+            if self._reduction != "mean" or self._ran_out:
+                self._attach_before(p)
+
+    def _attach_before(self, *some: _Parameter) -> None:
+        """Hook in where gradients are accumulated: a hook of the tensor would also see torch.autograd.grad."""
+        for p in some or self._parameters:
+            if p.hooks and p.node is None:
+                p.node = get_gradient_edge(p.tensor).node
+                p.hooks.append(p.node.register_prehook(_weakly(self._comes, p)))
+
+    def _comes(self, p: _Parameter, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        """A gradient is about to be added to what is there: weigh it, and put aside what has been reduced."""
+        if p.reduced is not None:
+            if p.reduced is p.tensor.grad and self._reduction != "mean":
+                self._put_aside(p)
+            p.reduced = None
+        weight: float | Tensor = 1.0
+        if self._reduction == "weighted":
+            if self._weighed_at != self._reductions:
+                remedy = (
+                    "call set_weight(w) before the backward of each batch, and take all losses of one in one backward"
+                )
+                raise RuntimeError(message(_NAME, "weight", "none for this batch", "one", remedy))
+            weight = self._weight
+        if self._ran_out:
+            weight = 0.0
+        (g,) = grads
+        if g is None or (isinstance(weight, float) and weight == 1.0):
+            return None
+        if isinstance(weight, Tensor):  # not looked at: zero times NaN must be zero
+            weight = weight.to(g.device)
+            return (torch.where(weight == 0, 0.0, g * weight.to(g.dtype)),)
+        return (g * weight if weight else torch.zeros_like(g),)
+
+    def _put_aside(self, p: _Parameter) -> None:
+        assert p.tensor.grad is not None
+        p.kept = p.tensor.grad.clone() if p.kept is None else p.kept.add_(p.tensor.grad)
+        p.tensor.grad = None
+
+    def _has_come(self, i: int, tensor: Tensor) -> None:
+        """A gradient is there."""
+        if self._paused:
+            return
+        p = self._parameters[i]
+        task = backward_at_work()
+        if task not in self._tasks:
+            self._enter(task)
+        if p.turn == self._turn and not p.bucket.started:
+            return
+        if p.bucket.started:
+            raise RuntimeError(
+                f"{_NAME}: {p.name}: a second gradient in one backward, after its bucket was sent; checkpoints with "
+                "use_reentrant=True share it: use use_reentrant=False, or no_sync() and synchronize()"
+            )
+        p.turn = self._turn
+        if self._seen is not None:
+            self._seen.append(i)
+        bucket = p.bucket
+        bucket.pending -= 1
+        if bucket.pending == 0 and not self._nested:
+            while self._next < len(self._buckets) and self._buckets[self._next].ready:
+                self._send()
+
+    def _enter(self, task: int) -> None:
+        """The first gradient of a backward, or of one within it."""
+        nested = is_backward_nested()
+        if self._tasks and not nested and task > max(self._tasks):  # not the outer one of those, which is older
+            self._give_up()
+        if not self._tasks:
+            self._begin()
+        self._tasks.add(task)
+        self._nested = self._nested or nested
+        self._await(nested)
+
+    def _await(self, nested: bool) -> None:
+        """Be called at the end of the outermost backward."""
+        if self._awaited:
+            return
+        if not nested:
+            self._awaited = True
+            after_backward(self._reduce)
+        else:
+            after_backward(self._leave_nested)
+
+    def _leave_nested(self) -> None:
+        """The end of an inner backward: the outer one goes on, and its end is to be awaited there."""
+        following = nodes_after_nested_backward()
+        if self._awaited or not following:
+            return
+        handles: list[Any] = []
+
+        def on_goes_the_outer(_: object) -> None:
+            for handle in handles:
+                handle.remove()
+            handles.clear()
+            self._await(is_backward_nested())
+
+        handles += [node.register_prehook(on_goes_the_outer) for node in following]
+
+    # ── buckets ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self) -> None:
+        self._turn += 1
+        self._next = 0
+        self._awaited = self._nested = False
+        if not self._buckets:
+            self._buckets = self._laid_out()
+        for i, p in enumerate(self._parameters if self._hooks else ()):
+            if not p.hooks:
+                self._attach(i, p)
+        for bucket in self._buckets:
+            bucket.started = False
+            bucket.pending = sum(p.tensor.requires_grad for p in bucket.parameters)
+
+    def _laid_out(self) -> list[_Bucket]:
+        """Cut the parameters into buckets, in the order in which their gradients are expected."""
+        cuts: list[tuple[list[_Parameter], torch.dtype, torch.device]] = []
+        filling: dict[tuple[torch.dtype, torch.device], tuple[list[_Parameter], float]] = {}
+        for i in self._order:
+            p = self._parameters[i]
+            dtype = p.tensor.dtype
+            if self._dtype is not None and self._dtype != dtype.to_real():
+                dtype = self._dtype
+            key = dtype, p.tensor.device
+            parameters, nbytes = filling.pop(key, ([], 0.0))
+            more = _as(dtype, p.tensor).numel() * dtype.itemsize
+            limit = self._bytes if cuts else min(FIRST_MB * 2**20, self._bytes)
+            if parameters and nbytes + more > limit:
+                cuts.append((parameters, *key))
+                parameters, nbytes = [], 0.0
+            filling[key] = ([*parameters, p], nbytes + more)
+        cuts += [(parameters, *key) for key, (parameters, _) in filling.items()]
+        fine = [k for k, (_, dtype, _) in enumerate(cuts) if torch.finfo(dtype).eps < 1e-6]
+        if not fine:  # a weight is no number of half precision: it goes by itself
+            cuts.append(([], torch.float32, cuts[0][2]))
+        control = fine[0] if fine else len(cuts) - 1
+        buckets = [_Bucket(*cut, extra=3 if k == control else 1, engine=self._engine) for k, cut in enumerate(cuts)]
+        self._control = buckets[control]
+        return sorted(buckets, key=lambda bucket: not bucket.overlaps)
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        """Fill the next bucket and start to reduce it, in place."""
+        bucket = self._buckets[self._next]
+        self._next += 1
+        scale = self._scale()
+        for k, p in enumerate(bucket.parameters):
+            grad = p.tensor.grad
+            bucket.used[k] = grad is not None
+            if grad is None:
+                p.place.zero_()
+                continue
+            self._check(p, grad)
+            if p.reduced is grad and self._reduction != "mean":
+                self._put_aside(p)  # nothing new
+                p.place.zero_()
+            else:
+                _fill(p.place, _as(p.place.dtype, grad), scale)
+            if p.view is not None:
+                p.tensor.grad = p.view
+        bucket.flags.copy_(torch.tensor(bucket.used))
+        bucket.extra[0] = 0.0
+        if bucket is self._control:
+            bucket.extra[1] = self._total
+            bucket.extra[2] = float(self._took_part)
+        bucket.started = True
+        self._start(bucket)
+
+    def _scale(self) -> float:
+        if not self._took_part:
+            return 0.0
+        return 1 / self._engine.size if self._reduction == "mean" and not self._joining else 1.0
+
+    def _start(self, bucket: _Bucket) -> None:
+        engine = self._engine
+        if engine.size == 1:
+            return
+        engine.operation, engine.later = _NAME, bucket.overlaps
+        with self._explaining(bucket):
+            bucket.wait = engine.all_reduce(bucket.row, bucket.row)
+
+    def _reduce(self) -> None:
+        """Send what has not been sent, wait for all, and make gradients of it."""
+        try:
+            while self._next < len(self._buckets):
+                self._send()
+            for bucket in self._buckets:
+                with self._explaining(bucket):
+                    bucket.wait()
+                bucket.wait = done
+            self._finish()
+            self._agree_on_order()
+        finally:
+            self._tasks.clear()
+            self._awaited = self._nested = False
+            self._reductions += 1
+            if self._leaving:
+                self._leave_join()
+            for p in self._parameters:
+                p.kept = None
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        _, weight, took_part = self._control.extra.real
+        for bucket in self._buckets:
+            if bucket.row.is_cpu and bucket.extra[0].isnan():
+                raise RuntimeError(
+                    f"{_NAME}: a rank has left this backward by an error, and its gradients are not there; "
+                    "look at the other ranks"
+                )
+        divisor = weight if self._reduction == "weighted" else took_part
+        if self._reduction == "weighted" or (self._reduction == "mean" and self._joining):
+            divisor = torch.where(divisor == 0, 1.0, divisor)
+            for bucket in self._buckets:
+                bucket.body /= divisor.to(bucket.body)
+        for bucket in self._buckets:
+            used = bucket.used if all(bucket.used) else [flag != 0 for flag in bucket.flags.tolist()]
+            for p, by_anyone in zip(bucket.parameters, used, strict=True):
+                if by_anyone:
+                    self._hand_out(p)
+
+    def _hand_out(self, p: _Parameter) -> None:
+        """Put a reduced gradient where the user looks for it."""
+        if p.view is not None:
+            p.tensor.grad = p.view
+        else:
+            if p.tensor.grad is None:
+                p.tensor.grad = torch.empty_like(p.tensor)
+            _as(p.place.dtype, p.tensor.grad).copy_(p.place)
+        if p.kept is not None:
+            p.tensor.grad.add_(p.kept)
+        p.reduced = p.tensor.grad
+
+    def _agree_on_order(self) -> None:
+        """After the first time, cut the buckets anew: in the order in which gradients came on rank 0."""
+        if self._seen is None:
+            return
+        seen = self._seen + [i for i in self._order if i not in set(self._seen)]
+        self._seen = None
+        order = torch.tensor(seen, device=self._engine.control_device)
+        if self._engine.size > 1:
+            self._engine.operation, self._engine.later = _NAME, False
+            self._engine.broadcast(order, 0)()
+        if order.tolist() != self._order:
+            self._order, self._buckets = order.tolist(), []  # laid out when the next backward begins
+
+    def _give_up(self) -> None:
+        """The backward before was left by an error: the other ranks wait for its buckets, and learn of it."""
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            self._next += 1
+            bucket.row.fill_(math.nan)
+            self._start(bucket)
+        for bucket in self._buckets:
+            bucket.wait()
+            bucket.wait = done
+        self._tasks.clear()
+
+    def _count(self, mine: bool) -> int:
+        """On how many ranks it is so."""
+        count = torch.tensor([int(mine)], device=self._engine.control_device)
+        if self._engine.size > 1:
+            self._engine.operation, self._engine.later = _NAME, False
+            self._engine.all_reduce(count, count)()
+        return int(count)
+
+    def _check(self, p: _Parameter, grad: Tensor) -> None:
+        if grad.layout != torch.strided:
+            raise TypeError(f"{_NAME}: {p.name}: {_SPARSE}")
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"{_NAME}: {p.name}: its gradient is part of a graph (create_graph=True), which ends in a bucket; take "
+                "torch.autograd.grad(…, create_graph=True) and dc.average_gradients, which is differentiable"
+            )
+
+    @contextlib.contextmanager
+    def _explaining(self, bucket: _Bucket) -> Iterator[None]:
+        try:
+            yield
+        except CollectiveMismatchError:
+            raise
+        except RuntimeError as error:
+            engine = self._engine
+            at = f"bucket {self._buckets.index(bucket)} of {len(self._buckets)} ({bucket})"
+            absent = engine.absent()
+            who = f"rank {', '.join(map(str, absent))} did not come: it" if absent else "a rank"
+            remedy = (
+                f"{who} died, hangs, has not called backward, or its loss uses none of the parameters; call backward "
+                "equally often on all ranks, see join() for unequal numbers of batches"
+            )
+            said = " ".join(str(error).split())
+            text = f"{_NAME}, {at}: failed on rank {engine.rank} of {engine.description}: {said}; {remedy}"
+            raise CollectiveFailedError(text) from error
+
+
+#: An averager lives as long as its module, or its first parameter: what a parameter's hook held would live with it in
+#: a circle that passes through the autograd engine, where Python finds no circles.
+_alive: dict[int, GradientAverager] = {}
+
+
+def _weakly(method: Callable[..., Any], first: Any) -> Callable[..., Any]:
+    """Return a hook that holds neither the averager nor what comes first."""
+    this = weakref.WeakMethod(method)
+    item: Callable[[], Any] = (lambda: first) if isinstance(first, int) else weakref.ref(first)
+
+    def hook(*arguments: Any) -> Any:
+        alive = this()
+        return None if alive is None else alive(item(), *arguments)
+
+    return hook
+
+
+_SPARSE = "got sparse gradients, expected dense ones; say sparse=False in nn.Embedding"
+
+
+def _named(given: Any) -> list[tuple[str, Tensor]]:
+    """Return the names and parameters of what the user gave."""
+    if isinstance(given, nn.Module):
+        for name, module in given.named_modules():
+            if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                raise TypeError(f"{_NAME}: module_or_params: {name or type(module).__name__}: {_SPARSE}")
+        named: list[tuple[str, Tensor]] = [*given.named_parameters()]
+    else:
+        expected = "a module, parameters, or pairs (name, parameter)"
+        if isinstance(given, (Tensor, str)) or not isinstance(given, Iterable):
+            raise TypeError(message(_NAME, "module_or_params", type(given).__name__, expected))
+        pairs = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(given)]
+        for pair in pairs:
+            if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], Tensor):
+                raise TypeError(message(_NAME, "module_or_params", repr(pair)[:80], expected))
+        named = list({id(p): (name, p) for name, p in reversed(pairs)}.values())[::-1]
+    for name, p in named:
+        if not p.is_leaf or not (p.is_floating_point() or p.is_complex()):
+            got = f"{name}, which is {'no leaf' if p.is_floating_point() else f'of {p.dtype}'}"
+            raise ValueError(message(_NAME, "module_or_params", got, "leaf tensors of floating-point or complex dtype"))
+    if not named:
+        raise ValueError(message(_NAME, "module_or_params", "nothing", "at least one parameter"))
+    return named
+
+
+def _as(dtype: torch.dtype, x: Tensor) -> Tensor:
+    """Return x, complex numbers as pairs if dtype is real."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() and not dtype.is_complex else x
+
+
+def _laid_out(row: Tensor, like: Tensor) -> Tensor:
+    """Return a row of numbers in the shape of a tensor, and in its strides if they are those of channels_last."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if like.dim() in formats and like.is_contiguous(memory_format=formats[like.dim()]):
+        return row.as_strided(like.shape, like.stride(), row.storage_offset())
+    return row.view(like.shape)
+
+
+def _fill(place: Tensor, grad: Tensor, scale: float) -> None:
+    """place ← scale · grad."""
+    if scale == 0:
+        place.zero_()
+    elif place.dtype.itemsize > grad.dtype.itemsize:
+        place.copy_(grad).mul_(scale)
+    elif scale != 1:
+        torch.mul(grad, scale, out=place)
+    elif place.data_ptr() != grad.data_ptr():
+        place.copy_(grad)

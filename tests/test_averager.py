@@ -1,0 +1,855 @@
+"""GradientAverager: gradients are those of one process that has the whole batch, bitwise the same on all ranks."""
+
+import copy
+import gc
+import os
+import re
+import signal
+import time
+import weakref
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import diffcoll as dc
+from diffcoll.testing import RanksFailedError, new_group, simulate, spawn
+
+RUNS = {
+    "rules": partial(simulate, rules=True),
+    "gloo": spawn,
+    "mpi": partial(spawn, backend="mpi"),
+}
+SMALL = 1e-4  # megabytes: several buckets also for small models
+
+
+class Norm(nn.Module):
+    """Batch norm over all ranks, made of two sums."""
+
+    def forward(self, x):
+        dims = [0, 2, 3]
+        count = dc.all_reduce(torch.tensor(float(x.shape[0] * x.shape[2] * x.shape[3]), dtype=x.dtype))
+        mean = dc.all_reduce(x.sum(dims, keepdim=True)) / count
+        variance = dc.all_reduce(((x - mean) ** 2).sum(dims, keepdim=True)) / count
+        return (x - mean) * (variance + 1e-5).rsqrt()
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def convolution():
+    return nn.Sequential(nn.Conv2d(1, 4, 2), Norm(), nn.Tanh(), nn.Conv2d(4, 2, 1), nn.Flatten(), nn.Linear(8, 3))
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(3, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.out(self.layer(self.embed(x))).mean(1)
+
+
+MODELS = {"mlp": (mlp, (5,)), "convolution": (convolution, (1, 3, 3)), "transformer": (Transformer, (4, 3))}
+SIZES = {2: [5, 2], 3: [4, 0, 3]}
+
+
+def made(make, seed=0):
+    torch.manual_seed(seed)
+    return make().double()
+
+
+def data(shape, n, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    total = sum(SIZES[n])
+    x = torch.randn(total, *shape, generator=g, dtype=torch.double)
+    t = torch.randint(3, (total,), generator=g)
+    return list(zip(x.split(SIZES[n]), t.split(SIZES[n]), strict=True))
+
+
+def gradients(model):
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def same(found, expected, tolerance=1e-10):
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a - b).abs().max() <= tolerance, (a, b)
+
+
+def equal_on_all_ranks(found):
+    for of_rank in found[1:]:
+        for a, b in zip(of_rank, found[0], strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+
+
+def each(call, n, where):
+    found = RUNS[where](call, range(n))
+    equal_on_all_ranks(found)
+    return found
+
+
+# ── held against one process ─────────────────────────────────────────────────────────────────────────────
+
+
+ON_ONE = [(name, n, where) for name in MODELS for n, where in ((1, "rules"), (2, "rules"), (3, "rules"), (3, "gloo"))]
+
+
+@pytest.mark.parametrize(("name", "n", "where"), [*ON_ONE, ("convolution", 2, "mpi")])
+def test_one_process_on_the_whole_batch(name, n, where):
+    """Three steps of training, on uneven and empty batches: sums of losses, weighted means, micro-batches."""
+    make, shape = MODELS[name]
+    parts = data(shape, n) if n > 1 else [tuple(torch.cat(v) for v in zip(*data(shape, 3), strict=True))]
+    total = sum(len(t) for _, t in parts)
+
+    def reference():
+        model = made(make)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        whole = [torch.cat(v) for v in zip(*parts, strict=True)]
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(whole[0]), whole[1]).backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    def trained(reduction, r):
+        model = made(make, seed=r)  # rank 0's is broadcast
+        averager = dc.GradientAverager(model, reduction=reduction, bucket_mb=SMALL)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        x, t = parts[r]
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=r != 1)
+            if reduction == "weighted" and name != "convolution":
+                for k, chunk in enumerate(range(0, max(len(t), 1), 2)):  # micro-batches, another number on each rank
+                    last = chunk + 2 >= len(t)
+                    xs, ts = x[chunk : chunk + 2], t[chunk : chunk + 2]
+                    weight = len(ts) if k % 2 else torch.tensor(float(len(ts)))
+                    averager.set_weight(weight)
+                    loss = nn.functional.cross_entropy(model(xs), ts)  # NaN where there is nothing
+                    if last:
+                        loss.backward()
+                    else:
+                        with averager.no_sync():
+                            loss.backward()
+            else:
+                loss = nn.functional.cross_entropy(model(x), t, reduction="sum") / total
+                (loss if reduction == "sum" else loss * n).backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    expected = reference()
+    reductions = ["sum", "mean"] if name == "convolution" else ["sum", "mean", "weighted"]
+    found = RUNS[where](lambda r: [trained(reduction, r) for reduction in reductions], range(n))
+    for k in range(len(reductions)):
+        equal_on_all_ranks([of_rank[k] for of_rank in found])
+        same(found[0][k], expected)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_torchs_own(n):
+    """The same gradients as DistributedDataParallel, which all ranks also hold bitwise."""
+
+    def body(r):
+        parts = data((4, 3), n)
+        x, t = parts[r]
+        t = t if len(t) else torch.tensor([1])
+        x = x if len(x) else torch.ones(1, 4, 3, dtype=torch.double)
+        ours, theirs = made(Transformer), made(Transformer)
+        dc.GradientAverager(ours, bucket_mb=SMALL)
+        ddp = nn.parallel.DistributedDataParallel(theirs)
+        for _ in range(3):
+            for model, call in ((ours, ours), (theirs, ddp)):
+                model.zero_grad()
+                nn.functional.cross_entropy(call(x), t).backward()
+        return gradients(ours), gradients(theirs)
+
+    found = spawn(body, range(n))
+    equal_on_all_ranks([ours for ours, _ in found])
+    for ours, theirs in found:
+        same(ours, theirs, 1e-14)
+
+
+# ── what ranks use ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ParameterList([torch.tensor([1.0, 2.0]) for _ in range(5)])
+
+    def forward(self, which):
+        return sum(((k + 1) * self.parts[k]).sum() for k in which)
+
+
+@pytest.mark.parametrize("where", RUNS)
+def test_unused_parameters(where):
+    """Zero where a rank does not use it, None where none does, and ranks may use different ones, in every step."""
+    steps = [[[0, 1], [1, 3]], [[3], [4, 0]], [[0, 1, 2, 3, 4], [2]], [[1], [1]]]
+
+    def body(r):
+        model = Branches()
+        dc.GradientAverager(model, bucket_mb=8 / 2**20, reduction="sum")
+        found = []
+        for k, step in enumerate(steps):
+            for p in model.parameters():
+                p.grad = None
+            ((k + 1) * model(step[r])).backward()
+            found += gradients(model)
+        return found
+
+    found = each(body, 2, where)[0]
+    expected = []
+    for k, step in enumerate(steps):
+        counts = [sum(i in of_rank for of_rank in step) for i in range(5)]
+        expected += [torch.full((2,), float(c * (k + 1) * (i + 1))) if c else None for i, c in enumerate(counts)]
+    same(found, expected)
+
+
+@pytest.mark.parametrize("where", ["rules", "gloo"])
+def test_collectives_in_the_loss_and_ranks_that_use_different_parameters(where):
+    """The buckets never meet the messages of the loss, in whatever order they are sent on each rank."""
+
+    def body(r):
+        model = Branches()
+        dc.GradientAverager(model, bucket_mb=8 / 2**20, reduction="sum")
+        for _ in range(4):
+            model.zero_grad()
+            a, b, c, d, e = model.parts
+            y = dc.all_reduce(a.prod() + (b.sum() if r == 0 else d.sum()))
+            z = dc.all_gather(y * c.prod() + (0 if r == 0 else e.prod()))
+            ((r + 2) * z.sum() ** 2).backward()
+        return gradients(model)
+
+    def alone():
+        model = Branches()
+        a, b, c, d, e = model.parts
+        y = 2 * a.prod() + b.sum() + d.sum()
+        z = y * c.prod() + y * c.prod() + e.prod()
+        (5 * z**2).backward()
+        return gradients(model)
+
+    same(each(body, 2, where)[0], alone(), 1e-3)
+
+
+def steps_of(reduction, body, n=3, where="rules"):
+    """Run body(model, averager, r) on MLPs with one (x, t) for each rank; the gradients, held to be equal."""
+    parts = data((5,), n)
+
+    def on_rank(r):
+        model = made(mlp)
+        averager = dc.GradientAverager(model, reduction=reduction, bucket_mb=SMALL)
+        x, t = parts[r]
+
+        def loss(scale=1.0):
+            return scale * nn.functional.cross_entropy(model(x), t, reduction="sum")
+
+        body(model, averager, loss, r)
+        return gradients(model)
+
+    return each(on_rank, n, where)[0]
+
+
+def summed(scale=1.0, n=3):
+    """The gradient of the sum of all ranks' losses, in one process."""
+    model = made(mlp)
+    for x, t in data((5,), n):
+        (scale * nn.functional.cross_entropy(model(x), t, reduction="sum")).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_and_accumulation(set_to_none):
+    def body(model, averager, loss, r):
+        for _ in range(3):
+            model.zero_grad(set_to_none=set_to_none)
+            with averager.no_sync():
+                loss(1.0).backward()
+                loss(2.0).backward()
+            loss(3.0).backward()
+
+    same(steps_of("sum", body), summed(6.0))
+    same(steps_of("mean", body), [g / 3 for g in summed(6.0)])
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_second_backward_accumulates(reduction, set_to_none):
+    """What has been reduced stays, what comes is reduced: also through no_sync, and where a rank adds nothing."""
+    scale = 1.0 if reduction == "sum" else 1 / 3
+
+    def body(model, averager, loss, r):
+        for _ in range(2):
+            model.zero_grad(set_to_none=set_to_none)
+            y = loss()
+            y.backward(retain_graph=True)
+            y.backward()
+            with averager.no_sync():
+                loss(3.0).backward()
+            loss(5.0).backward()
+            averager.synchronize()  # nothing new
+            averager.synchronize()
+        model[4].bias.grad.mul_(2.0)  # as clipping does
+        with averager.no_sync():
+            model[0].bias.sum().backward()
+        averager.synchronize()  # new for one of them
+
+    found = steps_of(reduction, body)
+    expected = [g * scale for g in summed(10.0)]
+    expected[5] *= 2
+    expected[1] += 3 * scale
+    same(found, expected)
+
+
+def test_two_weighted_losses():
+    def body(model, averager, loss, r):
+        for _ in range(2):
+            model.zero_grad()
+            averager.set_weight([4, 0, 3][r])
+            with averager.no_sync():
+                loss(1.0).backward()
+            loss(2.0).backward()
+            if r == 0:
+                with pytest.raises(RuntimeError, match=r"weight: got none for this batch, expected one; call"):
+                    loss().backward()
+            averager.set_weight([1, 1, 2][r])
+            if r == 0:
+                averager._tasks.clear()
+            loss(5.0).backward()  # is added
+
+    parts = data((5,), 3)
+    expected = [0.0] * 6
+    for weights, scale in (([4, 0, 3], 3.0), ([1, 1, 2], 5.0)):
+        for (x, t), w in zip(parts, weights, strict=True):
+            model = made(mlp)
+            (scale * w / sum(weights) * nn.functional.cross_entropy(model(x), t, reduction="sum")).backward()
+            expected = [e + g for e, g in zip(expected, gradients(model), strict=True)]
+    same(steps_of("weighted", body), expected)
+
+
+def test_all_weights_zero_and_autograd_grad():
+    def body(model, averager, loss, r):
+        averager.set_weight(0)
+        loss().backward()
+        (g,) = torch.autograd.grad(loss(), [model[4].bias])  # not weighed, not reduced
+        averager.set_weight(r * 5)
+        (h,) = torch.autograd.grad(loss(), [model[4].bias])
+        assert torch.equal(g, h)
+
+    same(steps_of("weighted", body), [torch.zeros_like(g) for g in summed()])
+
+
+def test_without_hooks():
+    parts = data((5,), 2)
+
+    def body(r):
+        model = made(mlp)
+        averager = dc.GradientAverager(model.parameters(), reduction="mean", hooks=False)
+        x, t = parts[r]
+        nn.functional.cross_entropy(model(x), t, reduction="sum").backward()
+        before = gradients(model)
+        averager.synchronize()
+        return gradients(model), before
+
+    found = spawn(body, range(2))
+    equal_on_all_ranks([g for g, _ in found])
+    same(found[0][0], [g / 2 for g in summed(n=2)])
+    assert not torch.equal(found[0][1][0], found[1][1][0])
+
+
+def test_frozen_shared_and_unfrozen_parameters():
+    def body(r):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)).double()
+        model[2].weight = model[0].weight
+        model[1].requires_grad_(False)
+        dc.GradientAverager(model, bucket_mb=8e-5)
+        found = []
+        x = torch.full((2, 3), r + 1.0, dtype=torch.double)
+        for k in range(5):
+            model.zero_grad()
+            model[1].requires_grad_(k >= 2)
+            model[0].bias.requires_grad_(k != 3)
+            model(x).pow(2).sum().backward()
+            found.append(gradients(model))
+        return [g for of_step in found for g in of_step]
+
+    found = each(body, 2, "gloo")[0]
+    both = [simulate(lambda _, r=r: body(r), [0], rules=True)[0] for r in (0, 1)]
+    same(found, [None if a is None else (a + b) / 2 for a, b in zip(*both, strict=True)])
+
+
+@pytest.mark.parametrize("where", ["rules", "gloo", "mpi"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(where, reentrant):
+    def body(r):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)]).double()
+        plain = copy.deepcopy(model)
+        dc.GradientAverager(model, bucket_mb=8e-5, reduction="sum")
+        for _ in range(3):
+            x = torch.full((2, 3), r + 1.0, dtype=torch.double, requires_grad=True)
+            model.zero_grad()
+            y = model[0](x) if r == 0 else x
+            for k in (1, 2):  # one within another
+                y = checkpoint(
+                    lambda y, k=k: checkpoint(model[k], y, use_reentrant=reentrant) + y, y, use_reentrant=reentrant
+                )
+            (model[3](y) if r == 1 else y).sum().backward()
+        plain.zero_grad()
+        for s in range(2):
+            x = torch.full((2, 3), s + 1.0, dtype=torch.double)
+            y = plain[0](x) if s == 0 else x
+            y = plain[1](y) + y
+            y = plain[2](y) + y
+            (plain[3](y) if s == 1 else y).sum().backward()
+        same(gradients(model), gradients(plain))
+        return gradients(model)
+
+    each(body, 2, where)
+
+
+def test_checkpoints_that_share_a_parameter():
+    """Never wrong: sent at the end of backward, so both gradients are in."""
+
+    def body(r):
+        layer = nn.Linear(2, 2, bias=False).double()
+        dc.GradientAverager(layer, reduction="sum")
+        x = torch.full((1, 2), r + 1.0, dtype=torch.double, requires_grad=True)
+        y = checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
+        y.sum().backward()
+        w = layer.weight.detach().requires_grad_()
+        for s in range(2):
+            (torch.full((1, 2), s + 1.0, dtype=torch.double) @ w.T @ w.T).sum().backward()
+        same([layer.weight.grad], [w.grad])
+        return gradients(layer)
+
+    each(body, 2, "gloo")
+
+
+def test_a_gradient_that_comes_after_its_bucket_was_sent():
+    """Neither is it lost: an error."""
+
+    def body(r):
+        layer = nn.Linear(2, 2, bias=False).double()
+        dc.GradientAverager(layer)
+        x = torch.ones(1, 2, dtype=torch.double, requires_grad=True)
+        y = checkpoint(layer, x, use_reentrant=True)
+        with pytest.raises(RuntimeError, match=r"GradientAverager: weight: a second gradient in one backward"):
+            (y.sum() + layer(x.detach()).sum()).backward()
+        return 0
+
+    spawn(body, range(2))
+
+
+def test_hooks_of_the_user_clipping_and_two_optimizers():
+    def body(model, averager, loss, r):
+        seen = []
+        model[0].weight.register_hook(lambda g: seen.append(1) or 2 * g)
+        model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(2))
+        optimizers = [torch.optim.SGD(model[:2].parameters(), lr=0.0), torch.optim.Adam(model[2:].parameters(), lr=0.0)]
+        for _ in range(2):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss().backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+        assert seen == [1, 2] * 2
+        assert norm > 1
+
+    found = steps_of("sum", body)
+    expected = summed()
+    expected[0] = expected[0] * 2
+    norm = torch.stack([g.norm() for g in expected]).norm()
+    same(found, [g / (norm + 1e-6) for g in expected])
+
+
+# ── types ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("where", RUNS)
+def test_mixed_dtypes(where):
+    """Several dtypes in one model, complex ones too, on ranks with weights that half precision does not know."""
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128, torch.float16]
+    weights = [1001.0, 3.0]
+    comms = [None, torch.float32, torch.bfloat16, torch.float64]
+    ways = [(reduction, comm) for reduction in ("mean", "weighted") for comm in comms]
+
+    def one(r, reduction, comm):
+        parameters = [(f"p{i}", torch.ones(3, dtype=d, requires_grad=True)) for i, d in enumerate(dtypes)]
+        averager = dc.GradientAverager(parameters, reduction=reduction, comm_dtype=comm)
+        for _ in range(2):
+            for _, p in parameters:
+                p.grad = None
+            if reduction == "weighted":
+                averager.set_weight(weights[r])
+            coefficients = torch.tensor([1.0, 2.0, 3.0]) + r
+            losses = [(p * coefficients.to(p.dtype) * (1 - 2j if p.is_complex() else 1)) for _, p in parameters]
+            sum(y.real.sum().double() if y.is_complex() else y.sum().double() for y in losses).backward()
+        return [p.grad for _, p in parameters]
+
+    found = each(lambda r: [g for way in ways for g in one(r, *way)], 2, where)[0]
+    for k, (reduction, comm) in enumerate(ways):
+        share = weights[1] / sum(weights) if reduction == "weighted" else 0.5
+        for g, dtype in zip(found[k * len(dtypes) :], dtypes, strict=False):
+            assert g.dtype == dtype
+            lowest = max((comm or dtype).to_real(), dtype.to_real(), key=lambda d: torch.finfo(d).eps)
+            expected = torch.tensor([1.0, 2.0, 3.0], dtype=torch.double) + share
+            expected = expected * (1 + 2j) if dtype.is_complex else expected
+            error = ((g.to(expected.dtype) - expected).abs() / expected.abs()).max()
+            assert error <= 3 * torch.finfo(lowest).eps, (reduction, comm, dtype, error)
+
+
+def test_half_precision_alone_and_channels_last():
+    def body(r):
+        model = nn.Conv2d(4, 6, 3).bfloat16().to(memory_format=torch.channels_last)
+        averager = dc.GradientAverager(model, reduction="weighted")
+        averager.set_weight(4097 if r == 0 else 1)
+        model.weight.sum().mul(r).backward()
+        (model.weight.grad.is_contiguous(memory_format=torch.channels_last) and model.bias.grad is None) or 1 / 0
+        return [model.weight.grad]
+
+    (g,) = each(body, 2, "gloo")[0]
+    assert torch.equal(g, torch.full_like(g, 1 / 4098))
+
+
+def test_sparse_gradients_are_refused_before_training():
+    with pytest.raises(TypeError, match=r"GradientAverager: module_or_params: 1: got sparse gradients, expected dense"):
+        dc.GradientAverager(nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2, sparse=True)))
+    embedding = nn.Embedding(3, 2, sparse=True)
+    dc.GradientAverager(embedding.parameters())
+    with pytest.raises(TypeError, match=r"GradientAverager: 0: got sparse gradients, expected dense ones"):
+        embedding(torch.tensor([1])).sum().backward()
+
+
+# ── start and end ────────────────────────────────────────────────────────────────────────────────────────
+
+DIFFERENT = {
+    "name": lambda p, r: [("b" if r == 1 else "a", p(3))],
+    "shape": lambda p, r: [("z", p(1)), ("a", p(4 if r == 1 else 3)), ("b", p(r + 1))],
+    "dtype": lambda p, r: [("a", p(3, dtype=torch.float64 if r == 1 else torch.float32))],
+    "number": lambda p, r: [("a", p(3)), ("b", p(3))][: 2 - (r == 1)],
+}
+
+
+@pytest.mark.parametrize("where", RUNS)
+def test_parameters_that_differ(where):
+    def body(r):
+        texts = []
+        for named in DIFFERENT.values():
+            with pytest.raises(dc.CollectiveMismatchError) as caught:
+                dc.GradientAverager(named(partial(torch.ones, requires_grad=True), r))
+            texts.append(str(caught.value))
+        return texts, dc.all_reduce(torch.tensor(1)).item()
+
+    found = RUNS[where](body, range(3))
+    assert found[0] == found[1] == found[2]
+    texts, n = found[0]
+    assert n == 3
+    words = [
+        "number 0:\n  rank 0: a (3,) torch.float32\n  rank 1: b (3,)",
+        "number 1:\n  rank 0: a (3,) torch.float32\n  rank 1: a (4,)",
+        "number 0:\n  rank 0: a (3,) torch.float32\n  rank 1: a (3,) torch.float64",
+        "number 1:\n  rank 0: b (3,) torch.float32\n  rank 1: nothing\n  rank 2: b",
+    ]
+    for text, word in zip(texts, words, strict=True):
+        assert text.startswith("GradientAverager: the ranks' parameters differ; the first that does is " + word)
+
+
+def test_broadcast_at_the_start_and_detach():
+    def body(r):
+        torch.manual_seed(r)
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model[1].running_mean.fill_(r)
+        keys, version = list(model.state_dict()), [type(m) for m in model.modules()]
+        averager = dc.GradientAverager(model, broadcast_buffers=True)
+        assert list(model.state_dict()) == keys
+        assert [type(m) for m in model.modules()] == version
+        parameters = [p.detach().clone() for p in model.parameters()]
+        model[1].running_mean.fill_(r)
+        dc.GradientAverager(model, broadcast_parameters=False).detach()
+        averager.detach()
+        (model[0].weight.sum() * r).backward()
+        return parameters, model[1].running_mean.clone(), model[0].weight.grad
+
+    found = spawn(body, range(2))
+    equal_on_all_ranks([p for p, _, _ in found])
+    assert found[1][1].tolist() == [1.0, 1.0]
+    assert found[1][2].tolist() == [[1.0, 1.0]] * 2
+    assert found[0][2].tolist() == [[0.0, 0.0]] * 2
+
+
+def test_nothing_is_left():
+    """A model and its averager end together."""
+
+    def body(r):
+        model = mlp()
+        averager = dc.GradientAverager(model)
+        model(torch.ones(1, 5)).sum().backward()
+        ends = weakref.ref(model), weakref.ref(averager)
+        del model, averager
+        gc.collect()
+        return [end() is None for end in ends]
+
+    assert spawn(body, range(2)) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("where", RUNS)
+def test_join(where):
+    """Unequal numbers of batches, with micro-batches: all ranks make the same steps and keep the same parameters."""
+    lengths = [5, 2, 4]
+
+    def batch(r, k):
+        return torch.full((2, 5), 1.0 + r + 0.1 * k, dtype=torch.double), 1.0 + k
+
+    def body(r, reduction):
+        model = made(mlp)
+        averager = dc.GradientAverager(model, reduction=reduction, bucket_mb=SMALL)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(2):
+            for k, (x, w) in enumerate(averager.join(batch(r, k) for k in range(lengths[r]))):
+                if reduction == "weighted":
+                    averager.set_weight(w)
+                if k % 2 == 0:
+                    with averager.no_sync():
+                        model(x).pow(2).mean().backward()
+                    continue
+                model(x).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            averager.synchronize()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    def alone(reduction):
+        model = made(mlp)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(2):
+            for ks in ((0, 1), (2, 3), (4,)):
+                batches = [(r, k) for r in range(3) for k in ks if k < lengths[r]]
+                weights = {
+                    "sum": [1.0] * len(batches),
+                    "mean": [1 / len({r for r, _ in batches})] * len(batches),
+                    "weighted": [(1.0 + k) / sum(1.0 + k for _, k in batches) for _, k in batches],
+                }[reduction]
+                optimizer.zero_grad()
+                for (r, k), w in zip(batches, weights, strict=True):
+                    (w * model(batch(r, k)[0]).pow(2).mean()).backward()
+                optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    reductions = ["mean", "sum", "weighted"]
+    found = each(lambda r: [p for reduction in reductions for p in body(r, reduction)], 3, where)[0]
+    same(found, [p for reduction in reductions for p in alone(reduction)])
+
+
+def test_join_without_a_batch():
+    def body(r):
+        averager = dc.GradientAverager(mlp())
+        with pytest.raises(ValueError, match=r"GradientAverager.join: batches: got 1 of 2 ranks with none"):
+            list(averager.join(range(r)))
+        return dc.all_reduce(torch.tensor(1)).item()
+
+    assert spawn(body, range(2)) == [2, 2]
+
+
+# ── order and overlap ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_buckets_follow_the_order_in_which_gradients_come():
+    """Sent as soon as their last gradient is there, and from the second step on in rank 0's order on all ranks."""
+
+    def body(r):
+        model = Branches()
+        averager = dc.GradientAverager(model, bucket_mb=8 / 2**20)
+        events = []
+        start = averager._start
+        averager._start = lambda bucket: (events.append(str(bucket)), start(bucket))
+        for i, p in enumerate(model.parts):
+            p.register_post_accumulate_grad_hook(lambda _, i=i: events.append(i))
+        for _ in range(2):
+            a, b, c, d, e = model.parts
+            y = (((a * b).sum() * c).sum() * d).sum() * e  # of e first
+            if r == 1:
+                y = (((e * b).sum() * d).sum() * c).sum() * a  # of a first
+            y.sum().backward()
+        return events
+
+    found = spawn(body, range(2))
+    sent = [[e for e in events if isinstance(e, str)] for events in found]
+    assert sent[0] == sent[1]
+    assert sent[0][:5] == [f"parts.{i}" for i in (4, 3, 2, 1, 0)]  # at first the other way round
+    second = found[0][10:]
+    order = [e for e in second if not isinstance(e, str)]
+    assert sent[0][5:] == [f"parts.{i}" for i in order]
+    assert second[:4] == [f"parts.{order[0]}", order[0], f"parts.{order[1]}", order[1]]  # at once
+
+
+# ── failures ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("how", ["killed", "does not call backward", "alone"])
+def test_a_peer_that_does_not_come(how):
+    def body(r):
+        group = dist.new_group(timeout=timedelta(seconds=2))
+        model = mlp()
+        dc.GradientAverager(model, group)
+        x = torch.ones(2, 5)
+        model(x).sum().backward()
+        if r == 1 and how == "killed":
+            model[0].weight.register_hook(lambda g: os.kill(os.getpid(), signal.SIGKILL))
+        if r == 1 and how == "does not call backward":
+            time.sleep(8)
+            return
+        if r == 1 and how == "alone":
+            torch.ones(1, requires_grad=True).sum().backward()  # nothing of the model
+            time.sleep(8)
+            return
+        model(x).sum().backward()
+
+    with pytest.raises(RanksFailedError) as caught:
+        spawn(body, range(3), timeout=40)
+    for r in (0, 2):
+        text = caught.value.reports[r]
+        text = text[text.rindex("CollectiveFailedError") :]
+        assert re.match(
+            r"CollectiveFailedError: GradientAverager, bucket 0 of 1 \(\d\.\w+ … \d\.\w+, 6 parameters\)", text
+        )
+        assert f"failed on rank {r} of a gloo group of 3 ranks" in text
+        assert "rank 1 did not come: it died, hangs, has not called backward, or its loss uses none of" in text
+        assert "call backward equally often on all ranks, see join() for unequal numbers" in text
+
+
+def test_a_backward_left_by_an_error():
+    """The others learn of it when that rank comes again; the next step is right."""
+
+    def body(r):
+        model = Branches()
+        dc.GradientAverager(model, bucket_mb=8 / 2**20, reduction="sum")
+        model([0, 1, 2, 3, 4]).backward()
+        model.zero_grad()
+
+        def refuse(g):
+            raise KeyError("in a hook")
+
+        if r == 1:
+            handle = model.parts[0].register_hook(refuse)
+            with pytest.raises(KeyError):
+                model([0, 1, 2, 3, 4]).backward()
+            handle.remove()
+        else:
+            with pytest.raises(RuntimeError, match=r"GradientAverager: a rank has left this backward by an error"):
+                model([0, 1, 2, 3, 4]).backward()
+        model.zero_grad()
+        model([0, 1, 2, 3, 4]).backward()
+        return gradients(model)
+
+    found = spawn(body, range(2))
+    equal_on_all_ranks(found)
+    same(found[0], [torch.full((2,), 2.0 * (k + 1)) for k in range(5)])
+
+
+WRONG = [
+    (
+        lambda: dc.GradientAverager(mlp(), reduction="average"),
+        ValueError,
+        "reduction: got 'average', expected",
+    ),
+    (lambda: dc.GradientAverager(mlp(), bucket_mb=0), ValueError, "bucket_mb: got 0, expected a number of megabytes"),
+    (lambda: dc.GradientAverager(mlp(), bucket_mb="1"), ValueError, "bucket_mb: got '1', expected a number"),
+    (
+        lambda: dc.GradientAverager(mlp(), comm_dtype=torch.int8),
+        TypeError,
+        "comm_dtype: got torch.int8, expected",
+    ),
+    (
+        lambda: dc.GradientAverager(mlp(), "gloo"),
+        TypeError,
+        "group: got str, expected None, a torch",
+    ),
+    (lambda: dc.GradientAverager([]), ValueError, "module_or_params: got nothing, expected at least one parameter"),
+    (lambda: dc.GradientAverager(3), TypeError, "module_or_params: got int, expected a module, parameters, or pairs"),
+    (lambda: dc.GradientAverager(torch.ones(2)), TypeError, "module_or_params: got Tensor, expected a module, param"),
+    (lambda: dc.GradientAverager([("a", 3)]), TypeError, "module_or_params: got ('a', 3), expected a module"),
+    (
+        lambda: dc.GradientAverager([torch.ones(2).int()]),
+        ValueError,
+        "module_or_params: got 0, which is of",
+    ),
+    (
+        lambda: dc.GradientAverager([torch.ones(2, requires_grad=True) * 2]),
+        ValueError,
+        "module_or_params: got 0, which is no leaf, expected leaf tensors",
+    ),
+    (
+        lambda: dc.GradientAverager([torch.ones(2)], broadcast_buffers=True),
+        TypeError,
+        "broadcast_buffers: got True, expected a module, which has buffers",
+    ),
+    (
+        lambda: weighted().set_weight(-1),
+        ValueError,
+        ".set_weight: weight: got -1, expected a finite number",
+    ),
+    (lambda: weighted().set_weight(float("nan")), ValueError, ".set_weight: weight: got nan, expected a finite number"),
+    (lambda: weighted().set_weight("3"), TypeError, ".set_weight: weight: got str, expected a number or a 0-d tensor"),
+    (
+        lambda: weighted().set_weight(torch.ones(2)),
+        ValueError,
+        ".set_weight: weight: got a tensor of (2,)",
+    ),
+    (
+        lambda: dc.GradientAverager(mlp()).set_weight(3),
+        ValueError,
+        '.set_weight: weight: got 3, expected none; say reduction="weighted"',
+    ),
+]
+
+
+def weighted():
+    return dc.GradientAverager(mlp(), reduction="weighted")
+
+
+@pytest.mark.parametrize(("call", "error", "text"), WRONG)
+def test_wrong_arguments(call, error, text):
+    with pytest.raises(error) as caught:
+        call()
+    message = str(caught.value)
+    assert message.startswith("GradientAverager")
+    assert text in message
+
+
+def test_a_graph_of_gradients_and_a_joint_world():
+    model = mlp()
+    dc.GradientAverager(model)
+    with pytest.raises(RuntimeError, match=r"part of a graph \(create_graph=True\).*dc.average_gradients"):
+        model(torch.ones(1, 5)).pow(2).sum().backward(create_graph=True)
+    with pytest.raises(RuntimeError, match=r"GradientAverager: group: got a joint world, expected ranks that call"):
+        simulate(lambda r: dc.GradientAverager(mlp()), range(2))
+
+
+def test_in_a_subgroup():
+    def body(r):
+        pair = new_group([0, 2])
+        if r == 1:
+            return None
+        model = made(mlp)
+        dc.GradientAverager(model, pair)
+        (model(torch.ones(1, 5, dtype=torch.double)).sum() * (r + 1)).backward()
+        return gradients(model)
+
+    model = made(mlp)
+    (model(torch.ones(1, 5, dtype=torch.double)).sum() * 2).backward()
+    for where in RUNS:
+        found = RUNS[where](body, range(3))
+        assert found[1] is None
+        same(found[0], gradients(model))
+        same(found[2], gradients(model))

@@ -1,0 +1,181 @@
+"""average_gradients and global_mean: averages that are functions, differentiable to any order."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+import diffcoll as dc
+from diffcoll.testing import simulate, spawn
+
+RUNS = {
+    "rules": partial(simulate, rules=True),
+    "gloo": spawn,
+    "mpi": partial(spawn, backend="mpi"),
+}
+SIZES = [4, 0, 3]
+
+
+def task(r):
+    g = torch.Generator().manual_seed(r)
+    return torch.randn(SIZES[r], 2, generator=g).double(), torch.randn(SIZES[r], generator=g).double()
+
+
+def start():
+    g = torch.Generator().manual_seed(9)
+    return [
+        torch.randn(2, generator=g).double().requires_grad_(),
+        torch.randn((), generator=g).double().requires_grad_(),
+    ]
+
+
+def predict(parameters, x):
+    w, b = parameters
+    return (x @ w + b).tanh()
+
+
+def sum_of_squares(parameters, x, t):
+    return (predict(parameters, x) - t).pow(2).sum()
+
+
+def adapted(parameters, gradients, lr=0.3):
+    return [p - lr * g for p, g in zip(parameters, gradients, strict=True)]
+
+
+@pytest.mark.parametrize("where", RUNS)
+def test_maml(where):
+    """An inner step with averaged gradients, an outer loss after it: second-order gradients are one process's."""
+
+    def body(r, op):
+        parameters = start()
+        x, t = task(r)
+        inner = sum_of_squares(parameters, x, t)
+        if op == "weighted":
+            inner = inner / len(x)  # NaN where there is nothing
+        gs = torch.autograd.grad(inner, parameters, create_graph=True)
+        if op == "weighted":
+            averaged = dc.average_gradients(dict(enumerate(gs)), weight=len(x))
+            gs = [averaged[k] for k in range(2)]
+        else:
+            gs = dc.average_gradients(gs, op)
+        outer = sum_of_squares(adapted(parameters, gs), x.flip(0), t)
+        outer.backward()
+        dc.GradientAverager(parameters, reduction="sum", hooks=False).synchronize()
+        return [p.grad for p in parameters]
+
+    def alone(op):
+        parameters = start()
+        x, t = (torch.cat(v) for v in zip(*[task(r) for r in range(3)], strict=True))
+        total = sum_of_squares(parameters, x, t) / {"mean": 3, "sum": 1, "weighted": sum(SIZES)}[op]
+        gs = torch.autograd.grad(total, parameters, create_graph=True)
+        flipped = torch.cat([task(r)[0].flip(0) for r in range(3)])
+        return torch.autograd.grad(sum_of_squares(adapted(parameters, gs), flipped, t), parameters)
+
+    ops = ["mean", "sum", "weighted"]
+    expected = [g for op in ops for g in alone(op)]
+    for of_rank in RUNS[where](lambda r: [g for op in ops for g in body(r, op)], range(3)):
+        for g, e in zip(of_rank, expected, strict=True):
+            assert (g - e).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("where", ["rules", "gloo"])
+def test_gradient_penalty(where):
+    """The square of the norm of the averaged gradient, as a part of every rank's loss."""
+
+    def body(r):
+        parameters = start()
+        x, t = task(r)
+        loss = sum_of_squares(parameters, x, t)
+        gs = dc.average_gradients(torch.autograd.grad(loss, parameters, create_graph=True), "sum")
+        penalty = sum(g.pow(2).sum() for g in gs)
+        (loss + penalty / 3).backward()  # every rank has it, so each takes its share
+        return dc.average_gradients([p.grad for p in parameters], "sum")
+
+    parameters = start()
+    loss = sum(sum_of_squares(parameters, *task(r)) for r in range(3))
+    gs = torch.autograd.grad(loss, parameters, create_graph=True)
+    expected = torch.autograd.grad(loss + sum(g.pow(2).sum() for g in gs), parameters)
+    for of_rank in RUNS[where](body, range(3)):
+        for g, e in zip(of_rank, expected, strict=True):
+            assert (g - e).abs().max() < 1e-10
+
+
+def test_dtypes_and_weights():
+    dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+
+    def body(r):
+        tree = {str(d): torch.full((3,), r + 1.0, dtype=d) * (1j if d.is_complex else 1) for d in dtypes}
+        tree["nan"] = torch.full((2,), math.nan if r == 1 else 4.0)
+        weighted = dc.average_gradients(tree, weight=[3, 0, torch.tensor(1.0)][r])
+        summed = dc.average_gradients((tree["torch.float32"],), "sum", weight=r)
+        nothing = dc.average_gradients(tree, weight=0)
+        return weighted, summed, nothing
+
+    for weighted, (summed,), nothing in spawn(body, range(3)):
+        for d in dtypes:
+            assert weighted[str(d)].dtype == d
+            assert torch.equal(weighted[str(d)], torch.full((3,), 1.5, dtype=d) * (1j if d.is_complex else 1))
+        assert weighted["nan"].tolist() == [4.0, 4.0]
+        assert summed.tolist() == [8.0] * 3
+        assert all(torch.equal(x, torch.zeros_like(x)) for x in nothing.values())
+
+
+def test_one_message_for_gradients_and_weight(monkeypatch):
+    def body(r):
+        x = torch.ones(3)
+        y = dc.average_gradients([x.requires_grad_(), x * 2], weight=r)[0]
+        names, node = [], y.grad_fn
+        todo, seen = [node], set()
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            names.append(node.name())
+            todo += [f for f, _ in node.next_functions]
+        return names
+
+    assert simulate(body, range(2), rules=True)[0].count("_ApplyBackward") == 1
+
+
+@pytest.mark.parametrize("where", RUNS)
+def test_global_mean(where):
+    def body(r):
+        loss = torch.tensor(float(r + 1), requires_grad=True)
+        means = [
+            dc.global_mean(loss),
+            dc.global_mean(r + 1, weight=r),
+            dc.global_mean(math.nan if r == 0 else 2.0 * r, weight=torch.tensor(min(r, 1))),
+            dc.global_mean(torch.tensor([1.0, 3.0], dtype=torch.bfloat16) * r),
+            dc.global_mean(3, weight=0),
+            dc.global_mean(torch.tensor(2 * r)),
+        ]
+        assert not means[0].requires_grad
+        return means
+
+    for means in RUNS[where](body, range(3)):
+        assert [m.tolist() for m in means[:4]] == [2.0, 8 / 3, 3.0, [1.0, 3.0]]
+        assert means[4].isnan()
+        assert means[5].item() == 2.0
+        assert [m.dtype for m in means[:4]] == [torch.float32, torch.float64, torch.float64, torch.float32]
+
+
+WRONG = [
+    (lambda: dc.average_gradients([torch.ones(1)], "max"), ValueError, "average_gradients: op: got 'max', expected"),
+    (lambda: dc.average_gradients(3), TypeError, "all_reduce: x: got int, expected a dense torch.Tensor"),
+    (lambda: dc.average_gradients([torch.ones(1), 3], weight=2), TypeError, "all_reduce: x[1]: got int, expected a de"),
+    (lambda: dc.average_gradients([torch.ones(1)], weight=-1), ValueError, "average_gradients: weight: got -1, expec"),
+    (lambda: dc.average_gradients([torch.ones(1)], weight="1"), TypeError, "average_gradients: weight: got str, expec"),
+    (lambda: dc.average_gradients([torch.ones(1)], group=1), TypeError, "all_reduce: group: got int, expected None"),
+    (lambda: dc.global_mean(1.0, torch.ones(2)), TypeError, "global_mean: weight: got Tensor, expected a number or a"),
+    (lambda: dc.global_mean(1.0, math.inf), ValueError, "global_mean: weight: got inf, expected a finite number from"),
+    (lambda: dc.global_mean("x"), TypeError, "global_mean: value: got str, expected a number or a tensor"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), WRONG)
+def test_wrong_arguments(call, error, text):
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value).startswith(text)
