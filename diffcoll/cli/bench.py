@@ -22,9 +22,10 @@ from rich.table import Table
 from torch import Tensor
 
 import diffcoll
+from diffcoll.cli import training
 from diffcoll.cli.competitors import SYSTEMS
 from diffcoll.cli.launch import ENGINES, gloo_beside_mpi
-from diffcoll.cli.report import wide_console
+from diffcoll.cli.report import memory_of_process, wide_console
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.engines.local import LocalEngine
 from diffcoll.testing.cases import Case, median
@@ -42,7 +43,7 @@ OPS: dict[str, tuple[Any, ...]] = {
     "all_reduce": ("sum", "mean", "product", "max", "logsumexp", median),
     "reduce_scatter": ("sum", "product", "max"),
 }
-MORE = ("trees", "overlap")
+MORE = ("trees", "overlap", "averager")
 Steps = dict[str, Callable[[], object]]
 
 
@@ -50,16 +51,17 @@ def add_to(commands: Any) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser("bench", help="time, bytes and memory of forward + backward beside PyTorch's own")
     known = (*COLLECTIVES, *MORE)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to measure: {', '.join(known)}; else all")
     parser.add_argument("--engine", choices=ENGINES, default="torch", help="mpi: ours on MPI, beside all of it on gloo")
     parser.add_argument("--world-size", type=int, default=2, metavar="N")
-    parser.add_argument("--only", default="", metavar="NAMES", help=f"of {', '.join(known)}")
+    parser.add_argument("--only", default="", metavar="NAMES", help="the same, with commas")
     parser.add_argument("--rounds", type=int, default=15)
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
     known = (*COLLECTIVES, *MORE)
-    names = [name for name in options.only.split(",") if name] or list(known)
+    names = options.names + [name for name in options.only.split(",") if name] or list(known)
     unknown = [name for name in names if name not in known]
     if unknown:
         raise SystemExit(f"diffcoll bench: --only: got {unknown[0]!r}, expected names of {', '.join(known)}")
@@ -70,6 +72,8 @@ def _run(options: argparse.Namespace) -> int:
         console.print(bench.ratios("200 tensors of 327 float32 in one call", _trees))
     if "overlap" in names:
         console.print(bench.ratios("all_reduce of 16 MB, and as much work beside it", _overlap))
+    if "averager" in names:
+        console.print(training.table(bench.n, bench.rounds, bench.engine, bench.times))
     return 0
 
 
@@ -250,10 +254,10 @@ def peak_memory(case: Case) -> float:
         x = case.x(r, 0).requires_grad_()
         dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")  # start the peak anew
-        before = _memory("VmRSS")
+        before = memory_of_process("VmRSS")
         y = case.call(x, r)
         torch.autograd.grad(y, x, torch.ones(()).expand(y.shape))
-        above: float = _memory("VmHWM") - before - y.numel() * y.element_size()
+        above: float = memory_of_process("VmHWM") - before - y.numel() * y.element_size()
         return above
 
     found: list[float] = spawn(body, range(case.size), timeout=120)
@@ -263,12 +267,6 @@ def peak_memory(case: Case) -> float:
 def _step(case: Case, rank: int) -> None:
     x = case.x(rank, 0).requires_grad_()
     torch.autograd.grad(case.call(x, rank).sum(), x)
-
-
-def _memory(key: str) -> float:
-    """Return one of this process's memory counts, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith(key))
 
 
 # ── trees and overlap ────────────────────────────────────────────────────────────────────────────────────

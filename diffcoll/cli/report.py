@@ -6,6 +6,7 @@ import html
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -16,7 +17,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from diffcoll.cli.verify import Outcome, Row, Training
 
-__all__ = ["page", "progress", "show", "wide_console"]
+__all__ = ["memory_of_process", "page", "progress", "show", "wide_console"]
 
 #: Above this an error is a wrong number, not rounding.
 WRONG = 1e-6
@@ -218,3 +219,9 @@ def _chart(curves: dict[str, list[float]]) -> str:
     axis = f'<path d="M{left} 5V{height - bottom + 5}H{width}" fill="none" stroke="currentColor" opacity=".4"/>'
     labels = f'<text x="0" y="14">{top:.1f}</text><text x="{left}" y="{height - 6}">step 0</text>'
     return f'<svg viewBox="0 0 {width} {height}">{axis}{labels}{"".join(lines)}</svg>'
+
+
+def memory_of_process(key: str) -> float:
+    """Return one of this process's memory counts, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith(key))

@@ -1,0 +1,135 @@
+"""`diffcoll bench averager`: a step of training with GradientAverager, beside DistributedDataParallel and alone."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import diffcoll
+from diffcoll.cli.launch import gloo_beside_mpi
+from diffcoll.cli.report import memory_of_process
+from diffcoll.testing.spawn import spawn
+
+__all__ = ["MODELS", "SYSTEMS", "memory", "table"]
+
+Step = Callable[[], object]
+
+
+class _Many(nn.Module):
+    """Many small parameters: 120 residual layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(120)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def _few() -> nn.Module:
+    """Few large parameters."""
+    return nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024), nn.ReLU(), nn.Linear(1024, 1024))
+
+
+def _transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+
+#: The models, and the shape of a rank's batch.
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "many small": (_Many, (32, 64)),
+    "few large": (_few, (64, 1024)),
+    "transformer": (_transformer, (8, 32, 256)),
+}
+
+LOCAL, OURS, OURS_ON_MPI = "local", "diffcoll", "diffcoll on MPI"
+SYSTEMS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    LOCAL: lambda model: model,
+    "DDP": DistributedDataParallel,
+    "DDP, bucket views, static": lambda m: DistributedDataParallel(m, gradient_as_bucket_view=True, static_graph=True),
+    OURS: lambda model: _attached(model, dist.group.WORLD),
+    OURS_ON_MPI: lambda model: _attached(model, None),
+}
+
+
+def _attached(model: nn.Module, group: Any) -> nn.Module:
+    diffcoll.GradientAverager(model, group)
+    return model
+
+
+def _step(make: Callable[[], nn.Module], shape: tuple[int, ...], system: str, rank: int) -> Step:
+    torch.manual_seed(0)
+    model = make()
+    call = SYSTEMS[system](model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        call(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def _steps(make: Callable[[], nn.Module], shape: tuple[int, ...], systems: list[str], rank: int) -> dict[str, Step]:
+    return {system: _step(make, shape, system, rank) for system in systems}
+
+
+def memory(model: str, system: str, n: int, engine: str) -> float:
+    """Return the peak memory of a process in its steps, in MB above that before there is a model; the largest."""
+    make, shape = MODELS[model]
+
+    def body(rank: int) -> float:
+        if engine == "mpi":
+            gloo_beside_mpi()
+        before: float = memory_of_process("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # start the peak anew
+        step = _step(make, shape, system, rank)
+        for _ in range(5):
+            step()
+        return (memory_of_process("VmHWM") - before) / 2**20
+
+    found: list[float] = spawn(body, range(n), backend="mpi" if engine == "mpi" else "gloo", timeout=120)
+    return max(found)
+
+
+def table(n: int, rounds: int, engine: str, times: Callable[..., Any]) -> Table:
+    """A row for each model and system, and the geometric means of the ratios to the better DDP."""
+    systems = [s for s in SYSTEMS if s != OURS_ON_MPI or engine == "mpi"]
+    grid = Table(title=f"a step of training, float32, N = {n}: median ms; gloo, unless it says MPI")
+    columns = ("model", "way", "ms", "to the better DDP", "exposed communication, ms", "peak memory, MB")
+    for column in columns:
+        grid.add_column(column)
+    ratios: dict[str, list[float]] = {OURS: [], OURS_ON_MPI: []}
+    for model in MODELS:
+        make, shape = MODELS[model]
+        found = times(partial(_steps, make, shape, systems), rounds)  # by turns, in one run
+        better = min(value for name, value in found.items() if name.startswith("DDP"))
+        for name, value in found.items():
+            if name in ratios:
+                ratios[name].append(value / better)
+            exposed = "" if name == LOCAL else f"{value - found[LOCAL]:.1f}"
+            peak = f"{memory(model, name, n, engine):.0f}"
+            grid.add_row(model, name, f"{value:.1f}", f"{value / better:.2f}×", exposed, peak)
+        grid.add_section()
+    for name, values in ratios.items():
+        if values:
+            mean = math.exp(sum(map(math.log, values)) / len(values))
+            grid.add_row("geometric mean", name, "", f"{mean:.2f}×", "", "")
+    return grid
