@@ -1,10 +1,9 @@
 """Gradients of a model that every rank holds, averaged over the ranks while backward runs.
 
-A parameter's hook says that its gradient is there. Gradients lie side by side in buckets, in the order in which they
-come; a bucket whose last gradient is there is reduced at once, in place, in the same order on every rank. A callback
-at the end of backward sends what is left, waits, and divides. What a rank did not use is zero in its bucket, and at the
-end of each bucket stands who has used what. The buckets travel in a twin of the group, so they never meet others'
-messages.
+A parameter's hook says that its gradient is there. Gradients travel in buckets, in the order in which they come; a
+bucket whose last gradient is there is reduced at once, in place, in the same order on every rank. A callback at the end
+of backward sends what is left, waits, and divides. What a rank did not use is zero in its bucket, and at the end of the
+last bucket stands who has used what. The buckets travel in a twin of the group, so they never meet others' messages.
 
 note  notes/averaging.md, notes/when-gradients-synchronize.md
 """
@@ -15,7 +14,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from diffcoll._torch import after_backward, backward_at_work, is_backward_nested, nodes_after_nested_backward
 from diffcoll.averaging import agree_on_parameters, broadcast_from_first
-from diffcoll.engines.engine import Engine, Wait, done
+from diffcoll.buckets import Bucket, Parameter, cut
+from diffcoll.engines.engine import done
 from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, message
 from diffcoll.groups import resolve
 
@@ -32,59 +32,9 @@ __all__ = ["GradientAverager"]
 Batch = TypeVar("Batch")
 Reduction = Literal["mean", "sum", "weighted"]
 
-#: The first bucket is small, so that something is on its way soon.
-FIRST_MB = 1.0
 _NAME = "GradientAverager"
-
-
-class _Parameter:
-    """One parameter: where its gradient lies, and what has become of it in this step."""
-
-    def __init__(self, name: str, tensor: nn.Parameter) -> None:
-        self.name = name
-        self.tensor = tensor
-        self.hooks: list[Any] = []
-        self.node: Any = None  # what accumulates its gradient, kept alive for its hook
-        self.bucket: _Bucket
-        self.place: Tensor  # in the bucket
-        self.view: Tensor | None = None  # the same, where it can be the gradient: unless the bucket has another dtype
-        self.turn = -1  # of the backward in which its gradient came last
-        self.reduced: Tensor | None = None  # its gradient, if that has been reduced
-        self.kept: Tensor | None = None  # a reduced gradient to which this step's is to be added
-
-
-class _Bucket:
-    """Gradients that travel in one message, and after them who has used what, and numbers of the averager's."""
-
-    def __init__(
-        self, parameters: list[_Parameter], dtype: torch.dtype, device: torch.device, extra: int, engine: Engine
-    ) -> None:
-        self.parameters = parameters
-        self.pending = 0
-        self.started = False
-        self.wait: Wait = done
-        # Complex numbers lie in complex memory, or, travelling in another dtype, as pairs in real memory.
-        parts = [_as(dtype, p.tensor.detach()) for p in parameters]
-        sizes = [part.numel() for part in parts]
-        self.used = [True] * len(parameters)
-        memory = torch.empty(sum(sizes) + len(parameters) + extra, dtype=dtype, device=device)
-        self.row = torch.view_as_real(memory).view(-1) if dtype.is_complex else memory  # what is reduced
-        body, self.flags, self.extra = memory.split_with_sizes([sum(sizes), len(parameters), extra])
-        self.body = body
-        self.overlaps = engine.overlaps(self.row)
-        for p, part, place in zip(parameters, parts, body.split_with_sizes(sizes), strict=True):
-            p.bucket = self
-            p.place = _laid_out(place, part)
-            p.view = p.place if p.tensor.dtype == dtype else None
-
-    @property
-    def ready(self) -> bool:
-        """Whether all its gradients are there, and it can travel while backward goes on."""
-        return self.pending == 0 and self.overlaps
-
-    def __str__(self) -> str:
-        names = [p.name for p in self.parameters]
-        return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}, {len(names)} parameters"
+#: Numbers behind the gradients: for each parameter, whether it was used; NaN from a rank that failed; two weights.
+EXTRA = 3
 
 
 class GradientAverager:
@@ -158,11 +108,10 @@ class GradientAverager:
             broadcast_from_first(list(module_or_params.buffers()), group)
         self._engine = engine.twin() if engine.size > 1 else engine
         self._reduction, self._bytes, self._dtype, self._hooks = reduction, bucket_mb * 2**20, comm_dtype, hooks
-        self._parameters = [_Parameter(name, cast("nn.Parameter", p)) for name, p in named]
-        self._buckets: list[_Bucket] = []
+        self._parameters = [Parameter(name, p) for name, p in named]
+        self._buckets: list[Bucket] = []
         self._order = list(reversed(range(len(named))))  # in which gradients are expected
         self._seen: list[int] | None = []  # in which they came, until the ranks have agreed on that
-        self._control: _Bucket  # carries the weights
         self._paused = 0
         # A backward that runs: its number and those within it, what to send next, whether its end is awaited.
         self._turn = 0
@@ -288,20 +237,20 @@ class GradientAverager:
 
     # ── hooks ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _attach(self, i: int, p: _Parameter) -> None:
+    def _attach(self, i: int, p: Parameter) -> None:
         if p.tensor.requires_grad and not p.hooks:
             p.hooks.append(p.tensor.register_post_accumulate_grad_hook(_weakly(self._has_come, i)))  # type: ignore[no-untyped-call]
             if self._reduction != "mean" or self._ran_out:
                 self._attach_before(p)
 
-    def _attach_before(self, *some: _Parameter) -> None:
+    def _attach_before(self, *some: Parameter) -> None:
         """Hook in where gradients are accumulated: a hook of the tensor would also see torch.autograd.grad."""
         for p in some or self._parameters:
             if p.hooks and p.node is None:
                 p.node = get_gradient_edge(p.tensor).node
                 p.hooks.append(p.node.register_prehook(_weakly(self._comes, p)))
 
-    def _comes(self, p: _Parameter, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+    def _comes(self, p: Parameter, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         """A gradient is about to be added to what is there: weigh it, and put aside what has been reduced."""
         if p.reduced is not None:
             if p.reduced is p.tensor.grad and self._reduction != "mean":
@@ -325,9 +274,9 @@ class GradientAverager:
             return (torch.where(weight == 0, 0.0, g * weight.to(g.dtype)),)
         return (g * weight if weight else torch.zeros_like(g),)
 
-    def _put_aside(self, p: _Parameter) -> None:
+    def _put_aside(self, p: Parameter) -> None:
         assert p.tensor.grad is not None
-        p.kept = p.tensor.grad.clone() if p.kept is None else p.kept.add_(p.tensor.grad)
+        p.kept = p.tensor.grad.clone()
         p.tensor.grad = None
 
     def _has_come(self, i: int, tensor: Tensor) -> None:
@@ -338,16 +287,18 @@ class GradientAverager:
         task = backward_at_work()
         if task not in self._tasks:
             self._enter(task)
-        if p.turn == self._turn and not p.bucket.started:
-            return
-        if p.bucket.started:
+        if p.turn == self._turn and not p.is_put:
+            return  # by way of an inner backward
+        if p.is_put:
             raise RuntimeError(
-                f"{_NAME}: {p.name}: a second gradient in one backward, after its bucket was sent; checkpoints with "
+                f"{_NAME}: {p.name}: a second gradient in one backward, after the first was taken; checkpoints with "
                 "use_reentrant=True share it: use use_reentrant=False, or no_sync() and synchronize()"
             )
         p.turn = self._turn
         if self._seen is not None:
             self._seen.append(i)
+        if not self._nested:
+            self._put(p)  # while it is in the cache, and before the next one needs memory
         bucket = p.bucket
         bucket.pending -= 1
         if bucket.pending == 0 and not self._nested:
@@ -397,7 +348,10 @@ class GradientAverager:
         self._next = 0
         self._awaited = self._nested = False
         if not self._buckets:
-            self._buckets = self._laid_out()
+            order = [self._parameters[i] for i in self._order]
+            self._buckets = cut(order, self._bytes, self._dtype, self._engine, len(order) + EXTRA)
+        for p in self._parameters:
+            p.is_put = False
         for i, p in enumerate(self._parameters if self._hooks else ()):
             if not p.hooks:
                 self._attach(i, p)
@@ -405,66 +359,41 @@ class GradientAverager:
             bucket.started = False
             bucket.pending = sum(p.tensor.requires_grad for p in bucket.parameters)
 
-    def _laid_out(self) -> list[_Bucket]:
-        """Cut the parameters into buckets, in the order in which their gradients are expected."""
-        cuts: list[tuple[list[_Parameter], torch.dtype, torch.device]] = []
-        filling: dict[tuple[torch.dtype, torch.device], tuple[list[_Parameter], float]] = {}
-        for i in self._order:
-            p = self._parameters[i]
-            dtype = p.tensor.dtype
-            if self._dtype is not None and self._dtype != dtype.to_real():
-                dtype = self._dtype
-            key = dtype, p.tensor.device
-            parameters, nbytes = filling.pop(key, ([], 0.0))
-            more = _as(dtype, p.tensor).numel() * dtype.itemsize
-            limit = self._bytes if cuts else min(FIRST_MB * 2**20, self._bytes)
-            if parameters and nbytes + more > limit:
-                cuts.append((parameters, *key))
-                parameters, nbytes = [], 0.0
-            filling[key] = ([*parameters, p], nbytes + more)
-        cuts += [(parameters, *key) for key, (parameters, _) in filling.items()]
-        fine = [k for k, (_, dtype, _) in enumerate(cuts) if torch.finfo(dtype).eps < 1e-6]
-        if not fine:  # a weight is no number of half precision: it goes by itself
-            cuts.append(([], torch.float32, cuts[0][2]))
-        control = fine[0] if fine else len(cuts) - 1
-        buckets = [_Bucket(*cut, extra=3 if k == control else 1, engine=self._engine) for k, cut in enumerate(cuts)]
-        self._control = buckets[control]
-        return sorted(buckets, key=lambda bucket: not bucket.overlaps)
-
     @torch.no_grad()
     def _send(self) -> None:
-        """Fill the next bucket and start to reduce it, in place."""
+        """Start to reduce the next bucket, in place."""
         bucket = self._buckets[self._next]
         self._next += 1
-        scale = self._scale()
-        for k, p in enumerate(bucket.parameters):
-            grad = p.tensor.grad
-            bucket.used[k] = grad is not None
-            if grad is None:
-                p.place.zero_()
-                continue
-            self._check(p, grad)
-            if p.reduced is grad and self._reduction != "mean":
-                self._put_aside(p)  # nothing new
-                p.place.zero_()
-            else:
-                _fill(p.place, _as(p.place.dtype, grad), scale)
-            if p.view is not None:
-                p.tensor.grad = p.view
-        bucket.flags.copy_(torch.tensor(bucket.used))
-        bucket.extra[0] = 0.0
-        if bucket is self._control:
-            bucket.extra[1] = self._total
-            bucket.extra[2] = float(self._took_part)
+        for p in bucket.parameters:
+            if not p.is_put:
+                self._put(p)
+        if bucket is self._buckets[-1]:
+            used = [p.is_used or p.kept is not None for p in self._parameters]
+            bucket.tail.copy_(torch.tensor([*used, 0.0, 0.0, self._took_part], dtype=torch.float64))
+            bucket.tail[-2] = self._total  # which may be a tensor elsewhere
         bucket.started = True
         self._start(bucket)
+
+    def _put(self, p: Parameter) -> None:
+        grad = p.tensor.grad
+        if grad is not None:
+            if grad.layout != torch.strided:
+                raise TypeError(f"{_NAME}: {p.name}: {_SPARSE}")
+            if grad.requires_grad:
+                raise RuntimeError(
+                    f"{_NAME}: {p.name}: its gradient is part of a graph (create_graph=True), which ends in a bucket; "
+                    "take torch.autograd.grad(…, create_graph=True) and dc.average_gradients, which is differentiable"
+                )
+            if p.reduced is grad and self._reduction != "mean":  # nothing came
+                self._put_aside(p)
+        p.put(self._scale())
 
     def _scale(self) -> float:
         if not self._took_part:
             return 0.0
         return 1 / self._engine.size if self._reduction == "mean" and not self._joining else 1.0
 
-    def _start(self, bucket: _Bucket) -> None:
+    def _start(self, bucket: Bucket) -> None:
         engine = self._engine
         if engine.size == 1:
             return
@@ -494,35 +423,24 @@ class GradientAverager:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        _, weight, took_part = self._control.extra.real
-        for bucket in self._buckets:
-            if bucket.row.is_cpu and bucket.extra[0].isnan():
-                raise RuntimeError(
-                    f"{_NAME}: a rank has left this backward by an error, and its gradients are not there; "
-                    "look at the other ranks"
-                )
-        divisor = weight if self._reduction == "weighted" else took_part
+        tail = self._buckets[-1].tail.real
+        if tail.is_cpu and tail[-3].isnan():
+            raise RuntimeError(
+                f"{_NAME}: a rank has left this backward by an error, and its gradients are not there; "
+                "look at the other ranks"
+            )
         if self._reduction == "weighted" or (self._reduction == "mean" and self._joining):
+            divisor = tail[-2] if self._reduction == "weighted" else tail[-1]
             divisor = torch.where(divisor == 0, 1.0, divisor)
             for bucket in self._buckets:
                 bucket.body /= divisor.to(bucket.body)
-        for bucket in self._buckets:
-            used = bucket.used if all(bucket.used) else [flag != 0 for flag in bucket.flags.tolist()]
-            for p, by_anyone in zip(bucket.parameters, used, strict=True):
-                if by_anyone:
-                    self._hand_out(p)
-
-    def _hand_out(self, p: _Parameter) -> None:
-        """Put a reduced gradient where the user looks for it."""
-        if p.view is not None:
-            p.tensor.grad = p.view
-        else:
-            if p.tensor.grad is None:
-                p.tensor.grad = torch.empty_like(p.tensor)
-            _as(p.place.dtype, p.tensor.grad).copy_(p.place)
-        if p.kept is not None:
-            p.tensor.grad.add_(p.kept)
-        p.reduced = p.tensor.grad
+        used = None if all(p.is_used for p in self._parameters) else tail.tolist()
+        for i, p in enumerate(self._parameters):
+            if used is None or used[i]:
+                grad = p.take()
+                if p.kept is not None:
+                    grad.add_(p.kept)
+                p.reduced = grad
 
     def _agree_on_order(self) -> None:
         """After the first time, cut the buckets anew: in the order in which gradients came on rank 0."""
@@ -557,17 +475,8 @@ class GradientAverager:
             self._engine.all_reduce(count, count)()
         return int(count)
 
-    def _check(self, p: _Parameter, grad: Tensor) -> None:
-        if grad.layout != torch.strided:
-            raise TypeError(f"{_NAME}: {p.name}: {_SPARSE}")
-        if grad.requires_grad:
-            raise RuntimeError(
-                f"{_NAME}: {p.name}: its gradient is part of a graph (create_graph=True), which ends in a bucket; take "
-                "torch.autograd.grad(…, create_graph=True) and dc.average_gradients, which is differentiable"
-            )
-
     @contextlib.contextmanager
-    def _explaining(self, bucket: _Bucket) -> Iterator[None]:
+    def _explaining(self, bucket: Bucket) -> Iterator[None]:
         try:
             yield
         except CollectiveMismatchError:
@@ -629,28 +538,3 @@ def _named(given: Any) -> list[tuple[str, Tensor]]:
     if not named:
         raise ValueError(message(_NAME, "module_or_params", "nothing", "at least one parameter"))
     return named
-
-
-def _as(dtype: torch.dtype, x: Tensor) -> Tensor:
-    """Return x, complex numbers as pairs if dtype is real."""
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() and not dtype.is_complex else x
-
-
-def _laid_out(row: Tensor, like: Tensor) -> Tensor:
-    """Return a row of numbers in the shape of a tensor, and in its strides if they are those of channels_last."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if like.dim() in formats and like.is_contiguous(memory_format=formats[like.dim()]):
-        return row.as_strided(like.shape, like.stride(), row.storage_offset())
-    return row.view(like.shape)
-
-
-def _fill(place: Tensor, grad: Tensor, scale: float) -> None:
-    """place ← scale · grad."""
-    if scale == 0:
-        place.zero_()
-    elif place.dtype.itemsize > grad.dtype.itemsize:
-        place.copy_(grad).mul_(scale)
-    elif scale != 1:
-        torch.mul(grad, scale, out=place)
-    elif place.data_ptr() != grad.data_ptr():
-        place.copy_(grad)

@@ -1,0 +1,148 @@
+"""Where gradients lie while they travel: side by side, in the order in which they come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcoll.engines.engine import Engine, Wait, done
+
+__all__ = ["Bucket", "Parameter", "cut"]
+
+#: The first bucket is small, so that something is on its way soon.
+FIRST = 1 << 20
+
+
+class Parameter:
+    """One parameter, its place in a bucket, and what has become of its gradient in this step."""
+
+    bucket: Bucket
+    place: Tensor
+    #: Whether the place can be the gradient: not if it travels in another dtype.
+    shares: bool
+
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.hooks: list[Any] = []
+        self.node: Any = None  # what accumulates its gradient, kept alive for its hook
+        self.turn = -1  # of the backward in which its gradient came last
+        self.reduced: Tensor | None = None  # its gradient, if that has been reduced
+        self.kept: Tensor | None = None  # a reduced gradient to which this step's is to be added
+        self.is_put = self.is_used = False
+
+    def put(self, scale: float) -> None:
+        """Put scale times this rank's gradient in its place, which becomes the gradient; nothing is zero."""
+        grad, place = self.tensor.grad, self.place
+        self.is_put, self.is_used = True, grad is not None
+        if grad is None or scale == 0:
+            place.zero_()
+        elif not self.shares:
+            _scaled(_as(place.dtype, grad), scale, place)
+        elif grad is place:
+            if scale != 1:
+                place *= scale
+        elif scale == 1:
+            place.copy_(grad)
+        else:
+            torch.mul(grad, scale, out=place)
+        if self.is_used and self.shares:
+            self.tensor.grad = place
+
+    def take(self) -> Tensor:
+        """Make what lies in its place the gradient."""
+        if self.shares:
+            grad = self.place
+        else:
+            grad = torch.empty_like(self.tensor) if self.tensor.grad is None else self.tensor.grad
+            _as(self.place.dtype, grad).copy_(self.place)
+        self.tensor.grad = grad
+        return grad
+
+
+class Bucket:
+    """Gradients that travel in one message; behind them `tail` numbers more."""
+
+    def __init__(
+        self, parameters: list[Parameter], dtype: torch.dtype, device: torch.device, engine: Engine, tail: int = 0
+    ) -> None:
+        self.parameters = parameters
+        self.pending = 0
+        self.started = False
+        self.wait: Wait = done
+        # Complex numbers lie in complex memory, or, travelling in another dtype, as pairs in real memory.
+        parts = [_as(dtype, p.tensor.detach()) for p in parameters]
+        sizes = [part.numel() for part in parts]
+        memory = torch.empty(sum(sizes) + tail, dtype=dtype, device=device)
+        self.row = torch.view_as_real(memory).view(-1) if dtype.is_complex else memory  # what is reduced
+        self.overlaps = engine.overlaps(self.row)
+        self.body, self.tail = memory.split_with_sizes([sum(sizes), tail])
+        for p, part, place in zip(parameters, parts, self.body.split_with_sizes(sizes), strict=True):
+            p.bucket, p.place, p.shares = self, _laid_out(place, part), p.tensor.dtype == dtype
+
+    @property
+    def ready(self) -> bool:
+        """Whether all its gradients are there, and it can travel while backward goes on."""
+        return self.pending == 0 and self.overlaps
+
+    def __str__(self) -> str:
+        names = [p.name for p in self.parameters]
+        return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}, {len(names)} parameters"
+
+
+def cut(
+    order: list[Parameter], nbytes: float, comm_dtype: torch.dtype | None, engine: Engine, tail: int
+) -> list[Bucket]:
+    """Cut parameters into buckets of at most nbytes, in the order in which their gradients come.
+
+    Returns:
+        The buckets in the order in which they travel; the last one has room for `tail` numbers at its end.
+    """
+    made: list[tuple[list[Parameter], torch.dtype, torch.device]] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[Parameter], float]] = {}
+    for p in order:
+        dtype = p.tensor.dtype
+        if comm_dtype is not None and comm_dtype != dtype.to_real():
+            dtype = comm_dtype
+        key = dtype, p.tensor.device
+        parameters, before = filling.pop(key, ([], 0.0))
+        more = _as(dtype, p.tensor).numel() * dtype.itemsize
+        if parameters and before + more > (nbytes if made else min(FIRST, nbytes)):
+            made.append((parameters, *key))
+            parameters, before = [], 0.0
+        filling[key] = ([*parameters, p], before + more)
+    # The last one has the tail. A weight is no number of half precision, which is why that may go by itself.
+    rest = [(parameters, *key) for key, (parameters, _) in filling.items()]
+    end = next(
+        (r for r in reversed(rest) if torch.finfo(r[1]).eps < 1e-6), ([], torch.float32, order[-1].tensor.device)
+    )
+    buckets = [Bucket(*c, engine) for c in (*made, *(r for r in rest if r is not end))]
+    buckets.sort(key=lambda bucket: not bucket.overlaps)  # those that make the ranks wait go at the end of backward
+    return [*buckets, Bucket(*end, engine, tail)]
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether x fills a row of memory, in an order that all ranks know."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.is_contiguous() or (x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]))
+
+
+def _as(dtype: torch.dtype, x: Tensor) -> Tensor:
+    """Return x, complex numbers as pairs if dtype is real."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() and not dtype.is_complex else x
+
+
+def _laid_out(row: Tensor, like: Tensor) -> Tensor:
+    """Return a row of numbers in the shape of a tensor, and in its strides if it is dense."""
+    return row.as_strided(like.shape, like.stride(), row.storage_offset()) if _is_dense(like) else row.view(like.shape)
+
+
+def _scaled(x: Tensor, scale: float, out: Tensor) -> None:
+    """out ← scale · x, in the wider of their dtypes."""
+    if out.dtype.itemsize > x.dtype.itemsize or scale == 1:
+        out.copy_(x)
+        x = out
+    if scale != 1:
+        torch.mul(x, scale, out=out)
