@@ -100,7 +100,7 @@ def after_backward(do: Callable[[], None]) -> None:
 
 def backward_at_work() -> int:
     """Return the number of the backward that runs; one within another has its own."""
-    return int(torch._C._current_graph_task_id())
+    return torch._C._current_graph_task_id()
 
 
 def is_backward_nested() -> bool:

@@ -82,7 +82,7 @@ class GradientAverager:
         group: Any = None,
         *,
         reduction: Reduction = "mean",
-        bucket_mb: float = 8.0,
+        bucket_mb: float = 25.0,
         comm_dtype: torch.dtype | None = None,
         broadcast_parameters: bool = True,
         broadcast_buffers: bool = False,
@@ -108,7 +108,7 @@ class GradientAverager:
             broadcast_from_first(list(module_or_params.buffers()), group)
         self._engine = engine.twin() if engine.size > 1 else engine
         self._reduction, self._bytes, self._dtype, self._hooks = reduction, bucket_mb * 2**20, comm_dtype, hooks
-        self._parameters = [Parameter(name, p) for name, p in named]
+        self._parameters = [Parameter(i, *pair) for i, pair in enumerate(named)]
         self._buckets: list[Bucket] = []
         self._order = list(reversed(range(len(named))))  # in which gradients are expected
         self._seen: list[int] | None = []  # in which they came, until the ranks have agreed on that
@@ -131,8 +131,8 @@ class GradientAverager:
         )
         _alive[id(self)] = self
         if hooks:
-            for i, p in enumerate(self._parameters):
-                self._attach(i, p)
+            for p in self._parameters:
+                self._attach(p)
 
     # ── what the user calls ──────────────────────────────────────────────────────────────────────────────
 
@@ -237,9 +237,9 @@ class GradientAverager:
 
     # ── hooks ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _attach(self, i: int, p: Parameter) -> None:
+    def _attach(self, p: Parameter) -> None:
         if p.tensor.requires_grad and not p.hooks:
-            p.hooks.append(p.tensor.register_post_accumulate_grad_hook(_weakly(self._has_come, i)))  # type: ignore[no-untyped-call]
+            p.hooks.append(p.tensor.register_post_accumulate_grad_hook(_weakly(self._has_come, p)))  # type: ignore[no-untyped-call]
             if self._reduction != "mean" or self._ran_out:
                 self._attach_before(p)
 
@@ -279,29 +279,31 @@ class GradientAverager:
         p.kept = p.tensor.grad.clone()
         p.tensor.grad = None
 
-    def _has_come(self, i: int, tensor: Tensor) -> None:
+    def _has_come(self, p: Parameter, tensor: Tensor) -> None:
         """A gradient is there."""
         if self._paused:
             return
-        p = self._parameters[i]
         task = backward_at_work()
         if task not in self._tasks:
             self._enter(task)
-        if p.turn == self._turn and not p.is_put:
-            return  # by way of an inner backward
         if p.is_put:
             raise RuntimeError(
                 f"{_NAME}: {p.name}: a second gradient in one backward, after the first was taken; checkpoints with "
                 "use_reentrant=True share it: use use_reentrant=False, or no_sync() and synchronize()"
             )
+        if p.turn == self._turn:
+            return  # by way of an inner backward
         p.turn = self._turn
         if self._seen is not None:
-            self._seen.append(i)
-        if not self._nested:
-            self._put(p)  # while it is in the cache, and before the next one needs memory
+            self._seen.append(p.index)
         bucket = p.bucket
         bucket.pending -= 1
-        if bucket.pending == 0 and not self._nested:
+        if self._nested:
+            return
+        if not p.is_small:  # while it is in the cache, and before the next one needs memory
+            self._check(p)
+            p.put(self._scale())
+        if bucket.pending == 0:
             while self._next < len(self._buckets) and self._buckets[self._next].ready:
                 self._send()
 
@@ -348,13 +350,16 @@ class GradientAverager:
         self._next = 0
         self._awaited = self._nested = False
         if not self._buckets:
+            for p in self._parameters:  # before new buckets are made, the old ones go, unless gradients still lie there
+                if p.reduced is not p.tensor.grad:
+                    p.reduced = None
             order = [self._parameters[i] for i in self._order]
             self._buckets = cut(order, self._bytes, self._dtype, self._engine, len(order) + EXTRA)
         for p in self._parameters:
             p.is_put = False
-        for i, p in enumerate(self._parameters if self._hooks else ()):
+        for p in self._parameters if self._hooks else ():
             if not p.hooks:
-                self._attach(i, p)
+                self._attach(p)
         for bucket in self._buckets:
             bucket.started = False
             bucket.pending = sum(p.tensor.requires_grad for p in bucket.parameters)
@@ -364,9 +369,13 @@ class GradientAverager:
         """Start to reduce the next bucket, in place."""
         bucket = self._buckets[self._next]
         self._next += 1
-        for p in bucket.parameters:
+        unput = [p for p in bucket.parameters if not p.is_put]
+        for p in unput:
+            self._check(p)
+        bucket.put_small(self._scale())
+        for p in unput:
             if not p.is_put:
-                self._put(p)
+                p.put(self._scale())
         if bucket is self._buckets[-1]:
             used = [p.is_used or p.kept is not None for p in self._parameters]
             bucket.tail.copy_(torch.tensor([*used, 0.0, 0.0, self._took_part], dtype=torch.float64))
@@ -374,19 +383,20 @@ class GradientAverager:
         bucket.started = True
         self._start(bucket)
 
-    def _put(self, p: Parameter) -> None:
+    def _check(self, p: Parameter) -> None:
+        """Look at a gradient before it is put in its place."""
         grad = p.tensor.grad
-        if grad is not None:
-            if grad.layout != torch.strided:
-                raise TypeError(f"{_NAME}: {p.name}: {_SPARSE}")
-            if grad.requires_grad:
-                raise RuntimeError(
-                    f"{_NAME}: {p.name}: its gradient is part of a graph (create_graph=True), which ends in a bucket; "
-                    "take torch.autograd.grad(…, create_graph=True) and dc.average_gradients, which is differentiable"
-                )
-            if p.reduced is grad and self._reduction != "mean":  # nothing came
-                self._put_aside(p)
-        p.put(self._scale())
+        if grad is None:
+            return
+        if grad.layout != torch.strided:
+            raise TypeError(f"{_NAME}: {p.name}: {_SPARSE}")
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"{_NAME}: {p.name}: its gradient is part of a graph (create_graph=True), which ends in a bucket; "
+                "take torch.autograd.grad(…, create_graph=True) and dc.average_gradients, which is differentiable"
+            )
+        if p.reduced is grad and self._reduction != "mean":  # nothing came
+            self._put_aside(p)
 
     def _scale(self) -> float:
         if not self._took_part:
@@ -453,7 +463,9 @@ class GradientAverager:
             self._engine.operation, self._engine.later = _NAME, False
             self._engine.broadcast(order, 0)()
         if order.tolist() != self._order:
-            self._order, self._buckets = order.tolist(), []  # laid out when the next backward begins
+            self._order, self._buckets = order.tolist(), []  # cut when the next backward begins
+            for p in self._parameters:
+                del p.bucket, p.place
 
     def _give_up(self) -> None:
         """The backward before was left by an error: the other ranks wait for its buckets, and learn of it."""
@@ -500,14 +512,13 @@ class GradientAverager:
 _alive: dict[int, GradientAverager] = {}
 
 
-def _weakly(method: Callable[..., Any], first: Any) -> Callable[..., Any]:
-    """Return a hook that holds neither the averager nor what comes first."""
-    this = weakref.WeakMethod(method)
-    item: Callable[[], Any] = (lambda: first) if isinstance(first, int) else weakref.ref(first)
+def _weakly(method: Callable[..., Any], p: Parameter) -> Callable[..., Any]:
+    """Return a hook of p that holds neither the averager nor p."""
+    averager, parameter, call = weakref.ref(method.__self__), weakref.ref(p), method.__func__  # type: ignore[attr-defined]
 
-    def hook(*arguments: Any) -> Any:
-        alive = this()
-        return None if alive is None else alive(item(), *arguments)
+    def hook(given: Any) -> Any:
+        alive = averager()
+        return None if alive is None else call(alive, parameter(), given)
 
     return hook
 

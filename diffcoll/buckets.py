@@ -13,6 +13,8 @@ __all__ = ["Bucket", "Parameter", "cut"]
 
 #: The first bucket is small, so that something is on its way soon.
 FIRST = 1 << 20
+#: Gradients of fewer bytes are put in their places all at once: they are many, and calls take longer than copies.
+SMALL = 64 << 10
 
 
 class Parameter:
@@ -22,8 +24,11 @@ class Parameter:
     place: Tensor
     #: Whether the place can be the gradient: not if it travels in another dtype.
     shares: bool
+    #: Whether it is put in its place together with others.
+    is_small: bool
 
-    def __init__(self, name: str, tensor: Tensor) -> None:
+    def __init__(self, index: int, name: str, tensor: Tensor) -> None:
+        self.index = index
         self.name = name
         self.tensor = tensor
         self.hooks: list[Any] = []
@@ -72,13 +77,18 @@ class Bucket:
         self.pending = 0
         self.started = False
         self.wait: Wait = done
-        # Complex numbers lie in complex memory, or, travelling in another dtype, as pairs in real memory.
+        # Small ones first. Complex numbers that travel in another dtype lie as pairs of real ones.
+        for p in parameters:
+            p.is_small = p.tensor.dtype == dtype and p.tensor.nbytes < SMALL and p.tensor.is_contiguous()
+        parameters = sorted(parameters, key=lambda p: not p.is_small)
+        self._small = [p for p in parameters if p.is_small]
         parts = [_as(dtype, p.tensor.detach()) for p in parameters]
         sizes = [part.numel() for part in parts]
         memory = torch.empty(sum(sizes) + tail, dtype=dtype, device=device)
         self.row = torch.view_as_real(memory).view(-1) if dtype.is_complex else memory  # what is reduced
         self.overlaps = engine.overlaps(self.row)
         self.body, self.tail = memory.split_with_sizes([sum(sizes), tail])
+        self._row_of_small = memory[: sum(sizes[: len(self._small)])]
         for p, part, place in zip(parameters, parts, self.body.split_with_sizes(sizes), strict=True):
             p.bucket, p.place, p.shares = self, _laid_out(place, part), p.tensor.dtype == dtype
 
@@ -86,6 +96,21 @@ class Bucket:
     def ready(self) -> bool:
         """Whether all its gradients are there, and it can travel while backward goes on."""
         return self.pending == 0 and self.overlaps
+
+    def put_small(self, scale: float) -> None:
+        """Put small gradients in their places at once, if all are there, and lie elsewhere as they lie here."""
+        grads = [p.tensor.grad for p in self._small]
+        if scale == 0 or not grads:
+            return
+        for p, grad in zip(self._small, grads, strict=True):
+            if p.is_put or grad is None or grad is p.place or not grad.is_contiguous() or grad.is_conj():
+                return
+        torch.cat([grad.view(-1) for grad in grads], out=self._row_of_small)  # type: ignore[union-attr]
+        if scale != 1:
+            self._row_of_small *= scale
+        for p in self._small:
+            p.is_put = p.is_used = True
+            p.tensor.grad = p.place
 
     def __str__(self) -> str:
         names = [p.name for p in self.parameters]

@@ -55,6 +55,7 @@ class C10dEngine(MessageEngine):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(rank=dist.get_rank(group), size=dist.get_world_size(group))
         self._group = weakref.ref(group)
+        self._ends = False  # whether it may be destroyed
         self.key = group.group_name
         # {"cpu": "gloo", "cuda": "nccl"}, from the public "cpu:gloo,cuda:nccl"
         pairs = (p.split(":") for p in dist.get_backend_config(group).split(","))
@@ -99,15 +100,23 @@ class C10dEngine(MessageEngine):
         # What a group was made with, it does not say in public.
         timeout = group._get_backend(torch.device(next(iter(self.backends)))).options._timeout
         ranks = dist.get_process_group_ranks(group)
-        return C10dEngine(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
+        whole = len(ranks) == dist.get_world_size()  # else the others do not call it
+        twin = C10dEngine(dist.new_group(ranks, timeout, backend, use_local_synchronization=not whole))
+        twin._ends = whole
+        word = torch.zeros(1, device=twin.control_device)
+        twin.all_reduce(word, word)()  # else a rank may leave the group while another has yet to connect
+        return twin
 
     def overlaps(self, x: Tensor) -> bool:
         """See `Engine.overlaps`."""
         return self._runs_natively("all_reduce", x, adds=True)
 
     def close(self) -> None:
-        """See `Engine.close`."""
-        if not self.ended:
+        """See `Engine.close`. A group that some ranks made by themselves stays.
+
+        torch names it after its ranks, and the next one of the same ranks would find the addresses of this one.
+        """
+        if self._ends and not self.ended:
             dist.destroy_process_group(self.group)
 
     def absent(self) -> list[int]:

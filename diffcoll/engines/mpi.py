@@ -28,6 +28,9 @@ __all__ = ["MpiEngine", "engine_named", "engine_of"]
 
 #: MPI counts in ints of 32 bits; what is larger goes in pieces of this many bytes, on every rank the same.
 PIECE = 1 << 30
+#: What is added up in blocking calls goes in pieces of this many bytes, which stay in the caches: on two ranks of one
+#: host 12 MB in place took 0.77 times, 25 MB 0.74 times as long as in one call.
+ADDED = 1 << 20
 
 #: MPI's names for what it adds up itself. It has none for half precision, which the defaults of `Engine` add up in
 #: float32, at the price of the same number of bytes.
@@ -117,7 +120,8 @@ class MpiEngine(MessageEngine):
         if not x.is_contiguous():
             x = y.copy_(x)
         calls: list[tuple[Any, Any]] = []
-        for a, b in zip(self._pieces(x), self._pieces(y), strict=True):
+        size = PIECE if self.later else min(ADDED, PIECE)
+        for a, b in zip(self._pieces(x, size), self._pieces(y, size), strict=True):
             calls.append((self._mpi.IN_PLACE if x is y else [a, kind], [b, kind]))
         return self._do("Allreduce", calls, [x, y])
 
@@ -157,14 +161,15 @@ class MpiEngine(MessageEngine):
             call(*arguments)
         return done
 
-    def _pieces(self, x: Tensor) -> list[Any]:
-        """The memory of a contiguous tensor as mpi4py takes it, in pieces that MPI can count."""
+    def _pieces(self, x: Tensor, size: int = 0) -> list[Any]:
+        """The memory of a contiguous tensor as mpi4py takes it, in pieces of a size that MPI can count."""
+        size = size or PIECE
         if not x.is_cpu:  # MPI reads it outside of PyTorch's streams
             torch.cuda.current_stream(x.device).synchronize()
         at, here, nbytes = self._mpi.buffer.fromaddress, x.data_ptr(), x.nbytes
-        if 0 < nbytes <= PIECE:
+        if 0 < nbytes <= size:
             return [at(here, nbytes)]
-        return [at(here + i, min(PIECE, nbytes - i)) for i in range(0, nbytes, PIECE)]
+        return [at(here + i, min(size, nbytes - i)) for i in range(0, nbytes, size)]
 
 
 def _mpi() -> Any:

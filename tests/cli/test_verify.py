@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import diffcoll
-from diffcoll.cli import bench, competitors, main, verify
+from diffcoll.cli import bench, competitors, main, training, verify
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.testing import cases
 from diffcoll.testing.processes import Launched
@@ -143,10 +144,13 @@ def test_on_mpi(tmp_path):
 @pytest.mark.parametrize("engine", [[], ["--engine", "mpi"]], ids=["gloo", "mpi"])
 def test_bench(capsys, monkeypatch, engine):
     monkeypatch.setattr(bench, "SIZES", {"1 MB": 1 << 18})
-    assert main(["bench", *engine, "--only", "all_gather,trees,overlap", "--rounds", "2"]) == 0
+    monkeypatch.setattr(training, "MODELS", {"tiny": (lambda: torch.nn.Linear(3, 3), (2, 3))})
+    assert main(["bench", "averager", *engine, "--only", "all_gather,trees,overlap", "--rounds", "2"]) == 0
     printed = capsys.readouterr().out
     assert "diffcoll.all_reduce(list)" in printed
     assert "async_op=True" in printed
+    assert "DDP, bucket views, static" in printed
+    assert printed.count("geometric mean") == (2 if engine else 1)
     assert ("diffcoll on MPI" in printed) == ("diffcoll on gloo" in printed) == bool(engine)
     assert "1 MB" in printed
     assert "×" in printed
