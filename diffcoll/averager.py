@@ -55,7 +55,8 @@ class GradientAverager:
 
     A parameter that this rank's loss does not use counts as zero; one that no rank has used keeps `grad is None`. So
     ranks may use different ones. At least one must be used on every rank that calls backward, and every rank must call
-    it. Parameters may be frozen and unfrozen at any time; a gradient that is there before backward is added to.
+    it. Parameters may be frozen and unfrozen at any time, on all ranks alike; what is frozen is not sent. Gradients
+    that are there before backward are added to.
 
     Args:
         module_or_params: an `nn.Module`, parameters, or pairs (name, parameter); the same on all ranks in number,
@@ -109,6 +110,7 @@ class GradientAverager:
         self._engine = engine.twin() if engine.size > 1 else engine
         self._reduction, self._bytes, self._dtype, self._hooks = reduction, bucket_mb * 2**20, comm_dtype, hooks
         self._parameters = [Parameter(i, *pair) for i, pair in enumerate(named)]
+        self._live: list[Parameter] = []  # those that are not frozen, in the order of the buckets
         self._buckets: list[Bucket] = []
         self._order = list(reversed(range(len(named))))  # in which gradients are expected
         self._seen: list[int] | None = []  # in which they came, until the ranks have agreed on that
@@ -129,16 +131,16 @@ class GradientAverager:
         self._owner = weakref.finalize(
             module_or_params if isinstance(module_or_params, nn.Module) else named[0][1], _alive.pop, id(self), None
         )
+        self._owner.atexit = False
         _alive[id(self)] = self
-        if hooks:
-            for p in self._parameters:
-                self._attach(p)
+        self._attach_all()
 
     # ── what the user calls ──────────────────────────────────────────────────────────────────────────────
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank only; the next backward outside sends them too."""
+        self._attach_all()
         self._paused += 1
         try:
             yield
@@ -168,6 +170,7 @@ class GradientAverager:
             raise TypeError(message(name, "weight", type(weight).__name__, "a number or a 0-d tensor"))
         elif not 0 <= weight < math.inf:
             raise ValueError(message(name, "weight", repr(weight), "a finite number from zero up"))
+        self._attach_all()
         if self._weighed_at != self._reductions:
             self._total, self._weighed_at = 0.0, self._reductions
         self._weight = 0.0 if self._ran_out else weight
@@ -179,6 +182,8 @@ class GradientAverager:
         After backward under `no_sync`, or with `hooks=False`. What has been reduced before and not been added to since
         stays as it is.
         """
+        if self._tasks:
+            self._give_up()
         self._begin()
         self._reduce()
 
@@ -237,11 +242,14 @@ class GradientAverager:
 
     # ── hooks ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _attach(self, p: Parameter) -> None:
-        if p.tensor.requires_grad and not p.hooks:
-            p.hooks.append(p.tensor.register_post_accumulate_grad_hook(_weakly(self._has_come, p)))  # type: ignore[no-untyped-call]
-            if self._reduction != "mean" or self._ran_out:
-                self._attach_before(p)
+    def _attach_all(self) -> None:
+        """Hook in, also at what has been unfrozen since."""
+        for p in self._parameters if self._hooks else ():
+            if not p.hooks and p.tensor.requires_grad:
+                hook = _weakly(self._has_come, p)
+                p.hooks.append(p.tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                if self._reduction != "mean" or self._ran_out:
+                    self._attach_before(p)
 
     def _attach_before(self, *some: Parameter) -> None:
         """Hook in where gradients are accumulated: a hook of the tensor would also see torch.autograd.grad."""
@@ -349,20 +357,21 @@ class GradientAverager:
         self._turn += 1
         self._next = 0
         self._awaited = self._nested = False
-        if not self._buckets:
-            for p in self._parameters:  # before new buckets are made, the old ones go, unless gradients still lie there
+        self._attach_all()
+        live = [p for i in self._order if (p := self._parameters[i]).tensor.requires_grad]
+        if live != self._live or not self._buckets:
+            self._live, self._buckets = live, []
+            for p in self._parameters:  # old buckets go before new ones are made, unless gradients still lie there
+                p.__dict__.pop("bucket", None)
+                p.__dict__.pop("place", None)
                 if p.reduced is not p.tensor.grad:
                     p.reduced = None
-            order = [self._parameters[i] for i in self._order]
-            self._buckets = cut(order, self._bytes, self._dtype, self._engine, len(order) + EXTRA)
-        for p in self._parameters:
-            p.is_put = False
-        for p in self._parameters if self._hooks else ():
-            if not p.hooks:
-                self._attach(p)
+            self._buckets = cut(live, self._bytes, self._dtype, self._engine, len(live) + EXTRA)
         for bucket in self._buckets:
             bucket.started = False
-            bucket.pending = sum(p.tensor.requires_grad for p in bucket.parameters)
+            bucket.pending = len(bucket.parameters)
+        for p in live:
+            p.is_put = False
 
     @torch.no_grad()
     def _send(self) -> None:
@@ -377,7 +386,7 @@ class GradientAverager:
             if not p.is_put:
                 p.put(self._scale())
         if bucket is self._buckets[-1]:
-            used = [p.is_used or p.kept is not None for p in self._parameters]
+            used = [p.is_used or p.kept is not None for p in self._live]
             bucket.tail.copy_(torch.tensor([*used, 0.0, 0.0, self._took_part], dtype=torch.float64))
             bucket.tail[-2] = self._total  # which may be a tensor elsewhere
         bucket.started = True
@@ -444,8 +453,8 @@ class GradientAverager:
             divisor = torch.where(divisor == 0, 1.0, divisor)
             for bucket in self._buckets:
                 bucket.body /= divisor.to(bucket.body)
-        used = None if all(p.is_used for p in self._parameters) else tail.tolist()
-        for i, p in enumerate(self._parameters):
+        used = None if all(p.is_used for p in self._live) else tail.tolist()
+        for i, p in enumerate(self._live):
             if used is None or used[i]:
                 grad = p.take()
                 if p.kept is not None:
@@ -462,10 +471,7 @@ class GradientAverager:
         if self._engine.size > 1:
             self._engine.operation, self._engine.later = _NAME, False
             self._engine.broadcast(order, 0)()
-        if order.tolist() != self._order:
-            self._order, self._buckets = order.tolist(), []  # cut when the next backward begins
-            for p in self._parameters:
-                del p.bucket, p.place
+        self._order = order.tolist()
 
     def _give_up(self) -> None:
         """The backward before was left by an error: the other ranks wait for its buckets, and learn of it."""

@@ -11,8 +11,6 @@ from diffcoll.engines.engine import Engine, Wait, done
 
 __all__ = ["Bucket", "Parameter", "cut"]
 
-#: The first bucket is small, so that something is on its way soon.
-FIRST = 1 << 20
 #: Gradients of fewer bytes are put in their places all at once: they are many, and calls take longer than copies.
 SMALL = 64 << 10
 
@@ -134,15 +132,15 @@ def cut(
         key = dtype, p.tensor.device
         parameters, before = filling.pop(key, ([], 0.0))
         more = _as(dtype, p.tensor).numel() * dtype.itemsize
-        if parameters and before + more > (nbytes if made else min(FIRST, nbytes)):
+        if parameters and before + more > nbytes:
             made.append((parameters, *key))
             parameters, before = [], 0.0
         filling[key] = ([*parameters, p], before + more)
     # The last one has the tail. A weight is no number of half precision, which is why that may go by itself.
     rest = [(parameters, *key) for key, (parameters, _) in filling.items()]
-    end = next(
-        (r for r in reversed(rest) if torch.finfo(r[1]).eps < 1e-6), ([], torch.float32, order[-1].tensor.device)
-    )
+    device = order[-1].tensor.device if order else engine.control_device
+    alone: tuple[list[Parameter], torch.dtype, torch.device] = [], torch.float32, device
+    end = next((r for r in reversed(rest) if torch.finfo(r[1]).eps < 1e-6), alone)
     buckets = [Bucket(*c, engine) for c in (*made, *(r for r in rest if r is not end))]
     buckets.sort(key=lambda bucket: not bucket.overlaps)  # those that make the ranks wait go at the end of backward
     return [*buckets, Bucket(*end, engine, tail)]

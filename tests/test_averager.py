@@ -369,7 +369,7 @@ def test_frozen_shared_and_unfrozen_parameters():
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)).double()
         model[2].weight = model[0].weight
         model[1].requires_grad_(False)
-        dc.GradientAverager(model, bucket_mb=8e-5)
+        averager = dc.GradientAverager(model, bucket_mb=8e-5)
         found = []
         x = torch.full((2, 3), r + 1.0, dtype=torch.double)
         for k in range(5):
@@ -378,6 +378,8 @@ def test_frozen_shared_and_unfrozen_parameters():
             model[0].bias.requires_grad_(k != 3)
             model(x).pow(2).sum().backward()
             found.append(gradients(model))
+            sent = sum(bucket.body.numel() for bucket in averager._buckets)
+            assert sent == sum(p.numel() for p in model.parameters() if p.requires_grad)  # what is frozen is not sent
         return [g for of_step in found for g in of_step]
 
     found = each(body, 2, "gloo")[0]
@@ -413,6 +415,45 @@ def test_checkpoints(where, reentrant):
         return gradients(model)
 
     each(body, 2, where)
+
+
+def test_unfrozen_within_an_accumulation():
+    """Weighed from its first gradient on."""
+
+    def body(r):
+        a, b = (torch.ones(1, dtype=torch.double, requires_grad=k == 0) for k in range(2))
+        averager = dc.GradientAverager([a, b], reduction="weighted")
+        averager.set_weight(1)
+        (a + b).backward()
+        a.grad = None
+        b.requires_grad_()
+        for k, w in enumerate((3, 5)):
+            averager.set_weight(w)
+            with averager.no_sync():
+                ((a + b) * (k + 1)).backward()
+        averager.synchronize()
+        a.requires_grad_(False)
+        b.requires_grad_(False)
+        averager.synchronize()  # nothing is left
+        return [a.grad, b.grad]
+
+    assert each(body, 2, "gloo")[0] == [13 / 8, 13 / 8]
+
+
+def test_a_compiled_model():
+    def body(r):
+        model, plain = made(mlp), made(mlp)
+        dc.GradientAverager(model)
+        call = torch.compile(model, backend="aot_eager")
+        for _ in range(2):
+            model.zero_grad()
+            call(torch.full((2, 5), r + 1.0, dtype=torch.double)).sum().backward()
+        for s in range(2):
+            (plain(torch.full((2, 5), s + 1.0, dtype=torch.double)).sum() / 2).backward()
+        same(gradients(model), gradients(plain))
+        return gradients(model)
+
+    each(body, 2, "gloo")
 
 
 def test_checkpoints_that_share_a_parameter():
