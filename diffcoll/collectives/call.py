@@ -136,17 +136,17 @@ class Call:
 
     def reduce(self, f: Linear, x: Tensor, other: Callable[[Reducing], Steps]) -> Any:
         """Return f(x), f being the sum, or what `other` makes of a reduction that is not one, by the call's `op`."""
-        from diffcoll.collectives.reducing import Reducing  # it is made of collectives
-
         reduction, x = self._reduction(x)
-        self.agree()
         if self.engine.joint:
             self.x = x
             return self.submit(f, x)
-        if reduction.over is not None:
-            return self.submit(*other(Reducing(self.name, reduction, self.engine, x)))
         if reduction.name == "sum":
             return self.submit(f, x)
+        if reduction.over is not None:
+            from diffcoll.collectives.reducing import Reducing  # it is made of collectives
+
+            self.agree()
+            return self.submit(*other(Reducing(self.name, reduction, self.engine, x)))
         # The mean is the sum divided by N. In half precision the sum may overflow where the mean does not.
         wide = x.to(WIDER.get(x.dtype, x.dtype))
         return self.submit(f, wide, lambda y: y.div_(self.engine.size).to(x.dtype))
