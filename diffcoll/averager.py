@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from diffcoll import checks
 from diffcoll._torch import after_backward, backward_at_work, is_backward_nested, nodes_after_nested_backward
 from diffcoll.averaging import agree_on_parameters, broadcast_from_first
 from diffcoll.buckets import Bucket, Parameter, cut
@@ -311,7 +312,7 @@ class GradientAverager:
         if not p.is_small:  # while it is in the cache, and before the next one needs memory
             self._check(p)
             p.put(self._scale())
-        if bucket.pending == 0:
+        if bucket.pending == 0 and not checks.is_on():
             while self._next < len(self._buckets) and self._buckets[self._next].ready:
                 self._send()
 
@@ -357,6 +358,8 @@ class GradientAverager:
         self._turn += 1
         self._next = 0
         self._awaited = self._nested = False
+        if self._seen:
+            self._seen = []  # of a backward that was left by an error
         self._attach_all()
         live = [p for i in self._order if (p := self._parameters[i]).tensor.requires_grad]
         if live != self._live or not self._buckets:
@@ -423,6 +426,10 @@ class GradientAverager:
     def _reduce(self) -> None:
         """Send what has not been sent, wait for all, and make gradients of it."""
         try:
+            if checks.is_on() and self._engine.size > 1:
+                names = [p.name for p in self._live]
+                text = f"{_NAME}, {len(names)} parameters that are not frozen: {', '.join(names)}"
+                checks.compare(self._engine, (_NAME, names), text)
             while self._next < len(self._buckets):
                 self._send()
             for bucket in self._buckets:

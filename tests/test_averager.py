@@ -798,6 +798,33 @@ def test_a_backward_left_by_an_error():
     same(found[0], [torch.full((2,), 2.0 * (k + 1)) for k in range(5)])
 
 
+@pytest.mark.parametrize("where", ["rules", "gloo"])
+def test_check_mode_finds_what_one_rank_has_frozen(where):
+    def body(r):
+        model = made(mlp)
+        dc.GradientAverager(model, bucket_mb=SMALL)
+        x = torch.full((1, 5), r + 1.0, dtype=torch.double)
+        model[2].bias.requires_grad_(r != 1)
+        with dc.check_mode():
+            with pytest.raises(dc.CollectiveMismatchError) as caught:
+                model(x).sum().backward()
+            model[2].bias.requires_grad_()
+            model.zero_grad()
+            model(x).sum().backward()  # the group works
+        return str(caught.value), gradients(model)
+
+    found = RUNS[where](body, range(2))
+    equal_on_all_ranks([g for _, g in found])
+    for text, _ in found:
+        assert text.startswith("the ranks of a ")
+        assert "rank 0: GradientAverager, 6 parameters that are not frozen: 4." in text
+        assert "rank 1: GradientAverager, 5 parameters that are not frozen: 4." in text
+    plain = made(mlp)
+    for s in range(2):
+        (plain(torch.full((1, 5), s + 1.0, dtype=torch.double)).sum() / 2).backward()
+    same(found[0][1], gradients(plain))
+
+
 WRONG = [
     (
         lambda: dc.GradientAverager(mlp(), reduction="average"),
