@@ -35,6 +35,7 @@ __all__ = [
     "tree_map",
     "tree_paths",
     "unfaked",
+    "version",
 ]
 
 
@@ -121,6 +122,11 @@ def nodes_after_nested_backward() -> list[Any]:
     """Return the nodes that the outer backward goes on to after the one that has called the inner one."""
     node = torch._C._current_autograd_node()
     return [] if node is None else [following for following, _ in node.next_functions if following is not None]
+
+
+def version(x: Tensor) -> int:
+    """Return how often x has been changed in place; autograd counts it, and shows it under this name only."""
+    return x._version
 
 
 def unfaked(x: Any) -> Any:

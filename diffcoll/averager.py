@@ -11,6 +11,7 @@ note  notes/averaging.md, notes/when-gradients-synchronize.md
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -21,8 +22,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from diffcoll import checks
-from diffcoll._torch import after_backward, backward_at_work, is_backward_nested, nodes_after_nested_backward
-from diffcoll.averaging import agree_on_parameters, broadcast_from_first
+from diffcoll._torch import (
+    after_backward,
+    backward_at_work,
+    is_backward_nested,
+    is_profiling,
+    nodes_after_nested_backward,
+)
+from diffcoll.averaging import agree_on_parameters, broadcast_from_first, checked_weight, weighted
 from diffcoll.buckets import Bucket, Parameter, cut
 from diffcoll.engines.engine import done
 from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, message
@@ -36,6 +43,7 @@ Reduction = Literal["mean", "sum", "weighted"]
 _NAME = "GradientAverager"
 #: Numbers behind the gradients: for each parameter, whether it was used; NaN from a rank that failed; two weights.
 EXTRA = 3
+_numbers = itertools.count()
 
 
 class GradientAverager:
@@ -108,6 +116,7 @@ class GradientAverager:
             if not isinstance(module_or_params, nn.Module):
                 raise TypeError(message(_NAME, "broadcast_buffers", "True", "a module, which has buffers"))
             broadcast_from_first(list(module_or_params.buffers()), group)
+        self.number = next(_numbers)
         self._engine = engine.twin() if engine.size > 1 else engine
         self._reduction, self._bytes, self._dtype, self._hooks = reduction, bucket_mb * 2**20, comm_dtype, hooks
         self._parameters = [Parameter(i, *pair) for i, pair in enumerate(named)]
@@ -163,16 +172,10 @@ class GradientAverager:
         name = f"{_NAME}.set_weight"
         if self._reduction != "weighted":
             raise ValueError(message(name, "weight", repr(weight), "none", 'say reduction="weighted"'))
-        if isinstance(weight, Tensor):
-            if weight.numel() != 1:
-                raise ValueError(message(name, "weight", f"a tensor of {tuple(weight.shape)}", "one number"))
-            weight = weight.detach().reshape(())
-        elif isinstance(weight, bool) or not isinstance(weight, (int, float)):
-            raise TypeError(message(name, "weight", type(weight).__name__, "a number or a 0-d tensor"))
-        elif not 0 <= weight < math.inf:
-            raise ValueError(message(name, "weight", repr(weight), "a finite number from zero up"))
+        weight = checked_weight(name, weight)
         self._attach_all()
-        if self._weighed_at != self._reductions:
+        gone = all(p.tensor.grad is None for p in self._parameters)  # the user has zeroed what was accumulated
+        if self._weighed_at != self._reductions or gone:
             self._total, self._weighed_at = 0.0, self._reductions
         self._weight = 0.0 if self._ran_out else weight
         self._total = self._total + self._weight
@@ -186,7 +189,8 @@ class GradientAverager:
         if self._tasks:
             self._give_up()
         self._begin()
-        self._reduce()
+        self._send_rest()
+        self._receive()
 
     def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Go through batches of which ranks have unequal numbers; all ranks loop over it.
@@ -261,10 +265,6 @@ class GradientAverager:
 
     def _comes(self, p: Parameter, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         """A gradient is about to be added to what is there: weigh it, and put aside what has been reduced."""
-        if p.reduced is not None:
-            if p.reduced is p.tensor.grad and self._reduction != "mean":
-                self._put_aside(p)
-            p.reduced = None
         weight: float | Tensor = 1.0
         if self._reduction == "weighted":
             if self._weighed_at != self._reductions:
@@ -273,23 +273,31 @@ class GradientAverager:
                 )
                 raise RuntimeError(message(_NAME, "weight", "none for this batch", "one", remedy))
             weight = self._weight
+        self._put_aside(p)
+        p.reduced = None
         if self._ran_out:
             weight = 0.0
         (g,) = grads
         if g is None or (isinstance(weight, float) and weight == 1.0):
             return None
-        if isinstance(weight, Tensor):  # not looked at: zero times NaN must be zero
-            weight = weight.to(g.device)
-            return (torch.where(weight == 0, 0.0, g * weight.to(g.dtype)),)
+        if isinstance(weight, Tensor):
+            return (weighted(g, weight),)
         return (g * weight if weight else torch.zeros_like(g),)
 
     def _put_aside(self, p: Parameter) -> None:
-        assert p.tensor.grad is not None
-        p.kept = p.tensor.grad.clone()
-        p.tensor.grad = None
+        """See to it that what has been reduced is not reduced again; a mean of what is the same on all ranks is it."""
+        if not p.recall():
+            raise RuntimeError(
+                f"{_NAME}: {p.name}: its gradient was changed while backward calls added to one that had been reduced; "
+                "call zero_grad() before the first of them, or synchronize() before the change"
+            )
+        if p.reduced is not None and p.reduced is p.tensor.grad and self._reduction != "mean":
+            p.put_aside()
 
     def _has_come(self, p: Parameter, tensor: Tensor) -> None:
         """A gradient is there."""
+        if p.kept is not None:
+            p.note()
         if self._paused:
             return
         task = backward_at_work()
@@ -331,17 +339,25 @@ class GradientAverager:
         """Be called at the end of the outermost backward."""
         if self._awaited:
             return
-        if not nested:
-            self._awaited = True
-            after_backward(self._reduce)
-        else:
+        if nested:
             after_backward(self._leave_nested)
+            return
+        self._awaited = True
+        task = backward_at_work()
+        if task not in _ending:
+            after_backward(lambda: _end(task))
+        _ending.setdefault(task, []).append(self)
 
     def _leave_nested(self) -> None:
         """The end of an inner backward: the outer one goes on, and its end is to be awaited there."""
-        following = nodes_after_nested_backward()
-        if self._awaited or not following:
+        if self._awaited:
             return
+        following = nodes_after_nested_backward()
+        if not following:
+            raise RuntimeError(
+                f"{_NAME}: a backward within another, and no way to know when the outer one ends; use "
+                "use_reentrant=False, or no_sync() and synchronize()"
+            )
         handles: list[Any] = []
 
         def on_goes_the_outer(_: object) -> None:
@@ -371,7 +387,6 @@ class GradientAverager:
                     p.reduced = None
             self._buckets = cut(live, self._bytes, self._dtype, self._engine, len(live) + EXTRA)
         for bucket in self._buckets:
-            bucket.started = False
             bucket.pending = len(bucket.parameters)
         for p in live:
             p.is_put = False
@@ -392,11 +407,11 @@ class GradientAverager:
             used = [p.is_used or p.kept is not None for p in self._live]
             bucket.tail.copy_(torch.tensor([*used, 0.0, 0.0, self._took_part], dtype=torch.float64))
             bucket.tail[-2] = self._total  # which may be a tensor elsewhere
-        bucket.started = True
         self._start(bucket)
 
     def _check(self, p: Parameter) -> None:
         """Look at a gradient before it is put in its place."""
+        self._put_aside(p)
         grad = p.tensor.grad
         if grad is None:
             return
@@ -407,8 +422,6 @@ class GradientAverager:
                 f"{_NAME}: {p.name}: its gradient is part of a graph (create_graph=True), which ends in a bucket; "
                 "take torch.autograd.grad(…, create_graph=True) and dc.average_gradients, which is differentiable"
             )
-        if p.reduced is grad and self._reduction != "mean":  # nothing came
-            self._put_aside(p)
 
     def _scale(self) -> float:
         if not self._took_part:
@@ -423,8 +436,8 @@ class GradientAverager:
         with self._explaining(bucket):
             bucket.wait = engine.all_reduce(bucket.row, bucket.row)
 
-    def _reduce(self) -> None:
-        """Send what has not been sent, wait for all, and make gradients of it."""
+    def _send_rest(self) -> None:
+        """Send what has not been sent."""
         try:
             if checks.is_on() and self._engine.size > 1:
                 names = [p.name for p in self._live]
@@ -432,6 +445,13 @@ class GradientAverager:
                 checks.compare(self._engine, (_NAME, names), text)
             while self._next < len(self._buckets):
                 self._send()
+        except BaseException:
+            self._over()
+            raise
+
+    def _receive(self) -> None:
+        """Wait for all buckets, and make gradients of them."""
+        try:
             for bucket in self._buckets:
                 with self._explaining(bucket):
                     bucket.wait()
@@ -439,13 +459,16 @@ class GradientAverager:
             self._finish()
             self._agree_on_order()
         finally:
-            self._tasks.clear()
-            self._awaited = self._nested = False
-            self._reductions += 1
-            if self._leaving:
-                self._leave_join()
-            for p in self._parameters:
-                p.kept = None
+            self._over()
+
+    def _over(self) -> None:
+        self._tasks.clear()
+        self._awaited = self._nested = False
+        self._reductions += 1
+        if self._leaving:
+            self._leave_join()
+        for p in self._parameters:
+            p.kept = None
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -459,7 +482,7 @@ class GradientAverager:
             divisor = tail[-2] if self._reduction == "weighted" else tail[-1]
             divisor = torch.where(divisor == 0, 1.0, divisor)
             for bucket in self._buckets:
-                bucket.body /= divisor.to(bucket.body)
+                bucket.divide(divisor)
         used = None if all(p.is_used for p in self._live) else tail.tolist()
         for i, p in enumerate(self._live):
             if used is None or used[i]:
@@ -482,6 +505,8 @@ class GradientAverager:
 
     def _give_up(self) -> None:
         """The backward before was left by an error: the other ranks wait for its buckets, and learn of it."""
+        for task in [task for task, averagers in _ending.items() if self in averagers]:
+            del _ending[task]
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
             self._next += 1
@@ -502,13 +527,17 @@ class GradientAverager:
 
     @contextlib.contextmanager
     def _explaining(self, bucket: Bucket) -> Iterator[None]:
+        engine = self._engine
+        at = f"bucket {self._buckets.index(bucket)} of {len(self._buckets)}"
         try:
-            yield
+            with contextlib.ExitStack() as stack:
+                if is_profiling():
+                    label = f"diffcoll.{_NAME} {at}: {engine.description}, {bucket.row.nbytes} B"
+                    stack.enter_context(torch.profiler.record_function(label))
+                yield
         except CollectiveMismatchError:
             raise
         except RuntimeError as error:
-            engine = self._engine
-            at = f"bucket {self._buckets.index(bucket)} of {len(self._buckets)} ({bucket})"
             absent = engine.absent()
             who = f"rank {', '.join(map(str, absent))} did not come: it" if absent else "a rank"
             remedy = (
@@ -516,8 +545,21 @@ class GradientAverager:
                 "equally often on all ranks, see join() for unequal numbers of batches"
             )
             said = " ".join(str(error).split())
-            text = f"{_NAME}, {at}: failed on rank {engine.rank} of {engine.description}: {said}; {remedy}"
+            text = f"{_NAME}, {at} ({bucket}): failed on rank {engine.rank} of {engine.description}: {said}; {remedy}"
             raise CollectiveFailedError(text) from error
+
+
+#: The averagers that a backward has met, by its number.
+_ending: dict[int, list[GradientAverager]] = {}
+
+
+def _end(task: int) -> None:
+    """End a backward: on all ranks in the order in which averagers were made, whichever each rank has met first."""
+    averagers = sorted(_ending.pop(task, []), key=lambda averager: averager.number)
+    for averager in averagers:
+        averager._send_rest()
+    for averager in averagers:
+        averager._receive()
 
 
 #: An averager lives as long as its module, or its first parameter: what a parameter's hook held would live with it in

@@ -5,22 +5,32 @@ note  notes/averaging.md
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from diffcoll._torch import tree_flatten
+from diffcoll.buckets import is_channels_last
+from diffcoll.checks import digest, refuse
 from diffcoll.collectives.all_gather import all_gather
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.broadcast import broadcast
 from diffcoll.collectives.call import Group, Tree
-from diffcoll.errors import CollectiveMismatchError, message
+from diffcoll.engines.engine import WIDER
+from diffcoll.errors import message
 from diffcoll.groups import resolve
 
-__all__ = ["agree_on_parameters", "average_gradients", "broadcast_from_first", "global_mean"]
+__all__ = [
+    "agree_on_parameters",
+    "average_gradients",
+    "broadcast_from_first",
+    "checked_weight",
+    "global_mean",
+    "weighted",
+]
 
 #: A model is broadcast in messages of about this size.
 _BYTES = 64 << 20
@@ -66,14 +76,14 @@ def average_gradients(
         reduced: Tree = all_reduce(tree, op, group)
         return reduced
     leaves, rebuild = tree_flatten(tree)
-    w = _weight("average_gradients", weight)
+    w = torch.as_tensor(checked_weight("average_gradients", weight), dtype=torch.float64)
     rides = [g for g in leaves if isinstance(g, Tensor) and g.dtype in (torch.float32, torch.float64)]
-    w = w.to(rides[0]) if rides else w  # with those, in one message
-    weighted = [_weighted(g, w) if isinstance(g, Tensor) else g for g in leaves]  # others: all_reduce names them
-    summed: list[Tensor] = all_reduce([*weighted, w], "sum", group)
+    w = w.to(max(rides, key=lambda g: g.dtype.itemsize)) if rides else w  # with those, in one message
+    terms = [weighted(g, w) if isinstance(g, Tensor) else g for g in leaves]  # others: all_reduce names them
+    summed: list[Tensor] = all_reduce([*terms, w], "sum", group)
     if op == "mean":
         total = torch.where(summed[-1] == 0, 1.0, summed[-1])
-        summed = [g / total.to(g) for g in summed]
+        summed = [_divided(g, total) for g in summed]
     averaged: Tree = rebuild(summed[:-1])
     return averaged
 
@@ -87,7 +97,7 @@ def global_mean(value: float | Tensor, weight: float | Tensor | None = None, gro
     [3.0, 3.0]
 
     Args:
-        value: a number or a tensor, the same shape on all ranks; float16 and bfloat16 are averaged in float32.
+        value: a number or a tensor, the same shape on all ranks; integers and half precision are averaged in float32.
         weight: what this rank's value counts; None: the same on all ranks. The value of a rank of weight zero does not
             count at all, also if it is NaN; where all are zero, the mean is NaN.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
@@ -104,50 +114,54 @@ def global_mean(value: float | Tensor, weight: float | Tensor | None = None, gro
         raise TypeError(message("global_mean", "value", type(value).__name__, "a number or a tensor"))
     v = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
     v = v if v.dtype in (torch.float64, torch.complex64, torch.complex128) else v.float()
-    w = _weight("global_mean", 1.0 if weight is None else weight).to(v.device)
+    w = checked_weight("global_mean", 1.0 if weight is None else weight)
+    w = torch.as_tensor(w, dtype=torch.float64, device=v.device)
     with torch.no_grad():
-        total = all_reduce(torch.stack([_weighted(v, w), w.to(v).expand(v.shape)]), "sum", group)
+        total = all_reduce(torch.stack([weighted(v, w), w.to(v).expand(v.shape)]), "sum", group)
         return total[0] / total[1]
 
 
-def _weighted(x: Tensor, w: Tensor) -> Tensor:
-    """w · x, and zero where w is."""
-    return torch.where(w.to(x.device) == 0, torch.zeros_like(x), x * w.to(x))
+def _divided(x: Tensor, total: Tensor) -> Tensor:
+    wide = x.to(WIDER.get(x.dtype, x.dtype))
+    return (wide / total.to(wide)).to(x.dtype)
 
 
-def _weight(name: str, weight: float | Tensor) -> Tensor:
-    if isinstance(weight, Tensor) and weight.numel() == 1:
-        return weight.detach().reshape(()).double()
-    if isinstance(weight, (bool, Tensor)) or not isinstance(weight, (int, float)):
-        raise TypeError(message(name, "weight", type(weight).__name__, "a number or a 0-d tensor"))
-    if not 0 <= weight < float("inf"):
+def weighted(x: Tensor, w: Tensor) -> Tensor:
+    """Return w · x, and zero where w is; half precision need not know the weight."""
+    wide = x.to(WIDER.get(x.dtype, x.dtype))
+    return torch.where(w.to(x.device) == 0, torch.zeros_like(x), (wide * w.to(wide)).to(x.dtype))
+
+
+def checked_weight(name: str, weight: float | Tensor) -> float | Tensor:
+    """Return a weight: a number from zero up, or a 0-d tensor, which is not looked at."""
+    expected = "a number or a 0-d tensor"
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise ValueError(message(name, "weight", f"a tensor of {tuple(weight.shape)}", expected))
+        return weight.detach().reshape(())
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        raise TypeError(message(name, "weight", type(weight).__name__, expected))
+    if not 0 <= weight < math.inf:
         raise ValueError(message(name, "weight", repr(weight), "a finite number from zero up"))
-    return torch.tensor(weight, dtype=torch.float64)
+    return weight
 
 
 # ── before training ──────────────────────────────────────────────────────────────────────────────────────
 
 
+@torch.no_grad()
 def agree_on_parameters(name: str, named: Sequence[tuple[str, Tensor]], group: Group) -> None:
     """Raise on all ranks if their parameters differ, naming the first one that does."""
-    device = resolve(group, name).control_device
-    facts = [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in named]
-    digests = [int.from_bytes(blake2b(fact.encode(), digest_size=7).digest(), "big") for fact in facts]
-    with torch.no_grad():
-        lengths = all_gather(torch.tensor(len(facts), device=device), group=group).tolist()
-        of_ranks = all_gather(torch.tensor(digests, device=device), group=group, sizes=lengths).split_with_sizes(
-            lengths
-        )
-        rows = [row.tolist() for row in of_ranks]
-        first = next((i for i in range(max(lengths)) if len({tuple(row[i : i + 1]) for row in rows}) > 1), None)
-        if first is None:
-            return
-        words = list((facts[first] if first < len(facts) else "nothing").encode())
-        told = all_gather(torch.tensor(words, dtype=torch.uint8, device=device), group=group, sizes="auto")
-        sizes = all_gather(torch.tensor(len(words), device=device), group=group).tolist()
-    lines = [f"  rank {r}: {bytes(part.tolist()).decode()}" for r, part in enumerate(told.split_with_sizes(sizes))]
-    text = "\n".join([f"{name}: the ranks' parameters differ; the first that does is number {first}:", *lines])
-    raise CollectiveMismatchError(text)
+    engine = resolve(group, name)
+    facts = [f"{n} {tuple(p.shape)} {p.dtype}{' channels_last' * is_channels_last(p)}" for n, p in named]
+    digests = torch.tensor([digest(fact) for fact in facts], device=engine.control_device)
+    lengths = all_gather(torch.tensor(len(facts), device=engine.control_device), group=group).tolist()
+    of_ranks = all_gather(digests, group=group, sizes=lengths).split_with_sizes(lengths)
+    rows = [row.tolist() for row in of_ranks]
+    first = next((i for i in range(max(lengths)) if len({tuple(row[i : i + 1]) for row in rows}) > 1), None)
+    if first is not None:
+        fact = facts[first] if first < len(facts) else "nothing"
+        refuse(engine, fact, f"{name}: the ranks' parameters differ; the first that does is number {first}:")
 
 
 @torch.no_grad()

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcoll.engines.engine import Engine, Wait, done
+from diffcoll._torch import version
+from diffcoll.engines.engine import WIDER, Engine, Wait, done
 
-__all__ = ["Bucket", "Parameter", "cut"]
+__all__ = ["Bucket", "Parameter", "cut", "is_channels_last"]
 
 #: Gradients of fewer bytes are put in their places all at once: they are many, and calls take longer than copies.
 SMALL = 64 << 10
@@ -34,25 +35,38 @@ class Parameter:
         self.turn = -1  # of the backward in which its gradient came last
         self.reduced: Tensor | None = None  # its gradient, if that has been reduced
         self.kept: Tensor | None = None  # a reduced gradient to which this step's is to be added
+        self.added: Tensor | None = None  # the gradient of this step so far, and how often it had been changed
+        self.version = 0
         self.is_put = self.is_used = False
 
     def put(self, scale: float) -> None:
         """Put scale times this rank's gradient in its place, which becomes the gradient; nothing is zero."""
-        grad, place = self.tensor.grad, self.place
+        grad = self.tensor.grad
         self.is_put, self.is_used = True, grad is not None
         if grad is None or scale == 0:
-            place.zero_()
-        elif not self.shares:
-            _scaled(_as(place.dtype, grad), scale, place)
-        elif grad is place:
-            if scale != 1:
-                place *= scale
-        elif scale == 1:
-            place.copy_(grad)
+            self.place.zero_()
         else:
-            torch.mul(grad, scale, out=place)
+            _scaled(_as(self.place.dtype, grad), scale, self.place)
         if self.is_used and self.shares:
-            self.tensor.grad = place
+            self.tensor.grad = self.place
+
+    def put_aside(self) -> None:
+        """Keep what has been reduced from being reduced again: what comes now is to be added to it."""
+        assert self.tensor.grad is not None
+        self.kept = self.tensor.grad.clone()
+        self.tensor.grad = None
+
+    def recall(self) -> bool:
+        """Forget what was put aside if the user has zeroed it; False: who knows what has been done to the gradient."""
+        grad = self.tensor.grad
+        if grad is None:
+            self.kept = None
+        return grad is None or self.kept is None or (self.added is grad and version(grad) == self.version)
+
+    def note(self) -> None:
+        """Remember the gradient as it is, after more was added."""
+        self.added = grad = self.tensor.grad
+        self.version = 0 if grad is None else version(grad)
 
     def take(self) -> Tensor:
         """Make what lies in its place the gradient."""
@@ -73,7 +87,6 @@ class Bucket:
     ) -> None:
         self.parameters = parameters
         self.pending = 0
-        self.started = False
         self.wait: Wait = done
         # Small ones first. Complex numbers that travel in another dtype lie as pairs of real ones.
         for p in parameters:
@@ -110,6 +123,14 @@ class Bucket:
             p.is_put = p.is_used = True
             p.tensor.grad = p.place
 
+    def divide(self, divisor: Tensor) -> None:
+        """Divide what has been reduced; half precision need not know the divisor."""
+        wide = WIDER.get(self.body.dtype, self.body.dtype)
+        body = self.body.to(wide)
+        body /= divisor.to(body)
+        if body is not self.body:
+            self.body.copy_(body)
+
     def __str__(self) -> str:
         names = [p.name for p in self.parameters]
         return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}, {len(names)} parameters"
@@ -140,16 +161,17 @@ def cut(
     rest = [(parameters, *key) for key, (parameters, _) in filling.items()]
     device = order[-1].tensor.device if order else engine.control_device
     alone: tuple[list[Parameter], torch.dtype, torch.device] = [], torch.float32, device
-    end = next((r for r in reversed(rest) if torch.finfo(r[1]).eps < 1e-6), alone)
+    fine = [r for r in reversed(rest) if torch.finfo(r[1]).eps < 1e-6]
+    end = min(fine, key=lambda r: torch.finfo(r[1]).eps, default=alone)
     buckets = [Bucket(*c, engine) for c in (*made, *(r for r in rest if r is not end))]
     buckets.sort(key=lambda bucket: not bucket.overlaps)  # those that make the ranks wait go at the end of backward
     return [*buckets, Bucket(*end, engine, tail)]
 
 
-def _is_dense(x: Tensor) -> bool:
-    """Whether x fills a row of memory, in an order that all ranks know."""
+def is_channels_last(x: Tensor) -> bool:
+    """Whether x fills a row of memory in another order than that of its dims."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return x.is_contiguous() or (x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]))
+    return not x.is_contiguous() and x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
 
 
 def _as(dtype: torch.dtype, x: Tensor) -> Tensor:
@@ -158,8 +180,12 @@ def _as(dtype: torch.dtype, x: Tensor) -> Tensor:
 
 
 def _laid_out(row: Tensor, like: Tensor) -> Tensor:
-    """Return a row of numbers in the shape of a tensor, and in its strides if it is dense."""
-    return row.as_strided(like.shape, like.stride(), row.storage_offset()) if _is_dense(like) else row.view(like.shape)
+    """Return a row of numbers in the shape of a tensor, and in its order."""
+    return (
+        row.as_strided(like.shape, like.stride(), row.storage_offset())
+        if is_channels_last(like)
+        else row.view(like.shape)
+    )
 
 
 def _scaled(x: Tensor, scale: float, out: Tensor) -> None:

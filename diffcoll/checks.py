@@ -14,7 +14,7 @@ from diffcoll.engines import local
 from diffcoll.engines.engine import Engine
 from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, failure, message, user_line
 
-__all__ = ["check_mode", "compare", "is_on", "refuse", "same_everywhere"]
+__all__ = ["check_mode", "compare", "digest", "disagree", "is_on", "refuse", "same_everywhere"]
 
 
 class _State:
@@ -122,15 +122,26 @@ def compare(engine: Engine, facts: object, text: str) -> None:
     engine.operation, engine.later = "check mode", False
     if (used := _here().used) is not None:
         used[engine] = None
-    digest = int.from_bytes(blake2b(repr(facts).encode(), digest_size=7).digest(), "big")
+    mine = digest(repr(facts))
     words = _words(engine, text)
-    rows = _gathered(engine, torch.tensor([digest, len(words)], device=engine.control_device), [2] * engine.size)
-    if any(row[0] != digest for row in rows):
-        _refuse(engine, words, [int(row[1]) for row in rows])
+    rows = _gathered(engine, torch.tensor([mine, len(words)], device=engine.control_device), [2] * engine.size)
+    if any(row[0] != mine for row in rows):
+        _refuse(engine, words, [int(row[1]) for row in rows], disagree(engine))
+
+
+def digest(text: str) -> int:
+    """Return a number that tells texts apart."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def disagree(engine: Engine) -> str:
+    """Return the beginning of an error."""
+    return f"the ranks of {engine.description} disagree:"
 
 
 def refuse(engine: Engine, text: str, why: str) -> None:
-    """Raise on all ranks, which have all seen why; text is how this rank's call reads."""
+    """Raise on all ranks, which have all seen why; text is what this rank says."""
+    engine.operation, engine.later = "check mode", False
     words = _words(engine, text)
     lengths = _gathered(engine, torch.tensor([len(words)], device=engine.control_device), [1] * engine.size)
     _refuse(engine, words, [int(length) for length in lengths], why)
@@ -140,10 +151,10 @@ def _words(engine: Engine, text: str) -> Tensor:
     return torch.tensor(list(text.encode()), dtype=torch.uint8, device=engine.control_device)
 
 
-def _refuse(engine: Engine, words: Tensor, lengths: list[int], why: str = "") -> None:
+def _refuse(engine: Engine, words: Tensor, lengths: list[int], why: str) -> None:
     said = _gathered(engine, words, lengths)
     calls = "\n".join(f"  rank {r}: {bytes(text.tolist()).decode()}" for r, text in enumerate(said))
-    raise CollectiveMismatchError(f"the ranks of {engine.description} disagree:{why}\n{calls}")
+    raise CollectiveMismatchError(f"{why}\n{calls}")
 
 
 def same_everywhere(engine: Engine, x: Tensor, text: str) -> None:

@@ -1,5 +1,6 @@
 """GradientAverager: gradients are those of one process that has the whole batch, bitwise the same on all ranks."""
 
+import contextlib
 import copy
 import gc
 import os
@@ -307,6 +308,92 @@ def test_a_second_backward_accumulates(reduction, set_to_none):
     same(found, expected)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "weighted"])
+def test_what_is_zeroed_in_an_accumulation_is_gone(reduction):
+    """What has been reduced is put aside while more is added; zero_grad() is for it too, or it is an error."""
+
+    def body(r):
+        p = torch.ones(2, requires_grad=True)
+        optimizer = torch.optim.SGD([p], lr=0.0)
+        averager = dc.GradientAverager([p], reduction=reduction)
+
+        def backward(factor, sync=True):
+            if reduction == "weighted":
+                averager.set_weight(r + 1)
+            with contextlib.nullcontext() if sync else averager.no_sync():
+                (p * factor * (r + 1)).sum().backward()
+
+        backward(5.0)
+        backward(7.0, sync=False)
+        optimizer.zero_grad()
+        backward(1.0)
+        found = [p.grad.clone()]
+        backward(7.0, sync=False)
+        optimizer.zero_grad(set_to_none=False)
+        with pytest.raises(RuntimeError, match=r"GradientAverager: 0: its gradient was changed .* zero_grad\(\)"):
+            backward(1.0)
+        return found
+
+    (found,) = each(body, 2, "gloo")[0]
+    expected = 3.0 if reduction == "sum" else (1 * 1 + 2 * 2) / 3
+    same([found], [torch.full((2,), expected)], 1e-6)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_weights_that_half_precision_does_not_know(as_tensor):
+    def body(r):
+        parameters = [torch.ones(2, dtype=d, requires_grad=True) for d in (torch.float16, torch.bfloat16)]
+        averager = dc.GradientAverager(parameters, reduction="weighted")
+        averager.set_weight(torch.tensor(100_000.0) if as_tensor else 100_000)
+        sum((p * 0.01 * (r + 1)).sum().float() for p in parameters).backward()
+        return [p.grad.float() for p in parameters]
+
+    same(each(body, 2, "gloo")[0], [torch.full((2,), 0.015)] * 2, 1e-4)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_weights_are_as_fine_as_the_finest_gradient(order):
+    def body(r):
+        parameters = [torch.ones(2, dtype=d, requires_grad=True) for d in (torch.float32, torch.float64)][::order]
+        averager = dc.GradientAverager(parameters, reduction="weighted")
+        averager.set_weight([0.1, 0.7][r])
+        sum((p.double() * (r + 1)).sum() for p in parameters).backward()
+        return [next(p.grad for p in parameters if p.dtype == torch.float64)]
+
+    same(each(body, 2, "rules")[0], [torch.full((2,), (0.1 + 1.4) / 0.8, dtype=torch.double)], 1e-14)
+
+
+@pytest.mark.parametrize("where", RUNS)
+def test_two_averagers_side_by_side(where):
+    """Each of one half of a model, used in another order on each rank."""
+
+    def body(r):
+        a, b = (torch.tensor([1.0, 2.0], requires_grad=True) for _ in range(2))
+        dc.GradientAverager([a], reduction="sum")
+        dc.GradientAverager([b], reduction="mean")
+        for _ in range(2):
+            a.grad = b.grad = None
+            y = (a * b).sum() if r == 0 else (a * 2).sum() * b.detach().sum() + (b * 4).sum()
+            (y * (r + 1)).backward()
+        return [a.grad, b.grad]
+
+    same(each(body, 2, where)[0], [torch.tensor([1.0 + 12, 2.0 + 12]), torch.tensor([4.5, 5.0])])
+
+
+def test_buckets_in_a_profile():
+    def body(r):
+        model = mlp()
+        dc.GradientAverager(model)
+        with torch.profiler.profile() as profile:
+            model(torch.ones(1, 5)).sum().backward()
+        return [event.key for event in profile.key_averages() if "diffcoll" in event.key]
+
+    for names in spawn(body, range(2)):
+        assert any(
+            re.match(r"diffcoll.GradientAverager bucket 0 of 1: a gloo group of 2 ranks, \d+ B", n) for n in names
+        )
+
+
 def test_two_weighted_losses():
     def body(model, averager, loss, r):
         for _ in range(2):
@@ -572,10 +659,12 @@ def test_sparse_gradients_are_refused_before_training():
 
 # ── start and end ────────────────────────────────────────────────────────────────────────────────────────
 
+FORMATS = [torch.contiguous_format, torch.channels_last]
 DIFFERENT = {
     "name": lambda p, r: [("b" if r == 1 else "a", p(3))],
     "shape": lambda p, r: [("z", p(1)), ("a", p(4 if r == 1 else 3)), ("b", p(r + 1))],
     "dtype": lambda p, r: [("a", p(3, dtype=torch.float64 if r == 1 else torch.float32))],
+    "memory format": lambda p, r: [("a", p(2, 3, 2, 2).to(memory_format=FORMATS[r == 1]).detach().requires_grad_())],
     "number": lambda p, r: [("a", p(3)), ("b", p(3))][: 2 - (r == 1)],
 }
 
@@ -598,6 +687,7 @@ def test_parameters_that_differ(where):
         "number 0:\n  rank 0: a (3,) torch.float32\n  rank 1: b (3,)",
         "number 1:\n  rank 0: a (3,) torch.float32\n  rank 1: a (4,)",
         "number 0:\n  rank 0: a (3,) torch.float32\n  rank 1: a (3,) torch.float64",
+        "number 0:\n  rank 0: a (2, 3, 2, 2) torch.float32\n  rank 1: a (2, 3, 2, 2) torch.float32 channels_last\n",
         "number 1:\n  rank 0: b (3,) torch.float32\n  rank 1: nothing\n  rank 2: b",
     ]
     for text, word in zip(texts, words, strict=True):

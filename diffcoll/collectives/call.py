@@ -82,8 +82,8 @@ class Call:
             for s in range(n):
                 block, place = told[r][0][s], told[s][1][r]
                 if block != place:
-                    why = f" rank {r} sends {tuple(block)} to rank {s}, which expects {tuple(place)}"
-                    checks.refuse(self.engine, self._text(), why)
+                    why = f"rank {r} sends {tuple(block)} to rank {s}, which expects {tuple(place)}"
+                    checks.refuse(self.engine, self._text(), f"{checks.disagree(self.engine)} {why}")
 
     def _compares(self) -> bool:
         engine = self.engine
