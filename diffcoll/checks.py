@@ -36,6 +36,7 @@ class _Rank(threading.local):
 
 _process = _State(os.environ.get("DIFFCOLL_CHECK", "0") not in ("", "0"))
 _rank = _Rank()
+_ever = _process.on  # whether anyone has switched it on: quick to ask, and mostly the answer
 
 
 class check_mode:
@@ -69,8 +70,10 @@ class check_mode:
     def __init__(self, on: bool = True) -> None:
         if not isinstance(on, bool):
             raise TypeError(message("check_mode", "on", type(on).__name__, "True or False"))
+        global _ever
         state = _here()
         self._before, state.on = state.on, on
+        _ever = _ever or on
         self._outer: dict[Engine, None] | None = None
 
     def __enter__(self) -> None:
@@ -114,7 +117,7 @@ def _here() -> _State:
 
 def is_on() -> bool:
     """Whether the ranks compare."""
-    return (_rank.state or _process).on
+    return _ever and (_rank.state or _process).on
 
 
 def compare(engine: Engine, facts: object, text: str) -> None:

@@ -20,7 +20,7 @@ from diffcoll.collectives.all_reduce import AllReduce
 from diffcoll.collectives.all_to_all import AllToAll
 from diffcoll.collectives.broadcast import Broadcast, Keep
 from diffcoll.collectives.gather import Gather
-from diffcoll.collectives.linear import Linear, moved, run
+from diffcoll.collectives.linear import Linear, alone, moved
 from diffcoll.collectives.permute import Permute
 from diffcoll.collectives.reduce import Reduce
 from diffcoll.collectives.reduce_scatter import ReduceScatter
@@ -70,7 +70,7 @@ def _register(kind: type[Linear]) -> None:
 
     def kernel(x: Tensor, group: str, *values: Any) -> Tensor:
         f = made(group, *values)
-        return moved(f, None, x, lambda: run(f, x))
+        return moved(f, None, x, lambda: alone(f, x))
 
     def fake(x: Tensor, group: str, *values: Any) -> Tensor:
         # Not x.new_empty: of an x whose value the compiler knows it would believe to know that too.

@@ -35,13 +35,18 @@ def user_line() -> str:
 
 
 class Origin:
-    """Where a collective was called, kept for an error that comes later: in backward, the call is long gone."""
+    """Where a collective was called, kept for an error that comes later: in backward, the call is long gone.
+
+    Args:
+        name: of the collective.
+        inside: how many callers are known to be of this library or torch, so that their frames need not be made.
+    """
 
     __slots__ = ("_at", "_code", "name")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, inside: int = 0) -> None:
         self.name = name
-        frame: FrameType = sys._getframe(1)
+        frame: FrameType = sys._getframe(1 + inside)
         while _is_inside(frame.f_code.co_filename) and frame.f_back is not None:
             frame = frame.f_back
         # The code and a place in it are cheap to note, and hold no variables.

@@ -20,7 +20,7 @@ from diffcoll.engines.named import Facts, NamedEngine, facts
 from diffcoll.engines.solo import SoloEngine
 from diffcoll.joint import is_joint
 
-__all__ = ["engine_named", "get_rank", "get_world_size", "resolve", "set_default_group"]
+__all__ = ["engine_named", "get_rank", "get_world_size", "met", "resolve", "set_default_group"]
 
 _default: Any = None
 _solo = SoloEngine()
@@ -47,6 +47,15 @@ def resolve(group: Any, operation: str) -> Engine:
         )
     _refuse_lonely_launch(operation)
     return NamedEngine(facts(_solo)) if torch.compiler.is_compiling() else _solo
+
+
+def met(group: Any) -> Engine | None:
+    """Return the engine of a group that was resolved before, where that is quick to tell; None: resolve it."""
+    if group is None:
+        if local.here() is not None:
+            return None
+        group = _default
+    return mpi.engine_met(group)
 
 
 def _find(group: Any) -> Engine | None:

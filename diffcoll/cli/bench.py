@@ -1,12 +1,14 @@
 """`diffcoll bench`: what a forward and backward costs, in time, bytes and memory, beside what PyTorch offers.
 
-All systems take turns within one run, and a step ends with a barrier, so that no system looks fast because its
-result is awaited later. Read ratios; absolute times are those of this machine in this minute.
+All systems take turns within one run, in an order that changes. A turn is two steps, of which the second counts: it
+finds memory and processors as its own system leaves them. It ends with a barrier, so that no system looks fast because
+its result is awaited later. Read ratios; absolute times are those of this machine in this minute.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 import warnings
@@ -204,13 +206,14 @@ def _time(steps: Steps, rounds: int, mpi: Any = None) -> dict[str, float]:
     warnings.simplefilter("ignore")  # the others' deprecation
     on_gloo = () if mpi is None else (OURS_ON_GLOO, RAW, *[name for name in SYSTEMS if name != "diffcoll"])
     times: dict[str, list[float]] = {name: [] for name in steps}
+    shuffle = random.Random(0).sample  # nobody always comes first, or after the same one; alike on all ranks
     for i in range(rounds + 2):
-        turn = i % len(steps)  # nobody always comes first, or after the same one
-        for name, step in [*steps.items()][turn:] + [*steps.items()][:turn]:
+        for name, step in shuffle([*steps.items()], len(steps)):
             barrier = dist.barrier if mpi is None or name in on_gloo else mpi.Barrier
-            barrier()
-            start = time.perf_counter()
             try:
+                step()
+                barrier()
+                start = time.perf_counter()
                 step()
             except Exception:  # what the other systems do not offer after all; on all ranks alike
                 times.pop(name, None)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from diffcoll.collectives import sum_gradients, trees
-from diffcoll.collectives.call import Call, Cotangent, Group, Tree
-from diffcoll.collectives.linear import Linear, then
+from diffcoll.collectives.call import Call, Cotangent, Group, Tree, known
+from diffcoll.collectives.linear import Linear, at_once, then
 from diffcoll.collectives.pending import Pending
 from diffcoll.reductions import Op, Ties
 
@@ -33,7 +33,7 @@ class AllReduce(Linear):
 
     def start(self, x: Tensor) -> Callable[[], Tensor]:
         """See `Linear.start`."""
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        y = torch.empty_like(x) if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
         return then(self.engine.all_reduce(x, y), y)
 
     @property
@@ -113,13 +113,22 @@ def all_reduce(
 
     Source: notes/all_reduce.md.
     """
+    if async_op is False and (f := known("all_reduce", x, group, op, cotangent, ties)) is not None:
+        return at_once(f, x)
+    return _all_reduce(x, op, group, cotangent, ties, async_op)
+
+
+def _all_reduce(x: Any, op: Op, group: Group, cotangent: Cotangent, ties: Ties, async_op: bool) -> Any:
     call = Call("all_reduce", x, group, async_op, op=op, cotangent=cotangent, ties=ties)
     replicated = call.cotangent(cotangent)
     if isinstance(x, Tensor):
-        return call.reduce(AllReduce(call.engine, replicated), x, lambda reducing: reducing.everywhere(replicated))
+        f = AllReduce(call.engine, replicated)
+        y = call.reduce(f, x, lambda reducing: reducing.everywhere(replicated))
+        if isinstance(op, str) and call.arguments["op"] == "sum":
+            call.remember(f)
+        return y
 
-    def again(x: Tensor) -> Any:
-        f: Any = all_reduce  # of overloads, mypy wants async_op to be literal
-        return f(x, op, group, cotangent=cotangent, ties=ties, async_op=async_op)
+    def again(leaf: Tensor) -> Any:
+        return _all_reduce(leaf, op, group, cotangent, ties, async_op)
 
     return trees.by_leaf(call, again) if callable(op) else trees.by_message(call, again)

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from diffcoll import checks
+from diffcoll import checks, joint
 from diffcoll._torch import is_tree
 from diffcoll.collectives.linear import Linear, apply, start
 from diffcoll.collectives.pending import Pending
 from diffcoll.engines.engine import WIDER
 from diffcoll.errors import CollectiveMismatchError, failure, message, user_line
-from diffcoll.groups import resolve
+from diffcoll.groups import met, resolve
 from diffcoll.reductions import REDUCTIONS, Reduction, spelled, users
 
 if TYPE_CHECKING:
     from diffcoll.collectives.reducing import Reducing, Steps
 
-__all__ = ["Call", "Cotangent", "Group", "Parts", "Sizes", "Tree"]
+__all__ = ["Call", "Cotangent", "Group", "Parts", "Sizes", "Tree", "known"]
 
 #: A tensor, or nested tuples, lists and dicts of tensors.
 Tree = TypeVar("Tree")
@@ -39,6 +39,23 @@ TAKE_TREES = ("all_reduce", "all_gather", "broadcast", "sum_gradients")
 Cotangent = Literal["partial", "replicated"]
 
 _OPS = '"sum", "mean", "product", "max", "min", "logsumexp", a function that reduces dim 0 of a stack, or a ReduceOp'
+
+
+def known(name: str, x: Any, group: Group, *arguments: Any) -> Linear | None:
+    """Return the map to which the same call came before, on a tensor of the same kind; None: look at the arguments.
+
+    What was right then is right now. Cold, as between two steps of training, every line costs several times what it
+    does in a loop, and looking at the arguments takes longer than a small message.
+    """
+    if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or not x.is_cpu:
+        return None
+    engine = met(group)
+    if engine is None or checks.is_on() or joint.is_joint():
+        return None
+    try:
+        return engine.known.get((name, x.dtype, x.layout, *arguments))
+    except TypeError:  # what has no hash is no argument
+        return None
 
 
 class Call:
@@ -150,6 +167,12 @@ class Call:
         # The mean is the sum divided by N. In half precision the sum may overflow where the mean does not.
         wide = x.to(WIDER.get(x.dtype, x.dtype))
         return self.submit(f, wide, lambda y: y.div_(self.engine.size).to(x.dtype))
+
+    def remember(self, f: Linear) -> None:
+        """Keep f for `known`: the call was right, and f of x was all that it came to."""
+        if not self.engine.joint and not self.engine.compiling:
+            key = (self.name, self.x.dtype, self.x.layout, *self.arguments.values())
+            self.engine.known[key] = f
 
     def error(self, argument: str, expected: str, remedy: str = "", got: object = None) -> ValueError:
         """Return the ValueError about one argument."""

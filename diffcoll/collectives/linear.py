@@ -27,7 +27,7 @@ from diffcoll.engines.engine import Engine, Wait, done
 from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, message, user_line
 from diffcoll.joint import record
 
-__all__ = ["Linear", "apply", "begin", "moved", "run", "start", "then"]
+__all__ = ["Linear", "alone", "apply", "at_once", "begin", "moved", "start", "then"]
 
 T = TypeVar("T")
 #: Maps whose x may have another size on every rank.
@@ -86,16 +86,38 @@ def then(wait: Wait, y: Tensor | Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 def begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
     """Start f on x, as engines need it: they move memory, which knows no lazy conjugate and no ended transform."""
-    f.engine.operation, f.engine.later = f.name, later
-    return f.start(x.resolve_conj().resolve_neg())
+    engine = f.engine
+    engine.operation, engine.later = f.name, later
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    return f.start(x)
 
 
-def run(f: Linear, x: Tensor) -> Tensor:
-    """Return f(x) of a plain tensor, as the only one of this process's threads that works in the group."""
+def run(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
+    """Return f(x) of a plain tensor; origin is the forward call whose backward this is, if it is one.
+
+    Here every message passes. Cold, as between two steps of training, each line costs several times what it does in a
+    loop, and each call more.
+    """
+    if is_profiling() or checks.is_on():
+        return moved(f, origin, x, lambda: _checked(f, origin, x, alone))
+    engine = f.engine
+    if not engine.turn.acquire(False):
+        return alone(f, x)
+    try:
+        return begin(f, x)()
+    except RuntimeError as error:
+        raise _failed(f, origin, error)  # noqa: B904
+    finally:
+        engine.turn.release()
+
+
+def alone(f: Linear, x: Tensor) -> Tensor:
+    """Return f(x), as the only one of this process's threads that works in the group."""
     engine = f.engine
     if engine.size == 1:
         return begin(f, x)()
-    if not engine.turn.acquire(blocking=False):
+    if not engine.turn.acquire(False):
         remedy = "give each thread a group of its own, or let one thread make all calls"
         got = f"{engine.description}, in which another thread is in {engine.operation}"
         raise ValueError(message(f.name, "group", got, "one that is used by one thread at a time", remedy))
@@ -112,6 +134,11 @@ def apply(f: Linear, x: Tensor) -> Tensor:
 
         return compiled.apply(f, x)
     return (record if joint.here.chain else apply_rule)(_Apply, x, f, None)
+
+
+def at_once(f: Linear, x: Any) -> Tensor:
+    """Return apply(f, x) where nothing is being compiled, and there is no region of joint backward."""
+    return apply_rule(_Apply, x, f, None)
 
 
 def moved(f: Linear, origin: Origin | None, x: Tensor, move: Callable[[], T]) -> T:
@@ -152,19 +179,12 @@ def _failed(f: Linear, origin: Origin | None, error: RuntimeError) -> RuntimeErr
 class _Apply(Function):
     """y = F x;  gx = F* gy;  ty = F tx.  `origin` is the forward call whose backward this is, if it is one."""
 
-    @staticmethod
-    def forward(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
-        if is_profiling() or checks.is_on():
-            return moved(f, origin, x, lambda: _checked(f, origin, x, run))
-        try:
-            return run(f, x)
-        except RuntimeError as error:
-            raise _failed(f, origin, error)  # noqa: B904
+    forward = staticmethod(run)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, Origin | None], output: Tensor) -> None:
         _, ctx.f, origin = inputs
-        ctx.origin = origin or Origin(ctx.f.name)
+        ctx.origin = origin or Origin(ctx.f.name, inside=2)
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:

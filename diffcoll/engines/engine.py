@@ -52,6 +52,7 @@ class Engine(ABC):
         self.size = size
         self.scratch = Scratch()
         self.turn = Lock()  # held by the thread that is in a collective
+        self.known: dict[tuple[Any, ...], Any] = {}  # the maps to which calls came, see `collectives.call.known`
 
     @property
     def control_device(self) -> torch.device:

@@ -152,6 +152,87 @@ def test_which_communicators():
         assert "got an intercommunicator" in texts[2]
 
 
+def refused(call):
+    """The words of the error that a call raises."""
+    try:
+        call()
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_what_was_right_before_is_not_right_in_every_case():
+    """A sum that was made before goes a shorter way; not where another tensor, group or mode is meant."""
+
+    def body(r):
+        from mpi4py import MPI
+
+        found = {}
+        x = torch.tensor([1.0 + r], requires_grad=True)
+        for _ in range(2):  # the second one goes the shorter way
+            (gx,) = torch.autograd.grad((r + 1) * dc.all_reduce(x), x)
+            found["gradient"] = gx.item()
+        dc.all_reduce(torch.tensor([1, 2]))
+        found["other op"] = dc.all_reduce(x, "max").item()
+        found["replicated"] = torch.autograd.grad(dc.all_reduce(x, cotangent="replicated"), x)[0].item()
+        found["parameter"] = dc.all_reduce(torch.nn.Parameter(x.detach())).item()
+        found["later"] = dc.all_reduce(x, async_op=True).wait().item()
+        found["vmap"] = torch.func.vmap(dc.all_reduce)(torch.ones(2, 3) * r).tolist()
+        found["jvp"] = torch.func.jvp(dc.all_reduce, (x.detach(),), (x.detach(),))[1].item()
+        conj = torch.tensor([1j * (r + 1)])
+        dc.all_reduce(conj)
+        found["conj"] = dc.all_reduce(conj.conj()).item()
+        for name, call in {
+            "ties": lambda: dc.all_reduce(x, ties="none"),
+            "op": lambda: dc.all_reduce(x, ["sum"]),
+            "cotangent": lambda: dc.all_reduce(x, cotangent=["partial"]),
+            "async_op": lambda: dc.all_reduce(x, async_op=0),
+            "bool": lambda: dc.all_reduce(torch.tensor([True])),
+            "sparse": lambda: dc.all_reduce(x.detach().to_sparse()),
+            "meta": lambda: dc.all_reduce(x.to("meta")),
+            "group": lambda: dc.all_reduce(x, group=7),
+        }.items():
+            found[name] = refused(call)
+        with dc.joint_backward() as joint:
+            y = dc.all_reduce(x)
+            (found["joint"],) = torch.autograd.grad(joint(y.sum() if r == 0 else torch.tensor(0.0)), x)
+        with dc.check_mode():
+            found["checked"] = refused(lambda: dc.all_reduce(torch.ones(1 + r)))
+        alone = MPI.COMM_WORLD.Split(r)
+        with dc.set_default_group(alone):
+            found["alone"] = [dc.all_reduce(x).item() for _ in range(2)]
+        dc.all_reduce(x, group=alone)
+        alone.Free()
+        found["freed"] = refused(lambda: dc.all_reduce(x, group=alone))
+        found["simulated"] = dc.testing.simulate(dc.all_reduce, [torch.ones(1)] * 3, rules=True)[0].item()
+        found["again"] = dc.all_reduce(x).item()
+        return found
+
+    for r, found in enumerate(on_mpi(body, range(2))):
+        assert found.pop("gradient") == 3.0
+        assert (found.pop("other op"), found.pop("replicated"), found.pop("joint").item()) == (2.0, 1.0, 1.0)
+        assert found.pop("parameter") == found.pop("later") == found.pop("jvp") == found.pop("again") == 3.0
+        assert found.pop("vmap") == [[1.0] * 3] * 2
+        assert found.pop("conj") == -3j
+        assert found.pop("alone") == [1.0 + r] * 2
+        assert found.pop("simulated") == 3.0
+        beginnings = {
+            "ties": "ValueError: all_reduce: ties: got none",
+            "op": "ValueError: all_reduce: op: got ['sum']",
+            "cotangent": "ValueError: all_reduce: cotangent: got ['partial']",
+            "async_op": "TypeError: all_reduce: async_op: got int",
+            "bool": "TypeError: all_reduce: x: got torch.bool",
+            "sparse": "TypeError: all_reduce: x: got a torch.sparse_coo tensor",
+            "meta": "ValueError: all_reduce: x: got a tensor on meta",
+            "group": "TypeError: all_reduce: group: got int",
+            "checked": "CollectiveMismatchError: ",
+            "freed": "ValueError: all_reduce: group: got a group that this process is not in, or a freed one",
+        }
+        for name, beginning in beginnings.items():
+            assert found.pop(name).startswith(beginning), name
+        assert not found
+
+
 def test_with_the_users_messages_and_gloo_beside_it(tmp_path):
     def body(r):
         from mpi4py import MPI
