@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ __all__ = [
     "after_backward",
     "apply_rule",
     "backward_at_work",
+    "constant_in_graphs",
     "forward_mode",
     "is_backward_nested",
     "is_differentiating",
@@ -38,6 +39,8 @@ __all__ = [
     "version",
 ]
 
+
+T = TypeVar("T")
 
 _RUN_BACKWARD = graph._engine_run_backward.__code__
 _NODE = BackwardCFunction.apply.__code__
@@ -82,6 +85,15 @@ def apply_rule(rule: Any, x: Tensor, *more: object) -> Tensor:
     else:
         y = rule.forward(x, *more)
     return y
+
+
+def constant_in_graphs(function: T) -> T:
+    """Make Dynamo run a function as it stands, and take what it returns for a constant.
+
+    torch.compiler.assume_constant_result sets the same mark, after it has imported Dynamo: a second in every process.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def is_profiling() -> bool:

@@ -7,13 +7,12 @@ torch's default process group, and, where nothing was launched, the world of one
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from diffcoll._torch import is_differentiating, unfaked
+from diffcoll._torch import constant_in_graphs, is_differentiating, unfaked
 from diffcoll.engines import c10d, local, mpi
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.named import Facts, NamedEngine, facts
@@ -87,7 +86,7 @@ def _facts_of(group: Any) -> Facts | None:
 
 
 # Dynamo runs it once, as it stands, instead of tracing it: engines change as they work, a graph must not hold one.
-_facts: Callable[[Any], Facts | None] = torch.compiler.assume_constant_result(_facts_of)  # type: ignore[no-untyped-call]
+_facts = constant_in_graphs(_facts_of)
 
 
 def engine_named(key: str) -> Engine:

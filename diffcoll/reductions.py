@@ -82,8 +82,6 @@ class Product(Function):
     @staticmethod
     def forward(s: Tensor) -> Tensor:
         """y."""
-        if len(s) == 2:
-            return s[0] * s[1]
         return torch.cat([_Scaled.of(piece).product() for (piece,) in _pieces(s)]).view(s.shape[1:])
 
     @staticmethod
@@ -96,8 +94,6 @@ class Product(Function):
     def backward(ctx: Any, gy: Tensor) -> Tensor:
         """gs."""
         (s,) = ctx.saved_tensors
-        if len(s) == 2:
-            return gy * leave_one_out(s).conj()
         gs = [gy * _Scaled.of(piece).leave_one_out().conj() for piece, gy in _pieces(s, gy.unsqueeze(0))]
         return torch.cat(gs, 1).reshape(s.shape)
 
@@ -118,8 +114,6 @@ def leave_one_out(s: Tensor) -> Tensor:
 
     Differentiable to any order, as the multiplications that it is made of.
     """
-    if len(s) == 2:  # each is what the other leaves; there is no product whose range could be left on the way
-        return s.flip(0)
     return torch.cat([_Scaled.of(piece).leave_one_out() for (piece,) in _pieces(s)], 1).reshape(s.shape)
 
 
