@@ -17,6 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree
 
 __all__ = [
+    "LAZY_MODULES",
     "after_backward",
     "apply_rule",
     "backward_at_work",
@@ -41,6 +42,9 @@ __all__ = [
 
 
 T = TypeVar("T")
+
+#: What PyTorch imports when a process first calls an optimizer, a graph, or grad with cotangents: a second each time.
+LAZY_MODULES = ("torch._dynamo",)
 
 _RUN_BACKWARD = graph._engine_run_backward.__code__
 _NODE = BackwardCFunction.apply.__code__

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffcoll._torch import tree_map
+from diffcoll._torch import LAZY_MODULES, tree_map
 from diffcoll.engines.local import seed_rank
 from diffcoll.groups import set_default_group
 
@@ -94,13 +94,13 @@ class Processes:
 
 
 class Forked(Processes):
-    """Processes forked from a server that has imported torch once and done nothing else."""
+    """Processes forked from a server that has imported once what they need, and done nothing else."""
 
     def begin(self, setups: list[Any], payloads: list[bytes], timeout: float) -> None:
         """See `Processes.begin`."""
         self._processes: list[Any] = []
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["diffcoll.testing.processes"])
+        context.set_forkserver_preload(["diffcoll.testing.processes", *LAZY_MODULES])
         with _without_main():
             for setup, payload in zip(setups, payloads, strict=True):
                 ours, theirs = context.Pipe(duplex=False)
