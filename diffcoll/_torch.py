@@ -27,8 +27,10 @@ __all__ = [
     "is_differentiating",
     "is_transformed",
     "is_profiling",
+    "is_recomputing",
     "is_tree",
     "is_view",
+    "materialized",
     "is_within_transform",
     "nodes_after_nested_backward",
     "set_forward_mode",
@@ -110,6 +112,16 @@ def is_view(x: Tensor) -> bool:
     return x._is_view()
 
 
+def materialized(x: Tensor) -> Tensor:
+    """Return x in memory of its own values: not a lazy conjugate or negative, nor the zeros of forward mode.
+
+    Those zeros have no memory at all, and there is no public question for them.
+    """
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    return x.clone() if x._is_zerotensor() else x
+
+
 def after_backward(do: Callable[[], None]) -> None:
     """Do something when the backward that runs is over, before its call returns; DDP is built on the same."""
     Variable._execution_engine.queue_callback(do)
@@ -118,6 +130,14 @@ def after_backward(do: Callable[[], None]) -> None:
 def backward_at_work() -> int:
     """Return the number of the backward that runs; one within another has its own."""
     return torch._C._current_graph_task_id()
+
+
+def is_recomputing() -> bool:
+    """Whether code runs again within a backward, as checkpoints make it, which may stop in the middle of it.
+
+    They do not say so; they are the ones that record within a backward, but for those with create_graph.
+    """
+    return backward_at_work() >= 0 and torch.is_grad_enabled()
 
 
 def is_backward_nested() -> bool:

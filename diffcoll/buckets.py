@@ -88,9 +88,10 @@ class Bucket:
         self.parameters = parameters
         self.pending = 0
         self.wait: Wait = done
-        # Small ones first. Complex numbers that travel in another dtype lie as pairs of real ones.
+        # Small ones first, by facts that are equal on all ranks: their order is that of the message. Complex numbers
+        # that travel in another dtype lie as pairs of real ones.
         for p in parameters:
-            p.is_small = p.tensor.dtype == dtype and p.tensor.nbytes < SMALL and p.tensor.is_contiguous()
+            p.is_small = p.tensor.dtype == dtype and p.tensor.nbytes < SMALL and not is_channels_last(p.tensor)
         parameters = sorted(parameters, key=lambda p: not p.is_small)
         self._small = [p for p in parameters if p.is_small]
         parts = [_as(dtype, p.tensor.detach()) for p in parameters]

@@ -30,6 +30,7 @@ class AllGather(Linear):
     """y_r = [x_0 … x_{N-1}], with sizes[s] the size of x_s along dim."""
 
     name: ClassVar[str] = "all_gather"
+    reads_at_once: ClassVar[bool] = True
     dim: int
     sizes: tuple[int, ...]
     replicated: bool = False
@@ -37,7 +38,8 @@ class AllGather(Linear):
     def start(self, x: Tensor) -> Callable[[], Tensor]:
         """See `Linear.start`."""
         blocks, joined = join(x, x.shape, self.dim, self.sizes, self.engine)
-        return then(self.engine.all_gather(x.contiguous(), blocks), joined)
+        mine = blocks[self.engine.rank].copy_(x) if self.engine.later else x.contiguous()
+        return then(self.engine.all_gather(mine, blocks), joined)
 
     def shape(self, x: Sequence[int]) -> list[int]:
         """See `Linear.shape`."""

@@ -29,6 +29,7 @@ class AllReduce(Linear):
     """y_r = Σ_s x_s."""
 
     name: ClassVar[str] = "all_reduce"
+    reads_at_once: ClassVar[bool] = True
     replicated: bool = False
 
     def start(self, x: Tensor) -> Callable[[], Tensor]:

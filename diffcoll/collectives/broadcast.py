@@ -28,6 +28,7 @@ class Broadcast(Linear):
     """y_r = x_src."""
 
     name: ClassVar[str] = "broadcast"
+    reads_at_once: ClassVar[bool] = True
     src: int
     replicated: bool = False
 
@@ -55,6 +56,7 @@ class Keep(Linear):
     """y_src = x_src, x replicated; 0 elsewhere: the adjoint of the replicated broadcast."""
 
     name: ClassVar[str] = "broadcast"
+    reads_at_once: ClassVar[bool] = True
     src: int
 
     def start(self, x: Tensor) -> Callable[[], Tensor]:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from threading import get_ident
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from diffcoll import checks, joint
-from diffcoll._torch import apply_rule, is_profiling
-from diffcoll.engines.engine import Engine, Wait, done
-from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, message, user_line
+from diffcoll._torch import apply_rule, backward_at_work, is_profiling, materialized
+from diffcoll.engines.engine import Engine, Turn, Wait, done
+from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
 from diffcoll.joint import record
 
 __all__ = ["Linear", "alone", "apply", "at_once", "begin", "moved", "start", "then"]
@@ -44,6 +44,8 @@ class Linear(ABC):
 
     #: Name of the collective, as in `diffcoll.truth` and `notes/`.
     name: ClassVar[str]
+    #: Whether x has been read when `start` returns, so that it may change before the wait.
+    reads_at_once: ClassVar[bool] = False
 
     engine: Engine
 
@@ -51,7 +53,7 @@ class Linear(ABC):
     def start(self, x: Tensor) -> Callable[[], Tensor]:
         """Start on a plain tensor x; the returned function waits for y, in fresh memory.
 
-        Where the class says so, y is a view of x. Until then x must not change.
+        Where the class says so, y is a view of x. Unless it `reads_at_once`, x must not change until then.
         """
 
     def shape(self, x: Sequence[int]) -> list[int]:
@@ -85,12 +87,27 @@ def then(wait: Wait, y: Tensor | Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
-    """Start f on x, as engines need it: they move memory, which knows no lazy conjugate and no ended transform."""
+    """Start f on x, as engines need it: they move memory, which knows no lazy conjugate and no ended transform.
+
+    Later, x may have changed: a gradient may be the memory of p.grad, which hooks modify. So what is under way is the
+    library's own.
+    """
     engine = f.engine
+    while engine.adrift:
+        engine.adrift.popleft()()
     engine.operation, engine.later = f.name, later
-    if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
-    return f.start(x)
+    x = materialized(x)
+    if not later or f.reads_at_once:
+        return f.start(x)
+    memory = engine.scratch.take(x.numel(), like=x)
+    wait = f.start(memory.view(x.shape).copy_(x))
+
+    def finish() -> Tensor:
+        y = wait()
+        engine.scratch.give(memory)
+        return y
+
+    return finish
 
 
 def run(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
@@ -99,32 +116,23 @@ def run(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
     Here every message passes. Cold, as between two steps of training, each line costs several times what it does in a
     loop, and each call more.
     """
-    if is_profiling() or checks.is_on():
-        return moved(f, origin, x, lambda: _checked(f, origin, x, alone))
     engine = f.engine
-    if not engine.turn.acquire(False):
-        return alone(f, x)
+    if is_profiling() or checks.is_on() or engine.aloft or not engine.turn.acquire(False):
+        return moved(f, origin, x, lambda: _checked(f, origin, x, lambda: alone(f, x, origin)))
+    engine.doing = f.name, origin, get_ident()
     try:
         return begin(f, x)()
     except RuntimeError as error:
         raise _failed(f, origin, error)  # noqa: B904
     finally:
+        engine.doing = None
         engine.turn.release()
 
 
-def alone(f: Linear, x: Tensor) -> Tensor:
+def alone(f: Linear, x: Tensor, origin: Origin | None = None) -> Tensor:
     """Return f(x), as the only one of this process's threads that works in the group."""
-    engine = f.engine
-    if engine.size == 1:
+    with Turn(f.engine, f.name, origin):
         return begin(f, x)()
-    if not engine.turn.acquire(False):
-        remedy = "give each thread a group of its own, or let one thread make all calls"
-        got = f"{engine.description}, in which another thread is in {engine.operation}"
-        raise ValueError(message(f.name, "group", got, "one that is used by one thread at a time", remedy))
-    try:
-        return begin(f, x)()
-    finally:
-        engine.turn.release()
 
 
 def apply(f: Linear, x: Tensor) -> Tensor:
@@ -153,8 +161,8 @@ def moved(f: Linear, origin: Origin | None, x: Tensor, move: Callable[[], T]) ->
         raise _failed(f, origin, error)  # noqa: B904
 
 
-def _checked(f: Linear, origin: Origin | None, x: Tensor, move: Callable[[Linear, Tensor], T]) -> T:
-    """Return move(f, x), in check mode after the ranks have compared it; forward calls have been compared before."""
+def _checked(f: Linear, origin: Origin | None, x: Tensor, move: Callable[[], T]) -> T:
+    """Return move(), which moves x, in check mode after a comparison; forward calls have been compared before."""
     engine = f.engine
     if checks.is_on() and engine.size > 1:
         gradient = f"gradient {x.dtype} {tuple(x.shape)}"
@@ -164,7 +172,7 @@ def _checked(f: Linear, origin: Origin | None, x: Tensor, move: Callable[[Linear
             checks.compare(engine, ("backward", origin.name, f.name, x.dtype, same), f"{what}: {gradient}")
         if f.shared[0]:
             checks.same_everywhere(engine, x, what)
-    return move(f, x)
+    return move()
 
 
 def _failed(f: Linear, origin: Origin | None, error: RuntimeError) -> RuntimeError:
@@ -204,6 +212,42 @@ class _Apply(Function):
 # ── with time between the start and the wait ─────────────────────────────────────────────────────────────
 
 
+class _Flight:
+    """What of a map is under way: called once, waits for y.
+
+    If it is dropped before, by an error between start and wait or by a checkpoint that has seen enough, its messages
+    are under way all the same, and memory must be there for them: the next call in the group waits for it.
+    """
+
+    __slots__ = ("_engine", "_f", "_origin", "_wait")
+
+    def __init__(self, f: Linear, x: Tensor, origin: Origin | None) -> None:
+        self._wait: Callable[[], Tensor] | None = None
+        self._f, self._origin, self._engine = f, origin, f.engine
+        with Turn(f.engine, f.name, origin):
+            self._wait = begin(f, x, later=True)
+        if self._engine.size > 1:
+            self._engine.aloft[id(self)] = get_ident()
+
+    def __call__(self) -> Tensor:
+        with Turn(self._engine, self._f.name, self._origin, waits=True):
+            if self._wait is None:
+                raise RuntimeError("an earlier wait() for it has failed, see the error there")
+            self._engine.operation = self._f.name
+            wait = self._end()
+            return wait()
+
+    def __del__(self) -> None:
+        if self._wait is not None:
+            self._engine.adrift.append(self._end())
+
+    def _end(self) -> Callable[[], Tensor]:
+        wait, self._wait = self._wait, None
+        self._engine.aloft.pop(id(self), None)
+        assert wait is not None
+        return wait
+
+
 @dataclass
 class _Transit:
     """One application of a map that was started and is to be waited for.
@@ -217,8 +261,8 @@ class _Transit:
     wait: Callable[[], Tensor] | None = None
     #: Tangents on their way, in the order of the levels of forward mode.
     tangents: deque[_Transit] = field(default_factory=deque)
-    #: The adjoint on its way, during a backward.
-    adjoint: _Transit | None = None
+    #: The adjoint on its way, by the number of the backward: within one, a hook may run another through the same graph.
+    adjoints: dict[int, _Transit] = field(default_factory=dict)
 
 
 def start(f: Linear, x: Tensor) -> Callable[[], Tensor]:
@@ -236,18 +280,22 @@ class _Start(Function):
 
     @staticmethod
     def forward(x: Tensor, f: Linear, transit: _Transit) -> Tensor:
-        transit.wait = moved(f, transit.origin, x, lambda: _checked(f, transit.origin, x, partial(begin, later=True)))
+        origin = transit.origin
+        transit.wait = moved(f, origin, x, lambda: _checked(f, origin, x, lambda: _Flight(f, x, origin)))
         return x.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, _Transit], output: Tensor) -> None:
         _, ctx.f, ctx.transit = inputs
+        ctx.origin = ctx.transit.origin or Origin(ctx.f.name)
 
     @staticmethod
     def backward(ctx: Any, gempty: Tensor) -> tuple[Tensor, None, None]:
-        gx = record(_Wait, gempty, ctx.f.adjoint, ctx.transit.adjoint)
-        ctx.transit.adjoint = None
-        return gx, None, None
+        adjoint = ctx.transit.adjoints.pop(backward_at_work(), None)
+        if adjoint is None:  # only a chain of joint backward leads here
+            name, line = ctx.origin.name, ctx.origin.line
+            raise RuntimeError(f"{name}(async_op=True) at {line}: backward: never waited for; call wait() before")
+        return record(_Wait, gempty, ctx.f.adjoint, adjoint), None, None
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor, *_: None) -> Tensor:
@@ -265,9 +313,10 @@ class _Wait(Function):
 
     @staticmethod
     def forward(empty: Tensor, f: Linear, transit: _Transit) -> Tensor:
-        wait, transit.wait = transit.wait, None  # it holds y, whose node holds the transit
-        assert wait is not None
-        return moved(f, transit.origin, empty, wait)
+        assert transit.wait is not None
+        y = moved(f, transit.origin, empty, transit.wait)
+        transit.wait = None
+        return y
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, _Transit], output: Tensor) -> None:
@@ -276,9 +325,8 @@ class _Wait(Function):
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
-        ctx.transit.adjoint = _Transit(ctx.origin)
-        gempty = record(_Start, gy, ctx.f.adjoint, ctx.transit.adjoint)
-        return gempty, None, None
+        ctx.transit.adjoints[backward_at_work()] = adjoint = _Transit(ctx.origin)
+        return record(_Start, gy, ctx.f.adjoint, adjoint), None, None
 
     @staticmethod
     def jvp(ctx: Any, tempty: Tensor, *_: None) -> Tensor:

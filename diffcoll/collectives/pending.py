@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
+from diffcoll._torch import is_recomputing
 from diffcoll.errors import user_line
 
 __all__ = ["Pending"]
 
 T = TypeVar("T")
-
-#: What was started and forgotten is kept: messages may still be on their way into its memory.
-_forgotten: list[Any] = []
 
 
 class Pending(Generic[T]):
@@ -40,6 +38,7 @@ class Pending(Generic[T]):
         self._name = name
         self._where = "a compiled line" if torch.compiler.is_compiling() else user_line()
         self._wait: Callable[[], T] | None = wait
+        self._must_wait = torch.compiler.is_compiling() or not is_recomputing()  # a checkpoint stops when it has enough
 
     def wait(self) -> T:
         """Return the result, when it is there. A second call returns the same.
@@ -47,9 +46,10 @@ class Pending(Generic[T]):
         Raises:
             Exception: whatever the collective raised.
         """
+        self._must_wait = False
         if self._wait is not None:
-            wait, self._wait = self._wait, None
-            self._result = wait()
+            self._result = self._wait()
+            self._wait = None
         return self._result
 
     def __repr__(self) -> str:
@@ -58,8 +58,7 @@ class Pending(Generic[T]):
 
     def __del__(self) -> None:
         """Report that nobody waited."""
-        if getattr(self, "_wait", None) is not None:
-            _forgotten.append(self._wait)
+        if getattr(self, "_must_wait", False):
             warnings.warn(
                 f"{self._name}(async_op=True) at {self._where} was never waited for; call wait() on what it returns",
                 RuntimeWarning,

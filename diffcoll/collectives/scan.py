@@ -26,6 +26,7 @@ class Scan(Linear):
     """y_r = Σ_{s≤r} x_s; exclusive: s<r; reverse: s≥r or s>r."""
 
     name: ClassVar[str] = "scan"
+    reads_at_once: ClassVar[bool] = True
     reverse: bool = False
     exclusive: bool = False
 

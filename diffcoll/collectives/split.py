@@ -26,6 +26,7 @@ class Split(Linear):
     """y_r = x[block r], with sizes[r] the size of block r along dim."""
 
     name: ClassVar[str] = "split"
+    reads_at_once: ClassVar[bool] = True
     dim: int
     sizes: tuple[int, ...]
 

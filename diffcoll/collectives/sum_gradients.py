@@ -29,6 +29,7 @@ class SumGradients(Linear):
     """
 
     name: ClassVar[str] = "sum_gradients"
+    reads_at_once: ClassVar[bool] = True
     copy: bool = True
 
     def start(self, x: Tensor) -> Callable[[], Tensor]:

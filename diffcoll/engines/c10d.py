@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from diffcoll.engines.engine import Wait, add_up
+from diffcoll.engines.engine import Turn, Wait, add_up
 from diffcoll.engines.messages import MessageEngine, Messages
 
 __all__ = ["C10dEngine", "engine_of", "is_running"]
@@ -104,7 +104,8 @@ class C10dEngine(MessageEngine):
         twin = C10dEngine(dist.new_group(ranks, timeout, backend, use_local_synchronization=not whole))
         twin._ends = whole
         word = torch.zeros(1, device=twin.control_device)
-        twin.all_reduce(word, word)()  # else a rank may leave the group while another has yet to connect
+        with Turn(twin, "making a group"):
+            twin.all_reduce(word, word)()  # else a rank may leave the group while another has yet to connect
         return twin
 
     def overlaps(self, x: Tensor) -> bool:
@@ -164,8 +165,10 @@ class C10dEngine(MessageEngine):
         """See `Engine.all_reduce`."""
         if not self._runs_natively("all_reduce", y, adds=True):
             return super().all_reduce(x, y)
+        if not x.is_contiguous():
+            x = y.copy_(x)
         pairs = [(x, y)]
-        if y.numel() * y.element_size() >= HALVED.get(self._backend(y), math.inf) and x.is_contiguous():
+        if y.numel() * y.element_size() >= HALVED.get(self._backend(y), math.inf):
             pairs = list(zip(x.view(-1).chunk(2), y.view(-1).chunk(2), strict=True))
         waits = []
         for part, into in pairs:

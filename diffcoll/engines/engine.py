@@ -6,27 +6,34 @@ other primitive has a default written on `exchange`, which a transport replaces 
 Engines work on plain, contiguous tensors and know nothing of autograd. Every primitive starts at once and
 returns a `Wait`: a function that returns when the result is there. Until then its tensors must not change.
 A `Wait` starts no messages of its own, so ranks may wait in any order.
+
+Which messages a primitive sends depends on facts that are equal on all ranks: the group, shapes, dtypes and `later`.
+It never depends on how a tensor lies in memory, which is this rank's own matter.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
-from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from diffcoll.engines.scratch import Scratch
+from diffcoll.errors import Origin, message
 
-__all__ = ["WIDER", "Engine", "Wait", "add_up", "done", "even_sizes"]
+__all__ = ["WIDER", "Doing", "Engine", "Turn", "Wait", "add_up", "done", "even_sizes"]
 
 Wait = Callable[[], object]
 
 #: In what the library adds up tensors of half precision.
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 Blocks = Sequence[Tensor | None]
+#: The collective at work, the forward call whose backward it is, and the thread that is in it.
+Doing = tuple[str, Origin | None, int]
 
 
 class Engine(ABC):
@@ -46,12 +53,16 @@ class Engine(ABC):
     joint: bool = False
     #: Whether the caller has something else to do before it waits.
     later: bool = False
+    #: What this rank is in, until it is there; read by the thread that warns of long waits, see `engines.watch`.
+    doing: Doing | None = None
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self.scratch = Scratch()
-        self.turn = Lock()  # held by the thread that is in a collective
+        self.turn = threading.Lock()  # held by the thread that is in a collective
+        self.aloft: dict[int, int] = {}  # what was started and not yet waited for → the thread that started it
+        self.adrift: deque[Wait] = deque()  # what nobody will wait for, but the next call
         self.known: dict[tuple[Any, ...], Any] = {}  # the maps to which calls came, see `collectives.call.known`
 
     @property
@@ -103,7 +114,7 @@ class Engine(ABC):
     # ── defaults, written on exchange ────────────────────────────────────────────────────────────────────
 
     def all_gather(self, x: Tensor, blocks: Sequence[Tensor]) -> Wait:
-        """blocks[s] = x_s on every rank."""
+        """blocks[s] = x_s on every rank. x may be this rank's own block; then it is so on every rank."""
         return self.exchange([x] * self.size, blocks)
 
     def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor) -> Wait:
@@ -124,7 +135,10 @@ class Engine(ABC):
         return finish
 
     def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
-        """y ← Σ_s x_s, bitwise the same on every rank: each part is added up on one. x need not be contiguous."""
+        """y ← Σ_s x_s, bitwise the same on every rank: each part is added up on one.
+
+        x need not be contiguous. It may be y; then it is so on every rank. With `later` it is read before this returns.
+        """
         y.copy_(x)
         parts = even_parts(y.view(-1), self.size)
         mine = torch.empty_like(parts[self.rank])
@@ -153,6 +167,57 @@ class Engine(ABC):
             self.scratch.give(memory)
 
         return finish
+
+
+class Turn:
+    """One thread's turn in a group: while it starts messages or waits for them.
+
+    Raises:
+        ValueError: on entry, if another thread has its turn, or has started something that is not yet waited for. Who
+            only waits sends nothing, and may wait for what another thread has started.
+    """
+
+    __slots__ = ("_doing", "_engine", "_waits")
+
+    def __init__(self, engine: Engine, name: str, origin: Origin | None = None, *, waits: bool = False) -> None:
+        self._engine = engine
+        self._doing: Doing = (name, origin, threading.get_ident())
+        self._waits = waits
+
+    def __enter__(self) -> None:
+        """Take the turn."""
+        engine = self._engine
+        if engine.size == 1:
+            return
+        if not engine.turn.acquire(False):
+            raise self._refused(f"is in {engine.operation}")
+        if engine.aloft and not self._waits and self._is_anothers():
+            engine.turn.release()
+            raise self._refused("has started a collective that is not yet waited for")
+        engine.doing = self._doing
+
+    def __exit__(self, *_: object) -> None:
+        """Pass it on."""
+        engine = self._engine
+        if engine.size > 1:
+            engine.doing = None
+            engine.turn.release()
+
+    def _is_anothers(self) -> bool:
+        """Whether a thread of the user's has started something, and this is another one.
+
+        Autograd's own threads work for one of the user's, which waits for them meanwhile.
+        """
+        me, starters = self._doing[2], set(self._engine.aloft.values())
+        if starters == {me}:
+            return False
+        users = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
+        return me in users and not (starters & users) <= {me}
+
+    def _refused(self, does: str) -> ValueError:
+        remedy = "give each thread a group of its own, or let one thread make all calls"
+        got = f"{self._engine.description}, in which another thread {does}"
+        return ValueError(message(self._doing[0], "group", got, "one that is used by one thread at a time", remedy))
 
 
 def add_up(terms: Sequence[Tensor], out: Tensor) -> None:

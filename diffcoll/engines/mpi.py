@@ -117,31 +117,54 @@ class MpiEngine(MessageEngine):
     def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
         """See `Engine.all_reduce`."""
         kind, nbytes = self._kinds.get(y.dtype), y.nbytes
-        if kind is not None and 0 < nbytes <= SMALL and y.is_cpu and x.is_contiguous() and not self.later:
+        if kind is not None and 0 < nbytes <= SMALL and y.is_cpu and not self.later:
             # As below, for one piece: before a small message every line counts.
-            mpi = self._mpi
+            mpi, x = self._mpi, x.contiguous()
             at = mpi.buffer.fromaddress
             sent = mpi.IN_PLACE if x is y else [at(x.data_ptr(), nbytes), kind]
             (self._ours or self.comm).Allreduce(sent, [at(y.data_ptr(), nbytes), kind])
             return done
         if kind is None or not self.reaches(y):
             return super().all_reduce(x, y)
-        if not x.is_contiguous():
+        if self.later:  # so that x is not read any more when this returns
             x = y.copy_(x)
+        spare = None
+        if not x.is_contiguous():  # not y.copy_(x): all ranks sum in place or none
+            spare = self.scratch.take(x.numel(), like=x)
+            x = spare.view(x.shape).copy_(x)
         calls: list[tuple[Any, Any]] = []
         size = PIECE if self.later else min(ADDED, PIECE)
         for a, b in zip(self._pieces(x, size), self._pieces(y, size), strict=True):
             calls.append((self._mpi.IN_PLACE if x is y else [a, kind], [b, kind]))
-        return self._do("Allreduce", calls, [x, y])
+        wait = self._do("Allreduce", calls, y)
+        if spare is not None:
+            self.scratch.give(spare)  # not later, so it has been read
+        return wait
 
     def all_gather(self, x: Tensor, blocks: Sequence[Tensor]) -> Wait:
         """See `Engine.all_gather`."""
-        whole = _whole(blocks)
-        if whole is None or not self.reaches(x):
-            return super().all_gather(x, blocks)
         counts, byte = [b.nbytes for b in blocks], self._mpi.BYTE
-        starts = [0, *accumulate(counts[:-1])]
+        starts = [0, *accumulate(counts)]
+        nbytes = starts.pop()
+        if not 0 < nbytes <= PIECE or not self.reaches(x):
+            return super().all_gather(x, blocks)
+        whole = _whole(blocks)
+        if whole is None:  # where the blocks lie is this rank's own matter
+            row = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
+            parts = [
+                part.view(b.dtype).view(b.shape) for part, b in zip(row.split_with_sizes(counts), blocks, strict=True)
+            ]
+            wait = self.all_gather(parts[self.rank].copy_(x) if x is blocks[self.rank] else x, parts)
+
+            def spread() -> None:
+                wait()
+                for b, part in zip(blocks, parts, strict=True):
+                    b.copy_(part)
+
+            return spread
         mine = [*self._pieces(x), byte] if x.nbytes else [None, 0, byte]
+        if x is blocks[self.rank]:
+            mine = self._mpi.IN_PLACE
         return self._do("Allgatherv", [(mine, [whole, (counts, starts), byte])], [x, blocks])
 
     def broadcast(self, y: Tensor, src: int) -> Wait:
@@ -196,11 +219,9 @@ def _holding(memory: object, requests: Sequence[Any]) -> Wait:
 
 
 def _whole(blocks: Sequence[Tensor]) -> Any:
-    """The memory of all blocks, if they are one piece after the other of one tensor, and MPI can count it."""
+    """The memory of all blocks, not all of them empty, if they are one piece after the other of one tensor."""
     full = [b for b in blocks if b.nbytes]
     nbytes = sum(b.nbytes for b in full)
-    if not 0 < nbytes <= PIECE:
-        return None
     start, storage = full[0].data_ptr(), full[0].untyped_storage().data_ptr()
     ends = accumulate((b.nbytes for b in full), initial=start)
     if any(

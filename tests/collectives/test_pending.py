@@ -1,13 +1,18 @@
 """async_op=True: the same results and gradients, started early and awaited late, in both directions."""
 
 import gc
+import threading
+import time
 import warnings
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
 from diffcoll.engines.c10d import C10dEngine
+from diffcoll.groups import resolve
 from diffcoll.testing import simulate, spawn
 
 CALLS = {
@@ -179,3 +184,280 @@ def test_modified_in_place_after_the_wait():
     y.add_(1)
     y.sum().backward()
     assert x.grad.tolist() == [1, 1]
+
+
+# ── what is under way is the library's own ───────────────────────────────────────────────────────────────
+
+RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn}  # and all bodies in one run on MPI, below
+FORWARD = {
+    **CALLS,
+    "gather in parts": lambda x, **more: dc.all_gather(x, **more),
+    "blocks that lie apart": lambda x, **more: dc.all_to_all(x, 1, 0, **more),
+    "half": lambda x, **more: dc.all_reduce(x.bfloat16(), **more),
+}
+
+
+def rows_of(name):
+    return 4 if name == "reduce_scatter" else 40_000  # what is that large is under way for a while
+
+
+def changing_x(r):
+    """The collectives that a change of x between start and wait spoils; the others have changed theirs before."""
+    wrong = []
+    for name, call in FORWARD.items():
+        x = torch.linspace(r, 1, rows_of(name) * 2, dtype=torch.float64).view(-1, 2)
+        right = call(x.clone())
+        if r:
+            time.sleep(0.02)
+        pending = call(x, async_op=True)
+        x.fill_(7)
+        if not torch.equal(pending.wait(), right):
+            wrong.append(name)
+    return wrong
+
+
+def changing_the_gradient(r):
+    """The same in backward: a hook zeroes b.grad, which is the memory of the gradient on which the adjoint started."""
+    wrong = []
+
+    def zero(b):
+        b.grad.zero_()
+
+    for name, call in FORWARD.items():
+        found = []
+        for hooked in (False, True):
+            x = torch.linspace(r, 1, rows_of(name) * 2, dtype=torch.float64).view(-1, 2).requires_grad_()
+            pending = call(x, async_op=True)
+            b = torch.zeros_like(call(x.detach()), requires_grad=True)
+            between = b.view_as(b)
+            y = pending.wait()
+            w = (torch.arange(y.numel()) % 5 + r + 1.0).view(y.shape).to(y)
+            if hooked:
+                b.register_post_accumulate_grad_hook(zero)
+            if hooked and r:
+                y.register_hook(lambda gy: time.sleep(0.02))
+            torch.autograd.backward(y + between, w)
+            assert hooked == (not b.grad.any())
+            found.append(x.grad)
+        if not torch.equal(*found):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("where", RUNS)
+def test_memory_may_change_once_a_collective_has_been_started(where):
+    assert RUNS[where](changing_x, range(2)) == [[], []]
+    assert RUNS[where](changing_the_gradient, range(2)) == [[], []]
+
+
+# ── one thread at a time ─────────────────────────────────────────────────────────────────────────────────
+
+
+def in_two_threads(r):
+    """Between the start and the wait of one thread another one is refused; after that it is not."""
+
+    def in_thread(call):
+        found = []
+
+        def work():
+            try:
+                found.append(call())
+            except ValueError as error:
+                found.append(str(error))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return found[0]
+
+    def compared():
+        with dc.check_mode():
+            dc.all_reduce(x)
+
+    x = torch.tensor([1.0 + r], requires_grad=True)
+    pending = dc.all_gather(x, async_op=True)
+    starts = in_thread(lambda: dc.all_gather(x, async_op=True)), in_thread(lambda: dc.all_reduce(x))
+    compares = in_thread(compared)
+    own = dc.all_reduce(x).item()  # of the same thread
+    waited = in_thread(pending.wait)  # sends nothing
+    after = in_thread(lambda: dc.all_gather(x, async_op=True).wait())
+    (waited * torch.tensor([1.0, 10.0])).sum().backward()  # in this thread
+    return (*starts, compares), own, waited.tolist(), after.tolist(), x.grad.item()
+
+
+def check_two_threads(found):
+    for r, (refused, *rest) in enumerate(found):
+        for name, text in zip(["all_gather", "all_reduce", "check mode"], refused, strict=True):
+            assert text.startswith(f"{name}: group: got a")
+            assert "in which another thread has started a collective that is not yet waited for, expected one" in text
+        assert rest == [3.0, [1.0, 2.0], [1.0, 2.0], 2.0 * [1, 10][r]]
+
+
+def test_two_threads_with_something_under_way():
+    check_two_threads(spawn(in_two_threads, range(2)))
+
+
+def test_a_wait_that_was_refused_is_made_again():
+    def body(r):
+        turn = resolve(None, "test").turn
+        pending = dc.all_gather(torch.tensor([1.0 + r]), async_op=True)
+        with turn, pytest.raises(ValueError, match=r"all_gather: group: got .* another thread is in all_gather"):
+            pending.wait()
+        assert ", not waited for>" in repr(pending)
+        return pending.wait().tolist(), pending.wait().tolist()
+
+    for run in RUNS.values():
+        assert run(body, range(2)) == [([1.0, 2.0], [1.0, 2.0])] * 2
+
+
+# ── graphs that run otherwise than once, from the end to the beginning ───────────────────────────────────
+
+
+def backward_in_a_hook(r):
+    """Through the same graph, twice, while the adjoint of the outer one is under way; also to second order."""
+    results = []
+    for create in (False, True):
+        x = torch.tensor([1.0, 2.0 + r], dtype=torch.float64, requires_grad=True)
+        pending = dc.all_gather(x, async_op=True)
+        between = x.cos()  # its backward lies between the start of the adjoint and the wait
+        y = pending.wait()
+        loss = (r + 1) * (y.square().sum() + between.prod())
+        inner = []
+
+        def hook(g, x=x, loss=loss, inner=inner, create=create):
+            if len(inner) < 2:
+                inner.append(None)
+                inner.append(torch.autograd.grad(loss, x, retain_graph=True, create_graph=create)[0].detach())
+
+        handle = between.register_hook(hook)
+        (g,) = torch.autograd.grad(loss, x, retain_graph=True, create_graph=create)
+        handle.remove()
+        second = torch.autograd.grad(g.square().sum(), x)[0] if create else None
+        results.append(([g.detach(), *(i for i in inner if i is not None)], second))
+    return results
+
+
+def check_backward_in_a_hook(found):
+    xs = [torch.tensor([1.0, 2.0 + r], dtype=torch.float64, requires_grad=True) for r in range(2)]
+    total = sum((r + 1) * (torch.cat(xs).square().sum() + xs[r].cos().prod()) for r in range(2))
+    gs = torch.autograd.grad(total, xs, create_graph=True)
+    seconds = torch.autograd.grad(sum(g.square().sum() for g in gs), xs)
+    for r, results in enumerate(found):
+        for order, (first, second) in enumerate(results):
+            assert len(first) == 3
+            for g in first:
+                torch.testing.assert_close(g, gs[r].detach())
+            torch.testing.assert_close(second, seconds[r] if order else None)
+
+
+@pytest.mark.parametrize("where", RUNS)
+def test_a_backward_in_a_hook_through_the_same_graph(where):
+    check_backward_in_a_hook(RUNS[where](backward_in_a_hook, range(2)))
+
+
+def in_checkpoints(r):
+    """Steps with async collectives in checkpoints that stop before, at and after the wait; what they leave behind."""
+
+    def before(x):
+        pending = dc.all_reduce(x.sin(), async_op=True)
+        z = x * x
+        return pending.wait() + z
+
+    def after(x):
+        pending = dc.all_gather(x.sin(), async_op=True)
+        z = x.exp()
+        return (pending.wait() * 2).square().sum() * z
+
+    def two(x):
+        pending = dc.all_reduce(x.cos(), async_op=True)
+        other = dc.all_gather(x.sin(), async_op=True)
+        z = x * x
+        return (pending.wait() + z).sum() + other.wait().sum()
+
+    def one_step(call):
+        x = torch.tensor([0.5, 0.1 + r], dtype=torch.float64, requires_grad=True)
+        ((r + 1) * call(x)).sum().backward()
+        return x.grad
+
+    engine, found = resolve(None, "test"), []
+    for f in (before, after, two):
+        for _ in range(3):
+            again = one_step(lambda x, f=f: checkpoint(f, x, use_reentrant=False))
+            left = len(engine.adrift), len(engine.aloft)
+        dc.all_reduce(torch.ones(1))
+        found.append((again, one_step(f), left, (len(engine.adrift), len(engine.aloft))))
+    return found
+
+
+def check_checkpoints(found):
+    for of_rank in found:
+        for again, once, _, left in of_rank:
+            torch.testing.assert_close(again, once)
+            assert left == (0, 0)
+        # Not one more in every step, and some of them do stop before the wait.
+        assert [adrift for *_, (adrift, _), _ in of_rank] == [1, 0, 2]
+
+
+@pytest.mark.parametrize("where", RUNS)
+def test_checkpoints_that_stop_before_the_wait(where):
+    """Their second forward starts a collective, and ends when everything that backward needs is there again."""
+    check_checkpoints(RUNS[where](in_checkpoints, range(2)))
+
+
+def test_never_waited_for_in_a_region_of_joint_backward():
+    """Its backward cannot run: the adjoint starts where the forward waits."""
+
+    def body(r):
+        x = torch.ones(2, requires_grad=True)
+        with dc.joint_backward() as joint:
+            pending = dc.all_reduce(x, async_op=True)
+            loss = joint(dc.all_gather(x).sum())
+            with pytest.raises(
+                RuntimeError, match=r"all_reduce\(async_op=True\) at .*py:\d+: backward: never waited for"
+            ):
+                loss.backward()
+        pending.wait()
+
+    for run in RUNS.values():
+        run(body, range(2))
+
+
+def with_errors_in_between(r):
+    """What is under way has its memory until it is there; the next call goes on as if nothing had been."""
+
+    def fails(g):
+        raise KeyError("a hook")
+
+    def one_step():
+        x = torch.full((100_000,), 1.0 + r, requires_grad=True)
+        pending = dc.all_gather(x, async_op=True)
+        z = 2 * x
+        z.register_hook(fails)
+        try:
+            (pending.wait()[:100_000] * z).sum().backward()
+        except KeyError:
+            return
+        raise AssertionError("no error")
+
+    for _ in range(3):
+        one_step()
+    left = len(resolve(None, "test").aloft) <= 1  # PyTorch keeps the graph of a backward that has failed until the next
+    return dc.all_reduce(torch.tensor(1.0 + r)).item(), left
+
+
+def test_an_error_between_the_start_and_the_wait():
+    for run in RUNS.values():
+        assert run(with_errors_in_between, range(2)) == [(3.0, True)] * 2
+
+
+def test_the_same_on_mpi():
+    def body(r):
+        checked = in_two_threads, backward_in_a_hook, in_checkpoints, with_errors_in_between
+        return changing_x(r), changing_the_gradient(r), *(f(r) for f in checked)
+
+    x, gradient, threads, hooks, checkpoints, errors = zip(*spawn(body, range(2), backend="mpi"), strict=True)
+    assert x == gradient == ([], [])
+    check_two_threads(threads)
+    check_backward_in_a_hook(hooks)
+    check_checkpoints(checkpoints)
+    assert errors == ((3.0, True),) * 2

@@ -1,0 +1,205 @@
+"""How tensors lie in memory is each rank's own matter: it decides neither which messages travel nor what comes out."""
+
+import random
+from functools import partial
+
+import pytest
+import torch
+
+import diffcoll as dc
+from diffcoll.buckets import Bucket, Parameter
+from diffcoll.engines import c10d, mpi
+from diffcoll.engines.engine import Engine
+from diffcoll.groups import resolve
+from diffcoll.testing import cases, simulate, spawn
+
+RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
+
+
+# ── the same numbers in other places ─────────────────────────────────────────────────────────────────────
+
+
+def permuted(x, own):
+    """In another order of dims, as transposed and channels_last tensors."""
+    order = own.sample(range(x.dim()), x.dim())
+    return x.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
+
+
+def strided(x, own):
+    """Every second number of a larger tensor."""
+    memory = torch.full((*x.shape, 2), 77).to(x.dtype)
+    memory[..., 1] = x
+    return memory[..., 1]
+
+
+def offset(x, own):
+    """Behind other numbers."""
+    memory = torch.cat([torch.full((3,), 77).to(x.dtype), x.reshape(-1)])
+    return memory[3:].view(x.shape)
+
+
+def lazy(x, own):
+    """A conjugate, or a negative, that is not computed yet."""
+    if x.is_complex():
+        return x.conj().resolve_conj().conj()
+    if x.dtype not in (torch.float32, torch.float64):
+        return x
+    return torch.complex(x, -x).conj().imag
+
+
+def without_strides(x, own):
+    """Dims of one number with stride 0, as expand leaves them."""
+    return x.as_strided(x.shape, [0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)])
+
+
+LAYOUTS = [lambda x, own: x, permuted, strided, offset, lazy, without_strides]
+
+
+def expanded(x):
+    """The same number everywhere, with strides of 0: the gradient of a sum."""
+    return x.reshape(-1)[:1].reshape(()).expand(x.shape) if x.numel() else x
+
+
+def laid_out(x, own):
+    y = own.choice(LAYOUTS)(x.contiguous(), own)
+    assert torch.equal(y, x)
+    return y
+
+
+# ── every collective ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def move_thresholds(common, nbytes):
+    """Put every threshold just below, at or above what is moved; all ranks alike."""
+
+    def near(parts=1):
+        return max(1, nbytes // parts + common.choice([-1, 0, 1]))
+
+    c10d.SMALL["gloo"], c10d.HALVED["gloo"] = near(common.choice([1, 2, 3])), near(common.choice([1, 2, 3]))
+    mpi.SMALL, mpi.ADDED = near(), 8 * near(16)
+    mpi.PIECE = 16 * near(common.choice([16, 32, 48]))  # a whole number of elements
+
+
+def data(case, r, seed, kind):
+    """x of rank r, as every rank can make it."""
+    x = case.x(r, seed)
+    if x is not None and kind == "expanded" and not case.shared[0] and r % 2 == 0:
+        x = expanded(x)
+    return x
+
+
+def one_case(case, r, n, seed):
+    """Value and gradient on this rank, and what truth says."""
+    common, own = random.Random(seed), random.Random(f"{seed} {r}")
+    xs = [data(case, s, seed, kind := common.choice(["expanded", "as drawn"])) for s in range(n)]
+    del kind
+    move_thresholds(common, max(x.nbytes for x in xs if x is not None))
+    leaves = [x.contiguous().clone().requires_grad_() for x in xs]
+    ys = case.truth(leaves)
+    sums = [not case.shared[1] and common.random() < 0.5 for _ in ys]  # whose loss is the sum
+    ws = [expanded(case.w(y, s, seed)) if sums[s] else case.w(y, s, seed) for s, y in enumerate(ys)]
+    right = torch.autograd.grad(ys, leaves, ws, allow_unused=True)[r]
+    x = laid_out(xs[r], own).detach().requires_grad_()
+    y = case.call(x, r)
+    torch.testing.assert_close(y, ys[r].detach(), msg=lambda m: f"{case}: {m}")
+    w = ws[r] if sums[r] else laid_out(ws[r], own)
+    (g,) = torch.autograd.grad(y, x, w)
+    torch.testing.assert_close(g, right, msg=lambda m: f"{case}: gradient: {m}")
+
+
+@pytest.mark.parametrize("where", RUNS)
+@pytest.mark.parametrize("n", [2, 3])
+def test_layouts_that_differ_from_rank_to_rank(where, n):
+    if (where, n) == ("mpi", 3):
+        pytest.skip("as on two ranks")
+
+    def body(r):
+        torch.set_num_threads(1)
+        chosen = [c for c in cases.table(n) if None not in c.shapes and c.dtype.itemsize >= 8]
+        for i, case in enumerate(chosen):
+            one_case(case, r, n, seed=i)
+        return len(chosen)
+
+    assert min(RUNS[where](body, range(n))) > 60
+
+
+def test_sums_of_four_megabytes():
+    """At the threshold itself: transposed on one rank, channels_last on another; a gradient expanded on a third."""
+
+    def body(r):
+        x = torch.randn(2, 8, 256, 256, generator=torch.Generator().manual_seed(r))
+        right = sum(torch.randn(x.shape, generator=torch.Generator().manual_seed(s)) for s in range(3))
+        assert x.nbytes == c10d.HALVED["gloo"]
+        mine = [x, x.transpose(2, 3).contiguous().transpose(2, 3), x.to(memory_format=torch.channels_last)][r]
+        mine = mine.detach().requires_grad_()
+        y = dc.all_reduce(mine)
+        torch.testing.assert_close(y, right)
+        (y.sum() if r == 2 else (r + 2) * y.square().sum()).backward()
+        torch.testing.assert_close(mine.grad, 1 + (2 * 2 + 2 * 3) * right)
+        return True
+
+    assert spawn(body, range(3)) == [True] * 3
+
+
+def test_zeros_without_memory():
+    """Forward mode knows zeros that have no memory; they are sent as others are."""
+
+    def body(r):
+        x = torch.full((4,), 2.0 + r)
+        x = torch._efficientzerotensor((4,)) if r == 0 else x
+        calls = [dc.all_reduce, dc.all_gather, dc.shift, dc.reduce_scatter, partial(dc.broadcast, src=1), dc.scan]
+        return [call(x).tolist() for call in calls]
+
+    for where in ("rules", "gloo"):
+        for r, found in enumerate(RUNS[where](body, range(2))):
+            kept = [[3.0] * 2, [3.0] * 4, [3.0 * r] * 4]
+            assert found == [[3.0] * 4, [0.0] * 4 + [3.0] * 4, [3.0 * (1 - r)] * 4, *kept]
+
+
+# ── what engines decide by themselves ────────────────────────────────────────────────────────────────────
+
+
+def test_mpi_calls_the_same_collectives_wherever_tensors_lie():
+    """Also in place or not, which MPI wants to be told by all ranks or none."""
+
+    def body(r):
+        engine, calls = resolve(None, "test"), []
+        do = mpi.MpiEngine._do
+
+        def noting(self, name, arguments, memory):
+            calls.append((name, [a[0] is self._mpi.IN_PLACE for a in arguments]))
+            return do(self, name, arguments, memory)
+
+        mpi.MpiEngine._do = noting
+        mpi.SMALL = 0
+        for later in (False, True):
+            engine.later = later
+            x = torch.arange(12.0).view(3, 4) + r
+            mine = x.t().contiguous().t() if r else x
+            y = torch.empty(3, 4)
+            engine.all_reduce(mine, y)()
+            assert torch.equal(y, 2 * torch.arange(12.0).view(3, 4) + 1)
+            together = list(torch.empty(2, 3, 4))
+            blocks = [torch.empty(3, 4), torch.empty(3, 4)] if r else together
+            engine.all_gather(blocks[r].copy_(x) if later else x, blocks)()
+            assert torch.equal(torch.stack(blocks), torch.stack([x - r, x - r + 1]))
+        return calls
+
+    names = ["Allreduce", "Allgatherv"]
+    expected = [(name, [later]) for later in (False, True) for name in names]
+    assert spawn(body, range(2), backend="mpi") == [expected] * 2
+
+
+def test_places_in_a_bucket_are_the_same_on_all_ranks():
+    """Whatever the order of numbers in a parameter's memory, which only channels_last tensors say to the others."""
+
+    def places(transposed):
+        tensors = [torch.zeros(2, 3), torch.zeros(4, 5), torch.zeros(200, 200)]
+        if transposed:
+            tensors[0] = tensors[0].t().contiguous().t()
+        parameters = [Parameter(i, str(i), t) for i, t in enumerate(tensors)]
+        engine: Engine = resolve(None, "test")
+        Bucket(parameters, torch.float32, torch.device("cpu"), engine)
+        return [p.place.storage_offset() for p in parameters]
+
+    assert places(True) == places(False)
