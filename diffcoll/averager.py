@@ -31,7 +31,7 @@ from diffcoll._torch import (
 )
 from diffcoll.averaging import agree_on_parameters, broadcast_from_first, checked_weight, weighted
 from diffcoll.buckets import Bucket, Parameter, cut
-from diffcoll.engines.engine import done
+from diffcoll.engines.engine import Turn, done
 from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, message
 from diffcoll.groups import resolve
 
@@ -500,7 +500,8 @@ class GradientAverager:
         order = torch.tensor(seen, device=self._engine.control_device)
         if self._engine.size > 1:
             self._engine.operation, self._engine.later = _NAME, False
-            self._engine.broadcast(order, 0)()
+            with Turn(self._engine, _NAME):
+                self._engine.broadcast(order, 0)()
         self._order = order.tolist()
 
     def _give_up(self) -> None:
@@ -522,7 +523,8 @@ class GradientAverager:
         count = torch.tensor([int(mine)], device=self._engine.control_device)
         if self._engine.size > 1:
             self._engine.operation, self._engine.later = _NAME, False
-            self._engine.all_reduce(count, count)()
+            with Turn(self._engine, _NAME):
+                self._engine.all_reduce(count, count)()
         return int(count)
 
     @contextlib.contextmanager
@@ -531,6 +533,7 @@ class GradientAverager:
         at = f"bucket {self._buckets.index(bucket)} of {len(self._buckets)}"
         try:
             with contextlib.ExitStack() as stack:
+                stack.enter_context(Turn(engine, f"{_NAME}, {at}"))
                 if is_profiling():
                     label = f"diffcoll.{_NAME} {at}: {engine.description}, {bucket.row.nbytes} B"
                     stack.enter_context(torch.profiler.record_function(label))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from diffcoll.engines import local
-from diffcoll.engines.engine import Engine
+from diffcoll.engines.engine import Engine, Turn
 from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, failure, message, user_line
 
 __all__ = ["check_mode", "compare", "digest", "disagree", "is_on", "refuse", "same_everywhere"]
@@ -177,5 +177,6 @@ def same_everywhere(engine: Engine, x: Tensor, text: str) -> None:
 
 def _gathered(engine: Engine, mine: Tensor, lengths: list[int]) -> list[Tensor]:
     blocks = [mine.new_empty(length) for length in lengths]
-    engine.all_gather(mine, blocks)()
+    with Turn(engine, "check mode"):
+        engine.all_gather(mine, blocks)()
     return blocks

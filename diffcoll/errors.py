@@ -10,7 +10,7 @@ import sys
 from functools import cache
 from types import FrameType
 
-__all__ = ["CollectiveFailedError", "CollectiveMismatchError", "Origin", "failure", "message", "user_line"]
+__all__ = ["CollectiveFailedError", "CollectiveMismatchError", "Origin", "failure", "line_of", "message", "user_line"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
@@ -32,6 +32,13 @@ def message(operation: str, argument: str, got: object, expected: str, remedy: s
 def user_line() -> str:
     """Return "file:line" of the innermost frame outside this library and torch."""
     return Origin("").line
+
+
+def line_of(frame: FrameType) -> str:
+    """Return "file:line" of the innermost frame, from this one outwards, outside this library and torch."""
+    while _is_inside(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class Origin:

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 
 from diffcoll.engines.engine import Turn, Wait, add_up
 from diffcoll.engines.messages import MessageEngine, Messages
+from diffcoll.engines.watch import watch
 
 __all__ = ["C10dEngine", "engine_of", "is_running"]
 
@@ -62,6 +63,7 @@ class C10dEngine(MessageEngine):
         self.backends = {device: backend for device, backend in pairs}
         self.devices = tuple(self.backends)
         self.description = f"a {dist.get_backend(group)} group of {self.size} ranks"
+        watch(self)
 
     @property
     def group(self) -> dist.ProcessGroup:

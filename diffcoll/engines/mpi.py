@@ -23,6 +23,7 @@ from torch import Tensor
 
 from diffcoll.engines.engine import Wait, done
 from diffcoll.engines.messages import MessageEngine, Messages
+from diffcoll.engines.watch import watch
 
 __all__ = ["MpiEngine", "engine_met", "engine_named", "engine_of"]
 
@@ -68,6 +69,7 @@ class MpiEngine(MessageEngine):
         self._twins: list[MpiEngine] = []
         self._mpi = _mpi()
         self._kinds = {dtype: getattr(self._mpi, name) for dtype, name in SUMS.items()}
+        watch(self)
 
     @property
     def comm(self) -> Any:

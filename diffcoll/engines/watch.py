@@ -1,0 +1,102 @@
+"""One thread per process that warns, once per call, when this rank has waited long for the others.
+
+A rank that is alone in a collective waits for as long as the group's timeout allows: gloo's default is half an hour,
+MPI has none. Calls only note what they do (`Engine.doing`); this thread looks at it about once a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+
+from diffcoll.engines.engine import Doing, Engine
+from diffcoll.errors import line_of, message
+
+__all__ = ["watch"]
+
+#: How many seconds of waiting are worth a warning; 0: none are.
+_VARIABLE, _DEFAULT = "DIFFCOLL_WARN_AFTER", "30"
+
+_thread: threading.Thread | None = None
+
+
+@dataclass
+class _Watched:
+    """An engine, the process that made it, and what it was last seen doing, since when."""
+
+    engine: weakref.ref[Engine]
+    pid: int  # a forked process inherits the engines, but not the threads that are in them
+    doing: Doing | None = None
+    since: float = 0.0
+
+
+_watched: list[_Watched] = []
+
+
+def watch(engine: Engine) -> None:
+    """Watch an engine from here on, unless it has one rank or the user has said not to."""
+    global _thread
+    seconds = _seconds()
+    if engine.size == 1 or seconds == 0:
+        return
+    _watched.append(_Watched(weakref.ref(engine), os.getpid()))
+    if _thread is None or not _thread.is_alive():  # not begun yet, or left behind by a fork
+        _thread = threading.Thread(target=_look_again, args=(seconds,), name="diffcoll watch", daemon=True)
+        _thread.start()
+
+
+def _seconds() -> float:
+    said = os.environ.get(_VARIABLE, "") or _DEFAULT
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise ValueError(message("diffcoll", _VARIABLE, repr(said), "seconds, or 0 for no warnings"))
+    return seconds
+
+
+def _look_again(seconds: float) -> None:
+    while True:
+        time.sleep(min(1.0, seconds / 4))
+        for watched in list(_watched):
+            _look(watched, seconds)
+
+
+def _look(watched: _Watched, seconds: float) -> None:
+    engine, now = watched.engine(), time.monotonic()
+    if engine is None or watched.pid != os.getpid():
+        _watched.remove(watched)
+        return
+    doing = engine.doing  # a new tuple for every call
+    if doing is None or doing is not watched.doing:
+        watched.doing, watched.since = doing, now
+    elif now - watched.since >= seconds:
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it
+            print(_words(engine, doing, now - watched.since), file=sys.stderr, flush=True)
+        watched.since = math.inf
+
+
+def _words(engine: Engine, doing: Doing, waited: float) -> str:
+    name, origin, thread = doing
+    remedies = ["DIFFCOLL_CHECK=1 makes ranks that disagree an error that lists their calls"]
+    if origin is None:
+        frame = sys._current_frames().get(thread)
+        what = f"{name}, called at {line_of(frame)}" if frame is not None else name
+        others = "has not made this call"
+    else:
+        by = "" if origin.name == name else f" (which is {name})"
+        what = f"{origin.name}, backward{by}, called at {origin.line}"
+        others = "has not run this backward because its loss does not use the output or its x requires no gradient"
+        remedies.insert(0, "`with diffcoll.joint_backward()` makes every rank run it")
+    return (
+        f"diffcoll: rank {engine.rank} has waited {waited:.3g} s in {what}, for other ranks of {engine.description}: "
+        f"one is busy, hangs, has ended, is in another collective, or {others}; {'; '.join(remedies)}; this is said "
+        f"once per call, {_VARIABLE} sets after how many seconds (0: never)"
+    )
