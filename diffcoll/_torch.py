@@ -25,6 +25,8 @@ __all__ = [
     "forward_mode",
     "is_backward_nested",
     "is_differentiating",
+    "is_jit_tracing",
+    "is_traced",
     "is_transformed",
     "is_profiling",
     "is_tree",
@@ -89,6 +91,29 @@ def apply_rule(rule: Any, x: Tensor, *more: object) -> Tensor:
     else:
         y = rule.forward(x, *more)
     return y
+
+
+def is_jit_tracing() -> bool:
+    """Whether torch.jit.trace is at work; its public question has no types."""
+    return torch._C._is_tracing()
+
+
+_KEY = torch._C._TorchDispatchModeKey
+_TRACING_MODES = (_KEY.PROXY, _KEY.FAKE, _KEY.FUNCTIONAL)
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether what is done to x is recorded instead of, or as well as, done, or x is of a class that says what is done.
+
+    Then x may have no memory (FakeTensor, wrapper subclasses), or its memory may change behind the tracer's back.
+    make_fx, torch.export, AOTAutograd and torch.jit.trace trace; modes that only look on (FlopCounterMode) do not.
+    PyTorch has no public question for what is asked of every tensor that moves, and takes 0.1 µs.
+    """
+    if type(x) is Tensor and not torch._C._len_torch_dispatch_stack() and not torch._C._is_tracing():
+        return False
+    if is_jit_tracing() or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return True
+    return any(torch._C._get_dispatch_mode(kind) is not None for kind in _TRACING_MODES)
 
 
 def constant_in_graphs(function: T) -> T:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from diffcoll import checks, joint
-from diffcoll._torch import apply_rule, is_profiling
+from diffcoll._torch import apply_rule, is_profiling, is_traced
 from diffcoll.engines.engine import Engine, Wait, done
 from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, message, user_line
 from diffcoll.joint import record
@@ -99,6 +99,8 @@ def run(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
     Here every message passes. Cold, as between two steps of training, each line costs several times what it does in a
     loop, and each call more.
     """
+    if is_traced(x):
+        return _traced(f, x)
     if is_profiling() or checks.is_on():
         return moved(f, origin, x, lambda: _checked(f, origin, x, alone))
     engine = f.engine
@@ -134,6 +136,13 @@ def apply(f: Linear, x: Tensor) -> Tensor:
 
         return compiled.apply(f, x)
     return (record if joint.here.chain else apply_rule)(_Apply, x, f, None)
+
+
+def _traced(f: Linear, x: Tensor) -> Tensor:
+    """Return f(x) of an x that is traced, where autograd has been seen to: one op in the graph."""
+    from diffcoll import compiled  # it is made of the maps
+
+    return compiled.traced(f, x)
 
 
 def at_once(f: Linear, x: Any) -> Tensor:
@@ -236,6 +245,10 @@ class _Start(Function):
 
     @staticmethod
     def forward(x: Tensor, f: Linear, transit: _Transit) -> Tensor:
+        if is_traced(x):
+            y = _traced(f, x)
+            transit.wait = lambda: y
+            return x.new_empty(0)
         transit.wait = moved(f, transit.origin, x, lambda: _checked(f, transit.origin, x, partial(begin, later=True)))
         return x.new_empty(0)
 

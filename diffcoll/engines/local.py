@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from diffcoll._torch import forward_mode, set_forward_mode, shared_forward_mode
+from diffcoll._torch import forward_mode, is_traced, set_forward_mode, shared_forward_mode
 from diffcoll.engines.engine import Blocks, Engine, Wait
 from diffcoll.errors import CollectiveMismatchError, user_line
 
@@ -30,6 +30,13 @@ __all__ = ["LocalEngine", "LocalGroup", "World", "engine_of", "here", "seed_rank
 
 #: (name of the collective, each rank's tensor, each rank's arguments) → each rank's result
 Truth = Callable[[str, list[Any], list[dict[str, Any]]], list[Any]]
+
+
+#: A graph is compiled or traced for one rank, and simulated ranks share one cache of graphs, or meet in one graph.
+NO_GRAPHS = (
+    "torch.compile, export, make_fx and linearize do not work within a simulated world: its ranks share what they "
+    "make; call the function as it is there, or compile on real processes (testing.spawn)"
+)
 
 
 @dataclass(frozen=True)
@@ -279,6 +286,8 @@ class LocalEngine(Engine):
         """See `Engine.meet_in_truth`."""
         truth = self.world.truth
         assert truth is not None
+        if isinstance(x, torch.Tensor) and is_traced(x):
+            raise RuntimeError(f"{name}: {NO_GRAPHS}")
 
         def combine(payloads: list[Any]) -> list[Any]:
             return truth(name, [p[0] for p in payloads], [p[1] for p in payloads])
