@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator
+from functools import wraps
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -21,6 +24,7 @@ __all__ = [
     "after_backward",
     "apply_rule",
     "backward_at_work",
+    "before_node",
     "constant_in_graphs",
     "forward_mode",
     "is_backward_nested",
@@ -40,6 +44,7 @@ __all__ = [
     "tree_paths",
     "unfaked",
     "version",
+    "wrapped_backward_code",
 ]
 
 
@@ -241,3 +246,83 @@ def shared_forward_mode() -> Iterator[None]:
         yield
     finally:
         forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter, leave
+
+
+# ── Python code that a backward calls ────────────────────────────────────────────────────────────────────
+
+_Code = Callable[..., Any]
+_patching = threading.Lock()
+_patches = 0
+_unpatch = contextlib.ExitStack()
+
+
+@contextlib.contextmanager
+def wrapped_backward_code(wrapper: Callable[[], Callable[[_Code], _Code] | None]) -> Iterator[None]:
+    """Within the block, wrap Python code that a backward will call, at the moment autograd receives it.
+
+    This is the backward of a `Function`, a hook of a tensor, and a hook that unpacks saved tensors, which includes the
+    recomputation of a checkpoint. PyTorch does not record in which thread or context a node was made, so the three
+    places where Python code enters the graph are patched. `wrapper` is called by the thread that builds the graph; it
+    returns the decorator, or None to leave the code as it is. All callers pass the same wrapper.
+    """
+    global _patches
+    with _patching:
+        _patches += 1
+        if _patches == 1:
+            _patch(BackwardCFunction, "__init__", _marking_init(BackwardCFunction.__init__, wrapper))
+            _patch(graph.saved_tensors_hooks, "__init__", _unpacking_init(graph.saved_tensors_hooks.__init__, wrapper))
+            for name in ("register_hook", "register_post_accumulate_grad_hook"):
+                _patch(Tensor, name, _registering(getattr(Tensor, name), wrapper))
+    try:
+        yield
+    finally:
+        with _patching:
+            _patches -= 1
+            if _patches == 0:
+                _unpatch.close()
+
+
+def _patch(where: type, name: str, by: _Code) -> None:
+    if name in vars(where):
+        _unpatch.callback(setattr, where, name, vars(where)[name])
+    else:
+        _unpatch.callback(delattr, where, name)
+    setattr(where, name, by)
+
+
+def _marking_init(init: _Code, wrapper: Callable[[], Callable[[_Code], _Code] | None]) -> _Code:
+    def __init__(self: Any, *args: Any, **more: Any) -> None:
+        init(self, *args, **more)
+        if (wrap := wrapper()) is not None:
+            me = weakref.ref(self)  # the instance must not hold itself
+            # The engine calls `apply`, or `apply_boxed`, as an attribute of the instance.
+            for name in ("apply", "apply_boxed"):
+                if (code := getattr(type(self), name, None)) is not None:
+                    setattr(self, name, wrap(lambda *grads, code=code: code(me(), *grads)))
+
+    return __init__
+
+
+def _unpacking_init(init: _Code, wrapper: Callable[[], Callable[[_Code], _Code] | None]) -> _Code:
+    @wraps(init)
+    def __init__(self: Any, *args: Any, **more: Any) -> None:
+        init(self, *args, **more)
+        if (wrap := wrapper()) is not None:
+            self.unpack_hook = wrap(self.unpack_hook)
+
+    return __init__
+
+
+def _registering(register: _Code, wrapper: Callable[[], Callable[[_Code], _Code] | None]) -> _Code:
+    @wraps(register)
+    def register_wrapped(self: Tensor, hook: _Code) -> Any:
+        wrap = wrapper()
+        return register(self, hook if wrap is None else wraps(hook)(wrap(hook)))
+
+    return register_wrapped
+
+
+def before_node(y: Tensor, do: Callable[[], None]) -> None:
+    """Call `do` in every backward, before the node that made y; the tensor itself shows no hook."""
+    if y.grad_fn is not None:
+        y.grad_fn.register_prehook(lambda grads: do())

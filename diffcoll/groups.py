@@ -31,6 +31,8 @@ _LAUNCHED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 def resolve(group: Any, operation: str) -> Engine:
     """Return the engine of `group` for this rank; errors name `operation`."""
     if group is None:
+        if local.involved() and not torch.compiler.is_compiling():
+            local.refuse_in_backward(operation)
         me = local.here()
         group = me.default_group if me else _default
     try:
@@ -51,7 +53,7 @@ def resolve(group: Any, operation: str) -> Engine:
 def met(group: Any) -> Engine | None:
     """Return the engine of a group that was resolved before, where that is quick to tell; None: resolve it."""
     if group is None:
-        if local.here() is not None:
+        if local.involved():
             return None
         group = _default
     return mpi.engine_met(group)
@@ -118,6 +120,8 @@ def _engine_of_name(name: str) -> Engine | None:
 
 
 def _refuse_simulated() -> None:
+    if local.involved():
+        local.refuse_in_backward("a compiled collective")
     if local.here() is not None:
         raise RuntimeError(local.NO_GRAPHS)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diffcoll import truth
 from diffcoll._torch import is_transformed
-from diffcoll.engines.local import World
+from diffcoll.engines.local import World, backward_starts
 from diffcoll.errors import CollectiveMismatchError
 from diffcoll.groups import resolve
 from diffcoll.testing._calls import per_rank_arguments
@@ -51,7 +51,9 @@ def simulate(fn: Callable[..., Any], *per_rank: Sequence[Any], rules: bool = Fal
     Raises:
         CollectiveMismatchError: ranks are in different collectives, or wait for one that is gone; says which
             rank waits in what, at which line.
-        RuntimeError: under the joint graph, backward ran through a collective inside fn.
+        RuntimeError: under the joint graph, backward ran through a collective inside fn; or the backward of a world
+            itself calls a collective (a checkpoint recomputes one, the backward of an `autograd.Function` or a hook
+            contains one) and its ranks cannot meet: only with `rules=True` and backward inside fn they can.
         Exception: whatever fn raised first, on whichever rank.
     """
     arguments = per_rank_arguments("simulate", per_rank)
@@ -85,6 +87,7 @@ def _truth(world: World, name: str, xs: list[Any], arguments: list[dict[str, Any
 
 
 def _refuse_backward(world: World, name: str, gradient: Tensor) -> None:
+    backward_starts(world)
     if world.running:
         raise RuntimeError(
             f"backward ran through {name} inside simulate(): there it would see one rank's loss only. Call it on the "
