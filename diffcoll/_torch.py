@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import wraps
 from types import FrameType
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from torch._library.fake_class_registry import FakeScriptObject
 from torch.autograd import Function, Variable, forward_ad, graph, profiler
 from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree
+from torch.utils.checkpoint import CheckpointFunction, _StopRecomputationError
 
 __all__ = [
     "LAZY_MODULES",
@@ -25,6 +27,7 @@ __all__ = [
     "apply_rule",
     "backward_at_work",
     "before_node",
+    "carries_tangents",
     "constant_in_graphs",
     "forward_mode",
     "is_backward_nested",
@@ -35,10 +38,13 @@ __all__ = [
     "is_profiling",
     "is_tree",
     "is_view",
+    "is_within_reentrant_checkpoint",
     "is_within_transform",
     "nodes_after_nested_backward",
     "set_forward_mode",
+    "save_under_each_hook",
     "shared_forward_mode",
+    "tangents_ignored",
     "tree_flatten",
     "tree_map",
     "tree_paths",
@@ -55,6 +61,7 @@ LAZY_MODULES = ("torch._dynamo",)
 
 _RUN_BACKWARD = graph._engine_run_backward.__code__
 _NODE = BackwardCFunction.apply.__code__
+_REENTRANT = CheckpointFunction.forward.__code__
 
 
 def is_transformed(x: Tensor) -> bool:
@@ -170,6 +177,67 @@ def nodes_after_nested_backward() -> list[Any]:
     return [] if node is None else [following for following, _ in node.next_functions if following is not None]
 
 
+def is_within_reentrant_checkpoint() -> bool:
+    """Whether code runs in the first forward of `checkpoint(…, use_reentrant=True)`; only the stack says so."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _REENTRANT:
+        frame = frame.f_back
+    return frame is not None
+
+
+class _SavedTensorsHooks:
+    """A pair of hooks for saved tensors that somebody has entered, a checkpoint say, with a context for the second."""
+
+    def __init__(
+        self,
+        pack: Callable[[Tensor], Any],
+        unpack: Callable[[Any], Tensor],
+        context: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._pack, self._unpack, self._context = pack, unpack, context
+        # A checkpoint that has all it needs, but is not the innermost, stops at the next tensor that is its own. Not at
+        # once: that would leave the innermost one by an exception, and PyTorch takes its hooks away only later.
+        self.complete = False
+
+    def pack(self, x: Tensor) -> Any:
+        if self.complete:
+            raise _StopRecomputationError
+        return self._pack(x)
+
+    def unpack(self, packed: Any) -> Tensor:
+        with self._context():
+            return self._unpack(packed)
+
+
+def save_under_each_hook(save: Callable[[], None], context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Call save once for each pair of hooks for saved tensors that is in force, the outermost first.
+
+    PyTorch calls the innermost pair only. From here on whatever they unpack is unpacked within the context, and so it
+    is there that a checkpoint computes its function again. There is no public way to hooks that somebody else entered.
+    """
+    top, pop = torch._C._autograd._top_saved_tensors_default_hooks, torch._C._autograd._pop_saved_tensors_default_hooks
+    push = torch._C._autograd._push_saved_tensors_default_hooks
+    entered: list[_SavedTensorsHooks] = []
+    while (pair := top(True)) is not None:
+        owner = getattr(pair[0], "__self__", None)
+        entered.append(owner if isinstance(owner, _SavedTensorsHooks) else _SavedTensorsHooks(*pair, context))
+        pop()
+    try:
+        while entered:
+            hooks = entered.pop()
+            push(hooks.pack, hooks.unpack)
+            try:
+                save()
+            except _StopRecomputationError:
+                if not entered:
+                    raise
+                hooks.complete = True
+    finally:
+        while entered:
+            hooks = entered.pop()
+            push(hooks.pack, hooks.unpack)
+
+
 def version(x: Tensor) -> int:
     """Return how often x has been changed in place; autograd counts it, and shows it under this name only."""
     return x._version
@@ -208,6 +276,20 @@ def is_tree(x: Any) -> bool:
 # Forward mode is kept in globals of the process, not of the thread, and has one level. Simulated ranks are
 # threads that hand over in the middle of it. So each rank takes its view of the globals along, and the level
 # is entered by the first rank that enters it and left by the last.
+
+
+def carries_tangents() -> bool:
+    """Whether what is computed now carries tangents along, by a level of forward mode that this thread is in.
+
+    Within a rule for tangents it does not, nor in inference mode.
+    """
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+
+
+def tangents_ignored() -> AbstractContextManager[None]:
+    """Return a context in which nothing carries tangents along, as PyTorch has it within a rule for them."""
+    context: AbstractContextManager[None] = forward_ad._set_fwd_grad_enabled(False)
+    return context
 
 
 def forward_mode() -> tuple[int, int]:

@@ -188,6 +188,7 @@ def _failed(f: Linear, origin: Origin | None, error: RuntimeError) -> RuntimeErr
 class _Apply(Function):
     """y = F x;  gx = F* gy;  ty = F tx.  `origin` is the forward call whose backward this is, if it is one."""
 
+    awaits = False
     forward = staticmethod(run)
 
     @staticmethod
@@ -243,6 +244,8 @@ def start(f: Linear, x: Tensor) -> Callable[[], Tensor]:
 class _Start(Function):
     """From x to nothing yet."""
 
+    awaits = False
+
     @staticmethod
     def forward(x: Tensor, f: Linear, transit: _Transit) -> Tensor:
         if is_traced(x):
@@ -275,6 +278,8 @@ class _Start(Function):
 
 class _Wait(Function):
     """From nothing to y."""
+
+    awaits = True  # what was started, the tangent too
 
     @staticmethod
     def forward(empty: Tensor, f: Linear, transit: _Transit) -> Tensor:
