@@ -45,6 +45,7 @@ __all__ = [
     "save_under_each_hook",
     "shared_forward_mode",
     "tangents_ignored",
+    "storage_uses",
     "tree_flatten",
     "tree_map",
     "tree_paths",
@@ -241,6 +242,16 @@ def save_under_each_hook(save: Callable[[], None], context: Callable[[], Abstrac
 def version(x: Tensor) -> int:
     """Return how often x has been changed in place; autograd counts it, and shows it under this name only."""
     return x._version
+
+
+def storage_uses(x: Tensor) -> int:
+    """Return how many references hold the memory of x, its own included; there is no public question for it.
+
+    Every tensor on it counts, views too; NumPy arrays and DLPack capsules hold the tensor that they were made of.
+    All who have asked for the storage itself in Python share one object, whose references count as well.
+    """
+    storage = x.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
 
 
 def unfaked(x: Any) -> Any:
