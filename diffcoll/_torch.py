@@ -40,6 +40,7 @@ __all__ = [
     "is_view",
     "is_within_reentrant_checkpoint",
     "is_within_transform",
+    "is_zero_without_memory",
     "nodes_after_nested_backward",
     "set_forward_mode",
     "save_under_each_hook",
@@ -146,6 +147,11 @@ def is_profiling() -> bool:
 def is_view(x: Tensor) -> bool:
     """Whether x is a view that autograd knows of, also within torch.func, where storages cannot be compared."""
     return x._is_view()
+
+
+def is_zero_without_memory(x: Tensor) -> bool:
+    """Whether x is a tensor of zeros that has no memory, as autograd makes them in forward mode."""
+    return x._is_zerotensor()
 
 
 def after_backward(do: Callable[[], None]) -> None:
@@ -269,14 +275,67 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the leaves of a tree, and the function that makes such a tree of others."""
-    leaves, spec = _pytree.tree_flatten(tree)
-    return leaves, lambda others: _pytree.tree_unflatten(others, spec)
+    """Return the leaves of a tree in the order of their paths, and the function that makes such a tree of others.
+
+    A dict lists its items in the order of insertion, which may differ between ranks. Here dict keys are sorted by
+    type and repr. A TypeError if that does not tell them apart on every rank alike.
+    """
+    pairs, spec = _leaves_with_paths(tree)
+    places = [tuple(_place(entry) for entry in path) for path, _ in pairs]
+    order = sorted(range(len(pairs)), key=places.__getitem__)
+    if len(set(places)) < len(places):
+        path = next(path for (path, _), place in zip(pairs, places, strict=True) if places.count(place) > 1)
+        raise TypeError(f"{_pytree.keystr(path)} is the path of two leaves; use strings as keys")
+
+    def rebuild(others: list[Any]) -> Any:
+        placed = [None] * len(order)
+        for i, other in zip(order, others, strict=True):
+            placed[i] = other
+        return _pytree.tree_unflatten(placed, spec)
+
+    return [pairs[i][1] for i in order], rebuild
 
 
 def tree_paths(tree: Any) -> list[str]:
-    """Return where each leaf is, as one writes it: ['a'][0]."""
-    return [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(tree)[0]]
+    """Return where each leaf is, as one writes it: ['a'][0]; in the order of `tree_flatten`."""
+    pairs, _ = _leaves_with_paths(tree)
+    paths = sorted((path for path, _ in pairs), key=lambda path: tuple(_place(entry) for entry in path))
+    return [_pytree.keystr(path) for path in paths]
+
+
+def _leaves_with_paths(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """Return (path, leaf) of each leaf, and the structure; nodes registered without keys count their children."""
+    try:
+        return _pytree.tree_flatten_with_path(tree)
+    except ValueError:  # a node has no keys
+        leaves, spec = _pytree.tree_flatten(tree)
+        return list(zip(_paths(tree), leaves, strict=True)), spec
+
+
+def _paths(tree: Any) -> Iterator[tuple[Any, ...]]:
+    if _pytree.tree_is_leaf(tree):
+        yield ()
+        return
+    node = _pytree.SUPPORTED_NODES[_pytree._get_node_type(tree)]
+    if node.flatten_with_keys_fn is not None:
+        children = list(node.flatten_with_keys_fn(tree)[0])
+    else:
+        children = [(_pytree.SequenceKey(i), child) for i, child in enumerate(node.flatten_fn(tree)[0])]
+    for key, child in children:
+        for path in _paths(child):
+            yield key, *path
+
+
+def _place(entry: Any) -> tuple[Any, ...]:
+    """What one entry of a path is sorted by: an index, or the type and repr of a key."""
+    if isinstance(entry, _pytree.SequenceKey):
+        return 0, entry.idx
+    key = entry.key if isinstance(entry, _pytree.MappingKey) else str(entry)
+    text = repr(key)
+    if isinstance(key, (Tensor, frozenset)) or " at 0x" in text:  # another text in every process
+        kind = type(key).__name__
+        raise TypeError(f"got a dict key of type {kind}, expected strings or numbers, which are the same on all ranks")
+    return 1, type(key).__name__, text
 
 
 def is_tree(x: Any) -> bool:

@@ -23,6 +23,7 @@ from torch.autograd import Function
 
 from diffcoll import checks, joint
 from diffcoll._torch import apply_rule, is_profiling, is_traced
+from diffcoll._torch import apply_rule, is_profiling, is_zero_without_memory
 from diffcoll.engines.engine import Engine, Wait, done
 from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, message, user_line
 from diffcoll.joint import record
@@ -90,6 +91,8 @@ def begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
     engine.operation, engine.later = f.name, later
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
+    elif is_zero_without_memory(x):
+        x = x.clone()
     return f.start(x)
 
 

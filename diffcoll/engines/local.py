@@ -52,8 +52,8 @@ __all__ = [
     "seed_rank",
 ]
 
-#: (name of the collective, each rank's tensor, each rank's arguments) → each rank's result
-Truth = Callable[[str, list[Any], list[dict[str, Any]]], list[Any]]
+#: (name of the collective, each rank's tensor, arguments and facts, see `Engine.meet_in_truth`) → each rank's result
+Truth = Callable[[str, list[Any], list[dict[str, Any]], list[tuple[object, object]]], list[Any]]
 
 
 #: A graph is compiled or traced for one rank, and simulated ranks share one cache of graphs, or meet in one graph.
@@ -314,7 +314,7 @@ class LocalEngine(Engine):
         """See `Engine.exchange`."""
         return self._meet(self.operation, (sends, recvs), _deliver)
 
-    def meet_in_truth(self, name: str, x: Any, arguments: dict[str, Any]) -> Any:
+    def meet_in_truth(self, name: str, x: Any, arguments: dict[str, Any], facts: tuple[object, object]) -> Any:
         """See `Engine.meet_in_truth`."""
         truth = self.world.truth
         assert truth is not None
@@ -322,9 +322,9 @@ class LocalEngine(Engine):
             raise RuntimeError(f"{name}: {NO_GRAPHS}")
 
         def combine(payloads: list[Any]) -> list[Any]:
-            return truth(name, [p[0] for p in payloads], [p[1] for p in payloads])
+            return truth(name, *map(list, zip(*payloads, strict=True)))
 
-        return self._meet(name, (x, arguments), combine)()
+        return self._meet(name, (x, arguments, facts), combine)()
 
     def _meet(self, what: str, payload: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Wait:
         self._turn += 1

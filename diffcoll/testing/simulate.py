@@ -63,7 +63,9 @@ def simulate(fn: Callable[..., Any], *per_rank: Sequence[Any], rules: bool = Fal
     return world.run([partial(fn, *a) for a in arguments])
 
 
-def _truth(world: World, name: str, xs: list[Any], arguments: list[dict[str, Any]]) -> list[Any]:
+def _truth(
+    world: World, name: str, xs: list[Any], arguments: list[dict[str, Any]], facts: list[tuple[object, object]]
+) -> list[Any]:
     """Combine the ranks' calls of one collective by its ground truth."""
     if any(isinstance(x, Tensor) and is_transformed(x) for x in xs):
         raise CollectiveMismatchError(
@@ -74,16 +76,25 @@ def _truth(world: World, name: str, xs: list[Any], arguments: list[dict[str, Any
     for key in truth.PER_RANK:
         if key in common and any(a[key] is not None for a in arguments):
             common[key] = [a[key] for a in arguments]
+    (meaning, kind), *_ = facts
     for r, other in enumerate(arguments):
-        for key, value in other.items():
+        for key, value in (
+            other.items() if facts[r][0] != meaning else ()
+        ):  # not where it is only written in another way
             same = callable(value) and callable(common[key])  # each rank may have made the function anew
             if key not in truth.PER_RANK and not same and value != common[key]:
                 raise CollectiveMismatchError(f"{name}: {key}={common[key]!r} on rank 0, {value!r} on rank {r}")
+        if facts[r][1] != kind:
+            raise CollectiveMismatchError(f"{name}: x is {_of(xs[0])} on rank 0, {_of(xs[r])} on rank {r}")
     ys: list[Any] = getattr(truth, name)(xs, **common)
     for y in ys:
         if isinstance(y, Tensor) and y.requires_grad:
             y.register_hook(partial(_refuse_backward, world, name))  # type: ignore[no-untyped-call]
     return ys
+
+
+def _of(x: Any) -> str:
+    return f"{x.dtype} {tuple(x.shape)}"
 
 
 def _refuse_backward(world: World, name: str, gradient: Tensor) -> None:
