@@ -85,6 +85,11 @@ class Call:
         self._agreed = False
         if async_op is not True and async_op is not False:
             raise self._not_a_flag("async_op", async_op)
+        if not isinstance(x, Tensor):  # a list of outputs would be a tree
+            for argument in arguments:
+                self._refuse_tensors(argument)
+        elif "op" in arguments:
+            self._refuse_tensors("op")
         if check_x and (isinstance(x, Tensor) or not (name in TAKE_TREES and is_tree(x))):
             self.tensor(x)
 
@@ -319,7 +324,17 @@ class Call:
 
     def integer(self, argument: str) -> int:
         """Return the integer that an argument is."""
+        self._refuse_tensors(argument)
         return self._integer(argument, self.arguments[argument])
+
+    def _refuse_tensors(self, argument: str) -> None:
+        """Raise if an argument is what torch.distributed expects in its place: tensors, to be filled or sent."""
+        value = self.arguments[argument]
+        listed = isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
+        if (listed or isinstance(value, Tensor)) and not argument.endswith("sizes"):
+            x = "torch.cat(xs)" if listed and self.name in ("reduce_scatter", "all_to_all", "scatter") else "x"
+            remedy = f"{self.name} takes no output list: y = dc.{self.name}({x})"
+            raise TypeError(message(self.name, argument, type(value).__name__, "no tensors", remedy))
 
     def root(self, argument: str) -> int:
         """Return the rank that an argument names."""
