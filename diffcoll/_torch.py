@@ -29,6 +29,7 @@ __all__ = [
     "before_node",
     "carries_tangents",
     "constant_in_graphs",
+    "divide_",
     "forward_mode",
     "is_backward_nested",
     "is_differentiating",
@@ -47,6 +48,7 @@ __all__ = [
     "shared_forward_mode",
     "tangents_ignored",
     "storage_uses",
+    "times",
     "tree_flatten",
     "tree_map",
     "tree_paths",
@@ -144,9 +146,20 @@ def is_profiling() -> bool:
     return profiler._is_profiler_enabled
 
 
-def is_view(x: Tensor) -> bool:
-    """Whether x is a view that autograd knows of, also within torch.func, where storages cannot be compared."""
-    return x._is_view()
+# Python's operators make a tensor of a number and save it for backward, so that a part of the graph can be gone through
+# once only. These overloads of ATen, which have no other name, keep the number.
+
+
+def divide_(x: Tensor, divisor: float) -> Tensor:
+    """Divide x by a number in place; the node saves no tensor."""
+    y: Tensor = torch.ops.aten.div_.Scalar(x, divisor)
+    return y
+
+
+def times(x: Tensor, factor: float | Tensor) -> Tensor:
+    """Return x · factor; the node saves no tensor if factor is a number."""
+    y: Tensor = x * factor if isinstance(factor, Tensor) else torch.ops.aten.mul.Scalar(x, factor)
+    return y
 
 
 def is_zero_without_memory(x: Tensor) -> bool:

@@ -30,7 +30,7 @@ from diffcoll.cli.launch import gloo_beside_mpi
 from diffcoll.cli.report import memory_of_process, wide_console
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.engines.local import LocalEngine
-from diffcoll.testing.cases import Case, median
+from diffcoll.testing.cases import Case, median_in_parts
 from diffcoll.testing.simulate import simulate
 from diffcoll.testing.spawn import spawn
 
@@ -42,7 +42,7 @@ OURS_ON_GLOO = "diffcoll on gloo"
 RAW_MPI = "raw MPI calls"
 SIZES = {"4 B": 1, "1 MB": 1 << 18, "16 MB": 1 << 22}
 OPS: dict[str, tuple[Any, ...]] = {
-    "all_reduce": ("sum", "mean", "product", "max", "logsumexp", median),
+    "all_reduce": ("sum", "mean", "product", "max", "logsumexp", median_in_parts),
     "reduce_scatter": ("sum", "product", "max"),
 }
 Steps = dict[str, Callable[[], object]]
@@ -112,7 +112,7 @@ class _Bench:
                     large = numel == max(SIZES.values())
                     sent = f"{bytes_sent(case) / _nbytes(case):.2f}" if large else ""
                     memory = f"{peak_memory(case) / _nbytes(case):.2f}" if large else ""
-                    word = "" if op in (None, "sum") else f" {op if isinstance(op, str) else op.__name__}"
+                    word = "" if op in (None, "sum") else f" {op if isinstance(op, str) else repr(op)}"
                     grid.add_row(name + word, size, f"{ours:.2f}", *others, sent, memory)
         return grid
 

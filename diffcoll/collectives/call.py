@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from diffcoll import checks, joint
-from diffcoll._torch import is_tree, tree_paths
+from diffcoll._torch import divide_, is_tree, times, tree_paths
 from diffcoll.collectives.linear import Linear, apply, start
 from diffcoll.collectives.pending import Pending
 from diffcoll.engines.engine import WIDER
 from diffcoll.errors import CollectiveMismatchError, failure, message, user_line
 from diffcoll.groups import met, resolve
-from diffcoll.reductions import REDUCTIONS, Reduction, spelled, users
+from diffcoll.reductions import REDUCTIONS, Reduction, elementwise, spelled, users
 
 if TYPE_CHECKING:
     from diffcoll.collectives.reducing import Reducing, Steps
@@ -51,6 +51,11 @@ MOVED = (
 )
 
 _OPS = '"sum", "mean", "product", "max", "min", "logsumexp", a function that reduces dim 0 of a stack, or a ReduceOp'
+
+
+def _a_function(op: object) -> str:
+    """Return what ranks compare of a function: each may have made it for itself."""
+    return "elementwise(a function)" if isinstance(op, elementwise) else "a function"
 
 
 def known(name: str, x: Any, group: Group, *arguments: Any) -> Linear | None:
@@ -151,7 +156,7 @@ class Call:
         return self.name, *values, *op
 
     def _given(self) -> dict[str, Any]:
-        given = {k: "a function" if callable(v) else v for k, v in self.arguments.items()}
+        given = {k: _a_function(v) if callable(v) else v for k, v in self.arguments.items()}
         return {**given, "async_op": True} if self.async_op else given
 
     def _text(self) -> str:
@@ -201,10 +206,10 @@ class Call:
         if reduction.over is not None:
             from diffcoll.collectives.reducing import Reducing  # it is made of collectives
 
-            return self.submit(*other(Reducing(self.name, reduction, self.engine, x)))
+            return self.submit(*other(Reducing(self.name, reduction, self.engine, x, checked=self._compares())))
         # The mean is the sum divided by N. In half precision the sum may overflow where the mean does not.
         wide = x.to(WIDER.get(x.dtype, x.dtype))
-        return self.submit(f, wide, lambda y: y.div_(self.engine.size).to(x.dtype))
+        return self.submit(f, wide, lambda y: divide_(y, self.engine.size).to(x.dtype))
 
     def remember(self, f: Linear) -> None:
         """Keep f for `known`: the call was right, and f of x was all that it came to."""
@@ -291,7 +296,7 @@ class Call:
             raise TypeError(message(self.name, "op", got, "numbers that are ordered", remedy))
         if reduction.needs == "ordered" and x.dtype not in ADDED and x.dtype != torch.bool:
             raise TypeError(message(self.name, "op", got, "a dtype that PyTorch compares", f"pass {_wider(x)}"))
-        return reduction, x if factor is None else x * factor
+        return reduction, x if factor is None else times(x, factor)
 
     def adds(self, x: Tensor) -> None:
         """Check that tensors like x can be added up."""

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from diffcoll import checks, joint
-from diffcoll._torch import apply_rule, is_profiling, is_traced
-from diffcoll._torch import apply_rule, is_profiling, is_zero_without_memory
+from diffcoll._torch import apply_rule, is_profiling, is_traced, is_zero_without_memory
 from diffcoll.engines.engine import Engine, Wait, done
 from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, message, user_line
 from diffcoll.joint import record

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils import _pytree
 
 import diffcoll as dc
@@ -20,6 +21,7 @@ COLLECTIVES = {
     "product": lambda x, **more: dc.all_reduce(x, "product", **more),
     "max, first": lambda x, **more: dc.all_reduce(x, "max", ties="first", **more),
     "a function": lambda x, **more: dc.all_reduce(x, cases.largest_whole, **more),
+    "elementwise": lambda x, **more: dc.all_reduce(x, cases.median_in_parts, **more),
     "broadcast": lambda x, **more: dc.broadcast(x, src=1, **more),
     "all_gather": lambda x, **more: dc.all_gather(x, **more),
     "stack": lambda x, **more: dc.all_gather(x, dim=-1, stack=True, **more),
@@ -278,3 +280,23 @@ def test_transforms_and_compile_go_through_trees():
         assert hessian.isfinite()
         for g in found:
             torch.testing.assert_close(g, plain)
+
+
+def test_parts_of_a_linear_result_have_backwards_of_their_own():
+    """The nodes save nothing, so a second backward through them is one like the first."""
+    ops = {"sum": 1, "mean": 0.5, dist._make_nccl_premul_sum(0.5): 0.5}
+
+    def body(r):
+        found = []
+        for op in ops:
+            x, z = (torch.tensor([1.0 + r, 2.0], requires_grad=True) for _ in range(2))
+            u, v = dc.all_reduce([x, z], op)
+            y = dc.all_reduce(x, op)
+            for part in (u, v, y[0], y[1]):
+                ((r + 1) * part).sum().backward()
+            found.append((x.grad.tolist(), z.grad.tolist()))
+        return found
+
+    expected = [([6 * factor] * 2, [3 * factor] * 2) for factor in ops.values()]
+    assert simulate(body, range(2), rules=True) == [expected] * 2
+    assert spawn(body, range(2)) == [expected] * 2
