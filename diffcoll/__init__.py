@@ -30,6 +30,7 @@ from diffcoll.collectives.sum_gradients import sum_gradients
 from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError
 from diffcoll.groups import get_rank, get_world_size, set_default_group
 from diffcoll.joint import joint_backward
+from diffcoll.reductions import elementwise
 
 __all__ = [
     "CollectiveFailedError",
@@ -42,6 +43,7 @@ __all__ = [
     "average_gradients",
     "broadcast",
     "check_mode",
+    "elementwise",
     "gather",
     "get_rank",
     "get_world_size",

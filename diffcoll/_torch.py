@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import wraps
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -15,31 +19,42 @@ from torch._library.fake_class_registry import FakeScriptObject
 from torch.autograd import Function, Variable, forward_ad, graph, profiler
 from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree
+from torch.utils.checkpoint import CheckpointFunction, _StopRecomputationError
 
 __all__ = [
     "LAZY_MODULES",
     "after_backward",
     "apply_rule",
     "backward_at_work",
+    "before_node",
+    "carries_tangents",
     "constant_in_graphs",
+    "divide_",
     "forward_mode",
     "is_backward_nested",
     "is_differentiating",
+    "is_jit_tracing",
+    "is_traced",
     "is_transformed",
     "is_profiling",
     "is_recomputing",
     "is_tree",
-    "is_view",
-    "materialized",
+    "is_within_reentrant_checkpoint",
     "is_within_transform",
+    "is_zero_without_memory",
     "nodes_after_nested_backward",
     "set_forward_mode",
+    "save_under_each_hook",
     "shared_forward_mode",
+    "tangents_ignored",
+    "storage_uses",
+    "times",
     "tree_flatten",
     "tree_map",
     "tree_paths",
     "unfaked",
     "version",
+    "wrapped_backward_code",
 ]
 
 
@@ -50,6 +65,7 @@ LAZY_MODULES = ("torch._dynamo",)
 
 _RUN_BACKWARD = graph._engine_run_backward.__code__
 _NODE = BackwardCFunction.apply.__code__
+_REENTRANT = CheckpointFunction.forward.__code__
 
 
 def is_transformed(x: Tensor) -> bool:
@@ -93,6 +109,29 @@ def apply_rule(rule: Any, x: Tensor, *more: object) -> Tensor:
     return y
 
 
+def is_jit_tracing() -> bool:
+    """Whether torch.jit.trace is at work; its public question has no types."""
+    return torch._C._is_tracing()
+
+
+_KEY = torch._C._TorchDispatchModeKey
+_TRACING_MODES = (_KEY.PROXY, _KEY.FAKE, _KEY.FUNCTIONAL)
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether what is done to x is recorded instead of, or as well as, done, or x is of a class that says what is done.
+
+    Then x may have no memory (FakeTensor, wrapper subclasses), or its memory may change behind the tracer's back.
+    make_fx, torch.export, AOTAutograd and torch.jit.trace trace; modes that only look on (FlopCounterMode) do not.
+    PyTorch has no public question for what is asked of every tensor that moves, and takes 0.1 µs.
+    """
+    if type(x) is Tensor and not torch._C._len_torch_dispatch_stack() and not torch._C._is_tracing():
+        return False
+    if is_jit_tracing() or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return True
+    return any(torch._C._get_dispatch_mode(kind) is not None for kind in _TRACING_MODES)
+
+
 def constant_in_graphs(function: T) -> T:
     """Make Dynamo run a function as it stands, and take what it returns for a constant.
 
@@ -107,19 +146,25 @@ def is_profiling() -> bool:
     return profiler._is_profiler_enabled
 
 
-def is_view(x: Tensor) -> bool:
-    """Whether x is a view that autograd knows of, also within torch.func, where storages cannot be compared."""
-    return x._is_view()
+# Python's operators make a tensor of a number and save it for backward, so that a part of the graph can be gone through
+# once only. These overloads of ATen, which have no other name, keep the number.
 
 
-def materialized(x: Tensor) -> Tensor:
-    """Return x in memory of its own values: not a lazy conjugate or negative, nor the zeros of forward mode.
+def divide_(x: Tensor, divisor: float) -> Tensor:
+    """Divide x by a number in place; the node saves no tensor."""
+    y: Tensor = torch.ops.aten.div_.Scalar(x, divisor)
+    return y
 
-    Those zeros have no memory at all, and there is no public question for them.
-    """
-    if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
-    return x.clone() if x._is_zerotensor() else x
+
+def times(x: Tensor, factor: float | Tensor) -> Tensor:
+    """Return x · factor; the node saves no tensor if factor is a number."""
+    y: Tensor = x * factor if isinstance(factor, Tensor) else torch.ops.aten.mul.Scalar(x, factor)
+    return y
+
+
+def is_zero_without_memory(x: Tensor) -> bool:
+    """Whether x is a tensor of zeros that has no memory, as autograd makes them in forward mode."""
+    return x._is_zerotensor()
 
 
 def after_backward(do: Callable[[], None]) -> None:
@@ -160,9 +205,80 @@ def nodes_after_nested_backward() -> list[Any]:
     return [] if node is None else [following for following, _ in node.next_functions if following is not None]
 
 
+def is_within_reentrant_checkpoint() -> bool:
+    """Whether code runs in the first forward of `checkpoint(…, use_reentrant=True)`; only the stack says so."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _REENTRANT:
+        frame = frame.f_back
+    return frame is not None
+
+
+class _SavedTensorsHooks:
+    """A pair of hooks for saved tensors that somebody has entered, a checkpoint say, with a context for the second."""
+
+    def __init__(
+        self,
+        pack: Callable[[Tensor], Any],
+        unpack: Callable[[Any], Tensor],
+        context: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._pack, self._unpack, self._context = pack, unpack, context
+        # A checkpoint that has all it needs, but is not the innermost, stops at the next tensor that is its own. Not at
+        # once: that would leave the innermost one by an exception, and PyTorch takes its hooks away only later.
+        self.complete = False
+
+    def pack(self, x: Tensor) -> Any:
+        if self.complete:
+            raise _StopRecomputationError
+        return self._pack(x)
+
+    def unpack(self, packed: Any) -> Tensor:
+        with self._context():
+            return self._unpack(packed)
+
+
+def save_under_each_hook(save: Callable[[], None], context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Call save once for each pair of hooks for saved tensors that is in force, the outermost first.
+
+    PyTorch calls the innermost pair only. From here on whatever they unpack is unpacked within the context, and so it
+    is there that a checkpoint computes its function again. There is no public way to hooks that somebody else entered.
+    """
+    top, pop = torch._C._autograd._top_saved_tensors_default_hooks, torch._C._autograd._pop_saved_tensors_default_hooks
+    push = torch._C._autograd._push_saved_tensors_default_hooks
+    entered: list[_SavedTensorsHooks] = []
+    while (pair := top(True)) is not None:
+        owner = getattr(pair[0], "__self__", None)
+        entered.append(owner if isinstance(owner, _SavedTensorsHooks) else _SavedTensorsHooks(*pair, context))
+        pop()
+    try:
+        while entered:
+            hooks = entered.pop()
+            push(hooks.pack, hooks.unpack)
+            try:
+                save()
+            except _StopRecomputationError:
+                if not entered:
+                    raise
+                hooks.complete = True
+    finally:
+        while entered:
+            hooks = entered.pop()
+            push(hooks.pack, hooks.unpack)
+
+
 def version(x: Tensor) -> int:
     """Return how often x has been changed in place; autograd counts it, and shows it under this name only."""
     return x._version
+
+
+def storage_uses(x: Tensor) -> int:
+    """Return how many references hold the memory of x, its own included; there is no public question for it.
+
+    Every tensor on it counts, views too; NumPy arrays and DLPack capsules hold the tensor that they were made of.
+    All who have asked for the storage itself in Python share one object, whose references count as well.
+    """
+    storage = x.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
 
 
 def unfaked(x: Any) -> Any:
@@ -180,14 +296,67 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the leaves of a tree, and the function that makes such a tree of others."""
-    leaves, spec = _pytree.tree_flatten(tree)
-    return leaves, lambda others: _pytree.tree_unflatten(others, spec)
+    """Return the leaves of a tree in the order of their paths, and the function that makes such a tree of others.
+
+    A dict lists its items in the order of insertion, which may differ between ranks. Here dict keys are sorted by
+    type and repr. A TypeError if that does not tell them apart on every rank alike.
+    """
+    pairs, spec = _leaves_with_paths(tree)
+    places = [tuple(_place(entry) for entry in path) for path, _ in pairs]
+    order = sorted(range(len(pairs)), key=places.__getitem__)
+    if len(set(places)) < len(places):
+        path = next(path for (path, _), place in zip(pairs, places, strict=True) if places.count(place) > 1)
+        raise TypeError(f"{_pytree.keystr(path)} is the path of two leaves; use strings as keys")
+
+    def rebuild(others: list[Any]) -> Any:
+        placed = [None] * len(order)
+        for i, other in zip(order, others, strict=True):
+            placed[i] = other
+        return _pytree.tree_unflatten(placed, spec)
+
+    return [pairs[i][1] for i in order], rebuild
 
 
 def tree_paths(tree: Any) -> list[str]:
-    """Return where each leaf is, as one writes it: ['a'][0]."""
-    return [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(tree)[0]]
+    """Return where each leaf is, as one writes it: ['a'][0]; in the order of `tree_flatten`."""
+    pairs, _ = _leaves_with_paths(tree)
+    paths = sorted((path for path, _ in pairs), key=lambda path: tuple(_place(entry) for entry in path))
+    return [_pytree.keystr(path) for path in paths]
+
+
+def _leaves_with_paths(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """Return (path, leaf) of each leaf, and the structure; nodes registered without keys count their children."""
+    try:
+        return _pytree.tree_flatten_with_path(tree)
+    except ValueError:  # a node has no keys
+        leaves, spec = _pytree.tree_flatten(tree)
+        return list(zip(_paths(tree), leaves, strict=True)), spec
+
+
+def _paths(tree: Any) -> Iterator[tuple[Any, ...]]:
+    if _pytree.tree_is_leaf(tree):
+        yield ()
+        return
+    node = _pytree.SUPPORTED_NODES[_pytree._get_node_type(tree)]
+    if node.flatten_with_keys_fn is not None:
+        children = list(node.flatten_with_keys_fn(tree)[0])
+    else:
+        children = [(_pytree.SequenceKey(i), child) for i, child in enumerate(node.flatten_fn(tree)[0])]
+    for key, child in children:
+        for path in _paths(child):
+            yield key, *path
+
+
+def _place(entry: Any) -> tuple[Any, ...]:
+    """What one entry of a path is sorted by: an index, or the type and repr of a key."""
+    if isinstance(entry, _pytree.SequenceKey):
+        return 0, entry.idx
+    key = entry.key if isinstance(entry, _pytree.MappingKey) else str(entry)
+    text = repr(key)
+    if isinstance(key, (Tensor, frozenset)) or " at 0x" in text:  # another text in every process
+        kind = type(key).__name__
+        raise TypeError(f"got a dict key of type {kind}, expected strings or numbers, which are the same on all ranks")
+    return 1, type(key).__name__, text
 
 
 def is_tree(x: Any) -> bool:
@@ -198,6 +367,20 @@ def is_tree(x: Any) -> bool:
 # Forward mode is kept in globals of the process, not of the thread, and has one level. Simulated ranks are
 # threads that hand over in the middle of it. So each rank takes its view of the globals along, and the level
 # is entered by the first rank that enters it and left by the last.
+
+
+def carries_tangents() -> bool:
+    """Whether what is computed now carries tangents along, by a level of forward mode that this thread is in.
+
+    Within a rule for tangents it does not, nor in inference mode.
+    """
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+
+
+def tangents_ignored() -> AbstractContextManager[None]:
+    """Return a context in which nothing carries tangents along, as PyTorch has it within a rule for them."""
+    context: AbstractContextManager[None] = forward_ad._set_fwd_grad_enabled(False)
+    return context
 
 
 def forward_mode() -> tuple[int, int]:
@@ -236,3 +419,83 @@ def shared_forward_mode() -> Iterator[None]:
         yield
     finally:
         forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter, leave
+
+
+# ── Python code that a backward calls ────────────────────────────────────────────────────────────────────
+
+_Code = Callable[..., Any]
+_patching = threading.Lock()
+_patches = 0
+_unpatch = contextlib.ExitStack()
+
+
+@contextlib.contextmanager
+def wrapped_backward_code(wrapper: Callable[[], Callable[[_Code], _Code] | None]) -> Iterator[None]:
+    """Within the block, wrap Python code that a backward will call, at the moment autograd receives it.
+
+    This is the backward of a `Function`, a hook of a tensor, and a hook that unpacks saved tensors, which includes the
+    recomputation of a checkpoint. PyTorch does not record in which thread or context a node was made, so the three
+    places where Python code enters the graph are patched. `wrapper` is called by the thread that builds the graph; it
+    returns the decorator, or None to leave the code as it is. All callers pass the same wrapper.
+    """
+    global _patches
+    with _patching:
+        _patches += 1
+        if _patches == 1:
+            _patch(BackwardCFunction, "__init__", _marking_init(BackwardCFunction.__init__, wrapper))
+            _patch(graph.saved_tensors_hooks, "__init__", _unpacking_init(graph.saved_tensors_hooks.__init__, wrapper))
+            for name in ("register_hook", "register_post_accumulate_grad_hook"):
+                _patch(Tensor, name, _registering(getattr(Tensor, name), wrapper))
+    try:
+        yield
+    finally:
+        with _patching:
+            _patches -= 1
+            if _patches == 0:
+                _unpatch.close()
+
+
+def _patch(where: type, name: str, by: _Code) -> None:
+    if name in vars(where):
+        _unpatch.callback(setattr, where, name, vars(where)[name])
+    else:
+        _unpatch.callback(delattr, where, name)
+    setattr(where, name, by)
+
+
+def _marking_init(init: _Code, wrapper: Callable[[], Callable[[_Code], _Code] | None]) -> _Code:
+    def __init__(self: Any, *args: Any, **more: Any) -> None:
+        init(self, *args, **more)
+        if (wrap := wrapper()) is not None:
+            me = weakref.ref(self)  # the instance must not hold itself
+            # The engine calls `apply`, or `apply_boxed`, as an attribute of the instance.
+            for name in ("apply", "apply_boxed"):
+                if (code := getattr(type(self), name, None)) is not None:
+                    setattr(self, name, wrap(lambda *grads, code=code: code(me(), *grads)))
+
+    return __init__
+
+
+def _unpacking_init(init: _Code, wrapper: Callable[[], Callable[[_Code], _Code] | None]) -> _Code:
+    @wraps(init)
+    def __init__(self: Any, *args: Any, **more: Any) -> None:
+        init(self, *args, **more)
+        if (wrap := wrapper()) is not None:
+            self.unpack_hook = wrap(self.unpack_hook)
+
+    return __init__
+
+
+def _registering(register: _Code, wrapper: Callable[[], Callable[[_Code], _Code] | None]) -> _Code:
+    @wraps(register)
+    def register_wrapped(self: Tensor, hook: _Code) -> Any:
+        wrap = wrapper()
+        return register(self, hook if wrap is None else wraps(hook)(wrap(hook)))
+
+    return register_wrapped
+
+
+def before_node(y: Tensor, do: Callable[[], None]) -> None:
+    """Call `do` in every backward, before the node that made y; the tensor itself shows no hook."""
+    if y.grad_fn is not None:
+        y.grad_fn.register_prehook(lambda grads: do())

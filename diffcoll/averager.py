@@ -383,9 +383,11 @@ class GradientAverager:
             for p in self._parameters:  # old buckets go before new ones are made, unless gradients still lie there
                 p.__dict__.pop("bucket", None)
                 p.__dict__.pop("place", None)
-                if p.reduced is not p.tensor.grad:
-                    p.reduced = None
+                p.forget_views()
             self._buckets = cut(live, self._bytes, self._dtype, self._engine, len(live) + EXTRA)
+        else:
+            for bucket in self._buckets:
+                bucket.let_go()
         for bucket in self._buckets:
             bucket.pending = len(bucket.parameters)
         for p in live:
@@ -468,7 +470,7 @@ class GradientAverager:
         if self._leaving:
             self._leave_join()
         for p in self._parameters:
-            p.kept = None
+            p.kept = p.added = None
 
     @torch.no_grad()
     def _finish(self) -> None:

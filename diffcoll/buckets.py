@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcoll._torch import version
+from diffcoll._torch import storage_uses, version
 from diffcoll.engines.engine import WIDER, Engine, Wait, done
 
 __all__ = ["Bucket", "Parameter", "cut", "is_channels_last"]
 
 #: Gradients of fewer bytes are put in their places all at once: they are many, and calls take longer than copies.
 SMALL = 64 << 10
+#: `storage_uses` of a tensor that shares its memory with nothing.
+_SOLE_USES = storage_uses(torch.empty(1))
 
 
 class Parameter:
@@ -30,9 +32,11 @@ class Parameter:
         self.index = index
         self.name = name
         self.tensor = tensor
+        self.strides = tensor.stride() if is_channels_last(tensor) else None  # of its place; None: contiguous
         self.hooks: list[Any] = []
         self.node: Any = None  # what accumulates its gradient, kept alive for its hook
         self.turn = -1  # of the backward in which its gradient came last
+        self.grad_view: Tensor | None = None  # the view of its place that was made `.grad`
         self.reduced: Tensor | None = None  # its gradient, if that has been reduced
         self.kept: Tensor | None = None  # a reduced gradient to which this step's is to be added
         self.added: Tensor | None = None  # the gradient of this step so far, and how often it had been changed
@@ -40,15 +44,35 @@ class Parameter:
         self.is_put = self.is_used = False
 
     def put(self, scale: float) -> None:
-        """Put scale times this rank's gradient in its place, which becomes the gradient; nothing is zero."""
+        """Copy scale · gradient of this rank to its place, and make a view of that `.grad`; no gradient is zero."""
         grad = self.tensor.grad
+        if grad is self.grad_view and grad is not None:
+            grad = self.place
         self.is_put, self.is_used = True, grad is not None
         if grad is None or scale == 0:
             self.place.zero_()
         else:
             _scaled(_as(self.place.dtype, grad), scale, self.place)
         if self.is_used and self.shares:
-            self.tensor.grad = self.place
+            self.share()
+
+    def share(self) -> Tensor:
+        """Make a view of the place `.grad`.
+
+        The bucket must be able to see whether anyone still holds it, so it is another tensor in every step. `.data`
+        gives it a version counter of its own: what the user does to it is told from what the library does to the place.
+        """
+        if self.grad_view is None or self.tensor.grad is not self.grad_view:
+            self.tensor.grad = self.grad_view = self.place.data
+        return self.grad_view
+
+    def forget_views(self) -> None:
+        """Let go of gradients of earlier steps that are no longer `.grad`."""
+        grad = self.tensor.grad
+        if self.grad_view is not grad:
+            self.grad_view = None
+        if self.reduced is not grad:
+            self.reduced = None
 
     def put_aside(self) -> None:
         """Keep what has been reduced from being reduced again: what comes now is to be added to it."""
@@ -69,12 +93,14 @@ class Parameter:
         self.version = 0 if grad is None else version(grad)
 
     def take(self) -> Tensor:
-        """Make what lies in its place the gradient."""
+        """Make the contents of its place the gradient."""
         if self.shares:
-            grad = self.place
-        else:
-            grad = torch.empty_like(self.tensor) if self.tensor.grad is None else self.tensor.grad
-            _as(self.place.dtype, grad).copy_(self.place)
+            return self.share()
+        grad = self.tensor.grad
+        # Autograd may have made a view of another tensor `.grad`, e.g. of the cotangent that the user gave.
+        if grad is None or storage_uses(grad) > _SOLE_USES:
+            grad = torch.empty_like(self.tensor)
+        _as(self.place.dtype, grad).copy_(self.place)
         self.tensor.grad = grad
         return grad
 
@@ -91,18 +117,45 @@ class Bucket:
         # Small ones first, by facts that are equal on all ranks: their order is that of the message. Complex numbers
         # that travel in another dtype lie as pairs of real ones.
         for p in parameters:
-            p.is_small = p.tensor.dtype == dtype and p.tensor.nbytes < SMALL and not is_channels_last(p.tensor)
-        parameters = sorted(parameters, key=lambda p: not p.is_small)
-        self._small = [p for p in parameters if p.is_small]
-        parts = [_as(dtype, p.tensor.detach()) for p in parameters]
-        sizes = [part.numel() for part in parts]
-        memory = torch.empty(sum(sizes) + tail, dtype=dtype, device=device)
-        self.row = torch.view_as_real(memory).view(-1) if dtype.is_complex else memory  # what is reduced
+            p.bucket, p.shares = self, p.tensor.dtype == dtype
+            p.is_small = p.shares and p.tensor.nbytes < SMALL and p.strides is None  # the same on all ranks
+        self._sorted = sorted(parameters, key=lambda p: not p.is_small)
+        self._small = [p for p in self._sorted if p.is_small]
+        self._like = torch.empty(0, dtype=dtype, device=device)
+        self._tail = tail
+        self.allocate()
         self.overlaps = engine.overlaps(self.row)
-        self.body, self.tail = memory.split_with_sizes([sum(sizes), tail])
+
+    def allocate(self) -> None:
+        """Take memory, and count how often the bucket itself holds it."""
+        self._lay_out()
+        self._uses = storage_uses(self.body)
+
+    def _lay_out(self) -> None:
+        dtype = self._like.dtype
+        parts = [_as(dtype, p.tensor.detach()) for p in self._sorted]
+        sizes = [part.numel() for part in parts]
+        memory = self._like.new_empty(sum(sizes) + self._tail)
+        self.row = torch.view_as_real(memory).view(-1) if dtype.is_complex else memory  # what is reduced
+        self.body, self.tail = memory.split_with_sizes([sum(sizes), self._tail])
         self._row_of_small = memory[: sum(sizes[: len(self._small)])]
-        for p, part, place in zip(parameters, parts, self.body.split_with_sizes(sizes), strict=True):
-            p.bucket, p.place, p.shares = self, _laid_out(place, part), p.tensor.dtype == dtype
+        for p, part, row in zip(self._sorted, parts, self.body.split_with_sizes(sizes), strict=True):
+            strides = p.strides if part.dim() == p.tensor.dim() else None
+            p.place, p.grad_view = _laid_out(row, part, strides), None
+
+    def let_go(self) -> None:
+        """Take new memory if anyone but `.grad` holds this one: a gradient of an earlier step is never written again.
+
+        Memory shared with other processes is always given up: how many tensors they have of it cannot be known.
+        """
+        views = 0
+        for p in self.parameters:
+            p.forget_views()
+            views += p.grad_view is not None
+        if storage_uses(self.body) > self._uses + views or (
+            self.body.is_cpu and self.body.untyped_storage().is_shared()
+        ):
+            self.allocate()
 
     @property
     def ready(self) -> bool:
@@ -115,14 +168,14 @@ class Bucket:
         if scale == 0 or not grads:
             return
         for p, grad in zip(self._small, grads, strict=True):
-            if p.is_put or grad is None or grad is p.place or not grad.is_contiguous() or grad.is_conj():
+            if p.is_put or grad is None or grad is p.grad_view or not grad.is_contiguous() or grad.is_conj():
                 return
         torch.cat([grad.view(-1) for grad in grads], out=self._row_of_small)  # type: ignore[union-attr]
         if scale != 1:
             self._row_of_small *= scale
         for p in self._small:
             p.is_put = p.is_used = True
-            p.tensor.grad = p.place
+            p.share()
 
     def divide(self, divisor: Tensor) -> None:
         """Divide what has been reduced; half precision need not know the divisor."""
@@ -180,13 +233,9 @@ def _as(dtype: torch.dtype, x: Tensor) -> Tensor:
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() and not dtype.is_complex else x
 
 
-def _laid_out(row: Tensor, like: Tensor) -> Tensor:
-    """Return a row of numbers in the shape of a tensor, and in its order."""
-    return (
-        row.as_strided(like.shape, like.stride(), row.storage_offset())
-        if is_channels_last(like)
-        else row.view(like.shape)
-    )
+def _laid_out(row: Tensor, like: Tensor, strides: tuple[int, ...] | None) -> Tensor:
+    """Return a row of numbers in the shape of a tensor, and in the order of its strides; None: contiguous."""
+    return row.view(like.shape) if strides is None else row.as_strided(like.shape, strides, row.storage_offset())
 
 
 def _scaled(x: Tensor, scale: float, out: Tensor) -> None:

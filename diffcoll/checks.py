@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import zip_longest
 from types import TracebackType
 
 import torch
@@ -120,16 +122,26 @@ def is_on() -> bool:
     return _ever and (_rank.state or _process).on
 
 
-def compare(engine: Engine, facts: object, text: str) -> None:
-    """Raise on all ranks if facts are not the same on all; text is how this rank's call reads."""
+def compare(engine: Engine, facts: object, text: str, leaves: Sequence[str] | None = None) -> None:
+    """Raise on all ranks if facts are not the same on all; text is how this rank's call reads.
+
+    Where x is a tree, `leaves` says what each of its leaves is; the error names the first that differs.
+    """
     engine.operation, engine.later = "check mode", False
     if (used := _here().used) is not None:
         used[engine] = None
-    mine = digest(repr(facts))
-    words = _words(engine, text)
-    rows = _gathered(engine, torch.tensor([mine, len(words)], device=engine.control_device), [2] * engine.size)
-    if any(row[0] != mine for row in rows):
-        _refuse(engine, words, [int(row[1]) for row in rows], disagree(engine))
+    mine = digest(repr((facts, leaves)))
+    rows = _gathered(engine, _numbers(engine, [mine, -1 if leaves is None else len(leaves)]), [2] * engine.size)
+    if all(row[0] == mine for row in rows):
+        return
+    counts = [int(row[1]) for row in rows]
+    if leaves is not None and -1 not in counts:
+        digests = _gathered(engine, _numbers(engine, [digest(leaf) for leaf in leaves]), counts)
+        of_ranks = zip_longest(*(row.tolist() for row in digests))
+        first = next((i for i, of_leaf in enumerate(of_ranks) if len(set(of_leaf)) > 1), None)
+        if first is not None:
+            text += f"\n    the first leaf that differs: {leaves[first] if first < len(leaves) else 'not there'}"
+    refuse(engine, text, disagree(engine))
 
 
 def digest(text: str) -> int:
@@ -145,19 +157,15 @@ def disagree(engine: Engine) -> str:
 def refuse(engine: Engine, text: str, why: str) -> None:
     """Raise on all ranks, which have all seen why; text is what this rank says."""
     engine.operation, engine.later = "check mode", False
-    words = _words(engine, text)
-    lengths = _gathered(engine, torch.tensor([len(words)], device=engine.control_device), [1] * engine.size)
-    _refuse(engine, words, [int(length) for length in lengths], why)
-
-
-def _words(engine: Engine, text: str) -> Tensor:
-    return torch.tensor(list(text.encode()), dtype=torch.uint8, device=engine.control_device)
-
-
-def _refuse(engine: Engine, words: Tensor, lengths: list[int], why: str) -> None:
-    said = _gathered(engine, words, lengths)
+    words = torch.tensor(list(text.encode()), dtype=torch.uint8, device=engine.control_device)
+    lengths = _gathered(engine, _numbers(engine, [len(words)]), [1] * engine.size)
+    said = _gathered(engine, words, [int(length) for length in lengths])
     calls = "\n".join(f"  rank {r}: {bytes(text.tolist()).decode()}" for r, text in enumerate(said))
     raise CollectiveMismatchError(f"{why}\n{calls}")
+
+
+def _numbers(engine: Engine, numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=engine.control_device)
 
 
 def same_everywhere(engine: Engine, x: Tensor, text: str) -> None:

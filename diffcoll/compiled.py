@@ -7,6 +7,7 @@ its kernel, its shape and its backward ask that object. No rule is stated here.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import fields
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch._inductor import lowering, virtualized
 from torch._library.effects import EffectType
 
+from diffcoll._torch import backward_at_work, is_differentiating, is_jit_tracing
 from diffcoll.collectives.all_gather import AllGather
 from diffcoll.collectives.all_reduce import AllReduce
 from diffcoll.collectives.all_to_all import AllToAll
@@ -29,10 +31,11 @@ from diffcoll.collectives.scatter import Scatter
 from diffcoll.collectives.shift import Shift
 from diffcoll.collectives.split import Split
 from diffcoll.collectives.sum_gradients import SumGradients
-from diffcoll.groups import engine_named
+from diffcoll.groups import engine_named, key_in_graphs
+from diffcoll.joint import is_joint
 from diffcoll.reductions import Product
 
-__all__ = ["MAPS", "apply", "product"]
+__all__ = ["MAPS", "apply", "product", "traced"]
 
 #: Every linear map that is an op.
 MAPS: tuple[type[Linear], ...] = (
@@ -48,8 +51,51 @@ _names: dict[type[Linear], tuple[str, ...]] = {}
 def apply(f: Linear, x: Tensor) -> Tensor:
     """Return f(x) as one op in the graph, with the op of the adjoint as its derivative."""
     kind = type(f)
-    y: Tensor = _ops[kind](x, f.engine.key, *[_flat(getattr(f, name)) for name in _names[kind]])
+    y: Tensor = _ops[kind](x, key_in_graphs(f.engine), *[_flat(getattr(f, name)) for name in _names[kind]])
     return y
+
+
+class _Here(threading.local):
+    #: Whether an autograd Function of the library calls an op, and sees to its derivatives.
+    derived: bool = False
+
+
+_here = _Here()
+
+
+def traced(f: Linear, x: Tensor) -> Tensor:
+    """Return f(x) as one op, for those who trace eager code below autograd: make_fx, AOTAutograd, FakeTensorMode."""
+    if is_jit_tracing():
+        raise RuntimeError(
+            f"{f.name}: torch.jit.trace cannot record a collective; use torch.export or torch.compile, which can"
+        )
+    if is_joint() and backward_at_work() < 0:
+        raise RuntimeError(_IN_JOINT.format(f.name))
+    before, _here.derived = _here.derived, True
+    try:
+        return apply(f, x)
+    finally:
+        _here.derived = before
+
+
+def _refuse(name: str) -> None:
+    """Raise where a graph that was compiled elsewhere must not run: it does not look where it is called.
+
+    A backward within the region is fine: its forward was called outside.
+    """
+    if is_joint() and backward_at_work() < 0:
+        raise RuntimeError(_IN_JOINT.format(name))
+    if is_differentiating():
+        raise RuntimeError(
+            f"{name}: a compiled or traced graph was called within torch.func.jvp, forward_ad and the like: PyTorch "
+            "has no such rules for ops, and would drop tangents; call the function uncompiled there"
+        )
+
+
+_IN_JOINT = (
+    "{}: a compiled or traced graph within joint_backward: the chain of the region is not in the graph; call the "
+    "function uncompiled there, or compile the parts without collectives"
+)
 
 
 def _flat(value: Any) -> Any:
@@ -70,7 +116,9 @@ def _register(kind: type[Linear]) -> None:
 
     def kernel(x: Tensor, group: str, *values: Any) -> Tensor:
         f = made(group, *values)
-        return moved(f, None, x, lambda: alone(f, x))
+        if not _here.derived:
+            _refuse(f.name)
+        return moved(f, None, x, lambda: alone(f, x)).contiguous()  # as `fake` says
 
     def fake(x: Tensor, group: str, *values: Any) -> Tensor:
         # Not x.new_empty: of an x whose value the compiler knows it would believe to know that too.

@@ -7,12 +7,22 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from functools import cache
-from types import FrameType
+from types import CodeType, FrameType
 
-__all__ = ["CollectiveFailedError", "CollectiveMismatchError", "Origin", "failure", "line_of", "message", "user_line"]
+import torch
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+__all__ = ["CollectiveFailedError", "CollectiveMismatchError", "Origin", "failure", "message", "user_line"]
+
+#: Folders of the library, of torch and of Python. Installed packages may be below Python's folder, and are users' code.
+_OURS = tuple(os.path.dirname(str(file)) + os.sep for file in (__file__, torch.__file__))
+_PYTHON = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = tuple(_PYTHON + folder + os.sep for folder in ("site-packages", "dist-packages"))
+#: How the file names of generated code begin: importlib, torch.fx, and decorators of other libraries.
+_GENERATED = ("<frozen ", "<eval_with_key>", "<@beartype", "<attrs generated ", "<decorator-gen")
+#: What a process imports in its first line if another process started it with `python -c`.
+_STARTERS = {"multiprocessing.forkserver", "multiprocessing.spawn", "diffcoll.testing.processes"}
 
 
 class CollectiveFailedError(RuntimeError):
@@ -30,15 +40,8 @@ def message(operation: str, argument: str, got: object, expected: str, remedy: s
 
 
 def user_line() -> str:
-    """Return "file:line" of the innermost frame outside this library and torch."""
+    """Return "file:line" of the innermost frame outside this library, torch and the standard library."""
     return Origin("").line
-
-
-def line_of(frame: FrameType) -> str:
-    """Return "file:line" of the innermost frame, from this one outwards, outside this library and torch."""
-    while _is_inside(frame.f_code.co_filename) and frame.f_back is not None:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class Origin:
@@ -47,29 +50,45 @@ class Origin:
     Args:
         name: of the collective.
         inside: how many callers are known to be of this library or torch, so that their frames need not be made.
+        frame: where to look from, in another thread; None: from here.
     """
 
     __slots__ = ("_at", "_code", "name")
 
-    def __init__(self, name: str, inside: int = 0) -> None:
+    def __init__(self, name: str, inside: int = 0, frame: FrameType | None = None) -> None:
         self.name = name
-        frame: FrameType = sys._getframe(1 + inside)
-        while _is_inside(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame or sys._getframe(1 + inside)
+        while frame is not None and (_is_inside(frame.f_code.co_filename) or _is_ours(frame.f_globals.get("__name__"))):
             frame = frame.f_back
-        # The code and a place in it are cheap to note, and hold no variables.
-        self._code, self._at = frame.f_code, frame.f_lasti
+        # A code object and an offset are cheap to keep, and hold no variables.
+        self._code: CodeType | str
+        if frame is None:  # the target of a thread is a function of the library
+            self._code, self._at = f"<start of thread {threading.current_thread().name!r}>", 0
+        else:
+            self._code, self._at = frame.f_code, frame.f_lasti
 
     @property
     def line(self) -> str:
-        """Return "file:line" of the innermost frame outside this library and torch."""
-        lines = (line for start, end, line in self._code.co_lines() if start <= self._at < end)
-        return f"{self._code.co_filename}:{next(lines, None) or self._code.co_firstlineno}"
+        """Return "file:line" of the innermost frame outside this library, torch and the standard library."""
+        code = self._code
+        if isinstance(code, str):
+            return code
+        if code.co_filename == "<string>" and not _STARTERS.isdisjoint(code.co_names):
+            return "<start of a process>"
+        lines = (line for start, end, line in code.co_lines() if start <= self._at < end)
+        return f"{code.co_filename}:{next(lines, None) or code.co_firstlineno}"
 
 
 @cache
 def _is_inside(file: str) -> bool:
-    """Whether a file is of this library, of torch, or none (what dataclasses make)."""
-    return file.startswith((_HERE, "<")) or f"{os.sep}torch{os.sep}" in file
+    """Whether this file belongs to the library, torch or the standard library, or is generated."""
+    return file.startswith((*_OURS, *_GENERATED)) or (file.startswith(_PYTHON) and not file.startswith(_INSTALLED))
+
+
+@cache
+def _is_ours(module: str | None) -> bool:
+    """Whether code is of a module of the library or torch; dataclasses and inductor generate such in other files."""
+    return module is not None and module.partition(".")[0] in ("diffcoll", "torch")
 
 
 def failure(name: str, group: str, rank: int, origin: Origin | None, error: BaseException) -> CollectiveFailedError:

@@ -19,7 +19,7 @@ from diffcoll.engines.named import Facts, NamedEngine, facts
 from diffcoll.engines.solo import SoloEngine
 from diffcoll.joint import is_joint
 
-__all__ = ["engine_named", "get_rank", "get_world_size", "met", "resolve", "set_default_group"]
+__all__ = ["engine_named", "get_rank", "get_world_size", "key_in_graphs", "met", "resolve", "set_default_group"]
 
 _default: Any = None
 _solo = SoloEngine()
@@ -31,6 +31,8 @@ _LAUNCHED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 def resolve(group: Any, operation: str) -> Engine:
     """Return the engine of `group` for this rank; errors name `operation`."""
     if group is None:
+        if local.involved() and not torch.compiler.is_compiling():
+            local.refuse_in_backward(operation)
         me = local.here()
         group = me.default_group if me else _default
     try:
@@ -51,7 +53,7 @@ def resolve(group: Any, operation: str) -> Engine:
 def met(group: Any) -> Engine | None:
     """Return the engine of a group that was resolved before, where that is quick to tell; None: resolve it."""
     if group is None:
-        if local.here() is not None:
+        if local.involved():
             return None
         group = _default
     return mpi.engine_met(group)
@@ -89,18 +91,39 @@ def _facts_of(group: Any) -> Facts | None:
 _facts = constant_in_graphs(_facts_of)
 
 
+def key_in_graphs(engine: Engine) -> str:
+    """Return how a graph names a group: this rank and the size are facts of the graph, so they are in it."""
+    return f"rank {engine.rank} of {engine.size} in {engine.key}"
+
+
 def engine_named(key: str) -> Engine:
-    """Return the engine of this process whose `key` this is."""
+    """Return the engine of the group that a graph names, as it is in this process now."""
     _refuse_simulated()
-    return _solo if key == _solo.key else mpi.engine_named(key) or c10d.engine_named(key)
+    known, _, name = key.partition(" in ")
+    engine = _engine_of_name(name)
+    if engine is None:
+        is_now = "that group is no more" if name != _solo.key else "a group has been set up since"
+    elif key_in_graphs(engine) != key:
+        is_now = f"this process is rank {engine.rank} of {engine.size} in it now"
+    else:
+        return engine
+    raise RuntimeError(
+        f"a graph was compiled or traced for {known} in the group {name!r}, and {is_now}; compile it again, after "
+        "torch.compiler.reset()"
+    )
+
+
+def _engine_of_name(name: str) -> Engine | None:
+    if name == _solo.key:
+        return None if _find(_default) else _solo
+    return mpi.engine_named(name) or c10d.engine_named(name)
 
 
 def _refuse_simulated() -> None:
+    if local.involved():
+        local.refuse_in_backward("a compiled collective")
     if local.here() is not None:
-        raise RuntimeError(
-            "torch.compile does not work within a simulated world: its ranks share one cache of graphs, and a graph is "
-            "compiled for one rank; call the function uncompiled there, or compile on real processes (testing.spawn)"
-        )
+        raise RuntimeError(local.NO_GRAPHS)
 
 
 def _refuse_lonely_launch(operation: str) -> None:

@@ -10,14 +10,24 @@ from __future__ import annotations
 
 import threading
 import weakref
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
-from diffcoll._torch import apply_rule, is_within_transform
+from diffcoll._torch import (
+    apply_rule,
+    backward_at_work,
+    carries_tangents,
+    is_within_reentrant_checkpoint,
+    is_within_transform,
+    save_under_each_hook,
+    tangents_ignored,
+)
 from diffcoll.errors import message
 
 __all__ = ["is_joint", "joint_backward", "record"]
@@ -29,12 +39,44 @@ class _Chain:
     def __init__(self) -> None:
         self.token = torch.zeros((), requires_grad=True)
 
+    def anchor(self) -> None:
+        """Make every checkpoint around the collective just made compute it again on every rank, at one place.
+
+        A checkpoint does so when a tensor saved within it is needed, up to the last such tensor: both are local to a
+        rank. So the chain saves one after each collective, and needs it in backward.
+        """
+        save_under_each_hook(self._save, _again)
+
+    def _save(self) -> None:
+        with torch.enable_grad():
+            self.token = _Saved.apply(self.token)  # type: ignore[no-untyped-call]
+
+
+def _again() -> AbstractContextManager[None]:
+    """Return the context in which a checkpoint computes a part of a region again, wherever backward runs.
+
+    As many tensors must be saved as before, so it is recorded; its graph is not used, so it is on a chain of its own.
+    """
+    return _recording_on(_Chain())
+
 
 class _Here(threading.local):
     chain: _Chain | None = None
+    #: The backward in which the chain was entered. In another one, a nested one too, nothing is recorded.
+    backward: int = -1
 
 
 here = _Here()
+
+
+@contextmanager
+def _recording_on(chain: _Chain | None) -> Iterator[None]:
+    before = here.chain, here.backward
+    here.chain, here.backward = chain, backward_at_work()
+    try:
+        yield
+    finally:
+        here.chain, here.backward = before
 
 
 class joint_backward:
@@ -67,19 +109,20 @@ class joint_backward:
 
     def __init__(self) -> None:
         self._chain: _Chain | None = None
-        self._outer: _Chain | None = None
+        self._outer: tuple[_Chain | None, int] = None, -1
 
     def __enter__(self) -> joint_backward:
         """Begin; collectives are recorded from here on."""
-        self._outer = here.chain
-        self._chain = here.chain = self._outer or _Chain()
+        self._outer = here.chain, here.backward
+        self._chain = _recording() or _Chain()
+        here.chain, here.backward = self._chain, backward_at_work()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End, also by an exception; what was recorded stays tied."""
-        here.chain = self._outer
+        here.chain, here.backward = self._outer
 
     def __call__(self, loss: Tensor) -> Tensor:
         """Return the loss, tied to all collectives of the region."""
@@ -98,17 +141,46 @@ def is_joint() -> bool:
     return here.chain is not None
 
 
-def record(rule: Any, x: Tensor, *more: object) -> Tensor:
+def _recording() -> _Chain | None:
+    """Return the chain on which a collective called here is to be."""
+    return here.chain if here.backward == backward_at_work() else None
+
+
+def record(rule: Any, x: Tensor, *more: Any) -> Tensor:
     """Return rule.apply(x, *more); within a region as a link of its chain."""
-    chain = here.chain
-    if chain is None:
+    chain = here.chain and _recording()
+    if chain is None or is_within_transform():
         return apply_rule(rule, x, *more)
     differentiable = x.is_floating_point() or x.is_complex()
-    if not differentiable or not torch.is_grad_enabled() or is_within_transform():
-        return apply_rule(rule, x, *more)
+    if differentiable and carries_tangents():
+        x, tangent = forward_ad.unpack_dual(x)  # type: ignore[no-untyped-call]
+        if tangent is not None or not rule.awaits:
+            return _record_dual(rule, x, torch.zeros_like(x) if tangent is None else tangent, *more)
     y: Tensor
-    y, chain.token = _Link.apply(x, chain.token, rule, weakref.ref(chain), *more)  # type: ignore[no-untyped-call]
+    if differentiable and torch.is_grad_enabled():
+        y, chain.token = _Link.apply(x, chain.token, rule, weakref.ref(chain), *more)  # type: ignore[no-untyped-call]
+    else:
+        if is_within_reentrant_checkpoint():
+            got, expected = "a reentrant checkpoint within joint_backward", "use_reentrant=False"
+            remedy = "a rank that ignores the result of a reentrant one would not make this call again in backward"
+            raise RuntimeError(message(more[0].name, "checkpoint", got, expected, remedy))
+        y = apply_rule(rule, x, *more)
+    chain.anchor()
     return y
+
+
+def _record_dual(rule: Any, x: Tensor, tx: Tensor, *more: Any) -> Tensor:
+    """Return the rule of x with the tangent that comes of tx, two links in this order.
+
+    On every rank: tangents meet in a collective, so a rank whose x has none brings one of zero.
+    """
+    ctx = SimpleNamespace()
+    with tangents_ignored():
+        y = record(rule, x, *more)
+        rule.setup_context(ctx, (x, *more), y)
+        ty = rule.jvp(ctx, tx)
+    dual: Tensor = forward_ad.make_dual(y, ty)  # type: ignore[no-untyped-call]
+    return dual
 
 
 class _Link(Function):
@@ -126,16 +198,26 @@ class _Link(Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor, gtoken: Tensor) -> tuple[Tensor | None, ...]:
         # A backward of higher order is joint as well, in whatever thread this one runs.
-        before, here.chain = here.chain, ctx.chain()
-        try:
+        with _recording_on(ctx.chain() if torch.is_grad_enabled() else None):
             gx, *nothing = ctx.rule.backward(ctx, gy)
-        finally:
-            here.chain = before
         return gx, gtoken, None, None, *nothing
 
+
+class _Saved(Function):
+    """The next token, after a tensor that backward needs."""
+
     @staticmethod
-    def jvp(ctx: Any, tx: Tensor, ttoken: Tensor, *nothing: None) -> tuple[Tensor, Tensor]:
-        return ctx.rule.jvp(ctx, tx, *nothing[2:]), torch.zeros(())
+    def forward(token: Tensor) -> Tensor:
+        return torch.zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gtoken: Tensor) -> Tensor:
+        (_,) = ctx.saved_tensors
+        return gtoken
 
 
 class _Tie(Function):

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from diffcoll.engines.engine import WIDER
+from diffcoll.errors import message
 
 __all__ = [
     "REDUCTIONS",
@@ -28,7 +29,7 @@ __all__ = [
     "Product",
     "Reduction",
     "Ties",
-    "acts_position_by_position",
+    "elementwise",
     "spelled",
     "users",
 ]
@@ -50,8 +51,10 @@ class Reduction:
     needs: Literal["numbers", "fractions", "ordered", "anything"]
     #: Whether half precisions are reduced in the wider type.
     widened: bool = False
-    #: Whether a function of the user's, which may do with the stack what it likes.
+    #: Whether it is a function of the user's.
     users: bool = False
+    #: Whether it needs the stack of whole tensors, and not of some positions of them.
+    whole: bool = False
 
     def __call__(self, stack: Tensor) -> Tensor:
         """Reduce dim 0."""
@@ -82,7 +85,10 @@ class Product(Function):
     @staticmethod
     def forward(s: Tensor) -> Tensor:
         """y."""
-        return torch.cat([_Scaled.of(piece).product() for (piece,) in _pieces(s)]).view(s.shape[1:])
+        y = s.new_empty(s.shape[1:])  # not a view, which could not be changed in place
+        for piece, part in _pieces(s, y.view(1, -1)):
+            part.copy_(_Scaled.of(piece).product())
+        return y
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -135,6 +141,8 @@ _RUN = 32
 class _Scaled:
     """Factors s_k = m_k · 2^e_k, 1 ≤ |m_k| < 2 and e_k whole: no product of them leaves the range on its way.
 
+    Of a complex m_k, the larger of its two parts is between 1 and 2.
+
     The exponents are constants to autograd, and a power of two multiplies without rounding, so a product of the
     m_k is rounded as the product of the s_k would be.
     """
@@ -145,7 +153,10 @@ class _Scaled:
     @classmethod
     def of(cls, s: Tensor) -> _Scaled:
         with torch.no_grad():
-            e = s.detach().abs().log2().floor()
+            x = s.detach()
+            # Of a complex number not the modulus, which may overflow where both parts do not.
+            size = torch.maximum(x.real.abs(), x.imag.abs()) if x.is_complex() else x.abs()
+            e = size.log2().floor()
             e = torch.where(e.isfinite(), e, 0.0)  # zeros, infinities and NaN as they are
         return cls(_times_power_of_two(s, -e), e)
 
@@ -183,6 +194,9 @@ class _Scaled:
 
 def _times_power_of_two(x: Tensor, e: Tensor) -> Tensor:
     """x · 2^e in two steps, neither of which leaves the range of the type unless the result does."""
+    if x.is_complex():  # by parts: times a complex number, an infinite part would make the other NaN
+        x = x.resolve_conj()
+        return torch.complex(_times_power_of_two(x.real, e), _times_power_of_two(x.imag, e))
     most = -2 * torch.tensor(torch.finfo(e.dtype).tiny, dtype=torch.float64).log2().item()
     e = e.clamp(-most, most)
     half = (e / 2).floor()
@@ -237,8 +251,8 @@ def spelled(op: Op) -> tuple[str, Any] | None:
     """
     if type(op) is str and op in SPELLINGS:
         return SPELLINGS[op], None
-    kind = op if isinstance(op, str) else getattr(op, "op", op)
-    name: Any = getattr(kind, "name", None) if type(kind).__name__ == "RedOpType" else kind
+    kind = getattr(op, "op", None) if type(op).__name__ == "ReduceOp" else op
+    name: Any = getattr(kind, "name", None) if type(kind).__name__ == "RedOpType" else op
     if not isinstance(name, str):
         return None
     if name == "PREMUL_SUM":
@@ -249,41 +263,58 @@ def spelled(op: Op) -> tuple[str, Any] | None:
 # ── the user's own ───────────────────────────────────────────────────────────────────────────────────────
 
 
+class elementwise:
+    """A function as `op` that reduces each position by itself; the ranks then share the work and the memory.
+
+    A plain function as `op` is called on every rank with the whole stack, N times the size of x. Many reductions do
+    not need it: each number of their result comes from the numbers at the same position of the ranks' tensors, whatever
+    stands at the others (a median, a trimmed mean, a norm over ranks, a weighting by rank). Say so by
+    `op=dc.elementwise(f)`: each rank then reduces a part, and memory and bytes are those of `"max"`.
+    If the result at one position needs any other position (a norm of the whole tensor, a softmax or a sort along a
+    dimension of x, weights per row), pass f itself.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> median = dc.elementwise(lambda s: s.median(0).values)
+    >>> xs = [torch.tensor([1.0, 9.0]), torch.tensor([2.0, 8.0]), torch.tensor([3.0, 1.0])]
+    >>> simulate(lambda x: dc.all_reduce(x, median), xs)[0]
+    tensor([2., 8.])
+
+    Args:
+        f: gets a stack of some positions of all ranks' x, dim 0 of which is the rank: (N, k) with any k from 1, or
+            (N, …) with the shape of x or of a block of it; returns it with dim 0 reduced. It must be the same function
+            on all ranks. Not told apart by PyTorch's own means, so it is a promise: check mode compares what f makes
+            of the whole stack with what it makes of parts, and raises the same ValueError on all ranks if they differ.
+
+    Raises:
+        TypeError: f is not callable.
+
+    Source: notes/reductions.md.
+    """
+
+    def __init__(self, f: Over) -> None:
+        if not callable(f):
+            remedy = f"pass op={f!r} itself" if isinstance(f, str) else ""
+            raise TypeError(message("elementwise", "f", repr(f), "a function that reduces dim 0 of a stack", remedy))
+        self.f: Over = f.f if isinstance(f, elementwise) else f
+
+    def __call__(self, stack: Tensor) -> Tensor:
+        """Reduce dim 0."""
+        return self.f(stack)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both hold the same function."""
+        return isinstance(other, elementwise) and self.f == other.f
+
+    def __hash__(self) -> int:
+        """Agree with `==`."""
+        return hash((elementwise, self.f))
+
+    def __repr__(self) -> str:
+        """Show the function by its name."""
+        return f"elementwise({getattr(self.f, '__name__', repr(self.f))})"
+
+
 def users(f: Over) -> Reduction:
     """Make a reduction of a function of the user's."""
-    return Reduction("the function", f, "anything", users=True)
-
-
-def acts_position_by_position(f: Over, x: Tensor, n: int) -> bool:
-    """Whether f makes each position of its result of the same position in the stack alone.
-
-    Then parts of the stack can be reduced on different ranks. f is asked, on made-up numbers of n ranks: is what it
-    makes of a few positions together what it makes of each alone? In every position another rank is the largest,
-    so that a choice of one whole tensor shows too. In doubt the answer is no.
-    """
-    if torch.compiler.is_compiling():  # a question with a yes or no answer would break the graph
-        return False
-    width = 5 if x.shape[-1:] == (4,) else 4  # not what a constant within f would fit by chance
-    numbers = torch.arange(1.0, n * width + 1, dtype=torch.float64).square().sin().view(n, width)
-    for position in range(width):
-        numbers[position % n, position] *= 8
-    asked = (numbers > 0 if x.dtype == torch.bool else (4 * numbers).to(x.dtype)).to(x.device)
-    with torch.no_grad():
-        try:
-            together = f(asked)
-            alone = torch.stack([f(column.unsqueeze(1))[0] for column in asked.unbind(1)])
-        except Exception:  # it wants another shape
-            return False
-    return together.shape == (width,) and _close(together, alone)
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    """Whether a and b differ by rounding alone.
-
-    assert_close would say it too, but the error that it raises is a cycle that keeps tensors alive.
-    """
-    if a.dtype != b.dtype or not (a.is_floating_point() or a.is_complex()):
-        return torch.equal(a, b)
-    eps = torch.finfo(a.dtype).eps
-    tolerance = 2 * eps if eps > 1e-4 else eps**0.5
-    return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+    return Reduction("the function", f, "anything", users=True, whole=not isinstance(f, elementwise))

@@ -2,11 +2,13 @@
 
 import inspect
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import diffcoll as dc
 from diffcoll.testing import RanksFailedError, simulate, spawn
@@ -299,6 +301,60 @@ def test_a_tensor_on_a_device_that_the_backend_does_not_move():
     )
     with pytest.raises(RanksFailedError, match=text):
         spawn(lambda r: dc.all_gather(torch.ones(2, device="meta")), range(1))
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that stands for others, as AsyncCollectiveTensor and quantized weights do."""
+
+    @staticmethod
+    def __new__(cls, x):
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=x.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+class Named(torch.Tensor):
+    """A tensor as others, with methods of its own."""
+
+
+NOT_PLAIN = {
+    "a FakeTensor": lambda: FakeTensorMode().from_tensor(torch.ones(4, 2)),
+    "a Wrapped": lambda: Wrapped(torch.ones(4, 2)),
+    "a nested tensor": lambda: rare(torch.nested.nested_tensor, [torch.ones(2, 2), torch.ones(1, 2)]),
+    "a nested tensor, jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged),
+}
+
+
+@pytest.mark.parametrize("run", [simulated, partial(spawn, backend="mpi")], ids=["rules", "mpi"])
+def test_tensors_that_stand_for_others(run):
+    """Before anything moves; also where the same call was made on a plain tensor before."""
+
+    def body(r):
+        texts = []
+        for name, call in COLLECTIVES.items():
+            call(torch.ones(4, 2))
+            for make in NOT_PLAIN.values():
+                if name == "scatter" and r > 0:
+                    with pytest.raises(dc.CollectiveMismatchError, match="wrong on rank 0, see the error there"):
+                        call(None)
+                    continue
+                with pytest.raises(TypeError) as caught:
+                    call(make())
+                texts.append((name, str(caught.value)))
+        named = dc.all_reduce(torch.ones(2).as_subclass(Named)), dc.all_reduce(torch.nn.Parameter(torch.ones(2)))
+        zeros = torch._efficientzerotensor(2)  # has no memory
+        named += dc.all_gather(zeros), dc.all_reduce(zeros) + dc.shift(zeros) + N
+        return texts, [y.tolist() for y in named], dc.all_reduce(torch.tensor(r)).item()
+
+    for r, (texts, named, total) in enumerate(run(body, range(N))):
+        expected = [(name, got) for name in COLLECTIVES for got in NOT_PLAIN if r == 0 or name != "scatter"]
+        for (name, text), (collective, got) in zip(texts, expected, strict=True):
+            assert name == collective
+            assert text.startswith(f"{name}: x: got {got.split(',')[0]}, expected a dense torch.Tensor; pass ")
+        assert named == [[N, N], [N, N], [0] * 2 * N, [N, N]]
+        assert total == 1
 
 
 def test_a_dtensor():

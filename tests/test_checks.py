@@ -1,18 +1,24 @@
 """Check mode: what ranks disagree on is one error on all of them, and the group works afterwards."""
 
+import ast
+import inspect
 import os
+import pathlib
 import re
 import subprocess
 import sys
 import time
+from collections import OrderedDict
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import diffcoll as dc
 from diffcoll import checks
+from diffcoll.collectives.call import TAKE_TREES
 from diffcoll.testing import cases, simulate, spawn
 
 N = 3
@@ -26,6 +32,10 @@ ring = [(0, 1), (1, 2), (2, 0)]
 
 def x_(*shape, dtype=torch.float64):
     return torch.ones(*shape, dtype=dtype, requires_grad=dtype.is_floating_point)
+
+
+def wait(y):
+    return y.wait() if isinstance(y, dc.Pending) else y
 
 
 # What rank 1 does and what the others do; `odd` is true on rank 1. With a word that the error must have.
@@ -55,7 +65,43 @@ DISAGREEMENTS = {
         r"disagree: rank 0 sends \(1, 4\) to rank 1, which expects \(1, 2\)\n",
     ),
     "async": (lambda odd: dc.all_reduce(x_(4 if odd else 3), async_op=True).wait(), r"\(4,\)"),
-    "leaves": (lambda odd: dc.all_reduce([x_(3)] * (2 if odd else 1)), r"\(6,\)"),
+    "async or not": (lambda odd: wait(dc.all_reduce(x_(3), async_op=odd)), r"rank 1: .*, async_op=True\) at"),
+    "auto or a list in all_to_all": (
+        lambda odd: dc.all_to_all(x_(3), split_sizes=[1, 1, 1], concat_sizes="auto" if odd else [1, 1, 1]),
+        "rank 1: .*concat_sizes='auto'",
+    ),
+    "leaves": (
+        lambda odd: dc.all_reduce([x_(3)] * (2 if odd else 1)),
+        r"rank 0: .*\n.* differs: not there\n  rank 1: .*\n.* differs: x\[1\]: torch.float64 \(3,\)",
+    ),
+    "paths of leaves": (
+        lambda odd: dc.broadcast({"b": x_(3), "c" if odd else "a": x_(3)}),
+        r"differs: x\['a'\]: .*\n  rank 1: .*\n.* differs: x\['b'\]: ",
+    ),
+    "as many numbers in other leaves": (
+        lambda odd: dc.all_reduce({"a": x_(3 if odd else 2), "b": x_(2 if odd else 3)}, "max"),
+        r"rank 0: .*\n.* differs: x\['a'\]: torch.float64 \(2,\)\n  rank 1: .*\n.* differs: x\['a'\]: .* \(3,\)",
+    ),
+    "as many numbers in other leaves, gathered": (
+        lambda odd: dc.all_gather([x_(3 if odd else 2), x_(2 if odd else 3)]),
+        r"differs: x\[0\]: torch.float64 \(2,\)\n",
+    ),
+    "dtypes of leaves": (
+        lambda odd: dc.sum_gradients([x_(2), x_(2, dtype=torch.float32 if odd else torch.int64)]),
+        r"differs: x\[1\]: torch.int64 \(2,\)\n",
+    ),
+    "other dims of leaves": (
+        lambda odd: dc.all_gather({"a": x_(odd + 1, 2), "b": x_(odd + 1, 3 + odd)}, sizes="auto"),
+        r"differs: x\['b'\]: torch.float64 \(\(\), 3\)\n",
+    ),
+    "sizes of leaves": (
+        lambda odd: dc.all_gather([x_(2), x_(2)], sizes=[1, 2, 2] if odd else [2, 2, 2]),
+        r"differs: x\[0\]: torch.float64 \(2,\)\n.*\n.*differs: x\[0\]: torch.float64 \(\(1, 2, 2\),\)\n",
+    ),
+    "a tree or a tensor": (lambda odd: dc.all_gather(x_(3) if odd else [x_(3)]), r"rank 1: all_gather\(torch.float64"),
+    "an empty tree": (lambda odd: dc.all_gather([x_(3)] if odd else []), r"rank 1: .*\n.* differs: x\[0\]"),
+    "an average": (lambda odd: dc.average_gradients([x_(3 + odd)], weight=1.0), r"differs: x\[0\]: .*\(3,\)"),
+    "a mean": (lambda odd: dc.global_mean(x_(3 + odd)), r"\(2, 4\)"),
 }
 
 
@@ -113,6 +159,142 @@ def test_disagreements(where):
                 assert f"\n  rank {r}: " in texts[0]
         for text in texts:
             assert re.search(words, text), (name, text)
+
+
+TENSORS = {name: getattr(dc, name) for name in sorted({case.name for case in cases.table(N)})} | {
+    "permute": lambda x: dc.permute(x, ring)
+}
+LATER = {
+    name: partial(call, async_op=True)
+    for name, call in TENSORS.items()
+    if "async_op" in inspect.signature(getattr(dc, name)).parameters
+}
+TREES = {
+    f"{name} of a tree": lambda x, call=call, **more: call({"a": x, "b": [x.float()]}, **more)
+    for name, call in TENSORS.items()
+    if name in TAKE_TREES
+}
+MORE = {
+    "sizes": lambda x: dc.all_gather(x, sizes="auto"),
+    "sizes of a tree": lambda x: dc.all_gather([x], sizes="auto"),
+    "sizes of gather": lambda x: dc.gather(x, sizes="auto"),
+    "sizes of blocks": lambda x: dc.all_to_all(x, split_sizes=[1, 1, 1], concat_sizes="auto"),
+    "average_gradients": lambda x: dc.average_gradients([x]),
+    "global_mean": dc.global_mean,
+    "product": lambda x: dc.all_reduce(x, "product"),
+    "product of blocks": lambda x: dc.reduce_scatter(x, "product"),
+    "mean, later": lambda x: dc.all_reduce([x], "mean", async_op=True),
+    "gathered, later": lambda x: dc.all_gather([x], async_op=True),
+}
+
+
+@pytest.mark.parametrize("where", ["rules", "gloo"])
+def test_every_call_is_compared(where):
+    """Against another collective, before it moves anything."""
+    calls = TENSORS | {f"{name}, later": call for name, call in LATER.items()} | TREES | MORE
+
+    def body(r):
+        moved = []
+        with dc.check_mode():
+            for name, call in calls.items():
+                another = dc.scan if name != "scan" else dc.shift
+                with pytest.raises(dc.CollectiveMismatchError, match=r" disagree:\n  rank 0: "):
+                    wait((another if r == 1 else call)(x_(3)))
+                y = dc.all_reduce(torch.tensor([r]))
+                moved.append(y.item())
+        return moved
+
+    assert RUNS[where](body, range(N)) == [[3] * len(calls)] * N
+
+
+def test_calls_are_the_only_way_into_the_algebra():
+    """So that no collective can forget to be compared; a reduction is a part of a call that was."""
+    folder = pathlib.Path(dc.__file__).parent / "collectives"
+    found = set()
+    for file in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "diffcoll.collectives.linear":
+                found |= {
+                    file.name for name in node.names if name.name in ("apply", "start", "begin", "alone", "moved")
+                }
+    assert found == {"call.py", "reducing.py"}
+
+
+numpy_1 = np.int64(1)
+SAME = torch.arange(9.0).reshape(3, 3)
+# The same call, written in another way on every rank.
+SPELLINGS = {
+    "an integer of NumPy": [lambda x: dc.broadcast(x, 1), lambda x: dc.broadcast(x, numpy_1)],
+    "dim of NumPy": [
+        lambda x: dc.split(SAME, 1),
+        lambda x: dc.split(SAME, numpy_1),
+        lambda x: dc.split(SAME, -1, sizes=(1, 1, 1)),
+    ],
+    "pairs": [
+        lambda x: dc.permute(x, [(0, 1), (2, 0)]),
+        lambda x: dc.permute(x, ((2, 0), (0, 1))),
+        lambda x: dc.permute(x, [[0, numpy_1], [2, 0]]),
+    ],
+    "offset": [lambda x: dc.shift(x, 1), lambda x: dc.shift(x, -2), lambda x: dc.shift(x, 4)],
+    "offset, on a line": [lambda x: dc.shift(x, 3, wrap=False), lambda x: dc.shift(x, -5, wrap=False)],
+    "offset 0": [lambda x: dc.shift(x, 0), lambda x: dc.shift(x, 0, wrap=False), lambda x: dc.shift(x, 3)],
+    "sizes": [
+        lambda x: dc.all_gather(x),
+        lambda x: dc.all_gather(x, sizes=[3, 3, 3]),
+        lambda x: dc.all_gather(x, -2, sizes=(3, 3, np.int64(3))),
+    ],
+    "sizes of a tree": [
+        lambda x: dc.all_gather([x, x[0]])[1],
+        lambda x: dc.all_gather((x, x[0]), sizes=[3, 3, 3])[1],
+        lambda x: dc.all_gather([x, x[0]], sizes=(3, 3, 3))[1],
+    ],
+    "sizes of gather": [lambda x: dc.gather(x), lambda x: dc.gather(x, sizes=[3, 3, 3])],
+    "sizes of blocks": [lambda x: dc.reduce_scatter(x), lambda x: dc.reduce_scatter(x, sizes=(1, 1, 1))],
+    "sizes of scatter": [
+        lambda x: dc.scatter(x),
+        lambda x: dc.scatter(None),
+        lambda x: dc.scatter(x, dim=1, sizes=[9]),
+    ],
+    "sizes of all_to_all": [
+        lambda x: dc.all_to_all(x),
+        lambda x: dc.all_to_all(x, 0, -2, split_sizes=[1, 1, 1], concat_sizes=(1, 1, 1)),
+    ],
+    "mean": [
+        lambda x: dc.all_reduce(x, "mean"),
+        lambda x: dc.all_reduce(x, "AVG"),
+        lambda x: dc.all_reduce(x, dist.ReduceOp.AVG),
+    ],
+    "sum": [
+        lambda x: dc.all_reduce(x),
+        lambda x: dc.all_reduce(x, dist.ReduceOp.SUM, ties="first"),
+        lambda x: dc.all_reduce(x, "SUM"),
+    ],
+    "product": [lambda x: dc.reduce(x, 1, "prod"), lambda x: dc.reduce(x, numpy_1, dist.ReduceOp.PRODUCT)],
+    "max": [lambda x: dc.reduce_scatter(x, "amax", -2), lambda x: dc.reduce_scatter(x, "max", ties="even")],
+    "a function": [lambda x: dc.all_reduce(x, lambda s: s.median(0).values), lambda x: dc.all_reduce(x, cases.median)],
+    "a stack": [lambda x: dc.all_gather(x, 2, stack=True), lambda x: dc.all_gather(x, -1, stack=True)],
+    "order of keys": [
+        lambda x: dc.all_reduce({"a": x, "b": x[0]})["b"],
+        lambda x: dc.all_reduce({"b": x[0], "a": x})["b"],
+    ],
+    "kinds of dicts": [
+        lambda x: dc.all_reduce({1: x, "b": (x, x[0])})["b"][1],
+        lambda x: dc.all_reduce(OrderedDict([("b", [x, x[0]]), (1, x)]))["b"][1],
+    ],
+}
+
+
+@pytest.mark.parametrize("where", [*RUNS, "truth"])
+def test_another_spelling_is_no_disagreement(where):
+    def body(r):
+        x = torch.arange(9.0).reshape(3, 3).roll(r) * (r + 1)
+        expected = [calls[0](x) for calls in SPELLINGS.values()]
+        with dc.check_mode(where != "truth"):
+            return expected, [calls[r % len(calls)](x) for calls in SPELLINGS.values()]
+
+    for expected, found in (simulate if where == "truth" else RUNS[where])(body, range(N)):
+        for name, a, b in zip(SPELLINGS, expected, found, strict=True):
+            assert torch.equal(a, b), name
 
 
 @pytest.mark.parametrize("where", ["rules", "gloo"])

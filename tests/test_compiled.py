@@ -2,10 +2,19 @@
 
 import subprocess
 import sys
+import tempfile
+import threading
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import diffcoll as dc
 from diffcoll.testing import cases, simulate, spawn
@@ -136,7 +145,7 @@ def test_groups_meshes_transforms_and_messages():
 def test_a_simulated_world_is_refused():
     compiled = torch.compile(dc.all_reduce, fullgraph=True, backend="aot_eager")
     for rules in (True, False):
-        with pytest.raises(Exception, match=r"torch\.compile does not work within a simulated world"):
+        with pytest.raises(Exception, match=r"torch\.compile, .* do not work within a simulated world"):
             simulate(compiled, [torch.ones(2)] * 2, rules=rules)
 
 
@@ -158,3 +167,186 @@ def test_tensors_left_by_a_transform():
     torch.func.grad(lambda x: left.append(x * 2) or x.sum())(torch.ones(3))
     assert dc.all_reduce(left[0]).tolist() == [2, 2, 2]
     assert simulate(lambda r: dc.all_gather(left[0]).tolist(), range(2), rules=True) == [[2] * 6] * 2
+
+
+# ── those who trace eager code ───────────────────────────────────────────────────────────────────────────
+
+
+def waits(x):
+    pending = dc.all_gather(x, async_op=True)
+    return x.sin().sum() * pending.wait()
+
+
+def everything(x):
+    """A sum, a gather, a product, a tree, what moves nothing forward, and what moves while others compute."""
+    y, z = dc.all_reduce([x, 2 * x], "mean")
+    y = dc.all_reduce(y * z, "product") + dc.sum_gradients(x).cos() + dc.reduce_scatter(dc.all_gather(x) ** 2)
+    return waits(y.square()).sum() + dc.all_reduce(y.t(), cotangent="replicated").t()
+
+
+def ignores(x):
+    dc.all_reduce(x)
+    return x * 2
+
+
+class Ignores(TorchDispatchMode):
+    """What looks on."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_tracers_record_one_op_for_each_collective(backend):
+    def body(r):
+        def same(found, expected):
+            torch.testing.assert_close(found, expected)
+
+        x, t = torch.tensor([[1.0, 2.0 + r]]), torch.tensor([[0.3, -1.0 * r]])
+        other = x * 3 + r
+        for mode in ("real", "fake", "symbolic") if backend == "gloo" else ("fake",):
+            same(make_fx(everything, tracing_mode=mode)(x)(other), everything(other))
+        assert "diffcoll.AllReduce" in make_fx(ignores)(x).code  # and its result is not used
+
+        def gradient(x):
+            return torch.func.grad(lambda x: everything(x).sum())(x)
+
+        same(make_fx(gradient)(x)(other), gradient(other))
+        both, swapped, mapped = torch.stack([x, t]), torch.stack([t, x]), torch.vmap(everything)
+        same(make_fx(mapped)(both)(swapped), mapped(swapped))
+        y, tangents = torch.func.linearize(everything, x)
+        same((y, tangents(t)), torch.func.jvp(everything, (x,), (t,)))
+        same(tangents(2 * t), 2 * tangents(t))
+
+        class Module(torch.nn.Module):
+            forward = staticmethod(everything)
+
+        for strict in (False, True) if backend == "gloo" else ():
+            same(torch.export.export(Module(), (x,), strict=strict).module()(other), everything(other))
+
+        with FakeTensorMode() as fake:
+            inside = everything(fake.from_tensor(x))
+        outside = dc.all_gather(inside[0])  # nothing is moved
+        assert (type(outside), outside.shape) == (type(inside), (4,))
+        pair = everything(TwoTensor(x, other))
+        same((pair.a, pair.b), (everything(x), everything(other)))
+        for looks_on in (Ignores(), FlopCounterMode(display=False)):
+            leaf = x.clone().requires_grad_()
+            with looks_on:
+                everything(leaf).sum().backward()
+            same(leaf.grad, gradient(x))
+
+        refused = []
+        in_region = dc.joint_backward()
+        for program in (
+            lambda: torch.jit.trace(everything, x),
+            lambda: torch.fx.symbolic_trace(ignores),
+            lambda: torch.func.functionalize(everything)(x),
+            lambda: in_region.__enter__() and make_fx(everything)(x),
+        ):
+            with pytest.raises((RuntimeError, TypeError)) as caught:
+                program()
+            refused.append(str(caught.value))
+        in_region.__exit__(None, None, None)
+        assert dc.all_reduce(torch.tensor([r + 1.0])).tolist() == [3.0]  # the ranks are in step
+        return refused
+
+    for jit, symbols, functional, joint in spawn(body, range(2), backend=backend, timeout=100):
+        assert "all_reduce: torch.jit.trace cannot record a collective; use torch.export or torch.compile" in jit
+        assert "all_reduce: x: got Proxy, expected a dense torch.Tensor" in symbols
+        assert "Functionalize rule" in functional
+        assert "within joint_backward" in joint
+
+
+def test_tracers_in_a_simulated_world():
+    for rules in (False, True):
+        for mode in ("real", "fake"):
+            trace = make_fx(lambda x: dc.all_gather(x), tracing_mode=mode)
+            with pytest.raises(RuntimeError, match="linearize do not work within a simulated world"):
+                simulate(trace, [torch.ones(2)] * 2, rules=rules)
+
+
+# ── a graph that is called elsewhere than it was compiled ────────────────────────────────────────────────
+
+
+def refusal(program):
+    with pytest.raises(Exception) as caught:
+        program()
+    return str(caught.value)
+
+
+def test_a_graph_refuses_to_run_where_it_would_be_wrong():
+    """Dynamo looks at none of these again; the ops do."""
+
+    def body(r, folder):
+        mean = torch.compile(lambda x: dc.all_reduce(x, "mean"), fullgraph=True, backend="aot_eager")
+        x = torch.tensor([1.0, 2.0 + r])
+        leaf = x.clone().requires_grad_()
+        mean(leaf).sum().backward()
+        values = [mean(x)]
+        exported = make_fx(lambda x: dc.all_reduce(x, "mean"))(x)
+
+        def in_region(graph, x):
+            with dc.joint_backward() as joint:
+                y = graph(x).sum()
+                joint(y if r == 0 else torch.tensor(1.0)).backward()
+
+        def in_dual_level(graph, x):
+            with forward_ad.dual_level():
+                graph(forward_ad.make_dual(x, torch.ones(2)))
+
+        refused = [
+            *(refusal(partial(in_region, graph, y)) for graph in (mean, exported) for y in (x, leaf)),
+            *(refusal(partial(in_dual_level, graph, y)) for graph in (mean, exported) for y in (x, leaf)),
+            refusal(lambda: torch.func.jvp(exported, (x,), (x,))),
+            refusal(lambda: torch.func.grad(lambda x: exported(x).sum())(x)),
+        ]
+
+        thread = threading.Thread(target=lambda: values.append(mean(x)))
+        thread.start()
+        thread.join()
+        with torch.no_grad(), torch.autocast("cpu"):
+            values.append(mean(leaf))
+        with torch.inference_mode():
+            values.append(mean(x))
+        values.append(torch.vmap(exported)(torch.stack([x, x]))[1])
+        y = mean(leaf).sum()
+        with dc.joint_backward() as joint:  # the forward was outside of it
+            joint(y + dc.all_reduce(leaf).sum()).backward()
+        values.append(leaf.grad)
+
+        dist.destroy_process_group()
+        after = [refusal(lambda: mean(x)), refusal(lambda: exported(x))]
+        alone = torch.compile(lambda x: dc.all_reduce(x), fullgraph=True, backend="aot_eager")
+        assert alone(x).tolist() == x.tolist()
+        if r < 2:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=r, world_size=2)
+            after += [refusal(lambda: mean(x)), refusal(lambda: exported(x)), refusal(lambda: alone(x))]
+            torch.compiler.reset()
+            assert mean(x).tolist() == [1, 2.5]
+        return refused, [v.tolist() for v in values], after
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = spawn(body, range(3), [folder] * 3, timeout=100)
+    for r, (refused, values, after) in enumerate(found):
+        assert all("all_reduce: a compiled or traced graph within joint_backward: the chain" in t for t in refused[:4])
+        assert all("graph was called within torch.func.jvp, forward_ad and the like" in t for t in refused[4:9])
+        assert "setup_context" in refused[9]  # PyTorch's own
+        assert values == [[1, 3]] * 5 + [[1 + 1 + 3] * 2]
+        gone, elsewhere = (
+            f"for rank {r} of 3 in the group '0', and that group is no more; ",
+            f"is rank {r} of 2 in it now",
+        )
+        alone = "in the group 'the world of one rank', and a group has been set up since; compile it again"
+        for text, words in zip(after, [gone, gone, elsewhere, elsewhere, alone], strict=False):
+            assert words in text
+        assert len(after) == (5 if r < 2 else 2)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own
+def test_results_are_as_dense_as_the_graph_says():
+    """What moves nothing keeps the layout of x in eager code; a graph has decided on one."""
+
+    x = torch.arange(6.0).view(2, 3)
+    y = torch.compile(lambda x: dc.sum_gradients(x.t()), fullgraph=True)(x)
+    assert y.tolist() == x.t().tolist()

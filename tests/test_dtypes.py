@@ -1,10 +1,15 @@
 """Every dtype and memory layout, on gloo and simulated."""
 
+import re
+from functools import partial
+
 import pytest
 import torch
 
 import diffcoll as dc
-from diffcoll.testing import cases, simulate, spawn
+from diffcoll.collectives import call
+from diffcoll.testing import cases, simulate, spawn, strategies
+from diffcoll.testing.cases import Case
 
 N = 3
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
@@ -33,7 +38,7 @@ def test_every_collective(run, dtype):
         for case in cases.table(N)
         if not (dtype == torch.bool and (case.name in ADDS or "op" in case.arguments))
         and not (dtype in INTEGERS and case.arguments.get("op") in ("mean", "logsumexp", cases.largest_whole))
-        and not (dtype.is_complex and case.arguments.get("op") in ("max", "min", cases.median))
+        and not (dtype.is_complex and case.arguments.get("op") in strategies._ORDERED)
     ]
     assert len(table) > 20
 
@@ -127,3 +132,90 @@ def test_inference_and_no_grad():
         return a.sum().item(), b.requires_grad, c.requires_grad, c.is_inference()
 
     assert spawn(body, range(N)) == [(12, False, True, False)] * N
+
+
+UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
+EIGHT_BITS = [dtype for name, dtype in vars(torch).items() if name.startswith("float8_")]
+#: What PyTorch itself cannot copy, or cannot join.
+OPAQUE = [
+    dtype
+    for name, dtype in sorted(vars(torch).items())
+    if isinstance(dtype, torch.dtype) and re.match(r"u?int[1-7]$|bits|float4_", name)
+]
+OPS = [
+    Case(name, ((3, 2),) * N, {"op": op})
+    for name in ("all_reduce", "reduce_scatter", "reduce")
+    for op in ("sum", "mean", "product", "max", "min", "logsumexp")
+]
+
+
+def test_no_dtype_is_forgotten():
+    known = {*FLOATS, *INTEGERS, torch.bool, *UNSIGNED, *EIGHT_BITS, *OPAQUE, torch.complex32}
+    quantized = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
+    assert {d for d in vars(torch).values() if isinstance(d, torch.dtype)} == known | quantized
+    assert call.MOVED == known - {*OPAQUE}
+    assert call.ADDED == known - {*OPAQUE, *UNSIGNED, *EIGHT_BITS, torch.bool}
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("where", ["rules", "gloo", "mpi"])
+def test_a_rare_dtype_works_or_is_an_error_of_its_own_rank(where):
+    """The same on all engines, before anything moves, and without a word about the other ranks."""
+    run = {"rules": simulated, "gloo": spawn, "mpi": partial(spawn, backend="mpi")}[where]
+    dtypes = [*UNSIGNED, *EIGHT_BITS, *OPAQUE, torch.complex32]
+    dtypes = [torch.uint16, torch.float8_e5m2, torch.int4, torch.complex32] if where == "mpi" else dtypes
+    table = [case for case in [*cases.table(N), *OPS] if not callable(case.arguments.get("op")) and not case.few]
+
+    def wide(case, r, dtype):
+        kind = torch.complex64 if dtype.is_complex else torch.float32
+        x = numbers(case, r, kind)
+        return x if x is None or dtype.is_complex else x.abs()
+
+    def rare(case, r, dtype):
+        x = wide(case, r, dtype)
+        return x if x is None else torch.empty(x.shape, dtype=dtype) if dtype in OPAQUE else x.to(dtype)
+
+    def body(r):
+        found = {}
+        for dtype in dtypes:
+            for i, case in enumerate(table):
+                try:
+                    y = case.call(rare(case, r, dtype), r)
+                    assert y.dtype == dtype
+                    found[str(dtype), i] = y.to(torch.complex64 if dtype.is_complex else torch.float32)
+                except (TypeError, dc.CollectiveMismatchError) as error:
+                    found[str(dtype), i] = f"{type(error).__name__}: {error}"
+        return found, dc.all_reduce(torch.tensor(r)).item()
+
+    everything = run(body, range(N))
+    assert [total for _, total in everything] == [3] * N
+    for dtype in dtypes:
+        for i, case in enumerate(table):
+            of_ranks = [found[str(dtype), i] for found, _ in everything]
+            op = case.arguments.get("op", "sum" if case.name in ADDS else None)
+            if op in ("max", "min") if dtype.is_complex else dtype in OPAQUE or op is not None:
+                for r, error in enumerate(of_ranks):
+                    if case.name == "scatter" and r != case.arguments.get("src", 0):
+                        assert error.startswith("CollectiveMismatchError: scatter: the arguments are wrong on rank ")
+                    else:
+                        assert re.match(rf"TypeError: {case.name}: (x|op): got .*{dtype}, expected ", error), error
+                    assert "look at" not in error
+                continue
+            expected = case.truth([wide(case, r, dtype) for r in range(N)])
+            for a, b in zip(of_ranks, expected, strict=True):
+                if dtype.is_complex and op is not None:
+                    torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-3, msg=f"{case} {dtype}")
+                else:
+                    torch.testing.assert_close(a, b.to(dtype).to(a.dtype), rtol=0, atol=0, msg=f"{case} {dtype}")
+
+
+def test_gradients_that_cannot_be_added_up():
+    x = torch.ones(4).to(torch.float8_e5m2).requires_grad_()
+    for collective in (dc.all_gather, dc.broadcast, dc.shift, dc.scatter, dc.sum_gradients):
+        with pytest.raises(
+            TypeError, match=r"x: got torch.float8_e5m2 that requires a gradient, expected a dtype whose"
+        ):
+            collective(x)
+        with torch.no_grad():
+            assert collective(x).dtype == x.dtype
+        assert not collective(x.detach()).requires_grad

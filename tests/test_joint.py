@@ -2,10 +2,12 @@
 
 import gc
 import weakref
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
 from diffcoll.engines.engine import Engine
@@ -221,6 +223,55 @@ def test_forward_mode_and_values_are_as_before():
     assert simulate(body, range(N), rules=True) == [True] * N
 
 
+def through_links(r, x):
+    return dc.all_reduce(dc.all_gather(x.sin()) ** 2)
+
+
+def through_async(r, x):
+    pending = dc.all_reduce(x.sin(), async_op=True)
+    return pending.wait() * r
+
+
+def without_grad(r, x):
+    dc.all_reduce(torch.tensor([r]))
+    with torch.no_grad():
+        return dc.all_reduce(x, "product")
+
+
+def of_a_tree(r, x):
+    return dc.all_reduce({"a": x, "b": x.cos()}, "mean")["b"]
+
+
+@pytest.mark.parametrize("where", ["rules", "gloo"])
+def test_a_tangent_on_one_rank_only(where):
+    """As if the others had one of zero."""
+
+    def tangents(r, has_tangent, requires_grad):
+        found = []
+        for program in (through_links, through_async, without_grad, of_a_tree):
+            with dc.joint_backward() as joint, forward_ad.dual_level():
+                x = inputs(r).requires_grad_(requires_grad)
+                t = inputs(r + 7) if r == 1 else torch.zeros(2, 3, dtype=x.dtype)
+                loss = joint(program(r, forward_ad.make_dual(x, t) if has_tangent else x).square().sum())
+                tangent = forward_ad.unpack_dual(loss).tangent
+                if requires_grad:  # forward over reverse
+                    tangent = torch.autograd.grad(joint(tangent), x, allow_unused=True)[0]
+                found.append(tangent)
+        return found
+
+    def body(r):
+        for requires_grad in (False, True):
+            for one, all_ in zip(tangents(r, r == 1, requires_grad), tangents(r, True, requires_grad), strict=True):
+                assert (one is None) == (all_ is None)
+                if one is not None:
+                    torch.testing.assert_close(one, all_)
+        return [t.norm() > 0 for t in tangents(r, r == 1, False)]
+
+    for size in (2, 3):
+        for r, moved in enumerate(RUNS[where](body, range(size))):
+            assert all(moved) or r == 0  # through_async: times r
+
+
 def test_what_is_used_by_all_costs_nothing_more():
     """The same bytes, with and without the region."""
 
@@ -265,6 +316,190 @@ def test_nothing_is_kept():
         x = torch.ones(3, requires_grad=True)
         with dc.joint_backward() as joint:
             y = dc.all_reduce(x * 2)
+            loss = joint(y.sum())
+        loss.backward()
+        kept = weakref.ref(y)
+        del y, loss, joint
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+# ── checkpoints: what is computed again in backward makes its collectives again, on every rank ───────────────────
+
+
+def plainly(function, x):
+    return function(x)
+
+
+def local_tensors(r, x, again):
+    """Which tensors are saved, and after which collective, is a rank's own."""
+
+    def part(t):
+        y = dc.all_reduce(t.sin())
+        y = y.square() if r == 0 else y * 2
+        with torch.no_grad():
+            scale = dc.all_reduce(y.sum())
+        z = dc.all_reduce(y, "product") + dc.all_reduce(torch.tensor([r])) / scale
+        return z.exp() if r == 1 else z
+
+    return again(part, dc.all_reduce(x) * x)
+
+
+def saved_nowhere(r, x, again):
+    return again(lambda t: dc.all_reduce(dc.all_gather(t)), x)
+
+
+def no_gradient(r, x, again):
+    return again(lambda t: dc.all_gather(t.cos()).square(), x.detach() if r == 1 else x) + x.sum()
+
+
+def within_another(r, x, again):
+    def inner(t):
+        return dc.all_gather(t.cos()).square().sum() * t
+
+    def middle(t):
+        y = again(inner, dc.all_reduce(t * t))
+        z = dc.broadcast(again(inner, y), src=1)
+        return z if r else z.sin()
+
+    def outer(t):
+        y = again(middle, dc.all_reduce(t.sin()).cos())
+        return y.square() if r == 0 else y
+
+    return again(outer, x * 1.0)
+
+
+def async_within(r, x, again):
+    def part(t):
+        a, b = dc.all_reduce(t.sin(), async_op=True), dc.all_gather(t.exp(), async_op=True)
+        y = t.cos() if r == 1 else t
+        return b.wait().sum() * a.wait() * y
+
+    return again(part, x)
+
+
+def region_within(r, x, again):
+    def part(t):
+        with dc.joint_backward() as joint:
+            y = dc.all_reduce(t.sin())
+            return joint(y * y if r == 1 else t)
+
+    return again(part, x) * x
+
+
+CHECKPOINTED = [local_tensors, saved_nowhere, no_gradient, within_another, async_within, region_within]
+
+
+def backward_of(program, again, ignored_by, inside, r):
+    x = inputs(r).requires_grad_()
+    with dc.joint_backward() as joint:
+        y = program(r, x, again)
+        loss = joint(x.sum() if r == ignored_by else weighted(r, y))
+        if inside:
+            loss.backward(retain_graph=True)
+            loss.backward()
+    if not inside:
+        loss.backward(retain_graph=True)
+        loss.backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("where", ["rules", "gloo"])
+def test_checkpoints(where):
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    ways = [(p, by, (i + j) % 2 == 0) for i, p in enumerate(CHECKPOINTED) for j, by in enumerate((None, 0, 1))]
+    ways += [(p, by, not inside) for p, by, inside in ways if where == "rules"]
+
+    @cache
+    def right(program, ignored_by, size):
+        def loss(r, x):
+            y = program(r, x, plainly)
+            return x.sum() if r == ignored_by else weighted(r, y)
+
+        xs = [inputs(r).requires_grad_() for r in range(size)]
+        return torch.autograd.grad(sum(simulate(loss, range(size), xs)), xs)
+
+    for size in (2, 3):
+        got = RUNS[where](lambda r: [backward_of(p, again, by, inside, r) for p, by, inside in ways], range(size))
+        for i, (program, by, inside) in enumerate(ways):
+            for r, expected in enumerate(right(program, by, size)):
+                why = f"{program.__name__}, ignored by {by}, {inside=}, rank {r} of {size}"
+                torch.testing.assert_close(got[r][i], 2 * expected, msg=lambda text: f"{why}: {text}")  # noqa: B023
+
+
+def test_a_checkpoint_of_higher_order():
+    def gradients(x, r, again, joint):
+        y = again(lambda t: dc.all_reduce(t.sin()).square() * (t if r else 1), x)
+        (g,) = torch.autograd.grad(joint(weighted(r, y) if r != 1 else x.sum()), x, create_graph=True)
+        return g, torch.autograd.grad(joint(g.square().sum() if r != 2 else g.sum() * 0), x)[0]
+
+    def body(r):
+        x = inputs(r).requires_grad_()
+        with dc.joint_backward() as joint:
+            g, h = gradients(x, r, partial(checkpoint, use_reentrant=False), joint)
+        return g.detach(), h
+
+    def plain(r):
+        x = inputs(r).requires_grad_()
+        with dc.joint_backward() as joint:
+            return gradients(x, r, plainly, joint)
+
+    for got, expected in zip(simulate(body, range(N), rules=True), simulate(plain, range(N), rules=True), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("where", ["rules", "gloo"])
+def test_a_reentrant_checkpoint_is_an_error_on_every_rank(where, nested):
+    """Its backward is a node that a rank may not come to, and before it nothing of it is recorded."""
+
+    def part(x):
+        return dc.all_reduce(x.sin()).square()
+
+    def body(r):
+        x = inputs(r).requires_grad_()
+        again = partial(checkpoint, use_reentrant=True)
+        with dc.joint_backward() as joint:
+            with pytest.raises(RuntimeError, match=r"all_reduce: checkpoint: got a reentrant .* expected use_reent"):
+                again(partial(again, part) if nested else part, x)
+            joint(dc.all_reduce(x).sum()).backward()  # the group works
+        y = again(part, x)  # as before where there is no region
+        with dc.joint_backward() as joint:
+            z = dc.all_reduce(x * 2)
+            y.sum().backward()  # within one, and recorded by none
+            joint(z.sum()).backward()
+        return True
+
+    assert RUNS[where](body, range(N)) == [True] * N
+
+
+def test_hooks_for_saved_tensors_stay_in_order():
+    """Those of the user are called as before, and a checkpoint that fails leaves none behind."""
+
+    def body(r):
+        x, packed = inputs(r).requires_grad_(), []
+        with dc.joint_backward() as joint:
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t):
+                y = dc.all_reduce(x).sin()
+                with pytest.raises(KeyError):
+                    checkpoint(lambda t: {}[dc.all_reduce(t)], x, use_reentrant=False)
+                y.cos()
+            count = len(packed)
+            loss = joint(y.cos().sum())
+            assert count == len(packed)
+            loss.backward()
+        return packed.count(x.shape)
+
+    assert simulate(body, range(2), rules=True) == [3, 3]
+
+
+def test_a_checkpoint_in_a_region_keeps_nothing():
+    gc.disable()
+    try:
+        x = torch.ones(3, requires_grad=True)
+        with dc.joint_backward() as joint:
+            y = checkpoint(lambda t: dc.all_reduce(t * 2).square(), x, use_reentrant=False)
             loss = joint(y.sum())
         loss.backward()
         kept = weakref.ref(y)

@@ -81,6 +81,8 @@ def _code(value):
         return "{" + ", ".join(f"{k!r}: {_code(v)}" for k, v in value.items()) + "}"
     if isinstance(value, tuple):
         return "(" + "".join(f"{_code(v)}, " for v in value) + ")"
+    if isinstance(value, dc.elementwise):
+        return f"dc.elementwise({_code(value.f)})"
     return f"_cases.{value.__name__}" if callable(value) and hasattr(_cases, value.__name__) else repr(value)
 
 
@@ -149,9 +151,9 @@ def test_programs_on_processes(backend):
 
 
 def test_a_failure_is_code_that_runs():
-    program = Program(
-        2, (Step(Case("all_reduce", ((2,), (2,)), {"op": _cases.median}, dtype=torch.float64), 0, (0, 1)),), ((1,), ())
-    )
+    arguments = {"op": dc.elementwise(_cases.median)}
+    step = Step(Case("all_reduce", ((2,), (2,)), arguments, dtype=torch.float64), 0, (0, 1))
+    program = Program(2, (step,), ((1,), ()))
     exec(str(program).replace("from test_programs import *\n", ""), globals())
     wrong = partial(simulate, rules=True)
     with pytest.raises(

@@ -1,18 +1,23 @@
 """Products, maxima and the others, on numbers worked out by hand, and on those that break naive rules."""
 
 import math
+import re
+from fractions import Fraction
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import diffcoll as dc
 from diffcoll.cli import bench
 from diffcoll.engines.local import LocalEngine
-from diffcoll.reductions import acts_position_by_position, leave_one_out, product
+from diffcoll.reductions import REDUCTIONS, leave_one_out, product
 from diffcoll.testing import cases, simulate, spawn
 
 INF, NAN = math.inf, math.nan
+FLOATS = [torch.float32, torch.float64, torch.complex64, torch.complex128]
 XS, WS = [3.0, 5.0], [1.0, 10.0]
 
 
@@ -35,7 +40,7 @@ def gradients_of(op, xs, ws=None, **more):
     def body(x, w):
         x = x.clone().requires_grad_()
         y = dc.all_reduce(x, op, **more)
-        (w * y).sum().backward(inputs=[x])
+        (w * y).sum().real.backward(inputs=[x])
         return y.detach(), x.grad
 
     xs = [x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=torch.float64) for x in xs]
@@ -64,13 +69,14 @@ def test_logsumexp(gradients):
 
 
 def test_a_function(gradients):
-    # the median of three, position by position
+    # the median of three, of each position by itself
     xs = [[1.0, 9.0], [2.0, 8.0], [3.0, 1.0]]
-    assert gradients(weighted(cases.median), xs, [1.0, 10.0, 100.0]) == [[0, 0], [111, 111], [0, 0]]
+    for op in (cases.median, dc.elementwise(cases.median)):
+        assert gradients(weighted(op), xs, [1.0, 10.0, 100.0]) == [[0, 0], [111, 111], [0, 0]]
 
 
 def test_a_function_of_whole_tensors(gradients):
-    # the tensor of the largest norm: no position can tell alone
+    # the tensor of the largest norm, which no position shows by itself
     def largest(s):
         return s[s.norm(dim=1).argmax()]
 
@@ -139,6 +145,69 @@ def test_product_of_complex_numbers(gradients):
     for k, g in enumerate(got):
         others = [math.prod(x[p] for j, x in enumerate(xs) if j != k) for p in (0, 1)]
         torch.testing.assert_close(g, 111 * torch.tensor(others, dtype=g.dtype).conj().resolve_conj())
+
+
+def exact_product(factors):
+    """Parts of a product of complex numbers, as fractions."""
+    re, im = Fraction(1), Fraction(0)
+    for z in factors:
+        a, b = Fraction(z.real), Fraction(z.imag)
+        re, im = re * a - im * b, re * b + im * a
+    return re, im
+
+
+def assert_near(got, exact, dtype, factors):
+    """Of the size of the number that is rounded, not of its smaller part; infinite where it must be."""
+    parts = torch.finfo(dtype)
+    largest = max(abs(part) for part in exact)
+    error = largest * Fraction(parts.eps) * 4 * (factors + 1) + Fraction(parts.smallest_normal) * Fraction(parts.eps)
+    for value, right in zip((got.real, got.imag), exact, strict=True):
+        if abs(right) - error > parts.max:
+            assert value == (INF if right > 0 else -INF)
+        elif abs(right) + error < parts.max:
+            assert abs(Fraction(value) - right) <= error, (got, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, *FLOATS], ids=str)
+def test_products_of_extreme_numbers(dtype):
+    """A product, and each product of all factors but one, is right wherever it can be represented."""
+    real = torch.empty((), dtype=dtype).real.dtype
+    limits = torch.finfo(real)
+    low, high = math.log2(limits.smallest_normal) + math.log2(limits.eps), math.log2(limits.max)
+    sizes = st.floats(low, high) | st.sampled_from([low, low + 1, high, -high, 0.0])
+    one = st.builds(lambda e, m: m * 2.0 ** min(e, high - 1), sizes, st.sampled_from([-1.9375, -1.0, 1.0, 1.25]))
+    one = one | st.sampled_from([0.0, float(limits.max), -float(limits.max), float(limits.smallest_normal)])
+    number = st.builds(complex, one, one if dtype.is_complex else st.just(0.0))
+
+    @settings(max_examples=150, deadline=None, derandomize=True)
+    @given(st.lists(number, min_size=2, max_size=5))
+    def check(values):
+        s = torch.tensor(values if dtype.is_complex else [z.real for z in values], dtype=dtype).requires_grad_()
+        y = REDUCTIONS["even"]["product"](s)
+        (g,) = torch.autograd.grad(y, s, torch.ones_like(y))
+        factors = [complex(z) for z in s.tolist()]
+        assert_near(complex(y.item()), exact_product(factors), real, len(factors))
+        for k in range(len(factors)):
+            others = exact_product(factors[:k] + factors[k + 1 :])
+            if max(map(abs, others)) < Fraction(float(limits.max)) / 2:  # times gy, as PyTorch multiplies
+                assert_near(complex(g[k].item()).conjugate(), others, real, len(factors))
+
+    check()
+
+
+def test_products_whose_modulus_overflows():
+    for dtype, big, small in [(torch.complex64, 3e38, 1e-10), (torch.complex128, 1.5e308, 1e-100)]:
+        y, g = gradients_of("product", [torch.tensor(z, dtype=dtype) for z in (big + big * 1j, small)])
+        torch.testing.assert_close(torch.tensor(y, dtype=dtype), torch.tensor(big * small * (1 + 1j), dtype=dtype))
+        torch.testing.assert_close(torch.tensor(g, dtype=dtype), torch.tensor([small, big - big * 1j], dtype=dtype))
+        s = torch.tensor([big + big * 1j, small, 0.5j], dtype=dtype, requires_grad=True)
+        (g,) = torch.autograd.grad(product(s).real, s, create_graph=True)
+        (h,) = torch.autograd.grad(g[1].real, s)  # ∂/∂s_1 of what s_1 is multiplied by
+        torch.testing.assert_close(h[2], torch.tensor(big - big * 1j, dtype=dtype))
+        _, ty = torch.func.jvp(product, (s.detach(),), (torch.tensor([0, small, 0], dtype=dtype),))
+        torch.testing.assert_close(ty, torch.tensor(big * small * 0.5 * (-1 + 1j), dtype=dtype))
+    y, _ = gradients_of("product", [torch.tensor(complex(INF, 0)), torch.tensor(2 + 0j)])
+    assert y.real == INF  # the imaginary part is PyTorch's: ∞·0 in its rule for multiplication
 
 
 def test_ties(gradients):
@@ -223,14 +292,14 @@ def test_large_tensors_go_by_parts_on_gloo_too():
         generator = torch.Generator().manual_seed(r)
         x = torch.randn(10_007, generator=generator, dtype=torch.float64).requires_grad_()
         found = []
-        for op in ("product", "max", "logsumexp", cases.median, cases.largest_whole):
+        for op in ("product", "max", "logsumexp", cases.median, cases.median_in_parts, cases.largest_whole):
             y = dc.all_reduce(x, op)
-            found += [y.detach(), *torch.autograd.grad(((r + 1) * y).sum(), x)]
+            found += [y.detach().clone(), *torch.autograd.grad(((r + 1) * y.mul_(1)).sum(), x)]
         return found
 
     a, b = simulate(body, range(3), rules=True), spawn(body, range(3))
     torch.testing.assert_close(a, b)
-    for y in range(0, 10, 2):
+    for y in range(0, 12, 2):
         assert torch.equal(b[0][y], b[1][y])
         assert torch.equal(b[0][y], b[2][y])
 
@@ -239,7 +308,7 @@ def test_memory_and_bytes_do_not_grow_with_the_ranks():
     """One stack of x's size on each rank, however many there are; and the bytes of a sum."""
     numel = 1 << 22
     by_sum = bench.bytes_sent(cases.Case("all_reduce", ((numel,),) * 4, {}, dtype=torch.float32))
-    for op in ("product", "max"):
+    for op in ("product", cases.median_in_parts):
         peaks = {}
         for n in (2, 4, 8):
             case = cases.Case("all_reduce", ((numel,),) * n, {"op": op}, dtype=torch.float32)
@@ -250,28 +319,192 @@ def test_memory_and_bytes_do_not_grow_with_the_ranks():
         assert peaks[8] <= 1.1 * peaks[2], (op, peaks)
 
 
-def test_functions_that_act_position_by_position():
-    def trimmed(s):
-        return s.sort(0).values[: max(1, len(s) - 1)].mean(0)
+# ── functions of the user's ──────────────────────────────────────────────────────────────────────────────
 
-    def nearest_to_all(s):  # Krum
-        return s[torch.cdist(s, s).sum(1).argmin()]
 
-    positions = [cases.median, trimmed, lambda s: s.norm(dim=0), lambda s: s.softmax(0).square().sum(0), lambda s: s[0]]
-    whole = [
-        cases.largest_whole,
-        nearest_to_all,
-        lambda s: s.softmax(1).sum(0),
-        lambda s: s.sum(0) / s.sum(),
-        lambda s: s.sum(0).cumsum(0),
-        lambda s: s.sum(0).flip(0),
-        lambda s: (s * torch.arange(4.0)).sum(0),
-        lambda s: s.mean((0, 1)),
+def clipped(s):
+    return s.mean(0) * torch.clamp(4 / s.norm(), max=1)
+
+
+def short_ones(s):
+    return (s * (s.flatten(1).norm(dim=1) < s.flatten(1).norm(dim=1).mean())[:, None, None]).sum(0)
+
+
+def nearest_to_all(s):  # Krum
+    return s[torch.cdist(s.flatten(1), s.flatten(1)).sum(1).argmin()]
+
+
+def row_weights(s):
+    return (s * torch.arange(s.shape[1], dtype=s.dtype)[:, None]).square().sum(0)
+
+
+#: Each looks at positions beside the one that it makes, or at where a position stands.
+WHOLE = (
+    *(clipped, short_ones, nearest_to_all, row_weights, cases.largest_whole),
+    lambda s: s.softmax(1).prod(0),
+    lambda s: s.square().sum(0).cumsum(0),
+    lambda s: s.exp().sum(0).flip(1),
+    lambda s: s.prod(0) / s.sum(),
+    lambda s: s.square().mean((0, 1)).expand(s.shape[1:]),
+    lambda s: s[0] * s[-1].T.reshape(s.shape[1:]),
+)
+
+
+def trimmed(s):
+    return s.sort(0).values[: max(1, len(s) - 1)].mean(0)
+
+
+IN_PARTS = (
+    *(cases.median, trimmed),
+    lambda s: s.norm(dim=0),
+    lambda s: s.softmax(0).square().sum(0),
+    lambda s: s[0],
+    lambda s: s.amax(0).sigmoid(),
+)
+
+
+def numbers(shape, r):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(r), dtype=torch.float64).requires_grad_()
+
+
+@pytest.mark.parametrize("run", ["rules", "gloo", "mpi"])
+def test_functions_get_the_stack_they_expect(run):
+    """At sizes where named ops are gathered whole and where they are not; values and gradients to second order."""
+    n = 3
+    shapes = [(3, 2), (51, 45)] if run == "gloo" else [(3, 2)]  # the second is over 16 KB
+    ops = [*WHOLE, *IN_PARTS, *map(dc.elementwise, IN_PARTS)] if run != "mpi" else [*WHOLE[:5], cases.median_in_parts]
+    ways = {
+        "everywhere": lambda x, op: dc.all_reduce(x, op),
+        "block": lambda x, op: dc.reduce_scatter(x, op, sizes=[len(x) - 1, 0, 1]),
+        "equal blocks": lambda x, op: dc.reduce_scatter(x, op),
+        "at": lambda x, op: dc.reduce(x, 1, op),
+    }
+
+    def derived(xs, ys, weights):
+        total = sum((w * y.sin()).sum() for w, y in zip(weights, ys, strict=True))
+        gs = torch.autograd.grad(total, xs, create_graph=True)
+        again = sum(((k + 2) * g.square()).sum() for k, g in enumerate(gs))
+        return [*ys, *gs, *torch.autograd.grad(again, xs)]
+
+    def body(r):
+        seen, found = set(), []
+        for shape in shapes:
+            for op in ops:
+                for way in ways.values():
+                    x = numbers(shape, r)
+                    y = way(x, lambda s, op=op: (seen.add(tuple(s.shape)), op(s))[1] if op in WHOLE else op(s))
+                    y = way(x, op) if isinstance(op, dc.elementwise) else y
+                    (g,) = torch.autograd.grad((numbers(y.shape, 10 + r) * y.sin()).sum(), x, create_graph=True)
+                    (h,) = torch.autograd.grad(((r + 2) * g.square()).sum() + 0 * x.square().sum(), x)
+                    found.append([y.detach(), g.detach(), h])
+        return seen, found
+
+    def expected(shape, op, way):
+        xs = [numbers(shape, r) for r in range(n)]
+        ys = {
+            "everywhere": lambda y: [y] * n,
+            "block": lambda y: y.split([len(y) - 1, 0, 1]),
+            "equal blocks": lambda y: y.split(len(y) // n),
+            "at": lambda y: [0 * y, y, 0 * y],
+        }[way](op(torch.stack(xs)))
+        found = derived(xs, ys, [numbers(y.shape, 10 + r) for r, y in enumerate(ys)])
+        return [[t.detach() for t in found[r::n]] for r in range(n)]
+
+    got = {"rules": lambda b, a: simulate(b, a, rules=True)}.get(run, lambda b, a: spawn(b, a, backend=run))(
+        body, range(n)
+    )
+    for seen, _ in got:
+        assert seen == {(n, *shape) for shape in shapes}
+    calls = [(shape, op, way) for shape in shapes for op in ops for way in ways]
+    for i, call in enumerate(calls):
+        for r, of_rank in enumerate(expected(*call)):
+            torch.testing.assert_close(got[r][1][i], of_rank, msg=lambda text, call=call, r=r: f"{call} {r}: {text}")
+
+
+def test_an_elementwise_function_gets_parts():
+    """A rank has one stack of the size of x, whatever N is, if x is not small; trees in one message."""
+
+    def body(r):
+        seen = []
+        op = dc.elementwise(lambda s: (seen.append(tuple(s.shape)), s.sum(0))[1])
+        dc.all_reduce(torch.ones(10, 3), op)
+        dc.reduce(torch.ones(10, 3), 1, op)
+        dc.reduce_scatter(torch.ones(10, 3), op, sizes=[3, 2, 5])
+        dc.all_reduce([torch.ones(4), {"a": torch.ones(3, 2)}], op)
+        dc.all_reduce(torch.ones(2), op)  # a part would be empty
+        return seen
+
+    found = simulate(body, range(3), rules=True)
+    assert found == [[(3, 10), (3, 10), (3, size, 3), (3, 3 + (r == 0)), (3, 2)] for r, size in enumerate((3, 2, 5))]
+
+
+def test_elementwise_is_a_function_with_a_promise():
+    op = dc.elementwise(cases.median)
+    assert repr(op) == "elementwise(median)"
+    assert op == dc.elementwise(op) == dc.elementwise(cases.median)
+    assert len({op, dc.elementwise(op)}) == 1
+    assert op not in (cases.median, dc.elementwise(trimmed))
+    assert op(torch.tensor([[1.0], [5.0], [2.0]])).tolist() == [2]
+    with pytest.raises(TypeError, match=r"elementwise: f: got 'max', expected a function .*; pass op='max' itself"):
+        dc.elementwise("max")
+    with pytest.raises(TypeError, match=r"elementwise: f: got 3, expected a function that reduces dim 0 of a stack$"):
+        dc.elementwise(3)
+    assert simulate(lambda x: dc.all_reduce(x, op, ties="first").item(), torch.tensor([3.0, 1.0, 2.0])) == [2] * 3
+
+
+def test_an_attribute_called_op_is_no_spelling():
+    class Largest:
+        op = "sum"
+
+        def __call__(self, s):
+            return s.amax(0)
+
+    assert simulate(lambda x: dc.all_reduce(x, Largest()).item(), torch.tensor([3.0, 1.0]), rules=True) == [3, 3]
+
+
+@pytest.mark.parametrize("run", [lambda *call: simulate(*call, rules=True), spawn], ids=["rules", "gloo"])
+def test_check_mode_holds_functions_to_their_promises(run):
+    def raised(call):
+        try:
+            with dc.check_mode():
+                call()
+        except (ValueError, dc.CollectiveMismatchError) as error:
+            return str(error)
+        return ""
+
+    ways = [
+        *(dc.all_reduce, dc.reduce_scatter),
+        lambda x, op: dc.reduce(x, op=op),
+        lambda x, op: dc.all_reduce(x, op, async_op=True).wait(),
+        lambda x, op: dc.all_reduce([x, x], op),
     ]
-    for n in (3, 5, 12):
-        for x in (torch.zeros(4), torch.zeros(2, 3, dtype=torch.float64)):
-            assert [acts_position_by_position(f, x, n) for f in positions] == [True] * len(positions)
-            assert [acts_position_by_position(f, x, n) for f in whole] == [False] * len(whole)
+
+    few = slice(1) if run is spawn else slice(None)
+
+    def body(r):
+        x = numbers((6, 4), r)
+        honest, broken = [], []
+        for way in ways:
+            for op in (*IN_PARTS[few], *WHOLE[:-1][few], *map(dc.elementwise, IN_PARTS[few])):
+                honest.append(raised(lambda way=way, op=op, x=x: way(x, op)))
+            for op in WHOLE[few] if way is not ways[-1] else [clipped]:  # the leaves of a tree are one row
+                broken.append(raised(lambda way=way, op=op: way(x, dc.elementwise(op))))
+        different = [
+            raised(lambda: dc.all_reduce(x, lambda s: s.sum(0) * torch.rand(()))),
+            raised(lambda: dc.all_reduce(x, lambda s: s[r])),
+            raised(lambda: dc.all_reduce(x, dc.elementwise(lambda s: s[r]))),
+            raised(lambda: dc.all_reduce(x, cases.median_in_parts if r else cases.median)),
+        ]
+        return honest, broken, different
+
+    got = run(body, range(3))
+    for honest, broken, different in got:
+        assert set(honest) == {""}
+        words = r"whose result at one position depends on other positions, expected .* itself without dc\.elementwise"
+        assert [text for text in broken if not re.search(words, text)] == []
+        assert all("makes other numbers of the same stack on rank 1 than on rank 0" in text for text in different[:3])
+        assert "elementwise(a function)" in different[3]
+    assert len({tuple(re.sub("<.*?>", "", text) for text in broken) for _, broken, _ in got}) == 1
 
 
 def test_a_function_of_the_wrong_shape():

@@ -26,15 +26,15 @@ from torch import Tensor
 import diffcoll
 from diffcoll.cli import training
 from diffcoll.cli.competitors import SYSTEMS
-from diffcoll.cli.launch import ENGINES, gloo_beside_mpi
+from diffcoll.cli.launch import gloo_beside_mpi
 from diffcoll.cli.report import memory_of_process, wide_console
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.engines.local import LocalEngine
-from diffcoll.testing.cases import Case, median
+from diffcoll.testing.cases import Case, median_in_parts
 from diffcoll.testing.simulate import simulate
 from diffcoll.testing.spawn import spawn
 
-__all__ = ["add_to", "bytes_sent", "peak_memory"]
+__all__ = ["bytes_sent", "peak_memory", "run"]
 
 RAW = "raw calls and copies"
 #: Under `--engine mpi`: the library on gloo, beside itself on MPI.
@@ -42,31 +42,15 @@ OURS_ON_GLOO = "diffcoll on gloo"
 RAW_MPI = "raw MPI calls"
 SIZES = {"4 B": 1, "1 MB": 1 << 18, "16 MB": 1 << 22}
 OPS: dict[str, tuple[Any, ...]] = {
-    "all_reduce": ("sum", "mean", "product", "max", "logsumexp", median),
+    "all_reduce": ("sum", "mean", "product", "max", "logsumexp", median_in_parts),
     "reduce_scatter": ("sum", "product", "max"),
 }
-MORE = ("trees", "overlap", "averager")
 Steps = dict[str, Callable[[], object]]
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the command line."""
-    parser = commands.add_parser("bench", help="time, bytes and memory of forward + backward beside PyTorch's own")
-    known = (*COLLECTIVES, *MORE)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to measure: {', '.join(known)}; else all")
-    parser.add_argument("--engine", choices=ENGINES, default="torch", help="mpi: ours on MPI, beside all of it on gloo")
-    parser.add_argument("--world-size", type=int, default=2, metavar="N")
-    parser.add_argument("--only", default="", metavar="NAMES", help="the same, with commas")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> int:
-    known = (*COLLECTIVES, *MORE)
-    names = options.names + [name for name in options.only.split(",") if name] or list(known)
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise SystemExit(f"diffcoll bench: --only: got {unknown[0]!r}, expected names of {', '.join(known)}")
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    names = options.names
     bench, console = _Bench(options.engine, options.world_size, options.rounds), wide_console()
     if any(name in COLLECTIVES for name in names):
         console.print(bench.costs([name for name in names if name in COLLECTIVES]))
@@ -128,7 +112,7 @@ class _Bench:
                     large = numel == max(SIZES.values())
                     sent = f"{bytes_sent(case) / _nbytes(case):.2f}" if large else ""
                     memory = f"{peak_memory(case) / _nbytes(case):.2f}" if large else ""
-                    word = "" if op in (None, "sum") else f" {op if isinstance(op, str) else op.__name__}"
+                    word = "" if op in (None, "sum") else f" {op if isinstance(op, str) else repr(op)}"
                     grid.add_row(name + word, size, f"{ours:.2f}", *others, sent, memory)
         return grid
 

@@ -22,11 +22,16 @@ def launcher(engine: str | None) -> str | None:
     Args:
         engine: what the user said; a launcher that sets neither size (`srun --mpi=pmix`) is MPI's only then.
     """
-    if engine != "torch" and any(int(os.environ.get(name, "1")) > 1 for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")):
+    if engine != "torch" and any(map(_several, ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))):
         return "mpi"
     if engine == "mpi":
         return "mpi" if "PMIX_NAMESPACE" in os.environ else None
-    return "torch" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    return "torch" if _several("WORLD_SIZE") else None
+
+
+def _several(variable: str) -> bool:
+    value = os.environ.get(variable, "")
+    return value.isdigit() and int(value) > 1
 
 
 def gloo_beside_mpi() -> Any:

@@ -52,7 +52,9 @@ def show(rows: list[Row], training: Training | None, about: str) -> None:
         console.print(_training(training))
     failed = [row for row in rows if not row.passes()]
     for row in failed:
-        console.print(f"[red]over the bar: {row.collective}({row.call}), N = {row.world_size}")
+        own = row.systems["diffcoll"]
+        why = own if isinstance(own, str) else "over the bar"
+        console.print(Text(f"{why}: {row.collective}({row.call}), N = {row.world_size}", style="red"))
     if rows:
         style = "red" if failed else "green"
         console.print(f"diffcoll: {len(rows) - len(failed)} of {len(rows)} calls are right", style=style)
@@ -68,7 +70,7 @@ def _matrix(rows: list[Row], about: str) -> Table:
     grid.add_column("call")
     grid.add_column("N", no_wrap=True)
     for system in systems:
-        grid.add_column(_short(system), no_wrap=True)
+        grid.add_column(_short(system), min_width=26)
     before = ""
     for row in _merged(rows):
         if before not in ("", row.collective):
@@ -88,6 +90,8 @@ def _training(training: Training) -> Table:
     for way, differences in training.differences.items():
         style = _STYLES["wrong" if max(differences) > WRONG else "right"]
         grid.add_row(way, *(Text(f"{value:.0e}", style=style) for value in differences))
+    if training.error:
+        grid.add_row("diffcoll.all_gather", Text(training.error, style=_STYLES["wrong"]))
     return grid
 
 
@@ -197,6 +201,8 @@ def _section(training: Training) -> str:
         f'<tr><td>{html.escape(way)}<td class="n {"wrong" if max(d) > WRONG else "right"}">{d[0]:.0e} {d[1]:.0e}'
         for way, d in training.differences.items()
     )
+    if training.error:
+        rows = f'<tr><td>diffcoll.all_gather<td class="wrong">{html.escape(training.error)}'
     return f"""<h2>Training on real input</h2>
 <p>An encoder of handwritten digits under InfoNCE: the loss of the whole batch, step by step, on one process and on {n}.
 {_chart({"one process": training.one_process, **training.curves})}

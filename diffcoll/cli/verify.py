@@ -10,20 +10,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+import diffcoll
 from diffcoll.cli import digits, report
+from diffcoll.cli.arguments import TRAINING
 from diffcoll.cli.competitors import SYSTEMS, Adapter, Call
-from diffcoll.cli.launch import ENGINES, gloo_beside_mpi, launcher
-from diffcoll.collectives import COLLECTIVES
+from diffcoll.cli.launch import gloo_beside_mpi
+from diffcoll.errors import CollectiveFailedError
 from diffcoll.testing.cases import (
     Case,
     errors,
@@ -36,18 +42,34 @@ from diffcoll.testing.cases import (
 )
 from diffcoll.testing.spawn import RanksFailedError, spawn
 
-__all__ = ["BAR", "TRAINING_BAR", "Row", "Training", "add_to"]
+__all__ = ["BAR", "TRAINING_BAR", "Row", "Training", "run"]
 
 #: The largest relative error at which a collective of the library counts as right.
 BAR = 1e-10
 #: The same for the training on real input.
 TRAINING_BAR = 1e-9
-TRAINING = "digits"
+#: Seconds that the ranks may take for one collective, and for compiling several.
+TIMEOUT, TIMEOUT_COMPILED = 30.0, 150.0
+#: Seconds that `spawn` may take longer than it was told to.
+LATE = 60.0
 
 #: What one system does on one call: errors by name, or a word for why there are none.
 Outcome = dict[str, float] | str
-#: (rank, cases, adapter, whether it is our own, seed) → an outcome for each row.
-Measure = Callable[[int, list[Case], Adapter, bool, int], list[Outcome]]
+#: Runs what measures errors, and returns them or a word; None: there is nothing to run.
+Attempt = Callable[[Callable[[], dict[str, float]] | None], Outcome]
+#: (rank, cases, adapter, whether it is our own, seed, attempt) → an outcome for each row.
+Program = Callable[[int, list[Case], Adapter, bool, int, Attempt], list[Outcome]]
+Piece = tuple[Program, list[Case]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A program for several cases at once, and for each of its rows the programs that find the same case by case."""
+
+    program: Program
+    timeout: float
+    rows: Callable[[list[Case]], list[list[Piece]]]
 
 
 @dataclass
@@ -74,34 +96,17 @@ class Training:
     curves: dict[str, list[float]] = field(default_factory=dict)
     #: The largest differences from the one process, of the loss and of the final parameters.
     differences: dict[str, tuple[float, float]] = field(default_factory=dict)
+    #: Why there are none.
+    error: str = ""
 
     def passes(self) -> bool:
         """Whether the library's training is that of one process."""
-        return max(self.differences["diffcoll.all_gather"]) <= TRAINING_BAR
+        return not self.error and max(self.differences["diffcoll.all_gather"]) <= TRAINING_BAR
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the command line."""
-    parser = commands.add_parser("verify", help="hold every collective against its ground truth, on real processes")
-    parser.add_argument("--world-size", type=int, nargs="+", default=None, metavar="N", help="default: 2 3")
-    parser.add_argument("--only", default="", metavar="NAMES", help=f"of {', '.join((*COLLECTIVES, TRAINING))}")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--engine", choices=ENGINES, help="default: torch, and under mpiexec mpi")
-    parser.add_argument("--backend", default="gloo", help="of torch.distributed; under torchrun too (default: gloo)")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="one page that stands by itself")
-    parser.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> int:
-    names = [name for name in options.only.split(",") if name] or [*COLLECTIVES, TRAINING]
-    unknown = [name for name in names if name not in (*COLLECTIVES, TRAINING)]
-    if unknown:
-        known = ", ".join((*COLLECTIVES, TRAINING))
-        raise SystemExit(f"diffcoll verify: --only: got {unknown[0]!r}, expected names of {known}")
-    launched = launcher(options.engine)
-    if launched and options.world_size:
-        raise SystemExit("diffcoll verify: --world-size: the launcher has set it already; leave it out")
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    names, launched = options.names, options.launched
     world: _World
     if launched:
         world = _LaunchedByMpi() if launched == "mpi" else _Launched(options.backend)
@@ -119,19 +124,23 @@ def _run(options: argparse.Namespace) -> int:
             rows += _compiled_rows(world, n, collectives, options.seed, advance) if collectives else []
         training = None
         if TRAINING in names:
-            training = _train(world, dist.get_world_size() if launched else 3)
+            training = _train(world, max(sizes))
             advance(TRAINING)
-    world.close()
     passed = all(row.passes() for row in rows) and (training is None or training.passes())
     if world.speaks:
         about = f"{world.description}, torch {torch.__version__}, float64, seed {options.seed}"
         report.show(rows, training, about)
-        if options.json:
-            content = {"about": about, "passed": passed, "rows": [asdict(row) for row in rows]}
-            content["training"] = asdict(training) if training else None
-            options.json.write_text(json.dumps(content, indent=1) + "\n")
-        if options.html:
-            options.html.write_text(report.page(rows, training, about))
+        content = {"about": about, "passed": passed, "rows": [asdict(row) for row in rows]}
+        content["training"] = asdict(training) if training else None
+        try:
+            if options.json:
+                options.json.write_text(json.dumps(content, indent=1) + "\n")
+            if options.html:
+                options.html.write_text(report.page(rows, training, about))
+        except OSError as error:  # it could be written when the run began
+            print(f"diffcoll verify: {error}", file=sys.stderr)
+            passed = False
+    world.close()
     return 0 if passed else 1
 
 
@@ -143,7 +152,7 @@ def _rows(world: _World, n: int, name: str, seed: int, advance: Callable[[str], 
     cases = [case for case in table(n) if case.name == name]
     rows = [Row(name, label, n) for label in (*(case.label for case in cases), "jvp, all calls")]
     for system in SYSTEMS:
-        for row, outcome in zip(rows, world.outcomes(n, _calls, cases, system, seed), strict=True):
+        for row, outcome in zip(rows, world.outcomes(n, CALLS, cases, system, seed), strict=True):
             row.systems[system] = outcome
         advance(f"{name}, {n} processes")
     return rows
@@ -154,25 +163,28 @@ def _compiled_rows(world: _World, n: int, names: list[str], seed: int, advance: 
     cases = [case for case in table(n) if case.name in names and None not in case.shapes]
     rows = [Row(name, "compiled, all calls", n) for name in dict.fromkeys(case.name for case in cases)]
     for system in SYSTEMS:
-        for row, outcome in zip(rows, world.outcomes(n, _compiled, cases, system, seed), strict=True):
+        for row, outcome in zip(rows, world.outcomes(n, COMPILED, cases, system, seed), strict=True):
             row.systems[system] = outcome
         advance(f"compiled, {n} processes")
     return rows
 
 
-# What a system does, as far as this rank sees it. Each of these returns an outcome for each row.
+# What a system does, as far as this rank sees it.
 
 
-def _calls(rank: int, cases: list[Case], adapter: Adapter, ours: bool, seed: int) -> list[Outcome]:
+def _calls(rank: int, cases: list[Case], adapter: Adapter, ours: bool, seed: int, attempt: Attempt) -> list[Outcome]:
     """Run each case by itself, then all of them in forward mode."""
-    found: list[Outcome] = []
-    tangents: list[Outcome] = []
-    for case in cases:
-        call = adapter(case, rank)
-        found.append(_outcome(ours, call and partial(_by_order, case, rank, seed, call)))
-        if None not in case.shapes:  # takes part in no transform
-            tangents.append(_outcome(ours, call and partial(_forward, case, rank, seed, call)))
-    return [*found, _all(tangents)]
+    return [*_orders(rank, cases, adapter, ours, seed, attempt), *_tangents(rank, cases, adapter, ours, seed, attempt)]
+
+
+def _orders(rank: int, cases: list[Case], adapter: Adapter, ours: bool, seed: int, attempt: Attempt) -> list[Outcome]:
+    calls = [(case, adapter(case, rank)) for case in cases]
+    return [attempt(call and partial(_by_order, case, rank, seed, call)) for case, call in calls]
+
+
+def _tangents(rank: int, cases: list[Case], adapter: Adapter, ours: bool, seed: int, attempt: Attempt) -> list[Outcome]:
+    calls = [(case, adapter(case, rank)) for case in _whole(cases)]
+    return [_all([attempt(call and partial(_forward, case, rank, seed, call)) for case, call in calls])]
 
 
 def _by_order(case: Case, rank: int, seed: int, call: Call) -> dict[str, float]:
@@ -183,45 +195,85 @@ def _forward(case: Case, rank: int, seed: int, call: Call) -> dict[str, float]:
     return errors(tangent_on_rank(case, rank, seed, call), tangents_in_truth(case, seed), rank)
 
 
-def _compiled(rank: int, cases: list[Case], adapter: Adapter, ours: bool, seed: int) -> list[Outcome]:
+def _compiled(rank: int, cases: list[Case], adapter: Adapter, ours: bool, seed: int, attempt: Attempt) -> list[Outcome]:
     """Compile all cases in one graph; of the others' those that only add up, which is what they claim to do."""
-    names = dict.fromkeys(case.name for case in cases)
     calls = [(case, adapter(case, rank)) for case in cases]
     offered = [(case, call) for case, call in calls if call and (ours or "op" not in case.arguments)]
+    found: dict[str, list[Outcome]] = {name: [] for name in _names(cases)}
 
     def program(xs: list[torch.Tensor]) -> list[torch.Tensor]:
         return [call(x) for (_, call), x in zip(offered, xs, strict=True)]
 
-    table = [case for case, _ in offered]
-    found: dict[str, list[Outcome]] = {name: [] for name in names}
-    try:
+    def measure() -> dict[str, float]:
+        table = [case for case, _ in offered]
         measured = together_on_rank(table, rank, seed, torch.compile(program, fullgraph=True))
-    except Exception as error:
-        if ours:
-            raise
-        for case in table:
-            found[case.name].append(f"raises {type(error).__name__}")
-    else:
         for case, m in zip(table, measured, strict=True):
             found[case.name].append(errors(m, in_truth(case, seed, orders=1), rank))
+        return {}
+
+    said = attempt(measure if offered else None)
+    if isinstance(said, str):
+        for case, _ in offered:
+            found[case.name] = [said]
     return [_all(outcomes or ["not offered"]) for outcomes in found.values()]
 
 
-def _outcome(ours: bool, measure: Callable[[], dict[str, float]] | None) -> Outcome:
-    if measure is None:
-        return "not offered"
+def _names(cases: list[Case]) -> list[str]:
+    return list(dict.fromkeys(case.name for case in cases))
+
+
+def _whole(cases: list[Case]) -> list[Case]:
+    """The cases that take part in transforms: those with an x on every rank."""
+    return [case for case in cases if None not in case.shapes]
+
+
+def _rows_of_calls(cases: list[Case]) -> list[list[Piece]]:
+    by_order: list[list[Piece]] = [[(_orders, [case])] for case in cases]
+    return [*by_order, [(_tangents, [case]) for case in _whole(cases)]]
+
+
+def _rows_compiled(cases: list[Case]) -> list[list[Piece]]:
+    return [[(_compiled, [case for case in cases if case.name == name])] for name in _names(cases)]
+
+
+CALLS = Measure(_calls, TIMEOUT, _rows_of_calls)
+COMPILED = Measure(_compiled, TIMEOUT_COMPILED, _rows_compiled)
+
+
+# What is made of a failure.
+
+
+def _must(measure: Callable[[], dict[str, float]] | None) -> Outcome:
+    """Let an error end this rank: nobody knows what the others are doing, so nothing after it counts."""
+    return "not offered" if measure is None else measure()
+
+
+def _may_raise(measure: Callable[[], dict[str, float]] | None) -> Outcome:
+    """Go on after an error: the systems that raise do so on all ranks."""
     try:
-        return measure()
+        return _must(measure)
     except Exception as error:
-        if ours:
-            raise
         return f"raises {type(error).__name__}"
+
+
+def _word(error: BaseException) -> str:
+    """The first line of an error; of those of several ranks the one that is not about other ranks."""
+    if not isinstance(error, RanksFailedError):
+        return f"raises {type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    # After the last frame of a traceback, what stands at the margin.
+    last = (re.split(r'\n  File "', report)[-1] for report in error.reports.values() if "Traceback" in report)
+    lines = [m[0] for m in (re.search(r"^\S.*", text.partition("\n")[2], re.MULTILINE) for text in last) if m]
+    dead = [line for text in error.reports.values() for line in text.splitlines()[:1] if "the process ended" in line]
+    first = [line for line in lines if CollectiveFailedError.__name__ not in line.partition(":")[0]]
+    said = [*(f"raises {line}" for line in first), *dead, *(f"raises {line}" for line in lines)]
+    return (said or str(error).splitlines())[0]
 
 
 def _all(outcomes: list[Outcome]) -> Outcome:
     """One outcome for several calls: the largest errors; a word where a call that is offered has one."""
     offered = [o for o in outcomes if o != "not offered"] or ["not offered"]
     words = [o for o in offered if isinstance(o, str)]
+    words.sort(key=ELSEWHERE.__eq__)  # if one rank can say what happened
     numbers = [o for o in offered if isinstance(o, dict)]
     return words[0] if words else {key: max(o[key] for o in numbers) for key in numbers[0]}
 
@@ -239,32 +291,78 @@ class _Spawned:
     def __init__(self, backend: str) -> None:
         self.backend = backend
         self.description = f"{backend} processes on this machine"
+        #: Why no processes can be had.
+        self.broken = ""
 
     def outcomes(self, n: int, measure: Measure, cases: list[Case], system: str, seed: int) -> list[Outcome]:
         adapter, ours = SYSTEMS[system], system == "diffcoll"
-
-        def body(rank: int) -> list[Outcome]:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the others: that they are deprecated, at every call
-                return measure(rank, cases, adapter, ours, seed)
-
+        rows = measure.rows(cases)
         if not ours and all(adapter(case, 0) is None for case in cases):
-            return body(0)  # nothing to run
-        try:
+            return ["not offered"] * len(rows)
+
+        def run(program: Program, cases: list[Case]) -> list[Outcome]:
+            def body(rank: int) -> list[Outcome]:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of the others: that they are deprecated, at every call
+                    return program(rank, cases, adapter, ours, seed, _must if ours else _may_raise)
+
             backend = "gloo" if self.backend == "mpi" and not ours else self.backend
-            of_ranks = spawn(body, range(n), backend=backend, timeout=30 if measure is _calls else 150, seed=seed)
-        except RanksFailedError:
-            if ours:
-                raise
-            names = {case.name for case in cases}
-            return ["hangs or dies"] * (len(cases) + 1 if measure is _calls else len(names))
-        return _worst(of_ranks)
+            return _worst(self._spawned(body, n, measure.timeout, backend, seed=seed))
+
+        def alone(program: Program, cases: list[Case]) -> Outcome:
+            try:
+                return run(program, cases)[0]
+            except Exception as error:
+                return _word(error)
+
+        try:
+            return run(measure.program, cases)
+        except Exception as error:
+            if self.broken or not ours:
+                return [self.broken or "hangs or dies"] * len(rows)
+            if len(rows) == 1:
+                return [_word(error)]
+        return [_all([alone(*piece) for piece in pieces]) for pieces in rows]
 
     def each(self, n: int, fn: Callable[[], list[float]]) -> list[list[float]]:
-        return spawn(lambda r: fn(), range(n), backend=self.backend, timeout=120)
+        return self._spawned(lambda r: fn(), n, 120, self.backend)
+
+    def _spawned(self, body: Callable[[int], T], n: int, timeout: float, backend: str, **more: Any) -> list[T]:
+        """Run body on n ranks. If it fails, find out whether anything would run."""
+        if self.broken:
+            raise RuntimeError(self.broken)
+        try:
+            return _in_time(partial(spawn, body, range(n), backend=backend, timeout=timeout, **more), timeout + LATE)
+        except Exception:
+            try:
+                _in_time(partial(spawn, int, range(n), backend=backend, timeout=timeout), timeout + LATE)
+            except Exception as error:
+                self.broken = f"not run, since no {n} processes can be had: {_word(error)}"
+            raise
 
     def close(self) -> None:
         pass
+
+
+def _in_time(fn: Callable[[], T], seconds: float) -> T:
+    """Return fn(), or raise TimeoutError. In a thread that is left behind if need be."""
+    found: list[T] = []
+    raised: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            found.append(fn())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if raised:
+        raise raised[0]
+    if not found:
+        raise TimeoutError(f"spawn has not returned after {seconds:g} s")
+    return found[0]
 
 
 class _Launched:
@@ -275,45 +373,77 @@ class _Launched:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(backend)
         self._introduce(f"launched {backend} processes")
+        self._connect()
 
     def _introduce(self, what: str) -> None:
         self.rank, self.n = dist.get_rank(), dist.get_world_size()
         self.speaks = self.rank == 0
         self.description = f"{self.n} {what}"
+        #: Over which the ranks tell each other how it went; its timeout is longer than that of a call.
+        self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * TIMEOUT_COMPILED))
+        #: Why this rank waits for nobody any more.
+        self.broken = ""
+
+    def _connect(self) -> None:
+        """Give the library a group that no failure has touched yet."""
+        diffcoll.set_default_group(dist.new_group(timeout=timedelta(seconds=TIMEOUT_COMPILED)))
 
     def outcomes(self, n: int, measure: Measure, cases: list[Case], system: str, seed: int) -> list[Outcome]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            mine = measure(self.rank, cases, SYSTEMS[system], system == "diffcoll", seed)
-        numbers = [
-            [1.0 + (o != _WORDS[0]), *_NONE] if isinstance(o, str) else [0.0, *map(o.get, _KINDS, _NONE)] for o in mine
-        ]
-        of_ranks: list[list[Outcome]] = []
-        for rank, flat in enumerate(self._gathered([v for row in numbers for v in row])):
-            width = 1 + len(_KINDS)
-            rows = [flat[i : i + width] for i in range(0, len(flat), width)]
-            found: list[Outcome] = [
-                _WORDS[int(row[0]) - 1]
-                if row[0]
-                else {key: value for key, value in zip(_KINDS, row[1:], strict=True) if value >= 0}
-                for row in rows
-            ]
-            of_ranks.append(mine if rank == self.rank else found)
-        return _worst(of_ranks)
+            ours = system == "diffcoll"
+            mine = measure.program(self.rank, cases, SYSTEMS[system], ours, seed, partial(self._attempt, ours))
+        return _worst(self._gathered(mine))
+
+    def _attempt(self, ours: bool, measure: Callable[[], dict[str, float]] | None) -> Outcome:
+        """Go on after an error when all ranks have come as far."""
+        if self.broken or measure is None:
+            return self.broken or "not offered"
+        try:
+            mine: Outcome = measure()
+        except Exception as error:
+            mine = _word(error) if ours else f"raises {type(error).__name__}"
+        well = self._gathered(isinstance(mine, dict))
+        if ours and not all(well) and not self.broken:
+            self._connect()
+        return mine if all(well) or isinstance(mine, str) else ELSEWHERE
 
     def each(self, n: int, fn: Callable[[], list[float]]) -> list[list[float]]:
-        return self._gathered(fn())
+        found: list[float] = []
 
-    def _gathered(self, numbers: list[float]) -> list[list[float]]:
-        """All ranks' numbers, by torch's own collective."""
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        mine = torch.tensor(numbers, dtype=torch.float64, device=device)
-        all_of_them = [torch.empty_like(mine) for _ in range(self.n)]
-        dist.all_gather(all_of_them, mine)
-        return [t.tolist() for t in all_of_them]
+        def measure() -> dict[str, float]:
+            found.extend(fn())
+            return {}
+
+        words = [word for word in self._gathered(self._attempt(True, measure)) if isinstance(word, str)]
+        if words:
+            raise RuntimeError(words[0])
+        return self._gathered(found)
+
+    def _gathered(self, mine: T) -> list[T]:
+        """All ranks' words and numbers, as text, by torch's own collective."""
+        if self.broken:
+            return [mine]
+        text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.n)]
+        try:
+            dist.all_gather(lengths, torch.tensor([len(text)]), group=self.control)
+            longest = max(int(length) for length in lengths)
+            texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.n)]
+            dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group=self.control)
+        except RuntimeError as error:
+            self.broken = f"not run: rank {self.rank} waited in vain for another: {str(error).splitlines()[0][:80]}"
+            print(f"diffcoll verify: {self.broken}", file=sys.stderr)
+            return [mine]
+        return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, lengths, strict=True)]
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        if not self.broken:
+            dist.destroy_process_group()
+            return
+        sys.stdout.flush()
+        time.sleep(0 if self.speaks else 10)  # the launcher ends all ranks when one is gone, and rank 0 is to report
+        os._exit(1)  # what hangs cannot be destroyed
 
 
 class _LaunchedByMpi(_Launched):
@@ -323,12 +453,13 @@ class _LaunchedByMpi(_Launched):
         gloo_beside_mpi()
         self._introduce("processes launched by MPI")
 
+    def _connect(self) -> None:
+        pass  # a communicator has no timeout
+
 
 _World = _Spawned | _Launched
-_KINDS = ("output", "gradient", "second", "tangent")
-_NONE = (-1.0,) * len(_KINDS)
-#: What other ranks say without numbers.
-_WORDS = ("not offered", "raises on another rank")
+#: What a rank says on which a call went well that raised on another.
+ELSEWHERE = "raises on another rank"
 
 
 # ── real input ───────────────────────────────────────────────────────────────────────────────────────────
@@ -338,6 +469,7 @@ def _train(world: _World, n: int) -> Training:
     """Train on n processes and on one."""
     images = digits.load()
     alone = digits.train(images, None)
+    result = Training(n, alone.losses.tolist())
     ways = {"diffcoll.all_gather": digits.differentiable, "the usual detached gather": digits.detached}
 
     def all_ways() -> list[float]:
@@ -347,8 +479,11 @@ def _train(world: _World, n: int) -> Training:
             found += [*digits.difference(trained, alone), *trained.losses.tolist()]
         return found
 
-    of_ranks = world.each(n, all_ways)
-    result = Training(n, alone.losses.tolist())
+    try:
+        of_ranks = world.each(n, all_ways)
+    except Exception as error:
+        result.error = _word(error)
+        return result
     length = digits.STEPS + 2
     for i, way in enumerate(ways):
         parts = [found[i * length : (i + 1) * length] for found in of_ranks]

@@ -8,9 +8,8 @@ note      notes/all_gather.md             truth  diffcoll.truth.all_gather
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal, overload
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from diffcoll.collectives import reduce_scatter, split, trees
 from diffcoll.collectives.blocks import join
 from diffcoll.collectives.call import Call, Cotangent, Group, Sizes, Tree
-from diffcoll.collectives.linear import Linear, apply, start, then
+from diffcoll.collectives.linear import Linear, then
 from diffcoll.collectives.pending import Pending
 
 __all__ = ["AllGather", "all_gather"]
@@ -128,9 +127,9 @@ def all_gather(
     if call.flag("stack") and sizes is not None:
         raise call.error("sizes", "None with stack=True, where every rank brings one slice")
     if not isinstance(x, Tensor):
-        return _tree(
-            call, replicated, lambda x: all_gather(x, dim, group, sizes=sizes, stack=stack, cotangent=cotangent)
-        )
+        f: Any = all_gather  # of overloads, mypy wants async_op to be literal
+        more = {"sizes": sizes, "stack": stack, "cotangent": cotangent, "async_op": async_op}
+        return _tree(call, replicated, lambda x: f(x, dim, group, **more))
     block, d = _block(call, x)
     return call.submit(AllGather(call.engine, d, call.sizes_of_all(block, d), replicated), block)
 
@@ -149,10 +148,11 @@ def _tree(call: Call, replicated: bool, collective: Callable[[Tensor], Tensor]) 
     leaves, rebuild = trees.checked(call)
     calls = [call.of(leaf) for leaf in leaves]
     blocks = [_block(c, leaf) for c, leaf in zip(calls, leaves, strict=True)]
-    if call.arguments["sizes"] == "auto":  # all leaves in one question
-        lengths: Iterable[tuple[int, ...]] = zip(*call.tell([b.shape[d] for b, d in blocks]), strict=True)
-    else:
-        lengths = (c.sizes_of_all(block, d) for c, (block, d) in zip(calls, blocks, strict=True))
+    asks = call.arguments["sizes"] == "auto"
+    lengths = [() if asks else c.sizes_of_all(block, d) for c, (block, d) in zip(calls, blocks, strict=True)]
+    call.agree_on_leaves([_shape(b, d, of_ranks) for (b, d), of_ranks in zip(blocks, lengths, strict=True)], leaves)
+    if asks:  # for all leaves at once
+        lengths = list(zip(*call.tell([b.shape[d] for b, d in blocks]), strict=True))
     #: leaf → rank → shape
     shapes = [
         [torch.Size([*b.shape[:d], length, *b.shape[d + 1 :]]) for length in of_ranks]
@@ -162,16 +162,22 @@ def _tree(call: Call, replicated: bool, collective: Callable[[Tensor], Tensor]) 
     started = []
     for indices, row in trees.rows([block for block, _ in blocks]):
         sizes = tuple(sum(shapes[i][s].numel() for i in indices) for s in ranks)
-        f = AllGather(call.engine, 0, sizes, replicated)
-        started.append((indices, start(f, row) if call.async_op else partial(apply, f, row)))
+        started.append((indices, call.of(row).submit(AllGather(call.engine, 0, sizes, replicated), row)))
 
     def unpack() -> Any:
         found: list[Tensor] = [*leaves]
-        for indices, wait in started:
-            pieces = wait().split_with_sizes([shapes[i][s].numel() for s in ranks for i in indices])
+        for indices, y in started:
+            y = y.wait() if call.async_op else y
+            pieces = y.split_with_sizes([shapes[i][s].numel() for s in ranks for i in indices])
             for k, i in enumerate(indices):
                 parts = [piece.view(shapes[i][s]) for s, piece in enumerate(pieces[k :: len(indices)])]
                 found[i] = torch.cat(parts, blocks[i][1])
         return rebuild(found)
 
     return Pending(call.name, unpack) if call.async_op else unpack()
+
+
+def _shape(x: Tensor, dim: int, of_ranks: tuple[int, ...]) -> tuple[object, ...]:
+    """The shapes of all ranks' x, as they are compared: with one size along dim, or all, or none where unknown."""
+    sizes = of_ranks[0] if len({*of_ranks}) == 1 else of_ranks
+    return *x.shape[:dim], sizes, *x.shape[dim + 1 :]

@@ -19,7 +19,7 @@ from diffcoll.collectives import sum_gradients, trees
 from diffcoll.collectives.call import Call, Cotangent, Group, Tree, known
 from diffcoll.collectives.linear import Linear, at_once, then
 from diffcoll.collectives.pending import Pending
-from diffcoll.reductions import Op, Ties
+from diffcoll.reductions import Op, Ties, elementwise
 
 __all__ = ["AllReduce", "all_reduce"]
 
@@ -93,9 +93,10 @@ def all_reduce(
             Or a tree: nested tuples, lists and dicts of such tensors; those of one dtype travel in one message.
         op: `"sum"`, `"product"`: of numbers, not bool. `"mean"`, `"logsumexp"`: floating-point or complex.
             `"max"`, `"min"`: not complex. Other common spellings, and `torch.distributed.ReduceOp`, mean the same.
-            A function reduces dim 0 of a stack (N, …) of all ranks' x: `lambda s: s.median(0).values`. If it makes
-            each position from the same position of the stack alone, each rank reduces a part; otherwise, as far
-            as made-up numbers tell, all ranks get the whole stack, N times the size of x.
+            A function reduces dim 0 of the stack (N, *x.shape) of all ranks' x: `lambda s: s.median(0).values`. Every
+            rank gathers the stack, N times the size of x, and calls the function on it. It must be the same function
+            on all ranks and draw no random numbers, or the results differ. If each position of its result comes from
+            the same position of the stack alone, `dc.elementwise(f)` needs memory and bytes as `"max"` does.
             Half precisions: a sum is accumulated in float32 where the library adds up itself (gloo), else as
             the backend does it; mean, product and logsumexp are computed in float32 and rounded once.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
@@ -132,4 +133,5 @@ def _all_reduce(x: Any, op: Op, group: Group, cotangent: Cotangent, ties: Ties, 
     def again(leaf: Tensor) -> Any:
         return _all_reduce(leaf, op, group, cotangent, ties, async_op)
 
-    return trees.by_leaf(call, again) if callable(op) else trees.by_message(call, again)
+    whole = callable(op) and not isinstance(op, elementwise)
+    return trees.by_leaf(call, again) if whole else trees.by_message(call, again)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from diffcoll import checks, joint
-from diffcoll._torch import is_tree
+from diffcoll._torch import divide_, is_tree, times, tree_paths
 from diffcoll.collectives.linear import Linear, apply, start
 from diffcoll.collectives.pending import Pending
 from diffcoll.engines.engine import WIDER
 from diffcoll.errors import CollectiveMismatchError, failure, message, user_line
 from diffcoll.groups import met, resolve
-from diffcoll.reductions import REDUCTIONS, Reduction, spelled, users
+from diffcoll.reductions import REDUCTIONS, Reduction, elementwise, spelled, users
 
 if TYPE_CHECKING:
     from diffcoll.collectives.reducing import Reducing, Steps
@@ -38,7 +39,23 @@ PER_RANK = ("split_sizes", "concat_sizes")
 TAKE_TREES = ("all_reduce", "all_gather", "broadcast", "sum_gradients")
 Cotangent = Literal["partial", "replicated"]
 
+#: What PyTorch adds up on the CPU, so that all engines can.
+ADDED = frozenset(
+    (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128)
+) | {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+#: What PyTorch copies and joins, and the collectives that add nothing move.
+MOVED = (
+    ADDED
+    | {torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e4m3fnuz}
+    | {torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu}
+)
+
 _OPS = '"sum", "mean", "product", "max", "min", "logsumexp", a function that reduces dim 0 of a stack, or a ReduceOp'
+
+
+def _a_function(op: object) -> str:
+    """Return what ranks compare of a function: each may have made it for itself."""
+    return "elementwise(a function)" if isinstance(op, elementwise) else "a function"
 
 
 def known(name: str, x: Any, group: Group, *arguments: Any) -> Linear | None:
@@ -47,7 +64,7 @@ def known(name: str, x: Any, group: Group, *arguments: Any) -> Linear | None:
     What was right then is right now. Cold, as between two steps of training, every line costs several times what it
     does in a loop, and looking at the arguments takes longer than a small message.
     """
-    if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or not x.is_cpu:
+    if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or not x.is_cpu or x.is_nested:
         return None
     engine = met(group)
     if engine is None or checks.is_on() or joint.is_joint():
@@ -69,31 +86,45 @@ class Call:
         self.arguments = arguments
         self.async_op = async_op
         self.engine = resolve(group, name)
+        self.reduction: Reduction | None = None
         self._agreed = False
         if async_op is not True and async_op is not False:
             raise self._not_a_flag("async_op", async_op)
+        if not isinstance(x, Tensor):  # a list of outputs would be a tree
+            for argument in arguments:
+                self._refuse_tensors(argument)
+        elif "op" in arguments:
+            self._refuse_tensors("op")
         if check_x and (isinstance(x, Tensor) or not (name in TAKE_TREES and is_tree(x))):
             self.tensor(x)
 
-    def agree(self) -> None:
-        """In check mode, compare this call with those of the other ranks; before it moves anything."""
-        if self._agreed or not self._compares():
+    # ── what the ranks compare ───────────────────────────────────────────────────────────────────────────
+
+    def agree(self, f: Linear, x: Tensor) -> None:
+        """In check mode, compare this call, which came to f of x, with those of the other ranks."""
+        if not self._agreed and self._compares():
+            self._agreed = True
+            self._compare((*self._meaning(f), *_kind(f, x)))
+
+    def agree_on_leaves(self, shapes: Sequence[object], leaves: Sequence[Tensor]) -> None:
+        """In check mode, compare the leaves of a tree, which have these shapes, with those of the other ranks.
+
+        In joint worlds too, the paths and dtypes: there the leaves are combined one by one.
+        """
+        engine = self.engine
+        if engine.joint:
+            shapes = [""] * len(leaves)
+        elif not self._compares():
             return
-        self._agreed = True
-        given = {k: v for k, v in self._given().items() if k not in PER_RANK}
-        try:
-            checks.compare(self.engine, (self.name, self._same(), given), self._text())
-        except CollectiveMismatchError:
-            raise
-        except RuntimeError as error:
-            raise failure(self.name, self.engine.description, self.engine.rank, None, error) from error
+        rows = zip(tree_paths(self.x), leaves, shapes, strict=True)
+        self._compare((self.name, "a tree"), [f"x{path}: {x.dtype} {shape}" for path, x, shape in rows])
 
     def fit(self, sent: list[list[int]], expected: list[list[int]]) -> None:
         """In check mode, compare the shapes of the blocks for and from each rank."""
         if not self._compares():
             return
         n, ndim = self.engine.size, len(sent[0])
-        rows = self.tell([size for block in sent + expected for size in block])
+        rows = self.tell([size for block in sent + expected for size in block], "blocks")
         told = [torch.tensor(row).view(2, n, ndim).tolist() for row in rows]
         for r in range(n):
             for s in range(n):
@@ -106,25 +137,34 @@ class Call:
         engine = self.engine
         return checks.is_on() and not engine.joint and not engine.compiling and engine.size > 1
 
+    def _compare(self, facts: tuple[object, ...], leaves: Sequence[str] | None = None) -> None:
+        try:
+            later = self.async_op and not self.engine.joint  # where it is the same
+            checks.compare(self.engine, (*facts, later), self._text(), leaves)
+        except CollectiveMismatchError:
+            raise
+        except RuntimeError as error:
+            raise failure(self.name, self.engine.description, self.engine.rank, None, error) from error
+
+    def _meaning(self, f: Linear) -> tuple[object, ...]:
+        """What the arguments come to, which must be the same on all ranks, however they are written."""
+        values = [getattr(f, field.name) for field in fields(f) if field.name not in ("engine", *PER_RANK)]
+        op: list[object] = []
+        if self.reduction is not None:
+            op = [v for field in fields(self.reduction) if not callable(v := getattr(self.reduction, field.name))]
+            op.append(self.arguments.get("ties") if self.reduction.name in ("max", "min") else None)
+        return self.name, *values, *op
+
     def _given(self) -> dict[str, Any]:
-        return {k: "a function" if callable(v) else v for k, v in self.arguments.items()}
+        given = {k: _a_function(v) if callable(v) else v for k, v in self.arguments.items()}
+        return {**given, "async_op": True} if self.async_op else given
 
     def _text(self) -> str:
         x = f"{self.x.dtype} {tuple(self.x.shape)}" if isinstance(self.x, Tensor) else type(self.x).__name__
-        words = ", ".join(f"{k}={v!r}" for k, v in self._given().items())
-        return f"{self.name}({x}, {words}) at {user_line()}"
+        words = ", ".join([x, *(f"{k}={v!r}" for k, v in self._given().items())])
+        return f"{self.name}({words}) at {user_line()}"
 
-    def _same(self) -> object:
-        """What of x must be the same on all ranks."""
-        x = self.x
-        if self.name == "scatter" or not isinstance(x, Tensor):
-            return None
-        if self.name == "all_to_all":
-            return x.dtype, x.dim()
-        shape = list(x.shape)
-        if self.arguments.get("sizes") is not None and self.name in ("all_gather", "gather") and shape:
-            shape[self.arguments["dim"]] = -1  # the sizes are compared as an argument
-        return x.dtype, shape
+    # ── the ways into the algebra: all that a call moves goes by one of them, and is compared first ──────
 
     def of(self, leaf: Tensor) -> Call:
         """Return the same call for one leaf of a tree."""
@@ -141,9 +181,10 @@ class Call:
     def submit(self, f: Linear, x: Tensor, then: Callable[[Tensor], Tensor] | None = None) -> Any:
         """Return then(f(x)), or, with `async_op`, what is pending of it."""
         if checks.is_on():
-            self.agree()
+            self.agree(f, x)
         if self.engine.joint:
-            y: Tensor = self.engine.meet_in_truth(self.name, self.x, self.arguments)
+            facts = self._meaning(f), _kind(f, x)
+            y: Tensor = self.engine.meet_in_truth(self.name, self.x, self.arguments, facts)
             return Pending(self.name, lambda: y) if self.async_op else y
         if self.async_op:
             wait = start(f, x)
@@ -153,7 +194,10 @@ class Call:
 
     def reduce(self, f: Linear, x: Tensor, other: Callable[[Reducing], Steps]) -> Any:
         """Return f(x), f being the sum, or what `other` makes of a reduction that is not one, by the call's `op`."""
-        reduction, x = self._reduction(x)
+        self.reduction, x = self._reduction(x)
+        reduction = self.reduction
+        if checks.is_on():
+            self.agree(f, x)
         if self.engine.joint:
             self.x = x
             return self.submit(f, x)
@@ -162,11 +206,10 @@ class Call:
         if reduction.over is not None:
             from diffcoll.collectives.reducing import Reducing  # it is made of collectives
 
-            self.agree()
-            return self.submit(*other(Reducing(self.name, reduction, self.engine, x)))
+            return self.submit(*other(Reducing(self.name, reduction, self.engine, x, checked=self._compares())))
         # The mean is the sum divided by N. In half precision the sum may overflow where the mean does not.
         wide = x.to(WIDER.get(x.dtype, x.dtype))
-        return self.submit(f, wide, lambda y: y.div_(self.engine.size).to(x.dtype))
+        return self.submit(f, wide, lambda y: divide_(y, self.engine.size).to(x.dtype))
 
     def remember(self, f: Linear) -> None:
         """Keep f for `known`: the call was right, and f of x was all that it came to."""
@@ -186,12 +229,26 @@ class Call:
         expected = "a dense torch.Tensor"
         if not isinstance(x, Tensor):
             raise TypeError(message(self.name, "x", type(x).__name__, expected, "torch.as_tensor(x) makes one"))
-        if type(x) is not Tensor and any(c.__name__ == "DTensor" for c in type(x).__mro__):
-            remedy = "pass this rank's part, x.to_local() (placements are DTensor's own matter)"
-            raise TypeError(message(self.name, "x", "a DTensor", expected, remedy))
+        if type(x) is not Tensor and not self.engine.compiling:
+            kind = type(x)
+            if any(c.__name__ == "DTensor" for c in kind.__mro__):
+                remedy = "pass this rank's part, x.to_local() (placements are DTensor's own matter)"
+                raise TypeError(message(self.name, "x", "a DTensor", expected, remedy))
+            if not x.is_nested and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+                remedy = "pass the plain tensor that it stands for"
+                raise TypeError(message(self.name, "x", f"a {kind.__name__}", expected, remedy))
+        if x.is_nested:
+            remedy = "pass x.values() and the lengths, or x.to_padded_tensor(0.0)"
+            raise TypeError(message(self.name, "x", "a nested tensor", expected, remedy))
         if x.layout != torch.strided or x.is_quantized:
             layout = "quantized" if x.is_quantized else str(x.layout)
             raise TypeError(message(self.name, "x", f"a {layout} tensor", expected, "pass x.to_dense() or dequantize"))
+        if x.dtype not in MOVED:
+            remedy = "pass x.view(torch.uint8), and view the result as x.dtype"
+            raise TypeError(message(self.name, "x", str(x.dtype), "a dtype that PyTorch can copy and join", remedy))
+        if x.requires_grad and x.dtype not in ADDED and torch.is_grad_enabled():
+            got, remedy = f"{x.dtype} that requires a gradient", "pass x.detach() or x.to(torch.bfloat16)"
+            raise TypeError(message(self.name, "x", got, "a dtype whose gradients can be added", remedy))
         devices = self.engine.devices
         device = "cpu" if x.is_cpu else x.device.type
         if device == "meta" or (devices is not None and device not in devices):
@@ -230,19 +287,24 @@ class Call:
         self.arguments["op"] = name  # what ranks compare, and truth knows
         if reduction.needs == "numbers":
             self.adds(x)
-        if reduction.needs == "fractions" and not (x.is_floating_point() or x.is_complex()):
-            got = f'"{name}" of {x.dtype}'
-            raise TypeError(message(self.name, "op", got, "a floating-point or complex x", "convert x first"))
+        got = f'"{name}" of {x.dtype}'
+        if reduction.needs == "fractions" and not (x.dtype in ADDED and (x.is_floating_point() or x.is_complex())):
+            expected = "a floating-point or complex x" + " of 16 bits or more" * x.is_floating_point()
+            raise TypeError(message(self.name, "op", got, expected, "convert x first"))
         if reduction.needs == "ordered" and x.is_complex():
             remedy = "reduce x.abs(), or x.real and x.imag apart"
-            raise TypeError(message(self.name, "op", f'"{name}" of {x.dtype}', "numbers that are ordered", remedy))
-        return reduction, x if factor is None else x * factor
+            raise TypeError(message(self.name, "op", got, "numbers that are ordered", remedy))
+        if reduction.needs == "ordered" and x.dtype not in ADDED and x.dtype != torch.bool:
+            raise TypeError(message(self.name, "op", got, "a dtype that PyTorch compares", f"pass {_wider(x)}"))
+        return reduction, x if factor is None else times(x, factor)
 
     def adds(self, x: Tensor) -> None:
         """Check that tensors like x can be added up."""
         if x.dtype == torch.bool:
             remedy = "x.to(torch.int64) counts"
             raise TypeError(message(self.name, "x", "torch.bool", "numbers, which can be added", remedy))
+        if x.dtype not in ADDED:
+            raise TypeError(message(self.name, "x", str(x.dtype), "a dtype that PyTorch adds up", f"pass {_wider(x)}"))
 
     def dim(self, argument: str, x: Tensor, new: bool = False) -> int:
         """Return the dimension that an argument names, counted from the front; `new`: x is to get it yet."""
@@ -267,7 +329,17 @@ class Call:
 
     def integer(self, argument: str) -> int:
         """Return the integer that an argument is."""
+        self._refuse_tensors(argument)
         return self._integer(argument, self.arguments[argument])
+
+    def _refuse_tensors(self, argument: str) -> None:
+        """Raise if an argument is what torch.distributed expects in its place: tensors, to be filled or sent."""
+        value = self.arguments[argument]
+        listed = isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
+        if (listed or isinstance(value, Tensor)) and not argument.endswith("sizes"):
+            x = "torch.cat(xs)" if listed and self.name in ("reduce_scatter", "all_to_all", "scatter") else "x"
+            remedy = f"{self.name} takes no output list: y = dc.{self.name}({x})"
+            raise TypeError(message(self.name, argument, type(value).__name__, "no tensors", remedy))
 
     def root(self, argument: str) -> int:
         """Return the rank that an argument names."""
@@ -285,7 +357,7 @@ class Call:
             raise TypeError(message(self.name, argument, repr(value), expected))
         if any(isinstance(p, str) or not isinstance(p, Sequence) or len(p) != 2 for p in value):
             raise TypeError(message(self.name, argument, repr(value), expected))
-        pairs = tuple((self._integer(argument, src), self._integer(argument, dst)) for src, dst in value)
+        pairs = tuple(sorted((self._integer(argument, src), self._integer(argument, dst)) for src, dst in value))
         for end, ranks in (("src", [p[0] for p in pairs]), ("dst", [p[1] for p in pairs])):
             if any(not 0 <= rank < n for rank in ranks):
                 raise self.error(argument, f"ranks within the group, from 0 to {n - 1}")
@@ -334,15 +406,29 @@ class Call:
             raise self.error(argument, f"{parts[rank]} at position {rank}, the size of the block that stays here")
         return sizes
 
-    def tell(self, numbers: list[int]) -> list[list[int]]:
+    def tell(self, numbers: list[int], what: str = "sizes") -> list[list[int]]:
         """Exchange a few integers, as many on each rank; one list from each rank, in order."""
         from diffcoll.collectives.all_gather import AllGather  # all_gather.py makes calls itself
 
-        self.agree()
+        if self._compares():
+            self._compare((self.name, what, len(numbers)))
         n = self.engine.size
         mine = torch.tensor(numbers, dtype=torch.int64, device=self.engine.control_device)
         flat: list[int] = apply(AllGather(self.engine, 0, (len(numbers),) * n), mine).tolist()
         return [flat[i * len(numbers) : (i + 1) * len(numbers)] for i in range(n)]
+
+    def told(self, root: int, numbers: list[int] | None) -> list[int]:
+        """Return the integers that the root passes to all; None on the other ranks."""
+        from diffcoll.collectives.broadcast import Broadcast  # broadcast.py makes calls itself
+
+        if self._compares():
+            self._compare((self.name, root))
+        device = self.engine.control_device
+        send = Broadcast(self.engine, root)
+        length = int(apply(send, torch.tensor(len(numbers or ()), device=device)))
+        row = torch.tensor(numbers if numbers else [0] * length, dtype=torch.int64, device=device)
+        passed: list[int] = apply(send, row).tolist()
+        return passed
 
     def _sizes(self, argument: str, value: Any, auto: bool = False) -> tuple[int, ...]:
         n = self.engine.size
@@ -365,3 +451,17 @@ class Call:
         except TypeError:
             got = type(value).__name__
             raise TypeError(message(self.name, argument, got, "an integer")) from None
+
+
+def _kind(f: Linear, x: Tensor) -> tuple[object, ...]:
+    """What of f's x must be the same on all ranks."""
+    shape = list(x.shape)
+    if f.name == "all_to_all":
+        return x.dtype, len(shape)  # `Call.fit` compares the blocks
+    if isinstance(dim := getattr(f, "dim", None), int) and f.name in ("all_gather", "gather", "scatter"):
+        shape[dim] = -1  # in the sizes of f
+    return x.dtype, shape
+
+
+def _wider(x: Tensor) -> str:
+    return "x.to(torch.float32)" if x.is_floating_point() else "x.to(torch.int64)"

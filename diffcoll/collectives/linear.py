@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from diffcoll import checks, joint
-from diffcoll._torch import apply_rule, backward_at_work, is_profiling, materialized
+from diffcoll._torch import apply_rule, backward_at_work, is_profiling, is_traced, is_zero_without_memory
 from diffcoll.engines.engine import Engine, Turn, Wait, done
 from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
 from diffcoll.joint import record
@@ -96,7 +96,10 @@ def begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
     while engine.adrift:
         engine.adrift.popleft()()
     engine.operation, engine.later = f.name, later
-    x = materialized(x)
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    elif is_zero_without_memory(x):
+        x = x.clone()
     if not later or f.reads_at_once:
         return f.start(x)
     memory = engine.scratch.take(x.numel(), like=x)
@@ -116,6 +119,8 @@ def run(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
     Here every message passes. Cold, as between two steps of training, each line costs several times what it does in a
     loop, and each call more.
     """
+    if is_traced(x):
+        return _traced(f, x)
     engine = f.engine
     if is_profiling() or checks.is_on() or engine.aloft or not engine.turn.acquire(False):
         return moved(f, origin, x, lambda: _checked(f, origin, x, lambda: alone(f, x, origin)))
@@ -142,6 +147,13 @@ def apply(f: Linear, x: Tensor) -> Tensor:
 
         return compiled.apply(f, x)
     return (record if joint.here.chain else apply_rule)(_Apply, x, f, None)
+
+
+def _traced(f: Linear, x: Tensor) -> Tensor:
+    """Return f(x) of an x that is traced, where autograd has been seen to: one op in the graph."""
+    from diffcoll import compiled  # it is made of the maps
+
+    return compiled.traced(f, x)
 
 
 def at_once(f: Linear, x: Any) -> Tensor:
@@ -187,6 +199,7 @@ def _failed(f: Linear, origin: Origin | None, error: RuntimeError) -> RuntimeErr
 class _Apply(Function):
     """y = F x;  gx = F* gy;  ty = F tx.  `origin` is the forward call whose backward this is, if it is one."""
 
+    awaits = False
     forward = staticmethod(run)
 
     @staticmethod
@@ -278,8 +291,14 @@ def start(f: Linear, x: Tensor) -> Callable[[], Tensor]:
 class _Start(Function):
     """From x to nothing yet."""
 
+    awaits = False
+
     @staticmethod
     def forward(x: Tensor, f: Linear, transit: _Transit) -> Tensor:
+        if is_traced(x):
+            y = _traced(f, x)
+            transit.wait = lambda: y
+            return x.new_empty(0)
         origin = transit.origin
         transit.wait = moved(f, origin, x, lambda: _checked(f, origin, x, lambda: _Flight(f, x, origin)))
         return x.new_empty(0)
@@ -310,6 +329,8 @@ class _Start(Function):
 
 class _Wait(Function):
     """From nothing to y."""
+
+    awaits = True  # what was started, the tangent too
 
     @staticmethod
     def forward(empty: Tensor, f: Linear, transit: _Transit) -> Tensor:

@@ -54,11 +54,11 @@ def reduce(x: Tensor, dst: int = 0, op: Op = "sum", group: Group = None) -> Tens
     [tensor(0.), tensor(3.)]
 
     Args:
-        x: any shape, the same on all ranks; any dtype but bool. float16 and bfloat16 are accumulated in
+        x: any shape, the same on all ranks; any dtype that the op knows. float16 and bfloat16 are accumulated in
             float32 where the library adds up itself (gloo), else as the backend does it.
         dst: the rank within the group that receives.
-        op: `"sum"`, or `"mean"` (`"avg"`) of floating-point or complex numbers, for which half
-            precisions travel as float32: the sum might overflow.
+        op: as in `all_reduce`. A function is called on every rank with the whole stack (N, *x.shape);
+            `dc.elementwise(f)` with parts of it.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
     Returns:

@@ -91,10 +91,10 @@ def reduce_scatter(
     [tensor([11.]), tensor([22.])]
 
     Args:
-        x: at least one dimension, the same shape on all ranks; any dtype but bool. float16 and bfloat16 are
+        x: at least one dimension, the same shape on all ranks; any dtype that the op knows. float16 and bfloat16 are
             accumulated in float32 where the library adds up itself (gloo), else as the backend does it.
-        op: `"sum"`, or `"mean"` (`"avg"`) of floating-point or complex numbers, for which half
-            precisions travel as float32: the sum might overflow.
+        op: as in `all_reduce`. A function is called on every rank with the whole stack (N, *x.shape);
+            `dc.elementwise(f)` with parts of it.
         dim: the dimension to cut along.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         sizes: None: N equal blocks. A list, the same on all ranks: each rank's size, zeros allowed.

@@ -5,29 +5,32 @@
     all_gather, or gather, or nothing                                            y
 
 That moves what an all-reduce moves, each rank keeps one stack of the size of x, and every derivative and every
-transform comes from the parts. Small tensors are gathered whole instead, which is one message.
+transform comes from the parts. Small tensors are gathered whole instead, which is one message; so are all tensors
+for a function of the user's that is not declared elementwise, since it may look at any of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from diffcoll._torch import is_view
+from diffcoll._torch import is_within_transform
 from diffcoll.collectives.all_gather import AllGather
 from diffcoll.collectives.all_to_all import AllToAll
 from diffcoll.collectives.gather import Gather
-from diffcoll.collectives.linear import Linear, apply
+from diffcoll.collectives.linear import Linear, apply, run
 from diffcoll.engines.engine import Engine, even_sizes
-from diffcoll.errors import message
-from diffcoll.reductions import Reduction, acts_position_by_position
+from diffcoll.errors import CollectiveMismatchError, message
+from diffcoll.reductions import Reduction
 
 __all__ = ["Reducing", "Steps"]
 
 #: A linear map, the last one that moves anything, what it is applied to, and what is done with its result.
 Steps = tuple[Linear, Tensor, Callable[[Tensor], Tensor]]
+#: From a stack (m, …) of tensors like x to stacks of parts of them.
+Cut = Callable[[Tensor], Sequence[Tensor]]
 
 
 class Reducing:
@@ -35,67 +38,142 @@ class Reducing:
 
     Every rank builds the same graph, also for an empty block: a rank whose graph were shorter would leave the
     others waiting in a backward of higher order.
+
+    Args:
+        operation: the collective, for errors.
+        reduction: what is done over the ranks.
+        engine: the group.
+        x: this rank's tensor.
+        checked: whether to compare, before, what the user's function makes on each rank and of parts.
     """
 
-    def __init__(self, operation: str, reduction: Reduction, engine: Engine, x: Tensor) -> None:
+    def __init__(
+        self, operation: str, reduction: Reduction, engine: Engine, x: Tensor, *, checked: bool = False
+    ) -> None:
         self.operation, self.reduction, self.engine, self.x = operation, reduction, engine, x
+        self.checked = checked and reduction.users and not is_within_transform()
 
     def everywhere(self, replicated: bool) -> Steps:
         """y on every rank."""
         sizes = even_sizes(self.x.numel(), self.engine.size)
-        if self._whole(sizes) or self.x.numel() * self.x.element_size() <= self.engine.small(self.x.device.type):
-            return AllGather(self.engine, 0, self._ones, replicated), self.x.unsqueeze(0), self._over
+        self._check(lambda stack: _row(stack).split_with_sizes(list(sizes), 1))
+        small = self.x.numel() * self.x.element_size() <= self.engine.small(self.x.device.type)
+        if small or self._in_one_stack(sizes):
+            return AllGather(self.engine, 0, self._ones, replicated), self.x.unsqueeze(0), self._result
         last = AllGather(self.engine, 0, sizes, replicated)
         return last, self._row_block(sizes), lambda y: y.view(self.x.shape)
 
     def at(self, dst: int) -> Steps:
         """y on rank dst, zeros elsewhere."""
         sizes = even_sizes(self.x.numel(), self.engine.size)
+        self._check(lambda stack: _row(stack).split_with_sizes(list(sizes), 1))
+        here = self.engine.rank == dst
+
+        def kept(stack: Tensor) -> Tensor:
+            y = self._over(stack)  # on every rank, so that all graphs are alike
+            return torch.where(torch.tensor(here, device=y.device), y, torch.zeros_like(y))
 
         def shaped(y: Tensor) -> Tensor:
-            if self.engine.rank != dst:  # nothing came, and it stays in the graph: as (0, 1), for cat drops a (0,)
+            if not here:  # nothing was received, and it stays in the graph: as (0, 1), for cat drops a (0,)
                 y = torch.cat([y, y.new_zeros(self.x.numel(), 1)])
             return y.view(self.x.shape)
 
+        if self._in_one_stack(sizes):
+            return AllGather(self.engine, 0, self._ones), self.x.unsqueeze(0), kept
         return Gather(self.engine, dst, 0, sizes), self._row_block(sizes).unsqueeze(1), shaped
 
     def block(self, dim: int, sizes: tuple[int, ...]) -> Steps:
         """Block r of y along dim, on rank r."""
-        x = self.x.unsqueeze(0)
-        if self._whole(sizes):
+        self._check(lambda stack: stack.split_with_sizes(list(sizes), dim + 1))
+        if self._in_one_stack(sizes):
+            # Not by split_with_sizes, whose derivative forgets an empty row.
+            first, length = sum(sizes[: self.engine.rank]), sizes[self.engine.rank]
             gather = AllGather(self.engine, 0, self._ones)
-            return gather, x, lambda stack: self._block_of(self._over(stack), dim, sizes).clone()
-        return AllToAll(self.engine, dim + 1, 0, sizes, self._ones), x, self._over
+            return gather, self.x.unsqueeze(0), lambda stack: _own(self._over(stack).narrow(dim, first, length))
+        return AllToAll(self.engine, dim + 1, 0, sizes, self._ones), self.x.unsqueeze(0), self._result
 
     def _row_block(self, sizes: tuple[int, ...]) -> Tensor:
         """Block r of y as one row, on rank r."""
-        if self._whole(sizes):
-            stack = apply(AllGather(self.engine, 0, self._ones), self.x.unsqueeze(0))
-            return self._block_of(self._over(stack).reshape(-1), 0, sizes)
         return self._over(apply(AllToAll(self.engine, 1, 0, sizes, self._ones), self.x.reshape(1, -1)))
 
-    def _whole(self, sizes: tuple[int, ...]) -> bool:
-        """Whether all ranks' x must be in one stack: for a function that looks at several positions, or at none."""
-        if not self.reduction.users:
-            return False
-        return 0 in sizes or not acts_position_by_position(self.reduction, self.x, self.engine.size)
+    def _in_one_stack(self, sizes: tuple[int, ...]) -> bool:
+        """Whether every rank reduces the stack of all ranks' whole x.
 
-    def _block_of(self, y: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        """Block r of y; not by split_with_sizes, whose derivative forgets an empty row."""
-        return y.narrow(dim, sum(sizes[: self.engine.rank]), sizes[self.engine.rank])
+        A user's function is not called with an empty part where other ranks' parts are not empty: the graph that it
+        makes there might be another.
+        """
+        return self.reduction.whole or (self.reduction.users and 0 in sizes)
 
     @property
     def _ones(self) -> tuple[int, ...]:
         return (1,) * self.engine.size
 
+    def _result(self, stack: Tensor) -> Tensor:
+        """Reduce dim 0 to what the caller gets."""
+        return _own(self._over(stack))
+
     def _over(self, stack: Tensor) -> Tensor:
-        """Reduce dim 0; the result is not a view of the stack, which is ours."""
-        if self.reduction.users and not stack.numel():
-            return stack.sum(0, dtype=stack.dtype)
+        """Reduce dim 0; may return a view of the stack, or a tensor that autograd has saved."""
         y = self.reduction(stack)
         if not isinstance(y, Tensor) or y.shape != stack.shape[1:]:
             got = f"a function that makes {tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__}"
             expected = f"{tuple(stack.shape[1:])}: dim 0 of {tuple(stack.shape)} reduced, the others kept"
             raise ValueError(message(self.operation, "op", got, expected, "reduce with dim=0"))
-        may_be_view = self.reduction.users and (torch.compiler.is_compiling() or is_view(y))
-        return y.clone() if may_be_view else y
+        return y
+
+    # ── check mode ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _check(self, cut: Cut) -> None:
+        """Raise on all ranks if the user's function is not the same on all, or is elementwise by name only."""
+        if not self.checked:
+            return
+        n = self.engine.size
+        with torch.random.fork_rng([self.x.device] if self.x.is_cuda else []):
+            stack = self._gathered(self.x.detach())
+            y = self._over(stack.clone()).detach()
+            cuts: list[Cut] = [cut, lambda stack: [_row(stack)[:, k::n] for k in range(n)]]
+            broken = not self.reduction.whole and any(self._differs_in_parts(stack, y, cut) for cut in cuts)
+        results, verdicts = self._gathered(y), self._gathered(torch.tensor(broken, device=self.engine.control_device))
+        for r, other in enumerate(results):
+            if not _near(other, results[0]):
+                raise CollectiveMismatchError(
+                    f"{self.operation}: op: the function makes other numbers of the same stack on rank {r} than on "
+                    "rank 0; pass the same function on all ranks, without random numbers and without data of one rank"
+                )
+        if verdicts.any():
+            got = f"{self.reduction.over!r}, whose result at one position depends on other positions"
+            expected = "a function that makes the same of some positions of the stack as of all"
+            remedy = "pass the function itself without dc.elementwise: it gets the whole stack"
+            raise ValueError(message(self.operation, "op", got, expected, remedy))
+
+    def _differs_in_parts(self, stack: Tensor, y: Tensor, cut: Cut) -> bool:
+        for part, expected in zip(cut(stack), cut(y.unsqueeze(0)), strict=True):
+            if part.numel():
+                try:
+                    if not _near(self._over(part.clone()).detach(), expected[0]):
+                        return True
+                except Exception:  # it wants another shape
+                    return True
+        return False
+
+    def _gathered(self, t: Tensor) -> Tensor:
+        return run(t.unsqueeze(0), AllGather(self.engine, 0, self._ones), None)
+
+
+def _row(stack: Tensor) -> Tensor:
+    return stack.reshape(len(stack), -1)
+
+
+def _own(y: Tensor) -> Tensor:
+    """Return a copy, which the caller may change: y may be a view, or saved for backward, as that of amax is."""
+    return y.clone(memory_format=torch.contiguous_format)
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    """Whether a and b differ by rounding alone."""
+    if a.dtype != b.dtype or not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    tolerance = torch.finfo(a.dtype).eps ** 0.5
+    finite = b[b.isfinite()].abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * largest, equal_nan=True)

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from diffcoll.collectives import gather
 from diffcoll.collectives.blocks import cut
-from diffcoll.collectives.broadcast import Broadcast
 from diffcoll.collectives.call import Call, Group, Parts
-from diffcoll.collectives.linear import Linear, apply, then
+from diffcoll.collectives.linear import Linear, then
 from diffcoll.errors import CollectiveMismatchError
 
 __all__ = ["Scatter", "scatter"]
@@ -82,18 +81,17 @@ def scatter(x: Tensor | None, src: int = 0, dim: int = 0, group: Group = None, *
     root = call.root("src")
     if torch.compiler.is_compiling():
         return _compiled(call, root, x)
-    call.agree()
     if call.engine.rank == root:
         try:
             tensor = call.tensor(x)
             d = call.dim("dim", tensor)
             parts = call.sizes_of_parts(tensor, d)
         except (TypeError, ValueError):
-            _tell(call, root, [])
+            call.told(root, [])
             raise
-        _tell(call, root, _header(tensor, d, parts))
+        call.told(root, _header(tensor, d, parts))
     else:
-        numbers = _tell(call, root, None)
+        numbers = call.told(root, None)
         if not numbers:
             raise CollectiveMismatchError(f"scatter: the arguments are wrong on rank {root}, see the error there")
         d, parts, tensor = _empty(numbers, call.engine.size, x)
@@ -135,13 +133,3 @@ def _empty(header: list[int], n: int, x: Tensor | None) -> tuple[int, tuple[int,
     # A leaf of its own, so that this rank's backward takes part in the gather.
     none = torch.empty(shape, dtype=_DTYPES[dtype], device=_DEVICES[device])
     return dim, tuple(sizes), none.requires_grad_() if requires_grad else none
-
-
-def _tell(call: Call, root: int, numbers: list[int] | None) -> list[int]:
-    """Pass a list of integers from the root to all."""
-    device = call.engine.control_device
-    send = Broadcast(call.engine, root)
-    length = int(apply(send, torch.tensor(len(numbers or ()), device=device)))
-    row = torch.tensor(numbers if numbers else [0] * length, dtype=torch.int64, device=device)
-    told: list[int] = apply(send, row).tolist()
-    return told

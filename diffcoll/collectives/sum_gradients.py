@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from diffcoll.collectives import all_reduce, trees
@@ -25,16 +24,15 @@ __all__ = ["SumGradients", "sum_gradients"]
 class SumGradients(Linear):
     """y_r = x.
 
-    As a backward it copies: autograd hands one gradient to several inputs, and would let them share memory.
+    A copy: y may be changed in place, and autograd hands one gradient to several inputs, which may not share memory.
     """
 
     name: ClassVar[str] = "sum_gradients"
     reads_at_once: ClassVar[bool] = True
-    copy: bool = True
 
     def start(self, x: Tensor) -> Callable[[], Tensor]:
         """See `Linear.start`."""
-        y = x.clone() if self.copy else x.view_as(x)
+        y = x.clone()
         return lambda: y
 
     @property
@@ -67,7 +65,7 @@ def sum_gradients(x: Tree, group: Group = None) -> Tree:
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
     Returns:
-        x, sharing its memory as `x.view_as(x)` does (compiled: a copy).
+        A copy of x.
 
     Raises:
         TypeError, ValueError: an argument is wrong on its own.
@@ -77,7 +75,7 @@ def sum_gradients(x: Tree, group: Group = None) -> Tree:
     call = Call("sum_gradients", x, group)
     y: Any
     if isinstance(x, Tensor):
-        y = call.apply(SumGradients(call.engine, copy=torch.compiler.is_compiling()), x)
+        y = call.apply(SumGradients(call.engine), x)
     else:
         y = trees.by_message(call, lambda x: sum_gradients(x, group))
     return y  # type: ignore[no-any-return]

@@ -20,6 +20,7 @@ def by_message(call: Call, collective: Callable[[Tensor], Any]) -> Any:
     if call.engine.joint:
         return by_leaf(call, collective)
     leaves, rebuild = checked(call)
+    call.agree_on_leaves([tuple(leaf.shape) for leaf in leaves], leaves)
     started = [(indices, collective(row)) for indices, row in rows(leaves)]
 
     def unpack() -> Any:
@@ -38,13 +39,17 @@ def by_message(call: Call, collective: Callable[[Tensor], Any]) -> Any:
 def by_leaf(call: Call, collective: Callable[[Tensor], Any]) -> Any:
     """Apply a collective to one leaf after the other."""
     leaves, rebuild = checked(call)
+    call.agree_on_leaves([tuple(leaf.shape) for leaf in leaves], leaves)
     found = [collective(leaf) for leaf in leaves]
     return Pending(call.name, lambda: rebuild([p.wait() for p in found])) if call.async_op else rebuild(found)
 
 
 def checked(call: Call) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
-    """Return the leaves of the call's x, and the function that puts others in their place."""
-    leaves, rebuild = tree_flatten(call.x)
+    """Return the leaves of x in the order of their paths, and the function that puts others in their place."""
+    try:
+        leaves, rebuild = tree_flatten(call.x)
+    except TypeError as error:
+        raise TypeError(f"{call.name}: x: {error}") from None
     for i, leaf in enumerate(leaves):
         try:
             call.tensor(leaf)

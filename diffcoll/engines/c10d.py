@@ -300,12 +300,13 @@ def engine_of(group: object) -> C10dEngine | None:
     return engine
 
 
-def engine_named(key: str) -> C10dEngine:
-    """Return the engine of the group with this `group_name`."""
+def engine_named(key: str) -> C10dEngine | None:
+    """Return the engine of the group with this `group_name`; None if there is none."""
     # torch has no public way from a name to its group; its own compiled collectives go this one.
-    engine = engine_of(distributed_c10d._resolve_process_group(key))  # type: ignore[attr-defined,arg-type]
-    assert engine is not None
-    return engine
+    try:
+        return engine_of(distributed_c10d._resolve_process_group(key))  # type: ignore[attr-defined,arg-type]
+    except (RuntimeError, ValueError):  # torch does not know it, or does not any more
+        return None
 
 
 def _exists(group: dist.ProcessGroup) -> bool:

@@ -75,8 +75,11 @@ class Engine(ABC):
         """Whether the group is no more."""
         return False
 
-    def meet_in_truth(self, name: str, x: Any, arguments: dict[str, Any]) -> Any:
-        """Return this rank's result of the collective `name` by its ground truth (joint worlds only)."""
+    def meet_in_truth(self, name: str, x: Any, arguments: dict[str, Any], facts: tuple[object, object]) -> Any:
+        """Return this rank's result of the collective `name` by its ground truth (joint worlds only).
+
+        Facts are what the arguments mean and what kind of tensor x is; they are the same on all ranks.
+        """
         raise NotImplementedError
 
     def small(self, device: str) -> int:

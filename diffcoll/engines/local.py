@@ -15,21 +15,52 @@ import contextvars
 import random
 import sys
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from diffcoll._torch import forward_mode, set_forward_mode, shared_forward_mode
+from diffcoll._torch import (
+    after_backward,
+    backward_at_work,
+    before_node,
+    forward_mode,
+    is_traced,
+    set_forward_mode,
+    shared_forward_mode,
+    tree_flatten,
+    wrapped_backward_code,
+)
 from diffcoll.engines.engine import Blocks, Engine, Wait
 from diffcoll.errors import CollectiveMismatchError, user_line
 
-__all__ = ["LocalEngine", "LocalGroup", "World", "engine_of", "here", "seed_rank"]
+__all__ = [
+    "LocalEngine",
+    "LocalGroup",
+    "World",
+    "backward_starts",
+    "engine_of",
+    "here",
+    "involved",
+    "refuse_in_backward",
+    "seed_rank",
+]
 
-#: (name of the collective, each rank's tensor, each rank's arguments) → each rank's result
-Truth = Callable[[str, list[Any], list[dict[str, Any]]], list[Any]]
+#: (name of the collective, each rank's tensor, arguments and facts, see `Engine.meet_in_truth`) → each rank's result
+Truth = Callable[[str, list[Any], list[dict[str, Any]], list[tuple[object, object]]], list[Any]]
+
+
+#: A graph is compiled or traced for one rank, and simulated ranks share one cache of graphs, or meet in one graph.
+NO_GRAPHS = (
+    "torch.compile, export, make_fx and linearize do not work within a simulated world: its ranks share what they "
+    "make; call the function as it is there, or compile on real processes (testing.spawn)"
+)
 
 
 @dataclass(frozen=True)
@@ -104,6 +135,7 @@ class World:
 
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function per rank to the end; results in the order of ranks, or the first rank's error."""
+        global _running
         keep, level = _random_get(), forward_mode()
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         for number, body in enumerate(bodies):
@@ -114,13 +146,16 @@ class World:
             self._ranks.append(rank)
             rank.start()
         self.running = True
+        _running += 1
         self._ready.extend(self._ranks)
-        with shared_forward_mode():
+        with shared_forward_mode(), wrapped_backward_code(_wrapper):
             try:
                 self._ready.popleft().turn.release()
                 self._over.acquire()
             finally:
                 self.running = False
+                _running -= 1
+                self._meetings.clear()  # those that were called off hold tensors, whose graph holds the world
                 _random_set(keep)
                 set_forward_mode(level)
         ranks, self._ranks = self._ranks, []  # the results may hold the world: no cycle back to them
@@ -132,7 +167,11 @@ class World:
                 others = [f"; rank {r.number} {r.outcome}" for r in ranks if r.number != number]
                 error.add_note(f"raised on simulated rank {number} of {self.size}{''.join(others[:8])}")
             raise error
-        return [rank.result for rank in ranks]
+        results = [rank.result for rank in ranks]
+        for y in tree_flatten(results)[0]:
+            if isinstance(y, Tensor):
+                before_node(y, partial(backward_starts, self))
+        return results
 
     # ── meetings ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -275,15 +314,17 @@ class LocalEngine(Engine):
         """See `Engine.exchange`."""
         return self._meet(self.operation, (sends, recvs), _deliver)
 
-    def meet_in_truth(self, name: str, x: Any, arguments: dict[str, Any]) -> Any:
+    def meet_in_truth(self, name: str, x: Any, arguments: dict[str, Any], facts: tuple[object, object]) -> Any:
         """See `Engine.meet_in_truth`."""
         truth = self.world.truth
         assert truth is not None
+        if isinstance(x, torch.Tensor) and is_traced(x):
+            raise RuntimeError(f"{name}: {NO_GRAPHS}")
 
         def combine(payloads: list[Any]) -> list[Any]:
-            return truth(name, [p[0] for p in payloads], [p[1] for p in payloads])
+            return truth(name, *map(list, zip(*payloads, strict=True)))
 
-        return self._meet(name, (x, arguments), combine)()
+        return self._meet(name, (x, arguments, facts), combine)()
 
     def _meet(self, what: str, payload: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Wait:
         self._turn += 1
@@ -311,6 +352,8 @@ def _deliver(payloads: list[tuple[Blocks, Blocks]]) -> list[None]:
 
 class _Here(threading.local):
     here: _Rank | None = None
+    #: The world whose ranks wrote the code of a backward that this thread runs.
+    backward_of: World | None = None
 
 
 _rank = _Here()
@@ -319,6 +362,85 @@ _rank = _Here()
 def here() -> _Rank | None:
     """Return the simulated rank that this thread is, if it is one."""
     return _rank.here
+
+
+# ── the backward of a world ──────────────────────────────────────────────────────────────────────────────
+#
+# Once `simulate` has returned, its ranks are gone, and `group=None` in a backward of their graph (a checkpoint that
+# is recomputed, a Function whose backward calls a collective, a hook) would be a group of the caller's, such as the
+# world of one. So code that ranks hand over to autograd remembers their world, and so does the number of each
+# backward that passes through a result of the world.
+
+_running = 0  # worlds that run now, one within another
+_backwards: dict[int, weakref.ref[World]] = {}
+
+
+def backward_starts(world: World) -> None:
+    """Note that the backward that runs is one of this world; until it ends."""
+    task = backward_at_work()
+    if task not in _backwards:
+        _backwards[task] = weakref.ref(world, lambda _: _forget(task))  # a backward that fails has no end
+        after_backward(lambda: _forget(task))
+
+
+def _forget(task: int) -> None:
+    _backwards.pop(task, None)
+
+
+@contextmanager
+def _in_backward_of(world: World) -> Iterator[None]:
+    before, _rank.backward_of = _rank.backward_of, world
+    try:
+        with wrapped_backward_code(_wrapper):  # for derivatives of higher order, and for what is recomputed
+            yield
+    finally:
+        _rank.backward_of = before
+
+
+def _wrapper() -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+    """Return the decorator that makes code of a backward remember this thread's world; None outside of worlds."""
+    world = _rank.backward_of if _rank.here is None else _rank.backward_of or _rank.here.world
+    if world is None:
+        return None
+
+    def decorate(code: Callable[..., Any]) -> Callable[..., Any]:
+        def within(*args: Any, **more: Any) -> Any:
+            with _in_backward_of(world):
+                return code(*args, **more)
+
+        return within
+
+    return decorate
+
+
+def involved() -> bool:
+    """Whether `group=None` may be a matter of simulated worlds in this thread."""
+    return _rank.here is not None or _running > 0 or _rank.backward_of is not None or bool(_backwards)
+
+
+def refuse_in_backward(operation: str) -> None:
+    """Raise if this thread is in a backward of a world whose ranks cannot take part in it, or in no rank's turn."""
+    me, world = _rank.here, _rank.backward_of
+    if me is None and world is None and _running:
+        raise RuntimeError(
+            f"{operation}: called while a simulated world runs, from a thread that is not one of its ranks; call "
+            "collectives in the rank's own thread"
+        )
+    if world is None and (task := backward_at_work()) != -1:
+        noted = _backwards.get(task)
+        world = noted() if noted else me.world if me else None
+    if world is None or (world.truth is None and me is not None and me.world is world):
+        return
+    if world.truth is None:
+        raise RuntimeError(
+            f"{operation}: called in a backward of simulated ranks that are gone; under simulate(rules=True) call "
+            "backward inside the function"
+        )
+    raise RuntimeError(
+        f"{operation}: called in the backward of a joint graph (by a checkpoint that is recomputed, the backward of an "
+        "autograd.Function, or a hook), where the ranks cannot meet; use simulate(rules=True) and call backward inside "
+        "the function"
+    )
 
 
 def engine_of(group: object) -> LocalEngine | None:

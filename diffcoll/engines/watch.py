@@ -16,7 +16,7 @@ import weakref
 from dataclasses import dataclass
 
 from diffcoll.engines.engine import Doing, Engine
-from diffcoll.errors import line_of, message
+from diffcoll.errors import Origin, message
 
 __all__ = ["watch"]
 
@@ -88,7 +88,7 @@ def _words(engine: Engine, doing: Doing, waited: float) -> str:
     remedies = ["DIFFCOLL_CHECK=1 makes ranks that disagree an error that lists their calls"]
     if origin is None:
         frame = sys._current_frames().get(thread)
-        what = f"{name}, called at {line_of(frame)}" if frame is not None else name
+        what = f"{name}, called at {Origin(name, frame=frame).line}" if frame is not None else name
         others = "has not made this call"
     else:
         by = "" if origin.name == name else f" (which is {name})"

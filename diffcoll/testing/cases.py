@@ -78,7 +78,7 @@ class Case:
         """The call, as a user writes it."""
         given = {**self.arguments, **{key: "[…]" for key, value in self.per_rank.items() if value[0] != "auto"}}
         given |= {key: value[0] for key, value in self.per_rank.items() if value[0] == "auto"}
-        given |= {key: _Word(value.__name__) for key, value in given.items() if callable(value)}
+        given |= {key: _Word(getattr(value, "__name__", value)) for key, value in given.items() if callable(value)}
         words = ["x: 0-d"] if () in self.shapes else ["x: None off src"] if None in self.shapes else []
         words += ["x: ties and zeros"] if self.few else []
         return ", ".join(words + [f"{key}={value!r}".replace("'[…]'", "[…]") for key, value in given.items()])
@@ -248,7 +248,7 @@ def _numbers(shape: Shape, dtype: torch.dtype, seed: int, rank: int, stream: int
 
 
 def median(s: Tensor) -> Tensor:
-    """Reduce position by position, as a user would."""
+    """Return the median over ranks, of each position by itself."""
     return s.median(0).values
 
 
@@ -258,6 +258,8 @@ def largest_whole(s: Tensor) -> Tensor:
     return s.index_select(0, largest.view(1))[0] + s.mean(0).square()
 
 
+median_in_parts = diffcoll.elementwise(median)
+_OPS = ("product", "max", "min", "logsumexp", median, median_in_parts, largest_whole)
 _TIED = [("product", "even"), ("max", "even"), ("min", "even"), ("max", "first"), ("min", "first")]
 
 
@@ -295,9 +297,8 @@ def table(n: int) -> list[Case]:
         case("all_reduce", same(())),
         case("all_reduce", same((3, 4)), cotangent="replicated"),
         *(case("all_reduce", same((3, 4)), op=op, async_op=True) for op in ("mean", "product")),
-        *(case("all_reduce", same((3, 4)), op=op) for op in ("product", "max", "min", "logsumexp", median)),
+        *(case("all_reduce", same((3, 4)), op=op) for op in _OPS),
         *(case("all_reduce", same((3, 4)), few=True, op=op, ties=ties) for op, ties in _TIED),
-        case("all_reduce", same((2, 2)), op=largest_whole),
         case("all_reduce", same((3, 4)), op="product", cotangent="replicated"),
         case("all_gather", same((2, 3))),
         case("all_gather", same((2, 3)), dim=-1),
@@ -312,10 +313,9 @@ def table(n: int) -> list[Case]:
         *(case("reduce_scatter", same((2 * n, 3)), op=op, async_op=True) for op in ("sum", "max")),
         case("reduce_scatter", same((3, 2 * n)), dim=-1),
         case("reduce_scatter", same((sum(some), 2)), sizes=some),
-        *(case("reduce_scatter", same((2 * n, 3)), op=op) for op in ("product", "max", "min", "logsumexp", median)),
+        *(case("reduce_scatter", same((2 * n, 3)), op=op) for op in _OPS),
         case("reduce_scatter", same((3, sum(some))), few=True, op="product", dim=1, sizes=some),
         case("reduce_scatter", same((3, sum(some))), few=True, op="max", dim=1, sizes=some, ties="first"),
-        case("reduce_scatter", same((2 * n, 3)), op=largest_whole),
         case("all_to_all", same((2 * n, 3))),
         case("all_to_all", same((3, 2 * n)), split_dim=1, concat_dim=0),
         case("all_to_all", same((3, 2 * n)), split_dim=1, concat_dim=0, async_op=True),
@@ -328,8 +328,7 @@ def table(n: int) -> list[Case]:
         case("broadcast", same((2, 3)), src=last, cotangent="replicated"),
         case("reduce", same((2, 3))),
         case("reduce", same((2, 3)), dst=last, op="mean"),
-        *(case("reduce", same((2, 3)), few=True, op=op) for op in ("product", "max", "min", "logsumexp", median)),
-        case("reduce", same((2, 3)), dst=last, op=largest_whole),
+        *(case("reduce", same((2, 3)), few=True, op=op) for op in _OPS),
         case("gather", same((2, 3))),
         case("gather", along(1, some), dst=last, dim=1, sizes=some),
         case("gather", same(())),

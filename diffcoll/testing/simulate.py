@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diffcoll import truth
 from diffcoll._torch import is_transformed
-from diffcoll.engines.local import World
+from diffcoll.engines.local import World, backward_starts
 from diffcoll.errors import CollectiveMismatchError
 from diffcoll.groups import resolve
 from diffcoll.testing._calls import per_rank_arguments
@@ -51,7 +51,9 @@ def simulate(fn: Callable[..., Any], *per_rank: Sequence[Any], rules: bool = Fal
     Raises:
         CollectiveMismatchError: ranks are in different collectives, or wait for one that is gone; says which
             rank waits in what, at which line.
-        RuntimeError: under the joint graph, backward ran through a collective inside fn.
+        RuntimeError: under the joint graph, backward ran through a collective inside fn; or the backward of a world
+            itself calls a collective (a checkpoint recomputes one, the backward of an `autograd.Function` or a hook
+            contains one) and its ranks cannot meet: only with `rules=True` and backward inside fn they can.
         Exception: whatever fn raised first, on whichever rank.
     """
     arguments = per_rank_arguments("simulate", per_rank)
@@ -61,7 +63,9 @@ def simulate(fn: Callable[..., Any], *per_rank: Sequence[Any], rules: bool = Fal
     return world.run([partial(fn, *a) for a in arguments])
 
 
-def _truth(world: World, name: str, xs: list[Any], arguments: list[dict[str, Any]]) -> list[Any]:
+def _truth(
+    world: World, name: str, xs: list[Any], arguments: list[dict[str, Any]], facts: list[tuple[object, object]]
+) -> list[Any]:
     """Combine the ranks' calls of one collective by its ground truth."""
     if any(isinstance(x, Tensor) and is_transformed(x) for x in xs):
         raise CollectiveMismatchError(
@@ -72,11 +76,16 @@ def _truth(world: World, name: str, xs: list[Any], arguments: list[dict[str, Any
     for key in truth.PER_RANK:
         if key in common and any(a[key] is not None for a in arguments):
             common[key] = [a[key] for a in arguments]
+    (meaning, kind), *_ = facts
     for r, other in enumerate(arguments):
-        for key, value in other.items():
+        for key, value in (
+            other.items() if facts[r][0] != meaning else ()
+        ):  # not where it is only written in another way
             same = callable(value) and callable(common[key])  # each rank may have made the function anew
             if key not in truth.PER_RANK and not same and value != common[key]:
                 raise CollectiveMismatchError(f"{name}: {key}={common[key]!r} on rank 0, {value!r} on rank {r}")
+        if facts[r][1] != kind:
+            raise CollectiveMismatchError(f"{name}: x is {_of(xs[0])} on rank 0, {_of(xs[r])} on rank {r}")
     ys: list[Any] = getattr(truth, name)(xs, **common)
     for y in ys:
         if isinstance(y, Tensor) and y.requires_grad:
@@ -84,7 +93,12 @@ def _truth(world: World, name: str, xs: list[Any], arguments: list[dict[str, Any
     return ys
 
 
+def _of(x: Any) -> str:
+    return f"{x.dtype} {tuple(x.shape)}"
+
+
 def _refuse_backward(world: World, name: str, gradient: Tensor) -> None:
+    backward_starts(world)
     if world.running:
         raise RuntimeError(
             f"backward ran through {name} inside simulate(): there it would see one rank's loss only. Call it on the "

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from diffcoll.testing.cases import Case, Shape, largest_whole, median
+from diffcoll.testing.cases import Case, Shape, largest_whole, median, median_in_parts
 
 __all__ = ["cases", "pairs", "sizes", "worlds"]
 
@@ -89,7 +89,7 @@ def _some(draw: Draw, **arguments: list[Any]) -> dict[str, Any]:
 _WORLDS = ["partial", "replicated"]
 _ASYNC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _TIES = ["even", "first"]
-_ORDERED = ["max", "min", median]
+_ORDERED = ["max", "min", median, median_in_parts]
 _OPS = ["sum", "mean", "product", "logsumexp", largest_whole, *_ORDERED]
 
 

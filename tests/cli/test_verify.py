@@ -1,10 +1,12 @@
 """`diffcoll verify`: says what is right, notices what is not, and runs under a launcher."""
 
+import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 import diffcoll
 from diffcoll.cli import bench, competitors, main, training, verify
 from diffcoll.collectives import COLLECTIVES
-from diffcoll.testing import cases
+from diffcoll.testing import RanksFailedError, cases
 from diffcoll.testing.processes import Launched
 
 ROOT = Path(diffcoll.__file__).parent.parent
@@ -72,9 +74,10 @@ def test_a_wrong_rule_is_noticed(tmp_path, monkeypatch, capsys):
 
 
 def test_training_on_real_input(tmp_path, capsys):
-    status, found, page = run(tmp_path, "--only", "digits")
+    status, found, page = run(tmp_path, "--world-size", "2", "--only", "digits")
     assert status == 0
     training = found["training"]
+    assert training["world_size"] == 2
     assert len(training["one_process"]) == 30
     assert training["one_process"][-1] < training["one_process"][0] / 2
     assert max(training["differences"]["diffcoll.all_gather"]) < 1e-9
@@ -90,21 +93,212 @@ def test_the_table_has_every_collective():
         assert len(set(labels)) == len(labels)
 
 
-def test_wrong_options():
-    with pytest.raises(SystemExit, match="--only: got 'allreduce', expected names of all_reduce"):
-        main(["verify", "--only", "allreduce"])
-    with pytest.raises(SystemExit, match="--only: got 'x', expected names of all_reduce"):
-        main(["bench", "--only", "x"])
+# ── what fails ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """The library alone, and nothing compiled: each of the others costs seconds."""
+    for system in list(competitors.SYSTEMS)[1:]:
+        monkeypatch.delitem(competitors.SYSTEMS, system)
+    monkeypatch.setattr(verify, "_compiled_rows", lambda *_: [])
+
+
+def test_a_call_that_raises(tmp_path, monkeypatch, capsys, alone):
+    """On one rank, while the other waits for it."""
+
+    def planted(case, x, rank):
+        if case.label == "offset=-1, wrap=False" and rank == 1:
+            raise ValueError("planted [here]\nand more of it")
+        return case.call(x, rank)
+
+    monkeypatch.setitem(competitors.SYSTEMS, "diffcoll", lambda case, rank: lambda x: planted(case, x, rank))
+    status, found, page = run(tmp_path, "--world-size", "2", "--only", "shift,scan")
+    assert status == 1
+    assert not found["passed"]
+    rows = {(row["collective"], row["call"]): row["systems"]["diffcoll"] for row in found["rows"]}
+    assert rows.pop(("shift", "offset=-1, wrap=False")) == "raises ValueError: planted [here]"
+    assert rows.pop(("shift", "jvp, all calls")) == "raises ValueError: planted [here]"
+    assert {name for name, _ in rows} == {"shift", "scan"}
+    for errors in rows.values():
+        assert max(errors.values()) <= verify.BAR
+    printed = capsys.readouterr().out
+    assert "raises ValueError: planted [here]: shift(offset=-1, wrap=False), N = 2" in printed
+    assert f"{len(rows)} of {len(rows) + 2} calls are right" in printed
+    assert '<td class="n wrong">raises ValueError: planted [here]' in page
+
+
+def test_no_processes_to_be_had(tmp_path, monkeypatch, capsys, alone):
+    """spawn does not return: one wait, not one for each call, and a report of it all."""
+    waits = []
+
+    def spawn(*_, **__):
+        waits.append(1)
+        threading.Event().wait()
+
+    monkeypatch.setattr(verify, "spawn", spawn)
+    monkeypatch.setattr(verify, "LATE", 0.1)
+    monkeypatch.setattr(verify, "CALLS", dataclasses.replace(verify.CALLS, timeout=0.1))
+    status, found, page = run(tmp_path, "--world-size", "2", "--only", "shift,scan,digits")
+    assert status == 1
+    assert len(waits) == 2
+    why = "not run, since no 2 processes can be had: raises TimeoutError: spawn has not returned after 0.2 s"
+    assert len(found["rows"]) == sum(case.name in ("shift", "scan") for case in cases.table(2)) + 2
+    assert {row["systems"]["diffcoll"] for row in found["rows"]} == {why}
+    assert found["training"]["error"] == f"raises RuntimeError: {why}"
+    assert "0 of" in capsys.readouterr().out
+    assert page.count(why) == len(found["rows"]) + 1
+
+
+FRAMES = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    f()\n'
+AFTER = "ValueError: x: got 1\n    expected 2\n\nDuring handling of this another exception occurred:\n\n"
+
+
+@pytest.mark.parametrize(
+    ("reports", "word"),
+    [
+        ({0: FRAMES + "ValueError: x: got 1\nexpected 2\n", 1: "hung in\nThread\n"}, "raises ValueError: x: got 1"),
+        ({0: FRAMES + AFTER + FRAMES + "a.B: c\n", 1: ""}, "raises a.B: c"),
+        ({0: FRAMES + "d.CollectiveFailedError: y\n", 1: FRAMES + "KeyError: 'z'\n"}, "raises KeyError: 'z'"),
+        ({0: FRAMES + "d.CollectiveFailedError: y\n", 1: ""}, "raises d.CollectiveFailedError: y"),
+        ({0: FRAMES + "d.CollectiveFailedError: y\n", 1: "the process ended with exit code -6\n"}, "exit code -6"),
+        ({0: "hung in\nThread\n", 1: "hung in\n"}, "spawn: no end after 30 s"),
+    ],
+)
+def test_the_first_line_of_a_failure(reports, word):
+    found = verify._word(RanksFailedError("spawn: no end after 30 s\n── rank 0 of 2 ──", reports))
+    assert found == word or (found.endswith(word) and word.startswith("exit"))
+
+
+FAILS_UNDER_TORCHRUN = """
+import sys, threading
+from diffcoll.cli import competitors, main, verify
+
+where, *arguments = sys.argv[1:]
+
+def planted(case, x, rank):
+    if case.label == "offset=-1, wrap=False" and str(rank) in where:
+        raise ValueError(f"planted on rank {rank}")
+    if case.name == "split" and rank == 1 and where == "1":
+        threading.Event().wait()
+    return case.call(x, rank)
+
+for system in list(competitors.SYSTEMS)[1:]:
+    del competitors.SYSTEMS[system]
+competitors.SYSTEMS["diffcoll"] = lambda case, rank: lambda x: planted(case, x, rank)
+verify._compiled_rows = lambda *_: []
+verify.TIMEOUT_COMPILED = 10
+sys.exit(main(arguments))
+"""
+
+
+def torchrun(*command):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    launcher += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [*launcher, *map(str, command)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
+
+
+def fail_under_torchrun(tmp_path, ranks, names):
+    script, file = tmp_path / "script.py", tmp_path / "report.json"
+    script.write_text(FAILS_UNDER_TORCHRUN)
+    done = torchrun(script, ranks, "verify", "--only", names, "--json", file)
+    assert done.returncode == 1, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["collective"] for row in rows} == set(names.split(","))
+    rows = {(row["collective"], row["call"]): row["systems"]["diffcoll"] for row in rows}
+    failed = rows.pop(("shift", "offset=-1, wrap=False")), rows.pop(("shift", "jvp, all calls"))
+    for key in [key for key in rows if key[0] in ("shift", "scan")]:
+        assert max(rows.pop(key).values()) <= verify.BAR, key
+    return failed, rows
+
+
+def test_a_call_that_raises_under_torchrun(tmp_path):
+    failed, others = fail_under_torchrun(tmp_path, "0 and 1", "shift,scan")
+    assert failed == ("raises ValueError: planted on rank 0",) * 2
+    assert not others
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_alone_under_torchrun(tmp_path):
+    """It raises where the other does not, which waits in vain; later it does not come back."""
+    failed, others = fail_under_torchrun(tmp_path, "1", "shift,scan,split,broadcast")
+    for word in failed:
+        assert word.startswith("raises CollectiveFailedError: shift, forward")
+    assert {name for name, _ in others} == {"split", "broadcast"}
+    first = others.pop(("split", ""))
+    assert first.startswith("raises CollectiveFailedError: split, backward"), first
+    for word in others.values():
+        assert word.startswith("not run: rank 0 waited in vain for another"), word
+
+
+def test_the_number_of_processes_of_the_training(monkeypatch):
+    asked = []
+    monkeypatch.setattr(verify, "_train", lambda world, n: asked.append(n) or verify.Training(n, [1.0], error="stub"))
+    for sizes in ([], ["--world-size", "2"], ["--world-size", "4", "2"]):
+        assert main(["verify", "--only", "digits", *sizes]) == 1
+    assert asked == [3, 2, 4]
+
+
+def test_a_file_that_can_no_longer_be_written(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "reports"
+    folder.mkdir()
+
+    def train(world, n):
+        folder.rmdir()  # it is empty: that it can be written was tried without a trace
+        return verify.Training(n, [1.0, 0.5], differences={"diffcoll.all_gather": (0.0, 0.0)})
+
+    monkeypatch.setattr(verify, "_train", train)
+    assert main(["verify", "--only", "digits", "--json", str(folder / "report.json")]) == 1
+    printed = capsys.readouterr()
+    assert "diffcoll.all_gather" in printed.out
+    assert "diffcoll verify: [Errno 2] No such file or directory" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("verify --only allreduce", "argument --only: got 'allreduce', expected names of all_reduce, all_gather"),
+        ("verify --only all_reduce,x", "argument --only: got 'x', expected names of"),
+        ("verify --world-size 0", "argument --world-size: got '0', expected an integer from 1"),
+        ("verify --world-size 2 -1", "argument --world-size: got '-1', expected an integer from 1"),
+        ("verify --world-size two", "argument --world-size: got 'two', expected an integer from 1"),
+        ("verify --seed -1", "argument --seed: got '-1', expected an integer from 0"),
+        ("verify --backend foo", "argument --backend: got 'foo', expected one that PyTorch has here: gloo"),
+        ("verify --backend undefined", "argument --backend: got 'undefined', expected one"),
+        ("verify --backend cpu:gloo,cuda:foo", "argument --backend: got 'cpu:gloo,cuda:foo', expected one"),
+        ("verify --json missing/report.json", "argument --json: 'missing/report.json' cannot be written: No such file"),
+        ("verify --html .", "argument --html: '.' cannot be written: Is a directory"),
+        ("verify --engine gloo", "argument --engine: invalid choice: 'gloo'"),
+        ("bench x", "argument NAME: got 'x', expected names of all_reduce"),
+        ("bench all_reduce --only averager,x", "argument --only: got 'x', expected names of all_reduce"),
+        ("bench --world-size 0", "argument --world-size: got '0', expected an integer from 1"),
+        ("bench --rounds 0", "argument --rounds: got '0', expected an integer from 1"),
+        ("", "the following arguments are required: command"),
+    ],
+)
+def test_wrong_arguments(arguments, said, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(arguments.split())
+    assert caught.value.code == 2
+    assert f"error: {said}" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_size_that_the_launcher_has_set(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as caught:
+        main(["verify", "--world-size", "2"])
+    assert caught.value.code == 2
+    assert "argument --world-size: the launcher has set it already; leave it out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["permute,scatter", "digits"])
 def test_under_torchrun(tmp_path, what):
     file = tmp_path / "report.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    command += ["-m", "diffcoll", "verify", "--only", what, "--json", str(file)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
+    done = torchrun("-m", "diffcoll", "verify", "--only", what, "--json", file)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
     assert found["passed"]

@@ -1,9 +1,13 @@
 """Trees of tensors come back in their structure, with their gradients, in one message for each dtype."""
 
+import re
 from collections import OrderedDict, namedtuple
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils import _pytree
 
 import diffcoll as dc
 from diffcoll.engines.c10d import C10dEngine
@@ -17,6 +21,7 @@ COLLECTIVES = {
     "product": lambda x, **more: dc.all_reduce(x, "product", **more),
     "max, first": lambda x, **more: dc.all_reduce(x, "max", ties="first", **more),
     "a function": lambda x, **more: dc.all_reduce(x, cases.largest_whole, **more),
+    "elementwise": lambda x, **more: dc.all_reduce(x, cases.median_in_parts, **more),
     "broadcast": lambda x, **more: dc.broadcast(x, src=1, **more),
     "all_gather": lambda x, **more: dc.all_gather(x, **more),
     "stack": lambda x, **more: dc.all_gather(x, dim=-1, stack=True, **more),
@@ -62,6 +67,122 @@ def test_a_tree_is_its_leaves(name, later):
         for a, b in zip(leaves(got) + list(found), leaves(expected) + list(gradients), strict=True):
             assert (a.dtype, a.shape) == (b.dtype, b.shape)
             torch.testing.assert_close(a, b)
+
+
+def in_another_order(x, r):
+    """The same tree, whose dicts list their keys in another order on every rank."""
+    if isinstance(x, dict):
+        items = [(key, in_another_order(value, r)) for key, value in x.items()]
+        return type(x)(items[r % len(items) :] + items[: r % len(items)])
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return type(x)(*(in_another_order(value, r) for value in x))
+    return type(x)(in_another_order(value, r) for value in x) if isinstance(x, (list, tuple)) else x
+
+
+def by_path(x):
+    return {_pytree.keystr(path): leaf for path, leaf in _pytree.tree_flatten_with_path(x)[0]}
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["now", "async"])
+@pytest.mark.parametrize("where", ["rules", "truth", "gloo"])
+def test_leaves_are_matched_by_their_paths(where, later):
+    """Not by the order of insertion. Every leaf has a shape and a dtype that another one has too, and other numbers."""
+
+    def body(r):
+        whole = {
+            **tree(r),
+            10: tree(r + 7)["nested"],
+            9: tree(r + 9)["nested"],
+            (1, "x"): tree(r + 8)["half"],
+            None: tree(r + 5)["single"],
+        }
+        found = []
+        for name, collective in COLLECTIVES.items():
+            ys = []
+            for x in (whole, in_another_order(whole, r)):
+                y = collective(x, async_op=True).wait() if later else collective(x)
+                assert [*y] == [*x]
+                paths = sorted(by_path(y))
+                loss = sum(((r + 1 + i) * by_path(y)[path].sin()).sum().double() for i, path in enumerate(paths))
+                inputs = [by_path(x)[path] for path in paths]
+                if where == "truth":  # backward is not for one rank
+                    ys.append([by_path(y)[path].detach() for path in paths])
+                else:
+                    ys.append([by_path(y)[path].detach() for path in paths] + [*torch.autograd.grad(loss, inputs)])
+            found.append((name, *ys))
+        return found
+
+    run = {"rules": partial(simulate, rules=True), "truth": simulate, "gloo": spawn}[where]
+    for of_rank in run(body, range(N)):
+        for name, expected, got in of_rank:
+            assert len(expected) >= 10
+            for a, b in zip(expected, got, strict=True):
+                torch.testing.assert_close(a, b, msg=name, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["now", "async"])
+def test_another_structure_in_truth_is_an_error_that_names_the_path(later):
+    def body(r, other):
+        x = {"a": torch.ones(2), "b": torch.ones(2)}
+        x |= {"c": torch.ones(2)} if r == 1 and other == "more" else {}
+        x["b"] = x["b"].double() if r == 1 and other == "dtype" else x["b"]
+        with pytest.raises(dc.CollectiveMismatchError) as caught:
+            dc.all_reduce(x, async_op=later)
+        return str(caught.value)
+
+    for other, where in [("more", r"x\['c'\]: torch.float32"), ("dtype", r"x\['b'\]: torch.float64")]:
+        texts = simulate(body, range(N), [other] * N)
+        assert len({*texts}) == 1
+        assert re.search(rf"\n  rank 1: all_reduce\(dict, .*\n    the first leaf that differs: {where}", texts[0])
+
+
+def test_keys_that_are_not_the_same_on_all_ranks():
+    for key in (object(), torch.ones(2), frozenset("ab"), lambda: 0):
+        with pytest.raises(TypeError, match=r"all_reduce: x: got a dict key of type .*, expected strings or numbers"):
+            dc.all_reduce({key: torch.ones(1), "a": torch.ones(1)})
+
+    class Named(str):
+        def __hash__(self):
+            return id(self)
+
+        def __eq__(self, other):
+            return self is other
+
+    with pytest.raises(TypeError, match=r"all_reduce: x: \['same'\] is the path of two leaves; use strings as keys"):
+        dc.all_reduce({Named("same"): torch.ones(1), Named("same"): torch.ones(1)})
+
+
+class Box:
+    def __init__(self, *content):
+        self.content = content
+
+
+def test_nodes_without_keys():
+    _pytree.register_pytree_node(Box, lambda box: (list(box.content), None), lambda found, _: Box(*found))
+    try:
+
+        def body(r):
+            inner = [("b", torch.tensor([1.0 + r])), ("a", torch.tensor([10.0 + r]))]
+            y = dc.all_reduce([Box(dict(inner[:: 1 - 2 * (r % 2)]), torch.tensor([100.0 + r]))])[0]
+            return [y.content[0]["a"].item(), y.content[0]["b"].item(), y.content[1].item()]
+
+        for run in (partial(simulate, rules=True), simulate):
+            assert run(body, range(N)) == [[33, 6, 303]] * N
+        with pytest.raises(TypeError, match=r"x\[0\]\[1\]: got int"):
+            dc.all_reduce([Box(torch.ones(1), 3)])
+    finally:
+        _pytree._deregister_pytree_node(Box) if hasattr(_pytree, "_deregister_pytree_node") else None
+
+
+def test_one_tensor_at_two_places():
+    def body(r):
+        x = torch.tensor([1.0 + r], requires_grad=True)
+        y = dc.all_reduce({"b": x, "a": x})
+        (g,) = torch.autograd.grad((y["a"] + 10 * y["b"]) * (r + 1), x)
+        return y["a"].item(), y["b"].item(), g.item()
+
+    for run in (partial(simulate, rules=True), spawn):
+        assert run(body, range(2)) == [(3, 3, 33)] * 2
 
 
 def test_one_message_for_each_dtype(monkeypatch):
@@ -159,3 +280,23 @@ def test_transforms_and_compile_go_through_trees():
         assert hessian.isfinite()
         for g in found:
             torch.testing.assert_close(g, plain)
+
+
+def test_parts_of_a_linear_result_have_backwards_of_their_own():
+    """The nodes save nothing, so a second backward through them is one like the first."""
+    ops = {"sum": 1, "mean": 0.5, dist._make_nccl_premul_sum(0.5): 0.5}
+
+    def body(r):
+        found = []
+        for op in ops:
+            x, z = (torch.tensor([1.0 + r, 2.0], requires_grad=True) for _ in range(2))
+            u, v = dc.all_reduce([x, z], op)
+            y = dc.all_reduce(x, op)
+            for part in (u, v, y[0], y[1]):
+                ((r + 1) * part).sum().backward()
+            found.append((x.grad.tolist(), z.grad.tolist()))
+        return found
+
+    expected = [([6 * factor] * 2, [3 * factor] * 2) for factor in ops.values()]
+    assert simulate(body, range(2), rules=True) == [expected] * 2
+    assert spawn(body, range(2)) == [expected] * 2

@@ -229,3 +229,14 @@ def test_many_ranks_are_cheap():
     torch.autograd.backward(losses)
     torch.testing.assert_close(xs[7].grad, torch.ones(128))
     assert threading.active_count() < 20
+
+
+def test_shapes_and_dtypes_that_differ_are_an_error_in_truth_too():
+    """Where PyTorch would broadcast or convert them, the ranks' messages would not fit."""
+    for ones, text in [
+        (torch.ones(1), r"x is torch.float32 \(3,\) on rank 0, torch.float32 \(1,\) on rank 1"),
+        (torch.ones(3).double(), r"x is torch.float32 \(3,\) on rank 0, torch.float64 \(3,\) on rank 1"),
+    ]:
+        for collective in (dc.all_reduce, dc.broadcast, dc.scan, dc.shift):
+            with pytest.raises(dc.CollectiveMismatchError, match=f"{collective.__name__}: {text}"):
+                simulate(collective, [torch.ones(3), ones])

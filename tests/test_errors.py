@@ -1,0 +1,133 @@
+"""The line that an error names is the user's, wherever the user's code, the library and torch are."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import diffcoll as dc
+from diffcoll.errors import user_line
+from diffcoll.testing import spawn
+
+ROOT = Path(dc.__file__).parent.parent
+TORCH = Path(torch.__file__).parent
+
+#: Files with two lines of code, of which the second makes the call, and whether they are the user's.
+FILES = {
+    "a project in a folder torch": ("/home/me/torch/train.py", True),
+    "a project in lib/torch": ("/opt/lib/torch/lib/loss.py", True),
+    "a project named like it": (f"{TORCH}_project/loss.py", True),
+    "a project named like the library": (f"{ROOT}/diffcoll_project/loss.py", True),
+    "an installed package": (f"{TORCH.parent}/losses/clip.py", True),
+    "a package beside the standard library": (os.path.dirname(os.__file__) + "/site-packages/losses/clip.py", True),
+    "python -c, exec": ("<string>", True),
+    "stdin": ("<stdin>", True),
+    "code.interact": ("<console>", True),
+    "IPython": ("<ipython-input-3-0123456789ab>", True),
+    "Jupyter": ("/tmp/ipykernel_1234/567890123.py", True),
+    "Python 3.13's prompt": ("<python-input-0>", True),
+    "timeit": ("<timeit-src>", True),
+    "torch": (f"{TORCH}/nn/modules/module.py", False),
+    "the library": (f"{ROOT}/diffcoll/nn/losses.py", False),
+    "the standard library": (threading.__file__, False),
+    "importlib": ("<frozen importlib._bootstrap>", False),
+    "torch.fx": ("<eval_with_key>.12", False),
+    "beartype": ("<@beartype(train.loss) at 0x7f0123456789>", False),
+}
+
+
+def called(file, call, **names):
+    """What the call returns as it is made in the second line of this file."""
+    names["call"] = call
+    exec(compile("if True:\n    found = call()", file, "exec"), names)
+    return names["found"]
+
+
+def here(words):
+    with open(__file__, encoding="utf-8") as file:
+        return f"{__file__}:{next(i for i, line in enumerate(file, 1) if words in line)}"
+
+
+@pytest.mark.parametrize(("file", "users"), FILES.values(), ids=FILES)
+def test_files(file, users):
+    assert called(file, user_line) == (f"{file}:2" if users else here("exec(compile("))
+
+
+def test_code_that_names_no_file_of_its_module():
+    """What dataclasses generate for a module of the library, and inductor's modules."""
+    for module in ("diffcoll.collectives.all_gather", "torch._inductor.runtime.compile_tasks.cabc"):
+        for file in ("<string>", "/tmp/torchinductor_me/ab/cabc.py"):
+            assert called(file, user_line, __name__=module) == here("exec(compile(")
+            for users in ("__main__", "torchvision.ops", "diffcoll_losses"):
+                assert called(file, user_line, __name__=users) == f"{file}:2"
+
+    @dataclasses.dataclass
+    class Found:
+        line: str = dataclasses.field(default_factory=user_line)
+
+    assert Found().line.startswith("<string>:")  # of this module, which is the user's
+
+
+def test_threads():
+    with ThreadPoolExecutor(1, thread_name_prefix="pool") as pool:
+        assert pool.submit(lambda: user_line()).result() == here("submit(lambda: user_line())")
+        assert pool.submit(user_line).result() == "<start of thread 'pool_0'>"
+        x = torch.ones(2, requires_grad=True)
+        y = pool.submit(dc.all_reduce, x).result()
+    assert y.grad_fn.origin.line == "<start of thread 'pool_0'>"
+
+
+def test_processes():
+    """A rank whose program is a function of the library: nothing of multiprocessing's is the user's."""
+    assert spawn(lambda r: user_line(), range(2)) == [here("spawn(lambda r: user_line()")] * 2
+    assert spawn(next, [iter(user_line, None)] * 2) == ["<start of a process>"] * 2
+
+
+def test_a_backward_within_a_hook():
+    x = torch.ones(2, requires_grad=True)
+    found = []
+
+    def hook(g):
+        with torch.enable_grad():
+            z = dc.all_reduce(2 * torch.ones(2, requires_grad=True))  # in the hook
+            z.sum().backward()
+        found.extend((z.grad_fn.origin.line, user_line()))
+
+    y = dc.all_reduce(x)  # outside
+    y.register_hook(hook)
+    y.sum().backward()
+    assert y.grad_fn.origin.line == here("# outside")
+    assert found == [here("# in the hook"), here("found.extend((z")]
+
+
+PROGRAM = """
+import diffcoll as dc, torch
+from diffcoll.errors import user_line
+x = torch.ones(2, requires_grad=True)
+y = dc.all_gather(x)
+print(user_line(), y.grad_fn.origin.line)
+"""
+
+
+@pytest.mark.parametrize("how", ["-c", "-", "file"])
+def test_programs(tmp_path, how):
+    """Given in the command line, on standard input, and below a folder torch; the library by a symbolic link."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "diffcoll").symlink_to(ROOT / "diffcoll", target_is_directory=True)
+    file = tmp_path / "torch" / "lib" / "train.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(PROGRAM)
+    rest = {"-c": ["-c", PROGRAM], "-": ["-"], "file": [str(file)]}[how]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "lib")}
+    program = PROGRAM if how == "-" else None
+    done = subprocess.run(
+        [sys.executable, *rest], input=program, capture_output=True, text=True, env=environment, check=True
+    )
+    name = {"-c": "<string>", "-": "<stdin>", "file": str(file)}[how]
+    assert done.stdout.split() == [f"{name}:6", f"{name}:5"]
