@@ -407,7 +407,7 @@ class GradientAverager:
                 p.put(self._scale())
         if bucket is self._buckets[-1]:
             used = [p.is_used or p.kept is not None for p in self._live]
-            bucket.tail.copy_(torch.tensor([*used, 0.0, 0.0, self._took_part], dtype=torch.float64))
+            bucket.tail.copy_(torch.tensor([*used, 0.0, 0.0, self._took_part], dtype=torch.float64, device="cpu"))
             bucket.tail[-2] = self._total  # which may be a tensor elsewhere
         self._start(bucket)
 

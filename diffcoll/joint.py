@@ -37,7 +37,7 @@ class _Chain:
     """What the next collective of this rank is tied to; its gradient is zero."""
 
     def __init__(self) -> None:
-        self.token = torch.zeros((), requires_grad=True)
+        self.token = torch.zeros((), device="cpu", requires_grad=True)
 
     def anchor(self) -> None:
         """Make every checkpoint around the collective just made compute it again on every rank, at one place.
@@ -188,7 +188,7 @@ class _Link(Function):
 
     @staticmethod
     def forward(x: Tensor, token: Tensor, rule: Any, chain: Any, *more: Any) -> tuple[Tensor, Tensor]:
-        return rule.forward(x, *more), torch.zeros(())
+        return rule.forward(x, *more), torch.zeros((), device="cpu")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -208,7 +208,7 @@ class _Saved(Function):
 
     @staticmethod
     def forward(token: Tensor) -> Tensor:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -233,7 +233,7 @@ class _Tie(Function):
 
     @staticmethod
     def backward(ctx: Any, gloss: Tensor) -> tuple[Tensor, Tensor]:
-        return gloss, torch.zeros(())
+        return gloss, torch.zeros((), device="cpu")
 
     @staticmethod
     def jvp(ctx: Any, tloss: Tensor, ttoken: Tensor) -> Tensor:

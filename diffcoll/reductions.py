@@ -197,7 +197,7 @@ def _times_power_of_two(x: Tensor, e: Tensor) -> Tensor:
     if x.is_complex():  # by parts: times a complex number, an infinite part would make the other NaN
         x = x.resolve_conj()
         return torch.complex(_times_power_of_two(x.real, e), _times_power_of_two(x.imag, e))
-    most = -2 * torch.tensor(torch.finfo(e.dtype).tiny, dtype=torch.float64).log2().item()
+    most = -2 * torch.tensor(torch.finfo(e.dtype).tiny, dtype=torch.float64, device="cpu").log2().item()
     e = e.clamp(-most, most)
     half = (e / 2).floor()
     return x * half.exp2() * (e - half).exp2()

@@ -125,7 +125,7 @@ class Call:
             return
         n, ndim = self.engine.size, len(sent[0])
         rows = self.tell([size for block in sent + expected for size in block], "blocks")
-        told = [torch.tensor(row).view(2, n, ndim).tolist() for row in rows]
+        told = [torch.tensor(row, device="cpu").view(2, n, ndim).tolist() for row in rows]
         for r in range(n):
             for s in range(n):
                 block, place = told[r][0][s], told[s][1][r]

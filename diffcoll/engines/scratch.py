@@ -30,10 +30,10 @@ class Scratch:
         try:  # pop is atomic: two threads never hold the same buffer
             kept = self._kept.pop()
         except IndexError:
-            kept = torch.empty(0, dtype=torch.uint8)
+            kept = torch.empty(0, dtype=torch.uint8, device="cpu")
         if kept.numel() < nbytes:
             with torch.inference_mode(False):  # else the next call, outside that mode, may not write to it
-                kept = torch.empty(nbytes, dtype=torch.uint8)
+                kept = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return kept[:nbytes].view(like.dtype) if nbytes else like.new_empty(0)
 
     def give(self, memory: Tensor) -> None:
@@ -41,4 +41,4 @@ class Scratch:
         nbytes = memory.untyped_storage().nbytes()
         if memory.device.type == "cpu" and 0 < nbytes <= KEPT_BYTES:
             with torch.inference_mode(False):
-                self._kept.append(torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage()))
+                self._kept.append(torch.empty(0, dtype=torch.uint8, device="cpu").set_(memory.untyped_storage()))

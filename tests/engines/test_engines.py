@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import diffcoll as dc
 from diffcoll.engines import c10d, local
 from diffcoll.engines.engine import Engine, add_up
 from diffcoll.engines.scratch import KEPT_BYTES, Scratch
@@ -207,3 +208,48 @@ def test_scratch_is_kept_lent_once_and_bounded():
     with torch.inference_mode():
         scratch.give(scratch.take(10, like))
     scratch.take(10, like).zero_()  # not an inference tensor
+
+
+def test_a_default_device():
+    """The library says of every tensor of its own where it is: `with torch.device(…)` is about the user's."""
+    calls = {
+        "half": lambda x: dc.all_reduce(x.half()),
+        "large": lambda x: dc.all_reduce(x.expand(1 << 16, 4).contiguous()),
+        "product": lambda x: dc.all_reduce(x, "product"),
+        "logsumexp": lambda x: dc.all_reduce(x, "logsumexp"),
+        "first": lambda x: dc.all_reduce(x, "max", ties="first"),
+        "all_gather": lambda x: dc.all_gather(x[: 1 + dc.get_rank()], sizes="auto"),
+        "all_to_all": lambda x: dc.all_to_all(x, split_sizes=[1, 3], concat_sizes="auto"),
+        "scatter": lambda x: dc.scatter(x if dc.get_rank() == 0 else None),
+        "scan": lambda x: dc.scan(x, exclusive=True),
+        "async": lambda x: dc.all_reduce(x, async_op=True).wait(),
+    }
+
+    def found(x, device):
+        results = []
+        for call in calls.values():
+            for compare in (False, True):
+                x.grad = None
+                with torch.device(device), dc.check_mode(compare), dc.joint_backward() as joint:
+                    y = call(x)
+                    joint(y.float().square().sum()).backward()
+                results += [y.detach(), x.grad]
+        with torch.device(device):
+            m = torch.nn.Linear(4, 1, device="cpu")
+            averager = dc.GradientAverager(m)
+            m(x.detach()).backward()
+            averager.detach()
+        return [*results, m.weight.grad]
+
+    def body(x):
+        torch.manual_seed(0)
+        there = found(x, "meta")
+        torch.manual_seed(0)
+        return there, found(x, "cpu")
+
+    xs = [torch.tensor([1.0, 2.0, -1.0, 0.5]) * (r + 1) for r in range(2)]
+    for run in (spawn, lambda *call: simulate(*call, rules=True)):
+        for there, here in run(body, [x.clone().requires_grad_() for x in xs]):
+            assert len(there) == len(here) == 4 * len(calls) + 1
+            for a, b in zip(there, here, strict=True):
+                assert (a is b is None) or torch.equal(a, b)
