@@ -16,14 +16,19 @@ import torch
 from torch import Tensor
 from torch._functorch import eager_transforms
 from torch._library.fake_class_registry import FakeScriptObject
-from torch.autograd import Function, Variable, forward_ad, graph, profiler
+from torch.autograd import Function, Variable, forward_ad, grad_mode, graph, profiler
 from torch.autograd.function import BackwardCFunction
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointFunction, _StopRecomputationError
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 __all__ = [
     "LAZY_MODULES",
     "after_backward",
+    "ambient",
     "apply_rule",
     "backward_at_work",
     "before_node",
@@ -419,6 +424,73 @@ def shared_forward_mode() -> Iterator[None]:
         yield
     finally:
         forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter, leave
+
+
+# ── what PyTorch keeps for each thread ───────────────────────────────────────────────────────────────────
+
+
+def ambient() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return the context manager that gives another thread the modes of this one.
+
+    PyTorch has no public way to hand them on; its own threads (autograd's, jit's) get them in C++.
+    """
+    modes = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()  # type: ignore[no-untyped-call]
+    traced = [type(m).__name__ for m in modes[1] if getattr(m, "_mode_key", None) is not None]
+    if traced:
+        raise RuntimeError(
+            f"simulate: called within {traced[-1]}, expected a call outside of it: its state belongs to one thread, "
+            "and ranks are other threads; trace, or fake tensors, in the function that each rank runs"
+        )
+    autocast = [
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in torch._C._autocast_supported_devices()
+    ]
+    cached = torch.is_autocast_cache_enabled()
+    recording = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled(), torch.is_inference_mode_enabled()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    no_hooks = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    threads, replay = torch._C._is_multithreading_enabled(), torch._C._is_view_replay_enabled()
+    layout = torch._C._is_grad_layout_enforcement_enabled()
+    functions = torch._C._get_torch_function_state()  # type: ignore[attr-defined]
+    default_device = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        for device, enabled, dtype in autocast:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(cached)
+        torch._C._set_torch_function_state(functions)  # type: ignore[attr-defined]
+        if default_device is not None:
+            torch._GLOBAL_DEVICE_CONTEXT.device_context = default_device
+        with contextlib.ExitStack() as stack:
+            grad, forward, inference = recording
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            stack.enter_context(forward_ad._set_fwd_grad_enabled(forward))
+            stack.enter_context(grad_mode.set_multithreading_enabled(threads))
+            stack.enter_context(grad_mode._force_original_view_tracking(replay))
+            stack.enter_context(grad_mode.enforce_grad_layout_policy(layout))
+            stack.callback(_pop_modes)
+            for mode in modes[0]:
+                _push_mode(mode)  # type: ignore[no-untyped-call]  # not entered a second time
+            for mode in modes[1]:
+                _push_dispatch_mode(mode)
+            if hooks is not None:
+                torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+                stack.callback(torch._C._autograd._pop_saved_tensors_default_hooks)
+            if no_hooks is not None:
+                torch._C._autograd._saved_tensors_hooks_disable(no_hooks)
+            yield
+
+    return entered
+
+
+def _pop_modes() -> None:
+    while _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+        _pop_mode()  # type: ignore[no-untyped-call]
+    while _get_current_dispatch_mode_stack():
+        _pop_dispatch_mode()
 
 
 # ── Python code that a backward calls ────────────────────────────────────────────────────────────────────

@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from diffcoll._torch import (
     after_backward,
+    ambient,
     backward_at_work,
     before_node,
     forward_mode,
@@ -137,11 +138,11 @@ class World:
         """Run one function per rank to the end; results in the order of ranks, or the first rank's error."""
         global _running
         keep, level = _random_get(), forward_mode()
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        entered = ambient()
         for number, body in enumerate(bodies):
             seed_rank(self.seed, number)
             context = contextvars.copy_context()
-            rank = _Rank(self, number, lambda body=body, c=context: c.run(_in_modes, body, *modes))  # type: ignore[misc]
+            rank = _Rank(self, number, partial(context.run, _within, entered(), body))
             rank.random = _random_get()
             self._ranks.append(rank)
             rank.start()
@@ -467,8 +468,8 @@ def _closed_lock() -> threading.Lock:
     return lock
 
 
-def _in_modes(body: Callable[[], Any], grad: bool, inference: bool) -> Any:
-    with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+def _within(modes: AbstractContextManager[None], body: Callable[[], Any]) -> Any:
+    with modes:
         return body()
 
 

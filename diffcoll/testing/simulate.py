@@ -45,12 +45,18 @@ def simulate(fn: Callable[..., Any], *per_rank: Sequence[Any], rules: bool = Fal
         seed: rank r starts its own streams of random numbers (torch, random, numpy) from (seed, r), the same
             as under `spawn`; the caller's are left as they were.
 
+    The ranks run in the modes of the caller: grad mode, autocast, `with torch.device(…)`, hooks for saved tensors, and
+    whatever else PyTorch keeps for each thread.
+
     Returns:
         The ranks' results, in order.
 
     Raises:
+        TypeError, ValueError: per_rank are no sequences of one length.
         CollectiveMismatchError: ranks are in different collectives, or wait for one that is gone; says which
             rank waits in what, at which line.
+        RuntimeError: called within a transform of torch.func, `joint_backward`, or a mode that traces or fakes tensors,
+            which all belong to one thread; call it outside, or enter them in fn.
         RuntimeError: under the joint graph, backward ran through a collective inside fn; or the backward of a world
             itself calls a collective (a checkpoint recomputes one, the backward of an `autograd.Function` or a hook
             contains one) and its ranks cannot meet: only with `rules=True` and backward inside fn they can.

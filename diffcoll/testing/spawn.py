@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from diffcoll._torch import forward_mode
 from diffcoll.testing._calls import per_rank_arguments
 from diffcoll.testing.processes import GRACE, Forked, Launched, Processes, RanksFailedError, surroundings
 
@@ -62,6 +63,11 @@ def spawn(
     import cloudpickle
 
     calls = per_rank_arguments("spawn", per_rank)
+    if forward_mode()[0] >= 0:
+        raise RuntimeError(
+            "spawn: called within forward_ad.dual_level(), expected a call outside of it: tangents are not sent to "
+            "other processes; enter the level in fn, or use simulate"
+        )
     with tempfile.TemporaryDirectory(prefix="diffcoll-") as folder:
         setups = [(rank, len(calls), backend, timeout, seed, folder, surroundings()) for rank in range(len(calls))]
         payloads = [cloudpickle.dumps((fn, arguments)) for arguments in calls]

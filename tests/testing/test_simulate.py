@@ -1,5 +1,6 @@
 """Simulated ranks: deterministic, found out at once when they cannot go on, and cheap."""
 
+import itertools
 import random
 import re
 import threading
@@ -8,7 +9,13 @@ import time
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import diffcoll as dc
 from diffcoll.testing import new_group, simulate, spawn
@@ -240,3 +247,204 @@ def test_shapes_and_dtypes_that_differ_are_an_error_in_truth_too():
         for collective in (dc.all_reduce, dc.broadcast, dc.scan, dc.shift):
             with pytest.raises(dc.CollectiveMismatchError, match=f"{collective.__name__}: {text}"):
                 simulate(collective, [torch.ones(3), ones])
+
+
+NO_SEQUENCES = {
+    "2": (2, r"got 2, expected a sequence with one element for each rank; range\(2\) gives each of 2 ranks its number"),
+    "np.int64": (np.int64(3), r"got np.int64\(3\), expected .* range\(3\)"),
+    "dict": ({"a": 1}, r"got dict, expected .* list\(d.values\(\)\)"),
+    "set": ({1, 2}, "got set, expected .* a set has no order; pass a sorted list"),
+    "0-d": (torch.tensor(1.0), r"got a 0-d tensor, expected .* \[value\] \* N"),
+    "None": (None, r"got NoneType, expected .* \[value\] \* N"),
+    "module": (torch.nn.Linear(1, 1), "got Linear, expected"),
+}
+
+
+@pytest.mark.parametrize("value, words", NO_SEQUENCES.values(), ids=NO_SEQUENCES)
+@pytest.mark.parametrize("call", [simulate, simulated, spawn], ids=["truth", "rules", "spawn"])
+def test_what_is_no_sequence(call, value, words):
+    name = "spawn" if call is spawn else "simulate"
+    with pytest.raises(TypeError, match=rf"{name}: per_rank\[0\]: {words}"):
+        call(lambda *a: a, value)
+    with pytest.raises(TypeError, match=rf"{name}: per_rank\[1\]: {words}"):
+        call(lambda *a: a, range(2), value)
+
+
+def test_what_is_a_sequence():
+    class Old:
+        def __getitem__(self, i):
+            return [10, 20][i]
+
+    kinds = "ab", (x for x in (10, 20)), np.arange(2), torch.eye(2), {3: 0, 4: 0}.values(), Old(), {3: 0, 4: 0}
+    for column in kinds[:-1]:
+        assert len(simulate(lambda a, b: (a, b), range(2), column)) == 2
+    assert simulate(lambda a, b: (a, b), Old(), kinds[-1].keys()) == [(10, 3), (20, 4)]
+    for endless in (itertools.count(), itertools.repeat(1)):
+        with pytest.raises(ValueError, match=r"got sequences of lengths \[2, 3\]"):
+            simulate(lambda a, b: a, range(2), endless)
+    with pytest.raises(ValueError, match="got sequences of 65536 elements and more, expected N"):
+        simulate(lambda a: a, itertools.count())
+
+
+AROUND = {
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "vmap": lambda f, x: torch.vmap(f)(x),
+}
+
+
+@pytest.mark.parametrize("transform", AROUND.values(), ids=AROUND)
+def test_transforms_around_a_call(transform):
+    """Also where the tensors come by the closure, or none is transformed at all."""
+    xs = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])]
+    calls = {
+        "simulate": lambda x: sum(simulate(dc.all_reduce, [x, x])).sum(),
+        "simulate ": lambda x: sum(simulate(lambda r: dc.all_reduce(x), range(2), rules=True)).sum(),
+        "simulate  ": lambda x: x.sum() * sum(simulate(dc.all_reduce, xs)).sum(),
+        "spawn": lambda x: sum(spawn(lambda r: dc.all_reduce(x), range(2))).sum(),
+    }
+    for name, call in calls.items():
+        with pytest.raises(RuntimeError, match=rf"^{name.strip()}: called within a transform of torch.func .*expected"):
+            transform(call, xs[0])
+    assert simulate(lambda x: torch.func.grad(lambda x: dc.all_reduce(x.sum()))(x).sum(), xs, rules=True) == [4.0, 4.0]
+
+
+def test_regions_and_tracing_around_a_call():
+    with dc.joint_backward(), pytest.raises(RuntimeError, match=r"simulate: called within joint_backward\(\)"):
+        simulate(lambda r: r, range(2))
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="simulate: called within FakeTensorMode"):
+        simulate(lambda r: r, range(2))
+    with pytest.raises(RuntimeError, match="simulate: called within ProxyTorchDispatchMode"):
+        make_fx(lambda x: simulate(lambda r: x, range(2))[0])(torch.ones(1))
+
+
+@both
+def test_forward_mode_around_a_call(run):
+    with forward_ad.dual_level():
+        xs = [forward_ad.make_dual(torch.tensor(1.0 + r), torch.tensor(10.0**r)) for r in range(3)]
+        ys = run(lambda x, r: dc.all_reduce(x) ** 2 * r, xs, range(3))
+        tangents = [forward_ad.unpack_dual(y).tangent.item() for y in ys]
+        with pytest.raises(RuntimeError, match=r"spawn: called within forward_ad.dual_level\(\)"):
+            spawn(lambda x: x, xs)
+    assert tangents == [2 * 6 * 111 * r for r in range(3)]  # d (Σ x)² = 2 Σ x · Σ dx
+
+
+class Counting:
+    """A mode that counts what it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen += 1
+        return function(*args, **(kwargs or {}))
+
+    __torch_dispatch__ = __torch_function__
+
+
+class CountingFunctions(Counting, TorchFunctionMode):
+    pass
+
+
+class CountingOps(Counting, TorchDispatchMode):
+    pass
+
+
+@both
+def test_what_pytorch_keeps_for_each_thread(run):
+    """Private state of torch that is handed on to the ranks; if it moves, this fails."""
+
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        found = run(lambda r: (torch.eye(2) @ dc.all_reduce(torch.eye(2))).dtype, range(2))
+        cache = run(lambda r: torch.is_autocast_cache_enabled(), range(2))
+    assert found == [torch.bfloat16] * 2
+    assert cache == [False, False]
+    assert run(autocast_of_one_rank, range(2)) == [(torch.float32,) * 2, (torch.float16, torch.float32)]
+
+    def devices(r):
+        y = dc.all_reduce(torch.ones(5, device="cpu") * (r + 1))
+        return torch.zeros(1).device.type, torch.get_default_device().type, y.tolist()
+
+    with torch.device("meta"):
+        assert run(devices, range(2)) == [("meta", "meta", [3] * 5)] * 2
+    torch.set_default_device("meta")
+    try:
+        assert run(devices, range(2)) == [("meta", "meta", [3] * 5)] * 2
+        assert run(lambda r: torch.set_default_device(None) or torch.ones(1).device.type, range(2)) == ["cpu", "cpu"]
+        assert torch.ones(1).is_meta
+    finally:
+        torch.set_default_device(None)
+
+    def product(x):
+        return (x @ dc.all_reduce(x)).sum()
+
+    xs = [torch.eye(3, requires_grad=True) for _ in range(2)]
+    with CountingFunctions() as functions, CountingOps() as ops, FlopCounterMode(display=False) as flops:
+        run(product, xs)
+    assert functions.seen > 0 and ops.seen > 0
+    assert flops.get_total_flops() == 2 * 2 * 3**3
+
+    with torch.autograd.set_multithreading_enabled(False):
+        assert run(lambda r: torch._C._is_multithreading_enabled(), range(2)) == [False, False]
+    with forward_ad._set_fwd_grad_enabled(False):
+        assert run(lambda r: torch._C._is_fwd_grad_enabled(), range(2)) == [False, False]
+    with torch.autograd._force_original_view_tracking(True):
+        assert run(lambda r: torch._C._is_view_replay_enabled(), range(2)) == [True, True]
+    default = torch._C._is_grad_layout_enforcement_enabled()
+    with torch.autograd.grad_mode.enforce_grad_layout_policy(not default):
+        assert run(lambda r: torch._C._is_grad_layout_enforcement_enabled(), range(2)) == [not default] * 2
+    with torch._C.DisableTorchFunction():
+        assert run(lambda r: torch._C._is_torch_function_all_disabled(), range(2)) == [True, True]
+
+
+def autocast_of_one_rank(r):
+    with torch.autocast("cpu", torch.float16, enabled=r == 1):
+        mine = (torch.eye(2) @ torch.eye(2)).dtype
+        dc.all_reduce(torch.ones(2))
+        assert (torch.eye(2) @ torch.eye(2)).dtype == mine
+    return mine, (torch.eye(2) @ torch.eye(2)).dtype
+
+
+@both
+def test_hooks_for_saved_tensors(run):
+    packed, unpacked = [], []
+
+    def body(x):
+        loss = (dc.all_reduce(x) ** 2 * (dc.get_rank() + 1)).sum()
+        if run is simulated:
+            loss.backward()
+        return loss
+
+    def pack(x):
+        packed.append(threading.current_thread().name)
+        return x * 2
+
+    xs = [torch.tensor([1.0 + r, 2.0], requires_grad=True) for r in range(3)]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: unpacked.append(x) or x / 2):
+        losses = run(body, xs)
+    if run is simulate:
+        torch.autograd.backward(losses)
+    assert set(packed) == {"rank 0", "rank 1", "rank 2"}
+    assert len(unpacked) == len(packed) > 0
+    for x in xs:
+        assert x.grad.tolist() == [2 * 6 * 6, 2 * 6 * 6]
+    message = "nothing may be saved elsewhere"
+    with torch.autograd.graph.disable_saved_tensors_hooks(message), pytest.raises(RuntimeError, match=message):
+        run(lambda x: checkpoint(torch.sin, x, use_reentrant=False), xs)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_a_call(reentrant):
+    """The whole world is recomputed, and is another one then."""
+    xs = [torch.tensor([1.0 + r, 2.0], requires_grad=True) for r in range(3)]
+
+    def total(*xs):
+        return sum(simulate(lambda x, w: w * dc.all_reduce(x.sin()).square().sum(), xs, [1.0, 10.0, 100.0]))
+
+    direct = torch.autograd.grad(total(*xs), xs)
+    checkpoint(total, *xs, use_reentrant=reentrant).backward()
+    for x, gx in zip(xs, direct, strict=True):
+        assert torch.equal(x.grad, gx)
