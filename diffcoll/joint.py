@@ -23,6 +23,7 @@ from diffcoll._torch import (
     apply_rule,
     backward_at_work,
     carries_tangents,
+    is_batched_by_autograd,
     is_within_reentrant_checkpoint,
     is_within_transform,
     save_under_each_hook,
@@ -149,7 +150,7 @@ def _recording() -> _Chain | None:
 def record(rule: Any, x: Tensor, *more: Any) -> Tensor:
     """Return rule.apply(x, *more); within a region as a link of its chain."""
     chain = here.chain and _recording()
-    if chain is None or is_within_transform():
+    if chain is None or is_within_transform() or is_batched_by_autograd(x):
         return apply_rule(rule, x, *more)
     differentiable = x.is_floating_point() or x.is_complex()
     if differentiable and carries_tangents():

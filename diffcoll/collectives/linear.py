@@ -22,7 +22,16 @@ from torch import Tensor
 from torch.autograd import Function
 
 from diffcoll import checks, joint
-from diffcoll._torch import apply_rule, backward_at_work, is_profiling, is_traced, is_zero_without_memory
+from diffcoll._torch import (
+    apply_rule,
+    backward_at_work,
+    is_batched_by_autograd,
+    is_plain,
+    is_profiling,
+    is_traced,
+    is_zero_without_memory,
+    over_batch,
+)
 from diffcoll.engines.engine import Engine, Turn, Wait, done
 from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
 from diffcoll.joint import record
@@ -119,8 +128,11 @@ def run(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
     Here every message passes. Cold, as between two steps of training, each line costs several times what it does in a
     loop, and each call more.
     """
-    if is_traced(x):
-        return _traced(f, x)
+    if not is_plain(x):
+        if is_batched_by_autograd(x):
+            return over_batch(lambda x: record(_Apply, x, f, origin), x)
+        if is_traced(x):
+            return _traced(f, x)
     engine = f.engine
     if is_profiling() or checks.is_on() or engine.aloft or not engine.turn.acquire(False):
         return moved(f, origin, x, lambda: _checked(f, origin, x, lambda: alone(f, x, origin)))
@@ -295,8 +307,8 @@ class _Start(Function):
 
     @staticmethod
     def forward(x: Tensor, f: Linear, transit: _Transit) -> Tensor:
-        if is_traced(x):
-            y = _traced(f, x)
+        if not is_plain(x) and (is_batched_by_autograd(x) or is_traced(x)):
+            y = run(x, f, transit.origin)
             transit.wait = lambda: y
             return x.new_empty(0)
         origin = transit.origin

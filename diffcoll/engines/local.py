@@ -332,6 +332,7 @@ class LocalEngine(Engine):
         return self.world.meet(self.group, self._turn, what, payload, combine)
 
 
+@torch.no_grad()  # the blocks of ranks that record; the one that delivers may not
 def _deliver(payloads: list[tuple[Blocks, Blocks]]) -> list[None]:
     """Copy every block from its sender to its receiver."""
     for r, (_, recvs) in enumerate(payloads):
