@@ -61,7 +61,8 @@ class check_mode:
     or has left by an exception, the others raise, and do not wait. The exception itself goes on its way.
 
     Each process says it for itself, in a simulated world each rank, and all ranks of a group must say the same.
-    Compiled collectives are not compared.
+    Compiled and traced collectives are compared by map, arguments, dtype and shape, with each other: one that is
+    compiled on some ranks only is an error.
 
     Args:
         on: whether to compare from here on.

@@ -16,13 +16,14 @@ from torch import Tensor
 from torch._inductor import lowering, virtualized
 from torch._library.effects import EffectType
 
+from diffcoll import checks
 from diffcoll._torch import backward_at_work, is_differentiating, is_jit_tracing
 from diffcoll.collectives.all_gather import AllGather
 from diffcoll.collectives.all_reduce import AllReduce
 from diffcoll.collectives.all_to_all import AllToAll
 from diffcoll.collectives.broadcast import Broadcast, Keep
 from diffcoll.collectives.gather import Gather
-from diffcoll.collectives.linear import Linear, alone, moved
+from diffcoll.collectives.linear import UNEVEN, Linear, alone, moved
 from diffcoll.collectives.permute import Permute
 from diffcoll.collectives.reduce import Reduce
 from diffcoll.collectives.reduce_scatter import ReduceScatter
@@ -31,6 +32,7 @@ from diffcoll.collectives.scatter import Scatter
 from diffcoll.collectives.shift import Shift
 from diffcoll.collectives.split import Split
 from diffcoll.collectives.sum_gradients import SumGradients
+from diffcoll.errors import user_line
 from diffcoll.groups import engine_named, key_in_graphs
 from diffcoll.joint import is_joint
 from diffcoll.reductions import Product
@@ -98,6 +100,19 @@ _IN_JOINT = (
 )
 
 
+def _checked(f: Linear, x: Tensor) -> Tensor:
+    """Return f(x), in check mode after the ranks have compared it: the map, for the call that made it is not known."""
+    if checks.is_on() and f.engine.size > 1:
+        given = {name: getattr(f, name) for name in _names[type(f)] if name not in PER_RANK}
+        same = list(x.shape) if f.name not in UNEVEN else x.dim()
+        words = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        text = f"compiled {type(f).__name__}({x.dtype} {tuple(x.shape)}, {words}) at {user_line()}"
+        checks.compare(f.engine, ("compiled", type(f).__name__, x.dtype, same, given), text)
+        if f.shared[0]:
+            checks.same_everywhere(f.engine, x, f"compiled {type(f).__name__}")
+    return alone(f, x)
+
+
 def _flat(value: Any) -> Any:
     """A field as an argument of the op: pairs in one row."""
     if isinstance(value, tuple):
@@ -118,7 +133,7 @@ def _register(kind: type[Linear]) -> None:
         f = made(group, *values)
         if not _here.derived:
             _refuse(f.name)
-        return moved(f, None, x, lambda: alone(f, x)).contiguous()  # as `fake` says
+        return moved(f, None, x, lambda: _checked(f, x)).contiguous()  # as `fake` says
 
     def fake(x: Tensor, group: str, *values: Any) -> Tensor:
         # Not x.new_empty: of an x whose value the compiler knows it would believe to know that too.

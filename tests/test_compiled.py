@@ -350,3 +350,48 @@ def test_results_are_as_dense_as_the_graph_says():
     x = torch.arange(6.0).view(2, 3)
     y = torch.compile(lambda x: dc.sum_gradients(x.t()), fullgraph=True)(x)
     assert y.tolist() == x.t().tolist()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_check_mode_compares_what_is_compiled(backend):
+    """Switched on after the graphs were made; a rank that runs eager code among compiled ones hangs otherwise."""
+
+    def body(r):
+        total, gathered = (
+            torch.compile(f, fullgraph=True, backend="aot_eager") for f in (dc.all_reduce, dc.all_gather)
+        )
+        x = torch.tensor([1.0, 2.0 + r], requires_grad=True)
+        (total(x).sum() + gathered(x).square().sum()).backward()
+        expected, x.grad = x.grad, None
+        texts = []
+
+        def unused_on_one_rank():
+            y, z = total(x), gathered(x)
+            (y if r == 1 else z).sum().backward()
+
+        with dc.check_mode():
+            for differs in (
+                lambda: (dc.all_reduce if r == 1 else total)(x),
+                lambda: dc.all_reduce(x, async_op=True).wait() if r == 1 else total(x),
+                lambda: (gathered if r == 1 else total)(x),
+                lambda: total(torch.ones(2 + r)),
+                lambda: total(torch.ones(2, dtype=torch.float64 if r == 1 else torch.float32)),
+                unused_on_one_rank,
+            ):
+                with pytest.raises(dc.CollectiveMismatchError) as caught:
+                    differs()
+                texts.append(str(caught.value))
+                assert dc.all_reduce(torch.tensor([r + 1.0])).tolist() == [3.0]
+            (total(x).sum() + gathered(x).square().sum()).backward()  # no false alarm
+            assert x.grad.tolist() == expected.tolist()
+            traced = make_fx(lambda x: dc.all_gather(x, sizes=[2, 2]))(x.detach())
+            assert traced(x.detach()).tolist() == [1, 2, 1, 3]
+        return texts
+
+    one, other = spawn(body, range(2), backend=backend, timeout=100)
+    assert one == other
+    total = "compiled AllReduce(torch.float32 (2,), replicated=False) at "
+    words = [total, total, "compiled AllGather(", "(3,)", "float64", "compiled ReduceScatter("]
+    for text, expected in zip(one, words, strict=True):
+        assert expected in text
+        assert f" at {__file__}:" in text

@@ -36,11 +36,11 @@ from diffcoll.engines.engine import Engine, Turn, Wait, done
 from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
 from diffcoll.joint import record
 
-__all__ = ["Linear", "alone", "apply", "at_once", "begin", "moved", "start", "then"]
+__all__ = ["UNEVEN", "Linear", "alone", "apply", "at_once", "begin", "moved", "start", "then"]
 
 T = TypeVar("T")
 #: Maps whose x may have another size on every rank.
-_UNEVEN = ("all_gather", "all_to_all", "gather", "scatter")
+UNEVEN = ("all_gather", "all_to_all", "gather", "scatter")
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def _checked(f: Linear, origin: Origin | None, x: Tensor, move: Callable[[], T])
         gradient = f"gradient {x.dtype} {tuple(x.shape)}"
         what = f"{f.name} at {user_line()}" if origin is None else f"backward of {origin.name} at {origin.line}"
         if origin is not None:
-            same = list(x.shape) if f.name not in _UNEVEN else x.dim()
+            same = list(x.shape) if f.name not in UNEVEN else x.dim()
             checks.compare(engine, ("backward", origin.name, f.name, x.dtype, same), f"{what}: {gradient}")
         if f.shared[0]:
             checks.same_everywhere(engine, x, what)
