@@ -1,6 +1,6 @@
 """Identity whose backward sums over ranks: the way from the replicated world into per-rank work.
 
-forward   y_r  = x_r               x replicated; shares memory with x
+forward   y_r  = x_r               x replicated
 adjoint   gx_r = Σ_s gy_s          all_reduce, replicated
 note      notes/sum_gradients.md   truth  diffcoll.truth.sum_gradients
 """
