@@ -161,8 +161,8 @@ class _Scaled:
         return cls(_times_power_of_two(s, -e), e)
 
     def product(self) -> Tensor:
-        running = self._nothing()
-        for k in range(self.m.shape[0]):
+        running = _Scaled(self.m[0], self.e[0])  # not 1 · m_0, which makes NaN of a complex infinity
+        for k in range(1, self.m.shape[0]):
             running = self._times(running, k)
         return running.value()
 
