@@ -22,6 +22,7 @@ from diffcoll.collectives.all_gather import AllGather
 from diffcoll.collectives.all_reduce import AllReduce
 from diffcoll.collectives.all_to_all import AllToAll
 from diffcoll.collectives.broadcast import Broadcast, Keep
+from diffcoll.collectives.call import PER_RANK
 from diffcoll.collectives.gather import Gather
 from diffcoll.collectives.linear import UNEVEN, Linear, alone, moved
 from diffcoll.collectives.permute import Permute

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from diffcoll import checks, joint
-from diffcoll._torch import divide_, is_tree, times, tree_paths
-from diffcoll._torch import is_traced, is_tree
+from diffcoll._torch import divide_, is_traced, is_tree, times, tree_paths
 from diffcoll.collectives.linear import Linear, apply, start
 from diffcoll.collectives.pending import Pending
 from diffcoll.engines.engine import WIDER
