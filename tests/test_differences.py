@@ -1,0 +1,335 @@
+"""Ranks that differ: in layout, order of keys, kind of wait, thread, gradient; and ranks that disagree.
+
+What is a rank's own affair changes nothing: values and gradients are those of truth. What the ranks must agree on is an
+error on every rank in check mode, and the group works afterwards.
+"""
+
+import random
+import threading
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+import diffcoll as dc
+from diffcoll.collectives import COLLECTIVES
+from diffcoll.engines import c10d, mpi
+from diffcoll.testing import cases, simulate, spawn, strategies
+from diffcoll.testing.cases import Case
+
+SEED = 5
+RUNS = {
+    "rules": partial(simulate, rules=True),
+    "gloo": partial(spawn, timeout=100),
+    "mpi": partial(spawn, backend="mpi", timeout=100),
+}
+TREES = ("all_reduce", "all_gather", "broadcast", "sum_gradients")
+ASYNC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+
+# ── what is a rank's own affair ──────────────────────────────────────────────────────────────────────────
+
+
+def _strided(x):
+    return torch.stack([x, x + 1], -1)[..., 0]
+
+
+def _shifted(x):
+    return torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(x.shape)
+
+
+def _transposed(x):
+    return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x
+
+
+def _lazily_conjugated(x):
+    return x.conj().resolve_conj().conj() if x.is_complex() else x
+
+
+#: The same numbers, elsewhere in memory.
+LAYOUTS = {
+    "contiguous": lambda x: x.contiguous(),
+    "transposed": _transposed,
+    "strided": _strided,
+    "shifted": _shifted,
+    "conjugated": _lazily_conjugated,
+}
+
+#: A rank's loss; its gradient by y lies in memory as y, or as one number that was expanded, or transposed, or strided.
+LOSSES = {
+    "plain": lambda w, y: (w * y.sin()).sum(),
+    "expanded": lambda w, y: w.sum() * y.sum(),
+    "transposed": lambda w, y: (_transposed(w) * y).sum(),
+    "strided": lambda w, y: (_strided(w) * y).sum(),
+    "unused": lambda w, y: 0 * w.sum(),
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one rank makes one call."""
+
+    layout: str = "contiguous"
+    loss: str = "plain"
+    order: int = 0  # of the keys of a tree
+    async_op: bool = False
+    requires_grad: bool = True
+    thread: bool = False
+    changed: str = ""  # what it does otherwise than the others, see CHANGES
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call; x is one tensor, or a tree of several."""
+
+    case: Case
+    leaves: int
+    ways: tuple[Way, ...]
+    checkpointed: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """Calls of n ranks, one after the other; thresholds of the engines in bytes."""
+
+    n: int
+    steps: tuple[Step, ...]
+    checked: bool = False
+    thresholds: tuple[int, int] = (16, 48)
+
+
+def inputs(step, r, way=None):
+    way = way or step.ways[r]
+    xs = [step.case.x(r, SEED + i) for i in range(step.leaves)]
+    xs = [None if x is None else LAYOUTS[way.layout](x).detach() for x in xs]
+    return [x if x is None else x.requires_grad_(way.requires_grad) for x in xs]
+
+
+def tree_of(xs, order):
+    """A dict of the leaves, with a list in it; its keys in some order."""
+    if len(xs) == 1:
+        return xs[0]
+    pairs = [("b", xs[0]), ("a", list(xs[1:-1])), (3, xs[-1])]
+    random.Random(order).shuffle(pairs)
+    return dict(pairs)
+
+
+def leaves_of(y, n):
+    return [y] if n == 1 else [y["b"], *y["a"], y[3]]
+
+
+def weighted(step, r, way, ys):
+    total = 0
+    for i, y in enumerate(ys):
+        loss = LOSSES[way.loss](step.case.w(y, r, SEED + i), y)
+        total = total + (loss.real if loss.is_complex() else loss)
+    return total
+
+
+def collective(step, r, way, xs):
+    case = CHANGES[way.changed](step.case, r) if way.changed in CHANGES else step.case
+    if way.async_op:
+        case = replace(case, arguments={**case.arguments, "async_op": True})
+    own = {key: value[r] for key, value in case.per_rank.items()}
+    y = getattr(dc, case.name)(tree_of(xs, way.order), **case.arguments, **own)
+    return leaves_of(y.wait() if isinstance(y, dc.Pending) else y, step.leaves)
+
+
+def on_rank(step, r, joint):
+    """The gradients of one rank, all of them by one backward."""
+    way = step.ways[r]
+    xs = inputs(step, r)
+    if way.changed == "dtype":
+        xs = [x.detach().to(torch.complex64 if x.is_complex() else torch.float32).requires_grad_() for x in xs]
+    if way.changed == "shape":
+        xs = [torch.cat([x.detach()] * 2, -1).requires_grad_() if x.dim() else x.detach()[None] for x in xs]
+    if way.changed == "absent":
+        return None
+
+    def loss():
+        return weighted(step, r, way, collective(step, r, way, xs))
+
+    value = checkpoint(loss, use_reentrant=False) if step.checkpointed ^ (way.changed == "checkpointed") else loss()
+    value = joint(value) + sum(x.sum().real * 0 for x in xs if x is not None and x.requires_grad)
+    if value.requires_grad:
+        value.backward()
+    return [None if x is None or x.grad is None else x.grad.resolve_conj() for x in xs]
+
+
+def program_on_rank(program, r):
+    """What each step came to on this rank: gradients, or an error."""
+    c10d.SMALL["gloo"], c10d.HALVED["gloo"] = program.thresholds
+    mpi.SMALL, mpi.ADDED = program.thresholds
+    found = []
+
+    def one(step):
+        try:
+            with dc.check_mode(program.checked), dc.joint_backward() as joint:
+                dc.all_reduce(torch.ones(2))  # check mode compares the end of a block in the groups used in it
+                found.append(on_rank(step, r, joint))
+        except Exception as error:
+            found.append(error)
+
+    for step in program.steps:
+        if step.ways[r].thread:
+            thread = threading.Thread(target=one, args=(step,))
+            thread.start()
+            thread.join()
+        else:
+            one(step)
+    return [f"{type(f).__name__}: {f}" if isinstance(f, Exception) else f for f in found]
+
+
+def truth_of(step):
+    """The gradients of all ranks, from one graph."""
+    ways = [replace(way, requires_grad=True, layout="contiguous") for way in step.ways]
+    of_ranks = [inputs(step, r, way) for r, way in enumerate(ways)]
+    total = 0
+    by_leaf = [step.case.truth([xs[i] for xs in of_ranks]) for i in range(step.leaves)]
+    for r, way in enumerate(ways):
+        total = total + weighted(step, r, way, [ys[r] for ys in by_leaf])
+        total = total + sum(0 * x.abs().sum() for x in of_ranks[r] if x is not None)
+    flat = [x for xs in of_ranks for x in xs if x is not None]
+    grads = iter(torch.autograd.grad(total, flat, allow_unused=True))
+    return [
+        [None if x is None else torch.zeros_like(x) if (g := next(grads)) is None else g for x in xs] for xs in of_ranks
+    ]
+
+
+def check(program, of_ranks):
+    for i, step in enumerate(program.steps):
+        outcomes = [found[i] for found in of_ranks]
+        errors = [o for o in outcomes if isinstance(o, str)]
+        changed = {way.changed for way in step.ways if way.changed}
+        if changed and errors:
+            assert len(errors) == program.n, f"step {i}: {outcomes}\n{program!r}"
+            continue
+        assert changed <= {"checkpointed"}, f"step {i}: {outcomes}\n{program!r}"
+        assert not errors, f"step {i}: {errors}\n{program!r}"
+        for r, (got, right) in enumerate(zip(outcomes, truth_of(step), strict=True)):
+            for a, b, x in zip(got, right, inputs(step, r), strict=True):
+                if x is None or not x.requires_grad:
+                    continue
+                a = torch.zeros_like(b) if a is None else a
+                torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9, equal_nan=True, msg=f"{i}, {r}\n{program!r}")
+
+
+# ── what ranks must agree on ─────────────────────────────────────────────────────────────────────────────
+
+
+def _other_op(case, r):
+    op = "max" if case.arguments.get("op", "sum") != "max" else "min"
+    return replace(case, arguments={**case.arguments, "op": op})
+
+
+def _other_rank(case, r):
+    name = next(key for key in ("src", "dst") if key in case.arguments)
+    return replace(case, arguments={**case.arguments, name: (case.arguments[name] + 1) % case.size})
+
+
+def _other_collective(case, r):
+    name = "scan" if case.name != "scan" else "shift"
+    return Case(name, case.shapes, {}, dtype=case.dtype)
+
+
+#: What one rank calls instead.
+CHANGES = {"op": _other_op, "rank": _other_rank, "collective": _other_collective}
+
+
+def changes_of(case, leaves):
+    found = ["absent", "dtype", "checkpointed"]
+    if case.name in ("all_reduce", "reduce", "reduce_scatter") and not case.dtype.is_complex:
+        found.append("op")
+    if any(key in case.arguments for key in ("src", "dst")):
+        found.append("rank")
+    if leaves == 1:
+        found.append("collective")
+    if case.name in ("all_reduce", "broadcast", "permute", "shift", "scan") and case.x(0, 0).numel():
+        found.append("shape")
+    return found
+
+
+# ── drawing them ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@st.composite
+def steps(draw, n, where, disagree):
+    name = draw(st.sampled_from(COLLECTIVES))
+    case = draw(strategies.cases(name, size=n))
+    arguments = {k: v for k, v in case.arguments.items() if k not in ("cotangent", "async_op")}
+    case = replace(case, arguments=arguments, transposed=False)
+    if any(case.shared):  # what takes a tensor that all ranks hold alike cannot take anybody's
+        case = draw(strategies.cases("all_reduce", size=n))
+        case = replace(case, arguments={"op": "sum"}, transposed=False)
+    if draw(st.booleans()) and "op" in case.arguments:
+        case = replace(case, arguments={**case.arguments, "op": "sum"})
+    leaves = draw(st.sampled_from([1, 3])) if case.name in TREES else 1
+    alike = case.name in ASYNC and draw(st.booleans())
+
+    def way():
+        return Way(
+            draw(st.sampled_from(list(LAYOUTS))),
+            draw(st.sampled_from(list(LOSSES))),
+            draw(st.integers(0, 5)),
+            alike if where == "mpi" or disagree else case.name in ASYNC and draw(st.booleans()),
+            draw(st.integers(0, 3)) > 0,
+            thread=where != "rules" and draw(st.integers(0, 3)) == 0,
+        )
+
+    ways = [way() for _ in range(n)]
+    if disagree and draw(st.booleans()):
+        odd = draw(st.integers(0, n - 1))
+        ways[odd] = replace(ways[odd], changed=draw(st.sampled_from(changes_of(case, leaves))), requires_grad=True)
+    return Step(case, leaves, tuple(ways), draw(st.integers(0, 3)) == 0)
+
+
+@st.composite
+def programs(draw, where, disagree, n=None):
+    n = n or draw(st.integers(2, 4))
+    drawn = [draw(steps(n, where, disagree)) for _ in range(draw(st.integers(1, 3)))]
+    return Program(n, tuple(drawn), disagree, draw(st.sampled_from([(0, 16), (16, 48), (1 << 14, 1 << 20)])))
+
+
+QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+
+
+def one_by_one(count, disagree, **more):
+    """In simulated worlds, where a failure is made small."""
+
+    @settings(max_examples=count, **QUIET, **more)
+    @given(programs("rules", disagree))
+    def hold(program):
+        note(repr(program))
+        check(program, RUNS["rules"](partial(program_on_rank, program), range(program.n)))
+
+    hold()
+
+
+def together(where, count, disagree, n, **more):
+    """On processes, all in one run."""
+    drawn = []
+
+    @settings(max_examples=count, phases=[Phase.generate], **QUIET, **more)
+    @given(programs(where, disagree, n))
+    def collect(program):
+        drawn.append(program)
+
+    collect()
+    of_ranks = RUNS[where](lambda r: [program_on_rank(program, r) for program in drawn], range(n))
+    for i, program in enumerate(drawn):
+        check(program, [found[i] for found in of_ranks])
+
+
+@pytest.mark.parametrize("disagree", [False, True])
+def test_simulated(disagree):
+    one_by_one(250, disagree, derandomize=True)
+
+
+@pytest.mark.parametrize("disagree", [False, True])
+@pytest.mark.parametrize("where", ["gloo", "mpi"])
+def test_on_processes(where, disagree):
+    together(where, 100, disagree, 3, derandomize=True)
