@@ -170,9 +170,10 @@ def program_on_rank(program, r):
         try:
             with dc.check_mode(program.checked), dc.joint_backward() as joint:
                 dc.all_reduce(torch.ones(2))  # check mode compares the end of a block in the groups used in it
-                found.append(on_rank(step, r, joint))
+                outcome = on_rank(step, r, joint)
         except Exception as error:
-            found.append(error)
+            outcome = error
+        found.append(outcome)
 
     for step in program.steps:
         if step.ways[r].thread:
