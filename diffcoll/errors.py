@@ -103,7 +103,10 @@ def failure(name: str, group: str, rank: int, origin: Origin | None, error: Base
     """
     if origin is None:
         what, line = f"{name}, forward", user_line()
-        remedy = "look at the other ranks first: one died, hangs, or did not make this call"
+        remedy = (
+            "look at the other ranks first: one died, hangs, or did not make this call, or its x is of another shape "
+            '(all_gather and gather: sizes="auto"); DIFFCOLL_CHECK=1 compares all calls'
+        )
     else:
         by = "" if origin.name == name else f" (which is {name})"
         what, line = f"{origin.name}, backward{by}", origin.line

@@ -132,3 +132,39 @@ def test_origins():
     while not hasattr(node, "origin"):
         node = node.next_functions[0][0]
     assert node.origin.line == y.grad_fn.origin.line  # of any order
+
+
+UNEVEN = {
+    "all_gather": lambda r, n: dc.all_gather(torch.ones(n * (3 + 2 * r))),
+    "an empty block": lambda r, n: dc.all_gather(torch.ones(n * 3 * (1 - r))),
+    "a dtype": lambda r, n: dc.all_gather(torch.ones(n, dtype=(torch.float32, torch.float64)[r])),
+    "later": lambda r, n: dc.all_gather(torch.ones(n * (3 + 2 * r)), async_op=True).wait(),
+    "all_to_all": lambda r, n: dc.all_to_all(torch.ones(n * (2 + 2 * r))),
+    "reduce_scatter": lambda r, n: dc.reduce_scatter(torch.ones(n * (2 + 2 * r))),
+    "shift": lambda r, n: dc.shift(torch.ones(n * (3 + 2 * r))),
+    "product": lambda r, n: dc.all_reduce(torch.ones(n * (3 + 2 * r)), "product"),
+}
+
+
+def test_messages_of_another_size_are_an_error_at_once():
+    """On gloo they would end the receiving process, or count as the whole, without a word."""
+
+    def body(r):
+        texts = []
+        for n in (1, 10_000):
+            for name, call in UNEVEN.items():
+                dist.barrier()
+                group = dist.new_group(timeout=timedelta(seconds=20))
+                with dc.set_default_group(group):
+                    with pytest.raises(dc.CollectiveMismatchError) as caught:
+                        call(r, n)
+                    with pytest.raises(dc.CollectiveMismatchError, match="the group cannot be used any more"):
+                        dc.all_gather(torch.ones(n))
+                texts.append((name, str(caught.value)))
+        return texts
+
+    for r, texts in enumerate(spawn(body, range(2), timeout=60)):
+        assert len(texts) == 2 * len(UNEVEN)
+        for name, text in texts:
+            where = rf"\w+: rank {r} of a gloo group of 2 ranks expects \d+ B from rank {1 - r}, which sends \d+ B; "
+            assert re.match(where + r'.*sizes="auto".*DIFFCOLL_CHECK=1', text), (name, text)

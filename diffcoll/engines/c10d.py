@@ -21,6 +21,8 @@ from torch.distributed import distributed_c10d
 from diffcoll.engines.engine import Turn, Wait, add_up
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
+from diffcoll.engines.engine import Blocks, Wait
+from diffcoll.errors import CollectiveMismatchError
 
 __all__ = ["C10dEngine", "engine_of", "is_running"]
 
@@ -29,7 +31,7 @@ __all__ = ["C10dEngine", "engine_of", "is_running"]
 # slow, and a message received in its place spares the fresh memory that a copy would fault in. A backend
 # that is not listed has all of its own. NCCL: not measured by us.
 NATIVE = {"gloo": {"all_reduce", "broadcast"}}
-# Up to this many bytes a block, messages of their own are no faster and now and then much slower (a fat tail).
+# Up to this many bytes a tensor is reduced from one gather to all, see `Engine.small`.
 SMALL = {"gloo": 16 << 10}
 # From this many bytes on a sum travels in two halves, so that the second is copied while the first is under way.
 HALVED = {"gloo": 4 << 20}
@@ -46,8 +48,15 @@ SUMS = {
 # How long the ranks of a failed group wait for each other's word: they have waited for the same message.
 ABSENT_SECONDS = 2.0
 
-# Our messages carry a tag of their own, so that they never meet the user's on the same group.
+# Our messages carry tags of their own, so that they never meet the user's on the same group. On gloo a message of
+# another size than its receiver expects ends the process, or is taken for the whole. So there the size is part of the
+# tag, which keeps the two apart, and is sent under `TAG` as well, where the receiver compares it.
 TAG = 0xD1FF
+SIZED = 1 << 30
+
+
+def _tag(x: Tensor) -> int:
+    return SIZED + x.nbytes % (SIZED - 1)
 
 
 class C10dEngine(MessageEngine):
@@ -57,6 +66,8 @@ class C10dEngine(MessageEngine):
         super().__init__(rank=dist.get_rank(group), size=dist.get_world_size(group))
         self._group = weakref.ref(group)
         self._ends = False  # whether it may be destroyed
+        self._mismatch = ""  # why the group cannot be used any more
+        self._unmatched: list[dist.Work] = []
         self.key = group.group_name
         # {"cpu": "gloo", "cuda": "nccl"}, from the public "cpu:gloo,cuda:nccl"
         pairs = (p.split(":") for p in dist.get_backend_config(group).split(","))
@@ -147,19 +158,50 @@ class C10dEngine(MessageEngine):
     def messages(self, sends: Messages, recvs: Messages) -> Wait:
         """See `MessageEngine.messages`."""
         if self.backends.get((recvs or sends)[0][1].device.type, "gloo") == "gloo":
-            # Straight to the group: dist.isend and dist.irecv cost another 10 µs each.
-            works = [self.group.send([t], s, TAG) for s, t in sends]
-            works += [self.group.recv([t], s, TAG) for s, t in recvs]
-        else:
-            ops = [dist.P2POp(dist.irecv, _bytes(t), group=self.group, group_peer=s) for s, t in recvs]
-            ops += [dist.P2POp(dist.isend, _bytes(t), group=self.group, group_peer=s) for s, t in sends]
-            works = dist.batch_isend_irecv(ops)
+            return self._compared_messages(sends, recvs)
+        ops = [dist.P2POp(dist.irecv, _bytes(t), group=self.group, group_peer=s) for s, t in recvs]
+        ops += [dist.P2POp(dist.isend, _bytes(t), group=self.group, group_peer=s) for s, t in sends]
+        works = dist.batch_isend_irecv(ops)
 
         def finish() -> None:
             for work in works:
                 work.wait()
 
         return finish
+
+    def _compared_messages(self, sends: Messages, recvs: Messages) -> Wait:
+        if self._mismatch:
+            raise CollectiveMismatchError(f"{self._mismatch}; the group cannot be used any more, set up a new one")
+        group, name = self.group, self.operation
+        # Straight to the group: dist.isend and dist.irecv cost another 10 µs each.
+        sizes = [(s, torch.tensor(t.nbytes)) for s, t in sends]
+        found = torch.empty(len(recvs), dtype=torch.int64)
+        places = found.unbind()
+        works = [group.send([size], s, TAG) for s, size in sizes]
+        works += [group.send([t], s, _tag(t)) for s, t in sends if t.nbytes]
+        told = [group.recv([place], s, TAG) for (s, _), place in zip(recvs, places, strict=True)]
+        works += [group.recv([t], s, _tag(t)) for s, t in recvs if t.nbytes]
+
+        def finish() -> None:
+            for work in told:
+                work.wait()
+            for (s, t), nbytes in zip(recvs, found.tolist(), strict=True):
+                if nbytes != t.nbytes:
+                    self._unmatched.extend(works)  # the messages may still be read
+                    self._mismatch = f"{name}: rank {self.rank} of {self.description} expects {t.nbytes} B"
+                    self._mismatch += f" from rank {s}, which sends {nbytes} B"
+                    remedy = 'where blocks are of different sizes, pass sizes (all_gather and gather: sizes="auto")'
+                    raise CollectiveMismatchError(f"{self._mismatch}; {remedy}; DIFFCOLL_CHECK=1 compares all calls")
+            for work in works:
+                work.wait()
+            sizes.clear()  # held until here: they are being sent
+
+        return finish
+
+    def _to_others(self, blocks: Blocks) -> Messages:
+        if "gloo" not in self.backends.values():
+            return super()._to_others(blocks)
+        return [(s, t) for s, t in enumerate(blocks) if s != self.rank and t is not None]  # empty ones are compared too
 
     # ── the backend's own collectives, where the tables above say so ─────────────────────────────────────
 
@@ -187,30 +229,17 @@ class C10dEngine(MessageEngine):
     def all_gather(self, x: Tensor, blocks: list[Tensor]) -> Wait:  # type: ignore[override]
         """See `Engine.all_gather`."""
         even = all(b.shape == x.shape for b in blocks)
-        if not (even and (self._is_small(x) or self._runs_natively("all_gather", x))):
+        if not (even and self._runs_natively("all_gather", x)):
             return super().all_gather(x, blocks)
         return _wait(dist.all_gather([_bytes(b) for b in blocks], _bytes(x), group=self.group, async_op=True))
 
     def reduce_scatter(self, blocks: list[Tensor], out: Tensor) -> Wait:  # type: ignore[override]
         """See `Engine.reduce_scatter`."""
         even = all(b.shape == out.shape for b in blocks)
-        if even and self._is_small(out):
-            return self._reduce_scatter_by_all_to_all(blocks, out)
         if not (even and self._runs_natively("reduce_scatter", out, adds=True)):
             return super().reduce_scatter(blocks, out)
         work = dist.reduce_scatter(_real(out), [_real(b) for b in blocks], group=self.group, async_op=True)
         return _wait(work)
-
-    def _reduce_scatter_by_all_to_all(self, blocks: list[Tensor], out: Tensor) -> Wait:
-        sent = torch.stack(blocks)
-        received = torch.empty_like(sent)
-        wait = _wait(dist.all_to_all_single(_bytes(received), _bytes(sent), group=self.group, async_op=True))
-
-        def finish() -> None:
-            wait()
-            add_up(list(received), out)
-
-        return finish
 
     def broadcast(self, y: Tensor, src: int) -> Wait:
         """See `Engine.broadcast`."""
@@ -224,9 +253,6 @@ class C10dEngine(MessageEngine):
             return super().reduce(y, dst)
         y = y if self.rank == dst else y.clone()  # a backend may leave partial sums in it
         return _wait(dist.reduce(_real(y), group=self.group, group_dst=dst, async_op=True))
-
-    def _is_small(self, x: Tensor) -> bool:
-        return 0 < x.numel() * x.element_size() <= self.small(x.device.type)
 
     def _backend(self, x: Tensor) -> str:
         return self.backends[x.device.type]
