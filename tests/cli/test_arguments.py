@@ -1,0 +1,62 @@
+"""The command line without what only its commands need."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import diffcoll
+from diffcoll.cli import main
+
+EXTRAS = ["cloudpickle", "hypothesis", "matplotlib", "mpi4py", "numpy", "pytest", "rich", "scipy", "sklearn"]
+
+PROGRAM = f"""
+import sys
+sys.modules.update(dict.fromkeys({[e for e in EXTRAS if e != "numpy"]}))  # cannot be imported
+import diffcoll
+before = set(sys.modules)
+from diffcoll.cli import main
+for arguments in (["--version"], ["--help"], ["verify", "--help"], ["bench", "--help"], ["verify", "--only", "scan"]):
+    try:
+        main(arguments)
+    except SystemExit as end:
+        print("status", end.code)
+print("imported", sorted(name for name in set(sys.modules) - before if name.startswith(("torch", "numpy", "diffcoll"))))
+"""
+
+
+def test_help_needs_torch_alone():
+    environment = {**os.environ, "PYTHONPATH": str(Path(diffcoll.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.startswith(f"diffcoll {diffcoll.__version__}\n")
+    assert [line for line in done.stdout.splitlines() if line.startswith("status")] == ["status 0"] * 4 + ["status 2"]
+    assert done.stderr == (
+        "diffcoll verify: error: the module rich is missing; from a checkout of diffcoll: pip install '.[test]'\n"
+    )
+    # No command is imported before its arguments are known to be right: that takes as long as torch does.
+    imported = eval(done.stdout.splitlines()[-1].partition(" ")[2])
+    ours = [name for name in imported if name.startswith("diffcoll")]
+    assert ours == ["diffcoll.cli", "diffcoll.cli.arguments", "diffcoll.cli.launch"]
+    assert "numpy" not in imported
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module", "extra"),
+    [
+        ("verify", "rich", "test"),
+        ("verify --only scan", "cloudpickle", "test"),
+        ("verify --only digits", "sklearn", "test"),
+        ("verify --engine mpi --only scan", "mpi4py", "mpi"),
+        ("bench", "cloudpickle", "test"),
+        ("bench --engine mpi", "mpi4py", "mpi"),
+    ],
+)
+def test_an_extra_that_is_missing(arguments, module, extra, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit) as caught:
+        main(arguments.split())
+    assert caught.value.code == 2
+    said = f"the module {module} is missing; from a checkout of diffcoll: pip install '.[{extra}]'\n"
+    assert capsys.readouterr().err.endswith(said)
