@@ -55,6 +55,39 @@ def test_ranks_are_ranks_within_the_group(run):
 
 
 @pytest.mark.parametrize("run", [simulated, spawn, on_mpi], ids=["rules", "gloo", "mpi"])
+def test_the_order_of_ranks_is_that_of_the_list(run):
+    """Everywhere, as MPI has it; torch.distributed sorts them, unless it is told not to."""
+
+    def body(r):
+        for wrong, error in (
+            ([0, 0], ValueError),
+            ([3], ValueError),
+            ([-1], ValueError),
+            ([], ValueError),
+            (2, TypeError),
+        ):
+            with pytest.raises(error, match=r"new_group: ranks: got .*, expected a list of ranks of the default group"):
+                new_group(wrong)
+        found = on_subgroup(r, [2, 1])
+        group = new_group([2, 0, 1])
+        gathered = dc.all_gather(torch.tensor(r), group=group).tolist(), dc.get_rank(group)
+        m = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.constant_(m.weight, r)
+        averager = dc.GradientAverager(m, group, reduction="sum")  # it works on a twin, and sends rank 0's parameters
+        m(torch.tensor([10.0**r])).backward()
+        averager.detach()
+        return found, gathered, m.weight.item(), m.weight.grad.item()
+
+    found = run(body, range(3))
+    assert [pair for pair, *_ in found] == [
+        None,
+        (1, [([11], 3), ([23], 2), ([12, 11], 2), ([11], 3), ([0], 1), ([12, 11], 3)]),
+        (0, [([11], 0), ([0], 2), ([], 2), ([11], 0), ([11], 0), ([12, 11], 3)]),
+    ]
+    assert [more for _, *more in found] == [[([2, 0, 1], r), 2.0, 111.0] for r in (1, 2, 0)]
+
+
+@pytest.mark.parametrize("run", [simulated, spawn, on_mpi], ids=["rules", "gloo", "mpi"])
 def test_two_groups_at_once(run):
     def body(r):
         even, odd = new_group([0, 2]), new_group([1, 3])

@@ -104,7 +104,7 @@ class C10dEngine(MessageEngine):
 
     def subgroup(self, ranks: Sequence[int]) -> Any:
         """See `Engine.subgroup`."""
-        return dist.new_group([dist.get_global_rank(self.group, r) for r in ranks])
+        return dist.new_group([dist.get_global_rank(self.group, r) for r in ranks], sort_ranks=False)
 
     def twin(self) -> C10dEngine:
         """See `Engine.twin`; its group lives as long as torch's others do, until destroy_process_group()."""
@@ -114,7 +114,8 @@ class C10dEngine(MessageEngine):
         timeout = group._get_backend(torch.device(next(iter(self.backends)))).options._timeout
         ranks = dist.get_process_group_ranks(group)
         whole = len(ranks) == dist.get_world_size()  # else the others do not call it
-        twin = C10dEngine(dist.new_group(ranks, timeout, backend, use_local_synchronization=not whole))
+        group = dist.new_group(ranks, timeout, backend, use_local_synchronization=not whole, sort_ranks=False)
+        twin = C10dEngine(group)
         twin._ends = whole
         word = torch.zeros(1, device=twin.control_device)
         with Turn(twin, "making a group"):

@@ -87,7 +87,7 @@ class Engine(ABC):
         return 0
 
     def subgroup(self, ranks: Sequence[int]) -> Any:
-        """Make a group of some of these ranks, as `group=` takes it; all ranks call it."""
+        """Make a group of some of these ranks, in this order, as `group=` takes it; all ranks call it."""
         raise NotImplementedError(f"{self.description} has no sub-groups")
 
     def twin(self) -> Engine:

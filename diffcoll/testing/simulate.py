@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import index
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from diffcoll import truth
 from diffcoll._torch import is_transformed
 from diffcoll.engines.local import World, backward_starts
-from diffcoll.errors import CollectiveMismatchError
+from diffcoll.errors import CollectiveMismatchError, message
 from diffcoll.groups import resolve
 from diffcoll.testing._calls import per_rank_arguments
 
@@ -124,9 +125,21 @@ def new_group(ranks: Sequence[int]) -> Any:
     [tensor(4.), tensor(2.), tensor(4.)]
 
     Args:
-        ranks: ranks within the default group. With torch.distributed all processes of the job call it.
+        ranks: ranks within the default group, each at most once. Rank i of the new group is ranks[i], also where they
+            are not ascending. With torch.distributed all processes of the job call it.
 
     Returns:
         What `group=` takes: a `ProcessGroup`, an `MPI.Comm`, or, under `simulate`, a handle.
+
+    Raises:
+        TypeError, ValueError: ranks is no list of ranks of the default group, or is empty, or has one twice.
     """
-    return resolve(None, "new_group").subgroup(ranks)
+    engine = resolve(None, "new_group")
+    expected = f"a list of ranks of the default group, from 0 to {engine.size - 1}, each at most once"
+    try:
+        numbers = [index(r) for r in ranks]
+    except TypeError:
+        raise TypeError(message("new_group", "ranks", repr(ranks), expected)) from None
+    if not numbers or len(set(numbers)) < len(numbers) or not all(0 <= r < engine.size for r in numbers):
+        raise ValueError(message("new_group", "ranks", numbers, expected))
+    return engine.subgroup(numbers)
