@@ -8,12 +8,24 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from copy import copy
 from functools import cache
 from types import CodeType, FrameType
 
 import torch
 
-__all__ = ["CollectiveFailedError", "CollectiveMismatchError", "Origin", "failure", "message", "user_line"]
+from diffcoll._torch import backward_at_work
+
+__all__ = [
+    "CollectiveFailedError",
+    "CollectiveMismatchError",
+    "Origin",
+    "failure",
+    "message",
+    "not_run",
+    "user_line",
+    "within_backward",
+]
 
 #: Folders of the library, of torch and of Python. Installed packages may be below Python's folder, and are users' code.
 _OURS = tuple(os.path.dirname(str(file)) + os.sep for file in (__file__, torch.__file__))
@@ -23,6 +35,7 @@ _INSTALLED = tuple(_PYTHON + folder + os.sep for folder in ("site-packages", "di
 _GENERATED = ("<frozen ", "<eval_with_key>", "<@beartype", "<attrs generated ", "<decorator-gen")
 #: What a process imports in its first line if another process started it with `python -c`.
 _STARTERS = {"multiprocessing.forkserver", "multiprocessing.spawn", "diffcoll.testing.processes"}
+_ORDERS = {2: "second", 3: "third"}
 
 
 class CollectiveFailedError(RuntimeError):
@@ -53,10 +66,11 @@ class Origin:
         frame: where to look from, in another thread; None: from here.
     """
 
-    __slots__ = ("_at", "_code", "name")
+    __slots__ = ("_at", "_code", "name", "order")
 
     def __init__(self, name: str, inside: int = 0, frame: FrameType | None = None) -> None:
         self.name = name
+        self.order = 1  # of the backward that this is kept for
         frame = frame or sys._getframe(1 + inside)
         while frame is not None and (_is_inside(frame.f_code.co_filename) or _is_ours(frame.f_globals.get("__name__"))):
             frame = frame.f_back
@@ -78,6 +92,17 @@ class Origin:
         lines = (line for start, end, line in code.co_lines() if start <= self._at < end)
         return f"{code.co_filename}:{next(lines, None) or code.co_firstlineno}"
 
+    @property
+    def backward(self) -> str:
+        """Return words for the backward of this order."""
+        return "backward" if self.order == 1 else f"{_ORDERS.get(self.order, f'{self.order}th')}-order backward"
+
+    def of_next_order(self) -> Origin:
+        """Return the same for the backward of that backward."""
+        following = copy(self)
+        following.order += 1
+        return following
+
 
 @cache
 def _is_inside(file: str) -> bool:
@@ -91,6 +116,26 @@ def _is_ours(module: str | None) -> bool:
     return module is not None and module.partition(".")[0] in ("diffcoll", "torch")
 
 
+def within_backward() -> str:
+    """Return words for a forward call that a backward makes: of a checkpoint, a hook or a Function of the user."""
+    return "" if backward_at_work() == -1 else " (within a backward)"
+
+
+def not_run(origin: Origin | None) -> str:
+    """Return why a rank may not have made a call of a backward, and what to do about it.
+
+    Args:
+        origin: of the forward call whose backward this is; None: it is a forward call within a backward.
+    """
+    if origin is None:
+        why = "a checkpoint computes its part again only on ranks whose loss needs a tensor saved in it"
+    elif origin.order == 1:
+        why = "its loss does not use the output or its x requires no gradient"
+    else:
+        why = "the gradients in its loss do not depend on the output, as those of a loss that is linear in it"
+    return f"did not run this backward because {why}; `with diffcoll.joint_backward()` makes every rank run it"
+
+
 def failure(name: str, group: str, rank: int, origin: Origin | None, error: BaseException) -> CollectiveFailedError:
     """Return what a collective of this name raises when its backend has failed.
 
@@ -102,17 +147,17 @@ def failure(name: str, group: str, rank: int, origin: Origin | None, error: Base
         error: of the backend.
     """
     if origin is None:
-        what, line = f"{name}, forward", user_line()
-        remedy = (
-            "look at the other ranks first: one died, hangs, or did not make this call, or its x is of another shape "
-            '(all_gather and gather: sizes="auto"); DIFFCOLL_CHECK=1 compares all calls'
+        what, line = f"{name}, forward{within_backward()}", user_line()
+        absent = not_run(None) if within_backward() else "did not make this call"
+        absent += (
+            ', or its x is of another shape (all_gather and gather: sizes="auto"); DIFFCOLL_CHECK=1 compares all calls'
         )
     else:
         by = "" if origin.name == name else f" (which is {name})"
-        what, line = f"{origin.name}, backward{by}", origin.line
-        remedy = (
-            "look at the other ranks first: one died, hangs, or did not run this backward because its loss does not "
-            "use the output or its x requires no gradient; `with diffcoll.joint_backward()` makes every rank run it"
-        )
+        what, line = f"{origin.name}, {origin.backward}{by}", origin.line
+        absent = not_run(origin)
     said = " ".join(str(error).split())
-    return CollectiveFailedError(f"{what}: failed on rank {rank} of {group}, called at {line}: {said}; {remedy}")
+    return CollectiveFailedError(
+        f"{what}: failed on rank {rank} of {group}, called at {line}: {said}; look at the other ranks "
+        f"first: one died, hangs, or {absent}"
+    )

@@ -99,11 +99,15 @@ class joint_backward:
     requires a gradient, also where this rank's x does not. A region within another belongs to the outer one. Make one
     for each step: a backward passes through all collectives of the region so far.
 
+    Checkpoints within it must be `use_reentrant=False`; all ranks compute their parts again. Within a level of forward
+    mode x has a tangent of zero where it has none.
+
     Calling it returns the loss, tied to all collectives of the region so far: shape, dtype and value unchanged, and it
     requires a gradient even if it is a constant. It may be called several times, also after the region.
 
     Raises:
         TypeError: the loss is no floating-point or complex tensor.
+        RuntimeError: a collective within the region is called in a reentrant checkpoint.
 
     Source: notes/joint_backward.md.
     """

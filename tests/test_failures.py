@@ -9,10 +9,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
 from diffcoll.errors import Origin, user_line
-from diffcoll.testing import RanksFailedError, spawn
+from diffcoll.testing import RanksFailedError, simulate, spawn
 
 N = 3
 TIMEOUT = 2.0
@@ -112,6 +114,119 @@ def test_a_rank_that_does_not_come():
     text = caught.value.reports[0]
     assert "CollectiveFailedError: all_gather, backward (which is reduce_scatter): failed on rank 0 of a gloo" in text
     assert "`with diffcoll.joint_backward()` makes every rank run it" in text
+
+
+# Ranks other than 0 lack a call of a backward, each in its own way; the words that name it.
+
+
+def lacks_first_order(r, x, group, async_op):
+    y = dc.all_reduce(x, group=group, async_op=async_op)  # first
+    y = y.wait() if async_op else y
+    (y.square().sum() if r == 0 else x.sum()).backward()
+
+
+def lacks_second_order(r, x, group, async_op):
+    """A loss that is linear in y has a gradient that does not depend on x."""
+    y = dc.all_gather(x, group=group, async_op=async_op)  # second
+    y = y.wait() if async_op else y
+    (g,) = torch.autograd.grad(y.square().sum() if r == 0 else y.sum(), x, create_graph=True)
+    (g * x).sum().backward()
+
+
+def lacks_recomputation(r, x, group, async_op):
+    def part(x):
+        y = dc.all_reduce(x.sum(), group=group, async_op=async_op)  # again
+        y = y.wait() if async_op else y
+        return y.square() if r == 0 else y
+
+    y = checkpoint(part, x, use_reentrant=False)
+    if r == 0:
+        y.backward()
+
+
+LACKING = [
+    (lacks_first_order, "all_reduce", "backward", "first", "its loss does not use the output or its x requires no"),
+    (lacks_second_order, "all_gather", "second-order backward", "second", "the gradients in its loss do not depend on"),
+    (lacks_recomputation, "all_reduce", "(within a backward)", "again", "a checkpoint computes its part again only on"),
+]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_simulated_rank_that_lacks_a_backward(size, async_op):
+    for program, name, backward, line, why in LACKING:
+
+        def body(r):
+            program(r, torch.full((2,), r + 1.0, requires_grad=True), None, async_op)  # noqa: B023
+
+        with pytest.raises(dc.CollectiveMismatchError) as caught:
+            simulate(body, range(size), rules=True)
+        waits = async_op and line != "again"  # in the line after the call
+        text, at = str(caught.value), f"{__file__}:{line_of(f'# {line}') + waits}"
+        if line == "again":
+            assert f"rank 0 waits in {name} at {at} {backward}\n" in text
+        else:
+            assert f"rank 0 waits in {backward} of {name} called at {at}\n" in text
+        assert f"\na rank that is elsewhere did not run this backward because {why}" in text
+        assert "`with diffcoll.joint_backward()` makes every rank run it" in text
+
+
+def test_a_rank_that_lacks_a_backward():
+    def body(r):
+        groups = [dist.new_group(timeout=timedelta(seconds=TIMEOUT)) for _ in LACKING]
+        said = []
+        for (program, *_), group in zip(LACKING, groups, strict=True):
+            try:
+                program(r, torch.full((2,), r + 1.0, requires_grad=True), group, False)
+            except dc.CollectiveFailedError as error:
+                said.append(str(error))
+            dist.barrier()
+        return said
+
+    said, nothing = spawn(body, range(2), timeout=40)
+    assert nothing == []
+    for text, (_, name, backward, line, why) in zip(said, LACKING, strict=True):
+        direction = "forward (within a backward)" if line == "again" else backward
+        assert text.startswith(f"{name}, {direction}")
+        assert f"failed on rank 0 of a gloo group of 2 ranks, called at {__file__}:{line_of(f'# {line}')}: " in text
+        assert why in text
+        assert text.endswith("`with diffcoll.joint_backward()` makes every rank run it")
+
+
+def test_joint_backward_mends_what_a_rank_lacks():
+    """The same values as in the ground truth."""
+
+    def penalty(r, x, linear):
+        with dc.joint_backward() as joint:
+            y = dc.all_gather(x * x, sizes=[2, 0, 3])
+            logits = torch.stack([x, x.sin()], 1) * y.sum()
+            loss = y.sum() if linear and r == 2 else functional.cross_entropy(logits, x.long(), reduction="sum")
+            (g,) = torch.autograd.grad(joint(loss), x, create_graph=True)
+            return joint(loss + g.square().sum() + dc.all_reduce(g.sum()).sin())
+
+    def inputs():
+        return [torch.linspace(0.1, 0.9, n, dtype=torch.float64).requires_grad_() for n in (2, 0, 3)]
+
+    for linear in (False, True):
+
+        def run(r):
+            x = inputs()[r]
+            penalty(r, x, linear).backward()  # noqa: B023
+            return x.grad
+
+        def together(r, x):
+            y = dc.all_gather(x * x, sizes=[2, 0, 3])
+            logits = torch.stack([x, x.sin()], 1) * y.sum()
+            return y.sum() if linear and r == 2 else functional.cross_entropy(logits, x.long(), reduction="sum")  # noqa: B023
+
+        xs = inputs()
+        losses = simulate(together, range(N), xs)
+        gs = torch.autograd.grad(sum(losses), xs, create_graph=True)
+        total = sum(g.sum() for g in gs)
+        whole = sum(losses) + sum(g.square().sum() for g in gs) + N * total.sin()
+        expected = torch.autograd.grad(whole, xs)
+        for got in (simulate(run, range(N), rules=True), spawn(run, range(N), timeout=30)):
+            torch.testing.assert_close(got, list(expected))
 
 
 def test_origins():

@@ -190,10 +190,12 @@ def _checked(f: Linear, origin: Origin | None, x: Tensor, move: Callable[[], T])
     engine = f.engine
     if checks.is_on() and engine.size > 1:
         gradient = f"gradient {x.dtype} {tuple(x.shape)}"
-        what = f"{f.name} at {user_line()}" if origin is None else f"backward of {origin.name} at {origin.line}"
+        what = (
+            f"{f.name} at {user_line()}" if origin is None else f"{origin.backward} of {origin.name} at {origin.line}"
+        )
         if origin is not None:
             same = list(x.shape) if f.name not in UNEVEN else x.dim()
-            checks.compare(engine, ("backward", origin.name, f.name, x.dtype, same), f"{what}: {gradient}")
+            checks.compare(engine, (origin.backward, origin.name, f.name, x.dtype, same), f"{what}: {gradient}")
         if f.shared[0]:
             checks.same_everywhere(engine, x, what)
     return move()
@@ -217,7 +219,7 @@ class _Apply(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, Origin | None], output: Tensor) -> None:
         _, ctx.f, origin = inputs
-        ctx.origin = origin or Origin(ctx.f.name, inside=2)
+        ctx.origin = origin.of_next_order() if origin else Origin(ctx.f.name, inside=2)
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
@@ -354,7 +356,8 @@ class _Wait(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, _Transit], output: Tensor) -> None:
         _, ctx.f, ctx.transit = inputs
-        ctx.origin = ctx.transit.origin or Origin(ctx.f.name)
+        origin = ctx.transit.origin
+        ctx.origin = origin.of_next_order() if origin else Origin(ctx.f.name)
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:

@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from diffcoll.engines.engine import Turn, Wait, add_up
+from diffcoll.engines.engine import Blocks, Turn, Wait
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
-from diffcoll.engines.engine import Blocks, Wait
 from diffcoll.errors import CollectiveMismatchError
 
 __all__ = ["C10dEngine", "engine_of", "is_running"]

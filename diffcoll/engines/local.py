@@ -39,7 +39,7 @@ from diffcoll._torch import (
     wrapped_backward_code,
 )
 from diffcoll.engines.engine import Blocks, Engine, Wait
-from diffcoll.errors import CollectiveMismatchError, user_line
+from diffcoll.errors import CollectiveMismatchError, Origin, not_run, user_line, within_backward
 
 __all__ = [
     "LocalEngine",
@@ -76,8 +76,15 @@ class LocalGroup:
 @dataclass
 class _Entry:
     what: str
-    where: str
     payload: Any
+    where: str
+    origin: Origin | None  # of a backward
+    within: str  # a backward
+
+    def __str__(self) -> str:
+        if self.origin is None:
+            return f"waits in {self.what} at {self.where}{self.within}"
+        return f"waits in {self.origin.backward} of {self.origin.name} called at {self.origin.line}"
 
 
 @dataclass
@@ -183,12 +190,13 @@ class World:
         what: str,
         payload: Any,
         combine: Callable[[list[Any]], Sequence[Any]],
+        origin: Origin | None = None,
     ) -> Callable[[], Any]:
         """Leave this rank's entry at the group's meeting number `turn`; the returned function waits for it."""
         me = self._current()
         ranks = group.ranks
         meeting = self._meetings.setdefault((group, turn), _Meeting(ranks))
-        meeting.entries[me.number] = _Entry(what, user_line(), payload)
+        meeting.entries[me.number] = _Entry(what, payload, user_line(), origin, within_backward())
         gone = [self._ranks[r] for r in ranks if r not in meeting.entries and self._ranks[r].outcome]
         if len(meeting.entries) == len(ranks):
             del self._meetings[group, turn]
@@ -212,7 +220,7 @@ class World:
         def wait() -> Any:
             while meeting.results is None:
                 if me.error is None:
-                    me.waits_for = meeting, f"waits in {what} at {meeting.entries[me.number].where}"
+                    me.waits_for = meeting, str(meeting.entries[me.number])
                     self._hand_over(me)
                 if me.error is not None:
                     error, me.error = me.error, None
@@ -270,7 +278,11 @@ class World:
         text = f"simulated ranks cannot go on: {why}\n" + "\n".join(
             f"  rank {r.number} {self._doing(r, meeting)}" for r in self._ranks
         )
-        for m in [meeting] if meeting else self._meetings.values():
+        met = [meeting] if meeting else list(self._meetings.values())
+        of = [e.origin for m in met for e in m.entries.values() if e.origin or e.within]
+        if of:
+            text += f"\na rank that is elsewhere {not_run(next(filter(None, of), None))}"
+        for m in met:
             m.off = m.off or text
         for rank in self._ranks:
             waits = rank.waits_for is not None and (meeting is None or rank.waits_for[0] is meeting)
@@ -284,8 +296,7 @@ class World:
         if rank.outcome:
             return rank.outcome
         if meeting is not None and rank.number in meeting.entries:
-            entry = meeting.entries[rank.number]
-            return f"waits in {entry.what} at {entry.where}"
+            return str(meeting.entries[rank.number])
         return rank.waits_for[1] if rank.waits_for else "has not come to a collective"
 
 
@@ -329,10 +340,10 @@ class LocalEngine(Engine):
 
     def _meet(self, what: str, payload: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Wait:
         self._turn += 1
-        return self.world.meet(self.group, self._turn, what, payload, combine)
+        return self.world.meet(self.group, self._turn, what, payload, combine, self.doing[1] if self.doing else None)
 
 
-@torch.no_grad()  # the blocks of ranks that record; the one that delivers may not
+@torch.inference_mode()  # the blocks are memory and no graph, in whatever mode the rank that delivers them is
 def _deliver(payloads: list[tuple[Blocks, Blocks]]) -> list[None]:
     """Copy every block from its sender to its receiver."""
     for r, (_, recvs) in enumerate(payloads):

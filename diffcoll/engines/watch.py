@@ -16,7 +16,7 @@ import weakref
 from dataclasses import dataclass
 
 from diffcoll.engines.engine import Doing, Engine
-from diffcoll.errors import Origin, message
+from diffcoll.errors import Origin, message, not_run
 
 __all__ = ["watch"]
 
@@ -85,18 +85,17 @@ def _look(watched: _Watched, seconds: float) -> None:
 
 def _words(engine: Engine, doing: Doing, waited: float) -> str:
     name, origin, thread = doing
-    remedies = ["DIFFCOLL_CHECK=1 makes ranks that disagree an error that lists their calls"]
     if origin is None:
         frame = sys._current_frames().get(thread)
         what = f"{name}, called at {Origin(name, frame=frame).line}" if frame is not None else name
-        others = "has not made this call"
+        others = "did not make this call"
     else:
         by = "" if origin.name == name else f" (which is {name})"
-        what = f"{origin.name}, backward{by}, called at {origin.line}"
-        others = "has not run this backward because its loss does not use the output or its x requires no gradient"
-        remedies.insert(0, "`with diffcoll.joint_backward()` makes every rank run it")
+        what = f"{origin.name}, {origin.backward}{by}, called at {origin.line}"
+        others = not_run(origin)
     return (
         f"diffcoll: rank {engine.rank} has waited {waited:.3g} s in {what}, for other ranks of {engine.description}: "
-        f"one is busy, hangs, has ended, is in another collective, or {others}; {'; '.join(remedies)}; this is said "
+        f"one is busy, hangs, has ended, is in another collective, or {others}; DIFFCOLL_CHECK=1 makes ranks that "
+        "disagree an error that lists their calls; this is said "
         f"once per call, {_VARIABLE} sets after how many seconds (0: never)"
     )
