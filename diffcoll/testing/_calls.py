@@ -11,7 +11,7 @@ from diffcoll._torch import is_within_transform
 from diffcoll.errors import message
 from diffcoll.joint import is_joint
 
-__all__ = ["per_rank_arguments"]
+__all__ = ["missing", "per_rank_arguments"]
 
 _EXPECTED = "a sequence with one element for each rank"
 #: More ranks than a machine has room for: what has not ended here is taken for endless, as itertools.count() is.
@@ -39,6 +39,13 @@ def per_rank_arguments(name: str, per_rank: tuple[Sequence[Any], ...]) -> list[t
         words = ", ".join(lengths)
         raise ValueError(f"{name}: got sequences of lengths [{words}], expected N elements in each, one for each rank")
     return rows
+
+
+def missing(name: str, what: str, extra: str) -> ModuleNotFoundError:
+    """Return the error about a package of an extra that is not installed."""
+    return ModuleNotFoundError(
+        f"{name}: {what} is not installed; from a checkout of diffcoll: pip install '.[{extra}]'"
+    )
 
 
 def _refuse_surroundings(name: str) -> None:

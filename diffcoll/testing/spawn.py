@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from diffcoll._torch import forward_mode
-from diffcoll.testing._calls import per_rank_arguments
+from diffcoll.testing._calls import missing, per_rank_arguments
 from diffcoll.testing.processes import GRACE, Forked, Launched, Processes, RanksFailedError, surroundings
 
 __all__ = ["RanksFailedError", "spawn"]
@@ -57,11 +57,15 @@ def spawn(
         The ranks' results, in order; tensors in them come detached, on the CPU.
 
     Raises:
+        TypeError, ValueError: per_rank are no sequences of one length.
+        ModuleNotFoundError, RuntimeError: cloudpickle, or, for "mpi", mpi4py or mpiexec, is not installed.
         RanksFailedError: a rank raised, died or hung; all are ended then, and the message shows every rank's
             traceback, or the Python stack it hung in.
     """
-    import cloudpickle
-
+    try:
+        import cloudpickle
+    except ModuleNotFoundError as error:
+        raise missing("spawn", "cloudpickle", "test") from error
     calls = per_rank_arguments("spawn", per_rank)
     if forward_mode()[0] >= 0:
         raise RuntimeError(

@@ -16,9 +16,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 
 from diffcoll.testing.cases import Case, Shape, largest_whole, median, median_in_parts
+from diffcoll.testing._calls import missing
+from diffcoll.testing.cases import Case, Shape, largest_whole, median
+
+try:
+    from hypothesis import strategies as st
+except ModuleNotFoundError as error:
+    raise missing("diffcoll.testing.strategies", "hypothesis", "test") from error
 
 __all__ = ["cases", "pairs", "sizes", "worlds"]
 

