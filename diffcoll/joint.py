@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
+from diffcoll import checks
 from diffcoll._torch import (
     apply_rule,
     backward_at_work,
@@ -29,7 +30,7 @@ from diffcoll._torch import (
     save_under_each_hook,
     tangents_ignored,
 )
-from diffcoll.errors import message
+from diffcoll.errors import message, user_line
 
 __all__ = ["is_joint", "joint_backward", "record"]
 
@@ -162,7 +163,12 @@ def record(rule: Any, x: Tensor, *more: Any) -> Tensor:
         if tangent is not None or not rule.awaits:
             return _record_dual(rule, x, torch.zeros_like(x) if tangent is None else tangent, *more)
     y: Tensor
-    if differentiable and torch.is_grad_enabled():
+    recorded = differentiable and torch.is_grad_enabled()
+    if checks.is_on() and more[0].engine.size > 1:
+        what = "recorded for" if recorded else "of integers, or with grad mode off, and not recorded for"
+        text = f"{more[0].name} at {user_line()}, {what} joint_backward"
+        checks.compare(more[0].engine, ("joint_backward", recorded), text)
+    if recorded:
         y, chain.token = _Link.apply(x, chain.token, rule, weakref.ref(chain), *more)  # type: ignore[no-untyped-call]
     else:
         if is_within_reentrant_checkpoint():

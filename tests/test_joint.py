@@ -272,6 +272,34 @@ def test_a_tangent_on_one_rank_only(where):
             assert all(moved) or r == 0  # through_async: times r
 
 
+@pytest.mark.parametrize("where", ["rules", "gloo"])
+def test_check_mode_sees_what_is_not_the_same_on_all_ranks(where):
+    def body(r):
+        x = inputs(r).requires_grad_()
+        with pytest.raises(dc.CollectiveMismatchError) as no_grad, dc.check_mode(), dc.joint_backward():
+            with torch.set_grad_enabled(r != 1):
+                dc.all_reduce(x)
+        found = [str(no_grad.value)]
+        for async_op in (False, True):
+            with pytest.raises(dc.CollectiveMismatchError) as tangent, dc.check_mode(), forward_ad.dual_level():
+                y = dc.all_reduce(x if r else forward_ad.make_dual(x, torch.ones_like(x)), async_op=async_op)
+                if async_op:
+                    y.wait()
+            found.append(str(tangent.value))
+        with dc.check_mode(), dc.joint_backward() as joint, forward_ad.dual_level():
+            y = dc.all_reduce(x if r else forward_ad.make_dual(x, torch.ones_like(x)))
+            joint(forward_ad.unpack_dual(y).tangent.sum()).backward()
+        return found
+
+    for no_grad, *tangents in RUNS[where](body, range(N)):
+        assert "rank 0: all_reduce at " in no_grad
+        assert ", recorded for joint_backward\n" in no_grad
+        assert ", of integers, or with grad mode off, and not recorded for joint_backward\n" in no_grad
+        for tangent in tangents:
+            assert "rank 0: tangent of all_reduce at " in tangent
+            assert "rank 1: the end of check mode at " in tangent
+
+
 def test_what_is_used_by_all_costs_nothing_more():
     """The same bytes, with and without the region."""
 

@@ -201,6 +201,12 @@ def _checked(f: Linear, origin: Origin | None, x: Tensor, move: Callable[[], T])
     return move()
 
 
+def _agree_on_tangent(f: Linear, tx: Tensor) -> None:
+    """In check mode, compare that all ranks have come to move a tangent: one whose x has none would not."""
+    if checks.is_on() and f.engine.size > 1:
+        checks.compare(f.engine, ("tangent", f.name), f"tangent of {f.name} at {user_line()}: {tx.dtype}")
+
+
 def _failed(f: Linear, origin: Origin | None, error: RuntimeError) -> RuntimeError:
     """Return what to raise for an error of the backend; others are what they are."""
     if isinstance(error, (CollectiveFailedError, CollectiveMismatchError, torch.OutOfMemoryError)):
@@ -227,6 +233,7 @@ class _Apply(Function):
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor, *_: None) -> Tensor:
+        _agree_on_tangent(ctx.f, tx)
         return record(_Apply, tx, ctx.f, None)
 
     @staticmethod
@@ -332,6 +339,7 @@ class _Start(Function):
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor, *_: None) -> Tensor:
+        _agree_on_tangent(ctx.f, tx)
         ctx.transit.tangents.append(_Transit())
         return record(_Start, tx, ctx.f, ctx.transit.tangents[-1])
 
