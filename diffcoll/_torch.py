@@ -13,7 +13,8 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch._functorch import eager_transforms
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.autograd import Function, Variable, forward_ad, grad_mode, graph, profiler
@@ -36,6 +37,7 @@ __all__ = [
     "constant_in_graphs",
     "divide_",
     "forward_mode",
+    "has_earlier_hooks",
     "is_backward_nested",
     "is_batched_by_autograd",
     "is_differentiating",
@@ -51,6 +53,7 @@ __all__ = [
     "is_zero_without_memory",
     "nodes_after_nested_backward",
     "over_batch",
+    "registered",
     "set_forward_mode",
     "save_under_each_hook",
     "shared_forward_mode",
@@ -61,6 +64,7 @@ __all__ = [
     "tree_map",
     "tree_paths",
     "unfaked",
+    "untraced",
     "version",
     "wrapped_backward_code",
 ]
@@ -184,6 +188,17 @@ def constant_in_graphs(function: T) -> T:
     return function
 
 
+def untraced(function: T) -> T:
+    """Make Dynamo neither trace a function nor what it calls, be it called by a traced function or by autograd.
+
+    torch.compiler.disable does the same, after it has imported Dynamo: a second in every process.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a traced function that calls it is cut there
+    skip = eval_frame._FrameAction.SKIP  # it is not traced on its own, when autograd calls it
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))  # type: ignore[attr-defined]
+    return function
+
+
 def is_profiling() -> bool:
     """Whether a profiler of torch is at work; to ask it by its public calls takes longer than a small message."""
     return profiler._is_profiler_enabled
@@ -226,6 +241,11 @@ def is_recomputing() -> bool:
     They do not say so; they are the ones that record within a backward, but for those with create_graph.
     """
     return backward_at_work() >= 0 and torch.is_grad_enabled()
+
+
+def has_earlier_hooks(p: Tensor) -> bool:
+    """Whether hooks run after a gradient of p is accumulated and before the one that was registered last."""
+    return len(p._post_accumulate_grad_hooks or ()) > 1
 
 
 def is_backward_nested() -> bool:
@@ -307,6 +327,17 @@ def save_under_each_hook(save: Callable[[], None], context: Callable[[], Abstrac
         while entered:
             hooks = entered.pop()
             push(hooks.pack, hooks.unpack)
+
+
+def registered(modules: list[weakref.ref[nn.Module]]) -> list[int]:
+    """Return the ids of the parameters and submodules of each module; nn.Module's own iterators are slow."""
+    ids: list[int] = []
+    for ref in modules:
+        module = ref()
+        if module is not None:
+            ids += map(id, module._parameters.values())
+            ids += map(id, module._modules.values())
+    return ids
 
 
 def version(x: Tensor) -> int:

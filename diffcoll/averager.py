@@ -25,15 +25,20 @@ from diffcoll import checks
 from diffcoll._torch import (
     after_backward,
     backward_at_work,
+    has_earlier_hooks,
     is_backward_nested,
     is_profiling,
     nodes_after_nested_backward,
+    untraced,
+    version,
 )
 from diffcoll.averaging import agree_on_parameters, broadcast_from_first, checked_weight, weighted
 from diffcoll.buckets import Bucket, Parameter, cut
+from diffcoll.engines import local
 from diffcoll.engines.engine import Turn, done
 from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, message
 from diffcoll.groups import resolve
+from diffcoll.watch import SPARSE, Tree, Watch, differentiable, find_ddp, is_sharded, named_parameters
 
 __all__ = ["GradientAverager"]
 
@@ -65,11 +70,14 @@ class GradientAverager:
     A parameter that this rank's loss does not use counts as zero; one that no rank has used keeps `grad is None`. So
     ranks may use different ones. At least one must be used on every rank that calls backward, and every rank must call
     it. Parameters may be frozen and unfrozen at any time, on all ranks alike; what is frozen is not sent. Gradients
-    that are there before backward are added to.
+    that are there before backward are added to. A gradient that somebody keeps is never written after `zero_grad()`.
+
+    Each parameter has one averager: a new one on the same module or the same parameters takes over.
 
     Args:
         module_or_params: an `nn.Module`, parameters, or pairs (name, parameter); the same on all ranks in number,
-            order, names, shapes and dtypes. Any floating-point or complex dtype, also several, also on several devices.
+            order, names, shapes and dtypes. Any floating-point or complex dtype, also several, also on several devices;
+            frozen integers are broadcast only. A module is watched for parameters that it gets later, an error.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         reduction: `"mean"`: Σ_r g_r / N. `"sum"`: Σ_r g_r. `"weighted"`: Σ_r w_r g_r / Σ_r w_r, see `set_weight`.
         bucket_mb: megabytes of gradients in one message, at the most, if no single one is larger.
@@ -79,9 +87,11 @@ class GradientAverager:
         hooks: False: nothing happens in backward; `synchronize` reduces what is in `.grad`.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on its own; a module has sparse gradients.
+        TypeError, ValueError: an argument is wrong on its own; a module has sparse gradients; DistributedDataParallel,
+            FSDP or an averager of other parameters too reduces some of these already.
         CollectiveMismatchError: the ranks' parameters differ; on all ranks, naming the first.
         CollectiveFailedError: from backward: a rank died or did not come; says in which bucket, and who.
+        RuntimeError: from backward: gradients would not be right, and why, e.g. an optimizer stepped within backward.
 
     Source: notes/averaging.md.
     """
@@ -104,32 +114,39 @@ class GradientAverager:
             raise ValueError(message(_NAME, "bucket_mb", repr(bucket_mb), "a number of megabytes above zero"))
         if comm_dtype is not None and not (isinstance(comm_dtype, torch.dtype) and comm_dtype.is_floating_point):
             raise TypeError(message(_NAME, "comm_dtype", repr(comm_dtype), "a floating-point torch.dtype or None"))
-        named = _named(module_or_params)
+        module = module_or_params if isinstance(module_or_params, nn.Module) else None
+        if broadcast_buffers and module is None:
+            raise TypeError(message(_NAME, "broadcast_buffers", "True", "a module, which has buffers"))
+        named = named_parameters(_NAME, module_or_params)
         engine = resolve(group, _NAME)
         if engine.joint:
             remedy = "simulate(…, rules=True), with backward inside"
             raise RuntimeError(message(_NAME, "group", "a joint world", "ranks that call backward themselves", remedy))
-        agree_on_parameters(_NAME, named, group)
+        _refuse_shared(named)
+        others = _averagers_of(named)
+        states = [_state(p, others, module, named) for _, p in named]
+        agree_on_parameters(_NAME, named, group, states)
+        _take_over(others, module, named)
         if broadcast_parameters:
             broadcast_from_first([p for _, p in named], group)
-        if broadcast_buffers:
-            if not isinstance(module_or_params, nn.Module):
-                raise TypeError(message(_NAME, "broadcast_buffers", "True", "a module, which has buffers"))
-            broadcast_from_first(list(module_or_params.buffers()), group)
+        if module is not None and broadcast_buffers:
+            broadcast_from_first(list(module.buffers()), group)
         self.number = next(_numbers)
         self._engine = engine.twin() if engine.size > 1 else engine
         self._reduction, self._bytes, self._dtype, self._hooks = reduction, bucket_mb * 2**20, comm_dtype, hooks
-        self._parameters = [Parameter(i, *pair) for i, pair in enumerate(named)]
+        self._rank = local.here()  # a simulated rank is a thread
+        self._named = named
+        self._parameters = [Parameter(i, *pair) for i, pair in enumerate(differentiable(named))]
         self._live: list[Parameter] = []  # those that are not frozen, in the order of the buckets
         self._buckets: list[Bucket] = []
-        self._order = list(reversed(range(len(named))))  # in which gradients are expected
+        self._order = list(reversed(range(len(self._parameters))))  # in which gradients are expected
         self._seen: list[int] | None = []  # in which they came, until the ranks have agreed on that
         self._paused = 0
         # A backward that runs: its number and those within it, what to send next, whether its end is awaited.
         self._turn = 0
         self._tasks: set[int] = set()
         self._next = 0
-        self._awaited = self._nested = False
+        self._awaited = self._nested = self._compares = False
         # Weights, since the last time that gradients were reduced.
         self._weight: float | Tensor = 0.0
         self._total: float | Tensor = 0.0
@@ -138,25 +155,32 @@ class GradientAverager:
         # Whether this rank has no more batches, while others go on; whether this step has seen one that counts.
         self._ran_out = self._joining = self._leaving = False
         self._took_part = True
-        self._owner = weakref.finalize(
-            module_or_params if isinstance(module_or_params, nn.Module) else named[0][1], _alive.pop, id(self), None
-        )
+        _refuse_shared(named)  # again: the others have come here meanwhile
+        self._owner = weakref.finalize(module or named[0][1], _alive.pop, id(self), None)
         self._owner.atexit = False
         _alive[id(self)] = self
-        self._attach_all()
+        self._is_attached = True
+        self._module = None if module is None else weakref.ref(module)
+        self._tree = None if module is None else Tree(module)
+        self._watches: dict[int, Any] = {}  # handles of hooks that look for replaced parameters, by what they are on
+        if module is not None and hooks:
+            self._watches[id(module)] = module.register_forward_pre_hook(Watch(self._before_forward))
+        if hooks:
+            self._attach_all()
 
     # ── what the user calls ──────────────────────────────────────────────────────────────────────────────
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank only; the next backward outside sends them too."""
-        self._attach_all()
+        self._check_attached("no_sync")
         self._paused += 1
         try:
             yield
         finally:
             self._paused -= 1
 
+    @untraced
     def set_weight(self, weight: float | Tensor) -> None:
         """Say what this rank's next batch counts, once for each batch and before its backward, e.g. its tokens.
 
@@ -173,19 +197,21 @@ class GradientAverager:
         if self._reduction != "weighted":
             raise ValueError(message(name, "weight", repr(weight), "none", 'say reduction="weighted"'))
         weight = checked_weight(name, weight)
-        self._attach_all()
+        self._check_attached("set_weight")
         gone = all(p.tensor.grad is None for p in self._parameters)  # the user has zeroed what was accumulated
         if self._weighed_at != self._reductions or gone:
             self._total, self._weighed_at = 0.0, self._reductions
         self._weight = 0.0 if self._ran_out else weight
         self._total = self._total + self._weight
 
+    @untraced
     def synchronize(self) -> None:
         """Reduce what is in `.grad` now; all ranks call it.
 
         After backward under `no_sync`, or with `hooks=False`. What has been reduced before and not been added to since
         stays as it is.
         """
+        self._check_attached("synchronize")
         if self._tasks:
             self._give_up()
         self._begin()
@@ -205,6 +231,7 @@ class GradientAverager:
         Raises:
             ValueError: a rank has no batch; on all ranks.
         """
+        self._check_attached("join")
         iterator, nothing = iter(batches), object()
         mine: Any = next(iterator, nothing)
         last, yielded_at = mine, -1
@@ -235,36 +262,58 @@ class GradientAverager:
         self._joining = self._leaving = False
         self._took_part = True
 
+    @untraced
     def detach(self) -> None:
-        """Leave the parameters as they were; gradients stay. All ranks call it."""
+        """Leave the parameters as they were; gradients stay. All ranks call it.
+
+        Others that still wait in a backward which this rank has left by an error get an error.
+        """
+        if not self._is_attached:
+            return
+        self._is_attached = False
+        self._owner()
+        for handle in self._watches.values():
+            handle.remove()
         for p in self._parameters:
             for hook in p.hooks:
                 hook.remove()
             p.hooks, p.node = [], None
-        self._owner()
+        if self._tasks and not self._engine.ended and self._rank is local.here():
+            with contextlib.suppress(RuntimeError):  # the group has failed: nobody waits
+                self._give_up()
         if self._engine.size > 1:
             self._engine.close()
+
+    def _check_attached(self, what: str) -> None:
+        if not self._is_attached:
+            raise RuntimeError(
+                f"{_NAME}.{what}: this averager was detached, or a newer one has taken over; use that one"
+            )
 
     # ── hooks ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _attach_all(self) -> None:
-        """Hook in, also at what has been unfrozen since."""
-        for p in self._parameters if self._hooks else ():
-            if not p.hooks and p.tensor.requires_grad:
+        """Register hooks on all parameters; on frozen ones too, so that they are averaged as soon as they are not."""
+        for p in self._parameters:
+            if p.tensor.is_inference():
+                continue  # never has a gradient
+            with _requiring_grad(p.tensor):
                 hook = _weakly(self._has_come, p)
                 p.hooks.append(p.tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-                if self._reduction != "mean" or self._ran_out:
-                    self._attach_before(p)
+            if self._reduction != "mean" or has_earlier_hooks(p.tensor):
+                self._attach_before(p)
 
     def _attach_before(self, *some: Parameter) -> None:
         """Hook in where gradients are accumulated: a hook of the tensor would also see torch.autograd.grad."""
         for p in some or self._parameters:
             if p.hooks and p.node is None:
-                p.node = get_gradient_edge(p.tensor).node
+                with _requiring_grad(p.tensor):
+                    p.node = get_gradient_edge(p.tensor).node
                 p.hooks.append(p.node.register_prehook(_weakly(self._comes, p)))
 
     def _comes(self, p: Parameter, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         """A gradient is about to be added to what is there: weigh it, and put aside what has been reduced."""
+        p.value_version = version(p.tensor)
         weight: float | Tensor = 1.0
         if self._reduction == "weighted":
             if self._weighed_at != self._reductions:
@@ -311,6 +360,8 @@ class GradientAverager:
         if p.turn == self._turn:
             return  # by way of an inner backward
         p.turn = self._turn
+        if p.node is None:
+            p.value_version = version(p.tensor)
         if self._seen is not None:
             self._seen.append(p.index)
         bucket = p.bucket
@@ -320,8 +371,9 @@ class GradientAverager:
         if not p.is_small:  # while it is in the cache, and before the next one needs memory
             self._check(p)
             p.put(self._scale())
-        if bucket.pending == 0 and not checks.is_on():
-            while self._next < len(self._buckets) and self._buckets[self._next].ready:
+        if bucket.pending == 0 and not self._compares:
+            # The last one waits for the end of backward: it says whether this rank has failed.
+            while self._next < len(self._buckets) - 1 and self._buckets[self._next].ready:
                 self._send()
 
     def _enter(self, task: int) -> None:
@@ -330,6 +382,7 @@ class GradientAverager:
         if self._tasks and not nested and task > max(self._tasks):  # not the outer one of those, which is older
             self._give_up()
         if not self._tasks:
+            self._tasks.add(task)
             self._begin()
         self._tasks.add(task)
         self._nested = self._nested or nested
@@ -340,12 +393,12 @@ class GradientAverager:
         if self._awaited:
             return
         if nested:
-            after_backward(self._leave_nested)
+            after_backward(untraced(lambda: self._leave_nested()))
             return
         self._awaited = True
         task = backward_at_work()
         if task not in _ending:
-            after_backward(lambda: _end(task))
+            after_backward(untraced(lambda: _end(task)))
         _ending.setdefault(task, []).append(self)
 
     def _leave_nested(self) -> None:
@@ -366,17 +419,24 @@ class GradientAverager:
             handles.clear()
             self._await(is_backward_nested())
 
-        handles += [node.register_prehook(on_goes_the_outer) for node in following]
+        handles += [node.register_prehook(untraced(on_goes_the_outer)) for node in following]
 
     # ── buckets ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self) -> None:
+        if self._engine.ended:
+            self._tasks.clear()
+            raise RuntimeError(
+                f"{_NAME}: its group was destroyed; call detach(), or make a {_NAME} on another group, which takes over"
+            )
         self._turn += 1
         self._next = 0
+        self._compares = checks.is_on() and self._engine.size > 1
         self._awaited = self._nested = False
         if self._seen:
             self._seen = []  # of a backward that was left by an error
-        self._attach_all()
+        for p in self._parameters:
+            p.check_kind(_NAME)
         live = [p for i in self._order if (p := self._parameters[i]).tensor.requires_grad]
         if live != self._live or not self._buckets:
             self._live, self._buckets = live, []
@@ -418,7 +478,7 @@ class GradientAverager:
         if grad is None:
             return
         if grad.layout != torch.strided:
-            raise TypeError(f"{_NAME}: {p.name}: {_SPARSE}")
+            raise TypeError(f"{_NAME}: {p.name}: {SPARSE}")
         if grad.requires_grad:
             raise RuntimeError(
                 f"{_NAME}: {p.name}: its gradient is part of a graph (create_graph=True), which ends in a bucket; "
@@ -439,17 +499,76 @@ class GradientAverager:
             bucket.wait = engine.all_reduce(bucket.row, bucket.row)
 
     def _send_rest(self) -> None:
-        """Send what has not been sent."""
+        """Send what has not been sent; an error here is one on all ranks."""
         try:
-            if checks.is_on() and self._engine.size > 1:
+            if self._compares:
                 names = [p.name for p in self._live]
-                text = f"{_NAME}, {len(names)} parameters that are not frozen: {', '.join(names)}"
-                checks.compare(self._engine, (_NAME, names), text)
+                self._compare(names, f"{len(names)} parameters that are not frozen: {', '.join(names)}")
+            self._check_tree()
+            self._check_changes()
             while self._next < len(self._buckets):
                 self._send()
-        except BaseException:
+        except (CollectiveMismatchError, CollectiveFailedError):
             self._over()
             raise
+        except BaseException:
+            try:
+                self._give_up(compared=True)
+            finally:
+                self._over()
+            raise
+
+    def _compare(self, facts: object, text: str) -> None:
+        checks.compare(self._engine, (_NAME, facts), f"{_NAME}, {text}")
+
+    def _check_tree(self) -> None:
+        """Raise if the module has parameters that nobody averages."""
+        for name, _ in self._foreign():
+            raise RuntimeError(
+                f"{_NAME}: {name}: the module has this parameter only since {_NAME} was attached, and nobody averages "
+                "its gradient; load_state_dict(assign=True), parametrizations and m.weight = … make new parameters; "
+                f"make the {_NAME} anew, which takes over, or give it parameters instead of the module"
+            )
+
+    def _foreign(self) -> list[tuple[str, Tensor]]:
+        """Return the module's parameters that are not frozen and that nobody averages."""
+        if self._tree is None or not self._tree.has_changed():
+            return []
+        module = self._tree.module()
+        averaged = {id(t) for averager in list(_alive.values()) for _, t in averager._named}
+        foreign = [] if module is None else [pair for pair in module.named_parameters() if id(pair[1]) not in averaged]
+        sharded = is_sharded(module, [t for _, t in (*self._named, *foreign)])
+        if sharded:
+            raise RuntimeError(f"{_NAME}: FSDP shards {sharded} and reduces its gradient; call detach()")
+        if not foreign:  # parameters have other names, as in pruning
+            self._tree.record()
+        return [(name, t) for name, t in foreign if t.requires_grad]
+
+    def _before_forward(self) -> None:
+        """Watch new parameters: where all were replaced, no hook of the old ones runs in backward."""
+        for _, t in self._foreign():
+            if id(t) not in self._watches and isinstance(t, nn.Parameter) and t.is_leaf:
+                hook = _on_gradient_of_a_new_parameter(self)
+                self._watches[id(t)] = t.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _after_new_parameter(self) -> None:
+        """A parameter that nobody averages has a gradient: see to it that the end of backward raises."""
+        if not self._paused and not self._tasks:
+            self._enter(backward_at_work())
+
+    def _check_changes(self) -> None:
+        """Raise if a gradient or its parameter was changed in this backward after the gradient was there."""
+        if self._engine.size == 1:
+            return
+        for p in self._live:
+            if p.turn == self._turn and (why := p.changed()):
+                if find_ddp(q.tensor for q in self._live):
+                    raise RuntimeError(f"{_NAME}: {p.name}: {_DDP}")
+                raise RuntimeError(
+                    f"{_NAME}: {p.name}: {why} in backward, before it was averaged, as an optimizer that steps within "
+                    "backward does: its step would be another one on every rank; step after backward, or change "
+                    "gradients in hooks of the tensor, p.register_hook(…)"
+                )
 
     def _receive(self) -> None:
         """Wait for all buckets, and make gradients of them."""
@@ -492,6 +611,7 @@ class GradientAverager:
                 if p.kept is not None:
                     grad.add_(p.kept)
                 p.reduced = grad
+                p.record_gradient()
 
     def _agree_on_order(self) -> None:
         """After the first time, cut the buckets anew: in the order in which gradients came on rank 0."""
@@ -506,19 +626,24 @@ class GradientAverager:
                 self._engine.broadcast(order, 0)()
         self._order = order.tolist()
 
-    def _give_up(self) -> None:
+    def _give_up(self, compared: bool = False) -> None:
         """The backward before was left by an error: the other ranks wait for its buckets, and learn of it."""
         for task in [task for task, averagers in _ending.items() if self in averagers]:
             del _ending[task]
+        self._tasks.clear()
+        if self._compares and not compared:  # they wait where they compare
+            with contextlib.suppress(CollectiveMismatchError):
+                self._compare("left", "which has left this backward by an error")
+            return
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
             self._next += 1
             bucket.row.fill_(math.nan)
             self._start(bucket)
         for bucket in self._buckets:
-            bucket.wait()
+            with self._explaining(bucket):
+                bucket.wait()
             bucket.wait = done
-        self._tasks.clear()
 
     def _count(self, mine: bool) -> int:
         """On how many ranks it is so."""
@@ -561,15 +686,102 @@ _ending: dict[int, list[GradientAverager]] = {}
 def _end(task: int) -> None:
     """End a backward: on all ranks in the order in which averagers were made, whichever each rank has met first."""
     averagers = sorted(_ending.pop(task, []), key=lambda averager: averager.number)
+    errors: list[Exception] = []
+    sent: list[GradientAverager] = []
     for averager in averagers:
-        averager._send_rest()
+        with _noted(errors):
+            averager._send_rest()
+            sent.append(averager)
+    for averager in sent:
+        with _noted(errors):
+            averager._receive()
+    if errors:
+        raise errors[0]
+    after_backward(untraced(lambda: _check_unchanged(averagers)))
+
+
+@contextlib.contextmanager
+def _noted(errors: list[Exception]) -> Iterator[None]:
+    """Note an error, and go on: what other averagers have sent must be received."""
+    try:
+        yield
+    except Exception as error:
+        errors.append(error)
+
+
+def _check_unchanged(averagers: list[GradientAverager]) -> None:
+    """Raise if DistributedDataParallel has averaged what was averaged: it does so at the end of backward, too."""
     for averager in averagers:
-        averager._receive()
+        changed = next((p for p in averager._live if p.reduced is not None and p.gradient_changed()), None)
+        if changed and averager._engine.size > 1 and find_ddp(p.tensor for p in averager._live):
+            raise RuntimeError(f"{_NAME}: {changed.name}: {_DDP}")
+
+
+_DDP = (
+    "DistributedDataParallel averages this parameter, too; take one of the two away: call detach(), or use the module "
+    "without DistributedDataParallel"
+)
 
 
 #: An averager lives as long as its module, or its first parameter: what a parameter's hook held would live with it in
 #: a circle that passes through the autograd engine, where Python finds no circles.
 _alive: dict[int, GradientAverager] = {}
+
+
+def _averagers_of(named: list[tuple[str, Tensor]]) -> list[GradientAverager]:
+    """Return the averagers of any of these parameters."""
+    ids = {id(p) for _, p in named}
+    return [other for other in list(_alive.values()) if any(id(p) in ids for _, p in other._named)]
+
+
+def _refuse_shared(named: list[tuple[str, Tensor]]) -> None:
+    """Raise if another simulated rank has an averager of the same parameters: ranks are threads, and may share them."""
+    me: Any = local.here()
+    for other in _averagers_of(named) if me is not None else ():
+        if other._rank is not None and other._rank is not me and other._rank.world is me.world:
+            remedy = "make the module in the function that each rank runs"
+            got = "parameters that another simulated rank holds as well"
+            raise ValueError(message(_NAME, "module_or_params", got, "parameters of this rank's own", remedy))
+
+
+def _is_same(other: GradientAverager, module: nn.Module | None, named: list[tuple[str, Tensor]]) -> bool:
+    """Whether an averager has this module, or just these parameters: a new one takes over then."""
+    of_module = module is not None and other._module is not None and other._module() is module
+    return of_module or {id(p) for _, p in named} == {id(p) for _, p in other._named}
+
+
+def _state(p: Tensor, others: list[GradientAverager], module: nn.Module | None, named: list[tuple[str, Tensor]]) -> str:
+    """Say who averages p already, which must be the same on all ranks."""
+    for other in others:
+        if any(p is q for _, q in other._named):
+            return ", taken over" if _is_same(other, module, named) else ", averaged by another"
+    return ""
+
+
+def _take_over(others: list[GradientAverager], module: nn.Module | None, named: list[tuple[str, Tensor]]) -> None:
+    """Detach the averagers whose place a new one takes; an averager of only some of its parameters is an error."""
+    ids = {id(p) for _, p in named}
+    for other in others:
+        if not _is_same(other, module, named):
+            first = next(name for name, p in other._named if id(p) in ids)
+            got = f"{first}, which another {_NAME} averages, together with others than these"
+            remedy = "call detach() on that one first, or make one for all of them"
+            raise ValueError(message(_NAME, "module_or_params", got, "parameters of which no other has some", remedy))
+    for other in others:
+        other.detach()
+
+
+@contextlib.contextmanager
+def _requiring_grad(p: Tensor) -> Iterator[None]:
+    """Let p have hooks, also if it is frozen."""
+    frozen = not p.requires_grad
+    if frozen:
+        p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        if frozen:
+            p.requires_grad_(False)
 
 
 def _weakly(method: Callable[..., Any], p: Parameter) -> Callable[..., Any]:
@@ -580,32 +792,16 @@ def _weakly(method: Callable[..., Any], p: Parameter) -> Callable[..., Any]:
         alive = averager()
         return None if alive is None else call(alive, parameter(), given)
 
-    return hook
+    return untraced(hook)
 
 
-_SPARSE = "got sparse gradients, expected dense ones; say sparse=False in nn.Embedding"
+def _on_gradient_of_a_new_parameter(averager: GradientAverager) -> Callable[[Tensor], None]:
+    """Return a hook of a parameter that the module has got after an averager."""
+    ref = weakref.ref(averager)
 
+    def hook(p: Tensor) -> None:
+        alive = ref()
+        if alive is not None and alive._is_attached and any(p is q for _, q in alive._foreign()):
+            alive._after_new_parameter()
 
-def _named(given: Any) -> list[tuple[str, Tensor]]:
-    """Return the names and parameters of what the user gave."""
-    if isinstance(given, nn.Module):
-        for name, module in given.named_modules():
-            if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                raise TypeError(f"{_NAME}: module_or_params: {name or type(module).__name__}: {_SPARSE}")
-        named: list[tuple[str, Tensor]] = [*given.named_parameters()]
-    else:
-        expected = "a module, parameters, or pairs (name, parameter)"
-        if isinstance(given, (Tensor, str)) or not isinstance(given, Iterable):
-            raise TypeError(message(_NAME, "module_or_params", type(given).__name__, expected))
-        pairs = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(given)]
-        for pair in pairs:
-            if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], Tensor):
-                raise TypeError(message(_NAME, "module_or_params", repr(pair)[:80], expected))
-        named = list({id(p): (name, p) for name, p in reversed(pairs)}.values())[::-1]
-    for name, p in named:
-        if not p.is_leaf or not (p.is_floating_point() or p.is_complex()):
-            got = f"{name}, which is {'no leaf' if p.is_floating_point() else f'of {p.dtype}'}"
-            raise ValueError(message(_NAME, "module_or_params", got, "leaf tensors of floating-point or complex dtype"))
-    if not named:
-        raise ValueError(message(_NAME, "module_or_params", "nothing", "at least one parameter"))
-    return named
+    return untraced(hook)

@@ -150,10 +150,13 @@ def checked_weight(name: str, weight: float | Tensor) -> float | Tensor:
 
 
 @torch.no_grad()
-def agree_on_parameters(name: str, named: Sequence[tuple[str, Tensor]], group: Group) -> None:
-    """Raise on all ranks if their parameters differ, naming the first one that does."""
+def agree_on_parameters(
+    name: str, named: Sequence[tuple[str, Tensor]], group: Group, states: Sequence[str] = ()
+) -> None:
+    """Raise on all ranks if their parameters differ, or what is said of each; naming the first one that does."""
     engine = resolve(group, name)
     facts = [f"{n} {tuple(p.shape)} {p.dtype}{' channels_last' * is_channels_last(p)}" for n, p in named]
+    facts = [fact + state for fact, state in zip(facts, states or [""] * len(facts), strict=True)]
     digests = torch.tensor([digest(fact) for fact in facts], device=engine.control_device)
     lengths = all_gather(torch.tensor(len(facts), device=engine.control_device), group=group).tolist()
     of_ranks = all_gather(digests, group=group, sizes=lengths).split_with_sizes(lengths)

@@ -42,6 +42,38 @@ class Parameter:
         self.added: Tensor | None = None  # the gradient of this step so far, and how often it had been changed
         self.version = 0
         self.is_put = self.is_used = False
+        # The gradient that was put in its place or made of it, and how often that and the value had been changed.
+        self.recorded: Tensor | None = None
+        self.recorded_version = self.value_version = 0
+        self._kind = tensor.shape, tensor.dtype, tensor.device
+
+    def check_kind(self, operation: str) -> None:
+        """Raise if it is another kind of tensor than at the start, when the ranks agreed on it."""
+        now = self.tensor.shape, self.tensor.dtype, self.tensor.device
+        if now != self._kind:
+            was, is_now = (f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in (self._kind, now))
+            raise RuntimeError(
+                f"{operation}: {self.name}: was {was} when {operation} was attached, and is {is_now}; "
+                f"make the {operation} anew, which takes over"
+            )
+
+    def record_gradient(self) -> None:
+        """Remember the gradient as it is, to see whether it is changed before backward has ended."""
+        self.recorded = grad = self.tensor.grad
+        self.recorded_version = 0 if grad is None else version(grad)
+
+    def gradient_changed(self) -> bool:
+        """Whether the gradient is another one than was recorded, or was changed in place."""
+        grad = self.tensor.grad
+        return grad is not self.recorded or (grad is not None and version(grad) != self.recorded_version)
+
+    def changed(self) -> str:
+        """Say what was changed since the gradient was accumulated; what is not yet in its place may be."""
+        if self.tensor.grad is None:
+            return "its gradient was taken away"
+        if self.is_put and self.gradient_changed():
+            return "its gradient was changed"
+        return "its value was changed" if version(self.tensor) != self.value_version else ""
 
     def put(self, scale: float) -> None:
         """Copy scale · gradient of this rank to its place, and make a view of that `.grad`; no gradient is zero."""
@@ -55,6 +87,7 @@ class Parameter:
             _scaled(_as(self.place.dtype, grad), scale, self.place)
         if self.is_used and self.shares:
             self.share()
+        self.record_gradient()
 
     def share(self) -> Tensor:
         """Make a view of the place `.grad`.
@@ -73,6 +106,7 @@ class Parameter:
             self.grad_view = None
         if self.reduced is not grad:
             self.reduced = None
+        self.recorded = None
 
     def put_aside(self) -> None:
         """Keep what has been reduced from being reduced again: what comes now is to be added to it."""
@@ -176,6 +210,7 @@ class Bucket:
         for p in self._small:
             p.is_put = p.is_used = True
             p.share()
+            p.record_gradient()
 
     def divide(self, divisor: Tensor) -> None:
         """Divide what has been reduced; half precision need not know the divisor."""

@@ -1,14 +1,23 @@
 """GradientAverager in careless hands: gradients that are kept, averagers made twice, parameters that change."""
 
+import copy
+import io
+import itertools
+import logging
+import re
+import time
+import warnings
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 import diffcoll as dc
 from diffcoll._torch import storage_uses
-from diffcoll.testing import simulate, spawn
+from diffcoll.testing import new_group, simulate, spawn
 
 RUNS = {
     "rules": partial(simulate, rules=True),
@@ -177,3 +186,463 @@ def test_uses_of_memory_are_counted():
         assert storage_uses(x) > before
     kept.clear()
     assert storage_uses(x) == alone
+
+
+# ── one averager for each parameter ──────────────────────────────────────────────────────────────────────
+
+
+def backward(model, r, k=0):
+    model(batch(r, k)).square().sum().backward()
+
+
+def refused(call, error=RuntimeError):
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", RUNS)
+def test_a_new_averager_takes_over(where):
+    """On the same module or the same parameters, whether anyone has kept the old one or not."""
+
+    def body(r):
+        model = mlp()
+        first = dc.GradientAverager(model, reduction="sum")
+        backward(model, r)
+        made = [
+            lambda: dc.GradientAverager(model, bucket_mb=1e-4),
+            lambda: dc.GradientAverager(list(model.parameters())[::-1]),
+            lambda: dc.GradientAverager(model, new_group([0, 1])),
+        ]
+        for make in made:
+            make()
+            for k in range(2):
+                model.zero_grad()
+                backward(model, r, k)
+                same([p.grad for p in model.parameters()], averaged(2, k))
+        model.append(nn.Linear(2, 1).double())  # also if the module has changed
+        last = dc.GradientAverager(model)
+        model.zero_grad()
+        backward(model, r)
+        assert all(p.grad is not None for p in model.parameters())
+        for call in (first.synchronize, lambda: first.join([1]).__next__(), first.no_sync().__enter__):
+            assert "this averager was detached, or a newer one has taken over" in refused(call)
+        last.detach()
+        last.detach()  # once more changes nothing
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        backward(model, r, k=r)
+        return found
+
+    found = RUNS[where](body, range(2))
+    same(found[0], found[1], 0)
+
+
+@pytest.mark.parametrize("where", ["rules", "gloo"])
+def test_averagers_that_share_some_parameters(where):
+    """An error on every rank, also where only one rank has such a one; the first goes on."""
+
+    def body(r):
+        model = mlp()
+        head = dc.GradientAverager(model[2])
+        texts = [refused(lambda: dc.GradientAverager(model), ValueError)]
+        texts += [refused(lambda: dc.GradientAverager([model[2].bias]), ValueError)]
+        head.detach()
+        dc.GradientAverager(model)
+        backward(model, r)
+        same([p.grad for p in model.parameters()], averaged(2))
+        other = mlp()
+        if r == 0:
+            other = model
+        return texts, refused(lambda: dc.GradientAverager(other), dc.CollectiveMismatchError)
+
+    for (whole, part), differs in RUNS[where](body, range(2)):
+        assert whole.startswith(
+            "GradientAverager: module_or_params: got weight, which another GradientAverager averages"
+        )
+        assert part.startswith("GradientAverager: module_or_params: got bias, which another GradientAverager averages")
+        assert "call detach() on that one first" in whole
+        assert "rank 0: 0.weight (4, 3) torch.float64, taken over\n  rank 1: 0.weight (4, 3) torch.float64" in differs
+
+
+def test_simulated_ranks_that_share_a_module():
+    model = mlp()
+    with pytest.raises(ValueError, match=r"parameters that another simulated rank holds as well"):
+        simulate(lambda r: dc.GradientAverager(model), range(2), rules=True)
+
+
+def test_after_its_group_was_destroyed():
+    def body(r):
+        model = mlp()
+        averager = dc.GradientAverager(model)
+        backward(model, r)
+        dist.destroy_process_group()
+        texts = [refused(lambda: backward(model, r)), refused(averager.synchronize)]
+        averager.detach()
+        model.zero_grad()
+        backward(model, r)
+        assert model[0].weight.grad is not None
+        return texts
+
+    for texts in spawn(body, range(2)):
+        for text in texts:
+            assert re.match(r"GradientAverager: its group was destroyed; call detach\(\), or make", text)
+
+
+DDP = nn.parallel.DistributedDataParallel
+
+
+def test_with_distributed_data_parallel():
+    """In whatever order the two are made, on all parameters or some: an error in the first backward at the latest."""
+
+    def body(r):
+        texts = []
+        for wrap in (DDP, lambda m: nn.Sequential(DDP(m))):
+            texts.append(refused(lambda wrap=wrap: dc.GradientAverager(wrap(mlp())), TypeError))
+        for k, bucket_mb in enumerate([25, 1e-5]):
+            for ddp_first in (True, False):
+                for some in (lambda m: m, lambda m: m[2], lambda m: list(m.parameters())):
+                    model = mlp()
+                    ddp = DDP(model, gradient_as_bucket_view=bool(k)) if ddp_first else None
+                    averager = dc.GradientAverager(some(model), bucket_mb=bucket_mb)
+                    ddp = ddp or DDP(model, gradient_as_bucket_view=bool(k))
+                    texts.append(refused(lambda ddp=ddp: backward(ddp, r)))
+                    averager.detach()
+        model, other = mlp(), mlp()
+        dc.GradientAverager(model)  # beside DDP is no harm
+        backward(DDP(other), r)
+        backward(model, r)
+        same([p.grad for p in model.parameters()], [p.grad for p in other.parameters()])
+        with dc.check_mode():
+            ddp = DDP(model)
+            texts.append(refused(lambda: backward(ddp, r)))
+        return texts
+
+    for texts in spawn(body, range(2)):
+        assert len(texts) == 15
+        for text in texts:
+            assert text.startswith("GradientAverager: ")
+            assert re.search(
+                "DistributedDataParallel.*, (too|which averages its gradients); take one of the two away", text
+            )
+
+
+def test_with_fsdp():
+    def body(r):
+        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+        mesh = dist.init_device_mesh("cpu", (2,))
+        texts = []
+        for shard in (
+            partial(fully_shard, mesh=mesh),
+            partial(FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=False),
+            partial(FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=True),
+        ):
+            sharded = shard(mlp())
+            texts.append(refused(lambda sharded=sharded: dc.GradientAverager(sharded), TypeError))
+            texts.append(refused(lambda sharded=sharded: dc.GradientAverager(sharded.parameters()), TypeError))
+            model = mlp()
+            averager = dc.GradientAverager(model)
+            later = shard(model)
+            texts.append(refused(lambda later=later: backward(later, r)))
+            averager.detach()
+        return texts
+
+    for texts in spawn(body, range(2)):
+        assert len(texts) == 9
+        for text in texts:
+            assert re.match(r"GradientAverager: .*reduces its (own )?gradient", text), text
+
+
+# ── parameters that change ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("where", RUNS)
+def test_parameters_unfrozen_after_the_start(where):
+    """Averaged from the first backward after the switch, whatever was frozen before, with weights too."""
+
+    def body(r):
+        for reduction in ("mean", "weighted"):
+            for start in ([0], [2], [0, 2], []):
+                model = mlp()
+                for i in start:
+                    model[i].requires_grad_(False)
+                averager = dc.GradientAverager(model, reduction=reduction, bucket_mb=1e-4)
+                assert [p.requires_grad for p in model.parameters()] == [i not in start for i in (0, 0, 2, 2)]
+                for k, live in enumerate([[0], [2], [0, 2], [2]]):
+                    for i in (0, 2):
+                        model[i].requires_grad_(i in live)
+                    model.zero_grad()
+                    if reduction == "weighted":
+                        averager.set_weight(3)
+                    backward(model, r, k)
+                    expected = averaged(2, k)
+                    same(
+                        [p.grad for i in live for p in model[i].parameters()],
+                        [expected[i + j] for i in live for j in (0, 1)],
+                    )
+                averager.detach()
+
+    RUNS[where](body, range(2))
+
+
+def replaced_by_assign(m):
+    m.load_state_dict(copy.deepcopy(m.state_dict()), assign=True)
+
+
+def replaced_by_hand(m):
+    m[2].weight = nn.Parameter(m[2].weight.detach().clone())
+
+
+def another_module(m):
+    m[2] = nn.Linear(4, 2).double()
+
+
+REPLACED = {
+    "assign": (replaced_by_assign, "0.weight"),
+    "by hand": (replaced_by_hand, "2.weight"),
+    "a parametrization": (lambda m: parametrizations.weight_norm(m[0]), "0.parametrizations.weight.original0"),
+    "of all": (
+        lambda m: [parametrizations.weight_norm(m[i], n) for i in (0, 2) for n in ("weight", "bias")],
+        "0.param",
+    ),
+    "another module": (another_module, "2.weight"),
+    "one more": (lambda m: m.append(nn.Linear(2, 2).double()), "3.weight"),
+    "another dtype": (lambda m: m.float().double().half().float(), "0.weight"),
+    "another shape": (lambda m: [setattr(p, "data", p.data[:1]) for p in m[2].parameters()], "2.weight"),
+}
+
+
+def test_parameters_that_are_replaced():
+    """An error in the next backward that names the first; a new averager takes over then."""
+
+    def body(r):
+        for how, (replace, name) in REPLACED.items():
+            model = mlp()
+            dc.GradientAverager(model)
+            for k in range(2):
+                model.zero_grad()
+                backward(model, r, k)
+            replace(model)
+            model.zero_grad()
+            x = batch(r).to(model[0].bias.dtype)
+            loss = model(x).square().sum()
+            for _ in range(2):
+                text = refused(partial(loss.backward, retain_graph=True))
+                assert text.startswith(f"GradientAverager: {name}"), (how, text)
+                assert "make the GradientAverager anew, which takes over" in text
+            dc.GradientAverager(model)
+            model.zero_grad()
+            plain = copy.deepcopy(model)
+            model(x).square().sum().backward()
+            expected = averaged(2, model=plain) if model[0].bias.dtype == torch.double else []
+            found = [p.grad for p in model.parameters()][: len(expected)]
+            same(found, expected)
+
+    simulate(body, range(2), rules=True)
+    spawn(body, range(2))
+
+
+def test_what_is_no_replaced_parameter():
+    """Pruning gives them other names, functional_call replaces them for a while, copies have no averager."""
+
+    def body(r):
+        model = mlp()
+        dc.GradientAverager(model)
+        prune.custom_from_mask(model[0], "bias", torch.tensor([1, 1, 1, 1]))
+        backward(model, r)
+        same([dict(model.named_parameters())[n].grad for n in ("0.bias_orig", "2.weight")], averaged(2)[1:3])
+        prune.remove(model[0], "bias")
+        model = mlp()
+        dc.GradientAverager(model)
+        others = {name: nn.Parameter(p.detach() + 1) for name, p in model.named_parameters()}
+        torch.func.functional_call(model, others, batch(r)).sum().backward()
+        alone = next(iter(others.values())).grad.clone()
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for copied in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            replaced_by_hand(copied)
+            backward(copied, r)
+        torch.func.grad(lambda ps: torch.func.functional_call(model, ps, batch(r)).sum())(
+            dict(model.named_parameters())
+        )
+        backward(model, r)
+        return alone, [p.grad for p in model.parameters()]
+
+    found = spawn(body, range(2))
+    same(found[0][1], found[1][1], 0)
+    assert not torch.equal(found[0][0], found[1][0])
+
+
+def stepping(p, zero):
+    optimizer = torch.optim.SGD([p], lr=0.1)
+
+    def step(_):
+        optimizer.step()
+        if zero is not None:
+            optimizer.zero_grad(set_to_none=zero)
+
+    return p.register_post_accumulate_grad_hook(step)
+
+
+@pytest.mark.parametrize(("where", "before"), [("rules", True), ("rules", False), ("gloo", True)])
+def test_an_optimizer_that_steps_within_backward(where, before):
+    """Named on the rank that has it, an error on all, and the next step without it is right."""
+
+    def body(r):
+        texts = []
+        cases = itertools.product(((25, True), (1e-4, False), (1e-4, None)), ([0, 1, 2, 3], [1]), ([0, 1], [1]))
+        for (bucket_mb, zero), which, ranks in cases:
+            model = mlp()
+            of_model = list(model.parameters())
+            stepped = [of_model[i] for i in which] if r in ranks else []
+            handles = [stepping(p, zero) for p in stepped] if before else []
+            averager = dc.GradientAverager(model, bucket_mb=bucket_mb)
+            handles = handles or [stepping(p, zero) for p in stepped]
+            text = refused(partial(backward, model, r))
+            if r in ranks:
+                assert "as an optimizer that steps within backward does" in text, (text, zero, which)
+                assert which != [1] or text.startswith("GradientAverager: 0.bias: its ")
+            else:
+                assert "a rank has left this backward by an error" in text
+            for handle in handles:
+                handle.remove()
+            model.load_state_dict(mlp().state_dict())
+            model.zero_grad()
+            backward(model, r)
+            same([p.grad for p in of_model], averaged(2))
+            averager.detach()
+            texts.append(text)
+        return len(texts)
+
+    assert RUNS[where](body, range(2)) == [12, 12]
+
+
+def test_frozen_integers_are_sent_once():
+    def body(r):
+        model = mlp()
+        model.quantized = nn.Parameter(torch.tensor([r + 1, -3], dtype=torch.int8), requires_grad=False)
+        model.flags = nn.Parameter(torch.tensor([r == 0]), requires_grad=False)
+        dc.GradientAverager(model)
+        backward(model, r)
+        same([p.grad for p in mlp().parameters()], [None] * 4)
+        same([p.grad for p in model.parameters()][2:], averaged(2))
+        return model.quantized.tolist(), model.flags.tolist()
+
+    assert spawn(body, range(2)) == [([1, -3], [True])] * 2
+
+
+# ── a backward that fails ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_detach_after_a_backward_that_failed(check):
+    """The other ranks get an error at once, wherever in backward it failed; a new averager works."""
+
+    def body(r):
+        for where in range(4):
+            model = mlp()
+            averager = dc.GradientAverager(model, bucket_mb=1e-4)
+            backward(model, r)
+            model.zero_grad()
+
+            def refuse(g):
+                raise KeyError("in a hook")
+
+            if r == 1 and where < 3:
+                list(model.parameters())[where].register_hook(refuse)
+            with dc.check_mode(check):
+                if r == 1 and where == 3:
+                    embedding = torch.sparse_coo_tensor([[0, 1], [1, 2]], [1.0, 2.0], (4, 3)).double()
+                    model[0].weight.register_hook(lambda g, e=embedding: e)
+                start = time.monotonic()
+                text = refused(lambda model=model: backward(model, r), Exception)
+                averager.detach()
+                assert time.monotonic() - start < 30
+            assert "in a hook" in text or "sparse" in text or "left this backward by an error" in text
+            model = mlp()
+            dc.GradientAverager(model)
+            backward(model, r)
+            same([p.grad for p in model.parameters()], averaged(2))
+
+    spawn(body, range(2))
+
+
+# ── torch.compile ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_step_with_backward_in_it(backend):
+    """Nothing of the averager is traced: one graph of the forward, however many steps, and no warning."""
+
+    def body(r):
+        records = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: records.append(record.getMessage())
+        logging.getLogger("torch._dynamo").addHandler(handler)
+        for reduction in ("mean", "weighted"):
+            model = mlp()
+            averager = dc.GradientAverager(model, reduction=reduction, bucket_mb=1e-4)
+
+            def step(x, model=model, averager=averager, reduction=reduction):
+                model.zero_grad()
+                for k in range(2):
+                    if reduction == "weighted":
+                        averager.set_weight(r + 1)
+                    loss = model(x).square().sum()
+                    if k == 0:
+                        with averager.no_sync():
+                            loss.backward()
+                    else:
+                        loss.backward()
+                averager.synchronize()
+
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            compiled = torch.compile(step, backend=backend)
+            for k in range(12):
+                with warnings.catch_warnings(record=True) as caught:
+                    compiled(batch(r, k))
+                found = [p.grad.clone() for p in model.parameters()]
+                step(batch(r, k))
+                same(found, [p.grad for p in model.parameters()])
+                records += [str(w.message) for w in caught]
+                if k == 4:
+                    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            assert graphs <= 2
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+            model.zero_grad()
+            whole = torch.compile(model, backend=backend, fullgraph=True)
+            if reduction == "weighted":
+                averager.set_weight(1)
+            whole(batch(r)).square().sum().backward()
+            same([p.grad for p in model.parameters()], averaged(2))
+        return records
+
+    assert spawn(body, range(2), timeout=280) == [[], []]
+
+
+def test_a_hook_is_not_traced():
+    """The mark by which Dynamo leaves the hooks alone; it is set without importing Dynamo."""
+    from diffcoll._torch import untraced
+
+    calls = []
+
+    @untraced
+    def hook(x):
+        calls.append(torch.compiler.is_dynamo_compiling())
+        return helper(x)
+
+    def helper(x):
+        calls.append(torch.compiler.is_dynamo_compiling())
+        return x.sin()
+
+    @torch.compile(backend="eager")
+    def calling(x):
+        return hook(x).cos()
+
+    for call in (calling, torch.compile(hook, backend="eager")):
+        calls.clear()
+        call(torch.ones(2))
+        assert calls == [False, False]

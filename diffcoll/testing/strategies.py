@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from diffcoll.testing.cases import Case, Shape, largest_whole, median, median_in_parts
 from diffcoll.testing._calls import missing
-from diffcoll.testing.cases import Case, Shape, largest_whole, median
+from diffcoll.testing.cases import Case, Shape, largest_whole, median, median_in_parts
 
 try:
     from hypothesis import strategies as st

@@ -1,0 +1,141 @@
+"""Which parameters an averager averages, and whether they are still those of its module.
+
+note  notes/averaging.md
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from diffcoll._torch import registered
+from diffcoll.errors import message
+
+__all__ = ["SPARSE", "Tree", "Watch", "differentiable", "find_ddp", "is_sharded", "named_parameters"]
+
+SPARSE = "got sparse gradients, expected dense ones; say sparse=False in nn.Embedding"
+_EXPECTED = "a module, parameters, or pairs (name, parameter)"
+
+
+def named_parameters(operation: str, given: Any) -> list[tuple[str, Tensor]]:
+    """Return the names and parameters of what the user gave: leaves, and none that something else reduces already."""
+    if isinstance(given, nn.Module):
+        for name, module in given.named_modules():
+            where = f"{operation}: module_or_params: {name or type(module).__name__}"
+            if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                raise TypeError(f"{where}: {SPARSE}")
+            if isinstance(module, DistributedDataParallel):
+                raise TypeError(
+                    f"{where}: is in DistributedDataParallel, which averages its gradients; take one of the two away: "
+                    f"give {operation} the module without DistributedDataParallel, or do without {operation}"
+                )
+            if isinstance(module, _fsdp_classes()):
+                raise TypeError(
+                    f"{where}: FSDP shards this module and reduces its own gradients; do without {operation}"
+                )
+        named: list[tuple[str, Tensor]] = [*given.named_parameters()]
+    else:
+        if isinstance(given, (Tensor, str)) or not isinstance(given, Iterable):
+            raise TypeError(message(operation, "module_or_params", type(given).__name__, _EXPECTED))
+        pairs = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(given)]
+        for pair in pairs:
+            if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], Tensor):
+                raise TypeError(message(operation, "module_or_params", repr(pair)[:80], _EXPECTED))
+        named = list({id(p): (name, p) for name, p in reversed(pairs)}.values())[::-1]
+    for name, p in named:
+        if not p.is_leaf:
+            got = f"{name}, which is no leaf"
+            raise ValueError(message(operation, "module_or_params", got, "leaf tensors"))
+        if _is_sharded(p):
+            raise TypeError(
+                f"{operation}: module_or_params: {name}: FSDP or tensor parallelism shards this parameter and reduces "
+                f"its own gradients; do without {operation}, or give it the other parameters"
+            )
+    if not named:
+        raise ValueError(message(operation, "module_or_params", "nothing", "at least one parameter"))
+    if not differentiable(named):
+        got = f"{named[0][0]}, which is of {named[0][1].dtype}"
+        expected = "at least one parameter of floating-point or complex dtype"
+        raise ValueError(message(operation, "module_or_params", got, expected))
+    return named
+
+
+def differentiable(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Return those that can have a gradient: not integers, as 8-bit weights are."""
+    return [(name, p) for name, p in named if p.is_floating_point() or p.is_complex()]
+
+
+def _fsdp_classes() -> tuple[type, ...]:
+    """Return the classes of sharded modules, if anyone has imported them: to import them takes long."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return (fsdp.FullyShardedDataParallel, fsdp.FSDPModule) if fsdp else ()
+
+
+def _is_sharded(p: Tensor) -> bool:
+    """Whether p is a DTensor, or one of FSDP's flat parameters or a part of one, which it marks so."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    flat = getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False)
+    return bool(flat) or (tensor is not None and isinstance(p, tensor.DTensor))
+
+
+def is_sharded(module: nn.Module | None, parameters: Iterable[Tensor]) -> str:
+    """Say what FSDP has taken since: the module or a part of it, or one of its parameters; "": nothing."""
+    for name, m in module.named_modules() if module is not None else ():
+        if isinstance(m, _fsdp_classes()):
+            return name or type(m).__name__
+    return "one of its parameters" if any(_is_sharded(p) for p in parameters) else ""
+
+
+def find_ddp(parameters: Iterable[Tensor]) -> bool:
+    """Whether a DistributedDataParallel averages one of these parameters.
+
+    It hooks in where Python cannot see it, and no list of those that exist is kept. So this goes through all objects of
+    the process: tens of milliseconds, for error messages.
+    """
+    ids = {id(p) for p in parameters}
+    ddps = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
+    return any(id(p) in ids for ddp in ddps for p in ddp.parameters())
+
+
+class Tree:
+    """The modules below a module and their parameters, to see quickly whether any was replaced."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self.record()
+
+    def record(self) -> None:
+        """Take the module as it is now."""
+        module = self.module()
+        self._modules = [] if module is None else [weakref.ref(m) for m in module.modules()]
+        self._ids = registered(self._modules)
+
+    def has_changed(self) -> bool:
+        """Whether any module or parameter was added, replaced or removed since."""
+        return registered(self._modules) != self._ids
+
+
+class Watch:
+    """A hook that runs before the module's forward. It holds nothing, and copies of the module have none."""
+
+    def __init__(self, method: Callable[[], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Call the method; a compiled forward does not."""
+        if torch.compiler.is_compiling():
+            return
+        method = self._method()
+        if method is not None:
+            method()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles of a module get a hook that returns its arguments; to load them takes no diffcoll."""
+        return getattr, ({}, "get")
