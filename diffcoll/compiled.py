@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._inductor import lowering, virtualized
 from torch._library.effects import EffectType
 
-from diffcoll import checks, truth
+from diffcoll import checks
 from diffcoll._torch import backward_at_work, is_differentiating, is_jit_tracing
 from diffcoll.collectives.all_gather import AllGather
 from diffcoll.collectives.all_reduce import AllReduce
@@ -104,7 +104,7 @@ _IN_JOINT = (
 def _checked(f: Linear, x: Tensor) -> Tensor:
     """Return f(x), in check mode after the ranks have compared it: the map, for the call that made it is not known."""
     if checks.is_on() and f.engine.size > 1:
-        given = {name: getattr(f, name) for name in _names[type(f)] if name not in truth.PER_RANK}
+        given = {name: getattr(f, name) for name in _names[type(f)] if name not in PER_RANK}
         same = list(x.shape) if f.name not in UNEVEN else x.dim()
         words = ", ".join(f"{name}={value!r}" for name, value in given.items())
         text = f"compiled {type(f).__name__}({x.dtype} {tuple(x.shape)}, {words}) at {user_line()}"

@@ -450,7 +450,7 @@ class Call:
             if isinstance(value, bool):
                 raise TypeError
             if isinstance(value, torch.SymInt) or (torch.compiler.is_compiling() and isinstance(value, int)):
-                return value  # maybe a symbol, of which index() would make a constant
+                return value  # type: ignore[return-value]  # maybe a symbol, of which index() would make a constant
             return operator.index(value)
         except TypeError:
             got = type(value).__name__
