@@ -24,8 +24,8 @@ from diffcoll.testing.cases import Case
 SEED = 5
 RUNS = {
     "rules": partial(simulate, rules=True),
-    "gloo": partial(spawn, timeout=100),
-    "mpi": partial(spawn, backend="mpi", timeout=100),
+    "gloo": partial(spawn, timeout=500),
+    "mpi": partial(spawn, backend="mpi", timeout=500),
 }
 TREES = ("all_reduce", "all_gather", "broadcast", "sum_gradients")
 ASYNC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -334,3 +334,46 @@ def test_simulated(disagree):
 @pytest.mark.parametrize("where", ["gloo", "mpi"])
 def test_on_processes(where, disagree):
     together(where, 100, disagree, 3, derandomize=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("disagree", [False, True])
+def test_simulated_at_length(disagree):
+    one_by_one(1500, disagree)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("disagree", [False, True])
+@pytest.mark.parametrize("where", ["gloo", "mpi"])
+def test_on_processes_at_length(where, disagree, seed):
+    together(where, 100, disagree, 2 + seed % 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("where", ["gloo", "mpi"])
+def test_compiled_on_one_rank_only(where):
+    """Eager and compiled collectives send the same messages."""
+    n = 2
+    table = [case for case in cases.table(n) if None not in case.shapes and "async_op" not in case.arguments]
+
+    def body(r):
+        found = []
+        for case in table:
+            torch.compiler.reset()
+
+            def call(x, case=case):
+                return case.call(x, r)
+
+            if r == 1:
+                call = torch.compile(call, fullgraph=True, backend="aot_eager")
+            found.append(cases.on_rank(case, r, SEED, call, orders=1))
+        return [(m.output, m.gradient) for m in found]
+
+    of_ranks = RUNS[where](body, range(n))
+    for i, case in enumerate(table):
+        for r, right in enumerate(cases.in_truth(case, SEED, orders=1)):
+            torch.testing.assert_close(of_ranks[r][i], (right.output, right.gradient), msg=str(case))
