@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch._inductor import lowering, virtualized
 from torch._library.effects import EffectType
+from torch.fx import traceback
+from torch.utils import checkpoint
 
 from diffcoll import checks
 from diffcoll._torch import backward_at_work, is_differentiating, is_jit_tracing
@@ -137,6 +139,7 @@ def _register(kind: type[Linear]) -> None:
         return moved(f, None, x, lambda: _checked(f, x)).contiguous()  # as `fake` says
 
     def fake(x: Tensor, group: str, *values: Any) -> Tensor:
+        traceback.get_current_meta().pop("recompute", None)  # see `_keep_in_checkpoints`
         # Not x.new_empty: of an x whose value the compiler knows it would believe to know that too.
         return torch.empty(made(group, *values).shape(x.shape), dtype=x.dtype, device=x.device)
 
@@ -163,6 +166,7 @@ def _register(kind: type[Linear]) -> None:
     op.register_vmap(vmap)
     _ops[kind] = getattr(torch.ops.diffcoll, kind.__name__).default
     _keep_in_order(op, _ops[kind])
+    _keep_in_checkpoints(_ops[kind])
 
 
 def _structured(kind: str, value: Any) -> Any:
@@ -193,6 +197,16 @@ _product.register_vmap(Product.vmap)
 
 
 # ── what the compiler may not do ─────────────────────────────────────────────────────────────────────────
+
+
+def _keep_in_checkpoints(op: Any) -> None:
+    """Let a compiled checkpoint keep the result of a collective, instead of making it again.
+
+    What has an effect cannot be cut out of the forward graph and run again in the backward (torch 2.13: an assertion in
+    its partitioner). Checkpoints tag every node by `torch.fx.traceback`'s metadata for nodes to come, from which `fake`
+    takes the tag away, and once more afterwards, but for the ops listed here.
+    """
+    checkpoint.SAC_IGNORED_OPS.add(op)
 
 
 def _keep_in_order(definition: Any, op: Any) -> None:

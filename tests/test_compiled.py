@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -395,3 +396,48 @@ def test_check_mode_compares_what_is_compiled(backend):
     for text, expected in zip(one, words, strict=True):
         assert expected in text
         assert f" at {__file__}:" in text
+
+
+# ── in checkpoints ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_checkpoints_keep_the_results_of_collectives():
+    def layer(x):
+        y = dc.all_reduce(x.sin()).square() * dc.all_reduce(x.detach(), "max")
+        later = dc.all_gather(y * x, sizes="auto", async_op=True)
+        return dc.all_reduce(y, "product") * later.wait().square().sum(0) + dc.sum_gradients(x).exp()
+
+    def recompute(*_, **__):
+        return checkpoint.CheckpointPolicy.MUST_RECOMPUTE
+
+    selective = {"context_fn": partial(checkpoint.create_selective_checkpoint_contexts, recompute)}
+
+    def program(x, **options):
+        return dc.all_gather(checkpoint.checkpoint(layer, x, use_reentrant=False, **options)).cos().sum()
+
+    def body(r):
+        x = torch.tensor([0.1, 0.2 + r], dtype=torch.float64, requires_grad=True)
+        (expected,) = torch.autograd.grad(program(x), x)
+        # The second backend has the partitioner of Inductor.
+        for backend, options in (("aot_eager", {}), *(("aot_eager_decomp_partition", o) for o in ({}, selective))):
+            compiled = torch.compile(partial(program, **options), fullgraph=True, backend=backend)
+            (found,) = torch.autograd.grad(compiled(x), x)
+            torch.testing.assert_close(found, expected)
+
+    spawn(body, range(2), timeout=100)
+
+
+def test_sizes_that_are_symbols():
+    """A size that is marked dynamic stays so where it is an argument."""
+
+    def body(r):
+        def program(x):
+            return dc.all_gather(x, sizes=[x.shape[0], 0] if r == 0 else [4, 0]).sum(0)
+
+        compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
+        x = torch.ones(4 if r == 0 else 0, 2)
+        if r == 0:
+            torch._dynamo.mark_dynamic(x, 0)
+        return compiled(x).tolist()
+
+    assert spawn(body, range(2), timeout=60) == [[4, 4]] * 2

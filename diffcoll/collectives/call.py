@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -450,7 +450,7 @@ class Call:
             if isinstance(value, bool):
                 raise TypeError
             if isinstance(value, torch.SymInt) or (torch.compiler.is_compiling() and isinstance(value, int)):
-                return value  # type: ignore[return-value]  # maybe a symbol, of which index() would make a constant
+                return cast(int, value)  # maybe a symbol, of which index() would make a constant
             return operator.index(value)
         except TypeError:
             got = type(value).__name__
