@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import wraps
 from types import FrameType
@@ -53,7 +53,7 @@ __all__ = [
     "is_zero_without_memory",
     "nodes_after_nested_backward",
     "over_batch",
-    "registered",
+    "registries",
     "set_forward_mode",
     "save_under_each_hook",
     "shared_forward_mode",
@@ -67,6 +67,7 @@ __all__ = [
     "untraced",
     "version",
     "wrapped_backward_code",
+    "versions",
 ]
 
 
@@ -329,15 +330,14 @@ def save_under_each_hook(save: Callable[[], None], context: Callable[[], Abstrac
             push(hooks.pack, hooks.unpack)
 
 
-def registered(modules: list[weakref.ref[nn.Module]]) -> list[int]:
-    """Return the ids of the parameters and submodules of each module; nn.Module's own iterators are slow."""
-    ids: list[int] = []
-    for ref in modules:
-        module = ref()
-        if module is not None:
-            ids += map(id, module._parameters.values())
-            ids += map(id, module._modules.values())
-    return ids
+def registries(module: nn.Module) -> list[dict[str, Any]]:
+    """Return the dicts of parameters and of submodules, of every module below; nn.Module's own iterators are slow."""
+    return [registry for m in module.modules() for registry in (m._parameters, m._modules)]
+
+
+def versions(xs: Iterable[Tensor]) -> list[int]:
+    """Return how often each was changed in place, see `version`."""
+    return [x._version for x in xs]
 
 
 def version(x: Tensor) -> int:

@@ -15,6 +15,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from diffcoll._torch import (
     nodes_after_nested_backward,
     untraced,
     version,
+    versions,
 )
 from diffcoll.averaging import agree_on_parameters, broadcast_from_first, checked_weight, weighted
 from diffcoll.buckets import Bucket, Parameter, cut
@@ -38,7 +40,7 @@ from diffcoll.engines import local
 from diffcoll.engines.engine import Turn, done
 from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, message
 from diffcoll.groups import resolve
-from diffcoll.watch import SPARSE, Tree, Watch, differentiable, find_ddp, is_sharded, named_parameters
+from diffcoll.watch import SPARSE, Watch, differentiable, find_ddp, is_sharded, named_parameters
 
 __all__ = ["GradientAverager"]
 
@@ -144,6 +146,7 @@ class GradientAverager:
         self._paused = 0
         # A backward that runs: its number and those within it, what to send next, whether its end is awaited.
         self._turn = 0
+        self._values: list[int] = []  # how often each live parameter had been changed when it began
         self._tasks: set[int] = set()
         self._next = 0
         self._awaited = self._nested = self._compares = False
@@ -161,10 +164,13 @@ class GradientAverager:
         _alive[id(self)] = self
         self._is_attached = True
         self._module = None if module is None else weakref.ref(module)
-        self._tree = None if module is None else Tree(module)
         self._watches: dict[int, Any] = {}  # handles of hooks that look for replaced parameters, by what they are on
-        if module is not None and hooks:
-            self._watches[id(module)] = module.register_forward_pre_hook(Watch(self._before_forward))
+        self._watch: weakref.ref[Watch] | None = None
+        self._has_looked = False  # in this step, and nothing was replaced
+        if module is not None:
+            watch = Watch(module, self._before_forward)
+            self._watch = weakref.ref(watch)
+            self._watches[id(module)] = module.register_forward_pre_hook(watch)
         if hooks:
             self._attach_all()
 
@@ -360,8 +366,6 @@ class GradientAverager:
         if p.turn == self._turn:
             return  # by way of an inner backward
         p.turn = self._turn
-        if p.node is None:
-            p.value_version = version(p.tensor)
         if self._seen is not None:
             self._seen.append(p.index)
         bucket = p.bucket
@@ -393,14 +397,15 @@ class GradientAverager:
         if self._awaited:
             return
         if nested:
-            after_backward(untraced(lambda: self._leave_nested()))
+            after_backward(self._leave_nested)
             return
         self._awaited = True
         task = backward_at_work()
         if task not in _ending:
-            after_backward(untraced(lambda: _end(task)))
+            after_backward(partial(_end, task))
         _ending.setdefault(task, []).append(self)
 
+    @untraced
     def _leave_nested(self) -> None:
         """The end of an inner backward: the outer one goes on, and its end is to be awaited there."""
         if self._awaited:
@@ -436,7 +441,8 @@ class GradientAverager:
         if self._seen:
             self._seen = []  # of a backward that was left by an error
         for p in self._parameters:
-            p.check_kind(_NAME)
+            if p.tensor.shape != p.shape or p.tensor.dtype != p.dtype:
+                p.refuse_kind(_NAME)
         live = [p for i in self._order if (p := self._parameters[i]).tensor.requires_grad]
         if live != self._live or not self._buckets:
             self._live, self._buckets = live, []
@@ -452,6 +458,7 @@ class GradientAverager:
             bucket.pending = len(bucket.parameters)
         for p in live:
             p.is_put = False
+        self._values = versions([p.tensor for p in live])
 
     @torch.no_grad()
     def _send(self) -> None:
@@ -523,6 +530,8 @@ class GradientAverager:
 
     def _check_tree(self) -> None:
         """Raise if the module has parameters that nobody averages."""
+        if self._has_looked or self._engine.size == 1:
+            return
         for name, _ in self._foreign():
             raise RuntimeError(
                 f"{_NAME}: {name}: the module has this parameter only since {_NAME} was attached, and nobody averages "
@@ -532,20 +541,23 @@ class GradientAverager:
 
     def _foreign(self) -> list[tuple[str, Tensor]]:
         """Return the module's parameters that are not frozen and that nobody averages."""
-        if self._tree is None or not self._tree.has_changed():
+        watch = None if self._watch is None else self._watch()
+        if watch is None or not watch.has_changed():
+            self._has_looked = True
             return []
-        module = self._tree.module()
+        module = watch.module()
         averaged = {id(t) for averager in list(_alive.values()) for _, t in averager._named}
         foreign = [] if module is None else [pair for pair in module.named_parameters() if id(pair[1]) not in averaged]
         sharded = is_sharded(module, [t for _, t in (*self._named, *foreign)])
         if sharded:
             raise RuntimeError(f"{_NAME}: FSDP shards {sharded} and reduces its gradient; call detach()")
         if not foreign:  # parameters have other names, as in pruning
-            self._tree.record()
+            watch.record()
         return [(name, t) for name, t in foreign if t.requires_grad]
 
     def _before_forward(self) -> None:
         """Watch new parameters: where all were replaced, no hook of the old ones runs in backward."""
+        self._has_looked = False
         for _, t in self._foreign():
             if id(t) not in self._watches and isinstance(t, nn.Parameter) and t.is_leaf:
                 hook = _on_gradient_of_a_new_parameter(self)
@@ -560,15 +572,25 @@ class GradientAverager:
         """Raise if a gradient or its parameter was changed in this backward after the gradient was there."""
         if self._engine.size == 1:
             return
-        for p in self._live:
-            if p.turn == self._turn and (why := p.changed()):
-                if find_ddp(q.tensor for q in self._live):
-                    raise RuntimeError(f"{_NAME}: {p.name}: {_DDP}")
-                raise RuntimeError(
-                    f"{_NAME}: {p.name}: {why} in backward, before it was averaged, as an optimizer that steps within "
-                    "backward does: its step would be another one on every rank; step after backward, or change "
-                    "gradients in hooks of the tensor, p.register_hook(…)"
-                )
+        values = versions([p.tensor for p in self._live])
+        for p, before, now in zip(self._live, self._values, values, strict=True):
+            if p.turn != self._turn:
+                continue
+            if p.tensor.grad is None:
+                why = "its gradient was taken away"
+            elif p.is_put and p.has_changed():
+                why = "its gradient was changed"
+            elif now != (before if p.node is None else p.value_version):
+                why = "its value was changed"
+            else:
+                continue
+            if find_ddp(q.tensor for q in self._live):
+                raise RuntimeError(f"{_NAME}: {p.name}: {_DDP}")
+            raise RuntimeError(
+                f"{_NAME}: {p.name}: {why} in backward, before it was averaged, as an optimizer that steps within "
+                "backward does: its step would be another one on every rank; step after backward, or change "
+                "gradients in hooks of the tensor, p.register_hook(…)"
+            )
 
     def _receive(self) -> None:
         """Wait for all buckets, and make gradients of them."""
@@ -584,7 +606,7 @@ class GradientAverager:
 
     def _over(self) -> None:
         self._tasks.clear()
-        self._awaited = self._nested = False
+        self._awaited = self._nested = self._has_looked = False
         self._reductions += 1
         if self._leaving:
             self._leave_join()
@@ -606,7 +628,9 @@ class GradientAverager:
                 bucket.divide(divisor)
         used = None if all(p.is_used for p in self._live) else tail.tolist()
         for i, p in enumerate(self._live):
-            if used is None or used[i]:
+            if p.is_used and p.shares and p.kept is None:
+                p.reduced = p.grad_view  # it is the gradient already
+            elif used is None or used[i]:
                 grad = p.take()
                 if p.kept is not None:
                     grad.add_(p.kept)
@@ -683,37 +707,35 @@ class GradientAverager:
 _ending: dict[int, list[GradientAverager]] = {}
 
 
+@untraced
 def _end(task: int) -> None:
     """End a backward: on all ranks in the order in which averagers were made, whichever each rank has met first."""
     averagers = sorted(_ending.pop(task, []), key=lambda averager: averager.number)
     errors: list[Exception] = []
     sent: list[GradientAverager] = []
     for averager in averagers:
-        with _noted(errors):
+        try:
             averager._send_rest()
             sent.append(averager)
+        except Exception as error:  # what the others have sent must be received
+            errors.append(error)
     for averager in sent:
-        with _noted(errors):
+        try:
             averager._receive()
+        except Exception as error:
+            errors.append(error)
     if errors:
         raise errors[0]
-    after_backward(untraced(lambda: _check_unchanged(averagers)))
+    if any(averager._engine.size > 1 for averager in averagers):
+        after_backward(partial(_check_unchanged, averagers))
 
 
-@contextlib.contextmanager
-def _noted(errors: list[Exception]) -> Iterator[None]:
-    """Note an error, and go on: what other averagers have sent must be received."""
-    try:
-        yield
-    except Exception as error:
-        errors.append(error)
-
-
+@untraced
 def _check_unchanged(averagers: list[GradientAverager]) -> None:
     """Raise if DistributedDataParallel has averaged what was averaged: it does so at the end of backward, too."""
     for averager in averagers:
-        changed = next((p for p in averager._live if p.reduced is not None and p.gradient_changed()), None)
-        if changed and averager._engine.size > 1 and find_ddp(p.tensor for p in averager._live):
+        changed = next((p for p in averager._live if p.reduced is not None and p.has_changed()), None)
+        if changed and find_ddp(p.tensor for p in averager._live):
             raise RuntimeError(f"{_NAME}: {changed.name}: {_DDP}")
 
 

@@ -32,6 +32,7 @@ class Parameter:
         self.index = index
         self.name = name
         self.tensor = tensor
+        self.shape, self.dtype = tensor.shape, tensor.dtype
         self.strides = tensor.stride() if is_channels_last(tensor) else None  # of its place; None: contiguous
         self.hooks: list[Any] = []
         self.node: Any = None  # what accumulates its gradient, kept alive for its hook
@@ -45,35 +46,24 @@ class Parameter:
         # The gradient that was put in its place or made of it, and how often that and the value had been changed.
         self.recorded: Tensor | None = None
         self.recorded_version = self.value_version = 0
-        self._kind = tensor.shape, tensor.dtype, tensor.device
 
-    def check_kind(self, operation: str) -> None:
-        """Raise if it is another kind of tensor than at the start, when the ranks agreed on it."""
-        now = self.tensor.shape, self.tensor.dtype, self.tensor.device
-        if now != self._kind:
-            was, is_now = (f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in (self._kind, now))
-            raise RuntimeError(
-                f"{operation}: {self.name}: was {was} when {operation} was attached, and is {is_now}; "
-                f"make the {operation} anew, which takes over"
-            )
+    def refuse_kind(self, operation: str) -> None:
+        """Raise: it is another kind of tensor than at the start, when the ranks agreed on it."""
+        was, now = f"{tuple(self.shape)} {self.dtype}", f"{tuple(self.tensor.shape)} {self.tensor.dtype}"
+        raise RuntimeError(
+            f"{operation}: {self.name}: was {was} when {operation} was attached, and is {now}; "
+            f"make the {operation} anew, which takes over"
+        )
 
     def record_gradient(self) -> None:
         """Remember the gradient as it is, to see whether it is changed before backward has ended."""
         self.recorded = grad = self.tensor.grad
         self.recorded_version = 0 if grad is None else version(grad)
 
-    def gradient_changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether the gradient is another one than was recorded, or was changed in place."""
         grad = self.tensor.grad
         return grad is not self.recorded or (grad is not None and version(grad) != self.recorded_version)
-
-    def changed(self) -> str:
-        """Say what was changed since the gradient was accumulated; what is not yet in its place may be."""
-        if self.tensor.grad is None:
-            return "its gradient was taken away"
-        if self.is_put and self.gradient_changed():
-            return "its gradient was changed"
-        return "its value was changed" if version(self.tensor) != self.value_version else ""
 
     def put(self, scale: float) -> None:
         """Copy scale · gradient of this rank to its place, and make a view of that `.grad`; no gradient is zero."""
@@ -87,7 +77,8 @@ class Parameter:
             _scaled(_as(self.place.dtype, grad), scale, self.place)
         if self.is_used and self.shares:
             self.share()
-        self.record_gradient()
+        else:
+            self.record_gradient()
 
     def share(self) -> Tensor:
         """Make a view of the place `.grad`.
@@ -95,9 +86,12 @@ class Parameter:
         The bucket must be able to see whether anyone still holds it, so it is another tensor in every step. `.data`
         gives it a version counter of its own: what the user does to it is told from what the library does to the place.
         """
-        if self.grad_view is None or self.tensor.grad is not self.grad_view:
-            self.tensor.grad = self.grad_view = self.place.data
-        return self.grad_view
+        view = self.grad_view
+        if view is None or self.tensor.grad is not view:
+            view = self.grad_view = self.place.data
+            self.tensor.grad = view
+        self.recorded, self.recorded_version = view, version(view)
+        return view
 
     def forget_views(self) -> None:
         """Let go of gradients of earlier steps that are no longer `.grad`."""
@@ -210,7 +204,6 @@ class Bucket:
         for p in self._small:
             p.is_put = p.is_used = True
             p.share()
-            p.record_gradient()
 
     def divide(self, divisor: Tensor) -> None:
         """Divide what has been reduced; half precision need not know the divisor."""

@@ -9,16 +9,17 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from diffcoll._torch import registered
+from diffcoll._torch import registries
 from diffcoll.errors import message
 
-__all__ = ["SPARSE", "Tree", "Watch", "differentiable", "find_ddp", "is_sharded", "named_parameters"]
+__all__ = ["SPARSE", "Watch", "differentiable", "find_ddp", "is_sharded", "named_parameters"]
 
 SPARSE = "got sparse gradients, expected dense ones; say sparse=False in nn.Embedding"
 _EXPECTED = "a module, parameters, or pairs (name, parameter)"
@@ -100,33 +101,34 @@ def find_ddp(parameters: Iterable[Tensor]) -> bool:
     the process: tens of milliseconds, for error messages.
     """
     ids = {id(p) for p in parameters}
-    ddps = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
+    kinds = {DistributedDataParallel, *DistributedDataParallel.__subclasses__()}
+    ddps = [x for x in gc.get_objects() if type(x) in kinds]
     return any(id(p) in ids for ddp in ddps for p in ddp.parameters())
 
 
-class Tree:
-    """The modules below a module and their parameters, to see quickly whether any was replaced."""
+class Watch:
+    """A hook that runs before the module's forward, and knows the module's parameters and those of modules below it.
 
-    def __init__(self, module: nn.Module) -> None:
+    The module holds it: what it holds ends with the module. It holds no averager, and copies of the module have none.
+    """
+
+    def __init__(self, module: nn.Module, method: Callable[[], None]) -> None:
+        self._method = weakref.WeakMethod(method)
         self.module = weakref.ref(module)
         self.record()
 
     def record(self) -> None:
         """Take the module as it is now."""
         module = self.module()
-        self._modules = [] if module is None else [weakref.ref(m) for m in module.modules()]
-        self._ids = registered(self._modules)
+        self._registries = [] if module is None else registries(module)
+        self._ids = self._registered()
 
     def has_changed(self) -> bool:
         """Whether any module or parameter was added, replaced or removed since."""
-        return registered(self._modules) != self._ids
+        return self._registered() != self._ids
 
-
-class Watch:
-    """A hook that runs before the module's forward. It holds nothing, and copies of the module have none."""
-
-    def __init__(self, method: Callable[[], None]) -> None:
-        self._method = weakref.WeakMethod(method)
+    def _registered(self) -> list[int]:
+        return [*map(id, chain.from_iterable(map(dict.values, self._registries)))]
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Call the method; a compiled forward does not."""

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import diffcoll as dc
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.engines import c10d, mpi
-from diffcoll.testing import simulate, spawn, strategies
+from diffcoll.testing import cases, simulate, spawn, strategies
 from diffcoll.testing.cases import Case
 
 SEED = 5
