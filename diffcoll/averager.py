@@ -40,7 +40,7 @@ from diffcoll.engines import local
 from diffcoll.engines.engine import Turn, done
 from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, message
 from diffcoll.groups import resolve
-from diffcoll.watch import SPARSE, Watch, differentiable, find_ddp, is_sharded, named_parameters
+from diffcoll.parameters import SPARSE, Watch, differentiable, find_ddp, is_sharded, named_parameters
 
 __all__ = ["GradientAverager"]
 
