@@ -15,7 +15,7 @@ test: .venv/ready
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal $(ARGS)
 
 test-slow: .venv/ready
-	$(BIN)/python -m pytest -m slow --timeout 3600 $(ARGS)
+	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal --timeout 3600 $(ARGS)
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -148,10 +148,8 @@ def failure(name: str, group: str, rank: int, origin: Origin | None, error: Base
     """
     if origin is None:
         what, line = f"{name}, forward{within_backward()}", user_line()
-        absent = not_run(None) if within_backward() else "did not make this call"
-        absent += (
-            ', or its x is of another shape (all_gather and gather: sizes="auto"); DIFFCOLL_CHECK=1 compares all calls'
-        )
+        shape = 'its x is of another shape (all_gather and gather: sizes="auto"); DIFFCOLL_CHECK=1 compares all calls'
+        absent = not_run(None) if within_backward() else f"did not make this call, or {shape}"
     else:
         by = "" if origin.name == name else f" (which is {name})"
         what, line = f"{origin.name}, {origin.backward}{by}", origin.line

@@ -231,14 +231,9 @@ class Call:
         expected = "a dense torch.Tensor"
         if not isinstance(x, Tensor):
             raise TypeError(message(self.name, "x", type(x).__name__, expected, "torch.as_tensor(x) makes one"))
-        if type(x) is not Tensor and not self.engine.compiling:
-            kind = type(x)
-            if any(c.__name__ == "DTensor" for c in kind.__mro__):
-                remedy = "pass this rank's part, x.to_local() (placements are DTensor's own matter)"
-                raise TypeError(message(self.name, "x", "a DTensor", expected, remedy))
-            if not x.is_nested and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-                remedy = "pass the plain tensor that it stands for"
-                raise TypeError(message(self.name, "x", f"a {kind.__name__}", expected, remedy))
+        if type(x) is not Tensor and any(c.__name__ == "DTensor" for c in type(x).__mro__):
+            remedy = "pass this rank's part, x.to_local() (placements are DTensor's own matter)"
+            raise TypeError(message(self.name, "x", "a DTensor", expected, remedy))
         if x.is_nested:
             remedy = "pass x.values() and the lengths, or x.to_padded_tensor(0.0)"
             raise TypeError(message(self.name, "x", "a nested tensor", expected, remedy))

@@ -174,8 +174,8 @@ class C10dEngine(MessageEngine):
             raise CollectiveMismatchError(f"{self._mismatch}; the group cannot be used any more, set up a new one")
         group, name = self.group, self.operation
         # Straight to the group: dist.isend and dist.irecv cost another 10 µs each.
-        sizes = [(s, torch.tensor(t.nbytes)) for s, t in sends]
-        found = torch.empty(len(recvs), dtype=torch.int64)
+        sizes = [(s, torch.tensor(t.nbytes, device="cpu")) for s, t in sends]
+        found = torch.empty(len(recvs), dtype=torch.int64, device="cpu")
         places = found.unbind()
         works = [group.send([size], s, TAG) for s, size in sizes]
         works += [group.send([t], s, _tag(t)) for s, t in sends if t.nbytes]
