@@ -21,7 +21,6 @@ from torch.distributed import distributed_c10d
 from diffcoll.engines.engine import Blocks, Turn, Wait
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
-from diffcoll.errors import CollectiveMismatchError
 
 __all__ = ["C10dEngine", "engine_of", "is_running"]
 
@@ -47,15 +46,19 @@ SUMS = {
 # How long the ranks of a failed group wait for each other's word: they have waited for the same message.
 ABSENT_SECONDS = 2.0
 
-# Our messages carry tags of their own, so that they never meet the user's on the same group. On gloo a message of
-# another size than its receiver expects ends the process, or is taken for the whole. So there the size is part of the
-# tag, which keeps the two apart, and is sent under `TAG` as well, where the receiver compares it.
-TAG = 0xD1FF
-SIZED = 1 << 30
+# Our messages carry tags of their own, so that they never meet the user's on the same group. On gloo a message that is
+# longer than its receiver expects ends the process, and a shorter one is taken for the whole. So the size is part of
+# the tag: messages of two sizes do not meet, and their ranks get an error when the group's timeout is over.
+TAG = 1 << 30
 
 
 def _tag(x: Tensor) -> int:
-    return SIZED + x.nbytes % (SIZED - 1)
+    return TAG + x.nbytes % TAG
+
+
+def _filled(x: Tensor) -> Tensor:
+    """An empty block is a message too, of one byte: else its rank would not notice that the other's is not empty."""
+    return x if x.nbytes else torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 
 class C10dEngine(MessageEngine):
@@ -65,8 +68,6 @@ class C10dEngine(MessageEngine):
         super().__init__(rank=dist.get_rank(group), size=dist.get_world_size(group))
         self._group = weakref.ref(group)
         self._ends = False  # whether it may be destroyed
-        self._mismatch = ""  # why the group cannot be used any more
-        self._unmatched: list[dist.Work] = []
         self.key = group.group_name
         # {"cpu": "gloo", "cuda": "nccl"}, from the public "cpu:gloo,cuda:nccl"
         pairs = (p.split(":") for p in dist.get_backend_config(group).split(","))
@@ -158,50 +159,24 @@ class C10dEngine(MessageEngine):
     def messages(self, sends: Messages, recvs: Messages) -> Wait:
         """See `MessageEngine.messages`."""
         if self.backends.get((recvs or sends)[0][1].device.type, "gloo") == "gloo":
-            return self._compared_messages(sends, recvs)
-        ops = [dist.P2POp(dist.irecv, _bytes(t), group=self.group, group_peer=s) for s, t in recvs]
-        ops += [dist.P2POp(dist.isend, _bytes(t), group=self.group, group_peer=s) for s, t in sends]
-        works = dist.batch_isend_irecv(ops)
+            # Straight to the group: dist.isend and dist.irecv cost another 10 µs each.
+            works = [self.group.send([_filled(t)], s, _tag(t)) for s, t in sends]
+            works += [self.group.recv([_filled(t)], s, _tag(t)) for s, t in recvs]
+        else:
+            ops = [dist.P2POp(dist.irecv, _bytes(t), group=self.group, group_peer=s) for s, t in recvs]
+            ops += [dist.P2POp(dist.isend, _bytes(t), group=self.group, group_peer=s) for s, t in sends]
+            works = dist.batch_isend_irecv(ops)
 
         def finish() -> None:
             for work in works:
                 work.wait()
-
-        return finish
-
-    def _compared_messages(self, sends: Messages, recvs: Messages) -> Wait:
-        if self._mismatch:
-            raise CollectiveMismatchError(f"{self._mismatch}; the group cannot be used any more, set up a new one")
-        group, name = self.group, self.operation
-        # Straight to the group: dist.isend and dist.irecv cost another 10 µs each.
-        sizes = [(s, torch.tensor(t.nbytes, device="cpu")) for s, t in sends]
-        found = torch.empty(len(recvs), dtype=torch.int64, device="cpu")
-        places = found.unbind()
-        works = [group.send([size], s, TAG) for s, size in sizes]
-        works += [group.send([t], s, _tag(t)) for s, t in sends if t.nbytes]
-        told = [group.recv([place], s, TAG) for (s, _), place in zip(recvs, places, strict=True)]
-        works += [group.recv([t], s, _tag(t)) for s, t in recvs if t.nbytes]
-
-        def finish() -> None:
-            for work in told:
-                work.wait()
-            for (s, t), nbytes in zip(recvs, found.tolist(), strict=True):
-                if nbytes != t.nbytes:
-                    self._unmatched.extend(works)  # the messages may still be read
-                    self._mismatch = f"{name}: rank {self.rank} of {self.description} expects {t.nbytes} B"
-                    self._mismatch += f" from rank {s}, which sends {nbytes} B"
-                    remedy = 'where blocks are of different sizes, pass sizes (all_gather and gather: sizes="auto")'
-                    raise CollectiveMismatchError(f"{self._mismatch}; {remedy}; DIFFCOLL_CHECK=1 compares all calls")
-            for work in works:
-                work.wait()
-            sizes.clear()  # held until here: they are being sent
 
         return finish
 
     def _to_others(self, blocks: Blocks) -> Messages:
         if "gloo" not in self.backends.values():
             return super()._to_others(blocks)
-        return [(s, t) for s, t in enumerate(blocks) if s != self.rank and t is not None]  # empty ones are compared too
+        return [(s, t) for s, t in enumerate(blocks) if s != self.rank and t is not None]
 
     # ── the backend's own collectives, where the tables above say so ─────────────────────────────────────
 

@@ -101,7 +101,7 @@ def test_native_collectives_of_gloo_are_those_of_the_table():
 
         return noted
 
-    expected = ["all_reduce", "broadcast"]  # of primitives(), in its order; all else is messages, which are compared
+    expected = ["all_reduce", "broadcast"]  # of primitives(), in its order; all else is messages between two ranks
     assert spawn(body, range(2)) == [[*expected, "all_reduce"]] * 2
 
 
