@@ -197,7 +197,7 @@ class Ignores(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=pytest.mark.slow)])
 def test_tracers_record_one_op_for_each_collective(backend):
     def body(r):
         def same(found, expected):

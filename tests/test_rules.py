@@ -36,7 +36,7 @@ def test_the_table_in_simulated_worlds(name, n):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_table_on_processes(n, backend):
     pairs = [(holds, case) for case in cases.table(n) for holds in properties.ALL]
     properties.hold(pairs, n, partial(spawn, backend=backend))
@@ -45,7 +45,7 @@ def test_the_table_on_processes(n, backend):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_at_length(name):
-    @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def check(data):
         case = data.draw(strategies.cases(name, most=9))
