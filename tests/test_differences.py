@@ -265,9 +265,6 @@ def steps(draw, n, where, disagree):
     case = draw(strategies.cases(name, size=n))
     arguments = {k: v for k, v in case.arguments.items() if k not in ("cotangent", "async_op")}
     case = replace(case, arguments=arguments, transposed=False)
-    if any(case.shared):  # what takes a tensor that all ranks hold alike cannot take anybody's
-        case = draw(strategies.cases("all_reduce", size=n))
-        case = replace(case, arguments={"op": "sum"}, transposed=False)
     if draw(st.booleans()) and "op" in case.arguments:
         case = replace(case, arguments={**case.arguments, "op": "sum"})
     leaves = draw(st.sampled_from([1, 3])) if case.name in TREES else 1
