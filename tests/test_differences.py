@@ -355,9 +355,9 @@ def test_on_processes_at_length(where, disagree, seed):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("where", ["gloo", "mpi"])
 def test_compiled_on_one_rank_only(where):
-    """Eager and compiled collectives send the same messages."""
+    """Both send the same messages, but for scatter, whose source tells its shape in eager code."""
     n = 2
-    table = [case for case in cases.table(n) if None not in case.shapes and "async_op" not in case.arguments]
+    table = [case for case in cases.table(n) if "async_op" not in case.arguments and case.name != "scatter"]
 
     def body(r):
         found = []
