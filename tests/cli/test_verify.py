@@ -336,7 +336,9 @@ def test_on_mpi(tmp_path, monkeypatch):
     assert found["rows"][0]["systems"]["torch.distributed.nn.functional"]["gradient"] < 1e-10  # on gloo
 
 
-@pytest.mark.parametrize("engine", [[], ["--engine", "mpi"]], ids=["gloo", "mpi"])
+@pytest.mark.parametrize(
+    "engine", [pytest.param([], id="gloo"), pytest.param(["--engine", "mpi"], id="mpi", marks=pytest.mark.slow)]
+)
 def test_bench(capsys, monkeypatch, engine):
     monkeypatch.setattr(bench, "SIZES", {"1 MB": 1 << 18})
     monkeypatch.setattr(training, "MODELS", {"tiny": (lambda: torch.nn.Linear(3, 3), (2, 3))})
