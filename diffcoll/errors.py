@@ -17,6 +17,7 @@ import torch
 from diffcoll._torch import backward_at_work
 
 __all__ = [
+    "NOT_MADE",
     "CollectiveFailedError",
     "CollectiveMismatchError",
     "Origin",
@@ -35,6 +36,8 @@ _INSTALLED = tuple(_PYTHON + folder + os.sep for folder in ("site-packages", "di
 _GENERATED = ("<frozen ", "<eval_with_key>", "<@beartype", "<attrs generated ", "<decorator-gen")
 #: What a process imports in its first line if another process started it with `python -c`.
 _STARTERS = {"multiprocessing.forkserver", "multiprocessing.spawn", "diffcoll.testing.processes"}
+#: Why a rank may not have met a forward call.
+NOT_MADE = 'did not make this call, or its x is of another shape (all_gather and gather: sizes="auto")'
 _ORDERS = {2: "second", 3: "third"}
 
 
@@ -148,8 +151,7 @@ def failure(name: str, group: str, rank: int, origin: Origin | None, error: Base
     """
     if origin is None:
         what, line = f"{name}, forward{within_backward()}", user_line()
-        shape = 'its x is of another shape (all_gather and gather: sizes="auto"); DIFFCOLL_CHECK=1 compares all calls'
-        absent = not_run(None) if within_backward() else f"did not make this call, or {shape}"
+        absent = not_run(None) if within_backward() else f"{NOT_MADE}; DIFFCOLL_CHECK=1 compares all calls"
     else:
         by = "" if origin.name == name else f" (which is {name})"
         what, line = f"{origin.name}, {origin.backward}{by}", origin.line

@@ -16,7 +16,7 @@ import weakref
 from dataclasses import dataclass
 
 from diffcoll.engines.engine import Doing, Engine
-from diffcoll.errors import Origin, message, not_run
+from diffcoll.errors import NOT_MADE, Origin, message, not_run
 
 __all__ = ["watch"]
 
@@ -88,7 +88,7 @@ def _words(engine: Engine, doing: Doing, waited: float) -> str:
     if origin is None:
         frame = sys._current_frames().get(thread)
         what = f"{name}, called at {Origin(name, frame=frame).line}" if frame is not None else name
-        others = "did not make this call"
+        others = NOT_MADE
     else:
         by = "" if origin.name == name else f" (which is {name})"
         what = f"{origin.name}, {origin.backward}{by}, called at {origin.line}"

@@ -85,9 +85,8 @@ def _truth(
             common[key] = [a[key] for a in arguments]
     (meaning, kind), *_ = facts
     for r, other in enumerate(arguments):
-        for key, value in (
-            other.items() if facts[r][0] != meaning else ()
-        ):  # not where it is only written in another way
+        differing = other if facts[r][0] != meaning else {}  # not where it is only written in another way
+        for key, value in differing.items():
             same = callable(value) and callable(common[key])  # each rank may have made the function anew
             if key not in truth.PER_RANK and not same and value != common[key]:
                 raise CollectiveMismatchError(f"{name}: {key}={common[key]!r} on rank 0, {value!r} on rank {r}")
