@@ -32,12 +32,14 @@ __all__ = [
     "ambient",
     "apply_rule",
     "backward_at_work",
+    "batch_last",
     "before_node",
     "carries_tangents",
     "constant_in_graphs",
     "divide_",
     "forward_mode",
     "has_earlier_hooks",
+    "integers",
     "is_backward_nested",
     "is_batched_by_autograd",
     "is_differentiating",
@@ -91,6 +93,14 @@ def is_transformed(x: Tensor) -> bool:
     belong to one thread.
     """
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
+
+
+def integers(x: Tensor) -> list[int]:
+    """Return the numbers of a row, also of one that a transform of torch.func has wrapped."""
+    if is_transformed(x):  # torch 2.9 and before: its tolist() asks for memory, which the wrapper has not
+        return [int(n) for n in x.cpu()]
+    numbers: list[int] = x.tolist()
+    return numbers
 
 
 def is_within_transform() -> bool:
@@ -180,6 +190,14 @@ def over_batch(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch._add_batch_dim(y, 0, level)
 
 
+def batch_last(y: Tensor) -> tuple[Tensor, int]:
+    """Return what a vmap rule returns of a result whose last dimension is the batch.
+
+    Not -1: torch 2.9 and before take it for the position of a bit.
+    """
+    return y, y.dim() - 1
+
+
 def constant_in_graphs(function: T) -> T:
     """Make Dynamo run a function as it stands, and take what it returns for a constant.
 
@@ -195,8 +213,12 @@ def untraced(function: T) -> T:
     torch.compiler.disable does the same, after it has imported Dynamo: a second in every process.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a traced function that calls it is cut there
-    skip = eval_frame._FrameAction.SKIP  # it is not traced on its own, when autograd calls it
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))  # type: ignore[attr-defined]
+    code = function.__code__  # type: ignore[attr-defined]  # it is not traced on its own, when autograd calls it
+    if hasattr(eval_frame, "set_code_exec_strategy"):
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+    else:  # torch 2.6
+        eval_frame.skip_code(code)  # type: ignore[attr-defined]
     return function
 
 
@@ -307,6 +329,10 @@ def save_under_each_hook(save: Callable[[], None], context: Callable[[], Abstrac
     PyTorch calls the innermost pair only. From here on whatever they unpack is unpacked within the context, and so it
     is there that a checkpoint computes its function again. There is no public way to hooks that somebody else entered.
     """
+    if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        _refuse_saved_tensors_hooks("joint_backward: a collective within")
+        save()
+        return
     top, pop = torch._C._autograd._top_saved_tensors_default_hooks, torch._C._autograd._pop_saved_tensors_default_hooks
     push = torch._C._autograd._push_saved_tensors_default_hooks
     entered: list[_SavedTensorsHooks] = []
@@ -328,6 +354,16 @@ def save_under_each_hook(save: Callable[[], None], context: Callable[[], Abstrac
         while entered:
             hooks = entered.pop()
             push(hooks.pack, hooks.unpack)
+
+
+def _refuse_saved_tensors_hooks(where: str) -> None:
+    """Raise where a pair of hooks for saved tensors is in force, on releases that have no way to that pair."""
+    error = (
+        f"{where} a checkpoint or other hooks for saved tensors: torch {torch.__version__} does not show them, "
+        "torch 2.8 and later do; use one of these, or do without the hooks here"
+    )
+    with graph.disable_saved_tensors_hooks(error):  # raises it if there is such a pair
+        pass
 
 
 def registries(module: nn.Module) -> list[dict[str, Any]]:
@@ -362,6 +398,10 @@ def unfaked(x: Any) -> Any:
 
 # torch's own notion of nested tuples, lists and dicts, the one that its transforms and torch.compile know, has no
 # public module in every release that we run on.
+
+
+#: torch 2.7 and before have no public name for it.
+_is_leaf: Callable[[Any], bool] = getattr(_pytree, "tree_is_leaf", None) or _pytree._is_leaf
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -408,7 +448,7 @@ def _leaves_with_paths(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def _paths(tree: Any) -> Iterator[tuple[Any, ...]]:
-    if _pytree.tree_is_leaf(tree):
+    if _is_leaf(tree):
         yield ()
         return
     node = _pytree.SUPPORTED_NODES[_pytree._get_node_type(tree)]
@@ -435,7 +475,7 @@ def _place(entry: Any) -> tuple[Any, ...]:
 
 def is_tree(x: Any) -> bool:
     """Whether x is a tree and not a leaf."""
-    return not isinstance(x, Tensor) and not _pytree.tree_is_leaf(x)
+    return not isinstance(x, Tensor) and not _is_leaf(x)
 
 
 # Forward mode is kept in globals of the process, not of the thread, and has one level. Simulated ranks are
@@ -511,15 +551,15 @@ def ambient() -> Callable[[], contextlib.AbstractContextManager[None]]:
             "and ranks are other threads; trace, or fake tensors, in the function that each rank runs"
         )
     autocast = [
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in torch._C._autocast_supported_devices()
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _autocast_devices()
     ]
     cached = torch.is_autocast_cache_enabled()
     recording = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled(), torch.is_inference_mode_enabled()
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = _innermost_saved_tensors_hooks()
     no_hooks = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     threads, replay = torch._C._is_multithreading_enabled(), torch._C._is_view_replay_enabled()
-    layout = torch._C._is_grad_layout_enforcement_enabled()
+    has_layout_policy = hasattr(grad_mode, "enforce_grad_layout_policy")  # since torch 2.13
+    layout = has_layout_policy and torch._C._is_grad_layout_enforcement_enabled()
     functions = torch._C._get_torch_function_state()  # type: ignore[attr-defined]
     default_device = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
@@ -539,7 +579,8 @@ def ambient() -> Callable[[], contextlib.AbstractContextManager[None]]:
             stack.enter_context(forward_ad._set_fwd_grad_enabled(forward))
             stack.enter_context(grad_mode.set_multithreading_enabled(threads))
             stack.enter_context(grad_mode._force_original_view_tracking(replay))
-            stack.enter_context(grad_mode.enforce_grad_layout_policy(layout))
+            if has_layout_policy:
+                stack.enter_context(grad_mode.enforce_grad_layout_policy(layout))
             stack.callback(_pop_modes)
             for mode in modes[0]:
                 _push_mode(mode)  # type: ignore[no-untyped-call]  # not entered a second time
@@ -553,6 +594,22 @@ def ambient() -> Callable[[], contextlib.AbstractContextManager[None]]:
             yield
 
     return entered
+
+
+def _autocast_devices() -> list[str]:
+    if hasattr(torch._C, "_autocast_supported_devices"):  # since torch 2.9
+        return torch._C._autocast_supported_devices()
+    return [device for device in _AUTOCAST_DEVICES if torch.amp.is_autocast_available(device)]
+
+
+_AUTOCAST_DEVICES = ("cpu", "cuda", "mtia", "maia", "xpu", "ipu", "hpu", "xla", "mps", "privateuseone")
+
+
+def _innermost_saved_tensors_hooks() -> Any:
+    if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):  # since torch 2.8
+        return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    _refuse_saved_tensors_hooks("simulate: called within")
+    return None
 
 
 def _pop_modes() -> None:

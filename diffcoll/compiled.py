@@ -19,7 +19,7 @@ from torch.fx import traceback
 from torch.utils import checkpoint
 
 from diffcoll import checks
-from diffcoll._torch import backward_at_work, is_differentiating, is_jit_tracing
+from diffcoll._torch import backward_at_work, batch_last, is_differentiating, is_jit_tracing
 from diffcoll.collectives.all_gather import AllGather
 from diffcoll.collectives.all_reduce import AllReduce
 from diffcoll.collectives.all_to_all import AllToAll
@@ -150,7 +150,7 @@ def _register(kind: type[Linear]) -> None:
         return apply(ctx.f.adjoint, gy), None, *[None] * len(arguments)
 
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, group: str, *values: Any) -> tuple[Tensor, int]:
-        return apply(made(group, *values), x.movedim(in_dims[0], -1)), -1
+        return batch_last(apply(made(group, *values), x.movedim(in_dims[0], -1)))
 
     op = torch.library.custom_op(
         f"diffcoll::{kind.__name__}",

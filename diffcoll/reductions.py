@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from diffcoll._torch import batch_last
 from diffcoll.engines.engine import WIDER
 from diffcoll.errors import message
 
@@ -112,7 +113,7 @@ class Product(Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int], s: Tensor) -> tuple[Tensor, int]:
         """Further dimensions are carried along."""
-        return product(s.movedim(in_dims[0], -1)), -1
+        return batch_last(product(s.movedim(in_dims[0], -1)))
 
 
 def leave_one_out(s: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from diffcoll import checks, joint
-from diffcoll._torch import divide_, is_traced, is_tree, times, tree_paths
+from diffcoll._torch import divide_, integers, is_traced, is_tree, times, tree_paths
 from diffcoll.collectives.linear import Linear, apply, start
 from diffcoll.collectives.pending import Pending
 from diffcoll.engines.engine import WIDER
@@ -47,7 +47,8 @@ ADDED = frozenset(
 MOVED = (
     ADDED
     | {torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e4m3fnuz}
-    | {torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu}
+    | {torch.float8_e5m2, torch.float8_e5m2fnuz}
+    | ({torch.float8_e8m0fnu} if hasattr(torch, "float8_e8m0fnu") else set())  # since torch 2.7
 )
 
 _OPS = '"sum", "mean", "product", "max", "min", "logsumexp", a function that reduces dim 0 of a stack, or a ReduceOp'
@@ -411,7 +412,7 @@ class Call:
             self._compare((self.name, what, len(numbers)))
         n = self.engine.size
         mine = torch.tensor(numbers, dtype=torch.int64, device=self.engine.control_device)
-        flat: list[int] = apply(AllGather(self.engine, 0, (len(numbers),) * n), mine).tolist()
+        flat = integers(apply(AllGather(self.engine, 0, (len(numbers),) * n), mine))
         return [flat[i * len(numbers) : (i + 1) * len(numbers)] for i in range(n)]
 
     def told(self, root: int, numbers: list[int] | None) -> list[int]:
@@ -424,8 +425,7 @@ class Call:
         send = Broadcast(self.engine, root)
         length = int(apply(send, torch.tensor(len(numbers or ()), device=device)))
         row = torch.tensor(numbers if numbers else [0] * length, dtype=torch.int64, device=device)
-        passed: list[int] = apply(send, row).tolist()
-        return passed
+        return integers(apply(send, row))
 
     def _sizes(self, argument: str, value: Any, auto: bool = False) -> tuple[int, ...]:
         n = self.engine.size

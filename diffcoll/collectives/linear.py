@@ -25,6 +25,7 @@ from diffcoll import checks, joint
 from diffcoll._torch import (
     apply_rule,
     backward_at_work,
+    batch_last,
     is_batched_by_autograd,
     is_plain,
     is_profiling,
@@ -240,7 +241,7 @@ class _Apply(Function):
     def vmap(
         info: Any, in_dims: tuple[int, None, None], x: Tensor, f: Linear, origin: Origin | None
     ) -> tuple[Tensor, int]:
-        return record(_Apply, x.movedim(in_dims[0], -1), f, origin), -1
+        return batch_last(record(_Apply, x.movedim(in_dims[0], -1), f, origin))
 
 
 # ── with time between the start and the wait ─────────────────────────────────────────────────────────────
@@ -380,5 +381,4 @@ class _Wait(Function):
     def vmap(
         info: Any, in_dims: tuple[int, None, None], empty: Tensor, f: Linear, transit: _Transit
     ) -> tuple[Tensor, int]:
-        y = record(_Wait, empty.sum(in_dims[0]), f, transit)
-        return y, -1
+        return batch_last(record(_Wait, empty.sum(in_dims[0]), f, transit))

@@ -6,6 +6,7 @@ ones in others (pytorch#130515), so the group is asked itself, or `group_src`/`g
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 import weakref
@@ -104,7 +105,7 @@ class C10dEngine(MessageEngine):
 
     def subgroup(self, ranks: Sequence[int]) -> Any:
         """See `Engine.subgroup`."""
-        return dist.new_group([dist.get_global_rank(self.group, r) for r in ranks], sort_ranks=False)
+        return _new_group([dist.get_global_rank(self.group, r) for r in ranks])
 
     def twin(self) -> C10dEngine:
         """See `Engine.twin`; its group lives as long as torch's others do, until destroy_process_group()."""
@@ -114,7 +115,7 @@ class C10dEngine(MessageEngine):
         timeout = group._get_backend(torch.device(next(iter(self.backends)))).options._timeout
         ranks = dist.get_process_group_ranks(group)
         whole = len(ranks) == dist.get_world_size()  # else the others do not call it
-        group = dist.new_group(ranks, timeout, backend, use_local_synchronization=not whole, sort_ranks=False)
+        group = _new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=not whole)
         twin = C10dEngine(group)
         twin._ends = whole
         word = torch.zeros(1, device=twin.control_device)
@@ -241,6 +242,16 @@ class C10dEngine(MessageEngine):
             and primitive in NATIVE.get(backend, ALL)
             and not (adds and known is not None and dtype not in known)
         )
+
+
+def _new_group(ranks: list[int], **more: Any) -> Any:
+    """Make a group whose ranks are in the given order."""
+    if "sort_ranks" in inspect.signature(dist.new_group).parameters:  # since torch 2.12
+        return dist.new_group(ranks, sort_ranks=False, **more)
+    if ranks != sorted(ranks):
+        remedy = "pass ranks in ascending order, or use torch 2.12 or later"
+        raise ValueError(f"new_group: got ranks {ranks}, which torch {torch.__version__} would sort; {remedy}")
+    return dist.new_group(ranks, **more)
 
 
 def _bytes(x: Tensor) -> Tensor:
