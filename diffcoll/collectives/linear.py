@@ -106,6 +106,8 @@ def begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
     while engine.adrift:
         engine.adrift.popleft()()
     engine.operation, engine.later = f.name, later
+    if not x.is_cpu:
+        engine.connect(x.device)
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     elif is_zero_without_memory(x):

@@ -69,6 +69,7 @@ class C10dEngine(MessageEngine):
         super().__init__(rank=dist.get_rank(group), size=dist.get_world_size(group))
         self._group = weakref.ref(group)
         self._ends = False  # whether it may be destroyed
+        self._connected: set[torch.device] = set()
         self.key = group.group_name
         # {"cpu": "gloo", "cuda": "nccl"}, from the public "cpu:gloo,cuda:nccl"
         pairs = (p.split(":") for p in dist.get_backend_config(group).split(","))
@@ -150,6 +151,18 @@ class C10dEngine(MessageEngine):
         except RuntimeError:  # it went with the rank that kept it
             return []
         return silent
+
+    def connect(self, device: torch.device) -> None:
+        """See `Engine.connect`.
+
+        NCCL connects all ranks in the group's first call on a device. If that is point-to-point, it waits for the ranks
+        that send and receive nothing in it as well. gloo connects them when the group is made.
+        """
+        if device in self._connected or self.size == 1:
+            return
+        if self.backends[device.type] != "gloo":
+            dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+        self._connected.add(device)
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────
 

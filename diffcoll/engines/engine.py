@@ -94,6 +94,10 @@ class Engine(ABC):
         """Make an engine of the same ranks whose messages never meet those of this one; all ranks call it."""
         raise NotImplementedError(f"{self.description} has no twin")
 
+    def connect(self, device: torch.device) -> None:
+        """Prepare to move memory of a device that is not the CPU; all ranks call it before they move any."""
+        return
+
     def overlaps(self, x: Tensor) -> bool:
         """Whether `all_reduce` of x returns at once and goes on while nobody waits."""
         return False
