@@ -1,0 +1,98 @@
+"""Backends that are not gloo, which have all of their own collectives: their code, with gloo beneath.
+
+For NCCL this shows which calls are made, not what a GPU does with them.
+"""
+
+import torch
+import torch.distributed as dist
+
+import diffcoll as dc
+from diffcoll.collectives.linear import begin
+from diffcoll.collectives.permute import Permute
+from diffcoll.groups import resolve
+from diffcoll.testing import cases, spawn
+
+SEED = 1
+
+
+def under_another_name(**backends):
+    """The default group's engine, which takes its backend for one that it does not know."""
+    engine = resolve(None, "test")
+    engine.backends = backends or {"cpu": "other"}
+    return engine
+
+
+def test_the_table():
+    """Values and gradients; messages are those that torch.distributed batches."""
+    n = 3
+
+    def body(r):
+        under_another_name()
+        batches = []
+        send = dist.batch_isend_irecv
+
+        def noting(ops):
+            assert all(op.tensor.numel() for op in ops)
+            batches.append(len(ops))
+            return send(ops)
+
+        dist.batch_isend_irecv = noting
+        for case in cases.table(n):
+            found = cases.on_rank(case, r, SEED, orders=1)
+            for name, error in cases.errors(found, cases.in_truth(case, SEED, orders=1), r).items():
+                assert error < 1e-12, f"{case}: {name}"
+        return len(batches)
+
+    assert min(spawn(body, range(n), timeout=100)) > 50
+
+
+def test_empty_blocks_are_sent_on_gloo_only():
+    """A group may have gloo for the CPU and another backend for other devices."""
+
+    def body(r):
+        blocks = [torch.zeros(2), torch.zeros(0), torch.zeros(3)]
+        found = []
+        for names in ({"cpu": "gloo"}, {"cpu": "other"}, {"cpu": "other", "cuda": "gloo"}):
+            found.append([s for s, _ in under_another_name(**names)._to_others(blocks)])
+        return found
+
+    others = [[1, 2], [0, 2], [0, 1]]
+    for r, (gloo, *elsewhere) in enumerate(spawn(body, range(3))):
+        assert gloo == others[r]
+        assert elsewhere == [[s for s in others[r] if s != 1]] * 2
+
+
+def test_all_ranks_connect_before_the_first_message():
+    """NCCL would wait for ranks that have no part in the first point-to-point message of a group."""
+
+    def body(r):
+        calls = []
+        reduce, send = dist.all_reduce, dist.batch_isend_irecv
+        dist.all_reduce = lambda *call, **more: calls.append("all_reduce") or reduce(*call, **more)
+        dist.batch_isend_irecv = lambda ops: calls.append("messages") or send(ops)
+        engine = under_another_name()
+
+        class Elsewhere(torch.Tensor):
+            """Memory of the CPU that does not say so."""
+
+            is_cpu = False
+
+        for _ in range(2):
+            x = torch.full((2,), 1.0 + r).as_subclass(Elsewhere)
+            y = begin(Permute(engine, ((2, 0),)), x)()
+            assert y.tolist() == ([3.0, 3.0] if r == 0 else [0.0, 0.0])
+        return calls
+
+    for r, calls in enumerate(spawn(body, range(3))):
+        assert calls == ["all_reduce", *["messages"] * (2 * (r != 1))]
+
+
+def test_gloo_needs_no_such_call():
+    def body(r):
+        calls = []
+        dist.all_reduce = lambda *call, **more: calls.append(call)
+        engine = resolve(None, "test")
+        engine.connect(torch.device("cpu"))
+        return len(calls), dc.get_world_size()
+
+    assert spawn(body, range(2)) == [(0, 2)] * 2
