@@ -262,7 +262,8 @@ class _Flight:
         self._wait: Callable[[], Tensor] | None = None
         self._f, self._origin, self._engine = f, origin, f.engine
         with Turn(f.engine, f.name, origin):
-            self._wait = begin(f, x, later=True)
+            wait = begin(f, x, later=True)
+            self._wait = _from_this_stream(wait, x.device) if x.is_cuda else wait
         if self._engine.size > 1:
             self._engine.aloft[id(self)] = get_ident()
 
@@ -283,6 +284,25 @@ class _Flight:
         self._engine.aloft.pop(id(self), None)
         assert wait is not None
         return wait
+
+
+def _from_this_stream(wait: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """Return the wait for what was started on the current stream; it may be called on another one.
+
+    Memory that was allocated at the start belongs to the stream of the start, and is reused there once it is released,
+    which the wait does. The stream of the wait, and the backend that it waits for, may still read it then.
+    """
+    start = torch.cuda.current_stream(device)
+
+    def finish() -> Tensor:
+        y = wait()
+        here = torch.cuda.current_stream(device)
+        if here != start:
+            start.wait_stream(here)
+            y.record_stream(here)
+        return y
+
+    return finish
 
 
 @dataclass
