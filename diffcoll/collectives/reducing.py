@@ -71,7 +71,7 @@ class Reducing:
 
         def kept(stack: Tensor) -> Tensor:
             y = self._over(stack)  # on every rank, so that all graphs are alike
-            return torch.where(torch.tensor(here, device=y.device), y, torch.zeros_like(y))
+            return torch.where(torch.full((), here, device=y.device), y, torch.zeros_like(y))
 
         def shaped(y: Tensor) -> Tensor:
             if not here:  # nothing was received, and it stays in the graph: as (0, 1), for cat drops a (0,)
