@@ -165,6 +165,8 @@ class MpiEngine(MessageEngine):
 
             return spread
         mine = [*self._pieces(x), byte] if x.nbytes else [None, 0, byte]
+        if not x.is_cpu:
+            _settle(x)  # an empty x has no pieces, and kernels before may still use the memory of the blocks
         if x is blocks[self.rank]:
             mine = self._mpi.IN_PLACE
         return self._do("Allgatherv", [(mine, [whole, (counts, starts), byte])], [x, blocks])
@@ -198,12 +200,17 @@ class MpiEngine(MessageEngine):
     def _pieces(self, x: Tensor, size: int = 0) -> list[Any]:
         """The memory of a contiguous tensor as mpi4py takes it, in pieces of a size that MPI can count."""
         size = size or PIECE
-        if not x.is_cpu:  # MPI reads it outside of PyTorch's streams
-            torch.cuda.current_stream(x.device).synchronize()
+        if not x.is_cpu:
+            _settle(x)
         at, here, nbytes = self._mpi.buffer.fromaddress, x.data_ptr(), x.nbytes
         if 0 < nbytes <= size:
             return [at(here, nbytes)]
         return [at(here + i, min(size, nbytes - i)) for i in range(0, nbytes, size)]
+
+
+def _settle(x: Tensor) -> None:
+    """Wait for the kernels on x's device: MPI reads and writes CUDA memory outside of PyTorch's streams."""
+    torch.cuda.current_stream(x.device).synchronize()
 
 
 def _mpi() -> Any:
