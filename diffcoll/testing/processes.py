@@ -257,7 +257,7 @@ def _rank_main(pipe: Connection, setup: tuple[Any, ...], payload: bytes) -> None
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         try:
             fn, arguments = pickle.loads(payload)
-            if backend == "nccl":
+            if "nccl" in backend:  # "cpu:gloo,cuda:nccl" too
                 torch.cuda.set_device(rank % torch.cuda.device_count())
             if backend == "mpi":
                 set_default_group(_mpi_world())
