@@ -76,9 +76,12 @@ def average_gradients(
         reduced: Tree = all_reduce(tree, op, group)
         return reduced
     leaves, rebuild = tree_flatten(tree)
-    w = torch.as_tensor(checked_weight("average_gradients", weight), dtype=torch.float64)
-    rides = [g for g in leaves if isinstance(g, Tensor) and g.dtype in (torch.float32, torch.float64)]
-    w = w.to(max(rides, key=lambda g: g.dtype.itemsize)) if rides else w  # with those, in one message
+    tensors = [g for g in leaves if isinstance(g, Tensor)]
+    rides = [g for g in tensors if g.dtype in (torch.float32, torch.float64)]
+    like = max(rides, key=lambda g: g.dtype.itemsize, default=None)  # with those, in one message
+    near = tensors[0] if like is None and tensors else like
+    dtype = torch.float64 if like is None else like.dtype
+    w = _number(checked_weight("average_gradients", weight), dtype, None if near is None else near.device)
     terms = [weighted(g, w) if isinstance(g, Tensor) else g for g in leaves]  # others: all_reduce names them
     summed: list[Tensor] = all_reduce([*terms, w], "sum", group)
     if op == "mean":
@@ -112,13 +115,22 @@ def global_mean(value: float | Tensor, weight: float | Tensor | None = None, gro
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
         raise TypeError(message("global_mean", "value", type(value).__name__, "a number or a tensor"))
-    v = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    # A number is put where the group's own messages are: not every backend moves CPU memory.
+    device = resolve(group, "global_mean").control_device
+    v = value.detach() if isinstance(value, Tensor) else _number(value, torch.float64, device)
     v = v if v.dtype in (torch.float64, torch.complex64, torch.complex128) else v.float()
     w = checked_weight("global_mean", 1.0 if weight is None else weight)
-    w = torch.as_tensor(w, dtype=torch.float64, device=v.device)
+    w = _number(w, torch.float64, v.device)
     with torch.no_grad():
         total = all_reduce(torch.stack([weighted(v, w), w.to(v).expand(v.shape)]), "sum", group)
         return total[0] / total[1]
+
+
+def _number(value: float | Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    """Return a 0-d tensor; of a Python number without a copy, for which the host would wait for all kernels."""
+    if isinstance(value, Tensor):
+        return value.to(device=device, dtype=dtype)
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def _divided(x: Tensor, total: Tensor) -> Tensor:
