@@ -474,7 +474,10 @@ class GradientAverager:
                 p.put(self._scale())
         if bucket is self._buckets[-1]:
             used = [p.is_used or p.kept is not None for p in self._live]
-            bucket.tail.copy_(torch.tensor([*used, 0.0, 0.0, self._took_part], dtype=torch.float64, device="cpu"))
+            pinned = bucket.tail.is_cuda  # else the copy would make the host wait for all kernels before it
+            flags = [*used, 0.0, 0.0, self._took_part]
+            tail = torch.tensor(flags, dtype=bucket.tail.dtype, device="cpu", pin_memory=pinned)
+            bucket.tail.copy_(tail, non_blocking=pinned)
             bucket.tail[-2] = self._total  # which may be a tensor elsewhere
         self._start(bucket)
 
