@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -135,6 +136,8 @@ class GradientAverager:
             broadcast_from_first(list(module.buffers()), group)
         self.number = next(_numbers)
         self._engine = engine.twin() if engine.size > 1 else engine
+        # Autograd has a thread for each GPU: gradients of several may arrive at the same time.
+        self._lock = threading.RLock()
         self._reduction, self._bytes, self._dtype, self._hooks = reduction, bucket_mb * 2**20, comm_dtype, hooks
         self._rank = local.here()  # a simulated rank is a thread
         self._named = named
@@ -369,6 +372,8 @@ class GradientAverager:
         if self._seen is not None:
             self._seen.append(p.index)
         bucket = p.bucket
+        if bucket.stream is not None:
+            bucket.enter_stream()
         bucket.pending -= 1
         if self._nested:
             return
@@ -465,6 +470,8 @@ class GradientAverager:
         """Start to reduce the next bucket, in place."""
         bucket = self._buckets[self._next]
         self._next += 1
+        if bucket.stream is not None:
+            bucket.join_streams()
         unput = [p for p in bucket.parameters if not p.is_put]
         for p in unput:
             self._check(p)
@@ -815,7 +822,10 @@ def _weakly(method: Callable[..., Any], p: Parameter) -> Callable[..., Any]:
 
     def hook(given: Any) -> Any:
         alive = averager()
-        return None if alive is None else call(alive, parameter(), given)
+        if alive is None:
+            return None
+        with alive._lock:
+            return call(alive, parameter(), given)
 
     return untraced(hook)
 

@@ -151,12 +151,17 @@ class Bucket:
         self._small = [p for p in self._sorted if p.is_small]
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._tail = tail
+        self.stream: torch.cuda.Stream | None = None
+        self._others: set[torch.cuda.Stream] = set()
         self.allocate()
         self.overlaps = engine.overlaps(self.row)
 
     def allocate(self) -> None:
         """Take memory, and count how often the bucket itself holds it."""
         self._lay_out()
+        if self.body.is_cuda:  # memory is safe to use on the stream on which it was allocated
+            self.stream = torch.cuda.current_stream(self.body.device)
+            self._others.clear()
         self._uses = storage_uses(self.body)
 
     def _lay_out(self) -> None:
@@ -184,6 +189,24 @@ class Bucket:
             self.body.is_cpu and self.body.untyped_storage().is_shared()
         ):
             self.allocate()
+
+    def enter_stream(self) -> None:
+        """Let the current stream, on which a gradient is accumulated, wait for the bucket's own."""
+        assert self.stream is not None
+        here = torch.cuda.current_stream(self.body.device)
+        if here != self.stream:
+            here.wait_stream(self.stream)
+            self._others.add(here)
+
+    def join_streams(self) -> None:
+        """Let the current stream wait for all gradients: a backend waits for the stream from which it is called."""
+        assert self.stream is not None
+        for other in self._others:
+            self.stream.wait_stream(other)
+        self._others.clear()
+        here = torch.cuda.current_stream(self.body.device)
+        if here != self.stream:
+            here.wait_stream(self.stream)
 
     @property
     def ready(self) -> bool:
