@@ -1,0 +1,634 @@
+"""Tensors on a GPU: every collective on gloo, NCCL and MPI, the averager, compiled code, streams, no waiting host.
+
+Two processes share one GPU on gloo and MPI; NCCL has one rank, for it refuses two on one GPU. Skipped without a GPU.
+DIFFCOLL_TEST_DEVICE=cpu runs the same bodies on the CPU, NCCL replaced by gloo and streams by nothing. It shows that
+the tests themselves run; what is particular to GPUs is not tested then.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import diffcoll as dc
+from diffcoll.testing import cases, simulate, spawn
+
+DEVICE = os.environ.get("DIFFCOLL_TEST_DEVICE", "cuda")
+ON_GPU = DEVICE == "cuda"
+pytestmark = pytest.mark.skipif(ON_GPU and not torch.cuda.is_available(), reason="no GPU")
+
+SEED = 1
+EXACT = 1e-12
+#: For each backend of a group, how many ranks it has here.
+RANKS = {"gloo": 2, "mpi": 2, "nccl": 1, "cpu:gloo,cuda:nccl": 1}
+#: More cycles of the GPU than the host needs to queue what a test does.
+LONG = 200_000_000
+#: A process that begins to use a GPU, and NCCL, takes a while.
+TIMEOUT = 110
+
+
+def on_ranks(backend, body):
+    """Run body(r) on the ranks of a backend; without a GPU, gloo stands for NCCL."""
+    return spawn(
+        body, range(RANKS[backend]), backend=backend if ON_GPU else backend.replace("nccl", "gloo"), timeout=TIMEOUT
+    )
+
+
+class OnDevice(cases.Case):
+    """A call whose tensors are on the device."""
+
+    def x(self, rank, seed):
+        x = super().x(rank, seed)
+        return x if x is None else x.to(DEVICE)
+
+    def w(self, y, rank, seed):
+        return super().w(y, rank, seed).to(DEVICE)
+
+    def v(self, g, rank, seed):
+        return super().v(g, rank, seed).to(DEVICE)
+
+
+def table(n):
+    """Every collective, also in another dtype and with tensors that lie transposed."""
+    rows = cases.table(n)
+    rows += [dataclasses.replace(c, transposed=True) for c in rows if any(s and len(s) > 1 for s in c.shapes)]
+    return rows
+
+
+def here(case):
+    return OnDevice(**{f.name: getattr(case, f.name) for f in dataclasses.fields(case)})
+
+
+def on_cpu(measured):
+    """Results that another process can load without a GPU; that they were on the device is asserted here."""
+    found = [getattr(measured, f.name) for f in dataclasses.fields(measured)]
+    assert all(t is None or t.device.type == DEVICE for t in found)
+    return type(measured)(*(t if t is None else t.cpu() for t in found))
+
+
+def assert_is_truth(got, expected, case):
+    for r, measured in enumerate(got):
+        for name, error in cases.errors(measured, expected, r).items():
+            assert error < EXACT, f"{case}: {name} of rank {r} is off by {error:.1e}"
+
+
+# ── every collective ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("backend", RANKS)
+def test_value_and_gradients_to_second_order_are_those_of_truth(backend):
+    """Uneven and empty blocks, async_op, ties, functions of the user's: the whole table."""
+    n = RANKS[backend]
+
+    def body(r):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that MPI does not read CUDA memory
+            return [on_cpu(cases.on_rank(here(case), r, SEED)) for case in table(n)]
+
+    found = list(zip(*on_ranks(backend, body), strict=True))
+    assert len(found) == len(table(n)) > 100
+    for case, got in zip(table(n), found, strict=True):
+        assert_is_truth(got, cases.in_truth(case, SEED), case)
+
+
+@pytest.mark.parametrize("backend", RANKS)
+def test_every_dtype(backend):
+    """Small whole numbers, of which every dtype has exact sums."""
+    n = RANKS[backend]
+    dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.int16, torch.int64, torch.uint8]
+
+    def data(case, s):
+        return (case.x(s, 3) * 3).round().clamp(-4, 4).abs()
+
+    def body(r):
+        checked = 0
+        for case in cases.table(n):
+            if case.arguments.get("op", "sum") != "sum" or None in case.shapes:
+                continue
+            for dtype in dtypes:
+                xs = [data(case, s).to(dtype) for s in range(n)]
+                y = here(case).call(xs[r].to(DEVICE), r)
+                assert (y.dtype, y.device.type) == (dtype, DEVICE)
+                torch.testing.assert_close(y.cpu(), case.truth(xs)[r], rtol=0, atol=0, msg=f"{case} {dtype}")
+                checked += 1
+            xs = [data(case, s) > 2 for s in range(n)]
+            if case.name in ("all_gather", "all_to_all", "broadcast", "gather", "permute", "shift"):
+                assert torch.equal(here(case).call(xs[r].to(DEVICE), r).cpu(), case.truth(xs)[r]), case
+        return checked
+
+    assert min(on_ranks(backend, body)) > 100
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_large_sums_and_gathers(backend):
+    """Above the size from which a sum goes in two halves."""
+    n = RANKS[backend]
+
+    def body(r):
+        def data(s):
+            return torch.randn(1 << 21, generator=torch.Generator().manual_seed(s))
+
+        x = data(r).to(DEVICE).requires_grad_()
+        y = dc.all_reduce(x)
+        torch.testing.assert_close(y.cpu(), sum(data(s) for s in range(n)))
+        z = dc.all_gather(x, async_op=True)
+        (y.square() * (r + 1)).sum().backward()
+        factor = 2 * sum(range(1, n + 1))
+        torch.testing.assert_close(x.grad.cpu(), factor * sum(data(s) for s in range(n)))
+        torch.testing.assert_close(z.wait().cpu(), torch.cat([data(s) for s in range(n)]), rtol=0, atol=0)
+        return True
+
+    assert all(on_ranks(backend, body))
+
+
+@pytest.mark.parametrize("backend", RANKS)
+def test_sizes_that_ranks_tell_each_other_and_what_they_compare(backend):
+    """Integers of the library's own are on a device that the group moves."""
+    n = RANKS[backend]
+
+    def body(r):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            x = torch.arange(r + 1.0, device=DEVICE)
+            with dc.check_mode():
+                gathered = dc.all_gather(x, sizes="auto")
+                scattered = dc.scatter(torch.arange(2.0 * n, device=DEVICE) if r == 0 else None)
+            halves = [torch.full((2,), 1.0 + r, dtype=torch.bfloat16, device=DEVICE)]
+            mean = dc.average_gradients(halves, weight=r + 1)[0]
+            logged = dc.global_mean(2.0 + r, weight=r + 1)
+            if n > 1:
+                with pytest.raises(dc.CollectiveMismatchError), dc.check_mode():
+                    dc.all_reduce(torch.ones(1 + r, device=DEVICE))
+            assert {t.device.type for t in (gathered, scattered, mean)} == {DEVICE}
+            return gathered.tolist(), scattered.tolist(), mean.tolist(), logged.item()
+
+    weights = range(1, n + 1)
+    mean = sum(w * w for w in weights) / sum(weights)
+    for r, (gathered, scattered, means, logged) in enumerate(on_ranks(backend, body)):
+        assert gathered == [float(i) for s in range(n) for i in range(s + 1)]
+        assert scattered == [2.0 * r, 2.0 * r + 1]
+        assert means == torch.tensor([mean, mean]).bfloat16().tolist()
+        assert logged == pytest.approx(mean + 1)
+
+
+def test_transforms_and_joint_backward():
+    """Forward mode and vmap; ranks whose losses differ in what they use; the graph has CPU and CUDA nodes then."""
+
+    def body(r):
+        x = torch.tensor([1.0 + r, 2.0], dtype=torch.float64, device=DEVICE)
+        jvp = torch.func.jvp(lambda x: dc.all_reduce(x, "product"), (x,), (torch.ones_like(x),))[1]
+        mapped = torch.func.vmap(dc.all_reduce)(torch.stack([x, 2 * x]))
+        x.requires_grad_()
+        with dc.joint_backward() as joint:
+            y, z = dc.all_reduce(x), dc.all_gather(x * x)
+            loss = joint(3 * y.sum() if r == 0 else z.sum())
+        loss.backward()
+        return jvp, mapped, x.grad
+
+    for r, (jvp, mapped, g) in enumerate(on_ranks("gloo", body)):
+        assert jvp.tolist() == [3.0, 4.0]
+        assert mapped.tolist() == [[3.0, 4.0], [6.0, 8.0]]
+        assert g.tolist() == [3 + 2 * (1.0 + r), 3 + 4.0]
+
+
+# ── the averager ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Model(nn.Module):
+    """Small and large parameters, convolutions that are channels_last, a branch that only odd steps use."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.wide = nn.Linear(4 * 36, 200)
+        self.branch = nn.Linear(200, 200)
+        self.head = nn.Linear(200, 1)
+
+    def forward(self, x, odd=True):
+        x = self.wide(self.conv(x).relu().flatten(1)).tanh()
+        if odd:
+            x = x + self.branch(x)
+        return self.head(x)
+
+
+def made():
+    torch.manual_seed(0)
+    return Model().double().to(DEVICE)
+
+
+def batch(s, step):
+    return torch.randn(5, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + s)).to(
+        DEVICE
+    )
+
+
+def steps(model, r, averager=None):
+    """Three steps of training, the last one with an unused branch; all parameters after each."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        if averager is not None and averager._reduction == "weighted":
+            averager.set_weight(1.0)
+        model(batch(r, step), step < 2).square().mean().backward()
+        optimizer.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    return found
+
+
+@pytest.mark.parametrize("backend", RANKS)
+def test_the_averager_does_what_ddp_does(backend):
+    def body(r):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            results = {}
+            for name, more in {
+                "one": {},
+                "several": {"bucket_mb": 0.05},
+                "weighted": {"reduction": "weighted"},
+            }.items():
+                model = made()
+                averager = dc.GradientAverager(model, **more)
+                results[name] = steps(model, r, averager)
+                averager.detach()
+        if backend != "mpi":
+            ddp = DistributedDataParallel(made(), find_unused_parameters=True)
+            results["DDP"] = steps(ddp, r)
+        return results
+
+    n = RANKS[backend]
+    reference = []
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        torch.stack([model(batch(s, step), step < 2).square().mean() for s in range(n)]).mean().backward()
+        optimizer.step()
+        reference.append(torch.cat([p.detach().flatten() for p in model.parameters()]).cpu())
+    for results in on_ranks(backend, body):
+        assert len(results) >= 3
+        for name, found in results.items():
+            for step, (values, expected) in enumerate(zip(found, reference, strict=True)):
+                torch.testing.assert_close(
+                    values, expected, rtol=1e-10, atol=1e-10, msg=lambda m, at=(name, step): f"{at}: {m}"
+                )
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_average_in_half_precision_and_comm_dtype(backend):
+    """float32 gradients that travel in bfloat16; bfloat16 parameters with weights."""
+    n = RANKS[backend]
+
+    def body(r):
+        p = nn.Parameter(torch.zeros(4, device=DEVICE))
+        dc.GradientAverager([p], comm_dtype=torch.bfloat16)
+        (p * (r + 1.0)).sum().backward()
+        q = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16, device=DEVICE))
+        averager = dc.GradientAverager([q], reduction="weighted")
+        averager.set_weight(torch.tensor(3.0 - r, device=DEVICE))
+        (q * (r + 1.0)).sum().backward()
+        return p.grad.tolist(), q.grad.float().tolist()
+
+    ranks = range(n)
+    mean, weighted = (sum(ranks) + n) / n, sum((3 - r) * (r + 1) for r in ranks) / sum(3 - r for r in ranks)
+    for g, h in on_ranks(backend, body):
+        assert g == [mean] * 4
+        assert h == torch.tensor([weighted] * 4).bfloat16().tolist()
+
+
+# ── compiled ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_compiled_function_with_two_collectives(backend):
+    n = RANKS[backend]
+    compiler = "inductor" if ON_GPU else "aot_eager"
+
+    def loss(x, r):
+        y = dc.all_gather(x.sin(), dim=1)
+        return (r + 1) * (dc.all_reduce(x * y.sum(), "max").square().sum() + y.cos().sum())
+
+    def data(r):
+        return torch.linspace(-1, 1 + r, 6, dtype=torch.float64).view(2, 3)
+
+    def body(r):
+        x = data(r).to(DEVICE).requires_grad_()
+        total = torch.compile(loss, fullgraph=True, backend=compiler)(x, r)
+        (g,) = torch.autograd.grad(total, x)
+        return total, g
+
+    leaves = [data(r).requires_grad_() for r in range(n)]
+    totals = simulate(loss, leaves, range(n))
+    right = torch.autograd.grad(torch.stack(totals).sum(), leaves)
+    for r, (total, g) in enumerate(on_ranks(backend, body)):
+        torch.testing.assert_close(total, totals[r].detach())
+        torch.testing.assert_close(g, right[r])
+
+
+# ── streams ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Streams:
+    """What the tests do to streams; nothing on the CPU."""
+
+    def __init__(self):
+        self.side = torch.cuda.Stream() if ON_GPU else None
+
+    def on_side(self):
+        """Work on another stream, which begins when what is queued on this one is done."""
+        if self.side is None:
+            return contextlib.nullcontext()
+        self.side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self.side)
+
+    def back(self, *tensors):
+        """Let the current stream use what the other one makes, without waiting on the host."""
+        if self.side is not None:
+            torch.cuda.current_stream().wait_stream(self.side)
+            for t in tensors:
+                t.record_stream(torch.cuda.current_stream())
+
+
+def long_kernel():
+    if ON_GPU:
+        torch.cuda._sleep(LONG)
+
+
+CALLS = {
+    "all_reduce": lambda x, **more: dc.all_reduce(x, **more),
+    "max": lambda x, **more: dc.all_reduce(x, "max", **more),
+    "all_gather": lambda x, **more: dc.all_gather(x, dim=1, **more),
+    "reduce_scatter": lambda x, **more: dc.reduce_scatter(x, **more),
+    "all_to_all": lambda x, **more: dc.all_to_all(x, **more),
+    "broadcast": lambda x, **more: dc.broadcast(x, **more),
+}
+ONLY_AT_ONCE = {"shift": dc.shift, "scan": dc.scan, "gather": dc.gather, "reduce": dc.reduce, "scatter": dc.scatter}
+SHAPE = (64, 1024)
+
+
+def late_input(r):
+    """x, made by a kernel that runs long after the host has gone on; memory that it replaces holds other numbers."""
+    make = torch.Generator().manual_seed(r)
+    values = torch.randn(SHAPE, generator=make).to(DEVICE)
+    x = torch.full(SHAPE, 77.0, device=DEVICE)
+    long_kernel()
+    x.copy_(values)
+    return x.requires_grad_()
+
+
+def values_of(call, r, n):
+    """Value and gradient by truth, on the CPU, of the loss in `loss_of`."""
+    leaves = [torch.randn(SHAPE, generator=torch.Generator().manual_seed(s)).requires_grad_() for s in range(n)]
+    ys = simulate(call, leaves)
+    gs = torch.autograd.grad(torch.stack([loss_of(y, s) for s, y in enumerate(ys)]).sum(), leaves, allow_unused=True)
+    return ys[r].detach(), gs[r]
+
+
+def loss_of(y, r):
+    return (y.square() * (r + 1)).sum()
+
+
+def assert_all_right(results, calls, n):
+    for r, found in enumerate(results):
+        assert list(found) == list(calls)
+        for name, (y, g) in found.items():
+            right_y, right_g = values_of(calls[name], r, n)
+            torch.testing.assert_close(y, right_y, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(g, right_g, msg=lambda m, name=name: f"{name}, gradient: {m}")
+
+
+@pytest.mark.parametrize("backend", RANKS)
+def test_input_that_is_not_there_yet(backend):
+    """A long kernel is queued before the input, and before the gradient; nobody synchronizes."""
+    calls = {**CALLS, **ONLY_AT_ONCE}
+
+    def body(r):
+        found = {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            for name, call in calls.items():
+                x = late_input(r)
+                y = call(x)
+                long_kernel()
+                (g,) = torch.autograd.grad(loss_of(y, r), x)
+                found[name] = y.detach(), g
+        return found
+
+    assert_all_right(on_ranks(backend, body), calls, RANKS[backend])
+
+
+@pytest.mark.parametrize("backend", RANKS)
+@pytest.mark.parametrize("where", ["input", "collective", "use"])
+def test_side_streams(backend, where):
+    """The input, the collective or the use of the result is on another stream, also in backward."""
+    calls = {**CALLS, **ONLY_AT_ONCE}
+
+    def body(r):
+        found = {}
+        streams = Streams()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            for name, call in calls.items():
+                with streams.on_side() if where == "input" else contextlib.nullcontext():
+                    x = late_input(r)
+                streams.back(x.detach())
+                with streams.on_side() if where == "collective" else contextlib.nullcontext():
+                    y = call(x)
+                if where == "collective":
+                    streams.back(y.detach())
+                with streams.on_side() if where == "use" else contextlib.nullcontext():
+                    long_kernel()
+                    loss = loss_of(y, r)
+                    kept = y.detach().clone()
+                streams.back(loss.detach(), kept)
+                (g,) = torch.autograd.grad(loss, x)
+                found[name] = kept, g
+        return found
+
+    assert_all_right(on_ranks(backend, body), calls, RANKS[backend])
+
+
+@pytest.mark.parametrize("backend", RANKS)
+def test_started_on_one_stream_and_awaited_on_another(backend):
+    """What the library holds from start to wait is not used again before both streams are through with it."""
+
+    def body(r):
+        found = {}
+        streams = Streams()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            for name, call in CALLS.items():
+                x = late_input(r)
+                pending = call(x, async_op=True)
+                with streams.on_side():
+                    long_kernel()
+                    y = pending.wait()
+                    kept = y.detach().clone()
+                    loss = loss_of(y, r)
+                # The size of what the wait has released, filled with other numbers on the stream of the start.
+                torch.full(SHAPE, 77.0, device=DEVICE)
+                streams.back(loss.detach(), kept)
+                (g,) = torch.autograd.grad(loss, x)
+                found[name] = kept, g
+        return found
+
+    assert_all_right(on_ranks(backend, body), CALLS, RANKS[backend])
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_the_averager_and_gradients_of_several_streams(backend):
+    """One bucket whose gradients are accumulated on two streams, one of them late."""
+    n = RANKS[backend]
+
+    def body(r):
+        streams = Streams()
+        torch.manual_seed(0)
+        a, b = (nn.Parameter(torch.randn(300, 300, dtype=torch.float64).to(DEVICE)) for _ in range(2))
+        dc.GradientAverager([a, b])
+
+        def slow(g):
+            long_kernel()
+            return g * 1
+
+        found = []
+        for step in range(3):
+            a.grad = b.grad = None
+            with streams.on_side():
+                left = (a * (r + 1 + step)).square()
+                left.register_hook(slow)
+                left = left.sum()
+            streams.back(left.detach())
+            (left + (b * (r + 2)).square().sum()).backward()
+            found.append((a.grad.clone(), b.grad.clone()))
+        return a, b, found
+
+    for a, b, found in on_ranks(backend, body):
+        for step, (ga, gb) in enumerate(found):
+            torch.testing.assert_close(ga, 2 * a * sum((r + 1 + step) ** 2 for r in range(n)) / n)
+            torch.testing.assert_close(gb, 2 * b * sum((r + 2) ** 2 for r in range(n)) / n)
+
+
+# ── the host does not wait ───────────────────────────────────────────────────────────────────────────────
+
+WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
+
+
+def calls_for_the_host(n):
+    """Every collective whose sizes are known beforehand, and the averager, as functions of nothing."""
+    x = torch.randn(4 * n, 8, device=DEVICE, requires_grad=True)
+    sizes = [4 * n] * n
+    every = {
+        **{name: lambda call=call: call(x) for name, call in CALLS.items()},
+        **{f"{name}, async": lambda call=call: call(x, async_op=True).wait() for name, call in CALLS.items()},
+        **{name: lambda call=ONLY_AT_ONCE[name]: call(x) for name in ("shift", "scan", "gather", "reduce")},
+        **{op: lambda op=op: dc.all_reduce(x, op) for op in ("mean", "product", "min", "logsumexp")},
+        **{f"reduce {op}": lambda op=op: dc.reduce(x, op=op) for op in ("mean", "product", "max")},
+        "sizes": lambda: dc.all_gather(x, sizes=sizes),
+        "split": lambda: dc.split(x),
+        "sum_gradients": lambda: dc.sum_gradients(x),
+        "tree": lambda: torch.cat(dc.all_reduce([x, x.sin()])),
+        "average_gradients": lambda: dc.average_gradients([x], weight=2.0)[0],
+        "average_gradients in half precision": lambda: dc.average_gradients([x.bfloat16()], weight=2.0)[0],
+    }
+    steps = {name: lambda call=call: call().sum().backward() for name, call in every.items()}
+    model = made()
+    averager = dc.GradientAverager(model)
+    data = batch(0, 0)
+    steps["averager"] = lambda: model(data).square().mean().backward()
+    weighted = dc.GradientAverager(made_weighted := copy.deepcopy(made()), reduction="weighted")
+
+    def weighted_step():
+        weighted.set_weight(2.0)
+        made_weighted(data).square().mean().backward()
+
+    steps["weighted averager"] = weighted_step
+    return steps, (averager, weighted)
+
+
+@contextlib.contextmanager
+def waits_are_errors():
+    if not ON_GPU:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_pytorch_sees_no_synchronization(backend):
+    """Forward and backward under torch.cuda.set_sync_debug_mode("error"), after a first time that sets things up."""
+
+    def body(r):
+        steps, kept = calls_for_the_host(1)
+        done = []
+        for name, step in steps.items():
+            for _ in range(2):  # NCCL connects, an averager cuts its buckets
+                step()
+            with waits_are_errors():
+                try:
+                    step()
+                except RuntimeError as error:
+                    raise AssertionError(name) from error
+            done.append(name)
+        if ON_GPU:  # the mode is one that raises
+            with pytest.raises(RuntimeError, match="synchronizing"), waits_are_errors():
+                torch.ones(1, device=DEVICE).item()
+        del kept
+        return done
+
+    (done,) = on_ranks(backend, body)
+    assert len(done) > 25
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_a_profile_has_no_synchronization(backend):
+    """What the runtime is asked to do in forward and backward; a line that waits is seen in the same profile."""
+
+    def body(r):
+        steps, kept = calls_for_the_host(1)
+        x = torch.ones(1, device=DEVICE)
+        for step in (*steps.values(), *steps.values()):
+            step()
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if ON_GPU:
+            torch.cuda.synchronize()
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=kinds) as profile:
+            for name, step in steps.items():
+                with torch.profiler.record_function(f"step: {name}"):
+                    step()
+            with torch.profiler.record_function("step: waits"):
+                x.item()
+        events = profile.events()
+        spans = {e.name: e.time_range for e in events if e.name.startswith("step: ") and "CPU" in str(e.device_type)}
+        waits = [e for e in events if e.name in WAITS]
+        del kept
+        return {
+            name.removeprefix("step: "): sorted({e.name for e in waits if span.start <= e.time_range.start <= span.end})
+            for name, span in spans.items()
+        }
+
+    (found,) = on_ranks(backend, body)
+    assert len(found) > 25
+    assert bool(found.pop("waits")) == ON_GPU
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+def test_the_group_is_nccls():
+    """The tests above run on what they say."""
+
+    def body(r):
+        return dist.get_backend_config()
+
+    (found,) = on_ranks("nccl", body)
+    assert ("cuda:nccl" in found) == ON_GPU
