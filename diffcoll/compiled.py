@@ -213,9 +213,10 @@ def _keep_in_order(definition: Any, op: Any) -> None:
     """Forbid the compiler to drop a collective whose result this rank ignores, and to reorder collectives.
 
     It would be free to, since no data says so, and every rank compiles a graph of its own. There is no public way:
-    AOTAutograd knows effects; Inductor takes them over as dependencies, but under the names of buffers where its
-    scheduler looks for those of operations (torch 2.13), so that a later pass reorders them to save memory. Hence a
-    lowering of our own, which states them again.
+    AOTAutograd knows effects, and Inductor takes them over as dependencies. Until torch 2.14 it stores these in
+    `additional_star_deps` under the names of buffers, where its scheduler looks for those of operations, so that a
+    later pass reorders them to save memory. Hence a lowering of our own, which states them again. Torch 2.15 states
+    them right, without that attribute: the lowering adds nothing there.
     """
     definition.register_effect(EffectType.ORDERED)
     fall_back = lowering.fallback_handler(op)  # type: ignore[no-untyped-call]
@@ -225,7 +226,7 @@ def _keep_in_order(definition: Any, op: Any) -> None:
         before = len(graph.operations)
         result = fall_back(*args, **kwargs)
         last = graph.effectful_ops.get(EffectType.ORDERED)
-        if last is not None:
+        if last is not None and hasattr(graph, "additional_star_deps"):
             for operation in graph.operations[before:]:
                 graph.additional_star_deps[operation.get_operation_name()].add(last.get_name())
         return result

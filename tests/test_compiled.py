@@ -1,5 +1,6 @@
 """torch.compile(fullgraph=True): every call equals eager, in order, without a graph break or a new graph."""
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -76,6 +77,52 @@ def test_order_is_kept_and_nothing_is_dropped():
     found = spawn(body, range(2), timeout=60)
     assert all(max(abs(y), g) < 1e-12 for y, g, _ in found)
     assert [value for *_, value in found] == [-2, 0]
+
+
+def test_inductor_keeps_the_order_of_the_program():
+    """In the code that each rank would run, for ranks whose peaks of memory ask for different orders.
+
+    Until torch 2.14, which does not order effects itself, `_keep_in_order` does; without it the ranks' orders differ.
+    """
+
+    def large_and_small(x, r):
+        a = dc.all_gather(x.sin().repeat(63 if r == 0 else 1, 1), sizes=[126, 2])
+        b = dc.gather(x.cos().repeat(1 if r == 0 else 63, 1), dst=1, sizes=[2, 126])
+        dc.all_to_all(x)
+        c = dc.all_reduce(x.exp())
+        return c.sum() + b.square().sum() + a.square().sum() if r == 0 else a.sum() + b.sum() + c.sum()
+
+    def used_late_or_not(x, r):
+        a = dc.all_gather(x)
+        b = dc.reduce_scatter(x.repeat(512, 1))
+        dc.broadcast(x)
+        c = dc.all_to_all(x.sin())
+        return a.sum() * b.sum() * c.sum() if r == 0 else b.sum() * c.sum()
+
+    class WrittenError(Exception):
+        pass
+
+    def body(r):
+        code = []
+
+        def keep(text):  # and compile no more: nothing runs, so that a wrong order cannot hang
+            code.append(text)
+            raise WrittenError
+
+        orders = []
+        for program in (large_and_small, used_late_or_not):
+            with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(force_disable_caches=True):
+                patch.setattr("torch._inductor.graph.GraphLowering.save_output_code", staticmethod(keep))
+                with pytest.raises(Exception, match="WrittenError"):
+                    torch.compile(partial(program, r=r), fullgraph=True)(torch.ones(2, 4))
+            orders.append(re.findall(r"ops\.diffcoll\.(\w+)\.default\(", code.pop()))
+        return orders
+
+    for of_rank in spawn(body, range(2), timeout=100):
+        assert of_rank == [
+            ["AllGather", "Gather", "AllToAll", "AllReduce"],
+            ["AllGather", "ReduceScatter", "Broadcast", "AllToAll"],
+        ]
 
 
 def test_one_graph_for_all_steps_and_batch_sizes():
