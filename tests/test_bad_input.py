@@ -376,9 +376,27 @@ def test_a_dtensor():
     for r, (texts, size) in enumerate(spawn(body, range(N))):
         names = [name for name in COLLECTIVES if r == 0 or name != "scatter"]
         for name, text in zip(names, texts, strict=True):
-            remedy = "expected a dense torch.Tensor; pass this rank's part, x.to_local()"
+            remedy = "expected a dense torch.Tensor; pass this rank's part, x.to_local(grad_placements=…): "
             assert text.startswith(f"{name}: x: got a DTensor, {remedy}")
+            assert "without grad_placements DTensor assumes the placements of x" in text
         assert size == 4
+
+
+def test_what_is_said_of_a_dtensor_is_right():
+    """The gradient of a replicated x whose ranks have losses of their own: the sum's with Partial, not without."""
+
+    def body(r):
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        mesh = dist.device_mesh.init_device_mesh("cpu", (N,))
+        found = []
+        for placements in ([Partial()], None):
+            x = DTensor.from_local(torch.ones(1), mesh, [Replicate()]).requires_grad_()
+            ((r + 1) * dc.shift(x.to_local(grad_placements=placements))).sum().backward()
+            found.append(x.grad.full_tensor().item())
+        return found
+
+    assert spawn(body, range(N)) == [[N * (N + 1) / 2, (r + 1) % N + 1] for r in range(N)]
 
 
 def test_integers_carry_no_gradient():
