@@ -1,6 +1,7 @@
 """The same calls made with what PyTorch itself offers.
 
-Private modules are named here to be measured against, not built on.
+Private modules are named here to be measured against, not built on. What they do depends on the release of PyTorch
+(notes/migrating.md), so whatever is measured is shown with the release that it was measured on.
 
 An adapter takes a case and a rank and returns a function of x, or None where the system does not offer that
 call. Adapters are as kind as can be: they cut, join and choose arguments around the system's own collective.
@@ -79,6 +80,10 @@ def _functional_collectives(case: Case, rank: int) -> Call | None:
     if _is_ours_alone(case) or a.get("stack") or (() in case.shapes and case.name != "all_reduce"):
         return None
     dim, op = a.get("dim", 0), _OPS[a.get("op", "sum")]
+    # Renamed in 2.13; the old names warn since.
+    renamed = hasattr(ft, "all_gather_single")
+    all_gather = ft.all_gather_single if renamed else ft.all_gather_tensor
+    reduce_scatter = ft.reduce_scatter_single if renamed else ft.reduce_scatter_tensor
 
     def plain(y: Tensor) -> Tensor:
         return y.wait() if isinstance(y, ft.AsyncCollectiveTensor) else y
@@ -93,8 +98,8 @@ def _functional_collectives(case: Case, rank: int) -> Call | None:
 
     calls: dict[str, Call] = {
         "all_reduce": lambda x: plain(ft.all_reduce(x, op, world)),
-        "all_gather": lambda x: plain(ft.all_gather_tensor(x, dim % x.dim(), world)),
-        "reduce_scatter": lambda x: plain(ft.reduce_scatter_tensor(x, op, dim % x.dim(), world)),
+        "all_gather": lambda x: plain(all_gather(x, dim % x.dim(), world)),
+        "reduce_scatter": lambda x: plain(reduce_scatter(x, op, dim % x.dim(), world)),
         "all_to_all": all_to_all,
         "broadcast": lambda x: plain(ft.broadcast(x, a.get("src", 0), world)),
         "permute": permute,

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -126,7 +127,9 @@ def _systems(rows: list[Row]) -> list[str]:
 
 
 def _short(system: str) -> str:
-    return system.removeprefix("torch.distributed.")
+    """The head of a column; what PyTorch's own do holds for the release it was measured on."""
+    short = system.removeprefix("torch.distributed.")
+    return short if short == system else f"{short} of torch {torch.__version__}"
 
 
 def _text(outcome: Outcome) -> str:
@@ -183,7 +186,7 @@ def page(rows: list[Row], training: Training | None, about: str) -> str:
 cotangents that differ on every rank. Three numbers a cell: the relative error of the output, of the gradient and of
 a second-order gradient, against the ground truth that PyTorch derives when all ranks live in one graph. In the
 rows jvp, forward mode, two: output and tangent. In the rows compiled, torch.compile(fullgraph=True), two: output and
-gradient.
+gradient. What PyTorch's own do depends on its release: their columns hold for torch {html.escape(torch.__version__)}.
 <table>
 <caption>{html.escape(about)}</caption>
 <thead><tr><th>collective<th>call<th>N{head}

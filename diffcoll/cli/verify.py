@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
     if world.speaks:
         about = f"{world.description}, torch {torch.__version__}, float64, seed {options.seed}"
         report.show(rows, training, about)
-        content = {"about": about, "passed": passed, "rows": [asdict(row) for row in rows]}
+        content = {"about": about, "torch": torch.__version__, "passed": passed, "rows": [asdict(row) for row in rows]}
         content["training"] = asdict(training) if training else None
         try:
             if options.json:

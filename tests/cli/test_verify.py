@@ -53,6 +53,11 @@ def test_right_beside_wrong(tmp_path, capsys):
     count = sum(case.name in ("broadcast", "reduce") for case in cases.table(2)) + 2 * len(kinds)
     assert f"{count} of {count} calls are right" in printed
     assert "not offered" in printed
+    # the columns of PyTorch's own name the release, which the terminal's may break
+    assert found["torch"] == torch.__version__
+    assert f"of torch {torch.__version__}" in " ".join(printed.replace("│", " ").replace("┃", " ").split())
+    for system in ("nn.functional", "_functional_collectives"):
+        assert f"<th>{system} of torch {torch.__version__}" in page
     assert page.startswith("<!doctype html>")
     assert f"{count} of {count} calls of diffcoll are right" in page
     assert not re.search(r'(src|href)="|https?://|<script', page)  # it stands by itself
