@@ -1,0 +1,333 @@
+"""What notes/migrating.md says of others: their gradients by release, and the calls that do the same."""
+
+import re
+import warnings
+from importlib import import_module
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.distributed as dist
+from test_notes import NOTES
+
+import diffcoll as dc
+from diffcoll.testing import spawn
+
+NOTE = (NOTES / "migrating.md").read_text(encoding="utf-8")
+RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def table(heading):
+    """The rows of the first table under a heading: cells by the column's head, code marks removed."""
+    lines = NOTE.partition(f"\n## {heading}\n")[2].splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    rows = []
+    for line in lines[first:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]
+
+
+def releases(head):
+    """(2, 11), (2, 13) of a column's head that ends in "2.11 – 2.13"; a single release is both."""
+    found = [tuple(map(int, number.split("."))) for number in re.findall(r"2\.\d+", head)]
+    return (found[0], found[-1]) if found else None
+
+
+# ── gradients, by release ────────────────────────────────────────────────────────────────────────────────
+
+OPS = {"sum": "sum", "mean": "avg", "max": "max", "min": "min", "product": "product"}
+RAISES = "raises"
+
+
+def measured(r):
+    """By system and row of the table, what x = 3, 5 and weights 1, 10 give on this rank."""
+    warnings.simplefilter("ignore")  # that they are deprecated
+    nn = import_module("torch.distributed.nn.functional")
+    functional = import_module("torch.distributed._functional_collectives")
+    start, weight = (3.0, 5.0)[r], (1.0, 10.0)[r]
+    found = {}
+
+    def gradient(f):
+        x = torch.tensor([start], requires_grad=True)
+        (weight * f(x).sum()).backward()
+        return x.grad.item()
+
+    def tangent(f):
+        with forward_ad.dual_level():
+            y = f(forward_ad.make_dual(torch.tensor([start]), torch.tensor([1.0])))
+            found = forward_ad.unpack_dual(y).tangent
+            return 0.0 if found is None else found.item()
+
+    def systems(group):
+        def waited(y):
+            return y.wait() if isinstance(y, functional.AsyncCollectiveTensor) else y
+
+        def theirs(op):
+            return lambda x: waited(functional.all_reduce(x, OPS[op], group))
+
+        yield "diffcoll", lambda op: lambda x: dc.all_reduce(x, op), dc.broadcast
+        yield (
+            "nn.functional",
+            lambda op: lambda x: nn.all_reduce(x, getattr(dist.ReduceOp, OPS[op].upper()), group),
+            lambda x: nn.broadcast(x, 0, group),
+        )
+        yield "_functional_collectives", theirs, lambda x: waited(functional.broadcast(x, 0, group))
+
+    def attempt(measure, *of):
+        try:
+            return measure(*of)
+        except (RuntimeError, NotImplementedError):
+            return RAISES
+
+    names = [*OPS, "broadcast from rank 0", "torch.func.grad of the sum", "torch.func.jvp of the sum"]
+    names += ["forward_ad of the sum", "second order of the sum"]
+    for name in names:
+        group = dist.new_group()  # what raises leaves the others' messages in its group
+        for system, reduce, broadcast in systems(group):
+            f = reduce(name if name in OPS else "sum")
+            if name in OPS:
+                value = attempt(gradient, f)
+            elif name.startswith("broadcast"):
+                value = attempt(gradient, broadcast)
+            elif "func.grad" in name:
+                value = attempt(
+                    lambda f: torch.func.grad(lambda x: weight * f(x).sum())(torch.tensor([start])).item(), f
+                )
+            elif "func.jvp" in name:
+                value = attempt(lambda f: torch.func.jvp(f, (torch.tensor([start]),), (torch.ones(1),))[1].item(), f)
+            elif "forward_ad" in name:
+                value = attempt(tangent, f)
+            else:
+
+                def second(f):
+                    x = torch.tensor([start], requires_grad=True)
+                    (g,) = torch.autograd.grad((f(x) ** 2 / 2).sum(), x, create_graph=True)
+                    return torch.autograd.grad(weight * g.sum(), x)[0].item()
+
+                value = attempt(second, f)
+            found[system, name] = value
+    return found
+
+
+def test_gradients_by_release():
+    """The table of the note, its column for this release; and ours are right."""
+    zero, one = spawn(measured, range(2))
+    rows = table("What changes in the numbers")
+    assert {name for _, name in zero} == {row["x = (3, 5), weights (1, 10)"].replace("`", "") for row in rows}
+    compared = 0
+    for row in rows:
+        name = row.pop("x = (3, 5), weights (1, 10)").replace("`", "")
+
+        def said(system, name=name):
+            pair = zero[system, name], one[system, name]
+            return RAISES if RAISES in pair else "{:g}, {:g}".format(*pair)
+
+        assert said("diffcoll") == row.pop("right"), name
+        for head, cell in row.items():
+            system = head.split()[0].strip("`,")
+            first, last = releases(head)
+            if first <= RELEASE <= last:
+                # gloo has a mean since 2.8
+                expected = RAISES if name == "mean" and RELEASE < (2, 8) else cell.strip("*")
+                assert said(system) == expected, (name, head)
+                compared += 1
+    if RELEASE <= (2, 15):
+        assert compared == 2 * len(rows)
+    elif not compared:
+        pytest.skip("the note names no column for this release")
+
+
+def test_vmap_of_functional_collectives():
+    """It returns a tensor for which nothing waits: no error, and numbers that differ from run to run."""
+
+    def body(r):
+        warnings.simplefilter("ignore")
+        functional = import_module("torch.distributed._functional_collectives")
+        x = torch.tensor([[3.0], [4.0]]) + 2 * r
+        theirs = torch.vmap(lambda x: functional.all_reduce(x, "sum", dist.group.WORLD))(x)
+        ours = torch.vmap(dc.all_reduce)(x)
+        return theirs.flatten().tolist(), ours.flatten().tolist()
+
+    for r, (theirs, ours) in enumerate(spawn(body, range(2))):
+        assert ours == [8, 10]
+        assert theirs[0] in (3 + 2 * r, 8)
+        assert theirs[1] in (4 + 2 * r, 10)
+
+
+def test_coalesced():
+    """The gradient of its reduce_scatter: every block since 2.11, only this rank's own before."""
+
+    def body(r):
+        warnings.simplefilter("ignore")
+        functional = import_module("torch.distributed._functional_collectives")
+        theirs = getattr(functional, "reduce_scatter_single_coalesced", functional.reduce_scatter_tensor_coalesced)
+        found = []
+        for f in (
+            lambda xs: theirs(xs, "sum", [0, 0], dist.group.WORLD),
+            lambda xs: [dc.reduce_scatter(x, dim=0) for x in xs],
+        ):
+            xs = [torch.tensor([3.0, k], requires_grad=True) for k in (1.0, 2.0)]
+            sum((r * 9 + 1) * (k + 1) * y.sum() for k, y in enumerate(f(xs))).backward()
+            found.append([x.grad.tolist() for x in xs])
+        return found
+
+    for r, (theirs, ours) in enumerate(spawn(body, range(2))):
+        assert ours == [[1, 10], [2, 20]]
+        own = [[1, 0], [2, 0]] if r == 0 else [[0, 10], [0, 20]]
+        assert theirs == (own if RELEASE < (2, 11) else ours)
+
+
+# ── the calls that do the same ───────────────────────────────────────────────────────────────────────────
+
+
+class Pair(torch.autograd.Function):
+    """A function and its backward, written down separately as Megatron's mappings are."""
+
+    @staticmethod
+    def forward(ctx, x, f, backward):
+        ctx.backward_of = backward
+        return f(x)
+
+    @staticmethod
+    def backward(ctx, gy):
+        return ctx.backward_of(gy), None, None
+
+
+def identity(x):
+    return x.clone()
+
+
+def summed(x):
+    y = x.clone()
+    dist.all_reduce(y)
+    return y
+
+
+def gathered(dim):
+    def f(x):
+        ys = [torch.empty_like(x.contiguous()) for _ in range(dist.get_world_size())]
+        dist.all_gather(ys, x.contiguous())
+        return torch.cat(ys, dim)
+
+    return f
+
+
+def own(dim):
+    return lambda x: x.chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
+
+
+def scattered(dim):
+    return lambda x: own(dim)(summed(x))
+
+
+def exchanged(split_dim, concat_dim):
+    def f(x):
+        n, r = dist.get_world_size(), dist.get_rank()
+        blocks = [y.chunk(n, split_dim)[r] for y in gathered(0)(x).chunk(n, 0)]
+        return torch.cat(blocks, concat_dim)
+
+    return f
+
+
+#: Megatron's function → its forward and its backward, as megatron/core/tensor_parallel/mappings.py has them.
+MEGATRON = {
+    "copy_to_tensor_model_parallel_region(x)": (identity, summed),
+    "reduce_from_tensor_model_parallel_region(x)": (summed, identity),
+    "scatter_to_tensor_model_parallel_region(x)": (own(-1), gathered(-1)),
+    "gather_from_tensor_model_parallel_region(x)": (gathered(-1), own(-1)),
+    "scatter_to_sequence_parallel_region(x)": (own(0), gathered(0)),
+    "gather_from_sequence_parallel_region(x)": (gathered(0), scattered(0)),
+    "gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)": (gathered(0), own(0)),
+    "reduce_scatter_to_sequence_parallel_region(x)": (scattered(0), gathered(0)),
+    "all_gather_last_dim_from_tensor_parallel_region(x)": (gathered(-1), scattered(-1)),
+    "reduce_scatter_last_dim_to_tensor_parallel_region(x)": (scattered(-1), gathered(-1)),
+    "all_to_all_sp2hp(x)": (exchanged(-1, 0), exchanged(0, -1)),
+    "all_to_all_hp2sp(x)": (exchanged(0, -1), exchanged(-1, 0)),
+}
+
+
+def number(r):
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(r), dtype=torch.float64)
+
+
+def outcome(f, r):
+    """The value of f and the gradient of a loss that differs from rank to rank."""
+    x = number(r).requires_grad_()
+    y = f(x)
+    weights = (r + 1) * torch.arange(1.0, y.numel() + 1, dtype=y.dtype).reshape(y.shape)
+    (weights * y.sin()).sum().backward()
+    return y.detach(), x.grad
+
+
+def test_megatrons_functions():
+    rows = table("Megatron-LM")
+    calls = {row["Megatron-LM"].strip("`"): row["diffcoll"].strip("`") for row in rows}
+    assert calls.keys() == MEGATRON.keys()
+
+    def body(r):
+        found = {}
+        for name, (forward, backward) in MEGATRON.items():
+            call = eval(f"lambda x: {calls[name]}", {"dc": dc})
+            found[name] = outcome(lambda x, f=forward, b=backward: Pair.apply(x, f, b), r), outcome(call, r)
+        return found
+
+    for of_rank in spawn(body, range(2)):
+        for name, (theirs, ours) in of_rank.items():
+            torch.testing.assert_close(ours, theirs, msg=name)
+
+
+def test_a_factor_n():
+    """The same loss on both ranks, counted once: the default gives N times Megatron's gradient."""
+
+    def body(r):
+        found = []
+        for call in (
+            lambda x: Pair.apply(x, summed, identity),
+            lambda x: dc.all_reduce(x, cotangent="replicated"),
+            dc.all_reduce,
+        ):
+            x = torch.tensor([3.0, 5.0][r], requires_grad=True)
+            (call(x) ** 2 / 2).backward()
+            found.append(x.grad.item())
+        return found
+
+    assert spawn(body, range(2)) == [[8, 8, 16]] * 2
+
+
+def test_dtensors_placements():
+    """Each row of the note's table: DTensor's gradients, and those of the diffcoll call beside it."""
+    rows = [row for row in table("DTensor") if RELEASE >= (2, 8) or "mean" not in row["DTensor"]]  # gloo has none
+
+    def body(r):
+        warnings.simplefilter("ignore")
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+        mesh = init_device_mesh("cpu", (2,))
+
+        def placed(placement):
+            return lambda x: DTensor.from_local(x, mesh, [placement])
+
+        names = {"dc": dc, "P": Partial(), "R": Replicate(), "S": Shard, "mean": Partial("avg")}
+        names |= {"D": lambda x, placement: placed(placement)(x)}
+        found = []
+        for row in rows:
+            # to(P, R) is x, placed as P, redistributed as R
+            names["to"] = lambda x, a, b: placed(a)(x).redistribute(mesh, [b])
+            for cell in (row["DTensor"], row["diffcoll"]):
+                x = torch.tensor([[3.0, 1.0], [5.0, 2.0]][r], requires_grad=True)
+                y = eval(cell.strip("`"), {**names, "x": x})
+                ((1.0, 10.0)[r] * y).sum().backward()
+                found.append((y.tolist(), x.grad.tolist()))
+        return found
+
+    zero, one = spawn(body, range(2))
+    for k, row in enumerate(rows):
+        theirs, ours = ((zero[i], one[i]) for i in (2 * k, 2 * k + 1))
+        assert [y for y, _ in theirs] == [y for y, _ in ours], row
+        said = row["same gradient"]
+        times = 2 if said == "no, N times" else 1
+        same = [gx for _, gx in theirs] == [[times * value for value in gx] for _, gx in ours]
+        assert same == (said in ("yes", "no, N times") or (said == "since 2.11" and RELEASE >= (2, 11))), row
