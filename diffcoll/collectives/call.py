@@ -234,9 +234,9 @@ class Call:
             raise TypeError(message(self.name, "x", type(x).__name__, expected, "torch.as_tensor(x) makes one"))
         if type(x) is not Tensor and any(c.__name__ == "DTensor" for c in type(x).__mro__):
             remedy = (
-                "pass this rank's part, x.to_local(grad_placements=…): the gradient that comes back is this rank's part "
-                "of a sum, [Partial()], or the whole, [Replicate()], and without grad_placements DTensor assumes the "
-                "placements of x"
+                "pass this rank's part, x.to_local(grad_placements=…): the gradient that comes back is this rank's "
+                "part of a sum, [Partial()], or the whole, [Replicate()], and without grad_placements DTensor assumes "
+                "the placements of x"
             )
             raise TypeError(message(self.name, "x", "a DTensor", expected, remedy))
         if x.is_nested:
