@@ -97,7 +97,8 @@ def is_transformed(x: Tensor) -> bool:
 
 def integers(x: Tensor) -> list[int]:
     """Return the numbers of a row, also of one that a transform of torch.func has wrapped."""
-    if is_transformed(x):  # torch 2.9 and before: its tolist() asks for memory, which the wrapper has not
+    # torch 2.9 and before: tolist() asks for memory, which the transform's wrapper has not.
+    if not torch.compiler.is_compiling() and is_transformed(x):
         return [int(n) for n in x.cpu()]
     numbers: list[int] = x.tolist()
     return numbers
