@@ -1,30 +1,34 @@
 # make verify   the correctness matrix, on real gloo processes on this machine
 # make test     the whole test suite
 # Each builds .venv itself when it is missing or older than what it is made from.
+# TORCH=2.15.0 with any of them: on that release of PyTorch, in .venv-torch, which holds one release at a time.
 
 PYTHON ?= python3
 ARGS ?=
-BIN = .venv/bin
+TORCH ?=
+VENV = $(if $(TORCH),.venv-torch,.venv)
+BIN = $(VENV)/bin
+READY = $(VENV)/ready$(TORCH)
 
 .PHONY: verify test test-slow lint types format clean
 
-verify: .venv/ready
+verify: $(READY)
 	$(BIN)/python -m diffcoll verify $(ARGS)
 
-test: .venv/ready
+test: $(READY)
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal $(ARGS)
 
-test-slow: .venv/ready
+test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal --timeout 3600 $(ARGS)
 
-lint: .venv/ready
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: .venv/ready
+types: $(READY)
 	$(BIN)/mypy
 
-format: .venv/ready
+format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -34,5 +38,14 @@ format: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
+# What a release of PyTorch needs of its own is not what the pinned one does: sympy, for one.
+.venv-torch/ready%: pyproject.toml constraints.txt
+	rm -rf .venv-torch
+	$(PYTHON) -m venv .venv-torch
+	grep -Ev "^(torch|sympy)==" constraints.txt > .venv-torch/constraints.txt
+	$(BIN)/pip install --quiet torch==$*
+	$(BIN)/pip install --quiet --constraint .venv-torch/constraints.txt --editable ".[dev]"
+	touch $@
+
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

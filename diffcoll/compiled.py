@@ -49,6 +49,13 @@ MAPS: tuple[type[Linear], ...] = (
     *(Reduce, ReduceScatter, Scan, Scatter, Shift, Split, SumGradients),
 )
 
+if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 12):
+    # Seen: ranks that wait for each other, crashes of tracers in threads, values where there are none while tracing.
+    raise NotImplementedError(
+        f"collectives in torch.compile, torch.export, make_fx and the like need torch 2.12 or later, and this is torch "
+        f"{torch.__version__}; call the function uncompiled"
+    )
+
 _SCHEMA = {"int": "SymInt", "bool": "bool", "tuple[int, ...]": "SymInt[]", "tuple[tuple[int, int], ...]": "int[]"}
 # Not a function of its arguments alone: so an op is not run while compiling, where they are constants, not run again in
 # the backward to save memory, and not merged with an equal one.

@@ -57,8 +57,11 @@ class Reduction:
     #: Whether it needs the stack of whole tensors, and not of some positions of them.
     whole: bool = False
 
-    def __call__(self, stack: Tensor) -> Tensor:
-        """Reduce dim 0."""
+    def of(self, stack: Tensor) -> Tensor:
+        """Reduce dim 0.
+
+        Not `__call__`: Dynamo of torch 2.10 and before cannot call an object that it sees made.
+        """
         assert self.over is not None
         if not self.widened:
             return self.over(stack)
@@ -130,8 +133,11 @@ _PIECE = 1 << 16
 
 def _pieces(s: Tensor, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the tensors in pieces of a few columns, all further dimensions taken as one."""
-    columns = s[0].numel() if torch.compiler.is_compiling() else max(1, _PIECE // len(s))  # compiled: fused anyway
-    return zip(*(torch.split(t.reshape(len(t), -1), columns, 1) for t in (s, *more)), strict=True)
+    rows = [t.reshape(len(t), -1) for t in (s, *more)]
+    # A compiler fuses all that is done to them; and until torch 2.12 it cannot trace the split of nothing.
+    if torch.compiler.is_compiling() or s.numel() == 0:
+        return iter([tuple(rows)])
+    return zip(*(torch.split(row, max(1, _PIECE // len(s)), 1) for row in rows), strict=True)
 
 
 #: Factors between 1 and 2 that may be multiplied before the result is scaled anew (float32 reaches 2^127).

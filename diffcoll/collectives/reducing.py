@@ -114,7 +114,7 @@ class Reducing:
 
     def _over(self, stack: Tensor) -> Tensor:
         """Reduce dim 0; may return a view of the stack, or a tensor that autograd has saved."""
-        y = self.reduction(stack)
+        y = self.reduction.of(stack)
         if not isinstance(y, Tensor) or y.shape != stack.shape[1:]:
             got = f"a function that makes {tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__}"
             expected = f"{tuple(stack.shape[1:])}: dim 0 of {tuple(stack.shape)} reduced, the others kept"
