@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 from torch.utils.checkpoint import CheckpointFunction, _StopRecomputationError
 
 __all__ = [
+    "COMPILES",
     "LAZY_MODULES",
     "after_backward",
     "ambient",
@@ -77,6 +78,10 @@ T = TypeVar("T")
 
 #: What PyTorch imports when a process first calls an optimizer, a graph, or grad with cotangents: a second each time.
 LAZY_MODULES = ("torch._dynamo",)
+
+#: Whether our ops can be compiled and traced. Seen until torch 2.11: no start or no end of compilation (calls of MPI,
+#: splits of empty tensors, sizes of other ranks), and crashes of tracers in threads.
+COMPILES = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 12)
 
 _KEY = torch._C._TorchDispatchModeKey
 _TRACING_MODES = (_KEY.PROXY, _KEY.FAKE, _KEY.FUNCTIONAL)

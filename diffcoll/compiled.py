@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import threading
 from dataclasses import fields
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops import effects
+from torch._higher_order_ops.effects import _EffectType
 from torch._inductor import lowering, virtualized
 from torch.fx import traceback
 from torch.utils import checkpoint
 
 from diffcoll import checks
-from diffcoll._torch import backward_at_work, batch_last, is_differentiating, is_jit_tracing
+from diffcoll._torch import COMPILES, backward_at_work, batch_last, is_differentiating, is_jit_tracing
 from diffcoll.collectives.all_gather import AllGather
 from diffcoll.collectives.all_reduce import AllReduce
 from diffcoll.collectives.all_to_all import AllToAll
@@ -49,20 +48,13 @@ MAPS: tuple[type[Linear], ...] = (
     *(Reduce, ReduceScatter, Scan, Scatter, Shift, Split, SumGradients),
 )
 
-if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 12):
-    # Seen: ranks that wait for each other, crashes of tracers in threads, values where there are none while tracing.
+if not COMPILES:
     raise NotImplementedError(
         f"collectives in torch.compile, torch.export, make_fx and the like need torch 2.12 or later, and this is torch "
         f"{torch.__version__}; call the function uncompiled"
     )
 
 _SCHEMA = {"int": "SymInt", "bool": "bool", "tuple[int, ...]": "SymInt[]", "tuple[tuple[int, int], ...]": "int[]"}
-# Not a function of its arguments alone: so an op is not run while compiling, where they are constants, not run again in
-# the backward to save memory, and not merged with an equal one.
-_RANDOM = torch.Tag.nondeterministic_seeded
-# torch 2.6 has no way to say so; its compiler looks for it where we put it then.
-_TAGS: dict[str, Any] = {"tags": [_RANDOM]} if "tags" in signature(torch.library.custom_op).parameters else {}
-
 _ops: dict[type[Linear], Any] = {}
 _names: dict[type[Linear], tuple[str, ...]] = {}
 
@@ -171,14 +163,14 @@ def _register(kind: type[Linear]) -> None:
         kernel,
         mutates_args=(),
         schema=f"({schema}) -> Tensor",
-        **_TAGS,
+        # Not a function of its arguments alone: so it is not run while compiling, where they are constants, not
+        # run again in the backward to save memory, and not merged with an equal one.
+        tags=[torch.Tag.nondeterministic_seeded],
     )
     op.register_fake(fake)
     op.register_autograd(backward, setup_context=setup_context)
     op.register_vmap(vmap)
     _ops[kind] = getattr(torch.ops.diffcoll, kind.__name__).default
-    if not _TAGS:
-        _ops[kind]._tags.append(_RANDOM)
     _keep_in_order(op, _ops[kind])
     _keep_in_checkpoints(_ops[kind])
 
@@ -227,23 +219,19 @@ def _keep_in_order(definition: Any, op: Any) -> None:
     """Forbid the compiler to drop a collective whose result this rank ignores, and to reorder collectives.
 
     It would be free to, since no data says so, and every rank compiles a graph of its own. There is no public way:
-    AOTAutograd knows effects, and Inductor takes them over as dependencies. From torch 2.10 to 2.14 it stores these in
+    AOTAutograd knows effects, and Inductor takes them over as dependencies. Until torch 2.14 it stores these in
     `additional_star_deps` under the names of buffers, where its scheduler looks for those of operations, so that a
-    later pass reorders them to save memory. Hence a lowering of our own, which states them again. Before and since, it
-    states them right, without that attribute: the lowering adds nothing there.
+    later pass reorders them to save memory. Hence a lowering of our own, which states them again. Torch 2.15 states
+    them right, without that attribute: the lowering adds nothing there.
     """
-    ordered = effects._EffectType.ORDERED
-    if hasattr(definition, "register_effect"):  # since torch 2.10
-        definition.register_effect(ordered)
-    else:
-        effects._register_effectful_op(op, ordered)
+    definition.register_effect(_EffectType.ORDERED)
     fall_back = lowering.fallback_handler(op)  # type: ignore[no-untyped-call]
 
     def lower(*args: Any, **kwargs: Any) -> Any:
         graph = virtualized.V.graph
         before = len(graph.operations)
         result = fall_back(*args, **kwargs)
-        last = graph.effectful_ops.get(ordered)
+        last = graph.effectful_ops.get(_EffectType.ORDERED)
         if last is not None and hasattr(graph, "additional_star_deps"):
             for operation in graph.operations[before:]:
                 graph.additional_star_deps[operation.get_operation_name()].add(last.get_name())

@@ -1,5 +1,6 @@
 """torch.compile(fullgraph=True): every call equals eager, in order, without a graph break or a new graph."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from releases import compiles
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -21,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import diffcoll as dc
 from diffcoll.testing import cases, simulate, spawn
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), compiles]
 SEED = 1
 
 
@@ -103,6 +105,7 @@ def test_inductor_keeps_the_order_of_the_program():
         pass
 
     def body(r):
+        config = importlib.import_module("torch._inductor.config")  # spawn cannot send what names it as an attribute
         code = []
 
         def keep(text):  # and compile no more: nothing runs, so that a wrong order cannot hang
@@ -111,7 +114,7 @@ def test_inductor_keeps_the_order_of_the_program():
 
         orders = []
         for program in (large_and_small, used_late_or_not):
-            with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(force_disable_caches=True):
+            with pytest.MonkeyPatch.context() as patch, config.patch(force_disable_caches=True):
                 patch.setattr("torch._inductor.graph.GraphLowering.save_output_code", staticmethod(keep))
                 with pytest.raises(Exception, match="WrittenError"):
                     torch.compile(partial(program, r=r), fullgraph=True)(torch.ones(2, 4))

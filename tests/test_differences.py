@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
+from releases import compiles
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
@@ -352,6 +353,7 @@ def test_on_processes_at_length(where, disagree, seed):
 
 
 @pytest.mark.slow
+@compiles
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("where", ["gloo", "mpi"])
 def test_compiled_on_one_rank_only(where):

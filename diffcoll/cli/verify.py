@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import diffcoll
+from diffcoll._torch import COMPILES
 from diffcoll.cli import digits, report
 from diffcoll.cli.arguments import TRAINING
 from diffcoll.cli.competitors import SYSTEMS, Adapter, Call
@@ -115,13 +116,14 @@ def run(options: argparse.Namespace) -> int:
     sizes = [dist.get_world_size()] if launched else options.world_size or [2, 3]
 
     collectives = [name for name in names if name != TRAINING]
-    steps = len(sizes) * (len(collectives) + bool(collectives)) * len(SYSTEMS) + (TRAINING in names)
+    compiles = COMPILES and bool(collectives)
+    steps = len(sizes) * (len(collectives) + compiles) * len(SYSTEMS) + (TRAINING in names)
     with report.progress(steps, quiet=not world.speaks) as advance:
         rows: list[Row] = []
         for n in sizes:
             for name in collectives:
                 rows += _rows(world, n, name, options.seed, advance)
-            rows += _compiled_rows(world, n, collectives, options.seed, advance) if collectives else []
+            rows += _compiled_rows(world, n, collectives, options.seed, advance) if compiles else []
         training = None
         if TRAINING in names:
             training = _train(world, max(sizes))
@@ -129,6 +131,7 @@ def run(options: argparse.Namespace) -> int:
     passed = all(row.passes() for row in rows) and (training is None or training.passes())
     if world.speaks:
         about = f"{world.description}, torch {torch.__version__}, float64, seed {options.seed}"
+        about += "" if COMPILES else "; compiled: not run, which needs torch 2.12 or later"
         report.show(rows, training, about)
         content = {"about": about, "torch": torch.__version__, "passed": passed, "rows": [asdict(row) for row in rows]}
         content["training"] = asdict(training) if training else None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from releases import compiles
 
 import diffcoll
 from diffcoll.cli import bench, competitors, main, training, verify
@@ -28,6 +29,7 @@ def run(tmp_path, *arguments):
     return status, json.loads(files[0].read_text()), files[1].read_text()
 
 
+@compiles  # a row of its own
 def test_right_beside_wrong(tmp_path, capsys):
     status, found, page = run(tmp_path, "--world-size", "2", "--only", "broadcast,reduce")
     printed = capsys.readouterr().out

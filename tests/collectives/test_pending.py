@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from releases import compiles
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
@@ -163,6 +164,7 @@ def test_what_it_says_of_itself():
     assert ", waited for>" in repr(pending)
 
 
+@compiles
 def test_compiled_it_is_the_collective():
     def loss(x):
         pending = dc.all_reduce(x, "max", async_op=True)

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from releases import compiles
 from torch.utils import _pytree
 
 import diffcoll as dc
@@ -260,6 +261,7 @@ def test_empty_trees():
     assert dc.all_gather([]) == []
 
 
+@compiles
 def test_transforms_and_compile_go_through_trees():
     def loss(x):
         y = dc.all_reduce({"a": x, "b": (x.square(),)})

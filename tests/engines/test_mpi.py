@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from releases import compiles
 
 import diffcoll as dc
 from diffcoll.engines import messages, mpi
@@ -254,6 +255,7 @@ def test_with_the_users_messages_and_gloo_beside_it(tmp_path):
     assert on_mpi(body, range(2)) == [([0, 1], 3, "from 1", 40, 55), ([0, 1], 3, "from 0", 40, 11 * 13)]
 
 
+@compiles
 def test_compiled_and_async_and_trees():
     def body(r):
         def loss(x):

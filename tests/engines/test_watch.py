@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import diffcoll as dc
+from diffcoll._torch import COMPILES
 from diffcoll.engines import watch
 from diffcoll.groups import resolve
 from diffcoll.testing import spawn
@@ -62,7 +63,8 @@ def test_a_rank_that_waits_says_so_once(backend, monkeypatch, tmp_path):
         late()
         model(x).sum().backward()  # averaged
         late()
-        compiled = torch.compile(dc.all_reduce, backend="aot_eager")(x)  # compiled
+        call = torch.compile(dc.all_reduce, backend="aot_eager") if COMPILES else dc.all_reduce
+        compiled = call(x)  # compiled
         averager.detach()
         return texts, x.grad.tolist(), z.tolist(), lengths, compiled.tolist()
 
