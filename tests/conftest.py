@@ -1,15 +1,24 @@
 """Fixtures that all tests share."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
+import diffcoll
+from diffcoll._torch import COMPILES
 from diffcoll.testing import simulate, spawn
 
 torch.set_num_threads(1)
 if "PYTEST_XDIST_WORKER" in os.environ:  # ranks of another test wait for a core
     os.environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
+
+
+def pytest_configure(config):
+    if not COMPILES:  # then this file says so as soon as it is imported
+        file = Path(diffcoll.__file__).parent / "compiled.py"
+        config.option.ignore = [*(config.option.ignore or ()), str(file)]
 
 
 def _in_truth(loss, xs, *more):
