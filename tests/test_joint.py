@@ -6,6 +6,7 @@ from functools import cache, partial
 
 import pytest
 import torch
+from releases import hooks_are_shown
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -433,6 +434,7 @@ def backward_of(program, again, ignored_by, inside, r):
     return x.grad
 
 
+@hooks_are_shown
 @pytest.mark.parametrize("where", ["rules", "gloo"])
 def test_checkpoints(where):
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -456,6 +458,7 @@ def test_checkpoints(where):
                 torch.testing.assert_close(got[r][i], 2 * expected, msg=lambda text: f"{why}: {text}")  # noqa: B023
 
 
+@hooks_are_shown
 def test_a_checkpoint_of_higher_order():
     def gradients(x, r, again, joint):
         y = again(lambda t: dc.all_reduce(t.sin()).square() * (t if r else 1), x)
@@ -502,6 +505,7 @@ def test_a_reentrant_checkpoint_is_an_error_on_every_rank(where, nested):
     assert RUNS[where](body, range(N)) == [True] * N
 
 
+@hooks_are_shown
 def test_hooks_for_saved_tensors_stay_in_order():
     """Those of the user are called as before, and a checkpoint that fails leaves none behind."""
 
@@ -522,6 +526,7 @@ def test_hooks_for_saved_tensors_stay_in_order():
     assert simulate(body, range(2), rules=True) == [3, 3]
 
 
+@hooks_are_shown
 def test_a_checkpoint_in_a_region_keeps_nothing():
     gc.disable()
     try:

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from releases import hooks_are_shown
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -353,6 +354,7 @@ class CountingOps(Counting, TorchDispatchMode):
     pass
 
 
+@hooks_are_shown
 @both
 def test_what_pytorch_keeps_for_each_thread(run):
     """Private state of torch that is handed on to the ranks; if it moves, this fails."""
@@ -408,6 +410,7 @@ def autocast_of_one_rank(r):
     return mine, (torch.eye(2) @ torch.eye(2)).dtype
 
 
+@hooks_are_shown
 @both
 def test_hooks_for_saved_tensors(run):
     packed, unpacked = [], []
@@ -436,6 +439,7 @@ def test_hooks_for_saved_tensors(run):
         run(lambda x: checkpoint(torch.sin, x, use_reentrant=False), xs)
 
 
+@hooks_are_shown
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_around_a_call(reentrant):
     """The whole world is recomputed, and is another one then."""
