@@ -79,8 +79,8 @@ T = TypeVar("T")
 #: What PyTorch imports when a process first calls an optimizer, a graph, or grad with cotangents: a second each time.
 LAZY_MODULES = ("torch._dynamo",)
 
-#: Whether our ops can be compiled and traced. Seen until torch 2.11: no start or no end of compilation (calls of MPI,
-#: splits of empty tensors, sizes of other ranks), and crashes of tracers in threads.
+#: Whether our ops can be compiled and traced. Seen on torch 2.11 and before: Dynamo takes an MPI communicator for no
+#: constant, and tracers in threads crash; on 2.9 and before, sizes told by other ranks have no value while tracing.
 COMPILES = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 12)
 
 _KEY = torch._C._TorchDispatchModeKey

@@ -60,7 +60,7 @@ class Reduction:
     def of(self, stack: Tensor) -> Tensor:
         """Reduce dim 0.
 
-        Not `__call__`: Dynamo of torch 2.10 and before cannot call an object that it sees made.
+        Not `__call__`: Dynamo of torch 2.12 and before cannot call an object that it sees made.
         """
         assert self.over is not None
         if not self.widened:

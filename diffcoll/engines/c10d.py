@@ -190,8 +190,6 @@ class C10dEngine(MessageEngine):
     def _to_others(self, blocks: Blocks) -> Messages:
         """See `MessageEngine._to_others`; on gloo with empty blocks, see `_filled`."""
         others = [(s, t) for s, t in enumerate(blocks) if s != self.rank and t is not None]
-        if "gloo" not in self.backends.values():
-            return [(s, t) for s, t in others if t.numel()]
         return [(s, t) for s, t in others if t.numel() or self._backend(t) == "gloo"]
 
     # ── the backend's own collectives, where the tables above say so ─────────────────────────────────────
