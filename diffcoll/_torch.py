@@ -29,6 +29,7 @@ from torch.utils.checkpoint import CheckpointFunction, _StopRecomputationError
 __all__ = [
     "COMPILES",
     "LAZY_MODULES",
+    "RELEASE",
     "after_backward",
     "ambient",
     "apply_rule",
@@ -79,9 +80,12 @@ T = TypeVar("T")
 #: What PyTorch imports when a process first calls an optimizer, a graph, or grad with cotangents: a second each time.
 LAZY_MODULES = ("torch._dynamo",)
 
+#: PyTorch's release, major and minor number.
+RELEASE = tuple(int(n) for n in torch.__version__.split(".")[:2])
+
 #: Whether our ops can be compiled and traced. Seen on torch 2.11 and before: Dynamo takes an MPI communicator for no
 #: constant, and tracers in threads crash; on 2.9 and before, sizes told by other ranks have no value while tracing.
-COMPILES = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 12)
+COMPILES = RELEASE >= (2, 12)
 
 _KEY = torch._C._TorchDispatchModeKey
 _TRACING_MODES = (_KEY.PROXY, _KEY.FAKE, _KEY.FUNCTIONAL)
@@ -218,14 +222,25 @@ def untraced(function: T) -> T:
 
     torch.compiler.disable does the same, after it has imported Dynamo: a second in every process.
     """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a traced function that calls it is cut there
-    code = function.__code__  # type: ignore[attr-defined]  # it is not traced on its own, when autograd calls it
+    mark = "_torchdynamo_disable"  # a traced function that calls it is cut there
     if hasattr(eval_frame, "set_code_exec_strategy"):
+        setattr(function, mark, True)
         skip = eval_frame._FrameAction.SKIP
+        code = function.__code__  # type: ignore[attr-defined]  # not traced on its own either, when autograd calls it
         eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
-    else:  # torch 2.6
-        eval_frame.skip_code(code)  # type: ignore[attr-defined]
-    return function
+        return function
+
+    @wraps(function)  # type: ignore[arg-type]  # torch 2.6 can skip one frame, and not what it calls
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        before = eval_frame.set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)  # type: ignore[operator]
+        finally:
+            eval_frame.set_eval_frame(before)
+
+    setattr(outside, mark, True)
+    eval_frame.skip_code(outside.__code__)  # type: ignore[attr-defined]
+    return outside  # type: ignore[return-value]
 
 
 def is_profiling() -> bool:

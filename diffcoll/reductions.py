@@ -263,7 +263,7 @@ def spelled(op: Op) -> tuple[str, Any] | None:
     if not isinstance(name, str):
         return None
     if name == "PREMUL_SUM":
-        return "sum", op.factor
+        return "sum", op.__getstate__()[1]  # it has an attribute only since torch 2.13
     return SPELLINGS.get(name.lower(), name.lower()), None
 
 

@@ -1,13 +1,13 @@
 """Marks of tests that some releases of PyTorch cannot run; notes/versions.md says what these lack."""
 
 import pytest
-import torch
 
-from diffcoll._torch import COMPILES
-
-RELEASE = tuple(int(n) for n in torch.__version__.split(".")[:2])
+from diffcoll._torch import COMPILES, RELEASE
 
 compiles = pytest.mark.skipif(not COMPILES, reason="collectives are compiled on torch 2.12 and later")
+
+gloo_scatters_sums = pytest.mark.skipif(RELEASE < (2, 8), reason="gloo has a reduce_scatter since torch 2.8")
+keeps_orders = pytest.mark.skipif(RELEASE < (2, 12), reason="groups keep the order of their ranks since torch 2.12")
 
 #: Whether joint_backward can go through checkpoints.
 HOOKS_ARE_SHOWN = RELEASE >= (2, 8)

@@ -201,11 +201,20 @@ def _time(steps: Steps, rounds: int, mpi: Any = None) -> dict[str, float]:
                 step()
             except Exception:  # what the other systems do not offer after all; on all ranks alike
                 times.pop(name, None)
+                _meet_after_failure(barrier)
             barrier()
             if i >= 2 and name in times:
                 times[name].append(1e3 * (time.perf_counter() - start))
         steps = {name: steps[name] for name in times}
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _meet_after_failure(barrier: Callable[[], None]) -> None:
+    """Meet the other ranks; gloo's barrier first waits for earlier calls, and sends nothing if one of those failed."""
+    try:
+        barrier()
+    except RuntimeError:
+        barrier()
 
 
 # ── bytes and memory ─────────────────────────────────────────────────────────────────────────────────────

@@ -30,6 +30,7 @@ from diffcoll.cli import digits, report
 from diffcoll.cli.arguments import TRAINING
 from diffcoll.cli.competitors import SYSTEMS, Adapter, Call
 from diffcoll.cli.launch import gloo_beside_mpi
+from diffcoll.engines.c10d import destroy
 from diffcoll.errors import CollectiveFailedError
 from diffcoll.testing.cases import (
     Case,
@@ -442,7 +443,7 @@ class _Launched:
 
     def close(self) -> None:
         if not self.broken:
-            dist.destroy_process_group()
+            destroy()
             return
         sys.stdout.flush()
         time.sleep(0 if self.speaks else 10)  # the launcher ends all ranks when one is gone, and rank 0 is to report

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from diffcoll._torch import RELEASE
 from diffcoll.engines.engine import Blocks, Turn, Wait
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
@@ -134,7 +135,7 @@ class C10dEngine(MessageEngine):
         torch names it after its ranks, and the next one of the same ranks would find the addresses of this one.
         """
         if self._ends and not self.ended:
-            dist.destroy_process_group(self.group)
+            destroy(self.group)
 
     def absent(self) -> list[int]:
         """See `Engine.absent`: the ranks of a failed group say so in the store that brought them together."""
@@ -255,6 +256,17 @@ class C10dEngine(MessageEngine):
             and primitive in NATIVE.get(backend, ALL)
             and not (adds and known is not None and dtype not in known)
         )
+
+
+def destroy(group: Any = None) -> None:
+    """Destroy a group after its last collective; None: all groups.
+
+    Before torch 2.8 the group's destructor holds the GIL while it joins gloo's threads, one of which may still wait for
+    the GIL to let go of a tensor: a deadlock. The threads need a moment, and nothing says when they are done.
+    """
+    if RELEASE < (2, 8):
+        time.sleep(0.2)
+    dist.destroy_process_group(group)
 
 
 def _new_group(ranks: list[int], **more: Any) -> Any:

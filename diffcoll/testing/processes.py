@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diffcoll._torch import LAZY_MODULES, tree_map
+from diffcoll.engines.c10d import destroy
 from diffcoll.engines.local import seed_rank
 from diffcoll.groups import set_default_group
 from diffcoll.testing._calls import missing
@@ -278,7 +279,7 @@ def _rank_main(pipe: Connection, setup: tuple[Any, ...], payload: bytes) -> None
                 _mpi_world().Barrier()
             if dist.is_initialized():
                 dist.barrier()
-                dist.destroy_process_group()
+                destroy()
             word: tuple[str, Any] = "result", buffer.getvalue()
         except BaseException:
             word = "raised", traceback.format_exc()

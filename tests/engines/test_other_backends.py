@@ -5,6 +5,7 @@ For NCCL this shows which calls are made, not what a GPU does with them.
 
 import torch
 import torch.distributed as dist
+from releases import gloo_scatters_sums
 
 import diffcoll as dc
 from diffcoll.collectives.linear import begin
@@ -22,6 +23,7 @@ def under_another_name(**backends):
     return engine
 
 
+@gloo_scatters_sums
 def test_the_table():
     """Values and gradients; messages are those that torch.distributed batches."""
     n = 3
