@@ -10,15 +10,13 @@ every backward here returns exactly its derivative with respect to this rank's t
 from __future__ import annotations
 
 from diffcoll import truth
-from diffcoll.averager import GradientAverager
-from diffcoll.averaging import average_gradients, global_mean
-from diffcoll.checks import check_mode
+from diffcoll.averaging.averager import GradientAverager
+from diffcoll.averaging.functions import average_gradients, global_mean
 from diffcoll.collectives.all_gather import all_gather
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.all_to_all import all_to_all
 from diffcoll.collectives.broadcast import broadcast
 from diffcoll.collectives.gather import gather
-from diffcoll.collectives.pending import Pending
 from diffcoll.collectives.permute import permute
 from diffcoll.collectives.reduce import reduce
 from diffcoll.collectives.reduce_scatter import reduce_scatter
@@ -27,10 +25,12 @@ from diffcoll.collectives.scatter import scatter
 from diffcoll.collectives.shift import shift
 from diffcoll.collectives.split import split
 from diffcoll.collectives.sum_gradients import sum_gradients
-from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError
-from diffcoll.groups import get_rank, get_world_size, set_default_group
-from diffcoll.joint import joint_backward
-from diffcoll.reductions import elementwise
+from diffcoll.core.checks import check_mode
+from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
+from diffcoll.core.groups import get_rank, get_world_size, set_default_group
+from diffcoll.core.joint import joint_backward
+from diffcoll.core.pending import Pending
+from diffcoll.core.reductions import elementwise
 
 __all__ = [
     "CollectiveFailedError",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from diffcoll.collectives import linear
+from diffcoll.core import linear
 from diffcoll.testing import cases
 from diffcoll.testing.cases import Case, _paired
 

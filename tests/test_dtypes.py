@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import diffcoll as dc
-from diffcoll.collectives import call
+from diffcoll.core import call
 from diffcoll.testing import cases, simulate, spawn, strategies
 from diffcoll.testing.cases import Case
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
-from diffcoll.errors import Origin, user_line
+from diffcoll.core.errors import Origin, user_line
 from diffcoll.testing import RanksFailedError, simulate, spawn
 
 N = 3

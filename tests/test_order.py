@@ -6,7 +6,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
-from diffcoll.collectives import linear
+from diffcoll.core import linear
 from diffcoll.testing import new_group, spawn
 
 N = 3

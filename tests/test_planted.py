@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diffcoll.collectives import COLLECTIVES
-from diffcoll.collectives.linear import Linear
+from diffcoll.core.linear import Linear
 from diffcoll.testing import cases, simulate
 
 N = 3

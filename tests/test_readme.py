@@ -118,26 +118,6 @@ def test_importing_needs_torch_alone():
     assert done.stdout == "[] False\n"
 
 
-IMPORTS = re.compile(r"^\s*(?:from|import) (diffcoll[\w.]*|torch[\w.]*)(?: import ([\w, ]+))?", re.MULTILINE)
-
-
-def test_arrows_between_the_modules():
-    """Truth stands alone; nothing imports the command line; the library never imports its harness."""
-    for path in (ROOT / "diffcoll").rglob("*.py"):
-        inside = path.relative_to(ROOT / "diffcoll").as_posix()
-        named = {m[1] for m in IMPORTS.finditer(path.read_text(encoding="utf-8"))}
-        if inside == "truth.py":
-            assert not any(name.startswith("diffcoll") for name in named)
-        if not inside.startswith(("cli/", "__main__")):
-            assert not any(name.startswith("diffcoll.cli") for name in named), inside
-        if not inside.startswith(("cli/", "testing/", "__main__")):
-            assert not any(name.startswith("diffcoll.testing") for name in named), inside
-        if not inside.startswith(("engines/", "testing/processes", "testing/simulate", "cli/")):
-            assert not any(name.startswith("torch.distributed") for name in named), inside
-        private = {name for name in named if re.search(r"\._(?!_)", name.removeprefix("diffcoll._torch"))}
-        assert not private - {"diffcoll.testing._calls"} or inside in ("_torch.py", "compiled.py"), (inside, private)
-
-
 def test_one_example_under_two_launchers():
     path = str(ROOT / "examples" / "digits_launched.py")
     environment = {**os.environ, **Launched.SETTINGS, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}

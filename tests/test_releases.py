@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
-from diffcoll import _torch
+from diffcoll.core import _torch
 from diffcoll.testing import new_group, simulate, spawn
 
 VERSION = torch.__version__.replace("+", ".")

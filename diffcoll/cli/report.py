@@ -6,8 +6,8 @@ import html
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -15,13 +15,49 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from diffcoll.cli.verify import Outcome, Row, Training
+__all__ = ["BAR", "Outcome", "Row", "Training", "memory_of_process", "page", "progress", "show", "wide_console"]
 
-__all__ = ["memory_of_process", "page", "progress", "show", "wide_console"]
-
+#: The largest relative error at which a collective of the library counts as right.
+BAR = 1e-10
+#: The same for the training on real input.
+TRAINING_BAR = 1e-9
 #: Above this an error is a wrong number, not rounding.
 WRONG = 1e-6
+
+#: What one system does on one call: errors by name, or a word for why there are none.
+Outcome = dict[str, float] | str
+
+
+@dataclass
+class Row:
+    """One call at one world size."""
+
+    collective: str
+    call: str
+    world_size: int
+    systems: dict[str, Outcome] = field(default_factory=dict)
+
+    def passes(self) -> bool:
+        """Whether the library's own errors are all within the bar."""
+        own = self.systems["diffcoll"]
+        return isinstance(own, dict) and max(own.values()) <= BAR
+
+
+@dataclass
+class Training:
+    """Loss curves of a training on one process and, by the way the keys were gathered, on several."""
+
+    world_size: int
+    one_process: list[float]
+    curves: dict[str, list[float]] = field(default_factory=dict)
+    #: The largest differences from the one process, of the loss and of the final parameters.
+    differences: dict[str, tuple[float, float]] = field(default_factory=dict)
+    #: Why there are none.
+    error: str = ""
+
+    def passes(self) -> bool:
+        """Whether the library's training is that of one process."""
+        return not self.error and max(self.differences["diffcoll.all_gather"]) <= TRAINING_BAR
 
 
 @contextmanager

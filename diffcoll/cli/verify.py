@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -25,13 +25,14 @@ import torch
 import torch.distributed as dist
 
 import diffcoll
-from diffcoll._torch import COMPILES
 from diffcoll.cli import digits, report
 from diffcoll.cli.arguments import TRAINING
 from diffcoll.cli.competitors import SYSTEMS, Adapter, Call
 from diffcoll.cli.launch import gloo_beside_mpi
+from diffcoll.cli.report import Outcome, Row, Training
+from diffcoll.core._torch import COMPILES
+from diffcoll.core.errors import CollectiveFailedError
 from diffcoll.engines.c10d import destroy
-from diffcoll.errors import CollectiveFailedError
 from diffcoll.testing.cases import (
     Case,
     errors,
@@ -44,19 +45,13 @@ from diffcoll.testing.cases import (
 )
 from diffcoll.testing.spawn import RanksFailedError, spawn
 
-__all__ = ["BAR", "TRAINING_BAR", "Row", "Training", "run"]
+__all__ = ["run"]
 
-#: The largest relative error at which a collective of the library counts as right.
-BAR = 1e-10
-#: The same for the training on real input.
-TRAINING_BAR = 1e-9
 #: Seconds that the ranks may take for one collective, and for compiling several.
 TIMEOUT, TIMEOUT_COMPILED = 30.0, 150.0
 #: Seconds that `spawn` may take longer than it was told to.
 LATE = 60.0
 
-#: What one system does on one call: errors by name, or a word for why there are none.
-Outcome = dict[str, float] | str
 #: Runs what measures errors, and returns them or a word; None: there is nothing to run.
 Attempt = Callable[[Callable[[], dict[str, float]] | None], Outcome]
 #: (rank, cases, adapter, whether it is our own, seed, attempt) → an outcome for each row.
@@ -72,38 +67,6 @@ class Measure:
     program: Program
     timeout: float
     rows: Callable[[list[Case]], list[list[Piece]]]
-
-
-@dataclass
-class Row:
-    """One call at one world size."""
-
-    collective: str
-    call: str
-    world_size: int
-    systems: dict[str, Outcome] = field(default_factory=dict)
-
-    def passes(self) -> bool:
-        """Whether the library's own errors are all within the bar."""
-        own = self.systems["diffcoll"]
-        return isinstance(own, dict) and max(own.values()) <= BAR
-
-
-@dataclass
-class Training:
-    """Loss curves of a training on one process and, by the way the keys were gathered, on several."""
-
-    world_size: int
-    one_process: list[float]
-    curves: dict[str, list[float]] = field(default_factory=dict)
-    #: The largest differences from the one process, of the loss and of the final parameters.
-    differences: dict[str, tuple[float, float]] = field(default_factory=dict)
-    #: Why there are none.
-    error: str = ""
-
-    def passes(self) -> bool:
-        """Whether the library's training is that of one process."""
-        return not self.error and max(self.differences["diffcoll.all_gather"]) <= TRAINING_BAR
 
 
 def run(options: argparse.Namespace) -> int:

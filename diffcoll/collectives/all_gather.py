@@ -15,11 +15,12 @@ from typing import Any, ClassVar, Literal, overload
 import torch
 from torch import Tensor
 
-from diffcoll.collectives import reduce_scatter, split, trees
-from diffcoll.collectives.blocks import join
-from diffcoll.collectives.call import Call, Cotangent, Group, Sizes, Tree
-from diffcoll.collectives.linear import Linear, then
-from diffcoll.collectives.pending import Pending
+from diffcoll.collectives import reduce_scatter, split
+from diffcoll.core import trees
+from diffcoll.core.blocks import join
+from diffcoll.core.call import Call, Cotangent, Group, Sizes, Tree
+from diffcoll.core.linear import Linear, then
+from diffcoll.core.pending import Pending
 
 __all__ = ["AllGather", "all_gather"]
 

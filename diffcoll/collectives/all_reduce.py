@@ -15,11 +15,12 @@ from typing import Any, ClassVar, Literal, overload
 import torch
 from torch import Tensor
 
-from diffcoll.collectives import sum_gradients, trees
-from diffcoll.collectives.call import Call, Cotangent, Group, Tree, known
-from diffcoll.collectives.linear import Linear, at_once, then
-from diffcoll.collectives.pending import Pending
-from diffcoll.reductions import Op, Ties, elementwise
+from diffcoll.collectives import sum_gradients
+from diffcoll.core import trees
+from diffcoll.core.call import Call, Cotangent, Group, Tree, known
+from diffcoll.core.linear import Linear, at_once, then
+from diffcoll.core.pending import Pending
+from diffcoll.core.reductions import Op, Ties, elementwise
 
 __all__ = ["AllReduce", "all_reduce"]
 

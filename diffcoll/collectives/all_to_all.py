@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Literal, overload
 
 from torch import Tensor
 
-from diffcoll import checks
-from diffcoll.collectives.blocks import cut, join
-from diffcoll.collectives.call import Call, Group, Parts, Sizes
-from diffcoll.collectives.linear import Linear, then
-from diffcoll.collectives.pending import Pending
+from diffcoll.core import checks
+from diffcoll.core.blocks import cut, join
+from diffcoll.core.call import Call, Group, Parts, Sizes
+from diffcoll.core.linear import Linear, then
+from diffcoll.core.pending import Pending
 
 __all__ = ["AllToAll", "all_to_all"]
 

@@ -15,10 +15,11 @@ from typing import Any, ClassVar, Literal, overload
 import torch
 from torch import Tensor
 
-from diffcoll.collectives import reduce, trees
-from diffcoll.collectives.call import Call, Cotangent, Group, Tree
-from diffcoll.collectives.linear import Linear, then
-from diffcoll.collectives.pending import Pending
+from diffcoll.collectives import reduce
+from diffcoll.core import trees
+from diffcoll.core.call import Call, Cotangent, Group, Tree
+from diffcoll.core.linear import Linear, then
+from diffcoll.core.pending import Pending
 
 __all__ = ["Broadcast", "broadcast"]
 

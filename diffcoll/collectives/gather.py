@@ -14,9 +14,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from diffcoll.collectives import scatter
-from diffcoll.collectives.blocks import join
-from diffcoll.collectives.call import Call, Group, Sizes
-from diffcoll.collectives.linear import Linear, then
+from diffcoll.core.blocks import join
+from diffcoll.core.call import Call, Group, Sizes
+from diffcoll.core.linear import Linear, then
 
 __all__ = ["Gather", "gather"]
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from diffcoll.collectives import broadcast
-from diffcoll.collectives.call import Call, Group
-from diffcoll.collectives.linear import Linear, then
-from diffcoll.reductions import Op
+from diffcoll.core.call import Call, Group
+from diffcoll.core.linear import Linear, then
+from diffcoll.core.reductions import Op
 
 __all__ = ["Reduce", "reduce"]
 

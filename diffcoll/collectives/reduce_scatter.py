@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Literal, overload
 from torch import Tensor
 
 from diffcoll.collectives import all_gather
-from diffcoll.collectives.blocks import cut
-from diffcoll.collectives.call import Call, Group, Parts
-from diffcoll.collectives.linear import Linear, then
-from diffcoll.collectives.pending import Pending
-from diffcoll.reductions import Op, Ties
+from diffcoll.core.blocks import cut
+from diffcoll.core.call import Call, Group, Parts
+from diffcoll.core.linear import Linear, then
+from diffcoll.core.pending import Pending
+from diffcoll.core.reductions import Op, Ties
 
 __all__ = ["ReduceScatter", "reduce_scatter"]
 

@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diffcoll.collectives.call import Call, Group
-from diffcoll.collectives.linear import Linear
+from diffcoll.core.call import Call, Group
+from diffcoll.core.linear import Linear
 from diffcoll.engines.engine import WIDER
 
 __all__ = ["Scan", "scan"]

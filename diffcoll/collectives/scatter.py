@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from diffcoll.collectives import gather
-from diffcoll.collectives.blocks import cut
-from diffcoll.collectives.call import Call, Group, Parts
-from diffcoll.collectives.linear import Linear, then
-from diffcoll.errors import CollectiveMismatchError
+from diffcoll.core.blocks import cut
+from diffcoll.core.call import Call, Group, Parts
+from diffcoll.core.errors import CollectiveMismatchError
+from diffcoll.core.linear import Linear, then
 
 __all__ = ["Scatter", "scatter"]
 

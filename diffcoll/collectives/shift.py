@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from diffcoll.collectives.call import Call, Group
 from diffcoll.collectives.permute import Permute
+from diffcoll.core.call import Call, Group
 
 __all__ = ["Shift", "shift"]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from diffcoll.collectives import all_gather
-from diffcoll.collectives.call import Call, Group, Parts
-from diffcoll.collectives.linear import Linear
+from diffcoll.core.call import Call, Group, Parts
+from diffcoll.core.linear import Linear
 
 __all__ = ["Split", "split"]
 

@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from diffcoll.collectives import all_reduce, trees
-from diffcoll.collectives.call import Call, Group, Tree
-from diffcoll.collectives.linear import Linear
+from diffcoll.collectives import all_reduce
+from diffcoll.core import trees
+from diffcoll.core.call import Call, Group, Tree
+from diffcoll.core.linear import Linear
 
 __all__ = ["SumGradients", "sum_gradients"]
 

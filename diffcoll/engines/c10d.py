@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from diffcoll._torch import RELEASE
+from diffcoll.core._torch import RELEASE
 from diffcoll.engines.engine import Blocks, Turn, Wait
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffcoll.core.errors import Origin, message
 from diffcoll.engines.scratch import Scratch
-from diffcoll.errors import Origin, message
 
 __all__ = ["WIDER", "Doing", "Engine", "Turn", "Wait", "add_up", "done", "even_sizes"]
 

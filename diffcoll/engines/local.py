@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcoll._torch import (
+from diffcoll.core._torch import (
     after_backward,
     ambient,
     backward_at_work,
@@ -38,8 +38,8 @@ from diffcoll._torch import (
     tree_flatten,
     wrapped_backward_code,
 )
+from diffcoll.core.errors import CollectiveMismatchError, Origin, not_run, user_line, within_backward
 from diffcoll.engines.engine import Blocks, Engine, Wait
-from diffcoll.errors import CollectiveMismatchError, Origin, not_run, user_line, within_backward
 
 __all__ = [
     "LocalEngine",

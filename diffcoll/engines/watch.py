@@ -15,8 +15,8 @@ import time
 import weakref
 from dataclasses import dataclass
 
+from diffcoll.core.errors import NOT_MADE, Origin, message, not_run
 from diffcoll.engines.engine import Doing, Engine
-from diffcoll.errors import NOT_MADE, Origin, message, not_run
 
 __all__ = ["watch"]
 

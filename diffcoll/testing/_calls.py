@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from diffcoll._torch import is_within_transform
-from diffcoll.errors import message
-from diffcoll.joint import is_joint
+from diffcoll.core._torch import is_within_transform
+from diffcoll.core.errors import message
+from diffcoll.core.joint import is_joint
 
 __all__ = ["missing", "per_rank_arguments"]
 

@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffcoll._torch import LAZY_MODULES, tree_map
+from diffcoll.core._torch import LAZY_MODULES, tree_map
+from diffcoll.core.groups import set_default_group
 from diffcoll.engines.c10d import destroy
 from diffcoll.engines.local import seed_rank
-from diffcoll.groups import set_default_group
 from diffcoll.testing._calls import missing
 
 __all__ = ["GRACE", "Forked", "Launched", "Processes", "RanksFailedError", "launched_main", "surroundings"]

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from diffcoll import truth
-from diffcoll._torch import is_transformed
+from diffcoll.core._torch import is_transformed
+from diffcoll.core.errors import CollectiveMismatchError, message
+from diffcoll.core.groups import resolve
 from diffcoll.engines.local import World, backward_starts
-from diffcoll.errors import CollectiveMismatchError, message
-from diffcoll.groups import resolve
 from diffcoll.testing._calls import per_rank_arguments
 
 __all__ = ["simulate"]

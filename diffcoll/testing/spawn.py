@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from diffcoll._torch import forward_mode
+from diffcoll.core._torch import forward_mode
 from diffcoll.testing._calls import missing, per_rank_arguments
 from diffcoll.testing.processes import GRACE, Forked, Launched, Processes, RanksFailedError, surroundings
 

@@ -14,9 +14,9 @@ import torch
 from releases import compiles
 
 import diffcoll
-from diffcoll._torch import COMPILES
-from diffcoll.cli import bench, competitors, main, training, verify
+from diffcoll.cli import bench, competitors, main, report, training, verify
 from diffcoll.collectives import COLLECTIVES
+from diffcoll.core._torch import COMPILES
 from diffcoll.testing import RanksFailedError, cases
 from diffcoll.testing.processes import Launched
 
@@ -41,7 +41,7 @@ def test_right_beside_wrong(tmp_path, capsys):
     for (_, call), systems in rows.items():
         assert set(systems) == set(competitors.SYSTEMS)
         assert set(systems["diffcoll"]) == kinds.get(call, {"output", "gradient", "second"})
-        assert max(systems["diffcoll"].values()) <= verify.BAR
+        assert max(systems["diffcoll"].values()) <= report.BAR
     # what PyTorch's own really do: a broadcast whose backward is the identity
     theirs = rows["broadcast", "src=1"]["torch.distributed._functional_collectives"]
     assert theirs["output"] == 0
@@ -129,7 +129,7 @@ def test_a_call_that_raises(tmp_path, monkeypatch, capsys, alone):
     assert rows.pop(("shift", "jvp, all calls")) == "raises ValueError: planted [here]"
     assert {name for name, _ in rows} == {"shift", "scan"}
     for errors in rows.values():
-        assert max(errors.values()) <= verify.BAR
+        assert max(errors.values()) <= report.BAR
     printed = capsys.readouterr().out
     assert "raises ValueError: planted [here]: shift(offset=-1, wrap=False), N = 2" in printed
     assert f"{len(rows)} of {len(rows) + 2} calls are right" in printed
@@ -218,7 +218,7 @@ def fail_under_torchrun(tmp_path, ranks, names):
     rows = {(row["collective"], row["call"]): row["systems"]["diffcoll"] for row in rows}
     failed = rows.pop(("shift", "offset=-1, wrap=False")), rows.pop(("shift", "jvp, all calls"))
     for key in [key for key in rows if key[0] in ("shift", "scan")]:
-        assert max(rows.pop(key).values()) <= verify.BAR, key
+        assert max(rows.pop(key).values()) <= report.BAR, key
     return failed, rows
 
 
@@ -243,7 +243,7 @@ def test_a_rank_that_fails_alone_under_torchrun(tmp_path):
 
 def test_the_number_of_processes_of_the_training(monkeypatch):
     asked = []
-    monkeypatch.setattr(verify, "_train", lambda world, n: asked.append(n) or verify.Training(n, [1.0], error="stub"))
+    monkeypatch.setattr(verify, "_train", lambda world, n: asked.append(n) or report.Training(n, [1.0], error="stub"))
     for sizes in ([], ["--world-size", "2"], ["--world-size", "4", "2"]):
         assert main(["verify", "--only", "digits", *sizes]) == 1
     assert asked == [3, 2, 4]
@@ -255,7 +255,7 @@ def test_a_file_that_can_no_longer_be_written(tmp_path, monkeypatch, capsys):
 
     def train(world, n):
         folder.rmdir()  # it is empty: that it can be written was tried without a trace
-        return verify.Training(n, [1.0, 0.5], differences={"diffcoll.all_gather": (0.0, 0.0)})
+        return report.Training(n, [1.0, 0.5], differences={"diffcoll.all_gather": (0.0, 0.0)})
 
     monkeypatch.setattr(verify, "_train", train)
     assert main(["verify", "--only", "digits", "--json", str(folder / "report.json")]) == 1

@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 
 import diffcoll as dc
+from diffcoll.core.groups import resolve
 from diffcoll.engines import c10d, local
 from diffcoll.engines.engine import Engine, add_up
 from diffcoll.engines.scratch import KEPT_BYTES, Scratch
 from diffcoll.engines.solo import SoloEngine
-from diffcoll.groups import resolve
 from diffcoll.testing import simulate, spawn
 
 N = 3

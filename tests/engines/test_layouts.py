@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import diffcoll as dc
-from diffcoll.buckets import Bucket, Parameter
+from diffcoll.averaging.buckets import Bucket, Parameter
+from diffcoll.core.groups import resolve
 from diffcoll.engines import c10d, mpi
 from diffcoll.engines.engine import Engine
-from diffcoll.groups import resolve
 from diffcoll.testing import cases, simulate, spawn
 
 RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}

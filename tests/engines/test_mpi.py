@@ -14,8 +14,8 @@ import torch.distributed as dist
 from releases import compiles
 
 import diffcoll as dc
+from diffcoll.core.groups import resolve
 from diffcoll.engines import messages, mpi
-from diffcoll.groups import resolve
 from diffcoll.testing import cases, spawn
 from diffcoll.testing.processes import Launched
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from releases import gloo_scatters_sums
 
 import diffcoll as dc
-from diffcoll.collectives.linear import begin
 from diffcoll.collectives.permute import Permute
-from diffcoll.groups import resolve
+from diffcoll.core.groups import resolve
+from diffcoll.core.linear import begin
 from diffcoll.testing import cases, spawn
 
 SEED = 1

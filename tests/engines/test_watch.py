@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import diffcoll as dc
-from diffcoll._torch import COMPILES
+from diffcoll.core._torch import COMPILES
+from diffcoll.core.groups import resolve
 from diffcoll.engines import watch
-from diffcoll.groups import resolve
 from diffcoll.testing import spawn
 
 AFTER = 0.2

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from releases import hooks_are_shown
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
@@ -74,11 +73,7 @@ PROGRAMS = {
     "hook in reentrant": reentrant(with_a_hook),
     "hook in non-reentrant": recorded(lambda x: with_a_hook(x) + reduced(x)),
 }
-#: Before torch 2.8 the checkpoint of a forward that an error ends lets go of its hooks in another thread: torch warns.
-NESTED = ("non-reentrant in reentrant", "non-reentrant in non-reentrant")
-programs = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=hooks_are_shown if name in NESTED else ()) for name in PROGRAMS]
-)
+programs = pytest.mark.parametrize("name", PROGRAMS)
 both = pytest.mark.parametrize("rules", [False, True], ids=["truth", "rules"])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcoll._torch import storage_uses, version
+from diffcoll.core._torch import storage_uses, version
 from diffcoll.engines.engine import WIDER, Engine, Wait, done
 
 __all__ = ["Bucket", "Parameter", "cut", "is_channels_last"]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcoll._torch import tree_flatten, tree_paths
-from diffcoll.collectives.call import Call
-from diffcoll.collectives.pending import Pending
+from diffcoll.core._torch import tree_flatten, tree_paths
+from diffcoll.core.call import Call
+from diffcoll.core.pending import Pending
 
 __all__ = ["by_leaf", "by_message", "checked", "rows"]
 

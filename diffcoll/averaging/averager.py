@@ -23,8 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from diffcoll import checks
-from diffcoll._torch import (
+from diffcoll.averaging.buckets import Bucket, Parameter, cut
+from diffcoll.averaging.functions import agree_on_parameters, broadcast_from_first, checked_weight, weighted
+from diffcoll.averaging.parameters import SPARSE, Watch, differentiable, find_ddp, is_sharded, named_parameters
+from diffcoll.core import checks
+from diffcoll.core._torch import (
     after_backward,
     backward_at_work,
     has_earlier_hooks,
@@ -35,13 +38,10 @@ from diffcoll._torch import (
     version,
     versions,
 )
-from diffcoll.averaging import agree_on_parameters, broadcast_from_first, checked_weight, weighted
-from diffcoll.buckets import Bucket, Parameter, cut
+from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, message
+from diffcoll.core.groups import resolve
 from diffcoll.engines import local
 from diffcoll.engines.engine import Turn, done
-from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, message
-from diffcoll.groups import resolve
-from diffcoll.parameters import SPARSE, Watch, differentiable, find_ddp, is_sharded, named_parameters
 
 __all__ = ["GradientAverager"]
 

@@ -12,16 +12,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from diffcoll._torch import tree_flatten
-from diffcoll.buckets import is_channels_last
-from diffcoll.checks import digest, refuse
+from diffcoll.averaging.buckets import is_channels_last
 from diffcoll.collectives.all_gather import all_gather
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.broadcast import broadcast
-from diffcoll.collectives.call import Group, Tree
+from diffcoll.core._torch import tree_flatten
+from diffcoll.core.call import Group, Tree
+from diffcoll.core.checks import digest, refuse
+from diffcoll.core.errors import message
+from diffcoll.core.groups import resolve
 from diffcoll.engines.engine import WIDER
-from diffcoll.errors import message
-from diffcoll.groups import resolve
 
 __all__ = [
     "agree_on_parameters",

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import diffcoll as dc
 from diffcoll.cli import bench
+from diffcoll.core.reductions import REDUCTIONS, leave_one_out, product
 from diffcoll.engines.local import LocalEngine
-from diffcoll.reductions import REDUCTIONS, leave_one_out, product
 from diffcoll.testing import cases, simulate, spawn
 
 INF, NAN = math.inf, math.nan

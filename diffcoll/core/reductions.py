@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from diffcoll._torch import batch_last
+from diffcoll.core._torch import batch_last
+from diffcoll.core.errors import message
 from diffcoll.engines.engine import WIDER
-from diffcoll.errors import message
 
 __all__ = [
     "REDUCTIONS",
@@ -76,7 +76,7 @@ def product(s: Tensor) -> Tensor:
     if not (s.is_floating_point() or s.is_complex()):
         return s.prod(0, dtype=s.dtype)
     if torch.compiler.is_compiling():
-        from diffcoll import compiled  # it is made of what is here
+        from diffcoll.core import compiled  # it makes an op of what is here
 
         return compiled.product(s)
     y: Tensor = Product.apply(s)  # type: ignore[no-untyped-call]

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from diffcoll import checks
-from diffcoll._torch import (
+from diffcoll.core import checks
+from diffcoll.core._torch import (
     apply_rule,
     backward_at_work,
     carries_tangents,
@@ -30,7 +30,7 @@ from diffcoll._torch import (
     save_under_each_hook,
     tangents_ignored,
 )
-from diffcoll.errors import message, user_line
+from diffcoll.core.errors import message, user_line
 
 __all__ = ["is_joint", "joint_backward", "record"]
 

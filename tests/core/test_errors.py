@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import diffcoll as dc
-from diffcoll.errors import user_line
+from diffcoll.core.errors import user_line
 from diffcoll.testing import spawn
 
 ROOT = Path(dc.__file__).parent.parent
@@ -108,7 +108,7 @@ def test_a_backward_within_a_hook():
 
 PROGRAM = """
 import diffcoll as dc, torch
-from diffcoll.errors import user_line
+from diffcoll.core.errors import user_line
 x = torch.ones(2, requires_grad=True)
 y = dc.all_gather(x)
 print(user_line(), y.grad_fn.origin.line)

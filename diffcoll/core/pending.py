@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from diffcoll._torch import is_recomputing
-from diffcoll.errors import user_line
+from diffcoll.core._torch import is_recomputing
+from diffcoll.core.errors import user_line
 
 __all__ = ["Pending"]
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import diffcoll as dc
-from diffcoll._torch import storage_uses
+from diffcoll.core._torch import storage_uses
 from diffcoll.engines.c10d import destroy
 from diffcoll.testing import new_group, simulate, spawn
 
@@ -628,7 +628,7 @@ def test_a_compiled_step_with_backward_in_it(backend):
 
 def test_a_hook_is_not_traced():
     """The mark by which Dynamo leaves the hooks alone; it is set without importing Dynamo."""
-    from diffcoll._torch import untraced
+    from diffcoll.core._torch import untraced
 
     calls = []
 

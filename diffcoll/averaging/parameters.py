@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from diffcoll._torch import registries
-from diffcoll.errors import message
+from diffcoll.core._torch import registries
+from diffcoll.core.errors import message
 
 __all__ = ["SPARSE", "Watch", "differentiable", "find_ddp", "is_sharded", "named_parameters"]
 

@@ -16,14 +16,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from diffcoll._torch import is_within_transform
-from diffcoll.collectives.all_gather import AllGather
-from diffcoll.collectives.all_to_all import AllToAll
-from diffcoll.collectives.gather import Gather
-from diffcoll.collectives.linear import Linear, apply, run
+from diffcoll.core._torch import is_within_transform
+from diffcoll.core.errors import CollectiveMismatchError, message
+from diffcoll.core.linear import MAPS, Linear, apply, run
+from diffcoll.core.reductions import Reduction
 from diffcoll.engines.engine import Engine, even_sizes
-from diffcoll.errors import CollectiveMismatchError, message
-from diffcoll.reductions import Reduction
 
 __all__ = ["Reducing", "Steps"]
 
@@ -59,8 +56,8 @@ class Reducing:
         self._check(lambda stack: _row(stack).split_with_sizes(list(sizes), 1))
         small = self.x.numel() * self.x.element_size() <= self.engine.small(self.x.device.type)
         if small or self._in_one_stack(sizes):
-            return AllGather(self.engine, 0, self._ones, replicated), self.x.unsqueeze(0), self._result
-        last = AllGather(self.engine, 0, sizes, replicated)
+            return MAPS["AllGather"](self.engine, 0, self._ones, replicated), self.x.unsqueeze(0), self._result
+        last = MAPS["AllGather"](self.engine, 0, sizes, replicated)
         return last, self._row_block(sizes), lambda y: y.view(self.x.shape)
 
     def at(self, dst: int) -> Steps:
@@ -79,8 +76,8 @@ class Reducing:
             return y.view(self.x.shape)
 
         if self._in_one_stack(sizes):
-            return AllGather(self.engine, 0, self._ones), self.x.unsqueeze(0), kept
-        return Gather(self.engine, dst, 0, sizes), self._row_block(sizes).unsqueeze(1), shaped
+            return MAPS["AllGather"](self.engine, 0, self._ones), self.x.unsqueeze(0), kept
+        return MAPS["Gather"](self.engine, dst, 0, sizes), self._row_block(sizes).unsqueeze(1), shaped
 
     def block(self, dim: int, sizes: tuple[int, ...]) -> Steps:
         """Block r of y along dim, on rank r."""
@@ -88,13 +85,13 @@ class Reducing:
         if self._in_one_stack(sizes):
             # Not by split_with_sizes, whose derivative forgets an empty row.
             first, length = sum(sizes[: self.engine.rank]), sizes[self.engine.rank]
-            gather = AllGather(self.engine, 0, self._ones)
+            gather = MAPS["AllGather"](self.engine, 0, self._ones)
             return gather, self.x.unsqueeze(0), lambda stack: _own(self._over(stack).narrow(dim, first, length))
-        return AllToAll(self.engine, dim + 1, 0, sizes, self._ones), self.x.unsqueeze(0), self._result
+        return MAPS["AllToAll"](self.engine, dim + 1, 0, sizes, self._ones), self.x.unsqueeze(0), self._result
 
     def _row_block(self, sizes: tuple[int, ...]) -> Tensor:
         """Block r of y as one row, on rank r."""
-        return self._over(apply(AllToAll(self.engine, 1, 0, sizes, self._ones), self.x.reshape(1, -1)))
+        return self._over(apply(MAPS["AllToAll"](self.engine, 1, 0, sizes, self._ones), self.x.reshape(1, -1)))
 
     def _in_one_stack(self, sizes: tuple[int, ...]) -> bool:
         """Whether every rank reduces the stack of all ranks' whole x.
@@ -157,7 +154,7 @@ class Reducing:
         return False
 
     def _gathered(self, t: Tensor) -> Tensor:
-        return run(t.unsqueeze(0), AllGather(self.engine, 0, self._ones), None)
+        return run(t.unsqueeze(0), MAPS["AllGather"](self.engine, 0, self._ones), None)
 
 
 def _row(stack: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from diffcoll import checks, joint
-from diffcoll._torch import (
+from diffcoll.core import checks, joint
+from diffcoll.core._torch import (
     apply_rule,
     backward_at_work,
     batch_last,
@@ -33,15 +33,18 @@ from diffcoll._torch import (
     is_zero_without_memory,
     over_batch,
 )
+from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
+from diffcoll.core.joint import record
 from diffcoll.engines.engine import Engine, Turn, Wait, done
-from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
-from diffcoll.joint import record
 
-__all__ = ["UNEVEN", "Linear", "alone", "apply", "at_once", "begin", "moved", "start", "then"]
+__all__ = ["MAPS", "UNEVEN", "Linear", "alone", "apply", "at_once", "begin", "moved", "start", "then"]
 
 T = TypeVar("T")
 #: Maps whose x may have another size on every rank.
 UNEVEN = ("all_gather", "all_to_all", "gather", "scatter")
+
+#: Every linear map by the name of its class: what is made of maps, and stands below them, finds them here.
+MAPS: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,10 @@ class Linear(ABC):
     reads_at_once: ClassVar[bool] = False
 
     engine: Engine
+
+    def __init_subclass__(cls) -> None:
+        """Enter the map in MAPS."""
+        MAPS[cls.__name__] = cls
 
     @abstractmethod
     def start(self, x: Tensor) -> Callable[[], Tensor]:
@@ -158,7 +165,7 @@ def alone(f: Linear, x: Tensor, origin: Origin | None = None) -> Tensor:
 def apply(f: Linear, x: Tensor) -> Tensor:
     """Return f(x), differentiable to any order and in both modes."""
     if f.engine.compiling:
-        from diffcoll import compiled  # it is made of the maps
+        from diffcoll.core import compiled  # it makes an op of every map, which takes time
 
         return compiled.apply(f, x)
     return (record if joint.here.chain else apply_rule)(_Apply, x, f, None)
@@ -166,7 +173,7 @@ def apply(f: Linear, x: Tensor) -> Tensor:
 
 def _traced(f: Linear, x: Tensor) -> Tensor:
     """Return f(x) of an x that is traced, where autograd has been seen to: one op in the graph."""
-    from diffcoll import compiled  # it is made of the maps
+    from diffcoll.core import compiled  # it makes an op of every map, which takes time
 
     return compiled.traced(f, x)
 

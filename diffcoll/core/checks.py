@@ -12,9 +12,9 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, failure, message, user_line
 from diffcoll.engines import local
 from diffcoll.engines.engine import Engine, Turn
-from diffcoll.errors import CollectiveFailedError, CollectiveMismatchError, failure, message, user_line
 
 __all__ = ["check_mode", "compare", "digest", "disagree", "is_on", "refuse", "same_everywhere"]
 

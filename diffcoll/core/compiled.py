@@ -18,35 +18,16 @@ from torch._inductor import lowering, virtualized
 from torch.fx import traceback
 from torch.utils import checkpoint
 
-from diffcoll import checks
-from diffcoll._torch import COMPILES, backward_at_work, batch_last, is_differentiating, is_jit_tracing
-from diffcoll.collectives.all_gather import AllGather
-from diffcoll.collectives.all_reduce import AllReduce
-from diffcoll.collectives.all_to_all import AllToAll
-from diffcoll.collectives.broadcast import Broadcast, Keep
-from diffcoll.collectives.call import PER_RANK
-from diffcoll.collectives.gather import Gather
-from diffcoll.collectives.linear import UNEVEN, Linear, alone, moved
-from diffcoll.collectives.permute import Permute
-from diffcoll.collectives.reduce import Reduce
-from diffcoll.collectives.reduce_scatter import ReduceScatter
-from diffcoll.collectives.scan import Scan
-from diffcoll.collectives.scatter import Scatter
-from diffcoll.collectives.shift import Shift
-from diffcoll.collectives.split import Split
-from diffcoll.collectives.sum_gradients import SumGradients
-from diffcoll.errors import user_line
-from diffcoll.groups import engine_named, key_in_graphs
-from diffcoll.joint import is_joint
-from diffcoll.reductions import Product
+from diffcoll.core import checks
+from diffcoll.core._torch import COMPILES, backward_at_work, batch_last, is_differentiating, is_jit_tracing
+from diffcoll.core.call import PER_RANK
+from diffcoll.core.errors import user_line
+from diffcoll.core.groups import engine_named, key_in_graphs
+from diffcoll.core.joint import is_joint
+from diffcoll.core.linear import MAPS, UNEVEN, Linear, alone, moved
+from diffcoll.core.reductions import Product
 
-__all__ = ["MAPS", "apply", "product", "traced"]
-
-#: Every linear map that is an op.
-MAPS: tuple[type[Linear], ...] = (
-    *(AllGather, AllReduce, AllToAll, Broadcast, Gather, Keep, Permute),
-    *(Reduce, ReduceScatter, Scan, Scatter, Shift, Split, SumGradients),
-)
+__all__ = ["apply", "product", "traced"]
 
 if not COMPILES:
     raise NotImplementedError(
@@ -240,5 +221,5 @@ def _keep_in_order(definition: Any, op: Any) -> None:
     lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
 
-for _kind in MAPS:
+for _kind in MAPS.values():
     _register(_kind)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import diffcoll as dc
-from diffcoll import checks
-from diffcoll.collectives.call import TAKE_TREES
+from diffcoll.core import checks
+from diffcoll.core.call import TAKE_TREES
 from diffcoll.engines.c10d import destroy
 from diffcoll.testing import cases, simulate, spawn
 
@@ -210,15 +210,14 @@ def test_every_call_is_compared(where):
 
 def test_calls_are_the_only_way_into_the_algebra():
     """So that no collective can forget to be compared; a reduction is a part of a call that was."""
-    folder = pathlib.Path(dc.__file__).parent / "collectives"
     found = set()
-    for file in folder.glob("*.py"):
+    for file in pathlib.Path(dc.__file__).parent.glob("co*/*.py"):  # collectives/ and core/
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module == "diffcoll.collectives.linear":
+            if isinstance(node, ast.ImportFrom) and node.module == "diffcoll.core.linear":
                 found |= {
                     file.name for name in node.names if name.name in ("apply", "start", "begin", "alone", "moved")
                 }
-    assert found == {"call.py", "reducing.py"}
+    assert found == {"call.py", "reducing.py", "compiled.py"}
 
 
 numpy_1 = np.int64(1)
@@ -420,7 +419,7 @@ def test_the_switch():
     assert not checks.is_on()
     with pytest.raises(TypeError, match="check_mode: on: got str, expected True or False"):
         dc.check_mode("off")
-    code = "from diffcoll import checks; print(checks.is_on())"
+    code = "from diffcoll.core import checks; print(checks.is_on())"
     for value, expected in (("1", "True"), ("0", "False")):
         environment = {**os.environ, "DIFFCOLL_CHECK": value, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)

@@ -6,29 +6,27 @@ import operator
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from diffcoll import checks, joint
-from diffcoll._torch import divide_, integers, is_traced, is_tree, times, tree_paths
-from diffcoll.collectives.linear import Linear, apply, start
-from diffcoll.collectives.pending import Pending
+from diffcoll.core import checks, joint
+from diffcoll.core._torch import divide_, integers, is_traced, is_tree, times, tree_paths
+from diffcoll.core.errors import CollectiveMismatchError, failure, message, user_line
+from diffcoll.core.groups import met, resolve
+from diffcoll.core.linear import MAPS, Linear, apply, start
+from diffcoll.core.pending import Pending
+from diffcoll.core.reducing import Reducing, Steps
+from diffcoll.core.reductions import REDUCTIONS, Reduction, elementwise, spelled, users
 from diffcoll.engines.engine import WIDER
-from diffcoll.errors import CollectiveMismatchError, failure, message, user_line
-from diffcoll.groups import met, resolve
-from diffcoll.reductions import REDUCTIONS, Reduction, elementwise, spelled, users
-
-if TYPE_CHECKING:
-    from diffcoll.collectives.reducing import Reducing, Steps
 
 __all__ = ["Call", "Cotangent", "Group", "Parts", "Sizes", "Tree", "known"]
 
 #: A tensor, or nested tuples, lists and dicts of tensors.
 Tree = TypeVar("Tree")
 
-#: What `group` may be; engines recognise their own, see `diffcoll.groups`.
+#: What `group` may be; engines recognise their own, see `diffcoll.core.groups`.
 Group = Any
 #: Sizes of blocks that x is cut into, and of blocks that the ranks bring.
 Parts = Sequence[int] | None
@@ -208,8 +206,6 @@ class Call:
         if reduction.name == "sum":
             return self.submit(f, x)
         if reduction.over is not None:
-            from diffcoll.collectives.reducing import Reducing  # it is made of collectives
-
             return self.submit(*other(Reducing(self.name, reduction, self.engine, x, checked=self._compares())))
         # The mean is the sum divided by N. In half precision the sum may overflow where the mean does not.
         wide = x.to(WIDER.get(x.dtype, x.dtype))
@@ -411,23 +407,19 @@ class Call:
 
     def tell(self, numbers: list[int], what: str = "sizes") -> list[list[int]]:
         """Exchange a few integers, as many on each rank; one list from each rank, in order."""
-        from diffcoll.collectives.all_gather import AllGather  # all_gather.py makes calls itself
-
         if self._compares():
             self._compare((self.name, what, len(numbers)))
         n = self.engine.size
         mine = torch.tensor(numbers, dtype=torch.int64, device=self.engine.control_device)
-        flat = integers(apply(AllGather(self.engine, 0, (len(numbers),) * n), mine))
+        flat = integers(apply(MAPS["AllGather"](self.engine, 0, (len(numbers),) * n), mine))
         return [flat[i * len(numbers) : (i + 1) * len(numbers)] for i in range(n)]
 
     def told(self, root: int, numbers: list[int] | None) -> list[int]:
         """Return the integers that the root passes to all; None on the other ranks."""
-        from diffcoll.collectives.broadcast import Broadcast  # broadcast.py makes calls itself
-
         if self._compares():
             self._compare((self.name, root))
         device = self.engine.control_device
-        send = Broadcast(self.engine, root)
+        send = MAPS["Broadcast"](self.engine, root)
         length = int(apply(send, torch.tensor(len(numbers or ()), device=device)))
         row = torch.tensor(numbers if numbers else [0] * length, dtype=torch.int64, device=device)
         return integers(apply(send, row))

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from diffcoll._torch import constant_in_graphs, is_differentiating, unfaked
+from diffcoll.core._torch import constant_in_graphs, is_differentiating, unfaked
+from diffcoll.core.joint import is_joint
 from diffcoll.engines import c10d, local, mpi
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.named import Facts, NamedEngine, facts
 from diffcoll.engines.solo import SoloEngine
-from diffcoll.joint import is_joint
 
 __all__ = ["engine_named", "get_rank", "get_world_size", "key_in_graphs", "met", "resolve", "set_default_group"]
 

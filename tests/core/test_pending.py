@@ -12,8 +12,8 @@ from releases import compiles
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
+from diffcoll.core.groups import resolve
 from diffcoll.engines.c10d import C10dEngine
-from diffcoll.groups import resolve
 from diffcoll.testing import simulate, spawn
 
 CALLS = {

@@ -1,0 +1,131 @@
+"""Which module imports which: arrows go down only, as the folders are listed here."""
+
+import ast
+import re
+from pathlib import Path
+
+import diffcoll
+from diffcoll.collectives import COLLECTIVES
+
+ROOT = Path(diffcoll.__file__).parent
+
+#: From below; each may import itself and what stands before it. The ground imports nothing of the library's.
+LAYERS = {
+    "truth": {"truth"},
+    "ground": {"core._torch", "core.errors"},
+    "engines": {"engines"},
+    "core": {"core"},
+    "collectives": {"collectives"},
+    "averaging": {"averaging"},
+    "diffcoll": {"diffcoll"},
+    "compat": {"compat"},
+    "testing": {"testing"},
+    "cli": {"cli", "__main__"},
+}
+ORDER = list(LAYERS)
+#: Maps that are each other's adjoint.
+ADJOINT = {
+    frozenset(pair)
+    for pair in (
+        ("all_gather", "reduce_scatter"),
+        ("all_gather", "split"),
+        ("all_reduce", "sum_gradients"),
+        ("broadcast", "reduce"),
+        ("gather", "scatter"),
+    )
+}
+#: Imported when something is first traced: it takes time to make an op of every map.
+DEFERRED = {("core.linear", "core.compiled"), ("core.reductions", "core.compiled")}
+
+
+def name_of(path):
+    """core.linear; a package is named as its folder."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__") or "diffcoll"
+
+
+def imports(tree):
+    """Yield the full name of every module, or of what may be one, that is imported, and whether within a function."""
+    within = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            yield from ((f"{node.module}.{alias.name}", id(node) in within) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) in within) for alias in node.names)
+
+
+MODULES = {name_of(path): path for path in ROOT.rglob("*.py")}
+FOREIGN = {module: [] for module in MODULES}
+ARROWS = {module: {} for module in MODULES}
+for module, path in MODULES.items():
+    for name, deferred in imports(ast.parse(path.read_text(encoding="utf-8"))):
+        if name.split(".")[0] != "diffcoll":
+            FOREIGN[module].append(name)
+            continue
+        inner = name.removeprefix("diffcoll").removeprefix(".")
+        while inner and inner not in MODULES:
+            inner = inner.rpartition(".")[0]
+        ARROWS[module][inner or "diffcoll"] = deferred
+
+
+def layer(module):
+    for name, parts in LAYERS.items():
+        if module in parts or module.split(".")[0] in parts:
+            return ORDER.index(name)
+    raise AssertionError(f"{module} is in no layer")
+
+
+def test_arrows_go_down():
+    assert MODULES.keys() >= {"diffcoll", "core.linear", "collectives.all_reduce", "cli.verify", "__main__"}
+    for module, to in ARROWS.items():
+        for other in to:
+            assert layer(other) <= layer(module), f"{module} imports {other}, which stands above it"
+            assert layer(module) != ORDER.index("truth"), f"truth imports {other}"
+            assert layer(other) != ORDER.index("truth") or ORDER[layer(module)] in ("diffcoll", "testing"), module
+
+
+def test_circles_are_pairs_of_adjoints():
+    library = [module for module in MODULES if layer(module) < ORDER.index("testing")]
+    assert {(a, b) for a in library for b, deferred in ARROWS[a].items() if deferred} == DEFERRED
+    left = {
+        module: {other for other, deferred in to.items() if not deferred and not _adjoint(module, other)}
+        for module, to in ARROWS.items()
+    }
+    while free := [module for module, to in left.items() if not to & left.keys()]:
+        for module in free:
+            del left[module]
+    assert not left, f"these import each other in a circle: {sorted(left)}"
+
+
+def _adjoint(module, other):
+    names = [name.partition("collectives.")[2] for name in (module, other)]
+    return frozenset(names) in ADJOINT
+
+
+def test_the_pairs_are_those_of_the_maps():
+    found = {frozenset((a, b)) for a, to in ARROWS.items() for b in to if a in ARROWS[b] and (a, b) not in DEFERRED}
+    found -= {frozenset(pair) for pair in DEFERRED}
+    assert found == {frozenset(f"collectives.{name}" for name in pair) for pair in ADJOINT}
+
+
+def test_a_listing_of_collectives_is_the_list_of_collectives():
+    assert {path.stem for path in (ROOT / "collectives").glob("*.py")} == {
+        "__init__",
+        *COLLECTIVES,
+    }
+
+
+def test_what_is_foreign():
+    """torch.distributed is for engines, and private torch API for the places that give their reasons."""
+    for module, names in FOREIGN.items():
+        engines = module.startswith(("engines.", "testing.processes", "testing.simulate", "cli."))
+        private = module in ("core._torch", "core.compiled")
+        for name in names:
+            assert engines or not name.startswith("torch.distributed"), (module, name)
+            assert private or not re.match(r"torch\b.*\._(?!_)", name), (module, name)
