@@ -28,19 +28,7 @@ _EXPECTED = "a module, parameters, or pairs (name, parameter)"
 def named_parameters(operation: str, given: Any) -> list[tuple[str, Tensor]]:
     """Return the names and parameters of what the user gave: leaves, and none that something else reduces already."""
     if isinstance(given, nn.Module):
-        for name, module in given.named_modules():
-            where = f"{operation}: module_or_params: {name or type(module).__name__}"
-            if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                raise TypeError(f"{where}: {SPARSE}")
-            if isinstance(module, DistributedDataParallel):
-                raise TypeError(
-                    f"{where}: is in DistributedDataParallel, which averages its gradients; take one of the two away: "
-                    f"give {operation} the module without DistributedDataParallel, or do without {operation}"
-                )
-            if isinstance(module, _fsdp_classes()):
-                raise TypeError(
-                    f"{where}: FSDP shards this module and reduces its own gradients; do without {operation}"
-                )
+        _refuse_modules(operation, given)
         named: list[tuple[str, Tensor]] = [*given.named_parameters()]
     else:
         if isinstance(given, (Tensor, str)) or not isinstance(given, Iterable):
@@ -66,6 +54,21 @@ def named_parameters(operation: str, given: Any) -> list[tuple[str, Tensor]]:
         expected = "at least one parameter of floating-point or complex dtype"
         raise ValueError(message(operation, "module_or_params", got, expected))
     return named
+
+
+def _refuse_modules(operation: str, given: nn.Module) -> None:
+    """Raise for sparse gradients, and for what reduces its gradients itself."""
+    for name, module in given.named_modules():
+        where = f"{operation}: module_or_params: {name or type(module).__name__}"
+        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise TypeError(f"{where}: {SPARSE}")
+        if isinstance(module, DistributedDataParallel):
+            raise TypeError(
+                f"{where}: is in DistributedDataParallel, which averages its gradients; take one of the two away: "
+                f"give {operation} the module without DistributedDataParallel, or do without {operation}"
+            )
+        if isinstance(module, _fsdp_classes()):
+            raise TypeError(f"{where}: FSDP shards this module and reduces its own gradients; do without {operation}")
 
 
 def differentiable(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

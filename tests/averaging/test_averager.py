@@ -407,7 +407,7 @@ def test_two_weighted_losses():
                     loss().backward()
             averager.set_weight([1, 1, 2][r])
             if r == 0:
-                averager._tasks.clear()
+                averager._reducer.backward.tasks.clear()
             loss(5.0).backward()  # is added
 
     parts = data((5,), 3)
@@ -465,7 +465,7 @@ def test_frozen_shared_and_unfrozen_parameters():
             model[0].bias.requires_grad_(k != 3)
             model(x).pow(2).sum().backward()
             found.append(gradients(model))
-            sent = sum(bucket.body.numel() for bucket in averager._buckets)
+            sent = sum(bucket.body.numel() for bucket in averager._reducer.buckets)
             assert sent == sum(p.numel() for p in model.parameters() if p.requires_grad)  # what is frozen is not sent
         return [g for of_step in found for g in of_step]
 
@@ -808,8 +808,8 @@ def test_buckets_follow_the_order_in_which_gradients_come():
         model = Branches()
         averager = dc.GradientAverager(model, bucket_mb=8 / 2**20)
         events = []
-        start = averager._start
-        averager._start = lambda bucket: (events.append(str(bucket)), start(bucket))
+        start = averager._reducer._start
+        averager._reducer._start = lambda bucket: (events.append(str(bucket)), start(bucket))
         for i, p in enumerate(model.parts):
             p.register_post_accumulate_grad_hook(lambda _, i=i: events.append(i))
         for _ in range(2):

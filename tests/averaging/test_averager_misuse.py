@@ -117,7 +117,7 @@ def test_memory_is_taken_only_where_a_gradient_is_kept():
     averager = dc.GradientAverager(model, bucket_mb=1e-4)
 
     def memory():
-        return [bucket.row.data_ptr() for bucket in averager._buckets]
+        return [bucket.row.data_ptr() for bucket in averager._reducer.buckets]
 
     def step(set_to_none=True):
         model.zero_grad(set_to_none=set_to_none)
@@ -153,10 +153,10 @@ def test_memory_that_other_processes_share_is_given_up():
     model.zero_grad()
     model(batch(0)).square().sum().backward()
     kept = model[0].weight.grad.share_memory_().clone()
-    before = averager._buckets[0].row.data_ptr()
+    before = averager._reducer.buckets[0].row.data_ptr()
     model.zero_grad()
     model(batch(1)).square().sum().backward()
-    assert averager._buckets[0].row.data_ptr() != before
+    assert averager._reducer.buckets[0].row.data_ptr() != before
     assert not torch.equal(kept, model[0].weight.grad)
 
 
