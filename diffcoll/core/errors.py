@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 #: Folders of the library, of torch and of Python. Installed packages may be below Python's folder, and are users' code.
-_OURS = tuple(os.path.dirname(str(file)) + os.sep for file in (__file__, torch.__file__))
+_OURS = tuple(os.path.dirname(str(path)) + os.sep for path in (os.path.dirname(__file__), torch.__file__))
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(_PYTHON + folder + os.sep for folder in ("site-packages", "dist-packages"))
 #: How the file names of generated code begin: importlib, torch.fx, and decorators of other libraries.

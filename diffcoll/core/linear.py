@@ -43,7 +43,7 @@ T = TypeVar("T")
 #: Maps whose x may have another size on every rank.
 UNEVEN = ("all_gather", "all_to_all", "gather", "scatter")
 
-#: Every linear map by the name of its class: what is made of maps, and stands below them, finds them here.
+#: The linear maps of `diffcoll.collectives` by the name of the class, for modules that those import.
 MAPS: dict[str, Any] = {}
 
 
@@ -63,8 +63,9 @@ class Linear(ABC):
     engine: Engine
 
     def __init_subclass__(cls) -> None:
-        """Enter the map in MAPS."""
-        MAPS[cls.__name__] = cls
+        """Enter a map of the library in MAPS."""
+        if cls.__module__.startswith("diffcoll.collectives."):
+            MAPS[cls.__name__] = cls
 
     @abstractmethod
     def start(self, x: Tensor) -> Callable[[], Tensor]:

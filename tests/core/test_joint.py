@@ -309,7 +309,7 @@ def test_what_is_used_by_all_costs_nothing_more():
 
         def body(r):
             whole = Engine.all_reduce
-            engine = type(dc.groups.resolve(None, "test"))
+            engine = type(dc.core.groups.resolve(None, "test"))
             exchange = engine.exchange
 
             def counted(self, sends, recvs):
