@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from diffcoll.collectives import reduce_scatter, split
 from diffcoll.core import trees
@@ -35,14 +36,14 @@ class AllGather(Linear):
     sizes: tuple[int, ...]
     replicated: bool = False
 
+    @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        """See `Linear.start`."""
         blocks, joined = join(x, x.shape, self.dim, self.sizes, self.engine)
         mine = blocks[self.engine.rank].copy_(x) if self.engine.later else x.contiguous()
         return then(self.engine.all_gather(mine, blocks), joined)
 
+    @override
     def shape(self, x: Sequence[int]) -> list[int]:
-        """See `Linear.shape`."""
         return [*x[: self.dim], sum(self.sizes), *x[self.dim + 1 :]]
 
     @property
@@ -53,8 +54,8 @@ class AllGather(Linear):
         return reduce_scatter.ReduceScatter(self.engine, self.dim, self.sizes)
 
     @property
+    @override
     def shared(self) -> tuple[bool, bool]:
-        """See `Linear.shared`."""
         return False, self.replicated
 
 

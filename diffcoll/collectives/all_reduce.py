@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from diffcoll.collectives import sum_gradients
 from diffcoll.core import trees
@@ -33,8 +34,8 @@ class AllReduce(Linear):
     reads_at_once: ClassVar[bool] = True
     replicated: bool = False
 
+    @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        """See `Linear.start`."""
         y = torch.empty_like(x) if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
         return then(self.engine.all_reduce(x, y), y)
 
@@ -44,8 +45,8 @@ class AllReduce(Linear):
         return sum_gradients.SumGradients(self.engine) if self.replicated else self
 
     @property
+    @override
     def shared(self) -> tuple[bool, bool]:
-        """See `Linear.shared`."""
         return False, self.replicated
 
 

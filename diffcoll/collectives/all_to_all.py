@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, overload
 
 from torch import Tensor
+from typing_extensions import override
 
 from diffcoll.core import checks
 from diffcoll.core.blocks import cut, join
@@ -36,15 +37,15 @@ class AllToAll(Linear):
     split_sizes: tuple[int, ...]
     concat_sizes: tuple[int, ...]
 
+    @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        """See `Linear.start`."""
         shape = list(x.shape)
         shape[self.split_dim] = self.split_sizes[self.engine.rank]
         blocks, joined = join(x, shape, self.concat_dim, self.concat_sizes, self.engine)
         return then(self.engine.exchange(cut(x, self.split_dim, self.split_sizes), blocks), joined)
 
+    @override
     def shape(self, x: Sequence[int]) -> list[int]:
-        """See `Linear.shape`."""
         y = list(x)
         y[self.split_dim] = self.split_sizes[self.engine.rank]
         y[self.concat_dim] = sum(self.concat_sizes)

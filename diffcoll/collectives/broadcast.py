@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from diffcoll.collectives import reduce
 from diffcoll.core import trees
@@ -33,8 +34,8 @@ class Broadcast(Linear):
     src: int
     replicated: bool = False
 
+    @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        """See `Linear.start`."""
         if self.engine.rank == self.src:
             y = x.clone(memory_format=torch.contiguous_format)
         else:
@@ -47,8 +48,8 @@ class Broadcast(Linear):
         return Keep(self.engine, self.src) if self.replicated else reduce.Reduce(self.engine, self.src)
 
     @property
+    @override
     def shared(self) -> tuple[bool, bool]:
-        """See `Linear.shared`."""
         return False, self.replicated
 
 
@@ -60,8 +61,8 @@ class Keep(Linear):
     reads_at_once: ClassVar[bool] = True
     src: int
 
+    @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        """See `Linear.start`."""
         y = x.clone() if self.engine.rank == self.src else torch.zeros_like(x)
         return lambda: y
 
@@ -71,8 +72,8 @@ class Keep(Linear):
         return Broadcast(self.engine, self.src, replicated=True)
 
     @property
+    @override
     def shared(self) -> tuple[bool, bool]:
-        """See `Linear.shared`."""
         return True, False
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from diffcoll.collectives import scatter
 from diffcoll.core.blocks import join
@@ -30,8 +31,8 @@ class Gather(Linear):
     dim: int
     sizes: tuple[int, ...]
 
+    @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        """See `Linear.start`."""
         n = self.engine.size
         sends = [x.contiguous() if s == self.dst else None for s in range(n)]
         if self.engine.rank != self.dst:
@@ -39,8 +40,8 @@ class Gather(Linear):
         blocks, joined = join(x, x.shape, self.dim, self.sizes, self.engine)
         return then(self.engine.exchange(sends, blocks), joined)
 
+    @override
     def shape(self, x: Sequence[int]) -> list[int]:
-        """See `Linear.shape`."""
         length = sum(self.sizes) if self.engine.rank == self.dst else 0
         return [*x[: self.dim], length, *x[self.dim + 1 :]]
 

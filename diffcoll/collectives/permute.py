@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from diffcoll.core.call import Call, Group
 from diffcoll.core.linear import Linear, then
@@ -27,8 +28,8 @@ class Permute(Linear):
     name: ClassVar[str] = "permute"
     pairs: tuple[tuple[int, int], ...]
 
+    @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        """See `Linear.start`."""
         n, rank = self.engine.size, self.engine.rank
         source = next((src for src, dst in self.pairs if dst == rank), None)
         target = next((dst for src, dst in self.pairs if src == rank), None)

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from diffcoll.collectives import broadcast
 from diffcoll.core.call import Call, Group
@@ -29,8 +30,8 @@ class Reduce(Linear):
     name: ClassVar[str] = "reduce"
     dst: int
 
+    @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        """See `Linear.start`."""
         at_home = self.engine.rank == self.dst
         y = x.clone(memory_format=torch.contiguous_format) if at_home else x.contiguous()
         wait = self.engine.reduce(y, self.dst)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, overload
 
 from torch import Tensor
+from typing_extensions import override
 
 from diffcoll.collectives import all_gather
 from diffcoll.core.blocks import cut
@@ -31,14 +32,14 @@ class ReduceScatter(Linear):
     dim: int
     sizes: tuple[int, ...]
 
+    @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        """See `Linear.start`."""
         blocks = cut(x, self.dim, self.sizes)
         y = x.new_empty(self.shape(x.shape))
         return then(self.engine.reduce_scatter(blocks, y), y)
 
+    @override
     def shape(self, x: Sequence[int]) -> list[int]:
-        """See `Linear.shape`."""
         return [*x[: self.dim], self.sizes[self.engine.rank], *x[self.dim + 1 :]]
 
     @property

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from diffcoll.collectives import gather
 from diffcoll.core.blocks import cut
@@ -32,15 +33,15 @@ class Scatter(Linear):
     dim: int
     sizes: tuple[int, ...]
 
+    @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        """See `Linear.start`."""
         n, rank = self.engine.size, self.engine.rank
         y = x.new_empty(self.shape(x.shape))
         blocks = cut(x, self.dim, self.sizes) if rank == self.src else [None] * n
         return then(self.engine.exchange(blocks, [y if s == self.src else None for s in range(n)]), y)
 
+    @override
     def shape(self, x: Sequence[int]) -> list[int]:
-        """See `Linear.shape`."""
         return [*x[: self.dim], self.sizes[self.engine.rank], *x[self.dim + 1 :]]
 
     @property

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from diffcoll.collectives import all_gather
 from diffcoll.core.call import Call, Group, Parts
@@ -30,14 +31,14 @@ class Split(Linear):
     dim: int
     sizes: tuple[int, ...]
 
+    @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        """See `Linear.start`."""
         block = x.split_with_sizes(list(self.sizes), self.dim)[self.engine.rank]
         y = block.clone(memory_format=torch.contiguous_format)
         return lambda: y
 
+    @override
     def shape(self, x: Sequence[int]) -> list[int]:
-        """See `Linear.shape`."""
         return [*x[: self.dim], self.sizes[self.engine.rank], *x[self.dim + 1 :]]
 
     @property
@@ -46,8 +47,8 @@ class Split(Linear):
         return all_gather.AllGather(self.engine, self.dim, self.sizes, replicated=True)
 
     @property
+    @override
     def shared(self) -> tuple[bool, bool]:
-        """See `Linear.shared`."""
         return True, False
 
 

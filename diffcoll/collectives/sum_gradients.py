@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from diffcoll.collectives import all_reduce
 from diffcoll.core import trees
@@ -31,8 +32,8 @@ class SumGradients(Linear):
     name: ClassVar[str] = "sum_gradients"
     reads_at_once: ClassVar[bool] = True
 
+    @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        """See `Linear.start`."""
         y = x.clone()
         return lambda: y
 
@@ -42,8 +43,8 @@ class SumGradients(Linear):
         return all_reduce.AllReduce(self.engine, replicated=True)
 
     @property
+    @override
     def shared(self) -> tuple[bool, bool]:
-        """See `Linear.shared`."""
         return True, False
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from typing_extensions import override
 
 from diffcoll.core._torch import RELEASE
 from diffcoll.engines.engine import Blocks, Turn, Wait
@@ -88,25 +89,25 @@ class C10dEngine(MessageEngine):
         return group
 
     @property
+    @override
     def ended(self) -> bool:
-        """See `Engine.ended`."""
         group = self._group()
         return group is None or not _exists(group)
 
     @property
+    @override
     def control_device(self) -> torch.device:
-        """See `Engine.control_device`."""
         if "cpu" in self.backends:
             return torch.device("cpu")
         device = next(iter(self.backends))
         return torch.device(device, torch.get_device_module(device).current_device())
 
+    @override
     def small(self, device: str) -> int:
-        """See `Engine.small`."""
         return SMALL.get(self.backends[device], 0)
 
+    @override
     def subgroup(self, ranks: Sequence[int]) -> Any:
-        """See `Engine.subgroup`."""
         return _new_group([dist.get_global_rank(self.group, r) for r in ranks])
 
     def twin(self) -> C10dEngine:
@@ -125,8 +126,8 @@ class C10dEngine(MessageEngine):
             twin.all_reduce(word, word)()  # else a rank may leave the group while another has yet to connect
         return twin
 
+    @override
     def overlaps(self, x: Tensor) -> bool:
-        """See `Engine.overlaps`."""
         return self._runs_natively("all_reduce", x, adds=True)
 
     def close(self) -> None:
@@ -171,8 +172,8 @@ class C10dEngine(MessageEngine):
         """See `MessageEngine.reaches`: gloo's point-to-point messages read and write CPU memory only."""
         return x.is_cpu or self._backend(x) != "gloo"
 
+    @override
     def messages(self, sends: Messages, recvs: Messages) -> Wait:
-        """See `MessageEngine.messages`."""
         if self.backends.get((recvs or sends)[0][1].device.type, "gloo") == "gloo":
             # Straight to the group: dist.isend and dist.irecv cost another 10 µs each.
             works = [self.group.send([_filled(t)], s, _tag(t)) for s, t in sends]
@@ -195,8 +196,8 @@ class C10dEngine(MessageEngine):
 
     # ── the backend's own collectives, where the tables above say so ─────────────────────────────────────
 
+    @override
     def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
-        """See `Engine.all_reduce`."""
         if not self._runs_natively("all_reduce", y, adds=True):
             return super().all_reduce(x, y)
         if not x.is_contiguous():
@@ -216,29 +217,29 @@ class C10dEngine(MessageEngine):
 
         return finish
 
+    @override
     def all_gather(self, x: Tensor, blocks: list[Tensor]) -> Wait:  # type: ignore[override]
-        """See `Engine.all_gather`."""
         even = all(b.shape == x.shape for b in blocks)
         if not (even and self._runs_natively("all_gather", x)):
             return super().all_gather(x, blocks)
         return _wait(dist.all_gather([_bytes(b) for b in blocks], _bytes(x), group=self.group, async_op=True))
 
+    @override
     def reduce_scatter(self, blocks: list[Tensor], out: Tensor) -> Wait:  # type: ignore[override]
-        """See `Engine.reduce_scatter`."""
         even = all(b.shape == out.shape for b in blocks)
         if not (even and self._runs_natively("reduce_scatter", out, adds=True)):
             return super().reduce_scatter(blocks, out)
         work = dist.reduce_scatter(_real(out), [_real(b) for b in blocks], group=self.group, async_op=True)
         return _wait(work)
 
+    @override
     def broadcast(self, y: Tensor, src: int) -> Wait:
-        """See `Engine.broadcast`."""
         if not self._runs_natively("broadcast", y):
             return super().broadcast(y, src)
         return _wait(dist.broadcast(_bytes(y), group=self.group, group_src=src, async_op=True))
 
+    @override
     def reduce(self, y: Tensor, dst: int) -> Wait:
-        """See `Engine.reduce`."""
         if not self._runs_natively("reduce", y, adds=True):
             return super().reduce(y, dst)
         y = y if self.rank == dst else y.clone()  # a backend may leave partial sums in it

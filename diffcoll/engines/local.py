@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from diffcoll.core._torch import (
     after_backward,
@@ -312,22 +313,22 @@ class LocalEngine(Engine):
         self._turn = 0
         self._twins = 0
 
+    @override
     def twin(self) -> LocalEngine:
-        """See `Engine.twin`."""
         self._twins += 1
         group = LocalGroup(self.group.ranks, self.group.number * 1000 + self._twins)
         return LocalEngine(self.world, group, self.group.ranks[self.rank])
 
+    @override
     def subgroup(self, ranks: Sequence[int]) -> LocalGroup:
-        """See `Engine.subgroup`."""
         return LocalGroup(tuple(self.group.ranks[r] for r in ranks))
 
+    @override
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
-        """See `Engine.exchange`."""
         return self._meet(self.operation, (sends, recvs), _deliver)
 
+    @override
     def meet_in_truth(self, name: str, x: Any, arguments: dict[str, Any], facts: tuple[object, object]) -> Any:
-        """See `Engine.meet_in_truth`."""
         truth = self.world.truth
         assert truth is not None
         if isinstance(x, torch.Tensor) and is_traced(x):

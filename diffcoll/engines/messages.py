@@ -6,6 +6,7 @@ from abc import abstractmethod
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from diffcoll.engines.engine import Blocks, Engine, Wait, done
 
@@ -26,8 +27,8 @@ class MessageEngine(Engine):
         """Whether the transport reads and writes such memory; if not, messages go through the CPU."""
         return True
 
+    @override
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
-        """See `Engine.exchange`."""
         pairs, wants = self._to_others(sends), self._to_others(recvs)
         some = next((t for _, t in (*pairs, *wants)), None)
         wait: Wait = done

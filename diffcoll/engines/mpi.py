@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from diffcoll.engines.engine import Wait, done
 from diffcoll.engines.messages import MessageEngine, Messages
@@ -81,8 +82,8 @@ class MpiEngine(MessageEngine):
         return self._ours
 
     @property
+    @override
     def ended(self) -> bool:
-        """See `Engine.ended`."""
         return bool(self._mpi.Is_finalized() or self.users == self._mpi.COMM_NULL)
 
     def close(self) -> None:
@@ -99,16 +100,16 @@ class MpiEngine(MessageEngine):
         self._twins.append(twin)
         return twin
 
+    @override
     def subgroup(self, ranks: Sequence[int]) -> Any:
-        """See `Engine.subgroup`."""
         return self.users.Create(self.users.Get_group().Incl(list(ranks)))
 
+    @override
     def reaches(self, x: Tensor) -> bool:
-        """See `MessageEngine.reaches`."""
         return x.is_cpu or _reads_cuda()
 
+    @override
     def messages(self, sends: Messages, recvs: Messages) -> Wait:
-        """See `MessageEngine.messages`."""
         comm, byte = self.comm, self._mpi.BYTE
         requests = [comm.Irecv([piece, byte], s) for s, t in recvs for piece in self._pieces(t)]
         requests += [comm.Isend([piece, byte], s) for s, t in sends for piece in self._pieces(t)]
@@ -116,8 +117,8 @@ class MpiEngine(MessageEngine):
 
     # ── MPI's own collectives ────────────────────────────────────────────────────────────────────────────
 
+    @override
     def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
-        """See `Engine.all_reduce`."""
         kind, nbytes = self._kinds.get(y.dtype), y.nbytes
         if kind is not None and 0 < nbytes <= SMALL and y.is_cpu and not self.later:
             # As below, for one piece: before a small message every line counts.
@@ -143,8 +144,8 @@ class MpiEngine(MessageEngine):
             self.scratch.give(spare)  # not later, so it has been read
         return wait
 
+    @override
     def all_gather(self, x: Tensor, blocks: Sequence[Tensor]) -> Wait:
-        """See `Engine.all_gather`."""
         counts, byte = [b.nbytes for b in blocks], self._mpi.BYTE
         starts = [0, *accumulate(counts)]
         nbytes = starts.pop()
@@ -171,14 +172,14 @@ class MpiEngine(MessageEngine):
             mine = self._mpi.IN_PLACE
         return self._do("Allgatherv", [(mine, [whole, (counts, starts), byte])], [x, blocks])
 
+    @override
     def broadcast(self, y: Tensor, src: int) -> Wait:
-        """See `Engine.broadcast`."""
         if not self.reaches(y):
             return super().broadcast(y, src)
         return self._do("Bcast", [([piece, self._mpi.BYTE], src) for piece in self._pieces(y)], y)
 
+    @override
     def reduce(self, y: Tensor, dst: int) -> Wait:
-        """See `Engine.reduce`."""
         kind, mpi = self._kinds.get(y.dtype), self._mpi
         if kind is None or not self.reaches(y):
             return super().reduce(y, dst)

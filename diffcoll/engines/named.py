@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from diffcoll.engines.engine import Blocks, Engine, Wait
 
@@ -21,16 +22,16 @@ class NamedEngine(Engine):
         self.key, self.rank, self.size, self.description, self.devices, self._control_device, self._small = facts
 
     @property
+    @override
     def control_device(self) -> torch.device:
-        """See `Engine.control_device`."""
         return torch.device(self._control_device)
 
+    @override
     def small(self, device: str) -> int:
-        """See `Engine.small`."""
         return dict(self._small).get(device, 0)
 
+    @override
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
-        """See `Engine.exchange`."""
         raise NotImplementedError("a graph under compilation moves nothing")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from diffcoll.engines.engine import Blocks, Engine, Wait
 
 __all__ = ["SoloEngine"]
@@ -16,12 +18,12 @@ class SoloEngine(Engine):
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)
 
+    @override
     def twin(self) -> SoloEngine:
-        """See `Engine.twin`."""
         return self
 
+    @override
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
-        """See `Engine.exchange`."""
         if recvs[0] is not None and sends[0] is not None:
             recvs[0].copy_(sends[0])
         return lambda: None

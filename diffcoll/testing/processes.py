@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from diffcoll.core._torch import LAZY_MODULES, tree_map
 from diffcoll.core.groups import set_default_group
@@ -116,8 +117,8 @@ def _no_server(error: Exception, n: int) -> RanksFailedError:
 class Forked(Processes):
     """Processes forked from a server that has imported once what they need, and done nothing else."""
 
+    @override
     def begin(self, setups: list[Any], payloads: list[bytes], timeout: float) -> None:
-        """See `Processes.begin`."""
         self._processes: list[Any] = []
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(_PRELOADED))
@@ -136,18 +137,18 @@ class Forked(Processes):
                 self.pids.append(process.pid or 0)
                 self.pipes.append(ours)
 
+    @override
     def last_words(self, rank: int) -> str:
-        """See `Processes.last_words`."""
         self._processes[rank].join(GRACE)
         return f"the process ended with exit code {self._processes[rank].exitcode}\n"
 
+    @override
     def leave(self) -> None:
-        """See `Processes.leave`."""
         for process in self._processes:
             process.join(GRACE)
 
+    @override
     def end(self) -> None:
-        """See `Processes.end`."""
         for process in self._processes:
             if process.is_alive():
                 process.kill()
@@ -173,8 +174,8 @@ class Launched(Processes):
         super().__init__()
         self._launcher: Any = None
 
+    @override
     def begin(self, setups: list[Any], payloads: list[bytes], timeout: float) -> None:
-        """See `Processes.begin`."""
         if importlib.util.find_spec("mpi4py") is None:
             raise missing('spawn: backend="mpi"', "mpi4py", "mpi")
         n, folder = len(setups), setups[0][5]
@@ -206,20 +207,20 @@ class Launched(Processes):
         self.pipes = [calls[rank][0] for rank in range(n)]
         self.pids = [calls[rank][1] for rank in range(n)]
 
+    @override
     def last_words(self, rank: int) -> str:
-        """See `Processes.last_words`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(GRACE)
         return f"the process ended; mpiexec says\n{self._words.read_text()}"
 
+    @override
     def leave(self) -> None:
-        """See `Processes.leave`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(GRACE)
         sys.stderr.write(self._words.read_text())
 
+    @override
     def end(self) -> None:
-        """See `Processes.end`."""
         if self._launcher is not None and self._launcher.poll() is None:
             self._launcher.terminate()  # it ends its ranks
             try:
