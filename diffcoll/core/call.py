@@ -66,7 +66,7 @@ def perform(
     engine = resolve(group, name)
     key = None
     if type(x) in _TYPES and not (engine.joint or engine.compiling or checks.is_on() or x.is_nested):
-        key = (name, x.dtype, x.shape, x.device, *map(id, (async_op, *arguments.values())))
+        key = (name, x.dtype, x.layout, x.shape, x.device, *map(id, (async_op, *arguments.values())))
         plan = engine.plans.get(key)
         if plan is not None:
             return _eager(plan.f, x if plan.before is None else plan.before(x), plan.after, name, async_op)

@@ -26,7 +26,7 @@ from diffcoll.engines.engine import Wait, done
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
 
-__all__ = ["MpiEngine", "engine_named", "engine_of"]
+__all__ = ["MpiEngine", "engine_named", "engine_of", "finalize"]
 
 #: MPI counts in ints of 32 bits; what is larger goes in pieces of this many bytes, on every rank the same.
 PIECE = 1 << 30
@@ -320,6 +320,12 @@ def _close(handle: int) -> None:
 def _close_all() -> None:
     for handle in list(_engines):
         _close(handle)
+
+
+def finalize() -> None:
+    """End MPI in a process that skips what runs at exit, as those of multiprocessing do."""
+    _close_all()
+    _mpi().Finalize()
 
 
 @cache

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import importlib.util
 import io
+import marshal
 import multiprocessing
 import os
 import pickle
@@ -16,9 +18,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,9 +33,10 @@ from diffcoll.core._torch import LAZY_MODULES, tree_map
 from diffcoll.core.groups import set_default_group
 from diffcoll.engines.c10d import destroy
 from diffcoll.engines.local import seed_rank
+from diffcoll.engines.mpi import finalize
 from diffcoll.testing._calls import missing
 
-__all__ = ["GRACE", "Forked", "Launched", "Processes", "RanksFailedError", "launched_main", "surroundings"]
+__all__ = ["GRACE", "Forked", "Launched", "Processes", "RanksFailedError", "surroundings"]
 
 #: When one rank has failed, the others may need this long to say why (s); the same for the last words of
 #: ranks that hang.
@@ -117,25 +120,29 @@ def _no_server(error: Exception, n: int) -> RanksFailedError:
 class Forked(Processes):
     """Processes forked from a server that has imported once what they need, and done nothing else."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._processes: list[Any] = []
+
     @override
     def begin(self, setups: list[Any], payloads: list[bytes], timeout: float) -> None:
-        self._processes: list[Any] = []
+        for setup, payload in zip(setups, payloads, strict=True):
+            self._fork(len(setups), _forked_main, setup, payload, daemon=True)
+
+    def _fork(self, n: int, main: Callable[..., None], *arguments: Any, daemon: bool) -> None:
+        """Start one of n processes. It calls main with its end of a pipe and the arguments."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(_PRELOADED))
-        with _without_main():
-            for setup, payload in zip(setups, payloads, strict=True):
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_rank_main, args=(theirs, setup, payload), daemon=True)
-                try:
-                    process.start()
-                except (EOFError, OSError) as error:
-                    ours.close()
-                    theirs.close()
-                    raise _no_server(error, len(setups)) from error
-                theirs.close()
-                self._processes.append(process)
-                self.pids.append(process.pid or 0)
-                self.pipes.append(ours)
+        ours, theirs = context.Pipe(duplex=False)
+        self.pipes.append(ours)
+        with _without_main(), theirs:
+            process = context.Process(target=main, args=(theirs, *arguments), daemon=daemon)
+            try:
+                process.start()
+            except (EOFError, OSError) as error:
+                raise _no_server(error, n) from error
+        self._processes.append(process)
+        self.pids.append(process.pid or 0)
 
     @override
     def last_words(self, rank: int) -> str:
@@ -156,8 +163,26 @@ class Forked(Processes):
         super().end()
 
 
-class Launched(Processes):
-    """Processes that mpiexec started; they call here through a socket of this folder."""
+#: The program that mpiexec starts once per rank. It does not import PyTorch, so it starts in milliseconds. It sends
+#: its output streams, the socket that MPICH's mpiexec opened for it, and its environment to the rank's process, and
+#: exits when that process does.
+_STAND_IN = """
+import marshal, os, socket, sys
+line = socket.socket(socket.AF_UNIX)
+line.connect(sys.argv[1])
+socket.send_fds(line, [b"."], [1, 2, *(int(os.environ[name]) for name in ["PMI_FD"] if name in os.environ)])
+line.sendall(marshal.dumps(dict(os.environb)))
+os._exit(line.recv(1) != b"0")
+"""
+
+
+class Launched(Forked):
+    """Forked processes as the ranks of a job of mpiexec.
+
+    mpiexec starts a stand-in for each rank. The rank uses its environment, by which MPI identifies processes, and its
+    output streams. A socket connects the two, so that each ends when the other does: mpiexec notices a rank that
+    died, and MPI_Abort ends all ranks.
+    """
 
     #: For Open MPI: as root, with more ranks than cores, on any of them, and through shared memory alone.
     SETTINGS: ClassVar = {
@@ -178,43 +203,59 @@ class Launched(Processes):
     def begin(self, setups: list[Any], payloads: list[bytes], timeout: float) -> None:
         if importlib.util.find_spec("mpi4py") is None:
             raise missing('spawn: backend="mpi"', "mpi4py", "mpi")
-        n, folder = len(setups), setups[0][5]
+        n, folder, around = len(setups), setups[0][5], setups[0][6]
         for rank, payload in enumerate(payloads):
             Path(folder, f"call-{rank}").write_bytes(pickle.dumps((setups[rank], payload)))
-        environment = {**os.environ, **self.SETTINGS, "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment = {**os.environ, **self.SETTINGS}
         if n > (os.cpu_count() or 1):
             environment["OMPI_MCA_mpi_yield_when_idle"] = "1"  # ranks that wait are in the others' way
-        main = "import sys; from diffcoll.testing.processes import launched_main; launched_main(sys.argv[1])"
-        command = [_mpiexec(), "-n", str(n), sys.executable, "-c", main, folder]
+        door_path = str(Path(folder, "door"))
+        command = [_mpiexec(), "-n", str(n), sys.executable, "-IS", "-c", _STAND_IN, door_path]
         self._words = Path(folder, "mpiexec")
-        with socket.socket(socket.AF_UNIX) as door, self._words.open("w") as words:
-            door.bind(str(Path(folder, "door")))
-            door.listen(n)
-            door.settimeout(0.1)
-            self._launcher = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=words)
-            calls: dict[int, tuple[Connection, int]] = {}
-            end = time.monotonic() + timeout
-            while len(calls) < n:
-                with contextlib.suppress(TimeoutError, EOFError):  # EOF: it failed before it could call
-                    pipe = Connection(door.accept()[0].detach())
-                    rank, pid = pickle.loads(pipe.recv_bytes())
-                    calls[rank] = pipe, pid
-                if len(calls) < n and (self._launcher.poll() is not None or time.monotonic() > end):
-                    code, said = self._launcher.poll(), self._words.read_text()
-                    how = "does not end" if code is None else f"ended with exit code {code}"
-                    text = f"spawn: {len(calls)} of {n} ranks began within {timeout:g} s, and mpiexec {how}\n{said}"
-                    raise RanksFailedError(text, dict.fromkeys(range(n), said))
-        self.pipes = [calls[rank][0] for rank in range(n)]
-        self.pids = [calls[rank][1] for rank in range(n)]
+        end = time.monotonic() + timeout
+        ranks: list[int] = []
+        try:
+            with socket.socket(socket.AF_UNIX) as door, self._words.open("w") as words:
+                door.bind(door_path)
+                door.listen(n)
+                self._launcher = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=words)
+                for _ in range(n):
+                    self._await(door, end)
+                    with door.accept()[0] as line:
+                        self._fork(n, _launched_main, line, folder, around, daemon=False)
+            for pipe in self.pipes:
+                self._await(pipe, end)
+                ranks.append(pickle.loads(pipe.recv_bytes()))
+        except EOFError:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._launcher.wait(GRACE)
+            code, said = self._launcher.poll(), self._words.read_text()
+            how = "does not end" if code is None else f"ended with exit code {code}"
+            text = f"spawn: {len(ranks)} of {n} ranks began within {timeout:g} s, and mpiexec {how}\n{said}"
+            raise RanksFailedError(text, dict.fromkeys(range(n), said)) from None
+        order = sorted(range(n), key=ranks.__getitem__)  # stand-ins connect in any order
+        self.pipes = [self.pipes[i] for i in order]
+        self.pids = [self.pids[i] for i in order]
+        self._processes = [self._processes[i] for i in order]
+
+    def _await(self, sender: Any, end: float) -> None:
+        """Wait until something can be received. EOFError: mpiexec ended before that, or it is too late."""
+        while not wait([sender], timeout=0.1):
+            if self._launcher.poll() is not None or time.monotonic() > end:
+                raise EOFError
 
     @override
     def last_words(self, rank: int) -> str:
+        how = super().last_words(rank).rstrip()
+        if self._processes[rank].exitcode == -signal.SIGIO:
+            how = "ended by mpiexec"
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(GRACE)
-        return f"the process ended; mpiexec says\n{self._words.read_text()}"
+        return f"{how}; mpiexec says\n{self._words.read_text()}"
 
     @override
     def leave(self) -> None:
+        super().leave()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(GRACE)
         sys.stderr.write(self._words.read_text())
@@ -222,13 +263,11 @@ class Launched(Processes):
     @override
     def end(self) -> None:
         if self._launcher is not None and self._launcher.poll() is None:
-            self._launcher.terminate()  # it ends its ranks
+            self._launcher.terminate()  # it ends the stand-ins
             try:
                 self._launcher.wait(GRACE)
             except subprocess.TimeoutExpired:
-                for pid in (self._launcher.pid, *self.pids):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                self._launcher.kill()
                 self._launcher.wait()
         super().end()
 
@@ -245,16 +284,52 @@ def _mpiexec() -> str:
 # ── the other side ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _rank_main(pipe: Connection, setup: tuple[Any, ...], payload: bytes) -> None:
-    rank, size, backend, timeout, seed, folder, (here, path, environment) = setup
+def _forked_main(pipe: Connection, setup: tuple[Any, ...], payload: bytes) -> None:
+    _surround(*setup[-1])
+    if not _call(pipe, setup, payload):
+        os._exit(1)  # a broken group may hang in its own destructor
+
+
+def _launched_main(pipe: Connection, line: socket.socket, folder: str, around: tuple[Any, ...]) -> None:
+    _, files, *_ = socket.recv_fds(line, 1, 3)
+    environment = {os.fsdecode(name): os.fsdecode(value) for name, value in marshal.load(line.makefile("rb")).items()}
+    for file, stream in zip(files, (1, 2), strict=False):
+        os.dup2(file, stream)
+        os.close(file)
+    if "PMI_FD" in environment:
+        environment["PMI_FD"] = str(files[2])
+    here, path, _ = around
+    _surround(here, path, environment)
+    # From here on the kernel sends SIGIO, which ends this process, when the stand-in ends.
+    fcntl.fcntl(line, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(line, fcntl.F_SETFL, os.O_ASYNC)
+    if wait([line], timeout=0):  # it ended before
+        os.kill(os.getpid(), signal.SIGIO)
+    multiprocessing.set_start_method(None, force=True)  # a rank may start processes as any program does
+    rank = _mpi_world().Get_rank()
+    pipe.send_bytes(pickle.dumps(rank))
+    setup, payload = pickle.loads(Path(folder, f"call-{rank}").read_bytes())
+    if not _call(pipe, setup, payload):
+        time.sleep(2 * GRACE)  # mpiexec would end the others before they have said a word
+        os._exit(1)
+    finalize()
+    fcntl.fcntl(line, fcntl.F_SETFL, 0)  # no SIGIO: the stand-in ends first
+    line.sendall(b"0")
+
+
+def _surround(here: str, path: list[str], environment: dict[str, str]) -> None:
     os.chdir(here)
-    if backend != "mpi":  # mpiexec has handed them on, and added its own
-        os.environ.clear()
-        os.environ.update(environment)
+    os.environ.clear()
+    os.environ.update(environment)
     # Loopback only, whatever the host's name resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     sys.path[:] = path
     torch.set_num_threads(1)
+
+
+def _call(pipe: Connection, setup: tuple[Any, ...], payload: bytes) -> bool:
+    """Make the call on this rank and send the result or the traceback; whether it is a result."""
+    rank, size, backend, timeout, seed, folder, _ = setup
     with open(Path(folder, f"stack-{rank}"), "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         try:
@@ -287,21 +362,7 @@ def _rank_main(pipe: Connection, setup: tuple[Any, ...], payload: bytes) -> None
         pipe.send_bytes(pickle.dumps(word))
         pipe.close()
         faulthandler.unregister(signal.SIGUSR1)
-    if word[0] != "result":
-        if backend == "mpi":
-            time.sleep(2 * GRACE)  # mpiexec would end the others before they have said a word
-        os._exit(1)  # a broken group may hang in its own destructor
-
-
-def launched_main(folder: str) -> None:
-    """Begin where mpiexec starts a process."""
-    with socket.socket(socket.AF_UNIX) as line:
-        line.connect(str(Path(folder, "door")))
-        pipe = Connection(line.detach())
-    rank = _mpi_world().Get_rank()
-    pipe.send_bytes(pickle.dumps((rank, os.getpid())))
-    setup, payload = pickle.loads(Path(folder, f"call-{rank}").read_bytes())
-    _rank_main(pipe, setup, payload)
+    return word[0] == "result"
 
 
 def _mpi_world() -> Any:

@@ -1,5 +1,7 @@
 """MPI communicators: which ones, what travels, with the user's messages and gloo beside it, and how jobs end."""
 
+import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,12 +18,13 @@ from releases import compiles
 import diffcoll as dc
 from diffcoll.core.groups import resolve
 from diffcoll.engines import messages, mpi
-from diffcoll.testing import cases, spawn
+from diffcoll.testing import RanksFailedError, cases, spawn
 from diffcoll.testing.processes import Launched
 
 ROOT = Path(dc.__file__).parent.parent
 on_mpi = partial(spawn, backend="mpi")
 N = 3
+START_METHOD = multiprocessing.get_start_method()
 
 
 def sums(r, n, dtype=torch.float64, numel=7):
@@ -308,6 +311,80 @@ def test_whether_mpi_reads_cuda_memory(monkeypatch):
         return mpi._reads_cuda()
 
     assert on_mpi(body, range(1)) == [True]
+
+
+# ── the ranks that spawn starts ──────────────────────────────────────────────────────────────────────────
+
+
+def test_ranks_write_where_the_caller_writes(capfd):
+    def body(r):
+        print(f"out {r}")
+        print(f"err {r}", file=sys.stderr)
+        os.system(f"echo child {r}")
+
+    on_mpi(body, range(N))
+    out, err = capfd.readouterr()
+    assert sorted(out.split("\n")) == ["", *(f"child {r}" for r in range(N)), *(f"out {r}" for r in range(N))]
+    assert sorted(err.split("\n")) == ["", *(f"err {r}" for r in range(N))]
+
+
+def test_ranks_may_start_processes():
+    def body(r):
+        return sum(torch.utils.data.DataLoader(range(4 + r), num_workers=1)).item(), multiprocessing.get_start_method()
+
+    assert on_mpi(body, range(2)) == [(6, START_METHOD), (10, START_METHOD)]
+
+
+def _is_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _aborts():
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Abort(7)
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "words"),
+    [
+        (_is_killed, -9, "processes exited with non-zero status"),
+        (lambda: os._exit(0), 0, "processes exited with non-zero status"),
+        (_aborts, 7, "MPI_ABORT was invoked on rank 1"),
+    ],
+    ids=["killed", "exits", "aborts"],
+)
+def test_a_rank_that_ends_ends_all(ends, code, words, monkeypatch, tmp_path):
+    def body(r):
+        (tmp_path / str(r)).write_text(str(os.getpid()))
+        dc.all_reduce(torch.ones(1))
+        if r == 1:
+            ends()
+        time.sleep(1000)
+
+    on_mpi(int, range(1))  # starts the server that forks, which is not to have the variable
+    monkeypatch.setenv("DIFFCOLL_TEST", mark := str(tmp_path))
+    with pytest.raises(RanksFailedError) as caught:
+        on_mpi(body, range(N))
+    reports = caught.value.reports
+    assert reports[1].startswith(f"the process ended with exit code {code}; mpiexec says\n")
+    assert reports[0].startswith("ended by mpiexec; mpiexec says\n")
+    assert reports[2] == reports[0]
+    assert all(words in report for report in reports.values())
+    assert not any(Path("/proc", (tmp_path / str(r)).read_text()).exists() for r in range(N))
+    end = time.monotonic() + 10
+    while left := _processes_with(mark):  # stand-ins, and mpiexec
+        assert time.monotonic() < end, left
+
+
+def _processes_with(mark):
+    """The command lines of processes that began with this in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_bytes())
+    return found
 
 
 # ── programs under mpiexec ───────────────────────────────────────────────────────────────────────────────

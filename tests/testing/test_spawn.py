@@ -13,6 +13,8 @@ import torch.distributed as dist
 import diffcoll as dc
 from diffcoll.testing import RanksFailedError, spawn
 
+on_both = pytest.mark.parametrize("backend", ["gloo", "mpi"])
+
 
 def test_closures_results_and_tensors():
     factor = torch.tensor(3.0, requires_grad=True)
@@ -52,14 +54,15 @@ def test_every_rank_has_its_own_process_and_loopback_is_all_it_listens_on():
             assert socket.inet_ntoa(bytes.fromhex(address)[::-1]).startswith("127.")
 
 
-def test_all_tracebacks_in_one_error():
+@on_both
+def test_all_tracebacks_in_one_error(backend):
     def body(r):
         if r == 1:
             raise ValueError("mine alone")
         dc.all_reduce(torch.ones(1))
 
     with pytest.raises(RanksFailedError) as caught:
-        spawn(body, range(3), timeout=30)
+        spawn(body, range(3), backend=backend, timeout=30)
     text, reports = str(caught.value), caught.value.reports
     assert list(reports) == [0, 1, 2]
     assert "ValueError: mine alone" in reports[1]
@@ -77,7 +80,8 @@ def test_a_rank_that_is_killed():
         spawn(body, range(2), timeout=30)
 
 
-def test_a_hang_ends_with_every_stack():
+@on_both
+def test_a_hang_ends_with_every_stack(backend):
     def waits_for_ever(r):
         if r == 0:
             dc.all_gather(torch.ones(1))
@@ -86,7 +90,7 @@ def test_a_hang_ends_with_every_stack():
 
     start = time.monotonic()
     with pytest.raises(RanksFailedError, match="spawn: no end after 2 s") as caught:
-        spawn(waits_for_ever, range(2), timeout=2)
+        spawn(waits_for_ever, range(2), backend=backend, timeout=2)
     assert time.monotonic() - start < 20
     for report in caught.value.reports.values():
         assert report.startswith("hung in")
@@ -106,11 +110,19 @@ def test_unknown_backend_and_wrong_calls():
         spawn(lambda: 1)
 
 
-def test_surroundings(monkeypatch, tmp_path):
+@on_both
+def test_surroundings(backend, monkeypatch, tmp_path):
     """The processes find what the caller has now, not what the server that forks them had."""
-    monkeypatch.setenv("DIFFCOLL_TEST", "seen")
+
+    def body(r):
+        return os.environ["DIFFCOLL_TEST"], os.environ.get("PYTHONPATH"), os.getcwd(), sys.path
+
     monkeypatch.chdir(tmp_path)
-    assert spawn(lambda r: (os.environ["DIFFCOLL_TEST"], os.getcwd()), range(1)) == [("seen", str(tmp_path))]
+    monkeypatch.syspath_prepend(str(tmp_path / "more"))
+    for value in ("α = β\n", "other"):
+        monkeypatch.setenv("DIFFCOLL_TEST", value)
+        found = value, os.environ.get("PYTHONPATH"), str(tmp_path), sys.path
+        assert spawn(body, range(1), backend=backend) == [found]
 
 
 def test_a_script_needs_no_guard(tmp_path):
