@@ -94,9 +94,10 @@ class MpiEngine(MessageEngine):
             self._ours.Free()
         self._ours = None
 
+    @override
     def twin(self) -> MpiEngine:
-        """See `Engine.twin`: a duplicate of its own of the same communicator."""
         twin = MpiEngine(self.users, f"{self.key}, {next(_numbers)}")
+        _ = twin.comm  # now: at first use, a rank may make this engine's duplicate while another makes the twin's
         self._twins.append(twin)
         return twin
 
