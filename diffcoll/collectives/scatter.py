@@ -88,11 +88,11 @@ def scatter(x: Tensor | None, src: int = 0, dim: int = 0, group: Group = None, *
             d = call.dim("dim", tensor)
             parts = call.sizes_of_parts(tensor, d)
         except (TypeError, ValueError):
-            call.told(root, [])
+            call.broadcast_numbers(root, [])
             raise
-        call.told(root, _header(tensor, d, parts))
+        call.broadcast_numbers(root, _header(tensor, d, parts))
     else:
-        numbers = call.told(root, None)
+        numbers = call.broadcast_numbers(root, None)
         if not numbers:
             raise CollectiveMismatchError(f"scatter: the arguments are wrong on rank {root}, see the error there")
         d, parts, tensor = _empty(numbers, call.engine.size, x)

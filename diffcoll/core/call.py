@@ -124,7 +124,7 @@ class Call:
         if not self._compares():
             return
         n, ndim = self.engine.size, len(sent[0])
-        rows = self.tell([size for block in sent + expected for size in block], "blocks")
+        rows = self.gather_numbers([size for block in sent + expected for size in block], "blocks")
         told = [torch.tensor(row, device="cpu").view(2, n, ndim).tolist() for row in rows]
         for r in range(n):
             for s in range(n):
@@ -186,7 +186,7 @@ class Call:
             self.agree(f, x)
         if self.engine.joint:
             facts = self._meaning(f), _kind(f, x)
-            y: Tensor = self.engine.meet_in_truth(self.name, self.x, self.arguments, facts)
+            y: Tensor = self.engine.run_truth(self.name, self.x, self.arguments, facts)
             return Pending(self.name, lambda: y) if self.async_op else y
         if self.async_op:
             wait = start(f, x)
@@ -388,7 +388,7 @@ class Call:
         if value is None:
             return (length,) * n
         if isinstance(value, str) and value == "auto":
-            return tuple(row[0] for row in self.tell([length]))
+            return tuple(row[0] for row in self.gather_numbers([length]))
         sizes = self._sizes(argument, value, auto=True)
         if sizes[rank] != length:
             expected = f"{length} at position {rank}, the size of this rank's x along dim {dim}"
@@ -399,13 +399,13 @@ class Call:
         """Return the sizes of the blocks that come from the ranks, when `parts` are those that go to them."""
         value, rank = self.arguments[argument], self.engine.rank
         if isinstance(value, str) and value == "auto":
-            return tuple(row[rank] for row in self.tell(list(parts)))
+            return tuple(row[rank] for row in self.gather_numbers(list(parts)))
         sizes = self._sizes(argument, value, auto=True)
         if sizes[rank] != parts[rank]:
             raise self.error(argument, f"{parts[rank]} at position {rank}, the size of the block that stays here")
         return sizes
 
-    def tell(self, numbers: list[int], what: str = "sizes") -> list[list[int]]:
+    def gather_numbers(self, numbers: list[int], what: str = "sizes") -> list[list[int]]:
         """Exchange a few integers, as many on each rank; one list from each rank, in order."""
         if self._compares():
             self._compare((self.name, what, len(numbers)))
@@ -414,7 +414,7 @@ class Call:
         flat = integers(apply(MAPS["AllGather"](self.engine, 0, (len(numbers),) * n), mine))
         return [flat[i * len(numbers) : (i + 1) * len(numbers)] for i in range(n)]
 
-    def told(self, root: int, numbers: list[int] | None) -> list[int]:
+    def broadcast_numbers(self, root: int, numbers: list[int] | None) -> list[int]:
         """Return the integers that the root passes to all; None on the other ranks."""
         if self._compares():
             self._compare((self.name, root))

@@ -56,7 +56,7 @@ def met(group: Any) -> Engine | None:
         if local.involved():
             return None
         group = _default
-    return mpi.engine_met(group)
+    return mpi.engine_by_identity(group)
 
 
 def _find(group: Any) -> Engine | None:

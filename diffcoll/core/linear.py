@@ -35,7 +35,7 @@ from diffcoll.core._torch import (
 )
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
 from diffcoll.core.joint import record
-from diffcoll.engines.engine import Engine, Turn, Wait, done
+from diffcoll.engines.engine import Engine, Exclusive, Wait, done
 
 __all__ = ["MAPS", "UNEVEN", "Linear", "alone", "apply", "at_once", "begin", "moved", "start", "then"]
 
@@ -111,8 +111,8 @@ def begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
     library's own.
     """
     engine = f.engine
-    while engine.adrift:
-        engine.adrift.popleft()()
+    while engine.abandoned:
+        engine.abandoned.popleft()()
     engine.operation, engine.later = f.name, later
     if not x.is_cpu:
         engine.connect(x.device)
@@ -145,7 +145,7 @@ def run(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
         if is_traced(x):
             return _traced(f, x)
     engine = f.engine
-    if is_profiling() or checks.is_on() or engine.aloft or not engine.turn.acquire(False):
+    if is_profiling() or checks.is_on() or engine.unwaited or not engine.lock.acquire(False):
         return moved(f, origin, x, lambda: _checked(f, origin, x, lambda: alone(f, x, origin)))
     engine.doing = f.name, origin, get_ident()
     try:
@@ -154,12 +154,12 @@ def run(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
         raise _failed(f, origin, error)  # noqa: B904
     finally:
         engine.doing = None
-        engine.turn.release()
+        engine.lock.release()
 
 
 def alone(f: Linear, x: Tensor, origin: Origin | None = None) -> Tensor:
     """Return f(x), as the only one of this process's threads that works in the group."""
-    with Turn(f.engine, f.name, origin):
+    with Exclusive(f.engine, f.name, origin):
         return begin(f, x)()
 
 
@@ -269,14 +269,14 @@ class _Flight:
     def __init__(self, f: Linear, x: Tensor, origin: Origin | None) -> None:
         self._wait: Callable[[], Tensor] | None = None
         self._f, self._origin, self._engine = f, origin, f.engine
-        with Turn(f.engine, f.name, origin):
+        with Exclusive(f.engine, f.name, origin):
             wait = begin(f, x, later=True)
             self._wait = _from_this_stream(wait, x.device) if x.is_cuda else wait
         if self._engine.size > 1:
-            self._engine.aloft[id(self)] = get_ident()
+            self._engine.unwaited[id(self)] = get_ident()
 
     def __call__(self) -> Tensor:
-        with Turn(self._engine, self._f.name, self._origin, waits=True):
+        with Exclusive(self._engine, self._f.name, self._origin, waits=True):
             if self._wait is None:
                 raise RuntimeError("an earlier wait() for it has failed, see the error there")
             self._engine.operation = self._f.name
@@ -285,11 +285,11 @@ class _Flight:
 
     def __del__(self) -> None:
         if self._wait is not None:
-            self._engine.adrift.append(self._end())
+            self._engine.abandoned.append(self._end())
 
     def _end(self) -> Callable[[], Tensor]:
         wait, self._wait = self._wait, None
-        self._engine.aloft.pop(id(self), None)
+        self._engine.unwaited.pop(id(self), None)
         assert wait is not None
         return wait
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from diffcoll.core.errors import Origin, message
 from diffcoll.engines.scratch import Scratch
 
-__all__ = ["WIDER", "Doing", "Engine", "Turn", "Wait", "add_up", "done", "even_sizes"]
+__all__ = ["WIDER", "Doing", "Engine", "Exclusive", "Wait", "add_up", "done", "even_sizes"]
 
 Wait = Callable[[], object]
 
@@ -75,9 +75,9 @@ class Engine(ABC):
         self.rank = rank
         self.size = size
         self.scratch = Scratch()
-        self.turn = threading.Lock()  # held by the thread that is in a collective
-        self.aloft: dict[int, int] = {}  # what was started and not yet waited for → the thread that started it
-        self.adrift: deque[Wait] = deque()  # what nobody will wait for, but the next call
+        self.lock = threading.Lock()  # held by the thread that is in a collective
+        self.unwaited: dict[int, int] = {}  # what was started and not yet waited for → the thread that started it
+        self.abandoned: deque[Wait] = deque()  # what nobody will wait for, but the next call
         self.known: dict[tuple[Any, ...], Any] = {}  # the maps to which calls came, see `collectives.call.known`
 
     @property
@@ -90,7 +90,7 @@ class Engine(ABC):
         """Whether the backend has destroyed the group. A group that has ended cannot be used again."""
         return False
 
-    def meet_in_truth(self, name: str, x: Any, arguments: dict[str, Any], facts: tuple[object, object]) -> Any:
+    def run_truth(self, name: str, x: Any, arguments: dict[str, Any], facts: tuple[object, object]) -> Any:
         """Return this rank's result of the collective `name`, as `diffcoll.truth` has it (simulated joint graph only).
 
         `facts` describes the arguments and the kind of tensor that x is. It is equal on all ranks.
@@ -221,7 +221,7 @@ class Engine(ABC):
         return finish
 
 
-class Turn:
+class Exclusive:
     """One thread's turn in a group: while it starts messages or waits for them.
 
     Raises:
@@ -241,10 +241,10 @@ class Turn:
         engine = self._engine
         if engine.size == 1:
             return
-        if not engine.turn.acquire(False):
+        if not engine.lock.acquire(False):
             raise self._refused(f"is in {engine.operation}")
-        if engine.aloft and not self._waits and self._is_anothers():
-            engine.turn.release()
+        if engine.unwaited and not self._waits and self._is_anothers():
+            engine.lock.release()
             raise self._refused("has started a collective that is not yet waited for")
         engine.doing = self._doing
 
@@ -253,14 +253,14 @@ class Turn:
         engine = self._engine
         if engine.size > 1:
             engine.doing = None
-            engine.turn.release()
+            engine.lock.release()
 
     def _is_anothers(self) -> bool:
         """Whether a thread of the user's has started something, and this is another one.
 
         Autograd's own threads work for one of the user's, which waits for them meanwhile.
         """
-        me, starters = self._doing[2], set(self._engine.aloft.values())
+        me, starters = self._doing[2], set(self._engine.unwaited.values())
         if starters == {me}:
             return False
         users = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}

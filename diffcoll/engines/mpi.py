@@ -26,7 +26,7 @@ from diffcoll.engines.engine import Wait, done
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
 
-__all__ = ["MpiEngine", "engine_met", "engine_named", "engine_of"]
+__all__ = ["MpiEngine", "engine_by_identity", "engine_named", "engine_of"]
 
 #: MPI counts in ints of 32 bits; what is larger goes in pieces of this many bytes, on every rank the same.
 PIECE = 1 << 30
@@ -264,7 +264,7 @@ def _reads_cuda() -> bool:
 #: By the handle of the communicator.
 _engines: dict[int, MpiEngine] = {}
 #: By the identity of the Python object that it holds, which is found faster.
-_met: dict[int, MpiEngine] = {}
+_by_identity: dict[int, MpiEngine] = {}
 _numbers = count()
 
 
@@ -293,14 +293,16 @@ def engine_of(group: object) -> MpiEngine | None:
                 "since PyTorch may run backward in another thread; before `from mpi4py import MPI`, say "
                 "`import mpi4py; mpi4py.rc.thread_level = 'multiple'`"
             )
-        engine = _engines[group.handle] = _met[id(group)] = MpiEngine(group, f"MPI communicator {next(_numbers)}")
+        engine = _engines[group.handle] = _by_identity[id(group)] = MpiEngine(
+            group, f"MPI communicator {next(_numbers)}"
+        )
         group.Set_attr(_attribute(), group.handle)  # MPI says when it is freed, and its handle may be another's
     return engine
 
 
-def engine_met(group: object) -> MpiEngine | None:
+def engine_by_identity(group: object) -> MpiEngine | None:
     """Return the engine of a communicator that was a group before, by the same Python object; None: who knows."""
-    return _met.get(id(group))
+    return _by_identity.get(id(group))
 
 
 def engine_named(key: str) -> MpiEngine | None:
@@ -317,7 +319,7 @@ def _attribute() -> int:
 
 def _close(handle: int) -> None:
     if engine := _engines.pop(handle, None):
-        del _met[id(engine.users)]
+        del _by_identity[id(engine.users)]
         engine.close()
 
 
