@@ -157,7 +157,7 @@ def _tree(call: Call, replicated: bool) -> Any:
     lengths = [() if asks else c.sizes_of_all(block, d) for c, (block, d) in zip(calls, blocks, strict=True)]
     call.agree_on_leaves([_shape(b, d, of_ranks) for (b, d), of_ranks in zip(blocks, lengths, strict=True)], leaves)
     if asks:  # for all leaves at once
-        lengths = list(zip(*call.tell([b.shape[d] for b, d in blocks]), strict=True))
+        lengths = list(zip(*call.gather_numbers([b.shape[d] for b, d in blocks]), strict=True))
     #: leaf → rank → shape
     shapes = [
         [torch.Size([*b.shape[:d], length, *b.shape[d + 1 :]]) for length in of_ranks]

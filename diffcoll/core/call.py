@@ -151,5 +151,5 @@ class Call(Arguments):
         return self.submit(f, x, before=lambda x: x.to(wide), after=lambda y: divide_(y, n).to(dtype))
 
     def _in_truth(self, f: Linear, x: Tensor) -> Any:
-        y: Tensor = self.engine.meet_in_truth(self.name, self.x, self.arguments, (self.meaning(f), kind(f, x)))
+        y: Tensor = self.engine.run_truth(self.name, self.x, self.arguments, (self.meaning(f), kind(f, x)))
         return Pending(self.name, lambda: y) if self.async_op else y

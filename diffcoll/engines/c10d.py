@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from typing_extensions import override
 
 from diffcoll.core._torch import RELEASE
-from diffcoll.engines.engine import Blocks, Turn, Wait
+from diffcoll.engines.engine import Blocks, Exclusive, Wait
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
 
@@ -122,7 +122,7 @@ class C10dEngine(MessageEngine):
         twin = C10dEngine(group)
         twin._ends = whole
         word = torch.zeros(1, device=twin.control_device)
-        with Turn(twin, "making a group"):
+        with Exclusive(twin, "making a group"):
             twin.all_reduce(word, word)()  # else a rank may leave the group while another has yet to connect
         return twin
 

@@ -94,9 +94,10 @@ class MpiEngine(MessageEngine):
             self._ours.Free()
         self._ours = None
 
+    @override
     def twin(self) -> MpiEngine:
-        """See `Engine.twin`: a duplicate of its own of the same communicator."""
         twin = MpiEngine(self.users, f"{self.key}, {next(_numbers)}")
+        _ = twin.comm  # now: at first use, a rank may make this engine's duplicate while another makes the twin's
         self._twins.append(twin)
         return twin
 
@@ -263,7 +264,7 @@ def _reads_cuda() -> bool:
 #: By the handle of the communicator.
 _engines: dict[int, MpiEngine] = {}
 #: By the identity of the Python object, which the engine keeps alive.
-_met: dict[int, MpiEngine] = {}
+_by_identity: dict[int, MpiEngine] = {}
 _numbers = count()
 
 
@@ -272,7 +273,7 @@ def engine_of(group: object) -> MpiEngine | None:
 
     What is no intracommunicator with this process in it is a ValueError, as is an MPI without threads.
     """
-    if (known := _met.get(id(group))) is not None:
+    if (known := _by_identity.get(id(group))) is not None:
         return known
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not isinstance(group, mpi.Comm):
@@ -294,7 +295,9 @@ def engine_of(group: object) -> MpiEngine | None:
                 "since PyTorch may run backward in another thread; before `from mpi4py import MPI`, say "
                 "`import mpi4py; mpi4py.rc.thread_level = 'multiple'`"
             )
-        engine = _engines[group.handle] = _met[id(group)] = MpiEngine(group, f"MPI communicator {next(_numbers)}")
+        engine = _engines[group.handle] = _by_identity[id(group)] = MpiEngine(
+            group, f"MPI communicator {next(_numbers)}"
+        )
         group.Set_attr(_attribute(), group.handle)  # MPI says when it is freed, and its handle may be another's
     return engine
 
@@ -313,7 +316,7 @@ def _attribute() -> int:
 
 def _close(handle: int) -> None:
     if engine := _engines.pop(handle, None):
-        del _met[id(engine.users)]
+        del _by_identity[id(engine.users)]
         engine.close()
 
 
