@@ -39,9 +39,11 @@ class AllGather(Linear):
 
     @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        blocks, joined = join(x, x.shape, self.dim, self.sizes, self.engine)
-        mine = blocks[self.engine.rank].copy_(x) if self.engine.later else x.contiguous()
-        return then(self.engine.all_gather(mine, blocks), joined)
+        engine = self.engine
+        row, counts, joined = join(x, x.shape, self.dim, self.sizes, engine)
+        if engine.later:  # x may change
+            row.split_with_sizes(counts)[engine.rank].view(x.shape).copy_(x)
+        return then(engine.all_gather(None if engine.later else x.contiguous(), row, counts), joined)
 
     @override
     def shape(self, x: Sequence[int]) -> list[int]:

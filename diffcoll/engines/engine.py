@@ -21,7 +21,7 @@ from torch import Tensor
 from diffcoll.core.errors import Origin, message
 from diffcoll.engines.scratch import Scratch
 
-__all__ = ["WIDER", "Doing", "Engine", "Exclusive", "Wait", "add_up", "done", "even_sizes"]
+__all__ = ["WIDER", "Doing", "Engine", "Exclusive", "Wait", "add_up", "done", "even_sizes", "is_even"]
 
 Wait = Callable[[], object]
 
@@ -156,30 +156,37 @@ class Engine(ABC):
 
     # ── defaults, built on exchange ──────────────────────────────────────────────────────────────────────
 
-    def all_gather(self, x: Tensor, blocks: Sequence[Tensor]) -> Wait:
-        """blocks[s] ← x_s on every rank.
+    def all_gather(self, x: Tensor | None, row: Tensor, counts: list[int]) -> Wait:
+        """row ← x_0, …, x_{N−1}, one after the other, on every rank.
 
-        x may be `blocks[rank]`, the same object; if so on one rank, then on all.
+        `row` is 1-d. x_s has `counts[s]` numbers in any shape. None: x is in its place in `row` already; if so on one
+        rank, then on all.
         """
-        return self.exchange([x] * self.size, blocks)
+        parts = row.split_with_sizes(counts)
+        return self.exchange([parts[self.rank] if x is None else x.view(-1)] * self.size, parts)
 
-    def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor) -> Wait:
-        """out ← Σ_s blocks_s[rank].
+    def reduce_scatter(self, row: Tensor, counts: list[int], out: Tensor) -> Wait:
+        """out ← Σ_s part `rank` of row_s.
+
+        `row` is 1-d, and the same size on every rank: N parts with `counts[s]` numbers, one after the other. `out` has
+        `counts[rank]` numbers in any shape.
 
         Here and in the other sums, the defaults add up in the order of ranks, half precisions in float32, rounded once.
         A backend's own operation adds up in its own order and precision.
         """
+        out = out.view(-1)
         if self.size == 1:
-            out.copy_(blocks[0])
+            out.copy_(row)
             return done
+        parts = row.split_with_sizes(counts)
         memory = self.scratch.take((self.size - 1) * out.numel(), like=out)
-        spare = iter(memory.view(self.size - 1, *out.shape))
+        spare = iter(memory.view(self.size - 1, out.numel()))
         recvs = [None if s == self.rank else next(spare) for s in range(self.size)]
-        wait = self.exchange([None if s == self.rank else b for s, b in enumerate(blocks)], recvs)
+        wait = self.exchange([None if s == self.rank else b for s, b in enumerate(parts)], recvs)
 
         def finish() -> None:
             wait()
-            add_up([blocks[self.rank] if b is None else b for b in recvs], out)
+            add_up([parts[self.rank] if b is None else b for b in recvs], out)
             self.scratch.give(memory)
 
         return finish
@@ -192,10 +199,10 @@ class Engine(ABC):
         """
         # Each part is added up on one rank, so all ranks get the same bits.
         y.copy_(x)
-        parts = even_parts(y.view(-1), self.size)
-        mine = torch.empty_like(parts[self.rank])
-        self.reduce_scatter(parts, mine)()
-        return self.all_gather(mine, parts)
+        row, counts = y.view(-1), list(even_sizes(y.numel(), self.size))
+        mine = row.new_empty(counts[self.rank])
+        self.reduce_scatter(row, counts, mine)()
+        return self.all_gather(mine, row, counts)
 
     def broadcast(self, y: Tensor, src: int) -> Wait:
         """y ← y_src, in place. Not modified on rank src."""
@@ -294,9 +301,9 @@ def even_sizes(numel: int, n: int) -> tuple[int, ...]:
     return tuple((numel + n - 1 - r) // n for r in range(n))  # without a branch: numel may be a symbol
 
 
-def even_parts(row: Tensor, n: int) -> list[Tensor]:
-    """Cut a row of numbers into n parts as equal as they can be."""
-    return list(row.split_with_sizes(list(even_sizes(row.numel(), n))))
+def is_even(counts: Sequence[int]) -> bool:
+    """Whether all parts have the same size."""
+    return counts.count(counts[0]) == len(counts)
 
 
 def done() -> None:

@@ -164,10 +164,18 @@ def exchange(engine: Engine, data: Data, random_bits: bool = False) -> Call:
 def all_gather(engine: Engine, data: Data, random_bits: bool = False) -> Call:
     make = data.bits if random_bits else data.numbers
     every = [make(engine, s, data.shape((s + 1) % 3)) for s in range(engine.size)]
-    blocks = put(data, fresh(every))
+    whole, counts = as_row(every)
+    (row,) = put(data, fresh([whole]))
     mine = every[engine.rank]
-    x = blocks[engine.rank].copy_(mine) if data.in_place else put(data, [mine])[0]
-    return Call(lambda: engine.all_gather(x, blocks), pairs([x], [mine]), pairs(blocks, every))
+    (x,) = put(data, [mine])
+    if data.in_place:
+        row.split(counts)[engine.rank].copy_(mine.view(-1))
+    given = None if data.in_place else x
+    return Call(lambda: engine.all_gather(given, row, counts), pairs([x], [mine]), [(row, whole)])
+
+
+def as_row(blocks: list[Tensor]) -> tuple[Tensor, list[int]]:
+    return torch.cat([block.view(-1) for block in blocks]), [block.numel() for block in blocks]
 
 
 def reduce_scatter(engine: Engine, data: Data) -> Call:
@@ -176,10 +184,11 @@ def reduce_scatter(engine: Engine, data: Data) -> Call:
         [data.numbers(engine, 10 * (s % n) + t, data.shape((t + 1) % 3)) for t in range(n)]
         for s in range(engine.rank, engine.rank + n)
     ]
-    blocks = put(data, mine)
+    whole, counts = as_row(mine)
+    (row,) = put(data, [whole])
     (out,) = put(data, fresh([mine[engine.rank]]))
     total = sum(blocks_of_one[engine.rank] for blocks_of_one in every)
-    return Call(lambda: engine.reduce_scatter(blocks, out), pairs(blocks, mine), [(out, total.to(data.dtype))])
+    return Call(lambda: engine.reduce_scatter(row, counts, out), [(row, whole)], [(out, total.to(data.dtype))])
 
 
 def all_reduce(engine: Engine, data: Data) -> Call:
@@ -236,9 +245,9 @@ def word(engine: Engine, value: int = 0) -> Tensor:
 
 def of_all(engine: Engine, value: int) -> list[int]:
     """What every rank says."""
-    found = [word(engine) for _ in range(engine.size)]
-    engine.all_gather(word(engine, value), found)()
-    return torch.cat(found).tolist()
+    found = torch.cat([word(engine) for _ in range(engine.size)])
+    engine.all_gather(word(engine, value), found, [1] * engine.size)()
+    return found.tolist()
 
 
 # ── each primitive ───────────────────────────────────────────────────────────────────────────────────────
@@ -304,7 +313,7 @@ def half_precisions_are_summed_in_float32(engine: Engine) -> Pairs:
         total = sum(every).to(dtype)
         engine.all_reduce(x, summed := torch.empty_like(x))()
         engine.reduce(y, n - 1)()
-        engine.reduce_scatter(list(x.split(1)), out)()
+        engine.reduce_scatter(x, [1] * n, out)()
         yield summed, total
         yield y, total if r == n - 1 else x
         yield out, total[r : r + 1]
@@ -321,9 +330,9 @@ def all_reduce_is_bitwise_equal_on_all_ranks(engine: Engine) -> Pairs:
         x = torch.randn(101, generator=own) * 10.0 ** torch.randint(-3, 4, (101,), generator=own)
         x = x.to(dtype).to(engine.control_device)
         engine.all_reduce(x, y := torch.empty_like(x))()
-        found = [torch.empty_like(y) for _ in range(engine.size)]
-        engine.all_gather(y, found)()
-        yield from ((other, y) for other in found)
+        found = y.new_empty(engine.size * y.numel())
+        engine.all_gather(y, found, [y.numel()] * engine.size)()
+        yield from ((other, y) for other in found.split(y.numel()))
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -416,9 +425,9 @@ def calls_without_data_need_no_data_on_other_ranks(engine: Engine) -> Pairs:
             got = [torch.empty_like(block(s, r)) for s in range(n)]
             engine.exchange([block(r, s) for s in range(n)], got)()
             yield from ((b, block(s, r)) for s, b in enumerate(got))
-            got = [torch.empty_like(block(s, s)) for s in range(n)]
-            engine.all_gather(block(r, r), got)()
-            yield from ((b, block(s, s)) for s, b in enumerate(got))
+            whole, counts = as_row([block(s, s) for s in range(n)])
+            engine.all_gather(block(r, r), row := torch.empty_like(whole), counts)()
+            yield row, whole
             yield from outcome(all_reduce, engine, Data(numel=0 if seed else 4, seed=empty))
 
 
@@ -594,9 +603,9 @@ def connect_may_be_called_again(engine: Engine) -> Pairs:
 def control_device_is_one_that_the_engine_moves(engine: Engine) -> Pairs:
     yield engine.devices is None or engine.control_device.type in engine.devices, True
     numbers = torch.tensor([2**40 + engine.rank, -1], device=engine.control_device)
-    found = [torch.empty_like(numbers) for _ in range(engine.size)]
-    engine.all_gather(numbers, found)()
-    yield from ((x.tolist(), [2**40 + s, -1]) for s, x in enumerate(found))
+    found = numbers.new_empty(2 * engine.size)
+    engine.all_gather(numbers, found, [2] * engine.size)()
+    yield found.tolist(), [number for s in range(engine.size) for number in (2**40 + s, -1)]
 
 
 def small_is_equal_on_all_ranks(engine: Engine) -> Pairs:

@@ -105,16 +105,18 @@ class DoesNotFillTheOwnBlock(Faulty):
 
 
 class DoesNotGatherTheOwnBlock(Faulty):
-    def all_gather(self, x, blocks):
+    def all_gather(self, x, row, counts):
+        parts = row.split(counts)
+        x = parts[self.rank] if x is None else x.view(-1)
         return self.exchange(
-            *[[None if s == self.rank else b for s, b in enumerate(bs)] for bs in ([x] * self.size, blocks)]
+            *[[None if s == self.rank else b for s, b in enumerate(bs)] for bs in ([x] * self.size, parts)]
         )
 
 
 class ScattersTheSumOfTheOthers(Faulty):
-    def reduce_scatter(self, blocks, out):
-        super().reduce_scatter(blocks, out)()
-        out -= blocks[self.rank]
+    def reduce_scatter(self, row, counts, out):
+        super().reduce_scatter(row, counts, out)()
+        out -= row.split(counts)[self.rank].view(out.shape)
         return done
 
 
@@ -152,11 +154,11 @@ class MovesFloats(Faulty):
 
 
 class SumsRealParts(Faulty):
-    def reduce_scatter(self, blocks, out):
+    def reduce_scatter(self, row, counts, out):
         if not out.is_complex():
-            return super().reduce_scatter(blocks, out)
+            return super().reduce_scatter(row, counts, out)
         total = torch.empty(out.shape, dtype=out.dtype.to_real())
-        super().reduce_scatter([b.real.contiguous() for b in blocks], total)()
+        super().reduce_scatter(row.real.contiguous(), counts, total)()
         out.copy_(total)
         return done
 
@@ -168,9 +170,9 @@ class StacksAndSums(Faulty):
         return terms
 
     def all_reduce(self, x, y):
-        found = [torch.empty_like(y) for _ in range(self.size)]
-        self.all_gather(x.contiguous(), found)()
-        first, *rest = self.order(found)
+        found = y.new_empty(self.size * y.numel())
+        self.all_gather(x.contiguous(), found, [y.numel()] * self.size)()
+        first, *rest = self.order(list(found.view(self.size, *y.shape)))
         y.copy_(first)
         for term in rest:
             y += term
