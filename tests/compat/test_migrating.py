@@ -114,7 +114,7 @@ def measured(r):
 def test_gradients_by_release():
     """The table of the note, its column for this release; and ours are right."""
     zero, one = spawn(measured, range(2))
-    rows = table("What changes in the numbers")
+    rows = table("Which numbers change?")
     assert {name for _, name in zero} == {row["x = (3, 5), weights (1, 10)"].replace("`", "") for row in rows}
     compared = 0
     for row in rows:
@@ -137,6 +137,15 @@ def test_gradients_by_release():
         assert compared == 2 * len(rows)
     elif not compared:
         pytest.skip("the note names no column for this release")
+
+
+@pytest.mark.skipif(RELEASE < (2, 13), reason="not deprecated")
+def test_the_advice_on_broadcast():
+    """torch names as the successor of its broadcast the one whose gradient is an identity, as the table shows."""
+    nn = import_module("torch.distributed.nn.functional")
+    successor = r"use torch\.distributed\._functional_collectives\.broadcast instead"
+    with pytest.warns(FutureWarning, match=successor), pytest.raises(ValueError, match="process group"):
+        nn.broadcast(torch.ones(1, requires_grad=True), 0)
 
 
 def test_vmap_of_functional_collectives():
