@@ -1,7 +1,7 @@
-"""MPI's communicators, through mpi4py and the MPI library that it finds.
+"""MPI communicators, through mpi4py and the MPI library that it finds.
 
-mpi4py is not imported here: whoever has a communicator has imported it. Bytes go from and to the tensors' own
-memory. They travel on a duplicate of the user's communicator, so that our messages never meet the user's.
+mpi4py is not imported here: a user who passes a communicator has imported it. MPI reads and writes the tensors' own
+memory. Messages are sent on a duplicate of the user's communicator, so that the user's calls never receive them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from diffcoll.engines.watch import watch
 
 __all__ = ["MpiEngine", "engine_by_identity", "engine_named", "engine_of"]
 
-#: MPI counts in ints of 32 bits; what is larger goes in pieces of this many bytes, on every rank the same.
+#: MPI counts in 32-bit ints. Larger tensors are sent in pieces of this many bytes, equal on all ranks.
 PIECE = 1 << 30
-#: What is added up in blocking calls goes in pieces of this many bytes, which stay in the caches: on two ranks of one
-#: host 12 MB in place took 0.77 times, 25 MB 0.74 times as long as in one call.
+#: Blocking sums are split into pieces of this many bytes, which fit the caches: on two ranks of one host, sums of 12 MB
+#: in place took 0.77 times as long as in one call, and 25 MB 0.74 times.
 ADDED = 1 << 20
-#: What is added up and no larger goes the shortest way.
+#: Sums of at most this many bytes use a shorter code path.
 SMALL = 16 << 10
 
-#: MPI's names for what it adds up itself. It has none for half precision, which the defaults of `Engine` add up in
-#: float32, at the price of the same number of bytes.
+#: MPI's names for the dtypes that it sums. It has none for half precisions: the defaults of `Engine` accumulate them in
+#: float32, and send the same number of bytes.
 SUMS = {
     torch.float32: "FLOAT",
     torch.float64: "DOUBLE",
@@ -54,10 +54,9 @@ SUMS = {
 class MpiEngine(MessageEngine):
     """An intracommunicator of mpi4py.
 
-    Where the caller waits at once, MPI's blocking collectives are called, and otherwise the non-blocking ones: with
-    Open MPI they take up to 1.6 times as long. A thread that makes progress between start and wait was tried: on two
-    ranks on two cores it took as long as one thing after the other. reduce_scatter is messages and a local sum, for
-    MPI's own takes twice as long.
+    Without `later`, MPI's blocking collectives are called. The non-blocking ones take up to 1.6 times as long on Open
+    MPI. There is no thread that makes progress between start and wait: on two ranks on two cores it saved no time.
+    reduce_scatter uses the default, messages and a local sum, because MPI's own takes twice as long.
     """
 
     devices = ("cpu", "cuda")
@@ -74,7 +73,7 @@ class MpiEngine(MessageEngine):
 
     @property
     def comm(self) -> Any:
-        """The duplicate, made by all ranks together when they first move something."""
+        """The duplicate of the user's communicator. The first call makes it, on all ranks together."""
         if self._ours is None:
             self._ours = self.users.Dup()
             if self.size > 1:
@@ -86,8 +85,8 @@ class MpiEngine(MessageEngine):
     def ended(self) -> bool:
         return bool(self._mpi.Is_finalized() or self.users == self._mpi.COMM_NULL)
 
+    @override
     def close(self) -> None:
-        """See `Engine.close`: free the duplicates."""
         for twin in self._twins:
             twin.close()
         if self._ours is not None and not _mpi().Is_finalized():
@@ -122,7 +121,7 @@ class MpiEngine(MessageEngine):
     def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
         kind, nbytes = self._kinds.get(y.dtype), y.nbytes
         if kind is not None and 0 < nbytes <= SMALL and y.is_cpu and not self.later:
-            # As below, for one piece: before a small message every line counts.
+            # As below, for one piece. A small sum takes about as long as a few Python statements.
             mpi, x = self._mpi, x.contiguous()
             at = mpi.buffer.fromaddress
             sent = mpi.IN_PLACE if x is y else [at(x.data_ptr(), nbytes), kind]
@@ -130,10 +129,10 @@ class MpiEngine(MessageEngine):
             return done
         if kind is None or not self.reaches(y):
             return super().all_reduce(x, y)
-        if self.later:  # so that x is not read any more when this returns
+        if self.later:  # x must have been read when this returns
             x = y.copy_(x)
         spare = None
-        if not x.is_contiguous():  # not y.copy_(x): all ranks sum in place or none
+        if not x.is_contiguous():  # not y.copy_(x): MPI wants all ranks to sum in place, or none
             spare = self.scratch.take(x.numel(), like=x)
             x = spare.view(x.shape).copy_(x)
         calls: list[tuple[Any, Any]] = []
@@ -142,7 +141,7 @@ class MpiEngine(MessageEngine):
             calls.append((self._mpi.IN_PLACE if x is y else [a, kind], [b, kind]))
         wait = self._do("Allreduce", calls, y)
         if spare is not None:
-            self.scratch.give(spare)  # not later, so it has been read
+            self.scratch.give(spare)  # the call was blocking, so it has been read
         return wait
 
     @override
@@ -153,7 +152,7 @@ class MpiEngine(MessageEngine):
         if not 0 < nbytes <= PIECE or not self.reaches(x):
             return super().all_gather(x, blocks)
         whole = _whole(blocks)
-        if whole is None:  # where the blocks lie is this rank's own matter
+        if whole is None:  # the other ranks call Allgatherv, whatever their memory layout: receive in a row, and copy
             row = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
             parts = [
                 part.view(b.dtype).view(b.shape) for part, b in zip(row.split_with_sizes(counts), blocks, strict=True)
@@ -168,7 +167,7 @@ class MpiEngine(MessageEngine):
             return spread
         mine = [*self._pieces(x), byte] if x.nbytes else [None, 0, byte]
         if not x.is_cpu:
-            _settle(x)  # an empty x has no pieces, and kernels before may still use the memory of the blocks
+            _settle(x)  # an empty x has no pieces; earlier kernels may still use the memory of the blocks
         if x is blocks[self.rank]:
             mine = self._mpi.IN_PLACE
         return self._do("Allgatherv", [(mine, [whole, (counts, starts), byte])], [x, blocks])
@@ -189,7 +188,7 @@ class MpiEngine(MessageEngine):
         return self._do("Reduce", [(*pair, mpi.SUM, dst) for pair in ends], y)
 
     def _do(self, name: str, calls: Iterable[tuple[Any, ...]], memory: object) -> Wait:
-        """Call one of MPI's collectives, once for each piece, or its non-blocking twin."""
+        """Call a collective of MPI once for each piece; with `later`, its non-blocking variant."""
         comm = self._ours or self.comm
         if self.later:
             call = getattr(comm, "I" + name.lower())
@@ -200,7 +199,7 @@ class MpiEngine(MessageEngine):
         return done
 
     def _pieces(self, x: Tensor, size: int = 0) -> list[Any]:
-        """The memory of a contiguous tensor as mpi4py takes it, in pieces of a size that MPI can count."""
+        """The memory of a contiguous tensor as buffers of mpi4py, of a size that MPI can count."""
         size = size or PIECE
         if not x.is_cpu:
             _settle(x)
@@ -211,7 +210,7 @@ class MpiEngine(MessageEngine):
 
 
 def _settle(x: Tensor) -> None:
-    """Wait for the kernels on x's device: MPI reads and writes CUDA memory outside of PyTorch's streams."""
+    """Wait for the current stream of x's device, because MPI does not use PyTorch's streams."""
     torch.cuda.current_stream(x.device).synchronize()
 
 
@@ -220,7 +219,7 @@ def _mpi() -> Any:
 
 
 def _holding(memory: object, requests: Sequence[Any]) -> Wait:
-    """Wait for all of them; what they read and write is kept alive until then."""
+    """Return the Wait for all requests, which keeps the memory that they use alive."""
 
     def finish() -> object:
         _mpi().Request.Waitall(requests)
@@ -230,7 +229,10 @@ def _holding(memory: object, requests: Sequence[Any]) -> Wait:
 
 
 def _whole(blocks: Sequence[Tensor]) -> Any:
-    """The memory of all blocks, not all of them empty, if they are one piece after the other of one tensor."""
+    """The memory of all blocks as one buffer if they are adjacent parts of one tensor, in order; None if they are not.
+
+    At least one is not empty.
+    """
     full = [b for b in blocks if b.nbytes]
     nbytes = sum(b.nbytes for b in full)
     start, storage = full[0].data_ptr(), full[0].untyped_storage().data_ptr()
@@ -244,7 +246,7 @@ def _whole(blocks: Sequence[Tensor]) -> Any:
 
 @cache
 def _reads_cuda() -> bool:
-    """Whether this MPI reads and writes the memory of GPUs, by its own word or the user's; warns if not."""
+    """Whether this MPI reads and writes GPU memory, according to itself or to DIFFCOLL_MPI_CUDA; warns if not."""
     said = os.environ.get("DIFFCOLL_MPI_CUDA", "")
     try:
         aware = said == "1" if said else bool(ctypes.CDLL(_mpi().__file__).MPIX_Query_cuda_support())
@@ -252,18 +254,18 @@ def _reads_cuda() -> bool:
         aware = False
     if not aware:
         warnings.warn(
-            "diffcoll: this MPI library does not say that it reads CUDA memory, so CUDA tensors go through pinned "
-            "memory of the CPU; DIFFCOLL_MPI_CUDA=1 says that it does",
+            "diffcoll: this MPI library does not report that it reads CUDA memory, so CUDA tensors are copied through "
+            "pinned memory of the CPU; if it does, set DIFFCOLL_MPI_CUDA=1",
             stacklevel=2,
         )
     return aware
 
 
-# ── the communicators of the user ────────────────────────────────────────────────────────────────────────
+# ── from a communicator to its engine ────────────────────────────────────────────────────────────────────
 
 #: By the handle of the communicator.
 _engines: dict[int, MpiEngine] = {}
-#: By the identity of the Python object that it holds, which is found faster.
+#: By the id of the engine's `users`, which is a faster look-up.
 _by_identity: dict[int, MpiEngine] = {}
 _numbers = count()
 
@@ -271,7 +273,8 @@ _numbers = count()
 def engine_of(group: object) -> MpiEngine | None:
     """Return the engine of a communicator of mpi4py; None for anything else.
 
-    What is no intracommunicator with this process in it is a ValueError, as is an MPI without threads.
+    Raises:
+        ValueError: it is not an intracommunicator with this process in it, or MPI was initialized for one thread.
     """
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not isinstance(group, mpi.Comm):
@@ -296,23 +299,23 @@ def engine_of(group: object) -> MpiEngine | None:
         engine = _engines[group.handle] = _by_identity[id(group)] = MpiEngine(
             group, f"MPI communicator {next(_numbers)}"
         )
-        group.Set_attr(_attribute(), group.handle)  # MPI says when it is freed, and its handle may be another's
+        group.Set_attr(_attribute(), group.handle)  # MPI calls `_close` when it is freed: handles are reused
     return engine
 
 
 def engine_by_identity(group: object) -> MpiEngine | None:
-    """Return the engine of a communicator that was a group before, by the same Python object; None: who knows."""
+    """Return the engine of a communicator by the id of its Python object; None: not found, use `engine_of`."""
     return _by_identity.get(id(group))
 
 
 def engine_named(key: str) -> MpiEngine | None:
-    """Return the engine with this key; None if there is none of MPI."""
+    """Return the MPI engine with this key; None if there is none."""
     return next((engine for engine in _engines.values() if engine.key == key), None)
 
 
 @cache
 def _attribute() -> int:
-    atexit.register(_close_all)  # earlier than mpi4py's MPI_Finalize
+    atexit.register(_close_all)  # runs before mpi4py's MPI_Finalize, which was registered earlier
     key: int = _mpi().Comm.Create_keyval(delete_fn=lambda comm, key, handle: _close(handle))
     return key
 
@@ -330,7 +333,10 @@ def _close_all() -> None:
 
 @cache
 def _end_the_job_on_errors() -> None:
-    """A rank that leaves with an error would wait in MPI_Finalize for the others, which wait for it, for ever."""
+    """Call MPI_Abort on an uncaught exception.
+
+    Without it the rank would wait in MPI_Finalize for the other ranks, which wait for this one in a collective.
+    """
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -339,7 +345,7 @@ def _end_the_job_on_errors() -> None:
         if not _mpi().Is_finalized():
             words = "the other ranks may wait for this one, so it ends the job (MPI_Abort)"
             print(f"diffcoll: rank {world.Get_rank()} of {world.Get_size()}: {words}", file=sys.stderr, flush=True)
-            time.sleep(0.5)  # for the launcher to pass on the words: some drop what they have not yet read
+            time.sleep(0.5)  # some launchers drop output that they have not read before the abort
             world.Abort(1)
 
     sys.excepthook = hook

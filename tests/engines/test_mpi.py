@@ -243,7 +243,7 @@ def test_what_mpi_cannot_reach_goes_through_the_cpu():
 
 def test_whether_mpi_reads_cuda_memory(monkeypatch):
     def body(r):
-        text = r"diffcoll: this MPI library does not say that it reads CUDA memory, .* DIFFCOLL_MPI_CUDA=1"
+        text = r"diffcoll: this MPI library does not report that it reads CUDA memory, .* set DIFFCOLL_MPI_CUDA=1"
         with pytest.warns(UserWarning, match=text):
             assert not mpi._reads_cuda()  # what the wheel says
         mpi._reads_cuda()  # one warning
