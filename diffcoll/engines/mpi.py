@@ -65,7 +65,7 @@ class MpiEngine(MessageEngine):
         super().__init__(rank=comm.Get_rank(), size=comm.Get_size())
         self.key = key
         self.description = f"an MPI communicator of {self.size} ranks"
-        self.users, self._ours = comm, None
+        self.users, self._duplicate = comm, None
         self._twins: list[MpiEngine] = []
         self._mpi = _mpi()
         self._kinds = {dtype: getattr(self._mpi, name) for dtype, name in SUMS.items()}
@@ -74,11 +74,11 @@ class MpiEngine(MessageEngine):
     @property
     def comm(self) -> Any:
         """The duplicate of the user's communicator. The first call makes it, on all ranks together."""
-        if self._ours is None:
-            self._ours = self.users.Dup()
+        if self._duplicate is None:
+            self._duplicate = self.users.Dup()
             if self.size > 1:
                 _end_the_job_on_errors()
-        return self._ours
+        return self._duplicate
 
     @property
     @override
@@ -89,9 +89,9 @@ class MpiEngine(MessageEngine):
     def close(self) -> None:
         for twin in self._twins:
             twin.close()
-        if self._ours is not None and not _mpi().Is_finalized():
-            self._ours.Free()
-        self._ours = None
+        if self._duplicate is not None and not _mpi().Is_finalized():
+            self._duplicate.Free()
+        self._duplicate = None
 
     @override
     def twin(self) -> MpiEngine:
@@ -125,7 +125,7 @@ class MpiEngine(MessageEngine):
             mpi, x = self._mpi, x.contiguous()
             at = mpi.buffer.fromaddress
             sent = mpi.IN_PLACE if x is y else [at(x.data_ptr(), nbytes), kind]
-            (self._ours or self.comm).Allreduce(sent, [at(y.data_ptr(), nbytes), kind])
+            (self._duplicate or self.comm).Allreduce(sent, [at(y.data_ptr(), nbytes), kind])
             return done
         if kind is None or not self.reaches(y):
             return super().all_reduce(x, y)
@@ -189,7 +189,7 @@ class MpiEngine(MessageEngine):
 
     def _do(self, name: str, calls: Iterable[tuple[Any, ...]], memory: object) -> Wait:
         """Call a collective of MPI once for each piece; with `later`, its non-blocking variant."""
-        comm = self._ours or self.comm
+        comm = self._duplicate or self.comm
         if self.later:
             call = getattr(comm, "I" + name.lower())
             return _holding(memory, [call(*arguments) for arguments in calls])

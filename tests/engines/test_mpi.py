@@ -74,7 +74,7 @@ def test_which_communicators():
         copy.Free()
         again = world.Dup()  # MPI may give it the handle of the one that was freed
         assert resolve(again, "test") is not before
-        assert before._ours is None  # our duplicate went with it
+        assert before._duplicate is None  # our duplicate went with it
         found.append(dc.all_reduce(x, "max", group=again).item())
         (g,) = torch.autograd.grad(dc.all_reduce(x, group=again) * (r + 1), x)
         found.append(g.item())
