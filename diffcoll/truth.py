@@ -1,13 +1,13 @@
-"""What each collective means: from the list of all ranks' tensors to the list of all ranks' results.
+"""Reference implementation of each collective: from the list of all ranks' tensors to the list of all ranks' results.
 
-The functions are plain differentiable PyTorch on tensors that all live in one autograd graph, so PyTorch
-derives the gradient: that is the ground truth that the library's own rules are held against. Nothing of the
-library is imported here. Arguments are those of the public functions, without `group`; an argument that may
-differ from rank to rank comes as the list of all ranks' values.
+The functions are plain differentiable PyTorch on tensors in one autograd graph, so PyTorch derives the gradient. The
+library's own rules are checked against that reference gradient. This module imports nothing of the library. Arguments
+are those of the public functions, without `group`. An argument that may differ from rank to rank is the list of all
+ranks' values.
 
-In the replicated world all ranks hold one and the same variable, and it is counted once. Two functions say
-so: `copies`, one variable handed to N ranks, and `one`, the variable of which N ranks hold copies. Each is
-the other's derivative.
+A replicated tensor is one variable of which every rank holds a copy, and it is counted once. Two functions convert:
+`copies` from the variable to the N copies, and `one` from the copies to the variable. Each is the derivative of the
+other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-# Shorthand of the annotations below, nothing more.
+# Shorthand for the annotations below.
 Tensors = list[Tensor]
 
 
@@ -76,7 +76,7 @@ def gather(xs: Tensors, dst: int = 0, dim: int = 0, *, sizes: Any = None) -> Ten
 
 
 def scatter(xs: list[Any], src: int = 0, dim: int = 0, *, sizes: Any = None) -> Tensors:
-    """y_r = x_src[block r]; the other x may be None."""
+    """y_r = x_src[block r]; x may be None on other ranks."""
     ys = _blocks(xs[src], len(xs), dim, sizes)
     return [y if x is None or not x.requires_grad else y + x.flatten()[:0].sum() for y, x in zip(ys, xs, strict=True)]
 
@@ -106,28 +106,28 @@ def scan(xs: Tensors, *, reverse: bool = False, exclusive: bool = False) -> Tens
 
 
 def sum_gradients(xs: Tensors) -> Tensors:
-    """y_r = x, one variable of which xs are the copies."""
+    """y_r = x, where xs are copies of one variable x."""
     return [one(xs).clone() for _ in xs]
 
 
 def split(xs: Tensors, dim: int = 0, *, sizes: Any = None) -> Tensors:
-    """y_r = x[block r], with x one variable of which xs are the copies."""
+    """y_r = x[block r], where xs are copies of one variable x."""
     return _blocks(one(xs), len(xs), dim, sizes)
 
 
-# ── the replicated world ─────────────────────────────────────────────────────────────────────────────────
+# ── replicated tensors ───────────────────────────────────────────────────────────────────────────────────
 
 
 def copies(y: Tensor, n: int) -> Tensors:
-    """One variable, a copy of it for each of n ranks.
+    """Return a copy of one variable for each of n ranks.
 
-    The cotangents that come back are cotangents of the one variable, equal on all ranks.
+    Each copy's cotangent is the cotangent of the variable, equal on all ranks; they are not summed.
     """
     return list(_Copies.apply(y, n))  # type: ignore[no-untyped-call]
 
 
 def one(xs: Tensors) -> Tensor:
-    """The one variable of which xs, equal on all ranks, are the copies; each copy gets the whole gradient."""
+    """Return the variable of which xs, equal on all ranks, are copies; each copy gets the whole gradient."""
     x: Tensor = _One.apply(*xs)  # type: ignore[no-untyped-call]
     return x
 
@@ -159,8 +159,8 @@ class _One(Function):
             if not same:
                 raise ValueError(
                     f"a tensor declared replicated, or its cotangent, differs between rank 0 and rank {r}; "
-                    "it must be equal on all ranks (all ranks compute one and the same loss from it, and the "
-                    'backward runs on the sum of all ranks\' losses): else use cotangent="partial"'
+                    "it must be equal on all ranks (every rank computes the same loss from it, and backward is "
+                    'called on the sum of all ranks\' losses); if it is not, use cotangent="partial"'
                 )
         return xs[0].clone()
 
@@ -174,7 +174,7 @@ class _One(Function):
 
 
 def _tolerance(x: Tensor) -> float:
-    """The rounding of a longer computation in x's precision."""
+    """A tolerance for rounding errors of a long computation in x's precision."""
     return math.sqrt(torch.finfo(x.dtype).eps)
 
 
@@ -197,7 +197,7 @@ _OPS: dict[str, Callable[[Tensors], Tensor]] = {
     "min": lambda xs: torch.stack(xs).amin(0),
     "logsumexp": lambda xs: torch.logsumexp(torch.stack(xs), 0),
 }
-# On a tie the lowest rank stays: a later one must be strictly better, or be the first NaN.
+# On a tie the lowest rank is kept: a later rank replaces it only if strictly better, or if it is the first NaN.
 _OPS |= {f"first {op}": over for op, over in _OPS.items()} | {
     "first max": lambda xs: fold(lambda y, x: torch.where((x > y) | (x.isnan() & ~y.isnan()), x, y), xs),
     "first min": lambda xs: fold(lambda y, x: torch.where((x < y) | (x.isnan() & ~y.isnan()), x, y), xs),
@@ -205,18 +205,18 @@ _OPS |= {f"first {op}": over for op, over in _OPS.items()} | {
 
 
 def _wide(x: Tensor) -> Tensor:
-    """x, ready to be added up: half precisions in the wider type."""
+    """Return x in the dtype in which it is summed: float32 (or complex64) for half precisions."""
     wider = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
     return x.to(wider.get(x.dtype, x.dtype))
 
 
 def _instead(y: Tensor, x: Tensor) -> Tensor:
-    """y in the place of x, which stays in the graph, with gradient zero, as it does on real processes."""
+    """Return y, with x in the graph too, with gradient zero, as on real processes."""
     return torch.where(torch.ones((), dtype=torch.bool, device=x.device), y, x)
 
 
 def _zero(x: Tensor) -> Tensor:
-    """Zeros in the place of x."""
+    """Return zeros, with x in the graph, with gradient zero."""
     return _instead(torch.zeros_like(x), x)
 
 
@@ -234,9 +234,9 @@ def _fitting(xs: Tensors, dim: int, sizes: Any) -> Tensors:
     declared = [xs[0].shape[dim]] * len(xs) if sizes is None else sizes
     for r, x in enumerate(xs):
         if declared != "auto" and x.shape[dim] != declared[r]:
-            raise ValueError(f"rank {r} brings size {x.shape[dim]} along dim {dim}, expected {declared[r]}")
+            raise ValueError(f"rank {r} has size {x.shape[dim]} along dim {dim}, expected {declared[r]}")
     return xs
 
 
-#: Arguments of which each rank gives its own; the functions above take the list of them.
+#: Arguments that may differ from rank to rank; the functions above take the list of all ranks' values.
 PER_RANK = ("split_sizes", "concat_sizes")

@@ -334,7 +334,7 @@ def test_tensors_that_stand_for_others(run):
             call(torch.ones(4, 2))
             for make in NOT_PLAIN.values():
                 if name == "scatter" and r > 0:
-                    with pytest.raises(dc.CollectiveMismatchError, match="wrong on rank 0, see the error there"):
+                    with pytest.raises(dc.CollectiveMismatchError, match="invalid on rank 0, see the error there"):
                         call(None)
                     continue
                 with pytest.raises(TypeError) as caught:
@@ -365,7 +365,7 @@ def test_a_dtensor():
         texts = []
         for name, call in COLLECTIVES.items():
             if name == "scatter" and r > 0:  # only the source has an x
-                with pytest.raises(dc.CollectiveMismatchError, match="wrong on rank 0, see the error there"):
+                with pytest.raises(dc.CollectiveMismatchError, match="invalid on rank 0, see the error there"):
                     call(None)
                 continue
             with pytest.raises(TypeError) as caught:

@@ -1,7 +1,7 @@
-"""The linear collectives, one file each, on the base in linear.py.
+"""The linear collectives, one file each. Their common base is `diffcoll.core.linear`.
 
-`COLLECTIVES` is the one list of them; the public API, the tests, `diffcoll verify` and the index in
-`notes/README.md` are made from it or checked against it.
+`COLLECTIVES` is the list of them. The public API, the tests, `diffcoll verify` and the index in `notes/README.md` are
+generated from it or checked against it.
 """
 
 from __future__ import annotations

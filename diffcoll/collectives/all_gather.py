@@ -98,7 +98,7 @@ def all_gather(
     cotangent: Cotangent = "partial",
     async_op: bool = False,
 ) -> Any:
-    """All ranks' x, joined along a dimension in the order of ranks, on every rank.
+    """Concatenate all ranks' x along a dimension, in the order of ranks, on every rank.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -106,24 +106,26 @@ def all_gather(
     [tensor([1, 2, 3]), tensor([1, 2, 3])]
 
     Args:
-        x: any dtype; any shape, the same on all ranks but for its size along `dim` where `sizes` is given.
-            A 0-d x counts as one element of a row: the result has shape (N,).
-            Or a tree: nested tuples, lists and dicts of such tensors; those of one dtype travel in one message.
-        dim: the dimension to join along; with `stack`, the place of the new one.
+        x: any dtype; any shape, the same on all ranks except, with `sizes`, for its size along `dim`.
+            From 0-d tensors the result has shape (N,).
+            Or a tree: nested tuples, lists and dicts of such tensors; all leaves of one dtype are sent in one message.
+        dim: the dimension to concatenate along; with `stack`, the index of the new one.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         sizes: None: x has the same size along `dim` on all ranks. A list: each rank's size, zeros allowed.
-            `"auto"`: the ranks tell each other first, in a small message of its own.
-        stack: join along a new dimension, of size N, as `torch.stack` does.
-        cotangent: `"partial"`: each rank has a loss of its own, the objective is the sum of them, and the
-            backward sums what arrives on all ranks for x. `"replicated"`: all ranks compute one and the same
-            loss from y, and it counts once; the backward is this rank's slice.
-        async_op: return a `Pending` at once, whose `wait()` gives the result; the backward overlaps likewise.
+            `"auto"`: the ranks exchange their sizes first, in an additional small message.
+        stack: stack along a new dimension, of size N, as `torch.stack` does.
+        cotangent: `"partial"`: each rank has its own loss and the objective is their sum; the backward sums all ranks'
+            gradients of this rank's block. `"replicated"`: every rank computes the same loss from y (tensor
+            parallelism), which counts once; the backward takes this rank's block of the gradient, without
+            communication.
+        async_op: do not block: return a `Pending`, whose `wait()` gives the result. Communication overlaps with
+            computation in the backward too.
 
     Returns:
         A new contiguous tensor of x's dtype, the same on every rank.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on its own.
+        TypeError, ValueError: an argument is invalid.
 
     Source: notes/all_gather.md.
     """
@@ -135,7 +137,7 @@ def all_gather(
 def _all_gather(call: Call, x: Any) -> Any:
     replicated = call.cotangent()
     if call.flag("stack") and call.arguments["sizes"] is not None:
-        raise call.error("sizes", "None with stack=True, where every rank brings one slice")
+        raise call.error("sizes", "None with stack=True, where every rank has one slice")
     if not isinstance(x, Tensor):
         return trees.by_leaf(call, _all_gather) if call.engine.joint else _tree(call, replicated)
     block, d = _block(call, x)
@@ -144,21 +146,21 @@ def _all_gather(call: Call, x: Any) -> Any:
 
 
 def _block(call: Call, x: Tensor) -> tuple[Tensor, int]:
-    """Return what x contributes, and the dimension to join along."""
+    """Return x as a block, and the dimension to concatenate along."""
     new = call.arguments["stack"] or x.dim() == 0
     d = call.dim("dim", x, new=new)
     return (x.unsqueeze(d) if new else x), d
 
 
 def _tree(call: Call, replicated: bool) -> Any:
-    """Gather one row for each dtype, and put the leaves of all ranks together from them."""
+    """Gather one 1-d tensor per dtype, and cut and concatenate all ranks' leaves from it."""
     leaves, rebuild = trees.checked(call)
     calls = [call.of(leaf) for leaf in leaves]
     blocks = [_block(c, leaf) for c, leaf in zip(calls, leaves, strict=True)]
     asks = call.arguments["sizes"] == "auto"
     lengths = [() if asks else c.sizes_of_all(block, d) for c, (block, d) in zip(calls, blocks, strict=True)]
     call.agree_on_leaves([_shape(b, d, of_ranks) for (b, d), of_ranks in zip(blocks, lengths, strict=True)], leaves)
-    if asks:  # for all leaves at once
+    if asks:  # one message for all leaves
         lengths = list(zip(*call.gather_numbers([b.shape[d] for b, d in blocks]), strict=True))
     #: leaf → rank → shape
     shapes = [
@@ -185,6 +187,6 @@ def _tree(call: Call, replicated: bool) -> Any:
 
 
 def _shape(x: Tensor, dim: int, of_ranks: tuple[int, ...]) -> tuple[object, ...]:
-    """The shapes of all ranks' x, as they are compared: with one size along dim, or all, or none where unknown."""
+    """The shape that check mode compares: along dim one size, or the list of all ranks' sizes, or () if unknown."""
     sizes = of_ranks[0] if len({*of_ranks}) == 1 else of_ranks
     return *x.shape[:dim], sizes, *x.shape[dim + 1 :]

@@ -92,29 +92,30 @@ def all_reduce(
     [tensor([11., 22.]), tensor([11., 22.])]
 
     Args:
-        x: any shape, the same on all ranks. Any dtype that the op knows.
-            Or a tree: nested tuples, lists and dicts of such tensors; those of one dtype travel in one message.
-        op: `"sum"`, `"product"`: of numbers, not bool. `"mean"`, `"logsumexp"`: floating-point or complex.
-            `"max"`, `"min"`: not complex. Other common spellings, and `torch.distributed.ReduceOp`, mean the same.
-            A function reduces dim 0 of the stack (N, *x.shape) of all ranks' x: `lambda s: s.median(0).values`. Every
-            rank gathers the stack, N times the size of x, and calls the function on it. It must be the same function
-            on all ranks and draw no random numbers, or the results differ. If each position of its result comes from
-            the same position of the stack alone, `dc.elementwise(f)` needs memory and bytes as `"max"` does.
-            Half precisions: a sum is accumulated in float32 where the library adds up itself (gloo), else as
+        x: any shape, the same on all ranks; any dtype that `op` supports.
+            Or a tree: nested tuples, lists and dicts of such tensors; all leaves of one dtype are sent in one message.
+        op: `"sum"`, `"product"`: any dtype but bool. `"mean"`, `"logsumexp"`: floating-point or complex.
+            `"max"`, `"min"`: not complex. Other common spellings and `torch.distributed.ReduceOp` are accepted.
+            Or a function that reduces dim 0 of the stack (N, *x.shape) of all ranks' x: `lambda s: s.median(0).values`.
+            Every rank gathers the stack, N times the size of x, and calls the function on it. It must be the same
+            function on all ranks and draw no random numbers, or the results differ. If each element of its result
+            depends on the same element of each x only, `dc.elementwise(f)` needs as little memory and communication
+            as `"max"`. Half precisions: a sum is accumulated in float32 where the library sums (gloo, MPI), else as
             the backend does it; mean, product and logsumexp are computed in float32 and rounded once.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-        cotangent: `"partial"`: each rank has a loss of its own, the objective is the sum of them, and the
-            backward sums the gradients that arrive on the ranks. `"replicated"`: all ranks compute one and
-            the same loss from y, and it counts once; the backward moves nothing.
-        ties: who gets the gradient of `"max"` and `"min"` where several ranks are equal: `"even"`, all of
-            them in equal parts, as `torch.amax`; `"first"`, the lowest of these ranks.
-        async_op: return a `Pending` at once, whose `wait()` gives the result; the backward overlaps likewise.
+        cotangent: `"partial"`: each rank has its own loss and the objective is their sum; the backward sums the ranks'
+            gradients. `"replicated"`: every rank computes the same loss from y (tensor parallelism), which counts
+            once; the backward has no communication.
+        ties: where several ranks hold the maximum or minimum, which of them receive the gradient of `"max"` and
+            `"min"`: `"even"`, all of them in equal parts, as `torch.amax`; `"first"`, the lowest of these ranks.
+        async_op: do not block: return a `Pending`, whose `wait()` gives the result. Communication overlaps with
+            computation in the backward too.
 
     Returns:
         A new tensor, shape and dtype of x, bitwise the same on every rank.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on its own.
+        TypeError, ValueError: an argument is invalid.
 
     Source: notes/all_reduce.md.
     """

@@ -28,8 +28,8 @@ __all__ = ["AllToAll", "all_to_all"]
 class AllToAll(Linear):
     """y_r = [x_s block r]_s.
 
-    `split_sizes[s]` is the size along split_dim of the block that goes to rank s, `concat_sizes[s]` the size
-    along concat_dim of the block that comes from there.
+    `split_sizes[s]` is the size along split_dim of the block for rank s, `concat_sizes[s]` the size along concat_dim of
+    the block from rank s.
     """
 
     name: ClassVar[str] = "all_to_all"
@@ -55,7 +55,7 @@ class AllToAll(Linear):
 
     @property
     def adjoint(self) -> Linear:
-        """gx_r = [gy_s block r]_s: every block goes back to where it came from."""
+        """gx_r = [gy_s block r]_s: every block is sent back to its source."""
         return AllToAll(self.engine, self.concat_dim, self.split_dim, self.concat_sizes, self.split_sizes)
 
 
@@ -95,7 +95,7 @@ def all_to_all(
     concat_sizes: Sizes = None,
     async_op: bool = False,
 ) -> Any:
-    """Cut x into one block per rank, send each its block, and join what comes from them.
+    """Cut x into one block per rank, send each rank its block, and concatenate the blocks received.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -103,22 +103,23 @@ def all_to_all(
     [tensor([ 1, 10]), tensor([ 2, 20])]
 
     Args:
-        x: at least one dimension; any dtype; the same shape on all ranks but along the dimensions for which
+        x: at least one dimension; any dtype; the same shape on all ranks except along the dimensions for which
             sizes are given.
         split_dim: the dimension to cut along.
-        concat_dim: the dimension to join along.
+        concat_dim: the dimension to concatenate along.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         split_sizes: None: N equal blocks. A list: the size along `split_dim` of the block for each rank,
-            zeros allowed; if the two dimensions differ it is the same list on all ranks.
-        concat_sizes: the size along `concat_dim` of the block from each rank. None: equal blocks, which
-            within one dimension asks for equal `split_sizes` too. `"auto"`: the ranks tell each other first.
-        async_op: return a `Pending` at once, whose `wait()` gives the result; the backward overlaps likewise.
+            zeros allowed. If `split_dim` and `concat_dim` differ, all ranks pass the same list.
+        concat_sizes: the size along `concat_dim` of the block from each rank. None: equal blocks; if `split_dim` and
+            `concat_dim` are equal, `split_sizes` must be None too. `"auto"`: the ranks exchange their sizes first.
+        async_op: do not block: return a `Pending`, whose `wait()` gives the result. Communication overlaps with
+            computation in the backward too.
 
     Returns:
         A new contiguous tensor of x's dtype.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on its own.
+        TypeError, ValueError: an argument is invalid.
 
     Source: notes/all_to_all.md.
     """
@@ -155,5 +156,5 @@ def _all_to_all(call: Call, x: Tensor) -> Any:
 
 
 def _block(x: Tensor, sizes: dict[int, int]) -> list[int]:
-    """Return the shape of x with other sizes along some dims."""
+    """Return the shape of x with these sizes along some dims."""
     return [sizes.get(dim, size) for dim, size in enumerate(x.shape)]

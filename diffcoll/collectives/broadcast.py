@@ -108,7 +108,7 @@ def broadcast(
     cotangent: Cotangent = "partial",
     async_op: bool = False,
 ) -> Any:
-    """Rank src's x, on every rank.
+    """Send rank src's x to every rank.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -116,21 +116,22 @@ def broadcast(
     [tensor(2.), tensor(2.)]
 
     Args:
-        x: any shape and dtype, the same on all ranks; its values count on rank src alone. It should require
-            a gradient on all ranks if it does on src, for all take part in the backward; off src it is zero.
-            Or a tree: nested tuples, lists and dicts of such tensors; those of one dtype travel in one message.
+        x: any shape and dtype, the same on all ranks; only the values on rank src are used. If x requires a gradient on
+            src, it should on all ranks, because all take part in the backward; on the others its gradient is zero.
+            Or a tree: nested tuples, lists and dicts of such tensors; all leaves of one dtype are sent in one message.
         src: the rank within the group that sends.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-        cotangent: `"partial"`: each rank has a loss of its own, the objective is the sum of them, and the
-            backward sums on rank src the gradients that arrive on the ranks. `"replicated"`: all ranks
-            compute one and the same loss from y, and it counts once; the backward moves nothing.
-        async_op: return a `Pending` at once, whose `wait()` gives the result; the backward overlaps likewise.
+        cotangent: `"partial"`: each rank has its own loss and the objective is their sum; the backward sums the ranks'
+            gradients on rank src. `"replicated"`: every rank computes the same loss from y (tensor parallelism),
+            which counts once; the backward has no communication.
+        async_op: do not block: return a `Pending`, whose `wait()` gives the result. Communication overlaps with
+            computation in the backward too.
 
     Returns:
         A new tensor, shape and dtype of x.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on its own.
+        TypeError, ValueError: an argument is invalid.
 
     Source: notes/broadcast.md.
     """

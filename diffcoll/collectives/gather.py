@@ -53,10 +53,10 @@ class Gather(Linear):
 
 
 def gather(x: Tensor, dst: int = 0, dim: int = 0, group: Group = None, *, sizes: Sizes = None) -> Tensor:
-    """All ranks' x, joined along a dimension in the order of ranks, on rank dst; empty on the others.
+    """Concatenate all ranks' x along a dimension, in the order of ranks, on rank dst; empty elsewhere.
 
-    The backward is a scatter from dst, in which a rank takes part if its x requires a gradient and its loss uses
-    y. So on the other ranks too let x require one, and add `y.sum()` to the loss, a zero.
+    The backward is a scatter from dst. A rank takes part in it if its x requires a gradient and its loss uses y. So on
+    the other ranks, too, x must require a gradient, and `y.sum()`, which is zero, must be added to the loss.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -64,19 +64,19 @@ def gather(x: Tensor, dst: int = 0, dim: int = 0, group: Group = None, *, sizes:
     [tensor([1, 2]), tensor([], dtype=torch.int64)]
 
     Args:
-        x: any dtype; any shape, the same on all ranks but for its size along `dim` where `sizes` is given.
-            A 0-d x counts as one element of a row: the result has shape (N,).
+        x: any dtype; any shape, the same on all ranks except, with `sizes`, for its size along `dim`.
+            From 0-d tensors the result has shape (N,).
         dst: the rank within the group that receives.
-        dim: the dimension to join along.
+        dim: the dimension to concatenate along.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         sizes: None: x has the same size along `dim` on all ranks. A list: each rank's size, zeros allowed.
-            `"auto"`: the ranks tell each other first, in a small message of its own.
+            `"auto"`: the ranks exchange their sizes first, in an additional small message.
 
     Returns:
-        A new contiguous tensor of x's dtype; on the ranks other than dst of size 0 along `dim`.
+        A new contiguous tensor of x's dtype; on ranks other than dst its size along `dim` is 0.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on its own.
+        TypeError, ValueError: an argument is invalid.
 
     Source: notes/gather.md.
     """

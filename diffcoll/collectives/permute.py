@@ -1,4 +1,4 @@
-"""Tensors sent from rank to rank along given pairs.
+"""Point-to-point messages along given pairs of ranks.
 
 forward   y_dst  = x_src for each pair (src, dst); 0 where none is received     shape unchanged
 adjoint   gx_src = gy_dst; 0 where none was sent                                permute, pairs reversed
@@ -46,7 +46,7 @@ class Permute(Linear):
 
 
 def permute(x: Tensor, pairs: Sequence[tuple[int, int]], group: Group = None) -> Tensor:
-    """Send x along pairs (src, dst) of ranks.
+    """Send x from src to dst for each pair (src, dst) of ranks.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -60,11 +60,11 @@ def permute(x: Tensor, pairs: Sequence[tuple[int, int]], group: Group = None) ->
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
     Returns:
-        A new tensor, shape and dtype of x: what was sent to this rank, zeros if nothing was. The loss
-            must use it on every rank, zeros too: the gradient of what this rank sent comes with its backward.
+        A new tensor, shape and dtype of x: what was sent to this rank, or zeros. The loss must use it on every rank,
+            also where it is zero: this rank receives the gradient of what it sent in the backward of its result.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on its own.
+        TypeError, ValueError: an argument is invalid.
 
     Source: notes/permute.md.
     """

@@ -33,10 +33,10 @@ class Reduce(Linear):
 
     @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        at_home = self.engine.rank == self.dst
-        y = x.clone(memory_format=torch.contiguous_format) if at_home else x.contiguous()
+        is_dst = self.engine.rank == self.dst
+        y = x.clone(memory_format=torch.contiguous_format) if is_dst else x.contiguous()
         wait = self.engine.reduce(y, self.dst)
-        return then(wait, y if at_home else torch.zeros_like(x, memory_format=torch.contiguous_format))
+        return then(wait, y if is_dst else torch.zeros_like(x, memory_format=torch.contiguous_format))
 
     @property
     def adjoint(self) -> Linear:
@@ -45,10 +45,10 @@ class Reduce(Linear):
 
 
 def reduce(x: Tensor, dst: int = 0, op: Op = "sum", group: Group = None) -> Tensor:
-    """Reduce all ranks' x to their sum, mean, product, maximum, …, on rank dst; zeros on the others.
+    """Reduce all ranks' x to their sum, mean, product, maximum, …, on rank dst; the result is zero on the others.
 
-    The backward is a broadcast from dst, in which a rank takes part if its x requires a gradient and its loss uses
-    y. So on the other ranks too let x require one, and add `y.sum()` to the loss, a zero.
+    The backward is a broadcast from dst. A rank takes part in it if its x requires a gradient and its loss uses y. So
+    on the other ranks, too, x must require a gradient, and `y.sum()`, which is zero, must be added to the loss.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -56,18 +56,18 @@ def reduce(x: Tensor, dst: int = 0, op: Op = "sum", group: Group = None) -> Tens
     [tensor(0.), tensor(3.)]
 
     Args:
-        x: any shape, the same on all ranks; any dtype that the op knows. float16 and bfloat16 are accumulated in
-            float32 where the library adds up itself (gloo), else as the backend does it.
+        x: any shape, the same on all ranks; any dtype that `op` supports. float16 and bfloat16 are accumulated in
+            float32 where the library sums (gloo, MPI), else as the backend does it.
         dst: the rank within the group that receives.
-        op: as in `all_reduce`. A function is called on every rank with the whole stack (N, *x.shape);
-            `dc.elementwise(f)` with parts of it.
+        op: as in `all_reduce`. A function is called on every rank with the whole stack (N, *x.shape),
+            `dc.elementwise(f)` with a part of it.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
     Returns:
         A new tensor, shape and dtype of x.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on its own.
+        TypeError, ValueError: an argument is invalid.
 
     Source: notes/reduce.md.
     """

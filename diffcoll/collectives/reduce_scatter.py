@@ -1,4 +1,4 @@
-"""Reduction over ranks, of which every rank receives its block.
+"""Reduction over ranks; every rank receives its block of the result.
 
 forward   y_r  = (Σ_s x_s)[block r]      blocks along dim
 adjoint   gx_r = [gy_0 … gy_{N-1}]       all_gather
@@ -85,7 +85,7 @@ def reduce_scatter(
     ties: Ties = "even",
     async_op: bool = False,
 ) -> Any:
-    """Reduce all ranks' x to their sum, mean, product, maximum, …, of which rank r receives block r along a dimension.
+    """Reduce all ranks' x to their sum, mean, product, maximum, …; rank r receives block r along a dimension.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -93,22 +93,23 @@ def reduce_scatter(
     [tensor([11.]), tensor([22.])]
 
     Args:
-        x: at least one dimension, the same shape on all ranks; any dtype that the op knows. float16 and bfloat16 are
-            accumulated in float32 where the library adds up itself (gloo), else as the backend does it.
-        op: as in `all_reduce`. A function is called on every rank with the whole stack (N, *x.shape);
-            `dc.elementwise(f)` with parts of it.
+        x: at least one dimension, the same shape on all ranks; any dtype that `op` supports. float16 and bfloat16 are
+            accumulated in float32 where the library sums (gloo, MPI), else as the backend does it.
+        op: as in `all_reduce`. A function is called on every rank with the whole stack (N, *x.shape),
+            `dc.elementwise(f)` with a part of it.
         dim: the dimension to cut along.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         sizes: None: N equal blocks. A list, the same on all ranks: each rank's size, zeros allowed.
-        ties: who gets the gradient of `"max"` and `"min"` where several ranks are equal: `"even"`, all of
-            them in equal parts, as `torch.amax`; `"first"`, the lowest of these ranks.
-        async_op: return a `Pending` at once, whose `wait()` gives the result; the backward overlaps likewise.
+        ties: where several ranks hold the maximum or minimum, which of them receive the gradient of `"max"` and
+            `"min"`: `"even"`, all of them in equal parts, as `torch.amax`; `"first"`, the lowest of these ranks.
+        async_op: do not block: return a `Pending`, whose `wait()` gives the result. Communication overlaps with
+            computation in the backward too.
 
     Returns:
-        A new tensor, dtype of x, shape of x but for this rank's size along `dim`.
+        A new tensor with the dtype of x, and its shape except for this rank's size along `dim`.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on its own.
+        TypeError, ValueError: an argument is invalid.
 
     Source: notes/reduce_scatter.md.
     """

@@ -1,7 +1,7 @@
-"""Running sums over the ranks.
+"""Prefix sums over ranks.
 
 forward   y_r  = Σ_{s≤r} x_s         exclusive: s<r; reverse: s≥r (s>r)
-adjoint   gx_r = Σ_{s≥r} gy_s        scan the other way
+adjoint   gx_r = Σ_{s≥r} gy_s        scan, reversed
 note      notes/scan.md              truth  diffcoll.truth.scan
 """
 
@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from diffcoll.core.arguments import Group
 from diffcoll.core.call import Call, perform
@@ -31,8 +32,9 @@ class Scan(Linear):
     reverse: bool = False
     exclusive: bool = False
 
+    @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        """See `Linear.start`. In ⌈log₂ N⌉ rounds: after round k, y_r is the sum of the last 2^k terms."""
+        # ⌈log₂ N⌉ rounds. After round k, y_r is the sum of the last 2^k terms.
         y = x.to(WIDER.get(x.dtype, x.dtype), copy=True, memory_format=torch.contiguous_format)
         if self.exclusive:
             mine, y = y, torch.zeros_like(y)
@@ -47,7 +49,7 @@ class Scan(Linear):
         return lambda: y.to(x.dtype)
 
     def _shift(self, y: Tensor, before: Tensor, distance: int) -> bool:
-        """Fill `before` with the y of the rank that lies `distance` before this one, if there is one."""
+        """Receive in `before` the y of the rank `distance` before this one. Returns whether there is one."""
         n, rank = self.engine.size, self.engine.rank
         step = -distance if self.reverse else distance
         sends = [y if s == rank + step else None for s in range(n)]
@@ -61,7 +63,7 @@ class Scan(Linear):
 
 
 def scan(x: Tensor, group: Group = None, *, reverse: bool = False, exclusive: bool = False) -> Tensor:
-    """Sum of the x of all ranks up to this one.
+    """Return the inclusive prefix sum over ranks (MPI_Scan): the sum of x on ranks 0 to r.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -75,14 +77,14 @@ def scan(x: Tensor, group: Group = None, *, reverse: bool = False, exclusive: bo
         x: any shape, the same on all ranks; any dtype but bool. float16 and bfloat16 are accumulated in
             float32.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-        reverse: sum over this rank and those after it instead.
-        exclusive: leave this rank's own x out.
+        reverse: sum over ranks r to N − 1 instead.
+        exclusive: do not include this rank's x (MPI_Exscan).
 
     Returns:
         A new tensor, shape and dtype of x.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on its own.
+        TypeError, ValueError: an argument is invalid.
 
     Source: notes/scan.md.
     """

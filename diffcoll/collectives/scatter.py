@@ -1,4 +1,4 @@
-"""One rank's tensor, of which every rank receives its block.
+"""One rank's tensor; every rank receives its block.
 
 forward   y_r    = x_src[block r]                      blocks along dim
 adjoint   gx_src = [gy_0 … gy_{N-1}]; empty elsewhere  gather
@@ -27,7 +27,7 @@ __all__ = ["Scatter", "scatter"]
 
 @dataclass(frozen=True)
 class Scatter(Linear):
-    """y_r = x_src[block r], with sizes[r] the size of block r along dim; x is of size 0 along dim elsewhere."""
+    """y_r = x_src[block r], with sizes[r] the size of block r along dim; on other ranks x has size 0 along dim."""
 
     name: ClassVar[str] = "scatter"
     src: int
@@ -52,7 +52,7 @@ class Scatter(Linear):
 
 
 def scatter(x: Tensor | None, src: int = 0, dim: int = 0, group: Group = None, *, sizes: Parts = None) -> Tensor:
-    """Rank src's x, of which rank r receives block r along a dimension.
+    """Send block r of rank src's x, along a dimension, to each rank r.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -60,22 +60,22 @@ def scatter(x: Tensor | None, src: int = 0, dim: int = 0, group: Group = None, *
     [tensor([1.]), tensor([2.])]
 
     Args:
-        x: at least one dimension; any dtype. On the ranks other than src it may be None; what is passed there
-            takes part in the graph, with gradient zero. None takes part in `backward()`, but not in
-            `torch.autograd.grad` or a `torch.func` transform, which ask for chosen inputs: pass a tensor.
-            Under `torch.compile` x is a tensor of one shape on all ranks.
+        x: at least one dimension; any dtype. On ranks other than src it may be None, or a tensor, whose gradient is
+            zero. With None the rank takes part in `backward()`, but not in `torch.autograd.grad` or a `torch.func`
+            transform, which differentiate with respect to chosen inputs: pass a tensor there.
+            Under `torch.compile` x must be a tensor of the same shape on all ranks.
         src: the rank within the group that sends.
         dim: the dimension to cut along.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-        sizes: None: N equal blocks. A list: each rank's size, zeros allowed. Both `dim` and `sizes` count as
-            rank src gives them; the others learn them from there, in a small message of its own.
+        sizes: None: N equal blocks. A list: each rank's size, zeros allowed. `dim` and `sizes` of rank src are used on
+            all ranks. It sends them, with shape and dtype, in an additional small message.
 
     Returns:
-        A new tensor, dtype of rank src's x, and its shape but for this rank's size along `dim`.
+        A new tensor with the dtype of rank src's x, and its shape except for this rank's size along `dim`.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on its own.
-        CollectiveMismatchError: on the other ranks, when the arguments are wrong on rank src.
+        TypeError, ValueError: an argument is invalid.
+        CollectiveMismatchError: on the other ranks, if an argument is invalid on rank src.
 
     Source: notes/scatter.md.
     """
@@ -99,16 +99,16 @@ def _scatter(call: Call, x: Tensor | None) -> Any:
     else:
         numbers = call.broadcast_numbers(root, None)
         if not numbers:
-            raise CollectiveMismatchError(f"scatter: the arguments are wrong on rank {root}, see the error there")
+            raise CollectiveMismatchError(f"scatter: an argument is invalid on rank {root}, see the error there")
         d, parts, tensor = _empty(numbers, call.engine.size, x)
-    call.arguments.update(dim=d, sizes=list(parts))  # as they count
+    call.arguments.update(dim=d, sizes=list(parts))  # those of rank src
     return call.submit(Scatter(call.engine, root, d, parts), tensor)
 
 
 def _compiled(call: Call, root: int, x: Tensor | None) -> Any:
-    """Scatter where shapes must be known beforehand, so that src cannot tell them."""
+    """Scatter under torch.compile: shapes must be known while tracing, so src does not send them."""
     if x is None:
-        remedy = "pass a tensor of the shape that rank src has, whose values do not count"
+        remedy = "pass a tensor of the shape that rank src has, whose values are not used"
         raise call.error("x", "a tensor on every rank under torch.compile", remedy, got="None")
     tensor = call.tensor(x)
     d = call.dim("dim", tensor)
@@ -117,7 +117,7 @@ def _compiled(call: Call, root: int, x: Tensor | None) -> Any:
     return call.submit(Scatter(call.engine, root, d, parts), mine)
 
 
-# ── rank src tells the others what comes ─────────────────────────────────────────────────────────────────
+# ── the header that rank src sends: dtype, shape, dim and sizes ──────────────────────────────────────────
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "npu")
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
@@ -129,13 +129,13 @@ def _header(x: Tensor, dim: int, sizes: tuple[int, ...]) -> list[int]:
 
 
 def _empty(header: list[int], n: int, x: Tensor | None) -> tuple[int, tuple[int, ...], Tensor]:
-    """The dimension, the sizes, and this rank's x: nothing of it along the dimension."""
+    """Return the dimension, the sizes, and this rank's x, of size 0 along the dimension."""
     dtype, device, requires_grad, dim, dims, *rest = header
     shape, sizes = rest[:dims], rest[dims : dims + n]
     shape[dim] = 0
     if x is not None and (x.requires_grad or not requires_grad):
         x = x if requires_grad or not x.requires_grad else x.detach()
         return dim, tuple(sizes), x.flatten()[:0].to(_DTYPES[dtype]).reshape(shape)
-    # A leaf of its own, so that this rank's backward takes part in the gather.
+    # A new leaf, so that this rank takes part in the gather of the backward.
     none = torch.empty(shape, dtype=_DTYPES[dtype], device=_DEVICES[device])
     return dim, tuple(sizes), none.requires_grad_() if requires_grad else none

@@ -1,4 +1,4 @@
-"""Tensors sent on by a number of ranks: the ring, and the line.
+"""Point-to-point messages by a fixed offset, in a ring or a line of ranks.
 
 forward   y_r  = x_{r − offset}; without wrap 0 where there is no such rank     shape unchanged
 adjoint   gx_r = gy_{r + offset}                                                permute, pairs reversed
@@ -27,7 +27,7 @@ class Shift(Permute):
 
 
 def shift(x: Tensor, offset: int = 1, group: Group = None, *, wrap: bool = True) -> Tensor:
-    """Send x to the rank that comes `offset` later.
+    """Send x from each rank r to rank r + offset.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -39,16 +39,16 @@ def shift(x: Tensor, offset: int = 1, group: Group = None, *, wrap: bool = True)
 
     Args:
         x: any shape and dtype, the same on all ranks.
-        offset: how many ranks further, the same on all ranks; negative: back.
+        offset: an integer, the same on all ranks; may be negative.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-        wrap: whether the ranks form a ring; on a line, what leaves it is lost and zeros come in.
+        wrap: whether the ranks form a ring, modulo N. If not, ranks without a sender receive zeros.
 
     Returns:
-        A new tensor, shape and dtype of x. The loss must use it on every rank, zeros too: the gradient of
-            what this rank sent comes back with its backward.
+        A new tensor, shape and dtype of x: what was sent to this rank, or zeros. The loss must use it on every rank,
+            also where it is zero: this rank receives the gradient of what it sent in the backward of its result.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on its own.
+        TypeError, ValueError: an argument is invalid.
 
     Source: notes/shift.md.
     """

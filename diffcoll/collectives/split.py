@@ -1,4 +1,4 @@
-"""This rank's slice of a replicated tensor: the other way from the replicated world into per-rank work.
+"""This rank's block of a replicated tensor: identity on a slice forward, all-gather backward.
 
 forward   y_r  = x_r[block r]            x replicated
 adjoint   gx_r = [gy_0 … gy_{N-1}]       all_gather, replicated
@@ -54,9 +54,9 @@ class Split(Linear):
 
 
 def split(x: Tensor, dim: int = 0, group: Group = None, *, sizes: Parts = None) -> Tensor:
-    """Return this rank's block of x, which all ranks hold alike; its gradient is gathered from all ranks.
+    """Return this rank's block of x, which is equal on all ranks; the backward all-gathers the gradient.
 
-    Moves nothing forward.
+    No communication in the forward.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -71,10 +71,10 @@ def split(x: Tensor, dim: int = 0, group: Group = None, *, sizes: Parts = None) 
         sizes: None: N equal blocks. A list, the same on all ranks: each rank's size, zeros allowed.
 
     Returns:
-        A new tensor (not a view of x), shape of x but for this rank's size along `dim`.
+        A new tensor (not a view) with the dtype of x, and its shape except for this rank's size along `dim`.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on its own.
+        TypeError, ValueError: an argument is invalid.
 
     Source: notes/split.md.
     """

@@ -1,4 +1,4 @@
-"""Identity whose backward sums over ranks: the way from the replicated world into per-rank work.
+"""Identity forward, all-reduce backward: for a replicated tensor that is used in per-rank computation.
 
 forward   y_r  = x_r               x replicated
 adjoint   gx_r = Σ_s gy_s          all_reduce, replicated
@@ -27,7 +27,8 @@ __all__ = ["SumGradients", "sum_gradients"]
 class SumGradients(Linear):
     """y_r = x.
 
-    A copy: y may be changed in place, and autograd hands one gradient to several inputs, which may not share memory.
+    y is a copy: it may be modified in place, and autograd may pass one gradient to several inputs, which must not share
+    memory.
     """
 
     name: ClassVar[str] = "sum_gradients"
@@ -50,9 +51,10 @@ class SumGradients(Linear):
 
 
 def sum_gradients(x: Tree, group: Group = None) -> Tree:
-    """Return x, which all ranks hold alike, for use in per-rank work: its gradient is summed over ranks.
+    """Return a copy of x, which is equal on all ranks; the backward sums the gradient over ranks.
 
-    Megatron's f and JAX's pvary. Moves nothing forward.
+    For a weight or an activation that all ranks hold and each uses on its own data, or in its own part of a layer.
+    Megatron's f and JAX's pvary. No communication in the forward.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -64,14 +66,14 @@ def sum_gradients(x: Tree, group: Group = None) -> Tree:
 
     Args:
         x: any shape and dtype, equal on all ranks.
-            Or a tree: nested tuples, lists and dicts of such tensors; those of one dtype travel in one message.
+            Or a tree: nested tuples, lists and dicts of such tensors; all leaves of one dtype are sent in one message.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
     Returns:
         A copy of x.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on its own.
+        TypeError, ValueError: an argument is invalid.
 
     Source: notes/sum_gradients.md.
     """

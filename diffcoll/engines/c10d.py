@@ -1,7 +1,7 @@
-"""torch.distributed's process groups: gloo, NCCL, and whatever else is registered there.
+"""Process groups of torch.distributed: gloo, NCCL, and any other backend that is registered there.
 
-Ranks here are ranks within the group, always: torch's own calls take global ones in some places and group
-ones in others (pytorch#130515), so the group is asked itself, or `group_src`/`group_dst` is given.
+All ranks here are ranks within the group. Functions of torch.distributed take global ranks in some places and group
+ranks in others (pytorch#130515), so methods of the group, or the arguments `group_src` and `group_dst`, are used.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from diffcoll.engines.watch import watch
 
 __all__ = ["C10dEngine", "engine_of", "is_running"]
 
-# Which primitives run on the backend's own collective; the others run on `exchange`, that is, on
-# point-to-point messages. On gloo that was measured (`diffcoll bench`): its all_gather and reduce_scatter are
-# slow, and a message received in its place spares the fresh memory that a copy would fault in. A backend
-# that is not listed has all of its own. NCCL: not measured by us.
+# The primitives that use the backend's own collective. The others use the defaults of `Engine`, that is, point-to-point
+# messages. Measured on gloo (`diffcoll bench`): its all_gather and reduce_scatter are slow, and messages are received
+# directly in the result, which saves a copy into newly allocated memory. Backends that are not listed use all of their
+# own collectives. NCCL was not measured.
 NATIVE = {"gloo": {"all_reduce", "broadcast"}}
-# Up to this many bytes a tensor is reduced from one gather to all, see `Engine.small`.
+# Up to this many bytes a tensor is reduced by an all-gather and a local reduction, see `Engine.small`.
 SMALL = {"gloo": 16 << 10}
-# From this many bytes on a sum travels in two halves, so that the second is copied while the first is under way.
+# From this many bytes on a tensor is summed in two halves, so that the second is copied while the first is in flight.
 HALVED = {"gloo": 4 << 20}
 ALL = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
 
-# What gloo and NCCL add up themselves. Half precisions are left out for gloo, so that they are accumulated
-# in float32 by `Engine.all_reduce` at the price of the same number of bytes.
+# The dtypes that a backend sums itself. Half precisions are omitted for gloo: `Engine.all_reduce` accumulates them in
+# float32, and sends the same number of bytes.
 SUMS = {
     "gloo": {torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64},
     "nccl": {torch.float16, torch.bfloat16, torch.float32, torch.float64}
     | {torch.int8, torch.uint8, torch.int32, torch.int64},
 }
 
-# How long the ranks of a failed group wait for each other's word: they have waited for the same message.
+# How long the ranks of a failed group wait for each other to report. All of them fail at about the same time.
 ABSENT_SECONDS = 2.0
 
-# Our messages carry tags of their own, so that they never meet the user's on the same group. On gloo a message that is
-# longer than its receiver expects ends the process, and a shorter one is taken for the whole. So the size is part of
-# the tag: messages of two sizes do not meet, and their ranks get an error when the group's timeout is over.
+# Tags of the library's messages, so that they are not received by the user's calls in the same group. gloo ends the
+# process if a message is longer than its receiver expects, and accepts a shorter one. So the size is part of the tag:
+# if two ranks expect different sizes, no message is received, and both get an error after the group's timeout.
 TAG = 1 << 30
 
 
@@ -60,7 +60,7 @@ def _tag(x: Tensor) -> int:
 
 
 def _filled(x: Tensor) -> Tensor:
-    """An empty block is a message too, of one byte: else its rank would not notice that the other's is not empty."""
+    """x, or one byte if x is empty: so the ranks fail, as above, if only one of them expects an empty block."""
     return x if x.nbytes else torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 
@@ -70,10 +70,10 @@ class C10dEngine(MessageEngine):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(rank=dist.get_rank(group), size=dist.get_world_size(group))
         self._group = weakref.ref(group)
-        self._ends = False  # whether it may be destroyed
+        self._ends = False  # whether `close` destroys the group
         self._connected: set[torch.device] = set()
         self.key = group.group_name
-        # {"cpu": "gloo", "cuda": "nccl"}, from the public "cpu:gloo,cuda:nccl"
+        # {"cpu": "gloo", "cuda": "nccl"}, from "cpu:gloo,cuda:nccl"
         pairs = (p.split(":") for p in dist.get_backend_config(group).split(","))
         self.backends = {device: backend for device, backend in pairs}
         self.devices = tuple(self.backends)
@@ -82,7 +82,7 @@ class C10dEngine(MessageEngine):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group, which is torch's: held here, its threads would outlive destroy_process_group() and the program."""
+        """The group. Only a weak reference is kept: else its threads would survive destroy_process_group()."""
         group = self._group()
         if group is None:
             raise RuntimeError(f"{self.operation}: the process group was destroyed; set up a new one")
@@ -110,56 +110,53 @@ class C10dEngine(MessageEngine):
     def subgroup(self, ranks: Sequence[int]) -> Any:
         return _new_group([dist.get_global_rank(self.group, r) for r in ranks])
 
+    @override
     def twin(self) -> C10dEngine:
-        """See `Engine.twin`; its group lives as long as torch's others do, until destroy_process_group()."""
         group, kinds = self.group, set(self.backends.values())
         backend = kinds.pop() if len(kinds) == 1 else dist.get_backend_config(group)
-        # What a group was made with, it does not say in public.
+        # There is no public access to a group's timeout.
         timeout = group._get_backend(torch.device(next(iter(self.backends)))).options._timeout
         ranks = dist.get_process_group_ranks(group)
-        whole = len(ranks) == dist.get_world_size()  # else the others do not call it
+        whole = len(ranks) == dist.get_world_size()  # if not, the processes outside the group do not call new_group
         group = _new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=not whole)
         twin = C10dEngine(group)
         twin._ends = whole
-        word = torch.zeros(1, device=twin.control_device)
+        x = torch.zeros(1, device=twin.control_device)
         with Exclusive(twin, "making a group"):
-            twin.all_reduce(word, word)()  # else a rank may leave the group while another has yet to connect
+            twin.all_reduce(x, x)()  # so that no rank destroys the group while another still connects to it
         return twin
 
     @override
     def overlaps(self, x: Tensor) -> bool:
         return self._runs_natively("all_reduce", x, adds=True)
 
+    @override
     def close(self) -> None:
-        """See `Engine.close`. A group that some ranks made by themselves stays.
-
-        torch names it after its ranks, and the next one of the same ranks would find the addresses of this one.
-        """
+        # A group that only some of the processes made is kept: torch names it by its ranks, and the next one of the
+        # same ranks would read the addresses of this one from the store.
         if self._ends and not self.ended:
             destroy(self.group)
 
+    @override
     def absent(self) -> list[int]:
-        """See `Engine.absent`: the ranks of a failed group say so in the store that brought them together."""
-        # Groups have no public way to their store.
+        # Each rank sets a key in the default group's store, to which there is no public access.
         store = distributed_c10d._get_default_store()
-        word = f"diffcoll/failed/{self.key}/{{}}"
+        key = f"diffcoll/failed/{self.key}/{{}}"
         end = time.monotonic() + ABSENT_SECONDS
         try:
-            store.set(word.format(self.rank), "")
+            store.set(key.format(self.rank), "")
             silent = [r for r in range(self.size) if r != self.rank]
             while silent and time.monotonic() < end:
-                silent = [r for r in silent if not store.check([word.format(r)])]
+                silent = [r for r in silent if not store.check([key.format(r)])]
                 time.sleep(0.02)
-        except RuntimeError:  # it went with the rank that kept it
+        except RuntimeError:  # the process that hosts the store has ended
             return []
         return silent
 
+    @override
     def connect(self, device: torch.device) -> None:
-        """See `Engine.connect`.
-
-        NCCL connects all ranks in the group's first call on a device. If that is point-to-point, it waits for the ranks
-        that send and receive nothing in it as well. gloo connects them when the group is made.
-        """
+        # NCCL connects all ranks in the group's first call on a device. If that call is point-to-point, it also waits
+        # for ranks that send and receive nothing in it. gloo connects the ranks when the group is made.
         if device in self._connected or self.size == 1:
             return
         if self.backends[device.type] != "gloo":
@@ -168,14 +165,15 @@ class C10dEngine(MessageEngine):
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────
 
+    @override
     def reaches(self, x: Tensor) -> bool:
-        """See `MessageEngine.reaches`: gloo's point-to-point messages read and write CPU memory only."""
+        # gloo's point-to-point messages read and write CPU memory only.
         return x.is_cpu or self._backend(x) != "gloo"
 
     @override
     def messages(self, sends: Messages, recvs: Messages) -> Wait:
         if self.backends.get((recvs or sends)[0][1].device.type, "gloo") == "gloo":
-            # Straight to the group: dist.isend and dist.irecv cost another 10 µs each.
+            # Methods of the group, because dist.isend and dist.irecv take 10 µs longer each.
             works = [self.group.send([_filled(t)], s, _tag(t)) for s, t in sends]
             works += [self.group.recv([_filled(t)], s, _tag(t)) for s, t in recvs]
         else:
@@ -189,8 +187,9 @@ class C10dEngine(MessageEngine):
 
         return finish
 
+    @override
     def _to_others(self, blocks: Blocks) -> Messages:
-        """See `MessageEngine._to_others`; on gloo with empty blocks, see `_filled`."""
+        # On gloo with empty blocks, see `_filled`.
         others = [(s, t) for s, t in enumerate(blocks) if s != self.rank and t is not None]
         return [(s, t) for s, t in others if t.numel() or self._backend(t) == "gloo"]
 
@@ -242,7 +241,7 @@ class C10dEngine(MessageEngine):
     def reduce(self, y: Tensor, dst: int) -> Wait:
         if not self._runs_natively("reduce", y, adds=True):
             return super().reduce(y, dst)
-        y = y if self.rank == dst else y.clone()  # a backend may leave partial sums in it
+        y = y if self.rank == dst else y.clone()  # backends may write partial sums to it
         return _wait(dist.reduce(_real(y), group=self.group, group_dst=dst, async_op=True))
 
     def _backend(self, x: Tensor) -> str:
@@ -262,8 +261,8 @@ class C10dEngine(MessageEngine):
 def destroy(group: Any = None) -> None:
     """Destroy a group after its last collective; None: all groups.
 
-    Before torch 2.8 the group's destructor holds the GIL while it joins gloo's threads, one of which may still wait for
-    the GIL to let go of a tensor: a deadlock. The threads need a moment, and nothing says when they are done.
+    Before torch 2.8 the group's destructor holds the GIL while it joins gloo's threads. A thread that still waits for
+    the GIL, to release a tensor, makes that a deadlock. There is no way to ask whether they are done, so this sleeps.
     """
     if RELEASE < (2, 8):
         time.sleep(0.2)
@@ -281,9 +280,9 @@ def _new_group(ranks: list[int], **more: Any) -> Any:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, for what is only moved: so no dtype is unknown to a backend.
+    """The memory of a contiguous tensor as uint8, for moving dtypes that the backend does not know.
 
-    Not x.view(-1): a tensor of one element may be contiguous with any stride, 0 from expand.
+    Not x.view(-1): a contiguous tensor of one element may have any stride, such as 0 after expand.
     """
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
@@ -298,7 +297,7 @@ def _wait(work: dist.Work | None) -> Wait:
     return partial(work.wait)
 
 
-# ── which group a user means ─────────────────────────────────────────────────────────────────────────────
+# ── from a group to its engine ───────────────────────────────────────────────────────────────────────────
 
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, C10dEngine] = weakref.WeakKeyDictionary()
 
@@ -311,8 +310,10 @@ def is_running() -> bool:
 def engine_of(group: object) -> C10dEngine | None:
     """Return the engine of a `ProcessGroup` or a one-dimensional `DeviceMesh`; None for anything else.
 
-    None as a group is torch's default group. A group that this process is not in, and a mesh of several
-    dimensions, are ValueErrors.
+    None means torch's default group.
+
+    Raises:
+        ValueError: this process is not in the group, or the mesh has several dimensions.
     """
     if group is None and is_running():
         group = dist.group.WORLD
@@ -340,17 +341,17 @@ def engine_of(group: object) -> C10dEngine | None:
 
 def engine_named(key: str) -> C10dEngine | None:
     """Return the engine of the group with this `group_name`; None if there is none."""
-    # torch has no public way from a name to its group; its own compiled collectives go this one.
+    # There is no public function from a name to its group. torch's own compiled collectives use this one.
     try:
         return engine_of(distributed_c10d._resolve_process_group(key))  # type: ignore[attr-defined,arg-type]
-    except (RuntimeError, ValueError):  # torch does not know it, or does not any more
+    except (RuntimeError, ValueError):  # no group has this name, or it was destroyed
         return None
 
 
 def _exists(group: dist.ProcessGroup) -> bool:
     try:
         dist.get_rank(group)
-    except ValueError:  # torch does not know it any more
+    except ValueError:  # it was destroyed
         return False
     return True
 

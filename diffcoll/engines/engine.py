@@ -25,10 +25,10 @@ __all__ = ["WIDER", "Doing", "Engine", "Exclusive", "Wait", "add_up", "done", "e
 
 Wait = Callable[[], object]
 
-#: In what the library adds up tensors of half precision.
+#: The dtype in which the library adds up half precisions.
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 Blocks = Sequence[Tensor | None]
-#: The collective at work, the forward call whose backward it is, and the thread that is in it.
+#: The collective in progress, the forward call whose backward it is (None: it is a forward call), and its thread.
 Doing = tuple[str, Origin | None, int]
 
 
@@ -53,32 +53,32 @@ class Engine(ABC):
     On a GPU all this holds in the order of the current stream; the host does not wait.
     """
 
-    #: Words for error messages: what this group is and what it runs on.
+    #: For error messages: what kind of group this is.
     description: str = "an engine"
-    #: The name by which a compiled graph finds this group again in its process.
+    #: The name by which a compiled graph finds this group in its process.
     key: str = ""
-    #: Types of the devices whose tensors this engine moves; None: every device that has memory.
+    #: Types of the devices whose tensors this engine moves; None: any device but meta.
     devices: tuple[str, ...] | None = None
-    #: The collective at work, for messages that arise below it.
+    #: The collective in progress, for error messages.
     operation: str = "nothing"
-    #: Whether it stands for another one while Dynamo traces.
+    #: Whether it stands for another engine while Dynamo traces.
     compiling: bool = False
-    #: Whether the ranks share one autograd graph, so that collectives meet in their ground truth.
+    #: Whether the ranks share one autograd graph, in which collectives are computed by `diffcoll.truth`.
     joint: bool = False
     #: Set before each call, equal on all ranks: whether the caller does something else between the call and its Wait.
     #: If False, a primitive may block until its result is there.
     later: bool = False
-    #: What this rank is in, until it is there; read by the thread that warns of long waits, see `engines.watch`.
+    #: What this rank is executing; None: nothing. Read by the thread that warns of long waits, see `engines.watch`.
     doing: Doing | None = None
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self.scratch = Scratch()
-        self.lock = threading.Lock()  # held by the thread that is in a collective
-        self.unwaited: dict[int, int] = {}  # what was started and not yet waited for → the thread that started it
-        self.abandoned: deque[Wait] = deque()  # what nobody will wait for, but the next call
-        self.plans: dict[tuple[Any, ...], Any] = {}  # what calls mean, see `diffcoll.core.call.perform`
+        self.lock = threading.Lock()  # held by the thread that executes a collective in this group
+        self.unwaited: dict[int, int] = {}  # id of a collective that was started and not waited for → its thread
+        self.abandoned: deque[Wait] = deque()  # Waits whose caller dropped them; the next call in the group calls them
+        self.plans: dict[tuple[Any, ...], Any] = {}  # arguments of an earlier call → its `core.call.Plan`
 
     @property
     def control_device(self) -> torch.device:
@@ -229,11 +229,17 @@ class Engine(ABC):
 
 
 class Exclusive:
-    """One thread's turn in a group: while it starts messages or waits for them.
+    """Context manager: this thread starts a collective in the group or waits for one, and no other thread does.
+
+    Args:
+        engine: of the group.
+        name: of the collective.
+        origin: the forward call, if the collective is part of its backward.
+        waits: whether this thread only waits. A Wait sends no messages, so it may be for what another thread started.
 
     Raises:
-        ValueError: on entry, if another thread has its turn, or has started something that is not yet waited for. Who
-            only waits sends nothing, and may wait for what another thread has started.
+        ValueError: on entry, if another thread is inside, or, unless `waits`, has started a collective that is not yet
+            waited for.
     """
 
     __slots__ = ("_doing", "_engine", "_waits")
@@ -244,7 +250,7 @@ class Exclusive:
         self._waits = waits
 
     def __enter__(self) -> None:
-        """Take the turn."""
+        """Acquire the group's lock, or raise."""
         engine = self._engine
         if engine.size == 1:
             return
@@ -256,16 +262,16 @@ class Exclusive:
         engine.doing = self._doing
 
     def __exit__(self, *_: object) -> None:
-        """Pass it on."""
+        """Release it."""
         engine = self._engine
         if engine.size > 1:
             engine.doing = None
             engine.lock.release()
 
     def _is_anothers(self) -> bool:
-        """Whether a thread of the user's has started something, and this is another one.
+        """Whether another thread of the user's has started something.
 
-        Autograd's own threads work for one of the user's, which waits for them meanwhile.
+        Autograd's own threads do not count: the user's thread that called backward is blocked until they are done.
         """
         me, starters = self._doing[2], set(self._engine.unwaited.values())
         if starters == {me}:
@@ -280,7 +286,7 @@ class Exclusive:
 
 
 def add_up(terms: Sequence[Tensor], out: Tensor) -> None:
-    """out ← Σ terms, in their order; half precisions in the wider type.
+    """out ← Σ terms, in their order; half precisions in float32, rounded once.
 
     `out` may be one of the terms.
     """
@@ -297,8 +303,8 @@ def add_up(terms: Sequence[Tensor], out: Tensor) -> None:
 
 
 def even_sizes(numel: int, n: int) -> tuple[int, ...]:
-    """Cut numel into n sizes as equal as they can be."""
-    return tuple((numel + n - 1 - r) // n for r in range(n))  # without a branch: numel may be a symbol
+    """Cut numel into n sizes that differ by at most one."""
+    return tuple((numel + n - 1 - r) // n for r in range(n))  # no branch, because numel may be symbolic
 
 
 def is_even(counts: Sequence[int]) -> bool:
@@ -307,4 +313,4 @@ def is_even(counts: Sequence[int]) -> bool:
 
 
 def done() -> None:
-    """Wait for what is there."""
+    """Do nothing: the Wait of a call whose result is there."""

@@ -1,12 +1,11 @@
-"""Ranks that are threads of one process: the engine of simulated worlds.
+"""Simulated ranks: threads of one process, of which one runs at a time.
 
-One rank runs at a time. It runs until it waits for a rank that has not come yet, then hands over to the next
-in line, by that rank's own lock: so a run is deterministic, a hand-over wakes one thread and not all of them,
-and a world in which nobody can go on is known at once.
+A rank runs until it waits for another rank, and then releases the lock of the next rank that can run. So a run is
+deterministic, each hand-over wakes one thread only, and a deadlock is detected at once: no rank can run.
 
-Ranks that do something together *meet*: each leaves an entry, the last to come combines the entries into one
-result for each. Under the rules a meeting is one `exchange` of blocks. In a joint world the collectives meet
-as a whole, and what combines them is handed in by `diffcoll.testing`: nothing here knows what it means.
+A *meeting* is one communication of all ranks of a group. Each rank adds an entry, and the last one combines all entries
+into one result for each rank. With the library's rules a meeting is one `exchange` of blocks. In a joint graph it is a
+whole collective, combined by a function that `diffcoll.testing` passes in.
 """
 
 from __future__ import annotations
@@ -54,20 +53,20 @@ __all__ = [
     "seed_rank",
 ]
 
-#: (name of the collective, each rank's tensor, arguments and facts, see `Engine.run_truth`) → each rank's result
+#: (name of the collective, each rank's tensor, arguments and facts, see `Engine.run_truth`) → each rank's result.
 Truth = Callable[[str, list[Any], list[dict[str, Any]], list[tuple[object, object]]], list[Any]]
 
 
-#: A graph is compiled or traced for one rank, and simulated ranks share one cache of graphs, or meet in one graph.
+#: A graph is compiled or traced for one rank, but simulated ranks share one cache of graphs, or one autograd graph.
 NO_GRAPHS = (
-    "torch.compile, export, make_fx and linearize do not work within a simulated world: its ranks share what they "
-    "make; call the function as it is there, or compile on real processes (testing.spawn)"
+    "torch.compile, export, make_fx and linearize do not work within a simulated world: its ranks share compiled and "
+    "traced graphs; call the function without them, or compile on real processes (testing.spawn)"
 )
 
 
 @dataclass(frozen=True)
 class LocalGroup:
-    """Some ranks of a simulated world, in order; also its handle for the user."""
+    """Some ranks of a simulated world, in order. Users pass it as `group=`."""
 
     ranks: tuple[int, ...]
     #: Tells twins apart.
@@ -79,8 +78,8 @@ class _Entry:
     what: str
     payload: Any
     where: str
-    origin: Origin | None  # of a backward
-    within: str  # a backward
+    origin: Origin | None  # the forward call, if this is its backward
+    within: str  # words, if this is a forward call that a backward makes
 
     def __str__(self) -> str:
         if self.origin is None:
@@ -93,7 +92,7 @@ class _Meeting:
     ranks: tuple[int, ...]
     entries: dict[int, _Entry] = field(default_factory=dict)
     results: dict[int, Any] | None = None
-    off: str = ""  # why it was called off; whoever comes later is told the same
+    off: str = ""  # why it was called off; ranks that join later raise the same error
 
 
 class _Rank(threading.Thread):
@@ -109,9 +108,9 @@ class _Rank(threading.Thread):
         self.default_group: object = None
         self.waits_for: tuple[_Meeting, str] | None = None
         self.error: BaseException | None = None  # to be raised where this rank waits
-        self.outcome: str = ""  # "returned" or "raised …", once it is over
+        self.outcome: str = ""  # "returned" or "raised …", once it has ended
         self.result: Any = None
-        self.random: Any = None  # what every rank has of its own, though the process has but one
+        self.random: Any = None  # state of the random number generators, which are global, while other ranks run
         self.forward_mode = forward_mode()
 
     def run(self) -> None:
@@ -129,7 +128,7 @@ class _Rank(threading.Thread):
 
 
 class World:
-    """N simulated ranks; `truth` makes it a joint world, None one in which the library's rules run."""
+    """N simulated ranks. With `truth` all ranks share one autograd graph; with None the library's rules run."""
 
     def __init__(self, size: int, seed: int = 0, truth: Truth | None = None) -> None:
         self.size = size
@@ -143,7 +142,7 @@ class World:
         self._meetings: dict[tuple[LocalGroup, int], _Meeting] = {}
 
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run one function per rank to the end; results in the order of ranks, or the first rank's error."""
+        """Run one function per rank. Returns their results in the order of ranks, or raises the first error."""
         global _running
         keep, level = _random_get(), forward_mode()
         entered = ambient()
@@ -164,15 +163,15 @@ class World:
             finally:
                 self.running = False
                 _running -= 1
-                self._meetings.clear()  # those that were called off hold tensors, whose graph holds the world
+                self._meetings.clear()  # those called off refer to tensors, whose graph refers to the world
                 _random_set(keep)
                 set_forward_mode(level)
-        ranks, self._ranks = self._ranks, []  # the results may hold the world: no cycle back to them
+        ranks, self._ranks = self._ranks, []  # results may refer to the world, which must not refer to them
         for rank in ranks:
             rank.join()
         if self.failures:
             number, error = self.failures[0]
-            if hasattr(error, "add_note"):  # Python 3.11
+            if hasattr(error, "add_note"):  # Python 3.11 and later
                 others = [f"; rank {r.number} {r.outcome}" for r in ranks if r.number != number]
                 error.add_note(f"raised on simulated rank {number} of {self.size}{''.join(others[:8])}")
             raise error
@@ -187,26 +186,26 @@ class World:
     def meet(
         self,
         group: LocalGroup,
-        turn: int,
+        number: int,
         what: str,
         payload: Any,
         combine: Callable[[list[Any]], Sequence[Any]],
         origin: Origin | None = None,
     ) -> Callable[[], Any]:
-        """Leave this rank's entry at the group's meeting number `turn`; the returned function waits for it."""
+        """Add this rank's entry to the group's meeting of this number. Returns a function that waits for its result."""
         me = self._current()
         ranks = group.ranks
-        meeting = self._meetings.setdefault((group, turn), _Meeting(ranks))
+        meeting = self._meetings.setdefault((group, number), _Meeting(ranks))
         meeting.entries[me.number] = _Entry(what, payload, user_line(), origin, within_backward())
         gone = [self._ranks[r] for r in ranks if r not in meeting.entries and self._ranks[r].outcome]
         if len(meeting.entries) == len(ranks):
-            del self._meetings[group, turn]
+            del self._meetings[group, number]
         if meeting.off:
             me.error = CollectiveMismatchError(meeting.off)
         elif len({e.what for e in meeting.entries.values()}) > 1:
             self._call_off(meeting, "the ranks are in different collectives")
         elif gone:
-            self._call_off(meeting, f"rank {gone[0].number} is gone")
+            self._call_off(meeting, f"rank {gone[0].number} has ended")
         elif len(meeting.entries) == len(ranks):
             try:
                 results = combine([meeting.entries[r].payload for r in ranks])
@@ -246,7 +245,7 @@ class World:
         return rank
 
     def _hand_over(self, me: _Rank) -> None:
-        """Let the next rank in line run; returns when it is this rank's turn again."""
+        """Let the next rank that can run do so. Returns when it is this rank's turn again."""
         if not self._ready:
             self._call_off(None, "no rank can go on")
         following = self._ready.popleft()
@@ -259,10 +258,10 @@ class World:
         set_forward_mode(me.forward_mode)
 
     def leave(self, me: _Rank) -> None:
-        """Take a rank that is over out of the world."""
+        """End a rank: call off the meetings that it will not join, and let the next rank run."""
         for meeting in list(self._meetings.values()):
             if me.number in meeting.ranks and me.number not in meeting.entries and not meeting.off:
-                self._call_off(meeting, f"rank {me.number} is gone")
+                self._call_off(meeting, f"rank {me.number} has ended")
         if not self._ready and any(r.waits_for for r in self._ranks):
             self._call_off(None, "no rank can go on")
         (self._ready.popleft().turn if self._ready else self._over).release()
@@ -275,7 +274,7 @@ class World:
                 self._ready.append(rank)
 
     def _call_off(self, meeting: _Meeting | None, why: str) -> None:
-        """Raise the same error on the ranks at this meeting (None: on all that wait)."""
+        """Raise the same error on all ranks of this meeting; None: on all ranks that wait."""
         text = f"simulated ranks cannot go on: {why}\n" + "\n".join(
             f"  rank {r.number} {self._doing(r, meeting)}" for r in self._ranks
         )
@@ -298,11 +297,11 @@ class World:
             return rank.outcome
         if meeting is not None and rank.number in meeting.entries:
             return str(meeting.entries[rank.number])
-        return rank.waits_for[1] if rank.waits_for else "has not come to a collective"
+        return rank.waits_for[1] if rank.waits_for else "is in no collective"
 
 
 class LocalEngine(Engine):
-    """A group of a simulated world."""
+    """A group of simulated ranks."""
 
     def __init__(self, world: World, group: LocalGroup, rank: int) -> None:
         super().__init__(rank=group.ranks.index(rank), size=len(group.ranks))
@@ -310,7 +309,7 @@ class LocalEngine(Engine):
         self.group = group
         self.description = f"a simulated group of {self.size} ranks"
         self.joint = world.truth is not None
-        self._turn = 0
+        self._meetings = 0  # how many this rank has joined
         self._twins = 0
 
     @override
@@ -340,11 +339,12 @@ class LocalEngine(Engine):
         return self._meet(name, (x, arguments, facts), combine)()
 
     def _meet(self, what: str, payload: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Wait:
-        self._turn += 1
-        return self.world.meet(self.group, self._turn, what, payload, combine, self.doing[1] if self.doing else None)
+        self._meetings += 1
+        origin = self.doing[1] if self.doing else None
+        return self.world.meet(self.group, self._meetings, what, payload, combine, origin)
 
 
-@torch.inference_mode()  # the blocks are memory and no graph, in whatever mode the rank that delivers them is
+@torch.inference_mode()  # blocks of a rank in inference mode can be written in that mode only
 def _deliver(payloads: list[tuple[Blocks, Blocks]]) -> list[None]:
     """Copy every block from its sender to its receiver."""
     for r, (_, recvs) in enumerate(payloads):
@@ -361,12 +361,12 @@ def _deliver(payloads: list[tuple[Blocks, Blocks]]) -> list[None]:
     return [None] * len(payloads)
 
 
-# ── who and where this thread is ─────────────────────────────────────────────────────────────────────────
+# ── which rank this thread is ────────────────────────────────────────────────────────────────────────────
 
 
 class _Here(threading.local):
     here: _Rank | None = None
-    #: The world whose ranks wrote the code of a backward that this thread runs.
+    #: The world whose ranks registered the backward code that this thread executes.
     backward_of: World | None = None
 
 
@@ -374,26 +374,26 @@ _rank = _Here()
 
 
 def here() -> _Rank | None:
-    """Return the simulated rank that this thread is, if it is one."""
+    """Return the simulated rank that this thread is; None if it is not one."""
     return _rank.here
 
 
 # ── the backward of a world ──────────────────────────────────────────────────────────────────────────────
 #
-# Once `simulate` has returned, its ranks are gone, and `group=None` in a backward of their graph (a checkpoint that
-# is recomputed, a Function whose backward calls a collective, a hook) would be a group of the caller's, such as the
-# world of one. So code that ranks hand over to autograd remembers their world, and so does the number of each
-# backward that passes through a result of the world.
+# When `simulate` has returned, its ranks have ended. A backward of their graph may still call a collective: when a
+# checkpoint is recomputed, in the backward of a Function, or in a hook. There `group=None` would mean a group of the
+# caller's, such as a single rank. So functions that a rank registers with autograd store its world, and so does each
+# backward pass, by its id, when it reaches a result of the world.
 
-_running = 0  # worlds that run now, one within another
+_running = 0  # how many worlds are running, nested
 _backwards: dict[int, weakref.ref[World]] = {}
 
 
 def backward_starts(world: World) -> None:
-    """Note that the backward that runs is one of this world; until it ends."""
+    """Record, until it ends, that the current backward pass belongs to this world."""
     task = backward_at_work()
     if task not in _backwards:
-        _backwards[task] = weakref.ref(world, lambda _: _forget(task))  # a backward that fails has no end
+        _backwards[task] = weakref.ref(world, lambda _: _forget(task))  # a backward that fails calls no callback
         after_backward(lambda: _forget(task))
 
 
@@ -405,14 +405,14 @@ def _forget(task: int) -> None:
 def _in_backward_of(world: World) -> Iterator[None]:
     before, _rank.backward_of = _rank.backward_of, world
     try:
-        with wrapped_backward_code(_wrapper):  # for derivatives of higher order, and for what is recomputed
+        with wrapped_backward_code(_wrapper):  # for higher-order derivatives and recomputed checkpoints
             yield
     finally:
         _rank.backward_of = before
 
 
 def _wrapper() -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
-    """Return the decorator that makes code of a backward remember this thread's world; None outside of worlds."""
+    """Return a decorator that binds backward code to this thread's world; None outside of worlds."""
     world = _rank.backward_of if _rank.here is None else _rank.backward_of or _rank.here.world
     if world is None:
         return None
@@ -428,12 +428,12 @@ def _wrapper() -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
 
 
 def involved() -> bool:
-    """Whether `group=None` may be a matter of simulated worlds in this thread."""
+    """Whether `group=None` may mean a simulated world in this thread."""
     return _rank.here is not None or _running > 0 or _rank.backward_of is not None or bool(_backwards)
 
 
 def refuse_in_backward(operation: str) -> None:
-    """Raise if this thread is in a backward of a world whose ranks cannot take part in it, or in no rank's turn."""
+    """Raise if this thread runs a backward of ranks that cannot take part, or is no rank while a world runs."""
     me, world = _rank.here, _rank.backward_of
     if me is None and world is None and _running:
         raise RuntimeError(
@@ -447,7 +447,7 @@ def refuse_in_backward(operation: str) -> None:
         return
     if world.truth is None:
         raise RuntimeError(
-            f"{operation}: called in a backward of simulated ranks that are gone; under simulate(rules=True) call "
+            f"{operation}: called in a backward of simulated ranks that have ended; under simulate(rules=True) call "
             "backward inside the function"
         )
     raise RuntimeError(
@@ -458,7 +458,7 @@ def refuse_in_backward(operation: str) -> None:
 
 
 def engine_of(group: object) -> LocalEngine | None:
-    """Return this thread's engine for a `LocalGroup`, or, for None, for its whole world; None outside one."""
+    """Return this thread's engine for a `LocalGroup`; for None, that of its whole world. None if it is no rank."""
     me = _rank.here
     if me is None:
         if isinstance(group, LocalGroup):
@@ -486,11 +486,11 @@ def _within(modes: AbstractContextManager[None], body: Callable[[], Any]) -> Any
         return body()
 
 
-# ── every rank has random numbers of its own ─────────────────────────────────────────────────────────────
+# ── random numbers of each rank ──────────────────────────────────────────────────────────────────────────
 
 
 def seed_rank(seed: int, rank: int) -> None:
-    """Start the random streams of one rank: torch's, Python's, and NumPy's where it is in use."""
+    """Seed the random number generators for one rank: torch's, Python's, and NumPy's if it is imported."""
     stream = seed * 1_000_003 + rank
     torch.manual_seed(stream)
     random.seed(stream)

@@ -1,4 +1,4 @@
-"""Transports that send messages from rank to rank."""
+"""Backends with point-to-point messages."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from diffcoll.engines.engine import Blocks, Engine, Wait, done
 
 __all__ = ["MessageEngine", "Messages"]
 
-#: The other rank of each message, and the memory that it is read from or written to.
+#: For each message the other rank, and the tensor that is sent or filled.
 Messages = list[tuple[int, Tensor]]
 
 
 class MessageEngine(Engine):
-    """An engine whose `exchange` is messages between two ranks each."""
+    """An engine whose `exchange` consists of point-to-point messages."""
 
     @abstractmethod
     def messages(self, sends: Messages, recvs: Messages) -> Wait:
-        """Start all of them, of contiguous tensors that are not empty."""
+        """Start all sends and receives. Tensors are contiguous and not empty.
+
+        Messages between two ranks arrive in the order in which they were started.
+        """
 
     def reaches(self, x: Tensor) -> bool:
-        """Whether the transport reads and writes such memory; if not, messages go through the CPU."""
+        """Whether the backend reads and writes the memory of x directly. If not, it is copied through the CPU."""
         return True
 
     @override
@@ -43,17 +46,17 @@ class MessageEngine(Engine):
         return [(s, t) for s, t in enumerate(blocks) if s != self.rank and t is not None and t.numel()]
 
     def _through_cpu(self, pairs: Messages, wants: Messages) -> Wait:
-        landing = [(s, _on_cpu(t)) for s, t in wants]
-        wait = self.messages([(s, _on_cpu(t).copy_(t)) for s, t in pairs], landing)
+        received = [(s, _on_cpu(t)) for s, t in wants]
+        wait = self.messages([(s, _on_cpu(t).copy_(t)) for s, t in pairs], received)
 
         def finish() -> None:
             wait()
-            for (_, t), (_, landed) in zip(wants, landing, strict=True):
-                t.copy_(landed)
+            for (_, t), (_, copy) in zip(wants, received, strict=True):
+                t.copy_(copy)
 
         return finish
 
 
 def _on_cpu(t: Tensor) -> Tensor:
-    """Memory of the CPU for t, pinned where t is on a GPU."""
+    """Uninitialized CPU memory with the shape and dtype of t, pinned if t is on a GPU."""
     return torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)

@@ -1,7 +1,7 @@
-"""MPI's communicators, through mpi4py and the MPI library that it finds.
+"""MPI communicators, through mpi4py and the MPI library that it finds.
 
-mpi4py is not imported here: whoever has a communicator has imported it. Bytes go from and to the tensors' own
-memory. They travel on a duplicate of the user's communicator, so that our messages never meet the user's.
+mpi4py is not imported here: a user who passes a communicator has imported it. MPI reads and writes the tensors' own
+memory. Messages are sent on a duplicate of the user's communicator, so that the user's calls never receive them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from diffcoll.engines.watch import watch
 
 __all__ = ["MpiEngine", "engine_named", "engine_of", "finalize"]
 
-#: MPI counts in ints of 32 bits; what is larger goes in pieces of this many bytes, on every rank the same.
+#: MPI counts in 32-bit ints. Larger tensors are sent in pieces of this many bytes, equal on all ranks.
 PIECE = 1 << 30
-#: What is added up in blocking calls goes in pieces of this many bytes, which stay in the caches: on two ranks of one
-#: host 12 MB in place took 0.77 times, 25 MB 0.74 times as long as in one call.
+#: Blocking sums are split into pieces of this many bytes, which fit the caches: on two ranks of one host, sums of 12 MB
+#: in place took 0.77 times as long as in one call, and 25 MB 0.74 times.
 ADDED = 1 << 20
-#: What is added up and no larger goes the shortest way.
+#: Sums of at most this many bytes use a shorter code path.
 SMALL = 16 << 10
 
-#: MPI's names for what it adds up itself. It has none for half precision, which the defaults of `Engine` add up in
-#: float32, at the price of the same number of bytes.
+#: MPI's names for the dtypes that it sums. It has none for half precisions: the defaults of `Engine` accumulate them in
+#: float32, and send the same number of bytes.
 SUMS = {
     torch.float32: "FLOAT",
     torch.float64: "DOUBLE",
@@ -54,10 +54,9 @@ SUMS = {
 class MpiEngine(MessageEngine):
     """An intracommunicator of mpi4py.
 
-    Where the caller waits at once, MPI's blocking collectives are called, and otherwise the non-blocking ones: with
-    Open MPI they take up to 1.6 times as long. A thread that makes progress between start and wait was tried: on two
-    ranks on two cores it took as long as one thing after the other. reduce_scatter is messages and a local sum,
-    since MPI's own takes twice as long.
+    Without `later`, MPI's blocking collectives are called. The non-blocking ones take up to 1.6 times as long on Open
+    MPI. There is no thread that makes progress between start and wait: on two ranks on two cores it saved no time.
+    From SMALL bytes on, reduce_scatter uses the default, messages and a local sum: MPI's own takes twice as long.
     """
 
     devices = ("cpu", "cuda")
@@ -66,38 +65,42 @@ class MpiEngine(MessageEngine):
         super().__init__(rank=comm.Get_rank(), size=comm.Get_size())
         self.key = key
         self.description = f"an MPI communicator of {self.size} ranks"
-        self.users, self._ours = comm, None
+        self.users, self._duplicate = comm, None
         self._twins: list[MpiEngine] = []
+        self._twin_of: MpiEngine | None = None
         self._mpi = _mpi()
         self._kinds = {dtype: getattr(self._mpi, name) for dtype, name in SUMS.items()}
         watch(self)
 
     @property
     def comm(self) -> Any:
-        """The duplicate, made by all ranks together when they first move something."""
-        if self._ours is None:
-            self._ours = self.users.Dup()
+        """The duplicate of the user's communicator. The first call makes it, on all ranks together."""
+        if self._duplicate is None:
+            self._duplicate = self.users.Dup()
             if self.size > 1:
                 _end_the_job_on_errors()
-        return self._ours
+        return self._duplicate
 
     @property
     @override
     def ended(self) -> bool:
         return bool(self._mpi.Is_finalized() or self.users == self._mpi.COMM_NULL)
 
+    @override
     def close(self) -> None:
-        """See `Engine.close`: free the duplicates."""
-        for twin in self._twins:
+        for twin in [*self._twins]:
             twin.close()
-        if self._ours is not None and not _mpi().Is_finalized():
-            self._ours.Free()
-        self._ours = None
+        if self._twin_of is not None and self in self._twin_of._twins:
+            self._twin_of._twins.remove(self)
+        if self._duplicate is not None and not _mpi().Is_finalized():
+            self._duplicate.Free()
+        self._duplicate = None
 
     @override
     def twin(self) -> MpiEngine:
         twin = MpiEngine(self.users, f"{self.key}, {next(_numbers)}")
         _ = twin.comm  # now: at first use, a rank may make this engine's duplicate while another makes the twin's
+        twin._twin_of = self
         self._twins.append(twin)
         return twin
 
@@ -122,18 +125,18 @@ class MpiEngine(MessageEngine):
     def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
         kind, nbytes = self._kinds.get(y.dtype), y.nbytes
         if kind is not None and 0 < nbytes <= SMALL and y.is_cpu and not self.later:
-            # As below, for one piece: before a small message every line counts.
+            # As below, for one piece. A small sum takes about as long as a few Python statements.
             mpi, x = self._mpi, x.contiguous()
             at = mpi.buffer.fromaddress
             sent = mpi.IN_PLACE if x is y else [at(x.data_ptr(), nbytes), kind]
-            (self._ours or self.comm).Allreduce(sent, [at(y.data_ptr(), nbytes), kind])
+            (self._duplicate or self.comm).Allreduce(sent, [at(y.data_ptr(), nbytes), kind])
             return done
         if kind is None or not self.reaches(y):
             return super().all_reduce(x, y)
-        if self.later:  # so that x is not read any more when this returns
+        if self.later:  # x must have been read when this returns
             x = y.copy_(x)
         spare = None
-        if not x.is_contiguous():  # not y.copy_(x): all ranks sum in place or none
+        if not x.is_contiguous():  # not y.copy_(x): MPI wants all ranks to sum in place, or none
             spare = self.scratch.take(x.numel(), like=x)
             x = spare.view(x.shape).copy_(x)
         calls: list[tuple[Any, Any]] = []
@@ -142,7 +145,7 @@ class MpiEngine(MessageEngine):
             calls.append((self._mpi.IN_PLACE if x is y else [a, kind], [b, kind]))
         wait = self._do("Allreduce", calls, y)
         if spare is not None:
-            self.scratch.give(spare)  # not later, so it has been read
+            self.scratch.give(spare)  # the call was blocking, so it has been read
         return wait
 
     @override
@@ -151,7 +154,7 @@ class MpiEngine(MessageEngine):
         if not 0 < nbytes <= PIECE or not self.reaches(row):
             return super().all_gather(x, row, counts)
         if not row.is_cpu:
-            _settle(row)  # kernels before may still use its memory
+            _settle(row)  # earlier kernels may still use its memory
         at = self._mpi.buffer.fromaddress
         sent = self._mpi.IN_PLACE
         if x is not None:
@@ -168,9 +171,11 @@ class MpiEngine(MessageEngine):
         nbytes = row.nbytes
         if not (0 < nbytes <= SMALL and is_even(counts) and row.is_cpu) or self.later:
             return super().reduce_scatter(row, counts, out)
-        # One call instead of two messages for each rank. What it moves is added up in the order of ranks, as above.
+        # One call instead of two messages per rank; summed in the order of ranks, as by default.
         at, byte, terms = self._mpi.buffer.fromaddress, self._mpi.BYTE, torch.empty_like(row)
-        (self._ours or self.comm).Alltoall([at(row.data_ptr(), nbytes), byte], [at(terms.data_ptr(), nbytes), byte])
+        (self._duplicate or self.comm).Alltoall(
+            [at(row.data_ptr(), nbytes), byte], [at(terms.data_ptr(), nbytes), byte]
+        )
         add_up(terms.split_with_sizes(counts), out.view(-1))
         return done
 
@@ -190,8 +195,8 @@ class MpiEngine(MessageEngine):
         return self._do("Reduce", [(*pair, mpi.SUM, dst) for pair in ends], y)
 
     def _do(self, name: str, calls: Iterable[tuple[Any, ...]], memory: object) -> Wait:
-        """Call one of MPI's collectives, once for each piece, or its non-blocking twin."""
-        comm = self._ours or self.comm
+        """Call a collective of MPI once for each piece; with `later`, its non-blocking variant."""
+        comm = self._duplicate or self.comm
         if self.later:
             call = getattr(comm, "I" + name.lower())
             return _holding(memory, [call(*arguments) for arguments in calls])
@@ -201,7 +206,7 @@ class MpiEngine(MessageEngine):
         return done
 
     def _pieces(self, x: Tensor, size: int = 0) -> list[Any]:
-        """The memory of a contiguous tensor as mpi4py takes it, in pieces of a size that MPI can count."""
+        """The memory of a contiguous tensor as buffers of mpi4py, of a size that MPI can count."""
         size = size or PIECE
         if not x.is_cpu:
             _settle(x)
@@ -212,7 +217,7 @@ class MpiEngine(MessageEngine):
 
 
 def _settle(x: Tensor) -> None:
-    """Wait for the kernels on x's device: MPI reads and writes CUDA memory outside of PyTorch's streams."""
+    """Wait for the current stream of x's device, because MPI does not use PyTorch's streams."""
     torch.cuda.current_stream(x.device).synchronize()
 
 
@@ -221,7 +226,7 @@ def _mpi() -> Any:
 
 
 def _holding(memory: object, requests: Sequence[Any]) -> Wait:
-    """Wait for all of them; what they read and write is kept alive until then."""
+    """Return the Wait for all requests, which keeps the memory that they use alive."""
 
     def finish() -> object:
         _mpi().Request.Waitall(requests)
@@ -232,7 +237,7 @@ def _holding(memory: object, requests: Sequence[Any]) -> Wait:
 
 @cache
 def _reads_cuda() -> bool:
-    """Whether this MPI reads and writes the memory of GPUs, by its own word or the user's; warns if not."""
+    """Whether this MPI reads and writes GPU memory, according to itself or to DIFFCOLL_MPI_CUDA; warns if not."""
     said = os.environ.get("DIFFCOLL_MPI_CUDA", "")
     try:
         aware = said == "1" if said else bool(ctypes.CDLL(_mpi().__file__).MPIX_Query_cuda_support())
@@ -240,18 +245,18 @@ def _reads_cuda() -> bool:
         aware = False
     if not aware:
         warnings.warn(
-            "diffcoll: this MPI library does not say that it reads CUDA memory, so CUDA tensors go through pinned "
-            "memory of the CPU; DIFFCOLL_MPI_CUDA=1 says that it does",
+            "diffcoll: this MPI library does not report that it reads CUDA memory, so CUDA tensors are copied through "
+            "pinned memory of the CPU; if it does, set DIFFCOLL_MPI_CUDA=1",
             stacklevel=2,
         )
     return aware
 
 
-# ── the communicators of the user ────────────────────────────────────────────────────────────────────────
+# ── from a communicator to its engine ────────────────────────────────────────────────────────────────────
 
 #: By the handle of the communicator.
 _engines: dict[int, MpiEngine] = {}
-#: By the identity of the Python object, which the engine keeps alive.
+#: By the id of the engine's `users`, which is a faster look-up.
 _by_identity: dict[int, MpiEngine] = {}
 _numbers = count()
 
@@ -259,7 +264,8 @@ _numbers = count()
 def engine_of(group: object) -> MpiEngine | None:
     """Return the engine of a communicator of mpi4py; None for anything else.
 
-    What is no intracommunicator with this process in it is a ValueError, as is an MPI without threads.
+    Raises:
+        ValueError: it is not an intracommunicator with this process in it, or MPI was initialized for one thread.
     """
     if (known := _by_identity.get(id(group))) is not None:
         return known
@@ -286,18 +292,18 @@ def engine_of(group: object) -> MpiEngine | None:
         engine = _engines[group.handle] = _by_identity[id(group)] = MpiEngine(
             group, f"MPI communicator {next(_numbers)}"
         )
-        group.Set_attr(_attribute(), group.handle)  # MPI says when it is freed, and its handle may be another's
+        group.Set_attr(_attribute(), group.handle)  # MPI calls `_close` when it is freed: handles are reused
     return engine
 
 
 def engine_named(key: str) -> MpiEngine | None:
-    """Return the engine with this key; None if there is none of MPI."""
+    """Return the MPI engine with this key; None if there is none."""
     return next((engine for engine in _engines.values() if engine.key == key), None)
 
 
 @cache
 def _attribute() -> int:
-    atexit.register(_close_all)  # earlier than mpi4py's MPI_Finalize
+    atexit.register(_close_all)  # runs before mpi4py's MPI_Finalize, which was registered earlier
     key: int = _mpi().Comm.Create_keyval(delete_fn=lambda comm, key, handle: _close(handle))
     return key
 
@@ -321,7 +327,10 @@ def finalize() -> None:
 
 @cache
 def _end_the_job_on_errors() -> None:
-    """A rank that leaves with an error would wait in MPI_Finalize for the others, which wait for it, for ever."""
+    """Call MPI_Abort on an uncaught exception.
+
+    Without it the rank would wait in MPI_Finalize for the other ranks, which wait for this one in a collective.
+    """
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -330,7 +339,7 @@ def _end_the_job_on_errors() -> None:
         if not _mpi().Is_finalized():
             words = "the other ranks may wait for this one, so it ends the job (MPI_Abort)"
             print(f"diffcoll: rank {world.Get_rank()} of {world.Get_size()}: {words}", file=sys.stderr, flush=True)
-            time.sleep(0.5)  # for the launcher to pass on the words: some drop what they have not yet read
+            time.sleep(0.5)  # some launchers drop output that they have not read before the abort
             world.Abort(1)
 
     sys.excepthook = hook

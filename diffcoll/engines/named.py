@@ -1,4 +1,4 @@
-"""What a graph under compilation knows of a group: its name, and facts that do not change."""
+"""What a compiled graph contains of a group: its name, and facts that do not change."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Facts = tuple[str, int, int, str, tuple[str, ...] | None, str, tuple[tuple[str, 
 
 
 class NamedEngine(Engine):
-    """Stands for an engine while Dynamo traces; moves nothing: ops do, which find the engine by its key."""
+    """Stands for an engine while Dynamo traces. The graph's ops find the engine by its key and move the data."""
 
     compiling = True
 
     def __init__(self, facts: Facts) -> None:
-        # Not super().__init__: no memory is kept here, and Dynamo would have to trace that.
+        # Not super().__init__: this engine needs no locks and buffers, and Dynamo would have to trace their creation.
         self.key, self.rank, self.size, self.description, self.devices, self._control_device, self._small = facts
 
     @property
@@ -36,7 +36,7 @@ class NamedEngine(Engine):
 
 
 def facts(engine: Engine) -> Facts:
-    """Return what a `NamedEngine` is made of: constants that Dynamo can write into a graph."""
+    """Return the arguments of a `NamedEngine`: constants that Dynamo can write into a graph."""
     small = tuple((device, engine.small(device)) for device in engine.devices or ())
     control = str(engine.control_device)
     return engine.key, engine.rank, engine.size, engine.description, engine.devices, control, small

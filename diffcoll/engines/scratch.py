@@ -1,4 +1,4 @@
-"""Memory that stays in the library: new pages fault in one by one, kept ones do not."""
+"""Scratch memory that is kept between calls, because the first write to newly allocated pages is slow (page faults)."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ KEPT_BYTES = 64 << 20
 
 
 class Scratch:
-    """One kept buffer of CPU memory, lent to one user at a time; whoever comes meanwhile gets fresh memory.
+    """One buffer of CPU memory, lent to one caller at a time; further callers get newly allocated memory.
 
-    Other devices have a caching allocator of their own and always get fresh memory.
+    Memory on other devices is always newly allocated: PyTorch caches it.
     """
 
     def __init__(self) -> None:
         self._kept: deque[Tensor] = deque(maxlen=1)
 
     def take(self, numel: int, like: Tensor) -> Tensor:
-        """Return a row of `numel` numbers with dtype and device of `like`; contents are arbitrary."""
+        """Return an uninitialized 1-d tensor of `numel` elements with the dtype and device of `like`."""
         nbytes = numel * like.element_size()
         if like.device.type != "cpu" or nbytes > KEPT_BYTES:
             return like.new_empty(numel)
         try:  # pop is atomic: two threads never hold the same buffer
             kept = self._kept.pop()
-        except IndexError:
+        except IndexError:  # none is kept, or another caller has it
             kept = torch.empty(0, dtype=torch.uint8, device="cpu")
         if kept.numel() < nbytes:
-            with torch.inference_mode(False):  # else the next call, outside that mode, may not write to it
+            with torch.inference_mode(False):  # calls outside of inference mode cannot write to an inference tensor
                 kept = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return kept[:nbytes].view(like.dtype) if nbytes else like.new_empty(0)
 
     def give(self, memory: Tensor) -> None:
-        """Take back what `take` lent."""
+        """Return what `take` lent. The caller must not use it any more."""
         nbytes = memory.untyped_storage().nbytes()
         if memory.device.type == "cpu" and 0 < nbytes <= KEPT_BYTES:
             with torch.inference_mode(False):

@@ -1,4 +1,4 @@
-"""The world of one: no group was set up and none was launched."""
+"""A single rank: no group was set up, and no launcher started several processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["SoloEngine"]
 
 
 class SoloEngine(Engine):
-    """Rank 0 of 1; every collective is its N = 1 case."""
+    """Rank 0 of 1. Every collective is its N = 1 case."""
 
     description = "the world of one rank"
     key = "the world of one rank"

@@ -1,7 +1,7 @@
 """One thread per process that warns, once per call, when this rank has waited long for the others.
 
-A rank that is alone in a collective waits for as long as the group's timeout allows: gloo's default is half an hour,
-MPI has none. Calls only note what they do (`Engine.doing`); this thread looks at it about once a second.
+A rank whose peers do not call the same collective waits until the group's timeout: half an hour by default on gloo,
+for ever on MPI. Calls only set `Engine.doing`, which this thread reads about once a second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from diffcoll.engines.engine import Doing, Engine
 
 __all__ = ["watch"]
 
-#: How many seconds of waiting are worth a warning; 0: none are.
+#: Environment variable for the seconds after which to warn (0: never), and its default.
 _VARIABLE, _DEFAULT = "DIFFCOLL_WARN_AFTER", "30"
 
 _thread: threading.Thread | None = None
@@ -28,10 +28,10 @@ _thread: threading.Thread | None = None
 
 @dataclass
 class _Watched:
-    """An engine, the process that made it, and what it was last seen doing, since when."""
+    """An engine, the process that created it, the last value of its `doing`, and when that was first seen."""
 
     engine: weakref.ref[Engine]
-    pid: int  # a forked process inherits the engines, but not the threads that are in them
+    pid: int  # a forked process inherits the engines, but not the threads that execute collectives in them
     doing: Doing | None = None
     since: float = 0.0
 
@@ -40,13 +40,13 @@ _watched: list[_Watched] = []
 
 
 def watch(engine: Engine) -> None:
-    """Watch an engine from here on, unless it has one rank or the user has said not to."""
+    """Start to watch an engine, unless it has one rank or the user has turned the warnings off."""
     global _thread
     seconds = _seconds()
     if engine.size == 1 or seconds == 0:
         return
     _watched.append(_Watched(weakref.ref(engine), os.getpid()))
-    if _thread is None or not _thread.is_alive():  # not begun yet, or left behind by a fork
+    if _thread is None or not _thread.is_alive():  # not started yet, or not in this forked process
         _thread = threading.Thread(target=_look_again, args=(seconds,), name="diffcoll watch", daemon=True)
         _thread.start()
 
@@ -74,11 +74,11 @@ def _look(watched: _Watched, seconds: float) -> None:
     if engine is None or watched.pid != os.getpid():
         _watched.remove(watched)
         return
-    doing = engine.doing  # a new tuple for every call
+    doing = engine.doing  # every call sets a new tuple
     if doing is None or doing is not watched.doing:
         watched.doing, watched.since = doing, now
     elif now - watched.since >= seconds:
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it
+        with contextlib.suppress(OSError, ValueError):  # stderr is closed
             print(_words(engine, doing, now - watched.since), file=sys.stderr, flush=True)
         watched.since = math.inf
 
@@ -96,6 +96,5 @@ def _words(engine: Engine, doing: Doing, waited: float) -> str:
     return (
         f"diffcoll: rank {engine.rank} has waited {waited:.3g} s in {what}, for other ranks of {engine.description}: "
         f"one is busy, hangs, has ended, is in another collective, or {others}; DIFFCOLL_CHECK=1 makes ranks that "
-        "disagree an error that lists their calls; this is said "
-        f"once per call, {_VARIABLE} sets after how many seconds (0: never)"
+        f"disagree an error that lists their calls; printed once per call, after {_VARIABLE} seconds (0: never)"
     )

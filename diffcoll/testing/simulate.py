@@ -54,7 +54,7 @@ def simulate(fn: Callable[..., Any], *per_rank: Sequence[Any], rules: bool = Fal
 
     Raises:
         TypeError, ValueError: per_rank are no sequences of one length.
-        CollectiveMismatchError: ranks are in different collectives, or wait for one that is gone; says which
+        CollectiveMismatchError: ranks are in different collectives, or wait for one that has ended; says which
             rank waits in what, at which line.
         RuntimeError: called within a transform of torch.func, `joint_backward`, or a mode that traces or fakes tensors,
             which all belong to one thread; call it outside, or enter them in fn.

@@ -53,7 +53,7 @@ def test_wrong_arguments_on_src_are_told_to_all(x):
             assert works == 3  # the group is usable afterwards
             assert kind == first[0] or (kind, text.split(",")[0]) == (
                 "CollectiveMismatchError",
-                "scatter: the arguments are wrong on rank 0",
+                "scatter: an argument is invalid on rank 0",
             )
 
 

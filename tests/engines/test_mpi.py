@@ -77,7 +77,7 @@ def test_which_communicators():
         copy.Free()
         again = world.Dup()  # MPI may give it the handle of the one that was freed
         assert resolve(again, "test") is not before
-        assert before._ours is None  # our duplicate went with it
+        assert before._duplicate is None  # our duplicate went with it
         found.append(dc.all_reduce(x, "max", group=again).item())
         (g,) = torch.autograd.grad(dc.all_reduce(x, group=again) * (r + 1), x)
         found.append(g.item())
@@ -246,7 +246,7 @@ def test_what_mpi_cannot_reach_goes_through_the_cpu():
 
 def test_whether_mpi_reads_cuda_memory(monkeypatch):
     def body(r):
-        text = r"diffcoll: this MPI library does not say that it reads CUDA memory, .* DIFFCOLL_MPI_CUDA=1"
+        text = r"diffcoll: this MPI library does not report that it reads CUDA memory, .* set DIFFCOLL_MPI_CUDA=1"
         with pytest.warns(UserWarning, match=text):
             assert not mpi._reads_cuda()  # what the wheel says
         mpi._reads_cuda()  # one warning

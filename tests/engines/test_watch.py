@@ -87,7 +87,7 @@ def test_a_rank_that_waits_says_so_once(backend, monkeypatch, tmp_path):
         place = f"{__file__}:{line_of('# ' + line)}"
         assert f" s in {call}, called at {place}, for other ranks of {group}: one is busy, " in text
         assert "DIFFCOLL_CHECK=1 makes ranks that disagree an error" in text
-        assert "DIFFCOLL_WARN_AFTER sets after how many seconds (0: never)" in text
+        assert "after DIFFCOLL_WARN_AFTER seconds (0: never)" in text
         assert ("its loss does not use the output" in text) == ("backward" in call)
         assert ("`with diffcoll.joint_backward()` makes every rank run it" in text) == ("backward" in call)
     for found in (rest, others):

@@ -83,7 +83,7 @@ def leaves(n=3):
 
 def error(rules):
     if rules:
-        return r"(called in a backward of simulated ranks that are gone|world had ended).*simulate\(rules=True\)"
+        return r"(called in a backward of simulated ranks that have ended|world had ended).*simulate\(rules=True\)"
     return r"\w+: called in the backward of a joint graph .*use simulate\(rules=True\)"
 
 
