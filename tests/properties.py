@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from diffcoll.core import linear
+from diffcoll.core import derivatives, linear
 from diffcoll.testing import cases
 from diffcoll.testing.cases import Case, _paired
 
@@ -78,9 +78,9 @@ def the_adjoint_is_the_adjoint(case: Case) -> Generator[Body, list[Any], None]:
 
     def body(r: int) -> tuple[complex, complex]:
         x, f = _rule(case, r)
-        fx = linear.apply(f, x)
+        fx = derivatives.apply(f, x)
         y = case.w(fx, r, SEED)
-        return _inner(fx, y), _inner(x, linear.apply(f.adjoint, y))
+        return _inner(fx, y), _inner(x, derivatives.apply(f.adjoint, y))
 
     left, right = zip(*(yield body), strict=True)
     shared_x, shared_y = case.shared
@@ -95,7 +95,7 @@ def the_adjoint_of_the_adjoint_is_the_map(case: Case) -> Generator[Body, list[An
     def body(r: int) -> tuple[Tensor, Tensor, tuple[bool, bool], tuple[bool, bool]]:
         x, f = _rule(case, r)
         back = f.adjoint.adjoint
-        return linear.apply(f, x), linear.apply(back, x), f.shared, f.adjoint.shared
+        return derivatives.apply(f, x), derivatives.apply(back, x), f.shared, f.adjoint.shared
 
     for y, again, shared, adjoint_shared in (yield body):
         assert torch.equal(y, again), case
@@ -267,7 +267,7 @@ def _rule(case: Case, r: int) -> tuple[Tensor, linear.Linear]:
     node = y.grad_fn
     while not hasattr(node, "f"):  # the division by N of a mean
         node = node.next_functions[0][0]
-    like = linear.apply(node.f.adjoint, y.detach())
+    like = derivatives.apply(node.f.adjoint, y.detach())
     return case.v(like, r, SEED), node.f
 
 

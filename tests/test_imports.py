@@ -35,7 +35,7 @@ ADJOINT = {
     )
 }
 #: Imported when something is first traced: it takes time to make an op of every map.
-DEFERRED = {("core.linear", "core.compiled"), ("core.reductions", "core.compiled")}
+DEFERRED = {("core.derivatives", "core.compiled"), ("core.reductions", "core.compiled")}
 
 
 def name_of(path):

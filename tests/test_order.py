@@ -6,7 +6,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
-from diffcoll.core import linear
+from diffcoll.core import moves
 from diffcoll.testing import new_group, spawn
 
 N = 3
@@ -14,7 +14,7 @@ N = 3
 
 def recorded(r, seed):
     """The sizes of the tensors that collectives move, forward and backward, in a program with a graph of its own."""
-    sizes, begin = [], linear.begin
+    sizes, begin = [], moves._begin
 
     def noting(f, x, later=False):
         sizes.append(x.numel())
@@ -24,7 +24,7 @@ def recorded(r, seed):
     pair = new_group([0, 1])
     x = torch.randn(1, dtype=torch.float64, requires_grad=True)
     terms, steps = [x], common.randrange(3, 12)
-    linear.begin = noting
+    moves._begin = noting
     try:
         for size in range(2, steps + 2):
             kind = common.choice(["plain", "pair", "checkpoint", "async"])
@@ -46,7 +46,7 @@ def recorded(r, seed):
         own.shuffle(terms)
         sum(t.square().sum() for t in terms).backward()
     finally:
-        linear.begin = begin
+        moves._begin = begin
     forward, backward = sizes[:made], sizes[made:]
     return forward, list(dict.fromkeys(backward))  # a checkpointed one runs again first
 

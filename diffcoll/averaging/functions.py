@@ -17,7 +17,7 @@ from diffcoll.collectives.all_gather import all_gather
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.broadcast import broadcast
 from diffcoll.core._torch import tree_flatten
-from diffcoll.core.call import Group, Tree
+from diffcoll.core.arguments import Group, Tree
 from diffcoll.core.checks import digest, refuse
 from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve

@@ -1,8 +1,9 @@
 """`diffcoll bench`: what a forward and backward costs, in time, bytes and memory, beside what PyTorch offers.
 
-All systems take turns within one run, in an order that changes. A turn is two steps, of which the second counts: it
-finds memory and processors as its own system leaves them. It ends with a barrier, so that no system looks fast because
-its result is awaited later. Read ratios; absolute times are those of this machine in this minute.
+All systems take turns within one run, in an order that changes. A turn is two steps: the first follows a step of another
+system, so caches are cold; the second follows a step of its own. The second is reported, and for 4 B the first as well.
+Each step ends with a barrier, so that no system looks fast because its result is awaited later. Read ratios; absolute
+times are those of this machine in this minute.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from torch import Tensor
 import diffcoll
 from diffcoll.cli import training
 from diffcoll.cli.competitors import SYSTEMS
+from diffcoll.cli.floor import floor
 from diffcoll.cli.launch import gloo_beside_mpi
 from diffcoll.cli.report import memory_of_process, wide_console
 from diffcoll.collectives import COLLECTIVES
@@ -40,12 +42,23 @@ RAW = "raw calls and copies"
 #: Under `--engine mpi`: the library on gloo, beside itself on MPI.
 OURS_ON_GLOO = "diffcoll on gloo"
 RAW_MPI = "raw MPI calls"
+#: The raw calls of the library's engine in an `autograd.Function` of two lines.
+FLOOR = "a two-line Function"
 SIZES = {"4 B": 1, "1 MB": 1 << 18, "16 MB": 1 << 22}
 OPS: dict[str, tuple[Any, ...]] = {
     "all_reduce": ("sum", "mean", "product", "max", "logsumexp", median_in_parts),
     "reduce_scatter": ("sum", "product", "max"),
 }
 Steps = dict[str, Callable[[], object]]
+
+
+class Times(NamedTuple):
+    """Median milliseconds of a step."""
+
+    #: After a step of another system.
+    cold: float
+    #: After a step of its own.
+    warm: float
 
 
 def run(options: argparse.Namespace) -> int:
@@ -80,17 +93,21 @@ class _Bench:
     def others(self) -> list[str]:
         """What stands beside the library."""
         ours = [OURS_ON_GLOO, RAW_MPI] if self.engine == "mpi" else []
-        return ours + [name for name in SYSTEMS if name != "diffcoll"] + [RAW]
+        return ours + [name for name in SYSTEMS if name != "diffcoll"] + [RAW, FLOOR]
 
     def times(self, make: Callable[[int], Steps], rounds: int) -> dict[str, float]:
+        """Median milliseconds of each step after a step of its own, as rank 0 saw them."""
+        return {name: times.warm for name, times in self.both_times(make, rounds).items()}
+
+    def both_times(self, make: Callable[[int], Steps], rounds: int) -> dict[str, Times]:
         """Median milliseconds of each step, as rank 0 saw them."""
         mpi = self.engine == "mpi"
 
-        def body(rank: int) -> dict[str, float]:
+        def body(rank: int) -> dict[str, Times]:
             world = gloo_beside_mpi() if mpi else None
             return _time(make(rank), rounds, world)
 
-        found: dict[str, float] = spawn(body, range(self.n), backend="mpi" if mpi else "gloo", timeout=600)[0]
+        found: dict[str, Times] = spawn(body, range(self.n), backend="mpi" if mpi else "gloo", timeout=600)[0]
         return found
 
     def costs(self, names: list[str]) -> Table:
@@ -106,15 +123,22 @@ class _Bench:
                 for size, numel in SIZES.items():
                     case = _case(name, op, numel, self.n)
                     turns = self.rounds * (10 if numel == 1 else 1)
-                    times = self.times(lambda r: _steps(case, r, self.engine), turns)  # noqa: B023
-                    ours = times["diffcoll"]
-                    others = [f"{times[s]:.2f} ({ours / times[s]:.2f}×)" if s in times else "" for s in self.others]
+                    found = self.both_times(lambda r: _steps(case, r, self.engine), turns)  # noqa: B023
                     large = numel == max(SIZES.values())
                     sent = f"{bytes_sent(case) / _nbytes(case):.2f}" if large else ""
                     memory = f"{peak_memory(case) / _nbytes(case):.2f}" if large else ""
                     word = "" if op in (None, "sum") else f" {op if isinstance(op, str) else repr(op)}"
-                    grid.add_row(name + word, size, f"{ours:.2f}", *others, sent, memory)
+                    if numel == 1:
+                        cold = {system: times.cold for system, times in found.items()}
+                        grid.add_row(name + word, f"{size}, cold", *self._row(cold), "", "")
+                    warm = {system: times.warm for system, times in found.items()}
+                    grid.add_row(name + word, size, *self._row(warm), sent, memory)
         return grid
+
+    def _row(self, times: dict[str, float]) -> list[str]:
+        ours = times["diffcoll"]
+        others = [f"{times[s]:.3f} ({ours / times[s]:.2f}×)" if s in times else "" for s in self.others]
+        return [f"{ours:.3f}", *others]
 
     def ratios(self, what: str, make: Callable[[int], Steps]) -> Table:
         """A row for each way to do the same."""
@@ -163,6 +187,8 @@ def _steps(case: Case, rank: int, engine: str) -> Steps:
         steps[RAW] = lambda: (_raw_all_reduce(x), _raw_all_reduce(gy))
         if engine == "mpi":
             steps[RAW_MPI] = _raw_mpi(x, gy)
+    if not case.arguments and (raw := floor(case.name, engine)) is not None:
+        steps[FLOOR] = lambda: torch.autograd.grad(raw(x), x, gy)
     return steps
 
 
@@ -185,28 +211,35 @@ def _raw_all_reduce(x: Tensor) -> Tensor:
     return y
 
 
-def _time(steps: Steps, rounds: int, mpi: Any = None) -> dict[str, float]:
+def _time(steps: Steps, rounds: int, mpi: Any = None) -> dict[str, Times]:
     """Median milliseconds of each step, with the barrier that it ends with: of MPI, where `mpi` is, and the step is."""
     warnings.simplefilter("ignore")  # the others' deprecation
     on_gloo = () if mpi is None else (OURS_ON_GLOO, RAW, *[name for name in SYSTEMS if name != "diffcoll"])
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[Times]] = {name: [] for name in steps}
     shuffle = random.Random(0).sample  # nobody always comes first, or after the same one; alike on all ranks
     for i in range(rounds + 2):
         for name, step in shuffle([*steps.items()], len(steps)):
             barrier = dist.barrier if mpi is None or name in on_gloo else mpi.Barrier
+            barrier()
             try:
-                step()
-                barrier()
-                start = time.perf_counter()
-                step()
+                taken = Times(_timed(step, barrier), _timed(step, barrier))
             except Exception:  # what the other systems do not offer after all; on all ranks alike
+                if name == "diffcoll":
+                    raise
                 times.pop(name, None)
                 _meet_after_failure(barrier)
-            barrier()
-            if i >= 2 and name in times:
-                times[name].append(1e3 * (time.perf_counter() - start))
+                continue
+            if i >= 2:
+                times[name].append(taken)
         steps = {name: steps[name] for name in times}
-    return {name: statistics.median(values) for name, values in times.items()}
+    return {name: Times(*map(statistics.median, zip(*values, strict=True))) for name, values in times.items()}
+
+
+def _timed(step: Callable[[], object], barrier: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    step()
+    barrier()
+    return 1e3 * (time.perf_counter() - start)
 
 
 def _meet_after_failure(barrier: Callable[[], None]) -> None:

@@ -18,8 +18,9 @@ from typing_extensions import override
 
 from diffcoll.collectives import reduce_scatter, split
 from diffcoll.core import trees
+from diffcoll.core.arguments import Cotangent, Group, Sizes, Tree
 from diffcoll.core.blocks import join
-from diffcoll.core.call import Call, Cotangent, Group, Sizes, Tree
+from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 
@@ -124,29 +125,31 @@ def all_gather(
 
     Source: notes/all_gather.md.
     """
-    call = Call("all_gather", x, group, async_op, dim=dim, sizes=sizes, stack=stack, cotangent=cotangent)
-    replicated = call.cotangent(cotangent)
-    if call.flag("stack") and sizes is not None:
+    return perform(
+        _all_gather, "all_gather", x, group, async_op, dim=dim, sizes=sizes, stack=stack, cotangent=cotangent
+    )
+
+
+def _all_gather(call: Call, x: Any) -> Any:
+    replicated = call.cotangent()
+    if call.flag("stack") and call.arguments["sizes"] is not None:
         raise call.error("sizes", "None with stack=True, where every rank brings one slice")
     if not isinstance(x, Tensor):
-        f: Any = all_gather  # of overloads, mypy wants async_op to be literal
-        more = {"sizes": sizes, "stack": stack, "cotangent": cotangent, "async_op": async_op}
-        return _tree(call, replicated, lambda x: f(x, dim, group, **more))
+        return trees.by_leaf(call, _all_gather) if call.engine.joint else _tree(call, replicated)
     block, d = _block(call, x)
-    return call.submit(AllGather(call.engine, d, call.sizes_of_all(block, d), replicated), block)
+    f = AllGather(call.engine, d, call.sizes_of_all(block, d), replicated)
+    return call.submit(f, x, before=(lambda x: x.unsqueeze(d)) if block is not x else None)
 
 
 def _block(call: Call, x: Tensor) -> tuple[Tensor, int]:
-    """Return what x brings, and the dimension to join along."""
+    """Return what x contributes, and the dimension to join along."""
     new = call.arguments["stack"] or x.dim() == 0
     d = call.dim("dim", x, new=new)
     return (x.unsqueeze(d) if new else x), d
 
 
-def _tree(call: Call, replicated: bool, collective: Callable[[Tensor], Tensor]) -> Any:
-    """Gather rows of numbers, one for each dtype, and put the leaves of all ranks together from them."""
-    if call.engine.joint:
-        return trees.by_leaf(call, collective)
+def _tree(call: Call, replicated: bool) -> Any:
+    """Gather one row for each dtype, and put the leaves of all ranks together from them."""
     leaves, rebuild = trees.checked(call)
     calls = [call.of(leaf) for leaf in leaves]
     blocks = [_block(c, leaf) for c, leaf in zip(calls, leaves, strict=True)]

@@ -18,8 +18,9 @@ from typing_extensions import override
 
 from diffcoll.collectives import sum_gradients
 from diffcoll.core import trees
-from diffcoll.core.call import Call, Cotangent, Group, Tree, known
-from diffcoll.core.linear import Linear, at_once, then
+from diffcoll.core.arguments import Cotangent, Group, Tree
+from diffcoll.core.call import Call, perform
+from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import Op, Ties, elementwise
 
@@ -117,23 +118,12 @@ def all_reduce(
 
     Source: notes/all_reduce.md.
     """
-    if async_op is False and (f := known("all_reduce", x, group, op, cotangent, ties)) is not None:
-        return at_once(f, x)
-    return _all_reduce(x, op, group, cotangent, ties, async_op)
+    return perform(_all_reduce, "all_reduce", x, group, async_op, op=op, cotangent=cotangent, ties=ties)
 
 
-def _all_reduce(x: Any, op: Op, group: Group, cotangent: Cotangent, ties: Ties, async_op: bool) -> Any:
-    call = Call("all_reduce", x, group, async_op, op=op, cotangent=cotangent, ties=ties)
-    replicated = call.cotangent(cotangent)
+def _all_reduce(call: Call, x: Any) -> Any:
+    replicated, op = call.cotangent(), call.arguments["op"]
     if isinstance(x, Tensor):
-        f = AllReduce(call.engine, replicated)
-        y = call.reduce(f, x, lambda reducing: reducing.everywhere(replicated))
-        if isinstance(op, str) and call.arguments["op"] == "sum":
-            call.remember(f)
-        return y
-
-    def again(leaf: Tensor) -> Any:
-        return _all_reduce(leaf, op, group, cotangent, ties, async_op)
-
+        return call.reduce(AllReduce(call.engine, replicated), x, lambda reducing: reducing.everywhere(replicated))
     whole = callable(op) and not isinstance(op, elementwise)
-    return trees.by_leaf(call, again) if whole else trees.by_message(call, again)
+    return (trees.by_leaf if whole else trees.by_message)(call, _all_reduce)

@@ -15,8 +15,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.core import checks
+from diffcoll.core.arguments import Group, Parts, Sizes
 from diffcoll.core.blocks import cut, join
-from diffcoll.core.call import Call, Group, Parts, Sizes
+from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 
@@ -120,7 +121,8 @@ def all_to_all(
 
     Source: notes/all_to_all.md.
     """
-    call = Call(
+    return perform(
+        _all_to_all,
         "all_to_all",
         x,
         group,
@@ -130,6 +132,10 @@ def all_to_all(
         split_sizes=split_sizes,
         concat_sizes=concat_sizes,
     )
+
+
+def _all_to_all(call: Call, x: Tensor) -> Any:
+    split_sizes, concat_sizes = call.arguments["split_sizes"], call.arguments["concat_sizes"]
     d, c = call.dim("split_dim", x), call.dim("concat_dim", x)
     parts = call.sizes_of_parts(x, d, "split_sizes")
     if d != c:
@@ -141,7 +147,7 @@ def all_to_all(
     else:
         received = call.sizes_of_blocks(parts, "concat_sizes")
     if checks.is_on():
-        call.fit(
+        call.agree_on_blocks(
             [_block(x, {d: part}) for part in parts], [_block(x, {d: parts[call.engine.rank], c: k}) for k in received]
         )
     return call.submit(AllToAll(call.engine, d, c, parts, received), x)

@@ -18,7 +18,8 @@ from typing_extensions import override
 
 from diffcoll.collectives import reduce
 from diffcoll.core import trees
-from diffcoll.core.call import Call, Cotangent, Group, Tree
+from diffcoll.core.arguments import Cotangent, Group, Tree
+from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 
@@ -133,13 +134,9 @@ def broadcast(
 
     Source: notes/broadcast.md.
     """
-    call = Call("broadcast", x, group, async_op, src=src, cotangent=cotangent)
-    f = Broadcast(call.engine, call.root("src"), call.cotangent(cotangent))
-    if isinstance(x, Tensor):
-        return call.submit(f, x)
+    return perform(_broadcast, "broadcast", x, group, async_op, src=src, cotangent=cotangent)
 
-    def again(x: Tensor) -> Any:
-        f: Any = broadcast  # of overloads, mypy wants async_op to be literal
-        return f(x, src, group, cotangent=cotangent, async_op=async_op)
 
-    return trees.by_message(call, again)
+def _broadcast(call: Call, x: Any) -> Any:
+    f = Broadcast(call.engine, call.root("src"), call.cotangent())
+    return call.submit(f, x) if isinstance(x, Tensor) else trees.by_message(call, _broadcast)

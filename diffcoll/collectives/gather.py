@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.collectives import scatter
+from diffcoll.core.arguments import Group, Sizes
 from diffcoll.core.blocks import join
-from diffcoll.core.call import Call, Group, Sizes
+from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 
 __all__ = ["Gather", "gather"]
@@ -79,10 +80,12 @@ def gather(x: Tensor, dst: int = 0, dim: int = 0, group: Group = None, *, sizes:
 
     Source: notes/gather.md.
     """
-    call = Call("gather", x, group, dst=dst, dim=dim, sizes=sizes)
-    root = call.root("dst")
-    new = x.dim() == 0
+    y: Tensor = perform(_gather, "gather", x, group, dst=dst, dim=dim, sizes=sizes)
+    return y
+
+
+def _gather(call: Call, x: Tensor) -> Any:
+    root, new = call.root("dst"), x.dim() == 0
     d = call.dim("dim", x, new=new)
-    if new:
-        x = x.unsqueeze(d)
-    return call.apply(Gather(call.engine, root, d, call.sizes_of_all(x, d)), x)
+    sizes = call.sizes_of_all(x.unsqueeze(d) if new else x, d)
+    return call.submit(Gather(call.engine, root, d, sizes), x, before=(lambda x: x.unsqueeze(d)) if new else None)

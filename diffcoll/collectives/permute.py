@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from diffcoll.core.call import Call, Group
+from diffcoll.core.arguments import Group
+from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 
 __all__ = ["Permute", "permute"]
@@ -67,5 +68,9 @@ def permute(x: Tensor, pairs: Sequence[tuple[int, int]], group: Group = None) ->
 
     Source: notes/permute.md.
     """
-    call = Call("permute", x, group, pairs=pairs)
-    return call.apply(Permute(call.engine, call.pairs("pairs")), x)
+    y: Tensor = perform(_permute, "permute", x, group, pairs=pairs)
+    return y
+
+
+def _permute(call: Call, x: Tensor) -> Any:
+    return call.submit(Permute(call.engine, call.pairs("pairs")), x)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.collectives import broadcast
-from diffcoll.core.call import Call, Group
+from diffcoll.core.arguments import Group
+from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.reductions import Op
 
@@ -70,7 +71,10 @@ def reduce(x: Tensor, dst: int = 0, op: Op = "sum", group: Group = None) -> Tens
 
     Source: notes/reduce.md.
     """
-    call = Call("reduce", x, group, dst=dst, op=op)
-    root = call.root("dst")
-    y: Tensor = call.reduce(Reduce(call.engine, root), x, lambda reducing: reducing.at(root))
+    y: Tensor = perform(_reduce, "reduce", x, group, dst=dst, op=op)
     return y
+
+
+def _reduce(call: Call, x: Tensor) -> Any:
+    root = call.root("dst")
+    return call.reduce(Reduce(call.engine, root), x, lambda reducing: reducing.at(root))

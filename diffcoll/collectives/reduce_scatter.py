@@ -15,8 +15,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.collectives import all_gather
+from diffcoll.core.arguments import Group, Parts
 from diffcoll.core.blocks import cut
-from diffcoll.core.call import Call, Group, Parts
+from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import Op, Ties
@@ -111,7 +112,10 @@ def reduce_scatter(
 
     Source: notes/reduce_scatter.md.
     """
-    call = Call("reduce_scatter", x, group, async_op, op=op, dim=dim, sizes=sizes, ties=ties)
+    return perform(_reduce_scatter, "reduce_scatter", x, group, async_op, op=op, dim=dim, sizes=sizes, ties=ties)
+
+
+def _reduce_scatter(call: Call, x: Tensor) -> Any:
     d = call.dim("dim", x)
     parts = call.sizes_of_parts(x, d)
     return call.reduce(ReduceScatter(call.engine, d, parts), x, lambda reducing: reducing.block(d, parts))

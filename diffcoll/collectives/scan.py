@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from diffcoll.core.call import Call, Group
+from diffcoll.core.arguments import Group
+from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear
 from diffcoll.engines.engine import WIDER
 
@@ -85,6 +86,10 @@ def scan(x: Tensor, group: Group = None, *, reverse: bool = False, exclusive: bo
 
     Source: notes/scan.md.
     """
-    call = Call("scan", x, group, reverse=reverse, exclusive=exclusive)
+    y: Tensor = perform(_scan, "scan", x, group, reverse=reverse, exclusive=exclusive)
+    return y
+
+
+def _scan(call: Call, x: Tensor) -> Any:
     call.adds(x)
-    return call.apply(Scan(call.engine, call.flag("reverse"), call.flag("exclusive")), x)
+    return call.submit(Scan(call.engine, call.flag("reverse"), call.flag("exclusive")), x)

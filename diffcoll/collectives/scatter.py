@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.collectives import gather
+from diffcoll.core.arguments import Group, Parts
 from diffcoll.core.blocks import cut
-from diffcoll.core.call import Call, Group, Parts
+from diffcoll.core.call import Call, perform
 from diffcoll.core.errors import CollectiveMismatchError
 from diffcoll.core.linear import Linear, then
 
@@ -78,7 +79,11 @@ def scatter(x: Tensor | None, src: int = 0, dim: int = 0, group: Group = None, *
 
     Source: notes/scatter.md.
     """
-    call = Call("scatter", x, group, check_x=False, src=src, dim=dim, sizes=sizes)
+    y: Tensor = perform(_scatter, "scatter", x, group, src=src, dim=dim, sizes=sizes)
+    return y
+
+
+def _scatter(call: Call, x: Tensor | None) -> Any:
     root = call.root("src")
     if torch.compiler.is_compiling():
         return _compiled(call, root, x)
@@ -88,19 +93,19 @@ def scatter(x: Tensor | None, src: int = 0, dim: int = 0, group: Group = None, *
             d = call.dim("dim", tensor)
             parts = call.sizes_of_parts(tensor, d)
         except (TypeError, ValueError):
-            call.told(root, [])
+            call.receive(root, [])
             raise
-        call.told(root, _header(tensor, d, parts))
+        call.receive(root, _header(tensor, d, parts))
     else:
-        numbers = call.told(root, None)
+        numbers = call.receive(root, None)
         if not numbers:
             raise CollectiveMismatchError(f"scatter: the arguments are wrong on rank {root}, see the error there")
         d, parts, tensor = _empty(numbers, call.engine.size, x)
     call.arguments.update(dim=d, sizes=list(parts))  # as they count
-    return call.apply(Scatter(call.engine, root, d, parts), tensor)
+    return call.submit(Scatter(call.engine, root, d, parts), tensor)
 
 
-def _compiled(call: Call, root: int, x: Tensor | None) -> Tensor:
+def _compiled(call: Call, root: int, x: Tensor | None) -> Any:
     """Scatter where shapes must be known beforehand, so that src cannot tell them."""
     if x is None:
         remedy = "pass a tensor of the shape that rank src has, whose values do not count"
@@ -109,7 +114,7 @@ def _compiled(call: Call, root: int, x: Tensor | None) -> Tensor:
     d = call.dim("dim", tensor)
     parts = call.sizes_of_parts(tensor, d)
     mine = tensor if call.engine.rank == root else tensor.narrow(d, 0, 0)
-    return call.apply(Scatter(call.engine, root, d, parts), mine)
+    return call.submit(Scatter(call.engine, root, d, parts), mine)
 
 
 # ── rank src tells the others what comes ─────────────────────────────────────────────────────────────────

@@ -8,12 +8,13 @@ note      notes/shift.md                                                        
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from diffcoll.collectives.permute import Permute
-from diffcoll.core.call import Call, Group
+from diffcoll.core.arguments import Group
+from diffcoll.core.call import Call, perform
 
 __all__ = ["Shift", "shift"]
 
@@ -51,7 +52,11 @@ def shift(x: Tensor, offset: int = 1, group: Group = None, *, wrap: bool = True)
 
     Source: notes/shift.md.
     """
-    call = Call("shift", x, group, offset=offset, wrap=wrap)
+    y: Tensor = perform(_shift, "shift", x, group, offset=offset, wrap=wrap)
+    return y
+
+
+def _shift(call: Call, x: Tensor) -> Any:
     k, n, ring = call.integer("offset"), call.engine.size, call.flag("wrap")
     pairs = tuple((r, (r + k) % n) for r in range(n) if ring or 0 <= r + k < n)
-    return call.apply(Shift(call.engine, pairs), x)
+    return call.submit(Shift(call.engine, pairs), x)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.collectives import all_gather
-from diffcoll.core.call import Call, Group, Parts
+from diffcoll.core.arguments import Group, Parts
+from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear
 
 __all__ = ["Split", "split"]
@@ -77,6 +78,10 @@ def split(x: Tensor, dim: int = 0, group: Group = None, *, sizes: Parts = None) 
 
     Source: notes/split.md.
     """
-    call = Call("split", x, group, dim=dim, sizes=sizes)
+    y: Tensor = perform(_split, "split", x, group, dim=dim, sizes=sizes)
+    return y
+
+
+def _split(call: Call, x: Tensor) -> Any:
     d = call.dim("dim", x)
-    return call.apply(Split(call.engine, d, call.sizes_of_parts(x, d)), x)
+    return call.submit(Split(call.engine, d, call.sizes_of_parts(x, d)), x)

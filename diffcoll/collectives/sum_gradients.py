@@ -16,7 +16,8 @@ from typing_extensions import override
 
 from diffcoll.collectives import all_reduce
 from diffcoll.core import trees
-from diffcoll.core.call import Call, Group, Tree
+from diffcoll.core.arguments import Group, Tree
+from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear
 
 __all__ = ["SumGradients", "sum_gradients"]
@@ -74,10 +75,11 @@ def sum_gradients(x: Tree, group: Group = None) -> Tree:
 
     Source: notes/sum_gradients.md.
     """
-    call = Call("sum_gradients", x, group)
-    y: Any
-    if isinstance(x, Tensor):
-        y = call.apply(SumGradients(call.engine), x)
-    else:
-        y = trees.by_message(call, lambda x: sum_gradients(x, group))
+    y: Any = perform(_sum_gradients, "sum_gradients", x, group)
     return y  # type: ignore[no-any-return]
+
+
+def _sum_gradients(call: Call, x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return call.submit(SumGradients(call.engine), x)
+    return trees.by_message(call, _sum_gradients)

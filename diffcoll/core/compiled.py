@@ -20,11 +20,11 @@ from torch.utils import checkpoint
 
 from diffcoll.core import checks
 from diffcoll.core._torch import COMPILES, backward_at_work, batch_last, is_differentiating, is_jit_tracing
-from diffcoll.core.call import PER_RANK
 from diffcoll.core.errors import user_line
 from diffcoll.core.groups import engine_named, key_in_graphs
 from diffcoll.core.joint import is_joint
-from diffcoll.core.linear import MAPS, UNEVEN, Linear, alone, moved
+from diffcoll.core.linear import MAPS, PER_RANK, UNEVEN, Linear
+from diffcoll.core.moves import move
 from diffcoll.core.reductions import Product
 
 __all__ = ["apply", "product", "traced"]
@@ -90,17 +90,13 @@ _IN_JOINT = (
 )
 
 
-def _checked(f: Linear, x: Tensor) -> Tensor:
-    """Return f(x), in check mode after the ranks have compared it: the map, for the call that made it is not known."""
-    if checks.is_on() and f.engine.size > 1:
-        given = {name: getattr(f, name) for name in _names[type(f)] if name not in PER_RANK}
-        same = list(x.shape) if f.name not in UNEVEN else x.dim()
-        words = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        text = f"compiled {type(f).__name__}({x.dtype} {tuple(x.shape)}, {words}) at {user_line()}"
-        checks.compare(f.engine, ("compiled", type(f).__name__, x.dtype, same, given), text)
-        if f.shared[0]:
-            checks.same_everywhere(f.engine, x, f"compiled {type(f).__name__}")
-    return alone(f, x)
+def _compare(f: Linear, x: Tensor) -> None:
+    """In check mode, compare the map with those of the other ranks: the call that made it is not known here."""
+    given = {name: getattr(f, name) for name in _names[type(f)] if name not in PER_RANK}
+    same = list(x.shape) if f.name not in UNEVEN else x.dim()
+    words = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    text = f"compiled {type(f).__name__}({x.dtype} {tuple(x.shape)}, {words}) at {user_line()}"
+    checks.compare(f.engine, ("compiled", type(f).__name__, x.dtype, same, given), text)
 
 
 def _flat(value: Any) -> Any:
@@ -123,7 +119,7 @@ def _register(kind: type[Linear]) -> None:
         f = made(group, *values)
         if not _here.derived:
             _refuse(f.name)
-        return moved(f, None, x, lambda: _checked(f, x)).contiguous()  # as `fake` says
+        return move(x, f, compare=lambda: _compare(f, x)).contiguous()  # as `fake` says
 
     def fake(x: Tensor, group: str, *values: Any) -> Tensor:
         traceback.get_current_meta().pop("recompute", None)  # see `_keep_in_checkpoints`

@@ -19,7 +19,7 @@ from diffcoll.engines.engine import Engine
 from diffcoll.engines.named import Facts, NamedEngine, facts
 from diffcoll.engines.solo import SoloEngine
 
-__all__ = ["engine_named", "get_rank", "get_world_size", "key_in_graphs", "met", "resolve", "set_default_group"]
+__all__ = ["engine_named", "get_rank", "get_world_size", "key_in_graphs", "resolve", "set_default_group"]
 
 _default: Any = None
 _solo = SoloEngine()
@@ -48,15 +48,6 @@ def resolve(group: Any, operation: str) -> Engine:
         )
     _refuse_lonely_launch(operation)
     return NamedEngine(facts(_solo)) if torch.compiler.is_compiling() else _solo
-
-
-def met(group: Any) -> Engine | None:
-    """Return the engine of a group that was resolved before, where that is quick to tell; None: resolve it."""
-    if group is None:
-        if local.involved():
-            return None
-        group = _default
-    return mpi.engine_met(group)
 
 
 def _find(group: Any) -> Engine | None:

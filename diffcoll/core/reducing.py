@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from diffcoll.core._torch import is_within_transform
+from diffcoll.core.derivatives import apply
 from diffcoll.core.errors import CollectiveMismatchError, message
-from diffcoll.core.linear import MAPS, Linear, apply, run
+from diffcoll.core.linear import MAPS, Linear
+from diffcoll.core.moves import move
 from diffcoll.core.reductions import Reduction
 from diffcoll.engines.engine import Engine, even_sizes
 
@@ -154,7 +156,7 @@ class Reducing:
         return False
 
     def _gathered(self, t: Tensor) -> Tensor:
-        return run(t.unsqueeze(0), MAPS["AllGather"](self.engine, 0, self._ones), None)
+        return move(t.unsqueeze(0), MAPS["AllGather"](self.engine, 0, self._ones))
 
 
 def _row(stack: Tensor) -> Tensor:

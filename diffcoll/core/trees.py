@@ -15,13 +15,13 @@ from diffcoll.core.pending import Pending
 __all__ = ["by_leaf", "by_message", "checked", "rows"]
 
 
-def by_message(call: Call, collective: Callable[[Tensor], Any]) -> Any:
+def by_message(call: Call, understand: Callable[[Call, Tensor], Any]) -> Any:
     """Apply a collective that treats every number alike: one call for the leaves of each dtype, as one row."""
     if call.engine.joint:
-        return by_leaf(call, collective)
+        return by_leaf(call, understand)
     leaves, rebuild = checked(call)
     call.agree_on_leaves([tuple(leaf.shape) for leaf in leaves], leaves)
-    started = [(indices, collective(row)) for indices, row in rows(leaves)]
+    started = [(indices, understand(call.of(row), row)) for indices, row in rows(leaves)]
 
     def unpack() -> Any:
         found: list[Tensor] = [*leaves]
@@ -36,11 +36,11 @@ def by_message(call: Call, collective: Callable[[Tensor], Any]) -> Any:
     return Pending(call.name, unpack) if call.async_op else unpack()
 
 
-def by_leaf(call: Call, collective: Callable[[Tensor], Any]) -> Any:
+def by_leaf(call: Call, understand: Callable[[Call, Tensor], Any]) -> Any:
     """Apply a collective to one leaf after the other."""
     leaves, rebuild = checked(call)
     call.agree_on_leaves([tuple(leaf.shape) for leaf in leaves], leaves)
-    found = [collective(leaf) for leaf in leaves]
+    found = [understand(call.of(leaf), leaf) for leaf in leaves]
     return Pending(call.name, lambda: rebuild([p.wait() for p in found])) if call.async_op else rebuild(found)
 
 

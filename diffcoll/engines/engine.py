@@ -63,7 +63,7 @@ class Engine(ABC):
         self.turn = threading.Lock()  # held by the thread that is in a collective
         self.aloft: dict[int, int] = {}  # what was started and not yet waited for → the thread that started it
         self.adrift: deque[Wait] = deque()  # what nobody will wait for, but the next call
-        self.known: dict[tuple[Any, ...], Any] = {}  # the maps to which calls came, see `collectives.call.known`
+        self.plans: dict[tuple[Any, ...], Any] = {}  # what calls mean, see `diffcoll.core.call.perform`
 
     @property
     def control_device(self) -> torch.device:

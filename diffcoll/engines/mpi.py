@@ -26,7 +26,7 @@ from diffcoll.engines.engine import Wait, done
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
 
-__all__ = ["MpiEngine", "engine_met", "engine_named", "engine_of", "finalize"]
+__all__ = ["MpiEngine", "engine_named", "engine_of", "finalize"]
 
 #: MPI counts in ints of 32 bits; what is larger goes in pieces of this many bytes, on every rank the same.
 PIECE = 1 << 30
@@ -262,7 +262,7 @@ def _reads_cuda() -> bool:
 
 #: By the handle of the communicator.
 _engines: dict[int, MpiEngine] = {}
-#: By the identity of the Python object that it holds, which is found faster.
+#: By the identity of the Python object, which the engine keeps alive.
 _met: dict[int, MpiEngine] = {}
 _numbers = count()
 
@@ -272,6 +272,8 @@ def engine_of(group: object) -> MpiEngine | None:
 
     What is no intracommunicator with this process in it is a ValueError, as is an MPI without threads.
     """
+    if (known := _met.get(id(group))) is not None:
+        return known
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not isinstance(group, mpi.Comm):
         return None
@@ -295,11 +297,6 @@ def engine_of(group: object) -> MpiEngine | None:
         engine = _engines[group.handle] = _met[id(group)] = MpiEngine(group, f"MPI communicator {next(_numbers)}")
         group.Set_attr(_attribute(), group.handle)  # MPI says when it is freed, and its handle may be another's
     return engine
-
-
-def engine_met(group: object) -> MpiEngine | None:
-    """Return the engine of a communicator that was a group before, by the same Python object; None: who knows."""
-    return _met.get(id(group))
 
 
 def engine_named(key: str) -> MpiEngine | None:

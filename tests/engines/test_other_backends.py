@@ -10,7 +10,7 @@ from releases import gloo_scatters_sums
 import diffcoll as dc
 from diffcoll.collectives.permute import Permute
 from diffcoll.core.groups import resolve
-from diffcoll.core.linear import begin
+from diffcoll.core.moves import move
 from diffcoll.testing import cases, spawn
 
 SEED = 1
@@ -81,7 +81,7 @@ def test_all_ranks_connect_before_the_first_message():
 
         for _ in range(2):
             x = torch.full((2,), 1.0 + r).as_subclass(Elsewhere)
-            y = begin(Permute(engine, ((2, 0),)), x)()
+            y = move(x, Permute(engine, ((2, 0),)))
             assert y.tolist() == ([3.0, 3.0] if r == 0 else [0.0, 0.0])
         return calls
 

@@ -1,0 +1,151 @@
+"""What the ranks tell each other about a call before it moves x: a comparison in check mode, and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcoll.core import checks
+from diffcoll.core._torch import integers, is_traced, tree_paths
+from diffcoll.core.derivatives import apply
+from diffcoll.core.errors import CollectiveMismatchError, failure, user_line
+from diffcoll.core.linear import MAPS, PER_RANK, Linear
+from diffcoll.core.reductions import Reduction, elementwise
+from diffcoll.engines.engine import Engine
+
+__all__ = ["Agreement", "kind"]
+
+
+class Agreement:
+    """One call of a collective, as its ranks compare it.
+
+    Attributes:
+        name: of the collective.
+        x: as the user passed it.
+        engine: the group.
+        arguments: the others by their names; what is understood of one replaces it.
+        async_op: whether the call returns before the result is there.
+        reduction: what `op` names, where the collective has one.
+        exchanged: whether the ranks have exchanged sizes for this call.
+    """
+
+    def __init__(self, name: str, x: Any, engine: Engine, async_op: bool, arguments: dict[str, Any]) -> None:
+        self.name = name
+        self.x = x
+        self.engine = engine
+        self.async_op = async_op
+        self.arguments = arguments
+        self.reduction: Reduction | None = None
+        self.exchanged = False
+        self._agreed = False
+
+    # ── compared in check mode ───────────────────────────────────────────────────────────────────────────
+
+    def agree(self, f: Linear, x: Tensor) -> None:
+        """In check mode, compare this call, which applies f to x, with those of the other ranks."""
+        if not self._agreed and self.compares():
+            self._agreed = True
+            self._compare((*self.meaning(f), *kind(f, x)))
+
+    def agree_on_leaves(self, shapes: Sequence[object], leaves: Sequence[Tensor]) -> None:
+        """In check mode, compare the leaves of a tree, which have these shapes, with those of the other ranks.
+
+        In joint simulation too, paths and dtypes: there each leaf is a call of its own.
+        """
+        engine = self.engine
+        if engine.joint:
+            shapes = [""] * len(leaves)
+        elif not self.compares():
+            return
+        rows = zip(tree_paths(self.x), leaves, shapes, strict=True)
+        self._compare((self.name, "a tree"), [f"x{path}: {x.dtype} {shape}" for path, x, shape in rows])
+
+    def agree_on_blocks(self, sent: list[list[int]], expected: list[list[int]]) -> None:
+        """In check mode, compare the shapes of the blocks for and from each rank."""
+        if not self.compares():
+            return
+        n, ndim = self.engine.size, len(sent[0])
+        rows = self.tell([size for block in sent + expected for size in block], "blocks")
+        told = [torch.tensor(row, device="cpu").view(2, n, ndim).tolist() for row in rows]
+        for r in range(n):
+            for s in range(n):
+                block, place = told[r][0][s], told[s][1][r]
+                if block != place:
+                    why = f"rank {r} sends {tuple(block)} to rank {s}, which expects {tuple(place)}"
+                    checks.refuse(self.engine, self._text(), f"{checks.disagree(self.engine)} {why}")
+
+    def compares(self) -> bool:
+        """Whether the ranks compare this call."""
+        engine = self.engine
+        if not checks.is_on() or engine.joint or engine.compiling or engine.size == 1:
+            return False
+        return not (isinstance(self.x, Tensor) and is_traced(self.x))  # the op compares itself when it runs
+
+    def _compare(self, facts: tuple[object, ...], leaves: Sequence[str] | None = None) -> None:
+        try:
+            later = self.async_op and not self.engine.joint  # there the result is the same
+            checks.compare(self.engine, (*facts, later), self._text(), leaves)
+        except CollectiveMismatchError:
+            raise
+        except RuntimeError as error:
+            raise failure(self.name, self.engine.description, self.engine.rank, None, error) from error
+
+    def meaning(self, f: Linear) -> tuple[object, ...]:
+        """Return what the arguments mean, which must be equal on all ranks however they are written."""
+        values = [getattr(f, field.name) for field in fields(f) if field.name not in ("engine", *PER_RANK)]
+        op: list[object] = []
+        if self.reduction is not None:
+            op = [v for field in fields(self.reduction) if not callable(v := getattr(self.reduction, field.name))]
+            op.append(self.arguments.get("ties") if self.reduction.name in ("max", "min") else None)
+        return self.name, *values, *op
+
+    def _text(self) -> str:
+        """Return how this call reads in an error."""
+        x = f"{self.x.dtype} {tuple(self.x.shape)}" if isinstance(self.x, Tensor) else type(self.x).__name__
+        given = {k: _a_function(v) if callable(v) else v for k, v in self.arguments.items()}
+        if self.async_op:
+            given["async_op"] = True
+        words = ", ".join([x, *(f"{k}={v!r}" for k, v in given.items())])
+        return f"{self.name}({words}) at {user_line()}"
+
+    # ── exchanged ────────────────────────────────────────────────────────────────────────────────────────
+
+    def tell(self, numbers: list[int], what: str = "sizes") -> list[list[int]]:
+        """Exchange a few integers, as many on each rank; return one list from each rank, in order."""
+        self.exchanged = True
+        if self.compares():
+            self._compare((self.name, what, len(numbers)))
+        n = self.engine.size
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.engine.control_device)
+        flat = integers(apply(MAPS["AllGather"](self.engine, 0, (len(numbers),) * n), mine))
+        return [flat[i * len(numbers) : (i + 1) * len(numbers)] for i in range(n)]
+
+    def receive(self, root: int, numbers: list[int] | None) -> list[int]:
+        """Return on all ranks the integers that the root passes; the other ranks pass None."""
+        self.exchanged = True
+        if self.compares():
+            self._compare((self.name, root))
+        device = self.engine.control_device
+        send = MAPS["Broadcast"](self.engine, root)
+        length = int(apply(send, torch.tensor(len(numbers or ()), device=device)))
+        row = torch.tensor(numbers if numbers else [0] * length, dtype=torch.int64, device=device)
+        return integers(apply(send, row))
+
+
+def _a_function(op: object) -> str:
+    """Return what ranks compare of a function, which each of them may have made for itself."""
+    return "elementwise(a function)" if isinstance(op, elementwise) else "a function"
+
+
+def kind(f: Linear, x: Tensor) -> tuple[object, ...]:
+    """Return what of f's x must be equal on all ranks."""
+    shape = list(x.shape)
+    if f.name == "all_to_all":
+        return x.dtype, len(shape)  # `agree_on_blocks` compares the sizes
+    if isinstance(dim := getattr(f, "dim", None), int) and f.name in ("all_gather", "gather", "scatter"):
+        shape[dim] = -1  # compared as the sizes of f
+    return x.dtype, shape

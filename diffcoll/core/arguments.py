@@ -1,0 +1,282 @@
+"""The arguments of a call, understood one by one; each error names operation, argument, got, expected and a remedy."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from diffcoll.core._torch import is_tree
+from diffcoll.core.agreement import Agreement
+from diffcoll.core.errors import message
+from diffcoll.core.reductions import REDUCTIONS, Reduction, spelled, users
+from diffcoll.engines.engine import Engine
+
+__all__ = ["Arguments", "Cotangent", "Group", "Parts", "Sizes", "Tree"]
+
+#: A tensor, or nested tuples, lists and dicts of tensors.
+Tree = TypeVar("Tree")
+#: What `group` may be, see `diffcoll.core.groups`.
+Group = Any
+#: Sizes of the blocks that x is cut into, and of the blocks that the ranks contribute.
+Parts = Sequence[int] | None
+Sizes = Sequence[int] | Literal["auto"] | None
+Cotangent = Literal["partial", "replicated"]
+
+#: Collectives whose x may be a tree.
+TAKE_TREES = ("all_reduce", "all_gather", "broadcast", "sum_gradients")
+#: Collectives whose x is read on one rank only.
+CHECK_X_THEMSELVES = ("scatter",)
+
+#: Dtypes that PyTorch adds on the CPU, so every engine can.
+ADDED = frozenset(
+    (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128)
+) | {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+#: Dtypes that PyTorch copies and concatenates; collectives that add nothing take them.
+MOVED = (
+    ADDED
+    | {torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e4m3fnuz}
+    | {torch.float8_e5m2, torch.float8_e5m2fnuz}
+    # since torch 2.7 and 2.15
+    | {getattr(torch, name) for name in ("float8_e8m0fnu", "bcomplex32") if hasattr(torch, name)}
+)
+
+_OPS = '"sum", "mean", "product", "max", "min", "logsumexp", a function that reduces dim 0 of a stack, or a ReduceOp'
+
+
+class Arguments(Agreement):
+    """The arguments of `name(x, group=group, async_op=async_op, **arguments)`.
+
+    Raises:
+        TypeError, ValueError: one of them is wrong by itself. Each method that reads one raises them as well.
+    """
+
+    def __init__(self, name: str, x: Any, engine: Engine, async_op: bool, arguments: dict[str, Any]) -> None:
+        super().__init__(name, x, engine, async_op, arguments)
+        if async_op is not True and async_op is not False:
+            raise self._not_a_flag("async_op", async_op)
+        if not isinstance(x, Tensor):  # a list of outputs would be a tree
+            for argument in arguments:
+                self._refuse_tensors(argument)
+        elif "op" in arguments:
+            self._refuse_tensors("op")
+        if name not in CHECK_X_THEMSELVES and (isinstance(x, Tensor) or not (name in TAKE_TREES and is_tree(x))):
+            self.tensor(x)
+
+    def error(self, argument: str, expected: str, remedy: str = "", got: object = None) -> ValueError:
+        """Return the ValueError about one argument."""
+        got = self.arguments.get(argument) if got is None else got
+        return ValueError(message(self.name, argument, got if isinstance(got, str) else repr(got), expected, remedy))
+
+    def tensor(self, x: Any) -> Tensor:
+        """Return x, a tensor that the engine can move."""
+        expected = "a dense torch.Tensor"
+        if not isinstance(x, Tensor):
+            raise TypeError(message(self.name, "x", type(x).__name__, expected, "torch.as_tensor(x) makes one"))
+        if type(x) is not Tensor and any(c.__name__ == "DTensor" for c in type(x).__mro__):
+            remedy = (
+                "pass this rank's part, x.to_local(grad_placements=…): the gradient that comes back is this rank's "
+                "part of a sum, [Partial()], or the whole, [Replicate()], and without grad_placements DTensor assumes "
+                "the placements of x"
+            )
+            raise TypeError(message(self.name, "x", "a DTensor", expected, remedy))
+        if x.is_nested:
+            remedy = "pass x.values() and the lengths, or x.to_padded_tensor(0.0)"
+            raise TypeError(message(self.name, "x", "a nested tensor", expected, remedy))
+        if x.layout != torch.strided or x.is_quantized:
+            layout = "quantized" if x.is_quantized else str(x.layout)
+            raise TypeError(message(self.name, "x", f"a {layout} tensor", expected, "pass x.to_dense() or dequantize"))
+        if x.dtype not in MOVED:
+            remedy = "pass x.view(torch.uint8), and view the result as x.dtype"
+            raise TypeError(message(self.name, "x", str(x.dtype), "a dtype that PyTorch can copy and join", remedy))
+        if x.requires_grad and x.dtype not in ADDED and torch.is_grad_enabled():
+            got, remedy = f"{x.dtype} that requires a gradient", "pass x.detach() or x.to(torch.bfloat16)"
+            raise TypeError(message(self.name, "x", got, "a dtype whose gradients can be added", remedy))
+        devices = self.engine.devices
+        device = "cpu" if x.is_cpu else x.device.type
+        if device == "meta" or (devices is not None and device not in devices):
+            where = "tensors with memory" if devices is None else f"a tensor on {' or '.join(devices)}"
+            text = f"{where}, which is what {self.engine.description} moves"
+            remedy = "move x there, or name another group"
+            raise ValueError(message(self.name, "x", f"a tensor on {device}", text, remedy))
+        return x
+
+    def cotangent(self) -> bool:
+        """Return whether the cotangent is declared replicated."""
+        value = self.arguments["cotangent"]
+        if value not in ("partial", "replicated"):
+            remedy = '"partial" if each rank has a loss of its own, "replicated" if all compute the same one'
+            raise self.error("cotangent", '"partial" or "replicated"', remedy)
+        return bool(value == "replicated")
+
+    def op(self, x: Tensor) -> tuple[Reduction, Any]:
+        """Return the reduction that `op` and `ties` name, and the factor of x where `op` has one (PREMUL_SUM)."""
+        op, ties = self.arguments["op"], self.arguments.get("ties", "even")
+        if ties not in REDUCTIONS:
+            raise self.error(
+                "ties", '"even" or "first"', "they say who gets the gradient where several ranks are largest"
+            )
+        named = spelled(op)
+        if named is None:
+            if not callable(op):
+                raise self.error("op", _OPS)
+            return users(op), None
+        name, factor = named
+        reduction = REDUCTIONS[ties].get(name)
+        if name in ("band", "bor", "bxor"):
+            remedy = 'reduce bool tensors with "min" (all) or "max" (any); bits have no derivative'
+            raise TypeError(message(self.name, "op", f"the bitwise {name.upper()}", _OPS, remedy))
+        if reduction is None:
+            raise self.error("op", _OPS)
+        self.arguments["op"] = name  # the spelling that ranks compare and truth knows
+        if reduction.needs == "numbers":
+            self.adds(x)
+        got = f'"{name}" of {x.dtype}'
+        if reduction.needs == "fractions" and not (x.dtype in ADDED and (x.is_floating_point() or x.is_complex())):
+            expected = "a floating-point or complex x" + " of 16 bits or more" * x.is_floating_point()
+            raise TypeError(message(self.name, "op", got, expected, "convert x first"))
+        if reduction.needs == "ordered" and x.is_complex():
+            remedy = "reduce x.abs(), or x.real and x.imag apart"
+            raise TypeError(message(self.name, "op", got, "numbers that are ordered", remedy))
+        if reduction.needs == "ordered" and x.dtype not in ADDED and x.dtype != torch.bool:
+            raise TypeError(message(self.name, "op", got, "a dtype that PyTorch compares", f"pass {_wider(x)}"))
+        return reduction, factor
+
+    def adds(self, x: Tensor) -> None:
+        """Raise unless tensors like x can be added."""
+        if x.dtype == torch.bool:
+            remedy = "x.to(torch.int64) counts"
+            raise TypeError(message(self.name, "x", "torch.bool", "numbers, which can be added", remedy))
+        if x.dtype not in ADDED:
+            raise TypeError(message(self.name, "x", str(x.dtype), "a dtype that PyTorch adds up", f"pass {_wider(x)}"))
+
+    def flag(self, argument: str) -> bool:
+        """Return the truth value that an argument is."""
+        value = self.arguments[argument]
+        if value is not True and value is not False:
+            raise self._not_a_flag(argument, value)
+        return value
+
+    def integer(self, argument: str) -> int:
+        """Return the integer that an argument is."""
+        self._refuse_tensors(argument)
+        return self._integer(argument, self.arguments[argument])
+
+    def dim(self, argument: str, x: Tensor, new: bool = False) -> int:
+        """Return the dimension that an argument names, counted from the front; `new`: one that x does not have yet."""
+        value = self.integer(argument)
+        n = x.dim() + new
+        if n == 0:
+            raise self.error("x", "at least one dimension", "x.reshape(1) has one", got="a 0-d tensor")
+        if not -n <= value < n:
+            raise self.error(argument, f"a dimension from {-n} to {n - 1}, since x has shape {tuple(x.shape)}")
+        self.arguments[argument] = value % n  # what ranks compare
+        return value % n
+
+    def root(self, argument: str) -> int:
+        """Return the rank that an argument names."""
+        value = self.integer(argument)
+        if not 0 <= value < self.engine.size:
+            n = self.engine.size
+            raise self.error(argument, f"a rank within the group, from 0 to {n - 1}")
+        return value
+
+    def pairs(self, argument: str) -> tuple[tuple[int, int], ...]:
+        """Return the pairs (src, dst) that an argument lists."""
+        value, n = self.arguments[argument], self.engine.size
+        expected = "a list of pairs (src, dst) of ranks"
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise TypeError(message(self.name, argument, repr(value), expected))
+        if any(isinstance(p, str) or not isinstance(p, Sequence) or len(p) != 2 for p in value):
+            raise TypeError(message(self.name, argument, repr(value), expected))
+        pairs = tuple(sorted((self._integer(argument, src), self._integer(argument, dst)) for src, dst in value))
+        for end, ranks in (("src", [p[0] for p in pairs]), ("dst", [p[1] for p in pairs])):
+            if any(not 0 <= rank < n for rank in ranks):
+                raise self.error(argument, f"ranks within the group, from 0 to {n - 1}")
+            twice = [rank for rank in ranks if ranks.count(rank) > 1]
+            if twice:
+                remedy = "send to several ranks with broadcast or several permutes"
+                raise self.error(argument, f"each rank at most once as {end} (rank {twice[0]} is there twice)", remedy)
+        return pairs
+
+    def sizes_of_parts(self, x: Tensor, dim: int, argument: str = "sizes") -> tuple[int, ...]:
+        """Return the sizes of the N blocks that x is cut into along dim."""
+        value = self.arguments[argument]
+        length, n = x.shape[dim], self.engine.size
+        if value is None:
+            if length % n:
+                remedy = f"pass {argument}=[…], one size per rank"
+                raise self.error("x", f"a multiple of N = {n}", remedy, got=f"size {length} along dim {dim}")
+            return (length // n,) * n
+        sizes = self._sizes(argument, value)
+        if sum(sizes) != length:
+            got = f"{list(sizes)}, which sums to {sum(sizes)}"
+            raise self.error(argument, f"a sum of {length}, the size of x along dim {dim}", got=got)
+        return sizes
+
+    def sizes_of_all(self, x: Tensor, dim: int, argument: str = "sizes") -> tuple[int, ...]:
+        """Return the sizes along dim of all ranks' tensors, of which x is this rank's."""
+        value = self.arguments[argument]
+        length, n, rank = x.shape[dim], self.engine.size, self.engine.rank
+        if value is None:
+            return (length,) * n
+        if isinstance(value, str) and value == "auto":
+            return tuple(row[0] for row in self.tell([length]))
+        sizes = self._sizes(argument, value, auto=True)
+        if sizes[rank] != length:
+            expected = f"{length} at position {rank}, the size of this rank's x along dim {dim}"
+            raise self.error(argument, expected, f'{argument}="auto" asks every rank for its size')
+        return sizes
+
+    def sizes_of_blocks(self, parts: tuple[int, ...], argument: str) -> tuple[int, ...]:
+        """Return the sizes of the blocks that come from the ranks, when `parts` are those that go to them."""
+        value, rank = self.arguments[argument], self.engine.rank
+        if isinstance(value, str) and value == "auto":
+            return tuple(row[rank] for row in self.tell(list(parts)))
+        sizes = self._sizes(argument, value, auto=True)
+        if sizes[rank] != parts[rank]:
+            raise self.error(argument, f"{parts[rank]} at position {rank}, the size of the block that stays here")
+        return sizes
+
+    def _sizes(self, argument: str, value: Any, auto: bool = False) -> tuple[int, ...]:
+        n = self.engine.size
+        either = ', "auto" or None' if auto else " or None"
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise self.error(argument, f"a list of {n} sizes, one per rank{either}")
+        sizes = tuple(self._integer(argument, v) for v in value)
+        if len(sizes) != n:
+            raise self.error(argument, f"{n} sizes, one per rank")
+        if any(size < 0 for size in sizes):
+            raise self.error(argument, "sizes of zero or more")
+        self.arguments[argument] = list(sizes)
+        return sizes
+
+    def _integer(self, argument: str, value: Any) -> int:
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            if isinstance(value, torch.SymInt) or (torch.compiler.is_compiling() and isinstance(value, int)):
+                return cast(int, value)  # index() would make a constant of a symbol
+            return operator.index(value)
+        except TypeError:
+            got = type(value).__name__
+            raise TypeError(message(self.name, argument, got, "an integer")) from None
+
+    def _not_a_flag(self, argument: str, value: object) -> TypeError:
+        return TypeError(message(self.name, argument, type(value).__name__, "True or False"))
+
+    def _refuse_tensors(self, argument: str) -> None:
+        """Raise if an argument is what torch.distributed expects in its place: tensors, to be filled or sent."""
+        value = self.arguments[argument]
+        listed = isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
+        if (listed or isinstance(value, Tensor)) and not argument.endswith("sizes"):
+            x = "torch.cat(xs)" if listed and self.name in ("reduce_scatter", "all_to_all", "scatter") else "x"
+            remedy = f"{self.name} takes no output list: y = dc.{self.name}({x})"
+            raise TypeError(message(self.name, argument, type(value).__name__, "no tensors", remedy))
+
+
+def _wider(x: Tensor) -> str:
+    return "x.to(torch.float32)" if x.is_floating_point() else "x.to(torch.int64)"

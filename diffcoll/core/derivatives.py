@@ -1,0 +1,195 @@
+"""All derivatives of a collective, from the map F and its adjoint F*; each rule is stated here, for all of them.
+
+    backward          gx = F* gy        F* is a collective, so its own backward is F again, to any order
+    forward mode      ty = F tx         a linear map is its own derivative
+    vmap              F with the batch dimension moved last, where no collective acts on it
+
+`apply` waits for the result at once. `start` returns a function that waits, forward and backward: the adjoint starts
+where the forward waited, and is waited for where the forward started.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from diffcoll.core import checks, joint
+from diffcoll.core._torch import (
+    apply_rule,
+    backward_at_work,
+    batch_last,
+    is_batched_by_autograd,
+    is_plain,
+    is_traced,
+    over_batch,
+)
+from diffcoll.core.errors import Origin, user_line
+from diffcoll.core.joint import record
+from diffcoll.core.linear import Linear
+from diffcoll.core.moves import InFlight, move, named
+
+__all__ = ["apply", "start"]
+
+
+def apply(f: Linear, x: Tensor) -> Tensor:
+    """Return f(x), differentiable to any order and in both modes; in a graph that is compiled, as one op."""
+    if f.engine.compiling:
+        from diffcoll.core import compiled  # registers an op for every map, which takes time
+
+        return compiled.apply(f, x)
+    return (record if joint.here.chain else apply_rule)(_Apply, x, f, None)
+
+
+def start(f: Linear, x: Tensor) -> Callable[[], Tensor]:
+    """Start f on x; the returned function, to be called once, waits for f(x), differentiable as `apply` is."""
+    if torch.compiler.is_compiling():  # the compiler decides when to start
+        y = apply(f, x)
+        return lambda: y
+    transit = _Transit()
+    empty = record(_Start, x, f, transit)
+    return lambda: record(_Wait, empty, f, transit)
+
+
+def _forward(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
+    """Return f(x) below autograd; origin is the forward call whose backward this is, if it is one."""
+    if not is_plain(x):
+        if is_batched_by_autograd(x):
+            return over_batch(lambda x: record(_Apply, x, f, origin), x)
+        if is_traced(x):
+            from diffcoll.core import compiled  # registers an op for every map, which takes time
+
+            return compiled.traced(f, x)
+    return move(x, f, origin)
+
+
+def _agree_on_tangent(f: Linear, tx: Tensor) -> None:
+    """In check mode, compare that all ranks are about to move a tangent: one whose x has none would not."""
+    if checks.is_on() and f.engine.size > 1:
+        checks.compare(f.engine, ("tangent", f.name), f"tangent of {f.name} at {user_line()}: {tx.dtype}")
+
+
+class _Apply(Function):
+    """y = F x;  gx = F* gy;  ty = F tx.  `origin` is the forward call whose backward this is, if it is one."""
+
+    awaits = False
+    forward = staticmethod(_forward)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, Origin | None], output: Tensor) -> None:
+        _, ctx.f, origin = inputs
+        ctx.origin = origin.of_next_order() if origin else Origin(ctx.f.name, inside=2)
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
+        return (record if joint.here.chain else apply_rule)(_Apply, gy, ctx.f.adjoint, ctx.origin), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tx: Tensor, *_: None) -> Tensor:
+        _agree_on_tangent(ctx.f, tx)
+        return record(_Apply, tx, ctx.f, None)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int, None, None], x: Tensor, f: Linear, origin: Origin | None
+    ) -> tuple[Tensor, int]:
+        return batch_last(record(_Apply, x.movedim(in_dims[0], -1), f, origin))
+
+
+# ── with time between the start and the wait ─────────────────────────────────────────────────────────────
+
+
+@dataclass
+class _Transit:
+    """One application of a map that was started and is to be waited for.
+
+    In the graph it is two nodes, connected by an empty tensor. Whatever is derived from it is again a start and a wait:
+    the tangent starts where x started; the adjoint starts where the forward waited and is awaited where it started.
+    """
+
+    #: The forward call whose backward this is, if it is one.
+    origin: Origin | None = None
+    wait: Callable[[], Tensor] | None = None
+    #: Tangents in flight, in the order of the levels of forward mode.
+    tangents: deque[_Transit] = field(default_factory=deque)
+    #: The adjoint in flight, by the number of the backward: within one, a hook may run another through the same graph.
+    adjoints: dict[int, _Transit] = field(default_factory=dict)
+
+
+class _Start(Function):
+    """From x to an empty tensor."""
+
+    awaits = False
+
+    @staticmethod
+    def forward(x: Tensor, f: Linear, transit: _Transit) -> Tensor:
+        origin = transit.origin
+        if not is_plain(x) and (is_batched_by_autograd(x) or is_traced(x)):
+            y = _forward(x, f, origin)
+            transit.wait = lambda: y
+        else:
+            transit.wait = named(f, origin, x, lambda: InFlight(x, f, origin))
+        return x.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, _Transit], output: Tensor) -> None:
+        _, ctx.f, ctx.transit = inputs
+        ctx.origin = ctx.transit.origin or Origin(ctx.f.name)
+
+    @staticmethod
+    def backward(ctx: Any, gempty: Tensor) -> tuple[Tensor, None, None]:
+        adjoint = ctx.transit.adjoints.pop(backward_at_work(), None)
+        if adjoint is None:  # only a chain of joint_backward leads here
+            name, line = ctx.origin.name, ctx.origin.line
+            raise RuntimeError(f"{name}(async_op=True) at {line}: backward: never waited for; call wait() before")
+        return record(_Wait, gempty, ctx.f.adjoint, adjoint), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tx: Tensor, *_: None) -> Tensor:
+        _agree_on_tangent(ctx.f, tx)
+        ctx.transit.tangents.append(_Transit())
+        return record(_Start, tx, ctx.f, ctx.transit.tangents[-1])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None, None], x: Tensor, f: Linear, transit: _Transit) -> tuple[Tensor, int]:
+        empty = record(_Start, x.movedim(in_dims[0], -1), f, transit)
+        return empty.unsqueeze(1).expand(0, info.batch_size), 1
+
+
+class _Wait(Function):
+    """From the empty tensor to y."""
+
+    awaits = True  # what was started, the tangent too
+
+    @staticmethod
+    def forward(empty: Tensor, f: Linear, transit: _Transit) -> Tensor:
+        assert transit.wait is not None
+        y = named(f, transit.origin, empty, transit.wait)
+        transit.wait = None
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, _Transit], output: Tensor) -> None:
+        _, ctx.f, ctx.transit = inputs
+        origin = ctx.transit.origin
+        ctx.origin = origin.of_next_order() if origin else Origin(ctx.f.name)
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
+        ctx.transit.adjoints[backward_at_work()] = adjoint = _Transit(ctx.origin)
+        return record(_Start, gy, ctx.f.adjoint, adjoint), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tempty: Tensor, *_: None) -> Tensor:
+        return record(_Wait, tempty, ctx.f, ctx.transit.tangents.popleft())
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int, None, None], empty: Tensor, f: Linear, transit: _Transit
+    ) -> tuple[Tensor, int]:
+        return batch_last(record(_Wait, empty.sum(in_dims[0]), f, transit))

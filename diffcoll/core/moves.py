@@ -1,0 +1,174 @@
+"""How plain tensors are moved by a map, without autograd: one thread at a time, named in profiles and in errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from diffcoll.core import checks
+from diffcoll.core._torch import is_profiling, is_zero_without_memory
+from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
+from diffcoll.core.linear import UNEVEN, Linear
+from diffcoll.engines.engine import Turn
+
+__all__ = ["InFlight", "move", "named"]
+
+T = TypeVar("T")
+
+
+def move(x: Tensor, f: Linear, origin: Origin | None = None, compare: Callable[[], None] | None = None) -> Tensor:
+    """Return f(x) of a plain tensor.
+
+    Args:
+        x: with memory, and not traced.
+        f: the map.
+        origin: the forward call whose backward this is; None: this is a forward call.
+        compare: what the ranks compare in check mode, instead of what f and origin say.
+    """
+    engine = f.engine
+    # The first way does what the second does. It runs several times per training step with cold caches, where every
+    # Python statement counts (notes/engines.md).
+    if not is_profiling() and not checks.is_on() and not engine.aloft and engine.turn.acquire(False):
+        engine.doing = f.name, origin, get_ident()
+        try:
+            return _begin(f, x)()
+        except RuntimeError as error:
+            raise _failed(f, origin, error)  # noqa: B904
+        finally:
+            engine.doing = None
+            engine.turn.release()
+
+    def turn() -> Tensor:
+        _compare(f, origin, x, compare)
+        with Turn(engine, f.name, origin):
+            return _begin(f, x)()
+
+    return named(f, origin, x, turn)
+
+
+class InFlight:
+    """A map that was started on a plain tensor; called once, it waits for the result.
+
+    If it is dropped before, by an error between start and wait or by a checkpoint that has recomputed enough, its
+    messages are in flight all the same and need their memory: the next call in the group waits for it.
+    """
+
+    __slots__ = ("_engine", "_f", "_origin", "_wait")
+
+    def __init__(self, x: Tensor, f: Linear, origin: Origin | None) -> None:
+        self._wait: Callable[[], Tensor] | None = None
+        self._f, self._origin, self._engine = f, origin, f.engine
+        _compare(f, origin, x)
+        with Turn(f.engine, f.name, origin):
+            wait = _begin(f, x, later=True)
+            self._wait = _on_another_stream(wait, x.device) if x.is_cuda else wait
+        if self._engine.size > 1:
+            self._engine.aloft[id(self)] = get_ident()
+
+    def __call__(self) -> Tensor:
+        """Wait for f(x)."""
+        with Turn(self._engine, self._f.name, self._origin, waits=True):
+            if self._wait is None:
+                raise RuntimeError("an earlier wait() for it has failed, see the error there")
+            self._engine.operation = self._f.name
+            wait = self._end()
+            return wait()
+
+    def __del__(self) -> None:
+        if self._wait is not None:
+            self._engine.adrift.append(self._end())
+
+    def _end(self) -> Callable[[], Tensor]:
+        wait, self._wait = self._wait, None
+        self._engine.aloft.pop(id(self), None)
+        assert wait is not None
+        return wait
+
+
+def named(f: Linear, origin: Origin | None, x: Tensor, step: Callable[[], T]) -> T:
+    """Return step(), which moves x or waits for it: named in profiles and in the errors of the backend."""
+    try:
+        if not is_profiling():
+            return step()
+        call = f.name if origin is None else f"{origin.name} backward"
+        with torch.profiler.record_function(f"diffcoll.{call}: {f.engine.description}, {x.nbytes} B"):
+            return step()
+    except RuntimeError as error:
+        raise _failed(f, origin, error)  # noqa: B904
+
+
+def _begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
+    """Start f on x in memory as engines need it: without a lazy conjugate or negation, and not of an ended transform.
+
+    Later, x may have changed: a gradient may share memory with p.grad, which hooks modify. So what is in flight is a
+    copy, unless the map reads x at once.
+    """
+    engine = f.engine
+    while engine.adrift:
+        engine.adrift.popleft()()
+    engine.operation, engine.later = f.name, later
+    if not x.is_cpu:
+        engine.connect(x.device)
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    elif is_zero_without_memory(x):
+        x = x.clone()
+    if not later or f.reads_at_once:
+        return f.start(x)
+    memory = engine.scratch.take(x.numel(), like=x)
+    wait = f.start(memory.view(x.shape).copy_(x))
+
+    def finish() -> Tensor:
+        y = wait()
+        engine.scratch.give(memory)
+        return y
+
+    return finish
+
+
+def _on_another_stream(wait: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """Return the wait for what was started on the current stream; it may be called on another one.
+
+    Memory that was allocated at the start belongs to the stream of the start, and is reused there once it is released,
+    which the wait does. The stream of the wait, and the backend that it waits for, may still read it then.
+    """
+    start = torch.cuda.current_stream(device)
+
+    def finish() -> Tensor:
+        y = wait()
+        here = torch.cuda.current_stream(device)
+        if here != start:
+            start.wait_stream(here)
+            y.record_stream(here)
+        return y
+
+    return finish
+
+
+def _compare(f: Linear, origin: Origin | None, x: Tensor, compare: Callable[[], None] | None = None) -> None:
+    """In check mode, compare what the ranks are about to move; forward calls were compared with their arguments."""
+    engine = f.engine
+    if not checks.is_on() or engine.size == 1:
+        return
+    gradient = f"gradient {x.dtype} {tuple(x.shape)}"
+    what = f"{f.name} at {user_line()}" if origin is None else f"{origin.backward} of {origin.name} at {origin.line}"
+    if compare is not None:
+        compare()
+    elif origin is not None:
+        same = list(x.shape) if f.name not in UNEVEN else x.dim()
+        checks.compare(engine, (origin.backward, origin.name, f.name, x.dtype, same), f"{what}: {gradient}")
+    if f.shared[0]:
+        checks.same_everywhere(engine, x, what)
+
+
+def _failed(f: Linear, origin: Origin | None, error: RuntimeError) -> RuntimeError:
+    """Return what to raise for an error of the backend; other errors are returned as they are."""
+    if isinstance(error, (CollectiveFailedError, CollectiveMismatchError, torch.OutOfMemoryError)):
+        return error
+    found = failure(f.name, f.engine.description, f.engine.rank, origin, error)
+    found.__cause__ = error
+    return found
