@@ -28,7 +28,7 @@ from diffcoll.core._torch import untraced
 from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
 from diffcoll.engines import local
-from diffcoll.engines.engine import Engine, Turn
+from diffcoll.engines.engine import Engine, Exclusive
 
 __all__ = ["GradientAverager"]
 
@@ -256,7 +256,7 @@ def _sum_over_ranks(number: int, engine: Engine) -> int:
     total = torch.tensor([number], device=engine.control_device)
     if engine.size > 1:
         engine.operation, engine.later = NAME, False
-        with Turn(engine, NAME):
+        with Exclusive(engine, NAME):
             engine.all_reduce(total, total)()
     return int(total)
 

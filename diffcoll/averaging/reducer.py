@@ -22,7 +22,7 @@ from diffcoll.averaging.tree import ModuleTree
 from diffcoll.core import checks
 from diffcoll.core._torch import is_profiling, versions
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
-from diffcoll.engines.engine import Engine, Turn, done
+from diffcoll.engines.engine import Engine, Exclusive, done
 
 __all__ = ["Reducer", "Reduction", "ending"]
 
@@ -287,7 +287,7 @@ class Reducer:
         order = torch.tensor(arrived, device=self.engine.control_device)
         if self.engine.size > 1:
             self.engine.operation, self.engine.later = NAME, False
-            with Turn(self.engine, NAME):
+            with Exclusive(self.engine, NAME):
                 self.engine.broadcast(order, 0)()
         self._order = order.tolist()
 
@@ -330,7 +330,7 @@ class Reducer:
         at = f"bucket {self.buckets.index(bucket)} of {len(self.buckets)}"
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(Turn(engine, f"{NAME}, {at}"))
+                stack.enter_context(Exclusive(engine, f"{NAME}, {at}"))
                 if is_profiling():
                     label = f"diffcoll.{NAME} {at}: {engine.description}, {bucket.row.nbytes} B"
                     stack.enter_context(torch.profiler.record_function(label))

@@ -1,9 +1,9 @@
 """`diffcoll bench`: what a forward and backward costs, in time, bytes and memory, beside what PyTorch offers.
 
-All systems take turns within one run, in an order that changes. A turn is two steps: the first follows a step of another
-system, so caches are cold; the second follows a step of its own. The second is reported, and for 4 B the first as well.
-Each step ends with a barrier, so that no system looks fast because its result is awaited later. Read ratios; absolute
-times are those of this machine in this minute.
+All systems take turns within one run, in an order that changes. A turn is two steps: the first follows a step of
+another system, so caches are cold; the second follows a step of its own. The second is reported, and for 4 B the
+first as well. Each step ends with a barrier, so that no system looks fast because its result is awaited later. Read
+ratios; absolute times are those of this machine in this minute.
 """
 
 from __future__ import annotations

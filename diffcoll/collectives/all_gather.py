@@ -39,9 +39,11 @@ class AllGather(Linear):
 
     @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        blocks, joined = join(x, x.shape, self.dim, self.sizes, self.engine)
-        mine = blocks[self.engine.rank].copy_(x) if self.engine.later else x.contiguous()
-        return then(self.engine.all_gather(mine, blocks), joined)
+        engine = self.engine
+        row, counts, joined = join(x, x.shape, self.dim, self.sizes, engine)
+        if engine.later:  # x may change
+            row.split_with_sizes(counts)[engine.rank].view(x.shape).copy_(x)
+        return then(engine.all_gather(None if engine.later else x.contiguous(), row, counts), joined)
 
     @override
     def shape(self, x: Sequence[int]) -> list[int]:
@@ -157,7 +159,7 @@ def _tree(call: Call, replicated: bool) -> Any:
     lengths = [() if asks else c.sizes_of_all(block, d) for c, (block, d) in zip(calls, blocks, strict=True)]
     call.agree_on_leaves([_shape(b, d, of_ranks) for (b, d), of_ranks in zip(blocks, lengths, strict=True)], leaves)
     if asks:  # for all leaves at once
-        lengths = list(zip(*call.tell([b.shape[d] for b, d in blocks]), strict=True))
+        lengths = list(zip(*call.gather_numbers([b.shape[d] for b, d in blocks]), strict=True))
     #: leaf → rank → shape
     shapes = [
         [torch.Size([*b.shape[:d], length, *b.shape[d + 1 :]]) for length in of_ranks]

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from diffcoll.core import checks
 from diffcoll.core.arguments import Group, Parts, Sizes
-from diffcoll.core.blocks import cut, join
+from diffcoll.core.blocks import blocks_of, cut, join
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
@@ -42,8 +42,9 @@ class AllToAll(Linear):
     def start(self, x: Tensor) -> Callable[[], Tensor]:
         shape = list(x.shape)
         shape[self.split_dim] = self.split_sizes[self.engine.rank]
-        blocks, joined = join(x, shape, self.concat_dim, self.concat_sizes, self.engine)
-        return then(self.engine.exchange(cut(x, self.split_dim, self.split_sizes), blocks), joined)
+        row, counts, joined = join(x, shape, self.concat_dim, self.concat_sizes, self.engine)
+        recvs = blocks_of(row, counts, shape, self.concat_dim, self.concat_sizes)
+        return then(self.engine.exchange(cut(x, self.split_dim, self.split_sizes), recvs), joined)
 
     @override
     def shape(self, x: Sequence[int]) -> list[int]:

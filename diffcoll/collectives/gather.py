@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from diffcoll.collectives import scatter
 from diffcoll.core.arguments import Group, Sizes
-from diffcoll.core.blocks import join
+from diffcoll.core.blocks import blocks_of, join
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 
@@ -38,8 +38,8 @@ class Gather(Linear):
         sends = [x.contiguous() if s == self.dst else None for s in range(n)]
         if self.engine.rank != self.dst:
             return then(self.engine.exchange(sends, [None] * n), x.new_empty(self.shape(x.shape)))
-        blocks, joined = join(x, x.shape, self.dim, self.sizes, self.engine)
-        return then(self.engine.exchange(sends, blocks), joined)
+        row, counts, joined = join(x, x.shape, self.dim, self.sizes, self.engine)
+        return then(self.engine.exchange(sends, blocks_of(row, counts, x.shape, self.dim, self.sizes)), joined)
 
     @override
     def shape(self, x: Sequence[int]) -> list[int]:

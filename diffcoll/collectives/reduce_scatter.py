@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from diffcoll.collectives import all_gather
 from diffcoll.core.arguments import Group, Parts
-from diffcoll.core.blocks import cut
+from diffcoll.core.blocks import row_of
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
@@ -35,9 +35,9 @@ class ReduceScatter(Linear):
 
     @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        blocks = cut(x, self.dim, self.sizes)
+        row, counts = row_of(x, self.dim, self.sizes)
         y = x.new_empty(self.shape(x.shape))
-        return then(self.engine.reduce_scatter(blocks, y), y)
+        return then(self.engine.reduce_scatter(row, counts, y), y)
 
     @override
     def shape(self, x: Sequence[int]) -> list[int]:

@@ -93,11 +93,11 @@ def _scatter(call: Call, x: Tensor | None) -> Any:
             d = call.dim("dim", tensor)
             parts = call.sizes_of_parts(tensor, d)
         except (TypeError, ValueError):
-            call.receive(root, [])
+            call.broadcast_numbers(root, [])
             raise
-        call.receive(root, _header(tensor, d, parts))
+        call.broadcast_numbers(root, _header(tensor, d, parts))
     else:
-        numbers = call.receive(root, None)
+        numbers = call.broadcast_numbers(root, None)
         if not numbers:
             raise CollectiveMismatchError(f"scatter: the arguments are wrong on rank {root}, see the error there")
         d, parts, tensor = _empty(numbers, call.engine.size, x)

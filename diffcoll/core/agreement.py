@@ -69,7 +69,7 @@ class Agreement:
         if not self.compares():
             return
         n, ndim = self.engine.size, len(sent[0])
-        rows = self.tell([size for block in sent + expected for size in block], "blocks")
+        rows = self.gather_numbers([size for block in sent + expected for size in block], "blocks")
         told = [torch.tensor(row, device="cpu").view(2, n, ndim).tolist() for row in rows]
         for r in range(n):
             for s in range(n):
@@ -114,7 +114,7 @@ class Agreement:
 
     # ── exchanged ────────────────────────────────────────────────────────────────────────────────────────
 
-    def tell(self, numbers: list[int], what: str = "sizes") -> list[list[int]]:
+    def gather_numbers(self, numbers: list[int], what: str = "sizes") -> list[list[int]]:
         """Exchange a few integers, as many on each rank; return one list from each rank, in order."""
         self.exchanged = True
         if self.compares():
@@ -124,7 +124,7 @@ class Agreement:
         flat = integers(apply(MAPS["AllGather"](self.engine, 0, (len(numbers),) * n), mine))
         return [flat[i * len(numbers) : (i + 1) * len(numbers)] for i in range(n)]
 
-    def receive(self, root: int, numbers: list[int] | None) -> list[int]:
+    def broadcast_numbers(self, root: int, numbers: list[int] | None) -> list[int]:
         """Return on all ranks the integers that the root passes; the other ranks pass None."""
         self.exchanged = True
         if self.compares():

@@ -224,7 +224,7 @@ class Arguments(Agreement):
         if value is None:
             return (length,) * n
         if isinstance(value, str) and value == "auto":
-            return tuple(row[0] for row in self.tell([length]))
+            return tuple(row[0] for row in self.gather_numbers([length]))
         sizes = self._sizes(argument, value, auto=True)
         if sizes[rank] != length:
             expected = f"{length} at position {rank}, the size of this rank's x along dim {dim}"
@@ -235,7 +235,7 @@ class Arguments(Agreement):
         """Return the sizes of the blocks that come from the ranks, when `parts` are those that go to them."""
         value, rank = self.arguments[argument], self.engine.rank
         if isinstance(value, str) and value == "auto":
-            return tuple(row[rank] for row in self.tell(list(parts)))
+            return tuple(row[rank] for row in self.gather_numbers(list(parts)))
         sizes = self._sizes(argument, value, auto=True)
         if sizes[rank] != parts[rank]:
             raise self.error(argument, f"{parts[rank]} at position {rank}, the size of the block that stays here")

@@ -1,4 +1,4 @@
-"""Blocks of a tensor along a dimension: cut for sending, joined on receipt, without a copy where that can be."""
+"""Blocks of a tensor along a dimension, one after the other in memory; without a copy where that can be."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ from torch import Tensor
 
 from diffcoll.engines.engine import Engine
 
-__all__ = ["cut", "join"]
+__all__ = ["blocks_of", "cut", "join", "row_of"]
+
+
+def row_of(x: Tensor, dim: int, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """Return the blocks of x as one row, and how many numbers each has; the memory of x where that is such a row."""
+    unit = x.numel() // max(x.shape[dim], 1)
+    counts = [unit * size for size in sizes]
+    if len(sizes) == 1 or prod(x.shape[:dim]) == 1:
+        return x.contiguous().view(-1), counts
+    row = x.new_empty(x.numel())
+    for part, block in zip(row.split_with_sizes(counts), x.split_with_sizes(list(sizes), dim), strict=True):
+        part.view(block.shape).copy_(block)
+    return row, counts
 
 
 def cut(x: Tensor, dim: int, sizes: Sequence[int]) -> list[Tensor]:
@@ -24,26 +36,31 @@ def cut(x: Tensor, dim: int, sizes: Sequence[int]) -> list[Tensor]:
 
 def join(
     like: Tensor, shape: Sequence[int], dim: int, sizes: Sequence[int], engine: Engine
-) -> tuple[list[Tensor], Callable[[], Tensor]]:
-    """Return contiguous blocks to be filled, and the function that then returns them as one tensor.
+) -> tuple[Tensor, list[int], Callable[[], Tensor]]:
+    """Return a row for blocks to be received, how many numbers each has, and the function that then joins them.
 
-    Block s has this shape, but `sizes[s]` along dim, and dtype and device of `like`. Where the blocks are
-    contiguous in the joined tensor they are parts of it already.
+    Block s has this shape, but `sizes[s]` along dim, and dtype and device of `like`. Where the blocks are contiguous in
+    the joined tensor, the row is its memory.
     """
     shape = [*shape[:dim], sum(sizes), *shape[dim + 1 :]]
     y = like.new_empty(shape)
-    if prod(shape[:dim]) == 1 or len(sizes) == 1:
-        return list(y.split_with_sizes(list(sizes), dim)), lambda: y
-    memory = engine.scratch.take(y.numel(), like=y)
-    counts = [y.numel() // max(shape[dim], 1) * size for size in sizes]
-    blocks = [
-        part.view(*shape[:dim], size, *shape[dim + 1 :])
-        for part, size in zip(memory.split_with_sizes(counts), sizes, strict=True)
-    ]
+    unit = y.numel() // max(shape[dim], 1)
+    counts = [unit * size for size in sizes]
+    if len(sizes) == 1 or prod(shape[:dim]) == 1:
+        return y.view(-1), counts, lambda: y
+    row = engine.scratch.take(y.numel(), like=y)
 
     def finish() -> Tensor:
-        torch.cat(blocks, dim, out=y)
-        engine.scratch.give(memory)
+        torch.cat(blocks_of(row, counts, shape, dim, sizes), dim, out=y)
+        engine.scratch.give(row)
         return y
 
-    return blocks, finish
+    return row, counts, finish
+
+
+def blocks_of(row: Tensor, counts: list[int], shape: Sequence[int], dim: int, sizes: Sequence[int]) -> list[Tensor]:
+    """Return the blocks of a row that `join` made; in their shapes."""
+    return [
+        part.view(*shape[:dim], size, *shape[dim + 1 :])
+        for part, size in zip(row.split_with_sizes(counts), sizes, strict=True)
+    ]

@@ -66,7 +66,7 @@ def perform(
     engine = resolve(group, name)
     key = None
     if type(x) in _TYPES and not (engine.joint or engine.compiling or checks.is_on() or x.is_nested):
-        key = (name, x.dtype, x.shape, x.device, *map(id, (async_op, *arguments.values())))
+        key = (name, x.dtype, x.layout, x.shape, x.device, *map(id, (async_op, *arguments.values())))
         plan = engine.plans.get(key)
         if plan is not None:
             return _eager(plan.f, x if plan.before is None else plan.before(x), plan.after, name, async_op)
@@ -151,5 +151,5 @@ class Call(Arguments):
         return self.submit(f, x, before=lambda x: x.to(wide), after=lambda y: divide_(y, n).to(dtype))
 
     def _in_truth(self, f: Linear, x: Tensor) -> Any:
-        y: Tensor = self.engine.meet_in_truth(self.name, self.x, self.arguments, (self.meaning(f), kind(f, x)))
+        y: Tensor = self.engine.run_truth(self.name, self.x, self.arguments, (self.meaning(f), kind(f, x)))
         return Pending(self.name, lambda: y) if self.async_op else y

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, failure, message, user_line
 from diffcoll.engines import local
-from diffcoll.engines.engine import Engine, Turn
+from diffcoll.engines.engine import Engine, Exclusive
 
 __all__ = ["check_mode", "compare", "digest", "disagree", "is_on", "refuse", "same_everywhere"]
 
@@ -185,7 +185,7 @@ def same_everywhere(engine: Engine, x: Tensor, text: str) -> None:
 
 
 def _gathered(engine: Engine, mine: Tensor, lengths: list[int]) -> list[Tensor]:
-    blocks = [mine.new_empty(length) for length in lengths]
-    with Turn(engine, "check mode"):
-        engine.all_gather(mine, blocks)()
-    return blocks
+    row = mine.new_empty(sum(lengths))
+    with Exclusive(engine, "check mode"):
+        engine.all_gather(mine, row, lengths)()
+    return list(row.split_with_sizes(lengths))

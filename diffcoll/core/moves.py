@@ -13,7 +13,7 @@ from diffcoll.core import checks
 from diffcoll.core._torch import is_profiling, is_zero_without_memory
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
 from diffcoll.core.linear import UNEVEN, Linear
-from diffcoll.engines.engine import Turn
+from diffcoll.engines.engine import Exclusive
 
 __all__ = ["InFlight", "move", "named"]
 
@@ -32,7 +32,7 @@ def move(x: Tensor, f: Linear, origin: Origin | None = None, compare: Callable[[
     engine = f.engine
     # The first way does what the second does. It runs several times per training step with cold caches, where every
     # Python statement counts (notes/engines.md).
-    if not is_profiling() and not checks.is_on() and not engine.aloft and engine.turn.acquire(False):
+    if not is_profiling() and not checks.is_on() and not engine.unwaited and engine.lock.acquire(False):
         engine.doing = f.name, origin, get_ident()
         try:
             return _begin(f, x)()
@@ -40,14 +40,14 @@ def move(x: Tensor, f: Linear, origin: Origin | None = None, compare: Callable[[
             raise _failed(f, origin, error)  # noqa: B904
         finally:
             engine.doing = None
-            engine.turn.release()
+            engine.lock.release()
 
-    def turn() -> Tensor:
+    def exclusive() -> Tensor:
         _compare(f, origin, x, compare)
-        with Turn(engine, f.name, origin):
+        with Exclusive(engine, f.name, origin):
             return _begin(f, x)()
 
-    return named(f, origin, x, turn)
+    return named(f, origin, x, exclusive)
 
 
 class InFlight:
@@ -63,15 +63,15 @@ class InFlight:
         self._wait: Callable[[], Tensor] | None = None
         self._f, self._origin, self._engine = f, origin, f.engine
         _compare(f, origin, x)
-        with Turn(f.engine, f.name, origin):
+        with Exclusive(f.engine, f.name, origin):
             wait = _begin(f, x, later=True)
             self._wait = _on_another_stream(wait, x.device) if x.is_cuda else wait
         if self._engine.size > 1:
-            self._engine.aloft[id(self)] = get_ident()
+            self._engine.unwaited[id(self)] = get_ident()
 
     def __call__(self) -> Tensor:
         """Wait for f(x)."""
-        with Turn(self._engine, self._f.name, self._origin, waits=True):
+        with Exclusive(self._engine, self._f.name, self._origin, waits=True):
             if self._wait is None:
                 raise RuntimeError("an earlier wait() for it has failed, see the error there")
             self._engine.operation = self._f.name
@@ -80,11 +80,11 @@ class InFlight:
 
     def __del__(self) -> None:
         if self._wait is not None:
-            self._engine.adrift.append(self._end())
+            self._engine.abandoned.append(self._end())
 
     def _end(self) -> Callable[[], Tensor]:
         wait, self._wait = self._wait, None
-        self._engine.aloft.pop(id(self), None)
+        self._engine.unwaited.pop(id(self), None)
         assert wait is not None
         return wait
 
@@ -108,8 +108,8 @@ def _begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
     copy, unless the map reads x at once.
     """
     engine = f.engine
-    while engine.adrift:
-        engine.adrift.popleft()()
+    while engine.abandoned:
+        engine.abandoned.popleft()()
     engine.operation, engine.later = f.name, later
     if not x.is_cpu:
         engine.connect(x.device)

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from typing_extensions import override
 
 from diffcoll.core._torch import RELEASE
-from diffcoll.engines.engine import Blocks, Turn, Wait
+from diffcoll.engines.engine import Blocks, Exclusive, Wait, is_even
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
 
@@ -122,7 +122,7 @@ class C10dEngine(MessageEngine):
         twin = C10dEngine(group)
         twin._ends = whole
         word = torch.zeros(1, device=twin.control_device)
-        with Turn(twin, "making a group"):
+        with Exclusive(twin, "making a group"):
             twin.all_reduce(word, word)()  # else a rank may leave the group while another has yet to connect
         return twin
 
@@ -218,19 +218,19 @@ class C10dEngine(MessageEngine):
         return finish
 
     @override
-    def all_gather(self, x: Tensor, blocks: list[Tensor]) -> Wait:  # type: ignore[override]
-        even = all(b.shape == x.shape for b in blocks)
-        if not (even and self._runs_natively("all_gather", x)):
-            return super().all_gather(x, blocks)
-        return _wait(dist.all_gather([_bytes(b) for b in blocks], _bytes(x), group=self.group, async_op=True))
+    def all_gather(self, x: Tensor | None, row: Tensor, counts: list[int]) -> Wait:
+        if not (is_even(counts) and self._runs_natively("all_gather", row)):
+            return super().all_gather(x, row, counts)
+        parts = [_bytes(part) for part in row.split_with_sizes(counts)]
+        mine = parts[self.rank] if x is None else _bytes(x)
+        return _wait(dist.all_gather(parts, mine, group=self.group, async_op=True))
 
     @override
-    def reduce_scatter(self, blocks: list[Tensor], out: Tensor) -> Wait:  # type: ignore[override]
-        even = all(b.shape == out.shape for b in blocks)
-        if not (even and self._runs_natively("reduce_scatter", out, adds=True)):
-            return super().reduce_scatter(blocks, out)
-        work = dist.reduce_scatter(_real(out), [_real(b) for b in blocks], group=self.group, async_op=True)
-        return _wait(work)
+    def reduce_scatter(self, row: Tensor, counts: list[int], out: Tensor) -> Wait:
+        if not (is_even(counts) and self._runs_natively("reduce_scatter", out, adds=True)):
+            return super().reduce_scatter(row, counts, out)
+        parts = [_real(part) for part in row.split_with_sizes(counts)]
+        return _wait(dist.reduce_scatter(_real(out.view(-1)), parts, group=self.group, async_op=True))
 
     @override
     def broadcast(self, y: Tensor, src: int) -> Wait:

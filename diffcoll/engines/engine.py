@@ -1,14 +1,10 @@
-"""What moves bytes: the seam between the collectives and the transports.
+"""The interface between the collectives and the backends that move data: `Engine`.
 
-An engine stands for one group as seen by one rank. It knows `rank`, `size` and one mover, `exchange`; every
-other primitive has a default written on `exchange`, which a transport replaces where its own is faster.
+An engine stands for one group as seen by one of its ranks. A backend must provide one primitive, `exchange`; the
+others have defaults built on it, which a backend overrides where its own operation is faster. Engines know nothing of
+autograd.
 
-Engines work on plain, contiguous tensors and know nothing of autograd. Every primitive starts at once and
-returns a `Wait`: a function that returns when the result is there. Until then its tensors must not change.
-A `Wait` starts no messages of its own, so ranks may wait in any order.
-
-Which messages a primitive sends depends on facts that are equal on all ranks: the group, shapes, dtypes and `later`.
-It never depends on how a tensor lies in memory, which is this rank's own matter.
+The docstrings below state laws. tests/engines/laws.py checks each of them on every engine.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from torch import Tensor
 from diffcoll.core.errors import Origin, message
 from diffcoll.engines.scratch import Scratch
 
-__all__ = ["WIDER", "Doing", "Engine", "Turn", "Wait", "add_up", "done", "even_sizes"]
+__all__ = ["WIDER", "Doing", "Engine", "Exclusive", "Wait", "add_up", "done", "even_sizes", "is_even"]
 
 Wait = Callable[[], object]
 
@@ -37,7 +33,25 @@ Doing = tuple[str, Origin | None, int]
 
 
 class Engine(ABC):
-    """One group, seen by one of its ranks."""
+    """One group, seen by one of its ranks.
+
+    Calls. All ranks of the group call the same primitives in the same order, with shapes, dtypes, devices and `later`
+    that fit together. A call may block until the other ranks make theirs. Which messages it sends depends only on facts
+    that are equal on all ranks: the group, shapes, dtypes, devices and `later`. It never depends on the values or
+    on how a rank's tensors are laid out in memory: strides, offsets, one allocation or several.
+
+    Tensors. All are contiguous, except where a primitive says otherwise. Dimensions of size 1 may have any stride. Any
+    size is allowed: 0-d tensors, empty ones, and empty blocks among others. Blocks may differ in size from rank to
+    rank. Tensors of any dtype are moved. Sums are for integers, floating-point and complex numbers, not for bool.
+    A primitive writes to its outputs only. Outputs share no memory with other arguments except where a primitive
+    allows it.
+
+    Waits. Every primitive returns a `Wait`. The caller calls it exactly once: in any order relative to the group's
+    other Waits, and in any thread, while no other thread uses the group. Its tensors must not be modified, and its
+    outputs must not be read, until the Wait has returned. The engine keeps their memory alive until then, so the caller
+    may drop its references. A Wait sends no new messages: a rank that waits late, or in another order, delays nobody.
+    On a GPU all this holds in the order of the current stream; the host does not wait.
+    """
 
     #: Words for error messages: what this group is and what it runs on.
     description: str = "an engine"
@@ -51,7 +65,8 @@ class Engine(ABC):
     compiling: bool = False
     #: Whether the ranks share one autograd graph, so that collectives meet in their ground truth.
     joint: bool = False
-    #: Whether the caller has something else to do before it waits.
+    #: Set before each call, equal on all ranks: whether the caller does something else between the call and its Wait.
+    #: If False, a primitive may block until its result is there.
     later: bool = False
     #: What this rank is in, until it is there; read by the thread that warns of long waits, see `engines.watch`.
     doing: Doing | None = None
@@ -60,106 +75,143 @@ class Engine(ABC):
         self.rank = rank
         self.size = size
         self.scratch = Scratch()
-        self.turn = threading.Lock()  # held by the thread that is in a collective
-        self.aloft: dict[int, int] = {}  # what was started and not yet waited for → the thread that started it
-        self.adrift: deque[Wait] = deque()  # what nobody will wait for, but the next call
+        self.lock = threading.Lock()  # held by the thread that is in a collective
+        self.unwaited: dict[int, int] = {}  # what was started and not yet waited for → the thread that started it
+        self.abandoned: deque[Wait] = deque()  # what nobody will wait for, but the next call
         self.plans: dict[tuple[Any, ...], Any] = {}  # what calls mean, see `diffcoll.core.call.perform`
 
     @property
     def control_device(self) -> torch.device:
-        """Where the few integers that ranks exchange among themselves (sizes, headers) live."""
+        """The device on which the ranks exchange small integers, such as sizes. The engine can move such tensors."""
         return torch.device("cpu")
 
     @property
     def ended(self) -> bool:
-        """Whether the group is no more."""
+        """Whether the backend has destroyed the group. A group that has ended cannot be used again."""
         return False
 
-    def meet_in_truth(self, name: str, x: Any, arguments: dict[str, Any], facts: tuple[object, object]) -> Any:
-        """Return this rank's result of the collective `name` by its ground truth (joint worlds only).
+    def run_truth(self, name: str, x: Any, arguments: dict[str, Any], facts: tuple[object, object]) -> Any:
+        """Return this rank's result of the collective `name`, as `diffcoll.truth` has it (simulated joint graph only).
 
-        Facts are what the arguments mean and what kind of tensor x is; they are the same on all ranks.
+        `facts` describes the arguments and the kind of tensor that x is. It is equal on all ranks.
         """
         raise NotImplementedError
 
     def small(self, device: str) -> int:
-        """Up to how many bytes on such a device one gather to all is faster than messages for every part."""
+        """Largest size in bytes at which an all-gather and a local reduction beat a reduction by parts; 0: none.
+
+        Equal on all ranks.
+        """
         return 0
 
     def subgroup(self, ranks: Sequence[int]) -> Any:
-        """Make a group of some of these ranks, in this order, as `group=` takes it; all ranks call it."""
+        """Return a new group of some of these ranks, as `group=` accepts it. All ranks call it.
+
+        Rank i of the new group is `ranks[i]`. Ranks that are not listed get a value that is not a usable group.
+        Messages of the new group are never received in this one.
+        """
         raise NotImplementedError(f"{self.description} has no sub-groups")
 
     def twin(self) -> Engine:
-        """Make an engine of the same ranks whose messages never meet those of this one; all ranks call it."""
+        """Return an engine with the same ranks in the same order, and its own message space. All ranks call it.
+
+        Messages of one are never received by the other, also if the ranks call the two in different orders.
+        """
         raise NotImplementedError(f"{self.description} has no twin")
 
     def connect(self, device: torch.device) -> None:
-        """Prepare to move memory of a device that is not the CPU; all ranks call it before they move any."""
+        """Prepare for tensors on a device that is not the CPU. All ranks call it before their first call with such.
+
+        Further calls do nothing.
+        """
         return
 
     def overlaps(self, x: Tensor) -> bool:
-        """Whether `all_reduce` of x returns at once and goes on while nobody waits."""
+        """Whether `all_reduce` of x with `later` runs in the background.
+
+        If True, it returns before the other ranks have called it, and is completed without further calls on this rank.
+        Equal on all ranks, whatever the memory layout of x.
+        """
         return False
 
     def close(self) -> None:
-        """Give a twin back; all ranks call it."""
-        return  # what holds nothing has nothing to give back
+        """Release a twin. All ranks call it, after their last Wait. The engine that it is a twin of is not affected."""
+        return
 
     def absent(self) -> list[int]:
-        """Ask, when the group has failed, which of its ranks do not know of it; as far as this can be known."""
+        """Return the ranks that have not noticed that the group failed, in ascending order, as far as is known.
+
+        Ranks that noticed call it; it returns within seconds. Empty if all of them do.
+        """
         return []
 
     @abstractmethod
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
-        """Send `sends[s]` to rank s and fill `recvs[s]` with what rank s sends here.
+        """Send `sends[s]` to each rank s, and fill `recvs[s]` with the block from rank s.
 
-        A block that is None or empty does not travel; both ends know that from the sizes. `recvs[rank]`,
-        where given, is filled from `sends[rank]`.
+        Both lists have one entry for each rank. `sends[s]` on rank r and `recvs[r]` on rank s have the same shape and
+        dtype, or both are None. `recvs[rank]` is filled from `sends[rank]`, and may be the same tensor. The same tensor
+        may be sent to several ranks.
         """
 
-    # ── defaults, written on exchange ────────────────────────────────────────────────────────────────────
+    # ── defaults, built on exchange ──────────────────────────────────────────────────────────────────────
 
-    def all_gather(self, x: Tensor, blocks: Sequence[Tensor]) -> Wait:
-        """blocks[s] = x_s on every rank. x may be this rank's own block; then it is so on every rank."""
-        return self.exchange([x] * self.size, blocks)
+    def all_gather(self, x: Tensor | None, row: Tensor, counts: list[int]) -> Wait:
+        """row ← x_0, …, x_{N−1}, one after the other, on every rank.
 
-    def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor) -> Wait:
-        """out = Σ_s (blocks of s)[rank], added in the order of the ranks."""
+        `row` is 1-d. x_s has `counts[s]` numbers in any shape. None: x is in its place in `row` already; if so on one
+        rank, then on all.
+        """
+        parts = row.split_with_sizes(counts)
+        return self.exchange([parts[self.rank] if x is None else x.view(-1)] * self.size, parts)
+
+    def reduce_scatter(self, row: Tensor, counts: list[int], out: Tensor) -> Wait:
+        """out ← Σ_s part `rank` of row_s.
+
+        `row` is 1-d, and the same size on every rank: N parts with `counts[s]` numbers, one after the other. `out` has
+        `counts[rank]` numbers in any shape.
+
+        Here and in the other sums, the defaults add up in the order of ranks, half precisions in float32, rounded once.
+        A backend's own operation adds up in its own order and precision.
+        """
+        out = out.view(-1)
         if self.size == 1:
-            out.copy_(blocks[0])
+            out.copy_(row)
             return done
+        parts = row.split_with_sizes(counts)
         memory = self.scratch.take((self.size - 1) * out.numel(), like=out)
-        spare = iter(memory.view(self.size - 1, *out.shape))
+        spare = iter(memory.view(self.size - 1, out.numel()))
         recvs = [None if s == self.rank else next(spare) for s in range(self.size)]
-        wait = self.exchange([None if s == self.rank else b for s, b in enumerate(blocks)], recvs)
+        wait = self.exchange([None if s == self.rank else b for s, b in enumerate(parts)], recvs)
 
         def finish() -> None:
             wait()
-            add_up([blocks[self.rank] if b is None else b for b in recvs], out)
+            add_up([parts[self.rank] if b is None else b for b in recvs], out)
             self.scratch.give(memory)
 
         return finish
 
     def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
-        """y ← Σ_s x_s, bitwise the same on every rank: each part is added up on one.
+        """y ← Σ_s x_s, bitwise equal on all ranks.
 
-        x need not be contiguous. It may be y; then it is so on every rank. With `later` it is read before this returns.
+        x need not be contiguous. It may be y, the same object; if so on one rank, then on all. With `later`, x has been
+        read when this returns, and may be modified before the Wait.
         """
+        # Each part is added up on one rank, so all ranks get the same bits.
         y.copy_(x)
-        parts = even_parts(y.view(-1), self.size)
-        mine = torch.empty_like(parts[self.rank])
-        self.reduce_scatter(parts, mine)()
-        return self.all_gather(mine, parts)
+        row, counts = y.view(-1), list(even_sizes(y.numel(), self.size))
+        mine = row.new_empty(counts[self.rank])
+        self.reduce_scatter(row, counts, mine)()
+        return self.all_gather(mine, row, counts)
 
     def broadcast(self, y: Tensor, src: int) -> Wait:
-        """y ← y_src, in place."""
+        """y ← y_src, in place. Not modified on rank src."""
         peers = range(self.size)
         sends = [y if self.rank == src and s != src else None for s in peers]
         return self.exchange(sends, [y if self.rank != src and s == src else None for s in peers])
 
     def reduce(self, y: Tensor, dst: int) -> Wait:
-        """y_dst ← Σ_s y_s, in place on dst; elsewhere y is left alone."""
+        """y_dst ← Σ_s y_s, in place. Not modified on the other ranks."""
         peers = range(self.size)
         if self.rank != dst:
             return self.exchange([y if s == dst else None for s in peers], [None] * self.size)
@@ -176,7 +228,7 @@ class Engine(ABC):
         return finish
 
 
-class Turn:
+class Exclusive:
     """One thread's turn in a group: while it starts messages or waits for them.
 
     Raises:
@@ -196,10 +248,10 @@ class Turn:
         engine = self._engine
         if engine.size == 1:
             return
-        if not engine.turn.acquire(False):
+        if not engine.lock.acquire(False):
             raise self._refused(f"is in {engine.operation}")
-        if engine.aloft and not self._waits and self._is_anothers():
-            engine.turn.release()
+        if engine.unwaited and not self._waits and self._is_anothers():
+            engine.lock.release()
             raise self._refused("has started a collective that is not yet waited for")
         engine.doing = self._doing
 
@@ -208,14 +260,14 @@ class Turn:
         engine = self._engine
         if engine.size > 1:
             engine.doing = None
-            engine.turn.release()
+            engine.lock.release()
 
     def _is_anothers(self) -> bool:
         """Whether a thread of the user's has started something, and this is another one.
 
         Autograd's own threads work for one of the user's, which waits for them meanwhile.
         """
-        me, starters = self._doing[2], set(self._engine.aloft.values())
+        me, starters = self._doing[2], set(self._engine.unwaited.values())
         if starters == {me}:
             return False
         users = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
@@ -249,9 +301,9 @@ def even_sizes(numel: int, n: int) -> tuple[int, ...]:
     return tuple((numel + n - 1 - r) // n for r in range(n))  # without a branch: numel may be a symbol
 
 
-def even_parts(row: Tensor, n: int) -> list[Tensor]:
-    """Cut a row of numbers into n parts as equal as they can be."""
-    return list(row.split_with_sizes(list(even_sizes(row.numel(), n))))
+def is_even(counts: Sequence[int]) -> bool:
+    """Whether all parts have the same size."""
+    return counts.count(counts[0]) == len(counts)
 
 
 def done() -> None:

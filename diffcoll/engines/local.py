@@ -54,7 +54,7 @@ __all__ = [
     "seed_rank",
 ]
 
-#: (name of the collective, each rank's tensor, arguments and facts, see `Engine.meet_in_truth`) → each rank's result
+#: (name of the collective, each rank's tensor, arguments and facts, see `Engine.run_truth`) → each rank's result
 Truth = Callable[[str, list[Any], list[dict[str, Any]], list[tuple[object, object]]], list[Any]]
 
 
@@ -328,7 +328,7 @@ class LocalEngine(Engine):
         return self._meet(self.operation, (sends, recvs), _deliver)
 
     @override
-    def meet_in_truth(self, name: str, x: Any, arguments: dict[str, Any], facts: tuple[object, object]) -> Any:
+    def run_truth(self, name: str, x: Any, arguments: dict[str, Any], facts: tuple[object, object]) -> Any:
         truth = self.world.truth
         assert truth is not None
         if isinstance(x, torch.Tensor) and is_traced(x):

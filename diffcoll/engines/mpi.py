@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from diffcoll.engines.engine import Wait, done
+from diffcoll.engines.engine import Wait, add_up, done, is_even
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
 
@@ -56,8 +56,8 @@ class MpiEngine(MessageEngine):
 
     Where the caller waits at once, MPI's blocking collectives are called, and otherwise the non-blocking ones: with
     Open MPI they take up to 1.6 times as long. A thread that makes progress between start and wait was tried: on two
-    ranks on two cores it took as long as one thing after the other. reduce_scatter is messages and a local sum, for
-    MPI's own takes twice as long.
+    ranks on two cores it took as long as one thing after the other. reduce_scatter is messages and a local sum,
+    since MPI's own takes twice as long.
     """
 
     devices = ("cpu", "cuda")
@@ -94,9 +94,10 @@ class MpiEngine(MessageEngine):
             self._ours.Free()
         self._ours = None
 
+    @override
     def twin(self) -> MpiEngine:
-        """See `Engine.twin`: a duplicate of its own of the same communicator."""
         twin = MpiEngine(self.users, f"{self.key}, {next(_numbers)}")
+        _ = twin.comm  # now: at first use, a rank may make this engine's duplicate while another makes the twin's
         self._twins.append(twin)
         return twin
 
@@ -145,32 +146,33 @@ class MpiEngine(MessageEngine):
         return wait
 
     @override
-    def all_gather(self, x: Tensor, blocks: Sequence[Tensor]) -> Wait:
-        counts, byte = [b.nbytes for b in blocks], self._mpi.BYTE
-        starts = [0, *accumulate(counts)]
-        nbytes = starts.pop()
-        if not 0 < nbytes <= PIECE or not self.reaches(x):
-            return super().all_gather(x, blocks)
-        whole = _whole(blocks)
-        if whole is None:  # where the blocks lie is this rank's own matter
-            row = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
-            parts = [
-                part.view(b.dtype).view(b.shape) for part, b in zip(row.split_with_sizes(counts), blocks, strict=True)
-            ]
-            wait = self.all_gather(parts[self.rank].copy_(x) if x is blocks[self.rank] else x, parts)
+    def all_gather(self, x: Tensor | None, row: Tensor, counts: list[int]) -> Wait:
+        nbytes, byte = row.nbytes, self._mpi.BYTE
+        if not 0 < nbytes <= PIECE or not self.reaches(row):
+            return super().all_gather(x, row, counts)
+        if not row.is_cpu:
+            _settle(row)  # kernels before may still use its memory
+        at = self._mpi.buffer.fromaddress
+        sent = self._mpi.IN_PLACE
+        if x is not None:
+            sent = [at(x.data_ptr(), x.nbytes), byte] if x.numel() else [None, 0, byte]
+        received = [at(row.data_ptr(), nbytes), byte]
+        if is_even(counts):
+            return self._do("Allgather", [(sent, received)], [x, row])
+        sizes = [row.element_size() * count for count in counts]
+        received.insert(1, (sizes, [0, *accumulate(sizes[:-1])]))
+        return self._do("Allgatherv", [(sent, received)], [x, row])
 
-            def spread() -> None:
-                wait()
-                for b, part in zip(blocks, parts, strict=True):
-                    b.copy_(part)
-
-            return spread
-        mine = [*self._pieces(x), byte] if x.nbytes else [None, 0, byte]
-        if not x.is_cpu:
-            _settle(x)  # an empty x has no pieces, and kernels before may still use the memory of the blocks
-        if x is blocks[self.rank]:
-            mine = self._mpi.IN_PLACE
-        return self._do("Allgatherv", [(mine, [whole, (counts, starts), byte])], [x, blocks])
+    @override
+    def reduce_scatter(self, row: Tensor, counts: list[int], out: Tensor) -> Wait:
+        nbytes = row.nbytes
+        if not (0 < nbytes <= SMALL and is_even(counts) and row.is_cpu) or self.later:
+            return super().reduce_scatter(row, counts, out)
+        # One call instead of two messages for each rank. What it moves is added up in the order of ranks, as above.
+        at, byte, terms = self._mpi.buffer.fromaddress, self._mpi.BYTE, torch.empty_like(row)
+        (self._ours or self.comm).Alltoall([at(row.data_ptr(), nbytes), byte], [at(terms.data_ptr(), nbytes), byte])
+        add_up(terms.split_with_sizes(counts), out.view(-1))
+        return done
 
     @override
     def broadcast(self, y: Tensor, src: int) -> Wait:
@@ -228,19 +230,6 @@ def _holding(memory: object, requests: Sequence[Any]) -> Wait:
     return finish
 
 
-def _whole(blocks: Sequence[Tensor]) -> Any:
-    """The memory of all blocks, not all of them empty, if they are one piece after the other of one tensor."""
-    full = [b for b in blocks if b.nbytes]
-    nbytes = sum(b.nbytes for b in full)
-    start, storage = full[0].data_ptr(), full[0].untyped_storage().data_ptr()
-    ends = accumulate((b.nbytes for b in full), initial=start)
-    if any(
-        b.data_ptr() != end or b.untyped_storage().data_ptr() != storage for b, end in zip(full, ends, strict=False)
-    ):
-        return None
-    return _mpi().buffer.fromaddress(start, nbytes)
-
-
 @cache
 def _reads_cuda() -> bool:
     """Whether this MPI reads and writes the memory of GPUs, by its own word or the user's; warns if not."""
@@ -263,7 +252,7 @@ def _reads_cuda() -> bool:
 #: By the handle of the communicator.
 _engines: dict[int, MpiEngine] = {}
 #: By the identity of the Python object, which the engine keeps alive.
-_met: dict[int, MpiEngine] = {}
+_by_identity: dict[int, MpiEngine] = {}
 _numbers = count()
 
 
@@ -272,7 +261,7 @@ def engine_of(group: object) -> MpiEngine | None:
 
     What is no intracommunicator with this process in it is a ValueError, as is an MPI without threads.
     """
-    if (known := _met.get(id(group))) is not None:
+    if (known := _by_identity.get(id(group))) is not None:
         return known
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not isinstance(group, mpi.Comm):
@@ -294,7 +283,9 @@ def engine_of(group: object) -> MpiEngine | None:
                 "since PyTorch may run backward in another thread; before `from mpi4py import MPI`, say "
                 "`import mpi4py; mpi4py.rc.thread_level = 'multiple'`"
             )
-        engine = _engines[group.handle] = _met[id(group)] = MpiEngine(group, f"MPI communicator {next(_numbers)}")
+        engine = _engines[group.handle] = _by_identity[id(group)] = MpiEngine(
+            group, f"MPI communicator {next(_numbers)}"
+        )
         group.Set_attr(_attribute(), group.handle)  # MPI says when it is freed, and its handle may be another's
     return engine
 
@@ -313,7 +304,7 @@ def _attribute() -> int:
 
 def _close(handle: int) -> None:
     if engine := _engines.pop(handle, None):
-        del _met[id(engine.users)]
+        del _by_identity[id(engine.users)]
         engine.close()
 
 

@@ -301,9 +301,9 @@ def test_two_threads_with_something_under_way():
 
 def test_a_wait_that_was_refused_is_made_again():
     def body(r):
-        turn = resolve(None, "test").turn
+        lock = resolve(None, "test").lock
         pending = dc.all_gather(torch.tensor([1.0 + r]), async_op=True)
-        with turn, pytest.raises(ValueError, match=r"all_gather: group: got .* another thread is in all_gather"):
+        with lock, pytest.raises(ValueError, match=r"all_gather: group: got .* another thread is in all_gather"):
             pending.wait()
         assert ", not waited for>" in repr(pending)
         return pending.wait().tolist(), pending.wait().tolist()
@@ -385,9 +385,9 @@ def in_checkpoints(r):
     for f in (before, after, two):
         for _ in range(3):
             again = one_step(lambda x, f=f: checkpoint(f, x, use_reentrant=False))
-            left = len(engine.adrift), len(engine.aloft)
+            left = len(engine.abandoned), len(engine.unwaited)
         dc.all_reduce(torch.ones(1))
-        found.append((again, one_step(f), left, (len(engine.adrift), len(engine.aloft))))
+        found.append((again, one_step(f), left, (len(engine.abandoned), len(engine.unwaited))))
     return found
 
 
@@ -397,7 +397,7 @@ def check_checkpoints(found):
             torch.testing.assert_close(again, once)
             assert left == (0, 0)
         # Not one more in every step, and some of them do stop before the wait.
-        assert [adrift for *_, (adrift, _), _ in of_rank] == [1, 0, 2]
+        assert [abandoned for *_, (abandoned, _), _ in of_rank] == [1, 0, 2]
 
 
 @pytest.mark.parametrize("where", RUNS)
@@ -443,7 +443,9 @@ def with_errors_in_between(r):
 
     for _ in range(3):
         one_step()
-    left = len(resolve(None, "test").aloft) <= 1  # PyTorch keeps the graph of a backward that has failed until the next
+    left = (
+        len(resolve(None, "test").unwaited) <= 1
+    )  # PyTorch keeps the graph of a backward that has failed until the next
     return dc.all_reduce(torch.tensor(1.0 + r)).item(), left
 
 

@@ -1,82 +1,15 @@
-"""The seam: defaults written on `exchange` say what the backends' own primitives say; scratch is bounded."""
+"""What engines do beyond their laws (test_laws.py): which calls gloo gets, sums in order, kept memory, devices."""
 
+import laws
 import pytest
 import torch
 import torch.distributed as dist
 
 import diffcoll as dc
-from diffcoll.core.groups import resolve
-from diffcoll.engines import c10d, local
-from diffcoll.engines.engine import Engine, add_up
+from diffcoll.engines import c10d
+from diffcoll.engines.engine import add_up
 from diffcoll.engines.scratch import KEPT_BYTES, Scratch
-from diffcoll.engines.solo import SoloEngine
 from diffcoll.testing import simulate, spawn
-
-N = 3
-
-
-def data(r, numel=7):
-    return torch.randn(numel, generator=torch.Generator().manual_seed(r), dtype=torch.float64)
-
-
-def primitives(engine, kind):
-    """Every primitive once, by the engine's choice or by the default."""
-    r, n = engine.rank, engine.size
-
-    def do(name, *arguments):
-        call = getattr(type(engine) if kind == "own" else Engine, name)
-        call(engine, *arguments)()
-
-    total, sent, summed = data(r), data(r), data(r)
-    kept = summed.clone()
-    do("all_reduce", data(r), total)
-    do("broadcast", sent, n - 1)
-    do("reduce", summed, 1)
-    blocks = [torch.empty(7, dtype=torch.float64) for _ in range(n)]
-    do("all_gather", data(r), blocks)
-    part = torch.empty(2, dtype=torch.float64)
-    do("reduce_scatter", list(data(r, 2 * n).split(2)), part)
-    return total, sent, summed if r == 1 else summed - kept, torch.stack(blocks), part
-
-
-def expected(r):
-    xs = [data(s) for s in range(N)]
-    parts = sum(data(s, 2 * N) for s in range(N))
-    return sum(xs), xs[-1], sum(xs) if r == 1 else 0 * xs[0], torch.stack(xs), parts[2 * r : 2 * r + 2]
-
-
-@pytest.mark.parametrize("kind", ["own", "default"])
-@pytest.mark.parametrize("where", ["gloo", "mpi", "simulated"])
-def test_primitives(where, kind):
-    def body(r):
-        return primitives(resolve(None, "test"), kind)
-
-    got = simulate(body, range(N), rules=True) if where == "simulated" else spawn(body, range(N), backend=where)
-    for r in range(N):
-        for mine, right in zip(got[r], expected(r), strict=True):
-            torch.testing.assert_close(mine, right)
-
-
-def test_uneven_all_reduce_by_default():
-    def body(r):
-        y = torch.empty(2)  # fewer numbers than ranks
-        Engine.all_reduce(local.engine_of(None), torch.full((2,), 10.0**r), y)()
-        return y.tolist()
-
-    assert simulate(body, range(N), rules=True) == [[111, 111]] * N
-
-
-def test_world_of_one():
-    engine = SoloEngine()
-    x, y = torch.arange(3.0), torch.empty(3)
-    engine.exchange([x], [y])()
-    engine.exchange([None], [None])()
-    engine.all_reduce(x.clone(), x)()
-    engine.broadcast(x, 0)()
-    engine.reduce(x, 0)()
-    part = torch.empty(3)
-    engine.reduce_scatter([x], part)()
-    assert x.tolist() == y.tolist() == part.tolist() == [0, 1, 2]
 
 
 def test_native_collectives_of_gloo_are_those_of_the_table():
@@ -87,7 +20,8 @@ def test_native_collectives_of_gloo_are_those_of_the_table():
         for name in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "reduce", "all_to_all_single"):
             setattr(dist, name, _noting(calls, name, getattr(dist, name)))
         engine = c10d.engine_of(None)
-        primitives(engine, "own")
+        for primitive in (*laws.MOVES, *laws.SUMS):
+            laws.outcome(primitive, engine, laws.Data())
         engine.all_reduce(x := torch.ones(3, dtype=torch.bfloat16), x.clone())()
         engine.all_reduce(x := torch.ones(3, dtype=torch.int16), x.clone())()
         engine.all_reduce(x := torch.ones(3, dtype=torch.complex64), x.clone())()
@@ -101,8 +35,8 @@ def test_native_collectives_of_gloo_are_those_of_the_table():
 
         return noted
 
-    expected = ["all_reduce", "broadcast"]  # of primitives(), in its order; all else is messages between two ranks
-    assert spawn(body, range(2)) == [[*expected, "all_reduce"]] * 2
+    expected = ["broadcast", "all_reduce", "all_reduce"]  # all else is messages between two ranks
+    assert spawn(body, range(2)) == [expected] * 2
 
 
 def test_the_calls_of_torch_that_are_not_documented():
@@ -118,61 +52,6 @@ def test_the_calls_of_torch_that_are_not_documented():
         return got.item(), theirs.item()
 
     assert spawn(body, range(2)) == [(1, 11), (0, 10)]
-
-
-def test_contiguous_tensors_of_odd_strides():
-    """One element with stride 0, as the gradient of a sum has it; on every path."""
-
-    def body(r):
-        engine, one = c10d.engine_of(None), torch.tensor(float(r)).expand(1)
-        assert one.stride() == (0,)
-        blocks = [torch.empty(1) for _ in range(N)]
-        engine.all_gather(one, blocks)()
-        got, part = torch.empty(N), torch.empty(1)
-        engine.exchange([one] * N, list(got.split(1)))()
-        engine.reduce_scatter([one] * N, part)()
-        total = torch.empty(1)
-        engine.all_reduce(one, total)()
-        return torch.cat(blocks).tolist(), got.tolist(), part.item(), total.item()
-
-    assert spawn(body, range(N)) == [([0, 1, 2], [0, 1, 2], 3, 3)] * N
-
-
-def test_a_sum_in_halves():
-    """Odd numbers of elements, complex ones, and an x that does not lie in order."""
-
-    def body(r):
-        c10d.HALVED["gloo"] = 64
-        xs = [torch.randn(n, generator=torch.Generator().manual_seed(r + n), dtype=torch.complex64) for n in (7, 8, 33)]
-        xs.append(torch.stack([xs[0], xs[0]], 1)[:, 1])
-        ys = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs]
-        for x, y in zip(xs, ys, strict=True):
-            c10d.engine_of(None).all_reduce(x, y)()
-        return xs, ys
-
-    got = spawn(body, range(N))
-    for i in range(4):
-        for _, ys in got:
-            torch.testing.assert_close(ys[i], sum(xs[i] for xs, _ in got))
-
-
-def test_many_exchanges_under_way_at_once():
-    def body(r):
-        engine = c10d.engine_of(None)
-        rounds = []
-        for i in range(20):
-            got = [torch.empty(i % 5) if s != r else None for s in range(N)]
-            wait = engine.exchange(
-                [torch.full((i % 5,), 100.0 * r + 10 * s + i) if s != r else None for s in range(N)], got
-            )
-            rounds.append((wait, got))
-        for wait, _ in reversed(rounds):
-            wait()
-        return [[None if t is None else t.tolist() for t in got] for _, got in rounds]
-
-    for r, rounds in enumerate(spawn(body, range(N))):
-        for i, got in enumerate(rounds):
-            assert got == [None if s == r else [100.0 * s + 10 * r + i] * (i % 5) for s in range(N)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])

@@ -1,4 +1,4 @@
-"""MPI communicators: which ones, what travels, with the user's messages and gloo beside it, and how jobs end."""
+"""MPI communicators: which ones, every dtype, programs that also use MPI or gloo themselves, and how jobs end."""
 
 import contextlib
 import multiprocessing
@@ -10,6 +10,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import laws
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,61 +26,6 @@ ROOT = Path(dc.__file__).parent.parent
 on_mpi = partial(spawn, backend="mpi")
 N = 3
 START_METHOD = multiprocessing.get_start_method()
-
-
-def sums(r, n, dtype=torch.float64, numel=7):
-    """Every primitive once: what came, and what should have come."""
-    engine = resolve(None, "test")
-
-    def data(s, numel=numel):
-        x = torch.randint(0, 9, (numel,), generator=torch.Generator().manual_seed(s))
-        return x.bool() if dtype == torch.bool else x.to(dtype)
-
-    found = []
-    every = [data(s) for s in range(n)]
-    blocks = list(torch.empty(n * numel, dtype=dtype).view(n, numel))  # one memory
-    engine.all_gather(data(r), blocks)()
-    found += zip(blocks, every, strict=True)
-    apart = [torch.empty(numel, dtype=dtype) for _ in range(n)]  # several
-    engine.all_gather(data(r), apart)()
-    found += zip(apart, every, strict=True)
-    y = data(r)
-    engine.broadcast(y, n - 1)()
-    found.append((y, every[-1]))
-    recvs = [None if s == r else torch.empty(numel + s, dtype=dtype) for s in range(n)]
-    engine.exchange([data(10 * r + s, numel + r) for s in range(n)], recvs)()
-    found += [(b, data(10 * s + r, numel + s)) for s, b in enumerate(recvs) if b is not None]
-    if dtype != torch.bool:
-        total = torch.empty(numel, dtype=dtype)
-        engine.all_reduce(data(r), total)()
-        found.append((total, sum(every)))
-        part = torch.empty(3, dtype=dtype)
-        engine.reduce_scatter(list(data(r, 3 * n).split(3)), part)()
-        found.append((part, sum(data(s, 3 * n) for s in range(n))[3 * r : 3 * r + 3]))
-        y = data(r)
-        engine.reduce(y, 1)()
-        found.append((y, sum(every) if r == 1 else data(r)))
-    return found
-
-
-def test_every_dtype_in_pieces_and_later():
-    """Sums where MPI has none, messages above its counts (with a small limit), non-blocking calls."""
-    dtypes = [*mpi.SUMS, torch.float16, torch.bfloat16, torch.bool]
-
-    def body(r):
-        engine = resolve(None, "test")
-        for piece in (1 << 30, 16):
-            mpi.PIECE = piece
-            for engine.later in (False, True):
-                for dtype in dtypes:
-                    for got, expected in sums(r, N, dtype):
-                        assert got.dtype == dtype
-                        torch.testing.assert_close(got, expected)
-                for got, expected in sums(r, N, numel=0):
-                    torch.testing.assert_close(got, expected)
-        return True
-
-    assert on_mpi(body, range(N)) == [True] * N
 
 
 def test_every_collective_in_every_dtype():
@@ -282,22 +228,20 @@ def test_compiled_and_async_and_trees():
         assert all(same)
 
 
-def test_what_mpi_cannot_reach_goes_through_the_cpu(monkeypatch):
-    """The way of CUDA tensors, walked with tensors of the CPU."""
+def test_what_mpi_cannot_reach_goes_through_the_cpu():
+    """The path of CUDA tensors, taken by tensors of the CPU: messages of copies, and none of MPI's collectives."""
 
     def body(r):
+        engine, landed, on_cpu = resolve(None, "test"), [], messages._on_cpu
         mpi.MpiEngine.reaches = lambda self, x: False
-        native = mpi.MpiEngine._do
         mpi.MpiEngine._do = lambda self, *call: pytest.fail(f"{call[0]} of memory that MPI cannot reach")
-        landed = []
-        on_cpu = messages._on_cpu
         messages._on_cpu = lambda t: landed.append(t) or on_cpu(t)
-        for got, expected in sums(r, N):
-            torch.testing.assert_close(got, expected)
-        mpi.MpiEngine._do = native
+        for primitive in (*laws.MOVES, *laws.SUMS):
+            for got, expected in laws.outcome(primitive, engine, laws.Data(numel=1 << 14)):
+                assert torch.equal(got, expected)
         return len(landed) > 0
 
-    assert on_mpi(body, range(N)) == [True] * N
+    assert on_mpi(body, range(2)) == [True] * 2
 
 
 def test_whether_mpi_reads_cuda_memory(monkeypatch):

@@ -1,0 +1,124 @@
+"""What a group keeps of a call serves the next call with the same arguments, and no other."""
+
+import pytest
+import torch
+
+import diffcoll as dc
+from diffcoll.core import call
+from diffcoll.core.groups import resolve
+from diffcoll.testing import new_group, simulate, spawn
+
+N = 2
+#: Right calls, each followed by calls with arguments that are equal to the right ones and yet wrong, or mean another.
+CALLS = {
+    "all_gather": (lambda x: dc.all_gather(x), {"dim": [False, 0.0, None, "0"], "stack": [0, None], "async_op": [0]}),
+    "all_gather, dim 1": (lambda x: dc.all_gather(x, 1), {"dim": [True, 1.0]}),
+    "all_gather, stack": (lambda x: dc.all_gather(x, stack=True), {"stack": [1]}),
+    "reduce_scatter": (lambda x: dc.reduce_scatter(x), {"dim": [False, 0.0], "op": [None, 0], "ties": ["none"]}),
+    "all_to_all": (lambda x: dc.all_to_all(x), {"split_dim": [False], "concat_dim": [0.0]}),
+    "broadcast": (lambda x: dc.broadcast(x), {"src": [False, 0.0], "cotangent": [None]}),
+    "reduce": (lambda x: dc.reduce(x), {"dst": [False, 0.0], "op": [None]}),
+    "gather": (lambda x: dc.gather(x), {"dst": [False, 0.0], "dim": [False]}),
+    "shift": (lambda x: dc.shift(x), {"offset": [True, 1.0], "wrap": [1]}),
+    "scan": (lambda x: dc.scan(x), {"reverse": [0], "exclusive": [0, None]}),
+    "split": (lambda x: dc.split(x), {"dim": [False, 0.0]}),
+}
+#: What looks like an x that was right, and is none.
+IMPOSTORS = {
+    "sparse": lambda x: x.to_sparse(),
+    "meta": lambda x: x.to("meta"),
+    "nested": lambda x: torch.nested.nested_tensor([x, x]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("where", ["simulated", "gloo"])
+def test_equal_arguments_are_not_the_same(where):
+    def body(r):
+        plans = resolve(None, "test").plans
+        for name, (right, wrong) in CALLS.items():
+            x = torch.arange(8.0).view(4, 2) + r
+            collective = getattr(dc, name.split(",")[0])
+            for _ in range(2):
+                expected = right(x)
+            assert len(plans) > 0
+            for argument, values in wrong.items():
+                for value in values:
+                    with pytest.raises((TypeError, ValueError), match=f"{name.split(',')[0]}: {argument}: got "):
+                        collective(x, **{argument: value})
+            for impostor in IMPOSTORS.values():
+                with pytest.raises((TypeError, ValueError), match=f"{name.split(',')[0]}: x: got "):
+                    collective(impostor(x))
+            assert torch.equal(right(x), expected)
+        return True
+
+    run = {"simulated": lambda *a: simulate(*a, rules=True), "gloo": spawn}[where]
+    assert run(body, range(N)) == [True] * N
+
+
+def test_every_dtype_shape_argument_and_group_by_itself():
+    def body(r):
+        found = []
+        for _ in range(2):
+            for dtype in (torch.float32, torch.float64, torch.int64, torch.complex64):
+                for shape in ((2,), (2, 3), (4, 3)):
+                    x = torch.full(shape, r + 1, dtype=dtype)
+                    y, z = dc.all_gather(x), dc.all_gather(x, len(shape) - 1, async_op=True).wait()
+                    assert (y.dtype, y.shape[0], z.shape[-1]) == (dtype, N * shape[0], N * shape[-1])
+                    alone = dc.all_gather(x, group=groups[r])
+                    assert torch.equal(alone, x)
+                    found.append(dc.reduce_scatter(x, "sum").sum().item())
+        return found
+
+    groups = {}
+
+    def world(r):
+        mine = [new_group([s]) for s in range(N)]
+        groups[r] = mine[r]
+        return body(r)
+
+    first, second = simulate(world, range(N), rules=True)
+    assert first == second  # 3 on both ranks
+    assert first[: len(first) // 2] == first[len(first) // 2 :] == [3.0, 9.0, 18.0] * 4
+
+
+def test_a_plan_is_kept_only_where_it_depends_on_this_rank_alone():
+    """Sizes that were asked for, factors, functions and lists are read each time: they may differ next time."""
+
+    def body(r):
+        plans = resolve(None, "test").plans
+        first = dc.all_gather(torch.ones(1 + r), sizes="auto")
+        second = dc.all_gather(torch.ones(2 - r), sizes="auto")  # the same size on neither rank
+        sizes = [1, 2]
+        dc.all_gather(torch.ones(1 + r), sizes=sizes)
+        sizes.reverse()
+        third = dc.all_gather(torch.ones(2 - r), sizes=sizes)
+        dc.all_reduce(torch.ones(2), lambda s: s.sum(0))
+        dc.all_reduce(torch.ones(2), "max")
+        dc.permute(torch.ones(2), [(0, 1)])
+        dc.scatter(torch.ones(2), 0)
+        return len(first), len(second), len(third), [key[0] for key in plans]
+
+    assert simulate(body, range(N), rules=True) == [(3, 3, 3, [])] * N
+
+
+def test_a_group_keeps_a_bounded_number_of_plans(monkeypatch):
+    monkeypatch.setattr(call, "_PLANS", 8)
+
+    def body(r):
+        for n in range(30):
+            dc.all_reduce(torch.ones(n))
+        return len(resolve(None, "test").plans)
+
+    assert all(kept <= 8 for kept in simulate(body, range(N), rules=True))
+
+
+def test_a_plan_is_not_used_in_check_mode():
+    def body(r):
+        x = torch.ones(2, 2)
+        dc.all_gather(x)
+        with dc.check_mode(), pytest.raises(dc.CollectiveMismatchError):
+            dc.all_gather(x, 0) if r else dc.all_gather(x, 1)
+        return True
+
+    assert simulate(body, range(N), rules=True) == [True] * N

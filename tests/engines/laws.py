@@ -1,0 +1,754 @@
+"""The laws that `diffcoll.engines.engine.Engine` states, as checks that run on every engine.
+
+A law is a generator. Every rank runs it with its engine and yields pairs (got, expected), which are compared after the
+last message: a wrong value keeps no other rank waiting. Data differ on every rank, and sizes are uneven and zero.
+"""
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diffcoll.core._torch import RELEASE
+from diffcoll.core.groups import resolve
+from diffcoll.engines import c10d, mpi
+from diffcoll.engines.engine import Engine, Wait
+from diffcoll.engines.messages import MessageEngine
+
+Pairs = Iterator[tuple[Any, Any]]
+Law = Callable[[Engine], Pairs]
+
+SUMMED = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64),
+]
+MOVED = [*SUMMED, torch.bool, torch.complex32, torch.float8_e4m3fn]
+#: What is in memory before anything is received.
+BEFORE = 77
+#: Numbers of a message that no backend sends at once.
+LARGE = 40_000
+
+
+# ── memory ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def apart(tensors: list[Tensor]) -> list[Tensor]:
+    """Each in memory of its own."""
+    return [t.clone() for t in tensors]
+
+
+def together(tensors: list[Tensor]) -> list[Tensor]:
+    """One after the other in one allocation."""
+    memory = torch.cat([t.reshape(-1) for t in tensors])
+    return [part.view(t.shape) for part, t in zip(memory.split([t.numel() for t in tensors]), tensors, strict=True)]
+
+
+def backwards(tensors: list[Tensor]) -> list[Tensor]:
+    """In one allocation, from the last to the first, with gaps."""
+    gap = tensors[0].new_empty(3)
+    padded = [part for t in reversed(tensors) for part in (gap, t.reshape(-1))]
+    parts = torch.cat(padded).split([p.numel() for p in padded])[1::2]
+    return [part.view(t.shape) for part, t in zip(reversed(parts), tensors, strict=True)]
+
+
+def strides_of_zero(tensors: list[Tensor]) -> list[Tensor]:
+    """In dimensions of size 1, as `expand` leaves them."""
+    return [
+        t.as_strided(t.shape, [0 if n == 1 else k for n, k in zip(t.shape, t.stride(), strict=True)])
+        for t in apart(tensors)
+    ]
+
+
+def strided(x: Tensor) -> Tensor:
+    return torch.stack([x, torch.full_like(x, BEFORE)], -1)[..., 0]
+
+
+def transposed(x: Tensor) -> Tensor:
+    return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else strided(x)
+
+
+PLACES = [apart, together, backwards, strides_of_zero]
+LAYOUTS = [torch.clone, strided, transposed]
+
+
+# ── calls ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a primitive is called with."""
+
+    numel: int = 13
+    tail: tuple[int, ...] = ()
+    scalar: bool = False
+    dtype: torch.dtype = torch.float64
+    seed: int = 0
+    place: Callable[[list[Tensor]], list[Tensor]] = apart
+    layout: Callable[[Tensor], Tensor] = torch.clone
+    in_place: bool = False
+
+    def shape(self, size: int) -> tuple[int, ...]:
+        """A shape for a size that is a multiple of half of `numel`."""
+        return () if self.scalar else (self.numel * size // 2, *self.tail)
+
+    def numbers(self, engine: Engine, at: int, shape: tuple[int, ...]) -> Tensor:
+        """Small whole numbers, of which every dtype has exact sums; complex ones have an imaginary part."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + at)
+        x, y = torch.randint(0, 9, (2, *shape), generator=generator)
+        if self.dtype == torch.bool:
+            x = x > 4
+        x = x + 1j * y if self.dtype in (torch.complex64, torch.complex128) else x
+        return x.to(self.dtype).to(engine.control_device)
+
+    def bits(self, engine: Engine, at: int, shape: tuple[int, ...]) -> Tensor:
+        """Any bits, NaNs among them."""
+        generator = torch.Generator().manual_seed(at)
+        x = torch.randint(0, 256, (prod(shape) * self.dtype.itemsize,), dtype=torch.uint8, generator=generator)
+        x = x % 2 if self.dtype == torch.bool else x
+        return x.view(self.dtype).view(shape).to(engine.control_device)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a primitive that is ready to be made."""
+
+    start: Callable[[], Wait]
+    reads: list[tuple[Tensor, Tensor]]  # tensors it must not modify, and what they are
+    writes: list[tuple[Tensor, Tensor]]  # its outputs, and what they become
+
+
+def put(data: Data, tensors: list[Tensor | None]) -> list[Tensor | None]:
+    placed = iter(data.place(given) if (given := [t for t in tensors if t is not None]) else [])
+    return [None if t is None else next(placed) for t in tensors]
+
+
+def fresh(tensors: list[Tensor | None]) -> list[Tensor | None]:
+    """Memory for them, filled with something else."""
+    return [None if t is None else t.new_zeros(t.shape) if t.dtype.itemsize == 1 else fill(t) for t in tensors]
+
+
+def fill(t: Tensor) -> Tensor:
+    return torch.full(t.shape, BEFORE, dtype=torch.uint8, device=t.device).to(t.dtype)
+
+
+def pairs(tensors: list[Tensor | None], expected: list[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+    return [(t, e) for t, e in zip(tensors, expected, strict=True) if t is not None]
+
+
+def exchange(engine: Engine, data: Data, random_bits: bool = False) -> Call:
+    """Blocks of every size, between some ranks none."""
+    make = data.bits if random_bits else data.numbers
+
+    def block(s: int, t: int) -> Tensor | None:
+        return None if (s + t) % 4 == 3 else make(engine, 10 * s + t, data.shape((s + 2 * t + 1) % 3))
+
+    r, n = engine.rank, engine.size
+    sent, expected = [block(r, s) for s in range(n)], [block(s, r) for s in range(n)]
+    sends, recvs = put(data, sent), put(data, fresh(expected))
+    if data.in_place:
+        recvs[r] = sends[r]
+    return Call(
+        lambda: engine.exchange(sends, recvs),
+        [p for s, p in enumerate(zip(sends, sent, strict=True)) if p[0] is not None and (s != r or not data.in_place)],
+        pairs(recvs, expected),
+    )
+
+
+def all_gather(engine: Engine, data: Data, random_bits: bool = False) -> Call:
+    make = data.bits if random_bits else data.numbers
+    every = [make(engine, s, data.shape((s + 1) % 3)) for s in range(engine.size)]
+    whole, counts = as_row(every)
+    (row,) = put(data, fresh([whole]))
+    mine = every[engine.rank]
+    (x,) = put(data, [mine])
+    if data.in_place:
+        row.split(counts)[engine.rank].copy_(mine.view(-1))
+    given = None if data.in_place else x
+    return Call(lambda: engine.all_gather(given, row, counts), pairs([x], [mine]), [(row, whole)])
+
+
+def as_row(blocks: list[Tensor]) -> tuple[Tensor, list[int]]:
+    return torch.cat([block.view(-1) for block in blocks]), [block.numel() for block in blocks]
+
+
+def reduce_scatter(engine: Engine, data: Data) -> Call:
+    n = engine.size
+    mine, *_ = every = [
+        [data.numbers(engine, 10 * (s % n) + t, data.shape((t + 1) % 3)) for t in range(n)]
+        for s in range(engine.rank, engine.rank + n)
+    ]
+    whole, counts = as_row(mine)
+    (row,) = put(data, [whole])
+    (out,) = put(data, fresh([mine[engine.rank]]))
+    total = sum(blocks_of_one[engine.rank] for blocks_of_one in every)
+    return Call(lambda: engine.reduce_scatter(row, counts, out), [(row, whole)], [(out, total.to(data.dtype))])
+
+
+def all_reduce(engine: Engine, data: Data) -> Call:
+    every = [data.numbers(engine, s, data.shape(2)) for s in range(engine.size)]
+    mine = every[engine.rank]
+    total = sum(every).to(data.dtype)
+    if data.in_place:
+        (y,) = put(data, [mine])
+        return Call(lambda: engine.all_reduce(y, y), [], [(y, total)])
+    x, (y,) = data.layout(mine), put(data, fresh([mine]))
+    return Call(lambda: engine.all_reduce(x, y), [(x, mine)], [(y, total)])
+
+
+def broadcast(engine: Engine, data: Data, random_bits: bool = False, src: int = -1) -> Call:
+    make = data.bits if random_bits else data.numbers
+    src = src % engine.size
+    every = [make(engine, s, data.shape(2)) for s in range(engine.size)]
+    (y,) = put(data, [every[engine.rank]])
+    return Call(lambda: engine.broadcast(y, src), [], [(y, every[src])])
+
+
+def reduce(engine: Engine, data: Data, dst: int = -1) -> Call:
+    dst = dst % engine.size
+    every = [data.numbers(engine, s, data.shape(2)) for s in range(engine.size)]
+    mine, total = every[engine.rank], sum(every).to(data.dtype)
+    (y,) = put(data, [mine])
+    is_dst = engine.rank == dst
+    return Call(lambda: engine.reduce(y, dst), [] if is_dst else [(y, mine)], [(y, total)] if is_dst else [])
+
+
+MOVES = [exchange, all_gather, broadcast]
+SUMS = [reduce_scatter, all_reduce, reduce]
+SHAPES = [
+    Data(),
+    Data(tail=(3,)),
+    Data(scalar=True),
+    Data(numel=2),
+    Data(numel=2, tail=(1,), place=strides_of_zero),
+    Data(numel=0),
+    Data(tail=(0, 2)),
+]
+
+
+def outcome(primitive: Callable[..., Call], engine: Engine, data: Data, **more: Any) -> list[tuple[Tensor, Tensor]]:
+    call = primitive(engine, data, **more)
+    call.start()()
+    return call.writes
+
+
+def word(engine: Engine, value: int = 0) -> Tensor:
+    """A number that ranks tell each other."""
+    return torch.tensor([int(value)], device=engine.control_device)
+
+
+def of_all(engine: Engine, value: int) -> list[int]:
+    """What every rank says."""
+    found = torch.cat([word(engine) for _ in range(engine.size)])
+    engine.all_gather(word(engine, value), found, [1] * engine.size)()
+    return found.tolist()
+
+
+# ── each primitive ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def exchange_fills_every_block(engine: Engine) -> Pairs:
+    for data in SHAPES:
+        yield from outcome(exchange, engine, data)
+
+
+def all_gather_gives_every_rank_all_blocks(engine: Engine) -> Pairs:
+    for data in SHAPES:
+        yield from outcome(all_gather, engine, data)
+
+
+def reduce_scatter_gives_every_rank_its_sum(engine: Engine) -> Pairs:
+    for data in SHAPES:
+        yield from outcome(reduce_scatter, engine, data)
+
+
+def all_reduce_gives_every_rank_the_sum(engine: Engine) -> Pairs:
+    for data in SHAPES:
+        yield from outcome(all_reduce, engine, data)
+
+
+def broadcast_gives_every_rank_the_tensor_of_src(engine: Engine) -> Pairs:
+    for data in SHAPES:
+        for src in range(engine.size):
+            yield from outcome(broadcast, engine, data, src=src)
+
+
+def reduce_gives_dst_the_sum(engine: Engine) -> Pairs:
+    for data in SHAPES:
+        for dst in range(engine.size):
+            yield True, True  # the other ranks receive nothing
+            yield from outcome(reduce, engine, data, dst=dst)
+
+
+def every_dtype_is_moved(engine: Engine) -> Pairs:
+    for dtype in MOVED:
+        for primitive in MOVES:
+            yield from outcome(primitive, engine, Data(dtype=dtype), random_bits=True)
+
+
+def every_number_is_summed(engine: Engine) -> Pairs:
+    for dtype in SUMMED:
+        for primitive in SUMS:
+            yield dtype, dtype
+            yield from outcome(primitive, engine, Data(dtype=dtype))
+
+
+def half_precisions_are_summed_in_float32(engine: Engine) -> Pairs:
+    """Unless the backend adds them up itself. One rank has a number to which adding 1 changes nothing."""
+    r, n = engine.rank, engine.size
+    for dtype, large in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
+        every = [torch.ones(n, device=engine.control_device) for _ in range(n)]
+        for s, x in enumerate(every):
+            x[s] = large
+        x, y, out = every[r].to(dtype), every[r].to(dtype), every[r].to(dtype)[:1].clone()
+        if _adds(engine, x):
+            yield True, True
+            continue
+        total = sum(every).to(dtype)
+        engine.all_reduce(x, summed := torch.empty_like(x))()
+        engine.reduce(y, n - 1)()
+        engine.reduce_scatter(x, [1] * n, out)()
+        yield summed, total
+        yield y, total if r == n - 1 else x
+        yield out, total[r : r + 1]
+
+
+def _adds(engine: Engine, x: Tensor) -> bool:
+    return isinstance(engine, c10d.C10dEngine) and engine._runs_natively("all_reduce", x, adds=True)
+
+
+def all_reduce_is_bitwise_equal_on_all_ranks(engine: Engine) -> Pairs:
+    """Of numbers whose sum depends on the order."""
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
+        own = torch.Generator().manual_seed(engine.rank)
+        x = torch.randn(101, generator=own) * 10.0 ** torch.randint(-3, 4, (101,), generator=own)
+        x = x.to(dtype).to(engine.control_device)
+        engine.all_reduce(x, y := torch.empty_like(x))()
+        found = y.new_empty(engine.size * y.numel())
+        engine.all_gather(y, found, [y.numel()] * engine.size)()
+        yield from ((other, y) for other in found.split(y.numel()))
+
+
+# ── memory ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def an_output_may_be_an_input_where_that_is_allowed(engine: Engine) -> Pairs:
+    for data in SHAPES:
+        for primitive in (all_reduce, all_gather, exchange):
+            yield from outcome(primitive, engine, replace(data, in_place=True))
+    x = Data().numbers(engine, engine.rank, (5,))
+    found = [torch.empty_like(x) for _ in range(engine.size)]
+    engine.exchange([x] * engine.size, found)()
+    yield from ((got, Data().numbers(engine, s, (5,))) for s, got in enumerate(found))
+
+
+def nothing_but_the_outputs_is_written(engine: Engine) -> Pairs:
+    """Neither inputs nor the memory around the outputs."""
+    memory = []
+
+    def guarded(tensors: list[Tensor]) -> list[Tensor]:
+        found = []
+        for t in tensors:
+            whole = torch.full((t.numel() + 16,), BEFORE, dtype=t.dtype, device=t.device)
+            whole[8:-8] = t.reshape(-1)
+            memory.append(whole)
+            found.append(whole[8:-8].view(t.shape))
+        return found
+
+    for data in (Data(place=guarded), Data(tail=(3,), place=guarded), Data(numel=0, place=guarded)):
+        for primitive in (*MOVES, *SUMS):
+            for root in range(engine.size if primitive is reduce else 1):
+                call = primitive(engine, data, **({"dst": root} if primitive is reduce else {}))
+                call.start()()
+                yield from call.reads
+    for whole in memory:
+        edges = torch.cat([whole[:8], whole[-8:]])
+        yield edges, torch.full_like(edges, BEFORE)
+
+
+def all_reduce_has_read_x_when_it_returns(engine: Engine) -> Pairs:
+    """With `later`. y is not written over before the Wait."""
+    if not engine.later:
+        yield True, True
+        return
+    for layout in LAYOUTS:
+        call = all_reduce(engine, Data(numel=LARGE, tail=(3,), layout=layout))
+        wait = call.start()
+        call.reads[0][0].fill_(BEFORE)
+        wait()
+        yield from call.writes
+
+
+def memory_is_kept_until_the_wait(engine: Engine) -> Pairs:
+    """Also if the caller keeps no reference to what it sends, and other calls and allocations follow."""
+    waits, expected = [], []
+    for seed in range(6):
+        for primitive in (exchange, reduce_scatter, reduce):
+            call = primitive(engine, Data(numel=60 if seed % 2 else LARGE // 8, seed=seed))
+            waits.append(call.start())
+            expected += call.writes
+            del call
+            junk = [torch.full((LARGE // 8,), float(BEFORE), dtype=torch.float64) for _ in range(3)]
+            del junk
+    for wait in waits:
+        wait()
+    yield True, True
+    yield from expected
+
+
+def memory_layout_is_each_ranks_own(engine: Engine) -> Pairs:
+    """Ranks whose tensors lie differently make the same call."""
+    for turn in range(12):
+        i = turn + engine.rank
+        place, layout = PLACES[i % len(PLACES)], LAYOUTS[i % len(LAYOUTS)]
+        data = Data(tail=(3,) if turn % 2 else (1,), numel=13 if turn % 3 else 2, place=place, layout=layout, seed=turn)
+        for primitive in (*MOVES, *SUMS):
+            yield from outcome(primitive, engine, data)
+        yield from outcome(all_gather, engine, replace(data, in_place=True))
+
+
+def calls_without_data_need_no_data_on_other_ranks(engine: Engine) -> Pairs:
+    """A rank whose blocks are all empty takes part as others do, and the call after it is not mistaken for it."""
+    n, r = engine.size, engine.rank
+    for empty in range(n):
+
+        def block(s: int, t: int, empty: int = empty) -> Tensor:
+            return torch.full((0 if s == empty else 3 + s,), 10.0 * s + t, device=engine.control_device)
+
+        for seed in range(2):
+            got = [torch.empty_like(block(s, r)) for s in range(n)]
+            engine.exchange([block(r, s) for s in range(n)], got)()
+            yield from ((b, block(s, r)) for s, b in enumerate(got))
+            whole, counts = as_row([block(s, s) for s in range(n)])
+            engine.all_gather(block(r, r), row := torch.empty_like(whole), counts)()
+            yield row, whole
+            yield from outcome(all_reduce, engine, Data(numel=0 if seed else 4, seed=empty))
+
+
+# ── waits ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def started(engine: Engine, rounds: int) -> list[tuple[Wait, list[tuple[Tensor, Tensor]]]]:
+    """Several calls of every primitive, under way at once."""
+    found = []
+    for seed in range(rounds):
+        for primitive in (*MOVES, *SUMS):
+            call = primitive(engine, Data(numel=LARGE // 4 if seed else 13, seed=seed))
+            found.append((call.start(), call.writes))
+    return found
+
+
+def waits_may_be_called_in_any_order(engine: Engine) -> Pairs:
+    under_way = started(engine, 3)
+    random.Random(engine.rank).shuffle(under_way)
+    for wait, _ in under_way:
+        wait()
+    yield True, True
+    for _, writes in under_way:
+        yield from writes
+
+
+def a_wait_sends_no_messages(engine: Engine) -> Pairs:
+    """The other ranks go on while one has not yet waited."""
+    for late in range(engine.size):
+        under_way = started(engine, 2)
+        if engine.rank != late:
+            for wait, _ in under_way:
+                wait()
+        yield of_all(engine, engine.rank), list(range(engine.size))
+        if engine.rank == late:
+            for wait, _ in under_way:
+                wait()
+        for _, writes in under_way:
+            yield from writes
+
+
+def a_wait_may_be_called_in_another_thread(engine: Engine) -> Pairs:
+    under_way = started(engine, 2)
+    errors: list[Exception] = []
+
+    def wait_for_all() -> None:
+        try:
+            for wait, _ in under_way:
+                wait()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait_for_all)
+    thread.start()
+    thread.join()
+    yield [str(error) for error in errors], []
+    for _, writes in under_way:
+        yield from writes
+
+
+# ── groups ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def destroy(group: Any) -> bool:
+    """End a group as its backend ends it, if there is such a way."""
+    if isinstance(group, dist.ProcessGroup):
+        c10d.destroy(group)
+        return True
+    if hasattr(group, "Free"):
+        group.Free()
+        return True
+    return False
+
+
+def crosswise(one: Engine, other: Engine) -> Pairs:
+    """Start exchanges in both, on half of the ranks in the opposite order."""
+    calls = [exchange(one, Data(seed=1)), exchange(other, Data(seed=2))]
+    order = [0, 1] if one.rank % 2 else [1, 0]
+    waits = {i: calls[i].start() for i in order}
+    for i in (0, 1):
+        waits[i]()
+    yield True, True
+    for call in calls:
+        yield from call.writes
+
+
+def a_twin_has_the_same_ranks_and_messages_of_its_own(engine: Engine) -> Pairs:
+    """Also if neither group has been used before."""
+    try:
+        group = engine.subgroup(list(range(engine.size)))
+    except NotImplementedError:
+        group = None
+    other = resolve(group, "test")
+    twin = other.twin()
+    yield (twin.rank, twin.size), (engine.rank, engine.size)
+    other.later = twin.later = engine.later
+    yield from crosswise(other, twin)
+    yield from crosswise(engine, twin)
+    yield of_all(twin, 3), [3] * twin.size
+    twin.close()
+
+
+def closing_a_twin_leaves_its_engine_as_it_was(engine: Engine) -> Pairs:
+    for _ in range(2):
+        twin = engine.twin()
+        yield of_all(twin, engine.rank), list(range(engine.size))
+        twin.close()
+        yield engine.ended, False
+        for primitive in (*MOVES, *SUMS):
+            yield from outcome(primitive, engine, Data())
+
+
+def subgroups_have_their_ranks_in_the_order_given(engine: Engine) -> Pairs:
+    n, r = engine.size, engine.rank
+    keeps_order = not isinstance(engine, c10d.C10dEngine) or RELEASE >= (2, 12)
+    for ranks in ([*range(n)][:: -1 if keeps_order else 1], [*range(1, n)] or [0]):
+        try:
+            group = engine.subgroup(ranks)
+        except NotImplementedError as error:  # there is but one rank, and no group
+            yield (str(error), n), (f"{engine.description} has no sub-groups", 1)
+            return
+        if r not in ranks:
+            try:
+                yield resolve(group, "test"), "an error"
+            except ValueError as error:
+                yield "is not in" in str(error), True
+            continue
+        sub = resolve(group, "test")
+        sub.later = engine.later
+        yield (sub.rank, sub.size), (ranks.index(r), len(ranks))
+        yield of_all(sub, r), ranks
+        if len(ranks) == n:
+            yield from crosswise(engine, sub)
+    for primitive in (*MOVES, *SUMS):
+        yield from outcome(primitive, engine, Data())
+
+
+def a_group_has_ended_when_its_backend_has_destroyed_it(engine: Engine) -> Pairs:
+    yield engine.ended, False
+    try:
+        group = engine.subgroup(list(range(engine.size)))
+    except NotImplementedError:
+        return
+    other = resolve(group, "test")
+    yield other.ended, False
+    yield of_all(other, 1), [1] * engine.size
+    destroyed = destroy(group)
+    yield other.ended, destroyed
+    yield engine.ended, False
+
+
+def absent_lists_nobody_if_all_ranks_ask(engine: Engine) -> Pairs:
+    twin = engine.twin()
+    yield twin.absent(), []
+    yield of_all(twin, 2), [2] * engine.size
+    twin.close()
+
+
+# ── facts ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def connect_may_be_called_again(engine: Engine) -> Pairs:
+    """After it, a message may be the first one, and between two ranks."""
+    for _ in range(2):
+        engine.connect(engine.control_device)
+        n, r = engine.size, engine.rank
+        sends = [word(engine, 5) if (r, s) == (0, n - 1) else None for s in range(n)]
+        recvs = [word(engine) if (s, r) == (0, n - 1) else None for s in range(n)]
+        engine.exchange(sends, recvs)()
+        yield recvs[0] is None or recvs[0].item() == 5, True
+
+
+def control_device_is_one_that_the_engine_moves(engine: Engine) -> Pairs:
+    yield engine.devices is None or engine.control_device.type in engine.devices, True
+    numbers = torch.tensor([2**40 + engine.rank, -1], device=engine.control_device)
+    found = numbers.new_empty(2 * engine.size)
+    engine.all_gather(numbers, found, [2] * engine.size)()
+    yield found.tolist(), [number for s in range(engine.size) for number in (2**40 + s, -1)]
+
+
+def small_is_equal_on_all_ranks(engine: Engine) -> Pairs:
+    size = engine.small(engine.control_device.type)
+    yield of_all(engine, size), [size] * engine.size
+    yield size >= 0, True
+
+
+def overlaps_is_equal_on_all_ranks(engine: Engine) -> Pairs:
+    for dtype in SUMMED:
+        x = Data(dtype=dtype).numbers(engine, engine.rank, (4, 3))
+        own = engine.overlaps(LAYOUTS[engine.rank % len(LAYOUTS)](x))
+        yield of_all(engine, own), [own] * engine.size
+
+
+def what_overlaps_needs_no_further_call(engine: Engine) -> Pairs:
+    """Rank 0 starts before the others, which receive the result before rank 0 waits."""
+    call = all_reduce(engine, Data(numel=LARGE))
+    if not (engine.later and engine.overlaps(call.writes[0][0])):
+        call.start()()
+        yield from call.writes
+        return
+    twin = engine.twin()
+    if engine.rank == 0:
+        wait = call.start()
+        twin.broadcast(word(engine), 0)()
+    else:
+        twin.broadcast(word(engine), 0)()
+        wait = call.start()
+        wait()
+    yield of_all(twin, 1), [1] * engine.size
+    if engine.rank == 0:
+        wait()
+    yield from call.writes
+    twin.close()
+
+
+#: Of one call or several in one group.
+CALLS = [
+    exchange_fills_every_block,
+    all_gather_gives_every_rank_all_blocks,
+    reduce_scatter_gives_every_rank_its_sum,
+    all_reduce_gives_every_rank_the_sum,
+    broadcast_gives_every_rank_the_tensor_of_src,
+    reduce_gives_dst_the_sum,
+    every_dtype_is_moved,
+    every_number_is_summed,
+    half_precisions_are_summed_in_float32,
+    all_reduce_is_bitwise_equal_on_all_ranks,
+    an_output_may_be_an_input_where_that_is_allowed,
+    nothing_but_the_outputs_is_written,
+    all_reduce_has_read_x_when_it_returns,
+    memory_is_kept_until_the_wait,
+    memory_layout_is_each_ranks_own,
+    calls_without_data_need_no_data_on_other_ranks,
+    waits_may_be_called_in_any_order,
+    a_wait_sends_no_messages,
+    a_wait_may_be_called_in_another_thread,
+]
+#: Of groups, and of what engines say of themselves.
+GROUPS = [
+    a_twin_has_the_same_ranks_and_messages_of_its_own,
+    closing_a_twin_leaves_its_engine_as_it_was,
+    subgroups_have_their_ranks_in_the_order_given,
+    a_group_has_ended_when_its_backend_has_destroyed_it,
+    absent_lists_nobody_if_all_ranks_ask,
+    connect_may_be_called_again,
+    control_device_is_one_that_the_engine_moves,
+    small_is_equal_on_all_ranks,
+    overlaps_is_equal_on_all_ranks,
+    what_overlaps_needs_no_further_call,
+]
+ALL = [*CALLS, *GROUPS]
+
+
+# ── on one rank ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def broken(law: Law, engine: Engine) -> str:
+    """How this rank found a law broken; "" if it holds."""
+    engine.operation = law.__name__
+    try:
+        found = list(law(engine))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    assert found, "a law that compares nothing"
+    for i, (got, expected) in enumerate(found):
+        if not same(got, expected):
+            return f"rank {engine.rank}, comparison {i}: got {got}, expected {expected}"
+    return ""
+
+
+def same(got: object, expected: object) -> bool:
+    if not isinstance(got, Tensor) or not isinstance(expected, Tensor):
+        return bool(got == expected)
+    if (got.shape, got.dtype, got.device) != (expected.shape, expected.dtype, expected.device):
+        return False
+    return got.numel() == 0 or torch.equal(bytes_of(got), bytes_of(expected))
+
+
+def bytes_of(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t).view(-1).view(torch.uint8)
+
+
+@contextmanager
+def small_pieces() -> Iterator[None]:
+    """Every threshold of the backends below the sizes of messages; the largest of these are not large then."""
+    global LARGE
+    before = LARGE, c10d.HALVED, mpi.SMALL, mpi.PIECE, mpi.ADDED
+    LARGE, c10d.HALVED, mpi.SMALL, mpi.PIECE, mpi.ADDED = 96, {"gloo": 32}, 0, 16, 16
+    try:
+        yield
+    finally:
+        LARGE, c10d.HALVED, mpi.SMALL, mpi.PIECE, mpi.ADDED = before
+
+
+def by_default(engine: Engine) -> type[Engine]:
+    """The engine's class, with the defaults that are built on `exchange`."""
+    names = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "overlaps")
+    return type("Default", (type(engine),), {name: getattr(Engine, name) for name in names})
+
+
+def hold(engine: Engine, chosen: Sequence[Law] = ALL) -> dict[str, str]:
+    """Every law, with and without `later`; on real processes also with other thresholds, defaults, and via the CPU.
+
+    Returns how each law is broken on this rank, by its name; "" where it holds.
+    """
+    found = dict.fromkeys([law.__name__ for law in chosen], "")
+
+    def note(how: str, laws: Sequence[Law], laters: Sequence[bool] = (False, True)) -> None:
+        for engine.later in laters:
+            for law in laws:
+                if problem := broken(law, engine):
+                    found[law.__name__] += f"{how}, later={engine.later}: {problem}\n"
+
+    note("as it is", chosen)
+    own = type(engine)
+    if issubclass(own, MessageEngine):
+        with small_pieces():
+            note("in small pieces", CALLS)
+        engine.__class__ = by_default(engine)
+        note("by default", CALLS, [True])
+        engine.__class__ = type("ThroughCpu", (own,), {"reaches": lambda self, x: False})
+        note("through the CPU", CALLS, [True])
+    engine.__class__, engine.later = own, False
+    return found

@@ -1,0 +1,366 @@
+"""The contract of engines: each of its laws holds on every engine, and each notices an engine that breaks it."""
+
+import functools
+import threading
+
+import laws
+import pytest
+import torch
+from releases import gloo_scatters_sums
+
+from diffcoll.core.groups import resolve
+from diffcoll.engines import c10d
+from diffcoll.engines.engine import Engine, done
+from diffcoll.engines.local import LocalEngine
+from diffcoll.engines.solo import SoloEngine
+from diffcoll.testing import simulate, spawn
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
+TIMEOUT = 100
+
+
+def on_rank(r, chosen=laws.ALL):
+    return laws.hold(resolve(None, "test"), chosen)
+
+
+def on_rank_as_nccl(r):
+    """gloo with the backend's own collectives everywhere, as on NCCL: which calls are made, not what a GPU does."""
+    engine = resolve(None, "test")
+    names, own = {"cpu": "other"}, c10d.C10dEngine.twin
+
+    def twin(self):  # torch makes no group of that name
+        self.backends = {"cpu": "gloo"}
+        found = own(self)
+        self.backends = found.backends = names
+        return found
+
+    engine.backends, c10d.C10dEngine.twin = names, twin
+    c10d.SUMS["other"] = c10d.SUMS["gloo"]
+    return laws.hold(engine)
+
+
+def simulated(n):
+    """A world for each law: an error ends its world, and no other."""
+    found = [{} for _ in range(n)]
+    for law in laws.ALL:
+        for r, of_rank in enumerate(simulate(functools.partial(on_rank, chosen=[law]), range(n), rules=True)):
+            found[r] |= of_rank
+    return found
+
+
+#: How many ranks, and all laws on them, in one run of real processes.
+ENGINES = {
+    "solo": ([1], lambda n: [laws.hold(SoloEngine())]),
+    "local": ([1, 2, 3], simulated),
+    "gloo": ([1, 2, 3], lambda n: spawn(on_rank, range(n), timeout=TIMEOUT)),
+    "gloo-as-nccl": ([3], lambda n: spawn(on_rank_as_nccl, range(n), timeout=TIMEOUT)),
+    "mpi": ([1, 2, 3], lambda n: spawn(on_rank, range(n), backend="mpi", timeout=TIMEOUT)),
+    "nccl": ([1], lambda n: spawn(on_rank, range(n), backend="nccl", timeout=TIMEOUT)),  # one GPU takes one rank
+}
+MARKS = {
+    "gloo-as-nccl": [gloo_scatters_sums],
+    "nccl": [pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")],
+}
+RUNS = [
+    pytest.param(name, n, id=f"{name}-{n}", marks=MARKS.get(name, []))
+    for name, (sizes, _) in ENGINES.items()
+    for n in sizes
+]
+
+
+@functools.cache
+def held(name, n):
+    """What each rank found of each law; or the error that ended the run, which says in which law it was."""
+    try:
+        return ENGINES[name][1](n)
+    except Exception as error:
+        return error
+
+
+class TestLaws:
+    @pytest.mark.parametrize("law", [law.__name__ for law in laws.ALL])
+    @pytest.mark.parametrize(("name", "n"), RUNS)
+    def test_holds(self, name, n, law):
+        found = held(name, n)
+        if isinstance(found, Exception):
+            raise found
+        assert [of_rank[law] for of_rank in found] == [""] * n
+
+
+# ── planted faults ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class Faulty(LocalEngine):
+    """A simulated engine with one fault; its twins have the same."""
+
+    def twin(self):
+        twin = super().twin()
+        twin.__class__ = type(self)
+        return twin
+
+
+class DoesNotFillTheOwnBlock(Faulty):
+    def exchange(self, sends, recvs):
+        return super().exchange(sends, [None if s == self.rank else b for s, b in enumerate(recvs)])
+
+
+class DoesNotGatherTheOwnBlock(Faulty):
+    def all_gather(self, x, row, counts):
+        parts = row.split(counts)
+        x = parts[self.rank] if x is None else x.view(-1)
+        return self.exchange(
+            *[[None if s == self.rank else b for s, b in enumerate(bs)] for bs in ([x] * self.size, parts)]
+        )
+
+
+class ScattersTheSumOfTheOthers(Faulty):
+    def reduce_scatter(self, row, counts, out):
+        super().reduce_scatter(row, counts, out)()
+        out -= row.split(counts)[self.rank].view(out.shape)
+        return done
+
+
+class DropsTheRemainder(Faulty):
+    def all_reduce(self, x, y):
+        parts = (x.numel() // self.size) * self.size
+        whole, z = x.reshape(-1)[:parts], torch.empty(parts, dtype=x.dtype)
+        super().all_reduce(whole, z)()
+        y.copy_(x).view(-1)[:parts] = z
+        return done
+
+
+class BroadcastsFromRank0(Faulty):
+    def broadcast(self, y, src):
+        return super().broadcast(y, 0)
+
+
+class ReducesToRank0(Faulty):
+    def reduce(self, y, dst):
+        return super().reduce(y, 0)
+
+
+class MovesFloats(Faulty):
+    def exchange(self, sends, recvs):
+        landing = [None if b is None else b.to(torch.float32) for b in recvs]
+        wait = super().exchange([None if b is None else b.to(torch.float32) for b in sends], landing)
+
+        def finish():
+            wait()
+            for b, landed in zip(recvs, landing, strict=True):
+                if b is not None:
+                    b.copy_(landed)
+
+        return finish
+
+
+class SumsRealParts(Faulty):
+    def reduce_scatter(self, row, counts, out):
+        if not out.is_complex():
+            return super().reduce_scatter(row, counts, out)
+        total = torch.empty(out.shape, dtype=out.dtype.to_real())
+        super().reduce_scatter(row.real.contiguous(), counts, total)()
+        out.copy_(total)
+        return done
+
+
+class StacksAndSums(Faulty):
+    """Every rank adds up everything, in an order given by `order`, in the dtype of x."""
+
+    def order(self, terms):
+        return terms
+
+    def all_reduce(self, x, y):
+        found = y.new_empty(self.size * y.numel())
+        self.all_gather(x.contiguous(), found, [y.numel()] * self.size)()
+        first, *rest = self.order(list(found.view(self.size, *y.shape)))
+        y.copy_(first)
+        for term in rest:
+            y += term
+        return done
+
+
+class SumsFromItsOwnRank(StacksAndSums):
+    def order(self, terms):
+        return terms[self.rank :] + terms[: self.rank]
+
+
+class ClearsItsOutput(Faulty):
+    def all_reduce(self, x, y):
+        y.zero_()
+        return super().all_reduce(x, y)
+
+
+class WritesPartialSums(Faulty):
+    def reduce(self, y, dst):
+        self.all_reduce(y, y)()
+        return done
+
+
+class WritesBeforeItsOutput(Faulty):
+    def broadcast(self, y, src):
+        wait = super().broadcast(y, src)
+        if y.storage_offset():
+            y.as_strided((1,), (1,), y.storage_offset() - 1).zero_()
+        return wait
+
+
+class ReadsLate(Faulty):
+    def all_reduce(self, x, y):
+        if x is y or not x.is_contiguous():
+            return super().all_reduce(x, y)
+        found = [torch.empty_like(y) for _ in range(self.size)]
+        wait = self.exchange([x] * self.size, found)
+        return lambda: (wait(), y.copy_(sum(found).to(y.dtype)))
+
+
+class GivesMemoryBackAtOnce(Faulty):
+    def exchange(self, sends, recvs):
+        lent = [None if b is None else self.scratch.take(b.numel(), like=b).view(b.shape).copy_(b) for b in sends]
+        for b in lent:
+            if b is not None:
+                self.scratch.give(b)
+        return super().exchange(lent, recvs)
+
+
+class GathersWhatIsNotContiguous(StacksAndSums):
+    def all_reduce(self, x, y):
+        return Engine.all_reduce(self, x, y) if x.is_contiguous() else super().all_reduce(x, y)
+
+
+class SkipsCallsWithoutDataOfItsOwn(Faulty):
+    def exchange(self, sends, recvs):
+        if any(b is not None and b.numel() for b in sends) or self.size == 1:
+            return super().exchange(sends, recvs)
+        return done
+
+
+class WaitsInTheOrderOfCalls(Faulty):
+    def exchange(self, sends, recvs):
+        first = super().exchange(sends, recvs)
+        queue = self.__dict__.setdefault("queue", [])
+        queue.append(first)
+        return lambda: queue.pop(0)()
+
+
+class StartsInTheWait(Faulty):
+    def exchange(self, sends, recvs):
+        return lambda: LocalEngine.exchange(self, sends, recvs)()
+
+
+class WaitsInItsOwnThread(Faulty):
+    def exchange(self, sends, recvs):
+        return functools.partial(self.check, super().exchange(sends, recvs), threading.get_ident())
+
+    def check(self, wait, thread):
+        assert threading.get_ident() == thread
+        wait()
+
+
+class IsItsOwnTwin(Faulty):
+    def twin(self):
+        return self
+
+
+class ClosesItself(Faulty):
+    closed = False
+    ended = property(lambda self: self.closed)
+
+    def twin(self):
+        twin = super().twin()
+        twin.close = lambda: setattr(self, "closed", True)
+        return twin
+
+
+class SortsRanks(Faulty):
+    def subgroup(self, ranks):
+        return super().subgroup(sorted(ranks))
+
+
+class HasAlwaysEnded(Faulty):
+    ended = True
+
+
+class IsAbsentItself(Faulty):
+    def absent(self):
+        return [self.rank]
+
+
+class ConnectsFromRank0(Faulty):
+    def connect(self, device):
+        if self.rank == 0:
+            self.all_reduce(torch.zeros(1), torch.zeros(1))()
+
+
+class ControlsFromWhereItMovesNothing(Faulty):
+    devices = ("cuda",)
+
+
+class IsSmallByRank(Faulty):
+    def small(self, device):
+        return self.rank
+
+
+class OverlapsByLayout(Faulty):
+    def overlaps(self, x):
+        return x.is_contiguous()
+
+
+class SaysThatItOverlaps(Faulty):
+    def overlaps(self, x):
+        return True
+
+
+FAULTS = [
+    (laws.exchange_fills_every_block, DoesNotFillTheOwnBlock),
+    (laws.all_gather_gives_every_rank_all_blocks, DoesNotGatherTheOwnBlock),
+    (laws.reduce_scatter_gives_every_rank_its_sum, ScattersTheSumOfTheOthers),
+    (laws.all_reduce_gives_every_rank_the_sum, DropsTheRemainder),
+    (laws.broadcast_gives_every_rank_the_tensor_of_src, BroadcastsFromRank0),
+    (laws.reduce_gives_dst_the_sum, ReducesToRank0),
+    (laws.every_dtype_is_moved, MovesFloats),
+    (laws.every_number_is_summed, SumsRealParts),
+    (laws.half_precisions_are_summed_in_float32, StacksAndSums),
+    (laws.all_reduce_is_bitwise_equal_on_all_ranks, SumsFromItsOwnRank),
+    (laws.an_output_may_be_an_input_where_that_is_allowed, ClearsItsOutput),
+    (laws.nothing_but_the_outputs_is_written, WritesPartialSums),
+    (laws.nothing_but_the_outputs_is_written, WritesBeforeItsOutput),
+    (laws.all_reduce_has_read_x_when_it_returns, ReadsLate),
+    (laws.memory_is_kept_until_the_wait, GivesMemoryBackAtOnce),
+    (laws.memory_layout_is_each_ranks_own, GathersWhatIsNotContiguous),
+    (laws.calls_without_data_need_no_data_on_other_ranks, SkipsCallsWithoutDataOfItsOwn),
+    (laws.waits_may_be_called_in_any_order, WaitsInTheOrderOfCalls),
+    (laws.a_wait_sends_no_messages, StartsInTheWait),
+    (laws.a_wait_may_be_called_in_another_thread, WaitsInItsOwnThread),
+    (laws.a_twin_has_the_same_ranks_and_messages_of_its_own, IsItsOwnTwin),
+    (laws.closing_a_twin_leaves_its_engine_as_it_was, ClosesItself),
+    (laws.subgroups_have_their_ranks_in_the_order_given, SortsRanks),
+    (laws.a_group_has_ended_when_its_backend_has_destroyed_it, HasAlwaysEnded),
+    (laws.absent_lists_nobody_if_all_ranks_ask, IsAbsentItself),
+    (laws.connect_may_be_called_again, ConnectsFromRank0),
+    (laws.control_device_is_one_that_the_engine_moves, ControlsFromWhereItMovesNothing),
+    (laws.small_is_equal_on_all_ranks, IsSmallByRank),
+    (laws.overlaps_is_equal_on_all_ranks, OverlapsByLayout),
+    (laws.what_overlaps_needs_no_further_call, SaysThatItOverlaps),
+]
+
+
+@pytest.mark.parametrize(("law", "fault"), FAULTS, ids=lambda o: o.__name__)
+def test_a_planted_fault_is_noticed(law, fault):
+    found = set()
+
+    def body(r):
+        engine = resolve(None, "test")
+        engine.__class__ = fault
+        for engine.later in (False, True):
+            found.add(laws.broken(law, engine))
+
+    try:
+        simulate(body, range(3), rules=True)
+    except Exception as error:
+        found.add(str(error))
+    assert found - {""}
+
+
+def test_every_law_has_a_planted_fault():
+    assert {law for law, _ in FAULTS} == set(laws.ALL)
+    assert len(set(laws.ALL)) == len(laws.ALL)
