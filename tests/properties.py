@@ -247,17 +247,18 @@ ALL = [
 ]
 
 
-def hold(pairs: Iterable[tuple[Property, Case]], n: int, run: Callable[..., list[Any]]) -> None:
-    """Assert properties of cases in a world of n ranks, in one run of them all."""
-    started = [(g, body) for p, case in pairs if (body := next(g := p(case), None)) is not None]
-    bodies = [body for _, body in started]
+def hold(pairs: Iterable[tuple[Property, Case]], n: int, run: Callable[..., list[Any]]) -> set[Property]:
+    """Assert properties of cases in a world of n ranks, in one run of them all; return those that said something."""
+    started = [(p, g, body) for p, case in pairs if (body := next(g := p(case), None)) is not None]
+    bodies = [body for *_, body in started]
     results = run(lambda r: [body(r) for body in bodies], range(n))
-    for i, (g, _) in enumerate(started):
+    for i, (_, g, _) in enumerate(started):
         try:
             g.send([of_rank[i] for of_rank in results])
         except StopIteration:
             continue
         raise AssertionError("a property yields once")
+    return {p for p, *_ in started}
 
 
 def _rule(case: Case, r: int) -> tuple[Tensor, linear.Linear]:

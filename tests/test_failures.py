@@ -3,8 +3,10 @@
 import os
 import re
 import signal
+import tempfile
 import time
 from datetime import timedelta
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -50,9 +52,19 @@ def lose(how, where, call, numel=60):
         lost("backward")
         y.sum().backward()
 
+    def until_all_know(r, folder):
+        """The last of the others ends what was stopped; spawn would wait for its last words."""
+        (folder / f"pid-{r}").write_text(str(os.getpid()))
+        try:
+            body(r)
+        finally:
+            (folder / f"knows-{r}").touch()
+            if how == signal.SIGSTOP and len(list(folder.glob("knows-*"))) == N - 1:
+                os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
+
     start = time.monotonic()
-    with pytest.raises(RanksFailedError) as caught:
-        spawn(body, range(N), timeout=30)
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(RanksFailedError) as caught:
+        spawn(until_all_know, range(N), [Path(folder)] * N, timeout=30)
     assert time.monotonic() - start < TIMEOUT + 15
     reports = caught.value.reports
     return [reports[r] for r in range(N) if r != 1]

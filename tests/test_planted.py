@@ -112,34 +112,3 @@ def test_the_two_worlds_are_told_apart(monkeypatch, name):
     right = rule.adjoint
     monkeypatch.setattr(rule, "adjoint", property(lambda f: right.fget(replace(f, replicated=True))))
     assert not held(name)
-
-
-def test_the_harness_runs_every_property(monkeypatch):
-    """A property that never came to its assertions would hold of everything."""
-    reached = []
-
-    def counted(holds):
-        def generator(case):
-            results = yield from started(holds(case))
-            reached.append((holds.__name__, case.name))
-            return results
-
-        generator.__name__ = holds.__name__
-        return generator
-
-    def started(inner):
-        body = next(inner, None)
-        if body is None:
-            return
-        results = yield body
-        try:
-            inner.send(results)
-        except StopIteration:
-            return
-
-    monkeypatch.setattr(properties, "ALL", [counted(holds) for holds in properties.ALL])
-    for name in COLLECTIVES:
-        assert held(name)
-    for holds in properties.ALL:
-        for name in COLLECTIVES:
-            assert (holds.__name__, name) in reached

@@ -31,8 +31,10 @@ def test_in_simulated_worlds(name, holds):
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_the_table_in_simulated_worlds(name, n):
     table = [case for case in cases.table(n) if case.name == name]
-    assert table
-    properties.hold([(holds, case) for case in table for holds in properties.ALL], n, simulated)
+    held = properties.hold([(holds, case) for case in table for holds in properties.ALL], n, simulated)
+    if n == 2:  # where calls are small enough for all of them
+        not_held = {properties.forward_mode_and_jacobians_agree} if all(any(case.shared) for case in table) else set()
+        assert held == set(properties.ALL) - not_held
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])

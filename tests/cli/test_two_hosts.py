@@ -35,11 +35,20 @@ for h in 0 1; do
 done
 """
 
+# `diffcoll` without PyTorch's own beside it.
+OURS = """
+import sys
+from diffcoll.cli import competitors, main
+for system in list(competitors.SYSTEMS)[1:]:
+    del competitors.SYSTEMS[system]
+sys.exit(main(sys.argv[1:]))
+"""
+
 VERIFY = """
 run() {
     ip netns exec host$1 env GLOO_SOCKET_IFNAME=dc$1 "$PYTHON" -m torch.distributed.run --nnodes 2 --node-rank $1 \
         --nproc-per-node 1 --master-addr 10.77.0.10 --master-port 29500 \
-        -m diffcoll verify --only all_gather,digits --json "$OUT/$1.json"
+        "$OUT/ours.py" verify --only all_gather,digits --json "$OUT/$1.json"
 }
 run 0 & first=$!
 run 1
@@ -62,6 +71,7 @@ def test_torchrun_on_two_hosts(tmp_path):
     if line.returncode:
         pytest.skip(f"no network namespaces here: {line.stderr.strip()}")
     assert line.stdout.count("qdisc netem") + line.stdout.count("qdisc tbf") == 2
+    (tmp_path / "ours.py").write_text(OURS)
     done = alone(HOSTS + VERIFY, OUT=str(tmp_path))
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "0.json").read_text())

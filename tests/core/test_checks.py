@@ -420,8 +420,16 @@ def test_the_switch():
     assert not checks.is_on()
     with pytest.raises(TypeError, match="check_mode: on: got str, expected True or False"):
         dc.check_mode("off")
-    code = "from diffcoll.core import checks; print(checks.is_on())"
-    for value, expected in (("1", "True"), ("0", "False")):
-        environment = {**os.environ, "DIFFCOLL_CHECK": value, "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-        assert done.stdout.strip() == expected
+    code = """
+import os, torch
+for value in "10":
+    if os.fork() == 0:
+        os.environ["DIFFCOLL_CHECK"] = value
+        from diffcoll.core import checks  # which looks
+        print(value, checks.is_on(), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.splitlines() == ["1 True", "0 False"]
