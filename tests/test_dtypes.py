@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import diffcoll as dc
-from diffcoll.core import call
+from diffcoll.core import arguments
 from diffcoll.testing import cases, simulate, spawn, strategies
 from diffcoll.testing.cases import Case
 
@@ -153,8 +153,8 @@ def test_no_dtype_is_forgotten():
     known = {*FLOATS, *INTEGERS, torch.bool, *UNSIGNED, *ONLY_MOVED, *OPAQUE, torch.complex32}
     quantized = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
     assert {d for d in vars(torch).values() if isinstance(d, torch.dtype)} == known | quantized
-    assert call.MOVED == known - {*OPAQUE}
-    assert call.ADDED == known - {*OPAQUE, *UNSIGNED, *ONLY_MOVED, torch.bool}
+    assert arguments.MOVED == known - {*OPAQUE}
+    assert arguments.ADDED == known - {*OPAQUE, *UNSIGNED, *ONLY_MOVED, torch.bool}
 
 
 @pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
