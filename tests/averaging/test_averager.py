@@ -690,14 +690,14 @@ def test_parameters_that_differ(where):
     texts, n = found[0]
     assert n == 3
     words = [
-        "number 0:\n  rank 0: a (3,) torch.float32\n  rank 1: b (3,)",
-        "number 1:\n  rank 0: a (3,) torch.float32\n  rank 1: a (4,)",
-        "number 0:\n  rank 0: a (3,) torch.float32\n  rank 1: a (3,) torch.float64",
-        "number 0:\n  rank 0: a (2, 3, 2, 2) torch.float32\n  rank 1: a (2, 3, 2, 2) torch.float32 channels_last\n",
-        "number 1:\n  rank 0: b (3,) torch.float32\n  rank 1: nothing\n  rank 2: b",
+        "index 0:\n  rank 0: a (3,) torch.float32\n  rank 1: b (3,)",
+        "index 1:\n  rank 0: a (3,) torch.float32\n  rank 1: a (4,)",
+        "index 0:\n  rank 0: a (3,) torch.float32\n  rank 1: a (3,) torch.float64",
+        "index 0:\n  rank 0: a (2, 3, 2, 2) torch.float32\n  rank 1: a (2, 3, 2, 2) torch.float32 channels_last\n",
+        "index 1:\n  rank 0: b (3,) torch.float32\n  rank 1: nothing\n  rank 2: b",
     ]
     for text, word in zip(texts, words, strict=True):
-        assert text.startswith("GradientAverager: the ranks' parameters differ; the first that does is " + word)
+        assert text.startswith("GradientAverager: the ranks' parameters differ; the first difference is at " + word)
 
 
 def test_broadcast_at_the_start_and_detach():
@@ -861,7 +861,7 @@ def test_a_peer_that_does_not_come(how):
             r"CollectiveFailedError: GradientAverager, bucket 0 of 1 \(\d\.\w+ … \d\.\w+, 6 parameters\)", text
         )
         assert f"failed on rank {r} of a gloo group of 3 ranks" in text
-        assert "rank 1 did not come: it died, hangs, has not called backward, or its loss uses none of" in text
+        assert "rank 1 did not join: it died, hangs, has not called backward, or its loss uses none of" in text
         assert "call backward equally often on all ranks, see join() for unequal numbers" in text
 
 
@@ -951,7 +951,7 @@ WRONG = [
     (
         lambda: dc.GradientAverager([torch.ones(2, requires_grad=True) * 2]),
         ValueError,
-        "module_or_params: got 0, which is no leaf, expected leaf tensors",
+        "module_or_params: got 0, which is not a leaf, expected leaf tensors",
     ),
     (
         lambda: dc.GradientAverager([torch.ones(2)], broadcast_buffers=True),
@@ -961,9 +961,13 @@ WRONG = [
     (
         lambda: weighted().set_weight(-1),
         ValueError,
-        ".set_weight: weight: got -1, expected a finite number",
+        ".set_weight: weight: got -1, expected a finite non-negative number",
     ),
-    (lambda: weighted().set_weight(float("nan")), ValueError, ".set_weight: weight: got nan, expected a finite number"),
+    (
+        lambda: weighted().set_weight(float("nan")),
+        ValueError,
+        ".set_weight: weight: got nan, expected a finite non-negative number",
+    ),
     (lambda: weighted().set_weight("3"), TypeError, ".set_weight: weight: got str, expected a number or a 0-d tensor"),
     (
         lambda: weighted().set_weight(torch.ones(2)),
@@ -996,7 +1000,9 @@ def test_a_graph_of_gradients_and_a_joint_world():
     dc.GradientAverager(model)
     with pytest.raises(RuntimeError, match=r"part of a graph \(create_graph=True\).*dc.average_gradients"):
         model(torch.ones(1, 5)).pow(2).sum().backward(create_graph=True)
-    with pytest.raises(RuntimeError, match=r"GradientAverager: group: got a joint world, expected ranks that call"):
+    with pytest.raises(
+        RuntimeError, match=r"GradientAverager: group: got simulated ranks that share one .*, expected ranks"
+    ):
         simulate(lambda r: dc.GradientAverager(mlp()), range(2))
 
 

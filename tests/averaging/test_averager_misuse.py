@@ -325,7 +325,7 @@ def test_with_distributed_data_parallel():
         for text in texts:
             assert text.startswith("GradientAverager: ")
             assert re.search(
-                "DistributedDataParallel.*, (too|which averages its gradients); take one of the two away", text
+                "DistributedDataParallel.*, (too|which averages its gradients); remove one of the two", text
             )
 
 
@@ -433,7 +433,7 @@ def test_parameters_that_are_replaced():
             for _ in range(2):
                 text = refused(partial(loss.backward, retain_graph=True))
                 assert text.startswith(f"GradientAverager: {name}"), (how, text)
-                assert "make the GradientAverager anew, which takes over" in text
+                assert "make a new GradientAverager, which replaces this one" in text
             dc.GradientAverager(model)
             model.zero_grad()
             plain = copy.deepcopy(model)
@@ -505,7 +505,7 @@ def test_an_optimizer_that_steps_within_backward(where, before):
             handles = handles or [stepping(p, zero) for p in stepped]
             text = refused(partial(backward, model, r))
             if r in ranks:
-                assert "as an optimizer that steps within backward does" in text, (text, zero, which)
+                assert "as by an optimizer that steps within backward" in text, (text, zero, which)
                 assert which != [1] or text.startswith("GradientAverager: 0.bias: its ")
             else:
                 assert "a rank has left this backward by an error" in text
