@@ -159,7 +159,7 @@ def test_backward_inside_a_joint_graph_is_refused():
     xs = [torch.tensor(1.0, requires_grad=True) for _ in range(2)]
     with pytest.raises(RuntimeError, match=r"backward ran through all_reduce inside simulate\(\).*rules=True"):
         simulate(body, xs)
-    with pytest.raises(dc.CollectiveMismatchError, match=r"all_reduce: torch.func transforms inside a joint graph"):
+    with pytest.raises(dc.CollectiveMismatchError, match=r"all_reduce: a torch.func transform in one rank"):
         simulate(lambda x: torch.func.grad(dc.all_reduce)(x.detach()), xs)
 
 
@@ -283,7 +283,7 @@ def test_what_is_a_sequence():
     for endless in (itertools.count(), itertools.repeat(1)):
         with pytest.raises(ValueError, match=r"got sequences of lengths \[2, 3\]"):
             simulate(lambda a, b: a, range(2), endless)
-    with pytest.raises(ValueError, match="got sequences of 65536 elements and more, expected N"):
+    with pytest.raises(ValueError, match="got sequences of 65536 or more elements, expected N"):
         simulate(lambda a: a, itertools.count())
 
 
