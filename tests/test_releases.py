@@ -44,7 +44,7 @@ def test_groups_of_ranks_in_another_order_before_2_12():
 
 @before(RELEASE >= (2, 8), reason="hooks for saved tensors are shown here")
 def test_hooks_for_saved_tensors_before_2_8():
-    words = "a checkpoint or other hooks for saved tensors: torch .* does not show them, torch 2.8 and later do"
+    words = "a checkpoint or other hooks for saved tensors: torch .* does not expose them, torch 2.8 and later do"
 
     def loss(x):
         with dc.joint_backward() as joint:

@@ -1,4 +1,4 @@
-"""Blocks of a tensor along a dimension: cut for sending, joined on receipt, without a copy where that can be."""
+"""Splits a tensor into contiguous blocks along a dimension, and joins blocks; without a copy if possible."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["cut", "join"]
 
 
 def cut(x: Tensor, dim: int, sizes: Sequence[int]) -> list[Tensor]:
-    """Return contiguous blocks of x; views of it where its memory allows."""
+    """Return contiguous blocks of x; views if the blocks are contiguous in x."""
     if len(sizes) == 1:
         return [x.contiguous()]
     if dim > 0 and prod(x.shape[:dim]) == 1:
-        x = x.contiguous()  # then so is every block
+        x = x.contiguous()  # every block is contiguous then
     return [block.contiguous() for block in x.split_with_sizes(list(sizes), dim)]
 
 
 def join(
     like: Tensor, shape: Sequence[int], dim: int, sizes: Sequence[int], engine: Engine
 ) -> tuple[list[Tensor], Callable[[], Tensor]]:
-    """Return contiguous blocks to be filled, and the function that then returns them as one tensor.
+    """Return contiguous blocks to be filled, and the function that returns their concatenation once they are.
 
-    Block s has this shape, but `sizes[s]` along dim, and dtype and device of `like`. Where the blocks are
-    contiguous in the joined tensor they are parts of it already.
+    Block s has this shape, with `sizes[s]` along dim, and dtype and device of `like`. Blocks that are contiguous in the
+    result are views of it.
     """
     shape = [*shape[:dim], sum(sizes), *shape[dim + 1 :]]
     y = like.new_empty(shape)
