@@ -1,9 +1,9 @@
-"""Train on three processes, save, go on from the checkpoint on two: the curve of one process that never stopped.
+"""Train on three processes, save, resume on two: the loss curve equals that of one uninterrupted process.
 
     python examples/resume.py
 
-A checkpoint is what one rank has, for all have the same: parameters under the names of the module, the optimizer's
-state, and how far the data have been read. The batch is the same whatever the number of ranks; each takes a share.
+All ranks have the same state, so one of them saves it: parameters under the names of the module, the optimizer's state,
+and the step. The global batch does not depend on the number of ranks; each rank takes a part of it.
 """
 
 import tempfile
@@ -19,7 +19,7 @@ BATCH, STEPS = 20, 12
 
 
 def train(rank: int, folder: str, start: int, stop: int) -> list[float]:
-    torch.manual_seed(rank)  # the parameters are broadcast
+    torch.manual_seed(rank)  # different parameters; GradientAverager broadcasts rank 0's
     net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1)).double()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
     file = Path(folder, "checkpoint.pt")
