@@ -11,15 +11,15 @@ from diffcoll.core._torch import COMPILES, RELEASE
 from diffcoll.testing import simulate, spawn
 
 torch.set_num_threads(1)
-if "PYTEST_XDIST_WORKER" in os.environ:  # ranks of another test wait for a core
+if "PYTEST_XDIST_WORKER" in os.environ:  # other tests' ranks need the core
     os.environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
 
 
 def pytest_configure(config):
-    if not COMPILES:  # then this file says so as soon as it is imported
+    if not COMPILES:  # compiled.py raises on import then
         file = Path(diffcoll.__file__).parent / "core" / "compiled.py"
         config.option.ignore = [*(config.option.ignore or ()), str(file)]
-    if RELEASE < (2, 13):  # a checkpoint whose forward an error ended is collected in another thread, and pops no hooks
+    if RELEASE < (2, 13):  # an aborted checkpoint is collected in another thread and cannot remove its hooks
         ignored = "ignore:Exception ignored in. <generator object _checkpoint_without_reentrant_generator"
         config.addinivalue_line("filterwarnings", f"{ignored}:pytest.PytestUnraisableExceptionWarning")
 
@@ -65,5 +65,5 @@ def gradients(request):
 
 @pytest.fixture(params=["truth", "rules", "gloo"])
 def run(request):
-    """Simulate in truth, simulate under the rules, spawn: for values."""
+    """Runs a function in truth, under the rules, and on processes: for tests of values."""
     return {"truth": simulate, "rules": lambda *call: simulate(*call, rules=True), "gloo": spawn}[request.param]

@@ -13,7 +13,7 @@ N = 3
 
 
 def recorded(r, seed):
-    """The sizes of the tensors that collectives move, forward and backward, in a program with a graph of its own."""
+    """Return the sizes of the tensors sent, forward and backward, in a program whose graph differs between ranks."""
     sizes, begin = [], linear.begin
 
     def noting(f, x, later=False):
@@ -48,7 +48,7 @@ def recorded(r, seed):
     finally:
         linear.begin = begin
     forward, backward = sizes[:made], sizes[made:]
-    return forward, list(dict.fromkeys(backward))  # a checkpointed one runs again first
+    return forward, list(dict.fromkeys(backward))  # a checkpoint runs its collectives again before their backward
 
 
 def test_reverse_order():

@@ -1,4 +1,4 @@
-"""`diffcoll verify`: says what is right, notices what is not, and runs under a launcher."""
+"""`diffcoll verify`: reports right and wrong calls, and runs under launchers."""
 
 import dataclasses
 import json
@@ -24,13 +24,13 @@ ROOT = Path(diffcoll.__file__).parent.parent
 
 
 def run(tmp_path, *arguments):
-    """Exit status, and what is in the files."""
+    """Return the exit status and the contents of the files."""
     files = tmp_path / "report.json", tmp_path / "report.html"
     status = main(["verify", *arguments, "--json", str(files[0]), "--html", str(files[1])])
     return status, json.loads(files[0].read_text()), files[1].read_text()
 
 
-@compiles  # a row of its own
+@compiles  # compiled calls have a row of their own
 def test_right_beside_wrong(tmp_path, capsys):
     status, found, page = run(tmp_path, "--world-size", "2", "--only", "broadcast,reduce")
     printed = capsys.readouterr().out
@@ -42,7 +42,7 @@ def test_right_beside_wrong(tmp_path, capsys):
         assert set(systems) == set(competitors.SYSTEMS)
         assert set(systems["diffcoll"]) == kinds.get(call, {"output", "gradient", "second"})
         assert max(systems["diffcoll"].values()) <= report.TOLERANCE
-    # what PyTorch's own really do: a broadcast whose backward is the identity
+    # PyTorch's own broadcast has the identity as backward
     theirs = rows["broadcast", "src=1"]["torch.distributed._functional_collectives"]
     assert theirs["output"] == 0
     assert theirs["gradient"] > 0.1
@@ -56,14 +56,14 @@ def test_right_beside_wrong(tmp_path, capsys):
     count = sum(case.name in ("broadcast", "reduce") for case in cases.table(2)) + 2 * len(kinds)
     assert f"{count} of {count} calls are right" in printed
     assert "not offered" in printed
-    # the columns of PyTorch's own name the release, which the terminal's may break
+    # the columns of PyTorch's own name the release; the terminal's may wrap
     assert found["torch"] == torch.__version__
     assert f"of torch {torch.__version__}" in " ".join(printed.replace("│", " ").replace("┃", " ").split())
     for system in ("nn.functional", "_functional_collectives"):
         assert f"<th>{system} of torch {torch.__version__}" in page
     assert page.startswith("<!doctype html>")
     assert f"{count} of {count} calls of diffcoll are right" in page
-    assert not re.search(r'(src|href)="|https?://|<script', page)  # it stands by itself
+    assert not re.search(r'(src|href)="|https?://|<script', page)  # no reference to other files
 
 
 def test_a_wrong_rule_is_noticed(tmp_path, monkeypatch, capsys):
@@ -71,7 +71,7 @@ def test_a_wrong_rule_is_noticed(tmp_path, monkeypatch, capsys):
 
     def wrong(case, x, rank, group=None):
         y = right(case, x, rank, group)
-        return y + (y - y.detach()) * 1e-8  # the gradient is off by a little
+        return y + (y - y.detach()) * 1e-8  # a small error in the gradient
 
     monkeypatch.setitem(competitors.SYSTEMS, "diffcoll", lambda case, rank: lambda x: wrong(case, x, rank))
     status, found, page = run(tmp_path, "--world-size", "2", "--only", "shift")
@@ -101,12 +101,12 @@ def test_the_table_has_every_collective():
         assert len(set(labels)) == len(labels)
 
 
-# ── what fails ───────────────────────────────────────────────────────────────────────────────────────────
+# ── failures ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
 def alone(monkeypatch):
-    """The library alone, and nothing compiled: each of the others costs seconds."""
+    """Only diffcoll, without compiled rows: each other system takes seconds."""
     for system in list(competitors.SYSTEMS)[1:]:
         monkeypatch.delitem(competitors.SYSTEMS, system)
     monkeypatch.setattr(verify, "_compiled_rows", lambda *_: [])
@@ -137,7 +137,7 @@ def test_a_call_that_raises(tmp_path, monkeypatch, capsys, alone):
 
 
 def test_no_processes_to_be_had(tmp_path, monkeypatch, capsys, alone):
-    """spawn does not return: one wait, not one for each call, and a report of it all."""
+    """spawn does not return: verify waits once, not once per call, and still reports."""
     waits = []
 
     def spawn(*_, **__):
@@ -230,7 +230,7 @@ def test_a_call_that_raises_under_torchrun(tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_fails_alone_under_torchrun(tmp_path):
-    """It raises where the other does not, which waits in vain; later it does not come back."""
+    """One rank raises, so the other times out; later the first one hangs."""
     failed, others = fail_under_torchrun(tmp_path, "1", "shift,scan,split,broadcast")
     for word in failed:
         assert word.startswith("raises CollectiveFailedError: shift, forward")
@@ -254,7 +254,7 @@ def test_a_file_that_can_no_longer_be_written(tmp_path, monkeypatch, capsys):
     folder.mkdir()
 
     def train(world, n):
-        folder.rmdir()  # it is empty: that it can be written was tried without a trace
+        folder.rmdir()  # it was empty: the check for writability left no file
         return report.Training(n, [1.0, 0.5], differences={"diffcoll.all_gather": (0.0, 0.0)})
 
     monkeypatch.setattr(verify, "_train", train)
@@ -337,7 +337,7 @@ def test_under_mpiexec(tmp_path):
 
 
 def test_on_mpi(tmp_path, monkeypatch):
-    monkeypatch.delitem(competitors.SYSTEMS, "torch.distributed._functional_collectives")  # one of gloo is enough
+    monkeypatch.delitem(competitors.SYSTEMS, "torch.distributed._functional_collectives")  # one on gloo is enough
     status, found, _ = run(tmp_path, "--engine", "mpi", "--world-size", "2", "--only", "scatter")
     assert status == 0
     assert "mpi processes on this machine" in found["about"]
@@ -350,7 +350,7 @@ def test_on_mpi(tmp_path, monkeypatch):
 def test_bench(capsys, monkeypatch, engine):
     monkeypatch.setattr(bench, "SIZES", {"1 MB": 1 << 18})
     monkeypatch.setattr(training, "MODELS", {"tiny": (lambda: torch.nn.Linear(3, 3), (2, 3))})
-    if engine:  # processes of MPI take seconds to start
+    if engine:  # starting MPI processes takes seconds
         whole, ours = training.memory, training.OURS_ON_MPI
         monkeypatch.setattr(training, "memory", lambda model, *of: whole(model, *of) if of[0] == ours else 0.0)
     names = "all_gather,overlap" if engine else "all_gather,trees,overlap"
