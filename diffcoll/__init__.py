@@ -1,7 +1,7 @@
 """Differentiable collectives for PyTorch.
 
-One law: N ranks, rank r computes a loss ℓ_r and calls `backward()` once; the objective is ℓ_0 + … + ℓ_{N−1}, and
-every backward here returns exactly its derivative with respect to this rank's tensors.
+One law: N ranks, rank r computes a loss ℓ_r and calls `backward()` once; the objective is ℓ_0 + … + ℓ_{N−1}. Every
+backward here returns the gradient of this sum of all ranks' losses with respect to this rank's tensors.
 
     import diffcoll as dc
     y = dc.all_gather(x)          # on every rank; y.sum().backward() is right on every rank

@@ -1,4 +1,4 @@
-"""Three ways to average gradients of unequal batches, beside one process that has all of them.
+"""Three ways to average gradients of unequal batches, compared with one process that has the whole batch.
 
 python examples/averaging.py
 """
@@ -9,7 +9,7 @@ from torch import nn
 import diffcoll as dc
 from diffcoll.testing import spawn
 
-TOKENS = [700, 200, 0]  # on each rank; the last one has none in this step
+TOKENS = [700, 200, 0]  # on each rank; rank 2 has an empty batch
 
 
 def batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:

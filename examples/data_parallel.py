@@ -1,9 +1,9 @@
-"""Segmentation of rare blobs with a Dice loss, on three processes: many losses, and one loss of all.
+"""Segmentation with a Dice loss on three processes: the mean of local losses, and one loss of the whole batch.
 
     python examples/data_parallel.py
 
-Pixels of a blob are rare, and on one rank there is none. Trained with the mean of the ranks' Dice losses, as DDP does
-it, with the Dice loss of all pixels through `diffcoll.all_reduce`, and on one process with the whole batch.
+Few pixels belong to a blob; one rank has none. The model is trained with the mean of the ranks' Dice losses, as DDP
+does, with the Dice loss of all pixels through `diffcoll.all_reduce`, and on one process with the whole batch.
 """
 
 import torch

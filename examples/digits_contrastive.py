@@ -1,7 +1,7 @@
-"""InfoNCE on handwritten digits: three processes that gather give the curve of one process, if the gather is right.
+"""InfoNCE on handwritten digits: with a differentiable gather, three processes give the loss curve of one.
 
-Trains the same small encoder three ways and plots the loss of the whole batch. The training itself, some forty
-lines with the loss and the averaging of gradients, is `diffcoll/cli/digits.py`.
+Trains the same small encoder on one process and with two gathers on three, and plots the loss of the whole batch. The
+training loop, with the loss and the averaging of gradients, is in `diffcoll/cli/digits.py`.
 
     python examples/digits_contrastive.py [FILE.png]
 """

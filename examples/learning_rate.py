@@ -1,9 +1,9 @@
-"""What the learning rate has to do with the number of ranks: linear regression on 1, 2, 4 and 8 simulated ranks.
+"""Learning rate and number of ranks: linear regression on 1, 2, 4 and 8 simulated ranks.
 
     python examples/learning_rate.py
 
-Every rank has a batch of the same size, so N ranks see N times as many samples in a step. The linear rule multiplies
-the rate by N and makes as many fewer steps: the path stays nearly the same, as long as N times the rate is small.
+Every rank has a batch of the same size, so N ranks use N times as many samples per step. The linear rule multiplies the
+rate by N and takes N times fewer steps: the parameters follow nearly the same path if N times the rate is small.
 """
 
 import torch
@@ -46,7 +46,7 @@ def main() -> None:
         same, linear = ((on(n, rate) - one).norm().item() for rate in (RATE, n * RATE))
         print(f"{n:5}  {SAMPLES // (BATCH * n):5}  {same:14.3f}  {linear:8.3f}")
         assert linear < 0.1 * same
-        # A sum of the ranks' mean losses has the factor N in it already.
+        # reduction="sum" multiplies the gradient of the mean by N, as the linear rule multiplies the rate.
         assert torch.allclose(on(n, RATE, "sum"), on(n, n * RATE), atol=1e-12)
 
 

@@ -1,8 +1,8 @@
-"""The same training with a parameter server and by all-reduce, on three processes.
+"""The same training with a parameter server and with all-reduce, on three processes.
 
     python examples/parameter_server.py
 
-Rank 0 is the server: gradients are reduced to it, it alone has an optimizer, and it broadcasts the parameters.
+Rank 0 is the server: gradients are reduced to it, only it has an optimizer, and it broadcasts the parameters.
 """
 
 import torch
@@ -55,10 +55,8 @@ def main() -> None:
     server, all_reduce = spawn(by_server, range(3)), spawn(by_all_reduce, range(3))
     largest = max((a - b).abs().max().item() for a, b in zip(server[2], all_reduce[0], strict=True))
     nbytes = sum(p.nbytes for p in server[0])
-    print(f"after {STEPS} steps of Adam parameters differ by {largest:.0e}")
-    print(
-        f"in a step the server sends {2 * nbytes} B and receives as much; by all-reduce each rank {4 * nbytes // 3} B"
-    )
+    print(f"after {STEPS} steps of Adam the parameters differ by {largest:.0e}")
+    print(f"per step the server sends and receives {2 * nbytes} B, with all-reduce each rank {4 * nbytes // 3} B")
     assert largest < 1e-12
 
 

@@ -1,6 +1,6 @@
-"""What a step waits for: collectives in a trace of torch.profiler, forward and backward, and a picture of it.
+"""Profile a step: collectives in a trace of torch.profiler, forward and backward, and where a rank waits.
 
-Two processes gather features, one of them late. Writes a trace for https://ui.perfetto.dev and a picture.
+Two processes gather features; rank 1 is late. Writes a trace for https://ui.perfetto.dev and a picture.
 
     python examples/profile_trace.py [FOLDER]
 """
@@ -21,12 +21,12 @@ import matplotlib.pyplot as plt
 
 
 def step(rank: int, folder: str) -> list[tuple[str, float, float]]:
-    """One step, profiled; what happened as (name, start, duration) in milliseconds."""
+    """Profile one step; return its events as (name, start, duration) in milliseconds."""
     w = torch.randn(256, 256, requires_grad=True)
     x = torch.randn(512, 256)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        pass  # loads what a profile needs
-    dc.all_gather(x @ w).sum().backward()  # connects; from here on the ranks go together
+        pass  # the first profile loads libraries
+    dc.all_gather(x @ w).sum().backward()  # the first collective connects the ranks and synchronizes them
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         with torch.profiler.record_function("encoder"):
             z = torch.tanh(x @ w)
@@ -60,7 +60,7 @@ def main(folder: str) -> None:
     waits = {
         rank: length for rank in range(2) for name, _, length in ranks[rank] if name.startswith("diffcoll.all_gather:")
     }
-    assert waits[0] > 10  # rank 0 waits for the one that is late
+    assert waits[0] > 10  # rank 0 waits for rank 1, which is late
     assert all(any("all_gather backward" in name for name, *_ in events) for events in ranks)
     print(f"wrote {picture}")
 

@@ -1,4 +1,4 @@
-"""What happens inside backward(): which gradients are local when, on two processes.
+"""When gradients are local and when they are averaged, around backward() on two processes.
 
 python examples/when_gradients_synchronize.py
 """
@@ -26,7 +26,7 @@ def watch(rank: int) -> tuple[list[str], list[float], float]:
     net.zero_grad()
     loss.backward(retain_graph=True)
     norms.append(norm(net))  # averaged
-    loss.backward()  # adds the average once more
+    loss.backward()  # accumulates the average a second time
     norms.append(norm(net))
     return events[: len(list(net.parameters()))], norms, loss.item()
 
@@ -37,9 +37,9 @@ def norm(net: nn.Module) -> float:
 
 def main() -> None:
     (order, a, loss_a), (_, b, loss_b) = spawn(watch, range(2))
-    print("gradients come in the order", ", ".join(order))
+    print("gradients are accumulated in the order", ", ".join(order))
     print(f"loss of this rank's batch        {loss_a:.6f}  {loss_b:.6f}")
-    for what, x, y in zip(("under no_sync", "after backward", "after a second one"), a, b, strict=True):
+    for what, x, y in zip(("under no_sync", "after backward", "after a second"), a, b, strict=True):
         print(f"norm of .grad {what:18} {x:.6f}  {y:.6f}")
     assert order[0].startswith("4.") and order[-1].startswith("0.")
     assert loss_a != loss_b and a[0] != b[0]

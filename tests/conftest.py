@@ -18,10 +18,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # ranks of another test wait for a core
 
 
 def pytest_configure(config):
-    if not COMPILES:  # then this file says so as soon as it is imported
+    if not COMPILES:  # compiled.py raises on import then
         file = Path(diffcoll.__file__).parent / "core" / "compiled.py"
         config.option.ignore = [*(config.option.ignore or ()), str(file)]
-    if RELEASE < (2, 13):  # a checkpoint whose forward an error ended is collected in another thread, and pops no hooks
+    if RELEASE < (2, 13):  # an aborted checkpoint is collected in another thread and cannot remove its hooks
         ignored = "ignore:Exception ignored in. <generator object _checkpoint_without_reentrant_generator"
         config.addinivalue_line("filterwarnings", f"{ignored}:pytest.PytestUnraisableExceptionWarning")
 
@@ -67,5 +67,5 @@ def gradients(request):
 
 @pytest.fixture(params=["truth", "rules", "gloo"])
 def run(request):
-    """Simulate in truth, simulate under the rules, spawn: for values."""
+    """Runs a function in truth, under the rules, and on processes: for tests of values."""
     return {"truth": simulate, "rules": lambda *call: simulate(*call, rules=True), "gloo": spawn}[request.param]

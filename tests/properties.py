@@ -1,7 +1,7 @@
-"""What must hold of every collective, on every case.
+"""Properties that hold for every collective, in every case.
 
 A property is a generator: it yields the body that every rank runs, is sent all ranks' results, and asserts.
-So the same property is held in simulated worlds, case by case, and on real processes, all cases in one run.
+The same property is checked on simulated ranks, case by case, and on real processes, all cases in one run.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from diffcoll.core import derivatives, linear
 from diffcoll.testing import cases
-from diffcoll.testing.cases import Case, _paired
+from diffcoll.testing.cases import Case, _real_inner
 
 Body = Callable[[int], Any]
 Property = Callable[[Case], Generator[Body, list[Any], None]]
@@ -43,7 +43,7 @@ def the_input_is_untouched_and_the_output_its_own(case: Case) -> Generator[Body,
 
 
 def the_output_may_be_changed_in_place(case: Case) -> Generator[Body, list[Any], None]:
-    """Gradients to second order are those of the same formula out of place; nothing else changes with y."""
+    """Gradients up to second order equal those of the out-of-place formula; x does not change with y."""
 
     def body(r: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         def gradients(in_place: bool) -> list[Tensor]:
@@ -54,13 +54,13 @@ def the_output_may_be_changed_in_place(case: Case) -> Generator[Body, list[Any],
             before = leaf.detach().clone()
             w = case.w(y, r, SEED)
             y = y.mul_(2).add_(1) if in_place else y * 2 + 1
-            loss = _paired(w, y.sin()) + 0 * _paired(leaf, leaf)
+            loss = _real_inner(w, y.sin()) + 0 * _real_inner(leaf, leaf)
             (g,) = torch.autograd.grad(loss, leaf, create_graph=True)
-            (h,) = torch.autograd.grad(_paired(case.v(g, r, SEED), g), leaf)
+            (h,) = torch.autograd.grad(_real_inner(case.v(g, r, SEED), g), leaf)
             assert torch.equal(leaf, before), case
             return [y.detach(), g.detach(), h]
 
-        with torch.no_grad():  # where a result might be x itself
+        with torch.no_grad():  # forward might return x itself here
             x = case.x(r, SEED)
             case.call(x, r).fill_(7)
         return gradients(True), gradients(False), [x] if x is None else [x, case.x(r, SEED)]
@@ -72,7 +72,7 @@ def the_output_may_be_changed_in_place(case: Case) -> Generator[Body, list[Any],
 
 
 def the_adjoint_is_the_adjoint(case: Case) -> Generator[Body, list[Any], None]:
-    """Σ_r ⟨(F x)_r, y_r⟩ = Σ_r ⟨x_r, (F* y)_r⟩; a shared tensor counts once."""
+    """Σ_r ⟨(F x)_r, y_r⟩ = Σ_r ⟨x_r, (F* y)_r⟩; a replicated tensor counts once."""
     if not case.linear:
         return
 
@@ -103,7 +103,7 @@ def the_adjoint_of_the_adjoint_is_the_map(case: Case) -> Generator[Body, list[An
 
 
 def the_jvp_is_that_of_truth(case: Case) -> Generator[Body, list[Any], None]:
-    if None in case.shapes:  # takes part in no transform
+    if None in case.shapes:  # cannot be transformed
         return
 
     got = yield lambda r: cases.tangent_on_rank(case, r, SEED)
@@ -113,7 +113,7 @@ def the_jvp_is_that_of_truth(case: Case) -> Generator[Body, list[Any], None]:
 
 
 def vmap_is_a_loop(case: Case) -> Generator[Body, list[Any], None]:
-    if None in case.shapes:  # takes part in no transform
+    if None in case.shapes:  # cannot be transformed
         return
 
     def body(r: int) -> list[tuple[Tensor, Tensor]]:
@@ -127,7 +127,7 @@ def vmap_is_a_loop(case: Case) -> Generator[Body, list[Any], None]:
 
     for pairs in (yield body):
         for mapped, loop in pairs:
-            _close([mapped], [loop], case)  # not equal: a sum may be taken in another order
+            _close([mapped], [loop], case)  # not bitwise: sums may be taken in another order
 
 
 def transforms_nest(case: Case) -> Generator[Body, list[Any], None]:
@@ -154,7 +154,7 @@ def transforms_nest(case: Case) -> Generator[Body, list[Any], None]:
 
 
 def _is_small(case: Case) -> bool:
-    """Real, one shape on all ranks, and of few numbers, so that whole Jacobians can be held."""
+    """Whether x is real, of one shape on all ranks, and small enough for a whole Jacobian."""
     return not case.dtype.is_complex and len(set(case.shapes)) == 1 and 0 < torch.Size(case.shapes[0]).numel() <= 12
 
 
@@ -212,7 +212,7 @@ def forward_mode_and_jacobians_agree(case: Case) -> Generator[Body, list[Any], N
 
 
 def modes_change_nothing(case: Case) -> Generator[Body, list[Any], None]:
-    """autocast leaves values and dtypes alone; no_grad and inference_mode leave values alone, and record nothing."""
+    """autocast changes no values and dtypes; no_grad and inference_mode change no values and record nothing."""
 
     def body(r: int) -> tuple[list[Tensor], bool]:
         x = case.x(r, SEED)
@@ -262,11 +262,11 @@ def hold(pairs: Iterable[tuple[Property, Case]], n: int, run: Callable[..., list
 
 
 def _rule(case: Case, r: int) -> tuple[Tensor, linear.Linear]:
-    """The map that a call comes down to, from the graph that it leaves, and a tensor for it to act on."""
+    """Return the map of a call, from its graph, and a tensor to which it can be applied."""
     x = case.x(r, SEED)
     y = case.call(None if x is None else x.requires_grad_(), r)
     node = y.grad_fn
-    while not hasattr(node, "f"):  # the division by N of a mean
+    while not hasattr(node, "f"):  # a mean ends with a division by N
         node = node.next_functions[0][0]
     like = derivatives.apply(node.f.adjoint, y.detach())
     return case.v(like, r, SEED), node.f

@@ -1,4 +1,4 @@
-"""Every wrong argument is an error that names operation, argument, what it got and what it expected."""
+"""Every wrong argument raises an error that names operation, argument, what it got and what was expected."""
 
 import inspect
 import warnings
@@ -33,7 +33,7 @@ COLLECTIVES = {
 
 def rare(make, x):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that they are in beta, or going
+        warnings.simplefilter("ignore")  # beta and deprecation warnings
         return make(x)
 
 
@@ -41,7 +41,7 @@ def quantized(x):
     return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
 
 
-# (x, error, text): for every collective
+# (x, error, text), for every collective
 WRONG_X = [
     ("numbers", TypeError, "{name}: x: got str, expected a dense torch.Tensor; torch.as_tensor(x) makes one"),
     (np.ones(4), TypeError, "{name}: x: got ndarray, expected a dense torch.Tensor; torch.as_tensor(x) makes one"),
@@ -86,7 +86,7 @@ ROOT = [
     (None, TypeError, "got NoneType, expected an integer"),
     (2, ValueError, "got 2, expected a rank within the group, from 0 to 1"),
 ]
-# argument → (value, error, text): for every collective that has it
+# argument → (value, error, text), for every collective that has it
 WRONG_BY_NAME = {
     "async_op": FLAG,
     "concat_dim": DIM,
@@ -192,7 +192,7 @@ def dense(x):
 
 
 def raised(call, name, arguments):
-    """The error on rank 0 of two, and whether the group still works and x is as it was."""
+    """Return the error on rank 0 of two; assert that the group still works and x is unchanged."""
 
     def body(r):
         x = arguments.get("x", X)
@@ -234,7 +234,7 @@ def test_wrong_argument(call, name, arguments, error, text):
 
 
 def named(name, argument, value):
-    """The error about one argument, others being right."""
+    """Return the error for one wrong argument; the others are valid."""
     more = {"op": "max"} if argument == "ties" else {}
     if argument == "concat_sizes":
         more = {"split_sizes": [2, 2]}
@@ -242,7 +242,7 @@ def named(name, argument, value):
 
 
 def test_every_argument_one_by_one():
-    """On simulated ranks, on gloo and on MPI: the same errors, nothing hangs, the groups work afterwards."""
+    """On simulated ranks, gloo and MPI: the same errors, no deadlock, the groups work afterwards."""
     calls = [wrong[:3] for wrong in WRONG_ONE_BY_ONE]
 
     def body(r):
@@ -303,7 +303,7 @@ def test_a_tensor_on_a_device_that_the_backend_does_not_move():
 
 
 class Wrapped(torch.Tensor):
-    """A tensor that stands for others, as AsyncCollectiveTensor does, of a class that knows no ops."""
+    """A wrapper subclass, like AsyncCollectiveTensor, without any op."""
 
     @staticmethod
     def __new__(cls, x):
@@ -315,7 +315,7 @@ class Wrapped(torch.Tensor):
 
 
 class Named(torch.Tensor):
-    """A tensor as others, with methods of its own."""
+    """A subclass that behaves like an ordinary tensor."""
 
 
 NOT_PLAIN = {
@@ -326,7 +326,7 @@ NOT_PLAIN = {
 
 @pytest.mark.parametrize("run", [simulated, partial(spawn, backend="mpi")], ids=["rules", "mpi"])
 def test_tensors_that_stand_for_others(run):
-    """Before anything moves; also where the same call was made on a plain tensor before."""
+    """They raise before anything is sent, even if the same call was made on a plain tensor before."""
 
     def body(r):
         texts = []
@@ -340,10 +340,10 @@ def test_tensors_that_stand_for_others(run):
                 with pytest.raises(TypeError) as caught:
                     call(make())
                 texts.append((name, str(caught.value)))
-        with pytest.raises(RuntimeError):  # of its class, or since simulated ranks trace nothing
+        with pytest.raises(RuntimeError):  # from the class, or since simulated ranks cannot trace
             dc.all_reduce(Wrapped(torch.ones(4, 2)))
         named = dc.all_reduce(torch.ones(2).as_subclass(Named)), dc.all_reduce(torch.nn.Parameter(torch.ones(2)))
-        zeros = torch._efficientzerotensor(2)  # has no memory
+        zeros = torch._efficientzerotensor(2)  # a ZeroTensor, without memory
         named += dc.all_gather(zeros), dc.all_reduce(zeros) + dc.shift(zeros) + N
         return texts, [y.tolist() for y in named], dc.all_reduce(torch.tensor(r)).item()
 
@@ -383,7 +383,7 @@ def test_a_dtensor():
 
 
 def test_what_is_said_of_a_dtensor_is_right():
-    """The gradient of a replicated x whose ranks have losses of their own: the sum's with Partial, not without."""
+    """As the error text says: with Partial the gradient of a replicated x is the ranks' sum, without it is not."""
 
     def body(r):
         from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -400,7 +400,7 @@ def test_what_is_said_of_a_dtensor_is_right():
 
 
 def test_integers_carry_no_gradient():
-    """PyTorch itself refuses integers that require one, so what comes back requires none either."""
+    """PyTorch raises for integers that require a gradient; results of integers do not require one."""
 
     def body(r):
         found = []

@@ -15,7 +15,7 @@ RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(sp
 
 
 def vectorized(function):
-    """Return what `vectorize=True` makes of a function of one row."""
+    """Return the result of a function of one row under `vectorize=True`."""
     return lambda rows: torch._vmap_internals._vmap(function)(rows)
 
 
@@ -27,7 +27,7 @@ def tangent(function, x, tx):
 
 @pytest.mark.parametrize("where", ["rules", "gloo"])
 def test_the_whole_table(where):
-    """Of first and second order, and in forward mode: row by row is the same."""
+    """First and second order, and forward mode, equal the results row by row."""
 
     def body(r):
         seen = 0

@@ -1,8 +1,8 @@
-"""Tensors on a GPU: every collective on gloo, NCCL and MPI, the averager, compiled code, streams, no waiting host.
+"""Tensors on a GPU: every collective on gloo, NCCL and MPI, the averager, compiled code, streams, host synchronization.
 
-Two processes share one GPU on gloo and MPI; NCCL has one rank, for it refuses two on one GPU. Skipped without a GPU.
-DIFFCOLL_TEST_DEVICE=cpu runs the same bodies on the CPU, NCCL replaced by gloo and streams by nothing. It shows that
-the tests themselves run; what is particular to GPUs is not tested then.
+On gloo and MPI two processes share one GPU; NCCL has one rank, since it does not support two on one GPU. Skipped
+without a GPU. DIFFCOLL_TEST_DEVICE=cpu runs the same bodies on the CPU, with gloo instead of NCCL and without streams.
+It checks that the tests themselves run, and nothing that is specific to GPUs.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ pytestmark = pytest.mark.skipif(ON_GPU and not torch.cuda.is_available(), reason
 
 SEED = 1
 EXACT = 1e-12
-#: For each backend of a group, how many ranks it has here.
+#: Number of ranks for each backend.
 RANKS = {"gloo": 2, "mpi": 2, "nccl": 1, "cpu:gloo,cuda:nccl": 1}
-#: More cycles of the GPU than the host needs to queue what a test does.
+#: GPU cycles that take longer than the host needs to queue a test's operations.
 LONG = 200_000_000
-#: A process that begins to use a GPU, and NCCL, takes a while.
+#: Initializing CUDA and NCCL in a process is slow.
 TIMEOUT = 110
 
 
 def on_ranks(backend, body):
-    """Run body(r) on the ranks of a backend; without a GPU, gloo stands for NCCL."""
+    """Run body(r) on the ranks of a backend; without a GPU, gloo replaces NCCL."""
     return spawn(
         body, range(RANKS[backend]), backend=backend if ON_GPU else backend.replace("nccl", "gloo"), timeout=TIMEOUT
     )
@@ -56,7 +56,7 @@ class OnDevice(cases.Case):
 
 
 def table(n):
-    """Every collective, also in another dtype and with tensors that lie transposed."""
+    """Every collective, also with inputs transposed in memory."""
     rows = cases.table(n)
     rows += [dataclasses.replace(c, transposed=True) for c in rows if any(s and len(s) > 1 for s in c.shapes)]
     return rows
@@ -67,7 +67,7 @@ def here(case):
 
 
 def on_cpu(measured):
-    """Results that another process can load without a GPU; that they were on the device is asserted here."""
+    """Move results to the CPU, after asserting that they were on the device."""
     found = [getattr(measured, f.name) for f in dataclasses.fields(measured)]
     assert all(t is None or t.device.type == DEVICE for t in found)
     return type(measured)(*(t if t is None else t.cpu() for t in found))
@@ -84,12 +84,12 @@ def assert_is_truth(got, expected, case):
 
 @pytest.mark.parametrize("backend", RANKS)
 def test_value_and_gradients_to_second_order_are_those_of_truth(backend):
-    """Uneven and empty blocks, async_op, ties, functions of the user's: the whole table."""
+    """The whole table: uneven and empty blocks, async_op, ties, user functions."""
     n = RANKS[backend]
 
     def body(r):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that MPI does not read CUDA memory
+            warnings.simplefilter("ignore", UserWarning)  # MPI warns that it cannot read CUDA memory
             return [on_cpu(cases.on_rank(here(case), r, SEED)) for case in table(n)]
 
     found = list(zip(*on_ranks(backend, body), strict=True))
@@ -100,7 +100,7 @@ def test_value_and_gradients_to_second_order_are_those_of_truth(backend):
 
 @pytest.mark.parametrize("backend", RANKS)
 def test_every_dtype(backend):
-    """Small whole numbers, of which every dtype has exact sums."""
+    """Small integers, whose sums are exact in every dtype."""
     n = RANKS[backend]
     dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.int16, torch.int64, torch.uint8]
 
@@ -128,7 +128,7 @@ def test_every_dtype(backend):
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_large_sums_and_gathers(backend):
-    """Above the size from which a sum goes in two halves."""
+    """Sizes above the threshold from which a sum is split in two halves."""
     n = RANKS[backend]
 
     def body(r):
@@ -150,7 +150,7 @@ def test_large_sums_and_gathers(backend):
 
 @pytest.mark.parametrize("backend", RANKS)
 def test_sizes_that_ranks_tell_each_other_and_what_they_compare(backend):
-    """Integers of the library's own are on a device that the group moves."""
+    """Sizes and checks exchanged by the library are on a device that the group supports."""
     n = RANKS[backend]
 
     def body(r):
@@ -179,7 +179,7 @@ def test_sizes_that_ranks_tell_each_other_and_what_they_compare(backend):
 
 
 def test_transforms_and_joint_backward():
-    """Forward mode and vmap; ranks whose losses differ in what they use; the graph has CPU and CUDA nodes then."""
+    """Forward mode, vmap, and losses that ignore outputs on some ranks; the graph has CPU and CUDA nodes."""
 
     def body(r):
         x = torch.tensor([1.0 + r, 2.0], dtype=torch.float64, device=DEVICE)
@@ -202,7 +202,7 @@ def test_transforms_and_joint_backward():
 
 
 class Model(nn.Module):
-    """Small and large parameters, convolutions that are channels_last, a branch that only odd steps use."""
+    """Small and large parameters, channels_last convolutions, and a branch that is used in odd steps only."""
 
     def __init__(self):
         super().__init__()
@@ -230,7 +230,7 @@ def batch(s, step):
 
 
 def steps(model, r, averager=None):
-    """Three steps of training, the last one with an unused branch; all parameters after each."""
+    """Three training steps, the last one with an unused branch; returns all parameters after each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found = []
     for step in range(3):
@@ -283,7 +283,7 @@ def test_the_averager_does_what_ddp_does(backend):
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_average_in_half_precision_and_comm_dtype(backend):
-    """float32 gradients that travel in bfloat16; bfloat16 parameters with weights."""
+    """float32 gradients sent in bfloat16; bfloat16 parameters with weights."""
     n = RANKS[backend]
 
     def body(r):
@@ -336,20 +336,20 @@ def test_a_compiled_function_with_two_collectives(backend):
 
 
 class Streams:
-    """What the tests do to streams; nothing on the CPU."""
+    """Streams used by the tests; no-ops on the CPU."""
 
     def __init__(self):
         self.side = torch.cuda.Stream() if ON_GPU else None
 
     def on_side(self):
-        """Work on another stream, which begins when what is queued on this one is done."""
+        """Use a side stream, which waits for the current stream first."""
         if self.side is None:
             return contextlib.nullcontext()
         self.side.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self.side)
 
     def back(self, *tensors):
-        """Let the current stream use what the other one makes, without waiting on the host."""
+        """Make the current stream wait for the side stream, without blocking the host."""
         if self.side is not None:
             torch.cuda.current_stream().wait_stream(self.side)
             for t in tensors:
@@ -374,7 +374,7 @@ SHAPE = (64, 1024)
 
 
 def late_input(r):
-    """x, made by a kernel that runs long after the host has gone on; memory that it replaces holds other numbers."""
+    """Return x, which a kernel writes long after the host returns; until then its memory has other values."""
     make = torch.Generator().manual_seed(r)
     values = torch.randn(SHAPE, generator=make).to(DEVICE)
     x = torch.full(SHAPE, 77.0, device=DEVICE)
@@ -384,7 +384,7 @@ def late_input(r):
 
 
 def values_of(call, r, n):
-    """Value and gradient by truth, on the CPU, of the loss in `loss_of`."""
+    """Value and gradient of `loss_of` by truth, on the CPU."""
     leaves = [torch.randn(SHAPE, generator=torch.Generator().manual_seed(s)).requires_grad_() for s in range(n)]
     ys = simulate(call, leaves)
     gs = torch.autograd.grad(torch.stack([loss_of(y, s) for s, y in enumerate(ys)]).sum(), leaves, allow_unused=True)
@@ -406,7 +406,7 @@ def assert_all_right(results, calls, n):
 
 @pytest.mark.parametrize("backend", RANKS)
 def test_input_that_is_not_there_yet(backend):
-    """A long kernel is queued before the input, and before the gradient; nobody synchronizes."""
+    """A long kernel is queued before the input and before the gradient; no explicit synchronization."""
     calls = {**CALLS, **ONLY_AT_ONCE}
 
     def body(r):
@@ -427,7 +427,7 @@ def test_input_that_is_not_there_yet(backend):
 @pytest.mark.parametrize("backend", RANKS)
 @pytest.mark.parametrize("where", ["input", "collective", "use"])
 def test_side_streams(backend, where):
-    """The input, the collective or the use of the result is on another stream, also in backward."""
+    """The input, the collective or the use of the result is on another stream, in backward too."""
     calls = {**CALLS, **ONLY_AT_ONCE}
 
     def body(r):
@@ -457,7 +457,7 @@ def test_side_streams(backend, where):
 
 @pytest.mark.parametrize("backend", RANKS)
 def test_started_on_one_stream_and_awaited_on_another(backend):
-    """What the library holds from start to wait is not used again before both streams are through with it."""
+    """Memory held from start to wait is not reused before both streams have finished with it."""
 
     def body(r):
         found = {}
@@ -472,7 +472,7 @@ def test_started_on_one_stream_and_awaited_on_another(backend):
                     y = pending.wait()
                     kept = y.detach().clone()
                     loss = loss_of(y, r)
-                # The size of what the wait has released, filled with other numbers on the stream of the start.
+                # Reuses memory of the size that the wait has released, on the stream of the start.
                 torch.full(SHAPE, 77.0, device=DEVICE)
                 streams.back(loss.detach(), kept)
                 (g,) = torch.autograd.grad(loss, x)
@@ -521,7 +521,7 @@ WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 def calls_for_the_host(n):
-    """Every collective whose sizes are known beforehand, and the averager, as functions of nothing."""
+    """Calls of every collective with known sizes, and of the averager, without arguments."""
     x = torch.randn(4 * n, 8, device=DEVICE, requires_grad=True)
     sizes = [4 * n] * n
     every = {
@@ -566,13 +566,13 @@ def waits_are_errors():
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_pytorch_sees_no_synchronization(backend):
-    """Forward and backward under torch.cuda.set_sync_debug_mode("error"), after a first time that sets things up."""
+    """Forward and backward under torch.cuda.set_sync_debug_mode("error"), after initialization steps."""
 
     def body(r):
         steps, kept = calls_for_the_host(1)
         done = []
         for name, step in steps.items():
-            for _ in range(2):  # NCCL connects, an averager cuts its buckets
+            for _ in range(2):  # NCCL connects, the averager builds its buckets
                 step()
             with waits_are_errors():
                 try:
@@ -580,7 +580,7 @@ def test_pytorch_sees_no_synchronization(backend):
                 except RuntimeError as error:
                     raise AssertionError(name) from error
             done.append(name)
-        if ON_GPU:  # the mode is one that raises
+        if ON_GPU:  # check that the mode raises
             with pytest.raises(RuntimeError, match="synchronizing"), waits_are_errors():
                 torch.ones(1, device=DEVICE).item()
         del kept
@@ -592,7 +592,7 @@ def test_pytorch_sees_no_synchronization(backend):
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_a_profile_has_no_synchronization(backend):
-    """What the runtime is asked to do in forward and backward; a line that waits is seen in the same profile."""
+    """No synchronizing CUDA runtime call in forward and backward; a planted one is found in the same profile."""
 
     def body(r):
         steps, kept = calls_for_the_host(1)
@@ -625,7 +625,7 @@ def test_a_profile_has_no_synchronization(backend):
 
 
 def test_the_group_is_nccls():
-    """The tests above run on what they say."""
+    """The NCCL tests above run on NCCL."""
 
     def body(r):
         return dist.get_backend_config()

@@ -1,7 +1,7 @@
-"""Ranks that differ: in layout, order of keys, kind of wait, thread, gradient; and ranks that disagree.
+"""Ranks that differ in layout, order of keys, kind of wait, thread or gradient; and ranks that disagree.
 
-What is a rank's own affair changes nothing: values and gradients are those of truth. What the ranks must agree on is an
-error on every rank in check mode, and the group works afterwards.
+Local differences change nothing: values and gradients equal those of truth. A disagreement is an error on every rank in
+check mode, and the group works afterwards.
 """
 
 import random
@@ -32,7 +32,7 @@ TREES = ("all_reduce", "all_gather", "broadcast", "sum_gradients")
 ASYNC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
-# ── what is a rank's own affair ──────────────────────────────────────────────────────────────────────────
+# ── local differences, which are allowed ─────────────────────────────────────────────────────────────────
 
 
 def _strided(x):
@@ -51,7 +51,7 @@ def _lazily_conjugated(x):
     return x.conj().resolve_conj().conj() if x.is_complex() else x
 
 
-#: The same numbers, elsewhere in memory.
+#: The same values, in other memory layouts.
 LAYOUTS = {
     "contiguous": lambda x: x.contiguous(),
     "transposed": _transposed,
@@ -60,7 +60,7 @@ LAYOUTS = {
     "conjugated": _lazily_conjugated,
 }
 
-#: A rank's loss; its gradient by y lies in memory as y, or as one number that was expanded, or transposed, or strided.
+#: A rank's loss; the layout of its gradient with respect to y: like y, expanded, transposed or strided.
 LOSSES = {
     "plain": lambda w, y: (w * y.sin()).sum(),
     "expanded": lambda w, y: w.sum() * y.sum(),
@@ -80,7 +80,7 @@ class Way:
     async_op: bool = False
     requires_grad: bool = True
     thread: bool = False
-    changed: str = ""  # what it does otherwise than the others, see CHANGES
+    changed: str = ""  # how this rank disagrees with the others, see CHANGES
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """Calls of n ranks, one after the other; thresholds of the engines in bytes."""
+    """Consecutive calls of n ranks; the engines' thresholds in bytes."""
 
     n: int
     steps: tuple[Step, ...]
@@ -111,7 +111,7 @@ def inputs(step, r, way=None):
 
 
 def tree_of(xs, order):
-    """A dict of the leaves, with a list in it; its keys in some order."""
+    """A dict of the leaves with a nested list; the key order depends on `order`."""
     if len(xs) == 1:
         return xs[0]
     pairs = [("b", xs[0]), ("a", list(xs[1:-1])), (3, xs[-1])]
@@ -141,7 +141,7 @@ def collective(step, r, way, xs):
 
 
 def on_rank(step, r, joint):
-    """The gradients of one rank, all of them by one backward."""
+    """Return one rank's gradients, from one backward."""
     way = step.ways[r]
     xs = inputs(step, r)
     if way.changed == "dtype":
@@ -162,7 +162,7 @@ def on_rank(step, r, joint):
 
 
 def program_on_rank(program, r):
-    """What each step came to on this rank: gradients, or an error."""
+    """Return the result of each step on this rank: gradients, or an error."""
     c10d.SMALL["gloo"], c10d.HALVED["gloo"] = program.thresholds
     mpi.SMALL, mpi.ADDED = program.thresholds
     found = []
@@ -170,9 +170,9 @@ def program_on_rank(program, r):
     def one(step):
         try:
             with dc.check_mode(program.checked), dc.joint_backward() as joint:
-                dc.all_reduce(torch.ones(2))  # check mode compares the end of a block in the groups used in it
+                dc.all_reduce(torch.ones(2))  # at the end of a block check mode compares in the groups used in it
                 outcome = on_rank(step, r, joint)
-        except Exception as error:  # kept, it would keep the hooks of a checkpoint before torch 2.13
+        except Exception as error:  # storing the error would keep a checkpoint's hooks before torch 2.13
             outcome = f"{type(error).__name__}: {error}"
         found.append(outcome)
 
@@ -187,7 +187,7 @@ def program_on_rank(program, r):
 
 
 def truth_of(step):
-    """The gradients of all ranks, from one graph."""
+    """Return the gradients of all ranks, from one graph."""
     ways = [replace(way, requires_grad=True, layout="contiguous") for way in step.ways]
     of_ranks = [inputs(step, r, way) for r, way in enumerate(ways)]
     total = 0
@@ -220,7 +220,7 @@ def check(program, of_ranks):
                 torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9, equal_nan=True, msg=f"{i}, {r}\n{program!r}")
 
 
-# ── what ranks must agree on ─────────────────────────────────────────────────────────────────────────────
+# ── disagreements, which are errors ──────────────────────────────────────────────────────────────────────
 
 
 def _other_op(case, r):
@@ -238,13 +238,13 @@ def _other_collective(case, r):
     return Case(name, case.shapes, {}, dtype=case.dtype)
 
 
-#: What one rank calls instead.
+#: The call that one rank makes instead.
 CHANGES = {"op": _other_op, "rank": _other_rank, "collective": _other_collective}
 
 
 def changes_of(case, leaves):
     found = ["absent", "checkpointed"] if HOOKS_ARE_SHOWN else ["absent"]
-    if case.name != "scatter":  # where the source says what is sent
+    if case.name != "scatter":  # the source's dtype is used there
         found.append("dtype")
     if case.name in ("all_reduce", "reduce", "reduce_scatter") and not case.dtype.is_complex:
         found.append("op")
@@ -257,7 +257,7 @@ def changes_of(case, leaves):
     return found
 
 
-# ── drawing them ─────────────────────────────────────────────────────────────────────────────────────────
+# ── strategies ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 @st.composite
@@ -299,7 +299,7 @@ QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database
 
 
 def one_by_one(count, disagree, **more):
-    """In simulated worlds, where a failure is made small."""
+    """On simulated ranks, so that hypothesis can shrink a failure."""
 
     @settings(max_examples=count, **QUIET, **more)
     @given(programs("rules", disagree))
@@ -311,7 +311,7 @@ def one_by_one(count, disagree, **more):
 
 
 def together(where, count, disagree, n, **more):
-    """On processes, all in one run."""
+    """On processes, all programs in one run."""
     drawn = []
 
     @settings(max_examples=count, phases=[Phase.generate], **QUIET, **more)
@@ -357,7 +357,7 @@ def test_on_processes_at_length(where, disagree, seed):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("where", ["gloo", "mpi"])
 def test_compiled_on_one_rank_only(where):
-    """Both send the same messages, but for scatter, whose source tells its shape in eager code."""
+    """Compiled and eager ranks send the same messages, except in scatter, whose eager source sends its shape."""
     n = 2
     table = [case for case in cases.table(n) if "async_op" not in case.arguments and case.name != "scatter"]
 

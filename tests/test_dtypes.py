@@ -22,7 +22,7 @@ def simulated(*call):
 
 
 def numbers(case, rank, dtype):
-    """The case's numbers in another dtype, small enough to be added up exactly in all of them."""
+    """Return the case's values in another dtype, small enough for exact sums in all of them."""
     x = case.x(rank, seed=3)
     if x is None:
         return None
@@ -70,7 +70,7 @@ def test_gradients_in_half_precision(dtype):
 def test_half_precisions_are_added_up_in_single(run):
     def body(r):
         big = torch.tensor([60000.0, 60000.0, -60000.0][r : r + 1], dtype=torch.float16)
-        # 256 + 1 is 256 in bfloat16: added one by one the ones would be lost
+        # 256 + 1 is 256 in bfloat16: successive sums in bfloat16 would lose the ones
         small = torch.tensor([256.0, 1.0, 1.0][r : r + 1], dtype=torch.bfloat16)
         mean = torch.full((1,), 65504.0 - 32 * r, dtype=torch.float16)
         return dc.all_reduce(big).item(), dc.all_reduce(small).item(), dc.all_reduce(mean, "mean").item()
@@ -80,7 +80,7 @@ def test_half_precisions_are_added_up_in_single(run):
 
 @pytest.mark.parametrize("run", [simulated, spawn], ids=["rules", "gloo"])
 def test_layouts_that_differ_from_rank_to_rank(run):
-    """What travels is the numbers, not the memory: ranks may lay the same shape out differently."""
+    """Ranks may use different layouts of the same shape: values are sent, not memory."""
 
     def body(r):
         x = torch.arange(24.0).reshape(1, 2, 3, 4) + 100 * r
@@ -104,7 +104,7 @@ def test_layouts_that_differ_from_rank_to_rank(run):
 
 @pytest.mark.parametrize("run", [simulated, spawn], ids=["rules", "gloo"])
 def test_lazy_conjugates(run):
-    """x.conj() and the imaginary part of a conjugate are views with a flag; what is sent has to be the numbers."""
+    """x.conj() and the imaginary part of a conjugate are lazy views; the values must be sent."""
 
     def body(r):
         z = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128) * (r + 1)
@@ -118,7 +118,7 @@ def test_lazy_conjugates(run):
     for r, (y, negative, g) in enumerate(run(body, range(N))):
         assert torch.equal(y[1], torch.tensor([2 - 4j, 6 + 2j], dtype=torch.complex128))
         assert negative.tolist() == [-12, 6]
-        # ℓ = Re Σ w conj(z): the gradient, in PyTorch's convention, is w summed over ranks, 1 + 2 + 3 times
+        # ℓ = Re Σ w conj(z): in PyTorch's convention the gradient is w summed over ranks, (1 + 2 + 3) w
         assert torch.equal(g, torch.full((2,), 6 * [1j, 2, 3 + 1j][r], dtype=torch.complex128))
 
 
@@ -136,7 +136,7 @@ def test_inference_and_no_grad():
 
 UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
 ONLY_MOVED = [dtype for name, dtype in vars(torch).items() if name.startswith("float8_") or name == "bcomplex32"]
-#: What PyTorch itself cannot copy, or cannot join.
+#: What PyTorch itself cannot copy or concatenate.
 OPAQUE = [
     dtype
     for name, dtype in sorted(vars(torch).items())
@@ -160,7 +160,7 @@ def test_no_dtype_is_forgotten():
 @pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 @pytest.mark.parametrize("where", ["rules", "gloo", "mpi"])
 def test_a_rare_dtype_works_or_is_an_error_of_its_own_rank(where):
-    """The same on all engines, before anything moves, and without a word about the other ranks."""
+    """The same error on all engines, before anything is sent, without a text about other ranks."""
     run = {"rules": simulated, "gloo": spawn, "mpi": partial(spawn, backend="mpi")}[where]
     dtypes = [*UNSIGNED, *ONLY_MOVED, *OPAQUE, torch.complex32]
     dtypes = [torch.uint16, torch.float8_e5m2, torch.int4, torch.complex32] if where == "mpi" else dtypes

@@ -1,4 +1,4 @@
-"""A peer that dies or stops: every survivor raises CollectiveFailedError, within the group's timeout, with the line."""
+"""A rank dies or stops: every other rank raises CollectiveFailedError within the group's timeout, with the line."""
 
 import os
 import re
@@ -31,7 +31,7 @@ CALLS = {
 
 
 def lose(how, where, call, numel=60):
-    """Rank 1 is lost at some point of one call; what the others raise."""
+    """Lose rank 1 at a given point of one call; return the other ranks' errors."""
 
     def body(r):
         group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
@@ -113,7 +113,7 @@ def test_a_lost_peer_fifty_times():
 
 
 def test_a_rank_that_does_not_come():
-    """What joint_backward is for, when it was not used."""
+    """A rank skips a backward, without joint_backward."""
 
     def body(r):
         group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
@@ -130,7 +130,7 @@ def test_a_rank_that_does_not_come():
     assert "`with diffcoll.joint_backward()` makes every rank run it" in text
 
 
-# Ranks other than 0 lack a call of a backward, each in its own way; the words that name it.
+# Ranks other than 0 skip a call of a backward in different ways; the text names the reason.
 
 
 def lacks_first_order(r, x, group, async_op):
@@ -140,7 +140,7 @@ def lacks_first_order(r, x, group, async_op):
 
 
 def lacks_second_order(r, x, group, async_op):
-    """A loss that is linear in y has a gradient that does not depend on x."""
+    """The gradient of a loss that is linear in y does not depend on x."""
     y = dc.all_gather(x, group=group, async_op=async_op)  # second
     y = y.wait() if async_op else y
     (g,) = torch.autograd.grad(y.square().sum() if r == 0 else y.sum(), x, create_graph=True)
@@ -175,7 +175,7 @@ def test_a_simulated_rank_that_lacks_a_backward(size, async_op):
 
         with pytest.raises(dc.CollectiveMismatchError) as caught:
             simulate(body, range(size), rules=True)
-        waits = async_op and line != "again"  # in the line after the call
+        waits = async_op and line != "again"  # the wait is on the line after the call
         text, at = str(caught.value), f"{__file__}:{line_of(f'# {line}') + waits}"
         if line == "again":
             assert f"rank 0 waits in {name} at {at} {backward}\n" in text
@@ -208,7 +208,7 @@ def test_a_rank_that_lacks_a_backward():
 
 
 def test_joint_backward_mends_what_a_rank_lacks():
-    """The same values as in the ground truth."""
+    """The values equal those of truth."""
 
     def penalty(r, x, linear):
         with dc.joint_backward() as joint:
@@ -244,12 +244,12 @@ def test_joint_backward_mends_what_a_rank_lacks():
 
 
 def test_origins():
-    """The line of the user, also from a note of it that is read later."""
+    """An Origin has the user's line, also if it is read later."""
 
     def note():
         return Origin("x")
 
-    origin = note()  # not this line: the innermost
+    origin = note()  # not this line but the innermost call
     here = line_of('return Origin("x")')
     assert origin.line == f"{__file__}:{here}"
     assert user_line().startswith(f"{__file__}:")
@@ -260,7 +260,7 @@ def test_origins():
     node = g.grad_fn
     while not hasattr(node, "origin"):
         node = node.next_functions[0][0]
-    assert node.origin.line == y.grad_fn.origin.line  # of any order
+    assert node.origin.line == y.grad_fn.origin.line  # at any order
 
 
 UNEVEN = {
@@ -276,7 +276,7 @@ UNEVEN = {
 
 
 def test_messages_of_another_size_do_not_meet():
-    """gloo would end the receiving process, or take a shorter one for the whole."""
+    """gloo would abort the receiving process, or accept a shorter message."""
 
     def body(r):
         texts = {}

@@ -22,7 +22,7 @@ RUNS = {
 
 @pytest.mark.parametrize("where", RUNS)
 def test_a_collective_in_a_hook(where):
-    """Of a tensor, of a parameter and of a node, while the backward of another collective is to come."""
+    """In hooks of a tensor, a parameter and a node, before the backward of another collective."""
 
     def body(r):
         x = torch.tensor([1.0, 2.0 + r], requires_grad=True)
@@ -36,7 +36,7 @@ def test_a_collective_in_a_hook(where):
         return x.grad, seen[0]
 
     found = RUNS[where](body, range(N))
-    # The scan's gradient is 3 on rank 0 and 2 on rank 1; shifted by one rank, summed in the hook, then by the adjoint.
+    # The scan's gradient is 3 on rank 0 and 2 on rank 1; shift, the hook's sum and the adjoint's sum follow.
     for r, (g, gathered) in enumerate(found):
         assert torch.equal(g, 2 * torch.tensor([1.0, 2.0 + r]) * 10)
         assert torch.equal(gathered, torch.cat([found[0][0], found[1][0]]))
@@ -44,7 +44,7 @@ def test_a_collective_in_a_hook(where):
 
 @pytest.mark.parametrize("where", RUNS)
 def test_a_backward_in_a_backward(where):
-    """As the reentrant variant of checkpointing runs one, and as a hook may."""
+    """As in reentrant checkpoints and in hooks."""
 
     def body(r):
         x = torch.tensor([1.0, 2.0 + r], requires_grad=True)
@@ -97,7 +97,7 @@ def test_threads_with_a_group_each(backend):
 
 
 def test_threads_that_take_turns_in_one_group():
-    """One at a time, in an order that is the same on all ranks."""
+    """One at a time, in the same order on all ranks."""
 
     def body(r):
         turn = [threading.Event() for _ in range(41)]
@@ -123,7 +123,7 @@ def test_threads_that_take_turns_in_one_group():
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
 def test_two_threads_in_one_group_at_once(backend):
-    """The ranks could not agree whose message is whose: the second is refused, the first goes on."""
+    """The ranks could not match their messages, so the second call is refused and the first continues."""
 
     def body(r):
         dc.all_reduce(torch.ones(1))  # connects
@@ -131,7 +131,7 @@ def test_two_threads_in_one_group_at_once(backend):
         texts = []
         if r == 0:
             first.start()
-            time.sleep(0.3)  # rank 1 is not there yet
+            time.sleep(0.3)  # rank 1 has not called yet
             for call in (dc.all_reduce, dc.scan):
                 with pytest.raises(ValueError, match="another thread") as caught:
                     call(torch.ones(1))

@@ -1,4 +1,4 @@
-"""Which module imports which: arrows go down only, as the folders are listed here."""
+"""Which module may import which: a layer imports itself and the layers listed before it."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ from diffcoll.collectives import COLLECTIVES
 
 ROOT = Path(diffcoll.__file__).parent
 
-#: From below; each may import itself and what stands before it. The ground imports nothing of the library's.
+#: Lowest first. The modules of "ground" import nothing else of the library.
 LAYERS = {
     "truth": {"truth"},
     "ground": {"core._torch", "core.errors"},
@@ -39,13 +39,13 @@ DEFERRED = {("core.derivatives", "core.compiled"), ("core.reductions", "core.com
 
 
 def name_of(path):
-    """core.linear; a package is named as its folder."""
+    """Return the module's name, e.g. core.linear; a package has the name of its folder."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__") or "diffcoll"
 
 
 def imports(tree):
-    """Yield the full name of every module, or of what may be one, that is imported, and whether within a function."""
+    """Yield the full name of every import, which may be a module or a name in one, and whether it is in a function."""
     within = {
         id(node)
         for function in ast.walk(tree)
@@ -122,7 +122,7 @@ def test_a_listing_of_collectives_is_the_list_of_collectives():
 
 
 def test_what_is_foreign():
-    """torch.distributed is for engines, and private torch API for the places that give their reasons."""
+    """Only engines import torch.distributed; private torch API is used only where its reason is stated."""
     for module, names in FOREIGN.items():
         engines = module.startswith(("engines.", "testing.processes", "testing.simulate", "cli."))
         private = module in ("core._torch", "core.compiled")

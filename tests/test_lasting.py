@@ -1,4 +1,4 @@
-"""What stays behind and what goes out: no cycles, no growth, nothing pickled, nobody listening to the outside."""
+"""No reference cycles, no memory growth, no pickling, no port open to other hosts."""
 
 import contextlib
 import gc
@@ -21,7 +21,7 @@ BACKENDS = {"gloo": spawn, "mpi": partial(spawn, backend="mpi")}
 
 
 def step(case, rank, x):
-    """A call, forward and backward; all ranks' losses use it."""
+    """Forward and backward of a call; all ranks' losses use it."""
     y = case.call(x, rank)
     (y * y).sum().backward()
     return y
@@ -29,11 +29,11 @@ def step(case, rank, x):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_is_kept(backend):
-    """Without the garbage collector every tensor of a step goes when the step lets go of it."""
+    """Without the garbage collector, every tensor of a step is freed when its last reference is dropped."""
 
     def body(r):
         kept = []
-        step(cases.table(2)[0], r, cases.table(2)[0].x(r, 0).requires_grad_())  # whatever is made once
+        step(cases.table(2)[0], r, cases.table(2)[0].x(r, 0).requires_grad_())  # objects that are created once
         gc.collect()
         gc.disable()
         for case in cases.table(2):
@@ -44,7 +44,7 @@ def test_nothing_is_kept(backend):
             y = step(case, r, inner)
             left = [weakref.ref(t) for t in (x, inner, y)]
             del x, inner, y
-            # gloo's threads let go of what they moved a moment after they have said that it is there.
+            # gloo's threads release tensors shortly after they report completion
             end = time.monotonic() + 3
             while any(ref() is not None for ref in left) and time.monotonic() < end:
                 time.sleep(0.001)
@@ -57,7 +57,7 @@ def test_nothing_is_kept(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_is_pickled(backend):
-    """No object collective of torch or MPI, and no pickle at all, in any operation."""
+    """No operation uses an object collective of torch or MPI, or pickle."""
 
     def body(r):
         refused = []
@@ -74,7 +74,7 @@ def test_nothing_is_pickled(backend):
                 else:
                     step(case, r, x.requires_grad_())
 
-        at_work()  # modules that are imported late may use pickle for themselves
+        at_work()  # modules imported late may use pickle themselves
         with contextlib.ExitStack() as stack:
             for name in ("dump", "dumps", "load", "loads"):
                 stack.enter_context(patch.object(pickle, name, refuse))
@@ -89,7 +89,7 @@ def test_nothing_is_pickled(backend):
             else:
                 objects = partial(dist.broadcast_object_list, [1], src=r)
             with pytest.raises(AssertionError, match="pickled"):
-                objects()  # so it would be noticed
+                objects()  # check that pickling would be noticed
             noticed = len(refused)
             at_work()
         return noticed, len(refused)
@@ -98,7 +98,7 @@ def test_nothing_is_pickled(backend):
 
 
 def listening():
-    """Addresses at which this process listens, as in /proc: hexadecimal."""
+    """Return the addresses on which this process listens, in hexadecimal as in /proc."""
     inodes = set()
     for file in Path("/proc/self/fd").iterdir():
         try:
@@ -132,7 +132,7 @@ def resident():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_five_thousand_steps():
-    """Memory grows by less than 5 MiB after step 500; threads and file descriptors stay as many."""
+    """After step 500 memory grows by less than 5 MiB; the numbers of threads and file descriptors are constant."""
 
     def body(r):
         torch.manual_seed(r)

@@ -1,4 +1,4 @@
-"""The notes hold: their examples run, and each belongs to the rule, the truth and the test of its name."""
+"""Notes: their examples run, and each links to the rule, the truth and the test of its name."""
 
 import inspect
 import re
@@ -32,7 +32,7 @@ def run_blocks(path):
     namespace = {"__name__": path.stem}
     for line, code in blocks(path.read_text(encoding="utf-8")):
         try:
-            # The empty lines in front give the code the line numbers of the file.
+            # empty lines give the code the line numbers of the file
             exec(compile("\n" * (line - 1) + code, str(path), "exec"), namespace)
         except Exception as error:
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
@@ -41,7 +41,7 @@ def run_blocks(path):
 
 
 def prose(text):
-    """The note without its code."""
+    """Return the note without its code."""
     return FENCE.sub("", text)
 
 

@@ -48,7 +48,7 @@ def recorded(r, seed):
     finally:
         moves._begin = begin
     forward, backward = sizes[:made], sizes[made:]
-    return forward, list(dict.fromkeys(backward))  # a checkpointed one runs again first
+    return forward, list(dict.fromkeys(backward))  # a checkpoint runs its collectives again before their backward
 
 
 def test_reverse_order():

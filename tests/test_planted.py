@@ -1,4 +1,4 @@
-"""The suite would notice: rules made wrong on purpose, each of which the properties must refuse."""
+"""The test suite detects planted mistakes: each wrong rule must violate a property."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -24,7 +24,7 @@ def rule_of(name):
 
 
 def held(name):
-    """Whether all properties hold on the table's calls of a collective; the first that does not is enough."""
+    """Whether all properties hold on the table's calls of a collective; stops at the first that does not."""
     try:
         for case in cases.table(N):
             if case.name == name:
@@ -36,7 +36,7 @@ def held(name):
 
 @dataclass(frozen=True)
 class Wrong(Linear):
-    """Somebody's mistake in what `right` does."""
+    """`right` with a planted mistake."""
 
     name: ClassVar[str] = "wrong"
     right: Linear
@@ -52,7 +52,7 @@ class Wrong(Linear):
             return y * n
         if self.mistake == "by N":
             return y / n
-        if self.mistake == "ranks swapped":  # what comes out belongs to the next rank
+        if self.mistake == "ranks swapped":  # the result belongs to another rank
             return y.flip(0) if y.dim() and y.shape[0] > 1 else y * (1 + rank)
         if self.mistake == "one rank missing":
             return y * (rank != n - 1)
@@ -64,7 +64,7 @@ class Wrong(Linear):
 
 
 def local(right, x, y):
-    """Only what this rank itself has."""
+    """The result of this rank's data alone."""
     return x if x.shape == y.shape else torch.zeros_like(y) + x.sum()
 
 
@@ -91,7 +91,7 @@ def test_a_wrong_forward_is_refused(monkeypatch, name, mistake):
 
     def start(f, x):
         if not (x.is_floating_point() or x.is_complex()):
-            return right(f, x)  # sizes that the ranks tell each other
+            return right(f, x)  # sizes exchanged by the ranks
 
         class Right:
             engine = f.engine
@@ -107,7 +107,7 @@ def test_a_wrong_forward_is_refused(monkeypatch, name, mistake):
 
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather", "broadcast"])
 def test_the_two_worlds_are_told_apart(monkeypatch, name):
-    """The partial rule with the replicated backward, the mistake of every detached gather."""
+    """The partial rule with the replicated backward, the mistake of a detached gather."""
     rule = rule_of(name)
     right = rule.adjoint
     monkeypatch.setattr(rule, "adjoint", property(lambda f: right.fget(replace(f, replicated=True))))

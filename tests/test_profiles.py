@@ -17,7 +17,7 @@ def test_every_collective_is_named(tmp_path):
             (y.sum() + pending.wait().sum()).backward()
         if r == 0:
             profile.export_chrome_trace(str(tmp_path / "trace.json"))
-        dc.all_reduce(x)  # not in it
+        dc.all_reduce(x)  # outside of the profile
         return [event.name for event in profile.events() if event.name.startswith("diffcoll.")]
 
     small = "a gloo group of 2 ranks"

@@ -1,4 +1,4 @@
-"""Whole programs, drawn at random: what PyTorch derives from one graph = the rules = real processes."""
+"""Random programs: gradients in one graph of all ranks = the rules = real processes."""
 
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -15,14 +15,14 @@ from diffcoll.testing import cases as _cases
 from diffcoll.testing import new_group, simulate, spawn, strategies
 from diffcoll.testing.cases import Case
 
-# What takes a tensor that all ranks hold alike cannot take anybody's.
+# Collectives that need a replicated input cannot take an arbitrary result.
 DRAWN = [name for name in COLLECTIVES if name not in ("sum_gradients", "split")]
 SEED = 3
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call, on some of the ranks, of something made from an earlier result."""
+    """One call, on some of the ranks, whose input depends on an earlier result."""
 
     case: Case
     source: int
@@ -31,16 +31,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """What N ranks do, and which results each of their losses uses."""
+    """A program of N ranks, and the results that each rank's loss uses."""
 
     n: int
     steps: tuple[Step, ...]
     uses: tuple[tuple[int, ...], ...]
 
     def loss(self, r, x0):
-        """Rank r's loss; a result may be used several times, by some ranks only, or by none."""
+        """Rank r's loss; a result may be used several times, by some ranks only, or not at all."""
         groups = {step.ranks: None for step in self.steps}
-        for ranks in groups:  # all ranks make all groups, in one order
+        for ranks in groups:  # all ranks make all groups, in the same order
             groups[ranks] = new_group(ranks)
         pool = [x0]
         with dc.joint_backward() as joint:
@@ -69,7 +69,7 @@ class Program:
         return torch.autograd.grad(self.loss(r, x0), x0)[0]
 
     def __str__(self):
-        """Code that runs this program again."""
+        """Return code that runs this program."""
         return f"from test_programs import *\ncheck({_code(self)})"
 
 
@@ -87,7 +87,7 @@ def _code(value):
 
 
 def check(program, run=None):
-    """Hold a program's gradients against truth on every rank; `run` runs one function on all ranks."""
+    """Compare a program's gradients with truth on every rank; `run` runs one function on all ranks."""
     run = run or (lambda body: simulate(body, range(program.n), rules=True))
     for r, (got, right) in enumerate(zip(run(program.gradient), program.truth(), strict=True)):
         torch.testing.assert_close(got, right, rtol=1e-8, atol=1e-10, equal_nan=True, msg=f"rank {r}\n{program}")
@@ -123,7 +123,7 @@ def test_two_hundred_programs():
 
 
 def test_a_planted_mistake_is_found(monkeypatch):
-    """The adjoint of a scan, taken for the scan itself."""
+    """The scan itself instead of its adjoint."""
     monkeypatch.setattr(Scan, "adjoint", property(lambda f: Scan(f.engine, f.reverse, f.exclusive)))
     with pytest.raises(AssertionError, match=r"check\(Program\(.*'scan'"):
         fuzz(200, derandomize=True, phases=[Phase.generate])

@@ -1,4 +1,4 @@
-"""README, notes and examples: what they show is what happens."""
+"""README, notes and examples run and are consistent with the code."""
 
 import os
 import re
@@ -26,10 +26,10 @@ def test_every_block_runs():
 
 
 def test_first_screen():
-    """What it is, the wrong gradient made right in some dozen lines, the two commands."""
+    """A description, an example of some dozen lines, the two commands."""
     text = README.read_text(encoding="utf-8")
     install, first, make = list(FENCE.finditer(text))[:3]
-    assert install[2] == "pip install '.[test]'\n"  # what the block after it imports
+    assert install[2] == "pip install '.[test]'\n"  # the extra that the next block imports
     assert "spawn(" in first[2]
     assert [line.split("#")[0].strip() for line in make[2].splitlines()] == ["make verify", "make test"]
     assert text.count("\n", 0, make.end()) < 45
@@ -39,7 +39,7 @@ INSTALL = re.compile(r"""pip install +(?:--\S+ +)*((?:'[^']*'|[\w.-]+)(?: +openm
 
 
 def test_every_line_that_installs_works():
-    """Not on PyPI by this name: what is told anywhere is told from a checkout, and names extras that there are."""
+    """The package is not on PyPI: every pip command installs from a checkout, and names extras that exist."""
     extras = re.findall(
         r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().partition("optional-dep")[2], re.MULTILINE
     )
@@ -54,7 +54,7 @@ def test_every_line_that_installs_works():
 
 
 def test_type_checkers_see_an_editable_install(tmp_path):
-    """It is a folder in a .pth file; an import hook, setuptools' other way, is invisible to them."""
+    """The install is a folder in a .pth file; type checkers cannot follow an import hook, setuptools' other way."""
     pytest.importorskip("setuptools", minversion="77")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
@@ -111,7 +111,7 @@ def test_the_public_api_is_one_list():
 
 
 def test_importing_needs_torch_alone():
-    """What the extras bring is imported by what needs it, not by `import diffcoll`."""
+    """`import diffcoll` imports nothing of the extras."""
     extras = ["cloudpickle", "hypothesis", "pytest", "rich", "matplotlib", "sklearn", "mpi4py"]
     code = f"import sys, diffcoll; print([m for m in {extras} if m in sys.modules], 'diffcoll.testing' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""What older releases of PyTorch lack refuses, and names the release that has it; no switch has lost both its ways."""
+"""Features that an older release of PyTorch lacks raise, and name the release; every private name still exists."""
 
 import inspect
 
@@ -44,7 +44,7 @@ def test_groups_of_ranks_in_another_order_before_2_12():
 
 @before(RELEASE >= (2, 8), reason="hooks for saved tensors are shown here")
 def test_hooks_for_saved_tensors_before_2_8():
-    words = "a checkpoint or other hooks for saved tensors: torch .* does not show them, torch 2.8 and later do"
+    words = "a checkpoint or other hooks for saved tensors: torch .* does not expose them, torch 2.8 and later do"
 
     def loss(x):
         with dc.joint_backward() as joint:
@@ -55,13 +55,13 @@ def test_hooks_for_saved_tensors_before_2_8():
         loss(x)
     with torch.autograd.graph.save_on_cpu(), pytest.raises(RuntimeError, match="simulate: called within " + words):
         simulate(lambda r: r, range(2))
-    with dc.joint_backward() as joint:  # nothing is left behind
+    with dc.joint_backward() as joint:  # the failed region left no state
         joint(dc.all_reduce(x).sum()).backward()
     assert x.grad.tolist() == [1, 1]
 
 
 def test_each_switch_finds_one_of_its_ways():
-    """A name that is gone in both is an error here, and not where somebody first needs it."""
+    """A private name that is missing in both its forms fails here, and not at its first use."""
     assert hasattr(_torch.eval_frame, "set_code_exec_strategy") or hasattr(_torch.eval_frame, "skip_code")
     assert hasattr(torch.utils._pytree, "tree_is_leaf") == (RELEASE >= (2, 8))
     assert hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks") == (RELEASE >= (2, 8))

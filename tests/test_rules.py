@@ -1,4 +1,4 @@
-"""Every property of every collective: drawn at random in simulated worlds; the fixed table there, on gloo and MPI."""
+"""Every property of every collective: random cases on simulated ranks; the fixed table there, on gloo and on MPI."""
 
 from functools import partial
 

@@ -1,1 +1,1 @@
-"""Averages of gradients over ranks: the averager that attaches to parameters, and functions."""
+"""Averages of gradients over ranks: `GradientAverager` and functions."""

@@ -1,7 +1,7 @@
-"""GradientAverager: gradients of a model that every rank holds, averaged over the ranks while backward runs.
+"""GradientAverager: average the gradients of a replicated model over the ranks while the backward pass runs.
 
-`hooks.py` follows the backward pass, `reducer.py` reduces the buckets, `buckets.py` lays gradients side by side in
-memory. The buckets are sent in a twin of the group, so they never meet other messages.
+`hooks.py` follows the backward pass, `reducer.py` reduces the buckets, `buckets.py` stores gradients contiguously in
+memory. Buckets are sent in a duplicate of the group, so their messages cannot match other messages.
 
 note  notes/averaging.md, notes/when-gradients-synchronize.md
 """
@@ -36,10 +36,12 @@ Batch = TypeVar("Batch")
 
 
 class GradientAverager:
-    """Make every rank's gradients those of one loss: the mean, the sum or the weighted mean of all ranks' losses.
+    """Data-parallel training: average gradients over the ranks during `backward()`, without wrapping the module.
 
-    It attaches to the parameters and wraps nothing. From then on `backward()` returns with the averaged gradients in
-    `.grad`, bitwise the same on all ranks.
+    It registers hooks on the parameters. From then on `backward()` returns with the averaged gradients in `.grad`,
+    bitwise the same on all ranks. Choose `reduction="mean"` if every rank's batch has the same size, `"weighted"` if
+    batch sizes or token counts differ, `"sum"` if each loss is already divided by the global count. For a training
+    loop in which ranks have different numbers of batches, use `join`.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -51,31 +53,32 @@ class GradientAverager:
     >>> simulate(gradient, [torch.tensor([[2.0]]), torch.tensor([[4.0]])], rules=True)
     [tensor([[3.]]), tensor([[3.]])]
 
-    A parameter that this rank's loss does not use counts as zero; one that no rank has used keeps `grad is None`. So
-    ranks may use different ones. At least one must be used on every rank that calls backward, and every rank must call
-    it. Parameters may be frozen and unfrozen at any time, on all ranks alike; what is frozen is not sent. Gradients
-    that are there before backward are added to. A gradient that somebody keeps is never written after `zero_grad()`.
+    Every rank must call backward, and its loss must use at least one parameter; ranks may use different ones. A
+    parameter that this rank's loss does not use contributes zeros; if no rank uses it, its `.grad` stays None.
+    Parameters may be frozen and unfrozen at any time, on all ranks alike; frozen ones are not sent. Backward
+    accumulates into an existing `.grad`, as in PyTorch. After `zero_grad()`, a gradient that the user still holds is
+    never written again.
 
-    Each parameter has one averager: a new one on the same module or the same parameters takes over.
+    Each parameter has one averager: a new one on the same module or the same parameters replaces the old one.
 
     Args:
         module_or_params: an `nn.Module`, parameters, or pairs (name, parameter); the same on all ranks in number,
-            order, names, shapes and dtypes. Any floating-point or complex dtype, also several, also on several devices;
-            frozen integers are broadcast only. A module is watched for parameters that it gets later, an error.
+            order, names, shapes and dtypes. Any floating-point or complex dtype; dtypes and devices may be mixed.
+            Integer parameters are only broadcast. Parameters added to the module later raise an error.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         reduction: `"mean"`: Σ_r g_r / N. `"sum"`: Σ_r g_r. `"weighted"`: Σ_r w_r g_r / Σ_r w_r, see `set_weight`.
-        bucket_mb: megabytes of gradients in one message, at the most, if no single one is larger.
-        comm_dtype: the dtype in which gradients travel and are added; None: their own.
-        broadcast_parameters: give all ranks rank 0's parameters first.
-        broadcast_buffers: give all ranks rank 0's buffers first, once; for that a module is needed.
-        hooks: False: nothing happens in backward; `synchronize` reduces what is in `.grad`.
+        bucket_mb: maximum size of one message in megabytes; a single larger gradient has a message of its own.
+        comm_dtype: the dtype in which gradients are sent and added; None: their own.
+        broadcast_parameters: copy rank 0's parameters to all ranks on construction.
+        broadcast_buffers: copy rank 0's buffers to all ranks on construction; needs a module.
+        hooks: False: backward does nothing; `synchronize` reduces what is in `.grad`.
 
     Raises:
         TypeError, ValueError: an argument is wrong on its own; a module has sparse gradients; DistributedDataParallel,
-            FSDP or an averager of other parameters too reduces some of these already.
-        CollectiveMismatchError: the ranks' parameters differ; on all ranks, naming the first.
-        CollectiveFailedError: from backward: a rank died or did not come; says in which bucket, and who.
-        RuntimeError: from backward: gradients would not be right, and why, e.g. an optimizer stepped within backward.
+            FSDP or an averager that also has other parameters already reduces some of these.
+        CollectiveMismatchError: the ranks' parameters differ; raised on all ranks, with the first difference.
+        CollectiveFailedError: from backward: a rank died or did not call it; names the bucket and, if known, the rank.
+        RuntimeError: from backward: gradients would be wrong, with the cause, e.g. an optimizer step within backward.
 
     Source: notes/averaging.md.
     """
@@ -101,13 +104,13 @@ class GradientAverager:
         registry.refuse_shared(named)
         claims = registry.claims_on(named)
         agree_on_parameters(NAME, named, group, [registry.status(p, claims, module, named) for _, p in named])
-        registry.take_over(claims, module, named)
+        registry.detach_replaced(claims, module, named)
         if broadcast_parameters:
             broadcast_from_first([p for _, p in named], group)
         if module is not None and broadcast_buffers:
             broadcast_from_first(list(module.buffers()), group)
         engine = engine.twin() if engine.size > 1 else engine
-        registry.refuse_shared(named)  # again: the other ranks may have come here meanwhile
+        registry.refuse_shared(named)  # again: another simulated rank may have made its averager since
         self._rank = local.here()  # a simulated rank is a thread
         self._tree = None if module is None else ModuleTree(module, named)
         parameters = [Parameter(i, *pair) for i, pair in enumerate(differentiable(named))]
@@ -123,26 +126,30 @@ class GradientAverager:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank only; the next backward outside sends them too."""
+        """Gradient accumulation: within the block, backward adds to this rank's `.grad` and sends nothing.
+
+        The next backward outside the block reduces everything accumulated.
+        """
         self._check_attached("no_sync")
-        self._hooks.paused += 1
+        self._hooks.no_sync_depth += 1
         try:
             yield
         finally:
-            self._hooks.paused -= 1
+            self._hooks.no_sync_depth -= 1
 
     @untraced
     def set_weight(self, weight: float | Tensor) -> None:
-        """Say what this rank's next batch counts, once for each batch and before its backward, e.g. its tokens.
+        """Training with unequal batches: set the weight of the next batch, e.g. its number of samples or tokens.
 
-        Micro-batches under `no_sync` count what each of them says: k of them on N ranks are one batch. A weight of zero
-        is legal, also where an empty batch makes the loss NaN; where all are zero, gradients are zero.
+        Call it once per batch, before its backward. With micro-batches under `no_sync`, call it before each one; all
+        micro-batches of all ranks form one weighted mean. A weight of zero is allowed, even if an empty batch makes the
+        loss NaN; if all weights are zero, gradients are zero.
 
         Args:
-            weight: a number from zero up, or a 0-d tensor, which is not looked at.
+            weight: a non-negative number or a 0-d tensor; the value of a tensor is not checked.
 
         Raises:
-            ValueError, TypeError: it is no such number, or the reduction is not `"weighted"`.
+            ValueError, TypeError: the weight is not such a number, or the reduction is not `"weighted"`.
         """
         reducer, name = self._reducer, f"{NAME}.set_weight"
         if reducer.reduction != "weighted":
@@ -150,7 +157,7 @@ class GradientAverager:
         weight = checked_weight(name, weight)
         self._check_attached("set_weight")
         weights = reducer.weights
-        zeroed = all(p.tensor.grad is None for p in reducer.parameters)  # the user dropped what was accumulated
+        zeroed = all(p.tensor.grad is None for p in reducer.parameters)
         if weights.set_at != reducer.count or zeroed:
             weights.total, weights.set_at = 0.0, reducer.count
         weights.current = 0.0 if reducer.join.ran_out else weight
@@ -158,10 +165,9 @@ class GradientAverager:
 
     @untraced
     def synchronize(self) -> None:
-        """Reduce what is in `.grad` now; all ranks call it.
+        """Reduce what is in `.grad` now, after backward under `no_sync` or with `hooks=False`; all ranks call it.
 
-        After backward under `no_sync`, or with `hooks=False`. What has been reduced before and not been added to since
-        stays as it is.
+        A gradient that was already reduced is not reduced again.
         """
         self._check_attached("synchronize")
         if self._reducer.backward.tasks:
@@ -171,17 +177,17 @@ class GradientAverager:
         self._reducer.receive()
 
     def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Go through batches of which ranks have unequal numbers; all ranks loop over it.
+        """Training loop with unequal numbers of batches: iterate over this rank's batches; all ranks loop over it.
 
-        A rank that has run out repeats its last batch with weight zero until all have: it makes the same steps, and so
-        keeps the same parameters, optimizer and schedule, but its gradients and weights do not count. The mean is over
-        the ranks that still have batches. Costs one small message a batch.
+        A rank that runs out of batches repeats its last one with weight zero until every rank has run out. It takes the
+        same optimizer steps, so parameters, optimizer state and schedule stay equal on all ranks, but its gradients and
+        weights do not count. The mean is over the ranks that still have batches. Cost: one small message per batch.
 
         Args:
-            batches: this rank's, at least one.
+            batches: this rank's batches, at least one.
 
         Raises:
-            ValueError: a rank has no batch; on all ranks.
+            ValueError: a rank has no batch; raised on all ranks.
         """
         self._check_attached("join")
         reducer, here = self._reducer, self._reducer.join
@@ -204,15 +210,15 @@ class GradientAverager:
                     mine = next(iterator, nothing)
         finally:
             here.ran_out = False
-            here.is_leaving = True  # what was accumulated in the loop and is not reduced yet counts as it did there
+            here.is_leaving = True  # keep the loop's weighting until gradients accumulated in it are reduced
             if reducer.count != yielded_at:
                 here.leave()
 
     @untraced
     def detach(self) -> None:
-        """Leave the parameters as they were; gradients stay. All ranks call it.
+        """Remove the hooks; gradients stay. All ranks call it.
 
-        Others that still wait in a backward which this rank has left by an error get an error.
+        If this rank left backward by an exception, ranks that still wait in that backward raise.
         """
         if not self._is_attached:
             return
@@ -223,7 +229,7 @@ class GradientAverager:
         self._hooks.detach()
         engine = self._reducer.engine
         if self._reducer.backward.tasks and not engine.ended and self._rank is local.here():
-            with contextlib.suppress(RuntimeError):  # the group has failed: nobody waits
+            with contextlib.suppress(RuntimeError):  # the group has failed: no rank waits
                 self._reducer.abandon()
         if engine.size > 1:
             engine.close()
@@ -248,7 +254,8 @@ def _engine(group: Any) -> Engine:
     engine = resolve(group, NAME)
     if engine.joint:
         remedy = "simulate(…, rules=True), with backward inside"
-        raise RuntimeError(message(NAME, "group", "a joint world", "ranks that call backward themselves", remedy))
+        got = "simulated ranks that share one autograd graph"
+        raise RuntimeError(message(NAME, "group", got, "ranks that call backward themselves", remedy))
     return engine
 
 

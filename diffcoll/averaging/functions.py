@@ -1,4 +1,4 @@
-"""Averages over ranks as functions, and what ranks do before they train one model together.
+"""Averages over ranks as functions; checks and broadcasts of parameters before training.
 
 note  notes/averaging.md
 """
@@ -32,17 +32,17 @@ __all__ = [
     "weighted",
 ]
 
-#: A model is broadcast in messages of about this size.
+#: Approximate size of one message of `broadcast_from_first`.
 _BYTES = 64 << 20
 
 
 def average_gradients(
     tree: Tree, op: Literal["mean", "sum"] = "mean", weight: float | Tensor | None = None, group: Group = None
 ) -> Tree:
-    """Gradients, averaged over the ranks: a function of them, differentiable to any order.
+    """MAML, gradient penalties: average gradients over the ranks, differentiable to any order.
 
-    For gradients that are themselves part of a loss, as in MAML or a gradient penalty. Those of one dtype travel in one
-    message.
+    For gradients that are part of a loss; for an ordinary training loop use `GradientAverager`. Gradients of one dtype
+    are sent in one message.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -57,13 +57,13 @@ def average_gradients(
         tree: a tensor, or nested tuples, lists and dicts of tensors; any floating-point or complex dtype; the same
             structure and shapes on all ranks.
         op: `"mean"` or `"sum"`.
-        weight: what this rank's gradients count, a number or a 0-d tensor from zero up: the mean is
-            Σ_r w_r g_r / Σ_r w_r then, the sum Σ_r w_r g_r. A rank of weight zero counts as zero, also with NaN. Where
-            all weights are zero, so is the mean.
+        weight: None: every rank counts the same. For unequal batches this rank's number of samples or tokens, a
+            non-negative number or a 0-d tensor: the mean is Σ_r w_r g_r / Σ_r w_r, the sum Σ_r w_r g_r. A rank of
+            weight zero contributes zero, even if its gradients are NaN. If all weights are zero, the mean is zero.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
     Returns:
-        The same structure; the same numbers on every rank.
+        The same structure; the same values on every rank.
 
     Raises:
         TypeError, ValueError: an argument is wrong on its own.
@@ -77,12 +77,13 @@ def average_gradients(
         return reduced
     leaves, rebuild = tree_flatten(tree)
     tensors = [g for g in leaves if isinstance(g, Tensor)]
-    rides = [g for g in tensors if g.dtype in (torch.float32, torch.float64)]
-    like = max(rides, key=lambda g: g.dtype.itemsize, default=None)  # with those, in one message
+    # The weight is sent in the message of the widest of these dtypes, which can represent it.
+    precise = [g for g in tensors if g.dtype in (torch.float32, torch.float64)]
+    like = max(precise, key=lambda g: g.dtype.itemsize, default=None)
     near = tensors[0] if like is None and tensors else like
     dtype = torch.float64 if like is None else like.dtype
     w = _number(checked_weight("average_gradients", weight), dtype, None if near is None else near.device)
-    terms = [weighted(g, w) if isinstance(g, Tensor) else g for g in leaves]  # others: all_reduce names them
+    terms = [weighted(g, w) if isinstance(g, Tensor) else g for g in leaves]  # all_reduce raises for other leaves
     summed: list[Tensor] = all_reduce([*terms, w], "sum", group)
     if op == "mean":
         total = torch.where(summed[-1] == 0, 1.0, summed[-1])
@@ -92,7 +93,7 @@ def average_gradients(
 
 
 def global_mean(value: float | Tensor, weight: float | Tensor | None = None, group: Group = None) -> Tensor:
-    """Mean of a number over the ranks, for logging: Σ_r w_r v_r / Σ_r w_r, without a gradient.
+    """Logging: mean of a value over the ranks, Σ_r w_r v_r / Σ_r w_r, without a gradient.
 
     >>> import diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -100,13 +101,14 @@ def global_mean(value: float | Tensor, weight: float | Tensor | None = None, gro
     [3.0, 3.0]
 
     Args:
-        value: a number or a tensor, the same shape on all ranks; integers and half precision are averaged in float32.
-        weight: what this rank's value counts; None: the same on all ranks. The value of a rank of weight zero does not
-            count at all, also if it is NaN; where all are zero, the mean is NaN.
+        value: a number or a tensor, the same shape on all ranks; integer and half-precision tensors are averaged in
+            float32.
+        weight: None: every rank counts the same. Otherwise a non-negative number or a 0-d tensor. The value of a rank
+            of weight zero is ignored, even if it is NaN; if all weights are zero, the mean is NaN.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
     Returns:
-        A tensor of the value's shape, in float64 for a number, the same on every rank.
+        A tensor of the value's shape, float64 for a number; the same on every rank.
 
     Raises:
         TypeError, ValueError: an argument is wrong on its own.
@@ -115,7 +117,7 @@ def global_mean(value: float | Tensor, weight: float | Tensor | None = None, gro
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
         raise TypeError(message("global_mean", "value", type(value).__name__, "a number or a tensor"))
-    # A number is put where the group's own messages are: not every backend moves CPU memory.
+    # A number is put on the group's control device: not every backend can send CPU tensors.
     device = resolve(group, "global_mean").control_device
     v = value.detach() if isinstance(value, Tensor) else _number(value, torch.float64, device)
     v = v if v.dtype in (torch.float64, torch.complex64, torch.complex128) else v.float()
@@ -127,7 +129,7 @@ def global_mean(value: float | Tensor, weight: float | Tensor | None = None, gro
 
 
 def _number(value: float | Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    """Return a 0-d tensor; of a Python number without a copy, for which the host would wait for all kernels."""
+    """Return a 0-d tensor; a Python number is filled in on the device, since a copy would block the host."""
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=dtype)
     return torch.full((), value, dtype=dtype, device=device)
@@ -139,13 +141,13 @@ def _divided(x: Tensor, total: Tensor) -> Tensor:
 
 
 def weighted(x: Tensor, w: Tensor) -> Tensor:
-    """Return w · x, and zero where w is; half precision need not know the weight."""
+    """Return w · x, computed in float32 for half precision; zeros if w is zero, even if x is NaN."""
     wide = x.to(WIDER.get(x.dtype, x.dtype))
     return torch.where(w.to(x.device) == 0, torch.zeros_like(x), (wide * w.to(wide)).to(x.dtype))
 
 
 def checked_weight(name: str, weight: float | Tensor) -> float | Tensor:
-    """Return a weight: a number from zero up, or a 0-d tensor, which is not looked at."""
+    """Return a weight: a non-negative number, or a 0-d tensor, whose value is not checked."""
     expected = "a number or a 0-d tensor"
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
@@ -154,7 +156,7 @@ def checked_weight(name: str, weight: float | Tensor) -> float | Tensor:
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
         raise TypeError(message(name, "weight", type(weight).__name__, expected))
     if not 0 <= weight < math.inf:
-        raise ValueError(message(name, "weight", repr(weight), "a finite number from zero up"))
+        raise ValueError(message(name, "weight", repr(weight), "a finite non-negative number"))
     return weight
 
 
@@ -165,7 +167,7 @@ def checked_weight(name: str, weight: float | Tensor) -> float | Tensor:
 def agree_on_parameters(
     name: str, named: Sequence[tuple[str, Tensor]], group: Group, states: Sequence[str] = ()
 ) -> None:
-    """Raise on all ranks if their parameters differ, or what is said of each; naming the first one that does."""
+    """Raise on all ranks, with the first difference, if their parameters or the states of these differ."""
     engine = resolve(group, name)
     facts = [f"{n} {tuple(p.shape)} {p.dtype}{' channels_last' * is_channels_last(p)}" for n, p in named]
     facts = [fact + state for fact, state in zip(facts, states or [""] * len(facts), strict=True)]
@@ -176,12 +178,12 @@ def agree_on_parameters(
     first = next((i for i in range(max(lengths)) if len({tuple(row[i : i + 1]) for row in rows}) > 1), None)
     if first is not None:
         fact = facts[first] if first < len(facts) else "nothing"
-        refuse(engine, fact, f"{name}: the ranks' parameters differ; the first that does is number {first}:")
+        refuse(engine, fact, f"{name}: the ranks' parameters differ; the first difference is at index {first}:")
 
 
 @torch.no_grad()
 def broadcast_from_first(tensors: Sequence[Tensor], group: Group) -> None:
-    """Give all ranks the values of rank 0, in place."""
+    """Copy rank 0's values to all ranks, in place."""
     chunk: list[Any] = []
     nbytes = 0
     for i, t in enumerate(tensors):

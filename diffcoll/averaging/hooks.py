@@ -1,10 +1,10 @@
-"""The hooks by which an averager follows the backward passes of its parameters.
+"""The autograd hooks of an averager.
 
-| autograd | here |
+| autograd event | hook |
 |---|---|
 | pre-hook of AccumulateGrad | `_before_accumulate`: multiply by the weight |
-| post-accumulate hook of the parameter | `_after_accumulate`: into the bucket; a complete bucket is sent |
-| first of these in a pass | `on_backward_start` |
+| post-accumulate hook of the parameter | `_after_accumulate`: copy into the bucket; a complete bucket is sent |
+| first post-accumulate hook in a pass | `on_backward_start` |
 | callback of the engine at the end of the outermost pass | `_on_backward_end`: send the rest, wait, write `.grad` |
 """
 
@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from diffcoll.averaging.buckets import Parameter
 from diffcoll.averaging.functions import weighted
-from diffcoll.averaging.reducer import Reducer, ending
+from diffcoll.averaging.reducer import Reducer, reducers_of_pass
 from diffcoll.averaging.state import NAME
 from diffcoll.core._torch import (
     after_backward,
@@ -40,20 +40,19 @@ __all__ = ["Hooks"]
 
 
 class Hooks:
-    """The hooks of one averager's parameters, which hold it weakly."""
+    """The hooks of one averager; parameters hold it weakly."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
-        #: Autograd has a thread for each GPU: gradients of several may be accumulated at the same time.
+        #: Autograd has a thread per GPU, so hooks of parameters on several GPUs may run at the same time.
         self._lock = threading.RLock()
-        #: How many `no_sync` blocks have been entered and not left.
-        self.paused = 0
+        self.no_sync_depth = 0
 
     def attach(self) -> None:
-        """Register hooks on all parameters; on frozen ones too, so that they are averaged once they are not frozen."""
+        """Register hooks on all parameters, frozen ones included: they may be unfrozen later."""
         for p in self._reducer.parameters:
             if p.tensor.is_inference():
-                continue  # never has a gradient
+                continue
             with _requiring_grad(p.tensor):
                 hook = self._hook(Hooks._after_accumulate, p)
                 p.hooks.append(p.tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
@@ -61,12 +60,12 @@ class Hooks:
                 self._hook_before(p)
 
     def hook_before(self) -> None:
-        """Register hooks that see gradients before they are accumulated, where there are none yet."""
+        """Register `_before_accumulate` on the parameters that do not have it yet."""
         for p in self._reducer.parameters:
             self._hook_before(p)
 
     def _hook_before(self, p: Parameter) -> None:
-        """On the node that accumulates: a hook of the tensor would also see torch.autograd.grad."""
+        """Use a pre-hook of AccumulateGrad: a hook of the tensor would also run in torch.autograd.grad."""
         if p.hooks and p.node is None:
             with _requiring_grad(p.tensor):
                 p.node = get_gradient_edge(p.tensor).node
@@ -80,7 +79,7 @@ class Hooks:
             p.hooks, p.node = [], None
 
     def _hook(self, method: Callable[[Hooks, Any, Any], Any], p: Parameter) -> Callable[..., Any]:
-        """Return a hook of p that holds neither these hooks nor p."""
+        """Return a hook of p that holds this object and p weakly."""
         hooks, parameter = weakref.ref(self), weakref.ref(p)
 
         def hook(given: Any) -> Any:
@@ -95,7 +94,7 @@ class Hooks:
     # ── events of autograd ───────────────────────────────────────────────────────────────────────────────
 
     def _before_accumulate(self, p: Parameter, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-        """Multiply a gradient by the weight, and set aside what it would be added to if that has been reduced."""
+        """Multiply a gradient by the weight; set a reduced `.grad` aside, so that it is not reduced again."""
         reducer = self._reducer
         p.value_version = version(p.tensor)
         weight: float | Tensor = 1.0
@@ -106,7 +105,7 @@ class Hooks:
                 )
                 raise RuntimeError(message(NAME, "weight", "none for this batch", "one", remedy))
             weight = reducer.weights.current
-        reducer.put_aside(p)
+        reducer.set_aside(p)
         p.reduced = None
         if reducer.join.ran_out:
             weight = 0.0
@@ -118,76 +117,78 @@ class Hooks:
         return (g * weight if weight else torch.zeros_like(g),)
 
     def _after_accumulate(self, p: Parameter, tensor: Tensor) -> None:
-        """Put a gradient into its bucket, and send the bucket if it is complete."""
+        """Copy a gradient into its bucket, and send the bucket if it is complete."""
         reducer, now = self._reducer, self._reducer.backward
-        if p.kept is not None:
-            p.note()
-        if self.paused:
+        if p.earlier is not None:
+            p.record_accumulated()
+        if self.no_sync_depth:
             return
         task = backward_at_work()
         if task not in now.tasks:
             self.on_backward_start(task)
-        if p.is_put:
+        if p.is_in_bucket:
             raise RuntimeError(
-                f"{NAME}: {p.name}: a second gradient in one backward, after the first was taken; checkpoints with "
-                "use_reentrant=True share it: use use_reentrant=False, or no_sync() and synchronize()"
+                f"{NAME}: {p.name}: a second gradient in one backward, after the first was put into its bucket; "
+                "checkpoints with use_reentrant=True share the parameter: use use_reentrant=False, or no_sync() and "
+                "synchronize()"
             )
-        if p.turn == now.number:
-            return  # it was accumulated in a pass within this one before
-        p.turn = now.number
-        if reducer.arrived is not None:
-            reducer.arrived.append(p.index)
+        if p.pass_number == now.number:
+            return  # a nested pass has accumulated it before
+        p.pass_number = now.number
+        if reducer.accumulation_order is not None:
+            reducer.accumulation_order.append(p.index)
         bucket = p.bucket
         if bucket.stream is not None:
             bucket.enter_stream()
         bucket.pending -= 1
         if now.is_nested:
             return
-        if not p.is_small:  # while it is in the cache, and before the next one needs memory
+        if not p.is_small:  # while it is in the cache; its own memory is free for the next gradient
             reducer.put(p)
         if bucket.pending == 0:
             reducer.send_ready()
 
     def on_backward_start(self, task: int) -> None:
-        """Follow a backward pass, or one within it, from its first gradient on."""
+        """Prepare the buckets at the first gradient of a backward pass, or of a pass nested in it."""
         reducer, now = self._reducer, self._reducer.backward
         nested = is_backward_nested()
-        if now.tasks and not nested and task > max(now.tasks):  # not the outer one of those, which is older
+        # A larger id that is not nested is a new pass: an error ended the earlier one. An outer pass has a smaller id.
+        if now.tasks and not nested and task > max(now.tasks):
             reducer.abandon()
         if not now.tasks:
             now.tasks.add(task)
             reducer.begin()
         now.tasks.add(task)
         now.is_nested = now.is_nested or nested
-        self._await_end(nested)
+        self._register_end_callback(nested)
 
     def after_new_parameter(self) -> None:
-        """A parameter that nobody averages has a gradient: follow the pass, whose end raises."""
-        if not self.paused and not self._reducer.backward.tasks:
+        """Register the callback at the end of the pass, which raises for parameters that no averager averages."""
+        if not self.no_sync_depth and not self._reducer.backward.tasks:
             self.on_backward_start(backward_at_work())
 
-    def _await_end(self, nested: bool) -> None:
-        """Have `_on_backward_end` called at the end of the outermost pass."""
-        if self._reducer.backward.is_end_awaited:
+    def _register_end_callback(self, nested: bool) -> None:
+        """Register `_on_backward_end` at the end of the outermost pass; in a nested pass register `_on_nested_end`."""
+        if self._reducer.backward.has_end_callback:
             return
         if nested:
             after_backward(self._on_nested_end)
             return
-        self._reducer.backward.is_end_awaited = True
+        self._reducer.backward.has_end_callback = True
         task = backward_at_work()
-        if task not in ending:
+        if task not in reducers_of_pass:
             after_backward(partial(_on_backward_end, task))
-        ending.setdefault(task, []).append(self._reducer)
+        reducers_of_pass.setdefault(task, []).append(self._reducer)
 
     @untraced
     def _on_nested_end(self) -> None:
-        """A pass within another one has ended: its outer one goes on, and its end can be awaited from there."""
-        if self._reducer.backward.is_end_awaited:
+        """Register the callback of the outer pass as soon as its next node runs, where it can be registered."""
+        if self._reducer.backward.has_end_callback:
             return
         following = nodes_after_nested_backward()
         if not following:
             raise RuntimeError(
-                f"{NAME}: a backward within another, and no way to know when the outer one ends; use "
+                f"{NAME}: a backward within another, and the end of the outer one cannot be detected; use "
                 "use_reentrant=False, or no_sync() and synchronize()"
             )
         handles: list[Any] = []
@@ -196,22 +197,22 @@ class Hooks:
             for handle in handles:
                 handle.remove()
             handles.clear()
-            self._await_end(is_backward_nested())
+            self._register_end_callback(is_backward_nested())
 
         handles += [node.register_prehook(untraced(before_next_node)) for node in following]
 
 
 @untraced
 def _on_backward_end(task: int) -> None:
-    """Reduce the rest: on all ranks in the order in which averagers were made, whichever has met this pass first."""
-    reducers = sorted(ending.pop(task, []), key=lambda reducer: reducer.number)
+    """Finish the reductions of all averagers of this pass, in order of construction, which is equal on all ranks."""
+    reducers = sorted(reducers_of_pass.pop(task, []), key=lambda reducer: reducer.number)
     errors: list[Exception] = []
     sent: list[Reducer] = []
     for reducer in reducers:
         try:
             reducer.send_rest()
             sent.append(reducer)
-        except Exception as error:  # what the others have sent must be received
+        except Exception as error:  # the other averagers must still receive what they have sent
             errors.append(error)
     for reducer in sent:
         try:
@@ -221,18 +222,18 @@ def _on_backward_end(task: int) -> None:
     if errors:
         raise errors[0]
     if any(reducer.engine.size > 1 for reducer in reducers):
-        after_backward(partial(_after_backward_end, reducers))
+        after_backward(partial(_after_all_callbacks, reducers))
 
 
 @untraced
-def _after_backward_end(reducers: list[Reducer]) -> None:
+def _after_all_callbacks(reducers: list[Reducer]) -> None:
     for reducer in reducers:
         reducer.check_unchanged()
 
 
 @contextlib.contextmanager
 def _requiring_grad(p: Tensor) -> Iterator[None]:
-    """Let p have hooks, also if it is frozen."""
+    """Let p require a gradient within the block: hooks can only be registered then."""
     frozen = not p.requires_grad
     if frozen:
         p.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""Which parameters an averager averages, and whether they are still those of its module.
+"""Selects and checks the parameters of an averager, and detects changes of its module.
 
 note  notes/averaging.md
 """
@@ -21,12 +21,12 @@ from diffcoll.core.errors import message
 
 __all__ = ["SPARSE", "Watch", "differentiable", "find_ddp", "is_sharded", "named_parameters"]
 
-SPARSE = "got sparse gradients, expected dense ones; say sparse=False in nn.Embedding"
+SPARSE = "got sparse gradients, expected dense ones; use sparse=False in nn.Embedding"
 _EXPECTED = "a module, parameters, or pairs (name, parameter)"
 
 
 def named_parameters(operation: str, given: Any) -> list[tuple[str, Tensor]]:
-    """Return the names and parameters of what the user gave: leaves, and none that something else reduces already."""
+    """Return the names and parameters of the argument; raise unless all are leaves that nothing else reduces."""
     if isinstance(given, nn.Module):
         _refuse_modules(operation, given)
         named: list[tuple[str, Tensor]] = [*given.named_parameters()]
@@ -40,12 +40,12 @@ def named_parameters(operation: str, given: Any) -> list[tuple[str, Tensor]]:
         named = list({id(p): (name, p) for name, p in reversed(pairs)}.values())[::-1]
     for name, p in named:
         if not p.is_leaf:
-            got = f"{name}, which is no leaf"
+            got = f"{name}, which is not a leaf"
             raise ValueError(message(operation, "module_or_params", got, "leaf tensors"))
         if _is_sharded(p):
             raise TypeError(
                 f"{operation}: module_or_params: {name}: FSDP or tensor parallelism shards this parameter and reduces "
-                f"its own gradients; do without {operation}, or give it the other parameters"
+                f"its own gradients; remove {operation}, or give it the other parameters"
             )
     if not named:
         raise ValueError(message(operation, "module_or_params", "nothing", "at least one parameter"))
@@ -57,40 +57,40 @@ def named_parameters(operation: str, given: Any) -> list[tuple[str, Tensor]]:
 
 
 def _refuse_modules(operation: str, given: nn.Module) -> None:
-    """Raise for sparse gradients, and for what reduces its gradients itself."""
+    """Raise for sparse gradients, and for modules that reduce their own gradients."""
     for name, module in given.named_modules():
         where = f"{operation}: module_or_params: {name or type(module).__name__}"
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise TypeError(f"{where}: {SPARSE}")
         if isinstance(module, DistributedDataParallel):
             raise TypeError(
-                f"{where}: is in DistributedDataParallel, which averages its gradients; take one of the two away: "
-                f"give {operation} the module without DistributedDataParallel, or do without {operation}"
+                f"{where}: is in DistributedDataParallel, which averages its gradients; remove one of the two: "
+                f"give {operation} the module without DistributedDataParallel, or remove {operation}"
             )
         if isinstance(module, _fsdp_classes()):
-            raise TypeError(f"{where}: FSDP shards this module and reduces its own gradients; do without {operation}")
+            raise TypeError(f"{where}: FSDP shards this module and reduces its own gradients; remove {operation}")
 
 
 def differentiable(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Return those that can have a gradient: not integers, as 8-bit weights are."""
+    """Return the parameters that can have a gradient; integer parameters, e.g. 8-bit weights, cannot."""
     return [(name, p) for name, p in named if p.is_floating_point() or p.is_complex()]
 
 
 def _fsdp_classes() -> tuple[type, ...]:
-    """Return the classes of sharded modules, if anyone has imported them: to import them takes long."""
+    """Return the classes of sharded modules, if they were imported; importing them here would be slow."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return (fsdp.FullyShardedDataParallel, fsdp.FSDPModule) if fsdp else ()
 
 
 def _is_sharded(p: Tensor) -> bool:
-    """Whether p is a DTensor, or one of FSDP's flat parameters or a part of one, which it marks so."""
+    """Whether p is a DTensor, or a flat parameter of FSDP or a part of one, which FSDP marks."""
     tensor = sys.modules.get("torch.distributed.tensor")
     flat = getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False)
     return bool(flat) or (tensor is not None and isinstance(p, tensor.DTensor))
 
 
 def is_sharded(module: nn.Module | None, parameters: Iterable[Tensor]) -> str:
-    """Say what FSDP has taken since: the module or a part of it, or one of its parameters; "": nothing."""
+    """Return words for the (sub)module or parameter that FSDP has sharded since; "": none."""
     for name, m in module.named_modules() if module is not None else ():
         if isinstance(m, _fsdp_classes()):
             return name or type(m).__name__
@@ -100,8 +100,8 @@ def is_sharded(module: nn.Module | None, parameters: Iterable[Tensor]) -> str:
 def find_ddp(parameters: Iterable[Tensor]) -> bool:
     """Whether a DistributedDataParallel averages one of these parameters.
 
-    It hooks in where Python cannot see it, and no list of those that exist is kept. So this goes through all objects of
-    the process: tens of milliseconds, for error messages.
+    Its hooks are registered in C++ and PyTorch keeps no list of instances, so this searches all objects of the process.
+    That takes tens of milliseconds; use it for error messages only.
     """
     ids = {id(p) for p in parameters}
     kinds = {DistributedDataParallel, *DistributedDataParallel.__subclasses__()}
@@ -110,9 +110,9 @@ def find_ddp(parameters: Iterable[Tensor]) -> bool:
 
 
 class Watch:
-    """A hook that runs before the module's forward, and knows the module's parameters and those of modules below it.
+    """A forward pre-hook that detects added, replaced or removed parameters of a module and its submodules.
 
-    The module holds it: what it holds ends with the module. It holds no averager, and copies of the module have none.
+    The module holds it. It holds module and averager weakly; copies of the module have no averager.
     """
 
     def __init__(self, module: nn.Module, method: Callable[[], None]) -> None:
@@ -121,20 +121,20 @@ class Watch:
         self.record()
 
     def record(self) -> None:
-        """Take the module as it is now."""
+        """Record the module's current submodules and parameters."""
         module = self.module()
         self._registries = [] if module is None else registries(module)
         self._ids = self._registered()
 
     def has_changed(self) -> bool:
-        """Whether any module or parameter was added, replaced or removed since."""
+        """Whether any submodule or parameter was added, replaced or removed since they were recorded."""
         return self._registered() != self._ids
 
     def _registered(self) -> list[int]:
         return [*map(id, chain.from_iterable(map(dict.values, self._registries)))]
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Call the method; a compiled forward does not."""
+        """Call the method, except while Dynamo traces the forward."""
         if torch.compiler.is_compiling():
             return
         method = self._method()
@@ -142,5 +142,5 @@ class Watch:
             method()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles of a module get a hook that returns its arguments; to load them takes no diffcoll."""
+        """Make copies and pickles of a module contain `{}.get` as the hook: a no-op, loaded without diffcoll."""
         return getattr, ({}, "get")

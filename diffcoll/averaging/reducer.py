@@ -1,8 +1,8 @@
 """Reduces the gradients of an averager's parameters over the ranks, bucket by bucket.
 
-A bucket is reduced in place as soon as its last gradient has been accumulated, in the same order on every rank. At the
-end of the backward pass the rest is sent, and the results become the gradients. Unused parameters contribute zeros. The
-last bucket ends with one flag per parameter (used on this rank or not) and `EXTRA` numbers.
+A bucket is reduced in place as soon as its last gradient has been accumulated and all earlier buckets have been sent.
+At the end of the backward pass the rest is sent, and the results become the gradients. Unused parameters contribute
+zeros. The last bucket ends with one flag per parameter (used on this rank or not) and `EXTRA` numbers.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from diffcoll.core._torch import is_profiling, versions
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
 from diffcoll.engines.engine import Engine, Exclusive, done
 
-__all__ = ["Reducer", "Reduction", "ending"]
+__all__ = ["Reducer", "Reduction", "reducers_of_pass"]
 
 Reduction = Literal["mean", "sum", "weighted"]
 
-#: Numbers behind the flags: NaN from a rank that failed, the weight, whether the rank has taken part.
+#: Numbers after the flags: NaN from a rank that failed, the weight, whether the rank has taken part.
 EXTRA = 3
 _DDP = (
-    "DistributedDataParallel averages this parameter, too; take one of the two away: call detach(), or use the module "
+    "DistributedDataParallel averages this parameter, too; remove one of the two: call detach(), or use the module "
     "without DistributedDataParallel"
 )
 _numbers = itertools.count()
 
-#: The reducers whose gradients a backward pass has accumulated, by autograd's number of the pass.
-ending: dict[int, list[Reducer]] = {}
+#: The reducers whose gradients a backward pass has accumulated, by autograd's graph task id.
+reducers_of_pass: dict[int, list[Reducer]] = {}
 
 
 class Reducer:
-    """The buckets of one averager, sent through an engine that nothing else uses."""
+    """The buckets of one averager, sent through an engine of its own."""
 
     def __init__(
         self,
@@ -54,13 +54,13 @@ class Reducer:
     ) -> None:
         self.parameters, self.engine, self.reduction = parameters, engine, reduction
         self.number = next(_numbers)
-        #: Those that are not frozen, in the order of the buckets.
-        self.live: list[Parameter] = []
+        #: Parameters that are not frozen, in the order in which gradients are expected.
+        self.trainable: list[Parameter] = []
         self.buckets: list[Bucket] = []
-        #: Indices of parameters in the order in which gradients were accumulated, until the ranks have agreed on one.
-        self.arrived: list[int] | None = []
+        #: Indices of parameters in order of accumulation, recorded until the ranks have agreed on an order; then None.
+        self.accumulation_order: list[int] | None = []
         self.backward, self.weights, self.join = Backward(), Weights(), Join()
-        #: How often gradients were reduced.
+        #: Number of reductions.
         self.count = 0
         self._nbytes, self._dtype, self._tree = nbytes, comm_dtype, tree
         self._order = list(reversed(range(len(parameters))))  # in which gradients are expected
@@ -73,36 +73,37 @@ class Reducer:
         if self.engine.ended:
             now.tasks.clear()
             raise RuntimeError(
-                f"{NAME}: its group was destroyed; call detach(), or make a {NAME} on another group, which takes over"
+                f"{NAME}: its group was destroyed; call detach(), or make a {NAME} on another group, which replaces "
+                "this one"
             )
         now.number += 1
         now.next_bucket = 0
-        now.compares = checks.is_on() and self.engine.size > 1
-        now.is_end_awaited = now.is_nested = False
-        if self.arrived:
-            self.arrived = []  # of a backward pass that an error ended
+        now.is_checked = checks.is_on() and self.engine.size > 1
+        now.has_end_callback = now.is_nested = False
+        if self.accumulation_order:
+            self.accumulation_order = []  # left by a backward pass that raised
         for p in self.parameters:
             if p.tensor.shape != p.shape or p.tensor.dtype != p.dtype:
-                p.refuse_kind(NAME)
-        live = [p for i in self._order if (p := self.parameters[i]).tensor.requires_grad]
-        if live != self.live or not self.buckets:
-            self._cut(live)
+                p.raise_kind_changed(NAME)
+        trainable = [p for i in self._order if (p := self.parameters[i]).tensor.requires_grad]
+        if trainable != self.trainable or not self.buckets:
+            self._cut(trainable)
         else:
             for bucket in self.buckets:
-                bucket.let_go()
+                bucket.reallocate_if_held()
         for bucket in self.buckets:
             bucket.pending = len(bucket.parameters)
-        for p in live:
-            p.is_put = False
-        now.value_versions = versions([p.tensor for p in live])
+        for p in trainable:
+            p.is_in_bucket = False
+        now.value_versions = versions([p.tensor for p in trainable])
 
-    def _cut(self, live: list[Parameter]) -> None:
-        self.live, self.buckets = live, []
-        for p in self.parameters:  # old buckets are freed before new ones are allocated, unless they hold gradients
+    def _cut(self, trainable: list[Parameter]) -> None:
+        self.trainable, self.buckets = trainable, []
+        for p in self.parameters:  # free old buckets before new ones are allocated, unless they hold gradients
             p.__dict__.pop("bucket", None)
             p.__dict__.pop("place", None)
-            p.forget_views()
-        self.buckets = cut(live, self._nbytes, self._dtype, self.engine, len(live) + EXTRA)
+            p.drop_views()
+        self.buckets = cut(trainable, self._nbytes, self._dtype, self.engine, len(trainable) + EXTRA)
 
     # ── gradients into buckets ───────────────────────────────────────────────────────────────────────────
 
@@ -111,21 +112,21 @@ class Reducer:
         self._check(p)
         p.put(self._scale())
 
-    def put_aside(self, p: Parameter) -> None:
-        """Set a gradient aside that was reduced before, so that it is not reduced again.
+    def set_aside(self, p: Parameter) -> None:
+        """Set aside a gradient that was reduced before, so that it is not reduced again.
 
-        A mean needs none of that: the mean of what is the same on all ranks is the same.
+        Not for a mean: averaging a value that is equal on all ranks does not change it.
         """
-        if not p.recall():
+        if not p.drop_earlier_if_zeroed():
             raise RuntimeError(
-                f"{NAME}: {p.name}: its gradient was changed while backward calls added to one that had been reduced; "
+                f"{NAME}: {p.name}: its gradient was changed while backward calls were added to a reduced gradient; "
                 "call zero_grad() before the first of them, or synchronize() before the change"
             )
         if p.reduced is not None and p.reduced is p.tensor.grad and self.reduction != "mean":
-            p.put_aside()
+            p.set_aside()
 
     def _check(self, p: Parameter) -> None:
-        self.put_aside(p)
+        self.set_aside(p)
         grad = p.tensor.grad
         if grad is None:
             return
@@ -133,12 +134,12 @@ class Reducer:
             raise TypeError(f"{NAME}: {p.name}: {SPARSE}")
         if grad.requires_grad:
             raise RuntimeError(
-                f"{NAME}: {p.name}: its gradient is part of a graph (create_graph=True), which ends in a bucket; "
-                "take torch.autograd.grad(…, create_graph=True) and dc.average_gradients, which is differentiable"
+                f"{NAME}: {p.name}: its gradient is part of a graph (create_graph=True), and reduction in a bucket is "
+                "not differentiable; use torch.autograd.grad(…, create_graph=True) and dc.average_gradients, which is"
             )
 
     def _scale(self) -> float:
-        """Return the factor of this rank's gradients. A mean is divided first: in half precision a sum may overflow."""
+        """Return the factor of this rank's gradients: 1/N before the sum, which may overflow in half precision."""
         if not self.join.took_part:
             return 0.0
         return 1 / self.engine.size if self.reduction == "mean" and not self.join.is_active else 1.0
@@ -146,51 +147,51 @@ class Reducer:
     # ── send ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def send_ready(self) -> None:
-        """Send the buckets whose gradients are complete; the last one waits for the end, it tells of errors."""
-        if self.backward.compares:
+        """Send complete buckets, in order; not the last one, which reports errors of the whole pass."""
+        if self.backward.is_checked:
             return
         while self.backward.next_bucket < len(self.buckets) - 1 and self.buckets[self.backward.next_bucket].ready:
             self._send()
 
     @torch.no_grad()
     def _send(self) -> None:
-        """Start to reduce the next bucket, in place."""
+        """Start the in-place reduction of the next bucket."""
         bucket = self.buckets[self.backward.next_bucket]
         self.backward.next_bucket += 1
         if bucket.stream is not None:
             bucket.join_streams()
-        unput = [p for p in bucket.parameters if not p.is_put]
-        for p in unput:
+        missing = [p for p in bucket.parameters if not p.is_in_bucket]
+        for p in missing:
             self._check(p)
         bucket.put_small(self._scale())
-        for p in unput:
-            if not p.is_put:
+        for p in missing:
+            if not p.is_in_bucket:
                 p.put(self._scale())
         if bucket is self.buckets[-1]:
             self._put_flags(bucket)
         self._start(bucket)
 
     def _put_flags(self, bucket: Bucket) -> None:
-        used = [p.is_used or p.kept is not None for p in self.live]
-        pinned = bucket.tail.is_cuda  # else the copy would make the host wait for all kernels before it
+        used = [p.is_used or p.earlier is not None for p in self.trainable]
+        pinned = bucket.tail.is_cuda  # otherwise the copy would block the host until all earlier kernels are done
         flags = [*used, 0.0, 0.0, self.join.took_part]
         tail = torch.tensor(flags, dtype=bucket.tail.dtype, device="cpu", pin_memory=pinned)
         bucket.tail.copy_(tail, non_blocking=pinned)
-        bucket.tail[-2] = self.weights.total  # which may be a tensor elsewhere
+        bucket.tail[-2] = self.weights.total  # may be a tensor on another device
 
     def _start(self, bucket: Bucket) -> None:
         engine = self.engine
         if engine.size == 1:
             return
         engine.operation, engine.later = NAME, bucket.overlaps
-        with self._explaining(bucket):
+        with self._communicating(bucket):
             bucket.wait = engine.all_reduce(bucket.row, bucket.row)
 
     def send_rest(self) -> None:
-        """Send all buckets that have not been sent; an error here becomes one on all ranks."""
+        """Send all buckets that have not been sent; an error found here makes all ranks raise."""
         try:
-            if self.backward.compares:
-                names = [p.name for p in self.live]
+            if self.backward.is_checked:
+                names = [p.name for p in self.trainable]
                 self._compare(names, f"{len(names)} parameters that are not frozen: {', '.join(names)}")
             if self._tree is not None and self.engine.size > 1:
                 self._tree.check()
@@ -214,39 +215,39 @@ class Reducer:
         """Raise if a gradient or its parameter was modified in this pass after the gradient was accumulated."""
         if self.engine.size == 1:
             return
-        values = versions([p.tensor for p in self.live])
-        for p, before, now in zip(self.live, self.backward.value_versions, values, strict=True):
-            if p.turn != self.backward.number:
+        values = versions([p.tensor for p in self.trainable])
+        for p, before, now in zip(self.trainable, self.backward.value_versions, values, strict=True):
+            if p.pass_number != self.backward.number:
                 continue
             if p.tensor.grad is None:
-                why = "its gradient was taken away"
-            elif p.is_put and p.has_changed():
+                why = "its gradient was set to None"
+            elif p.is_in_bucket and p.has_changed():
                 why = "its gradient was changed"
             elif now != (before if p.node is None else p.value_version):
                 why = "its value was changed"
             else:
                 continue
-            if find_ddp(q.tensor for q in self.live):
+            if find_ddp(q.tensor for q in self.trainable):
                 raise RuntimeError(f"{NAME}: {p.name}: {_DDP}")
             raise RuntimeError(
-                f"{NAME}: {p.name}: {why} in backward, before it was averaged, as an optimizer that steps within "
-                "backward does: its step would be another one on every rank; step after backward, or change "
-                "gradients in hooks of the tensor, p.register_hook(…)"
+                f"{NAME}: {p.name}: {why} in backward, before it was averaged, as by an optimizer that steps within "
+                "backward: its step would differ between ranks; step after backward, or change gradients in hooks of "
+                "the tensor, p.register_hook(…)"
             )
 
     def check_unchanged(self) -> None:
-        """Raise if DistributedDataParallel has averaged again what was reduced; its end of backward comes later."""
-        changed = next((p for p in self.live if p.reduced is not None and p.has_changed()), None)
-        if changed and find_ddp(q.tensor for q in self.live):
+        """Raise if DistributedDataParallel has averaged the gradients again; its callback may run after this one's."""
+        changed = next((p for p in self.trainable if p.reduced is not None and p.has_changed()), None)
+        if changed and find_ddp(q.tensor for q in self.trainable):
             raise RuntimeError(f"{NAME}: {changed.name}: {_DDP}")
 
     # ── receive ──────────────────────────────────────────────────────────────────────────────────────────
 
     def receive(self) -> None:
-        """Wait for all buckets, and make their contents the gradients."""
+        """Wait for all buckets, and write the results to `.grad`."""
         try:
             for bucket in self.buckets:
-                with self._explaining(bucket):
+                with self._communicating(bucket):
                     bucket.wait()
                 bucket.wait = done
             self._finish()
@@ -259,7 +260,7 @@ class Reducer:
         tail = self.buckets[-1].tail.real
         if tail.is_cpu and tail[-3].isnan():
             raise RuntimeError(
-                f"{NAME}: a rank has left this backward by an error, and its gradients are not there; "
+                f"{NAME}: a rank has left this backward by an error, and its gradients are missing; "
                 "look at the other ranks"
             )
         if self.reduction == "weighted" or (self.reduction == "mean" and self.join.is_active):
@@ -267,24 +268,24 @@ class Reducer:
             divisor = torch.where(divisor == 0, 1.0, divisor)
             for bucket in self.buckets:
                 bucket.divide(divisor)
-        used = None if all(p.is_used for p in self.live) else tail.tolist()
-        for i, p in enumerate(self.live):
-            if p.is_used and p.shares and p.kept is None:
-                p.reduced = p.grad_view  # it is the gradient already
+        used = None if all(p.is_used for p in self.trainable) else tail.tolist()
+        for i, p in enumerate(self.trainable):
+            if p.is_used and p.shares and p.earlier is None:
+                p.reduced = p.grad_view  # `.grad` is this view already
             elif used is None or used[i]:
-                grad = p.take()
-                if p.kept is not None:
-                    grad.add_(p.kept)
+                grad = p.set_gradient()
+                if p.earlier is not None:
+                    grad.add_(p.earlier)
                 p.reduced = grad
                 p.record_gradient()
 
     def _agree_on_order(self) -> None:
-        """After the first reduction, cut the buckets in the order in which gradients were accumulated on rank 0."""
-        if self.arrived is None:
+        """After the first reduction, order the buckets as gradients were accumulated on rank 0."""
+        if self.accumulation_order is None:
             return
-        arrived = self.arrived + [i for i in self._order if i not in set(self.arrived)]
-        self.arrived = None
-        order = torch.tensor(arrived, device=self.engine.control_device)
+        accumulation_order = self.accumulation_order + [i for i in self._order if i not in set(self.accumulation_order)]
+        self.accumulation_order = None
+        order = torch.tensor(accumulation_order, device=self.engine.control_device)
         if self.engine.size > 1:
             self.engine.operation, self.engine.later = NAME, False
             with Exclusive(self.engine, NAME):
@@ -293,23 +294,23 @@ class Reducer:
 
     def _end(self) -> None:
         self.backward.tasks.clear()
-        self.backward.is_end_awaited = self.backward.is_nested = False
+        self.backward.has_end_callback = self.backward.is_nested = False
         if self._tree is not None:
-            self._tree.has_looked = False
+            self._tree.is_checked = False
         self.count += 1
         if self.join.is_leaving:
             self.join.leave()
         for p in self.parameters:
-            p.kept = p.added = None
+            p.earlier = p.accumulated = None
 
     # ── errors ───────────────────────────────────────────────────────────────────────────────────────────
 
     def abandon(self, compared: bool = False) -> None:
-        """Tell the other ranks that this one has left the backward pass by an error: they wait for its buckets."""
-        for task in [task for task, reducers in ending.items() if self in reducers]:
-            del ending[task]
+        """Send NaN in all unsent buckets, for which the other ranks wait; it tells them of the error."""
+        for task in [task for task, reducers in reducers_of_pass.items() if self in reducers]:
+            del reducers_of_pass[task]
         self.backward.tasks.clear()
-        if self.backward.compares and not compared:  # the other ranks wait for the comparison
+        if self.backward.is_checked and not compared:  # the other ranks wait in the comparison
             with contextlib.suppress(CollectiveMismatchError):
                 self._compare("left", "which has left this backward by an error")
             return
@@ -319,13 +320,13 @@ class Reducer:
             bucket.row.fill_(math.nan)
             self._start(bucket)
         for bucket in self.buckets:
-            with self._explaining(bucket):
+            with self._communicating(bucket):
                 bucket.wait()
             bucket.wait = done
 
     @contextlib.contextmanager
-    def _explaining(self, bucket: Bucket) -> Iterator[None]:
-        """Work in the group, named in profiles; an error of the backend says in which bucket, and who is absent."""
+    def _communicating(self, bucket: Bucket) -> Iterator[None]:
+        """Take the engine's turn, label the profile, and add bucket and absent ranks to an error of the backend."""
         engine = self.engine
         at = f"bucket {self.buckets.index(bucket)} of {len(self.buckets)}"
         try:
@@ -339,7 +340,7 @@ class Reducer:
             raise
         except RuntimeError as error:
             absent = engine.absent()
-            who = f"rank {', '.join(map(str, absent))} did not come: it" if absent else "a rank"
+            who = f"rank {', '.join(map(str, absent))} did not join: it" if absent else "a rank"
             remedy = (
                 f"{who} died, hangs, has not called backward, or its loss uses none of the parameters; call backward "
                 "equally often on all ranks, see join() for unequal numbers of batches"

@@ -1,7 +1,8 @@
-"""Which averagers there are, and which of them average the same parameters.
+"""Registry of all averagers; it finds those that average the same parameters.
 
-An averager lives as long as its module, or its first parameter. If a hook of a parameter held it, they would hold each
-other by way of the autograd engine, where Python's garbage collector does not look.
+An averager of a module is freed with the module; one of bare parameters keeps itself and them alive until `detach()`.
+Hooks hold their averager weakly: a strong reference would be a cycle through the autograd engine, which Python's
+garbage collector cannot see.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from diffcoll.averaging.state import NAME
 from diffcoll.core.errors import message
 from diffcoll.engines import local
 
-__all__ = ["Claim", "averaged", "claims_on", "enter", "refuse_shared", "status", "take_over"]
+__all__ = ["Claim", "averaged", "claims_on", "enter", "refuse_shared", "status", "detach_replaced"]
 
 Named = list[tuple[str, Tensor]]
 
 
 @dataclass(eq=False)
 class Claim:
-    """What one averager averages, and how to end that."""
+    """The parameters of one averager, and the function that detaches it."""
 
     named: Named
     module: weakref.ref[nn.Module] | None
-    #: The simulated rank that made the averager; None: this process.
+    #: The simulated rank that made the averager; None: not simulated.
     rank: Any
     detach: Callable[[], None]
 
     def is_same(self, module: nn.Module | None, named: Named) -> bool:
-        """Whether it is on this module, or on just these parameters: a new averager takes over then."""
+        """Whether the averager is on this module or on exactly these parameters, so that a new one replaces it."""
         of_module = module is not None and self.module is not None and self.module() is module
         return of_module or {id(p) for _, p in named} == {id(p) for _, p in self.named}
 
@@ -42,7 +43,7 @@ _claims: dict[int, Claim] = {}
 
 
 def enter(claim: Claim) -> Callable[[], object]:
-    """Enter a claim, until its module or its first parameter is freed; returns the function that ends it before."""
+    """Add a claim until its module is freed; returns the function that removes it earlier."""
     module = None if claim.module is None else claim.module()
     end = weakref.finalize(claim.named[0][1] if module is None else module, _claims.pop, id(claim), None)
     end.atexit = False
@@ -62,7 +63,7 @@ def claims_on(named: Named) -> list[Claim]:
 
 
 def refuse_shared(named: Named) -> None:
-    """Raise if another simulated rank averages the same parameters: ranks are threads, and may share them."""
+    """Raise if another simulated rank, a thread of this process, averages the same parameters."""
     me: Any = local.here()
     for claim in claims_on(named) if me is not None else ():
         if claim.rank is not None and claim.rank is not me and claim.rank.world is me.world:
@@ -72,15 +73,15 @@ def refuse_shared(named: Named) -> None:
 
 
 def status(p: Tensor, claims: list[Claim], module: nn.Module | None, named: Named) -> str:
-    """Say who averages p already, which must be the same on all ranks."""
+    """Return words for the averager that p already has; all ranks must agree on them."""
     for claim in claims:
         if any(p is q for _, q in claim.named):
             return ", taken over" if claim.is_same(module, named) else ", averaged by another"
     return ""
 
 
-def take_over(claims: list[Claim], module: nn.Module | None, named: Named) -> None:
-    """Detach the averagers that a new one replaces; one that averages only some of the parameters is an error."""
+def detach_replaced(claims: list[Claim], module: nn.Module | None, named: Named) -> None:
+    """Detach the averagers that a new one replaces; raise if one of them has some of the parameters and others too."""
     ids = {id(p) for _, p in named}
     for claim in claims:
         if not claim.is_same(module, named):

@@ -1,4 +1,4 @@
-"""What an averager remembers between two calls, by what changes together."""
+"""State of an averager: the backward pass, the weights, and the loop over unequal numbers of batches."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from torch import Tensor
 
 __all__ = ["NAME", "Backward", "Join", "Weights"]
 
-#: In errors, profiles and comparisons.
+#: Name in errors, profiles and check mode.
 NAME = "GradientAverager"
 
 
 @dataclass
 class Backward:
-    """The backward pass that runs, together with those that run within it."""
+    """The current backward pass, including passes nested in it."""
 
-    #: How many there have been.
+    #: Count of backward passes.
     number: int = 0
-    #: Autograd's numbers of the pass and of those within it; empty: none runs.
+    #: Autograd's graph task ids of the pass and of those nested in it; empty: no pass runs.
     tasks: set[int] = field(default_factory=set)
-    #: The bucket to be sent next.
+    #: Index of the bucket to be sent next.
     next_bucket: int = 0
-    #: Whether a callback at the end of the outermost pass was asked for.
-    is_end_awaited: bool = False
-    #: Whether a gradient has come from a pass within another one: then nothing is sent before the end.
+    #: Whether a callback at the end of the outermost pass was registered.
+    has_end_callback: bool = False
+    #: Whether a nested pass has accumulated a gradient: then nothing is sent before the end.
     is_nested: bool = False
-    #: Whether the ranks compare what they send: check mode, when the pass began.
-    compares: bool = False
-    #: How often each parameter that is not frozen had been modified when the pass began.
+    #: Whether check mode was on when the pass began.
+    is_checked: bool = False
+    #: The version of each trainable parameter when the pass began.
     value_versions: list[int] = field(default_factory=list)
 
 
@@ -36,27 +36,27 @@ class Backward:
 class Weights:
     """The weights of this rank's batches since gradients were last reduced."""
 
-    #: Of the batch whose backward comes next.
+    #: Weight of the next batch.
     current: float | Tensor = 0.0
-    #: Of all batches whose gradients are reduced together.
+    #: Sum of the weights of all batches whose gradients are reduced together.
     total: float | Tensor = 0.0
-    #: How many reductions there had been when a weight was last set.
+    #: The number of reductions when a weight was last set.
     set_at: int = -1
 
 
 @dataclass
 class Join:
-    """Where this rank stands in a loop over batches of which ranks have unequal numbers."""
+    """State of `join`, the loop over unequal numbers of batches."""
 
     is_active: bool = False
     #: The loop has ended, and gradients accumulated in it have not been reduced yet.
     is_leaving: bool = False
-    #: This rank has no more batches; it repeats its last one, which counts zero.
+    #: This rank has no more batches; it repeats its last one with weight zero.
     ran_out: bool = False
-    #: A batch that counts is among those whose gradients are reduced next.
+    #: Whether the gradients to be reduced next include a batch that is not such a repetition.
     took_part: bool = True
 
     def leave(self) -> None:
-        """Let all ranks count again."""
+        """Return to the state outside of the loop: every rank's gradients count."""
         self.is_active = self.is_leaving = False
         self.took_part = True

@@ -1,4 +1,4 @@
-"""The module of an averager, watched for parameters that it gets after the averager was attached."""
+"""Detects parameters that a module gets after an averager was attached to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ModuleTree"]
 
 
 class ModuleTree:
-    """The parameters of a module, of which all that require a gradient are to be averaged.
+    """Checks that every parameter of a module that requires a gradient is averaged.
 
     Args:
         module: held weakly.
@@ -26,17 +26,17 @@ class ModuleTree:
     def __init__(self, module: nn.Module, named: list[tuple[str, Tensor]]) -> None:
         self._module, self._named = weakref.ref(module), named
         self._watch: weakref.ref[Watch] | None = None
-        #: Handles of hooks, by the id of what they are registered on.
+        #: Handles of hooks, by the id of the module or tensor.
         self._handles: dict[int, Any] = {}
-        #: Whether the module was found unchanged in this step.
-        self.has_looked = False
+        #: Whether the module was found unchanged since its last forward.
+        self.is_checked = False
 
     def attach(self, averaged: Callable[[], set[int]], on_gradient: Callable[[], None]) -> None:
-        """Watch the module before each forward.
+        """Check the module before each forward.
 
         Args:
             averaged: returns the ids of the parameters of all averagers.
-            on_gradient: a method, held weakly; called when a parameter that nobody averages has a gradient.
+            on_gradient: a method, held weakly; called when a gradient of an unaveraged parameter is accumulated.
         """
         module = self._module()
         assert module is not None
@@ -53,46 +53,48 @@ class ModuleTree:
             handle.remove()
 
     def check(self) -> None:
-        """Raise if the module has parameters that nobody averages."""
-        if self.has_looked:
+        """Raise if the module has trainable parameters that no averager averages."""
+        if self.is_checked:
             return
-        for name, _ in self._foreign():
+        for name, _ in self._unaveraged():
             raise RuntimeError(
-                f"{NAME}: {name}: the module has this parameter only since {NAME} was attached, and nobody averages "
+                f"{NAME}: {name}: the module got this parameter after {NAME} was attached, and no averager averages "
                 "its gradient; load_state_dict(assign=True), parametrizations and m.weight = … make new parameters; "
-                f"make the {NAME} anew, which takes over, or give it parameters instead of the module"
+                f"make a new {NAME}, which replaces this one, or give it parameters instead of the module"
             )
 
-    def _foreign(self) -> list[tuple[str, Tensor]]:
-        """Return the module's parameters that are not frozen and that nobody averages."""
+    def _unaveraged(self) -> list[tuple[str, Tensor]]:
+        """Return the module's trainable parameters that no averager averages."""
         watch = None if self._watch is None else self._watch()
         if watch is None or not watch.has_changed():
-            self.has_looked = True
+            self.is_checked = True
             return []
         module, averaged = watch.module(), self._averaged()
-        foreign = [] if module is None else [pair for pair in module.named_parameters() if id(pair[1]) not in averaged]
-        sharded = is_sharded(module, [t for _, t in (*self._named, *foreign)])
+        unaveraged = (
+            [] if module is None else [pair for pair in module.named_parameters() if id(pair[1]) not in averaged]
+        )
+        sharded = is_sharded(module, [t for _, t in (*self._named, *unaveraged)])
         if sharded:
             raise RuntimeError(f"{NAME}: FSDP shards {sharded} and reduces its gradient; call detach()")
-        if not foreign:  # parameters have other names, as in pruning
+        if not unaveraged:  # the same parameters under other names, as after pruning
             watch.record()
-        return [(name, t) for name, t in foreign if t.requires_grad]
+        return [(name, t) for name, t in unaveraged if t.requires_grad]
 
     def _before_forward(self) -> None:
-        """Hook new parameters: where all were replaced, no hook of the old ones runs in backward."""
-        self.has_looked = False
-        for _, t in self._foreign():
+        """Hook new parameters: if all were replaced, no averager's hook would run in backward."""
+        self.is_checked = False
+        for _, t in self._unaveraged():
             if id(t) not in self._handles and isinstance(t, nn.Parameter) and t.is_leaf:
                 self._handles[id(t)] = t.register_post_accumulate_grad_hook(_after_accumulate(self))  # type: ignore[no-untyped-call]
 
     def _after_accumulate(self, p: Tensor) -> None:
         on_gradient = self._on_gradient()
-        if self._is_attached and on_gradient is not None and any(p is q for _, q in self._foreign()):
+        if self._is_attached and on_gradient is not None and any(p is q for _, q in self._unaveraged()):
             on_gradient()
 
 
 def _after_accumulate(tree: ModuleTree) -> Callable[[Tensor], None]:
-    """Return a hook of a new parameter, which does not hold the tree."""
+    """Return a hook of a new parameter; it holds the tree weakly."""
     ref = weakref.ref(tree)
 
     def hook(p: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The command `diffcoll`: `verify` (is it right?) and `bench` (what does it cost?)."""
+"""The command `diffcoll`: `verify` checks gradients, `bench` measures time, bytes and memory."""
 
 from __future__ import annotations
 

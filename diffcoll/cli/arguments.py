@@ -1,6 +1,6 @@
-"""The arguments of the command line. A wrong one is an error before anything runs, with exit status 2.
+"""Command-line arguments, checked before anything runs; a wrong one exits with status 2.
 
-Imports torch alone, as `diffcoll --help` should; for what the commands need besides it only looks.
+Imports only torch and diffcoll, so that `diffcoll --help` works without the extras; for these it calls `find_spec`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MEASURED = (*COLLECTIVES, "trees", "overlap", "averager")
 
 
 def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options, of which every one can be obeyed; exits with status 2 otherwise."""
+    """Return the checked options; exits with status 2 if one is wrong or a package is missing."""
     parser = argparse.ArgumentParser(
         prog="diffcoll", description="verify: are the gradients right? bench: what do they cost?"
     )
@@ -39,16 +39,16 @@ def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--only", type=_names(_VERIFIED), default=[], metavar="NAMES", help=f"of {', '.join(_VERIFIED)}")
     add("--seed", type=_number(0), default=0)
     add("--engine", choices=ENGINES, help="default: torch, and under mpiexec mpi")
-    add("--backend", type=_backend, default="gloo", help="of torch.distributed, also under torchrun; default: gloo")
+    add("--backend", type=_backend, default="gloo", help="backend of torch.distributed; default: gloo")
     add("--json", type=_file, metavar="FILE")
     add("--html", type=_file, metavar="FILE", help="one self-contained page")
 
-    bench = commands.add_parser("bench", help="time, bytes and memory of forward + backward, and PyTorch's own")
+    bench = commands.add_parser("bench", help="time, bytes and memory of forward + backward, next to PyTorch's own")
     add = bench.add_argument
     add("names", nargs="*", type=_name(_MEASURED), metavar="NAME", help=f"of {', '.join(_MEASURED)}; default: all")
     add("--engine", choices=ENGINES, default="torch", help="mpi: run diffcoll on MPI; baselines on gloo")
     add("--world-size", type=_number(1), default=2, metavar="N")
-    add("--only", type=_names(_MEASURED), default=[], metavar="NAMES", help="the same, with commas")
+    add("--only", type=_names(_MEASURED), default=[], metavar="NAMES", help="the same, separated by commas")
     add("--rounds", type=_number(1), default=15)
 
     options = parser.parse_args(arguments)
@@ -72,8 +72,8 @@ def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _need(command: argparse.ArgumentParser, module: str, extra: str) -> None:
     if find_spec(module) is None:
-        mends = f"from a checkout of diffcoll: pip install '.[{extra}]'"
-        command.exit(2, f"{command.prog}: error: the module {module} is missing; {mends}\n")
+        remedy = f"from a checkout of diffcoll: pip install '.[{extra}]'"
+        command.exit(2, f"{command.prog}: error: the module {module} is missing; {remedy}\n")
 
 
 def _number(least: int) -> Callable[[str], int]:
@@ -116,11 +116,11 @@ def _backend(text: str) -> str:
 
 
 def _file(text: str) -> Path:
-    """Return the path of a file that can be written. Only the rank that reports looks; the others may be elsewhere."""
+    """Return the path of a writable file; checked on rank 0 only, since the others may run on other hosts."""
     path = Path(text)
     ranks = [os.environ.get(name, "0") for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")]
     if any(rank != "0" for rank in ranks) or (path.exists() and not path.is_file() and not path.is_dir()):
-        return path  # opening a pipe to look would end it
+        return path  # opening and closing a pipe would send end of file to its reader
     new = not path.exists()
     try:
         path.open("a").close()

@@ -1,11 +1,11 @@
-"""A training on real input: an encoder of scikit-learn's digits under InfoNCE, on one process or on several.
+"""Training on real input: an encoder of scikit-learn's digits with InfoNCE, on one process or on several.
 
-Every process holds its own part of the batch, of another size than the others'. A rank's loss is its share,
+Each rank holds a part of the batch; the parts differ in size. Rank r's loss is its share of the batch's loss,
 
     ℓ_r = N/B · Σ_{i on r} −log softmax(z_i · [k_0 … k_{B−1}] / τ)_i      mean over ranks = loss of the batch
 
-where the keys k of all ranks are gathered. Then averaged gradients are those of the whole batch on one
-process, if the gather is differentiable. That is what is compared.
+where the keys k of all ranks are gathered. If the gather is differentiable, averaged gradients are those of the whole
+batch on one process; `verify` compares the two.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Gather = Callable[[Tensor, list[int]], Tensor]
 
 @dataclass
 class Trained:
-    """The loss of the whole batch at every step, and the parameters at the end."""
+    """The loss of the whole batch at every step, and the final parameters."""
 
     losses: Tensor
     parameters: Tensor
@@ -41,7 +41,7 @@ def differentiable(keys: Tensor, sizes: list[int]) -> Tensor:
 
 
 def detached(keys: Tensor, sizes: list[int]) -> Tensor:
-    """Gather as is common: the keys of other ranks as constants, this rank's own put back into their place."""
+    """Gather as is common: other ranks' keys are constants; only this rank's own keys carry a gradient."""
     with torch.no_grad():
         blocks = list(dc.all_gather(keys, sizes=sizes).split_with_sizes(sizes))
     blocks[dc.get_rank()] = keys
@@ -49,7 +49,7 @@ def detached(keys: Tensor, sizes: list[int]) -> Tensor:
 
 
 def train(images: Tensor, gather: Gather | None) -> Trained:
-    """Train on all processes of the default group, or, with no way to gather, on this one alone."""
+    """Train on all processes of the default group, or, if gather is None, on this process alone."""
     rank, n = (dc.get_rank(), dc.get_world_size()) if gather else (0, 1)
     shares = [BATCH * (r + 1) * (r + 2) // (n * (n + 1)) for r in range(n)]  # 1 : 2 : 3 : …
     sizes = [b - a for a, b in zip([0, *shares], shares, strict=False)]
@@ -91,7 +91,7 @@ def load() -> Tensor:
 
 
 def _encoder() -> torch.nn.Sequential:
-    """The same on every process."""
+    """Return the encoder; its initial parameters are the same on every process."""
     encoder = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Tanh(), torch.nn.Linear(48, 16)).double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Under which launcher this process runs, and how gloo stands beside MPI in one job."""
+"""Detects the launcher of this process, and sets up gloo next to MPI in one job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import diffcoll
 
 __all__ = ["ENGINES", "gloo_beside_mpi", "launcher"]
 
-#: What `--engine` may be: a process group of torch.distributed, or an MPI communicator.
+#: Values of `--engine`: a process group of torch.distributed, or an MPI communicator.
 ENGINES = ("torch", "mpi")
 
 
@@ -20,7 +20,8 @@ def launcher(engine: str | None) -> str | None:
     """Return the engine of the processes that were launched together with this one; None if there are none.
 
     Args:
-        engine: what the user said; a launcher that sets neither size (`srun --mpi=pmix`) is MPI's only then.
+        engine: the value of `--engine`; only with "mpi" is a launcher that sets no world size (`srun --mpi=pmix`)
+            recognised as MPI's.
     """
     if engine != "torch" and any(map(_several, ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))):
         return "mpi"

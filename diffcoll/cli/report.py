@@ -1,4 +1,4 @@
-"""What `diffcoll verify` shows: a table on the terminal, and a page that stands by itself."""
+"""Output of `diffcoll verify`: a table on the terminal, and a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["BAR", "Outcome", "Row", "Training", "memory_of_process", "page", "progress", "show", "wide_console"]
+__all__ = ["TOLERANCE", "Outcome", "Row", "Training", "memory_of_process", "page", "progress", "show", "wide_console"]
 
-#: The largest relative error at which a collective of the library counts as right.
-BAR = 1e-10
+#: Tolerance: the largest relative error at which a collective passes.
+TOLERANCE = 1e-10
 #: The same for the training on real input.
-TRAINING_BAR = 1e-9
-#: Above this an error is a wrong number, not rounding.
+TRAINING_TOLERANCE = 1e-9
+#: A larger error is shown as wrong; a smaller one may be rounding.
 WRONG = 1e-6
 
-#: What one system does on one call: errors by name, or a word for why there are none.
+#: The result of one system on one call: errors by name, or the reason why there are none.
 Outcome = dict[str, float] | str
 
 
@@ -38,31 +38,31 @@ class Row:
     systems: dict[str, Outcome] = field(default_factory=dict)
 
     def passes(self) -> bool:
-        """Whether the library's own errors are all within the bar."""
+        """Whether all errors of diffcoll are within the tolerance."""
         own = self.systems["diffcoll"]
-        return isinstance(own, dict) and max(own.values()) <= BAR
+        return isinstance(own, dict) and max(own.values()) <= TOLERANCE
 
 
 @dataclass
 class Training:
-    """Loss curves of a training on one process and, by the way the keys were gathered, on several."""
+    """Loss curves of a training on one process and, for each gather of the keys, on several."""
 
     world_size: int
     one_process: list[float]
     curves: dict[str, list[float]] = field(default_factory=dict)
-    #: The largest differences from the one process, of the loss and of the final parameters.
+    #: The largest differences from one process, of the loss and of the final parameters.
     differences: dict[str, tuple[float, float]] = field(default_factory=dict)
-    #: Why there are none.
+    #: The reason why there are none.
     error: str = ""
 
     def passes(self) -> bool:
-        """Whether the library's training is that of one process."""
-        return not self.error and max(self.differences["diffcoll.all_gather"]) <= TRAINING_BAR
+        """Whether the training with diffcoll equals that of one process."""
+        return not self.error and max(self.differences["diffcoll.all_gather"]) <= TRAINING_TOLERANCE
 
 
 @contextmanager
 def progress(total: int, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show a bar; yields the function that moves it on by one, with a word for what was done."""
+    """Show a progress bar; yields a function that advances it by one and sets its description."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, transient=True, disable=quiet, console=Console(stderr=True)) as bar:
         task = bar.add_task("verify", total=total)
@@ -74,14 +74,14 @@ def progress(total: int, quiet: bool) -> Iterator[Callable[[str], None]]:
 
 
 def wide_console() -> Console:
-    """Return the terminal, or what is wide enough for the tables where there is none."""
+    """Return a console of the terminal's width, or 160 columns if the width is unknown."""
     console = Console()
-    known = console.is_terminal and os.get_terminal_size(console.file.fileno()).columns > 0  # mpiexec's has no size
+    known = console.is_terminal and os.get_terminal_size(console.file.fileno()).columns > 0  # 0 under mpiexec
     return console if known else Console(width=160)
 
 
 def show(rows: list[Row], training: Training | None, about: str) -> None:
-    """Print the table; calls at several world sizes share a line, with the larger error."""
+    """Print the table; a call at several world sizes is one line, with the larger error."""
     console = wide_console()
     if rows:
         console.print(_matrix(rows, about))
@@ -90,7 +90,7 @@ def show(rows: list[Row], training: Training | None, about: str) -> None:
     failed = [row for row in rows if not row.passes()]
     for row in failed:
         own = row.systems["diffcoll"]
-        why = own if isinstance(own, str) else "over the bar"
+        why = own if isinstance(own, str) else "error above tolerance"
         console.print(Text(f"{why}: {row.collective}({row.call}), N = {row.world_size}", style="red"))
     if rows:
         style = "red" if failed else "green"
@@ -100,7 +100,7 @@ def show(rows: list[Row], training: Training | None, about: str) -> None:
 def _matrix(rows: list[Row], about: str) -> Table:
     systems = _systems(rows)
     grid = Table(
-        title=f"relative error against the ground truth: output, gradient, second order\n"
+        title=f"relative error against the reference: output, gradient, second order\n"
         f"jvp: output, tangent; compiled (fullgraph, inductor): output, gradient\n{about}"
     )
     grid.add_column("collective", style="bold", no_wrap=True)
@@ -121,7 +121,7 @@ def _matrix(rows: list[Row], about: str) -> Table:
 
 def _training(training: Training) -> Table:
     n, steps = training.world_size, len(training.one_process)
-    grid = Table(title=f"digits under InfoNCE, {steps} steps: {n} processes against one process with the whole batch")
+    grid = Table(title=f"digits with InfoNCE, {steps} steps: {n} processes against one process with the whole batch")
     for name in ("gather", "loss curve differs by", "final parameters differ by"):
         grid.add_column(name)
     for way, differences in training.differences.items():
@@ -147,7 +147,7 @@ class _Merged:
 
 
 def _merged(rows: list[Row]) -> list[_Merged]:
-    """The n-th call of a collective is the same one at every world size."""
+    """Merge the rows of one call: the n-th call of a collective is the same call at every world size."""
     groups: dict[tuple[str, int], list[Row]] = {}
     count: dict[tuple[str, int], int] = {}
     for row in rows:
@@ -163,7 +163,7 @@ def _systems(rows: list[Row]) -> list[str]:
 
 
 def _short(system: str) -> str:
-    """The head of a column; what PyTorch's own do holds for the release it was measured on."""
+    """Return the title of a column; PyTorch's own collectives get the release, on which their results depend."""
     short = system.removeprefix("torch.distributed.")
     return short if short == system else f"{short} of torch {torch.__version__}"
 
@@ -196,7 +196,7 @@ svg { width: 100%; max-width: 44rem } svg text { font: 12px system-ui; fill: cur
 
 
 def page(rows: list[Row], training: Training | None, about: str) -> str:
-    """Return the page as HTML; everything is in it."""
+    """Return the page as HTML, without references to other files."""
     systems = _systems(rows)
     failed = sum(not row.passes() for row in rows)
     verdict = f"{len(rows) - failed} of {len(rows)} calls of diffcoll are right"
@@ -219,10 +219,10 @@ def page(rows: list[Row], training: Training | None, about: str) -> str:
 <h1>diffcoll verify</h1>
 <p class="{"wrong" if failed else "right"}"><strong>{verdict}.</strong>
 <p>Rank r computes a loss ℓ<sub>r</sub>; the objective is their sum. Each call ran on real processes with data and
-cotangents that differ on every rank. Three numbers a cell: the relative error of the output, of the gradient and of
-a second-order gradient, against the ground truth that PyTorch derives when all ranks live in one graph. In the
-rows jvp, forward mode, two: output and tangent. In the rows compiled, torch.compile(fullgraph=True), two: output and
-gradient. What PyTorch's own do depends on its release: their columns hold for torch {html.escape(torch.__version__)}.
+cotangents that differ on every rank. Each cell has three numbers: the relative errors of the output, the gradient and
+a second-order gradient, against reference gradients that PyTorch derives with all ranks in one autograd graph. Rows jvp
+(forward mode) have two: output and tangent. Rows compiled (torch.compile(fullgraph=True)) have two: output and
+gradient. The columns of PyTorch's own collectives hold for torch {html.escape(torch.__version__)}.
 <table>
 <caption>{html.escape(about)}</caption>
 <thead><tr><th>collective<th>call<th>N{head}
@@ -243,7 +243,7 @@ def _section(training: Training) -> str:
     if training.error:
         rows = f'<tr><td>diffcoll.all_gather<td class="wrong">{html.escape(training.error)}'
     return f"""<h2>Training on real input</h2>
-<p>An encoder of handwritten digits under InfoNCE: the loss of the whole batch, step by step, on one process and on {n}.
+<p>An encoder of handwritten digits with InfoNCE: the loss of the whole batch at each step, on one process and on {n}.
 {_chart({"one process": training.one_process, **training.curves})}
 <table><thead><tr><th>gather<th>loss curve and final parameters differ from one process by<tbody>{rows}</table>"""
 
@@ -257,7 +257,7 @@ def _chart(curves: dict[str, list[float]]) -> str:
         across = (width - left) / (len(curve) - 1)
         heights = [5 + (height - bottom) * (1 - value / top) for value in curve]
         points = " ".join(f"{left + k * across:.1f},{y:.1f}" for k, y in enumerate(heights))
-        dashes = "2 6" if i == 1 else "none"  # it lies on the first
+        dashes = "2 6" if i == 1 else "none"  # it coincides with the first curve
         look = f'style="stroke:{colours[i]}" stroke-dasharray="{dashes}" stroke-width="{4 if i == 1 else 1.5}"'
         lines.append(f'<polyline points="{points}" fill="none" {look}/>')
         lines.append(f'<text x="{width - 230}" y="{20 + 18 * i}" style="fill:{colours[i]}">{html.escape(name)}</text>')

@@ -1,4 +1,4 @@
-"""`diffcoll bench averager`: a step of training with GradientAverager, beside DistributedDataParallel and alone."""
+"""`diffcoll bench averager`: a training step with GradientAverager, with DistributedDataParallel, and with neither."""
 
 from __future__ import annotations
 
@@ -92,15 +92,15 @@ def _steps(make: Callable[[], nn.Module], shape: tuple[int, ...], systems: list[
 
 
 def memory(model: str, system: str, n: int, engine: str) -> float:
-    """Return the peak memory of a process in its steps, in MB above that before there is a model; the largest."""
+    """Return the largest peak memory of any process during its steps, in MB above that before the model was built."""
     make, shape = MODELS[model]
 
     def body(rank: int) -> float:
         if engine == "mpi":
             gloo_beside_mpi()
-        _step(lambda: nn.Linear(1, 1), (1, 1), LOCAL, rank)()  # loads what PyTorch loads at the first step
+        _step(lambda: nn.Linear(1, 1), (1, 1), LOCAL, rank)()  # PyTorch loads libraries at the first step
         before: float = memory_of_process("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # start the peak anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
         step = _step(make, shape, system, rank)
         for _ in range(5):
             step()
@@ -111,16 +111,16 @@ def memory(model: str, system: str, n: int, engine: str) -> float:
 
 
 def table(n: int, rounds: int, engine: str, times: Callable[..., Any]) -> Table:
-    """A row for each model and system, and the geometric means of the ratios to the better DDP."""
+    """A row for each model and system, and the geometric means of the ratios to the faster DDP."""
     systems = [s for s in SYSTEMS if s != OURS_ON_MPI or engine == "mpi"]
-    grid = Table(title=f"a step of training, float32, N = {n}: median ms; gloo, unless it says MPI")
-    columns = ("model", "way", "ms", "to the better DDP", "exposed communication, ms", "peak memory, MB")
+    grid = Table(title=f"one training step, float32, N = {n}: median ms; on gloo unless the row says MPI")
+    columns = ("model", "system", "ms", "ratio to the faster DDP", "exposed communication, ms", "peak memory, MB")
     for column in columns:
         grid.add_column(column)
     ratios: dict[str, list[float]] = {OURS: [], OURS_ON_MPI: []}
     for model in MODELS:
         make, shape = MODELS[model]
-        found = times(partial(_steps, make, shape, systems), rounds)  # by turns, in one run
+        found = times(partial(_steps, make, shape, systems), rounds)  # systems take turns in one run
         better = min(value for name, value in found.items() if name.startswith("DDP"))
         for name, value in found.items():
             if name in ratios:

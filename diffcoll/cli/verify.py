@@ -1,8 +1,8 @@
-"""`diffcoll verify`: every collective against its ground truth, on real processes, beside PyTorch's own.
+"""`diffcoll verify`: check every collective against a reference gradient, on real processes, next to PyTorch's own.
 
-Spawns processes on this machine, with gloo or, by `--engine mpi`, under mpiexec. Under `torchrun` (or any launcher
-that sets RANK and WORLD_SIZE) and under `mpiexec` it uses the processes that were launched, on whatever machines they
-are. PyTorch's own always run on torch.distributed.
+Spawns processes on this machine, with gloo or, with `--engine mpi`, under mpiexec. Under `torchrun` (or any launcher
+that sets RANK and WORLD_SIZE) and under `mpiexec` it uses the launched processes, which may be on several hosts.
+PyTorch's own collectives always run on torch.distributed.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from diffcoll.testing.spawn import RanksFailedError, spawn
 
 __all__ = ["run"]
 
-#: Seconds that the ranks may take for one collective, and for compiling several.
+#: Timeouts in seconds: for one collective, and for compiling several.
 TIMEOUT, TIMEOUT_COMPILED = 30.0, 150.0
-#: Seconds that `spawn` may take longer than it was told to.
+#: Seconds by which `spawn` may exceed its timeout.
 LATE = 60.0
 
-#: Runs what measures errors, and returns them or a word; None: there is nothing to run.
+#: Calls a function that measures errors, and returns the errors or the reason of a failure; None: not offered.
 Attempt = Callable[[Callable[[], dict[str, float]] | None], Outcome]
-#: (rank, cases, adapter, whether it is our own, seed, attempt) → an outcome for each row.
+#: (rank, cases, adapter, whether the system is diffcoll, seed, attempt) → an outcome for each row.
 Program = Callable[[int, list[Case], Adapter, bool, int, Attempt], list[Outcome]]
 Piece = tuple[Program, list[Case]]
 T = TypeVar("T")
@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Measure:
-    """A program for several cases at once, and for each of its rows the programs that find the same case by case."""
+    """A program for several cases at once, and for each row the programs that measure it case by case."""
 
     program: Program
     timeout: float
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
                 options.json.write_text(json.dumps(content, indent=1) + "\n")
             if options.html:
                 options.html.write_text(report.page(rows, training, about))
-        except OSError as error:  # it could be written when the run began
+        except OSError as error:  # the file was writable when the run began
             print(f"diffcoll verify: {error}", file=sys.stderr)
             passed = False
     world.close()
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rows(world: _World, n: int, name: str, seed: int, advance: Callable[[str], None]) -> Iterable[Row]:
-    """All calls of one collective, by all systems, and the forward mode of all of them in one row."""
+    """Rows of one collective for all systems: one for each call, and one for the forward mode of all calls."""
     cases = [case for case in table(n) if case.name == name]
     rows = [Row(name, label, n) for label in (*(case.label for case in cases), "jvp, all calls")]
     for system in SYSTEMS:
@@ -126,7 +126,7 @@ def _rows(world: _World, n: int, name: str, seed: int, advance: Callable[[str], 
 
 
 def _compiled_rows(world: _World, n: int, names: list[str], seed: int, advance: Callable[[str], None]) -> Iterable[Row]:
-    """torch.compile(fullgraph=True) of all calls, in one graph; a row for each collective."""
+    """Rows of torch.compile(fullgraph=True), one for each collective; all calls are in one graph."""
     cases = [case for case in table(n) if case.name in names and None not in case.shapes]
     rows = [Row(name, "compiled, all calls", n) for name in dict.fromkeys(case.name for case in cases)]
     for system in SYSTEMS:
@@ -136,11 +136,11 @@ def _compiled_rows(world: _World, n: int, names: list[str], seed: int, advance: 
     return rows
 
 
-# What a system does, as far as this rank sees it.
+# ── measurements on one rank ─────────────────────────────────────────────────────────────────────────────
 
 
 def _calls(rank: int, cases: list[Case], adapter: Adapter, ours: bool, seed: int, attempt: Attempt) -> list[Outcome]:
-    """Run each case by itself, then all of them in forward mode."""
+    """Measure each case in reverse mode, then all cases in forward mode."""
     return [*_orders(rank, cases, adapter, ours, seed, attempt), *_tangents(rank, cases, adapter, ours, seed, attempt)]
 
 
@@ -163,7 +163,7 @@ def _forward(case: Case, rank: int, seed: int, call: Call) -> dict[str, float]:
 
 
 def _compiled(rank: int, cases: list[Case], adapter: Adapter, ours: bool, seed: int, attempt: Attempt) -> list[Outcome]:
-    """Compile all cases in one graph; of the others' those that only add up, which is what they claim to do."""
+    """Compile all cases in one graph; of PyTorch's own collectives only the sums."""
     calls = [(case, adapter(case, rank)) for case in cases]
     offered = [(case, call) for case, call in calls if call and (ours or "op" not in case.arguments)]
     found: dict[str, list[Outcome]] = {name: [] for name in _names(cases)}
@@ -190,7 +190,7 @@ def _names(cases: list[Case]) -> list[str]:
 
 
 def _whole(cases: list[Case]) -> list[Case]:
-    """The cases that take part in transforms: those with an x on every rank."""
+    """Return the cases with an x on every rank; others cannot be transformed."""
     return [case for case in cases if None not in case.shapes]
 
 
@@ -207,27 +207,27 @@ CALLS = Measure(_calls, TIMEOUT, _rows_of_calls)
 COMPILED = Measure(_compiled, TIMEOUT_COMPILED, _rows_compiled)
 
 
-# What is made of a failure.
+# ── failures ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _must(measure: Callable[[], dict[str, float]] | None) -> Outcome:
-    """Let an error end this rank: nobody knows what the others are doing, so nothing after it counts."""
+    """Measure; an error ends this rank, since the other ranks may wait in any call after it."""
     return "not offered" if measure is None else measure()
 
 
 def _may_raise(measure: Callable[[], dict[str, float]] | None) -> Outcome:
-    """Go on after an error: the systems that raise do so on all ranks."""
+    """Measure, and continue after an error: PyTorch's own collectives raise on all ranks."""
     try:
         return _must(measure)
     except Exception as error:
         return f"raises {type(error).__name__}"
 
 
-def _word(error: BaseException) -> str:
-    """The first line of an error; of those of several ranks the one that is not about other ranks."""
+def _reason(error: BaseException) -> str:
+    """Return the first line of an error; of several ranks' errors, one that does not report the failure of another."""
     if not isinstance(error, RanksFailedError):
         return f"raises {type(error).__name__}: {str(error).strip()}".splitlines()[0]
-    # After the last frame of a traceback, what stands at the margin.
+    # The message of a traceback is the first line without indentation after its last frame.
     last = (re.split(r'\n  File "', report)[-1] for report in error.reports.values() if "Traceback" in report)
     lines = [m[0] for m in (re.search(r"^\S.*", text.partition("\n")[2], re.MULTILINE) for text in last) if m]
     dead = [line for text in error.reports.values() for line in text.splitlines()[:1] if "the process ended" in line]
@@ -237,28 +237,28 @@ def _word(error: BaseException) -> str:
 
 
 def _all(outcomes: list[Outcome]) -> Outcome:
-    """One outcome for several calls: the largest errors; a word where a call that is offered has one."""
+    """Return one outcome for several calls: the largest errors, or a reason if an offered call failed."""
     offered = [o for o in outcomes if o != "not offered"] or ["not offered"]
     words = [o for o in offered if isinstance(o, str)]
-    words.sort(key=ELSEWHERE.__eq__)  # if one rank can say what happened
+    words.sort(key=ELSEWHERE.__eq__)  # prefer the reason of the rank that raised
     numbers = [o for o in offered if isinstance(o, dict)]
     return words[0] if words else {key: max(o[key] for o in numbers) for key in numbers[0]}
 
 
 def _worst(of_ranks: list[list[Outcome]]) -> list[Outcome]:
-    """Join what the ranks saw."""
+    """Return one outcome for each row from those of all ranks."""
     return [_all(list(outcomes)) for outcomes in zip(*of_ranks, strict=True)]
 
 
 class _Spawned:
-    """Processes of this machine, new ones for every collective: what one of them breaks is its own."""
+    """Processes of this machine, new ones for every collective, so that a failure does not affect the next one."""
 
     speaks = True
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
         self.description = f"{backend} processes on this machine"
-        #: Why no processes can be had.
+        #: The reason why no processes can be started.
         self.broken = ""
 
     def outcomes(self, n: int, measure: Measure, cases: list[Case], system: str, seed: int) -> list[Outcome]:
@@ -270,7 +270,7 @@ class _Spawned:
         def run(program: Program, cases: list[Case]) -> list[Outcome]:
             def body(rank: int) -> list[Outcome]:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of the others: that they are deprecated, at every call
+                    warnings.simplefilter("ignore")  # PyTorch's own warn of their deprecation at every call
                     return program(rank, cases, adapter, ours, seed, _must if ours else _may_raise)
 
             backend = "gloo" if self.backend == "mpi" and not ours else self.backend
@@ -280,7 +280,7 @@ class _Spawned:
             try:
                 return run(program, cases)[0]
             except Exception as error:
-                return _word(error)
+                return _reason(error)
 
         try:
             return run(measure.program, cases)
@@ -288,14 +288,14 @@ class _Spawned:
             if self.broken or not ours:
                 return [self.broken or "hangs or dies"] * len(rows)
             if len(rows) == 1:
-                return [_word(error)]
+                return [_reason(error)]
         return [_all([alone(*piece) for piece in pieces]) for pieces in rows]
 
     def each(self, n: int, fn: Callable[[], list[float]]) -> list[list[float]]:
         return self._spawned(lambda r: fn(), n, 120, self.backend)
 
     def _spawned(self, body: Callable[[int], T], n: int, timeout: float, backend: str, **more: Any) -> list[T]:
-        """Run body on n ranks. If it fails, find out whether anything would run."""
+        """Run body on n ranks. If it fails, find out whether processes can be started at all."""
         if self.broken:
             raise RuntimeError(self.broken)
         try:
@@ -304,7 +304,7 @@ class _Spawned:
             try:
                 _in_time(partial(spawn, int, range(n), backend=backend, timeout=timeout), timeout + LATE)
             except Exception as error:
-                self.broken = f"not run, since no {n} processes can be had: {_word(error)}"
+                self.broken = f"not run, since {n} processes cannot be started: {_reason(error)}"
             raise
 
     def close(self) -> None:
@@ -312,7 +312,7 @@ class _Spawned:
 
 
 def _in_time(fn: Callable[[], T], seconds: float) -> T:
-    """Return fn(), or raise TimeoutError. In a thread that is left behind if need be."""
+    """Return fn(), or raise TimeoutError; fn runs in a daemon thread, which goes on after a timeout."""
     found: list[T] = []
     raised: list[BaseException] = []
 
@@ -346,13 +346,13 @@ class _Launched:
         self.rank, self.n = dist.get_rank(), dist.get_world_size()
         self.speaks = self.rank == 0
         self.description = f"{self.n} {what}"
-        #: Over which the ranks tell each other how it went; its timeout is longer than that of a call.
+        #: Group for the exchange of outcomes; its timeout is longer than that of a call.
         self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * TIMEOUT_COMPILED))
-        #: Why this rank waits for nobody any more.
+        #: The reason why this rank no longer waits for others.
         self.broken = ""
 
     def _connect(self) -> None:
-        """Give the library a group that no failure has touched yet."""
+        """Make a new group the default: a group is not usable after a failure."""
         diffcoll.set_default_group(dist.new_group(timeout=timedelta(seconds=TIMEOUT_COMPILED)))
 
     def outcomes(self, n: int, measure: Measure, cases: list[Case], system: str, seed: int) -> list[Outcome]:
@@ -363,13 +363,13 @@ class _Launched:
         return _worst(self._gathered(mine))
 
     def _attempt(self, ours: bool, measure: Callable[[], dict[str, float]] | None) -> Outcome:
-        """Go on after an error when all ranks have come as far."""
+        """Measure; after an error continue when all ranks have finished the call."""
         if self.broken or measure is None:
             return self.broken or "not offered"
         try:
             mine: Outcome = measure()
         except Exception as error:
-            mine = _word(error) if ours else f"raises {type(error).__name__}"
+            mine = _reason(error) if ours else f"raises {type(error).__name__}"
         well = self._gathered(isinstance(mine, dict))
         if ours and not all(well) and not self.broken:
             self._connect()
@@ -388,7 +388,7 @@ class _Launched:
         return self._gathered(found)
 
     def _gathered(self, mine: T) -> list[T]:
-        """All ranks' words and numbers, as text, by torch's own collective."""
+        """Return all ranks' values, exchanged as JSON by torch's own all_gather."""
         if self.broken:
             return [mine]
         text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
@@ -399,7 +399,7 @@ class _Launched:
             texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.n)]
             dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group=self.control)
         except RuntimeError as error:
-            self.broken = f"not run: rank {self.rank} waited in vain for another: {str(error).splitlines()[0][:80]}"
+            self.broken = f"not run: rank {self.rank} waited for a rank that failed: {str(error).splitlines()[0][:80]}"
             print(f"diffcoll verify: {self.broken}", file=sys.stderr)
             return [mine]
         return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, lengths, strict=True)]
@@ -409,12 +409,12 @@ class _Launched:
             destroy()
             return
         sys.stdout.flush()
-        time.sleep(0 if self.speaks else 10)  # the launcher ends all ranks when one is gone, and rank 0 is to report
-        os._exit(1)  # what hangs cannot be destroyed
+        time.sleep(0 if self.speaks else 10)  # the launcher ends all ranks when one exits; rank 0 must report first
+        os._exit(1)  # a group that hangs cannot be destroyed
 
 
 class _LaunchedByMpi(_Launched):
-    """The processes that MPI's launcher started, with gloo beside it for PyTorch's own."""
+    """The processes that MPI's launcher started, with gloo in addition for PyTorch's own collectives."""
 
     def __init__(self) -> None:
         gloo_beside_mpi()
@@ -425,7 +425,7 @@ class _LaunchedByMpi(_Launched):
 
 
 _World = _Spawned | _Launched
-#: What a rank says on which a call went well that raised on another.
+#: Outcome on a rank where a call succeeded that raised on another.
 ELSEWHERE = "raises on another rank"
 
 
@@ -449,7 +449,7 @@ def _train(world: _World, n: int) -> Training:
     try:
         of_ranks = world.each(n, all_ways)
     except Exception as error:
-        result.error = _word(error)
+        result.error = _reason(error)
         return result
     length = digits.STEPS + 2
     for i, way in enumerate(ways):

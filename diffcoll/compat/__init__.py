@@ -1,1 +1,1 @@
-"""The names that others use, on the rules of this library."""
+"""Functions of other libraries, with their names and signatures, on diffcoll's collectives."""

@@ -1,10 +1,10 @@
-"""The functions of `torch.distributed.nn.functional`, with its signatures, on the rules of this library.
+"""Migration: the functions of `torch.distributed.nn.functional`, with the same signatures, on diffcoll's collectives.
 
     import diffcoll.compat.torch_nn as dist_nn      # was: import torch.distributed.nn.functional as dist_nn
 
-As there, `src` and `dst` are *global* ranks, a given output tensor is filled, and blocks come as lists. What is
-returned, and not the tensor that was filled, is what gradients flow through. What changes in the numbers, and how each
-call is written with this library's own functions: notes/migrating.md.
+As there, `src` and `dst` are *global* ranks, output arguments are filled, and blocks are lists of tensors. Gradients
+flow through the returned tensor, not through the output argument. notes/migrating.md lists which gradients change, and
+how each call is written with diffcoll's own functions.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
 
 
 def gather(tensor: Tensor, dst: int = 0, group: Group = None) -> tuple[Tensor, ...]:
-    """All ranks' tensors on rank dst, N zeros on the others; see `diffcoll.gather`.
+    """All ranks' tensors on rank dst, N tensors of zeros on the others; see `diffcoll.gather`.
 
     Args:
         tensor: any shape and dtype, the same on all ranks.
@@ -57,17 +57,17 @@ def gather(tensor: Tensor, dst: int = 0, group: Group = None) -> tuple[Tensor, .
     Source: notes/gather.md.
     """
     y = diffcoll.gather(tensor.unsqueeze(0), _within(dst, group), group=group)
-    if not len(y):  # nothing came; the sum of nothing is zero, and stays in the graph
+    if not len(y):  # not rank dst; the sum over the empty dimension is zeros that stay in the graph
         y = y.sum(0, dtype=y.dtype).expand(diffcoll.get_world_size(group), *tensor.shape)
     return y.unbind()
 
 
 def scatter(tensors: Sequence[Tensor], src: int = 0, group: Group = None) -> Tensor:
-    """The tensor that rank src lists for this rank; see `diffcoll.scatter`.
+    """Tensor r of rank src's list, on rank r; see `diffcoll.scatter`.
 
     Args:
-        tensors: one for each rank, of one shape and dtype. They count on rank src alone, and on the others take part
-            with gradient zero.
+        tensors: one for each rank, of equal shape and dtype. Only rank src's values are used; gradients of the other
+            ranks' tensors are zero.
         src: a global rank.
         group: None is the default group.
 
@@ -82,7 +82,7 @@ def reduce(tensor: Tensor, dst: int, op: Op = torch.distributed.ReduceOp.SUM, gr
     Args:
         tensor: any shape, the same on all ranks.
         dst: a global rank.
-        op: any of `torch.distributed.ReduceOp` but the bitwise ones, or what `diffcoll.reduce` takes.
+        op: any `torch.distributed.ReduceOp` except the bitwise ones, or any `op` of `diffcoll.reduce`.
         group: None is the default group.
 
     Source: notes/reduce.md.
@@ -93,12 +93,12 @@ def reduce(tensor: Tensor, dst: int, op: Op = torch.distributed.ReduceOp.SUM, gr
 def reduce_scatter(
     output: Tensor, input_list: Sequence[Tensor], op: Op = torch.distributed.ReduceOp.SUM, group: Group = None
 ) -> Tensor:
-    """Block r of the ranks' lists reduced, on rank r; see `diffcoll.reduce_scatter`.
+    """Tensor r of the ranks' lists, reduced, on rank r; see `diffcoll.reduce_scatter`.
 
     Args:
-        output: filled with the result; gradients flow through what is returned.
-        input_list: one tensor for each rank; they may differ in shape, but not between ranks.
-        op: any of `torch.distributed.ReduceOp` but the bitwise ones, or what `diffcoll.reduce_scatter` takes.
+        output: filled with the result; gradients flow through the returned tensor.
+        input_list: one tensor for each rank, of any shapes; shapes are the same on all ranks.
+        op: any `torch.distributed.ReduceOp` except the bitwise ones, or any `op` of `diffcoll.reduce_scatter`.
         group: None is the default group.
 
     Source: notes/reduce_scatter.md.
@@ -110,7 +110,7 @@ def reduce_scatter(
 def all_gather(tensor: Tensor, group: Group = None) -> tuple[Tensor, ...]:
     """All ranks' tensors, on every rank; see `diffcoll.all_gather`.
 
-    The tensors are parts of one: clone one before it is modified in place.
+    The results are views of one tensor: clone a result before modifying it in place.
 
     Args:
         tensor: any shape and dtype, the same on all ranks.
@@ -122,17 +122,18 @@ def all_gather(tensor: Tensor, group: Group = None) -> tuple[Tensor, ...]:
 
 
 def _all_gather_base(output_tensor: Tensor, input_tensor: Tensor, group: Group = None) -> Tensor:
-    """All ranks' tensors joined along dim 0, or stacked, as the output's shape says; see `diffcoll.all_gather`."""
+    """All ranks' tensors concatenated or stacked along dim 0, by the output's shape; see `diffcoll.all_gather`."""
     return _filled(output_tensor, diffcoll.all_gather(input_tensor, group=group))
 
 
 def all_to_all(
     output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], group: Group = None
 ) -> tuple[Tensor, ...]:
-    """Tensor s of the result is what rank s lists for this rank; see `diffcoll.all_to_all`.
+    """Tensor s of the result is tensor r of rank s's list, on rank r; see `diffcoll.all_to_all`.
 
     Args:
-        output_tensor_list: filled with the result, of whose shapes they are; gradients flow through what is returned.
+        output_tensor_list: filled with the result; tensor s has the shape of the one that rank s sends to this rank.
+            Gradients flow through the returned tensors.
         input_tensor_list: one tensor for each rank, of any shape.
         group: None is the default group.
 
@@ -154,10 +155,10 @@ def all_to_all_single(
     """Every rank sends a block of its tensor to every rank; see `diffcoll.all_to_all`.
 
     Args:
-        output: filled with the result; gradients flow through what is returned.
+        output: filled with the result; gradients flow through the returned tensor.
         input: any dtype, at least one dimension.
-        output_split_sizes: sizes along dim 0 of what comes from each rank; None or empty: equal.
-        input_split_sizes: sizes along dim 0 of what goes to each rank; None or empty: equal.
+        output_split_sizes: sizes along dim 0 of the blocks received from each rank; None or empty: equal.
+        input_split_sizes: sizes along dim 0 of the blocks sent to each rank; None or empty: equal.
         group: None is the default group.
 
     Source: notes/all_to_all.md.
@@ -175,7 +176,7 @@ def all_reduce(tensor: Tensor, op: Op = torch.distributed.ReduceOp.SUM, group: G
 
     Args:
         tensor: any shape, the same on all ranks.
-        op: any of `torch.distributed.ReduceOp` but the bitwise ones, or what `diffcoll.all_reduce` takes.
+        op: any `torch.distributed.ReduceOp` except the bitwise ones, or any `op` of `diffcoll.all_reduce`.
         group: None is the default group.
 
     Source: notes/all_reduce.md.
@@ -194,7 +195,7 @@ def _row(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
 
 
 def _filled(output: Tensor, y: Tensor) -> Tensor:
-    """Return y in the shape of output, which is given its values."""
+    """Return y in the shape of output, and copy it into output."""
     y = y.reshape(output.shape)
     with torch.no_grad():
         output.copy_(y)

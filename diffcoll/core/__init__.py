@@ -1,1 +1,1 @@
-"""What all collectives share: the linear map and its derivatives, the call, reductions, groups, errors."""
+"""Shared by all collectives: the linear map and its derivatives, the call, reductions, groups, errors."""

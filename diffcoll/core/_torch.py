@@ -1,4 +1,4 @@
-"""Private torch API that the library needs outside of its engines, each with the reason."""
+"""Private torch API that the library uses outside of its engines, each with the reason."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ __all__ = [
 
 T = TypeVar("T")
 
-#: What PyTorch imports when a process first calls an optimizer, a graph, or grad with cotangents: a second each time.
+#: PyTorch imports this at a process's first use of an optimizer, a graph, or grad with cotangents; it takes a second.
 LAZY_MODULES = ("torch._dynamo",)
 
 #: PyTorch's release, major and minor number.
 RELEASE = tuple(int(n) for n in torch.__version__.split(".")[:2])
 
-#: Whether our ops can be compiled and traced. Seen on torch 2.11 and before: Dynamo takes an MPI communicator for no
-#: constant, and tracers in threads crash; on 2.9 and before, sizes told by other ranks have no value while tracing.
+#: Whether our ops can be compiled and traced. On torch 2.11 and before, Dynamo does not accept an MPI communicator as a
+#: constant, and tracers in threads crash; on 2.9 and before, sizes exchanged between ranks have no value while tracing.
 COMPILES = RELEASE >= (2, 12)
 
 _KEY = torch._C._TorchDispatchModeKey
@@ -96,17 +96,16 @@ _REENTRANT = CheckpointFunction.forward.__code__
 
 
 def is_transformed(x: Tensor) -> bool:
-    """Whether a torch.func transform has wrapped x.
+    """Whether a torch.func transform has wrapped x; no public API tells.
 
-    There is no public question for it; a joint graph must refuse such tensors, for the transform's levels
-    belong to one thread.
+    Simulated ranks in one graph must refuse such tensors: the levels of a transform belong to one thread.
     """
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
 def integers(x: Tensor) -> list[int]:
-    """Return the numbers of a row, also of one that a transform of torch.func has wrapped."""
-    # torch 2.9 and before: tolist() asks for memory, which the transform's wrapper has not.
+    """Return x.tolist() of a 1-d integer tensor, which a torch.func transform may have wrapped."""
+    # torch 2.9 and before: tolist() reads memory, which the transform's wrapper does not have.
     if not torch.compiler.is_compiling() and is_transformed(x):
         return [int(n) for n in x.cpu()]
     numbers: list[int] = x.tolist()
@@ -121,7 +120,7 @@ def is_within_transform() -> bool:
 def is_differentiating() -> bool:
     """Whether code runs within torch.func.grad, vjp, jvp and the like, or a level of forward mode.
 
-    Ops of torch.library have no rules for these, and drop tangents without a word.
+    Ops of torch.library have no rules for these; they drop tangents silently.
     """
     stack = torch._C._functorch.get_interpreter_stack() or []
     within = any(i.key() != torch._C._functorch.TransformType.Vmap for i in stack)
@@ -129,11 +128,10 @@ def is_differentiating() -> bool:
 
 
 def apply_rule(rule: Any, x: Tensor, *more: object) -> Tensor:
-    """Return rule.apply(x, *more), rule being a Function.
+    """Return rule.apply(x, *more) of a Function, with less overhead if no torch.func transform is active.
 
-    Function.apply first binds its arguments to the signature of forward, so that they may be given by name; that takes
-    as long as a small message does. And where nothing records what is done to x, as in a first backward, forward alone
-    is the same. Both can be left out where no transform of torch.func is at work.
+    Function.apply binds its arguments to the signature of forward, which takes as long as a small message. If nothing
+    records x, as in a first-order backward, calling forward alone is equivalent.
     """
     y: Tensor
     if torch._C._are_functorch_transforms_active():
@@ -146,14 +144,14 @@ def apply_rule(rule: Any, x: Tensor, *more: object) -> Tensor:
 
 
 def is_jit_tracing() -> bool:
-    """Whether torch.jit.trace is at work; its public question has no types."""
+    """Whether torch.jit.trace is active; the public torch.jit.is_tracing has no type annotations."""
     return torch._C._is_tracing()
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether x is memory, and what is done to it is done and no more; asked of every tensor that moves, in 0.2 µs.
+    """Whether x is an ordinary tensor with memory, neither traced nor batched; a fast check made in every call.
 
-    False needs a closer look, by `is_traced` and `is_batched_by_autograd`: a Parameter is not plain either.
+    If False, use `is_traced` and `is_batched_by_autograd` to tell: a Parameter, for example, is not plain either.
     """
     return (
         type(x) is Tensor
@@ -164,11 +162,10 @@ def is_plain(x: Tensor) -> bool:
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether what is done to x is recorded instead of, or as well as, done, or x is of a class that says what is done.
+    """Whether operations on x are traced, or x is of a subclass with its own `__torch_dispatch__`; no public API tells.
 
-    Then x may have no memory (FakeTensor, wrapper subclasses), or its memory may change behind the tracer's back.
-    make_fx, torch.export, AOTAutograd and torch.jit.trace trace; modes that only look on (FlopCounterMode) do not.
-    PyTorch has no public question for it.
+    Then x may have no memory (FakeTensor, wrapper subclasses), or writes to its memory may be missing from the trace.
+    make_fx, torch.export, AOTAutograd and torch.jit.trace trace; modes that only observe (FlopCounterMode) do not.
     """
     if is_jit_tracing() or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return True
@@ -178,59 +175,60 @@ def is_traced(x: Tensor) -> bool:
 def is_batched_by_autograd(x: Tensor) -> bool:
     """Whether x is a batch in the vmap of `is_grads_batched` and `functional.jacobian(vectorize=True)`.
 
-    It is older than torch.func's: it calls no vmap rule of an autograd Function, but runs it on batches. And it comes
-    before autograd: what records, and has tangents, is the tensor behind the batch. So a Function that was applied to
-    the batch would lose them.
+    That vmap is older than torch.func's. It ignores the vmap rule of a Function and runs its forward on the batched
+    tensor. It is dispatched before autograd: graph and tangents belong to the tensor inside the batch, so a Function
+    that is applied to the batch would lose them.
     """
     return bool(torch._C._functorch.is_legacy_batchedtensor(x))
 
 
 def over_batch(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return function(x) of such a batch; the function maps a tensor whose last dimension is the batch to another.
+    """Return function(x) of such a batch; input and output of function have the batch as last dimension.
 
-    There is no public way to the tensor behind a batch.
+    No public API returns the tensor inside a batch.
     """
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     inner = torch._remove_batch_dim(x, level, 0, x.dim())
-    while inner.shape[-1] == 0:  # it is not of this level, but of one further out
+    while inner.shape[-1] == 0:  # x is a batch of an outer level
         level -= 1
         inner = torch._remove_batch_dim(x, level, 0, x.dim())
-    y = function(inner).movedim(-1, 0).contiguous()  # as its as_strided wants it, by which autograd lays out gradients
+    # Autograd lays out gradients by as_strided, whose rule in this vmap needs the batch first in memory.
+    y = function(inner).movedim(-1, 0).contiguous()
     return torch._add_batch_dim(y, 0, level)
 
 
 def batch_last(y: Tensor) -> tuple[Tensor, int]:
-    """Return what a vmap rule returns of a result whose last dimension is the batch.
+    """Return the result of a vmap rule, (y, batch dimension), if the batch is y's last dimension.
 
-    Not -1: torch 2.9 and before take it for the position of a bit.
+    The dimension is not -1, because torch 2.9 and before shift a bit by it.
     """
     return y, y.dim() - 1
 
 
 def constant_in_graphs(function: T) -> T:
-    """Make Dynamo run a function as it stands, and take what it returns for a constant.
+    """Make Dynamo call a function instead of tracing it, and treat its result as a constant.
 
-    torch.compiler.assume_constant_result sets the same mark, after it has imported Dynamo: a second in every process.
+    torch.compiler.assume_constant_result sets the same attribute, but imports Dynamo, which takes a second.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def untraced(function: T) -> T:
-    """Make Dynamo neither trace a function nor what it calls, be it called by a traced function or by autograd.
+    """Make Dynamo trace neither a function nor its callees, whether a traced function or autograd calls it.
 
-    torch.compiler.disable does the same, after it has imported Dynamo: a second in every process.
+    torch.compiler.disable does the same, but imports Dynamo, which takes a second.
     """
-    mark = "_torchdynamo_disable"  # a traced function that calls it is cut there
+    mark = "_torchdynamo_disable"  # a graph break in traced callers
     if hasattr(eval_frame, "set_code_exec_strategy"):
         setattr(function, mark, True)
         skip = eval_frame._FrameAction.SKIP
-        code = function.__code__  # type: ignore[attr-defined]  # not traced on its own either, when autograd calls it
+        code = function.__code__  # type: ignore[attr-defined]  # for calls from autograd, which are not traced calls
         eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
         return function
 
-    @wraps(function)  # type: ignore[arg-type]  # torch 2.6 can skip one frame, and not what it calls
+    @wraps(function)  # type: ignore[arg-type]  # torch 2.6 can skip a frame, but not its callees
     def outside(*args: Any, **kwargs: Any) -> Any:
         before = eval_frame.set_eval_frame(None)
         try:
@@ -244,59 +242,59 @@ def untraced(function: T) -> T:
 
 
 def is_profiling() -> bool:
-    """Whether a profiler of torch is at work; to ask it by its public calls takes longer than a small message."""
+    """Whether a torch profiler is active; the public calls take longer than a small message."""
     return profiler._is_profiler_enabled
 
 
-# Python's operators make a tensor of a number and save it for backward, so that a part of the graph can be gone through
-# once only. These overloads of ATen, which have no other name, keep the number.
+# Python's operators convert a number to a tensor and save it for backward. Backward frees it, so a second one raises.
+# These overloads, which have no public name, save the number.
 
 
 def divide_(x: Tensor, divisor: float) -> Tensor:
-    """Divide x by a number in place; the node saves no tensor."""
+    """Divide x by a number in place; saves no tensor for backward."""
     y: Tensor = torch.ops.aten.div_.Scalar(x, divisor)
     return y
 
 
 def times(x: Tensor, factor: float | Tensor) -> Tensor:
-    """Return x · factor; the node saves no tensor if factor is a number."""
+    """Return x · factor; saves no tensor for backward if factor is a number."""
     y: Tensor = x * factor if isinstance(factor, Tensor) else torch.ops.aten.mul.Scalar(x, factor)
     return y
 
 
 def is_zero_without_memory(x: Tensor) -> bool:
-    """Whether x is a tensor of zeros that has no memory, as autograd makes them in forward mode."""
+    """Whether x is a ZeroTensor, which has no memory; autograd makes them in forward mode."""
     return x._is_zerotensor()
 
 
 def after_backward(do: Callable[[], None]) -> None:
-    """Do something when the backward that runs is over, before its call returns; DDP is built on the same."""
+    """Call `do` at the end of the current backward, before its call returns; DDP uses the same API."""
     Variable._execution_engine.queue_callback(do)
 
 
 def backward_at_work() -> int:
-    """Return the number of the backward that runs; one within another has its own."""
+    """Return the graph task id of the current backward, -1: none; a nested backward has its own id."""
     return torch._C._current_graph_task_id()
 
 
 def is_recomputing() -> bool:
-    """Whether code runs again within a backward, as checkpoints make it, which may stop in the middle of it.
+    """Whether a checkpoint recomputes its function, which may stop in the middle.
 
-    They do not say so; they are the ones that record within a backward, but for those with create_graph.
+    No API tells. Grad mode is on within a backward only in a recomputation, or with create_graph=True.
     """
     return backward_at_work() >= 0 and torch.is_grad_enabled()
 
 
 def has_earlier_hooks(p: Tensor) -> bool:
-    """Whether hooks run after a gradient of p is accumulated and before the one that was registered last."""
+    """Whether p has post-accumulate hooks that run before the one registered last."""
     return len(p._post_accumulate_grad_hooks or ()) > 1
 
 
 def is_backward_nested() -> bool:
-    """Whether the backward that runs was called by a node of another, as reentrant checkpoints do.
+    """Whether the current backward was called by a node of another one, as reentrant checkpoints do.
 
-    The engine knows, and does not say. Its calls are on the stack, the outer one too, if it did not hand over to a
-    thread of its own: the stack of that begins with a node.
+    The engine does not expose it, so its calls on the stack are counted. The outer call is on this stack, unless the
+    engine runs the outer pass in a thread of its own; the stack of such a thread begins with a node.
     """
     frame: FrameType = sys._getframe()
     runs = 0
@@ -307,13 +305,13 @@ def is_backward_nested() -> bool:
 
 
 def nodes_after_nested_backward() -> list[Any]:
-    """Return the nodes that the outer backward goes on to after the one that has called the inner one."""
+    """Return the nodes that follow the current one in the outer backward, after the nested backward has ended."""
     node = torch._C._current_autograd_node()
     return [] if node is None else [following for following, _ in node.next_functions if following is not None]
 
 
 def is_within_reentrant_checkpoint() -> bool:
-    """Whether code runs in the first forward of `checkpoint(…, use_reentrant=True)`; only the stack says so."""
+    """Whether code runs in the first forward of `checkpoint(…, use_reentrant=True)`; only the stack tells."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not _REENTRANT:
         frame = frame.f_back
@@ -321,7 +319,7 @@ def is_within_reentrant_checkpoint() -> bool:
 
 
 class _SavedTensorsHooks:
-    """A pair of hooks for saved tensors that somebody has entered, a checkpoint say, with a context for the second."""
+    """A pair of hooks for saved tensors that is in force, e.g. a checkpoint's, with a context for its unpack hook."""
 
     def __init__(
         self,
@@ -330,8 +328,8 @@ class _SavedTensorsHooks:
         context: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._pack, self._unpack, self._context = pack, unpack, context
-        # A checkpoint that has all it needs, but is not the innermost, stops at the next tensor that is its own. Not at
-        # once: that would leave the innermost one by an exception, and PyTorch takes its hooks away only later.
+        # An outer checkpoint that has recomputed all it needs stops at the next tensor it would save. Stopping at once
+        # would leave the inner checkpoint by an exception, whose hooks PyTorch removes only later.
         self.complete = False
 
     def pack(self, x: Tensor) -> Any:
@@ -347,8 +345,8 @@ class _SavedTensorsHooks:
 def save_under_each_hook(save: Callable[[], None], context: Callable[[], AbstractContextManager[None]]) -> None:
     """Call save once for each pair of hooks for saved tensors that is in force, the outermost first.
 
-    PyTorch calls the innermost pair only. From here on whatever they unpack is unpacked within the context, and so it
-    is there that a checkpoint computes its function again. There is no public way to hooks that somebody else entered.
+    PyTorch calls the innermost pair only. From now on their unpack hooks run within the context, and so does a
+    checkpoint's recomputation. No public API returns the hooks that other code has entered.
     """
     if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
         _refuse_saved_tensors_hooks("joint_backward: a collective within")
@@ -378,47 +376,46 @@ def save_under_each_hook(save: Callable[[], None], context: Callable[[], Abstrac
 
 
 def _refuse_saved_tensors_hooks(where: str) -> None:
-    """Raise where a pair of hooks for saved tensors is in force, on releases that have no way to that pair."""
+    """Raise if a pair of hooks for saved tensors is in force, on releases that have no API for that pair."""
     error = (
-        f"{where} a checkpoint or other hooks for saved tensors: torch {torch.__version__} does not show them, "
-        "torch 2.8 and later do; use one of these, or do without the hooks here"
+        f"{where} a checkpoint or other hooks for saved tensors: torch {torch.__version__} does not expose them, "
+        "torch 2.8 and later do; use one of these, or remove the hooks here"
     )
-    with graph.disable_saved_tensors_hooks(error):  # raises it if there is such a pair
+    with graph.disable_saved_tensors_hooks(error):  # raises if there is such a pair
         pass
 
 
 def registries(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the dicts of parameters and of submodules, of every module below; nn.Module's own iterators are slow."""
+    """Return the dicts of parameters and submodules of a module and all submodules; nn.Module's iterators are slow."""
     return [registry for m in module.modules() for registry in (m._parameters, m._modules)]
 
 
 def versions(xs: Iterable[Tensor]) -> list[int]:
-    """Return how often each was changed in place, see `version`."""
+    """Return the `version` of each tensor."""
     return [x._version for x in xs]
 
 
 def version(x: Tensor) -> int:
-    """Return how often x has been changed in place; autograd counts it, and shows it under this name only."""
+    """Return autograd's version counter of x, which every in-place modification increments."""
     return x._version
 
 
 def storage_uses(x: Tensor) -> int:
-    """Return how many references hold the memory of x, its own included; there is no public question for it.
+    """Return the number of references to the storage of x, its own included; no public API tells.
 
-    Every tensor on it counts, views too; NumPy arrays and DLPack capsules hold the tensor that they were made of.
-    All who have asked for the storage itself in Python share one object, whose references count as well.
+    Every tensor on the storage counts, views too; NumPy arrays and DLPack capsules hold the tensor they were made from.
+    Python code that holds the storage itself shares one object, whose references count as well.
     """
     storage = x.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
 
 
 def unfaked(x: Any) -> Any:
-    """Return what x stands for: while Dynamo traces, process groups come as stand-ins of no public type."""
+    """Return the process group behind x: while Dynamo traces, groups are replaced by objects of a private type."""
     return x.real_obj if isinstance(x, FakeScriptObject) else x
 
 
-# torch's own notion of nested tuples, lists and dicts, the one that its transforms and torch.compile know, has no
-# public module in every release that we run on.
+# torch's pytrees, which its transforms and torch.compile use, have no public module in some supported releases.
 
 
 #: torch 2.7 and before have no public name for it.
@@ -431,10 +428,10 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the leaves of a tree in the order of their paths, and the function that makes such a tree of others.
+    """Return the leaves of a tree in the order of their paths, and the function that rebuilds it from new leaves.
 
-    A dict lists its items in the order of insertion, which may differ between ranks. Here dict keys are sorted by
-    type and repr. A TypeError if that does not tell them apart on every rank alike.
+    The insertion order of dicts may differ between ranks, so keys are sorted by type and repr. Raises TypeError if
+    that order is ambiguous or may differ between ranks.
     """
     pairs, spec = _leaves_with_paths(tree)
     places = [tuple(_place(entry) for entry in path) for path, _ in pairs]
@@ -453,17 +450,17 @@ def tree_flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
 
 def tree_paths(tree: Any) -> list[str]:
-    """Return where each leaf is, as one writes it: ['a'][0]; in the order of `tree_flatten`."""
+    """Return the path of each leaf as Python code, e.g. ['a'][0], in the order of `tree_flatten`."""
     pairs, _ = _leaves_with_paths(tree)
     paths = sorted((path for path, _ in pairs), key=lambda path: tuple(_place(entry) for entry in path))
     return [_pytree.keystr(path) for path in paths]
 
 
 def _leaves_with_paths(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    """Return (path, leaf) of each leaf, and the structure; nodes registered without keys count their children."""
+    """Return (path, leaf) of each leaf, and the structure; children of nodes without keys are numbered."""
     try:
         return _pytree.tree_flatten_with_path(tree)
-    except ValueError:  # a node has no keys
+    except ValueError:  # a node is registered without keys
         leaves, spec = _pytree.tree_flatten(tree)
         return list(zip(_paths(tree), leaves, strict=True)), spec
 
@@ -483,12 +480,12 @@ def _paths(tree: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def _place(entry: Any) -> tuple[Any, ...]:
-    """What one entry of a path is sorted by: an index, or the type and repr of a key."""
+    """Return the sort key of one entry of a path: an index, or the type and repr of a dict key."""
     if isinstance(entry, _pytree.SequenceKey):
         return 0, entry.idx
     key = entry.key if isinstance(entry, _pytree.MappingKey) else str(entry)
     text = repr(key)
-    if isinstance(key, (Tensor, frozenset)) or " at 0x" in text:  # another text in every process
+    if isinstance(key, (Tensor, frozenset)) or " at 0x" in text:  # repr differs between processes
         kind = type(key).__name__
         raise TypeError(f"got a dict key of type {kind}, expected strings or numbers, which are the same on all ranks")
     return 1, type(key).__name__, text
@@ -499,45 +496,42 @@ def is_tree(x: Any) -> bool:
     return not isinstance(x, Tensor) and not _is_leaf(x)
 
 
-# Forward mode is kept in globals of the process, not of the thread, and has one level. Simulated ranks are
-# threads that hand over in the middle of it. So each rank takes its view of the globals along, and the level
-# is entered by the first rank that enters it and left by the last.
+# Forward mode has one level, kept in globals of the process, not of the thread. Simulated ranks are threads that
+# switch within it. So the globals are saved and restored for each rank; the first rank enters the level and the last
+# one exits it.
 
 
 def carries_tangents() -> bool:
-    """Whether what is computed now carries tangents along, by a level of forward mode that this thread is in.
-
-    Within a rule for tangents it does not, nor in inference mode.
-    """
+    """Whether operations propagate tangents: within a level of forward mode, outside jvp rules and inference mode."""
     return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
 def tangents_ignored() -> AbstractContextManager[None]:
-    """Return a context in which nothing carries tangents along, as PyTorch has it within a rule for them."""
+    """Return a context in which operations do not propagate tangents, as within a jvp rule."""
     context: AbstractContextManager[None] = forward_ad._set_fwd_grad_enabled(False)
     return context
 
 
 def forward_mode() -> tuple[int, int]:
-    """Return where this thread is in forward mode: the level it is in, and how deep torch.func.jvp nests."""
+    """Return the current level of forward mode and the nesting depth of torch.func.jvp."""
     return forward_ad._current_level, eager_transforms.JVP_NESTING
 
 
 def set_forward_mode(state: tuple[int, int]) -> None:
-    """Go on where `forward_mode` said that this thread was."""
+    """Restore a state returned by `forward_mode`."""
     forward_ad._current_level, eager_transforms.JVP_NESTING = state
 
 
 @contextlib.contextmanager
 def shared_forward_mode() -> Iterator[None]:
-    """Let threads that hand over to each other be in forward mode at the same time."""
+    """Let threads of which one runs at a time be in forward mode at the same time."""
     enter, leave = forward_ad.enter_dual_level, forward_ad.exit_dual_level
     inside = 0
 
     def enter_dual_level() -> int:
         nonlocal inside
         if inside == 0 or forward_ad._current_level >= 0:
-            enter()  # type: ignore[no-untyped-call]  # raises, as torch does, where this thread is in it already
+            enter()  # type: ignore[no-untyped-call]  # raises if this thread is in forward mode already
         forward_ad._current_level = 0
         inside += 1
         return 0
@@ -556,20 +550,20 @@ def shared_forward_mode() -> Iterator[None]:
         forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter, leave
 
 
-# ── what PyTorch keeps for each thread ───────────────────────────────────────────────────────────────────
+# ── PyTorch's thread-local state ─────────────────────────────────────────────────────────────────────────
 
 
 def ambient() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return the context manager that gives another thread the modes of this one.
+    """Return a context manager that gives another thread the modes of this one.
 
-    PyTorch has no public way to hand them on; its own threads (autograd's, jit's) get them in C++.
+    PyTorch has no public API to copy them; its own threads (autograd's, jit's) copy them in C++.
     """
     modes = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()  # type: ignore[no-untyped-call]
     traced = [type(m).__name__ for m in modes[1] if getattr(m, "_mode_key", None) is not None]
     if traced:
         raise RuntimeError(
             f"simulate: called within {traced[-1]}, expected a call outside of it: its state belongs to one thread, "
-            "and ranks are other threads; trace, or fake tensors, in the function that each rank runs"
+            "and ranks are other threads; trace, or make fake tensors, in the function that each rank runs"
         )
     autocast = [
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _autocast_devices()
@@ -604,7 +598,7 @@ def ambient() -> Callable[[], contextlib.AbstractContextManager[None]]:
                 stack.enter_context(grad_mode.enforce_grad_layout_policy(layout))
             stack.callback(_pop_modes)
             for mode in modes[0]:
-                _push_mode(mode)  # type: ignore[no-untyped-call]  # not entered a second time
+                _push_mode(mode)  # type: ignore[no-untyped-call]  # without calling __enter__ a second time
             for mode in modes[1]:
                 _push_dispatch_mode(mode)
             if hooks is not None:
@@ -640,7 +634,7 @@ def _pop_modes() -> None:
         _pop_dispatch_mode()
 
 
-# ── Python code that a backward calls ────────────────────────────────────────────────────────────────────
+# ── Python code that backward calls ──────────────────────────────────────────────────────────────────────
 
 _Code = Callable[..., Any]
 _patching = threading.Lock()
@@ -686,7 +680,7 @@ def _marking_init(init: _Code, wrapper: Callable[[], Callable[[_Code], _Code] | 
     def __init__(self: Any, *args: Any, **more: Any) -> None:
         init(self, *args, **more)
         if (wrap := wrapper()) is not None:
-            me = weakref.ref(self)  # the instance must not hold itself
+            me = weakref.ref(self)  # avoids a reference cycle
             # The engine calls `apply`, or `apply_boxed`, as an attribute of the instance.
             for name in ("apply", "apply_boxed"):
                 if (code := getattr(type(self), name, None)) is not None:
@@ -715,6 +709,6 @@ def _registering(register: _Code, wrapper: Callable[[], Callable[[_Code], _Code]
 
 
 def before_node(y: Tensor, do: Callable[[], None]) -> None:
-    """Call `do` in every backward, before the node that made y; the tensor itself shows no hook."""
+    """Call `do` in every backward before the node that made y; the hook is not listed in y's own hooks."""
     if y.grad_fn is not None:
         y.grad_fn.register_prehook(lambda grads: do())

@@ -32,21 +32,21 @@ __all__ = [
 _OURS = tuple(os.path.dirname(str(path)) + os.sep for path in (os.path.dirname(__file__), torch.__file__))
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(_PYTHON + folder + os.sep for folder in ("site-packages", "dist-packages"))
-#: How the file names of generated code begin: importlib, torch.fx, and decorators of other libraries.
+#: Prefixes of the file names of generated code: importlib, torch.fx, and decorators of other libraries.
 _GENERATED = ("<frozen ", "<eval_with_key>", "<@beartype", "<attrs generated ", "<decorator-gen")
-#: What a process imports in its first line if another process started it with `python -c`.
+#: Modules imported by the `python -c` command that starts a worker process.
 _STARTERS = {"multiprocessing.forkserver", "multiprocessing.spawn", "diffcoll.testing.processes"}
-#: Why a rank may not have met a forward call.
+#: Why a rank may not have joined a forward call.
 NOT_MADE = 'did not make this call, or its x is of another shape (all_gather and gather: sizes="auto")'
 _ORDERS = {2: "second", 3: "third"}
 
 
 class CollectiveFailedError(RuntimeError):
-    """The backend of a group failed: a peer died or did not come in time."""
+    """The backend of a group failed: a rank died or did not join the collective in time."""
 
 
 class CollectiveMismatchError(RuntimeError):
-    """The ranks of a group disagree on what they do together."""
+    """The ranks of a group made different calls, or one call with different arguments."""
 
 
 def message(operation: str, argument: str, got: object, expected: str, remedy: str = "") -> str:
@@ -61,25 +61,25 @@ def user_line() -> str:
 
 
 class Origin:
-    """Where a collective was called, kept for an error that comes later: in backward, the call is long gone.
+    """The line of a collective's forward call, kept for errors in its backward.
 
     Args:
         name: of the collective.
-        inside: how many callers are known to be of this library or torch, so that their frames need not be made.
-        frame: where to look from, in another thread; None: from here.
+        inside: number of callers known to be of this library or torch, whose frames are skipped.
+        frame: the frame to start from, for another thread; None: the caller's.
     """
 
     __slots__ = ("_at", "_code", "name", "order")
 
     def __init__(self, name: str, inside: int = 0, frame: FrameType | None = None) -> None:
         self.name = name
-        self.order = 1  # of the backward that this is kept for
+        self.order = 1  # of the backward for which this is kept
         frame = frame or sys._getframe(1 + inside)
         while frame is not None and (_is_inside(frame.f_code.co_filename) or _is_ours(frame.f_globals.get("__name__"))):
             frame = frame.f_back
-        # A code object and an offset are cheap to keep, and hold no variables.
+        # A code object and an offset are cheap to keep; a frame would keep its variables alive.
         self._code: CodeType | str
-        if frame is None:  # the target of a thread is a function of the library
+        if frame is None:  # the thread's target is a function of the library or torch
             self._code, self._at = f"<start of thread {threading.current_thread().name!r}>", 0
         else:
             self._code, self._at = frame.f_code, frame.f_lasti
@@ -101,7 +101,7 @@ class Origin:
         return "backward" if self.order == 1 else f"{_ORDERS.get(self.order, f'{self.order}th')}-order backward"
 
     def of_next_order(self) -> Origin:
-        """Return the same for the backward of that backward."""
+        """Return a copy for the backward of that backward."""
         following = copy(self)
         following.order += 1
         return following
@@ -115,17 +115,17 @@ def _is_inside(file: str) -> bool:
 
 @cache
 def _is_ours(module: str | None) -> bool:
-    """Whether code is of a module of the library or torch; dataclasses and inductor generate such in other files."""
+    """Whether a module is of the library or torch; dataclasses and inductor generate code of these in other files."""
     return module is not None and module.partition(".")[0] in ("diffcoll", "torch")
 
 
 def within_backward() -> str:
-    """Return words for a forward call that a backward makes: of a checkpoint, a hook or a Function of the user."""
+    """Return words for a forward call made within a backward: by a checkpoint, a hook or the user's Function."""
     return "" if backward_at_work() == -1 else " (within a backward)"
 
 
 def not_run(origin: Origin | None) -> str:
-    """Return why a rank may not have made a call of a backward, and what to do about it.
+    """Return why a rank may not have made a call of a backward, and the remedy.
 
     Args:
         origin: of the forward call whose backward this is; None: it is a forward call within a backward.
@@ -135,19 +135,19 @@ def not_run(origin: Origin | None) -> str:
     elif origin.order == 1:
         why = "its loss does not use the output or its x requires no gradient"
     else:
-        why = "the gradients in its loss do not depend on the output, as those of a loss that is linear in it"
+        why = "the gradients in its loss do not depend on the output, e.g. if the loss is linear in it"
     return f"did not run this backward because {why}; `with diffcoll.joint_backward()` makes every rank run it"
 
 
 def failure(name: str, group: str, rank: int, origin: Origin | None, error: BaseException) -> CollectiveFailedError:
-    """Return what a collective of this name raises when its backend has failed.
+    """Return the error of a collective whose backend has failed.
 
     Args:
         name: of the collective that failed.
-        group: words for it.
-        rank: this rank within it.
-        origin: of the forward call, if this was its backward; None: this was the forward call.
-        error: of the backend.
+        group: description of the group.
+        rank: this rank within the group.
+        origin: of the forward call, if its backward failed; None: the forward call failed.
+        error: the backend's error.
     """
     if origin is None:
         what, line = f"{name}, forward{within_backward()}", user_line()

@@ -1,7 +1,7 @@
-"""What `group` may be, resolved to the engine that moves its bytes.
+"""Resolves `group` arguments to engines.
 
-`None` is, in this order: the simulated world that this thread is a rank of, what `set_default_group` said,
-torch's default process group, and, where nothing was launched, the world of one rank.
+None means the first of these that exists: the simulated group of which this thread is a rank, the group of
+`set_default_group`, torch's default process group, and, if no launcher is detected, a group of one rank.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["engine_named", "get_rank", "get_world_size", "key_in_graphs", "resol
 _default: Any = None
 _solo = SoloEngine()
 
-# What launchers say: torchrun and its relatives, Open MPI, MPICH and its relatives (Intel MPI, Slurm's PMI).
+# Set by launchers: torchrun and compatible ones, Open MPI, MPICH and compatible ones (Intel MPI, Slurm's PMI).
 _LAUNCHED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def resolve(group: Any, operation: str) -> Engine:
-    """Return the engine of `group` for this rank; errors name `operation`."""
+    """Return the engine of `group` for this rank; errors are prefixed with `operation`."""
     if group is None:
         if local.involved() and not torch.compiler.is_compiling():
             local.refuse_in_backward(operation)
@@ -54,7 +54,7 @@ def _find(group: Any) -> Engine | None:
     return mpi.engine_of(group) or local.engine_of(group) or c10d.engine_of(group)
 
 
-# ── compiled graphs know their groups by name ────────────────────────────────────────────────────────────
+# ── compiled graphs refer to groups by name ──────────────────────────────────────────────────────────────
 
 
 def _named(group: Any) -> Engine | None:
@@ -78,17 +78,17 @@ def _facts_of(group: Any) -> Facts | None:
     return facts(engine) if engine else None
 
 
-# Dynamo runs it once, as it stands, instead of tracing it: engines change as they work, a graph must not hold one.
+# Dynamo calls this once instead of tracing it: engines are mutable, so a graph must hold their facts only.
 _facts = constant_in_graphs(_facts_of)
 
 
 def key_in_graphs(engine: Engine) -> str:
-    """Return how a graph names a group: this rank and the size are facts of the graph, so they are in it."""
+    """Return the name of a group in a graph, with rank and size, for which the graph is specialised."""
     return f"rank {engine.rank} of {engine.size} in {engine.key}"
 
 
 def engine_named(key: str) -> Engine:
-    """Return the engine of the group that a graph names, as it is in this process now."""
+    """Return this process's engine of the group that a graph names; raise if rank or size have changed."""
     _refuse_simulated()
     known, _, name = key.partition(" in ")
     engine = _engine_of_name(name)
@@ -118,7 +118,7 @@ def _refuse_simulated() -> None:
 
 
 def _refuse_lonely_launch(operation: str) -> None:
-    """Processes launched together that were not connected must not each be a silent world of one."""
+    """Raise if several processes were launched and no group connects them, instead of N single-rank jobs."""
     for variable in _LAUNCHED:
         value = os.environ.get(variable, "")
         if value.isdigit() and int(value) > 1:
@@ -133,11 +133,11 @@ def get_rank(group: Any = None) -> int:
     """Return this process's rank within the group, from 0 to N − 1.
 
     >>> import diffcoll as dc
-    >>> dc.get_rank()  # no group was set up: the world of one
+    >>> dc.get_rank()  # no group was set up: one rank
     0
 
     Args:
-        group: as everywhere, see `diffcoll.set_default_group`.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
     Raises:
         ValueError: this process is not in the group.
@@ -153,7 +153,7 @@ def get_world_size(group: Any = None) -> int:
     1
 
     Args:
-        group: as everywhere, see `diffcoll.set_default_group`.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
     Raises:
         ValueError: this process is not in the group.
@@ -162,7 +162,7 @@ def get_world_size(group: Any = None) -> int:
 
 
 class set_default_group:
-    """Say what `group=None` means from here on; as a context manager, within its block.
+    """Programs on one group, e.g. MPI: set the group that `group=None` means, until changed or within a `with` block.
 
     >>> import diffcoll as dc
     >>> with dc.set_default_group(None):
@@ -171,11 +171,11 @@ class set_default_group:
 
     Args:
         group: a `torch.distributed.ProcessGroup`, a one-dimensional `DeviceMesh`, an `mpi4py.MPI.Comm`, or None
-            for torch's default group (the world of one where none was set up). Each process says it for itself;
-            in a simulated world each rank does.
+            for torch's default group (one rank if none was set up). The setting is per process; under `simulate`, per
+            rank.
 
     Raises:
-        TypeError, ValueError: not a group, or one that this process is not in. Nothing has changed then.
+        TypeError, ValueError: not a group, or one without this process. The default is unchanged then.
     """
 
     def __init__(self, group: Any) -> None:
@@ -184,12 +184,12 @@ class set_default_group:
         self._before = _set_default(group)
 
     def __enter__(self) -> None:
-        """Nothing to do: the group was set when this was made."""
+        """Do nothing: the group was set on construction."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Restore what was the default before."""
+        """Restore the previous default."""
         _set_default(self._before)
 
 

@@ -1,9 +1,9 @@
-"""Ranks whose losses use different outputs, made to enter every backward together.
+"""Makes every rank run the backward of every collective, also if the ranks' losses use different outputs.
 
-A collective's backward is a collective. A rank whose loss does not depend on its output does not run it, and the
-others wait. Within a region all collectives of a rank hang on one chain: each has one more output, a token that the
-next one takes as one more input. The loss is tied to the last token, so its backward passes through all of them, last
-one first, with zeros where nothing else arrives.
+A collective's backward is a collective. A rank whose loss does not depend on its output does not run it, and the other
+ranks wait. Within a region each collective has one more output, a token, which is one more input of the next
+collective. `joint(loss)` makes the loss depend on the last token, so backward runs the adjoints of all collectives of
+the region, in reverse order, with zero gradients for unused outputs.
 """
 
 from __future__ import annotations
@@ -36,35 +36,36 @@ __all__ = ["is_joint", "joint_backward", "record"]
 
 
 class _Chain:
-    """What the next collective of this rank is tied to; its gradient is zero."""
+    """The last token of a region, which the next collective of this rank takes as input; its gradient is zero."""
 
     def __init__(self) -> None:
         self.token = torch.zeros((), device="cpu", requires_grad=True)
 
-    def anchor(self) -> None:
-        """Make every checkpoint around the collective just made compute it again on every rank, at one place.
+    def save_token(self) -> None:
+        """Make every checkpoint around the last collective recompute it on every rank, at the same place in backward.
 
-        A checkpoint does so when a tensor saved within it is needed, up to the last such tensor: both are local to a
-        rank. So the chain saves one after each collective, and needs it in backward.
+        A checkpoint recomputes when backward needs a tensor saved within it, and stops after the last such tensor; both
+        may differ between ranks. So a token is saved after each collective, and needed at the same place in backward.
         """
-        save_under_each_hook(self._save, _again)
+        save_under_each_hook(self._save, _recomputing)
 
     def _save(self) -> None:
         with torch.enable_grad():
             self.token = _Saved.apply(self.token)  # type: ignore[no-untyped-call]
 
 
-def _again() -> AbstractContextManager[None]:
-    """Return the context in which a checkpoint computes a part of a region again, wherever backward runs.
+def _recomputing() -> AbstractContextManager[None]:
+    """Return the context in which a checkpoint recomputes a part of a region.
 
-    As many tensors must be saved as before, so it is recorded; its graph is not used, so it is on a chain of its own.
+    It must save as many tensors as the first time, so collectives are recorded; the graph is not used, so they are
+    recorded on a separate chain.
     """
     return _recording_on(_Chain())
 
 
 class _Here(threading.local):
     chain: _Chain | None = None
-    #: The backward in which the chain was entered. In another one, a nested one too, nothing is recorded.
+    #: The backward pass in which the chain was entered; -1: none. Nothing is recorded in any other, nested or not.
     backward: int = -1
 
 
@@ -82,7 +83,11 @@ def _recording_on(chain: _Chain | None) -> Iterator[None]:
 
 
 class joint_backward:
-    """A region in which every collective takes part in backward on every rank, whatever the ranks' losses use.
+    """Losses that use different collectives on different ranks: make every rank run every collective's backward.
+
+    Use it if a rank may have no labels, no positives, an empty batch or another branch, so that its loss ignores the
+    output of a collective: without it the other ranks wait in that collective's backward. Where every rank's loss uses
+    every output it changes nothing and sends nothing more.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -95,19 +100,20 @@ class joint_backward:
     >>> simulate(gradient, [torch.tensor(1.0, requires_grad=True) for _ in range(2)], rules=True)
     [tensor(3.), tensor(3.)]
 
-    All ranks enter the region, make the same collectives in it in the same order, as everywhere, and call
-    `joint(loss)` and then backward equally often. Within it every floating-point or complex result of a collective
-    requires a gradient, also where this rank's x does not. A region within another belongs to the outer one. Make one
-    for each step: a backward passes through all collectives of the region so far.
+    All ranks enter the region, make the same collectives in the same order, and call `joint(loss)` and then backward
+    equally often. Within the region every floating-point or complex result of a collective requires a gradient, even
+    if this rank's x does not. A nested region joins the outer one. Use a new region for each training step: backward
+    runs through all collectives of the region so far.
 
-    Checkpoints within it must be `use_reentrant=False`; all ranks compute their parts again. Within a level of forward
-    mode x has a tangent of zero where it has none.
+    Checkpoints within it must be `use_reentrant=False`; all ranks recompute them. In forward mode an x without a
+    tangent has a tangent of zero.
 
-    Calling it returns the loss, tied to all collectives of the region so far: shape, dtype and value unchanged, and it
-    requires a gradient even if it is a constant. It may be called several times, also after the region.
+    `joint(loss)` returns the loss as a function of all collectives of the region so far: shape, dtype and value are
+    unchanged, and it requires a gradient even if it is a constant. It may be called several times, also after the
+    region.
 
     Raises:
-        TypeError: the loss is no floating-point or complex tensor.
+        TypeError: the loss is not a floating-point or complex tensor.
         RuntimeError: a collective within the region is called in a reentrant checkpoint.
 
     Source: notes/joint_backward.md.
@@ -118,7 +124,7 @@ class joint_backward:
         self._outer: tuple[_Chain | None, int] = None, -1
 
     def __enter__(self) -> joint_backward:
-        """Begin; collectives are recorded from here on."""
+        """Start recording collectives."""
         self._outer = here.chain, here.backward
         self._chain = _recording() or _Chain()
         here.chain, here.backward = self._chain, backward_at_work()
@@ -127,11 +133,11 @@ class joint_backward:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End, also by an exception; what was recorded stays tied."""
+        """Stop recording collectives; those recorded so far stay in the region."""
         here.chain, here.backward = self._outer
 
     def __call__(self, loss: Tensor) -> Tensor:
-        """Return the loss, tied to all collectives of the region."""
+        """Return the loss as a function of all collectives of the region so far."""
         if not isinstance(loss, Tensor) or not (loss.is_floating_point() or loss.is_complex()):
             got = loss.dtype if isinstance(loss, Tensor) else type(loss).__name__
             remedy = "torch.tensor(0.0) is a loss that uses nothing"
@@ -148,12 +154,12 @@ def is_joint() -> bool:
 
 
 def _recording() -> _Chain | None:
-    """Return the chain on which a collective called here is to be."""
+    """Return the chain that records a collective called now; None: it is not recorded."""
     return here.chain if here.backward == backward_at_work() else None
 
 
 def record(rule: Any, x: Tensor, *more: Any) -> Tensor:
-    """Return rule.apply(x, *more); within a region as a link of its chain."""
+    """Return rule.apply(x, *more), recorded on the region's chain if there is one."""
     chain = here.chain and _recording()
     if chain is None or is_within_transform() or is_batched_by_autograd(x):
         return apply_rule(rule, x, *more)
@@ -176,15 +182,12 @@ def record(rule: Any, x: Tensor, *more: Any) -> Tensor:
             remedy = "a rank that ignores the result of a reentrant one would not make this call again in backward"
             raise RuntimeError(message(more[0].name, "checkpoint", got, expected, remedy))
         y = apply_rule(rule, x, *more)
-    chain.anchor()
+    chain.save_token()
     return y
 
 
 def _record_dual(rule: Any, x: Tensor, tx: Tensor, *more: Any) -> Tensor:
-    """Return the rule of x with the tangent that comes of tx, two links in this order.
-
-    On every rank: tangents meet in a collective, so a rank whose x has none brings one of zero.
-    """
+    """Record two collectives, of x and of its tangent tx, in this order on every rank; return the dual result."""
     ctx = SimpleNamespace()
     with tangents_ignored():
         y = record(rule, x, *more)
@@ -195,7 +198,7 @@ def _record_dual(rule: Any, x: Tensor, tx: Tensor, *more: Any) -> Tensor:
 
 
 class _Link(Function):
-    """(x, token) ↦ (rule of x, the next token)."""
+    """(x, token) ↦ (rule(x), next token)."""
 
     @staticmethod
     def forward(x: Tensor, token: Tensor, rule: Any, chain: Any, *more: Any) -> tuple[Tensor, Tensor]:
@@ -208,14 +211,14 @@ class _Link(Function):
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor, gtoken: Tensor) -> tuple[Tensor | None, ...]:
-        # A backward of higher order is joint as well, in whatever thread this one runs.
+        # With create_graph the adjoint is recorded too; backward may run in another thread than the region.
         with _recording_on(ctx.chain() if torch.is_grad_enabled() else None):
             gx, *nothing = ctx.rule.backward(ctx, gy)
         return gx, gtoken, None, None, *nothing
 
 
 class _Saved(Function):
-    """The next token, after a tensor that backward needs."""
+    """token ↦ next token; saves a tensor that backward needs."""
 
     @staticmethod
     def forward(token: Tensor) -> Tensor:
@@ -232,7 +235,7 @@ class _Saved(Function):
 
 
 class _Tie(Function):
-    """The loss, and a gradient of zero for the last token."""
+    """(loss, token) ↦ loss; the token's gradient is zero."""
 
     @staticmethod
     def forward(loss: Tensor, token: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A collective that was started and is to be waited for."""
+"""`Pending`: a collective in flight."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 class Pending(Generic[T]):
-    """What a collective returns with `async_op=True`; `wait()` gives the result.
+    """Overlap computation with communication: the result of a collective with `async_op=True`, returned by `wait()`.
 
-    The derivative mirrors the forward: the adjoint starts where the forward waited, and is awaited where the
-    forward started. So whatever is computed between the two overlaps with communication in both directions.
+    Start early, compute something independent, then wait. Backward mirrors forward: the adjoint starts at the node of
+    `wait()` and is waited for at the node of the call, so computation between the two overlaps in backward too.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -31,20 +31,21 @@ class Pending(Generic[T]):
     >>> simulate(f, [torch.tensor(1.0), torch.tensor(2.0)])
     [tensor(4.), tensor(7.)]
 
-    A Pending that is never waited for is reported by a RuntimeWarning with the line that started it.
+    If `wait()` is never called, a RuntimeWarning names the line of the call.
     """
 
     def __init__(self, name: str, wait: Callable[[], T]) -> None:
         self._name = name
         self._where = "a compiled line" if torch.compiler.is_compiling() else user_line()
         self._wait: Callable[[], T] | None = wait
-        self._must_wait = torch.compiler.is_compiling() or not is_recomputing()  # a checkpoint stops when it has enough
+        # A checkpoint that recomputes stops at its last saved tensor, which may be before wait().
+        self._must_wait = torch.compiler.is_compiling() or not is_recomputing()
 
     def wait(self) -> T:
-        """Return the result, when it is there. A second call returns the same.
+        """Wait for the collective and return its result. A second call returns the same object.
 
         Raises:
-            Exception: whatever the collective raised.
+            Exception: the error of the collective.
         """
         self._must_wait = False
         if self._wait is not None:
@@ -53,14 +54,14 @@ class Pending(Generic[T]):
         return self._result
 
     def __repr__(self) -> str:
-        """Say what it is and whether it was waited for."""
+        """Return the collective, its line, and whether it was waited for."""
         return f"<{self._name} started at {self._where}, {'not ' if self._wait else ''}waited for>"
 
     def __del__(self) -> None:
-        """Report that nobody waited."""
+        """Warn if `wait()` was never called."""
         if getattr(self, "_must_wait", False):
             warnings.warn(
-                f"{self._name}(async_op=True) at {self._where} was never waited for; call wait() on what it returns",
+                f"{self._name}(async_op=True) at {self._where} was never waited for; call wait() on its result",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""Trees of tensors: the leaves of one dtype travel in one message, and come back in the same structure."""
+"""Trees of tensors: the leaves of one dtype and device are sent in one message; results have the same structure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["by_leaf", "by_message", "checked", "rows"]
 
 
 def by_message(call: Call, understand: Callable[[Call, Tensor], Any]) -> Any:
-    """Apply a collective that treats every number alike: one call for the leaves of each dtype, as one row."""
+    """Apply an elementwise collective: one call for all leaves of a dtype and device, flattened and concatenated."""
     if call.engine.joint:
         return by_leaf(call, understand)
     leaves, rebuild = checked(call)
@@ -45,7 +45,7 @@ def by_leaf(call: Call, understand: Callable[[Call, Tensor], Any]) -> Any:
 
 
 def checked(call: Call) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
-    """Return the leaves of x in the order of their paths, and the function that puts others in their place."""
+    """Return the leaves of x in the order of their paths, and the function that rebuilds the tree from new leaves."""
     try:
         leaves, rebuild = tree_flatten(call.x)
     except TypeError as error:
@@ -67,4 +67,4 @@ def rows(leaves: list[Tensor]) -> list[tuple[list[int], Tensor]]:
 
 
 def _row(leaf: Tensor) -> Tensor:
-    return leaf if leaf.ndim == 1 else leaf.reshape(-1)  # 200 nodes in a graph cost a millisecond
+    return leaf if leaf.ndim == 1 else leaf.reshape(-1)  # a needless reshape adds a node to the graph

@@ -1,4 +1,4 @@
-"""The harness: simulated ranks with the ground truth, and real processes, called alike."""
+"""Testing: run a function on simulated ranks (`simulate`) or on real processes (`spawn`)."""
 
 from __future__ import annotations
 

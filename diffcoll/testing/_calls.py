@@ -1,4 +1,4 @@
-"""What `simulate` and `spawn` share: they are called like `map`."""
+"""Checks the arguments of `simulate` and `spawn`, which are called like `map`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diffcoll.core.joint import is_joint
 __all__ = ["missing", "per_rank_arguments"]
 
 _EXPECTED = "a sequence with one element for each rank"
-#: More ranks than a machine has room for: what has not ended here is taken for endless, as itertools.count() is.
+#: Iterators with more elements are taken to be endless, e.g. itertools.count().
 _MOST = 1 << 16
 
 
@@ -33,7 +33,7 @@ def per_rank_arguments(name: str, per_rank: tuple[Sequence[Any], ...]) -> list[t
     rows.pop()
     n = len(rows)
     if n == _MOST:
-        raise ValueError(f"{name}: got sequences of {n} elements and more, expected N, one for each rank")
+        raise ValueError(f"{name}: got sequences of {n} or more elements, expected N, one for each rank")
     if not all(ended) or n == 0:
         lengths = [_length(column, n + (not end)) for column, end in zip(per_rank, ended, strict=True)]
         words = ", ".join(lengths)
@@ -42,14 +42,14 @@ def per_rank_arguments(name: str, per_rank: tuple[Sequence[Any], ...]) -> list[t
 
 
 def missing(name: str, what: str, extra: str) -> ModuleNotFoundError:
-    """Return the error about a package of an extra that is not installed."""
+    """Return the error for a package of an optional extra that is not installed."""
     return ModuleNotFoundError(
         f"{name}: {what} is not installed; from a checkout of diffcoll: pip install '.[{extra}]'"
     )
 
 
 def _refuse_surroundings(name: str) -> None:
-    """Raise within what belongs to one thread, and would be missing in the ranks."""
+    """Raise within contexts that belong to the calling thread and would not apply to the ranks."""
     if is_within_transform():
         raise RuntimeError(
             f"{name}: called within a transform of torch.func (grad, vjp, jvp, jacrev, vmap, …), expected a call "
@@ -77,7 +77,7 @@ def _elements(name: str, number: int, column: object) -> Iterator[Any]:
         got = "a 0-d tensor"
     else:
         try:
-            return iter(column)  # type: ignore[call-overload,no-any-return]  # the error is what is asked for
+            return iter(column)  # type: ignore[call-overload,no-any-return]  # raises TypeError if not iterable
         except TypeError:
             if not isinstance(column, bool) and hasattr(column, "__index__") and column.__index__() > 0:
                 got, n = repr(column), column.__index__()
@@ -86,7 +86,7 @@ def _elements(name: str, number: int, column: object) -> Iterator[Any]:
 
 
 def _length(column: object, at_least: int) -> str:
-    """Return the length of one per-rank argument, of which so many elements were seen."""
+    """Return the length of one per-rank argument, of which `at_least` elements were read."""
     try:
         return str(len(column))  # type: ignore[arg-type]
     except TypeError:

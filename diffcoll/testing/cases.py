@@ -1,12 +1,12 @@
-"""Calls of collectives to be checked: a fixed table of them, and what is measured on each.
+"""Calls of collectives to be checked: a fixed table of them, and the program that is run on each.
 
-`table(n)` is what `diffcoll verify` shows and what the tests run on gloo. One program is run on every call,
+`table(n)` lists the calls that `diffcoll verify` prints and the tests run on gloo. One program is run on every call,
 once by the ranks (`on_rank`) and once with all ranks in one graph (`in_truth`):
 
     y_r = F(x)_r       ℓ_r = ⟨w_r, sin y_r⟩      g_r = ∂(Σ_s ℓ_s)/∂x_r
                        h_r = ⟨v_r, g_r⟩          c_r = ∂(Σ_s h_s)/∂x_r
 
-All of x, w and v differ from rank to rank, but for what is one tensor in the replicated world.
+x, w and v differ between ranks, except for replicated inputs and outputs, which are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = [
 
 Shape = tuple[int, ...]
 
-#: What the ranks share in the replicated world: (the input, the output).
-_SHARED_INPUT = ("sum_gradients", "split")
+#: Collectives whose input is replicated.
+_REPLICATED_INPUT = ("sum_gradients", "split")
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class Case:
     """One call of a collective on N ranks."""
 
     name: str
-    #: The input's shape on each rank; None where a rank passes none.
+    #: The input's shape on each rank; None: the rank passes x=None.
     shapes: tuple[Shape | None, ...]
     arguments: dict[str, Any] = field(default_factory=dict)
-    #: Arguments of which every rank has its own, see `truth.PER_RANK`.
+    #: Arguments that may differ between ranks, see `truth.PER_RANK`.
     per_rank: dict[str, list[Any]] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
-    #: Whether the inputs lie in memory transposed.
+    #: Whether the inputs are transposed in memory.
     transposed: bool = False
-    #: Whether the inputs are of few values, so that there are ties and zeros.
+    #: Whether the inputs are rounded to integers, so that there are ties and zeros.
     few: bool = False
 
     @property
@@ -65,8 +65,8 @@ class Case:
 
     @property
     def shared(self) -> tuple[bool, bool]:
-        """Whether the input, and whether the output, is one tensor that all ranks hold."""
-        return self.name in _SHARED_INPUT, self.arguments.get("cotangent") == "replicated"
+        """Whether the input, and whether the output, is replicated."""
+        return self.name in _REPLICATED_INPUT, self.arguments.get("cotangent") == "replicated"
 
     @property
     def linear(self) -> bool:
@@ -91,15 +91,15 @@ class Case:
         return result
 
     def truth(self, xs: list[Any]) -> list[Tensor]:
-        """Return what the call means."""
+        """Return all ranks' results by the collective's definition in `diffcoll.truth`."""
         arguments = {key: value for key, value in self.arguments.items() if key != "async_op"}
         ys: list[Tensor] = getattr(truth, self.name)(xs, **arguments, **self.per_rank)
         return ys
 
-    # ── data: every rank makes its own, and truth makes all of them, from the same seeds ─────────────────
+    # ── data, generated from (seed, rank): on a rank its own, in `in_truth` all ranks' ─────────────────────
 
     def x(self, rank: int, seed: int) -> Any:
-        """Return the input of one rank; None where it passes none."""
+        """Return the input of one rank; None if it passes x=None."""
         shape = self.shapes[rank]
         if shape is None:
             return None
@@ -115,19 +115,19 @@ class Case:
         return _numbers(tuple(y.shape), y.dtype, seed, 0 if self.shared[1] else rank, stream=1)
 
     def v(self, g: Tensor, rank: int, seed: int) -> Tensor:
-        """Return the weights of one rank's function of its gradient."""
+        """Return the weights v_r of h_r, one rank's function of its gradient."""
         return _numbers(tuple(g.shape), g.dtype, seed, 0 if self.shared[0] else rank, stream=2)
 
 
 class _Word(str):
-    """Shown without quotes."""
+    """A string whose repr has no quotes."""
 
     __repr__ = str.__str__
 
 
 @dataclass
 class Measured:
-    """What came out on one rank: output, gradient, gradients of higher order."""
+    """One rank's results: output, gradient, gradients of higher order, tangent."""
 
     output: Tensor
     gradient: Tensor | None = None
@@ -137,16 +137,16 @@ class Measured:
 
 
 def on_rank(case: Case, rank: int, seed: int, call: Callable[[Any], Tensor] | None = None, orders: int = 2) -> Measured:
-    """Run the program on this rank; all ranks run it. `call` replaces the collective by somebody else's."""
+    """Run the program on this rank; all ranks run it. `call` replaces the collective by another implementation."""
     x = case.x(rank, seed)
     if x is None:
         y = case.call(None, rank)
         assert y.grad_fn is not None
-        x = y.grad_fn.next_functions[0][0].variable  # type: ignore[union-attr]  # the leaf that scatter made
+        x = y.grad_fn.next_functions[0][0].variable  # type: ignore[union-attr]  # the empty leaf that scatter created
     else:
         y = (call or (lambda x: case.call(x, rank)))(x.requires_grad_())
     (found,) = _measured(case, [rank], [x], [y], seed, orders)
-    if case.shapes[rank] is None:  # that leaf is nobody's: only that it is empty counts
+    if case.shapes[rank] is None:  # the shape of that leaf is not specified, only that it is empty
         found = Measured(
             found.output, *(g.flatten() for g in (found.gradient, found.second, found.third) if g is not None)
         )
@@ -165,14 +165,15 @@ def in_truth(case: Case, seed: int, orders: int = 2) -> list[Measured]:
 def _measured(
     case: Case, ranks: Sequence[int], xs: list[Tensor], ys: list[Tensor], seed: int, orders: int
 ) -> list[Measured]:
-    """The program, on the ranks that are here."""
-    nothing = torch.stack([0 * _paired(x, x) for x in xs]).sum()
-    losses = [_paired(case.w(y, r, seed), y.sin()) for r, y in zip(ranks, ys, strict=True)]
+    """Run the program on the ranks in this graph."""
+    # The total depends on every x, and so does its gradient: torch.autograd.grad raises for an unused input.
+    zero = torch.stack([0 * _real_inner(x, x) for x in xs]).sum()
+    losses = [_real_inner(case.w(y, r, seed), y.sin()) for r, y in zip(ranks, ys, strict=True)]
     found: list[tuple[Tensor, ...]] = []
     for order in range(orders):
-        total = torch.stack(losses).sum() + nothing
+        total = torch.stack(losses).sum() + zero
         gs = torch.autograd.grad(total, xs, create_graph=order + 1 < orders)
-        losses = [_paired(case.v(g, r, seed + order), g) for r, g in zip(ranks, gs, strict=True)]
+        losses = [_real_inner(case.v(g, r, seed + order), g) for r, g in zip(ranks, gs, strict=True)]
         found.append(gs)
     return [Measured(*(t.detach() for t in (y, *gs))) for y, *gs in zip(ys, *found, strict=True)]
 
@@ -180,17 +181,17 @@ def _measured(
 def together_on_rank(
     table: Sequence[Case], rank: int, seed: int, program: Callable[[list[Tensor]], list[Tensor]]
 ) -> list[Measured]:
-    """Run the first order of the program for all calls in one, made by `program`, with one backward for them all."""
+    """Run the first order of the program for several calls, which `program` makes together, in one backward pass."""
     xs = [case.x(rank, seed).requires_grad_() for case in table]
     ys = program(xs)
     pairs = zip(table, xs, ys, strict=True)
-    losses = [_paired(case.w(y, rank, seed), y.sin()) + 0 * _paired(x, x) for case, x, y in pairs]
+    losses = [_real_inner(case.w(y, rank, seed), y.sin()) + 0 * _real_inner(x, x) for case, x, y in pairs]
     gs = torch.autograd.grad(torch.stack(losses).sum(), xs)
     return [Measured(y.detach(), g) for y, g in zip(ys, gs, strict=True)]
 
 
 def tangent_on_rank(case: Case, rank: int, seed: int, call: Callable[[Any], Tensor] | None = None) -> Measured:
-    """Run the call on this rank in forward mode; x moves in another direction on each rank."""
+    """Run the call on this rank in forward mode; x has a different tangent on each rank."""
     with forward_ad.dual_level():
         x = _dual(case, rank, seed)
         return _unpacked((call or (lambda x: case.call(x, rank)))(x))
@@ -213,18 +214,18 @@ def _unpacked(y: Tensor) -> Measured:
 
 
 def error(got: Tensor, expected: Tensor, scale: Sequence[Tensor]) -> float:
-    """Return max |got − expected| / max |scale|; inf where shape or dtype differ or a number is not one."""
+    """Return max |got − expected| / max |scale|; inf if shape or dtype differ or a value is NaN."""
     if (got.shape, got.dtype) != (expected.shape, expected.dtype):
         return math.inf
     if not got.numel():
         return 0.0
     unit = max((float(t.abs().max()) for t in scale if t.numel()), default=0.0)
-    apart = float((got - expected).abs().max()) / (unit or 1.0)
-    return math.inf if math.isnan(apart) else apart
+    difference = float((got - expected).abs().max()) / (unit or 1.0)
+    return math.inf if math.isnan(difference) else difference
 
 
 def errors(got: Measured, expected: Sequence[Measured], rank: int) -> dict[str, float]:
-    """Return one rank's error of output, gradient and second-order gradient, relative to the largest of all ranks."""
+    """Return one rank's error of each measured field, relative to the largest value on any rank."""
 
     def one(name: str) -> float:
         of_all = [getattr(m, name) for m in expected]
@@ -233,7 +234,7 @@ def errors(got: Measured, expected: Sequence[Measured], rank: int) -> dict[str, 
     return {f.name: one(f.name) for f in fields(Measured) if getattr(got, f.name) is not None}
 
 
-def _paired(a: Tensor, b: Tensor) -> Tensor:
+def _real_inner(a: Tensor, b: Tensor) -> Tensor:
     """⟨a, b⟩, a real number."""
     total = (a.conj() * b).sum()
     return total.real if total.is_complex() else total
@@ -248,12 +249,12 @@ def _numbers(shape: Shape, dtype: torch.dtype, seed: int, rank: int, stream: int
 
 
 def median(s: Tensor) -> Tensor:
-    """Return the median over ranks, of each position by itself."""
+    """Return the elementwise median over ranks."""
     return s.median(0).values
 
 
 def largest_whole(s: Tensor) -> Tensor:
-    """Reduce in a way that looks at whole tensors: the one of the largest norm, and a little of their mean."""
+    """Return a reduction that is not elementwise: the tensor of largest 1-norm, plus the squared mean."""
     largest = s.detach().abs().reshape(len(s), -1).sum(1).argmax()
     return s.index_select(0, largest.view(1))[0] + s.mean(0).square()
 
@@ -268,7 +269,7 @@ def table(n: int) -> list[Case]:
     last = n - 1
     uneven = [(2 * r + 2) % 5 for r in range(n)]  # 2, 4, 1, 3, 0, …
     some = [0, *uneven[1:]]  # an empty block first
-    matrix = [[(3 * r + 2 * s + 1) % 4 for s in range(n)] for r in range(n)]  # block r → s in all_to_all
+    matrix = [[(3 * r + 2 * s + 1) % 4 for s in range(n)] for r in range(n)]  # size of block r → s in all_to_all
 
     def same(shape: Shape) -> tuple[Shape, ...]:
         return (shape,) * n
@@ -286,7 +287,7 @@ def table(n: int) -> list[Case]:
         return Case("all_to_all", shapes, {}, per_rank)
 
     def moved() -> Case:
-        """Cut along dim 1 into uneven blocks, join along dim 0 what differs there."""
+        """Split along dim 1 into uneven blocks, concatenate uneven sizes along dim 0."""
         shapes = tuple((size, sum(uneven)) for size in some)
         per_rank = {"split_sizes": [uneven] * n, "concat_sizes": [some] * n}
         return Case("all_to_all", shapes, {"split_dim": 1}, per_rank)

@@ -1,4 +1,4 @@
-"""N ranks of unchanged user code in one process."""
+"""Runs N ranks of unchanged user code in one process."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ __all__ = ["simulate"]
 
 
 def simulate(fn: Callable[..., Any], *per_rank: Sequence[Any], rules: bool = False, seed: int = 0) -> list[Any]:
-    """Run fn on N simulated ranks; called like `map`, returns the list of all ranks' results.
+    """Tests without processes: run fn on N simulated ranks, like `map`; returns the list of all ranks' results.
 
-    The ranks are threads that run one at a time and hand over at collectives, so a run is deterministic.
+    The ranks are threads; one runs at a time, and the next one runs when it reaches a collective. A run is
+    deterministic. Use the default to get reference gradients, `rules=True` to run training code that calls backward.
 
-    By default all ranks share ONE autograd graph in which collectives are `diffcoll.truth`, so what PyTorch
-    derives from it is the ground truth. Call backward on the results, after simulate has returned:
+    By default all ranks share one autograd graph in which each collective is its definition in `diffcoll.truth`, so
+    PyTorch itself derives the gradients. Call backward on the results, after simulate has returned:
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -35,33 +36,33 @@ def simulate(fn: Callable[..., Any], *per_rank: Sequence[Any], rules: bool = Fal
     >>> [x.grad for x in xs]
     [tensor(11.), tensor(11.)]
 
-    With `rules=True` the library's own rules run instead, as on real processes, backward included; it belongs
-    inside fn then, for all ranks take part in it.
+    With `rules=True` the library's own collectives and backward rules run, as on real processes. Call backward inside
+    fn, since all ranks take part in it.
 
     Args:
-        fn: called as fn(a_r, b_r, …) on rank r, with `diffcoll` collectives inside. Tensors that it shares
-            with other ranks through its closure are one tensor, as they are not on real processes.
+        fn: called as fn(a_r, b_r, …) on rank r, with `diffcoll` collectives inside. A tensor in its closure is shared
+            by all ranks, unlike on real processes.
         per_rank: one or more sequences of equal length N, one element for each rank.
         rules: run the library's rules instead of the ground truth.
-        seed: rank r starts its own streams of random numbers (torch, random, numpy) from (seed, r), the same
-            as under `spawn`; the caller's are left as they were.
+        seed: rank r seeds its random number generators (torch, random, numpy) with (seed, r), as under `spawn`; the
+            caller's generators are not changed.
 
     The ranks run in the modes of the caller: grad mode, autocast, `with torch.device(…)`, hooks for saved tensors, and
-    whatever else PyTorch keeps for each thread.
+    PyTorch's other thread-local state.
 
     Returns:
         The ranks' results, in order.
 
     Raises:
-        TypeError, ValueError: per_rank are no sequences of one length.
-        CollectiveMismatchError: ranks are in different collectives, or wait for one that has ended; says which
-            rank waits in what, at which line.
+        TypeError, ValueError: per_rank are not sequences of equal length.
+        CollectiveMismatchError: ranks call different collectives, or wait for a rank that has finished; lists the
+            collective and line at which each rank waits.
         RuntimeError: called within a transform of torch.func, `joint_backward`, or a mode that traces or fakes tensors,
-            which all belong to one thread; call it outside, or enter them in fn.
-        RuntimeError: under the joint graph, backward ran through a collective inside fn; or the backward of a world
-            itself calls a collective (a checkpoint recomputes one, the backward of an `autograd.Function` or a hook
-            contains one) and its ranks cannot meet: only with `rules=True` and backward inside fn they can.
-        Exception: whatever fn raised first, on whichever rank.
+            which belong to the calling thread; call simulate outside of them, or enter them in fn.
+        RuntimeError: without `rules`, backward ran inside fn through a collective; or the backward pass calls a
+            collective (a recomputing checkpoint, an `autograd.Function` or a hook), which needs `rules=True` and
+            backward inside fn.
+        Exception: the first exception that fn raised on any rank.
     """
     arguments = per_rank_arguments("simulate", per_rank)
     world = World(len(arguments), seed=seed, truth=None)
@@ -73,10 +74,10 @@ def simulate(fn: Callable[..., Any], *per_rank: Sequence[Any], rules: bool = Fal
 def _truth(
     world: World, name: str, xs: list[Any], arguments: list[dict[str, Any]], facts: list[tuple[object, object]]
 ) -> list[Any]:
-    """Combine the ranks' calls of one collective by its ground truth."""
+    """Return the results of all ranks' calls of one collective by its definition in `diffcoll.truth`."""
     if any(isinstance(x, Tensor) and is_transformed(x) for x in xs):
         raise CollectiveMismatchError(
-            f"{name}: torch.func transforms inside a joint graph would see one rank's part of it only; "
+            f"{name}: a torch.func transform in one rank cannot differentiate through the graph of all ranks; "
             "use simulate(rules=True)"
         )
     common = dict(arguments[0])
@@ -85,9 +86,9 @@ def _truth(
             common[key] = [a[key] for a in arguments]
     (meaning, kind), *_ = facts
     for r, other in enumerate(arguments):
-        differing = other if facts[r][0] != meaning else {}  # not where it is only written in another way
+        differing = other if facts[r][0] != meaning else {}  # equal meanings may be spelled differently
         for key, value in differing.items():
-            same = callable(value) and callable(common[key])  # each rank may have made the function anew
+            same = callable(value) and callable(common[key])  # each rank may have defined the function itself
             if key not in truth.PER_RANK and not same and value != common[key]:
                 raise CollectiveMismatchError(f"{name}: {key}={common[key]!r} on rank 0, {value!r} on rank {r}")
         if facts[r][1] != kind:
@@ -107,13 +108,14 @@ def _refuse_backward(world: World, name: str, gradient: Tensor) -> None:
     backward_starts(world)
     if world.running:
         raise RuntimeError(
-            f"backward ran through {name} inside simulate(): there it would see one rank's loss only. Call it on the "
-            "results, after simulate has returned, as torch.autograd.backward(losses); or use simulate(rules=True)"
+            f"backward ran through {name} inside simulate(), where it would differentiate one rank's loss only; call "
+            "it on the results, after simulate has returned, as torch.autograd.backward(losses), or use "
+            "simulate(rules=True)"
         )
 
 
 def new_group(ranks: Sequence[int]) -> Any:
-    """Make a group of some ranks, under `simulate` and on real processes alike; all ranks call it.
+    """Tests with subgroups: make a group of some ranks, under `simulate` or on real processes; all ranks call it.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import new_group, simulate
@@ -124,14 +126,14 @@ def new_group(ranks: Sequence[int]) -> Any:
     [tensor(4.), tensor(2.), tensor(4.)]
 
     Args:
-        ranks: ranks within the default group, each at most once. Rank i of the new group is ranks[i], also where they
-            are not ascending. With torch.distributed all processes of the job call it.
+        ranks: ranks within the default group, each at most once, in any order. Rank i of the new group is ranks[i].
+            With torch.distributed all processes of the job must call new_group.
 
     Returns:
-        What `group=` takes: a `ProcessGroup`, an `MPI.Comm`, or, under `simulate`, a handle.
+        A value for `group=`: a `ProcessGroup`, an `MPI.Comm`, or, under `simulate`, a handle.
 
     Raises:
-        TypeError, ValueError: ranks is no list of ranks of the default group, or is empty, or has one twice.
+        TypeError, ValueError: ranks is not a list of ranks of the default group, is empty, or has duplicates.
     """
     engine = resolve(None, "new_group")
     expected = f"a list of ranks of the default group, from 0 to {engine.size - 1}, each at most once"

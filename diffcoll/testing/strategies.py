@@ -1,4 +1,4 @@
-"""Hypothesis strategies for worlds and calls: uneven and empty blocks, any dimension, 0-d, complex, transposed.
+"""Hypothesis strategies for calls of collectives: uneven and empty blocks, any dimension, 0-d, complex, transposed.
 
 >>> from hypothesis import given
 >>> from diffcoll.testing import strategies
@@ -36,7 +36,7 @@ def worlds(most: int = 6) -> st.SearchStrategy[int]:
 
 
 def sizes(n: int, most: int = 3) -> st.SearchStrategy[list[int]]:
-    """One size per rank, zeros among them."""
+    """One size per rank, zero included."""
     return st.lists(st.integers(0, most), min_size=n, max_size=n)
 
 
@@ -50,7 +50,7 @@ def pairs(draw: Draw, n: int) -> list[tuple[int, int]]:
 
 @st.composite
 def cases(draw: Draw, name: str, most: int = 6, size: int | None = None) -> Case:
-    """Calls of the collective `name` in worlds of up to `most` ranks, or of exactly `size`."""
+    """Calls of the collective `name` on up to `most` ranks, or on exactly `size`."""
     n = draw(worlds(most)) if size is None else size
     shapes, arguments, per_rank = _CALLS[name](draw, n)
     if name in _ASYNC and draw(st.booleans()):
@@ -77,7 +77,7 @@ def _shape(draw: Draw, least: int = 0) -> Shape:
 
 
 def _dim(draw: Draw, shape: Shape) -> int:
-    """A dimension of the shape, from the front or from the back."""
+    """A dimension of the shape, negative ones included."""
     return int(draw(st.integers(-len(shape), len(shape) - 1)))
 
 
@@ -91,19 +91,19 @@ def _some(draw: Draw, **arguments: list[Any]) -> dict[str, Any]:
     return {key: draw(st.sampled_from(values)) for key, values in arguments.items()}
 
 
-_WORLDS = ["partial", "replicated"]
+_COTANGENTS = ["partial", "replicated"]
 _ASYNC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _TIES = ["even", "first"]
-_ORDERED = ["max", "min", median, median_in_parts]
+_ORDERED = ["max", "min", median, median_in_parts]  # not defined for complex numbers
 _OPS = ["sum", "mean", "product", "logsumexp", largest_whole, *_ORDERED]
 
 
 def _all_reduce(draw: Draw, n: int) -> _Call:
-    return [_shape(draw)] * n, _some(draw, op=_OPS, cotangent=_WORLDS, ties=_TIES), {}
+    return [_shape(draw)] * n, _some(draw, op=_OPS, cotangent=_COTANGENTS, ties=_TIES), {}
 
 
 def _gathered(draw: Draw, n: int) -> _Call:
-    """What each rank brings along a dimension."""
+    """The blocks that the ranks concatenate along a dimension."""
     shape = _shape(draw)
     if not shape:
         return [shape] * n, {}, {}
@@ -120,11 +120,11 @@ def _all_gather(draw: Draw, n: int) -> _Call:
     else:
         shape = _shape(draw)
         shapes, arguments = [shape] * n, {"stack": True, "dim": _dim(draw, (*shape, 1))}
-    return shapes, {**arguments, **_some(draw, cotangent=_WORLDS)}, {}
+    return shapes, {**arguments, **_some(draw, cotangent=_COTANGENTS)}, {}
 
 
 def _cut(draw: Draw, n: int) -> _Call:
-    """What is cut into N blocks along a dimension."""
+    """An input that is split into N blocks along a dimension."""
     shape = _shape(draw, least=1)
     dim = _dim(draw, shape)
     if draw(st.booleans()):
@@ -150,13 +150,13 @@ def _all_to_all(draw: Draw, n: int) -> _Call:
         received: list[Any] = ["auto"] * n if auto else [[row[r] for row in matrix] for r in range(n)]
         shapes = [_with(shape, d, sum(row)) for row in matrix]
         return shapes, dims, {"split_sizes": matrix, "concat_sizes": received}
-    to, brought = draw(sizes(n)), draw(sizes(n))
-    shapes = [_with(_with(shape, d, sum(to)), c, size) for size in brought]
-    return shapes, dims, {"split_sizes": [to] * n, "concat_sizes": ["auto" if auto else brought] * n}
+    to, offered = draw(sizes(n)), draw(sizes(n))
+    shapes = [_with(_with(shape, d, sum(to)), c, size) for size in offered]
+    return shapes, dims, {"split_sizes": [to] * n, "concat_sizes": ["auto" if auto else offered] * n}
 
 
 def _broadcast(draw: Draw, n: int) -> _Call:
-    return [_shape(draw)] * n, _some(draw, src=list(range(n)), cotangent=_WORLDS), {}
+    return [_shape(draw)] * n, _some(draw, src=list(range(n)), cotangent=_COTANGENTS), {}
 
 
 def _reduce(draw: Draw, n: int) -> _Call:

@@ -1,4 +1,4 @@
-"""GradientAverager in careless hands: gradients that are kept, averagers made twice, parameters that change."""
+"""GradientAverager misused: gradients kept, averagers constructed twice, parameters replaced."""
 
 import copy
 import io
@@ -34,12 +34,12 @@ def mlp():
 
 
 def batch(r, k=0):
-    """Of another value on every rank and in every step."""
+    """Different values on every rank and in every step."""
     return torch.linspace(-1, 1 + r + k, 6, dtype=torch.double).view(2, 3)
 
 
 def averaged(n, k=0, model=None):
-    """The mean of the ranks' gradients, in one process."""
+    """Return the mean of the ranks' gradients, computed in one process."""
     model = model or mlp()
     model.zero_grad()
     for r in range(n):
@@ -53,7 +53,7 @@ def same(found, expected, tolerance=1e-12):
         assert a is None or (a - b).abs().max() <= tolerance, (a, b)
 
 
-# ── gradients that somebody keeps ────────────────────────────────────────────────────────────────────────
+# ── gradients that the user holds ────────────────────────────────────────────────────────────────────────
 
 KEPT = {
     "the gradient": lambda p: p.grad,
@@ -80,7 +80,7 @@ def numbers(kept):
 
 @pytest.mark.parametrize("where", ["rules", "gloo"])
 def test_a_gradient_that_is_kept_is_never_written_again(where):
-    """Whoever holds it and in whatever way, on one rank only too; nobody else's gradient is wrong for it."""
+    """By whatever reference, on one rank only too; gradients of all ranks stay right."""
 
     def body(r):
         ways = (("mean", None), ("sum", None), ("mean", torch.float32))
@@ -112,7 +112,7 @@ def test_a_gradient_that_is_kept_is_never_written_again(where):
 
 
 def test_memory_is_taken_only_where_a_gradient_is_kept():
-    """Else every step uses the same, whether gradients are set to None, zeroed or added to."""
+    """Otherwise every step uses the same memory, whether gradients are set to None, zeroed or accumulated."""
     model = mlp()
     averager = dc.GradientAverager(model, bucket_mb=1e-4)
 
@@ -133,7 +133,7 @@ def test_memory_is_taken_only_where_a_gradient_is_kept():
         step()
     model(batch(0)).square().sum().backward()
     assert memory() == before
-    g = model[2].bias.grad  # and is still the gradient: added to in place, as without an averager
+    g = model[2].bias.grad  # accumulated in place, as without an averager
     model(batch(0)).square().sum().backward()
     assert g is model[2].bias.grad
     assert memory() == before
@@ -161,7 +161,7 @@ def test_memory_that_other_processes_share_is_given_up():
 
 
 def test_the_cotangent_that_autograd_makes_the_gradient_is_not_written():
-    """Autograd makes views of the user's cotangent the gradient of a parameter; of two of them, even."""
+    """Autograd may make views of the user's cotangent the gradient, even of two parameters."""
 
     def body(r):
         a, b = (nn.Parameter(torch.zeros(4, dtype=torch.double)) for _ in range(2))
@@ -177,7 +177,7 @@ def test_the_cotangent_that_autograd_makes_the_gradient_is_not_written():
 
 
 def test_uses_of_memory_are_counted():
-    """What the library asks PyTorch in private: every tensor on a storage counts, and nothing else."""
+    """The private count includes every tensor on a storage, and nothing else."""
     x = torch.zeros(4)
     alone = storage_uses(x)
     assert alone == storage_uses(torch.empty(1))
@@ -205,7 +205,7 @@ def refused(call, error=RuntimeError):
 
 @pytest.mark.parametrize("where", RUNS)
 def test_a_new_averager_takes_over(where):
-    """On the same module or the same parameters, whether anyone has kept the old one or not."""
+    """On the same module or the same parameters, whether the user holds the old averager or not."""
 
     def body(r):
         model = mlp()
@@ -222,7 +222,7 @@ def test_a_new_averager_takes_over(where):
                 model.zero_grad()
                 backward(model, r, k)
                 same([p.grad for p in model.parameters()], averaged(2, k))
-        model.append(nn.Linear(2, 1).double())  # also if the module has changed
+        model.append(nn.Linear(2, 1).double())  # the module has changed too
         last = dc.GradientAverager(model)
         model.zero_grad()
         backward(model, r)
@@ -230,7 +230,7 @@ def test_a_new_averager_takes_over(where):
         for call in (first.synchronize, lambda: first.join([1]).__next__(), first.no_sync().__enter__):
             assert "this averager was detached, or a newer one has taken over" in refused(call)
         last.detach()
-        last.detach()  # once more changes nothing
+        last.detach()  # a second time, without effect
         found = [p.grad.clone() for p in model.parameters()]
         model.zero_grad()
         backward(model, r, k=r)
@@ -242,7 +242,7 @@ def test_a_new_averager_takes_over(where):
 
 @pytest.mark.parametrize("where", ["rules", "gloo"])
 def test_averagers_that_share_some_parameters(where):
-    """An error on every rank, also where only one rank has such a one; the first goes on."""
+    """An error on every rank, even if only one rank has such an averager; the first one still works."""
 
     def body(r):
         model = mlp()
@@ -295,7 +295,7 @@ DDP = nn.parallel.DistributedDataParallel
 
 
 def test_with_distributed_data_parallel():
-    """In whatever order the two are made, on all parameters or some: an error in the first backward at the latest."""
+    """In any order of construction, on all parameters or some: an error in the first backward at the latest."""
 
     def body(r):
         texts = []
@@ -311,7 +311,7 @@ def test_with_distributed_data_parallel():
                     texts.append(refused(lambda ddp=ddp: backward(ddp, r)))
                     averager.detach()
         model, other = mlp(), mlp()
-        dc.GradientAverager(model)  # beside DDP is no harm
+        dc.GradientAverager(model)  # DDP on another module is no conflict
         backward(DDP(other), r)
         backward(model, r)
         same([p.grad for p in model.parameters()], [p.grad for p in other.parameters()])
@@ -325,7 +325,7 @@ def test_with_distributed_data_parallel():
         for text in texts:
             assert text.startswith("GradientAverager: ")
             assert re.search(
-                "DistributedDataParallel.*, (too|which averages its gradients); take one of the two away", text
+                "DistributedDataParallel.*, (too|which averages its gradients); remove one of the two", text
             )
 
 
@@ -362,7 +362,7 @@ def test_with_fsdp():
 
 @pytest.mark.parametrize("where", RUNS)
 def test_parameters_unfrozen_after_the_start(where):
-    """Averaged from the first backward after the switch, whatever was frozen before, with weights too."""
+    """Averaged from the first backward after the change, whatever was frozen before, also with weights."""
 
     def body(r):
         for reduction in ("mean", "weighted"):
@@ -417,7 +417,7 @@ REPLACED = {
 
 
 def test_parameters_that_are_replaced():
-    """An error in the next backward that names the first; a new averager takes over then."""
+    """The next backward raises and names the first one; a new averager replaces the old one."""
 
     def body(r):
         for how, (replace, name) in REPLACED.items():
@@ -433,7 +433,7 @@ def test_parameters_that_are_replaced():
             for _ in range(2):
                 text = refused(partial(loss.backward, retain_graph=True))
                 assert text.startswith(f"GradientAverager: {name}"), (how, text)
-                assert "make the GradientAverager anew, which takes over" in text
+                assert "make a new GradientAverager, which replaces this one" in text
             dc.GradientAverager(model)
             model.zero_grad()
             plain = copy.deepcopy(model)
@@ -447,7 +447,7 @@ def test_parameters_that_are_replaced():
 
 
 def test_what_is_no_replaced_parameter():
-    """Pruning gives them other names, functional_call replaces them for a while, copies have no averager."""
+    """Pruning renames parameters, functional_call replaces them temporarily, copies have no averager."""
 
     def body(r):
         model = mlp()
@@ -491,7 +491,7 @@ def stepping(p, zero):
 
 @pytest.mark.parametrize(("where", "before"), [("rules", True), ("rules", False), ("gloo", True)])
 def test_an_optimizer_that_steps_within_backward(where, before):
-    """Named on the rank that has it, an error on all, and the next step without it is right."""
+    """The rank that has it names the parameter, all ranks raise, and the next step without it is right."""
 
     def body(r):
         texts = []
@@ -505,7 +505,7 @@ def test_an_optimizer_that_steps_within_backward(where, before):
             handles = handles or [stepping(p, zero) for p in stepped]
             text = refused(partial(backward, model, r))
             if r in ranks:
-                assert "as an optimizer that steps within backward does" in text, (text, zero, which)
+                assert "as by an optimizer that steps within backward" in text, (text, zero, which)
                 assert which != [1] or text.startswith("GradientAverager: 0.bias: its ")
             else:
                 assert "a rank has left this backward by an error" in text
@@ -536,12 +536,12 @@ def test_frozen_integers_are_sent_once():
     assert spawn(body, range(2)) == [([1, -3], [True])] * 2
 
 
-# ── a backward that fails ────────────────────────────────────────────────────────────────────────────────
+# ── a backward that raises ───────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("check", [False, True])
 def test_detach_after_a_backward_that_failed(check):
-    """The other ranks get an error at once, wherever in backward it failed; a new averager works."""
+    """The other ranks raise at once, wherever in backward the exception was; a new averager works."""
 
     def body(r):
         for where in range(4):
@@ -577,7 +577,7 @@ def test_detach_after_a_backward_that_failed(check):
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_step_with_backward_in_it(backend):
-    """Nothing of the averager is traced: one graph of the forward, however many steps, and no warning."""
+    """Hooks are not traced: the number of graphs does not grow with the steps, and there is no warning."""
 
     def body(r):
         records = []
@@ -627,7 +627,7 @@ def test_a_compiled_step_with_backward_in_it(backend):
 
 
 def test_a_hook_is_not_traced():
-    """The mark by which Dynamo leaves the hooks alone; it is set without importing Dynamo."""
+    """Dynamo does not trace a marked hook or its callees; the mark is set without importing Dynamo."""
     from diffcoll.core._torch import untraced
 
     calls = []

@@ -1,4 +1,4 @@
-"""average_gradients and global_mean: averages that are functions, differentiable to any order."""
+"""average_gradients and global_mean: differentiable averages of any order, and averages for logging."""
 
 import math
 from functools import partial
@@ -45,14 +45,14 @@ def adapted(parameters, gradients, lr=0.3):
 
 @pytest.mark.parametrize("where", RUNS)
 def test_maml(where):
-    """An inner step with averaged gradients, an outer loss after it: second-order gradients are one process's."""
+    """An inner step with averaged gradients, then an outer loss: second-order gradients equal those of one process."""
 
     def body(r, op):
         parameters = start()
         x, t = task(r)
         inner = sum_of_squares(parameters, x, t)
         if op == "weighted":
-            inner = inner / len(x)  # NaN where there is nothing
+            inner = inner / len(x)  # NaN for an empty batch
         gs = torch.autograd.grad(inner, parameters, create_graph=True)
         if op == "weighted":
             averaged = dc.average_gradients(dict(enumerate(gs)), weight=len(x))
@@ -81,7 +81,7 @@ def test_maml(where):
 
 @pytest.mark.parametrize("where", ["rules", "gloo"])
 def test_gradient_penalty(where):
-    """The square of the norm of the averaged gradient, as a part of every rank's loss."""
+    """The squared norm of the averaged gradient is part of every rank's loss."""
 
     def body(r):
         parameters = start()
@@ -89,7 +89,7 @@ def test_gradient_penalty(where):
         loss = sum_of_squares(parameters, x, t)
         gs = dc.average_gradients(torch.autograd.grad(loss, parameters, create_graph=True), "sum")
         penalty = sum(g.pow(2).sum() for g in gs)
-        (loss + penalty / 3).backward()  # every rank has it, so each takes its share
+        (loss + penalty / 3).backward()  # every rank adds it, so each takes a third
         return dc.average_gradients([p.grad for p in parameters], "sum")
 
     parameters = start()
@@ -184,7 +184,11 @@ WRONG = [
         ValueError,
         "global_mean: weight: got a tensor of (2,), expected a nu",
     ),
-    (lambda: dc.global_mean(1.0, math.inf), ValueError, "global_mean: weight: got inf, expected a finite number from"),
+    (
+        lambda: dc.global_mean(1.0, math.inf),
+        ValueError,
+        "global_mean: weight: got inf, expected a finite non-negative number",
+    ),
     (lambda: dc.global_mean("x"), TypeError, "global_mean: value: got str, expected a number or a tensor"),
 ]
 

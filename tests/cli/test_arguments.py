@@ -1,4 +1,4 @@
-"""The command line without what only its commands need."""
+"""The command line without the extras that only its commands need."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def test_help_needs_torch_alone():
     assert done.stderr == (
         "diffcoll verify: error: the module rich is missing; from a checkout of diffcoll: pip install '.[test]'\n"
     )
-    # No command is imported before its arguments are known to be right: that takes as long as torch does.
+    # Arguments are checked before a command is imported.
     imported = eval(done.stdout.splitlines()[-1].partition(" ")[2])
     ours = [name for name in imported if name.startswith("diffcoll")]
     assert ours == ["diffcoll.cli", "diffcoll.cli.arguments", "diffcoll.cli.launch"]

@@ -1,7 +1,7 @@
-"""Two hosts, as far as one machine has them: two network namespaces, joined by a slow line and nothing else.
+"""Two hosts simulated on one machine: two network namespaces, connected by a slow link only.
 
-Within namespaces of its own, for users, mounts and processes too, no rights are needed that a kernel does not
-commonly give; where it does not, the test is skipped. All of it is gone when the process is.
+Namespaces for users, mounts and processes need no privileges on most kernels; where they do, the test is skipped. The
+namespaces end with the process.
 """
 
 import json
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 ALONE = ["unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child"]
 
-# Packets are late by 5 ms where the kernel offers that, else the line is narrow.
+# The link has a delay of 5 ms if the kernel supports it, else a low bandwidth.
 HOSTS = """
 set -e
 mount -t tmpfs none /run
@@ -82,4 +82,4 @@ def test_torchrun_on_two_hosts(tmp_path):
     assert not (tmp_path / "1.json").exists()  # rank 0 reports
     for h in (0, 1):
         (end,) = json.loads((tmp_path / f"line{h}.json").read_text())
-        assert end["stats64"]["rx"]["bytes"] > 100_000  # what the ranks told each other went this way
+        assert end["stats64"]["rx"]["bytes"] > 100_000  # results were exchanged over this link

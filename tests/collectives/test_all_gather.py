@@ -40,13 +40,13 @@ def test_replicated_takes_the_slice(gradients):
 
 
 def test_gradients_that_are_views(gradients):
-    """pytorch#120386: cotangents that are transposed, expanded or sliced."""
+    """pytorch#120386: transposed, expanded or sliced cotangents."""
 
     def loss(x, w):
         y = dc.all_gather(x, dim=1)
         return w * (y.t()[1:].sum() + y.sum().expand(2, 2).sum())
 
-    # y has 3 columns; the first counts 4, the others 5
+    # y has 3 columns: weight 4 for the first, 5 for the others
     assert gradients(loss, [[[1.0], [2.0]], [[3.0], [4.0]], [[5.0], [6.0]]], [1.0, 10.0, 100.0]) == [
         [[444], [444]],
         [[555], [555]],

@@ -8,7 +8,7 @@ XS = [[1.0, 2.0], [30.0, 40.0], [500.0, 600.0]]
 def test_the_sum_is_on_dst_and_zeros_elsewhere(run, gradients):
     got = [y.tolist() for y in run(lambda x: dc.reduce(torch.tensor(x), dst=1), XS)]
     assert got == [[0, 0], [531, 642], [0, 0]]
-    # the other ranks' y is a constant zero: their weights do not count
+    # the other ranks' y is a constant zero, so their weights have no effect
     assert gradients(lambda x, w: w * dc.reduce(x, dst=1).sum(), XS, [2.0, 3.0, 5.0]) == [[3, 3]] * 3
 
 

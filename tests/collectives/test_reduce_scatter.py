@@ -8,7 +8,7 @@ XS = [[1.0, 2.0, 3.0], [10.0, 20.0, 30.0], [100.0, 200.0, 300.0]]
 
 def test_blocks_and_their_gradients(run, gradients):
     assert [y.tolist() for y in run(lambda x: dc.reduce_scatter(torch.tensor(x)), XS)] == [[111], [222], [333]]
-    # block r counts in ℓ_r alone, with w_r
+    # block r is in ℓ_r only, with weight w_r
     assert gradients(lambda x, w: w * dc.reduce_scatter(x).sum(), XS, [5.0, 7.0, 11.0]) == [[5, 7, 11]] * 3
 
 
@@ -30,7 +30,7 @@ def test_last_dim_of_a_transposed_tensor(run):
 
 
 def test_half_precision_is_added_up_in_single():
-    """60000 + 60000 overflows on the way, the sum does not."""
+    """60000 + 60000 overflows in float16; the sum of all does not."""
     xs = [torch.full((3,), v, dtype=torch.float16) for v in (60000.0, 60000.0, -60000.0)]
     for rules in (False, True):
         ys = simulate(dc.reduce_scatter, xs, rules=rules)

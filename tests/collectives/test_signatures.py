@@ -8,7 +8,7 @@ from diffcoll.testing import RanksFailedError, simulate, spawn
 
 X, INTEGER = torch.ones(2), torch.tensor([0])
 
-# (how torch.distributed is called, argument in which its tensors arrive, what to write)
+# (call in the order of torch.distributed, argument that receives a tensor, correct call)
 CALLS = [
     (lambda: dc.all_gather([torch.zeros(2)], X), "dim", "dc.all_gather(x)"),
     (lambda: dc.all_gather((), X), "dim", "dc.all_gather(x)"),
@@ -46,7 +46,7 @@ def test_outputs_are_refused_on_every_rank_of_gloo():
             with pytest.raises(TypeError) as caught:
                 call()
             said.append("takes no output list" in str(caught.value))
-        return said, dc.all_reduce(torch.tensor(r))  # nothing is left over that this would meet
+        return said, dc.all_reduce(torch.tensor(r))  # no message is left that this call could receive
 
     assert spawn(body, range(3)) == [([True] * len(CALLS), torch.tensor(3))] * 3
 

@@ -10,12 +10,12 @@ def test_slices_and_gathered_gradients(run, gradients):
         return dc.split(x, sizes=[1, 0, 2])
 
     assert [y.tolist() for y in run(lambda x: call(torch.tensor(x)), X)] == [[1], [], [2, 3]]
-    # every copy of x gets the whole gradient
+    # every copy of x receives the whole gradient
     assert gradients(lambda x, w: w * call(x).sum(), X, [5.0, 7.0, 11.0]) == [[5, 11, 11]] * 3
 
 
 def test_there_and_back(gradients):
-    """Split, work on the block, gather again: the loss is one number and counts once."""
+    """Split, compute on the block, gather: the loss is one number and counts once."""
 
     def loss(x):
         return dc.all_gather(dc.split(x).square(), cotangent="replicated").sum()

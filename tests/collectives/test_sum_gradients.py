@@ -6,7 +6,7 @@ from diffcoll.testing import simulate
 
 
 def test_one_weight_used_by_all(run, gradients):
-    # ℓ_r = w² c_r: the one weight's gradient is 2w Σ c = 4 · 111
+    # ℓ_r = w² c_r; the gradient of the shared weight is 2w Σ c = 4 · 111
     found = gradients(lambda w, c: c * dc.sum_gradients(w).square().sum(), [[2.0]] * 3, [1.0, 10.0, 100.0])
     assert found == [[444]] * 3
     assert [y.item() for y in run(lambda r: dc.sum_gradients(torch.tensor(5)), range(3))] == [5] * 3

@@ -1,4 +1,4 @@
-"""What notes/migrating.md says of others: their gradients by release, and the calls that do the same."""
+"""Claims of notes/migrating.md about other libraries: their gradients by release, and equivalent calls."""
 
 import re
 import warnings
@@ -18,7 +18,7 @@ RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def table(heading):
-    """The rows of the first table under a heading: cells by the column's head, code marks removed."""
+    """Return the rows of the first table under a heading: cells by column title, without code marks."""
     lines = NOTE.partition(f"\n## {heading}\n")[2].splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("|"))
     rows = []
@@ -30,7 +30,7 @@ def table(heading):
 
 
 def releases(head):
-    """(2, 11), (2, 13) of a column's head that ends in "2.11 – 2.13"; a single release is both."""
+    """Return (2, 11), (2, 13) for a column title that ends in "2.11 – 2.13"; of a single release, twice the same."""
     found = [tuple(map(int, number.split("."))) for number in re.findall(r"2\.\d+", head)]
     return (found[0], found[-1]) if found else None
 
@@ -42,8 +42,8 @@ RAISES = "raises"
 
 
 def measured(r):
-    """By system and row of the table, what x = 3, 5 and weights 1, 10 give on this rank."""
-    warnings.simplefilter("ignore")  # that they are deprecated
+    """Return results of x = 3, 5 and weights 1, 10 on this rank, by system and row of the table."""
+    warnings.simplefilter("ignore")  # deprecation warnings
     nn = import_module("torch.distributed.nn.functional")
     functional = import_module("torch.distributed._functional_collectives")
     start, weight = (3.0, 5.0)[r], (1.0, 10.0)[r]
@@ -84,7 +84,7 @@ def measured(r):
     names = [*OPS, "broadcast from rank 0", "torch.func.grad of the sum", "torch.func.jvp of the sum"]
     names += ["forward_ad of the sum", "second order of the sum"]
     for name in names:
-        group = dist.new_group()  # what raises leaves the others' messages in its group
+        group = dist.new_group()  # a call that raises leaves messages of other ranks in its group
         for system, reduce, broadcast in systems(group):
             f = reduce(name if name in OPS else "sum")
             if name in OPS:
@@ -112,7 +112,7 @@ def measured(r):
 
 
 def test_gradients_by_release():
-    """The table of the note, its column for this release; and ours are right."""
+    """The note's table, its column for this release; diffcoll's are right."""
     zero, one = spawn(measured, range(2))
     rows = table("Which numbers change?")
     assert {name for _, name in zero} == {row["x = (3, 5), weights (1, 10)"].replace("`", "") for row in rows}
@@ -129,7 +129,7 @@ def test_gradients_by_release():
             system = head.split()[0].strip("`,")
             first, last = releases(head)
             if first <= RELEASE <= last:
-                # gloo has a mean since 2.8
+                # gloo supports mean since 2.8
                 expected = RAISES if name == "mean" and RELEASE < (2, 8) else cell.strip("*")
                 assert said(system) == expected, (name, head)
                 compared += 1
@@ -149,7 +149,7 @@ def test_the_advice_on_broadcast():
 
 
 def test_vmap_of_functional_collectives():
-    """It returns a tensor for which nothing waits, no error: each position is reduced or not, by chance."""
+    """vmap returns a tensor without an error and does not wait for it: each position may or may not be reduced."""
 
     def body(r):
         warnings.simplefilter("ignore")
@@ -171,7 +171,7 @@ def test_vmap_of_functional_collectives():
 
 
 def test_coalesced():
-    """The gradient of its reduce_scatter: every block since 2.11, only this rank's own before."""
+    """The gradient of its reduce_scatter: of every block since 2.11, only of this rank's own before."""
 
     def body(r):
         warnings.simplefilter("ignore")
@@ -179,7 +179,7 @@ def test_coalesced():
         theirs = getattr(functional, "reduce_scatter_single_coalesced", functional.reduce_scatter_tensor_coalesced)
         found = []
         for f in (
-            # up to 2.10 a gradient needs wait(), since 2.11 wait() is refused in a graph
+            # up to 2.10 gradients need wait(); since 2.11 wait() raises in a graph
             lambda xs: [y.wait() if RELEASE < (2, 11) else y for y in theirs(xs, "sum", [0, 0], dist.group.WORLD)],
             lambda xs: [dc.reduce_scatter(x, dim=0) for x in xs],
         ):
@@ -194,11 +194,11 @@ def test_coalesced():
         assert theirs == (own if RELEASE < (2, 11) else ours)
 
 
-# ── the calls that do the same ───────────────────────────────────────────────────────────────────────────
+# ── equivalent calls ─────────────────────────────────────────────────────────────────────────────────────
 
 
 class Pair(torch.autograd.Function):
-    """A function and its backward, written down separately as Megatron's mappings are."""
+    """A function and its backward, defined separately, as in Megatron's mappings."""
 
     @staticmethod
     def forward(ctx, x, f, backward):
@@ -246,7 +246,7 @@ def exchanged(split_dim, concat_dim):
     return f
 
 
-#: Megatron's function → its forward and its backward, as megatron/core/tensor_parallel/mappings.py has them.
+#: Megatron's function → its forward and backward, as in megatron/core/tensor_parallel/mappings.py.
 MEGATRON = {
     "copy_to_tensor_model_parallel_region(x)": (identity, summed),
     "reduce_from_tensor_model_parallel_region(x)": (summed, identity),
@@ -268,7 +268,7 @@ def number(r):
 
 
 def outcome(f, r):
-    """The value of f and the gradient of a loss that differs from rank to rank."""
+    """Return the value of f and the gradient of a loss that differs between ranks."""
     x = number(r).requires_grad_()
     y = f(x)
     weights = (r + 1) * torch.arange(1.0, y.numel() + 1, dtype=y.dtype).reshape(y.shape)
@@ -294,7 +294,7 @@ def test_megatrons_functions():
 
 
 def test_a_factor_n():
-    """The same loss on both ranks, counted once: the default gives N times Megatron's gradient."""
+    """The same loss on both ranks, counted once: the default is N times Megatron's gradient."""
 
     def body(r):
         found = []
@@ -312,8 +312,8 @@ def test_a_factor_n():
 
 
 def test_dtensors_placements():
-    """Each row of the note's table: DTensor's gradients, and those of the diffcoll call beside it."""
-    rows = [row for row in table("DTensor") if RELEASE >= (2, 8) or "mean" not in row["DTensor"]]  # gloo has none
+    """Each row of the note's table: gradients of DTensor equal those of the diffcoll call in the same row."""
+    rows = [row for row in table("DTensor") if RELEASE >= (2, 8) or "mean" not in row["DTensor"]]  # no mean on gloo
 
     def body(r):
         warnings.simplefilter("ignore")
@@ -329,7 +329,7 @@ def test_dtensors_placements():
         names |= {"D": lambda x, placement: placed(placement)(x)}
         found = []
         for row in rows:
-            # to(P, R) is x, placed as P, redistributed as R
+            # to(P, R): x with placement P, redistributed to R
             names["to"] = lambda x, a, b: placed(a)(x).redistribute(mesh, [b])
             for cell in (row["DTensor"], row["diffcoll"]):
                 x = torch.tensor([[3.0, 1.0], [5.0, 2.0]][r], requires_grad=True)

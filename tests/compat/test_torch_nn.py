@@ -1,4 +1,4 @@
-"""The functions of torch.distributed.nn.functional: its signatures, its values, the gradients of the law."""
+"""The functions of torch.distributed.nn.functional: same signatures and values, gradients of the sum of all losses."""
 
 import inspect
 import warnings
@@ -40,11 +40,11 @@ def test_the_signatures_are_theirs():
 
 
 def calls(nn, x, n, rank, group=None, root=0):
-    """Every function, on what the rank makes of x; tensors that are compared, and outputs given."""
+    """Call every function on data made from x; return results to compare, and output arguments."""
     more = {} if group is None else {"group": group}
     outputs = [torch.full_like(x, -1), torch.full_like(x.repeat(n, 1), -1), [torch.full_like(x, -1) for _ in range(n)]]
     blocks = [x * (s + 1) + rank for s in range(n)]
-    uneven = [x[: (rank + s) % 3] for s in range(n)]  # block r → s and s → r are of one size
+    uneven = [x[: (rank + s) % 3] for s in range(n)]  # block r → s and block s → r have equal size
     parts = [torch.zeros_like(block) for block in uneven]
     sizes = [len(block) for block in uneven]
     single = x.new_zeros(sum(sizes), x.shape[1])
@@ -89,7 +89,7 @@ def test_values_are_theirs(ranks):
             return None
         rank = ranks.index(r)
         mine, given = calls(ours, numbers(r), len(ranks), rank, group, ranks[-1])
-        # theirs, all_to_all on a sub-group of gloo takes ranks for global ones
+        # theirs uses ranks within the sub-group as global ranks in gloo's all_to_all
         other, filled = ({}, {}) if group else calls(theirs(), numbers(r), len(ranks), rank, group, ranks[-1])
         kinds = {name: type(mine[name]) is type(other[name]) for name in other if other[name] is not None}
         flats = ({k: flat(y) for k, y in d.items() if y is not None} for d in (mine, given, other, filled))

@@ -1,4 +1,4 @@
-"""Check mode: what ranks disagree on is one error on all of them, and the group works afterwards."""
+"""Check mode: a disagreement raises the same error on all ranks, and the group works afterwards."""
 
 import ast
 import inspect
@@ -39,7 +39,7 @@ def wait(y):
     return y.wait() if isinstance(y, dc.Pending) else y
 
 
-# What rank 1 does and what the others do; `odd` is true on rank 1. With a word that the error must have.
+# What rank 1 does and what the others do (`odd` is true on rank 1), with a word that the error must contain.
 DISAGREEMENTS = {
     "operation": (lambda odd: dc.all_gather(x_(3)) if odd else dc.all_reduce(x_(3)), r"rank 1: all_gather\("),
     "op": (lambda odd: dc.all_reduce(x_(3), "max" if odd else "sum"), "op='max'"),
@@ -147,13 +147,13 @@ def test_disagreements(where):
                 with pytest.raises(dc.CollectiveMismatchError) as caught:
                     call(r == 1)
                 texts[name] = str(caught.value)
-                assert dc.all_reduce(torch.tensor([r])).tolist() == [3], name  # it works
+                assert dc.all_reduce(torch.tensor([r])).tolist() == [3], name  # the group works
         return texts
 
     got = RUNS[where](body, range(N))
     for name, (_, words) in DISAGREEMENTS.items():
         texts = [of_rank[name] for of_rank in got]
-        if "declared replicated" not in words:  # each rank names its own line
+        if "declared replicated" not in words:  # there each rank names its own line
             assert texts[0] == texts[1] == texts[2]
             assert texts[0].count(f" at {__file__}:") >= N
             for r in range(N):
@@ -191,7 +191,7 @@ MORE = {
 
 @pytest.mark.parametrize("where", ["rules", "gloo"])
 def test_every_call_is_compared(where):
-    """Against another collective, before it moves anything."""
+    """A disagreement with another collective raises before data are sent."""
     calls = TENSORS | {f"{name}, later": call for name, call in LATER.items()} | TREES | MORE
 
     def body(r):
@@ -212,7 +212,7 @@ MOVING = ("diffcoll.core.derivatives", "diffcoll.core.moves")
 
 
 def test_calls_are_the_only_way_into_the_algebra():
-    """So that no collective can forget to be compared; a reduction is a part of a call that was."""
+    """Every collective is compared, because only calls apply maps; a reduction is part of a compared call."""
     found = set()
     for file in pathlib.Path(dc.__file__).parent.glob("co*/*.py"):  # collectives/ and core/
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -223,7 +223,7 @@ def test_calls_are_the_only_way_into_the_algebra():
 
 numpy_1 = np.int64(1)
 SAME = torch.arange(9.0).reshape(3, 3)
-# The same call, written in another way on every rank.
+# The same call, spelled differently on every rank.
 SPELLINGS = {
     "an integer of NumPy": [lambda x: dc.broadcast(x, 1), lambda x: dc.broadcast(x, numpy_1)],
     "dim of NumPy": [
@@ -300,7 +300,7 @@ def test_another_spelling_is_no_disagreement(where):
 
 @pytest.mark.parametrize("where", ["rules", "gloo"])
 def test_what_is_right_passes(where):
-    """The whole table, forward and backward, to second order: no false alarm, and the same numbers."""
+    """The whole table, forward and backward, up to second order: no false alarm, and the same values."""
 
     def body(r):
         found = []
@@ -359,7 +359,7 @@ ENDS = {
 
 @pytest.mark.parametrize("where", RUNS)
 def test_a_rank_that_leaves(where):
-    """It makes no further call that could be compared."""
+    """A rank leaves the block, so it makes no further call that could be compared."""
 
     def body(r):
         texts = []
@@ -401,7 +401,7 @@ def test_a_group_that_ended_within():
 def test_each_simulated_rank_has_its_own():
     def body(r):
         with dc.check_mode():
-            dc.all_reduce(torch.ones(1))  # hands over
+            dc.all_reduce(torch.ones(1))  # switches to the other ranks
         return checks.is_on()
 
     assert simulate(body, range(N), rules=True) == [False] * N

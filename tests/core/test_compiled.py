@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True): every call equals eager, in order, without a graph break or a new graph."""
+"""torch.compile(fullgraph=True): every call equals eager, in order, without graph breaks or recompilation."""
 
 import importlib
 import re
@@ -54,7 +54,7 @@ def test_the_whole_table_in_one_graph(n, backend):
 
 
 def test_order_is_kept_and_nothing_is_dropped():
-    """Collectives that do not depend on each other, of other sizes on every rank, and results that a rank ignores."""
+    """Independent collectives, sizes that differ between ranks, and results that a rank ignores."""
 
     def program(x, r):
         a = dc.all_gather(x.repeat(1 + 3 * r, 1), sizes="auto")
@@ -83,7 +83,7 @@ def test_order_is_kept_and_nothing_is_dropped():
 
 
 def test_inductor_keeps_the_order_of_the_program():
-    """In the code that each rank would run, for ranks whose peaks of memory ask for different orders.
+    """In the code generated for each rank, where minimal peak memory would give each rank another order.
 
     Until torch 2.14, which does not order effects itself, `_keep_in_order` does; without it the ranks' orders differ.
     """
@@ -106,10 +106,10 @@ def test_inductor_keeps_the_order_of_the_program():
         pass
 
     def body(r):
-        config = importlib.import_module("torch._inductor.config")  # spawn cannot send what names it as an attribute
+        config = importlib.import_module("torch._inductor.config")  # spawn cannot pickle it as a global
         code = []
 
-        def keep(text):  # and compile no more: nothing runs, so that a wrong order cannot hang
+        def keep(text):  # and stop: a wrong order would deadlock if it ran
             code.append(text)
             raise WrittenError
 
@@ -122,7 +122,7 @@ def test_inductor_keeps_the_order_of_the_program():
             orders.append(re.findall(r"ops\.diffcoll\.(\w+)\.default\(", code.pop()))
         return orders
 
-    for of_rank in spawn(body, range(2), timeout=280):  # without caches
+    for of_rank in spawn(body, range(2), timeout=280):  # caches are disabled
         assert of_rank == [
             ["AllGather", "Gather", "AllToAll", "AllReduce"],
             ["AllGather", "ReduceScatter", "Broadcast", "AllToAll"],
@@ -214,14 +214,14 @@ def test_the_world_of_one_compiles_and_eager_code_pays_no_import():
 
 
 def test_tensors_left_by_a_transform():
-    """They are wrapped still; PyTorch's own ops unwrap them, and so do we."""
+    """They are still wrapped; like PyTorch's own ops, ours unwrap them."""
     left = []
     torch.func.grad(lambda x: left.append(x * 2) or x.sum())(torch.ones(3))
     assert dc.all_reduce(left[0]).tolist() == [2, 2, 2]
     assert simulate(lambda r: dc.all_gather(left[0]).tolist(), range(2), rules=True) == [[2] * 6] * 2
 
 
-# ── those who trace eager code ───────────────────────────────────────────────────────────────────────────
+# ── tracers of eager code ────────────────────────────────────────────────────────────────────────────────
 
 
 def waits(x):
@@ -230,7 +230,7 @@ def waits(x):
 
 
 def everything(x):
-    """A sum, a gather, a product, a tree, what moves nothing forward, and what moves while others compute."""
+    """A sum, a gather, a product, a tree, a map without communication, and an async collective."""
     y, z = dc.all_reduce([x, 2 * x], "mean")
     y = dc.all_reduce(y * z, "product") + dc.sum_gradients(x).cos() + dc.reduce_scatter(dc.all_gather(x) ** 2)
     return waits(y.square()).sum() + dc.all_reduce(y.t(), cotangent="replicated").t()
@@ -242,7 +242,7 @@ def ignores(x):
 
 
 class Ignores(TorchDispatchMode):
-    """What looks on."""
+    """A mode that only observes."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
@@ -258,7 +258,7 @@ def test_tracers_record_one_op_for_each_collective(backend):
         other = x * 3 + r
         for mode in ("real", "fake", "symbolic") if backend == "gloo" else ("fake",):
             same(make_fx(everything, tracing_mode=mode)(x)(other), everything(other))
-        assert "diffcoll.AllReduce" in make_fx(ignores)(x).code  # and its result is not used
+        assert "diffcoll.AllReduce" in make_fx(ignores)(x).code  # although its result is not used
 
         def gradient(x):
             return torch.func.grad(lambda x: everything(x).sum())(x)
@@ -278,7 +278,7 @@ def test_tracers_record_one_op_for_each_collective(backend):
 
         with FakeTensorMode() as fake:
             inside = everything(fake.from_tensor(x))
-        outside = dc.all_gather(inside[0])  # nothing is moved
+        outside = dc.all_gather(inside[0])  # fake: nothing is sent
         assert (type(outside), outside.shape) == (type(inside), (4,))
         pair = everything(TwoTensor(x, other))
         same((pair.a, pair.b), (everything(x), everything(other)))
@@ -300,7 +300,7 @@ def test_tracers_record_one_op_for_each_collective(backend):
                 program()
             refused.append(str(caught.value))
         in_region.__exit__(None, None, None)
-        assert dc.all_reduce(torch.tensor([r + 1.0])).tolist() == [3.0]  # the ranks are in step
+        assert dc.all_reduce(torch.tensor([r + 1.0])).tolist() == [3.0]  # the ranks' messages still match
         return refused
 
     for jit, symbols, functional, joint in spawn(body, range(2), backend=backend, timeout=100):
@@ -318,7 +318,7 @@ def test_tracers_in_a_simulated_world():
                 simulate(trace, [torch.ones(2)] * 2, rules=rules)
 
 
-# ── a graph that is called elsewhere than it was compiled ────────────────────────────────────────────────
+# ── graphs that are called in another state than they were compiled in ───────────────────────────────────
 
 
 def refusal(program):
@@ -328,7 +328,7 @@ def refusal(program):
 
 
 def test_a_graph_refuses_to_run_where_it_would_be_wrong():
-    """Dynamo looks at none of these again; the ops do."""
+    """Dynamo does not guard any of these; the ops check them."""
 
     def body(r, folder):
         mean = torch.compile(lambda x: dc.all_reduce(x, "mean"), fullgraph=True, backend="aot_eager")
@@ -383,7 +383,7 @@ def test_a_graph_refuses_to_run_where_it_would_be_wrong():
     for r, (refused, values, after) in enumerate(found):
         assert all("all_reduce: a compiled or traced graph within joint_backward: the chain" in t for t in refused[:4])
         assert all("graph was called within torch.func.jvp, forward_ad and the like" in t for t in refused[4:9])
-        assert "setup_context" in refused[9]  # PyTorch's own
+        assert "setup_context" in refused[9]  # PyTorch's own error
         assert values == [[1, 3]] * 5 + [[1 + 1 + 3] * 2]
         gone, elsewhere = (
             f"for rank {r} of 3 in the group '0', and that group is no more; ",
@@ -395,9 +395,9 @@ def test_a_graph_refuses_to_run_where_it_would_be_wrong():
         assert len(after) == (5 if r < 2 else 2)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Inductor
 def test_results_are_as_dense_as_the_graph_says():
-    """What moves nothing keeps the layout of x in eager code; a graph has decided on one."""
+    """Maps without communication keep the layout of x in eager code; a graph has a fixed layout."""
 
     x = torch.arange(6.0).view(2, 3)
     y = torch.compile(lambda x: dc.sum_gradients(x.t()), fullgraph=True)(x)
@@ -406,7 +406,7 @@ def test_results_are_as_dense_as_the_graph_says():
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
 def test_check_mode_compares_what_is_compiled(backend):
-    """Switched on after the graphs were made; a rank that runs eager code among compiled ones hangs otherwise."""
+    """Check mode switched on after compilation; otherwise a rank that runs eager code among compiled ones deadlocks."""
 
     def body(r):
         total, gathered = (
@@ -469,7 +469,7 @@ def test_checkpoints_keep_the_results_of_collectives():
     def body(r):
         x = torch.tensor([0.1, 0.2 + r], dtype=torch.float64, requires_grad=True)
         (expected,) = torch.autograd.grad(program(x), x)
-        # The second backend has the partitioner of Inductor.
+        # the second backend uses Inductor's partitioner
         for backend, options in (("aot_eager", {}), *(("aot_eager_decomp_partition", o) for o in ({}, selective))):
             compiled = torch.compile(partial(program, **options), fullgraph=True, backend=backend)
             (found,) = torch.autograd.grad(compiled(x), x)
@@ -479,7 +479,7 @@ def test_checkpoints_keep_the_results_of_collectives():
 
 
 def test_sizes_that_are_symbols():
-    """A size that is marked dynamic stays so where it is an argument."""
+    """A dynamic size stays dynamic if it is an argument."""
 
     def body(r):
         def program(x):

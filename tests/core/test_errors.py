@@ -1,4 +1,4 @@
-"""The line that an error names is the user's, wherever the user's code, the library and torch are."""
+"""The line in an error is the user's, wherever the user's code, the library and torch are installed."""
 
 import dataclasses
 import os
@@ -18,7 +18,7 @@ from diffcoll.testing import spawn
 ROOT = Path(dc.__file__).parent.parent
 TORCH = Path(torch.__file__).parent
 
-#: Files with two lines of code, of which the second makes the call, and whether they are the user's.
+#: File names of a call in line 2, and whether they are the user's.
 FILES = {
     "a project in a folder torch": ("/home/me/torch/train.py", True),
     "a project in lib/torch": ("/opt/lib/torch/lib/loss.py", True),
@@ -43,7 +43,7 @@ FILES = {
 
 
 def called(file, call, **names):
-    """What the call returns as it is made in the second line of this file."""
+    """Return the result of a call made in line 2 of this file."""
     names["call"] = call
     exec(compile("if True:\n    found = call()", file, "exec"), names)
     return names["found"]
@@ -60,7 +60,7 @@ def test_files(file, users):
 
 
 def test_code_that_names_no_file_of_its_module():
-    """What dataclasses generate for a module of the library, and inductor's modules."""
+    """Code that dataclasses generate for a module of the library, and modules of inductor."""
     for module in ("diffcoll.collectives.all_gather", "torch._inductor.runtime.compile_tasks.cabc"):
         for file in ("<string>", "/tmp/torchinductor_me/ab/cabc.py"):
             assert called(file, user_line, __name__=module) == here("exec(compile(")
@@ -71,7 +71,7 @@ def test_code_that_names_no_file_of_its_module():
     class Found:
         line: str = dataclasses.field(default_factory=user_line)
 
-    assert Found().line.startswith("<string>:")  # of this module, which is the user's
+    assert Found().line.startswith("<string>:")  # generated for this module, which is the user's
 
 
 def test_threads():
@@ -84,7 +84,7 @@ def test_threads():
 
 
 def test_processes():
-    """A rank whose program is a function of the library: nothing of multiprocessing's is the user's."""
+    """A rank whose function is part of the library: no line of multiprocessing is the user's."""
     assert spawn(lambda r: user_line(), range(2)) == [here("spawn(lambda r: user_line()")] * 2
     assert spawn(next, [iter(user_line, None)] * 2) == ["<start of a process>"] * 2
 
@@ -117,7 +117,7 @@ print(user_line(), y.grad_fn.origin.line)
 
 @pytest.mark.parametrize("how", ["-c", "-", "file"])
 def test_programs(tmp_path, how):
-    """Given in the command line, on standard input, and below a folder torch; the library by a symbolic link."""
+    """A program on the command line, on standard input, in a folder named torch; the library is a symbolic link."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "diffcoll").symlink_to(ROOT / "diffcoll", target_is_directory=True)
     file = tmp_path / "torch" / "lib" / "train.py"

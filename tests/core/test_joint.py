@@ -1,4 +1,4 @@
-"""joint_backward: the gradient is that of truth on every rank, whatever the ranks' losses use, and nobody waits."""
+"""joint_backward: the gradient equals truth on every rank, whatever the ranks' losses use, without deadlock."""
 
 import gc
 import weakref
@@ -26,7 +26,7 @@ def weighted(r, y):
     return (y * (r + 1)).sum()
 
 
-# What rank r computes from its x; `joint` ties the loss. Ranks use different outputs.
+# What rank r computes from its x; `joint` is applied to the loss. Ranks use different outputs.
 
 
 def ignores_everything(r, x, joint):
@@ -140,7 +140,7 @@ def test_gradients_are_those_of_truth(where):
             loss = in_region(program, r, x)
             loss.backward(retain_graph=True)
             once = x.grad.clone()
-            loss.backward()  # and again, all ranks alike
+            loss.backward()  # a second time, on all ranks
             found.append((once, x.grad))
         return found
 
@@ -179,7 +179,7 @@ def test_every_collective_ignored_by_one_rank(where):
 
 @pytest.mark.parametrize("where", RUNS)
 def test_second_order(where):
-    """A penalty that one rank does not have, on gradients of a loss that another does not have."""
+    """A penalty on gradients that one rank lacks, of a loss that another rank lacks."""
 
     def program(r, x, joint):
         y = dc.all_reduce(x.sin()) * dc.all_gather(x).sum()
@@ -218,7 +218,7 @@ def test_forward_mode_and_values_are_as_before():
         assert torch.equal(outside, dual)
         assert torch.equal(y, dc.all_reduce(x.sin()))
         assert not integers.requires_grad
-        assert not dc.all_reduce(x).requires_grad  # outside again
+        assert not dc.all_reduce(x).requires_grad  # outside of the region
         return True
 
     assert simulate(body, range(N), rules=True) == [True] * N
@@ -245,7 +245,7 @@ def of_a_tree(r, x):
 
 @pytest.mark.parametrize("where", ["rules", "gloo"])
 def test_a_tangent_on_one_rank_only(where):
-    """As if the others had one of zero."""
+    """As if the other ranks had a tangent of zero."""
 
     def tangents(r, has_tangent, requires_grad):
         found = []
@@ -270,7 +270,7 @@ def test_a_tangent_on_one_rank_only(where):
 
     for size in (2, 3):
         for r, moved in enumerate(RUNS[where](body, range(size))):
-            assert all(moved) or r == 0  # through_async: times r
+            assert all(moved) or r == 0  # the result of through_async is multiplied by r
 
 
 @pytest.mark.parametrize("where", ["rules", "gloo"])
@@ -302,7 +302,7 @@ def test_check_mode_sees_what_is_not_the_same_on_all_ranks(where):
 
 
 def test_what_is_used_by_all_costs_nothing_more():
-    """The same bytes, with and without the region."""
+    """The same bytes are sent with and without the region."""
 
     def sent(region):
         calls = []
@@ -339,7 +339,7 @@ def test_what_is_used_by_all_costs_nothing_more():
 
 
 def test_nothing_is_kept():
-    """A region and its graph go when they are no longer held, without the garbage collector."""
+    """A region and its graph are freed with their last reference, without the garbage collector."""
     gc.disable()
     try:
         x = torch.ones(3, requires_grad=True)
@@ -354,7 +354,7 @@ def test_nothing_is_kept():
         gc.enable()
 
 
-# ── checkpoints: what is computed again in backward makes its collectives again, on every rank ───────────────────
+# ── checkpoints: recomputation in backward repeats the collectives, on every rank ────────────────────────────────
 
 
 def plainly(function, x):
@@ -362,7 +362,7 @@ def plainly(function, x):
 
 
 def local_tensors(r, x, again):
-    """Which tensors are saved, and after which collective, is a rank's own."""
+    """Ranks save different tensors, after different collectives."""
 
     def part(t):
         y = dc.all_reduce(t.sin())
@@ -483,7 +483,7 @@ def test_a_checkpoint_of_higher_order():
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("where", ["rules", "gloo"])
 def test_a_reentrant_checkpoint_is_an_error_on_every_rank(where, nested):
-    """Its backward is a node that a rank may not come to, and before it nothing of it is recorded."""
+    """Not every rank may reach its backward node, and nothing within it is recorded before."""
 
     def part(x):
         return dc.all_reduce(x.sin()).square()
@@ -495,10 +495,10 @@ def test_a_reentrant_checkpoint_is_an_error_on_every_rank(where, nested):
             with pytest.raises(RuntimeError, match=r"all_reduce: checkpoint: got a reentrant .* expected use_reent"):
                 again(partial(again, part) if nested else part, x)
             joint(dc.all_reduce(x).sum()).backward()  # the group works
-        y = again(part, x)  # as before where there is no region
+        y = again(part, x)  # as without a region
         with dc.joint_backward() as joint:
             z = dc.all_reduce(x * 2)
-            y.sum().backward()  # within one, and recorded by none
+            y.sum().backward()  # backward within a region, of a graph that was recorded outside
             joint(z.sum()).backward()
         return True
 
@@ -507,7 +507,7 @@ def test_a_reentrant_checkpoint_is_an_error_on_every_rank(where, nested):
 
 @hooks_are_shown
 def test_hooks_for_saved_tensors_stay_in_order():
-    """Those of the user are called as before, and a checkpoint that fails leaves none behind."""
+    """The user's hooks are called as before, and a failed checkpoint leaves none behind."""
 
     def body(r):
         x, packed = inputs(r).requires_grad_(), []

@@ -1,4 +1,4 @@
-"""async_op=True: the same results and gradients, started early and awaited late, in both directions."""
+"""async_op=True: the same results and gradients, started early and waited for late, in both directions."""
 
 import gc
 import threading
@@ -29,7 +29,7 @@ CALLS = {
 
 @pytest.mark.parametrize("rows", [4, 40_000])
 def test_several_at_once_awaited_in_any_order(rows):
-    """Each rank waits in an order of its own."""
+    """Each rank waits in a different order."""
 
     def body(r):
         calls = {**CALLS, "reduce_scatter": lambda x, **more: dc.reduce_scatter(x, **more)}
@@ -64,7 +64,7 @@ def test_gradients_are_those_of_truth(gradients, name):
 
 
 def test_the_backward_is_the_mirror_image(monkeypatch):
-    """The adjoint starts where the forward waited, and is awaited where the forward started."""
+    """The adjoint starts where the forward waited, and is waited for where the forward started."""
 
     def body(r):
         events = []
@@ -188,9 +188,9 @@ def test_modified_in_place_after_the_wait():
     assert x.grad.tolist() == [1, 1]
 
 
-# ── what is under way is the library's own ───────────────────────────────────────────────────────────────
+# ── memory of collectives in flight ──────────────────────────────────────────────────────────────────────
 
-RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn}  # and all bodies in one run on MPI, below
+RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn}  # all bodies run on MPI in one run, below
 FORWARD = {
     **CALLS,
     "gather in parts": lambda x, **more: dc.all_gather(x, **more),
@@ -200,11 +200,11 @@ FORWARD = {
 
 
 def rows_of(name):
-    return 4 if name == "reduce_scatter" else 40_000  # what is that large is under way for a while
+    return 4 if name == "reduce_scatter" else 40_000  # large enough to be in flight for a while
 
 
 def changing_x(r):
-    """The collectives that a change of x between start and wait spoils; the others have changed theirs before."""
+    """Return the collectives whose result is wrong if x changes between start and wait, earlier on other ranks."""
     wrong = []
     for name, call in FORWARD.items():
         x = torch.linspace(r, 1, rows_of(name) * 2, dtype=torch.float64).view(-1, 2)
@@ -219,7 +219,7 @@ def changing_x(r):
 
 
 def changing_the_gradient(r):
-    """The same in backward: a hook zeroes b.grad, which is the memory of the gradient on which the adjoint started."""
+    """The same in backward: a hook zeroes b.grad, which shares the memory of the gradient given to the adjoint."""
     wrong = []
 
     def zero(b):
@@ -256,7 +256,7 @@ def test_memory_may_change_once_a_collective_has_been_started(where):
 
 
 def in_two_threads(r):
-    """Between the start and the wait of one thread another one is refused; after that it is not."""
+    """Between start and wait of one thread another thread is refused; after the wait it is not."""
 
     def in_thread(call):
         found = []
@@ -280,10 +280,10 @@ def in_two_threads(r):
     pending = dc.all_gather(x, async_op=True)
     starts = in_thread(lambda: dc.all_gather(x, async_op=True)), in_thread(lambda: dc.all_reduce(x))
     compares = in_thread(compared)
-    own = dc.all_reduce(x).item()  # of the same thread
-    waited = in_thread(pending.wait)  # sends nothing
+    own = dc.all_reduce(x).item()  # from the same thread
+    waited = in_thread(pending.wait)  # wait sends nothing
     after = in_thread(lambda: dc.all_gather(x, async_op=True).wait())
-    (waited * torch.tensor([1.0, 10.0])).sum().backward()  # in this thread
+    (waited * torch.tensor([1.0, 10.0])).sum().backward()  # in the main thread
     return (*starts, compares), own, waited.tolist(), after.tolist(), x.grad.item()
 
 
@@ -312,16 +312,16 @@ def test_a_wait_that_was_refused_is_made_again():
         assert run(body, range(2)) == [([1.0, 2.0], [1.0, 2.0])] * 2
 
 
-# ── graphs that run otherwise than once, from the end to the beginning ───────────────────────────────────
+# ── graphs that run more than once, partially, or nested ─────────────────────────────────────────────────
 
 
 def backward_in_a_hook(r):
-    """Through the same graph, twice, while the adjoint of the outer one is under way; also to second order."""
+    """Run backward through the same graph, twice, while the outer adjoint is in flight; also to second order."""
     results = []
     for create in (False, True):
         x = torch.tensor([1.0, 2.0 + r], dtype=torch.float64, requires_grad=True)
         pending = dc.all_gather(x, async_op=True)
-        between = x.cos()  # its backward lies between the start of the adjoint and the wait
+        between = x.cos()  # its backward runs between the start of the adjoint and its wait
         y = pending.wait()
         loss = (r + 1) * (y.square().sum() + between.prod())
         inner = []
@@ -358,7 +358,7 @@ def test_a_backward_in_a_hook_through_the_same_graph(where):
 
 
 def in_checkpoints(r):
-    """Steps with async collectives in checkpoints that stop before, at and after the wait; what they leave behind."""
+    """Async collectives in checkpoints that stop before, at and after the wait; returns what is left in flight."""
 
     def before(x):
         pending = dc.all_reduce(x.sin(), async_op=True)
@@ -402,12 +402,12 @@ def check_checkpoints(found):
 
 @pytest.mark.parametrize("where", RUNS)
 def test_checkpoints_that_stop_before_the_wait(where):
-    """Their second forward starts a collective, and ends when everything that backward needs is there again."""
+    """The recomputation starts a collective, and ends as soon as all saved tensors are recomputed."""
     check_checkpoints(RUNS[where](in_checkpoints, range(2)))
 
 
 def test_never_waited_for_in_a_region_of_joint_backward():
-    """Its backward cannot run: the adjoint starts where the forward waits."""
+    """Its backward cannot run: the adjoint starts at the node of wait()."""
 
     def body(r):
         x = torch.ones(2, requires_grad=True)
@@ -425,7 +425,7 @@ def test_never_waited_for_in_a_region_of_joint_backward():
 
 
 def with_errors_in_between(r):
-    """What is under way has its memory until it is there; the next call goes on as if nothing had been."""
+    """Memory of a collective in flight is kept until it is complete; the next call is not affected."""
 
     def fails(g):
         raise KeyError("a hook")

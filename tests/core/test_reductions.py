@@ -1,4 +1,4 @@
-"""Products, maxima and the others, on numbers worked out by hand, and on those that break naive rules."""
+"""Products, maxima and other reductions, on values derived by hand, and on values where naive rules fail."""
 
 import math
 import re
@@ -26,7 +26,7 @@ def weighted(op, **more):
 
 
 def on_ranks(body, *per_rank):
-    """The same in simulated worlds, by parts and by whole stacks, and on gloo."""
+    """On simulated ranks, with elementwise parts and with whole stacks, and on gloo."""
     found = [simulate(body, *per_rank, rules=True), spawn(body, *per_rank)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalEngine, "small", lambda engine, device: 1 << 20)
@@ -69,14 +69,14 @@ def test_logsumexp(gradients):
 
 
 def test_a_function(gradients):
-    # the median of three, of each position by itself
+    # the elementwise median of three
     xs = [[1.0, 9.0], [2.0, 8.0], [3.0, 1.0]]
     for op in (cases.median, dc.elementwise(cases.median)):
         assert gradients(weighted(op), xs, [1.0, 10.0, 100.0]) == [[0, 0], [111, 111], [0, 0]]
 
 
 def test_a_function_of_whole_tensors(gradients):
-    # the tensor of the largest norm, which no position shows by itself
+    # the tensor of the largest norm, which is not an elementwise reduction
     def largest(s):
         return s[s.norm(dim=1).argmax()]
 
@@ -101,7 +101,7 @@ def test_products_have_exact_gradients_where_they_can_be_represented(n):
     (g,) = torch.autograd.grad(y.sum(), s)
 
     def exact(rows):
-        """Products as (mantissa, exponent) of Python, whose integers have no end."""
+        """Return products by mantissa and exponent in Python, whose integers are unbounded."""
         found = []
         for column in rows.T.tolist():
             m, e = 1.0, 0
@@ -115,14 +115,14 @@ def test_products_have_exact_gradients_where_they_can_be_represented(n):
     for expected, got in [(exact(s.detach()), y)] + [
         (exact(torch.cat([s[:k], s[k + 1 :]]).detach()), g[k]) for k in range(n) if n > 1
     ]:
-        sure = ~expected.isnan()  # below the normal numbers, rounding is another
+        sure = ~expected.isnan()  # rounding of subnormal numbers differs
         torch.testing.assert_close(got[sure].abs(), expected[sure].abs(), rtol=1e-12, atol=0)
         compared += int(sure.sum())
     assert compared > 10 * n
 
 
 def test_products_beyond_the_range():
-    # y overflows, underflows, or leaves the range half-way; no gradient does
+    # y overflows, underflows, or an intermediate product does; gradients do not
     assert gradients_of("product", [1e200, 1e200]) == (INF, [1e200, 1e200])
     assert gradients_of("product", [1e-200, 1e-200, 1e-100]) == (0, pytest.approx([1e-300, 1e-300, 0], rel=1e-14))
     y, g = gradients_of("product", [1e200, 1e200, 1e-200, 1e-200])
@@ -148,7 +148,7 @@ def test_product_of_complex_numbers(gradients):
 
 
 def exact_product(factors):
-    """Parts of a product of complex numbers, as fractions."""
+    """Return real and imaginary part of a product of complex numbers, as fractions."""
     re, im = Fraction(1), Fraction(0)
     for z in factors:
         a, b = Fraction(z.real), Fraction(z.imag)
@@ -157,7 +157,7 @@ def exact_product(factors):
 
 
 def assert_near(got, exact, dtype, factors):
-    """Of the size of the number that is rounded, not of its smaller part; infinite where it must be."""
+    """Compare with an error relative to the modulus, not to each part; infinite where the exact value overflows."""
     parts = torch.finfo(dtype)
     largest = max(abs(part) for part in exact)
     error = largest * Fraction(parts.eps) * 4 * (factors + 1) + Fraction(parts.smallest_normal) * Fraction(parts.eps)
@@ -170,7 +170,7 @@ def assert_near(got, exact, dtype, factors):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, *FLOATS], ids=str)
 def test_products_of_extreme_numbers(dtype):
-    """A product, and each product of all factors but one, is right wherever it can be represented."""
+    """A product, and each product of all factors but one, is right if it is representable."""
     real = torch.empty((), dtype=dtype).real.dtype
     limits = torch.finfo(real)
     low, high = math.log2(limits.smallest_normal) + math.log2(limits.eps), math.log2(limits.max)
@@ -189,7 +189,7 @@ def test_products_of_extreme_numbers(dtype):
         assert_near(complex(y.item()), exact_product(factors), real, len(factors))
         for k in range(len(factors)):
             others = exact_product(factors[:k] + factors[k + 1 :])
-            if max(map(abs, others)) < Fraction(float(limits.max)) / 2:  # times gy, as PyTorch multiplies
+            if max(map(abs, others)) < Fraction(float(limits.max)) / 2:  # PyTorch multiplies it with gy
                 assert_near(complex(g[k].item()).conjugate(), others, real, len(factors))
 
     check()
@@ -202,12 +202,12 @@ def test_products_whose_modulus_overflows():
         torch.testing.assert_close(torch.tensor(g, dtype=dtype), torch.tensor([small, big - big * 1j], dtype=dtype))
         s = torch.tensor([big + big * 1j, small, 0.5j], dtype=dtype, requires_grad=True)
         (g,) = torch.autograd.grad(product(s).real, s, create_graph=True)
-        (h,) = torch.autograd.grad(g[1].real, s)  # ∂/∂s_1 of what s_1 is multiplied by
+        (h,) = torch.autograd.grad(g[1].real, s)  # the derivative of the factor of s_1, with respect to s_1
         torch.testing.assert_close(h[2], torch.tensor(big - big * 1j, dtype=dtype))
         _, ty = torch.func.jvp(product, (s.detach(),), (torch.tensor([0, small, 0], dtype=dtype),))
         torch.testing.assert_close(ty, torch.tensor(big * small * 0.5 * (-1 + 1j), dtype=dtype))
     y, _ = gradients_of("product", [torch.tensor(complex(INF, 0)), torch.tensor(2 + 0j)])
-    assert y.real == INF  # the imaginary part is PyTorch's: ∞·0 in its rule for multiplication
+    assert y.real == INF  # the imaginary part is ∞·0 in PyTorch's multiplication
 
 
 def test_ties(gradients):
@@ -246,7 +246,7 @@ def test_logsumexp_is_shifted():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precisions_are_reduced_in_float32(dtype):
-    # 300 · 300 · 1/300 leaves float16 half-way; 1 + ε vanishes in bfloat16 factor by factor
+    # 300 · 300 overflows float16; successive products lose 1 + ε in bfloat16
     values = [torch.full((3,), v, dtype=dtype) for v in (300.0, 300.0, 1 / 300)]
     expected = torch.stack(values).float().prod(0).to(dtype)
     y, g = gradients_of("product", values)
@@ -305,7 +305,7 @@ def test_large_tensors_go_by_parts_on_gloo_too():
 
 
 def test_memory_and_bytes_do_not_grow_with_the_ranks():
-    """One stack of x's size on each rank, however many there are; and the bytes of a sum."""
+    """One stack of x's size on each rank, for any number of ranks; at most twice the bytes of a sum."""
     numel = 1 << 22
     by_sum = bench.bytes_sent(cases.Case("all_reduce", ((numel,),) * 4, {}, dtype=torch.float32))
     for op in ("product", cases.median_in_parts):
@@ -319,7 +319,7 @@ def test_memory_and_bytes_do_not_grow_with_the_ranks():
         assert peaks[8] <= 1.1 * peaks[2], (op, peaks)
 
 
-# ── functions of the user's ──────────────────────────────────────────────────────────────────────────────
+# ── user functions ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def clipped(s):
@@ -338,7 +338,7 @@ def row_weights(s):
     return (s * torch.arange(s.shape[1], dtype=s.dtype)[:, None]).square().sum(0)
 
 
-#: Each looks at positions beside the one that it makes, or at where a position stands.
+#: Each depends on other positions than that of its result, or on the index of a position.
 WHOLE = (
     *(clipped, short_ones, nearest_to_all, row_weights, cases.largest_whole),
     lambda s: s.softmax(1).prod(0),
@@ -369,9 +369,9 @@ def numbers(shape, r):
 
 @pytest.mark.parametrize("run", ["rules", "gloo", "mpi"])
 def test_functions_get_the_stack_they_expect(run):
-    """At sizes where named ops are gathered whole and where they are not; values and gradients to second order."""
+    """Below and above the size from which named ops are not gathered whole; values and gradients to second order."""
     n = 3
-    shapes = [(3, 2), (51, 45)] if run == "gloo" else [(3, 2)]  # the second is over 16 KB
+    shapes = [(3, 2), (51, 45)] if run == "gloo" else [(3, 2)]  # the second is larger than 16 KB
     ops = [*WHOLE, *IN_PARTS, *map(dc.elementwise, IN_PARTS)] if run != "mpi" else [*WHOLE[:5], cases.median_in_parts]
     ways = {
         "everywhere": lambda x, op: dc.all_reduce(x, op),
@@ -422,7 +422,7 @@ def test_functions_get_the_stack_they_expect(run):
 
 
 def test_an_elementwise_function_gets_parts():
-    """A rank has one stack of the size of x, whatever N is, if x is not small; trees in one message."""
+    """Each rank has one stack of the size of x for any N, unless x is small; trees are one message."""
 
     def body(r):
         seen = []
@@ -431,7 +431,7 @@ def test_an_elementwise_function_gets_parts():
         dc.reduce(torch.ones(10, 3), 1, op)
         dc.reduce_scatter(torch.ones(10, 3), op, sizes=[3, 2, 5])
         dc.all_reduce([torch.ones(4), {"a": torch.ones(3, 2)}], op)
-        dc.all_reduce(torch.ones(2), op)  # a part would be empty
+        dc.all_reduce(torch.ones(2), op)  # parts would be empty
         return seen
 
     found = simulate(body, range(3), rules=True)

@@ -1,4 +1,4 @@
-"""Collectives that run in backward: of simulated ranks that are there, and of those that are gone."""
+"""Collectives that run in backward: while the simulated ranks run, and after they have ended."""
 
 import gc
 import threading
@@ -29,7 +29,7 @@ class Identity(Function):
 
 
 class Twice(Function):
-    """Its first derivative has no collective, its second has."""
+    """Its first derivative has no collective, its second derivative has one."""
 
     @staticmethod
     def forward(ctx, x):
@@ -45,7 +45,7 @@ def reduced(x):
 
 
 def of_a_constant(x):
-    """The collective is not in the graph, and still runs when the checkpoint is recomputed."""
+    """The collective is not in the graph, but runs when the checkpoint is recomputed."""
     return (x.square() * dc.all_reduce(torch.full((2,), dc.get_rank() + 1.0))).sum()
 
 
@@ -90,7 +90,7 @@ def error(rules):
 @both
 @programs
 def test_after_the_ranks_are_gone(name, rules):
-    """Never a world of one; and whoever calls afterwards, or has nothing to do with it, is not concerned."""
+    """They raise instead of running on one rank; later calls, and calls without simulated ranks, are not affected."""
     program = PROGRAMS[name]
     kept = {}
 
@@ -105,7 +105,7 @@ def test_after_the_ranks_are_gone(name, rules):
         with pytest.raises(RuntimeError, match=error(rules)):
             kept[r].backward(retain_graph=True)
         if " in reentrant" in name or name.startswith(("reentrant", "nested")):
-            continue  # PyTorch's reentrant checkpoints know backward() only
+            continue  # reentrant checkpoints support backward() only
         with pytest.raises(RuntimeError, match=error(rules)):
             torch.autograd.grad(kept[r], xs[r], torch.tensor(2.0), create_graph=True)
     assert all(x.grad is None for x in xs)
@@ -123,7 +123,7 @@ def test_after_the_ranks_are_gone(name, rules):
 
     assert dc.get_world_size() == 1
     x = leaves(1)[0]
-    program(x).backward()  # a plain world of one, while the graph of the others lives
+    program(x).backward()  # on one rank, while the graph of the others exists
     alone = leaves(1)
     assert torch.equal(x.grad, simulate(gradient(program), alone, rules=True)[0])
 
@@ -138,7 +138,7 @@ def gradient(program):
 
 @programs
 def test_while_the_ranks_are_there(name):
-    """Under the rules they meet in backward, as processes do; in a joint graph it is refused."""
+    """With rules=True they meet in backward, as on processes; in a joint graph they raise."""
     program = PROGRAMS[name]
     simulated = simulate(gradient(program), leaves(), rules=True)
     with pytest.raises(RuntimeError, match=r"(: called in|ran through all_reduce inside).*rules=True"):
@@ -181,7 +181,7 @@ EXPECTED = {
 
 
 def test_processes_agree():
-    """What stands above as expected is what real processes have."""
+    """The expected values above are those of real processes."""
 
     def body(x):
         found = []
@@ -198,7 +198,7 @@ def test_processes_agree():
 
 @both
 def test_derivatives_of_higher_order(rules):
-    """Nodes that a backward makes belong to the world too."""
+    """Nodes created by a backward belong to the simulated ranks too."""
     kept = []
     xs = leaves()
     simulate(lambda x: kept.append(Twice.apply(x**2).square().sum()), xs, rules=rules)
@@ -208,7 +208,7 @@ def test_derivatives_of_higher_order(rules):
 
 
 def test_hooks_of_the_caller():
-    """They were registered before, outside, on a leaf, by somebody who does not know of the ranks."""
+    """Registered on a leaf, before and outside of simulate."""
     x = torch.tensor(2.0, requires_grad=True)
     x.register_hook(lambda g: dc.all_reduce(g))
     losses = simulate(lambda r: (r + 1) * x, range(2))
@@ -219,7 +219,7 @@ def test_hooks_of_the_caller():
 
 
 def test_losses_may_be_combined_outside():
-    """A Function, and a checkpoint, of the caller's own: there the world of one is meant."""
+    """The caller's own Function and checkpoint run on one rank."""
     xs = leaves(2)
     losses = simulate(lambda x: dc.all_reduce(x).square().sum(), xs)
     total = checkpoint(lambda a, b: dc.all_reduce(Identity.apply(a + b)), *losses, use_reentrant=True)
@@ -229,7 +229,7 @@ def test_losses_may_be_combined_outside():
 
 
 def test_a_thread_that_a_rank_starts():
-    """It is no rank, so `group=None` has no meaning in it; it is not a world of one."""
+    """Such a thread is not a rank, so `group=None` raises in it, instead of meaning one rank."""
     said = []
 
     def other():
@@ -247,7 +247,7 @@ def test_a_thread_that_a_rank_starts():
 
 
 def test_torch_is_left_as_it_was():
-    """The places at which Python code enters a graph are private API; if one moves, the tests above fail."""
+    """The patched private API, through which Python code enters a graph, is restored."""
     before = [vars(BackwardCFunction).get("__init__"), saved_tensors_hooks.__init__, torch.Tensor.register_hook]
     noted = set(local._backwards)
     losses = simulate(lambda x: Identity.apply(x).sum(), leaves(2))
@@ -256,6 +256,6 @@ def test_torch_is_left_as_it_was():
         losses[0].backward()
     assert set(local._backwards) > noted
     del losses
-    gc.collect()  # errors make cycles
+    gc.collect()  # exceptions create reference cycles
     assert set(local._backwards) <= noted
     assert before == [vars(BackwardCFunction).get("__init__"), saved_tensors_hooks.__init__, torch.Tensor.register_hook]
