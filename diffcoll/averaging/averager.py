@@ -71,7 +71,7 @@ class GradientAverager:
         comm_dtype: the dtype in which gradients are sent and added; None: their own.
         broadcast_parameters: copy rank 0's parameters to all ranks on construction.
         broadcast_buffers: copy rank 0's buffers to all ranks on construction; needs a module.
-        hooks: False: backward does nothing; `synchronize` reduces what is in `.grad`.
+        hooks: False: backward sends nothing, as if always within `no_sync`; `synchronize` reduces what is in `.grad`.
 
     Raises:
         TypeError, ValueError: an argument is wrong on its own; a module has sparse gradients; DistributedDataParallel,
@@ -121,8 +121,9 @@ class GradientAverager:
         self._is_attached = True
         if self._tree is not None:
             self._tree.attach(registry.averaged, self._hooks.after_new_parameter)
-        if hooks:
-            self._hooks.attach()
+        if not hooks:
+            self._hooks.no_sync_depth += 1
+        self._hooks.attach()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

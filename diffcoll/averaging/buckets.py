@@ -39,6 +39,7 @@ class Parameter:
         self.node: Any = None  # AccumulateGrad, kept alive for its pre-hook
         self.pass_number = -1  # number of the backward pass in which its gradient was last accumulated
         self.grad_view: Tensor | None = None  # the view of its place that was assigned to `.grad`
+        self.weighted_at = -1  # number of reductions when a gradient was last multiplied by the weight
         self.reduced: Tensor | None = None  # `.grad` after its reduction
         self.earlier: Tensor | None = None  # a reduced gradient to which the gradient of this step is added at the end
         self.accumulated: Tensor | None = None  # `.grad` of this step while `earlier` is set, and its version

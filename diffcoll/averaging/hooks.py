@@ -104,7 +104,7 @@ class Hooks:
                     "call set_weight(w) before the backward of each batch, and take all losses of one in one backward"
                 )
                 raise RuntimeError(message(NAME, "weight", "none for this batch", "one", remedy))
-            weight = reducer.weights.current
+            weight, p.weighted_at = reducer.weights.current, reducer.count
         reducer.set_aside(p)
         p.reduced = None
         if reducer.join.ran_out:

@@ -132,6 +132,12 @@ class Reducer:
             return
         if grad.layout != torch.strided:
             raise TypeError(f"{NAME}: {p.name}: {SPARSE}")
+        if self.reduction == "weighted" and p.weighted_at != self.count:
+            raise RuntimeError(
+                f"{NAME}: {p.name}: its gradient was not multiplied by the weight, since no backward has accumulated "
+                "it since the last reduction; call set_weight(w), then backward, or average gradients that you assign by "
+                "dc.average_gradients(…, weight=w)"
+            )
         if grad.requires_grad:
             raise RuntimeError(
                 f"{NAME}: {p.name}: its gradient is part of a graph (create_graph=True), and reduction in a bucket is "

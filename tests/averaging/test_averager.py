@@ -450,6 +450,46 @@ def test_without_hooks():
     assert not torch.equal(found[0][1][0], found[1][1][0])
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
+@pytest.mark.parametrize("how", ["hooks=False", "no_sync"])
+def test_synchronize_after_several_backward_calls(reduction, how):
+    """Weights are applied, and what was reduced before is not reduced again."""
+    slopes = [[1.0, 4.0], [2.0, 5.0]]  # rank → backward → gradient
+
+    def body(r):
+        p = nn.Parameter(torch.zeros(1))
+        averager = dc.GradientAverager([p], reduction=reduction, hooks=how != "hooks=False")
+        found = []
+        for slope in slopes[r]:
+            if reduction == "weighted":
+                averager.set_weight(1 + 2 * r)
+            with averager.no_sync() if how == "no_sync" else contextlib.nullcontext():
+                (slope * p).sum().backward()
+            averager.synchronize()
+            found.append(p.grad.item())
+        return found
+
+    both = {"mean": [1.5, 6.0], "sum": [3.0, 12.0], "weighted": [1.75, 6.5]}[reduction]
+    assert simulate(body, range(2), rules=True) == [both, both]
+
+
+def test_a_weight_is_refused_for_a_gradient_that_no_backward_has_accumulated():
+    def body(r):
+        p = nn.Parameter(torch.zeros(1))
+        averager = dc.GradientAverager([p], reduction="weighted", hooks=False)
+        averager.set_weight(1 + r)
+        p.grad = torch.full((1,), r + 1.0)
+        with pytest.raises(RuntimeError, match="0: its gradient was not multiplied by the weight, since no backward"):
+            averager.synchronize()
+        p.grad = None
+        averager.set_weight(1 + r)
+        (p * (r + 1)).sum().backward()
+        averager.synchronize()
+        return p.grad.item()
+
+    assert simulate(body, range(2), rules=True) == [pytest.approx(5 / 3)] * 2
+
+
 def test_frozen_shared_and_unfrozen_parameters():
     def body(r):
         torch.manual_seed(0)
