@@ -135,8 +135,8 @@ class Reducer:
         if self.reduction == "weighted" and p.weighted_at != self.count:
             raise RuntimeError(
                 f"{NAME}: {p.name}: its gradient was not multiplied by the weight, since no backward has accumulated "
-                "it since the last reduction; call set_weight(w), then backward, or average gradients that you assign by "
-                "dc.average_gradients(…, weight=w)"
+                "it since the last reduction; call set_weight(w) before backward, and average gradients that you "
+                "assign by dc.average_gradients(…, weight=w)"
             )
         if grad.requires_grad:
             raise RuntimeError(
