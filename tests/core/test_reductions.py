@@ -502,15 +502,15 @@ def test_check_mode_holds_functions_to_their_promises(run):
         assert set(honest) == {""}
         words = r"whose result at one position depends on other positions, expected .* itself without dc\.elementwise"
         assert [text for text in broken if not re.search(words, text)] == []
-        assert all("makes other numbers of the same stack on rank 1 than on rank 0" in text for text in different[:3])
+        assert all("different values for the same stack on rank 1 and on rank 0" in text for text in different[:3])
         assert "elementwise(a function)" in different[3]
     assert len({tuple(re.sub("<.*?>", "", text) for text in broken) for _, broken, _ in got}) == 1
 
 
 def test_a_function_of_the_wrong_shape():
     for f, words in [
-        (lambda s: s * 2, r"got a function that makes \(2, 3\), expected \(3,\): dim 0 of \(2, 3\) reduced"),
-        (lambda s: 1.0, "got a function that makes float"),
+        (lambda s: s * 2, r"got a function that returns \(2, 3\), expected \(3,\): dim 0 of \(2, 3\) reduced"),
+        (lambda s: 1.0, "got a function that returns float"),
     ]:
         with pytest.raises(ValueError, match=rf"all_reduce: op: {words}.*; reduce with dim=0"):
             simulate(lambda x, f=f: dc.all_reduce(x, f), [torch.zeros(3)] * 2, rules=True)
