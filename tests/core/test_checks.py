@@ -73,7 +73,7 @@ DISAGREEMENTS = {
     ),
     "leaves": (
         lambda odd: dc.all_reduce([x_(3)] * (2 if odd else 1)),
-        r"rank 0: .*\n.* differs: not there\n  rank 1: .*\n.* differs: x\[1\]: torch.float64 \(3,\)",
+        r"rank 0: .*\n.* differs: missing\n  rank 1: .*\n.* differs: x\[1\]: torch.float64 \(3,\)",
     ),
     "paths of leaves": (
         lambda odd: dc.broadcast({"b": x_(3), "c" if odd else "a": x_(3)}),
