@@ -1,4 +1,4 @@
-"""async_op=True: the same results and gradients, started early and awaited late, in both directions."""
+"""async_op=True: the same results and gradients; communication overlaps with computation in both directions."""
 
 import gc
 import threading
@@ -29,7 +29,7 @@ CALLS = {
 
 @pytest.mark.parametrize("rows", [4, 40_000])
 def test_several_at_once_awaited_in_any_order(rows):
-    """Each rank waits in an order of its own."""
+    """Each rank waits in a different order."""
 
     def body(r):
         calls = {**CALLS, "reduce_scatter": lambda x, **more: dc.reduce_scatter(x, **more)}
@@ -63,8 +63,8 @@ def test_gradients_are_those_of_truth(gradients, name):
     )
 
 
-def test_the_backward_is_the_mirror_image(monkeypatch):
-    """The adjoint starts where the forward waited, and is awaited where the forward started."""
+def test_backward_overlaps_with_computation(monkeypatch):
+    """The backward of the wait starts the adjoint; the backward of the start waits for it."""
 
     def body(r):
         events = []
@@ -144,7 +144,7 @@ def test_a_forgotten_wait_is_reported(rules):
         simulate(body, [torch.ones(2)] * 2, rules=rules)
 
 
-def test_forgotten_on_real_processes_the_group_goes_on():
+def test_after_a_forgotten_wait_the_group_works_on_real_processes():
     def body(r):
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
@@ -156,7 +156,7 @@ def test_forgotten_on_real_processes_the_group_goes_on():
     assert spawn(body, range(2)) == [(3, 1)] * 2
 
 
-def test_what_it_says_of_itself():
+def test_repr():
     pending = dc.all_reduce(torch.ones(1), async_op=True)
     assert "all_reduce started at" in repr(pending)
     assert ", not waited for>" in repr(pending)
@@ -188,23 +188,23 @@ def test_modified_in_place_after_the_wait():
     assert x.grad.tolist() == [1, 1]
 
 
-# ── what is under way is the library's own ───────────────────────────────────────────────────────────────
+# ── tensors that change while a collective is in flight ──────────────────────────────────────────────────
 
-RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn}  # and all bodies in one run on MPI, below
+RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn}  # on MPI all bodies in one run, see below
 FORWARD = {
     **CALLS,
     "gather in parts": lambda x, **more: dc.all_gather(x, **more),
-    "blocks that lie apart": lambda x, **more: dc.all_to_all(x, 1, 0, **more),
+    "blocks that are not contiguous": lambda x, **more: dc.all_to_all(x, 1, 0, **more),
     "half": lambda x, **more: dc.all_reduce(x.bfloat16(), **more),
 }
 
 
 def rows_of(name):
-    return 4 if name == "reduce_scatter" else 40_000  # what is that large is under way for a while
+    return 4 if name == "reduce_scatter" else 40_000  # large enough to be in flight for a while
 
 
 def changing_x(r):
-    """The collectives that a change of x between start and wait spoils; the others have changed theirs before."""
+    """Return the collectives whose result is wrong if x is modified after the start, on rank 0 before rank 1 starts."""
     wrong = []
     for name, call in FORWARD.items():
         x = torch.linspace(r, 1, rows_of(name) * 2, dtype=torch.float64).view(-1, 2)
@@ -219,7 +219,7 @@ def changing_x(r):
 
 
 def changing_the_gradient(r):
-    """The same in backward: a hook zeroes b.grad, which is the memory of the gradient on which the adjoint started."""
+    """The same in backward: a hook zeroes b.grad, which shares memory with the gradient that the adjoint was given."""
     wrong = []
 
     def zero(b):
@@ -256,7 +256,7 @@ def test_memory_may_change_once_a_collective_has_been_started(where):
 
 
 def in_two_threads(r):
-    """Between the start and the wait of one thread another one is refused; after that it is not."""
+    """Between the start and the wait of one thread, another thread's calls raise; after the wait they do not."""
 
     def in_thread(call):
         found = []
@@ -295,11 +295,11 @@ def check_two_threads(found):
         assert rest == [3.0, [1.0, 2.0], [1.0, 2.0], 2.0 * [1, 10][r]]
 
 
-def test_two_threads_with_something_under_way():
+def test_two_threads_with_a_collective_in_flight():
     check_two_threads(spawn(in_two_threads, range(2)))
 
 
-def test_a_wait_that_was_refused_is_made_again():
+def test_a_wait_that_raised_can_be_repeated():
     def body(r):
         lock = resolve(None, "test").lock
         pending = dc.all_gather(torch.tensor([1.0 + r]), async_op=True)
@@ -312,11 +312,11 @@ def test_a_wait_that_was_refused_is_made_again():
         assert run(body, range(2)) == [([1.0, 2.0], [1.0, 2.0])] * 2
 
 
-# ── graphs that run otherwise than once, from the end to the beginning ───────────────────────────────────
+# ── graphs that run more than once, or in part ───────────────────────────────────────────────────────────
 
 
 def backward_in_a_hook(r):
-    """Through the same graph, twice, while the adjoint of the outer one is under way; also to second order."""
+    """Twice through the same graph, while the adjoint of the outer backward is in flight; also to second order."""
     results = []
     for create in (False, True):
         x = torch.tensor([1.0, 2.0 + r], dtype=torch.float64, requires_grad=True)
@@ -358,7 +358,7 @@ def test_a_backward_in_a_hook_through_the_same_graph(where):
 
 
 def in_checkpoints(r):
-    """Steps with async collectives in checkpoints that stop before, at and after the wait; what they leave behind."""
+    """Async collectives in checkpoints that stop before, at and after the wait; return gradients and what is left."""
 
     def before(x):
         pending = dc.all_reduce(x.sin(), async_op=True)
@@ -396,18 +396,18 @@ def check_checkpoints(found):
         for again, once, _, left in of_rank:
             torch.testing.assert_close(again, once)
             assert left == (0, 0)
-        # Not one more in every step, and some of them do stop before the wait.
+        # The number does not grow with every step, and some checkpoints do stop before the wait.
         assert [abandoned for *_, (abandoned, _), _ in of_rank] == [1, 0, 2]
 
 
 @pytest.mark.parametrize("where", RUNS)
 def test_checkpoints_that_stop_before_the_wait(where):
-    """Their second forward starts a collective, and ends when everything that backward needs is there again."""
+    """Recomputation starts a collective, and stops once all tensors that backward needs are recomputed."""
     check_checkpoints(RUNS[where](in_checkpoints, range(2)))
 
 
 def test_never_waited_for_in_a_region_of_joint_backward():
-    """Its backward cannot run: the adjoint starts where the forward waits."""
+    """Its backward cannot run, because the adjoint is started by the backward of the wait."""
 
     def body(r):
         x = torch.ones(2, requires_grad=True)
@@ -425,7 +425,7 @@ def test_never_waited_for_in_a_region_of_joint_backward():
 
 
 def with_errors_in_between(r):
-    """What is under way has its memory until it is there; the next call goes on as if nothing had been."""
+    """A collective in flight keeps its memory until it is complete; the next call waits for it and works."""
 
     def fails(g):
         raise KeyError("a hook")
