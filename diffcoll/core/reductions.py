@@ -289,9 +289,8 @@ class elementwise:
     Args:
         f: gets a stack of some positions of all ranks' x, dim 0 of which is the rank: (N, k) with any k from 1, or
             (N, …) with the shape of x or of a block of it; returns it with dim 0 reduced. It must be the same function
-            on all ranks. The library cannot verify that f is elementwise and relies on it. Check mode compares the
-            result of f for the whole stack with its results for parts, and raises the same ValueError on all ranks if
-            they differ.
+            on all ranks. That f is elementwise is verified in check mode only: it compares the result of f for the
+            whole stack with its results for parts, and raises the same ValueError on all ranks if they differ.
 
     Raises:
         TypeError: f is not callable.
