@@ -1,7 +1,7 @@
-"""Properties that hold for every collective, in every case.
+"""Properties that every collective must have in every case.
 
 A property is a generator: it yields the body that every rank runs, is sent all ranks' results, and asserts.
-The same property is checked on simulated ranks, case by case, and on real processes, all cases in one run.
+So the same property can be checked on simulated ranks, case by case, and on real processes, all cases in one run.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -43,7 +43,7 @@ def the_input_is_untouched_and_the_output_its_own(case: Case) -> Generator[Body,
 
 
 def the_output_may_be_changed_in_place(case: Case) -> Generator[Body, list[Any], None]:
-    """Gradients up to second order equal those of the out-of-place formula; x does not change with y."""
+    """Gradients to second order equal those of the same formula out of place; x is not modified with y."""
 
     def body(r: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         def gradients(in_place: bool) -> list[Tensor]:
@@ -60,7 +60,7 @@ def the_output_may_be_changed_in_place(case: Case) -> Generator[Body, list[Any],
             assert torch.equal(leaf, before), case
             return [y.detach(), g.detach(), h]
 
-        with torch.no_grad():  # forward might return x itself here
+        with torch.no_grad():  # in which a collective might return x itself
             x = case.x(r, SEED)
             case.call(x, r).fill_(7)
         return gradients(True), gradients(False), [x] if x is None else [x, case.x(r, SEED)]
@@ -72,7 +72,7 @@ def the_output_may_be_changed_in_place(case: Case) -> Generator[Body, list[Any],
 
 
 def the_adjoint_is_the_adjoint(case: Case) -> Generator[Body, list[Any], None]:
-    """Σ_r ⟨(F x)_r, y_r⟩ = Σ_r ⟨x_r, (F* y)_r⟩; a replicated tensor counts once."""
+    """Σ_r ⟨(F x)_r, y_r⟩ = Σ_r ⟨x_r, (F* y)_r⟩; for a replicated tensor the sum has one term."""
     if not case.linear:
         return
 
@@ -103,7 +103,7 @@ def the_adjoint_of_the_adjoint_is_the_map(case: Case) -> Generator[Body, list[An
 
 
 def the_jvp_is_that_of_truth(case: Case) -> Generator[Body, list[Any], None]:
-    if None in case.shapes:  # cannot be transformed
+    if None in case.shapes:  # not supported in transforms
         return
 
     got = yield lambda r: cases.tangent_on_rank(case, r, SEED)
@@ -113,7 +113,7 @@ def the_jvp_is_that_of_truth(case: Case) -> Generator[Body, list[Any], None]:
 
 
 def vmap_is_a_loop(case: Case) -> Generator[Body, list[Any], None]:
-    if None in case.shapes:  # cannot be transformed
+    if None in case.shapes:  # not supported in transforms
         return
 
     def body(r: int) -> list[tuple[Tensor, Tensor]]:
@@ -127,7 +127,7 @@ def vmap_is_a_loop(case: Case) -> Generator[Body, list[Any], None]:
 
     for pairs in (yield body):
         for mapped, loop in pairs:
-            _close([mapped], [loop], case)  # not bitwise: sums may be taken in another order
+            _close([mapped], [loop], case)  # not bitwise: the order of summation may differ
 
 
 def transforms_nest(case: Case) -> Generator[Body, list[Any], None]:
@@ -154,12 +154,12 @@ def transforms_nest(case: Case) -> Generator[Body, list[Any], None]:
 
 
 def _is_small(case: Case) -> bool:
-    """Whether x is real, of one shape on all ranks, and small enough for a whole Jacobian."""
+    """Whether x is real, of the same shape on all ranks, and small enough for whole Jacobians."""
     return not case.dtype.is_complex and len(set(case.shapes)) == 1 and 0 < torch.Size(case.shapes[0]).numel() <= 12
 
 
 def every_transform_gives_the_gradients_of_truth(case: Case) -> Generator[Body, list[Any], None]:
-    """func.grad, vjp, jacrev, vmap(grad), functional.hvp, and both ways of checkpointing."""
+    """func.grad, vjp, jacrev, vmap(grad), functional.hvp, and both kinds of checkpoints."""
     if not _is_small(case):
         return
 
@@ -212,7 +212,7 @@ def forward_mode_and_jacobians_agree(case: Case) -> Generator[Body, list[Any], N
 
 
 def modes_change_nothing(case: Case) -> Generator[Body, list[Any], None]:
-    """autocast changes no values and dtypes; no_grad and inference_mode change no values and record nothing."""
+    """autocast, no_grad and inference_mode keep values and dtypes; the last two record no graph."""
 
     def body(r: int) -> tuple[list[Tensor], bool]:
         x = case.x(r, SEED)
@@ -248,7 +248,7 @@ ALL = [
 
 
 def hold(pairs: Iterable[tuple[Property, Case]], n: int, run: Callable[..., list[Any]]) -> set[Property]:
-    """Assert properties of cases in a world of n ranks, in one run of them all; return those that said something."""
+    """Assert properties of cases on n ranks, all in one run; return the properties that apply to a case."""
     started = [(p, g, body) for p, case in pairs if (body := next(g := p(case), None)) is not None]
     bodies = [body for *_, body in started]
     results = run(lambda r: [body(r) for body in bodies], range(n))
@@ -262,7 +262,7 @@ def hold(pairs: Iterable[tuple[Property, Case]], n: int, run: Callable[..., list
 
 
 def _rule(case: Case, r: int) -> tuple[Tensor, linear.Linear]:
-    """Return the map of a call, from its graph, and a tensor to which it can be applied."""
+    """Return an x for the map of a call, and the map, which is read from the autograd graph."""
     x = case.x(r, SEED)
     y = case.call(None if x is None else x.requires_grad_(), r)
     node = y.grad_fn

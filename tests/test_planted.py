@@ -1,4 +1,4 @@
-"""The test suite detects planted mistakes: each wrong rule must violate a property."""
+"""The property tests detect wrong rules: each planted mistake makes a property fail."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -24,7 +24,7 @@ def rule_of(name):
 
 
 def held(name):
-    """Whether all properties hold on the table's calls of a collective; stops at the first that does not."""
+    """Whether all properties hold in all cases of a collective; stops at the first that does not."""
     try:
         for case in cases.table(N):
             if case.name == name:
@@ -36,7 +36,7 @@ def held(name):
 
 @dataclass(frozen=True)
 class Wrong(Linear):
-    """`right` with a planted mistake."""
+    """The map `right` with a planted mistake."""
 
     name: ClassVar[str] = "wrong"
     right: Linear
@@ -52,7 +52,7 @@ class Wrong(Linear):
             return y * n
         if self.mistake == "by N":
             return y / n
-        if self.mistake == "ranks swapped":  # the result belongs to another rank
+        if self.mistake == "ranks swapped":  # the result of another rank
             return y.flip(0) if y.dim() and y.shape[0] > 1 else y * (1 + rank)
         if self.mistake == "one rank missing":
             return y * (rank != n - 1)
@@ -64,7 +64,7 @@ class Wrong(Linear):
 
 
 def local(right, x, y):
-    """The result of this rank's data alone."""
+    """The result from this rank's x alone."""
     return x if x.shape == y.shape else torch.zeros_like(y) + x.sum()
 
 
@@ -73,7 +73,7 @@ MISTAKES = ["times N", "by N", "no reduction", "local", "ranks swapped", "one ra
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_a_wrong_adjoint_is_refused(monkeypatch, name, mistake):
+def test_a_wrong_adjoint_is_detected(monkeypatch, name, mistake):
     rule = rule_of(name)
     right = rule.adjoint
     monkeypatch.setattr(rule, "adjoint", property(lambda f: Wrong(f.engine, right.fget(f), mistake)))
@@ -82,16 +82,16 @@ def test_a_wrong_adjoint_is_refused(monkeypatch, name, mistake):
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_a_wrong_forward_is_refused(monkeypatch, name, mistake):
+def test_a_wrong_forward_is_detected(monkeypatch, name, mistake):
     rule = rule_of(name)
     right = rule.start
 
     if (name, mistake) == ("sum_gradients", "local"):
-        pytest.skip("local is what it is")
+        pytest.skip("its forward is local")
 
     def start(f, x):
         if not (x.is_floating_point() or x.is_complex()):
-            return right(f, x)  # sizes exchanged by the ranks
+            return right(f, x)  # sizes that the ranks exchange
 
         class Right:
             engine = f.engine
@@ -106,8 +106,8 @@ def test_a_wrong_forward_is_refused(monkeypatch, name, mistake):
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather", "broadcast"])
-def test_the_two_worlds_are_told_apart(monkeypatch, name):
-    """The partial rule with the replicated backward, the mistake of a detached gather."""
+def test_a_replicated_adjoint_of_a_partial_cotangent_is_detected(monkeypatch, name):
+    """As in a gather that detaches the other ranks' tensors: each rank gets the gradient of its own loss alone."""
     rule = rule_of(name)
     right = rule.adjoint
     monkeypatch.setattr(rule, "adjoint", property(lambda f: right.fget(replace(f, replicated=True))))

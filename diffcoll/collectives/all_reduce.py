@@ -125,6 +125,6 @@ def all_reduce(
 def _all_reduce(call: Call, x: Any) -> Any:
     replicated, op = call.cotangent(), call.arguments["op"]
     if isinstance(x, Tensor):
-        return call.reduce(AllReduce(call.engine, replicated), x, lambda reducing: reducing.everywhere(replicated))
+        return call.reduce(AllReduce(call.engine, replicated), x, lambda reducing: reducing.on_all_ranks(replicated))
     whole = callable(op) and not isinstance(op, elementwise)
     return (trees.by_leaf if whole else trees.by_message)(call, _all_reduce)

@@ -77,4 +77,4 @@ def reduce(x: Tensor, dst: int = 0, op: Op = "sum", group: Group = None) -> Tens
 
 def _reduce(call: Call, x: Tensor) -> Any:
     root = call.root("dst")
-    return call.reduce(Reduce(call.engine, root), x, lambda reducing: reducing.at(root))
+    return call.reduce(Reduce(call.engine, root), x, lambda reducing: reducing.on_rank(root))

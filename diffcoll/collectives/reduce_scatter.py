@@ -119,4 +119,4 @@ def reduce_scatter(
 def _reduce_scatter(call: Call, x: Tensor) -> Any:
     d = call.dim("dim", x)
     parts = call.sizes_of_parts(x, d)
-    return call.reduce(ReduceScatter(call.engine, d, parts), x, lambda reducing: reducing.block(d, parts))
+    return call.reduce(ReduceScatter(call.engine, d, parts), x, lambda reducing: reducing.blocks(d, parts))

@@ -1,4 +1,4 @@
-"""What the ranks tell each other about a call before it moves x: a comparison in check mode, and sizes."""
+"""What the ranks exchange about a call before it sends x: a comparison in check mode, and sizes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Agreement:
         name: of the collective.
         x: as the user passed it.
         engine: the group.
-        arguments: the others by their names; what is understood of one replaces it.
-        async_op: whether the call returns before the result is there.
-        reduction: what `op` names, where the collective has one.
+        arguments: the others by name; each is replaced by its normalised value once it is read.
+        async_op: whether the call returns before the result is ready.
+        reduction: the one that `op` names, if the collective has an `op`.
         exchanged: whether the ranks have exchanged sizes for this call.
     """
 
@@ -54,7 +54,7 @@ class Agreement:
     def agree_on_leaves(self, shapes: Sequence[object], leaves: Sequence[Tensor]) -> None:
         """In check mode, compare the leaves of a tree, which have these shapes, with those of the other ranks.
 
-        In joint simulation too, paths and dtypes: there each leaf is a call of its own.
+        In joint simulation compare paths and dtypes, check mode or not: there each leaf is a separate call.
         """
         engine = self.engine
         if engine.joint:
@@ -70,12 +70,12 @@ class Agreement:
             return
         n, ndim = self.engine.size, len(sent[0])
         rows = self.gather_numbers([size for block in sent + expected for size in block], "blocks")
-        told = [torch.tensor(row, device="cpu").view(2, n, ndim).tolist() for row in rows]
+        shapes = [torch.tensor(row, device="cpu").view(2, n, ndim).tolist() for row in rows]
         for r in range(n):
             for s in range(n):
-                block, place = told[r][0][s], told[s][1][r]
-                if block != place:
-                    why = f"rank {r} sends {tuple(block)} to rank {s}, which expects {tuple(place)}"
+                block, expects = shapes[r][0][s], shapes[s][1][r]
+                if block != expects:
+                    why = f"rank {r} sends {tuple(block)} to rank {s}, which expects {tuple(expects)}"
                     checks.refuse(self.engine, self._text(), f"{checks.disagree(self.engine)} {why}")
 
     def compares(self) -> bool:
@@ -83,11 +83,11 @@ class Agreement:
         engine = self.engine
         if not checks.is_on() or engine.joint or engine.compiling or engine.size == 1:
             return False
-        return not (isinstance(self.x, Tensor) and is_traced(self.x))  # the op compares itself when it runs
+        return not (isinstance(self.x, Tensor) and is_traced(self.x))  # the op is compared when it runs
 
     def _compare(self, facts: tuple[object, ...], leaves: Sequence[str] | None = None) -> None:
         try:
-            later = self.async_op and not self.engine.joint  # there the result is the same
+            later = self.async_op and not self.engine.joint  # where `async_op` changes nothing
             checks.compare(self.engine, (*facts, later), self._text(), leaves)
         except CollectiveMismatchError:
             raise
@@ -95,7 +95,7 @@ class Agreement:
             raise failure(self.name, self.engine.description, self.engine.rank, None, error) from error
 
     def meaning(self, f: Linear) -> tuple[object, ...]:
-        """Return what the arguments mean, which must be equal on all ranks however they are written."""
+        """Return the normalised arguments, which must be equal on all ranks; their spelling may differ."""
         values = [getattr(f, field.name) for field in fields(f) if field.name not in ("engine", *PER_RANK)]
         op: list[object] = []
         if self.reduction is not None:
@@ -104,9 +104,9 @@ class Agreement:
         return self.name, *values, *op
 
     def _text(self) -> str:
-        """Return how this call reads in an error."""
+        """Return the description of this call for an error."""
         x = f"{self.x.dtype} {tuple(self.x.shape)}" if isinstance(self.x, Tensor) else type(self.x).__name__
-        given = {k: _a_function(v) if callable(v) else v for k, v in self.arguments.items()}
+        given = {k: _function_text(v) if callable(v) else v for k, v in self.arguments.items()}
         if self.async_op:
             given["async_op"] = True
         words = ", ".join([x, *(f"{k}={v!r}" for k, v in given.items())])
@@ -115,7 +115,7 @@ class Agreement:
     # ── exchanged ────────────────────────────────────────────────────────────────────────────────────────
 
     def gather_numbers(self, numbers: list[int], what: str = "sizes") -> list[list[int]]:
-        """Exchange a few integers, as many on each rank; return one list from each rank, in order."""
+        """Exchange a few integers, equally many on each rank; return one list per rank, in order."""
         self.exchanged = True
         if self.compares():
             self._compare((self.name, what, len(numbers)))
@@ -136,13 +136,13 @@ class Agreement:
         return integers(apply(send, row))
 
 
-def _a_function(op: object) -> str:
-    """Return what ranks compare of a function, which each of them may have made for itself."""
+def _function_text(op: object) -> str:
+    """Return a description of a function that is equal on all ranks; a repr would contain an address."""
     return "elementwise(a function)" if isinstance(op, elementwise) else "a function"
 
 
 def kind(f: Linear, x: Tensor) -> tuple[object, ...]:
-    """Return what of f's x must be equal on all ranks."""
+    """Return the properties of f's x that must be equal on all ranks."""
     shape = list(x.shape)
     if f.name == "all_to_all":
         return x.dtype, len(shape)  # `agree_on_blocks` compares the sizes

@@ -1,4 +1,4 @@
-"""The arguments of a call, understood one by one; each error names operation, argument, got, expected and a remedy."""
+"""The arguments of a call, read one by one; each error names operation, argument, got, expected and a remedy."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ TAKE_TREES = ("all_reduce", "all_gather", "broadcast", "sum_gradients")
 #: Collectives whose x is read on one rank only.
 CHECK_X_THEMSELVES = ("scatter",)
 
-#: Dtypes that PyTorch adds on the CPU, so every engine can.
+#: Dtypes that PyTorch adds on the CPU, and therefore every engine.
 ADDED = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128)
 ) | {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
-#: Dtypes that PyTorch copies and concatenates; collectives that add nothing take them.
+#: Dtypes that PyTorch copies and concatenates; collectives that do not add accept them.
 MOVED = (
     ADDED
     | {torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e4m3fnuz}
@@ -51,14 +51,14 @@ class Arguments(Agreement):
     """The arguments of `name(x, group=group, async_op=async_op, **arguments)`.
 
     Raises:
-        TypeError, ValueError: one of them is wrong by itself. Each method that reads one raises them as well.
+        TypeError, ValueError: one of them is invalid. Each method that reads one raises these too.
     """
 
     def __init__(self, name: str, x: Any, engine: Engine, async_op: bool, arguments: dict[str, Any]) -> None:
         super().__init__(name, x, engine, async_op, arguments)
         if async_op is not True and async_op is not False:
             raise self._not_a_flag("async_op", async_op)
-        if not isinstance(x, Tensor):  # a list of outputs would be a tree
+        if not isinstance(x, Tensor):  # a list of output tensors would be taken for a tree
             for argument in arguments:
                 self._refuse_tensors(argument)
         elif "op" in arguments:
@@ -78,9 +78,9 @@ class Arguments(Agreement):
             raise TypeError(message(self.name, "x", type(x).__name__, expected, "torch.as_tensor(x) makes one"))
         if type(x) is not Tensor and any(c.__name__ == "DTensor" for c in type(x).__mro__):
             remedy = (
-                "pass this rank's part, x.to_local(grad_placements=…): the gradient that comes back is this rank's "
-                "part of a sum, [Partial()], or the whole, [Replicate()], and without grad_placements DTensor assumes "
-                "the placements of x"
+                "pass this rank's part, x.to_local(grad_placements=…): [Partial()] if its gradient is this rank's part "
+                "of a sum, [Replicate()] if it is the whole gradient; without grad_placements DTensor assumes the "
+                "placements of x"
             )
             raise TypeError(message(self.name, "x", "a DTensor", expected, remedy))
         if x.is_nested:
@@ -100,7 +100,7 @@ class Arguments(Agreement):
         if device == "meta" or (devices is not None and device not in devices):
             where = "tensors with memory" if devices is None else f"a tensor on {' or '.join(devices)}"
             text = f"{where}, which is what {self.engine.description} moves"
-            remedy = "move x there, or name another group"
+            remedy = "move x there, or pass another group"
             raise ValueError(message(self.name, "x", f"a tensor on {device}", text, remedy))
         return x
 
@@ -108,7 +108,7 @@ class Arguments(Agreement):
         """Return whether the cotangent is declared replicated."""
         value = self.arguments["cotangent"]
         if value not in ("partial", "replicated"):
-            remedy = '"partial" if each rank has a loss of its own, "replicated" if all compute the same one'
+            remedy = '"partial" if each rank has its own loss, "replicated" if all compute the same one'
             raise self.error("cotangent", '"partial" or "replicated"', remedy)
         return bool(value == "replicated")
 
@@ -117,7 +117,7 @@ class Arguments(Agreement):
         op, ties = self.arguments["op"], self.arguments.get("ties", "even")
         if ties not in REDUCTIONS:
             raise self.error(
-                "ties", '"even" or "first"', "they say who gets the gradient where several ranks are largest"
+                "ties", '"even" or "first"', "they say which ranks get the gradient if several hold the maximum"
             )
         named = spelled(op)
         if named is None:
@@ -131,7 +131,7 @@ class Arguments(Agreement):
             raise TypeError(message(self.name, "op", f"the bitwise {name.upper()}", _OPS, remedy))
         if reduction is None:
             raise self.error("op", _OPS)
-        self.arguments["op"] = name  # the spelling that ranks compare and truth knows
+        self.arguments["op"] = name  # the spelling that ranks compare and that truth accepts
         if reduction.needs == "numbers":
             self.adds(x)
         got = f'"{name}" of {x.dtype}'
@@ -148,36 +148,36 @@ class Arguments(Agreement):
     def adds(self, x: Tensor) -> None:
         """Raise unless tensors like x can be added."""
         if x.dtype == torch.bool:
-            remedy = "x.to(torch.int64) counts"
+            remedy = "pass x.to(torch.int64) to count"
             raise TypeError(message(self.name, "x", "torch.bool", "numbers, which can be added", remedy))
         if x.dtype not in ADDED:
             raise TypeError(message(self.name, "x", str(x.dtype), "a dtype that PyTorch adds up", f"pass {_wider(x)}"))
 
     def flag(self, argument: str) -> bool:
-        """Return the truth value that an argument is."""
+        """Return a boolean argument."""
         value = self.arguments[argument]
         if value is not True and value is not False:
             raise self._not_a_flag(argument, value)
         return value
 
     def integer(self, argument: str) -> int:
-        """Return the integer that an argument is."""
+        """Return an integer argument."""
         self._refuse_tensors(argument)
         return self._integer(argument, self.arguments[argument])
 
     def dim(self, argument: str, x: Tensor, new: bool = False) -> int:
-        """Return the dimension that an argument names, counted from the front; `new`: one that x does not have yet."""
+        """Return a dimension counted from the front; `new`: of the result, which has one dimension more than x."""
         value = self.integer(argument)
         n = x.dim() + new
         if n == 0:
             raise self.error("x", "at least one dimension", "x.reshape(1) has one", got="a 0-d tensor")
         if not -n <= value < n:
             raise self.error(argument, f"a dimension from {-n} to {n - 1}, since x has shape {tuple(x.shape)}")
-        self.arguments[argument] = value % n  # what ranks compare
+        self.arguments[argument] = value % n  # the value that ranks compare
         return value % n
 
     def root(self, argument: str) -> int:
-        """Return the rank that an argument names."""
+        """Return a rank within the group."""
         value = self.integer(argument)
         if not 0 <= value < self.engine.size:
             n = self.engine.size
@@ -185,7 +185,7 @@ class Arguments(Agreement):
         return value
 
     def pairs(self, argument: str) -> tuple[tuple[int, int], ...]:
-        """Return the pairs (src, dst) that an argument lists."""
+        """Return a list of pairs (src, dst), sorted."""
         value, n = self.arguments[argument], self.engine.size
         expected = "a list of pairs (src, dst) of ranks"
         if isinstance(value, str) or not isinstance(value, Sequence):
@@ -199,7 +199,7 @@ class Arguments(Agreement):
             twice = [rank for rank in ranks if ranks.count(rank) > 1]
             if twice:
                 remedy = "send to several ranks with broadcast or several permutes"
-                raise self.error(argument, f"each rank at most once as {end} (rank {twice[0]} is there twice)", remedy)
+                raise self.error(argument, f"each rank at most once as {end} (rank {twice[0]} is listed twice)", remedy)
         return pairs
 
     def sizes_of_parts(self, x: Tensor, dim: int, argument: str = "sizes") -> tuple[int, ...]:
@@ -232,13 +232,13 @@ class Arguments(Agreement):
         return sizes
 
     def sizes_of_blocks(self, parts: tuple[int, ...], argument: str) -> tuple[int, ...]:
-        """Return the sizes of the blocks that come from the ranks, when `parts` are those that go to them."""
+        """Return the sizes of the blocks received from the ranks; `parts` are the sizes of those sent to them."""
         value, rank = self.arguments[argument], self.engine.rank
         if isinstance(value, str) and value == "auto":
             return tuple(row[rank] for row in self.gather_numbers(list(parts)))
         sizes = self._sizes(argument, value, auto=True)
         if sizes[rank] != parts[rank]:
-            raise self.error(argument, f"{parts[rank]} at position {rank}, the size of the block that stays here")
+            raise self.error(argument, f"{parts[rank]} at position {rank}, the size of the block that this rank keeps")
         return sizes
 
     def _sizes(self, argument: str, value: Any, auto: bool = False) -> tuple[int, ...]:
@@ -259,7 +259,7 @@ class Arguments(Agreement):
             if isinstance(value, bool):
                 raise TypeError
             if isinstance(value, torch.SymInt) or (torch.compiler.is_compiling() and isinstance(value, int)):
-                return cast(int, value)  # index() would make a constant of a symbol
+                return cast(int, value)  # index() would turn a symbol into a constant
             return operator.index(value)
         except TypeError:
             got = type(value).__name__
@@ -269,7 +269,7 @@ class Arguments(Agreement):
         return TypeError(message(self.name, argument, type(value).__name__, "True or False"))
 
     def _refuse_tensors(self, argument: str) -> None:
-        """Raise if an argument is what torch.distributed expects in its place: tensors, to be filled or sent."""
+        """Raise if an argument holds tensors, outputs or inputs, as torch.distributed expects in its place."""
         value = self.arguments[argument]
         listed = isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
         if (listed or isinstance(value, Tensor)) and not argument.endswith("sizes"):

@@ -1,6 +1,6 @@
-"""The way of one call of a collective.
+"""How one call of a collective is executed.
 
-public function → arguments understood → one of these → map → engine
+The public function reads its arguments and submits a map, which is executed by:
 
     group                 async_op
     joint simulation      both        `diffcoll.truth`, in one autograd graph of all ranks
@@ -31,21 +31,21 @@ from diffcoll.engines.engine import WIDER, Engine
 
 __all__ = ["Call", "perform"]
 
-#: Immutable types, each value of which is one object or is kept by the plan: arguments are compared by identity.
+#: Immutable types. Arguments are compared by identity; a plan keeps its arguments alive, so identities are not reused.
 _ATOMS = frozenset((str, int, bool, type(None)))
-#: Types of x whose attributes tell all that a plan depends on; subclasses may answer as they like.
+#: Types of x for which plans are used. Other subclasses of Tensor may override the attributes that a plan depends on.
 _TYPES = (Tensor, Parameter)
-#: How many plans a group keeps.
+#: Maximum number of plans of a group.
 _PLANS = 512
 
 
 class Plan(NamedTuple):
-    """What a call means for every x of the same dtype, shape and device: y = after(f(before(x)))."""
+    """The map of a call, valid for every x of the same dtype, shape and device: y = after(f(before(x)))."""
 
     f: Linear
     before: Callable[[Tensor], Tensor] | None
     after: Callable[[Tensor], Tensor] | None
-    #: Kept, so that no other object has their identities.
+    #: Kept alive, so that no other object gets their identities.
     arguments: tuple[Any, ...]
 
 
@@ -84,9 +84,9 @@ def _eager(f: Linear, x: Tensor, after: Callable[[Tensor], Tensor] | None, name:
 
 
 class Call(Arguments):
-    """One call: its arguments, its agreement with those of the other ranks, and its way to the engine."""
+    """One call: reads the arguments, compares them with those of the other ranks, and submits the map."""
 
-    #: Under which the group keeps the plan of this call; None: not.
+    #: The key of this call's plan in `engine.plans`; None: no plan is kept.
     key: tuple[Any, ...] | None = None
 
     def __init__(self, name: str, x: Any, engine: Engine, async_op: bool, arguments: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ class Call(Arguments):
         super().__init__(name, x, engine, async_op, arguments)
 
     def of(self, leaf: Tensor) -> Call:
-        """Return the same call for one leaf of a tree, or for a row of several."""
+        """Return the same call for one leaf of a tree, or for several leaves concatenated."""
         call = copy(self)
         call._agreed, call.key = False, None
         call.x, call.arguments = leaf, dict(self.arguments)
@@ -108,7 +108,7 @@ class Call(Arguments):
         before: Callable[[Tensor], Tensor] | None = None,
         after: Callable[[Tensor], Tensor] | None = None,
     ) -> Any:
-        """Return after(f(before(x))), or, with `async_op`, a Pending of it; first the ranks agree on it."""
+        """Return after(f(before(x))), or with `async_op` a Pending of it. In check mode the ranks compare it first."""
         block = x if before is None else before(x)
         if checks.is_on():
             self.agree(f, block)
@@ -119,7 +119,7 @@ class Call(Arguments):
         return y
 
     def _keep(self, plan: Plan, x: Tensor) -> None:
-        """Keep the plan of this call, which was right, for the next one."""
+        """Keep the plan of this call, which raised no error, for the next one."""
         if self.key is None or self.exchanged or x.dtype not in ADDED or not _ATOMS.issuperset(map(type, self.given)):
             return
         plans = self.engine.plans
@@ -127,8 +127,8 @@ class Call(Arguments):
             plans.clear()
         plans[self.key] = plan
 
-    def reduce(self, f: Linear, x: Tensor, other: Callable[[Reducing], Steps]) -> Any:
-        """Return f(x), f being the sum, or what `other` makes of a reduction that is not linear, by the call's `op`."""
+    def reduce(self, f: Linear, x: Tensor, steps: Callable[[Reducing], Steps]) -> Any:
+        """Return the reduction of x that `op` names: f(x) for the sum, the result of `steps` if it is not linear."""
         self.reduction, factor = self.op(x)
         reduction = self.reduction
         if factor is not None:
@@ -142,7 +142,7 @@ class Call(Arguments):
             return self.submit(f, x)
         if reduction.over is not None:
             self.key = None
-            last, block, after = other(Reducing(self.name, reduction, self.engine, x, checked=self.compares()))
+            last, block, after = steps(Reducing(self.name, reduction, self.engine, x, checked=self.compares()))
             return self.submit(last, block, after=after)
         # The mean is the sum divided by N. In half precision the sum may overflow where the mean does not.
         n, dtype, wide = self.engine.size, x.dtype, WIDER.get(x.dtype)

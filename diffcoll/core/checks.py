@@ -1,4 +1,4 @@
-"""Check mode: before a collective moves anything, its ranks compare what they are about to do."""
+"""Check mode: before a collective sends anything, its ranks compare their calls."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["check_mode", "compare", "digest", "disagree", "is_on", "refuse", "sa
 
 
 class _State:
-    """Whether the ranks compare, and in which groups they have done so in the innermost block, first one first.
+    """Whether check mode is on, and the groups that were compared within the innermost block, in order of first use.
 
-    That is an order in which all ranks can meet once more: in it they have met before.
+    At the end of a block the ranks compare in that order again, so ranks that are in several groups cannot deadlock.
     """
 
     def __init__(self, on: bool) -> None:
@@ -31,23 +31,23 @@ class _State:
 
 
 class _Rank(threading.local):
-    """What a simulated rank has said for itself: it is a thread among others of this process."""
+    """The state of a simulated rank, which is a thread of this process."""
 
     state: _State | None = None
 
 
 _process = _State(os.environ.get("DIFFCOLL_CHECK", "0") not in ("", "0"))
 _rank = _Rank()
-_ever = _process.on  # whether anyone has switched it on: quick to ask, and mostly the answer
+_ever_on = _process.on  # whether check mode was ever on in this process: a fast first test for `is_on`
 
 
 class check_mode:
-    """Make ranks that disagree an error on all of them; a switch, and a context manager that restores it.
+    """Raise an error on all ranks if they disagree about a collective; a function, and a context manager.
 
-    Before each collective, forward and backward, its ranks compare operation, dtype, shape, arguments and order. Where
-    they differ every rank raises the same `CollectiveMismatchError`, which lists each rank's call and its line, and
-    nothing has been moved. A tensor that is declared replicated, or whose cotangent is, is compared too. The
-    environment variable `DIFFCOLL_CHECK=1` switches it on from the start. Off, it costs nothing.
+    Before each collective, forward and backward, its ranks compare operation, dtype, shape, arguments and order. If
+    they differ, every rank raises the same `CollectiveMismatchError`, which lists each rank's call and its line, before
+    any data is sent. Tensors and cotangents that are declared replicated are compared by value too. The environment
+    variable `DIFFCOLL_CHECK=1` enables check mode at import. No overhead when disabled.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -57,15 +57,16 @@ class check_mode:
     >>> simulate(f, [torch.ones(2), torch.ones(2)], rules=True)
     [tensor([2., 2.]), tensor([2., 2.])]
 
-    Leaving a block is compared too, in the groups that were used in it: where a rank has skipped the last collectives,
-    or has left by an exception, the others raise, and do not wait. The exception itself goes on its way.
+    The ranks also compare at the end of a `with` block, in the groups that were used in it. If a rank skipped the last
+    collectives or left the block by an exception, the other ranks raise instead of waiting for it. That rank's own
+    exception propagates.
 
-    Each process says it for itself, in a simulated world each rank, and all ranks of a group must say the same.
-    Compiled and traced collectives are compared by map, arguments, dtype and shape, with each other: one that is
-    compiled on some ranks only is an error.
+    The setting is per process, in a simulated world per rank, and must be the same on all ranks of a group. Compiled
+    and traced collectives are compared by map, arguments, dtype and shape, and only with each other: a collective that
+    is compiled on some ranks only raises an error.
 
     Args:
-        on: whether to compare from here on.
+        on: whether to compare from this call on.
 
     Source: notes/failures.md.
     """
@@ -73,32 +74,32 @@ class check_mode:
     def __init__(self, on: bool = True) -> None:
         if not isinstance(on, bool):
             raise TypeError(message("check_mode", "on", type(on).__name__, "True or False"))
-        global _ever
-        state = _here()
+        global _ever_on
+        state = _state()
         self._before, state.on = state.on, on
-        _ever = _ever or on
+        _ever_on = _ever_on or on
         self._outer: dict[Engine, None] | None = None
 
     def __enter__(self) -> None:
-        """Note from here on which groups are used; it was switched when this was made."""
-        state = _here()
+        """Start a new record of the groups used. `__init__` has set the mode already."""
+        state = _state()
         self._outer, state.used = state.used, {}
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Compare that all ranks leave, and restore what was before."""
-        state = _here()
+        """Compare that all ranks leave the block, and restore the previous mode."""
+        state = _state()
         used, on = state.used or {}, state.on
         state.used, state.on = self._outer, self._before
         if self._outer is not None:
             self._outer.update(used)
         if on and not isinstance(error, (CollectiveMismatchError, CollectiveFailedError, KeyboardInterrupt)):
-            _leave(used, error)
+            _compare_end(used, error)
 
 
-def _leave(used: dict[Engine, None], error: BaseException | None) -> None:
-    """Raise on ranks that leave a block where others do not; those that leave by an error keep it."""
+def _compare_end(used: dict[Engine, None], error: BaseException | None) -> None:
+    """Raise if other ranks do not leave the block here, unless this rank leaves it by an error, which propagates."""
     how = "" if error is None else f" by {type(error).__name__}: {error}"
     for engine in [engine for engine in used if not engine.ended]:
         try:
@@ -111,25 +112,25 @@ def _leave(used: dict[Engine, None], error: BaseException | None) -> None:
                 raise failure("check_mode", engine.description, engine.rank, None, reason) from reason
 
 
-def _here() -> _State:
-    """What this process, or this simulated rank, has said."""
+def _state() -> _State:
+    """Return the state of this simulated rank, or of this process."""
     if _rank.state is None and local.here() is not None:
         _rank.state = _State(_process.on)
     return _rank.state or _process
 
 
 def is_on() -> bool:
-    """Whether the ranks compare."""
-    return _ever and (_rank.state or _process).on
+    """Whether check mode is on for this rank."""
+    return _ever_on and (_rank.state or _process).on
 
 
 def compare(engine: Engine, facts: object, text: str, leaves: Sequence[str] | None = None) -> None:
-    """Raise on all ranks if facts are not the same on all; text is how this rank's call reads.
+    """Raise on all ranks unless facts are equal on all; text describes this rank's call.
 
-    Where x is a tree, `leaves` says what each of its leaves is; the error names the first that differs.
+    If x is a tree, `leaves` describes each of its leaves; the error names the first that differs.
     """
     engine.operation, engine.later = "check mode", False
-    if (used := _here().used) is not None:
+    if (used := _state().used) is not None:
         used[engine] = None
     mine = digest(repr((facts, leaves)))
     rows = _gathered(engine, _numbers(engine, [mine, -1 if leaves is None else len(leaves)]), [2] * engine.size)
@@ -141,12 +142,12 @@ def compare(engine: Engine, facts: object, text: str, leaves: Sequence[str] | No
         of_ranks = zip_longest(*(row.tolist() for row in digests))
         first = next((i for i, of_leaf in enumerate(of_ranks) if len(set(of_leaf)) > 1), None)
         if first is not None:
-            text += f"\n    the first leaf that differs: {leaves[first] if first < len(leaves) else 'not there'}"
+            text += f"\n    the first leaf that differs: {leaves[first] if first < len(leaves) else 'missing'}"
     refuse(engine, text, disagree(engine))
 
 
 def digest(text: str) -> int:
-    """Return a number that tells texts apart."""
+    """Return a 56-bit hash, equal on all ranks for equal texts."""
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
@@ -156,12 +157,12 @@ def disagree(engine: Engine) -> str:
 
 
 def refuse(engine: Engine, text: str, why: str) -> None:
-    """Raise on all ranks, which have all seen why; text is what this rank says."""
+    """Raise on all ranks, which all call this for the same reason `why`; text describes this rank's call."""
     engine.operation, engine.later = "check mode", False
     words = torch.tensor(list(text.encode()), dtype=torch.uint8, device=engine.control_device)
     lengths = _gathered(engine, _numbers(engine, [len(words)]), [1] * engine.size)
-    said = _gathered(engine, words, [int(length) for length in lengths])
-    calls = "\n".join(f"  rank {r}: {bytes(text.tolist()).decode()}" for r, text in enumerate(said))
+    texts = _gathered(engine, words, [int(length) for length in lengths])
+    calls = "\n".join(f"  rank {r}: {bytes(text.tolist()).decode()}" for r, text in enumerate(texts))
     raise CollectiveMismatchError(f"{why}\n{calls}")
 
 
@@ -170,7 +171,7 @@ def _numbers(engine: Engine, numbers: list[int]) -> Tensor:
 
 
 def same_everywhere(engine: Engine, x: Tensor, text: str) -> None:
-    """Raise on all ranks if x, which is declared one tensor that all ranks hold, is not, but for rounding."""
+    """Raise on all ranks if x, which is declared replicated, differs between ranks by more than rounding."""
     engine.operation, engine.later = "check mode", False
     xs = _gathered(engine, x.detach().resolve_conj().resolve_neg().contiguous().view(-1), [x.numel()] * engine.size)
     exact = not (x.is_floating_point() or x.is_complex())
@@ -180,7 +181,7 @@ def same_everywhere(engine: Engine, x: Tensor, text: str) -> None:
             largest = (other - xs[0]).abs().max().item()
             raise CollectiveMismatchError(
                 f"{text}: declared replicated, but it differs by {largest:.3g} between rank 0 and rank {r}; "
-                'say cotangent="partial" where each rank has a loss of its own'
+                'pass cotangent="partial" if each rank has its own loss'
             )
 
 

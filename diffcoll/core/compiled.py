@@ -1,8 +1,8 @@
 """The linear maps as torch.library ops, for torch.compile.
 
-Eager code runs autograd Functions, which Dynamo does not trace when they have forward-mode rules; compiled code
-runs ops, which have none. Both are made of the same `Linear` objects: an op's arguments are the fields of one, and
-its kernel, its shape and its backward ask that object. No rule is stated here.
+Eager code runs autograd Functions, which Dynamo does not trace if they have a `jvp`. Compiled code runs ops, which have
+none. Both use the same `Linear` objects: the arguments of an op are the fields of one, and the op's kernel, fake kernel
+and backward call its methods. No rule is stated here.
 """
 
 from __future__ import annotations
@@ -47,40 +47,40 @@ def apply(f: Linear, x: Tensor) -> Tensor:
     return y
 
 
-class _Here(threading.local):
-    #: Whether an autograd Function of the library calls an op, and sees to its derivatives.
-    derived: bool = False
+class _Caller(threading.local):
+    #: Whether the op is called by an autograd Function of the library, which computes the derivatives.
+    is_function: bool = False
 
 
-_here = _Here()
+_caller = _Caller()
 
 
 def traced(f: Linear, x: Tensor) -> Tensor:
-    """Return f(x) as one op, for those who trace eager code below autograd: make_fx, AOTAutograd, FakeTensorMode."""
+    """Return f(x) as one op, for tracers of eager code below autograd: make_fx, AOTAutograd, FakeTensorMode."""
     if is_jit_tracing():
         raise RuntimeError(
             f"{f.name}: torch.jit.trace cannot record a collective; use torch.export or torch.compile, which can"
         )
     if is_joint() and backward_at_work() < 0:
         raise RuntimeError(_IN_JOINT.format(f.name))
-    before, _here.derived = _here.derived, True
+    before, _caller.is_function = _caller.is_function, True
     try:
         return apply(f, x)
     finally:
-        _here.derived = before
+        _caller.is_function = before
 
 
-def _refuse(name: str) -> None:
-    """Raise where a graph that was compiled elsewhere must not run: it does not look where it is called.
+def _check_context(name: str) -> None:
+    """Raise if a compiled graph is called within joint_backward or forward mode, which Dynamo's guards do not check.
 
-    A backward within the region is fine: its forward was called outside.
+    A backward within a region of joint_backward is allowed: its forward was called outside.
     """
     if is_joint() and backward_at_work() < 0:
         raise RuntimeError(_IN_JOINT.format(name))
     if is_differentiating():
         raise RuntimeError(
             f"{name}: a compiled or traced graph was called within torch.func.jvp, forward_ad and the like: PyTorch "
-            "has no such rules for ops, and would drop tangents; call the function uncompiled there"
+            "has no forward-mode rules for ops and would drop tangents; call the function uncompiled there"
         )
 
 
@@ -91,7 +91,7 @@ _IN_JOINT = (
 
 
 def _compare(f: Linear, x: Tensor) -> None:
-    """In check mode, compare the map with those of the other ranks: the call that made it is not known here."""
+    """In check mode, compare the map with those of the other ranks; the call that it belongs to is not known here."""
     given = {name: getattr(f, name) for name in _names[type(f)] if name not in PER_RANK}
     same = list(x.shape) if f.name not in UNEVEN else x.dim()
     words = ", ".join(f"{name}={value!r}" for name, value in given.items())
@@ -100,7 +100,7 @@ def _compare(f: Linear, x: Tensor) -> None:
 
 
 def _flat(value: Any) -> Any:
-    """A field as an argument of the op: pairs in one row."""
+    """Return a field of a map as an argument of the op: pairs are flattened."""
     if isinstance(value, tuple):
         return [v for pair in value for v in pair] if value and isinstance(value[0], tuple) else list(value)
     return value
@@ -111,37 +111,37 @@ def _register(kind: type[Linear]) -> None:
     _names[kind] = tuple(name for name, _ in arguments)
     schema = ", ".join(["Tensor x", "str group", *(f"{_SCHEMA[t]} {name}" for name, t in arguments)])
 
-    def made(group: str, *values: Any) -> Linear:
+    def build(group: str, *values: Any) -> Linear:
         row = zip(arguments, values, strict=True)
-        return kind(engine_named(group), *(_structured(t, value) for (_, t), value in row))
+        return kind(engine_named(group), *(_unflat(t, value) for (_, t), value in row))
 
     def kernel(x: Tensor, group: str, *values: Any) -> Tensor:
-        f = made(group, *values)
-        if not _here.derived:
-            _refuse(f.name)
-        return move(x, f, compare=lambda: _compare(f, x)).contiguous()  # as `fake` says
+        f = build(group, *values)
+        if not _caller.is_function:
+            _check_context(f.name)
+        return move(x, f, compare=lambda: _compare(f, x)).contiguous()  # as the result of `fake` is
 
     def fake(x: Tensor, group: str, *values: Any) -> Tensor:
         traceback.get_current_meta().pop("recompute", None)  # see `_keep_in_checkpoints`
-        # Not x.new_empty: of an x whose value the compiler knows it would believe to know that too.
-        return torch.empty(made(group, *values).shape(x.shape), dtype=x.dtype, device=x.device)
+        # Not x.new_empty: if x is a constant in the graph, the compiler would treat the result as one too.
+        return torch.empty(build(group, *values).shape(x.shape), dtype=x.dtype, device=x.device)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.f = made(*inputs[1:])
+        ctx.f = build(*inputs[1:])
 
     def backward(ctx: Any, gy: Tensor) -> tuple[Any, ...]:
         return apply(ctx.f.adjoint, gy), None, *[None] * len(arguments)
 
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, group: str, *values: Any) -> tuple[Tensor, int]:
-        return batch_last(apply(made(group, *values), x.movedim(in_dims[0], -1)))
+        return batch_last(apply(build(group, *values), x.movedim(in_dims[0], -1)))
 
     op = torch.library.custom_op(
         f"diffcoll::{kind.__name__}",
         kernel,
         mutates_args=(),
         schema=f"({schema}) -> Tensor",
-        # Not a function of its arguments alone: so it is not run while compiling, where they are constants, not
-        # run again in the backward to save memory, and not merged with an equal one.
+        # The tag of ops whose result does not depend on their arguments alone. The compiler does not fold it if the
+        # arguments are constants, recompute it in backward to save memory, or merge it with an equal one.
         tags=[torch.Tag.nondeterministic_seeded],
     )
     op.register_fake(fake)
@@ -152,7 +152,8 @@ def _register(kind: type[Linear]) -> None:
     _keep_in_checkpoints(_ops[kind])
 
 
-def _structured(kind: str, value: Any) -> Any:
+def _unflat(kind: str, value: Any) -> Any:
+    """Return the field of a map for an argument of the op, the inverse of `_flat`."""
     if kind == "tuple[int, ...]":
         return tuple(value)
     if kind == "tuple[tuple[int, int], ...]":
@@ -160,7 +161,7 @@ def _structured(kind: str, value: Any) -> Any:
     return value
 
 
-# ── a rule that is not linear and of our own ─────────────────────────────────────────────────────────────
+# ── the product, a rule that is not linear ───────────────────────────────────────────────────────────────
 
 
 def product(s: Tensor) -> Tensor:
@@ -169,37 +170,37 @@ def product(s: Tensor) -> Tensor:
     return y
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
 _product = torch.library.custom_op("diffcoll::product", Product.forward, mutates_args=(), schema="(Tensor s) -> Tensor")
 _product.register_fake(lambda s: s.new_empty(s.shape[1:]))
-_product.register_autograd(Product.backward, setup_context=_keep)
+_product.register_autograd(Product.backward, setup_context=_save)
 _product.register_vmap(Product.vmap)
 
 
-# ── what the compiler may not do ─────────────────────────────────────────────────────────────────────────
+# ── restrictions on the compiler ─────────────────────────────────────────────────────────────────────────
 
 
 def _keep_in_checkpoints(op: Any) -> None:
-    """Let a compiled checkpoint keep the result of a collective, instead of making it again.
+    """Make a compiled checkpoint save the result of a collective instead of recomputing it.
 
-    What has an effect cannot be cut out of the forward graph and run again in the backward (torch 2.13: an assertion in
-    its partitioner). Checkpoints tag every node by `torch.fx.traceback`'s metadata for nodes to come, from which `fake`
-    takes the tag away, and once more afterwards, but for the ops listed here.
+    An op with an effect cannot be moved from the forward graph to the backward graph (torch 2.13: an assertion in its
+    partitioner). Checkpoints tag all nodes twice: by the metadata that `torch.fx.traceback` gives to new nodes, from
+    which `fake` removes the tag, and once more afterwards, except for the ops listed here.
     """
     checkpoint.SAC_IGNORED_OPS.add(op)
 
 
 def _keep_in_order(definition: Any, op: Any) -> None:
-    """Forbid the compiler to drop a collective whose result this rank ignores, and to reorder collectives.
+    """Keep the compiler from dropping a collective whose result this rank ignores, and from reordering collectives.
 
-    It would be free to, since no data says so, and every rank compiles a graph of its own. There is no public way:
-    AOTAutograd knows effects, and Inductor takes them over as dependencies. Until torch 2.14 it stores these in
-    `additional_star_deps` under the names of buffers, where its scheduler looks for those of operations, so that a
-    later pass reorders them to save memory. Hence a lowering of our own, which states them again. Torch 2.15 states
-    them right, without that attribute: the lowering adds nothing there.
+    No data dependency forbids either, and every rank compiles its own graph. There is no public API for this:
+    AOTAutograd supports effects, and Inductor turns them into dependencies. Until torch 2.14 Inductor stores these in
+    `additional_star_deps` by the names of buffers, but its scheduler looks them up by the names of operations, so a
+    later pass reorders the collectives to save memory. The lowering here therefore adds the dependencies again. Torch
+    2.15 stores them correctly and lacks that attribute; the lowering adds nothing there.
     """
     definition.register_effect(_EffectType.ORDERED)
     fall_back = lowering.fallback_handler(op)  # type: ignore[no-untyped-call]

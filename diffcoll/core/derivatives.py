@@ -1,11 +1,11 @@
-"""All derivatives of a collective, from the map F and its adjoint F*; each rule is stated here, for all of them.
+"""All derivatives of a collective, from its map F and the adjoint F*. The rules here serve all collectives.
 
     backward          gx = F* gy        F* is a collective, so its own backward is F again, to any order
     forward mode      ty = F tx         a linear map is its own derivative
-    vmap              F with the batch dimension moved last, where no collective acts on it
+    vmap              F with the batch dimension moved last; collectives never act on it
 
-`apply` waits for the result at once. `start` returns a function that waits, forward and backward: the adjoint starts
-where the forward waited, and is waited for where the forward started.
+`apply` waits for the result at once. `start` returns a function that waits. In backward, the adjoint is started by the
+node of the wait and awaited by the node of the start, so communication overlaps with computation there too.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def start(f: Linear, x: Tensor) -> Callable[[], Tensor]:
     if torch.compiler.is_compiling():  # the compiler decides when to start
         y = apply(f, x)
         return lambda: y
-    transit = _Transit()
-    empty = record(_Start, x, f, transit)
-    return lambda: record(_Wait, empty, f, transit)
+    request = _Request()
+    empty = record(_Start, x, f, request)
+    return lambda: record(_Wait, empty, f, request)
 
 
 def _forward(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
@@ -69,7 +69,7 @@ def _forward(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
 
 
 def _agree_on_tangent(f: Linear, tx: Tensor) -> None:
-    """In check mode, compare that all ranks are about to move a tangent: one whose x has none would not."""
+    """In check mode, compare that all ranks send a tangent: a rank whose x has none would not."""
     if checks.is_on() and f.engine.size > 1:
         checks.compare(f.engine, ("tangent", f.name), f"tangent of {f.name} at {user_line()}: {tx.dtype}")
 
@@ -101,24 +101,25 @@ class _Apply(Function):
         return batch_last(record(_Apply, x.movedim(in_dims[0], -1), f, origin))
 
 
-# ── with time between the start and the wait ─────────────────────────────────────────────────────────────
+# ── started and awaited separately ───────────────────────────────────────────────────────────────────────
 
 
 @dataclass
-class _Transit:
-    """One application of a map that was started and is to be waited for.
+class _Request:
+    """One application of a map that is started and awaited separately.
 
-    In the graph it is two nodes, connected by an empty tensor. Whatever is derived from it is again a start and a wait:
-    the tangent starts where x started; the adjoint starts where the forward waited and is awaited where it started.
+    In the graph it is two nodes, connected by an empty tensor. Its derivatives are again a start and a wait. The
+    tangent is started by `_Start` and awaited by `_Wait`; the adjoint is started by the backward of `_Wait` and awaited
+    by that of `_Start`.
     """
 
     #: The forward call whose backward this is, if it is one.
     origin: Origin | None = None
     wait: Callable[[], Tensor] | None = None
     #: Tangents in flight, in the order of the levels of forward mode.
-    tangents: deque[_Transit] = field(default_factory=deque)
-    #: The adjoint in flight, by the number of the backward: within one, a hook may run another through the same graph.
-    adjoints: dict[int, _Transit] = field(default_factory=dict)
+    tangents: deque[_Request] = field(default_factory=deque)
+    #: The adjoint in flight, by the number of the backward pass: a hook may run a nested one through the same graph.
+    adjoints: dict[int, _Request] = field(default_factory=dict)
 
 
 class _Start(Function):
@@ -127,69 +128,69 @@ class _Start(Function):
     awaits = False
 
     @staticmethod
-    def forward(x: Tensor, f: Linear, transit: _Transit) -> Tensor:
-        origin = transit.origin
+    def forward(x: Tensor, f: Linear, request: _Request) -> Tensor:
+        origin = request.origin
         if not is_plain(x) and (is_batched_by_autograd(x) or is_traced(x)):
             y = _forward(x, f, origin)
-            transit.wait = lambda: y
+            request.wait = lambda: y
         else:
-            transit.wait = named(f, origin, x, lambda: InFlight(x, f, origin))
+            request.wait = named(f, origin, x, lambda: InFlight(x, f, origin))
         return x.new_empty(0)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, _Transit], output: Tensor) -> None:
-        _, ctx.f, ctx.transit = inputs
-        ctx.origin = ctx.transit.origin or Origin(ctx.f.name)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, _Request], output: Tensor) -> None:
+        _, ctx.f, ctx.request = inputs
+        ctx.origin = ctx.request.origin or Origin(ctx.f.name)
 
     @staticmethod
     def backward(ctx: Any, gempty: Tensor) -> tuple[Tensor, None, None]:
-        adjoint = ctx.transit.adjoints.pop(backward_at_work(), None)
-        if adjoint is None:  # only a chain of joint_backward leads here
+        adjoint = ctx.request.adjoints.pop(backward_at_work(), None)
+        if adjoint is None:  # without a wait, this node is reached only through the chain of joint_backward
             name, line = ctx.origin.name, ctx.origin.line
-            raise RuntimeError(f"{name}(async_op=True) at {line}: backward: never waited for; call wait() before")
+            raise RuntimeError(f"{name}(async_op=True) at {line}: backward: never waited for; call wait() first")
         return record(_Wait, gempty, ctx.f.adjoint, adjoint), None, None
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor, *_: None) -> Tensor:
         _agree_on_tangent(ctx.f, tx)
-        ctx.transit.tangents.append(_Transit())
-        return record(_Start, tx, ctx.f, ctx.transit.tangents[-1])
+        ctx.request.tangents.append(_Request())
+        return record(_Start, tx, ctx.f, ctx.request.tangents[-1])
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None, None], x: Tensor, f: Linear, transit: _Transit) -> tuple[Tensor, int]:
-        empty = record(_Start, x.movedim(in_dims[0], -1), f, transit)
+    def vmap(info: Any, in_dims: tuple[int, None, None], x: Tensor, f: Linear, request: _Request) -> tuple[Tensor, int]:
+        empty = record(_Start, x.movedim(in_dims[0], -1), f, request)
         return empty.unsqueeze(1).expand(0, info.batch_size), 1
 
 
 class _Wait(Function):
     """From the empty tensor to y."""
 
-    awaits = True  # what was started, the tangent too
+    awaits = True  # a map that was started, and its tangent
 
     @staticmethod
-    def forward(empty: Tensor, f: Linear, transit: _Transit) -> Tensor:
-        assert transit.wait is not None
-        y = named(f, transit.origin, empty, transit.wait)
-        transit.wait = None
+    def forward(empty: Tensor, f: Linear, request: _Request) -> Tensor:
+        assert request.wait is not None
+        y = named(f, request.origin, empty, request.wait)
+        request.wait = None
         return y
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, _Transit], output: Tensor) -> None:
-        _, ctx.f, ctx.transit = inputs
-        origin = ctx.transit.origin
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, _Request], output: Tensor) -> None:
+        _, ctx.f, ctx.request = inputs
+        origin = ctx.request.origin
         ctx.origin = origin.of_next_order() if origin else Origin(ctx.f.name)
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
-        ctx.transit.adjoints[backward_at_work()] = adjoint = _Transit(ctx.origin)
+        ctx.request.adjoints[backward_at_work()] = adjoint = _Request(ctx.origin)
         return record(_Start, gy, ctx.f.adjoint, adjoint), None, None
 
     @staticmethod
     def jvp(ctx: Any, tempty: Tensor, *_: None) -> Tensor:
-        return record(_Wait, tempty, ctx.f, ctx.transit.tangents.popleft())
+        return record(_Wait, tempty, ctx.f, ctx.request.tangents.popleft())
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int, None, None], empty: Tensor, f: Linear, transit: _Transit
+        info: Any, in_dims: tuple[int, None, None], empty: Tensor, f: Linear, request: _Request
     ) -> tuple[Tensor, int]:
-        return batch_last(record(_Wait, empty.sum(in_dims[0]), f, transit))
+        return batch_last(record(_Wait, empty.sum(in_dims[0]), f, request))

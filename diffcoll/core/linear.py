@@ -1,7 +1,7 @@
 """A collective is a linear map between the ranks, and its adjoint is another.
 
-A map states two things: what it does to plain tensors (`start`) and its `adjoint`. All else follows from that pair, in
-`diffcoll.core.derivatives`.
+A map defines two things: what it does to plain tensors (`start`), and its `adjoint`. All derivatives follow from these,
+see `diffcoll.core.derivatives`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from diffcoll.engines.engine import Engine, Wait, done
 
 __all__ = ["MAPS", "PER_RANK", "UNEVEN", "Linear", "then"]
 
-#: Maps whose x may have another size on every rank.
+#: Maps whose x may differ in size from rank to rank.
 UNEVEN = ("all_gather", "all_to_all", "gather", "scatter")
-#: Fields of maps, and arguments of calls, that each rank has its own value of.
+#: Fields of maps, and arguments of calls, whose value may differ from rank to rank.
 PER_RANK = ("split_sizes", "concat_sizes")
 
 #: The maps of `diffcoll.collectives` by the name of the class, for the modules of `diffcoll.core`.
@@ -30,8 +30,8 @@ MAPS: dict[str, Any] = {}
 class Linear(ABC):
     """A linear map from all ranks' x to all ranks' y, for the rank of `engine`.
 
-    Dimensions are counted from the front. Dimensions of x behind those that the map names are left alone, so the same
-    object serves under vmap, which moves the batch dimension last.
+    Dimensions are counted from the front. A map does not act on further dimensions of x, so the same object serves
+    under vmap, which moves the batch dimension last.
     """
 
     #: Name of the collective, as in `diffcoll.truth` and `notes/`.
@@ -42,7 +42,7 @@ class Linear(ABC):
     engine: Engine
 
     def __init_subclass__(cls) -> None:
-        """Enter a map of the library in MAPS."""
+        """Add a map of the library to MAPS."""
         if cls.__module__.startswith("diffcoll.collectives."):
             MAPS[cls.__name__] = cls
 
@@ -62,7 +62,7 @@ class Linear(ABC):
     def adjoint(self) -> Linear:
         """F* with Σ_r ⟨(F x)_r, y_r⟩ = Σ_r ⟨x_r, (F* y)_r⟩ for all x and y.
 
-        A replicated space holds one tensor, of which every rank has a copy; it counts once in its sum.
+        If x or y is replicated, it is one tensor of which every rank has a copy, and its sum has one term, not N.
         """
 
     @property
@@ -72,7 +72,7 @@ class Linear(ABC):
 
 
 def then(wait: Wait, y: Tensor | Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Return the function that waits and returns y."""
+    """Return a function that waits and then returns y."""
     if wait is done:
         return (lambda: y) if isinstance(y, Tensor) else y
 

@@ -1,4 +1,4 @@
-"""How plain tensors are moved by a map, without autograd: one thread at a time, named in profiles and in errors."""
+"""Run a map on plain tensors, below autograd: one thread at a time, named in profiles and in errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diffcoll.core import checks
-from diffcoll.core._torch import is_profiling, is_zero_without_memory
+from diffcoll.core._torch import is_profiling, is_transformed, is_zero_without_memory
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
 from diffcoll.core.linear import UNEVEN, Linear
 from diffcoll.engines.engine import Exclusive
@@ -27,11 +27,11 @@ def move(x: Tensor, f: Linear, origin: Origin | None = None, compare: Callable[[
         x: with memory, and not traced.
         f: the map.
         origin: the forward call whose backward this is; None: this is a forward call.
-        compare: what the ranks compare in check mode, instead of what f and origin say.
+        compare: called in check mode instead of the comparison of f and origin.
     """
     engine = f.engine
-    # The first way does what the second does. It runs several times per training step with cold caches, where every
-    # Python statement counts (notes/engines.md).
+    # A shorter version of `exclusive` below. Runs several times per training step with cold caches, where every Python
+    # statement counts (notes/engines.md).
     if not is_profiling() and not checks.is_on() and not engine.unwaited and engine.lock.acquire(False):
         engine.doing = f.name, origin, get_ident()
         try:
@@ -51,10 +51,10 @@ def move(x: Tensor, f: Linear, origin: Origin | None = None, compare: Callable[[
 
 
 class InFlight:
-    """A map that was started on a plain tensor; called once, it waits for the result.
+    """A map that was started on a plain tensor; calling it, once, waits for the result.
 
-    If it is dropped before, by an error between start and wait or by a checkpoint that has recomputed enough, its
-    messages are in flight all the same and need their memory: the next call in the group waits for it.
+    It may be dropped without a wait: after an error between start and wait, or by a checkpoint that stops recomputing
+    early. Its messages are still in flight and need their memory, so the next call in the group waits for it.
     """
 
     __slots__ = ("_engine", "_f", "_origin", "_wait")
@@ -65,7 +65,7 @@ class InFlight:
         _compare(f, origin, x)
         with Exclusive(f.engine, f.name, origin):
             wait = _begin(f, x, later=True)
-            self._wait = _on_another_stream(wait, x.device) if x.is_cuda else wait
+            self._wait = _wait_across_streams(wait, x.device) if x.is_cuda else wait
         if self._engine.size > 1:
             self._engine.unwaited[id(self)] = get_ident()
 
@@ -73,16 +73,16 @@ class InFlight:
         """Wait for f(x)."""
         with Exclusive(self._engine, self._f.name, self._origin, waits=True):
             if self._wait is None:
-                raise RuntimeError("an earlier wait() for it has failed, see the error there")
+                raise RuntimeError("an earlier wait() of this call failed; see its error")
             self._engine.operation = self._f.name
-            wait = self._end()
+            wait = self._take_wait()
             return wait()
 
     def __del__(self) -> None:
         if self._wait is not None:
-            self._engine.abandoned.append(self._end())
+            self._engine.abandoned.append(self._take_wait())
 
-    def _end(self) -> Callable[[], Tensor]:
+    def _take_wait(self) -> Callable[[], Tensor]:
         wait, self._wait = self._wait, None
         self._engine.unwaited.pop(id(self), None)
         assert wait is not None
@@ -90,7 +90,7 @@ class InFlight:
 
 
 def named(f: Linear, origin: Origin | None, x: Tensor, step: Callable[[], T]) -> T:
-    """Return step(), which moves x or waits for it: named in profiles and in the errors of the backend."""
+    """Return step(), which sends x or waits for it; name it in profiles and in errors of the backend."""
     try:
         if not is_profiling():
             return step()
@@ -102,10 +102,10 @@ def named(f: Linear, origin: Origin | None, x: Tensor, step: Callable[[], T]) ->
 
 
 def _begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
-    """Start f on x in memory as engines need it: without a lazy conjugate or negation, and not of an ended transform.
+    """Start f on x, with lazy conjugates and negations resolved and zeros without memory materialised, for the engine.
 
-    Later, x may have changed: a gradient may share memory with p.grad, which hooks modify. So what is in flight is a
-    copy, unless the map reads x at once.
+    With `later`, x may be modified before the wait: a gradient may share memory with p.grad, which hooks modify. So a
+    copy of x is sent, unless the map reads x at once.
     """
     engine = f.engine
     while engine.abandoned:
@@ -113,7 +113,7 @@ def _begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
     engine.operation, engine.later = f.name, later
     if not x.is_cpu:
         engine.connect(x.device)
-    if x.is_conj() or x.is_neg():
+    if x.is_conj() or x.is_neg() or is_transformed(x):  # both calls unwrap what an ended transform has left
         x = x.resolve_conj().resolve_neg()
     elif is_zero_without_memory(x):
         x = x.clone()
@@ -130,11 +130,11 @@ def _begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
     return finish
 
 
-def _on_another_stream(wait: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """Return the wait for what was started on the current stream; it may be called on another one.
+def _wait_across_streams(wait: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """Return the wait for a map started on the current stream such that it may be called on another stream.
 
-    Memory that was allocated at the start belongs to the stream of the start, and is reused there once it is released,
-    which the wait does. The stream of the wait, and the backend that it waits for, may still read it then.
+    Memory allocated at the start belongs to the stream of the start. The wait releases it, and it may then be reused on
+    that stream while the stream of the wait, and the backend that it waits for, still read it.
     """
     start = torch.cuda.current_stream(device)
 
@@ -150,7 +150,7 @@ def _on_another_stream(wait: Callable[[], Tensor], device: torch.device) -> Call
 
 
 def _compare(f: Linear, origin: Origin | None, x: Tensor, compare: Callable[[], None] | None = None) -> None:
-    """In check mode, compare what the ranks are about to move; forward calls were compared with their arguments."""
+    """In check mode, compare the ranks' backward calls; forward calls were compared with their arguments."""
     engine = f.engine
     if not checks.is_on() or engine.size == 1:
         return
@@ -166,7 +166,7 @@ def _compare(f: Linear, origin: Origin | None, x: Tensor, compare: Callable[[], 
 
 
 def _failed(f: Linear, origin: Origin | None, error: RuntimeError) -> RuntimeError:
-    """Return what to raise for an error of the backend; other errors are returned as they are."""
+    """Return the error to raise for an error of the backend; return other errors unchanged."""
     if isinstance(error, (CollectiveFailedError, CollectiveMismatchError, torch.OutOfMemoryError)):
         return error
     found = failure(f.name, f.engine.description, f.engine.rank, origin, error)

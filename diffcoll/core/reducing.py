@@ -1,12 +1,12 @@
-"""Reductions that are not linear, brought to the linear core.
+"""Reductions that are not linear, composed of linear collectives and a local reduction.
 
-    all_to_all: the ranks' blocks come together, block r on rank r, stacked     (N, block r)
+    all_to_all: rank r receives block r of every rank, stacked                   (N, block r)
     reduction over dim 0 of the stack, locally, with PyTorch's own derivative    (block r)
     all_gather, or gather, or nothing                                            y
 
-That moves what an all-reduce moves, each rank keeps one stack of the size of x, and every derivative and every
-transform comes from the parts. Small tensors are gathered whole instead, which is one message; so are all tensors
-for a function of the user's that is not declared elementwise, since it may look at any of them.
+This sends as many bytes as an all-reduce, and each rank keeps one stack of the size of x. All derivatives and
+transforms follow from those of the three steps. Small tensors are gathered whole instead, in one message. So are all
+tensors if the user's function is not declared elementwise, since its result at one position may depend on every other.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from diffcoll.engines.engine import Engine, even_sizes
 
 __all__ = ["Reducing", "Steps"]
 
-#: A linear map, the last one that moves anything, what it is applied to, and what is done with its result.
+#: The last collective of the reduction, the tensor to apply it to, and the local function of its result.
 Steps = tuple[Linear, Tensor, Callable[[Tensor], Tensor]]
-#: From a stack (m, …) of tensors like x to stacks of parts of them.
+#: Splits a stack (m, …) of tensors like x into stacks of parts of them.
 Cut = Callable[[Tensor], Sequence[Tensor]]
 
 
 class Reducing:
     """One reduction of all ranks' x.
 
-    Every rank builds the same graph, also for an empty block: a rank whose graph were shorter would leave the
-    others waiting in a backward of higher order.
+    Every rank builds the same graph, also for an empty block: if a rank's graph lacked a collective, the other ranks
+    would wait for it in a higher-order backward.
 
     Args:
         operation: the collective, for errors.
-        reduction: what is done over the ranks.
+        reduction: the reduction over the ranks.
         engine: the group.
         x: this rank's tensor.
-        checked: whether to compare, before, what the user's function makes on each rank and of parts.
+        checked: whether to compare first what the user's function returns on each rank and for parts of the stack.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Reducing:
         self.operation, self.reduction, self.engine, self.x = operation, reduction, engine, x
         self.checked = checked and reduction.users and not is_within_transform()
 
-    def everywhere(self, replicated: bool) -> Steps:
+    def on_all_ranks(self, replicated: bool) -> Steps:
         """y on every rank."""
         sizes = even_sizes(self.x.numel(), self.engine.size)
         self._check(lambda stack: _row(stack).split_with_sizes(list(sizes), 1))
@@ -62,18 +62,18 @@ class Reducing:
         last = MAPS["AllGather"](self.engine, 0, sizes, replicated)
         return last, self._row_block(sizes), lambda y: y.view(self.x.shape)
 
-    def at(self, dst: int) -> Steps:
+    def on_rank(self, dst: int) -> Steps:
         """y on rank dst, zeros elsewhere."""
         sizes = even_sizes(self.x.numel(), self.engine.size)
         self._check(lambda stack: _row(stack).split_with_sizes(list(sizes), 1))
         here = self.engine.rank == dst
 
         def kept(stack: Tensor) -> Tensor:
-            y = self._over(stack)  # on every rank, so that all graphs are alike
+            y = self._reduced(stack)  # on every rank, so that all ranks build the same graph
             return torch.where(torch.full((), here, device=y.device), y, torch.zeros_like(y))
 
         def shaped(y: Tensor) -> Tensor:
-            if not here:  # nothing was received, and it stays in the graph: as (0, 1), for cat drops a (0,)
+            if not here:  # keeps the empty y in the graph; as (0, 1), because cat drops a tensor of shape (0,)
                 y = torch.cat([y, y.new_zeros(self.x.numel(), 1)])
             return y.view(self.x.shape)
 
@@ -81,25 +81,25 @@ class Reducing:
             return MAPS["AllGather"](self.engine, 0, self._ones), self.x.unsqueeze(0), kept
         return MAPS["Gather"](self.engine, dst, 0, sizes), self._row_block(sizes).unsqueeze(1), shaped
 
-    def block(self, dim: int, sizes: tuple[int, ...]) -> Steps:
+    def blocks(self, dim: int, sizes: tuple[int, ...]) -> Steps:
         """Block r of y along dim, on rank r."""
         self._check(lambda stack: stack.split_with_sizes(list(sizes), dim + 1))
         if self._in_one_stack(sizes):
-            # Not by split_with_sizes, whose derivative forgets an empty row.
+            # Not split_with_sizes: its derivative drops an empty row.
             first, length = sum(sizes[: self.engine.rank]), sizes[self.engine.rank]
             gather = MAPS["AllGather"](self.engine, 0, self._ones)
-            return gather, self.x.unsqueeze(0), lambda stack: _own(self._over(stack).narrow(dim, first, length))
+            return gather, self.x.unsqueeze(0), lambda stack: _copy(self._reduced(stack).narrow(dim, first, length))
         return MAPS["AllToAll"](self.engine, dim + 1, 0, sizes, self._ones), self.x.unsqueeze(0), self._result
 
     def _row_block(self, sizes: tuple[int, ...]) -> Tensor:
         """Block r of y as one row, on rank r."""
-        return self._over(apply(MAPS["AllToAll"](self.engine, 1, 0, sizes, self._ones), self.x.reshape(1, -1)))
+        return self._reduced(apply(MAPS["AllToAll"](self.engine, 1, 0, sizes, self._ones), self.x.reshape(1, -1)))
 
     def _in_one_stack(self, sizes: tuple[int, ...]) -> bool:
         """Whether every rank reduces the stack of all ranks' whole x.
 
-        A user's function is not called with an empty part where other ranks' parts are not empty: the graph that it
-        makes there might be another.
+        A user's function is not called with an empty part if other ranks' parts are not empty: it might build a
+        different graph.
         """
         return self.reduction.whole or (self.reduction.users and 0 in sizes)
 
@@ -108,14 +108,14 @@ class Reducing:
         return (1,) * self.engine.size
 
     def _result(self, stack: Tensor) -> Tensor:
-        """Reduce dim 0 to what the caller gets."""
-        return _own(self._over(stack))
+        """Reduce dim 0 to a tensor that the caller may modify."""
+        return _copy(self._reduced(stack))
 
-    def _over(self, stack: Tensor) -> Tensor:
+    def _reduced(self, stack: Tensor) -> Tensor:
         """Reduce dim 0; may return a view of the stack, or a tensor that autograd has saved."""
         y = self.reduction.of(stack)
         if not isinstance(y, Tensor) or y.shape != stack.shape[1:]:
-            got = f"a function that makes {tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__}"
+            got = f"a function that returns {tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__}"
             expected = f"{tuple(stack.shape[1:])}: dim 0 of {tuple(stack.shape)} reduced, the others kept"
             raise ValueError(message(self.operation, "op", got, expected, "reduce with dim=0"))
         return y
@@ -123,25 +123,25 @@ class Reducing:
     # ── check mode ───────────────────────────────────────────────────────────────────────────────────────
 
     def _check(self, cut: Cut) -> None:
-        """Raise on all ranks if the user's function is not the same on all, or is elementwise by name only."""
+        """Raise on all ranks if the user's function differs between ranks, or is declared elementwise and is not."""
         if not self.checked:
             return
         n = self.engine.size
         with torch.random.fork_rng([self.x.device] if self.x.is_cuda else []):
             stack = self._gathered(self.x.detach())
-            y = self._over(stack.clone()).detach()
+            y = self._reduced(stack.clone()).detach()
             cuts: list[Cut] = [cut, lambda stack: [_row(stack)[:, k::n] for k in range(n)]]
             broken = not self.reduction.whole and any(self._differs_in_parts(stack, y, cut) for cut in cuts)
         results, verdicts = self._gathered(y), self._gathered(torch.tensor(broken, device=self.engine.control_device))
         for r, other in enumerate(results):
             if not _near(other, results[0]):
                 raise CollectiveMismatchError(
-                    f"{self.operation}: op: the function makes other numbers of the same stack on rank {r} than on "
-                    "rank 0; pass the same function on all ranks, without random numbers and without data of one rank"
+                    f"{self.operation}: op: the function returns different values for the same stack on rank {r} and "
+                    "on rank 0; pass the same function on all ranks, without random numbers or data of one rank"
                 )
         if verdicts.any():
             got = f"{self.reduction.over!r}, whose result at one position depends on other positions"
-            expected = "a function that makes the same of some positions of the stack as of all"
+            expected = "a function that returns the same values for some positions of the stack as for all"
             remedy = "pass the function itself without dc.elementwise: it gets the whole stack"
             raise ValueError(message(self.operation, "op", got, expected, remedy))
 
@@ -149,9 +149,9 @@ class Reducing:
         for part, expected in zip(cut(stack), cut(y.unsqueeze(0)), strict=True):
             if part.numel():
                 try:
-                    if not _near(self._over(part.clone()).detach(), expected[0]):
+                    if not _near(self._reduced(part.clone()).detach(), expected[0]):
                         return True
-                except Exception:  # it wants another shape
+                except Exception:  # it needs another shape
                     return True
         return False
 
@@ -163,13 +163,13 @@ def _row(stack: Tensor) -> Tensor:
     return stack.reshape(len(stack), -1)
 
 
-def _own(y: Tensor) -> Tensor:
-    """Return a copy, which the caller may change: y may be a view, or saved for backward, as that of amax is."""
+def _copy(y: Tensor) -> Tensor:
+    """Return a copy that the caller may modify: y may be a view, or saved for backward, as the result of amax is."""
     return y.clone(memory_format=torch.contiguous_format)
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
-    """Whether a and b differ by rounding alone."""
+    """Whether a and b differ only by rounding."""
     if a.dtype != b.dtype or not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
     tolerance = torch.finfo(a.dtype).eps ** 0.5

@@ -1,9 +1,8 @@
-"""What the ranks' tensors are reduced by: the table of ops, and what each does to a stack of tensors.
+"""The reductions that `op` may name, and the function of each on a stack of tensors.
 
-A reduction is a function over dim 0 of a stack (N, …). The sum needs none of the functions here, it runs on the
-linear core; every other op is brought there by `collectives/reducing.py`, which stacks what the ranks send.
-All but the product are PyTorch's own functions with PyTorch's own derivatives, so ties, NaN and −inf are
-treated as there.
+A reduction is a function over dim 0 of a stack (N, …). The sum and the mean need no stack, they are linear. For every
+other op `core/reducing.py` stacks the ranks' tensors. All functions except the product are PyTorch's, with PyTorch's
+derivatives, so ties, NaN and −inf are treated as in PyTorch.
 
 note      notes/reductions.md       truth  diffcoll.truth.all_reduce
 """
@@ -43,24 +42,24 @@ Over = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Reduction:
-    """One op."""
+    """One reduction."""
 
     name: str
-    #: Over dim 0 of a stack; None: the sum, which is linear and needs no stack.
+    #: The function over dim 0 of a stack; None: the sum or the mean, which are linear and need no stack.
     over: Over | None
     #: What x must be: "numbers" (not bool), "fractions" (floating-point or complex), "ordered" (not complex).
     needs: Literal["numbers", "fractions", "ordered", "anything"]
     #: Whether half precisions are reduced in the wider type.
     widened: bool = False
-    #: Whether it is a function of the user's.
+    #: Whether it is a user's function.
     users: bool = False
-    #: Whether it needs the stack of whole tensors, and not of some positions of them.
+    #: Whether it needs the stack of whole tensors instead of a stack of parts of them.
     whole: bool = False
 
     def of(self, stack: Tensor) -> Tensor:
         """Reduce dim 0.
 
-        Not `__call__`: Dynamo of torch 2.12 and before cannot call an object that it sees made.
+        Not `__call__`: until torch 2.12, Dynamo cannot call an object that is created in the traced code.
         """
         assert self.over is not None
         if not self.widened:
@@ -72,11 +71,11 @@ class Reduction:
 
 
 def product(s: Tensor) -> Tensor:
-    """y = Π_k s_k over dim 0, and a gradient without division: gs_k = gy · conj(Π_{j≠k} s_j)."""
+    """y = Π_k s_k over dim 0, with a gradient that does not divide: gs_k = gy · conj(Π_{j≠k} s_j)."""
     if not (s.is_floating_point() or s.is_complex()):
         return s.prod(0, dtype=s.dtype)
     if torch.compiler.is_compiling():
-        from diffcoll.core import compiled  # it makes an op of what is here
+        from diffcoll.core import compiled  # imports this module
 
         return compiled.product(s)
     y: Tensor = Product.apply(s)  # type: ignore[no-untyped-call]
@@ -89,7 +88,7 @@ class Product(Function):
     @staticmethod
     def forward(s: Tensor) -> Tensor:
         """y."""
-        y = s.new_empty(s.shape[1:])  # not a view, which could not be changed in place
+        y = s.new_empty(s.shape[1:])  # not a view, which could not be modified in place
         for piece, part in _pieces(s, y.view(1, -1)):
             part.copy_(_Scaled.of(piece).product())
         return y
@@ -115,43 +114,43 @@ class Product(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int], s: Tensor) -> tuple[Tensor, int]:
-        """Further dimensions are carried along."""
+        """The product over dim 0 acts on each number of the other dimensions separately."""
         return batch_last(product(s.movedim(in_dims[0], -1)))
 
 
 def leave_one_out(s: Tensor) -> Tensor:
-    """L_k = Π_{j≠k} s_j over dim 0: what comes before k times what comes after.
+    """L_k = Π_{j≠k} s_j over dim 0: the product of the factors before k times that of the factors after k.
 
-    Differentiable to any order, as the multiplications that it is made of.
+    Consists of multiplications, so it is differentiable to any order.
     """
     return torch.cat([_Scaled.of(piece).leave_one_out() for (piece,) in _pieces(s)], 1).reshape(s.shape)
 
 
-#: So many numbers of a stack are worked on at a time: they and what is made of them stay in cache.
+#: Elements of a stack that are processed at a time, few enough for them and the intermediate results to stay in cache.
 _PIECE = 1 << 16
 
 
 def _pieces(s: Tensor, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the tensors in pieces of a few columns, all further dimensions taken as one."""
+    """Yield the tensors in pieces of a few columns, after flattening all dimensions but the first."""
     rows = [t.reshape(len(t), -1) for t in (s, *more)]
-    # A compiler fuses all that is done to them; and until torch 2.12 it cannot trace the split of nothing.
+    # The compiler fuses the operations, so it needs no pieces. Until torch 2.12 it cannot trace a split of no elements.
     if torch.compiler.is_compiling() or s.numel() == 0:
         return iter([tuple(rows)])
     return zip(*(torch.split(row, max(1, _PIECE // len(s)), 1) for row in rows), strict=True)
 
 
-#: Factors between 1 and 2 that may be multiplied before the result is scaled anew (float32 reaches 2^127).
-_RUN = 32
+#: Number of factors, of modulus below 2√2, that are multiplied before the product is scaled again (float32: < 2^128).
+_RESCALE_EVERY = 32
 
 
 @dataclass(frozen=True)
 class _Scaled:
-    """Factors s_k = m_k · 2^e_k, 1 ≤ |m_k| < 2 and e_k whole: no product of them leaves the range on its way.
+    """Factors s_k = m_k · 2^e_k with 1 ≤ |m_k| < 2 and integer e_k, so that no partial product overflows or underflows.
 
-    Of a complex m_k, the larger of its two parts is between 1 and 2.
+    If m_k is complex, the larger of |Re m_k| and |Im m_k| is between 1 and 2.
 
-    The exponents are constants to autograd, and a power of two multiplies without rounding, so a product of the
-    m_k is rounded as the product of the s_k would be.
+    Autograd treats the exponents as constants. Multiplication by a power of two does not round, so a product of the m_k
+    is rounded as the product of the s_k would be.
     """
 
     m: Tensor
@@ -161,24 +160,24 @@ class _Scaled:
     def of(cls, s: Tensor) -> _Scaled:
         with torch.no_grad():
             x = s.detach()
-            # Of a complex number not the modulus, which may overflow where both parts do not.
+            # Not the modulus of a complex number, which may overflow although neither part does.
             size = torch.maximum(x.real.abs(), x.imag.abs()) if x.is_complex() else x.abs()
             e = size.log2().floor()
-            e = torch.where(e.isfinite(), e, 0.0)  # zeros, infinities and NaN as they are
+            e = torch.where(e.isfinite(), e, 0.0)  # leaves zeros, infinities and NaN unscaled
         return cls(_times_power_of_two(s, -e), e)
 
     def product(self) -> Tensor:
-        running = _Scaled(self.m[0], self.e[0])  # not 1 · m_0, which makes NaN of a complex infinity
+        running = _Scaled(self.m[0], self.e[0])  # not 1 · m_0, which is NaN for a complex infinity
         for k in range(1, self.m.shape[0]):
             running = self._times(running, k)
         return running.value()
 
     def leave_one_out(self) -> Tensor:
         n = self.m.shape[0]
-        before = [self._nothing()]
+        before = [self._one()]
         for k in range(n - 1):
             before.append(self._times(before[-1], k))
-        after, rows = self._nothing(), []
+        after, rows = self._one(), []
         for k in range(n - 1, -1, -1):
             b = before.pop()
             rows.append(_Scaled(b.m * after.m, b.e + after.e).value())
@@ -188,20 +187,20 @@ class _Scaled:
     def value(self) -> Tensor:
         return _times_power_of_two(self.m, self.e)
 
-    def _nothing(self) -> _Scaled:
+    def _one(self) -> _Scaled:
         return _Scaled(torch.ones_like(self.m[0]), torch.zeros_like(self.e[0]))
 
     def _times(self, running: _Scaled, k: int) -> _Scaled:
         m, e = running.m * self.m[k], running.e + self.e[k]
-        if (k + 1) % _RUN:
+        if (k + 1) % _RESCALE_EVERY:
             return _Scaled(m, e)
-        again = _Scaled.of(m)
-        return _Scaled(again.m, e + again.e)
+        rescaled = _Scaled.of(m)
+        return _Scaled(rescaled.m, e + rescaled.e)
 
 
 def _times_power_of_two(x: Tensor, e: Tensor) -> Tensor:
-    """x · 2^e in two steps, neither of which leaves the range of the type unless the result does."""
-    if x.is_complex():  # by parts: times a complex number, an infinite part would make the other NaN
+    """x · 2^e in two multiplications, neither of which overflows or underflows unless the result does."""
+    if x.is_complex():  # each part alone: in a complex multiplication an infinite part makes the other NaN
         x = x.resolve_conj()
         return torch.complex(_times_power_of_two(x.real, e), _times_power_of_two(x.imag, e))
     most = -2 * torch.tensor(torch.finfo(e.dtype).tiny, dtype=torch.float64, device="cpu").log2().item()
@@ -214,7 +213,7 @@ def _times_power_of_two(x: Tensor, e: Tensor) -> Tensor:
 
 
 def _first_max(s: Tensor) -> Tensor:
-    return s.max(0).values  # its index, and so its gradient, is that of the first of equals
+    return s.max(0).values  # its index, and so its gradient, is that of the first of equal elements
 
 
 def _first_min(s: Tensor) -> Tensor:
@@ -233,13 +232,13 @@ def _table(largest: Over, smallest: Over) -> dict[str, Reduction]:
     return {reduction.name: reduction for reduction in reductions}
 
 
-#: ties → op → what it does.
+#: ties → name → reduction.
 REDUCTIONS: dict[Ties, dict[str, Reduction]] = {
     "even": _table(partial(torch.amax, dim=0), partial(torch.amin, dim=0)),
     "first": _table(_first_max, _first_min),
 }
 
-#: What people write → name.
+#: Accepted spelling → name.
 SPELLINGS = {name: name for name in REDUCTIONS["even"]} | {
     "avg": "mean",
     "average": "mean",
@@ -252,9 +251,9 @@ SPELLINGS = {name: name for name in REDUCTIONS["even"]} | {
 
 
 def spelled(op: Op) -> tuple[str, Any] | None:
-    """Return the name that a string or a `torch.distributed.ReduceOp` spells, and its factor.
+    """Return the name that a string or a `torch.distributed.ReduceOp` stands for, and its factor; None: op is neither.
 
-    None: it is neither. A ReduceOp is known by its parts, so that nothing of torch.distributed need be there.
+    A ReduceOp is recognised by its attributes, because torch.distributed may not be available.
     """
     if type(op) is str and op in SPELLINGS:
         return SPELLINGS[op], None
@@ -267,17 +266,17 @@ def spelled(op: Op) -> tuple[str, Any] | None:
     return SPELLINGS.get(name.lower(), name.lower()), None
 
 
-# ── the user's own ───────────────────────────────────────────────────────────────────────────────────────
+# ── users' functions ─────────────────────────────────────────────────────────────────────────────────────
 
 
 class elementwise:
-    """A function as `op` that reduces each position by itself; the ranks then share the work and the memory.
+    """A function as `op` that reduces each position independently; the ranks then share the work and the memory.
 
     A plain function as `op` is called on every rank with the whole stack, N times the size of x. Many reductions do
-    not need it: each number of their result comes from the numbers at the same position of the ranks' tensors, whatever
-    stands at the others (a median, a trimmed mean, a norm over ranks, a weighting by rank). Say so by
-    `op=dc.elementwise(f)`: each rank then reduces a part, and memory and bytes are those of `"max"`.
-    If the result at one position needs any other position (a norm of the whole tensor, a softmax or a sort along a
+    not need it: each element of their result depends only on the elements at the same position of the ranks' tensors
+    (a median, a trimmed mean, a norm over ranks, a weighting by rank). Pass these as `op=dc.elementwise(f)`: each rank
+    then reduces a part, and memory and bytes are those of `"max"`.
+    If the result at one position depends on any other position (a norm of the whole tensor, a softmax or a sort along a
     dimension of x, weights per row), pass f itself.
 
     >>> import torch, diffcoll as dc
@@ -290,8 +289,8 @@ class elementwise:
     Args:
         f: gets a stack of some positions of all ranks' x, dim 0 of which is the rank: (N, k) with any k from 1, or
             (N, …) with the shape of x or of a block of it; returns it with dim 0 reduced. It must be the same function
-            on all ranks. Not told apart by PyTorch's own means, so it is a promise: check mode compares what f makes
-            of the whole stack with what it makes of parts, and raises the same ValueError on all ranks if they differ.
+            on all ranks. That f is elementwise is verified in check mode only: it compares the result of f for the
+            whole stack with its results for parts, and raises the same ValueError on all ranks if they differ.
 
     Raises:
         TypeError: f is not callable.
@@ -310,18 +309,18 @@ class elementwise:
         return self.f(stack)
 
     def __eq__(self, other: object) -> bool:
-        """Whether both hold the same function."""
+        """Whether both wrap the same function."""
         return isinstance(other, elementwise) and self.f == other.f
 
     def __hash__(self) -> int:
-        """Agree with `==`."""
+        """Return a hash that is consistent with `==`."""
         return hash((elementwise, self.f))
 
     def __repr__(self) -> str:
-        """Show the function by its name."""
+        """Show the name of the function."""
         return f"elementwise({getattr(self.f, '__name__', repr(self.f))})"
 
 
 def users(f: Over) -> Reduction:
-    """Make a reduction of a function of the user's."""
+    """Return the reduction that a user's function is."""
     return Reduction("the function", f, "anything", users=True, whole=not isinstance(f, elementwise))

@@ -1,4 +1,4 @@
-"""What a group keeps of a call serves the next call with the same arguments, and no other."""
+"""A plan that a group keeps of a call is used for later calls with the same arguments, and for no others."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from diffcoll.core.groups import resolve
 from diffcoll.testing import new_group, simulate, spawn
 
 N = 2
-#: Right calls, each followed by calls with arguments that are equal to the right ones and yet wrong, or mean another.
+#: A valid call for each collective, and arguments that compare equal to valid ones but are of a wrong type or invalid.
 CALLS = {
     "all_gather": (lambda x: dc.all_gather(x), {"dim": [False, 0.0, None, "0"], "stack": [0, None], "async_op": [0]}),
     "all_gather, dim 1": (lambda x: dc.all_gather(x, 1), {"dim": [True, 1.0]}),
@@ -23,7 +23,7 @@ CALLS = {
     "scan": (lambda x: dc.scan(x), {"reverse": [0], "exclusive": [0, None]}),
     "split": (lambda x: dc.split(x), {"dim": [False, 0.0]}),
 }
-#: What looks like an x that was right, and is none.
+#: Invalid x with the dtype and shape of a valid one.
 IMPOSTORS = {
     "sparse": lambda x: x.to_sparse(),
     "meta": lambda x: x.to("meta"),
@@ -72,18 +72,18 @@ def test_every_dtype_shape_argument_and_group_by_itself():
 
     groups = {}
 
-    def world(r):
-        mine = [new_group([s]) for s in range(N)]
-        groups[r] = mine[r]
+    def with_groups(r):
+        of_one_rank = [new_group([s]) for s in range(N)]
+        groups[r] = of_one_rank[r]
         return body(r)
 
-    first, second = simulate(world, range(N), rules=True)
+    first, second = simulate(with_groups, range(N), rules=True)
     assert first == second  # 3 on both ranks
     assert first[: len(first) // 2] == first[len(first) // 2 :] == [3.0, 9.0, 18.0] * 4
 
 
 def test_a_plan_is_kept_only_where_it_depends_on_this_rank_alone():
-    """Sizes that were asked for, factors, functions and lists are read each time: they may differ next time."""
+    """Exchanged sizes, factors, functions and lists are read in every call: they may differ next time."""
 
     def body(r):
         plans = resolve(None, "test").plans

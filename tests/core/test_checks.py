@@ -1,4 +1,4 @@
-"""Check mode: a disagreement raises the same error on all ranks, and the group works afterwards."""
+"""Check mode: if ranks disagree, all of them raise an error, and the group works afterwards."""
 
 import ast
 import inspect
@@ -39,7 +39,7 @@ def wait(y):
     return y.wait() if isinstance(y, dc.Pending) else y
 
 
-# What rank 1 does and what the others do (`odd` is true on rank 1), with a word that the error must contain.
+# A call that differs on rank 1, where `odd` is true, and a pattern that the error must match.
 DISAGREEMENTS = {
     "operation": (lambda odd: dc.all_gather(x_(3)) if odd else dc.all_reduce(x_(3)), r"rank 1: all_gather\("),
     "op": (lambda odd: dc.all_reduce(x_(3), "max" if odd else "sum"), "op='max'"),
@@ -73,7 +73,7 @@ DISAGREEMENTS = {
     ),
     "leaves": (
         lambda odd: dc.all_reduce([x_(3)] * (2 if odd else 1)),
-        r"rank 0: .*\n.* differs: not there\n  rank 1: .*\n.* differs: x\[1\]: torch.float64 \(3,\)",
+        r"rank 0: .*\n.* differs: missing\n  rank 1: .*\n.* differs: x\[1\]: torch.float64 \(3,\)",
     ),
     "paths of leaves": (
         lambda odd: dc.broadcast({"b": x_(3), "c" if odd else "a": x_(3)}),
@@ -191,32 +191,32 @@ MORE = {
 
 @pytest.mark.parametrize("where", ["rules", "gloo"])
 def test_every_call_is_compared(where):
-    """A disagreement with another collective raises before data are sent."""
+    """Compared with another collective on rank 1, before any data is sent."""
     calls = TENSORS | {f"{name}, later": call for name, call in LATER.items()} | TREES | MORE
 
     def body(r):
-        moved = []
+        sums = []
         with dc.check_mode():
             for name, call in calls.items():
                 another = dc.scan if name != "scan" else dc.shift
                 with pytest.raises(dc.CollectiveMismatchError, match=r" disagree:\n  rank 0: "):
                     wait((another if r == 1 else call)(x_(3)))
                 y = dc.all_reduce(torch.tensor([r]))
-                moved.append(y.item())
-        return moved
+                sums.append(y.item())
+        return sums
 
     assert RUNS[where](body, range(N)) == [[3] * len(calls)] * N
 
 
-MOVING = ("diffcoll.core.derivatives", "diffcoll.core.moves")
+RUNS_MAPS = ("diffcoll.core.derivatives", "diffcoll.core.moves")
 
 
-def test_calls_are_the_only_way_into_the_algebra():
-    """Every collective is compared, because only calls apply maps; a reduction is part of a compared call."""
+def test_only_these_modules_run_maps():
+    """So every collective is compared: public functions submit maps through `core.call`, which compares them."""
     found = set()
     for file in pathlib.Path(dc.__file__).parent.glob("co*/*.py"):  # collectives/ and core/
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module in MOVING:
+            if isinstance(node, ast.ImportFrom) and node.module in RUNS_MAPS:
                 found |= {file.name for name in node.names if name.name in ("apply", "start", "move", "InFlight")}
     assert found == {"agreement.py", "call.py", "compiled.py", "derivatives.py", "reducing.py"}
 
@@ -299,8 +299,8 @@ def test_another_spelling_is_no_disagreement(where):
 
 
 @pytest.mark.parametrize("where", ["rules", "gloo"])
-def test_what_is_right_passes(where):
-    """The whole table, forward and backward, up to second order: no false alarm, and the same values."""
+def test_valid_programs_pass(where):
+    """All cases, forward and backward, to second order: no error, and the same values as without check mode."""
 
     def body(r):
         found = []
@@ -339,7 +339,7 @@ def leaves_by_an_error(r):
         dc.all_gather(x_(3))
 
 
-def does_not_come_back(r):
+def skips_a_backward(r):
     with dc.check_mode():
         y = dc.all_reduce(x_(3))
         with dc.check_mode():
@@ -350,7 +350,7 @@ def does_not_come_back(r):
 ENDS = {
     leaves_early: (dc.CollectiveMismatchError, r"rank 1: the end of check mode at .*test_checks\.py:\d+"),
     leaves_by_an_error: (KeyError, r"rank 1: the end of check mode at .*test_checks\.py:\d+ by KeyError: 'its own'"),
-    does_not_come_back: (
+    skips_a_backward: (
         dc.CollectiveMismatchError,
         r"rank 1: the end of check mode at|rank 1: backward of all_reduce",
     ),
@@ -359,7 +359,7 @@ ENDS = {
 
 @pytest.mark.parametrize("where", RUNS)
 def test_a_rank_that_leaves(where):
-    """A rank leaves the block, so it makes no further call that could be compared."""
+    """The rank makes no further call that could be compared."""
 
     def body(r):
         texts = []
@@ -401,7 +401,7 @@ def test_a_group_that_ended_within():
 def test_each_simulated_rank_has_its_own():
     def body(r):
         with dc.check_mode():
-            dc.all_reduce(torch.ones(1))  # switches to the other ranks
+            dc.all_reduce(torch.ones(1))  # runs the other ranks meanwhile
         return checks.is_on()
 
     assert simulate(body, range(N), rules=True) == [False] * N
@@ -425,7 +425,7 @@ import os, torch
 for value in "10":
     if os.fork() == 0:
         os.environ["DIFFCOLL_CHECK"] = value
-        from diffcoll.core import checks  # which looks
+        from diffcoll.core import checks  # reads the variable
         print(value, checks.is_on(), flush=True)
         os._exit(0)
     os.wait()

@@ -54,7 +54,7 @@ def test_the_whole_table_in_one_graph(n, backend):
 
 
 def test_order_is_kept_and_nothing_is_dropped():
-    """Independent collectives, sizes that differ between ranks, and results that a rank ignores."""
+    """Independent collectives, of different sizes on every rank, and results that a rank does not use."""
 
     def program(x, r):
         a = dc.all_gather(x.repeat(1 + 3 * r, 1), sizes="auto")
@@ -83,9 +83,9 @@ def test_order_is_kept_and_nothing_is_dropped():
 
 
 def test_inductor_keeps_the_order_of_the_program():
-    """In the code generated for each rank, where minimal peak memory would give each rank another order.
+    """In the generated code of two ranks for which the lowest peak memory requires different orders.
 
-    Until torch 2.14, which does not order effects itself, `_keep_in_order` does; without it the ranks' orders differ.
+    Until torch 2.14 Inductor does not order effects; `_keep_in_order` does, and without it the ranks' orders differ.
     """
 
     def large_and_small(x, r):
@@ -106,10 +106,10 @@ def test_inductor_keeps_the_order_of_the_program():
         pass
 
     def body(r):
-        config = importlib.import_module("torch._inductor.config")  # spawn cannot pickle it as a global
+        config = importlib.import_module("torch._inductor.config")  # by name: spawn cannot send the module
         code = []
 
-        def keep(text):  # and stop: a wrong order would deadlock if it ran
+        def keep(text):  # stops the compilation, so nothing runs and a wrong order cannot hang
             code.append(text)
             raise WrittenError
 
@@ -214,11 +214,18 @@ def test_the_world_of_one_compiles_and_eager_code_pays_no_import():
 
 
 def test_tensors_left_by_a_transform():
-    """They are still wrapped; like PyTorch's own ops, ours unwrap them."""
-    left = []
-    torch.func.grad(lambda x: left.append(x * 2) or x.sum())(torch.ones(3))
-    assert dc.all_reduce(left[0]).tolist() == [2, 2, 2]
-    assert simulate(lambda r: dc.all_gather(left[0]).tolist(), range(2), rules=True) == [[2] * 6] * 2
+    """They are still wrapped; PyTorch's ops unwrap them."""
+
+    def body(r):
+        left = []
+        torch.func.grad(lambda x: left.append(x * (r + 1)) or x.sum())(torch.ones(3))
+        found = [dc.all_reduce(left[0]), dc.all_gather(left[0], async_op=True).wait(), dc.reduce(left[0], dst=1)]
+        return [y.tolist() for y in found]
+
+    for run in (partial(simulate, rules=True), spawn, partial(spawn, backend="mpi")):
+        first, second = run(body, range(2))
+        assert first == [[3, 3, 3], [1, 1, 1, 2, 2, 2], [0, 0, 0]]
+        assert second == [[3, 3, 3], [1, 1, 1, 2, 2, 2], [3, 3, 3]]
 
 
 # ── tracers of eager code ────────────────────────────────────────────────────────────────────────────────
@@ -230,7 +237,7 @@ def waits(x):
 
 
 def everything(x):
-    """A sum, a gather, a product, a tree, a map without communication, and an async collective."""
+    """A sum, a gather, a product, a tree, an identity forward, and an asynchronous collective."""
     y, z = dc.all_reduce([x, 2 * x], "mean")
     y = dc.all_reduce(y * z, "product") + dc.sum_gradients(x).cos() + dc.reduce_scatter(dc.all_gather(x) ** 2)
     return waits(y.square()).sum() + dc.all_reduce(y.t(), cotangent="replicated").t()
@@ -241,8 +248,8 @@ def ignores(x):
     return x * 2
 
 
-class Ignores(TorchDispatchMode):
-    """A mode that only observes."""
+class PassesThrough(TorchDispatchMode):
+    """A mode that changes nothing."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
@@ -278,13 +285,13 @@ def test_tracers_record_one_op_for_each_collective(backend):
 
         with FakeTensorMode() as fake:
             inside = everything(fake.from_tensor(x))
-        outside = dc.all_gather(inside[0])  # fake: nothing is sent
+        outside = dc.all_gather(inside[0])  # sends nothing
         assert (type(outside), outside.shape) == (type(inside), (4,))
         pair = everything(TwoTensor(x, other))
         same((pair.a, pair.b), (everything(x), everything(other)))
-        for looks_on in (Ignores(), FlopCounterMode(display=False)):
+        for mode in (PassesThrough(), FlopCounterMode(display=False)):
             leaf = x.clone().requires_grad_()
-            with looks_on:
+            with mode:
                 everything(leaf).sum().backward()
             same(leaf.grad, gradient(x))
 
@@ -318,7 +325,7 @@ def test_tracers_in_a_simulated_world():
                 simulate(trace, [torch.ones(2)] * 2, rules=rules)
 
 
-# ── graphs that are called in another state than they were compiled in ───────────────────────────────────
+# ── a graph that is called in another context than it was compiled in ────────────────────────────────────
 
 
 def refusal(program):
@@ -328,7 +335,7 @@ def refusal(program):
 
 
 def test_a_graph_refuses_to_run_where_it_would_be_wrong():
-    """Dynamo does not guard any of these; the ops check them."""
+    """Dynamo guards on none of these contexts; the ops check them."""
 
     def body(r, folder):
         mean = torch.compile(lambda x: dc.all_reduce(x, "mean"), fullgraph=True, backend="aot_eager")
@@ -363,7 +370,7 @@ def test_a_graph_refuses_to_run_where_it_would_be_wrong():
             values.append(mean(x))
         values.append(torch.vmap(exported)(torch.stack([x, x]))[1])
         y = mean(leaf).sum()
-        with dc.joint_backward() as joint:  # the forward was outside of it
+        with dc.joint_backward() as joint:  # the forward was outside the region
             joint(y + dc.all_reduce(leaf).sum()).backward()
         values.append(leaf.grad)
 
@@ -397,7 +404,7 @@ def test_a_graph_refuses_to_run_where_it_would_be_wrong():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Inductor
 def test_results_are_as_dense_as_the_graph_says():
-    """Maps without communication keep the layout of x in eager code; a graph has a fixed layout."""
+    """An identity forward keeps the strides of x in eager code; in a graph the result is contiguous."""
 
     x = torch.arange(6.0).view(2, 3)
     y = torch.compile(lambda x: dc.sum_gradients(x.t()), fullgraph=True)(x)
@@ -406,7 +413,7 @@ def test_results_are_as_dense_as_the_graph_says():
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
 def test_check_mode_compares_what_is_compiled(backend):
-    """Check mode switched on after compilation; otherwise a rank that runs eager code among compiled ones deadlocks."""
+    """Enabled after the graphs were compiled. If ops were not compared, a rank that runs eager code would hang."""
 
     def body(r):
         total, gathered = (
@@ -434,7 +441,7 @@ def test_check_mode_compares_what_is_compiled(backend):
                     differs()
                 texts.append(str(caught.value))
                 assert dc.all_reduce(torch.tensor([r + 1.0])).tolist() == [3.0]
-            (total(x).sum() + gathered(x).square().sum()).backward()  # no false alarm
+            (total(x).sum() + gathered(x).square().sum()).backward()  # raises nothing
             assert x.grad.tolist() == expected.tolist()
             traced = make_fx(lambda x: dc.all_gather(x, sizes=[2, 2]))(x.detach())
             assert traced(x.detach()).tolist() == [1, 2, 1, 3]
@@ -479,7 +486,7 @@ def test_checkpoints_keep_the_results_of_collectives():
 
 
 def test_sizes_that_are_symbols():
-    """A dynamic size stays dynamic if it is an argument."""
+    """A size that is marked dynamic stays symbolic as an argument."""
 
     def body(r):
         def program(x):

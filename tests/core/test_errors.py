@@ -1,4 +1,4 @@
-"""The line in an error is the user's, wherever the user's code, the library and torch are installed."""
+"""An error names the user's line, wherever the user's code, the library and torch are installed."""
 
 import dataclasses
 import os
@@ -25,7 +25,7 @@ FILES = {
     "a project named like it": (f"{TORCH}_project/loss.py", True),
     "a project named like the library": (f"{ROOT}/diffcoll_project/loss.py", True),
     "an installed package": (f"{TORCH.parent}/losses/clip.py", True),
-    "a package beside the standard library": (os.path.dirname(os.__file__) + "/site-packages/losses/clip.py", True),
+    "a package below the standard library": (os.path.dirname(os.__file__) + "/site-packages/losses/clip.py", True),
     "python -c, exec": ("<string>", True),
     "stdin": ("<stdin>", True),
     "code.interact": ("<console>", True),
@@ -43,7 +43,7 @@ FILES = {
 
 
 def called(file, call, **names):
-    """Return the result of a call made in line 2 of this file."""
+    """Return the result of a call that is made in the second line of this file."""
     names["call"] = call
     exec(compile("if True:\n    found = call()", file, "exec"), names)
     return names["found"]
@@ -60,7 +60,7 @@ def test_files(file, users):
 
 
 def test_code_that_names_no_file_of_its_module():
-    """Code that dataclasses generate for a module of the library, and modules of inductor."""
+    """Code that dataclasses generates for a module of the library, and modules that Inductor generates."""
     for module in ("diffcoll.collectives.all_gather", "torch._inductor.runtime.compile_tasks.cabc"):
         for file in ("<string>", "/tmp/torchinductor_me/ab/cabc.py"):
             assert called(file, user_line, __name__=module) == here("exec(compile(")
@@ -84,7 +84,7 @@ def test_threads():
 
 
 def test_processes():
-    """A rank whose function is part of the library: no line of multiprocessing is the user's."""
+    """A rank whose program is a function of the library: no line of multiprocessing is taken for the user's."""
     assert spawn(lambda r: user_line(), range(2)) == [here("spawn(lambda r: user_line()")] * 2
     assert spawn(next, [iter(user_line, None)] * 2) == ["<start of a process>"] * 2
 
@@ -117,7 +117,7 @@ print(user_line(), y.grad_fn.origin.line)
 
 @pytest.mark.parametrize("how", ["-c", "-", "file"])
 def test_programs(tmp_path, how):
-    """A program on the command line, on standard input, in a folder named torch; the library is a symbolic link."""
+    """On the command line, on standard input, and in a folder torch; the library is a symbolic link."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "diffcoll").symlink_to(ROOT / "diffcoll", target_is_directory=True)
     file = tmp_path / "torch" / "lib" / "train.py"

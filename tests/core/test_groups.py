@@ -1,4 +1,4 @@
-"""Values of `group`; ranks are always ranks within the group."""
+"""The values that `group` accepts; ranks are always ranks within it."""
 
 import os
 from functools import partial
@@ -21,7 +21,7 @@ on_mpi = partial(spawn, backend="mpi")
 
 
 def on_subgroup(r, ranks):
-    """Call every collective that names ranks, and all_gather, on a sub-group; return results and gradients."""
+    """Return values and gradients of every collective that names ranks, and of one that does not, on a sub-group."""
     group = new_group(ranks)
     if r not in ranks:
         with pytest.raises(ValueError, match=r"broadcast: group: got a group that this (process|rank) is not in"):
@@ -46,7 +46,7 @@ def on_subgroup(r, ranks):
 
 @pytest.mark.parametrize("run", [simulated, spawn, on_mpi], ids=["rules", "gloo", "mpi"])
 def test_ranks_are_ranks_within_the_group(run):
-    """pytorch#130515, and the backward of all_gather, which torch.distributed.nn.functional gets wrong."""
+    """pytorch#130515; the backward of torch.distributed.nn.functional.all_gather sends to wrong ranks on sub-groups."""
     found = run(lambda r: (on_subgroup(r, [1, 2]), on_subgroup(r, [1])), range(3))
     assert [pair for pair, _ in found] == [
         None,
@@ -60,7 +60,7 @@ def test_ranks_are_ranks_within_the_group(run):
     "run", [simulated, pytest.param(spawn, marks=keeps_orders), on_mpi], ids=["rules", "gloo", "mpi"]
 )
 def test_the_order_of_ranks_is_that_of_the_list(run):
-    """On every engine, as in MPI; torch.distributed sorts ranks unless told not to."""
+    """As in MPI; torch.distributed sorts the ranks by default."""
 
     def body(r):
         for wrong, error in (
@@ -77,7 +77,7 @@ def test_the_order_of_ranks_is_that_of_the_list(run):
         gathered = dc.all_gather(torch.tensor(r), group=group).tolist(), dc.get_rank(group)
         m = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.constant_(m.weight, r)
-        averager = dc.GradientAverager(m, group, reduction="sum")  # on a duplicate group; broadcasts parameters
+        averager = dc.GradientAverager(m, group, reduction="sum")  # uses a twin, and broadcasts rank 0's parameters
         m(torch.tensor([10.0**r])).backward()
         averager.detach()
         return found, gathered, m.weight.item(), m.weight.grad.item()
@@ -103,7 +103,7 @@ def test_two_groups_at_once(run):
         (y * (r + 1)).backward()
         return y.item(), x.grad.item()
 
-    # the outer sum has each group's sum twice; the weights sum to 10, which the inner adjoint adds twice
+    # the sum over all ranks adds each group's sum twice; the backward sums the weights, 10, and adds them twice
     assert run(body, range(4)) == [(30, 20)] * 4
 
 
@@ -143,7 +143,7 @@ def test_default_group(run):
             dc.set_default_group(pairs[1 - r // 2])
         seen.append(dc.get_world_size())
         dc.set_default_group(None)
-        if "OMPI_COMM_WORLD_SIZE" in os.environ:  # None means torch's default group, which does not exist here
+        if "OMPI_COMM_WORLD_SIZE" in os.environ:  # None is torch's default group, which does not exist here
             with pytest.raises(RuntimeError, match="4 processes were launched"):
                 dc.get_world_size()
             return [*seen, 4]

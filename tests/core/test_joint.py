@@ -1,4 +1,4 @@
-"""joint_backward: the gradient equals truth on every rank, whatever the ranks' losses use, without deadlock."""
+"""joint_backward: gradients equal truth's on every rank and no rank hangs, whichever outputs the ranks' losses use."""
 
 import gc
 import weakref
@@ -26,7 +26,7 @@ def weighted(r, y):
     return (y * (r + 1)).sum()
 
 
-# What rank r computes from its x; `joint` is applied to the loss. Ranks use different outputs.
+# The loss of rank r from its x. Ranks use different outputs. `joint` is the region.
 
 
 def ignores_everything(r, x, joint):
@@ -179,7 +179,7 @@ def test_every_collective_ignored_by_one_rank(where):
 
 @pytest.mark.parametrize("where", RUNS)
 def test_second_order(where):
-    """A penalty on gradients that one rank lacks, of a loss that another rank lacks."""
+    """One rank has no penalty on the gradients; another one's loss does not use the collectives."""
 
     def program(r, x, joint):
         y = dc.all_reduce(x.sin()) * dc.all_gather(x).sum()
@@ -245,7 +245,7 @@ def of_a_tree(r, x):
 
 @pytest.mark.parametrize("where", ["rules", "gloo"])
 def test_a_tangent_on_one_rank_only(where):
-    """As if the other ranks had a tangent of zero."""
+    """Equal to a tangent of zero on the others."""
 
     def tangents(r, has_tangent, requires_grad):
         found = []
@@ -274,7 +274,7 @@ def test_a_tangent_on_one_rank_only(where):
 
 
 @pytest.mark.parametrize("where", ["rules", "gloo"])
-def test_check_mode_sees_what_is_not_the_same_on_all_ranks(where):
+def test_check_mode_compares_recording_and_tangents(where):
     def body(r):
         x = inputs(r).requires_grad_()
         with pytest.raises(dc.CollectiveMismatchError) as no_grad, dc.check_mode(), dc.joint_backward():
@@ -301,8 +301,8 @@ def test_check_mode_sees_what_is_not_the_same_on_all_ranks(where):
             assert "rank 1: the end of check mode at " in tangent
 
 
-def test_what_is_used_by_all_costs_nothing_more():
-    """The same bytes are sent with and without the region."""
+def test_a_region_sends_no_further_bytes():
+    """If all ranks use all outputs, the bytes are those without the region."""
 
     def sent(region):
         calls = []
@@ -338,13 +338,23 @@ def test_what_is_used_by_all_costs_nothing_more():
     assert sent(True)
 
 
-def test_nothing_is_kept():
-    """A region and its graph are freed with their last reference, without the garbage collector."""
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(lambda x: dc.all_reduce(x * 2), id="plain"),
+        pytest.param(
+            lambda x: checkpoint(lambda t: dc.all_reduce(t * 2).square(), x, use_reentrant=False),
+            id="checkpoint",
+            marks=hooks_are_shown,
+        ),
+    ],
+)
+def test_a_region_is_freed_without_the_garbage_collector(program):
     gc.disable()
     try:
         x = torch.ones(3, requires_grad=True)
         with dc.joint_backward() as joint:
-            y = dc.all_reduce(x * 2)
+            y = program(x)
             loss = joint(y.sum())
         loss.backward()
         kept = weakref.ref(y)
@@ -354,7 +364,7 @@ def test_nothing_is_kept():
         gc.enable()
 
 
-# ── checkpoints: recomputation in backward repeats the collectives, on every rank ────────────────────────────────
+# ── checkpoints: collectives in a recomputed part run again, on every rank ───────────────────────────────────────
 
 
 def plainly(function, x):
@@ -483,7 +493,7 @@ def test_a_checkpoint_of_higher_order():
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("where", ["rules", "gloo"])
 def test_a_reentrant_checkpoint_is_an_error_on_every_rank(where, nested):
-    """Not every rank may reach its backward node, and nothing within it is recorded before."""
+    """A rank's backward may not reach the node of such a checkpoint, and its collectives are not recorded before."""
 
     def part(x):
         return dc.all_reduce(x.sin()).square()
@@ -495,10 +505,10 @@ def test_a_reentrant_checkpoint_is_an_error_on_every_rank(where, nested):
             with pytest.raises(RuntimeError, match=r"all_reduce: checkpoint: got a reentrant .* expected use_reent"):
                 again(partial(again, part) if nested else part, x)
             joint(dc.all_reduce(x).sum()).backward()  # the group works
-        y = again(part, x)  # as without a region
+        y = again(part, x)  # allowed outside a region
         with dc.joint_backward() as joint:
             z = dc.all_reduce(x * 2)
-            y.sum().backward()  # backward within a region, of a graph that was recorded outside
+            y.sum().backward()  # within a region, which does not record the recomputed collectives
             joint(z.sum()).backward()
         return True
 
@@ -507,7 +517,7 @@ def test_a_reentrant_checkpoint_is_an_error_on_every_rank(where, nested):
 
 @hooks_are_shown
 def test_hooks_for_saved_tensors_stay_in_order():
-    """The user's hooks are called as before, and a failed checkpoint leaves none behind."""
+    """The user's hooks are still called, and a checkpoint that fails leaves no hooks behind."""
 
     def body(r):
         x, packed = inputs(r).requires_grad_(), []
@@ -524,22 +534,6 @@ def test_hooks_for_saved_tensors_stay_in_order():
         return packed.count(x.shape)
 
     assert simulate(body, range(2), rules=True) == [3, 3]
-
-
-@hooks_are_shown
-def test_a_checkpoint_in_a_region_keeps_nothing():
-    gc.disable()
-    try:
-        x = torch.ones(3, requires_grad=True)
-        with dc.joint_backward() as joint:
-            y = checkpoint(lambda t: dc.all_reduce(t * 2).square(), x, use_reentrant=False)
-            loss = joint(y.sum())
-        loss.backward()
-        kept = weakref.ref(y)
-        del y, loss, joint
-        assert kept() is None
-    finally:
-        gc.enable()
 
 
 def test_wrong_use():

@@ -1,4 +1,4 @@
-"""async_op=True: the same results and gradients, started early and waited for late, in both directions."""
+"""async_op=True: the same results and gradients; communication overlaps with computation in both directions."""
 
 import gc
 import threading
@@ -63,8 +63,8 @@ def test_gradients_are_those_of_truth(gradients, name):
     )
 
 
-def test_the_backward_is_the_mirror_image(monkeypatch):
-    """The adjoint starts where the forward waited, and is waited for where the forward started."""
+def test_backward_overlaps_with_computation(monkeypatch):
+    """The backward of the wait starts the adjoint; the backward of the start waits for it."""
 
     def body(r):
         events = []
@@ -144,7 +144,7 @@ def test_a_forgotten_wait_is_reported(rules):
         simulate(body, [torch.ones(2)] * 2, rules=rules)
 
 
-def test_forgotten_on_real_processes_the_group_goes_on():
+def test_after_a_forgotten_wait_the_group_works_on_real_processes():
     def body(r):
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
@@ -156,7 +156,7 @@ def test_forgotten_on_real_processes_the_group_goes_on():
     assert spawn(body, range(2)) == [(3, 1)] * 2
 
 
-def test_what_it_says_of_itself():
+def test_repr():
     pending = dc.all_reduce(torch.ones(1), async_op=True)
     assert "all_reduce started at" in repr(pending)
     assert ", not waited for>" in repr(pending)
@@ -188,13 +188,13 @@ def test_modified_in_place_after_the_wait():
     assert x.grad.tolist() == [1, 1]
 
 
-# ── memory of collectives in flight ──────────────────────────────────────────────────────────────────────
+# ── tensors that change while a collective is in flight ──────────────────────────────────────────────────
 
-RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn}  # all bodies run on MPI in one run, below
+RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn}  # on MPI all bodies in one run, see below
 FORWARD = {
     **CALLS,
     "gather in parts": lambda x, **more: dc.all_gather(x, **more),
-    "blocks that lie apart": lambda x, **more: dc.all_to_all(x, 1, 0, **more),
+    "blocks that are not contiguous": lambda x, **more: dc.all_to_all(x, 1, 0, **more),
     "half": lambda x, **more: dc.all_reduce(x.bfloat16(), **more),
 }
 
@@ -204,7 +204,7 @@ def rows_of(name):
 
 
 def changing_x(r):
-    """Return the collectives whose result is wrong if x changes between start and wait, earlier on other ranks."""
+    """Return the collectives whose result is wrong if x is modified after the start, on rank 0 before rank 1 starts."""
     wrong = []
     for name, call in FORWARD.items():
         x = torch.linspace(r, 1, rows_of(name) * 2, dtype=torch.float64).view(-1, 2)
@@ -219,7 +219,7 @@ def changing_x(r):
 
 
 def changing_the_gradient(r):
-    """The same in backward: a hook zeroes b.grad, which shares the memory of the gradient given to the adjoint."""
+    """The same in backward: a hook zeroes b.grad, which shares memory with the gradient that the adjoint was given."""
     wrong = []
 
     def zero(b):
@@ -256,7 +256,7 @@ def test_memory_may_change_once_a_collective_has_been_started(where):
 
 
 def in_two_threads(r):
-    """Between start and wait of one thread another thread is refused; after the wait it is not."""
+    """Between the start and the wait of one thread, another thread's calls raise; after the wait they do not."""
 
     def in_thread(call):
         found = []
@@ -295,11 +295,11 @@ def check_two_threads(found):
         assert rest == [3.0, [1.0, 2.0], [1.0, 2.0], 2.0 * [1, 10][r]]
 
 
-def test_two_threads_with_something_under_way():
+def test_two_threads_with_a_collective_in_flight():
     check_two_threads(spawn(in_two_threads, range(2)))
 
 
-def test_a_wait_that_was_refused_is_made_again():
+def test_a_wait_that_raised_can_be_repeated():
     def body(r):
         lock = resolve(None, "test").lock
         pending = dc.all_gather(torch.tensor([1.0 + r]), async_op=True)
@@ -312,11 +312,11 @@ def test_a_wait_that_was_refused_is_made_again():
         assert run(body, range(2)) == [([1.0, 2.0], [1.0, 2.0])] * 2
 
 
-# ── graphs that run more than once, partially, or nested ─────────────────────────────────────────────────
+# ── graphs that run more than once, or in part ───────────────────────────────────────────────────────────
 
 
 def backward_in_a_hook(r):
-    """Run backward through the same graph, twice, while the outer adjoint is in flight; also to second order."""
+    """Twice through the same graph, while the adjoint of the outer backward is in flight; also to second order."""
     results = []
     for create in (False, True):
         x = torch.tensor([1.0, 2.0 + r], dtype=torch.float64, requires_grad=True)
@@ -358,7 +358,7 @@ def test_a_backward_in_a_hook_through_the_same_graph(where):
 
 
 def in_checkpoints(r):
-    """Async collectives in checkpoints that stop before, at and after the wait; returns what is left in flight."""
+    """Async collectives in checkpoints that stop before, at and after the wait; return gradients and what is left."""
 
     def before(x):
         pending = dc.all_reduce(x.sin(), async_op=True)
@@ -396,18 +396,18 @@ def check_checkpoints(found):
         for again, once, _, left in of_rank:
             torch.testing.assert_close(again, once)
             assert left == (0, 0)
-        # Not one more in every step, and some of them do stop before the wait.
+        # The number does not grow with every step, and some checkpoints do stop before the wait.
         assert [abandoned for *_, (abandoned, _), _ in of_rank] == [1, 0, 2]
 
 
 @pytest.mark.parametrize("where", RUNS)
 def test_checkpoints_that_stop_before_the_wait(where):
-    """The recomputation starts a collective, and ends as soon as all saved tensors are recomputed."""
+    """Recomputation starts a collective, and stops once all tensors that backward needs are recomputed."""
     check_checkpoints(RUNS[where](in_checkpoints, range(2)))
 
 
 def test_never_waited_for_in_a_region_of_joint_backward():
-    """Its backward cannot run: the adjoint starts at the node of wait()."""
+    """Its backward cannot run, because the adjoint is started by the backward of the wait."""
 
     def body(r):
         x = torch.ones(2, requires_grad=True)
@@ -425,7 +425,7 @@ def test_never_waited_for_in_a_region_of_joint_backward():
 
 
 def with_errors_in_between(r):
-    """Memory of a collective in flight is kept until it is complete; the next call is not affected."""
+    """A collective in flight keeps its memory until it is complete; the next call waits for it and works."""
 
     def fails(g):
         raise KeyError("a hook")

@@ -1,4 +1,4 @@
-"""Products, maxima and other reductions, on values derived by hand, and on values where naive rules fail."""
+"""Reductions that are not linear, on results computed by hand, and on numbers for which naive rules fail."""
 
 import math
 import re
@@ -26,7 +26,7 @@ def weighted(op, **more):
 
 
 def on_ranks(body, *per_rank):
-    """On simulated ranks, with elementwise parts and with whole stacks, and on gloo."""
+    """Check that simulated ranks, by parts and by whole stacks, and gloo agree; return the result."""
     found = [simulate(body, *per_rank, rules=True), spawn(body, *per_rank)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalEngine, "small", lambda engine, device: 1 << 20)
@@ -69,14 +69,14 @@ def test_logsumexp(gradients):
 
 
 def test_a_function(gradients):
-    # the elementwise median of three
+    # the median of three, of each position independently
     xs = [[1.0, 9.0], [2.0, 8.0], [3.0, 1.0]]
     for op in (cases.median, dc.elementwise(cases.median)):
         assert gradients(weighted(op), xs, [1.0, 10.0, 100.0]) == [[0, 0], [111, 111], [0, 0]]
 
 
 def test_a_function_of_whole_tensors(gradients):
-    # the tensor of the largest norm, which is not an elementwise reduction
+    # the tensor of the largest norm, which depends on all positions
     def largest(s):
         return s[s.norm(dim=1).argmax()]
 
@@ -101,7 +101,7 @@ def test_products_have_exact_gradients_where_they_can_be_represented(n):
     (g,) = torch.autograd.grad(y.sum(), s)
 
     def exact(rows):
-        """Return products by mantissa and exponent in Python, whose integers are unbounded."""
+        """Products in (mantissa, exponent) form; Python's exponents are unbounded."""
         found = []
         for column in rows.T.tolist():
             m, e = 1.0, 0
@@ -115,14 +115,14 @@ def test_products_have_exact_gradients_where_they_can_be_represented(n):
     for expected, got in [(exact(s.detach()), y)] + [
         (exact(torch.cat([s[:k], s[k + 1 :]]).detach()), g[k]) for k in range(n) if n > 1
     ]:
-        sure = ~expected.isnan()  # rounding of subnormal numbers differs
+        sure = ~expected.isnan()  # rounding differs below the normal numbers
         torch.testing.assert_close(got[sure].abs(), expected[sure].abs(), rtol=1e-12, atol=0)
         compared += int(sure.sum())
     assert compared > 10 * n
 
 
 def test_products_beyond_the_range():
-    # y overflows, underflows, or an intermediate product does; gradients do not
+    # y or a partial product overflows or underflows; no gradient does
     assert gradients_of("product", [1e200, 1e200]) == (INF, [1e200, 1e200])
     assert gradients_of("product", [1e-200, 1e-200, 1e-100]) == (0, pytest.approx([1e-300, 1e-300, 0], rel=1e-14))
     y, g = gradients_of("product", [1e200, 1e200, 1e-200, 1e-200])
@@ -157,7 +157,7 @@ def exact_product(factors):
 
 
 def assert_near(got, exact, dtype, factors):
-    """Compare with an error relative to the modulus, not to each part; infinite where the exact value overflows."""
+    """The error is relative to the larger part of the number, not to its smaller part; overflow must give infinity."""
     parts = torch.finfo(dtype)
     largest = max(abs(part) for part in exact)
     error = largest * Fraction(parts.eps) * 4 * (factors + 1) + Fraction(parts.smallest_normal) * Fraction(parts.eps)
@@ -246,7 +246,7 @@ def test_logsumexp_is_shifted():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precisions_are_reduced_in_float32(dtype):
-    # 300 · 300 overflows float16; successive products lose 1 + ε in bfloat16
+    # 300 · 300 · 1/300 overflows in float16 at the second factor; bfloat16 would round products of 1 + ε at each factor
     values = [torch.full((3,), v, dtype=dtype) for v in (300.0, 300.0, 1 / 300)]
     expected = torch.stack(values).float().prod(0).to(dtype)
     y, g = gradients_of("product", values)
@@ -268,7 +268,7 @@ def test_spellings_and_reduce_ops():
         assert run(body, torch.tensor([3.0, 5.0])) == [([15, 15], [5, 5], [3, 3], [4, 4], [8, 8], 5)] * 2
 
 
-def test_premul_sum_brings_its_factor(gradients):
+def test_premul_sum_multiplies_by_its_factor(gradients):
     def loss(x, w):
         return w * dc.all_reduce(x, dist._make_nccl_premul_sum(0.5)).sum()
 
@@ -287,7 +287,7 @@ def test_integers_and_bools_pass_forward(run):
     assert run(body, range(3)) == [expected] * 3
 
 
-def test_large_tensors_go_by_parts_on_gloo_too():
+def test_large_tensors_are_reduced_by_parts_on_gloo_too():
     def body(r):
         generator = torch.Generator().manual_seed(r)
         x = torch.randn(10_007, generator=generator, dtype=torch.float64).requires_grad_()
@@ -305,7 +305,7 @@ def test_large_tensors_go_by_parts_on_gloo_too():
 
 
 def test_memory_and_bytes_do_not_grow_with_the_ranks():
-    """One stack of x's size on each rank, for any number of ranks; at most twice the bytes of a sum."""
+    """One stack of x's size on each rank for any N, and at most twice the bytes of a sum."""
     numel = 1 << 22
     by_sum = bench.bytes_sent(cases.Case("all_reduce", ((numel,),) * 4, {}, dtype=torch.float32))
     for op in ("product", cases.median_in_parts):
@@ -324,7 +324,7 @@ def test_memory_and_bytes_do_not_grow_with_the_ranks():
         assert peaks[8] <= 1.1 * peaks[2], (op, peaks)
 
 
-# ── user functions ───────────────────────────────────────────────────────────────────────────────────────
+# ── users' functions ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def clipped(s):
@@ -343,7 +343,7 @@ def row_weights(s):
     return (s * torch.arange(s.shape[1], dtype=s.dtype)[:, None]).square().sum(0)
 
 
-#: Each depends on other positions than that of its result, or on the index of a position.
+#: In each, the result at one position depends on other positions, or on where the position is.
 WHOLE = (
     *(clipped, short_ones, nearest_to_all, row_weights, cases.largest_whole),
     lambda s: s.softmax(1).prod(0),
@@ -374,7 +374,7 @@ def numbers(shape, r):
 
 @pytest.mark.parametrize("run", ["rules", "gloo", "mpi"])
 def test_functions_get_the_stack_they_expect(run):
-    """Below and above the size from which named ops are not gathered whole; values and gradients to second order."""
+    """At sizes at which named ops are gathered whole and at which they are not; gradients to second order."""
     n = 3
     shapes = [(3, 2), (51, 45)] if run == "gloo" else [(3, 2)]  # the second is larger than 16 KB
     ops = [*WHOLE, *IN_PARTS, *map(dc.elementwise, IN_PARTS)] if run != "mpi" else [*WHOLE[:5], cases.median_in_parts]
@@ -427,7 +427,7 @@ def test_functions_get_the_stack_they_expect(run):
 
 
 def test_an_elementwise_function_gets_parts():
-    """Each rank has one stack of the size of x for any N, unless x is small; trees are one message."""
+    """Unless x is small, a rank holds one stack of the size of x for any N; a tree is sent in one message."""
 
     def body(r):
         seen = []
@@ -443,7 +443,7 @@ def test_an_elementwise_function_gets_parts():
     assert found == [[(3, 10), (3, 10), (3, size, 3), (3, 3 + (r == 0)), (3, 2)] for r, size in enumerate((3, 2, 5))]
 
 
-def test_elementwise_is_a_function_with_a_promise():
+def test_elementwise_equality_repr_and_errors():
     op = dc.elementwise(cases.median)
     assert repr(op) == "elementwise(median)"
     assert op == dc.elementwise(op) == dc.elementwise(cases.median)
@@ -468,7 +468,7 @@ def test_an_attribute_called_op_is_no_spelling():
 
 
 @pytest.mark.parametrize("run", [lambda *call: simulate(*call, rules=True), spawn], ids=["rules", "gloo"])
-def test_check_mode_holds_functions_to_their_promises(run):
+def test_check_mode_verifies_that_functions_are_elementwise(run):
     def raised(call):
         try:
             with dc.check_mode():
@@ -507,15 +507,15 @@ def test_check_mode_holds_functions_to_their_promises(run):
         assert set(honest) == {""}
         words = r"whose result at one position depends on other positions, expected .* itself without dc\.elementwise"
         assert [text for text in broken if not re.search(words, text)] == []
-        assert all("makes other numbers of the same stack on rank 1 than on rank 0" in text for text in different[:3])
+        assert all("different values for the same stack on rank 1 and on rank 0" in text for text in different[:3])
         assert "elementwise(a function)" in different[3]
     assert len({tuple(re.sub("<.*?>", "", text) for text in broken) for _, broken, _ in got}) == 1
 
 
 def test_a_function_of_the_wrong_shape():
     for f, words in [
-        (lambda s: s * 2, r"got a function that makes \(2, 3\), expected \(3,\): dim 0 of \(2, 3\) reduced"),
-        (lambda s: 1.0, "got a function that makes float"),
+        (lambda s: s * 2, r"got a function that returns \(2, 3\), expected \(3,\): dim 0 of \(2, 3\) reduced"),
+        (lambda s: 1.0, "got a function that returns float"),
     ]:
         with pytest.raises(ValueError, match=rf"all_reduce: op: {words}.*; reduce with dim=0"):
             simulate(lambda x, f=f: dc.all_reduce(x, f), [torch.zeros(3)] * 2, rules=True)

@@ -1,4 +1,4 @@
-"""Trees of tensors keep their structure and gradients, with one message for each dtype."""
+"""Trees of tensors: the result has the structure of x, gradients are right, with one message for each dtype."""
 
 import re
 from collections import OrderedDict, namedtuple
@@ -70,7 +70,7 @@ def test_a_tree_is_its_leaves(name, later):
 
 
 def in_another_order(x, r):
-    """The same tree; the order of dict keys differs between ranks."""
+    """The same tree, with the keys of its dicts in a different order on every rank."""
     if isinstance(x, dict):
         items = [(key, in_another_order(value, r)) for key, value in x.items()]
         return type(x)(items[r % len(items) :] + items[: r % len(items)])
@@ -86,7 +86,7 @@ def by_path(x):
 @pytest.mark.parametrize("later", [False, True], ids=["now", "async"])
 @pytest.mark.parametrize("where", ["rules", "truth", "gloo"])
 def test_leaves_are_matched_by_their_paths(where, later):
-    """Not by insertion order. Every leaf has the shape and dtype of another one, and different values."""
+    """Not by the order of insertion. Every leaf has the shape and dtype of another leaf, and different numbers."""
 
     def body(r):
         whole = {
@@ -105,7 +105,7 @@ def test_leaves_are_matched_by_their_paths(where, later):
                 paths = sorted(by_path(y))
                 loss = sum(((r + 1 + i) * by_path(y)[path].sin()).sum().double() for i, path in enumerate(paths))
                 inputs = [by_path(x)[path] for path in paths]
-                if where == "truth":  # one rank alone cannot call backward
+                if where == "truth":  # one rank alone cannot run backward
                     ys.append([by_path(y)[path].detach() for path in paths])
                 else:
                     ys.append([by_path(y)[path].detach() for path in paths] + [*torch.autograd.grad(loss, inputs)])
@@ -225,7 +225,7 @@ def test_uneven_gathers():
                 assert g == [[6, 6]] * sizes[r]
 
 
-def test_truth_gradients_and_the_replicated_world(gradients):
+def test_gradients_of_partial_and_replicated_sums(gradients):
     def loss(x, w):
         tree = dc.all_reduce({"a": x, "b": [2 * x[:1]]})
         shared = dc.all_reduce((x, x), cotangent="replicated")
@@ -282,8 +282,8 @@ def test_transforms_and_compile_go_through_trees():
             torch.testing.assert_close(g, plain)
 
 
-def test_parts_of_a_linear_result_have_backwards_of_their_own():
-    """The nodes save nothing, so a second backward through them works like the first."""
+def test_parts_of_a_linear_result_have_separate_backwards():
+    """The nodes save no tensors, so a second backward needs no retain_graph."""
     ops = {"sum": 1, "mean": 0.5, dist._make_nccl_premul_sum(0.5): 0.5}
 
     def body(r):

@@ -1,7 +1,8 @@
 """The laws that `diffcoll.engines.engine.Engine` states, as checks that run on every engine.
 
 A law is a generator. Every rank runs it with its engine and yields pairs (got, expected), which are compared after the
-last message: a wrong value keeps no other rank waiting. Data differ on every rank, and sizes are uneven and zero.
+last message, so a wrong value on one rank does not block the others. Data differ on every rank; sizes are uneven, some
+zero.
 """
 
 import random
@@ -30,9 +31,9 @@ SUMMED = [
     *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64),
 ]
 MOVED = [*SUMMED, torch.bool, torch.complex32, torch.float8_e4m3fn]
-#: What is in memory before anything is received.
+#: The value that fills memory before anything is received.
 BEFORE = 77
-#: Numbers of a message that no backend sends at once.
+#: Number of elements of a message that no backend sends eagerly.
 LARGE = 40_000
 
 
@@ -40,7 +41,7 @@ LARGE = 40_000
 
 
 def apart(tensors: list[Tensor]) -> list[Tensor]:
-    """Each in memory of its own."""
+    """Each in a separate allocation."""
     return [t.clone() for t in tensors]
 
 
@@ -83,7 +84,7 @@ LAYOUTS = [torch.clone, strided, transposed]
 
 @dataclass(frozen=True)
 class Data:
-    """What a primitive is called with."""
+    """The arguments of a primitive."""
 
     numel: int = 13
     tail: tuple[int, ...] = ()
@@ -95,11 +96,11 @@ class Data:
     in_place: bool = False
 
     def shape(self, size: int) -> tuple[int, ...]:
-        """A shape for a size that is a multiple of half of `numel`."""
+        """The shape of a block with `size` times half of `numel` rows."""
         return () if self.scalar else (self.numel * size // 2, *self.tail)
 
     def numbers(self, engine: Engine, at: int, shape: tuple[int, ...]) -> Tensor:
-        """Small whole numbers, of which every dtype has exact sums; complex ones have an imaginary part."""
+        """Small integers, whose sums are exact in every dtype; complex numbers have an imaginary part."""
         generator = torch.Generator().manual_seed(1000 * self.seed + at)
         x, y = torch.randint(0, 9, (2, *shape), generator=generator)
         if self.dtype == torch.bool:
@@ -108,7 +109,7 @@ class Data:
         return x.to(self.dtype).to(engine.control_device)
 
     def bits(self, engine: Engine, at: int, shape: tuple[int, ...]) -> Tensor:
-        """Any bits, NaNs among them."""
+        """Random bits, including NaNs."""
         generator = torch.Generator().manual_seed(at)
         x = torch.randint(0, 256, (prod(shape) * self.dtype.itemsize,), dtype=torch.uint8, generator=generator)
         x = x % 2 if self.dtype == torch.bool else x
@@ -117,11 +118,11 @@ class Data:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a primitive that is ready to be made."""
+    """One prepared call of a primitive."""
 
     start: Callable[[], Wait]
-    reads: list[tuple[Tensor, Tensor]]  # tensors it must not modify, and what they are
-    writes: list[tuple[Tensor, Tensor]]  # its outputs, and what they become
+    reads: list[tuple[Tensor, Tensor]]  # tensors it must not modify, and their values
+    writes: list[tuple[Tensor, Tensor]]  # its outputs, and their expected values
 
 
 def put(data: Data, tensors: list[Tensor | None]) -> list[Tensor | None]:
@@ -130,7 +131,7 @@ def put(data: Data, tensors: list[Tensor | None]) -> list[Tensor | None]:
 
 
 def fresh(tensors: list[Tensor | None]) -> list[Tensor | None]:
-    """Memory for them, filled with something else."""
+    """Memory for tensors like these, filled with other values."""
     return [None if t is None else t.new_zeros(t.shape) if t.dtype.itemsize == 1 else fill(t) for t in tensors]
 
 
@@ -143,7 +144,7 @@ def pairs(tensors: list[Tensor | None], expected: list[Tensor | None]) -> list[t
 
 
 def exchange(engine: Engine, data: Data, random_bits: bool = False) -> Call:
-    """Blocks of every size, between some ranks none."""
+    """Blocks of different sizes; some pairs of ranks exchange none."""
     make = data.bits if random_bits else data.numbers
 
     def block(s: int, t: int) -> Tensor | None:
@@ -239,12 +240,12 @@ def outcome(primitive: Callable[..., Call], engine: Engine, data: Data, **more: 
 
 
 def word(engine: Engine, value: int = 0) -> Tensor:
-    """A number that ranks tell each other."""
+    """A tensor of one integer."""
     return torch.tensor([int(value)], device=engine.control_device)
 
 
 def of_all(engine: Engine, value: int) -> list[int]:
-    """What every rank says."""
+    """Return the value of every rank."""
     found = torch.cat([word(engine) for _ in range(engine.size)])
     engine.all_gather(word(engine, value), found, [1] * engine.size)()
     return found.tolist()
@@ -300,7 +301,7 @@ def every_number_is_summed(engine: Engine) -> Pairs:
 
 
 def half_precisions_are_summed_in_float32(engine: Engine) -> Pairs:
-    """Unless the backend adds them up itself. One rank has a number to which adding 1 changes nothing."""
+    """Unless the backend sums them itself. One rank has a number to which adding 1 changes nothing."""
     r, n = engine.rank, engine.size
     for dtype, large in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
         every = [torch.ones(n, device=engine.control_device) for _ in range(n)]
@@ -324,7 +325,7 @@ def _adds(engine: Engine, x: Tensor) -> bool:
 
 
 def all_reduce_is_bitwise_equal_on_all_ranks(engine: Engine) -> Pairs:
-    """Of numbers whose sum depends on the order."""
+    """With numbers whose sum depends on the order."""
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
         own = torch.Generator().manual_seed(engine.rank)
         x = torch.randn(101, generator=own) * 10.0 ** torch.randint(-3, 4, (101,), generator=own)
@@ -349,7 +350,7 @@ def an_output_may_be_an_input_where_that_is_allowed(engine: Engine) -> Pairs:
 
 
 def nothing_but_the_outputs_is_written(engine: Engine) -> Pairs:
-    """Neither inputs nor the memory around the outputs."""
+    """Neither the inputs nor the memory around the outputs is modified."""
     memory = []
 
     def guarded(tensors: list[Tensor]) -> list[Tensor]:
@@ -373,7 +374,7 @@ def nothing_but_the_outputs_is_written(engine: Engine) -> Pairs:
 
 
 def all_reduce_has_read_x_when_it_returns(engine: Engine) -> Pairs:
-    """With `later`. y is not written over before the Wait."""
+    """With `later`, x may be modified after the call; the result is right after the Wait."""
     if not engine.later:
         yield True, True
         return
@@ -386,7 +387,7 @@ def all_reduce_has_read_x_when_it_returns(engine: Engine) -> Pairs:
 
 
 def memory_is_kept_until_the_wait(engine: Engine) -> Pairs:
-    """Also if the caller keeps no reference to what it sends, and other calls and allocations follow."""
+    """Also if the caller drops its references to the tensors, and other calls and allocations follow."""
     waits, expected = [], []
     for seed in range(6):
         for primitive in (exchange, reduce_scatter, reduce):
@@ -403,7 +404,7 @@ def memory_is_kept_until_the_wait(engine: Engine) -> Pairs:
 
 
 def memory_layout_is_each_ranks_own(engine: Engine) -> Pairs:
-    """Ranks whose tensors lie differently make the same call."""
+    """Ranks whose tensors have different memory layouts make the same call."""
     for turn in range(12):
         i = turn + engine.rank
         place, layout = PLACES[i % len(PLACES)], LAYOUTS[i % len(LAYOUTS)]
@@ -414,7 +415,7 @@ def memory_layout_is_each_ranks_own(engine: Engine) -> Pairs:
 
 
 def calls_without_data_need_no_data_on_other_ranks(engine: Engine) -> Pairs:
-    """A rank whose blocks are all empty takes part as others do, and the call after it is not mistaken for it."""
+    """A rank whose blocks are all empty takes part like the others; the next call does not get its messages."""
     n, r = engine.size, engine.rank
     for empty in range(n):
 
@@ -435,7 +436,7 @@ def calls_without_data_need_no_data_on_other_ranks(engine: Engine) -> Pairs:
 
 
 def started(engine: Engine, rounds: int) -> list[tuple[Wait, list[tuple[Tensor, Tensor]]]]:
-    """Several calls of every primitive, under way at once."""
+    """Start several calls of every primitive, all in flight at once."""
     found = []
     for seed in range(rounds):
         for primitive in (*MOVES, *SUMS):
@@ -445,37 +446,37 @@ def started(engine: Engine, rounds: int) -> list[tuple[Wait, list[tuple[Tensor, 
 
 
 def waits_may_be_called_in_any_order(engine: Engine) -> Pairs:
-    under_way = started(engine, 3)
-    random.Random(engine.rank).shuffle(under_way)
-    for wait, _ in under_way:
+    in_flight = started(engine, 3)
+    random.Random(engine.rank).shuffle(in_flight)
+    for wait, _ in in_flight:
         wait()
     yield True, True
-    for _, writes in under_way:
+    for _, writes in in_flight:
         yield from writes
 
 
 def a_wait_sends_no_messages(engine: Engine) -> Pairs:
-    """The other ranks go on while one has not yet waited."""
+    """The other ranks complete their calls while one has not yet waited."""
     for late in range(engine.size):
-        under_way = started(engine, 2)
+        in_flight = started(engine, 2)
         if engine.rank != late:
-            for wait, _ in under_way:
+            for wait, _ in in_flight:
                 wait()
         yield of_all(engine, engine.rank), list(range(engine.size))
         if engine.rank == late:
-            for wait, _ in under_way:
+            for wait, _ in in_flight:
                 wait()
-        for _, writes in under_way:
+        for _, writes in in_flight:
             yield from writes
 
 
 def a_wait_may_be_called_in_another_thread(engine: Engine) -> Pairs:
-    under_way = started(engine, 2)
+    in_flight = started(engine, 2)
     errors: list[Exception] = []
 
     def wait_for_all() -> None:
         try:
-            for wait, _ in under_way:
+            for wait, _ in in_flight:
                 wait()
         except Exception as error:
             errors.append(error)
@@ -484,7 +485,7 @@ def a_wait_may_be_called_in_another_thread(engine: Engine) -> Pairs:
     thread.start()
     thread.join()
     yield [str(error) for error in errors], []
-    for _, writes in under_way:
+    for _, writes in in_flight:
         yield from writes
 
 
@@ -492,7 +493,7 @@ def a_wait_may_be_called_in_another_thread(engine: Engine) -> Pairs:
 
 
 def destroy(group: Any) -> bool:
-    """End a group as its backend ends it, if there is such a way."""
+    """Destroy a group with its backend's own function; return False if there is none."""
     if isinstance(group, dist.ProcessGroup):
         c10d.destroy(group)
         return True
@@ -546,7 +547,7 @@ def subgroups_have_their_ranks_in_the_order_given(engine: Engine) -> Pairs:
     for ranks in ([*range(n)][:: -1 if keeps_order else 1], [*range(1, n)] or [0]):
         try:
             group = engine.subgroup(ranks)
-        except NotImplementedError as error:  # there is but one rank, and no group
+        except NotImplementedError as error:  # one rank without a group
             yield (str(error), n), (f"{engine.description} has no sub-groups", 1)
             return
         if r not in ranks:
@@ -579,7 +580,7 @@ def a_group_has_ended_when_its_backend_has_destroyed_it(engine: Engine) -> Pairs
     yield engine.ended, False
 
 
-def absent_lists_nobody_if_all_ranks_ask(engine: Engine) -> Pairs:
+def absent_is_empty_if_all_ranks_call_it(engine: Engine) -> Pairs:
     twin = engine.twin()
     yield twin.absent(), []
     yield of_all(twin, 2), [2] * engine.size
@@ -590,7 +591,7 @@ def absent_lists_nobody_if_all_ranks_ask(engine: Engine) -> Pairs:
 
 
 def connect_may_be_called_again(engine: Engine) -> Pairs:
-    """After it, a message may be the first one, and between two ranks."""
+    """Afterwards the first call may be a message between two ranks only."""
     for _ in range(2):
         engine.connect(engine.control_device)
         n, r = engine.size, engine.rank
@@ -622,7 +623,7 @@ def overlaps_is_equal_on_all_ranks(engine: Engine) -> Pairs:
 
 
 def what_overlaps_needs_no_further_call(engine: Engine) -> Pairs:
-    """Rank 0 starts before the others, which receive the result before rank 0 waits."""
+    """Rank 0 starts before the other ranks; they get the result before rank 0 waits."""
     call = all_reduce(engine, Data(numel=LARGE))
     if not (engine.later and engine.overlaps(call.writes[0][0])):
         call.start()()
@@ -643,7 +644,7 @@ def what_overlaps_needs_no_further_call(engine: Engine) -> Pairs:
     twin.close()
 
 
-#: Of one call or several in one group.
+#: Laws of one or several calls in one group.
 CALLS = [
     exchange_fills_every_block,
     all_gather_gives_every_rank_all_blocks,
@@ -665,13 +666,13 @@ CALLS = [
     a_wait_sends_no_messages,
     a_wait_may_be_called_in_another_thread,
 ]
-#: Of groups, and of what engines say of themselves.
+#: Laws of groups, and of the facts that engines report.
 GROUPS = [
     a_twin_has_the_same_ranks_and_messages_of_its_own,
     closing_a_twin_leaves_its_engine_as_it_was,
     subgroups_have_their_ranks_in_the_order_given,
     a_group_has_ended_when_its_backend_has_destroyed_it,
-    absent_lists_nobody_if_all_ranks_ask,
+    absent_is_empty_if_all_ranks_call_it,
     connect_may_be_called_again,
     control_device_is_one_that_the_engine_moves,
     small_is_equal_on_all_ranks,
@@ -685,7 +686,7 @@ ALL = [*CALLS, *GROUPS]
 
 
 def broken(law: Law, engine: Engine) -> str:
-    """How this rank found a law broken; "" if it holds."""
+    """Return how a law is broken on this rank; "" if it holds."""
     engine.operation = law.__name__
     try:
         found = list(law(engine))
@@ -712,7 +713,7 @@ def bytes_of(t: Tensor) -> Tensor:
 
 @contextmanager
 def small_pieces() -> Iterator[None]:
-    """Every threshold of the backends below the sizes of messages; the largest of these are not large then."""
+    """Lower all thresholds of the backends below the message sizes, and LARGE, so that messages stay small."""
     global LARGE
     before = LARGE, c10d.HALVED, mpi.SMALL, mpi.PIECE, mpi.ADDED
     LARGE, c10d.HALVED, mpi.SMALL, mpi.PIECE, mpi.ADDED = 96, {"gloo": 32}, 0, 16, 16
@@ -723,15 +724,15 @@ def small_pieces() -> Iterator[None]:
 
 
 def by_default(engine: Engine) -> type[Engine]:
-    """The engine's class, with the defaults that are built on `exchange`."""
+    """The engine's class with the default primitives, which are built on `exchange`."""
     names = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "overlaps")
     return type("Default", (type(engine),), {name: getattr(Engine, name) for name in names})
 
 
 def hold(engine: Engine, chosen: Sequence[Law] = ALL) -> dict[str, str]:
-    """Every law, with and without `later`; on real processes also with other thresholds, defaults, and via the CPU.
+    """Check every law, with and without `later`; on real processes also in small pieces, by default, and via the CPU.
 
-    Returns how each law is broken on this rank, by its name; "" where it holds.
+    Return how each law is broken on this rank, by its name; "" if it holds.
     """
     found = dict.fromkeys([law.__name__ for law in chosen], "")
 

@@ -1,4 +1,4 @@
-"""What engines do beyond their laws (test_laws.py): which calls gloo gets, sums in order, kept memory, devices."""
+"""Properties of engines besides their laws (test_laws.py): calls of gloo, sums in order, scratch memory, devices."""
 
 import laws
 import pytest
@@ -13,7 +13,7 @@ from diffcoll.testing import simulate, spawn
 
 
 def test_native_collectives_of_gloo_are_those_of_the_table():
-    """The table of algorithms decides, by primitive, dtype and shape."""
+    """The table selects the algorithm by primitive, dtype and shape."""
 
     def body(r):
         calls = []
@@ -35,12 +35,12 @@ def test_native_collectives_of_gloo_are_those_of_the_table():
 
         return noted
 
-    expected = ["broadcast", "all_reduce", "all_reduce"]  # all else is messages between two ranks
+    expected = ["broadcast", "all_reduce", "all_reduce"]  # everything else is messages between two ranks
     assert spawn(body, range(2)) == [expected] * 2
 
 
-def test_the_calls_of_torch_that_are_not_documented():
-    """ProcessGroup.send and recv on the group itself, and the tag that keeps our messages from the user's."""
+def test_undocumented_calls_of_torch():
+    """ProcessGroup.send and recv, and a tag that separates the library's messages from the user's."""
 
     def body(r):
         engine, mine, theirs = c10d.engine_of(None), torch.tensor([r]), torch.empty(1, dtype=torch.int64)
@@ -73,7 +73,7 @@ def test_scratch_is_kept_lent_once_and_bounded():
     scratch, like = Scratch(), torch.empty(0)
     first = scratch.take(100, like)
     at = first.data_ptr()
-    assert scratch.take(100, like).data_ptr() != at  # lent to one at a time
+    assert scratch.take(100, like).data_ptr() != at  # in use
     scratch.give(first)
     again = scratch.take(50, torch.empty(0, dtype=torch.complex64))
     assert (again.data_ptr(), again.dtype, again.shape) == (at, torch.complex64, (50,))
@@ -89,7 +89,7 @@ def test_scratch_is_kept_lent_once_and_bounded():
 
 
 def test_a_default_device():
-    """The library says of every tensor of its own where it is: `with torch.device(…)` is about the user's."""
+    """The library sets the device of all its own tensors: `with torch.device(…)` affects the user's tensors only."""
     calls = {
         "half": lambda x: dc.all_reduce(x.half()),
         "large": lambda x: dc.all_reduce(x.expand(1 << 16, 4).contiguous()),

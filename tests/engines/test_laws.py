@@ -1,4 +1,4 @@
-"""The contract of engines: each of its laws holds on every engine, and each notices an engine that breaks it."""
+"""The laws of engines: each holds on every engine, and each fails for an engine that breaks it."""
 
 import functools
 import threading
@@ -24,11 +24,11 @@ def on_rank(r, chosen=laws.ALL):
 
 
 def on_rank_as_nccl(r):
-    """gloo with the backend's own collectives everywhere, as on NCCL: which calls are made, not what a GPU does."""
+    """gloo with native collectives for all primitives, as on NCCL. Tests which calls are made, not a GPU's results."""
     engine = resolve(None, "test")
     names, own = {"cpu": "other"}, c10d.C10dEngine.twin
 
-    def twin(self):  # torch makes no group of that name
+    def twin(self):  # torch cannot create a group of that backend
         self.backends = {"cpu": "gloo"}
         found = own(self)
         self.backends = found.backends = names
@@ -40,7 +40,7 @@ def on_rank_as_nccl(r):
 
 
 def simulated(n):
-    """A world for each law: an error ends its world, and no other."""
+    """Run each law in a separate simulation, because an error ends the simulation."""
     found = [{} for _ in range(n)]
     for law in laws.ALL:
         for r, of_rank in enumerate(simulate(functools.partial(on_rank, chosen=[law]), range(n), rules=True)):
@@ -48,14 +48,14 @@ def simulated(n):
     return found
 
 
-#: How many ranks, and all laws on them, in one run of real processes.
+#: Numbers of ranks, and a function that checks all laws on that many; real processes in one run.
 ENGINES = {
     "solo": ([1], lambda n: [laws.hold(SoloEngine())]),
     "local": ([1, 2, 3], simulated),
     "gloo": ([1, 2, 3], lambda n: spawn(on_rank, range(n), timeout=TIMEOUT)),
     "gloo-as-nccl": ([3], lambda n: spawn(on_rank_as_nccl, range(n), timeout=TIMEOUT)),
     "mpi": ([1, 2, 3], lambda n: spawn(on_rank, range(n), backend="mpi", timeout=TIMEOUT)),
-    "nccl": ([1], lambda n: spawn(on_rank, range(n), backend="nccl", timeout=TIMEOUT)),  # one GPU takes one rank
+    "nccl": ([1], lambda n: spawn(on_rank, range(n), backend="nccl", timeout=TIMEOUT)),  # one rank per GPU
 }
 MARKS = {
     "gloo-as-nccl": [gloo_scatters_sums],
@@ -70,7 +70,7 @@ RUNS = [
 
 @functools.cache
 def held(name, n):
-    """What each rank found of each law; or the error that ended the run, which says in which law it was."""
+    """Return each rank's result for each law, or the error that ended the run, which names the law."""
     try:
         return ENGINES[name][1](n)
     except Exception as error:
@@ -91,7 +91,7 @@ class TestLaws:
 
 
 class Faulty(LocalEngine):
-    """A simulated engine with one fault; its twins have the same."""
+    """A simulated engine with one fault, which its twins have too."""
 
     def twin(self):
         twin = super().twin()
@@ -164,7 +164,7 @@ class SumsRealParts(Faulty):
 
 
 class StacksAndSums(Faulty):
-    """Every rank adds up everything, in an order given by `order`, in the dtype of x."""
+    """Every rank sums all tensors in the order given by `order`, in the dtype of x."""
 
     def order(self, terms):
         return terms
@@ -335,7 +335,7 @@ FAULTS = [
     (laws.closing_a_twin_leaves_its_engine_as_it_was, ClosesItself),
     (laws.subgroups_have_their_ranks_in_the_order_given, SortsRanks),
     (laws.a_group_has_ended_when_its_backend_has_destroyed_it, HasAlwaysEnded),
-    (laws.absent_lists_nobody_if_all_ranks_ask, IsAbsentItself),
+    (laws.absent_is_empty_if_all_ranks_call_it, IsAbsentItself),
     (laws.connect_may_be_called_again, ConnectsFromRank0),
     (laws.control_device_is_one_that_the_engine_moves, ControlsFromWhereItMovesNothing),
     (laws.small_is_equal_on_all_ranks, IsSmallByRank),
@@ -345,7 +345,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("law", "fault"), FAULTS, ids=lambda o: o.__name__)
-def test_a_planted_fault_is_noticed(law, fault):
+def test_a_planted_fault_is_detected(law, fault):
     found = set()
 
     def body(r):

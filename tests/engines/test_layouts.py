@@ -1,4 +1,4 @@
-"""How tensors lie in memory is each rank's own matter: it decides neither which messages travel nor what comes out."""
+"""Memory layouts may differ from rank to rank: neither the messages nor the results depend on them."""
 
 import random
 from functools import partial
@@ -16,30 +16,30 @@ from diffcoll.testing import cases, simulate, spawn
 RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
 
 
-# ── the same numbers in other places ─────────────────────────────────────────────────────────────────────
+# ── the same numbers in other layouts ────────────────────────────────────────────────────────────────────
 
 
 def permuted(x, own):
-    """In another order of dims, as transposed and channels_last tensors."""
+    """With another order of dims in memory, as transposed and channels_last tensors have."""
     order = own.sample(range(x.dim()), x.dim())
     return x.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
 
 
 def strided(x, own):
-    """Every second number of a larger tensor."""
+    """Every second element of a larger tensor."""
     memory = torch.full((*x.shape, 2), 77).to(x.dtype)
     memory[..., 1] = x
     return memory[..., 1]
 
 
 def offset(x, own):
-    """Behind other numbers."""
+    """With a storage offset."""
     memory = torch.cat([torch.full((3,), 77).to(x.dtype), x.reshape(-1)])
     return memory[3:].view(x.shape)
 
 
 def lazy(x, own):
-    """A conjugate, or a negative, that is not computed yet."""
+    """With a lazy conjugate or a lazy negation."""
     if x.is_complex():
         return x.conj().resolve_conj().conj()
     if x.dtype not in (torch.float32, torch.float64):
@@ -48,7 +48,7 @@ def lazy(x, own):
 
 
 def without_strides(x, own):
-    """Dims of one number with stride 0, as expand leaves them."""
+    """Dims of size 1 with stride 0, as expand makes them."""
     return x.as_strided(x.shape, [0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)])
 
 
@@ -56,7 +56,7 @@ LAYOUTS = [lambda x, own: x, permuted, strided, offset, lazy, without_strides]
 
 
 def expanded(x):
-    """The same number everywhere, with strides of 0: the gradient of a sum."""
+    """One number in all positions, with strides of 0, as the gradient of a sum."""
     return x.reshape(-1)[:1].reshape(()).expand(x.shape) if x.numel() else x
 
 
@@ -70,7 +70,7 @@ def laid_out(x, own):
 
 
 def move_thresholds(common, nbytes):
-    """Put every threshold just below, at or above what is moved; all ranks alike."""
+    """Set every threshold just below, at or above the message size, equally on all ranks."""
 
     def near(parts=1):
         return max(1, nbytes // parts + common.choice([-1, 0, 1]))
@@ -81,7 +81,7 @@ def move_thresholds(common, nbytes):
 
 
 def data(case, r, seed, kind):
-    """x of rank r, as every rank can make it."""
+    """x of rank r, which every rank can compute."""
     x = case.x(r, seed)
     if x is not None and kind == "expanded" and not case.shared[0] and r % 2 == 0:
         x = expanded(x)
@@ -89,14 +89,14 @@ def data(case, r, seed, kind):
 
 
 def one_case(case, r, n, seed):
-    """Value and gradient on this rank, and what truth says."""
+    """Compare value and gradient on this rank with truth."""
     common, own = random.Random(seed), random.Random(f"{seed} {r}")
     xs = [data(case, s, seed, kind := common.choice(["expanded", "as drawn"])) for s in range(n)]
     del kind
     move_thresholds(common, max(x.nbytes for x in xs if x is not None))
     leaves = [x.contiguous().clone().requires_grad_() for x in xs]
     ys = case.truth(leaves)
-    sums = [not case.shared[1] and common.random() < 0.5 for _ in ys]  # whose loss is the sum
+    sums = [not case.shared[1] and common.random() < 0.5 for _ in ys]  # ranks whose loss is the sum of y
     ws = [expanded(case.w(y, s, seed)) if sums[s] else case.w(y, s, seed) for s, y in enumerate(ys)]
     right = torch.autograd.grad(ys, leaves, ws, allow_unused=True)[r]
     x = laid_out(xs[r], own).detach().requires_grad_()
@@ -111,7 +111,7 @@ def one_case(case, r, n, seed):
 @pytest.mark.parametrize("n", [2, 3])
 def test_layouts_that_differ_from_rank_to_rank(where, n):
     if (where, n) == ("mpi", 3):
-        pytest.skip("as on two ranks")
+        pytest.skip("two ranks suffice")
 
     def body(r):
         torch.set_num_threads(1)
@@ -124,7 +124,7 @@ def test_layouts_that_differ_from_rank_to_rank(where, n):
 
 
 def test_sums_of_four_megabytes():
-    """At the threshold itself: transposed on one rank, channels_last on another; a gradient expanded on a third."""
+    """Exactly at the threshold; transposed on rank 1, channels_last on rank 2, whose gradient is expanded."""
 
     def body(r):
         x = torch.randn(2, 8, 256, 256, generator=torch.Generator().manual_seed(r))
@@ -142,7 +142,7 @@ def test_sums_of_four_megabytes():
 
 
 def test_zeros_without_memory():
-    """Forward mode knows zeros that have no memory; they are sent as others are."""
+    """Forward mode has zero tensors without memory; they are sent like other tensors."""
 
     def body(r):
         x = torch.full((4,), 2.0 + r)
@@ -156,11 +156,11 @@ def test_zeros_without_memory():
             assert found == [[3.0] * 4, [0.0] * 4 + [3.0] * 4, [3.0 * (1 - r)] * 4, *kept]
 
 
-# ── what engines decide by themselves ────────────────────────────────────────────────────────────────────
+# ── decisions of engines ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_mpi_calls_the_same_collectives_wherever_tensors_lie():
-    """Also in place or not, which MPI wants to be told by all ranks or none."""
+def test_mpi_calls_the_same_collectives_for_all_layouts():
+    """Also whether in place, which in MPI all ranks must pass, or none."""
 
     def body(r):
         engine, calls = resolve(None, "test"), []
@@ -189,7 +189,7 @@ def test_mpi_calls_the_same_collectives_wherever_tensors_lie():
 
 
 def test_places_in_a_bucket_are_the_same_on_all_ranks():
-    """Whatever the order of numbers in a parameter's memory, which only channels_last tensors say to the others."""
+    """They do not depend on the strides of the parameters."""
 
     def places(transposed):
         tensors = [torch.zeros(2, 3), torch.zeros(4, 5), torch.zeros(200, 200)]

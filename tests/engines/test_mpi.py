@@ -48,7 +48,7 @@ def test_every_collective_in_every_dtype():
 
 @pytest.mark.slow  # 8 GB
 def test_more_than_mpi_can_count():
-    """2^31 + 5 bytes, as MPI's ints cannot say."""
+    """2^31 + 5 bytes, more than a C int can count."""
 
     def body(r):
         numel = 2**31 + 5
@@ -61,7 +61,7 @@ def test_more_than_mpi_can_count():
 
 
 def test_which_communicators():
-    """Split, Dup and freed ones; two handles of one communicator are one group; what is none of ours says so."""
+    """Split, duplicated and freed ones; two handles of one communicator are one group; others raise an error."""
 
     def body(r):
         from mpi4py import MPI
@@ -77,7 +77,7 @@ def test_which_communicators():
         copy.Free()
         again = world.Dup()  # MPI may give it the handle of the one that was freed
         assert resolve(again, "test") is not before
-        assert before._duplicate is None  # our duplicate went with it
+        assert before._duplicate is None  # the library's duplicate was freed too
         found.append(dc.all_reduce(x, "max", group=again).item())
         (g,) = torch.autograd.grad(dc.all_reduce(x, group=again) * (r + 1), x)
         found.append(g.item())
@@ -103,7 +103,7 @@ def test_which_communicators():
 
 
 def refused(call):
-    """The words of the error that a call raises."""
+    """The text of the error that a call raises."""
     try:
         call()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -111,15 +111,15 @@ def refused(call):
     return "nothing"
 
 
-def test_what_was_right_before_is_not_right_in_every_case():
-    """A sum that was made before goes a shorter way; not where another tensor, group or mode is meant."""
+def test_a_kept_plan_is_not_used_for_other_calls():
+    """A repeated call uses the plan that the group keeps, unless tensor, arguments, group or mode differ."""
 
     def body(r):
         from mpi4py import MPI
 
         found = {}
         x = torch.tensor([1.0 + r], requires_grad=True)
-        for _ in range(2):  # the second one goes the shorter way
+        for _ in range(2):  # the second call uses the plan
             (gx,) = torch.autograd.grad((r + 1) * dc.all_reduce(x), x)
             found["gradient"] = gx.item()
         dc.all_reduce(torch.tensor([1, 2]))
@@ -183,14 +183,14 @@ def test_what_was_right_before_is_not_right_in_every_case():
         assert not found
 
 
-def test_with_the_users_messages_and_gloo_beside_it(tmp_path):
+def test_with_the_users_messages_and_gloo_in_the_same_program(tmp_path):
     def body(r):
         from mpi4py import MPI
 
         world = MPI.COMM_WORLD
         theirs = world.irecv(source=1 - r, tag=0)
         pending = dc.all_gather(torch.tensor([r]), async_op=True)
-        whole = world.allreduce(r + 1)  # on the same communicator, between our start and our wait
+        whole = world.allreduce(r + 1)  # on the same communicator, between start and wait
         got = pending.wait().tolist()
         world.send(f"from {r}", 1 - r, tag=0)
 
@@ -228,8 +228,8 @@ def test_compiled_and_async_and_trees():
         assert all(same)
 
 
-def test_what_mpi_cannot_reach_goes_through_the_cpu():
-    """The path of CUDA tensors, taken by tensors of the CPU: messages of copies, and none of MPI's collectives."""
+def test_memory_that_mpi_cannot_read_is_copied_to_the_cpu():
+    """The code path of CUDA tensors, on CPU tensors: messages of copies, and no collectives of MPI."""
 
     def body(r):
         engine, landed, on_cpu = resolve(None, "test"), [], messages._on_cpu
@@ -248,8 +248,8 @@ def test_whether_mpi_reads_cuda_memory(monkeypatch):
     def body(r):
         text = r"diffcoll: this MPI library does not report that it reads CUDA memory, .* set DIFFCOLL_MPI_CUDA=1"
         with pytest.warns(UserWarning, match=text):
-            assert not mpi._reads_cuda()  # what the wheel says
-        mpi._reads_cuda()  # one warning
+            assert not mpi._reads_cuda()  # the MPI wheel reports no CUDA support
+        mpi._reads_cuda()  # warns once
         mpi._reads_cuda.cache_clear()
         os.environ["DIFFCOLL_MPI_CUDA"] = "1"
         return mpi._reads_cuda()
@@ -306,7 +306,7 @@ def test_a_rank_that_ends_ends_all(ends, code, words, monkeypatch, tmp_path):
             ends()
         time.sleep(1000)
 
-    on_mpi(int, range(1))  # starts the server that forks, which is not to have the variable
+    on_mpi(int, range(1))  # starts the fork server without the variable
     monkeypatch.setenv("DIFFCOLL_TEST", mark := str(tmp_path))
     with pytest.raises(RanksFailedError) as caught:
         on_mpi(body, range(N))
@@ -317,12 +317,12 @@ def test_a_rank_that_ends_ends_all(ends, code, words, monkeypatch, tmp_path):
     assert all(words in report for report in reports.values())
     assert not any(Path("/proc", (tmp_path / str(r)).read_text()).exists() for r in range(N))
     end = time.monotonic() + 10
-    while left := _processes_with(mark):  # stand-ins, and mpiexec
+    while left := _processes_with(mark):  # stand-in processes and mpiexec
         assert time.monotonic() < end, left
 
 
 def _processes_with(mark):
-    """The command lines of processes that began with this in their environment."""
+    """The command lines of processes that were started with this in their environment."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -335,7 +335,7 @@ def _processes_with(mark):
 
 
 def launch(program, n=2, timeout=60, interrupt=""):
-    """Run a program as users do; `interrupt`: press Ctrl-C when it prints that."""
+    """Run a program under mpiexec; `interrupt`: send Ctrl-C when it prints that."""
     mpiexec = Path(sys.executable).parent / "mpiexec"
     environment = {**os.environ, **Launched.SETTINGS, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [str(mpiexec), "-n", str(n), sys.executable, "-c", program]

@@ -1,6 +1,6 @@
-"""Backends that are not gloo, which have all of their own collectives: their code, with gloo beneath.
+"""The code for backends other than gloo, which have native collectives for all primitives, run on gloo.
 
-For NCCL this shows which calls are made, not what a GPU does with them.
+For NCCL this tests which calls are made, not their results on a GPU.
 """
 
 import torch
@@ -17,7 +17,7 @@ SEED = 1
 
 
 def under_another_name(**backends):
-    """The default group's engine, which takes its backend for one that it does not know."""
+    """The default group's engine, with another name for its backend."""
     engine = resolve(None, "test")
     engine.backends = backends or {"cpu": "other"}
     return engine
@@ -25,7 +25,7 @@ def under_another_name(**backends):
 
 @gloo_scatters_sums
 def test_the_table():
-    """Values and gradients; messages are those that torch.distributed batches."""
+    """Values and gradients; messages are sent by torch.distributed.batch_isend_irecv."""
     n = 3
 
     def body(r):
@@ -49,7 +49,7 @@ def test_the_table():
 
 
 def test_empty_blocks_are_sent_on_gloo_only():
-    """A group may have gloo for the CPU and another backend for other devices."""
+    """A group may use gloo for the CPU and another backend for other devices."""
 
     def body(r):
         blocks = [torch.zeros(2), torch.zeros(0), torch.zeros(3)]
@@ -65,7 +65,7 @@ def test_empty_blocks_are_sent_on_gloo_only():
 
 
 def test_all_ranks_connect_before_the_first_message():
-    """NCCL would wait for ranks that have no part in the first point-to-point message of a group."""
+    """NCCL would wait for ranks that do not take part in the first point-to-point message of a group."""
 
     def body(r):
         calls = []
@@ -75,7 +75,7 @@ def test_all_ranks_connect_before_the_first_message():
         engine = under_another_name()
 
         class Elsewhere(torch.Tensor):
-            """Memory of the CPU that does not say so."""
+            """CPU memory that claims to be elsewhere."""
 
             is_cpu = False
 

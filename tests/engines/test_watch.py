@@ -1,4 +1,4 @@
-"""A rank that waits long for the others says so on stderr, once per call; nobody else says anything."""
+"""A rank that waits long for other ranks prints a warning to stderr, once per call; the other ranks print nothing."""
 
 import os
 import subprocess
@@ -23,8 +23,8 @@ def line_of(words):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_a_rank_that_waits_says_so_once(backend, monkeypatch, tmp_path):
-    """Rank 1 comes when rank 0 has warned, a file says; the result is then right."""
+def test_a_rank_that_waits_warns_once(backend, monkeypatch, tmp_path):
+    """Rank 1 makes its call once rank 0 has warned, which a file signals; the result is right."""
     monkeypatch.setenv("DIFFCOLL_WARN_AFTER", str(AFTER))
 
     def body(r):
@@ -43,7 +43,7 @@ def test_a_rank_that_waits_says_so_once(backend, monkeypatch, tmp_path):
                 threading.Event().wait(0.01)
 
         x = torch.tensor([1.0 + r, 5.0], requires_grad=True)
-        dc.all_reduce(x)  # nobody is late
+        dc.all_reduce(x)  # no rank is late
         model = torch.nn.Linear(2, 1)
         averager = dc.GradientAverager(model)
         late()
@@ -95,7 +95,7 @@ def test_a_rank_that_waits_says_so_once(backend, monkeypatch, tmp_path):
     assert rest[0] != [0, 0]
 
 
-def test_it_begins_with_the_first_group_and_never_if_it_is_not_wanted():
+def test_the_thread_starts_with_the_first_group_unless_disabled():
     program = """
 import os, threading, torch, torch.distributed as dist, diffcoll as dc
 from diffcoll.engines import engine, watch
@@ -136,8 +136,8 @@ def test_what_the_setting_may_be(monkeypatch):
             watch._seconds()
 
 
-def test_what_is_watched_goes_with_its_group():
-    """A group that is no more, and what a fork has inherited, are looked at no more."""
+def test_groups_that_are_gone_are_no_longer_watched():
+    """Neither a group that was freed nor one that a fork has inherited is watched."""
     engine = resolve(None, "test")
     assert engine.size == 1
     gone, other = watch._Watched(lambda: None, os.getpid()), watch._Watched(lambda: engine, -1)
