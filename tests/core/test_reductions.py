@@ -315,13 +315,8 @@ def test_memory_and_bytes_do_not_grow_with_the_ranks():
             peaks[n] = bench.peak_memory(case) / (4 * numel)
             if n == 4:
                 assert bench.bytes_sent(case) <= 2 * by_sum
-        assert peaks[4] <= 6, (op, peaks)
-        # On busy cores a rank may still hold a message while it computes: on 8 ranks 4.2 to 4.8 was seen in one minute.
-        # What the reduction needs is the least of several runs.
-        for _ in range(4):
-            if peaks[8] > 1.1 * peaks[2]:
-                peaks[8] = min(peaks[8], bench.peak_memory(case) / (4 * numel))
-        assert peaks[8] <= 1.1 * peaks[2], (op, peaks)
+        # Two ranks need 4.1, eight 4.7: the backward receives (N − 1)/N of x. The stack of all ranks' x would be N.
+        assert max(peaks.values()) <= 5.1, (op, peaks)
 
 
 # ── users' functions ─────────────────────────────────────────────────────────────────────────────────────
