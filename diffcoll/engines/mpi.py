@@ -190,9 +190,11 @@ class MpiEngine(MessageEngine):
         kind, mpi = self._kinds.get(y.dtype), self._mpi
         if kind is None or not self.reaches(y):
             return super().reduce(y, dst)
-        pieces = [[piece, kind] for piece in self._pieces(y)]
-        ends = [(mpi.IN_PLACE, piece) if self.rank == dst else (piece, None) for piece in pieces]
-        return self._do("Reduce", [(*pair, mpi.SUM, dst) for pair in ends], y)
+        if self.rank == dst:
+            calls = [(mpi.IN_PLACE, [piece, kind], mpi.SUM, dst) for piece in self._pieces(y)]
+        else:
+            calls = [([piece, kind], None, mpi.SUM, dst) for piece in self._pieces(y)]
+        return self._do("Reduce", calls, y)
 
     def _do(self, name: str, calls: Iterable[tuple[Any, ...]], memory: object) -> Wait:
         """Call a collective of MPI once for each piece; with `later`, its non-blocking variant."""
