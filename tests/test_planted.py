@@ -76,7 +76,7 @@ MISTAKES = ["times N", "by N", "no reduction", "local", "ranks swapped", "one ra
 def test_a_wrong_adjoint_is_detected(monkeypatch, name, mistake):
     rule = rule_of(name)
     right = rule.adjoint
-    monkeypatch.setattr(rule, "adjoint", property(lambda f: Wrong(f.engine, right.fget(f), mistake)))
+    monkeypatch.setattr(rule, "adjoint", property(lambda f: Wrong(f.engine, right.func(f), mistake)))
     assert not held(name)
 
 
@@ -110,5 +110,5 @@ def test_a_replicated_adjoint_of_a_partial_cotangent_is_detected(monkeypatch, na
     """As in a gather that detaches the other ranks' tensors: each rank gets the gradient of its own loss alone."""
     rule = rule_of(name)
     right = rule.adjoint
-    monkeypatch.setattr(rule, "adjoint", property(lambda f: right.fget(replace(f, replicated=True))))
+    monkeypatch.setattr(rule, "adjoint", property(lambda f: right.func(replace(f, replicated=True))))
     assert not held(name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal, overload
 
 import torch
@@ -49,7 +50,7 @@ class AllGather(Linear):
     def shape(self, x: Sequence[int]) -> list[int]:
         return [*x[: self.dim], sum(self.sizes), *x[self.dim + 1 :]]
 
-    @property
+    @cached_property
     def adjoint(self) -> Linear:
         """gx_r = (Σ_s gy_s)[block r]; replicated: gx_r = gy_r[block r]."""
         if self.replicated:

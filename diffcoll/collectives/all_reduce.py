@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal, overload
 
 import torch
@@ -40,7 +41,7 @@ class AllReduce(Linear):
         y = torch.empty_like(x) if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
         return then(self.engine.all_reduce(x, y), y)
 
-    @property
+    @cached_property
     def adjoint(self) -> Linear:
         """gx_r = Σ_s gy_s; replicated: gx_r = gy_r."""
         return sum_gradients.SumGradients(self.engine) if self.replicated else self

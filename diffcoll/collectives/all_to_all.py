@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal, overload
 
 from torch import Tensor
@@ -53,7 +54,7 @@ class AllToAll(Linear):
         y[self.concat_dim] = sum(self.concat_sizes)
         return y
 
-    @property
+    @cached_property
     def adjoint(self) -> Linear:
         """gx_r = [gy_s block r]_s: every block is sent back to its source."""
         return AllToAll(self.engine, self.concat_dim, self.split_dim, self.concat_sizes, self.split_sizes)

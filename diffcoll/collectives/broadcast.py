@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal, overload
 
 import torch
@@ -43,7 +44,7 @@ class Broadcast(Linear):
             y = torch.empty_like(x, memory_format=torch.contiguous_format)
         return then(self.engine.broadcast(y, self.src), y)
 
-    @property
+    @cached_property
     def adjoint(self) -> Linear:
         """gx_src = Σ_s gy_s (replicated: gy_src); 0 elsewhere."""
         return Keep(self.engine, self.src) if self.replicated else reduce.Reduce(self.engine, self.src)
@@ -67,7 +68,7 @@ class Keep(Linear):
         y = x.clone() if self.engine.rank == self.src else torch.zeros_like(x)
         return lambda: y
 
-    @property
+    @cached_property
     def adjoint(self) -> Linear:
         """gx_r = gy_src."""
         return Broadcast(self.engine, self.src, replicated=True)

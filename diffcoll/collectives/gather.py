@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -46,7 +47,7 @@ class Gather(Linear):
         length = sum(self.sizes) if self.engine.rank == self.dst else 0
         return [*x[: self.dim], length, *x[self.dim + 1 :]]
 
-    @property
+    @cached_property
     def adjoint(self) -> Linear:
         """gx_r = gy_dst[block r]."""
         return scatter.Scatter(self.engine, self.dst, self.dim, self.sizes)

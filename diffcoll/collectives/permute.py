@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -39,7 +40,7 @@ class Permute(Linear):
         sends = [x.contiguous() if s == target else None for s in range(n)]
         return then(self.engine.exchange(sends, [y if s == source else None for s in range(n)]), y)
 
-    @property
+    @cached_property
     def adjoint(self) -> Linear:
         """gx_src = gy_dst; 0 where none was sent."""
         return Permute(self.engine, tuple((dst, src) for src, dst in self.pairs))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -38,7 +39,7 @@ class Reduce(Linear):
         wait = self.engine.reduce(y, self.dst)
         return then(wait, y if is_dst else torch.zeros_like(x, memory_format=torch.contiguous_format))
 
-    @property
+    @cached_property
     def adjoint(self) -> Linear:
         """gx_r = gy_dst."""
         return broadcast.Broadcast(self.engine, self.dst)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal, overload
 
 from torch import Tensor
@@ -43,7 +44,7 @@ class ReduceScatter(Linear):
     def shape(self, x: Sequence[int]) -> list[int]:
         return [*x[: self.dim], self.sizes[self.engine.rank], *x[self.dim + 1 :]]
 
-    @property
+    @cached_property
     def adjoint(self) -> Linear:
         """gx_r = [gy_0 … gy_{N-1}]."""
         return all_gather.AllGather(self.engine, self.dim, self.sizes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -56,7 +57,7 @@ class Scan(Linear):
         self.engine.exchange(sends, [before if s == rank - step else None for s in range(n)])()
         return 0 <= rank - step < n
 
-    @property
+    @cached_property
     def adjoint(self) -> Linear:
         """gx_r = Σ_{s≥r} gy_s."""
         return Scan(self.engine, not self.reverse, self.exclusive)

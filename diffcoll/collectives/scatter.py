@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -45,7 +46,7 @@ class Scatter(Linear):
     def shape(self, x: Sequence[int]) -> list[int]:
         return [*x[: self.dim], self.sizes[self.engine.rank], *x[self.dim + 1 :]]
 
-    @property
+    @cached_property
     def adjoint(self) -> Linear:
         """gx_src = [gy_0 … gy_{N-1}]; empty elsewhere."""
         return gather.Gather(self.engine, self.src, self.dim, self.sizes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -39,7 +40,7 @@ class SumGradients(Linear):
         y = x.clone()
         return lambda: y
 
-    @property
+    @cached_property
     def adjoint(self) -> Linear:
         """gx_r = Σ_s gy_s."""
         return all_reduce.AllReduce(self.engine, replicated=True)

@@ -191,7 +191,7 @@ class MpiEngine(MessageEngine):
         if kind is None or not self.reaches(y):
             return super().reduce(y, dst)
         if self.rank == dst:
-            calls = [(mpi.IN_PLACE, [piece, kind], mpi.SUM, dst) for piece in self._pieces(y)]
+            calls: list[tuple[Any, ...]] = [(mpi.IN_PLACE, [piece, kind], mpi.SUM, dst) for piece in self._pieces(y)]
         else:
             calls = [([piece, kind], None, mpi.SUM, dst) for piece in self._pieces(y)]
         return self._do("Reduce", calls, y)
