@@ -206,7 +206,7 @@ print("once", spawn(lambda r: dc.all_reduce(torch.tensor(r)).item() + (Mine is N
     (tmp_path / "shadows" / "torch").mkdir(parents=True)
     (tmp_path / "shadows" / "torch" / "__init__.py").write_text("raise ValueError('this is not PyTorch')")
     done = in_another_process(tmp_path, code)
-    lines = done.stdout.splitlines()
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # torch 2.8 prints such
     assert len(lines) == 2, done.stderr
     assert lines[0].startswith("RanksFailedError | spawn: the server that forks the ranks' processes did not start one")
     assert "ValueError: this is not PyTorch" in lines[0]
