@@ -269,15 +269,15 @@ def engine_of(group: object) -> MpiEngine | None:
     Raises:
         ValueError: it is not an intracommunicator with this process in it, or MPI was initialized for one thread.
     """
-    if (known := _by_identity.get(id(group))) is not None:
+    if (known := _by_identity.get(id(group))) is not None and not known._mpi.Is_finalized():
         return known
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not isinstance(group, mpi.Comm):
         return None
+    if mpi.Is_finalized():
+        raise ValueError("got a communicator after MPI_Finalize(); use it before")
     engine = _engines.get(group.handle)
     if engine is None:
-        if mpi.Is_finalized():
-            raise ValueError("got a communicator after MPI_Finalize(); use it before")
         if group == mpi.COMM_NULL:
             raise ValueError(
                 "got a group that this process is not in, or a freed one (MPI.COMM_NULL); call it on the ranks of the "

@@ -402,3 +402,24 @@ def test_an_mpi_for_one_thread():
     assert code != 0
     assert "ValueError: all_reduce: group: got a communicator of an MPI that was set up for one thread" in err
     assert "mpi4py.rc.thread_level = 'multiple'" in err
+
+
+def test_a_communicator_after_mpi_was_finalized():
+    """Also one on which collectives were called before: MPI would end the job without a traceback."""
+    program = (
+        START
+        + """
+del x, y
+MPI.Finalize()
+for collective in (dc.all_reduce, dc.all_gather, dc.reduce_scatter):
+    try:
+        collective(torch.ones(2), group=comm)
+    except ValueError as error:
+        print(error, flush=True)
+"""
+    )
+    code, out, err = launch(program, n=2)
+    assert code == 0, err
+    for name in ("all_reduce", "all_gather", "reduce_scatter"):
+        text = f"{name}: group: got a communicator after MPI_Finalize(); use it before"
+        assert out.count(text) == 2
