@@ -132,7 +132,7 @@ class Call(Arguments):
         self.reduction, factor = self.op(x)
         reduction = self.reduction
         if factor is not None:
-            self.key, x = None, times(x, factor)
+            x = times(x, factor)
         if checks.is_on():
             self.agree(f, x)
         if self.engine.joint:

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
 from diffcoll.core import call
@@ -95,6 +97,8 @@ def test_a_plan_is_kept_only_where_it_depends_on_this_rank_alone():
         third = dc.all_gather(torch.ones(2 - r), sizes=sizes)
         dc.all_reduce(torch.ones(2), lambda s: s.sum(0))
         dc.all_reduce(torch.ones(2), "max")
+        scaled = dc.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0 + r))
+        assert scaled.tolist() == [5, 5]
         dc.permute(torch.ones(2), [(0, 1)])
         dc.scatter(torch.ones(2), 0)
         return len(first), len(second), len(third), [key[0] for key in plans]
@@ -122,3 +126,66 @@ def test_a_plan_is_not_used_in_check_mode():
         return True
 
     assert simulate(body, range(N), rules=True) == [True] * N
+
+
+#: What is made of a collective in another context than the one in which its plan was made.
+CONTEXTS = {
+    "plain": lambda f, x: f(x),
+    "again": lambda f, x: f(x),
+    "Parameter": lambda f, x: f(torch.nn.Parameter(x)).detach(),
+    "no_grad": lambda f, x: torch.no_grad()(f)(x),
+    "inference_mode": lambda f, x: torch.inference_mode()(f)(x).clone(),
+    "transposed in memory": lambda f, x: f(x.t().contiguous().t()),
+    "vmap": lambda f, x: torch.func.vmap(f)(torch.stack([x, 2 * x]))[1] / 2,
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,))[1],
+    "vjp": lambda f, x: torch.func.vjp(f, x)[0],
+    "checkpoint": lambda f, x: checkpoint(f, x.clone().requires_grad_(), use_reentrant=False).detach(),
+    "pending": lambda f, x: f(x, async_op=True).wait(),
+    "joint_backward": lambda f, x: in_a_region(f, x),
+}
+MAPS = {
+    "sum": dc.all_reduce,
+    "mean": lambda x, **more: dc.all_reduce(x, "mean", **more),
+    "mean, bfloat16": lambda x, **more: (
+        dc.all_reduce(x.bfloat16(), "mean", **more).double()
+        if not more
+        else Widened(dc.all_reduce(x.bfloat16(), "mean", **more))
+    ),
+    "all_gather": dc.all_gather,
+    "stack": lambda x, **more: dc.all_gather(x, 1, stack=True, **more),
+    "reduce_scatter": lambda x, **more: dc.reduce_scatter(x, "mean", 1, **more),
+    "broadcast": lambda x, **more: dc.broadcast(x, 1, **more),
+}
+
+
+class Widened:
+    def __init__(self, pending):
+        self.pending = pending
+
+    def wait(self):
+        return self.pending.wait().double()
+
+
+def in_a_region(f, x):
+    with dc.joint_backward():
+        return f(x).detach()
+
+
+@pytest.mark.parametrize("first", CONTEXTS)
+def test_a_plan_made_in_one_context_serves_in_all(first):
+    """The result is that of truth, whichever context makes the plan, on 3 ranks with data of their own."""
+    n = 3
+
+    def x_of(r):
+        return torch.arange(6.0, dtype=torch.double).view(2, 3) * (r + 1) + r
+
+    for name, f in MAPS.items():
+
+        def body(r, f=f):
+            found = [CONTEXTS[context](f, x_of(r)) for context in (first, *CONTEXTS)]
+            return [y.tolist() for y in found], len(resolve(None, "test").plans)
+
+        truth = [y.tolist() for y in simulate(lambda r, f=f: f(x_of(r)), range(n))]
+        for r, (found, kept) in enumerate(simulate(body, range(n), rules=True)):
+            assert kept > 0
+            assert found == [truth[r]] * len(found), (name, r)
