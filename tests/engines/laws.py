@@ -254,37 +254,36 @@ def of_all(engine: Engine, value: int) -> list[int]:
 # ── each primitive ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def exchange_fills_every_block(engine: Engine) -> Pairs:
+def in_every_shape(primitive: Callable[..., Call], engine: Engine, **more: Any) -> Pairs:
     for data in SHAPES:
-        yield from outcome(exchange, engine, data)
+        yield True, True  # a rank may receive nothing
+        yield from outcome(primitive, engine, data, **more)
+
+
+def exchange_fills_every_block(engine: Engine) -> Pairs:
+    return in_every_shape(exchange, engine)
 
 
 def all_gather_gives_every_rank_all_blocks(engine: Engine) -> Pairs:
-    for data in SHAPES:
-        yield from outcome(all_gather, engine, data)
+    return in_every_shape(all_gather, engine)
 
 
 def reduce_scatter_gives_every_rank_its_sum(engine: Engine) -> Pairs:
-    for data in SHAPES:
-        yield from outcome(reduce_scatter, engine, data)
+    return in_every_shape(reduce_scatter, engine)
 
 
 def all_reduce_gives_every_rank_the_sum(engine: Engine) -> Pairs:
-    for data in SHAPES:
-        yield from outcome(all_reduce, engine, data)
+    return in_every_shape(all_reduce, engine)
 
 
 def broadcast_gives_every_rank_the_tensor_of_src(engine: Engine) -> Pairs:
-    for data in SHAPES:
-        for src in range(engine.size):
-            yield from outcome(broadcast, engine, data, src=src)
+    for src in range(engine.size):
+        yield from in_every_shape(broadcast, engine, src=src)
 
 
 def reduce_gives_dst_the_sum(engine: Engine) -> Pairs:
-    for data in SHAPES:
-        for dst in range(engine.size):
-            yield True, True  # the other ranks receive nothing
-            yield from outcome(reduce, engine, data, dst=dst)
+    for dst in range(engine.size):
+        yield from in_every_shape(reduce, engine, dst=dst)
 
 
 def every_dtype_is_moved(engine: Engine) -> Pairs:
