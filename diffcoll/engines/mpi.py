@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from diffcoll.engines.engine import Wait, add_up, done, is_even
+from diffcoll.engines.engine import Blocks, Wait, add_up, done, is_even
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
 
@@ -111,6 +111,11 @@ class MpiEngine(MessageEngine):
     @override
     def reaches(self, x: Tensor) -> bool:
         return x.is_cpu or _reads_cuda()
+
+    @override
+    def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
+        _ = self.comm  # also on ranks without messages: Dup is collective
+        return super().exchange(sends, recvs)
 
     @override
     def messages(self, sends: Messages, recvs: Messages) -> Wait:

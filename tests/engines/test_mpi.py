@@ -19,7 +19,7 @@ from releases import compiles
 import diffcoll as dc
 from diffcoll.core.groups import resolve
 from diffcoll.engines import messages, mpi
-from diffcoll.testing import RanksFailedError, cases, spawn
+from diffcoll.testing import RanksFailedError, cases, new_group, spawn
 from diffcoll.testing.processes import Launched
 
 ROOT = Path(dc.__file__).parent.parent
@@ -100,6 +100,24 @@ def test_which_communicators():
         assert texts[1].startswith("all_reduce: group: got Group, expected None, a torch.distributed.ProcessGroup, ")
         assert texts[1].endswith("a one-dimensional DeviceMesh or an mpi4py.MPI.Comm")
         assert "got an intercommunicator" in texts[2]
+
+
+def test_the_first_call_on_a_communicator_may_have_ranks_without_messages():
+    """All ranks make the library's duplicate of the communicator, which is collective."""
+    rows = [0, 2, 1]  # of rank 0 none
+    calls = [
+        lambda x, group: dc.permute(x, [(1, 2)], group),
+        lambda x, group: dc.gather(x[: rows[dc.get_rank()]], 1, group=group, sizes=rows),
+        lambda x, group: dc.scatter(x, 1, group=group, sizes=rows),
+    ]
+
+    def body(r):
+        for call in calls:
+            call(torch.ones(3) * r, new_group(range(3)))
+            new_group(range(3))  # fails to end if a rank still waits for the duplicate
+        return True
+
+    assert on_mpi(body, range(3), timeout=30) == [True] * 3
 
 
 def refused(call):
