@@ -58,7 +58,7 @@ class OnDevice(cases.Case):
 def table(n):
     """Every collective, also with inputs transposed in memory."""
     rows = cases.table(n)
-    rows += [dataclasses.replace(c, transposed=True) for c in rows if any(s and len(s) > 1 for s in c.shapes)]
+    rows += [dataclasses.replace(c, layout="transposed") for c in rows if any(s and len(s) > 1 for s in c.shapes)]
     return rows
 
 

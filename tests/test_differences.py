@@ -17,10 +17,10 @@ from releases import HOOKS_ARE_SHOWN, compiles
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
-from diffcoll.collectives import COLLECTIVES
 from diffcoll.engines import c10d, mpi
 from diffcoll.testing import cases, simulate, spawn, strategies
 from diffcoll.testing.cases import Case
+from diffcoll.testing.layouts import with_layout
 
 SEED = 5
 RUNS = {
@@ -35,37 +35,18 @@ ASYNC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
 # ── local differences, which are allowed ─────────────────────────────────────────────────────────────────
 
 
-def _strided(x):
-    return torch.stack([x, x + 1], -1)[..., 0]
-
-
-def _shifted(x):
-    return torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(x.shape)
-
-
-def _transposed(x):
-    return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x
-
-
-def _lazily_conjugated(x):
-    return x.conj().resolve_conj().conj() if x.is_complex() else x
-
-
 #: The same values, in other memory layouts.
 LAYOUTS = {
-    "contiguous": lambda x: x.contiguous(),
-    "transposed": _transposed,
-    "strided": _strided,
-    "shifted": _shifted,
-    "conjugated": _lazily_conjugated,
+    **{name: partial(with_layout, layout=name) for name in ("contiguous", "transposed", "strided", "offset")},
+    "conjugated": lambda x: x.conj().resolve_conj().conj() if x.is_complex() else x,
 }
 
 #: A rank's loss; the layout of its gradient with respect to y: like y, expanded, transposed or strided.
 LOSSES = {
     "plain": lambda w, y: (w * y.sin()).sum(),
     "expanded": lambda w, y: w.sum() * y.sum(),
-    "transposed": lambda w, y: (_transposed(w) * y).sum(),
-    "strided": lambda w, y: (_strided(w) * y).sum(),
+    "transposed": lambda w, y: (with_layout(w, "transposed") * y).sum(),
+    "strided": lambda w, y: (with_layout(w, "strided") * y).sum(),
     "unused": lambda w, y: 0 * w.sum(),
 }
 
@@ -262,10 +243,9 @@ def changes_of(case, leaves):
 
 @st.composite
 def steps(draw, n, where, disagree):
-    name = draw(st.sampled_from(COLLECTIVES))
-    case = draw(strategies.cases(name, size=n))
+    case = draw(strategies.cases(size=n))
     arguments = {k: v for k, v in case.arguments.items() if k not in ("cotangent", "async_op")}
-    case = replace(case, arguments=arguments, transposed=False)
+    case = replace(case, arguments=arguments, layout="contiguous")
     if draw(st.booleans()) and "op" in case.arguments:
         case = replace(case, arguments={**case.arguments, "op": "sum"})
     leaves = draw(st.sampled_from([1, 3])) if case.name in TREES else 1

@@ -8,8 +8,9 @@ import torch
 
 import diffcoll as dc
 from diffcoll.core import arguments
-from diffcoll.testing import cases, simulate, spawn, strategies
+from diffcoll.testing import cases, simulate, spawn
 from diffcoll.testing.cases import Case
+from diffcoll.testing.strategies import calls
 
 N = 3
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
@@ -38,7 +39,7 @@ def test_every_collective(run, dtype):
         for case in cases.table(N)
         if not (dtype == torch.bool and (case.name in ADDS or "op" in case.arguments))
         and not (dtype in INTEGERS and case.arguments.get("op") in ("mean", "logsumexp", cases.largest_whole))
-        and not (dtype.is_complex and case.arguments.get("op") in strategies._ORDERED)
+        and not (dtype.is_complex and case.arguments.get("op") in calls._ORDERED)
     ]
     assert len(table) > 20
 

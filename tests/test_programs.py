@@ -101,7 +101,7 @@ def programs(draw, n=None, most=20):
         ranks = tuple(range(n))
         if draw(st.integers(0, 3)) == 0:
             ranks = tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=1))))
-        case = draw(strategies.cases(draw(st.sampled_from(DRAWN)), size=len(ranks)))
+        case = draw(strategies.cases(DRAWN, size=len(ranks)))
         arguments = {k: v for k, v in case.arguments.items() if k != "cotangent"}
         steps.append(Step(replace(case, arguments=arguments, dtype=torch.float64), draw(st.integers(0, i)), ranks))
     used = st.lists(st.integers(0, len(steps)), max_size=4).map(tuple)

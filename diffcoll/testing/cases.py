@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 
 import diffcoll
 from diffcoll import truth
+from diffcoll.testing.layouts import with_layout
 
 __all__ = [
     "Case",
@@ -53,8 +54,8 @@ class Case:
     #: Arguments that may differ between ranks, see `truth.PER_RANK`.
     per_rank: dict[str, list[Any]] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
-    #: Whether the inputs are transposed in memory.
-    transposed: bool = False
+    #: The inputs' memory layout, see `with_layout`.
+    layout: str = "contiguous"
     #: Whether the inputs are rounded to integers, so that there are ties and zeros.
     few: bool = False
 
@@ -106,9 +107,7 @@ class Case:
         x = _numbers(shape, self.dtype, seed, 0 if self.shared[0] else rank, stream=0)
         if self.few:
             x = torch.view_as_complex(torch.view_as_real(x).round()) if x.is_complex() else x.round()
-        if self.transposed and x.dim() > 1:
-            x = x.transpose(0, -1).contiguous().transpose(0, -1)
-        return x
+        return with_layout(x, self.layout)
 
     def w(self, y: Tensor, rank: int, seed: int) -> Tensor:
         """Return the weights of one rank's loss."""

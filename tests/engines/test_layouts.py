@@ -12,6 +12,7 @@ from diffcoll.core.groups import resolve
 from diffcoll.engines import c10d, mpi
 from diffcoll.engines.engine import Engine
 from diffcoll.testing import cases, simulate, spawn
+from diffcoll.testing.layouts import with_layout
 
 RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
 
@@ -25,17 +26,8 @@ def permuted(x, own):
     return x.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
 
 
-def strided(x, own):
-    """Every second element of a larger tensor."""
-    memory = torch.full((*x.shape, 2), 77).to(x.dtype)
-    memory[..., 1] = x
-    return memory[..., 1]
-
-
-def offset(x, own):
-    """With a storage offset."""
-    memory = torch.cat([torch.full((3,), 77).to(x.dtype), x.reshape(-1)])
-    return memory[3:].view(x.shape)
+def strided_or_offset(x, own):
+    return with_layout(x, own.choice(["strided", "offset"]))
 
 
 def lazy(x, own):
@@ -52,7 +44,7 @@ def without_strides(x, own):
     return x.as_strided(x.shape, [0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)])
 
 
-LAYOUTS = [lambda x, own: x, permuted, strided, offset, lazy, without_strides]
+LAYOUTS = [lambda x, own: x, permuted, strided_or_offset, lazy, without_strides]
 
 
 def expanded(x):

@@ -1,57 +1,55 @@
-"""Hypothesis strategies for calls of collectives: uneven and empty blocks, any dimension, 0-d, complex, transposed.
-
->>> from hypothesis import given
->>> from diffcoll.testing import strategies
->>> @given(strategies.cases("all_gather"))
-... def check(case):
-...     assert len(case.truth([case.x(r, seed=0) for r in range(case.size)])) == case.size
->>> check()
-
-Needs the `test` extra.
-"""
+"""Calls of collectives: any arguments, uneven and empty blocks, any dimension, 0-d, complex, memory layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
-from diffcoll.testing._calls import missing
+from diffcoll.core.errors import message
 from diffcoll.testing.cases import Case, Shape, largest_whole, median, median_in_parts
+from diffcoll.testing.strategies.sizes import Draw, integer, pairs, sizes, worlds
 
-try:
-    from hypothesis import strategies as st
-except ModuleNotFoundError as error:
-    raise missing("diffcoll.testing.strategies", "hypothesis", "test") from error
-
-__all__ = ["cases", "pairs", "sizes", "worlds"]
-
-Draw = Callable[..., Any]
+__all__ = ["cases"]
 
 
-def worlds(most: int = 6) -> st.SearchStrategy[int]:
-    """World sizes from 1."""
-    return st.integers(1, most)
+def cases(names: str | Sequence[str] | None = None, most: int = 6, size: int | None = None) -> st.SearchStrategy[Case]:
+    """Calls of collectives with valid arguments, for tests of a group, an engine or a wrapper.
 
+    >>> from hypothesis import given, settings
+    >>> from diffcoll.testing import simulate, strategies
+    >>> @settings(max_examples=20, deadline=None)
+    ... @given(strategies.cases("all_gather"))
+    ... def test_shapes(case):
+    ...     expected = case.truth([case.x(r, seed=0) for r in range(case.size)])
+    ...     got = simulate(lambda r: case.call(case.x(r, seed=0), r), range(case.size), rules=True)
+    ...     assert [y.shape for y in got] == [y.shape for y in expected]
+    >>> test_shapes()
 
-def sizes(n: int, most: int = 3) -> st.SearchStrategy[list[int]]:
-    """One size per rank, zero included."""
-    return st.lists(st.integers(0, most), min_size=n, max_size=n)
+    Args:
+        names: a collective, or several; None: all.
+        most: largest number of ranks.
+        size: the number of ranks; None: drawn.
+
+    Returns:
+        Draws a `case` for `case.size` ranks. `case.x(r, seed)` is rank r's input, `case.call(x, r)` makes the call on
+        rank r, `case.truth(xs)` returns all ranks' results by definition.
+
+    Raises:
+        TypeError, ValueError: a name is unknown; `most` or `size` is not an integer from 1.
+    """
+    chosen = list(_CALLS) if names is None else [names] if isinstance(names, str) else list(names)
+    if not chosen or not set(chosen) <= set(_CALLS):
+        raise ValueError(message("cases", "names", repr(names), f"names among {', '.join(_CALLS)}"))
+    ranks = worlds(integer("cases", "most", most, 1)) if size is None else st.just(integer("cases", "size", size, 1))
+    return _cases(st.sampled_from(chosen), ranks)
 
 
 @st.composite
-def pairs(draw: Draw, n: int) -> list[tuple[int, int]]:
-    """Pairs (src, dst) of n ranks, each rank at most once on each side."""
-    count = draw(st.integers(0, n))
-    sources, targets = draw(st.permutations(range(n))), draw(st.permutations(range(n)))
-    return list(zip(sources[:count], targets[:count], strict=True))
-
-
-@st.composite
-def cases(draw: Draw, name: str, most: int = 6, size: int | None = None) -> Case:
-    """Calls of the collective `name` on up to `most` ranks, or on exactly `size`."""
-    n = draw(worlds(most)) if size is None else size
+def _cases(draw: Draw, names: st.SearchStrategy[str], ranks: st.SearchStrategy[int]) -> Case:
+    name, n = draw(names), draw(ranks)
     shapes, arguments, per_rank = _CALLS[name](draw, n)
     if name in _ASYNC and draw(st.booleans()):
         arguments = {**arguments, "async_op": True}
@@ -62,7 +60,7 @@ def cases(draw: Draw, name: str, most: int = 6, size: int | None = None) -> Case
         arguments,
         per_rank,
         dtype=draw(st.sampled_from(dtypes)),
-        transposed=draw(st.booleans()),
+        layout=draw(st.sampled_from(_LAYOUTS)),
         few="op" in arguments and draw(st.booleans()),
     )
 
@@ -91,6 +89,7 @@ def _some(draw: Draw, **arguments: list[Any]) -> dict[str, Any]:
     return {key: draw(st.sampled_from(values)) for key, values in arguments.items()}
 
 
+_LAYOUTS = ["contiguous", "transposed", "strided", "offset"]
 _COTANGENTS = ["partial", "replicated"]
 _ASYNC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _TIES = ["even", "first"]
