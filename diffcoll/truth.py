@@ -66,7 +66,7 @@ def broadcast(xs: Tensors, src: int = 0, *, cotangent: str = "partial") -> Tenso
 def reduce(xs: Tensors, dst: int = 0, op: Any = "sum") -> Tensors:
     """y_dst = Σ_s x_s; 0 elsewhere."""
     y = _reduced(xs, op)
-    return [y if r == dst else _zero(y) for r in range(len(xs))]
+    return [y.clone() if r == dst else _zero(y) for r in range(len(xs))]
 
 
 def gather(xs: Tensors, dst: int = 0, dim: int = 0, *, sizes: Any = None) -> Tensors:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from diffcoll.core import derivatives, linear
 from diffcoll.testing import cases
-from diffcoll.testing.cases import Case, _real_inner
+from diffcoll.testing.cases import Case, real_inner
 
 Body = Callable[[int], Any]
 Property = Callable[[Case], Generator[Body, list[Any], None]]
@@ -54,9 +54,9 @@ def the_output_may_be_changed_in_place(case: Case) -> Generator[Body, list[Any],
             before = leaf.detach().clone()
             w = case.w(y, r, SEED)
             y = y.mul_(2).add_(1) if in_place else y * 2 + 1
-            loss = _real_inner(w, y.sin()) + 0 * _real_inner(leaf, leaf)
+            loss = real_inner(w, y.sin()) + 0 * real_inner(leaf, leaf)
             (g,) = torch.autograd.grad(loss, leaf, create_graph=True)
-            (h,) = torch.autograd.grad(_real_inner(case.v(g, r, SEED), g), leaf)
+            (h,) = torch.autograd.grad(real_inner(case.v(g, r, SEED), g), leaf)
             assert torch.equal(leaf, before), case
             return [y.detach(), g.detach(), h]
 

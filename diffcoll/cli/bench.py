@@ -25,12 +25,14 @@ from rich.table import Table
 from torch import Tensor
 
 import diffcoll
-from diffcoll.cli import training
+from diffcoll.cli import simulated, training
 from diffcoll.cli.competitors import SYSTEMS
 from diffcoll.cli.floor import floor
 from diffcoll.cli.launch import gloo_beside_mpi
 from diffcoll.cli.report import memory_of_process, wide_console
 from diffcoll.collectives import COLLECTIVES
+from diffcoll.core.groups import resolve
+from diffcoll.engines.engine import Engine
 from diffcoll.engines.local import LocalEngine
 from diffcoll.testing.cases import Case, median_in_parts
 from diffcoll.testing.simulate import simulate
@@ -73,6 +75,8 @@ def run(options: argparse.Namespace) -> int:
         console.print(bench.ratios("all_reduce of 16 MB, and as much work beside it", _overlap))
     if "averager" in names:
         console.print(training.table(bench.n, bench.rounds, bench.engine, bench.times))
+    if "simulate" in names:
+        console.print(simulated.table(max(1, bench.rounds // 5)))
     return 0
 
 
@@ -253,23 +257,30 @@ def _meet_after_failure(barrier: Callable[[], None]) -> None:
 # ── bytes and memory ─────────────────────────────────────────────────────────────────────────────────────
 
 
+class _Messages(LocalEngine):
+    """A simulated group with the default primitives, which send messages between two ranks; counts their bytes."""
+
+    all_gather, reduce_scatter, all_reduce = Engine.all_gather, Engine.reduce_scatter, Engine.all_reduce
+    broadcast, reduce = Engine.broadcast, Engine.reduce
+    sent = 0
+
+    def exchange(self, sends: Any, recvs: Any) -> Any:
+        self.sent += sum(block.nbytes for s, block in enumerate(sends) if s != self.rank and block is not None)
+        return super().exchange(sends, recvs)
+
+
 def bytes_sent(case: Case) -> int:
     """Return how many bytes the busiest rank sends in a forward and backward, where the library moves all itself."""
-    sent = [0] * case.size
-    whole = LocalEngine.exchange
 
-    def counted(engine: LocalEngine, sends: Any, recvs: Any) -> Any:
-        for s, block in enumerate(sends):
-            if s != engine.rank and block is not None:
-                sent[engine.rank] += block.numel() * block.element_size()
-        return whole(engine, sends, recvs)
+    def body(r: int) -> int:
+        engine: Any = resolve(None, "bench")
+        engine.__class__ = _Messages
+        _step(case, r)
+        sent: int = engine.sent
+        return sent
 
-    LocalEngine.exchange = counted  # type: ignore[method-assign,assignment]
-    try:
-        simulate(lambda r: _step(case, r), range(case.size), rules=True)
-    finally:
-        LocalEngine.exchange = whole  # type: ignore[method-assign]
-    return max(sent)
+    found: list[int] = simulate(body, range(case.size), rules=True)
+    return max(found)
 
 
 def peak_memory(case: Case) -> float:

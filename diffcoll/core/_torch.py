@@ -21,7 +21,10 @@ from torch.autograd import Function, Variable, forward_ad, grad_mode, graph, pro
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _pytree
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,  # documented for users, in a module that is private by name
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 from torch.utils.checkpoint import CheckpointFunction, _StopRecomputationError
@@ -30,6 +33,7 @@ __all__ = [
     "COMPILES",
     "LAZY_MODULES",
     "RELEASE",
+    "TorchDispatchMode",
     "after_backward",
     "ambient",
     "apply_rule",
@@ -41,6 +45,7 @@ __all__ = [
     "divide_",
     "forward_mode",
     "has_earlier_hooks",
+    "has_hooks",
     "integers",
     "is_backward_nested",
     "is_batched_by_autograd",
@@ -55,7 +60,9 @@ __all__ = [
     "is_within_reentrant_checkpoint",
     "is_within_transform",
     "is_zero_without_memory",
+    "leaves_of_graph",
     "nodes_after_nested_backward",
+    "nodes_of_graph",
     "over_batch",
     "registries",
     "set_forward_mode",
@@ -288,6 +295,28 @@ def is_recomputing() -> bool:
 def has_earlier_hooks(p: Tensor) -> bool:
     """Whether p has post-accumulate hooks that run before the one registered last."""
     return len(p._post_accumulate_grad_hooks or ()) > 1
+
+
+def has_hooks(x: Tensor) -> bool:
+    """Whether hooks are registered on this leaf tensor; pickling drops them without a word."""
+    return bool(x._backward_hooks or x._post_accumulate_grad_hooks)
+
+
+def nodes_of_graph(x: Tensor) -> list[Any]:
+    """Return all nodes of the autograd graph of x."""
+    seen: dict[Any, None] = {}
+    waiting = [x.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen[node] = None
+            waiting += [following for following, _ in node.next_functions]
+    return list(seen)
+
+
+def leaves_of_graph(x: Tensor) -> list[Tensor]:
+    """Return the leaf tensors that the gradient of x is accumulated in. No public API names a node's leaf."""
+    return [node.variable for node in nodes_of_graph(x) if node.name().endswith("AccumulateGrad")]
 
 
 def is_backward_nested() -> bool:

@@ -196,8 +196,8 @@ class Arguments(Agreement):
         for end, ranks in (("src", [p[0] for p in pairs]), ("dst", [p[1] for p in pairs])):
             if any(not 0 <= rank < n for rank in ranks):
                 raise self.error(argument, f"ranks within the group, from 0 to {n - 1}")
-            twice = [rank for rank in ranks if ranks.count(rank) > 1]
-            if twice:
+            if len(set(ranks)) < len(ranks):
+                twice = [rank for rank in ranks if ranks.count(rank) > 1]
                 remedy = "send to several ranks with broadcast or several permutes"
                 raise self.error(argument, f"each rank at most once as {end} (rank {twice[0]} is listed twice)", remedy)
         return pairs

@@ -22,6 +22,7 @@ __all__ = [
     "CollectiveMismatchError",
     "Origin",
     "failure",
+    "is_users_file",
     "message",
     "not_run",
     "user_line",
@@ -111,6 +112,16 @@ class Origin:
 def _is_inside(file: str) -> bool:
     """Whether this file belongs to the library, torch or the standard library, or is generated."""
     return file.startswith((*_OURS, *_GENERATED)) or (file.startswith(_PYTHON) and not file.startswith(_INSTALLED))
+
+
+@cache
+def is_users_file(file: str) -> bool:
+    """Whether this file is neither of the library, torch or the standard library, nor of an installed package."""
+    return not _is_inside(file) and not file.startswith(_PYTHON) and not _is_installed(file)
+
+
+def _is_installed(file: str) -> bool:
+    return any(os.sep + folder + os.sep in file for folder in ("site-packages", "dist-packages"))
 
 
 @cache

@@ -21,11 +21,11 @@ from torch.distributed import distributed_c10d
 from typing_extensions import override
 
 from diffcoll.core._torch import RELEASE
-from diffcoll.engines.engine import Blocks, Exclusive, Wait, is_even
+from diffcoll.engines.engine import Blocks, Engine, Exclusive, Wait, is_even
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
 
-__all__ = ["C10dEngine", "engine_of", "is_running"]
+__all__ = ["C10dEngine", "engine_of", "is_running", "new_group", "use"]
 
 # The primitives that use the backend's own collective. The others use the defaults of `Engine`, that is, point-to-point
 # messages. Measured on gloo (`diffcoll bench`): its all_gather and reduce_scatter are slow, and messages are received
@@ -108,7 +108,7 @@ class C10dEngine(MessageEngine):
 
     @override
     def subgroup(self, ranks: Sequence[int]) -> Any:
-        return _new_group([dist.get_global_rank(self.group, r) for r in ranks])
+        return new_group([dist.get_global_rank(self.group, r) for r in ranks])
 
     @override
     def twin(self) -> C10dEngine:
@@ -118,7 +118,7 @@ class C10dEngine(MessageEngine):
         timeout = group._get_backend(torch.device(next(iter(self.backends)))).options._timeout
         ranks = dist.get_process_group_ranks(group)
         whole = len(ranks) == dist.get_world_size()  # if not, the processes outside the group do not call new_group
-        group = _new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=not whole)
+        group = new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=not whole)
         twin = C10dEngine(group)
         twin._ends = whole
         x = torch.zeros(1, device=twin.control_device)
@@ -269,7 +269,7 @@ def destroy(group: Any = None) -> None:
     dist.destroy_process_group(group)
 
 
-def _new_group(ranks: list[int], **more: Any) -> Any:
+def new_group(ranks: list[int], **more: Any) -> Any:
     """Make a group whose ranks are in the given order."""
     if "sort_ranks" in inspect.signature(dist.new_group).parameters:  # since torch 2.12
         return dist.new_group(ranks, sort_ranks=False, **more)
@@ -299,7 +299,12 @@ def _wait(work: dist.Work | None) -> Wait:
 
 # ── from a group to its engine ───────────────────────────────────────────────────────────────────────────
 
-_engines: weakref.WeakKeyDictionary[dist.ProcessGroup, C10dEngine] = weakref.WeakKeyDictionary()
+_engines: weakref.WeakKeyDictionary[dist.ProcessGroup, Engine] = weakref.WeakKeyDictionary()
+
+
+def use(group: dist.ProcessGroup, engine: Engine) -> None:
+    """Let another engine move the data of this group: that of a simulated rank."""
+    _engines[group] = engine
 
 
 def is_running() -> bool:
@@ -307,7 +312,7 @@ def is_running() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def engine_of(group: object) -> C10dEngine | None:
+def engine_of(group: object) -> Engine | None:
     """Return the engine of a `ProcessGroup` or a one-dimensional `DeviceMesh`; None for anything else.
 
     None means torch's default group.
@@ -339,7 +344,7 @@ def engine_of(group: object) -> C10dEngine | None:
     return engine
 
 
-def engine_named(key: str) -> C10dEngine | None:
+def engine_named(key: str) -> Engine | None:
     """Return the engine of the group with this `group_name`; None if there is none."""
     # There is no public function from a name to its group. torch's own compiled collectives use this one.
     try:

@@ -4,15 +4,15 @@ A rank runs until it waits for another rank, and then releases the lock of the n
 deterministic, each hand-over wakes one thread only, and a deadlock is detected at once: no rank can run.
 
 A *meeting* is one communication of all ranks of a group. Each rank adds an entry, and the last one combines all entries
-into one result for each rank. With the library's rules a meeting is one `exchange` of blocks. In a joint graph it is a
-whole collective, combined by a function that `diffcoll.testing` passes in.
+into one result for each rank. With the library's rules a meeting is one primitive of the engine, combined by
+`diffcoll.engines.delivery`. In a joint graph it is a whole collective, combined by a function that `diffcoll.testing`
+passes in.
 """
 
 from __future__ import annotations
 
 import contextvars
-import random
-import sys
+import os
 import threading
 import weakref
 from collections import deque
@@ -38,8 +38,10 @@ from diffcoll.core._torch import (
     tree_flatten,
     wrapped_backward_code,
 )
-from diffcoll.core.errors import CollectiveMismatchError, Origin, not_run, user_line, within_backward
+from diffcoll.core.errors import CollectiveMismatchError, Origin, not_run, within_backward
+from diffcoll.engines import delivery
 from diffcoll.engines.engine import Blocks, Engine, Wait
+from diffcoll.engines.process_state import process_state, set_process_state, states_of_ranks
 
 __all__ = [
     "LocalEngine",
@@ -50,7 +52,6 @@ __all__ = [
     "here",
     "involved",
     "refuse_in_backward",
-    "seed_rank",
 ]
 
 #: (name of the collective, each rank's tensor, arguments and facts, see `Engine.run_truth`) → each rank's result.
@@ -71,19 +72,29 @@ class LocalGroup:
     ranks: tuple[int, ...]
     #: Tells twins apart.
     number: int = 0
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Compute the hash once: it is used in every call, and takes time proportional to the number of ranks."""
+        object.__setattr__(self, "_hash", hash((self.ranks, self.number)))
+
+    def __hash__(self) -> int:
+        """Return the hash."""
+        return self._hash
 
 
 @dataclass
 class _Entry:
-    what: str
+    what: str  # the collective
+    step: str  # the primitive of the engine, if one of those
     payload: Any
-    where: str
+    line: Origin  # where the call was made
     origin: Origin | None  # the forward call, if this is its backward
     within: str  # words, if this is a forward call that a backward makes
 
     def __str__(self) -> str:
         if self.origin is None:
-            return f"waits in {self.what} at {self.where}{self.within}"
+            return f"waits in {self.what} at {self.line.line}{self.within}"
         return f"waits in {self.origin.backward} of {self.origin.name} called at {self.origin.line}"
 
 
@@ -106,18 +117,20 @@ class _Rank(threading.Thread):
         self.turn = _closed_lock()
         self.engines: dict[LocalGroup, LocalEngine] = {}
         self.default_group: object = None
-        self.waits_for: tuple[_Meeting, str] | None = None
+        self.has_group: Callable[[], bool] | None = None  # whether torch's default group is set up, if that matters
+        self.waits_for: _Meeting | None = None
         self.error: BaseException | None = None  # to be raised where this rank waits
         self.outcome: str = ""  # "returned" or "raised …", once it has ended
         self.result: Any = None
-        self.random: Any = None  # state of the random number generators, which are global, while other ranks run
+        self.state: Any = None  # the process's state of this rank, while other ranks run
         self.forward_mode = forward_mode()
 
     def run(self) -> None:
         self.turn.acquire()
         _rank.here = self
-        _random_set(self.random)
+        set_process_state(self.state)
         set_forward_mode(self.forward_mode)
+        torch.set_num_threads(self.world.threads)
         try:
             self.result = self.body()
             self.outcome = "returned"
@@ -134,9 +147,13 @@ class World:
         self.size = size
         self.seed = seed
         self.truth = truth
+        self.group = LocalGroup(tuple(range(size)))  # all ranks
+        self.threads = 1  # for one operation of a rank
         self.running = False
+        self.process = os.getpid()
         self.failures: list[tuple[int, BaseException]] = []
         self._ranks: list[_Rank] = []
+        self._ended: set[int] = set()
         self._ready: deque[_Rank] = deque()
         self._over = _closed_lock()
         self._meetings: dict[tuple[LocalGroup, int], _Meeting] = {}
@@ -144,13 +161,14 @@ class World:
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function per rank. Returns their results in the order of ranks, or raises the first error."""
         global _running
-        keep, level = _random_get(), forward_mode()
+        keep, level, threads = process_state(), forward_mode(), torch.get_num_threads()
+        # A thread pool for each rank would take as many threads as ranks times cores.
+        self.threads = max(1, threads // self.size)
         entered = ambient()
-        for number, body in enumerate(bodies):
-            seed_rank(self.seed, number)
+        for number, (body, state) in enumerate(zip(bodies, states_of_ranks(self.seed, len(bodies)), strict=True)):
             context = contextvars.copy_context()
             rank = _Rank(self, number, partial(context.run, _within, entered(), body))
-            rank.random = _random_get()
+            rank.state = state
             self._ranks.append(rank)
             rank.start()
         self.running = True
@@ -164,8 +182,9 @@ class World:
                 self.running = False
                 _running -= 1
                 self._meetings.clear()  # those called off refer to tensors, whose graph refers to the world
-                _random_set(keep)
+                set_process_state(keep)
                 set_forward_mode(level)
+                torch.set_num_threads(threads)  # is a default of the process, too
         ranks, self._ranks = self._ranks, []  # results may refer to the world, which must not refer to them
         for rank in ranks:
             rank.join()
@@ -188,6 +207,7 @@ class World:
         group: LocalGroup,
         number: int,
         what: str,
+        step: str,
         payload: Any,
         combine: Callable[[list[Any]], Sequence[Any]],
         origin: Origin | None = None,
@@ -195,17 +215,24 @@ class World:
         """Add this rank's entry to the group's meeting of this number. Returns a function that waits for its result."""
         me = self._current()
         ranks = group.ranks
-        meeting = self._meetings.setdefault((group, number), _Meeting(ranks))
-        meeting.entries[me.number] = _Entry(what, payload, user_line(), origin, within_backward())
-        gone = [self._ranks[r] for r in ranks if r not in meeting.entries and self._ranks[r].outcome]
+        meeting = self._meetings.get((group, number))
+        if meeting is None:
+            meeting = self._meetings[group, number] = _Meeting(ranks)
+        entry = _Entry(what, step, payload, Origin(what), origin, within_backward())
+        meeting.entries[me.number] = entry
+        first_rank, first = next(iter(meeting.entries.items()))
+        gone = self._ended and [r for r in ranks if r not in meeting.entries and r in self._ended]
         if len(meeting.entries) == len(ranks):
             del self._meetings[group, number]
         if meeting.off:
             me.error = CollectiveMismatchError(meeting.off)
-        elif len({e.what for e in meeting.entries.values()}) > 1:
+        elif what != first.what:
             self._call_off(meeting, "the ranks are in different collectives")
+        elif step != first.step:
+            differ = f"rank {first_rank} needs {first.step}, rank {me.number} {step}"
+            self._call_off(meeting, f"{what} was called with different arguments: {differ}")
         elif gone:
-            self._call_off(meeting, f"rank {gone[0].number} has ended")
+            self._call_off(meeting, f"rank {gone[0]} has ended")
         elif len(meeting.entries) == len(ranks):
             try:
                 results = combine([meeting.entries[r].payload for r in ranks])
@@ -217,29 +244,47 @@ class World:
                 meeting.results = dict(zip(ranks, results, strict=True))
                 self._wake(meeting)
 
-        def wait() -> Any:
-            while meeting.results is None:
-                if me.error is None:
-                    me.waits_for = meeting, str(meeting.entries[me.number])
-                    self._hand_over(me)
-                if me.error is not None:
-                    error, me.error = me.error, None
-                    raise error
-            return meeting.results[me.number]
+        return partial(self._wait, me, meeting)
 
-        return wait
+    def suspend(self, what: str) -> tuple[Callable[[], None], Callable[[], None]]:
+        """For a message between two ranks. Returns what the other rank calls, and what waits until it has."""
+        me = self._current()
+        meeting = _Meeting((me.number,), {me.number: _Entry(what, "", None, Origin(""), None, within_backward())})
+
+        def finish() -> None:
+            meeting.results = {me.number: None}
+            self._wake(meeting)
+
+        return finish, partial(self._wait, me, meeting)
+
+    def _wait(self, me: _Rank, meeting: _Meeting) -> Any:
+        while meeting.results is None:
+            if self._current() is not me:
+                raise RuntimeError("a simulated rank waits for what another rank has started; wait in that rank")
+            if me.error is None:
+                me.waits_for = meeting
+                self._hand_over(me)
+            if me.error is not None:
+                error, me.error = me.error, None
+                raise error
+        return meeting.results[me.number]
 
     def _current(self) -> _Rank:
         me = _rank.here
         if not self.running:
             raise RuntimeError(
                 "a collective of a simulated world was used after the world had ended; "
-                "under simulate(rules=True) call backward inside the function"
+                "under simulate(rules=True) call backward inside the function, and wait there for what it has started"
             )
         if me is None or me.world is not self:
             raise RuntimeError(
                 "a collective of a simulated world was called from a thread that is not one of its ranks "
                 "(the backward of CUDA tensors runs on such a thread); simulate on CPU tensors"
+            )
+        if os.getpid() != self.process:
+            raise RuntimeError(
+                "a collective of a simulated world was called in a child process of a rank, such as a worker of a "
+                "DataLoader, which cannot reach the other ranks; call it in the rank itself"
             )
         rank: _Rank = me
         return rank
@@ -251,14 +296,15 @@ class World:
         following = self._ready.popleft()
         if following is me:
             return
-        me.random, me.forward_mode = _random_get(), forward_mode()
+        me.state, me.forward_mode = process_state(), forward_mode()
         following.turn.release()
         me.turn.acquire()
-        _random_set(me.random)
+        set_process_state(me.state)
         set_forward_mode(me.forward_mode)
 
     def leave(self, me: _Rank) -> None:
         """End a rank: call off the meetings that it will not join, and let the next rank run."""
+        self._ended.add(me.number)
         for meeting in list(self._meetings.values()):
             if me.number in meeting.ranks and me.number not in meeting.entries and not meeting.off:
                 self._call_off(meeting, f"rank {me.number} has ended")
@@ -269,7 +315,7 @@ class World:
     def _wake(self, meeting: _Meeting) -> None:
         for number in meeting.ranks:
             rank = self._ranks[number]
-            if rank.waits_for is not None and rank.waits_for[0] is meeting:
+            if rank.waits_for is meeting:
                 rank.waits_for = None
                 self._ready.append(rank)
 
@@ -285,7 +331,7 @@ class World:
         for m in met:
             m.off = m.off or text
         for rank in self._ranks:
-            waits = rank.waits_for is not None and (meeting is None or rank.waits_for[0] is meeting)
+            waits = rank.waits_for is not None and (meeting is None or rank.waits_for is meeting)
             if waits or (meeting is not None and rank.number in meeting.entries):
                 rank.error = CollectiveMismatchError(text)
             if waits:
@@ -297,7 +343,7 @@ class World:
             return rank.outcome
         if meeting is not None and rank.number in meeting.entries:
             return str(meeting.entries[rank.number])
-        return rank.waits_for[1] if rank.waits_for else "is in no collective"
+        return str(rank.waits_for.entries[rank.number]) if rank.waits_for else "is in no collective"
 
 
 class LocalEngine(Engine):
@@ -324,7 +370,39 @@ class LocalEngine(Engine):
 
     @override
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
-        return self._meet(self.operation, (sends, recvs), _deliver)
+        return self._deliver(delivery.exchange, sends, recvs)
+
+    @override
+    def all_gather(self, x: Tensor | None, row: Tensor, counts: list[int]) -> Wait:
+        return self._deliver(delivery.all_gather, x, row, counts)
+
+    @override
+    def reduce_scatter(self, row: Tensor, counts: list[int], out: Tensor) -> Wait:
+        return self._deliver(delivery.reduce_scatter, row, counts, out)
+
+    @override
+    def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
+        if self.later and x is not y:  # x may be modified before the other ranks arrive
+            x = y.copy_(x)
+        return self._deliver(delivery.all_reduce, x, y)
+
+    @override
+    def broadcast(self, y: Tensor, src: int) -> Wait:
+        return self._deliver(delivery.broadcast, y, src)
+
+    @override
+    def reduce(self, y: Tensor, dst: int) -> Wait:
+        return self._deliver(delivery.reduce, y, dst)
+
+    def _deliver(self, step: Callable[..., None], *arguments: Any) -> Wait:
+        """Return the wait for a primitive, which the last rank to call it carries out for all."""
+
+        def combine(ranks: list[Any]) -> list[None]:
+            with torch.inference_mode():  # outputs of a rank in inference mode can be written in that mode only
+                step(*ranks)
+            return [None] * len(ranks)
+
+        return self._meet(self.operation, step.__name__, arguments, combine)
 
     @override
     def run_truth(self, name: str, x: Any, arguments: dict[str, Any], facts: tuple[object, object]) -> Any:
@@ -336,29 +414,12 @@ class LocalEngine(Engine):
         def combine(payloads: list[Any]) -> list[Any]:
             return truth(name, *map(list, zip(*payloads, strict=True)))
 
-        return self._meet(name, (x, arguments, facts), combine)()
+        return self._meet(name, "", (x, arguments, facts), combine)()
 
-    def _meet(self, what: str, payload: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Wait:
+    def _meet(self, what: str, step: str, payload: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Wait:
         self._meetings += 1
         origin = self.doing[1] if self.doing else None
-        return self.world.meet(self.group, self._meetings, what, payload, combine, origin)
-
-
-@torch.inference_mode()  # blocks of a rank in inference mode can be written in that mode only
-def _deliver(payloads: list[tuple[Blocks, Blocks]]) -> list[None]:
-    """Copy every block from its sender to its receiver."""
-    for r, (_, recvs) in enumerate(payloads):
-        for s, into in enumerate(recvs):
-            block = payloads[s][0][r]
-            if into is None or (into.numel() == 0 and (block is None or block.numel() == 0)):
-                continue
-            if block is None or (block.shape, block.dtype) != (into.shape, into.dtype):
-                got = "nothing" if block is None else f"{block.dtype} {tuple(block.shape)}"
-                raise CollectiveMismatchError(
-                    f"rank {r} expects {into.dtype} {tuple(into.shape)} from rank {s}, which sends {got}"
-                )
-            into.copy_(block)
-    return [None] * len(payloads)
+        return self.world.meet(self.group, self._meetings, what, step, payload, combine, origin)
 
 
 # ── which rank this thread is ────────────────────────────────────────────────────────────────────────────
@@ -464,15 +525,20 @@ def engine_of(group: object) -> LocalEngine | None:
         if isinstance(group, LocalGroup):
             raise ValueError("got a group of a simulated world, outside of that world; use it inside simulate()")
         return None
-    ranks = tuple(range(me.world.size)) if group is None else getattr(group, "ranks", None)
+    if group is None and me.has_group is not None and not me.has_group():
+        raise RuntimeError(
+            "got no group on a simulated rank that has called destroy_process_group(); call init_process_group() again"
+        )
+    ranks = me.world.group.ranks if group is None else getattr(group, "ranks", None)
     if not isinstance(ranks, tuple):
         return None
+    handle = me.world.group if group is None else group if isinstance(group, LocalGroup) else LocalGroup(ranks)
+    if handle in me.engines:
+        return me.engines[handle]
     if me.number not in ranks:
         raise ValueError("got a group that this rank is not in; call it on the group's ranks only")
-    handle = group if isinstance(group, LocalGroup) else LocalGroup(ranks)
-    if handle not in me.engines:
-        me.engines[handle] = LocalEngine(me.world, handle, me.number)
-    return me.engines[handle]
+    engine = me.engines[handle] = LocalEngine(me.world, handle, me.number)
+    return engine
 
 
 def _closed_lock() -> threading.Lock:
@@ -484,27 +550,3 @@ def _closed_lock() -> threading.Lock:
 def _within(modes: AbstractContextManager[None], body: Callable[[], Any]) -> Any:
     with modes:
         return body()
-
-
-# ── random numbers of each rank ──────────────────────────────────────────────────────────────────────────
-
-
-def seed_rank(seed: int, rank: int) -> None:
-    """Seed the random number generators for one rank: torch's, Python's, and NumPy's if it is imported."""
-    stream = seed * 1_000_003 + rank
-    torch.manual_seed(stream)
-    random.seed(stream)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(stream % 2**32)
-
-
-def _random_get() -> Any:
-    numpy = sys.modules.get("numpy")
-    return torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
-
-
-def _random_set(state: Any) -> None:
-    torch.set_rng_state(state[0])
-    random.setstate(state[1])
-    if state[2] is not None:
-        sys.modules["numpy"].random.set_state(state[2])

@@ -30,7 +30,9 @@ __all__ = [
     "error",
     "errors",
     "in_truth",
+    "numbers",
     "on_rank",
+    "real_inner",
     "table",
     "tangent_on_rank",
     "tangents_in_truth",
@@ -104,18 +106,19 @@ class Case:
         shape = self.shapes[rank]
         if shape is None:
             return None
-        x = _numbers(shape, self.dtype, seed, 0 if self.shared[0] else rank, stream=0)
+        x = numbers(shape, self.dtype, seed, 0 if self.shared[0] else rank, stream=0)
         if self.few:
             x = torch.view_as_complex(torch.view_as_real(x).round()) if x.is_complex() else x.round()
-        return with_layout(x, self.layout)
+        # Freeing a copy of a large x would change where malloc puts the following tensors, see `bench.peak_memory`.
+        return x if self.layout == "contiguous" else with_layout(x, self.layout)
 
     def w(self, y: Tensor, rank: int, seed: int) -> Tensor:
         """Return the weights of one rank's loss."""
-        return _numbers(tuple(y.shape), y.dtype, seed, 0 if self.shared[1] else rank, stream=1)
+        return numbers(tuple(y.shape), y.dtype, seed, 0 if self.shared[1] else rank, stream=1)
 
     def v(self, g: Tensor, rank: int, seed: int) -> Tensor:
         """Return the weights v_r of h_r, one rank's function of its gradient."""
-        return _numbers(tuple(g.shape), g.dtype, seed, 0 if self.shared[0] else rank, stream=2)
+        return numbers(tuple(g.shape), g.dtype, seed, 0 if self.shared[0] else rank, stream=2)
 
 
 class _Word(str):
@@ -166,13 +169,13 @@ def _measured(
 ) -> list[Measured]:
     """Run the program on the ranks in this graph."""
     # The total depends on every x, and so does its gradient: torch.autograd.grad raises for an unused input.
-    zero = torch.stack([0 * _real_inner(x, x) for x in xs]).sum()
-    losses = [_real_inner(case.w(y, r, seed), y.sin()) for r, y in zip(ranks, ys, strict=True)]
+    zero = torch.stack([0 * real_inner(x, x) for x in xs]).sum()
+    losses = [real_inner(case.w(y, r, seed), y.sin()) for r, y in zip(ranks, ys, strict=True)]
     found: list[tuple[Tensor, ...]] = []
     for order in range(orders):
         total = torch.stack(losses).sum() + zero
         gs = torch.autograd.grad(total, xs, create_graph=order + 1 < orders)
-        losses = [_real_inner(case.v(g, r, seed + order), g) for r, g in zip(ranks, gs, strict=True)]
+        losses = [real_inner(case.v(g, r, seed + order), g) for r, g in zip(ranks, gs, strict=True)]
         found.append(gs)
     return [Measured(*(t.detach() for t in (y, *gs))) for y, *gs in zip(ys, *found, strict=True)]
 
@@ -184,7 +187,7 @@ def together_on_rank(
     xs = [case.x(rank, seed).requires_grad_() for case in table]
     ys = program(xs)
     pairs = zip(table, xs, ys, strict=True)
-    losses = [_real_inner(case.w(y, rank, seed), y.sin()) + 0 * _real_inner(x, x) for case, x, y in pairs]
+    losses = [real_inner(case.w(y, rank, seed), y.sin()) + 0 * real_inner(x, x) for case, x, y in pairs]
     gs = torch.autograd.grad(torch.stack(losses).sum(), xs)
     return [Measured(y.detach(), g) for y, g in zip(ys, gs, strict=True)]
 
@@ -233,13 +236,14 @@ def errors(got: Measured, expected: Sequence[Measured], rank: int) -> dict[str, 
     return {f.name: one(f.name) for f in fields(Measured) if getattr(got, f.name) is not None}
 
 
-def _real_inner(a: Tensor, b: Tensor) -> Tensor:
+def real_inner(a: Tensor, b: Tensor) -> Tensor:
     """⟨a, b⟩, a real number."""
     total = (a.conj() * b).sum()
     return total.real if total.is_complex() else total
 
 
-def _numbers(shape: Shape, dtype: torch.dtype, seed: int, rank: int, stream: int) -> Tensor:
+def numbers(shape: Shape, dtype: torch.dtype, seed: int, rank: int, stream: int) -> Tensor:
+    """Return random numbers that depend on the seed, the rank and the stream."""
     generator = torch.Generator().manual_seed((seed * 1000 + rank) * 10 + stream)
     return torch.randn(shape, dtype=dtype, generator=generator)
 

@@ -32,11 +32,22 @@ from typing_extensions import override
 from diffcoll.core._torch import LAZY_MODULES, tree_map
 from diffcoll.core.groups import set_default_group
 from diffcoll.engines.c10d import destroy
-from diffcoll.engines.local import seed_rank
 from diffcoll.engines.mpi import finalize
+from diffcoll.engines.process_state import seed_rank
 from diffcoll.testing._calls import missing
 
-__all__ = ["GRACE", "Forked", "Launched", "Processes", "RanksFailedError", "surroundings"]
+__all__ = [
+    "GRACE",
+    "Forked",
+    "Launched",
+    "Processes",
+    "RanksFailedError",
+    "join",
+    "leave",
+    "preload",
+    "surround",
+    "surroundings",
+]
 
 #: When one rank has failed, the others may need this long to say why (s); the same for the last words of
 #: ranks that hang.
@@ -90,6 +101,10 @@ class Processes:
         """Say how a rank's process ended whose pipe broke off."""
         raise NotImplementedError
 
+    def sentinel(self, rank: int) -> Any:
+        """Return an object for multiprocessing's `wait`, which is ready when this rank's process has ended."""
+        raise NotImplementedError
+
     def leave(self) -> None:
         """Wait a while for processes that have done their work to end."""
         raise NotImplementedError
@@ -100,7 +115,13 @@ class Processes:
             pipe.close()
 
 
-_PRELOADED = ("diffcoll.testing.processes", *LAZY_MODULES)
+_PRELOADED: tuple[str, ...] = ("diffcoll.testing.processes", *LAZY_MODULES)
+
+
+def preload(*modules: str) -> None:
+    """Add to what the server imports before it forks. It has an effect before the first fork only."""
+    global _PRELOADED
+    _PRELOADED = tuple(dict.fromkeys((*_PRELOADED, *modules)))
 
 
 def _no_server(error: Exception, n: int) -> RanksFailedError:
@@ -133,7 +154,7 @@ class Forked(Processes):
         """Start one of n processes. It calls main with its end of a pipe and the arguments."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(_PRELOADED))
-        ours, theirs = context.Pipe(duplex=False)
+        ours, theirs = context.Pipe()
         self.pipes.append(ours)
         with _without_main(), theirs:
             process = context.Process(target=main, args=(theirs, *arguments), daemon=daemon)
@@ -143,6 +164,10 @@ class Forked(Processes):
                 raise _no_server(error, n) from error
         self._processes.append(process)
         self.pids.append(process.pid or 0)
+
+    @override
+    def sentinel(self, rank: int) -> Any:
+        return self._processes[rank].sentinel
 
     @override
     def last_words(self, rank: int) -> str:
@@ -195,9 +220,10 @@ class Launched(Forked):
         "OMPI_MCA_btl": "self,sm,vader",
     }
 
-    def __init__(self) -> None:
+    def __init__(self, work: Callable[[Connection, str, int], bool] | None = None) -> None:
         super().__init__()
         self._launcher: Any = None
+        self._work = work or _call_in_file
 
     @override
     def begin(self, setups: list[Any], payloads: list[bytes], timeout: float) -> None:
@@ -222,7 +248,7 @@ class Launched(Forked):
                 for _ in range(n):
                     self._await(door, end)
                     with door.accept()[0] as line:
-                        self._fork(n, _launched_main, line, folder, around, daemon=False)
+                        self._fork(n, _launched_main, line, folder, around, self._work, daemon=False)
             for pipe in self.pipes:
                 self._await(pipe, end)
                 ranks.append(pickle.loads(pipe.recv_bytes()))
@@ -285,12 +311,18 @@ def _mpiexec() -> str:
 
 
 def _forked_main(pipe: Connection, setup: tuple[Any, ...], payload: bytes) -> None:
-    _surround(*setup[-1])
+    surround(*setup[-1])
     if not _call(pipe, setup, payload):
         os._exit(1)  # a broken group may hang in its own destructor
 
 
-def _launched_main(pipe: Connection, line: socket.socket, folder: str, around: tuple[Any, ...]) -> None:
+def _launched_main(
+    pipe: Connection,
+    line: socket.socket,
+    folder: str,
+    around: tuple[Any, ...],
+    work: Callable[[Connection, str, int], bool],
+) -> None:
     _, files, *_ = socket.recv_fds(line, 1, 3)
     environment = {os.fsdecode(name): os.fsdecode(value) for name, value in marshal.load(line.makefile("rb")).items()}
     for file, stream in zip(files, (1, 2), strict=False):
@@ -299,7 +331,7 @@ def _launched_main(pipe: Connection, line: socket.socket, folder: str, around: t
     if "PMI_FD" in environment:
         environment["PMI_FD"] = str(files[2])
     here, path, _ = around
-    _surround(here, path, environment)
+    surround(here, path, environment)
     # From here on the kernel sends SIGIO, which ends this process, when the stand-in ends.
     fcntl.fcntl(line, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(line, fcntl.F_SETFL, os.O_ASYNC)
@@ -308,8 +340,7 @@ def _launched_main(pipe: Connection, line: socket.socket, folder: str, around: t
     multiprocessing.set_start_method(None, force=True)  # a rank may start processes as any program does
     rank = _mpi_world().Get_rank()
     pipe.send_bytes(pickle.dumps(rank))
-    setup, payload = pickle.loads(Path(folder, f"call-{rank}").read_bytes())
-    if not _call(pipe, setup, payload):
+    if not work(pipe, folder, rank):
         time.sleep(2 * GRACE)  # mpiexec would end the others before they have said a word
         os._exit(1)
     finalize()
@@ -317,7 +348,12 @@ def _launched_main(pipe: Connection, line: socket.socket, folder: str, around: t
     line.sendall(b"0")
 
 
-def _surround(here: str, path: list[str], environment: dict[str, str]) -> None:
+def _call_in_file(pipe: Connection, folder: str, rank: int) -> bool:
+    return _call(pipe, *pickle.loads(Path(folder, f"call-{rank}").read_bytes()))
+
+
+def surround(here: str, path: list[str], environment: dict[str, str]) -> None:
+    """Set this process's folder, module path and environment, and one thread per rank."""
     os.chdir(here)
     os.environ.clear()
     os.environ.update(environment)
@@ -334,18 +370,7 @@ def _call(pipe: Connection, setup: tuple[Any, ...], payload: bytes) -> bool:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         try:
             fn, arguments = pickle.loads(payload)
-            if "nccl" in backend:  # "cpu:gloo,cuda:nccl" too
-                torch.cuda.set_device(rank % torch.cuda.device_count())
-            if backend == "mpi":
-                set_default_group(_mpi_world())
-            else:
-                dist.init_process_group(
-                    backend,
-                    init_method=f"file://{folder}/rendezvous",
-                    rank=rank,
-                    world_size=size,
-                    timeout=timedelta(seconds=2 * timeout),  # so that a hang is reported first, with its stacks
-                )
+            join(backend, rank, size, f"{folder}/rendezvous", timeout)
             seed_rank(seed, rank)
             result = fn(*arguments)
             buffer = io.BytesIO()
@@ -363,6 +388,30 @@ def _call(pipe: Connection, setup: tuple[Any, ...], payload: bytes) -> bool:
         pipe.close()
         faulthandler.unregister(signal.SIGUSR1)
     return word[0] == "result"
+
+
+def join(backend: str, rank: int, size: int, rendezvous: str, timeout: float) -> Any:
+    """Set up the default group of this rank; ranks find each other through a file. Returns the group."""
+    if backend == "mpi":
+        set_default_group(world := _mpi_world())
+        return world
+    if "nccl" in backend:  # "cpu:gloo,cuda:nccl" too
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=2 * timeout),  # so that a hang is reported first, with its stacks
+    )
+    return dist.group.WORLD
+
+
+def leave() -> None:
+    """Destroy torch's process groups, and forget the default group."""
+    set_default_group(None)
+    if dist.is_initialized():
+        destroy()
 
 
 def _mpi_world() -> Any:

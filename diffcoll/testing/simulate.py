@@ -13,13 +13,20 @@ from diffcoll import truth
 from diffcoll.core._torch import is_transformed
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.groups import resolve
-from diffcoll.engines.local import World, backward_starts
+from diffcoll.engines import c10d, simulated_c10d
+from diffcoll.engines.local import LocalEngine, World, backward_starts
 from diffcoll.testing._calls import per_rank_arguments
 
 __all__ = ["simulate"]
 
 
-def simulate(fn: Callable[..., Any], *per_rank: Sequence[Any], rules: bool = False, seed: int = 0) -> list[Any]:
+def simulate(
+    fn: Callable[..., Any],
+    *per_rank: Sequence[Any],
+    rules: bool = False,
+    torch_distributed: bool = False,
+    seed: int = 0,
+) -> list[Any]:
     """Tests without processes: run fn on N simulated ranks, like `map`; returns the list of all ranks' results.
 
     The ranks are threads; one runs at a time, and the next one runs when it reaches a collective. A run is
@@ -39,16 +46,30 @@ def simulate(fn: Callable[..., Any], *per_rank: Sequence[Any], rules: bool = Fal
     With `rules=True` the library's own collectives and backward rules run, as on real processes. Call backward inside
     fn, since all ranks take part in it.
 
+    With `torch_distributed=True` code that calls torch.distributed runs unchanged, e.g. a published loss. Its default
+    process group is set up, as under `spawn`, and diffcoll's collectives work in it too, with their rules:
+
+    >>> import torch.distributed as dist
+    >>> def total(x):
+    ...     dist.all_reduce(x)
+    ...     return x
+    >>> simulate(total, [torch.tensor(3.0), torch.tensor(5.0)], torch_distributed=True)
+    [tensor(8.), tensor(8.)]
+
     Args:
         fn: called as fn(a_r, b_r, …) on rank r, with `diffcoll` collectives inside. A tensor in its closure is shared
             by all ranks, unlike on real processes.
         per_rank: one or more sequences of equal length N, one element for each rank.
         rules: run the library's rules instead of the ground truth.
+        torch_distributed: let fn call torch.distributed: its collectives, messages, groups, `DeviceMesh`,
+            `DistributedDataParallel`. `get_backend()` is "gloo". Compiled functions run uncompiled. Implies `rules`.
+            See notes/which-gradient.md.
         seed: rank r seeds its random number generators (torch, random, numpy) with (seed, r), as under `spawn`; the
             caller's generators are not changed.
 
     The ranks run in the modes of the caller: grad mode, autocast, `with torch.device(…)`, hooks for saved tensors, and
-    PyTorch's other thread-local state.
+    PyTorch's other thread-local state. The caller's `torch.get_num_threads()` is divided among the ranks, at least one
+    each.
 
     Returns:
         The ranks' results, in order.
@@ -57,6 +78,8 @@ def simulate(fn: Callable[..., Any], *per_rank: Sequence[Any], rules: bool = Fal
         TypeError, ValueError: per_rank are not sequences of equal length.
         CollectiveMismatchError: ranks call different collectives, or wait for a rank that has finished; lists the
             collective and line at which each rank waits.
+        RuntimeError: with `torch_distributed`, a thread that is not a rank calls torch.distributed, or a rank uses a
+            process group that another rank has made, or fn is the first in the process to use torch.compile.
         RuntimeError: called within a transform of torch.func, `joint_backward`, or a mode that traces or fakes tensors,
             which belong to the calling thread; call simulate outside of them, or enter them in fn.
         RuntimeError: without `rules`, backward ran inside fn through a collective; or the backward pass calls a
@@ -66,9 +89,14 @@ def simulate(fn: Callable[..., Any], *per_rank: Sequence[Any], rules: bool = Fal
     """
     arguments = per_rank_arguments("simulate", per_rank)
     world = World(len(arguments), seed=seed, truth=None)
+    bodies = [partial(fn, *a) for a in arguments]
+    if torch_distributed:
+        simulation = simulated_c10d.Simulation(world)
+        with simulated_c10d.installed():
+            return world.run([simulation.body(body) for body in bodies])
     if not rules:
         world.truth = partial(_truth, world)
-    return world.run([partial(fn, *a) for a in arguments])
+    return world.run(bodies)
 
 
 def _truth(
@@ -130,7 +158,8 @@ def new_group(ranks: Sequence[int]) -> Any:
             With torch.distributed all processes of the job must call new_group.
 
     Returns:
-        A value for `group=`: a `ProcessGroup`, an `MPI.Comm`, or, under `simulate`, a handle.
+        A value for `group=`: a `ProcessGroup`, an `MPI.Comm`, or, under `simulate` without
+        `torch_distributed`, a handle.
 
     Raises:
         TypeError, ValueError: ranks is not a list of ranks of the default group, is empty, or has duplicates.
@@ -143,4 +172,6 @@ def new_group(ranks: Sequence[int]) -> Any:
         raise TypeError(message("new_group", "ranks", repr(ranks), expected)) from None
     if not numbers or len(set(numbers)) < len(numbers) or not all(0 <= r < engine.size for r in numbers):
         raise ValueError(message("new_group", "ranks", numbers, expected))
+    if simulated_c10d.is_rank() and isinstance(engine, LocalEngine):
+        return c10d.new_group([engine.group.ranks[r] for r in numbers])
     return engine.subgroup(numbers)

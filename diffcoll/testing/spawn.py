@@ -109,19 +109,19 @@ def _collect(ranks: Processes, folder: str, timeout: float) -> list[Any]:
         return [torch.load(io.BytesIO(words[r][1]), weights_only=False) for r in range(n)]
 
     reports = {r: "" if kind == "result" else text for r, (kind, text) in words.items()}
-    for r, stack in _stacks(ranks.pids, [r for r in range(n) if r not in words], folder).items():
+    for r, stack in stacks(ranks.pids, [r for r in range(n) if r not in words], folder).items():
         reports[r] = stack
     what = f"no end after {timeout:g} s" if hung else "a rank failed"
     text = "\n".join(f"── rank {r} of {n} ──\n{reports[r] or 'returned'}" for r in range(n))
     raise RanksFailedError(f"spawn: {what}\n{text}", dict(sorted(reports.items())))
 
 
-def _stacks(pids: list[int], hanging: list[int], folder: str) -> dict[int, str]:
+def stacks(pids: list[int], hanging: list[int], folder: str) -> dict[int, str]:
     """Ask ranks that hang for their Python stacks."""
     for r in hanging:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pids[r], signal.SIGUSR1)
-    stacks = {}
+    found = {}
     end = time.monotonic() + GRACE
     for r in hanging:
         file = Path(folder, f"stack-{r}")
@@ -129,5 +129,5 @@ def _stacks(pids: list[int], hanging: list[int], folder: str) -> dict[int, str]:
             time.sleep(0.05)
         time.sleep(0.05)
         stack = file.read_text() if file.exists() else ""
-        stacks[r] = f"hung in\n{stack}" if stack else "hung, and did not say where\n"
-    return stacks
+        found[r] = f"hung in\n{stack}" if stack else "hung, and did not say where\n"
+    return found

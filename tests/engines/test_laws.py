@@ -39,7 +39,13 @@ def on_rank_as_nccl(r):
     return laws.hold(engine)
 
 
-def simulated(n):
+def by_default_on_rank(r, chosen):
+    engine = resolve(None, "test")
+    engine.__class__ = laws.by_default(engine)
+    return laws.hold(engine, chosen)
+
+
+def simulated(n, on_rank=on_rank):
     """Run each law in a separate simulation, because an error ends the simulation."""
     found = [{} for _ in range(n)]
     for law in laws.ALL:
@@ -52,6 +58,7 @@ def simulated(n):
 ENGINES = {
     "solo": ([1], lambda n: [laws.hold(SoloEngine())]),
     "local": ([1, 2, 3], simulated),
+    "local-by-default": ([1, 2, 3], functools.partial(simulated, on_rank=by_default_on_rank)),
     "gloo": ([1, 2, 3], lambda n: spawn(on_rank, range(n), timeout=TIMEOUT)),
     "gloo-as-nccl": ([3], lambda n: spawn(on_rank_as_nccl, range(n), timeout=TIMEOUT)),
     "mpi": ([1, 2, 3], lambda n: spawn(on_rank, range(n), backend="mpi", timeout=TIMEOUT)),
@@ -235,6 +242,8 @@ class SkipsCallsWithoutDataOfItsOwn(Faulty):
 
 
 class WaitsInTheOrderOfCalls(Faulty):
+    reduce_scatter, all_reduce = Engine.reduce_scatter, Engine.all_reduce  # read what an exchange has received
+
     def exchange(self, sends, recvs):
         first = super().exchange(sends, recvs)
         queue = self.__dict__.setdefault("queue", [])
@@ -306,6 +315,8 @@ class OverlapsByLayout(Faulty):
 
 
 class SaysThatItOverlaps(Faulty):
+    all_reduce = Engine.all_reduce  # blocks until the other ranks have called it
+
     def overlaps(self, x):
         return True
 

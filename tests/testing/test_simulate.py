@@ -7,6 +7,7 @@ import threading
 import time
 
 import numpy as np
+import properties
 import pytest
 import torch
 from releases import hooks_are_shown
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import diffcoll as dc
-from diffcoll.testing import new_group, simulate, spawn
+from diffcoll.testing import cases, new_group, simulate, spawn
 
 
 def simulated(*call):
@@ -77,6 +78,27 @@ def test_random_streams(run):
     assert streams == run(body, range(3)) == spawn(body, range(3))
     assert len({number for stream in streams for number in stream}) == 18
     assert simulate(body, range(3), seed=1) != streams
+
+
+@both
+def test_threads_of_an_operation_are_divided_among_the_ranks(run):
+    """Each thread that runs parallel operations keeps a pool of threads of its own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(6)
+    try:
+        for n, each in ((1, 6), (2, 3), (4, 1), (7, 1)):
+            assert run(lambda r: torch.get_num_threads(), range(n)) == [each] * n
+            assert torch.get_num_threads() == 6
+        with pytest.raises(KeyError):
+            run(lambda r: {}[r], range(2))
+        assert torch.get_num_threads() == 6
+        found = []
+        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert found == [6]
+    finally:
+        torch.set_num_threads(before)
 
 
 @both
@@ -161,6 +183,12 @@ def test_backward_inside_a_joint_graph_is_refused():
         simulate(body, xs)
     with pytest.raises(dc.CollectiveMismatchError, match=r"all_reduce: a torch.func transform in one rank"):
         simulate(lambda x: torch.func.grad(dc.all_reduce)(x.detach()), xs)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_results_in_a_joint_graph_share_no_memory_with_inputs(n):
+    holds = properties.the_input_is_untouched_and_the_output_its_own
+    properties.hold([(holds, case) for case in cases.table(n)], n, simulate)
 
 
 def test_rules_after_the_world_has_ended():

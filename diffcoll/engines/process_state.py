@@ -1,0 +1,72 @@
+"""State of the process that each rank has for itself: random number generators, handling of warnings, output streams.
+
+Simulated ranks take turns. Each keeps its own state while the others run.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["process_state", "seed_rank", "set_process_state", "states_of_ranks"]
+
+#: What `warnings.catch_warnings` saves and restores; a rank may be in such a block when another one runs.
+_WARNINGS = ("filters", "showwarning", "_showwarnmsg_impl")
+_STREAMS = ("stdout", "stderr")
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Seed the generators, those of other devices too, for one rank: torch's, Python's, and NumPy's if imported."""
+    torch.manual_seed(_stream(seed, rank))
+    _seed_cpu(_stream(seed, rank))
+
+
+def states_of_ranks(seed: int, size: int) -> Iterator[Any]:
+    """Yield the process's state for each rank, with the generators as `seed_rank` leaves them.
+
+    The generators of other devices are shared by all ranks and seeded once: `torch.manual_seed` formats a stack trace
+    for each device that is not in use yet.
+    """
+    torch.manual_seed(_stream(seed, size - 1))
+    for rank in range(size):
+        _seed_cpu(_stream(seed, rank))
+        yield process_state()
+
+
+def process_state() -> Any:
+    """Return the state of the generators of the CPU, of warnings and of streams."""
+    numpy = sys.modules.get("numpy")
+    generators = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+    return generators, [getattr(warnings, w, None) for w in _WARNINGS], [getattr(sys, s) for s in _STREAMS]
+
+
+def set_process_state(state: Any) -> None:
+    """Restore a state returned by `process_state`."""
+    generators, handling, streams = state
+    torch.set_rng_state(generators[0])
+    random.setstate(generators[1])
+    if generators[2] is not None:
+        sys.modules["numpy"].random.set_state(generators[2])
+    if any(getattr(warnings, name, None) is not value for name, value in zip(_WARNINGS, handling, strict=True)):
+        for name, value in zip(_WARNINGS, handling, strict=True):
+            setattr(warnings, name, value)
+        with warnings.catch_warnings():  # clears what the warnings module has cached of other filters
+            pass
+    for name, stream in zip(_STREAMS, streams, strict=True):
+        setattr(sys, name, stream)
+
+
+def _stream(seed: int, rank: int) -> int:
+    return seed * 1_000_003 + rank
+
+
+def _seed_cpu(stream: int) -> None:
+    torch.default_generator.manual_seed(stream)
+    random.seed(stream)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(stream % 2**32)

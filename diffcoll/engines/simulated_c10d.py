@@ -1,0 +1,283 @@
+"""torch.distributed on simulated ranks: each rank's thread has its own process groups and its own default group.
+
+While a simulation runs, these private names of torch.distributed are replaced, and nothing else:
+
+- `distributed_c10d._world`, the process's groups. Ranks are threads, so each thread sees its own. torch documents this
+  variable as an extension point.
+- `distributed_c10d._new_process_group_helper`, which makes groups. Programs name a backend in `new_group`, which is
+  then simulated as well.
+- `distributed_c10d.rendezvous` and `_store_based_barrier`, which would wait for other processes.
+- C++ finds groups by name. `_set_thread_isolation_mode` makes it keep one table of names for each thread.
+
+Compiled functions run uncompiled meanwhile. Graphs have no guard for the default group, so one that was compiled
+without a group would run without its collectives.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from typing_extensions import override
+
+from diffcoll.engines.c10d import use
+from diffcoll.engines.local import NO_GRAPHS, LocalGroup, World, engine_of, here
+from diffcoll.engines.simulated_group import SimulatedGroup
+from diffcoll.engines.simulated_moves import Mailbox
+
+__all__ = ["Simulation", "default_group", "installed", "is_rank"]
+
+_NAME = "diffcoll_simulated"
+_c = torch._C._distributed_c10d
+
+
+class Simulation:
+    """Connects the ranks of a world by torch.distributed."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        # Programs of several processes may wait for a key that another rank sets later; here that rank would not run.
+        self.store = _c.HashStore()
+        self.store.set_timeout(timedelta(seconds=1))
+        self._mailboxes: dict[LocalGroup, list[Mailbox]] = {}
+        self._numbers: dict[tuple[tuple[int, ...], str], int] = {}
+
+    def body(self, fn: Callable[[], Any]) -> Callable[[], Any]:
+        """Return fn with torch.distributed set up for this rank."""
+
+        def run() -> Any:
+            with _rank_of(self):
+                return fn()
+
+        return run
+
+    def group(self, options: Any) -> SimulatedGroup:
+        """Make a rank's side of a group. Waits for the group's other ranks."""
+        me = here()
+        assert me is not None
+        ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+        default = not options.global_ranks_in_group
+        asked, given = (options.group_rank, len(ranks)), (me.number, self.world.size)
+        if default and asked != given:
+            got = f"rank={asked[0]}, world_size={asked[1]}"
+            raise ValueError(f"init_process_group: got {got} on simulated rank {given[0]} of {given[1]}")
+        # The default group is the same group for torch.distributed as for diffcoll. Others never meet in each other.
+        key = ranks, options.group_id
+        number = 0 if default else self._numbers.setdefault(key, (1 << 40) + len(self._numbers))
+        handle = LocalGroup(ranks, number)
+        engine = engine_of(handle)
+        assert engine is not None
+        group = SimulatedGroup(engine, options.group_id, self._mailboxes.setdefault(handle, [Mailbox() for _ in ranks]))
+        use(group, engine)
+        if not default:
+            group._meet("new_group", [], []).wait()
+        return group
+
+
+# ── each rank's groups ───────────────────────────────────────────────────────────────────────────────────
+
+
+class _OfGroups(dict[Any, Any]):
+    """Raises if it is asked for a group of another rank."""
+
+    @override
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+    @override
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or (isinstance(key, SimulatedGroup) and key.engine is None)
+
+
+class _Groups(c10d._World):
+    """The process groups of one rank. The base class keeps some of these in globals of its module."""
+
+    pg_map: Any = None
+    pg_names: Any = None
+    pg_group_ranks: Any = None
+    pg_backend_config: Any = None
+    tags_to_pg: Any = None
+    pg_to_tag: Any = None
+    group_count: Any = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag"):
+            setattr(self, name, _OfGroups())
+
+
+class _Here(threading.local):
+    simulation: Simulation | None = None
+    groups: _Groups | None = None
+
+
+_here = _Here()
+
+
+def is_rank() -> bool:
+    """Whether this thread is a rank that torch.distributed has been set up for."""
+    return _here.groups is not None
+
+
+def default_group() -> Any:
+    """Return torch's default process group, on a rank that of its world."""
+    return dist.group.WORLD
+
+
+class _GroupsOfThread:
+    """Stands in for `distributed_c10d._world`: the groups of this thread's rank, or the process's own."""
+
+    def __init__(self, before: Any) -> None:
+        self.__dict__["_before"] = before
+        self.__dict__["_threads"] = weakref.WeakSet(threading.enumerate())
+
+    def _of_thread(self) -> Any:
+        if _here.groups is not None:
+            # No public API tells whether this thread compiles: Dynamo calls functions to get constants for its graph.
+            if torch._guards.CompileContext.current_compile_id() is not None:
+                raise RuntimeError(f"torch.distributed: {NO_GRAPHS}")
+            return _here.groups
+        if here() is None and threading.current_thread() not in self._threads:
+            raise RuntimeError(
+                "torch.distributed: called while simulate(torch_distributed=True) runs, from a thread that is not one "
+                "of its ranks; call it in the rank's own thread"
+            )
+        return self._before
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of_thread(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._of_thread(), name, value)
+
+
+@contextmanager
+def _rank_of(simulation: Simulation) -> Iterator[None]:
+    """Make this thread, a rank, one whose default group is set up."""
+    me = here()
+    assert me is not None
+    _here.simulation, _here.groups = simulation, _Groups()
+    me.has_group = dist.is_initialized
+    try:
+        group, _ = c10d._new_process_group_helper(
+            simulation.world.size,
+            me.number,
+            [],
+            "gloo",
+            simulation.store,
+            c10d._process_group_name([], use_hashed_name=False),
+            timeout=timedelta(minutes=30),
+            group_desc="default_pg",
+        )
+        _here.groups.default_pg = group
+        _here.groups.pg_group_ranks[group] = {r: r for r in range(simulation.world.size)}
+        yield
+    finally:
+        _here.simulation = _here.groups = None
+        _c._unregister_all_process_groups()
+
+
+# ── what is replaced in torch.distributed ────────────────────────────────────────────────────────────────
+
+
+def _on_ranks(simulated: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls the first on ranks of a simulation, with it and `real`, and else the second."""
+
+    def either(*args: Any, **more: Any) -> Any:
+        simulation = _here.simulation
+        return real(*args, **more) if simulation is None else simulated(simulation, real, *args, **more)
+
+    return either
+
+
+def _make_group(simulation: Simulation, real: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    call = inspect.signature(real).bind(*args, **more).arguments
+    call.update(backend=_NAME, backend_options=None, device_id=None)
+    group, store = real(**call)
+    groups = _here.groups
+    if isinstance(group, SimulatedGroup) and groups is not None:
+        group._device_types = (torch.device("cpu"),)
+        # As under gloo on CPU, so that programs that ask for the backend do what they do there.
+        groups.pg_map[group] = dist.Backend("gloo"), store
+        groups.pg_backend_config[group] = str(c10d.BackendConfig(dist.Backend("gloo")))
+    return group, store
+
+
+def _rendezvous(
+    simulation: Simulation, real: object, url: str, rank: int = -1, world_size: int = -1, **_: Any
+) -> Iterator[Any]:
+    me = here()
+    assert me is not None
+    yield (
+        _c.PrefixStore("rendezvous", simulation.store),
+        me.number if rank < 0 else rank,
+        simulation.world.size if world_size < 0 else world_size,
+    )
+
+
+def _no_barrier(simulation: Simulation, real: object, *_: Any, **__: Any) -> None:
+    """Do nothing: the ranks of a group have met when it was made."""
+
+
+_REPLACED = {"_new_process_group_helper": _make_group, "rendezvous": _rendezvous, "_store_based_barrier": _no_barrier}
+_KEPT = ("_world", "_backend", "_default_pg_init_method", *_REPLACED)
+
+_lock = threading.Lock()
+_installed = 0
+_before: dict[str, Any] = {}
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Replace what the ranks' threads need replaced, until the last of all simulations has ended."""
+    global _installed
+    with _lock:
+        if not _installed:
+            _install()
+        _installed += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _installed -= 1
+            if not _installed:
+                _restore()
+
+
+def _install() -> None:
+    if _NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu"])
+    _before.update({name: getattr(c10d, name) for name in _KEPT}, excepthook=sys.excepthook)
+    for name, simulated in _REPLACED.items():
+        setattr(c10d, name, _on_ranks(simulated, _before[name]))
+    c10d._world = _GroupsOfThread(_before["_world"])  # type: ignore[assignment]
+    _c._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
+    if "torch._dynamo" in sys.modules:  # else nothing has been compiled, and its import takes seconds
+        _before["stance"] = stance = torch.compiler.set_stance("force_eager")
+        stance.__enter__()
+
+
+def _restore() -> None:
+    _c._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
+    if "stance" in _before:
+        _before["stance"].__exit__(None, None, None)
+    for name in _KEPT:
+        setattr(c10d, name, _before[name])
+    sys.excepthook = _before["excepthook"]  # init_process_group on a rank replaces it
+    c10d._update_default_pg(c10d._world.default_pg)  # and tells C++ its rank, for log messages
+    _before.clear()
+
+
+def _create(options: Any, _: object) -> SimulatedGroup:
+    if _here.simulation is None:
+        raise RuntimeError(f"the backend {_NAME!r} is for the ranks of diffcoll.testing.simulate")
+    return _here.simulation.group(options)

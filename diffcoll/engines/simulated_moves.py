@@ -1,0 +1,316 @@
+"""What simulated ranks do to each other's tensors when they meet in a call of torch.distributed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from typing_extensions import override
+
+from diffcoll.core._torch import is_traced, is_transformed
+from diffcoll.core.errors import CollectiveMismatchError, message
+from diffcoll.engines.engine import Wait
+from diffcoll.engines.local import NO_GRAPHS
+
+__all__ = [
+    "Mailbox",
+    "Message",
+    "Part",
+    "SimulatedWork",
+    "carry_out",
+    "contiguous",
+    "deliver",
+    "divide",
+    "layout",
+    "plain",
+    "reduction",
+    "warn_in_backward",
+]
+
+_MEMORY = "backends read and write its memory in order, whatever the strides"
+
+_FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+class SimulatedWork(dist.Work):
+    """What `async_op=True`, isend and irecv return."""
+
+    def __init__(self, wait: Wait, outputs: list[Tensor], source: int = -1) -> None:
+        super().__init__()
+        self._wait: Wait | None = wait
+        self._outputs = outputs
+        self.source = source
+
+    @override
+    def wait(self, timeout: object = None) -> bool:
+        """Return when the outputs are there; on simulated ranks there are no timeouts."""
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+        return True
+
+    @override
+    def is_completed(self) -> bool:
+        """Wait, since a rank that polls would never let another rank run."""
+        return self.wait()
+
+    @override
+    def is_success(self) -> bool:
+        return self.wait()
+
+    @override
+    def synchronize(self) -> None:
+        self.wait()
+
+    @override
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    @override
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._outputs
+
+    @override
+    def get_future(self) -> Future[Any]:
+        self.wait()  # DistributedDataParallel waits for a future in C++, where no other rank would run
+        future: Future[Any] = Future()
+        future.set_result(self._outputs)
+        return future
+
+    @override
+    def source_rank(self) -> int:
+        return self.source
+
+    _source_rank = source_rank
+
+
+@dataclass
+class Part:
+    """One rank's part in a collective."""
+
+    #: The block for each rank.
+    sends: Sequence[Tensor | None]
+    #: Where the block from each rank goes.
+    recvs: Sequence[Tensor | None] = ()
+    #: Where the reduction of all received blocks goes.
+    total: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Message:
+    """A send or receive that waits for its counterpart."""
+
+    what: str
+    x: Tensor
+    #: Of the other side; None: any.
+    peer: int | None
+    tag: int
+    work: SimulatedWork
+    finish: Callable[[], None]
+
+
+@dataclass
+class Mailbox:
+    """Messages to one rank of a group that were sent, or expected, and not yet delivered; in their order."""
+
+    sends: list[tuple[int, Message]] = field(default_factory=list)
+    recvs: list[Message] = field(default_factory=list)
+
+
+def deliver(source: int, destination: int, sent: Message, expected: Message) -> None:
+    """Move a message to its receiver, and let both sides go on."""
+    if (sent.x.numel(), sent.x.dtype) != (expected.x.numel(), expected.x.dtype):
+        error = _unequal(destination, expected.x, source, sent.x)
+        lines = f"  rank {source} is in {sent.what}\n  rank {destination} is in {expected.what}"
+        raise CollectiveMismatchError(f"simulated ranks cannot go on: {error}\n{lines}")
+    with torch.inference_mode():
+        _write(expected.x, sent.x)
+    expected.work.source = source
+    sent.finish()
+    expected.finish()
+
+
+@torch.inference_mode()  # outputs of a rank in inference mode can be written in that mode only
+def carry_out(op: str, payloads: list[list[Part]]) -> list[None]:
+    """Carry out a collective, or several that were coalesced, for all ranks."""
+    if len({len(parts) for parts in payloads}) > 1:
+        raise CollectiveMismatchError(f"the ranks pass {[len(parts) for parts in payloads]} tensors")
+    outputs = {y.untyped_storage().data_ptr() for parts in payloads for p in parts for y in p.recvs if y is not None}
+    writes = []
+    for parts in zip(*payloads, strict=True):
+        writes += _reduced(op, parts) if op else _exchanged(parts, outputs)
+    _refuse_shared(writes)
+    for _, out, block in writes:  # at the end, since an output may be an input too, or overlap one
+        _write(out, block)
+    return [None] * len(payloads)
+
+
+def _exchanged(parts: Sequence[Part], outputs: set[int]) -> list[tuple[int, Tensor, Tensor]]:
+    """Return (rank, output, block to write to it) for all outputs. A block in the memory of an output is copied."""
+    writes = []
+    for r, part in enumerate(parts):
+        for s, out in enumerate(part.recvs):
+            block = parts[s].sends[r]
+            if out is None or (out.numel() == 0 and block is None):
+                continue
+            if block is None or (block.numel(), block.dtype) != (out.numel(), out.dtype):
+                raise _unequal(r, out, s, block)
+            written = block.untyped_storage().data_ptr() in outputs
+            writes.append((r, out, block.clone() if written else block))
+    return writes
+
+
+def _reduced(op: str, parts: Sequence[Part]) -> list[tuple[int, Tensor, Tensor]]:
+    writes = []
+    totals: dict[tuple[int, ...], Tensor] = {}  # all ranks of an all_reduce share one
+    for r, part in enumerate(parts):
+        if part.total is None:
+            continue
+        blocks = [p.sends[r] for p in parts]
+        for s, block in enumerate(blocks):
+            if block is None or (block.numel(), block.dtype) != (part.total.numel(), part.total.dtype):
+                raise _unequal(r, part.total, s, block)
+        key = tuple(map(id, blocks))
+        if key not in totals:
+            totals[key] = _total(op, [b for b in blocks if b is not None])
+        writes.append((r, part.total, totals[key]))
+    return writes
+
+
+def _total(op: str, blocks: list[Tensor]) -> Tensor:
+    """Return the reduction, of a mean the sum. Rounds after each term, as gloo does, which has its own order."""
+    first, *others = (b.reshape(-1) for b in blocks)
+    return reduce(_FOLDS[op], others, first) if others else first.clone()
+
+
+def divide(x: Tensor, n: int) -> None:
+    """Turn a sum into the mean. As on gloo, autograd records the division; whole numbers are truncated, as on NCCL."""
+    rounds = not (x.is_floating_point() or x.is_complex())
+    x.div_(n, rounding_mode="trunc" if rounds else None)
+
+
+def warn_in_backward(call: str, y: Tensor) -> None:
+    """Warn in a backward through y, whose values a collective has replaced; torch does so on processes."""
+    if not (torch.is_grad_enabled() and y.requires_grad):
+        return
+
+    def warn(_: Tensor) -> None:
+        warnings.warn(
+            f"{call} has replaced the values of a tensor of an autograd graph, and backward passes its gradient on as "
+            "if it had not; diffcoll's collectives have gradients, see notes/which-gradient.md",
+            stacklevel=2,
+        )
+
+    y.register_hook(warn)  # type: ignore[no-untyped-call]
+
+
+def _write(out: Tensor, block: Tensor) -> None:
+    out.copy_(block.reshape(out.shape))
+
+
+def _refuse_shared(writes: list[tuple[int, Tensor, Tensor]]) -> None:
+    """Raise if two ranks receive in the same memory, which cannot be on processes."""
+    before: list[tuple[int, int, Tensor]] = []  # those that reach beyond the start of the next one
+    for start, r, out in sorted(((y.data_ptr(), r, y) for r, y, _ in writes if y.numel()), key=lambda w: w[:2]):
+        before = [entry for entry in before if entry[0] > start]
+        for _, s, other in before:
+            if s != r and _overlap(other, out):
+                raise CollectiveMismatchError(
+                    f"ranks {s} and {r} receive in the same memory, in tensors of shape {tuple(other.shape)} and "
+                    f"{tuple(out.shape)}; simulated ranks share the tensors of a closure, so clone it in the function"
+                )
+        before.append((start + _span(out) * out.element_size(), r, out))
+
+
+def _span(x: Tensor) -> int:
+    """Return how many elements are between the first and the last one in memory, including these."""
+    return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors, of which x begins first, have elements in common."""
+    offset, rest = divmod(y.data_ptr() - x.data_ptr(), x.element_size())
+    if rest or x.element_size() != y.element_size():
+        return True
+    used = torch.zeros(max(_span(x), offset + _span(y)), dtype=torch.bool, device="cpu")
+    used.as_strided(x.shape, x.stride()).fill_(True)
+    return bool(used.as_strided(y.shape, y.stride(), offset).any())
+
+
+def _unequal(r: int, out: Tensor, s: int, block: Tensor | None) -> CollectiveMismatchError:
+    got = "nothing" if block is None else f"{block.dtype} {tuple(block.shape)}"
+    return CollectiveMismatchError(f"rank {r} expects {out.dtype} {tuple(out.shape)} from rank {s}, which sends {got}")
+
+
+def reduction(name: str, opts: Any, tensors: list[Tensor]) -> tuple[str, list[Tensor]]:
+    """Return the name of the reduction, and what to reduce."""
+    blocks = [plain(x) for x in tensors]
+    chosen: Any = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    op = str(getattr(chosen, "op", chosen).name)
+    if op == "PREMUL_SUM":
+        # There is no public access to the factor; its pickled state has it.
+        _, factor = chosen.__getstate__()
+        return "SUM", [x * factor for x in blocks]
+    for x in blocks:
+        if (op == "AVG" and x.dtype == torch.bool) or (op[0] == "B" and (x.is_floating_point() or x.is_complex())):
+            expected = "numbers" if op == "AVG" else "integers or bool"
+            raise ValueError(message(f"torch.distributed.{name}", "op", f"{op} of {x.dtype}", f"{expected} for {op}"))
+    return op, blocks
+
+
+def plain(x: Tensor) -> Tensor:
+    """Return a tensor with memory; raise if there is none, or if a transform or tracer watches it."""
+    if hasattr(x, "trigger_wait"):  # the result of a functional collective
+        x = x.trigger_wait()
+    if is_transformed(x):
+        raise RuntimeError(
+            "torch.distributed: called within a transform of torch.func, which it does not support; use diffcoll's "
+            "collectives"
+        )
+    if is_traced(x):
+        raise RuntimeError(f"torch.distributed: {NO_GRAPHS}")
+    if x.layout != torch.strided:
+        raise TypeError(
+            message("torch.distributed", "tensor", f"layout {x.layout}", "a dense tensor on simulated ranks")
+        )
+    return x.detach()
+
+
+def contiguous(name: str, x: Tensor) -> Tensor:
+    """Return the plain tensor; raise if it is not contiguous, for calls that read memory one behind the other."""
+    if not (x := plain(x)).is_contiguous():
+        raise ValueError(
+            message(f"torch.distributed.{name}", "tensor", f"strides {x.stride()}", "a contiguous tensor", _MEMORY)
+        )
+    return x
+
+
+def layout(name: str, tensors: list[Tensor]) -> str:
+    """Return in words what of the tensors' memory layout must be equal on all ranks.
+
+    Backends reduce and broadcast memory, element by element. So gloo returns wrong numbers if tensors have gaps, or
+    other strides on other ranks.
+    """
+    strided = [x for x in tensors if not x.is_contiguous()]
+    for x in strided:
+        if torch.empty_like(x).stride() != x.stride():  # equal if x has no gaps and no overlaps
+            got, expected = f"strides {x.stride()} for shape {tuple(x.shape)}", "a tensor without gaps or overlaps"
+            raise ValueError(message(f"torch.distributed.{name}", "tensor", got, expected, _MEMORY))
+    return f", strides {', '.join(str(x.stride()) for x in strided)}" if strided else ""

@@ -1,0 +1,163 @@
+"""Primitives of simulated ranks: bitwise those of the defaults of `Engine`, linear cost, errors on all ranks."""
+
+import re
+
+import laws
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import diffcoll as dc
+from diffcoll.core.groups import resolve
+from diffcoll.engines.engine import Engine
+from diffcoll.testing import simulate
+
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
+
+
+def numbers(seed, dtype, numel=13):
+    """Numbers whose sum depends on the order in which they are added up."""
+    own = torch.Generator().manual_seed(seed)
+    return (torch.randn(numel, generator=own) * 10.0 ** torch.randint(-3, 4, (numel,), generator=own)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_bits_of_the_defaults(n, dtype):
+    """Sums in the order of ranks, half precisions in float32 and rounded once."""
+    sizes = [2 * r % 5 for r in range(n)]  # some are 0
+
+    def results(engine, primitives):
+        x = numbers(engine.rank, dtype)
+        blocks = torch.cat([numbers(10 * engine.rank + s, dtype, size) for s, size in enumerate(sizes)])
+        y, out, gathered = torch.empty_like(x), x.new_empty(sizes[engine.rank]), x.new_empty(13 * n)
+        received, reduced = x.clone(), x.clone()
+        waits = [
+            primitives.all_reduce(engine, x, y),
+            primitives.reduce_scatter(engine, blocks, sizes, out),
+            primitives.all_gather(engine, x, gathered, [13] * n),
+            primitives.broadcast(engine, received, n - 1),
+            primitives.reduce(engine, reduced, n // 2),
+        ]
+        for wait in waits:
+            wait()
+        return y, out, gathered, received, reduced
+
+    def body(r):
+        engine = resolve(None, "test")
+        for engine.later in (False, True):
+            for got, expected in zip(results(engine, type(engine)), results(engine, Engine), strict=True):
+                assert laws.same(got, expected)
+
+    simulate(body, range(n), rules=True)
+
+
+class CountingOps(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "collective", [dc.all_reduce, dc.all_gather, dc.reduce_scatter, dc.broadcast, dc.reduce], ids=lambda c: c.__name__
+)
+def test_operations_grow_linearly_with_the_ranks(collective):
+    """A message for each pair of ranks would make them grow with the square."""
+
+    def operations(n):
+        def body(r):
+            x = torch.arange(32.0).add(r).requires_grad_()
+            collective(x).sum().mul(r + 1).backward()
+
+        with CountingOps() as ops:
+            simulate(body, range(n), rules=True)
+        return ops.seen
+
+    two, four, eight, sixteen = map(operations, (2, 4, 8, 16))
+    assert (sixteen - eight) == 2 * (eight - four) == 4 * (four - two)
+
+
+def of_rank_1(other, usual):
+    """A call that differs on rank 1."""
+    return lambda r: (other if r == 1 else usual)()
+
+
+MISMATCHES = {
+    "all_reduce": (
+        of_rank_1(lambda: dc.all_reduce(torch.ones(3)), lambda: dc.all_reduce(torch.ones(2))),
+        r"rank 0 expects torch.float32 \(2,\) from rank 1, which sends torch.float32 \(3,\)",
+    ),
+    "dtype": (
+        of_rank_1(lambda: dc.all_reduce(torch.ones(2).double()), lambda: dc.all_reduce(torch.ones(2))),
+        r"rank 0 expects torch.float32 \(2,\) from rank 1, which sends torch.float64 \(2,\)",
+    ),
+    "all_gather": (
+        lambda r: dc.all_gather(torch.ones(2 + r)),
+        r"rank 0 expects torch.float32 \(2,\) from rank 1, which sends torch.float32 \(3,\)",
+    ),
+    "dtype gathered": (
+        of_rank_1(lambda: dc.all_gather(torch.ones(2).int()), lambda: dc.all_gather(torch.ones(2))),
+        r"rank 0 expects torch.float32 \(2,\) from rank 1, which sends torch.int32 \(2,\)",
+    ),
+    "sizes": (
+        of_rank_1(lambda: dc.reduce_scatter(torch.ones(6), sizes=[1, 2, 3]), lambda: dc.reduce_scatter(torch.ones(6))),
+        r"rank 0 expects torch.float32 \(2,\) from rank 1, which sends torch.float32 \(1,\)",
+    ),
+    "src": (
+        of_rank_1(lambda: dc.broadcast(torch.ones(2), src=1), lambda: dc.broadcast(torch.ones(2), src=2)),
+        r"src=2 on rank 0, 1 on rank 1",
+    ),
+    "broadcast": (
+        of_rank_1(lambda: dc.broadcast(torch.ones(3)), lambda: dc.broadcast(torch.ones(2))),
+        r"rank 1 expects torch.float32 \(3,\) from rank 0, which sends torch.float32 \(2,\)",
+    ),
+    "dst": (
+        of_rank_1(lambda: dc.reduce(torch.ones(2), dst=1), lambda: dc.reduce(torch.ones(2), dst=2)),
+        r"dst=2 on rank 0, 1 on rank 1",
+    ),
+    "reduce": (
+        of_rank_1(lambda: dc.reduce(torch.ones(3), 2), lambda: dc.reduce(torch.ones(2), 2)),
+        r"rank 2 expects torch.float32 \(2,\) from rank 1, which sends torch.float32 \(3,\)",
+    ),
+    "op": (
+        of_rank_1(lambda: dc.all_reduce(torch.ones(3), "max"), lambda: dc.all_reduce(torch.ones(3))),
+        "the ranks are in different collectives",
+    ),
+    "primitive": (
+        of_rank_1(
+            lambda: resolve(None, "test").broadcast(torch.ones(2), 0)(),
+            lambda: resolve(None, "test").all_reduce(torch.ones(2), torch.ones(2))(),
+        ),
+        "nothing was called with different arguments: rank 0 needs all_reduce, rank 1 broadcast",
+    ),
+    "all_to_all": (
+        of_rank_1(lambda: dc.all_to_all(torch.ones(6)), lambda: dc.all_to_all(torch.ones(3))),
+        r"rank 0 expects torch.float32 \(1,\) from rank 1, which sends torch.float32 \(2,\)",
+    ),
+    "pairs": (
+        of_rank_1(lambda: dc.permute(torch.ones(2), []), lambda: dc.permute(torch.ones(2), [(0, 1)])),
+        r"rank 1 expects nothing from rank 0, which sends torch.float32 \(2,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_ranks_that_disagree(name):
+    """The error says what differs, and where each rank made its call; every rank gets it."""
+    call, words = MISMATCHES[name]
+    texts = []
+
+    def body(r):
+        with pytest.raises(dc.CollectiveMismatchError) as caught:
+            call(r)
+        texts.append(str(caught.value))
+
+    simulate(body, range(3), rules=True)
+    assert len(texts) == 3 and len(set(texts)) == 1
+    assert re.search(words, texts[0]), texts[0]
+    for r in range(2):
+        assert re.search(rf"rank {r} waits in \w+ at .*test_delivery\.py:\d+", texts[0])

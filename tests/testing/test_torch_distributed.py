@@ -1,0 +1,792 @@
+"""Code that calls torch.distributed, unchanged: the same on simulated ranks as on gloo processes."""
+
+import contextlib
+import gc
+import inspect
+import re
+import sys
+import threading
+import weakref
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as fc
+import torch.distributed.nn.functional as dist_nn
+from releases import RELEASE
+from torch import nn
+from torch.distributed import all_gather as imported_all_gather
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_map
+
+import diffcoll as dc
+from diffcoll.engines import simulated_c10d
+from diffcoll.engines.simulated_group import SimulatedGroup
+from diffcoll.testing import new_group, simulate, spawn
+
+pytestmark = [  # releases of torch since 2.13 name some of its functions deprecated
+    pytest.mark.filterwarnings("ignore:.?torch.distributed:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The combination of ranks . tag:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:torch.distributed.all_reduce, called at:UserWarning"),
+]
+
+
+def simulated(*call):
+    return simulate(*call, torch_distributed=True)
+
+
+def numbers(r, *shape, of=3):
+    """Small whole numbers, exact in every dtype, different on every rank."""
+    return torch.randint(-of, of + 1, shape, generator=torch.Generator().manual_seed(17 + r)).double()
+
+
+# ── programs, of their rank ──────────────────────────────────────────────────────────────────────────────
+
+
+def as_lists(found):
+    return tree_map(lambda x: x.tolist() if isinstance(x, torch.Tensor) else x, found)
+
+
+def queries(r):
+    n = dist.get_world_size()
+    assert dist.is_available() and dist.is_initialized()
+    group = dist.new_group([n - 1])
+    whole = dist.group.WORLD
+    return [
+        (dist.get_rank(), n, str(dist.get_backend()), dist.get_backend_config(), dist.get_process_group_ranks(whole)),
+        (dist.get_rank(group), dist.get_world_size(group), whole.rank(), whole.size(), dist.get_global_rank(whole, r)),
+        group is dist.GroupMember.NON_GROUP_MEMBER,
+        None if r < n - 1 else (dist.get_group_rank(group, r), dist.get_process_group_ranks(group)),
+    ]
+
+
+def reductions(r):
+    found = []
+    ops = dist.ReduceOp
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool):
+        for op in (ops.SUM, ops.PRODUCT, ops.MIN, ops.MAX):
+            x = numbers(r, 2, 3).abs().to(dtype)
+            dist.all_reduce(x, op)
+            found.append(x)
+    for op in (ops.BAND, ops.BOR, ops.BXOR):
+        x = numbers(r, 5, of=9).long()
+        found.append((dist.all_reduce(x, op), x)[1])
+    z = torch.complex(numbers(r, 3), numbers(r + 9, 3))
+    dist.all_reduce(z)
+    leaf = numbers(r, 2).requires_grad_()
+    dist.all_reduce(leaf)  # in place, without a trace in the graph
+    y = leaf * 2
+    dist.all_reduce(y)
+    ((r + 1) * y.sum()).backward()
+    return [*found, torch.view_as_real(z), leaf, y, leaf.grad]
+
+
+def means(r):
+    """In a graph: autograd records gloo's division."""
+    if RELEASE < (2, 8):  # gloo has no mean
+        return []
+    x, plain = numbers(r, 3).requires_grad_(), numbers(r, 3)
+    y = x * 6
+    dist.all_reduce(y, dist.ReduceOp.AVG)
+    ((r + 2) * y.sum()).backward()
+    dist.all_reduce(plain, dist.ReduceOp.AVG)
+    return [y, x.grad, plain]
+
+
+def gathers(r):
+    n = dist.get_world_size()
+    x = numbers(r, 2, 3)
+    separate = [torch.empty(2, 3).double() for _ in range(n)]
+    imported_all_gather(separate, x)
+    table = torch.full((3, 2, n), -1.0).double()
+    dist.all_gather([table[:, :, s].t() for s in range(n)], x)  # outputs that are not contiguous
+    below = torch.empty(2 * n, 3).double()
+    dist.all_gather_into_tensor(below, x)
+    return [*separate, table, below]
+
+
+def rooted(r):
+    n = dist.get_world_size()
+    last = n - 1
+    x, total = numbers(r, 3), numbers(r, 3)
+    dist.broadcast(x, src=last)
+    dist.reduce(total, dst=last, op=dist.ReduceOp.MAX)
+    rows = [torch.empty(2).double() for _ in range(n)] if r == last else None
+    dist.gather(numbers(r, 2), rows, dst=last)
+    part = torch.empty(2).double()
+    dist.scatter(part, [numbers(r + s, 2) for s in range(n)] if r == last else None, src=last)
+    return [x, total if r == last else None, rows, part]
+
+
+def exchanges(r):
+    n = dist.get_world_size()
+    sizes = [(r + 2 * s) % 3 for s in range(n)]  # to each rank, some of them zero
+    theirs = [(s + 2 * r) % 3 for s in range(n)]
+    uneven = torch.empty(sum(theirs), 2).double()
+    dist.all_to_all_single(uneven, numbers(r, sum(sizes), 2), theirs, sizes)
+    even = torch.empty(2 * n).double()
+    work = dist.all_to_all_single(even, numbers(r, 2 * n), async_op=True)
+    work.wait()
+    return [uneven, even]
+
+
+def asynchronous(r):
+    pair, other = dist.new_group(), dist.new_group()
+    a, b = numbers(r, 3), numbers(r + 5, 3)
+    works = [dist.all_reduce(x, group=g, async_op=True) for g, x in ((pair, a), (other, b))[:: 1 if r else -1]]
+    for work in works:
+        assert work.wait() and work.is_completed()
+    twice, several = numbers(r, 3), numbers(r, 4)
+    for tensors in ([twice, twice], [several[:3], several[1:]]):
+        dist.group.WORLD.allreduce_coalesced(tensors).wait()
+    found = torch.stack([twice, several[:3], several[1:]])
+    future = dist.all_reduce(numbers(r, 1), async_op=True).get_future()
+    return [a, b, found, future.wait()]
+
+
+def messages(r):
+    n, got = dist.get_world_size(), torch.full((2,), 7.0).double()
+    if r > 0:
+        dist.recv(got, src=r - 1)
+    if r < n - 1:
+        dist.send(got + numbers(r, 2), dst=r + 1)
+    tagged = []
+    if r == 0 and n > 1:
+        works = [dist.isend(torch.tensor([10.0 * tag]), 1, tag=tag) for tag in (1, 2)]
+        [work.wait() for work in works]
+    elif r == 1:
+        tagged = [torch.empty(1) for _ in range(2)]
+        works = [dist.irecv(x, 0, tag=tag) for x, tag in zip(tagged, (2, 1), strict=True)]
+        [work.wait() for work in works]
+    if r > 0:
+        dist.send(numbers(r, 1), 0, tag=5)
+        return [got, tagged]
+    received = [torch.empty(1).double() for _ in range(n - 1)]
+    sources = [dist.recv(x, tag=5) for x in received]
+    return [got, [x for _, x in sorted(zip(sources, received, strict=True))], sorted(sources)]
+
+
+def ring(r):
+    """As SigLIP's exchange with both neighbours: batched messages, and the reverse in backward."""
+    n = dist.get_world_size()
+    if n == 1:
+        return []
+
+    def exchange(to_left, to_right):
+        left, right = (r - 1) % n, (r + 1) % n
+        from_left, from_right = torch.empty_like(to_right), torch.empty_like(to_left)
+        operations = [
+            dist.P2POp(dist.isend, to_right, right),
+            dist.P2POp(dist.irecv, from_left, left),
+            dist.P2POp(dist.isend, to_left, left, tag=1),
+            dist.P2POp(dist.irecv, from_right, right, tag=1),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return from_left, from_right
+
+    class Neighbours(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, to_left, to_right):
+            return exchange(to_left, to_right)
+
+        @staticmethod
+        def backward(ctx, from_left, from_right):
+            gradient_of_right, gradient_of_left = exchange(from_left.contiguous(), from_right.contiguous())[::-1]
+            return gradient_of_left, gradient_of_right
+
+    x = numbers(r, 3).requires_grad_()
+    from_left, from_right = Neighbours.apply(x, 2 * x)
+    ((from_left + 3 * from_right) * numbers(r + 7, 3)).sum().backward()
+    return [from_left, from_right, x.grad]
+
+
+def objects(r):
+    n = dist.get_world_size()
+    everyone, here, gathered, part = [None] * n, [{"r": r}, r], [None] * n if r == 0 else None, [None]
+    dist.all_gather_object(everyone, {"rank": r, "text": "x" * r})
+    dist.broadcast_object_list(here, src=n - 1)
+    dist.gather_object((r, "it"), gathered, dst=0)
+    dist.scatter_object_list(part, [f"for {s}" for s in range(n)] if r == 0 else None, src=0)
+    return [everyone, here, gathered, part]
+
+
+def subgroups(r):
+    n = dist.get_world_size()
+    ends = dist.new_group(sorted({0, n - 1}))
+    local, _ = dist.new_subgroups(1)
+    one = dist.new_group([r], use_local_synchronization=True)
+    x, y, z = numbers(r, 2), numbers(r, 2), numbers(r, 2)
+    if r in (0, n - 1):
+        dist.all_reduce(x, group=ends)
+        dist.broadcast(x, src=n - 1, group=ends)
+    dist.all_reduce(y, group=local)
+    dist.all_reduce(z, group=one)
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("data",))
+    w = numbers(r, 2)
+    dist.all_reduce(w, group=mesh["data"].get_group())
+    table = init_device_mesh("cpu", (1, n), mesh_dim_names=("model", "data"))
+    v = numbers(r, 2)
+    dist.all_reduce(v, group=table.get_group("data"))
+    dist.barrier()
+    dist.barrier(group=local)
+    dist.monitored_barrier()
+    dist.destroy_process_group(one)
+    return [x, y, z, w, v, mesh.get_local_rank(), table.get_coordinate(), dist.get_rank(local)]
+
+
+class GatherLayer(torch.autograd.Function):
+    """The gather of published contrastive losses."""
+
+    @staticmethod
+    def forward(ctx, x):
+        rows = [torch.zeros_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, x)
+        return tuple(rows)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        every = torch.stack(gradients)
+        dist.all_reduce(every)
+        return every[dist.get_rank()]
+
+
+def gradient_of(f, r, *shape):
+    """f's value, and the gradient from a cotangent that differs between ranks."""
+    x = numbers(r, *shape).requires_grad_()
+    y = f(x)
+    y = torch.cat(list(y)) if isinstance(y, (tuple, list)) else y
+    (numbers(r + 23, *y.shape) * y).sum().backward()
+    return [y.detach() + 0, x.grad]
+
+
+def layers(r):
+    n = dist.get_world_size()
+    return [
+        gradient_of(GatherLayer.apply, r, 2, 3),
+        gradient_of(dist_nn.all_reduce, r, 3),
+        gradient_of(dist_nn.all_gather, r, 3),
+        gradient_of(lambda x: dist_nn.broadcast(x, n - 1), r, 3),
+        gradient_of(lambda x: dist_nn.all_to_all_single(torch.empty_like(x), x), r, 2 * n),
+        gradient_of(lambda x: dist_nn.reduce_scatter(torch.empty(2).double(), list(x)), r, n, 2)
+        if RELEASE >= (2, 8)
+        else [],
+    ]
+
+
+def functional(r):
+    n, group = dist.get_world_size(), dist.group.WORLD
+    return [
+        fc.all_reduce(numbers(r, 3), "sum", group) + 0,
+        fc.all_gather_tensor(numbers(r, 2, 3), 1, group) + 0,
+        fc.all_reduce(fc.all_reduce(numbers(r, 3), "max", group), "sum", list(range(n))) + 0,
+        [y + 0 for y in fc.all_reduce_coalesced([numbers(r, 3), numbers(r + 1, 2)], "sum", group)],
+        fc.broadcast(numbers(r, 2), n - 1, group) + 0,
+        gradient_of(lambda x: fc.all_gather_tensor_autograd(x, 0, group), r, 2, 3) if RELEASE >= (2, 8) else [],
+        gradient_of(lambda x: fc.all_to_all_single_autograd(x, [2] * n, [2] * n, group), r, 2 * n),
+    ]
+
+
+def parallel(r):
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=1e-5)
+    optimizer = torch.optim.SGD(parallel.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        parallel(numbers(r + 10 * step, 4, 3)).square().sum().backward()
+        optimizer.step()
+    return [p.detach().float() for p in model.parameters()]
+
+
+def with_diffcoll(r):
+    n = dist.get_world_size()
+    ends = dist.new_group(sorted({0, n - 1}))
+    mesh = init_device_mesh("cpu", (n,))
+    x = numbers(r, 3).requires_grad_()
+    y = dc.all_reduce(x) + 2 * dc.all_reduce(x, group=dist.group.WORLD) + 5 * dc.all_reduce(x, group=mesh)
+    y = y + (dc.all_gather(x, group=ends).sum() if r in (0, n - 1) else 0)
+    ((r + 2) * y).sum().backward()
+    dist.all_reduce(x.grad)
+    pair = new_group([n - 1])
+    z = numbers(r, 3)
+    if r == n - 1:
+        dist.all_reduce(z, group=pair)
+    return [y.detach(), x.grad, dc.get_rank(dist.group.WORLD), dc.get_world_size(mesh), z]
+
+
+PROGRAMS = [queries, reductions, means, gathers, rooted, exchanges, asynchronous, messages, ring, objects, subgroups]
+PROGRAMS += [layers, functional, parallel, with_diffcoll]
+
+
+@cache
+def on_gloo(n):
+    return spawn(lambda r: [program(r) for program in PROGRAMS], range(n))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_same_as_gloo(program, n):
+    found = simulated(program, range(n))
+    expected = [results[PROGRAMS.index(program)] for results in on_gloo(n)]
+    assert as_lists(found) == as_lists(expected)
+
+
+# ── what gloo does not have ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_nccl_has_and_gloo_has_not():
+    def body(r):
+        ops, n = dist.ReduceOp, 3
+        mean, whole = torch.tensor([1.0, 2.0]) * (r + 1), torch.tensor([-1, 8]) * (r + 1)
+        dist.all_reduce(mean, ops.AVG)
+        dist.all_reduce(whole, ops.AVG)
+        assert (mean.tolist(), whole.tolist()) == ([2, 4], [-2, 16])
+        odd = torch.tensor([-r, r + 2])
+        dist.all_reduce(odd, ops.AVG)
+        assert odd.tolist() == [-1, 3]  # truncated
+        scaled = torch.tensor(r + 1.0)
+        dist.all_reduce(scaled, dist._make_nccl_premul_sum(r + 2.0))
+        assert scaled == 2 + 6 + 12
+        uneven = [torch.empty(s) for s in range(n)]
+        dist.all_gather(uneven, torch.full((r,), float(r)))
+        assert [x.tolist() for x in uneven] == [[], [1], [2, 2]]
+        stacked = torch.empty(n, 2)
+        dist.all_gather_into_tensor(stacked, torch.tensor([r, -r]).float())
+        assert stacked.tolist() == [[0, 0], [1, -1], [2, -2]]
+        empty = torch.empty(0, 4)
+        dist.all_gather_into_tensor(empty, torch.empty(0, 4))
+        got = [torch.empty(1) for _ in range(n)]
+        dist.all_to_all(got, [torch.tensor([10.0 * r + s]) for s in range(n)])
+        assert torch.cat(got).tolist() == [r, 10 + r, 20 + r]
+        total, part = torch.empty(2), torch.empty(1)
+        dist.reduce_scatter(total, [torch.full((2,), float(r + s)) for s in range(n)], ops.MAX)
+        dist.reduce_scatter_tensor(part, torch.arange(3.0) * (r + 1), ops.PRODUCT)
+        assert (total.tolist(), part.tolist()) == ([2 + r] * 2, [6 * r**3])
+        assert fc.reduce_scatter_tensor(torch.arange(6.0) * (r + 1), "avg", 0, dist.group.WORLD).tolist() == [
+            4 * r,
+            4 * r + 2,
+        ]
+        rows = torch.arange(6.0)[2 * r : 2 * r + 2] + 0
+        table = torch.zeros(6)
+        table[2 * r : 2 * r + 2] = rows
+        dist.all_gather_into_tensor(table, table[2 * r : 2 * r + 2])  # in place
+        assert table.tolist() == list(range(6))
+        with distributed_c10d._coalescing_manager(async_ops=True) as works:
+            a, b = torch.tensor(r), torch.tensor([r, 1])
+            dist.all_reduce(a)
+            dist.all_reduce(b)
+        works.wait()
+        assert (a.item(), b.tolist()) == (3, [3, 3])
+
+    simulated(body, range(3))
+
+
+def test_half_precisions_are_rounded_after_each_term():
+    found = simulated(lambda x: (dist.all_reduce(x), x)[1], [torch.tensor(x).half() for x in (2048.0, 1.0, 1.0)])
+    assert [x.item() for x in found] == [2048.0] * 3
+
+
+# ── backward ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_rules_run():
+    """As with rules=True: backward is called inside the function, and outside it is an error."""
+
+    def loss(r):
+        x = torch.tensor(r + 1.0, requires_grad=True)
+        (w := torch.tensor(10.0**r)).mul(dc.all_reduce(x, "max")).backward()
+        return x.grad.item(), w
+
+    assert [g for g, _ in simulated(loss, range(2))] == [0, 11]
+    y, _ = simulated(lambda r: dc.all_reduce(torch.tensor(1.0 + r, requires_grad=True)), range(2))
+    with pytest.raises(RuntimeError, match="after the world had ended"):
+        y.backward()
+    y, _ = simulated(lambda r: dist_nn.all_reduce(torch.tensor(1.0 + r, requires_grad=True)), range(2))
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        y.backward()
+
+
+def test_a_backward_that_takes_no_notice_warns():
+    def body(r):
+        x = torch.ones(2, requires_grad=True)
+        y = 2 * x
+        dist.all_reduce(y)
+        with torch.no_grad():
+            dist.all_reduce(x.detach())
+        line = re.escape("torch.distributed.all_reduce, called at ") + r"\S*test_torch_distributed.py:\d+,"
+        words = " has replaced the values of a tensor of an autograd graph, and backward passes its gradient on as if"
+        with pytest.warns(UserWarning, match=line + words):
+            y.sum().backward()
+        return x.grad.tolist()
+
+    assert simulated(body, range(2)) == [[2, 2]] * 2
+
+
+# ── errors ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def fails(error, words, body, n=2):
+    with pytest.raises(error, match=re.compile(words, re.DOTALL)):
+        simulated(body, range(n))
+    assert not dist.is_initialized()
+
+
+here = r"at \S*test_torch_distributed.py:\d+"
+
+
+def test_mismatches_are_found_at_once():
+    error = dc.CollectiveMismatchError
+
+    def different(r):
+        dist.all_reduce(torch.ones(1)) if r else dist.broadcast(torch.ones(1), 0)
+
+    fails(
+        error,
+        rf"rank 0 waits in torch.distributed.broadcast \(from rank 0\) {here}\n"
+        rf"  rank 1 waits in torch.distributed.all_reduce \(SUM\) {here}",
+        different,
+    )
+    ops, ones = [dist.ReduceOp.SUM, dist.ReduceOp.MAX], [torch.ones(1).long(), torch.ones(1)]
+    fails(error, r"all_reduce \(SUM\).*all_reduce \(MAX\)", lambda r: dist.all_reduce(torch.ones(1), ops[r]))
+    fails(error, r"from rank 0.*from rank 1", lambda r: dist.broadcast(torch.ones(1), r))
+    words = rf"rank 0 expects torch.float32 \(1,\) from rank 1, which sends torch.float32 \(2,\)\n.*{here}\n.*{here}"
+    fails(error, words, lambda r: dist.all_reduce(torch.ones(r + 1)))
+    words = "rank 0 expects torch.int64 .* which sends torch.float32"
+    fails(error, words, lambda r: dist.all_reduce(ones[r]))
+    words = rf"rank 1 has ended\n  rank 0 waits in torch.distributed.barrier {here}"
+    fails(error, words, lambda r: r or dist.barrier())
+    words = rf"rank 0 waits in all_reduce {here}\n  rank 1 waits in torch.distributed.all_reduce \(SUM\) {here}"
+    fails(error, words, lambda r: dist.all_reduce(torch.ones(1)) if r else dc.all_reduce(torch.ones(1)))
+    words = r"ranks 0 and 1 receive in the same memory, in tensors of shape \(1,\) and \(1,\); simulated ranks share"
+    fails(error, words, lambda r: dist.all_reduce(ones[0]))
+    words = r"all_reduce \(SUM\) .*all_reduce \(SUM, strides \(1, 2\)\) "  # gloo would add in memory order
+    fails(error, words, lambda r: dist.all_reduce(torch.ones(2, 3) if r == 0 else torch.ones(3, 2).t()))
+
+    def coalesced(r):
+        dist.group.WORLD.allreduce_coalesced([torch.ones(1) for _ in range(r + 1)]).wait()
+
+    fails(error, r"the ranks pass \[1, 2\] tensors", coalesced)
+
+
+def test_outputs_in_memory_that_ranks_share():
+    table = torch.zeros(6, 3)
+
+    def rows(r, step, size):
+        dist.all_gather_into_tensor(table.view(-1)[step * r : step * r + size], torch.full((size // 2,), r + 1.0))
+
+    def columns(r):
+        dist.all_gather([table[3 * s : 3 * s + 3, r] for s in range(2)], torch.full((3,), r + 1.0))
+
+    fails(dc.CollectiveMismatchError, "receive in the same memory", lambda r: rows(r, 1, 2))
+    fails(dc.CollectiveMismatchError, "receive in the same memory", lambda r: rows(r, 3, 4))
+    simulated(lambda r: rows(r, 4, 4), range(2))
+    assert table.flatten()[:8].tolist() == [1, 1, 2, 2] * 2
+    table.zero_()
+    simulated(columns, range(2))  # interleaved
+    assert table.T.tolist() == [[1, 1, 1, 2, 2, 2]] * 2 + [[0] * 6]
+
+
+def test_deadlocks_of_messages_are_found_at_once():
+    error = dc.CollectiveMismatchError
+
+    def both_send(r):  # gloo and NCCL do not buffer either: this hangs there
+        dist.send(torch.ones(1), 1 - r)
+        dist.recv(torch.ones(1), 1 - r)
+
+    fails(error, rf"rank 0 waits in torch.distributed.send to rank 1 {here}\n.*send to rank 0 {here}", both_send)
+    fails(error, "recv from any rank", lambda r: dist.recv(torch.ones(1)))
+
+    def tags(r):
+        dist.recv(torch.ones(1), 1, tag=2) if r == 0 else dist.send(torch.ones(1), 0, tag=3)
+
+    fails(error, r"recv from rank 1, tag 2 .*send to rank 0, tag 3 ", tags)
+
+    def sizes(r):
+        dist.recv(torch.ones(2), 1) if r == 0 else dist.send(torch.ones(3), 0)
+
+    fails(error, rf"rank 0 expects torch.float32 \(2,\) from rank 1, which sends torch.float32 \(3,\)\n.*{here}", sizes)
+    fails(error, "rank 0 waits in torch.distributed.new_group", lambda r: r or dist.new_group([0, 1]))
+
+
+def test_wrong_arguments():
+    def of(words, error=ValueError):
+        return lambda call: fails(error, words, call)
+
+    of("all_gather: tensors: got 1 tensors, expected one tensor for each of the 2 ranks")(
+        lambda r: dist.all_gather([torch.ones(1)], torch.ones(1))
+    )
+    of(r"input: got shape \(3,\), expected a contiguous tensor with a multiple of 2 numbers")(
+        lambda r: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(3))
+    )
+    of(r"input: got shape \(3,\), split sizes \[1, 1\], expected 2 sizes that add up")(
+        lambda r: dist.all_to_all_single(torch.ones(2), torch.ones(3), [1, 1], [1, 1])
+    )
+    of("all_reduce: op: got BAND of torch.float32, expected integers or bool for BAND")(
+        lambda r: dist.all_reduce(torch.ones(1), dist.ReduceOp.BAND)
+    )
+    of("all_reduce: op: got AVG of torch.bool")(lambda r: dist.all_reduce(torch.ones(1).bool(), dist.ReduceOp.AVG))
+    gaps = r"tensor: got strides \(2,\) for shape \(3,\), expected a tensor without gaps or overlaps; backends read"
+    of(gaps)(lambda r: dist.all_reduce(torch.ones(6)[::2]))
+    of(gaps)(lambda r: dist.reduce(torch.ones(6)[::2], 0))
+    of(gaps)(lambda r: dist.broadcast(torch.ones(6)[::2], 0))
+    of("expected a tensor without gaps or overlaps")(lambda r: dist.all_reduce(torch.ones(1).expand(3)))
+    in_order = r"tensor: got strides \(2,\), expected a contiguous tensor; backends read and write its memory in order"
+    of(in_order)(lambda r: dist.scatter(torch.ones(2), list(torch.ones(2, 2).t()) if r else None, 1))
+    of(in_order)(lambda r: dist.send(torch.ones(6)[::2], 1 - r))
+    of(in_order)(lambda r: dist.all_to_all_single(torch.ones(2), torch.ones(4)[::2]))
+    of("got layout torch.sparse_coo", TypeError)(lambda r: dist.all_reduce(torch.ones(1).to_sparse()))
+    of("within a transform of torch.func", RuntimeError)(
+        lambda r: torch.func.vmap(lambda x: (dist.all_reduce(x), x)[1])(torch.ones(2))
+    )
+    of("got rank=5, world_size=2 on simulated rank", ValueError)(lambda r: restart(r, rank=5, world_size=2))
+    of("twice")(lambda r: dist.init_process_group("gloo"))
+
+
+def restart(r, **more):
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match=r"got no group on a simulated rank that has called destroy_process_group"):
+        dc.get_rank()
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:1", **more)
+
+
+def test_programs_that_set_up_their_group_themselves():
+    def body(r):
+        restart(r, rank=r, world_size=2)
+        x = torch.tensor(r + 1)
+        dist.all_reduce(x)
+        other = dist.new_group(backend="gloo")
+        dist.all_reduce(x, group=other)
+        dist.destroy_process_group()
+        return x.item()
+
+    before = sys.excepthook
+    assert simulated(body, range(2)) == [6, 6]
+    assert sys.excepthook is before
+
+
+def test_functions_compiled_before_run_uncompiled():
+    """Graphs have no guard for the default group. On one thread, since the number of threads is guarded."""
+
+    @torch.compile(backend="eager")
+    def total(x):
+        if dist.is_initialized():
+            dist.all_reduce(x)
+        return x * 1
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert total(torch.ones(1)) == 1
+        assert simulated(lambda r: total(torch.tensor([r + 1.0])).item(), range(2)) == [3, 3]
+        assert total(torch.ones(1)) == 1
+        assert torch._dynamo.eval_frame._stance.stance == "default"
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compilers_are_refused(fullgraph, monkeypatch):
+    """As in a process that has not imported Dynamo before."""
+
+    def loss(x):
+        dist.all_reduce(x)
+        return x * dist.get_rank()
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: contextlib.nullcontext())
+    fails(
+        RuntimeError,
+        "torch.distributed: torch.compile, export, make_fx and linearize do not work within a simulated world",
+        lambda r: torch.compile(loss, backend="eager", fullgraph=fullgraph)(torch.ones(1)),
+    )
+
+
+def test_a_group_belongs_to_its_rank():
+    groups = {}
+
+    def body(r, call):
+        groups.setdefault("it", dist.new_group([r]))
+        call(groups["it"])
+
+    words = (
+        "simulated rank 0 has made, in a thread that is not that rank; groups belong to a rank, so call new_group on"
+    )
+    with pytest.raises(RuntimeError, match=words):
+        simulated(body, range(2), [lambda g: dist.all_reduce(torch.ones(1), group=g)] * 2)
+    with pytest.raises(RuntimeError, match="has made, in a thread that is not that rank"):
+        groups["it"].barrier()  # after its world has ended
+    groups.clear()
+    with pytest.raises(RuntimeError, match=words):
+        simulated(body, range(2), [lambda g: dc.all_reduce(torch.ones(1), group=g)] * 2)
+
+
+def test_threads_that_are_no_ranks():
+    found = []
+
+    def ask():
+        try:
+            dist.get_rank()
+        except Exception as error:
+            found.append(error)
+
+    def body(r):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+
+    simulated(body, range(2))
+    assert all("from a thread that is not one of its ranks" in str(e) for e in found) and len(found) == 2
+
+
+def test_works_that_are_waited_for_elsewhere():
+    kept, found = [], []
+
+    def wait(work):
+        try:
+            work.wait()
+        except RuntimeError as error:
+            found.append(str(error))
+
+    def body(r):
+        works = [dist.all_reduce(x := torch.tensor(r + 1), async_op=True)]
+        thread = threading.Thread(target=wait, args=works)
+        thread.start()
+        dist.barrier()  # the rank goes on
+        thread.join()
+        works[0].wait()
+        kept.append(dist.irecv(torch.ones(1), 1 - r))
+        return x.item()
+
+    assert simulated(body, range(3)) == [6, 6, 6]
+    assert all("from a thread that is not one of its ranks" in text for text in found)
+    found.clear()
+    for work in kept:
+        wait(work)
+    assert len(found) == 3 and all("the world had ended" in text for text in found)
+
+
+class Ranks(torch.utils.data.Dataset):
+    def __init__(self, call):
+        self.call = call
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return self.call()
+
+
+def test_workers_of_a_data_loader():
+    def body(r, call):
+        return next(iter(torch.utils.data.DataLoader(Ranks(call), num_workers=1, multiprocessing_context="fork")))
+
+    assert [x.item() for x in simulated(body, range(2), [dist.get_rank] * 2)] == [0, 1]
+    with pytest.raises(RuntimeError, match="in a child process of a rank, such as a worker of a DataLoader"):
+        simulated(body, range(1), [dist.barrier])
+
+
+def test_an_error_of_one_rank_in_the_middle_of_ddp():
+    def body(r):
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        if r == 1:
+            raise KeyError("mine")
+        model(torch.ones(1, 2)).sum().backward()
+
+    fails(KeyError, "mine", body)
+
+    def one_does_not(r):
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        y = model(torch.ones(1, 2)).sum()
+        y.backward() if r else None
+
+    fails(RuntimeError, "rank 0 has ended", one_does_not)
+
+
+# ── nothing is left behind ───────────────────────────────────────────────────────────────────────────────
+
+
+def state():
+    kept = [getattr(distributed_c10d, name) for name in simulated_c10d._KEPT]
+    return kept, dict(distributed_c10d._world.pg_map), distributed_c10d._world.group_count, sys.excepthook
+
+
+def test_torch_distributed_is_as_before():
+    before = state()
+    for n in (2, 3, 1):
+        assert (
+            simulated(lambda r: dc.all_reduce(torch.tensor(1)).item() * dist.get_world_size(), range(n)) == [n * n] * n
+        )
+        with pytest.raises(KeyError):
+            simulated(lambda r: {}[r], range(n))
+        assert state() == before and not dist.is_initialized()
+    assert simulate(lambda r: (dist.is_initialized(), dc.get_rank()), range(2)) == [(False, 0), (False, 1)]
+    with pytest.raises(RuntimeError, match="is for the ranks of diffcoll"):
+        simulated_c10d._create(None, None)
+
+
+def test_nested_and_concurrent():
+    def total(r):
+        x = torch.tensor(r + 1)
+        dist.all_reduce(x)
+        return x.item()
+
+    def body(r):
+        inner = simulated(total, range(3))
+        rules = simulate(lambda r: (dist.is_initialized(), dc.all_reduce(torch.tensor(r)).item()), range(2), rules=True)
+        return total(r), inner, rules, dist.get_rank(), dist.get_world_size()
+
+    assert simulated(body, range(2)) == [(3, [6] * 3, [(False, 1)] * 2, r, 2) for r in range(2)]
+    found = []
+    threads = [threading.Thread(target=lambda n=n: found.append(simulated(total, range(n)))) for n in (2, 3, 4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert sorted(found) == [[3] * 2, [6] * 3, [10] * 4]
+
+
+def test_within_real_processes():
+    """The caller's own process group is hidden from the ranks, and there again afterwards."""
+
+    def body(r):
+        x, y = torch.tensor(r + 1), torch.tensor(r + 1)
+        sums = simulated(lambda s: (dist.all_reduce(z := torch.tensor(10 * s + r)), z.item())[1], range(3))
+        dist.all_reduce(x)
+        y = fc.all_reduce(y, "sum", dist.group.WORLD)
+        return sums, x.item(), y.item(), dist.get_rank(), dc.get_world_size()
+
+    assert spawn(body, range(2)) == [([30 + 3 * r] * 3, 3, 3, r, 2) for r in range(2)]
+
+
+def test_memory_is_released():
+    alive = []
+
+    def body(r):
+        x = torch.ones(1000)
+        alive.append(weakref.ref(x))
+        dist.all_reduce(x)
+        dist.all_reduce(torch.ones(1), async_op=True)  # never waited for
+        alive.append(weakref.ref(dist.new_group()))
+        nn.parallel.DistributedDataParallel(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+
+    simulated(body, range(2))
+    gc.collect()
+    assert [x() for x in alive] == [None] * 4
+
+
+def test_private_names():
+    """A private name of torch.distributed that is gone, or new state of its groups, fails here."""
+    for name in (*simulated_c10d._KEPT, "_update_default_pg", "_process_group_name", "BackendConfig"):
+        assert hasattr(distributed_c10d, name), name
+    for name in ("_set_thread_isolation_mode", "_unregister_all_process_groups"):
+        assert hasattr(torch._C._distributed_c10d, name), name
+    mine, real = simulated_c10d._Groups(), distributed_c10d._World()
+    for name in {name for name in dir(real) if not name.startswith("__")} - {"pg_config_info"}:
+        value = getattr(real, name)
+        assert not isinstance(value, (dict, list, set)) or getattr(mine, name) is not value, name
+    called = set(re.findall(r"\bgroup(?:_to_use)?\.([a-z]\w*|_[a-z]+_base)\(", inspect.getsource(distributed_c10d)))
+    known = {"rank", "size", "keys", "shutdown", "abort", "lower"}
+    assert {m for m in called - known if not hasattr(SimulatedGroup, m)} == set()
+    assert {m for m in called - known if m in dir(dist.ProcessGroup) and m not in vars(SimulatedGroup)} == set()
