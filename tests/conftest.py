@@ -12,7 +12,7 @@ from diffcoll.testing import processes, simulate, spawn
 
 torch.set_num_threads(1)
 # What ranks import to find a test's functions, and to compile: once in the server that forks them, not in each.
-processes._PRELOADED += ("hypothesis", "numpy", "pytest", *(["torch._inductor.compile_fx"] if COMPILES else []))
+processes.preload("hypothesis", "numpy", "pytest", *(["torch._inductor.compile_fx"] if COMPILES else []))
 if "PYTEST_XDIST_WORKER" in os.environ:  # ranks of another test wait for a core
     os.environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
 

@@ -124,7 +124,7 @@ def test_a_listing_of_collectives_is_the_list_of_collectives():
 def test_what_is_foreign():
     """Only engines import torch.distributed; private torch API is used only where its reason is stated."""
     for module, names in FOREIGN.items():
-        engines = module.startswith(("engines.", "testing.processes", "testing.simulate", "cli."))
+        engines = module.startswith(("engines.", "testing.processes", "testing.simulate", "testing.worker", "cli."))
         private = module in ("core._torch", "core.compiled")
         for name in names:
             assert engines or not name.startswith("torch.distributed"), (module, name)
