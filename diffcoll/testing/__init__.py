@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from diffcoll.testing.gradients import assert_matches_single_process, check_gradients
+from diffcoll.testing.harness.report import GradientMismatchError, Report
 from diffcoll.testing.simulate import new_group, simulate
 from diffcoll.testing.spawn import RanksFailedError, spawn
 
-__all__ = ["RanksFailedError", "new_group", "simulate", "spawn"]
+__all__ = [
+    "GradientMismatchError",
+    "RanksFailedError",
+    "Report",
+    "assert_matches_single_process",
+    "check_gradients",
+    "new_group",
+    "simulate",
+    "spawn",
+]

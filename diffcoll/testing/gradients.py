@@ -1,0 +1,246 @@
+"""Checks that the gradients of distributed code are right: against one process, or against finite differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import index
+from typing import Any
+
+import torch
+
+from diffcoll.core._torch import tree_flatten
+from diffcoll.core.errors import message
+from diffcoll.testing._calls import per_rank_arguments
+from diffcoll.testing.diagnosis import Witness, diagnose, subject_of
+from diffcoll.testing.harness.checking import Checking
+from diffcoll.testing.harness.comparison import Run, tolerance_of, unchecked
+from diffcoll.testing.harness.matching import Matching, refuse_equal_ranks
+from diffcoll.testing.harness.measure import Plan, input_names, leaves_of
+from diffcoll.testing.harness.packing import pack
+from diffcoll.testing.harness.report import GradientMismatchError, Report
+
+__all__ = ["assert_matches_single_process", "check_gradients"]
+
+_MATCHES, _CHECK = "assert_matches_single_process", "check_gradients"
+_LIMIT = "a tensor that is detached on purpose, such as a target, looks like a lost gradient to finite differences"
+
+
+def assert_matches_single_process(
+    distributed: Callable[..., Any],
+    single: Callable[..., Any],
+    batch: Any,
+    *,
+    module: Any = None,
+    sizes: Sequence[Sequence[int]] = ((4, 4), (5, 3), (5, 0, 3)),
+    reduction: str = "mean",
+    order: int = 1,
+    on: Sequence[str] = ("simulated", "gloo"),
+    tolerance: float | None = None,
+    seed: int = 0,
+    timeout: float = 60,
+) -> Report:
+    """Tests of a distributed loss or layer: check that N ranks compute what one process computes on the whole batch.
+
+    Compared are the value, the gradients of the inputs and of the parameters, the buffers, and with `order=2` a
+    Hessian-vector product. A failure names the cause and the line of code that loses a gradient.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import assert_matches_single_process
+    >>> def variance(x):  # of the rows of all ranks; the same code runs on one process
+    ...     total, count = dc.all_reduce((x.sum(0), torch.full((1,), len(x), dtype=x.dtype)))
+    ...     return ((x - total / count) ** 2).sum() / count.squeeze()
+    >>> x = torch.randn(8, 3, dtype=torch.double)
+    >>> report = assert_matches_single_process(variance, variance, x, reduction="sum", on=["simulated"])
+    >>> report.ok
+    True
+
+    Needs the `test` extra (cloudpickle).
+
+    Args:
+        distributed: called on each rank as distributed(*part) with the rank's rows of the batch. It may use diffcoll or
+            torch.distributed. Returns a loss (0-d), or a tree of outputs with one row for each row of its input.
+        single: called as single(*whole) on one process, in a group of one rank.
+        batch: a tensor, or a tuple (positional arguments) or dict (keyword arguments) of trees of tensors, which are
+            split along dim 0; or a function that returns one for a number of rows. Other values are passed on as they
+            are. All floating-point tensors get gradients.
+        module: an `nn.Module`, or a list of parameters, used by both functions. Each rank gets a copy of the functions
+            and the module, as on real processes.
+        sizes: for each run, the rows of each rank.
+        reduction: what is done with the losses and gradients of the ranks afterwards. "mean": averaged, as by DDP and
+            by `GradientAverager`. "sum": summed. "any": one of the two must be right for all gradients.
+        order: 2: check second order too.
+        on: "simulated", and backends for real processes: "gloo", "mpi", "nccl". A run that is wrong on one of them is
+            not repeated on the next.
+        tolerance: the largest relative error that is right; by default 4e-10 for float64 and 2e-4 for float32.
+        seed: of the random numbers of the ranks, of cotangents and of directions.
+        timeout: seconds that a run on real processes may take.
+
+    Returns:
+        The report; `print(report)` shows it.
+
+    Raises:
+        GradientMismatchError: something differs. An AssertionError, with the report as `report` and as its text.
+        TypeError, ValueError: an argument is wrong, or two ranks have the same rows, which hides wrong gradients.
+        Exception: what `distributed` raised in the first run, or `single`.
+    """
+    _check_choices(_MATCHES, order, on)
+    if reduction not in ("mean", "sum", "any"):
+        raise ValueError(message(_MATCHES, "reduction", repr(reduction), '"mean", "sum" or "any"'))
+    each_sizes = _sizes(sizes)
+    matching = Matching(
+        _MATCHES,
+        pack(_MATCHES, "distributed", distributed, module),
+        pack(_MATCHES, "single", single, module),
+        batch,
+        reduction,
+        Plan(order=order, seed=seed),
+        timeout,
+    )
+    if tolerance is None:
+        tolerance = tolerance_of([*tree_flatten(matching.whole(each_sizes[0]))[0], *matching.single.unpack().tensors])
+    runs: list[Run] = []
+    for kind in on:
+        for each in each_sizes:
+            wrong = [r for r in runs if r.sizes == each and not r.skipped and not _is_right(r, reduction, tolerance)]
+            if wrong:
+                runs.append(Run(kind, each, [], [], None, skipped=f"wrong already on {wrong[0].on} ranks"))
+            else:
+                runs.append(matching.attempt(kind, each) if runs else matching.run(kind, each))
+    report = _report(matching, runs, reduction, tolerance)
+    if not report.ok:
+        raise GradientMismatchError(report)
+    return report
+
+
+def check_gradients(
+    fn: Callable[..., Any],
+    *per_rank: Sequence[Any],
+    order: int = 1,
+    module: Any = None,
+    on: Sequence[str] = ("simulated", "gloo"),
+    seed: int = 0,
+    timeout: float = 60,
+) -> Report:
+    """Tests without a reference: check that backward gives the gradient of the sum of all ranks' losses.
+
+    Every rank's tensors are moved, and the losses of all ranks evaluated; the finite differences are compared with what
+    backward gave on each rank. If fn uses diffcoll's collectives alone, the gradients that PyTorch derives from one
+    graph of all ranks are compared too.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import check_gradients
+    >>> xs = [torch.tensor([1.0, 2.0]).double(), torch.tensor([3.0, 4.0]).double()]
+    >>> report = check_gradients(lambda x, w: w * dc.all_reduce(x, "product").sum(), xs, [1.0, 10.0], on=["simulated"])
+    >>> report.ok
+    True
+
+    Needs the `test` extra (cloudpickle).
+
+    Args:
+        fn: called as fn(a_r, b_r, …) on rank r. Returns the rank's loss, or a tree of outputs, which get random
+            weights. It may use diffcoll or torch.distributed.
+        per_rank: one or more sequences with one element for each rank, as for `simulate`. Floating-point tensors in
+            them, in trees too, get gradients. They must be float64 or complex128.
+        order: 2: check a Hessian-vector product too.
+        module: an `nn.Module`, or a list of parameters, used by fn. Each rank gets a copy of fn and the module. The
+            gradient of a rank's parameters is compared with finite differences that move this rank's copy alone.
+        on: "simulated", and backends for real processes: "gloo", "mpi".
+        seed: of the random numbers of the ranks, which start anew for each evaluation, and of directions.
+        timeout: seconds that a run on real processes may take.
+
+    Returns:
+        The report; `print(report)` shows it.
+
+    Raises:
+        GradientMismatchError: something differs, or the loss is not differentiable at these inputs.
+        TypeError, ValueError: an argument is wrong, or two ranks have the same tensors, which hides wrong gradients.
+        Exception: what fn raised.
+    """
+    _check_choices(_CHECK, order, on)
+    parts: list[Any] = per_rank_arguments(_CHECK, per_rank)
+    packed = pack(_CHECK, "fn", fn, module)
+    names = input_names(fn, parts[0])
+    subject = packed.unpack()
+    names += list(subject.parameters)
+    if not names:
+        raise ValueError(message(_CHECK, "per_rank", "no floating-point tensor", "at least one, or a module"))
+    for r, part in enumerate(parts):
+        mine = input_names(fn, part)
+        if mine != names[: len(mine)] or len(mine) + len(subject.parameters) != len(names):
+            got = f"tensors {mine} on rank {r}, {names[: len(names) - len(subject.parameters)]} on rank 0"
+            raise ValueError(message(_CHECK, "per_rank", got, "the same tensors on every rank"))
+    for t in [t for part in parts for t in leaves_of(part)] + list(subject.parameters.values()):
+        if t.dtype not in (torch.float64, torch.complex128):
+            remedy = "finite differences need the precision: pass x.double(), and module.double()"
+            raise ValueError(message(_CHECK, "per_rank", str(t.dtype), "float64 or complex128", remedy))
+    refuse_equal_ranks(_CHECK, "per_rank", parts)
+    checking = Checking(_CHECK, packed, parts, names, Plan(order=order, seed=seed), timeout)
+    seen = checking.look(on[0])
+    for kind in on:
+        if all(table.ok for table in checking.tables):
+            checking.check(kind, seen)
+    notes = [*checking.notes, *([_LIMIT] if checking.cuts else [])]
+    title = f"{_CHECK}, {len(parts)} ranks"
+    report = Report(title, tuple(checking.tables), tuple(checking.causes), tuple(checking.cuts), tuple(notes))
+    if not report.ok:
+        raise GradientMismatchError(report)
+    return report
+
+
+def _is_right(run: Run, reduction: str, tolerance: float) -> bool:
+    asked = ("mean", "sum") if reduction == "any" else (reduction,)
+    return any(run.table(one, tolerance).ok for one in asked)
+
+
+def _report(matching: Matching, runs: list[Run], reduction: str, tolerance: float) -> Report:
+    """Return the report. What is wrong is run again for the diagnosis."""
+    asked = _closest(runs, tolerance) if reduction == "any" else reduction
+    tables = tuple(run.table(asked, tolerance) for run in runs)
+    words = f"gradients {'averaged' if asked == 'mean' else 'summed'} over ranks"
+    if reduction == "any" and not all(table.ok or table.raised for table in tables):
+        words = f"no reduction is right for all, shown {words}"
+    title = f"{matching.name}, {words}"
+    if all(table.ok for table in tables):
+        return Report(title, tables, notes=tuple(unchecked(runs, tolerance)), reduction=asked)
+    run = subject_of(runs, asked, tolerance)
+    if run is None:
+        return Report(title, tables, tuple(diagnose(runs, asked, tolerance)), reduction=asked)
+    cuts, seen = matching.cuts(run)
+    witness = Witness(
+        cache(lambda: matching.evidence(run, seen)),
+        cache(lambda: matching.local_statistics(run)),
+        cache(lambda: matching.rounding(run, asked, tolerance)),
+        cache(lambda: matching.restored(run, asked, tolerance)),
+        lambda: matching.is_random(run),
+    )
+    causes = diagnose(runs, asked, tolerance, run, witness, cuts=cuts)
+    return Report(title, tables, tuple(causes), tuple(cuts), reduction=asked)
+
+
+def _closest(runs: list[Run], tolerance: float) -> str:
+    """Return the reduction under which the fewest quantities are wrong, gradients of first order first."""
+
+    def wrong(reduction: str) -> tuple[int, int]:
+        right = [(q.group, r.is_right(q, reduction, tolerance)) for r in runs for q in r.quantities]
+        return sum(not ok for group, ok in right if group == "gradient"), sum(not ok for _, ok in right)
+
+    return min(("mean", "sum"), key=wrong)
+
+
+def _check_choices(name: str, order: object, on: Sequence[str]) -> None:
+    if order not in (1, 2):
+        raise ValueError(message(name, "order", repr(order), "1 or 2"))
+    if isinstance(on, str) or not on or not all(isinstance(kind, str) for kind in on):
+        raise TypeError(message(name, "on", repr(on), 'a sequence of "simulated" and backends, such as ["simulated"]'))
+
+
+def _sizes(sizes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    expected = "for each run the rows of each rank, such as [(4, 4), (5, 0, 3)]"
+    try:
+        found = [tuple(index(k) for k in each) for each in sizes]
+    except TypeError:
+        raise TypeError(message(_MATCHES, "sizes", repr(sizes), expected)) from None
+    if not found or any(sum(each) == 0 or min(each) < 0 for each in found):
+        raise ValueError(message(_MATCHES, "sizes", repr(sizes), expected + ", not negative, not all zero"))
+    return found

@@ -1,0 +1,1 @@
+"""What `check_gradients` and `assert_matches_single_process` are made of."""

@@ -1,0 +1,323 @@
+"""Runs distributed code and its counterpart on one process, and finds out why they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcoll.core._torch import tree_flatten
+from diffcoll.core.errors import message
+from diffcoll.testing.cases import numbers
+from diffcoll.testing.harness.comparison import Names, Run, compare, rows_of
+from diffcoll.testing.harness.cuts import GraphCuts, Undetached
+from diffcoll.testing.harness.differences import Direction, directions, losses_along, partials, size
+from diffcoll.testing.harness.evidence import Evidence
+from diffcoll.testing.harness.measure import (
+    Measured,
+    Plan,
+    differentiable,
+    input_names,
+    leaves_of,
+    on_rank,
+    run_on,
+    with_leaves,
+)
+from diffcoll.testing.harness.packing import Packed
+from diffcoll.testing.processes import RanksFailedError
+
+__all__ = ["Matching", "cuts_on_rank", "refuse_equal_ranks", "unused"]
+
+#: Random directions of each tensor along which finite differences are taken for the diagnosis.
+_DIRECTIONS = 4
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Distributed code, the same on one process, and how they are compared."""
+
+    name: str
+    distributed: Packed
+    single: Packed
+    batch: Any
+    reduction: str
+    plan: Plan
+    timeout: float
+    #: The batch by its number of rows: a function is called once for each.
+    _wholes: dict[int, Any] = field(default_factory=dict)
+
+    def run(self, on: str, sizes: tuple[int, ...]) -> Run:
+        """Measure on ranks with these numbers of rows, and on one process."""
+        n = len(sizes)
+        whole = self.whole(sizes)
+        parts = split(whole, sizes)
+        refuse_equal_ranks(self.name, "batch", parts)
+        plan = replace(self.plan, scale=float(n) if self.reduction == "mean" else 1.0)
+        measured: list[Measured] = self._on(on, on_rank, [self.distributed] * n, [plan] * n, range(n), parts)
+        count = len(measured[0].outputs)
+        if any(len(m.outputs) != count for m in measured):
+            counts = [len(m.outputs) for m in measured]
+            raise ValueError(f"{self.name}: distributed: returned {counts} outputs on the ranks, expected equally many")
+        of_one = replace(self.plan, outputs=rows_of(measured), inputs=sizes)
+        reference: Measured
+        (reference,) = self._on("simulated", on_rank, [self.single], [of_one], [0], [whole])
+        if reference.first.parameters and not any(g.any() for g in reference.first.parameters):
+            raise unused(self.name, "single")
+        self._refuse_nothing_to_compare(reference, sizes)
+        kinds = {y.dim() == 0 for y in reference.outputs if differentiable(y)}
+        if self.reduction == "any" and len(kinds) > 1:
+            got = '"any" for a loss and outputs with rows together'
+            raise ValueError(message(self.name, "reduction", got, '"mean" or "sum"'))
+        quantities = list(compare(measured, reference, sizes, self.names(sizes)))
+        return Run(on, sizes, quantities, measured, reference, any_value=self.reduction == "any")
+
+    def _refuse_nothing_to_compare(self, reference: Measured, sizes: tuple[int, ...]) -> None:
+        """Raise if there is no number to compare with. Outputs with rows may have infinities, such as masked logits."""
+        names = self.names(sizes)
+        named = [(f"value[{i}]", y) for i, y in enumerate(reference.outputs) if y.dim() == 0]
+        for what, found in (("gradient of", reference.first), ("second order of", reference.second)):
+            if found is not None:
+                each = zip(names.inputs + names.parameters, found.inputs + found.parameters, strict=True)
+                named += [(f"{what} {name}", g) for name, g in each]
+        if not any(g.any() for g in reference.first.inputs + reference.first.parameters):
+            got, remedy = "gradients that are all zero", "remove detach() and no_grad, or choose other data"
+            raise ValueError(message(self.name, "single", got, "a result with a gradient to compare with", remedy))
+        bad = [what for what, x in named if not x.isfinite().all()]
+        if bad:
+            got = f"NaN or infinity in {', '.join(bad)}"
+            raise ValueError(message(self.name, "single", got, "finite numbers to compare with", "choose other data"))
+
+    def attempt(self, on: str, sizes: tuple[int, ...]) -> Run:
+        """Do the same, and keep the error if one is raised."""
+        try:
+            return self.run(on, sizes)
+        except Exception as error:
+            return Run(on, sizes, [], [], None, raised=in_words(error))
+
+    def whole(self, sizes: Sequence[int]) -> Any:
+        """Return the batch with the rows of all ranks."""
+        total = sum(sizes)
+        if total in self._wholes:
+            return self._wholes[total]
+        whole = self.batch(total) if callable(self.batch) else self.batch
+        tensors = [leaf for leaf in tree_flatten(whole)[0] if isinstance(leaf, Tensor)]
+        expected = f"tensors with {total} rows, the sum of sizes={tuple(sizes)}"
+        for kind in {type(leaf) for leaf in tree_flatten(whole)[0] if _hides_tensors(leaf)}:
+            got, remedy = f"a {kind.__name__} with tensors inside", "use dict(…) or torch.utils._pytree's registration"
+            raise ValueError(message(self.name, "batch", got, "a tree of tuples, lists, dicts and namedtuples", remedy))
+        if not any(differentiable(t) for t in tensors):
+            got = f"{len(tensors)} tensors, none with floating-point numbers"
+            raise ValueError(message(self.name, "batch", got, "at least one tensor that can have a gradient"))
+        for t in tensors:
+            if t.dim() == 0:
+                remedy = "pass parameters by module=, and other numbers as Python numbers"
+                raise ValueError(message(self.name, "batch", "a 0-d tensor", expected, remedy))
+            if len(t) != total:
+                remedy = "pass other sizes, or the batch as a function of its number of rows"
+                raise ValueError(message(self.name, "batch", f"a tensor with {len(t)} rows", expected, remedy))
+        self._wholes[total] = whole
+        return whole
+
+    def names(self, sizes: Sequence[int]) -> Names:
+        """Return the names of the tensors that are compared."""
+        subject = self.distributed.unpack()
+        names = input_names(subject.fn, self.whole(sizes))
+        return Names(names, list(subject.parameters), list(subject.buffers))
+
+    # ── diagnosis ────────────────────────────────────────────────────────────────────────────────────────
+
+    def evidence(self, run: Run, seen: list[str]) -> Evidence:
+        """Measure how each rank's loss depends on each rank's tensors."""
+        n, names = len(run.sizes), self.names(run.sizes)
+        parts = split(self.whole(run.sizes), run.sizes)
+        plan = replace(self.plan, scale=float(n) if self.reduction == "mean" else 1.0)
+        parameters = list(self.distributed.unpack().parameters.values())
+        leaves = [leaves_of(part) + parameters for part in parts]
+        each = directions(leaves, few=0, random=_DIRECTIONS if len(leaves[0]) < 20 else 1)
+        losses = self._on(run.on, losses_along, [self.distributed] * n, [plan] * n, [each] * n, range(n), parts)
+
+        def step(direction: Direction) -> float:
+            return size(leaves[direction.rank][direction.leaf])
+
+        gradients = [m.first.inputs + m.first.parameters for m in run.measured]
+        return Evidence(run.sizes, names.inputs + names.parameters, gradients, partials(each, losses, step), seen)
+
+    def cuts(self, run: Run) -> tuple[list[str], list[str]]:
+        """Run the forward again. Returns the graph cuts, and the names of the collectives that were called."""
+        parts, n = split(self.whole(run.sizes), run.sizes), len(run.sizes)
+        found = self._on(run.on, cuts_on_rank, [self.distributed] * n, parts)
+        lines = dict.fromkeys(line for cuts, _ in found for line in cuts)
+        return list(lines), list(dict.fromkeys(name for _, seen in found for name in seen))
+
+    def restored(self, run: Run, reduction: str, tolerance: float) -> set[str]:
+        """Return the names of the gradients that are right if the user's calls of detach() keep the graph."""
+        n = len(run.sizes)
+        plan = replace(self.plan, scale=float(n) if self.reduction == "mean" else 1.0, order=1)
+        parts = split(self.whole(run.sizes), run.sizes)
+        assert run.reference is not None
+        try:
+            measured = self._on(run.on, _undetached, [self.distributed] * n, [plan] * n, range(n), parts)
+            each = list(compare(measured, replace(run.reference, second=None), run.sizes, self.names(run.sizes)))
+        except Exception:
+            return set()
+        return {q.what for q in each} - {q.what for q in each if not run.is_right(q, reduction, tolerance)}
+
+    def rounding(self, run: Run, reduction: str, tolerance: float) -> set[str]:
+        """Return the names of what changes as much on one process, if the last digit of the inputs changes."""
+        whole, names = self.whole(run.sizes), self.names(run.sizes)
+        leaves, rebuild = tree_flatten(whole)
+        moved = [x + torch.finfo(x.dtype).eps * x * noise(x) if differentiable(x) else x for x in leaves]
+        plan = replace(self.plan, outputs=run.rows, inputs=run.sizes)
+        (found,) = self._on("simulated", on_rank, [self.single], [plan], [0], [rebuild(moved)])
+        assert run.reference is not None
+        each = compare([found], run.reference, (sum(run.sizes),), names)
+        errors = {
+            q.what: run.error(q, reduction) for q in sorted(run.quantities, key=lambda q: run.error(q, reduction))
+        }
+        return {q.what for q in each if q.error() > max(tolerance, 0.1 * errors.get(q.what, 0.0))}
+
+    def is_random(self, run: Run) -> bool:
+        """Whether one process gets other results with another seed."""
+        whole = self.whole(run.sizes)
+        seeds = (self.plan.seed, self.plan.seed + 1)
+        a, b = (run_on("simulated", _outputs, [self.single], [whole], seed=s, timeout=self.timeout)[0] for s in seeds)
+        return not _close([a], [b])
+
+    def local_statistics(self, run: Run) -> str | None:
+        """Say whether the distributed code takes statistics of each rank's rows alone; None: it does not.
+
+        Either each rank returns what one process returns for the rank's rows, or the results are right as soon as all
+        ranks have the same rows, and so the same statistics.
+        """
+        whole, n = self.whole(run.sizes), len(run.sizes)
+        losses = [i for i, y in enumerate(run.measured[0].outputs) if y.dim() == 0]
+        rows = min(k for k in run.sizes if k > 0)
+        first = split(whole, (rows, sum(run.sizes) - rows))[0]
+        try:
+            locals_ = [
+                self._outputs(self.single, part)
+                for part, k in zip(split(whole, run.sizes), run.sizes, strict=True)
+                if k
+            ]
+            of_ranks = [m.outputs for m, k in zip(run.measured, run.sizes, strict=True) if k]
+            if _close(locals_, of_ranks):
+                return "each rank returns what one process returns for the rank's own rows"
+            together = self._on("simulated", _outputs, [self.distributed] * n, [first] * n)
+            expected = self._outputs(self.single, repeated(first, n))
+        except Exception:
+            return None
+        for i, y in enumerate(expected):
+            ys = [outputs[i] for outputs in together]
+            got = [torch.stack(ys).sum(), torch.stack(ys).mean()] if i in losses else [torch.cat(ys)]
+            if not any(_close([[g]], [[y]]) for g in got):
+                return None
+        return "right if all ranks have the same rows, wrong if they differ"
+
+    def _outputs(self, packed: Packed, part: Any) -> list[Tensor]:
+        found: list[Tensor] = self._on("simulated", _outputs, [packed], [part])[0]
+        return found
+
+    def _on(self, kind: str, fn: Callable[..., Any], *per_rank: Sequence[Any]) -> list[Any]:
+        return run_on(kind, fn, *per_rank, seed=self.plan.seed, timeout=self.timeout)
+
+
+def unused(name: str, functions: str) -> ValueError:
+    """Return the error for a module that the functions do not use."""
+    expected = f"the module, or the parameters, that {functions} uses"
+    remedy = (
+        "a model that is a global of another module than the function is copied apart from it: pass it in a closure"
+    )
+    return ValueError(message(name, "module", "parameters of which none has a gradient", expected, remedy))
+
+
+def split(whole: Any, sizes: Sequence[int]) -> list[Any]:
+    """Return the part of each rank: its rows of every tensor, and other leaves as they are."""
+    leaves, rebuild = tree_flatten(whole)
+    n = len(sizes)
+    parts = [torch.split_with_sizes(x.detach(), list(sizes)) if isinstance(x, Tensor) else [x] * n for x in leaves]
+    return [
+        rebuild([part[r].clone() if isinstance(part[r], Tensor) else part[r] for part in parts])
+        for r in range(len(sizes))
+    ]
+
+
+def repeated(part: Any, n: int) -> Any:
+    """Return the tree with the rows of every tensor n times."""
+    leaves, rebuild = tree_flatten(part)
+    return rebuild([torch.cat([leaf] * n) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    """Whether a leaf holds tensors that would not be split, such as a dataclass or a `UserDict`."""
+    held = leaf.values() if isinstance(leaf, Mapping) else vars(leaf).values() if hasattr(leaf, "__dict__") else ()
+    return not isinstance(leaf, Tensor) and any(isinstance(x, Tensor) for x in held)
+
+
+def refuse_equal_ranks(name: str, argument: str, parts: Sequence[Any]) -> None:
+    """Raise if two ranks have the same rows, as far as both have rows."""
+    tensors = [[t for t in tree_flatten(part)[0] if isinstance(t, Tensor) and t.numel()] for part in parts]
+    for r, mine in enumerate(tensors):
+        for s in range(r):
+            pairs = [(a, b) for a, b in zip(mine, tensors[s], strict=False) if a.shape[1:] == b.shape[1:]]
+            if pairs and all(_same_rows(a, b) for a, b in pairs):
+                raise ValueError(
+                    message(
+                        name,
+                        argument,
+                        f"the same numbers on ranks {s} and {r}",
+                        "different ones on every rank, since equal ranks hide wrong gradients",
+                        "pass random numbers",
+                    )
+                )
+
+
+def _same_rows(a: Tensor, b: Tensor) -> bool:
+    if a.dim() == 0:
+        return torch.equal(a, b)
+    rows = min(len(a), len(b))
+    return torch.equal(a[:rows], b[:rows])
+
+
+def in_words(error: Exception) -> str:
+    """Return an error of user code, with the lines of the ranks that failed."""
+    if isinstance(error, RanksFailedError):
+        last = {r: text.strip().splitlines()[-1] for r, text in error.reports.items() if text.strip()}
+        return "\n".join(f"rank {r}: {line}" for r, line in last.items())
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}{notes}"
+
+
+def cuts_on_rank(packed: Packed, part: Any) -> tuple[list[str], list[str]]:
+    """Run the forward on this rank; returns the graph cuts, and the names of torch.distributed's collectives."""
+    subject = packed.unpack()
+    with torch.inference_mode(False), torch.enable_grad(), GraphCuts() as cuts:
+        subject.call(with_leaves(part, leaves_of(part)))
+    return [*cuts.collectives.values(), *cuts.detached.values()], cuts.seen
+
+
+def _undetached(packed: Packed, plan: Plan, rank: int, part: Any) -> Measured:
+    with Undetached():
+        return on_rank(packed, plan, rank, part)
+
+
+def noise(x: Tensor) -> Tensor:
+    """Return random numbers for a tensor."""
+    return numbers(tuple(x.shape), x.dtype, 0, 0, 0).to(x.device)
+
+
+def _outputs(packed: Packed, part: Any) -> list[Tensor]:
+    """Run the forward on this rank."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return [y.detach() for y in packed.unpack().call(with_leaves(part, leaves_of(part)))]
+
+
+def _close(got: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
+    for mine, other in zip(got, expected, strict=True):
+        for a, b in zip(mine, other, strict=True):
+            eps = torch.finfo(b.dtype).eps if differentiable(b) else 0
+            if a.shape != b.shape or not torch.allclose(a, b, rtol=eps ** (2 / 3) * 10, atol=eps ** (2 / 3)):
+                return False
+    return True

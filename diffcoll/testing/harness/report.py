@@ -1,0 +1,160 @@
+"""The result of a check of gradients: a table for each run, the causes of what is wrong, and the error."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from dataclasses import dataclass
+
+__all__ = ["Cause", "GradientMismatchError", "Report", "Row", "Table", "ratio_in_words"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity of one run, compared with its reference."""
+
+    #: "value", "gradient of image", "gradient of logit_scale", "buffer running_mean", "second order of image", …
+    what: str
+    #: The rank that it was compared on; None: after the reduction over ranks.
+    rank: int | None
+    #: max |got − wanted| / max |wanted|; inf if shapes differ or a value is not finite.
+    error: float
+    #: got / wanted, if one is a multiple of the other.
+    ratio: float | None
+    #: Whether the error is within the tolerance.
+    ok: bool
+    #: The tolerance; None: the quantity cannot be compared, because the loss has a kink here.
+    allowed: float | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """One run."""
+
+    #: The kind of ranks, and the rows of each, in words.
+    title: str
+    #: N.
+    world_size: int
+    rows: tuple[Row, ...] = ()
+    #: The error that was raised instead of a result.
+    raised: str = ""
+    #: Why the run was left out.
+    skipped: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the run raised nothing, and every quantity is right."""
+        return not self.raised and all(row.ok for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why something is wrong."""
+
+    #: A short name, one of `diagnosis.CAUSES`.
+    name: str
+    #: What was seen.
+    seen: str
+    #: The usual bug behind it.
+    usually: str = ""
+    #: What to do.
+    fix: str = ""
+
+    def __str__(self) -> str:
+        lines = [self.seen]
+        lines += [f"  usual cause: {self.usually}"] if self.usually else []
+        lines += [f"  fix: {self.fix}"] if self.fix else []
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check of gradients found. `print(report)` shows it; `report.ok` says whether all is right."""
+
+    #: The check, in words.
+    title: str
+    tables: tuple[Table, ...]
+    causes: tuple[Cause, ...] = ()
+    #: Lines of code that take a tensor out of the autograd graph: "all_gather at loss.py:41 cuts the graph: …".
+    cuts: tuple[str, ...] = ()
+    #: What the check does not cover.
+    notes: tuple[str, ...] = ()
+    #: "mean" or "sum": the reduction over ranks that the tables show; "": the losses are summed.
+    reduction: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every run is right."""
+        return all(table.ok for table in self.tables)
+
+    def __str__(self) -> str:
+        raised = all(table.ok or table.raised for table in self.tables) and any(table.ok for table in self.tables)
+        lines = [f"{self.title}: {'right' if self.ok else 'raised an error in some runs' if raised else 'WRONG'}"]
+        for table in self.tables:
+            lines += _lines(table)
+        for title, entries in (("diagnosis", self.causes), ("graph cuts", self.cuts), ("notes", self.notes)):
+            if entries:
+                lines += [f"── {title} ──", *(_wrapped(str(entry)) for entry in entries)]
+        return "\n".join(lines)
+
+
+class GradientMismatchError(AssertionError):
+    """A check of gradients failed. `report` has the details, and the message shows them."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+    def __reduce__(self) -> tuple[type[GradientMismatchError], tuple[Report]]:
+        """Ranks of a test send their errors to another process."""
+        return GradientMismatchError, (self.report,)
+
+
+def _lines(table: Table) -> list[str]:
+    if table.skipped:
+        return [f"── {table.title}: not run: {table.skipped}"]
+    if table.raised:
+        return [f"── {table.title}: raised", f"  {_indented(table.raised)}"]
+    largest = max((row.error for row in table.rows), default=0.0)
+    if table.ok:
+        return [f"── {table.title}: right; largest error {largest:.1e} in {len(table.rows)} comparisons"]
+    wrong = [row for row in table.rows if not row.ok]
+    right = [row.error for row in table.rows if row.ok]
+    width = max(len(row.what) for row in wrong)
+    lines = [f"── {table.title}: wrong", f"  {'what':{width}}  rank      error  got/wanted"]
+    for row in wrong:
+        rank = "all" if row.rank is None else row.rank
+        lines.append(f"✗ {row.what:{width}}  {rank!s:>4}  {row.error:9.1e}  {_ratio(row, table.world_size)}".rstrip())
+    if right:
+        lines.append(f"  right: {len(right)} other{'s' * (len(right) != 1)}, largest error {max(right):.1e}")
+    return lines
+
+
+def _ratio(row: Row, n: int) -> str:
+    if row.allowed is None:
+        return "kink"
+    return "not finite" if math.isinf(row.error) else ratio_in_words(row.ratio, n)
+
+
+def ratio_in_words(ratio: float | None, n: int, near: float = 1e-3) -> str:
+    """Return a ratio as a number, and what it is in terms of N, as far as it is near enough."""
+    if ratio is None:
+        return "no multiple"
+    named = {1.0: "", 1.0 * n: " = N", 1.0 / n: " = 1/N", 1.0 * n * n: " = N²", 1.0 / n / n: " = 1/N²"} if n > 1 else {}
+    word = next((word for value, word in named.items() if math.isclose(ratio, value, rel_tol=near)), "")
+    return f"{ratio:.4g}{word}"
+
+
+def _wrapped(text: str) -> str:
+    """Indent each line, and wrap it with a deeper indent."""
+    found = []
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        found += textwrap.wrap(
+            line.strip(), 110, initial_indent=indent, subsequent_indent=indent + "  ", break_long_words=False
+        )
+    return "\n".join(found)
+
+
+def _indented(text: str) -> str:
+    return text.rstrip().replace("\n", "\n  ")

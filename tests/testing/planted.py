@@ -1,0 +1,330 @@
+"""Distributed losses with planted bugs of the kinds that published code has, and what they must be called.
+
+The bugs are those of published losses: a gather that cuts the graph or keeps the local slice, a reduction with the
+backward of the identity, statistics of local rows, a mean of means, and so on. Each loss is made by a function that
+returns (distributed, single, further arguments of `assert_matches_single_process`).
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd import Function
+
+import diffcoll as dc
+
+
+def rows_of_all(x):
+    """This rank's first row and the number of rows of all ranks."""
+    sizes = dc.all_gather(torch.tensor([len(x)]))
+    return int(sizes[: dc.get_rank()].sum()), int(sizes.sum())
+
+
+SCALE = torch.nn.Parameter(torch.tensor(2.0, dtype=torch.double))
+
+
+class Temperature(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.3, dtype=torch.double))
+
+
+def clip(gather, scale=lambda s: s):
+    """A CLIP-like loss of each rank's rows against the gathered ones; right under "mean" if the gather is."""
+    module = Temperature()
+
+    def distributed(image, text):
+        first, total = rows_of_all(image)
+        logits = scale(module.scale) * F.normalize(image) @ gather(F.normalize(text)).T
+        target = first + torch.arange(len(image))
+        return F.cross_entropy(logits, target, reduction="sum") * dc.get_world_size() / total
+
+    def single(image, text):
+        logits = module.scale * F.normalize(image) @ F.normalize(text).T
+        return F.cross_entropy(logits, torch.arange(len(image)))
+
+    return distributed, single, {"module": module}
+
+
+def pair(n):
+    return torch.randn(n, 4, dtype=torch.double), torch.randn(n, 4, dtype=torch.double)
+
+
+def one(n):
+    return torch.randn(n, 3, dtype=torch.double)
+
+
+def right_gather(x):
+    return dc.all_gather(x, sizes="auto")
+
+
+# ── the bugs ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def plain_gather(x):
+    blocks = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(blocks, x.contiguous())
+    return torch.cat(blocks)
+
+
+def own_block_kept(x):
+    """open_clip's default: the gathered copies are constants, and the own block is put back."""
+    blocks = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(blocks, x.contiguous())
+    blocks[dist.get_rank()] = x
+    return torch.cat(blocks)
+
+
+class LocalSlice(Function):
+    """The GatherLayer that is copied most: the backward keeps this rank's slice."""
+
+    @staticmethod
+    def forward(ctx, x):
+        blocks = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(blocks, x.contiguous())
+        return torch.cat(blocks)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class WithoutRankZero(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return dc.all_gather(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return dc.reduce_scatter(g if dc.get_rank() else torch.zeros_like(g))
+
+
+class IdentityBackward(Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clone()
+        dist.all_reduce(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+class SameDirection(Function):
+    """A ring step whose backward sends the gradient on, instead of back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return dc.shift(x, 1)
+
+    @staticmethod
+    def backward(ctx, g):
+        return dc.shift(g, 0 if dc.get_world_size() == 2 else 1)
+
+
+class Summed(Function):
+    """Sums the gradient of a parameter that the averager reduces again."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return dc.all_reduce(g)
+
+
+class CubedSum(Function):
+    """(Σ_s x_s)³; the backward is right, but reduces outside of autograd: wrong in second order."""
+
+    @staticmethod
+    def forward(ctx, x):
+        total = dc.all_reduce(x)
+        ctx.save_for_backward(total)
+        return total**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (total,) = ctx.saved_tensors
+        g = g.clone()
+        dist.all_reduce(g)
+        return g * 3 * total**2
+
+
+class MaxLikeSum(Function):
+    """torch.distributed.nn.functional's maximum: the cotangents are reduced by the same operation."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return dc.all_reduce(x, "max")
+
+    @staticmethod
+    def backward(ctx, g):
+        return dc.all_reduce(g, "max")
+
+
+def _sum_of_rows(reduce, power=1):
+    def distributed(x):
+        return reduce(x.sum(0)).sin().sum() / dc.get_world_size() + (x**3).sum()
+
+    def single(x):
+        return (x.sum(0) ** power).sin().sum() + (x**3).sum()
+
+    return distributed, single, {"reduction": "sum"}
+
+
+def _barlow(local):
+    def correlation(a, b, mean):
+        n = mean(torch.ones(1, dtype=a.dtype))
+        a, b = (z - mean(z) / n for z in (a, b))
+        a, b = (z / (mean(z**2) / n).sqrt() for z in (a, b))
+        return a.T @ b
+
+    def loss(c):
+        return ((c - torch.eye(len(c), dtype=c.dtype)) ** 2).sum()
+
+    def distributed(a, b):
+        def of_rank(z):
+            return z.expand(len(a), 1).sum(0) if z.dim() == 1 else z.sum(0)
+
+        def of_all(z):
+            return dc.all_reduce(of_rank(z))
+
+        total = of_all(torch.ones(1, dtype=a.dtype))
+        return loss(dc.all_reduce(correlation(a, b, of_rank if local else of_all)) / total)
+
+    def single(a, b):
+        n = torch.full((1,), float(len(a)), dtype=a.dtype)
+        return loss(correlation(a, b, lambda z: n if z.dim() == 1 else z.sum(0)) / n)
+
+    return distributed, single, {}
+
+
+def _mean_of_means():
+    def loss(x):
+        return (x**2).sum(1).mean()
+
+    return loss, loss, {}
+
+
+def _detached_on_one_rank():
+    def gather(x):
+        return right_gather(x.detach() + 0 * x.sum() if dc.get_rank() == 1 else x)
+
+    return clip(gather)
+
+
+def _nan_on_empty():
+    def single(x):
+        return (x**2).mean()
+
+    def distributed(x):
+        _, total = rows_of_all(x)
+        return (x**2).mean() * len(x) * dc.get_world_size() / total
+
+    return distributed, single, {}
+
+
+def _ring_sum():
+    def distributed(x):
+        y = SameDirection.apply(x)
+        return (x * y.sin()).sum()
+
+    def single(x):
+        n = len(x) // 4
+        y = x.roll(4, 0) if n > 1 else x
+        return (x * y.sin()).sum()
+
+    return distributed, single, {"reduction": "sum"}
+
+
+EVEN = {2: [(4, 4)], 3: [(4, 4, 4)]}
+UNEVEN = {2: [(4, 4), (5, 3)], 3: [(3, 3, 3), (5, 3, 1)]}
+EMPTY = {2: [(4, 4), (5, 3), (8, 0)], 3: [(4, 4, 4), (5, 3, 1), (5, 0, 3)]}
+
+#: name: (the loss, its batch, its sizes by N, the cause that must be named, words of it)
+PLANTED = {
+    "plain gather": (lambda: clip(plain_gather), pair, EVEN, "graph cut", "text: the gradient is zero on every"),
+    "own block kept": (
+        lambda: _whole(own_block_kept),
+        pair,
+        EVEN,
+        "no reduction",
+        'exact under "sum", scale exact under "mean": no reduction is right',
+    ),
+    "local slice": (lambda: clip(LocalSlice.apply), pair, EVEN, "local slice", "text: it is the derivative of the"),
+    "not reduced": (lambda: _sum_of_rows(IdentityBackward.apply), one, EVEN, "not reduced", "x: it is the derivative"),
+    "rank missing": (
+        lambda: clip(WithoutRankZero.apply),
+        pair,
+        EVEN,
+        "rank missing",
+        "text: it lacks the loss of rank",
+    ),
+    "ranks swapped": (_ring_sum, one, EVEN, "ranks swapped", "rank [12] has that of rank 0"),
+    "detached on rank 1": (_detached_on_one_rank, pair, EVEN, "graph cut", "text: the gradient is zero on rank 1"),
+    "N times": (
+        lambda: clip(right_gather, Summed.apply),
+        pair,
+        UNEVEN,
+        "reduced twice",
+        "scale: under .mean. [23] = N times the right gradient",
+    ),
+    "local statistics": (lambda: _barlow(True), pair, EVEN, "local statistics", "right if all ranks have the same"),
+    "mean of means": (_mean_of_means, one, UNEVEN, "mean of local means", "x: off by"),
+    "equal blocks": (
+        lambda: clip(dc.all_gather),
+        pair,
+        UNEVEN,
+        "raised",
+        "and none with equal ranks",
+    ),
+    "not finite": (_nan_on_empty, one, EMPTY, "not finite", "on rank 1; rank 1 has no rows"),
+    "second order": (
+        lambda: _with(_sum_of_rows(CubedSum.apply, 3), order=2),
+        one,
+        EVEN,
+        "second order",
+        "the second order is wrong for x",
+    ),
+    "maximum like a sum": (lambda: _maximum(), one, EVEN, "wrong in direction", "x: no multiple"),
+}
+
+
+def _with(planted, **more):
+    distributed, single, arguments = planted
+    return distributed, single, {**arguments, **more}
+
+
+def _maximum():
+    def distributed(x):
+        y = MaxLikeSum.apply(x.amax(0))
+        return (dc.get_rank() + 1) * y.sin().sum()
+
+    def single(x):
+        n = {8: 2, 12: 3}[len(x)]
+        return n * (n + 1) / 2 * x.amax(0).sin().sum()
+
+    return distributed, single, {"reduction": "sum"}
+
+
+def _whole(gather):
+    """open_clip's default: every rank returns the loss of the whole batch."""
+    module = Temperature()
+
+    def distributed(image, text):
+        image, text = gather(F.normalize(image)), gather(F.normalize(text))
+        return F.cross_entropy(module.scale * image @ text.T, torch.arange(len(image)))
+
+    def single(image, text):
+        return F.cross_entropy(module.scale * F.normalize(image) @ F.normalize(text).T, torch.arange(len(image)))
+
+    return distributed, single, {"module": module}
+
+
+#: Right code, which must not be flagged.
+RIGHT = {
+    "clip": (lambda: clip(right_gather), pair),
+    "barlow": (lambda: _barlow(False), pair),
+    "sum of rows": (lambda: _sum_of_rows(dc.all_reduce), one),
+}

@@ -1,0 +1,223 @@
+"""Random programs for the check of gradients, right ones and ones with a wrong backward rule in one place.
+
+A program is a list of steps that the rows of a batch go through. On one rank each collective in it is its N = 1 case,
+so the program itself is what one process computes. A wrong rule changes the backward alone, and only for N > 1.
+"""
+
+import random
+
+import torch
+
+import diffcoll as dc
+
+WIDTH = 3
+
+
+# ── rules: what a collective's backward does with the gradient ───────────────────────────────────────────
+
+
+class Ruled(torch.autograd.Function):
+    """The identity, whose backward is a rule."""
+
+    @staticmethod
+    def forward(ctx, x, rule):
+        ctx.rule = rule
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.rule(g), None
+
+
+def _masked(g, kept):
+    return g * float(kept)
+
+
+#: name: a rule for the gradient at a tensor; N = 1 is left right.
+WRONG = {
+    "twice": lambda g: 2 * g,
+    "times N": lambda g: g * dc.get_world_size(),
+    "divided by N": lambda g: g / dc.get_world_size(),
+    "zero": lambda g: 0 * g,
+    "zero on rank 0": lambda g: _masked(g, dc.get_rank() != 0),
+    "zero on the last rank": lambda g: _masked(g, dc.get_rank() != dc.get_world_size() - 1),
+    "by rank": lambda g: g * (1 + dc.get_rank()),
+    "negative on rank 1": lambda g: g * (-1 if dc.get_rank() == 1 else 1),
+    "one element": lambda g: g * (1 + 0.1 * (torch.arange(g.numel()).view(g.shape) == g.numel() - 1)),
+    "one column": lambda g: g * (torch.arange(g.shape[-1]) > 0),
+    "flipped": lambda g: g.flip(-1),
+    "summed": lambda g: g.sum(-1, keepdim=True).expand_as(g),
+}
+#: Rules for tensors of the same shape on all ranks, in whose place the gradient of another rank can stand.
+WRONG_BETWEEN = {
+    "reduced again": lambda g: dc.all_reduce(g),
+    "maximum": lambda g: dc.all_reduce(g, "max"),
+    "mean": lambda g: dc.all_reduce(g, "mean"),
+    "of the next rank": lambda g: dc.shift(g, 1),
+    "of rank 0": lambda g: dc.broadcast(g),
+}
+
+
+class Apart(torch.autograd.Function):
+    """A sum or gather whose backward is that of this rank alone."""
+
+    @staticmethod
+    def forward(ctx, x, call, rank_alone):
+        ctx.rank_alone, ctx.rows = rank_alone, len(x)
+        return call(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.rank_alone(g, ctx.rows), None, None
+
+
+def _own_rows(g, rows):
+    sizes = dc.all_gather(torch.tensor([rows]))
+    return g[int(sizes[: dc.get_rank()].sum()) :][:rows]
+
+
+# ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Program:
+    """A program drawn from a seed; wrong: the place of a wrong rule, and a number that selects it."""
+
+    def __init__(self, seed, wrong=None, module=None):
+        self.seed, self.wrong = seed, wrong
+        rng = random.Random(seed)
+        self.steps = [rng.choice(list(STEPS)) for _ in range(rng.randint(1, 3))]
+        self.loss = rng.choice(list(LOSSES))
+        generator = torch.Generator().manual_seed(seed)
+        self.module = module or torch.nn.ParameterList(
+            torch.randn(WIDTH, WIDTH, dtype=torch.double, generator=generator) / 2 for _ in self.steps
+        )
+        self.places = 0
+
+    def __repr__(self):
+        return f"Program(seed={self.seed}, wrong={self.wrong}): {', '.join(self.steps)}; {self.loss}"
+
+    def count_places(self, batch):
+        """Return the number of places in which a wrong rule may stand."""
+        with torch.no_grad():
+            self(*batch)
+        return self.places
+
+    def __call__(self, x, labels):
+        self.places = 0
+        for step, weight in zip(self.steps, self.module, strict=True):
+            x = STEPS[step](self, self.at(x), self.at(weight, shared=True), labels)
+        return LOSSES[self.loss](self, x, labels)
+
+    def at(self, x, shared=False):
+        """A place in which a wrong rule may stand."""
+        place, self.places = self.places, self.places + 1
+        if self.wrong is None or self.wrong[0] != place or dc.get_world_size() == 1:
+            return x
+        rules = {**WRONG, **(WRONG_BETWEEN if shared else {})}
+        rule = rules[list(rules)[self.wrong[1] % len(rules)]]
+        return Ruled.apply(x, rule)
+
+    def reduced(self, x, op="sum"):
+        """A reduction of tensors of the same shape; the sum may have the backward of the identity."""
+        place, self.places = self.places, self.places + 1
+        if self.wrong is not None and self.wrong[0] == place and dc.get_world_size() > 1:
+            rules = [lambda g, _: g, lambda g, _: dc.all_reduce(g, "max"), lambda g, _: dc.shift(dc.all_reduce(g) + g)]
+            y = Apart.apply(x, lambda x: dc.all_reduce(x.clone(), op), rules[self.wrong[1] % 3])
+        else:
+            y = dc.all_reduce(x, op)
+        return self.at(y, shared=True)
+
+    def gathered(self, x):
+        """All rows; the backward may be this rank's slice, or nothing."""
+        place, self.places = self.places, self.places + 1
+        if self.wrong is not None and self.wrong[0] == place and dc.get_world_size() > 1:
+            rules = [_own_rows, lambda g, rows: 0 * _own_rows(g, rows), lambda g, rows: 0 * _own_rows(g, rows) + 1]
+            y = Apart.apply(x, lambda x: dc.all_gather(x, sizes="auto"), rules[self.wrong[1] % 3])
+        else:
+            y = dc.all_gather(x, sizes="auto")
+        return self.at(y, shared=True)
+
+    def count(self, x):
+        """The number of rows of all ranks."""
+        return dc.all_reduce(torch.tensor(float(len(x)), dtype=x.dtype))
+
+
+def _linear(program, x, weight, labels):
+    return (x @ weight).tanh()
+
+
+def _normalized(program, x, weight, labels):
+    n = program.count(x)
+    centered = x - program.reduced(x.sum(0)) / n
+    variance = program.reduced((centered**2).sum(0)) / n
+    return centered / (variance + 0.1).sqrt() @ weight
+
+
+def _attention(program, x, weight, labels):
+    keys = program.gathered(x @ weight)
+    return (x @ keys.T).softmax(1) @ keys
+
+
+def _of_the_same_label(program, x, weight, labels):
+    same = labels[:, None] == dc.all_gather(labels, sizes="auto")
+    rows = program.gathered(x)
+    return x + (same.to(x.dtype) / same.sum(1, keepdim=True)) @ rows @ weight
+
+
+def _maximum(program, x, weight, labels):
+    low = torch.full((1, WIDTH), -1e3, dtype=x.dtype)
+    return x * program.reduced(torch.cat([x @ weight, low]).amax(0), "max").sin()
+
+
+def _logsumexp(program, x, weight, labels):
+    low = torch.full((1, WIDTH), -1e3, dtype=x.dtype)
+    return x + program.reduced(torch.cat([x @ weight, low]).logsumexp(0), "logsumexp")
+
+
+def _product(program, x, weight, labels):
+    return x + program.reduced((1 + (x @ weight).tanh() / 4).prod(0), "product").sin()
+
+
+def _scatter(program, x, weight, labels):
+    outer = program.reduced(x.T @ x) / program.count(x)
+    return x @ (outer + weight).tanh()
+
+
+STEPS = {
+    "linear": _linear,
+    "normalized": _normalized,
+    "attention": _attention,
+    "same label": _of_the_same_label,
+    "maximum": _maximum,
+    "logsumexp": _logsumexp,
+    "product": _product,
+    "scatter matrix": _scatter,
+}
+
+
+def _mean_square(program, x, labels):
+    return (program.at(x) ** 3).sum() / program.count(x)
+
+
+def _contrastive(program, x, labels):
+    n, first = program.count(x), int(dc.scan(torch.tensor([len(x)]), exclusive=True))
+    logits = x @ program.gathered(x.sin()).T
+    return torch.nn.functional.cross_entropy(logits, first + torch.arange(len(x)), reduction="sum") / n
+
+
+def _global_mean(program, x, labels):
+    n = dc.global_mean(float(len(x))) * dc.get_world_size()
+    return (program.at(x).exp() * (1 + labels[:, None])).sum() / n
+
+
+def _of_statistics(program, x, labels):
+    mean = program.reduced((x**2).sum(0)) / program.count(x)
+    return (x * mean.sin()).sum() + (mean**2).sum() / dc.get_world_size()
+
+
+LOSSES = {
+    "cubes": _mean_square,
+    "contrastive": _contrastive,
+    "global mean": _global_mean,
+    "of statistics": _of_statistics,
+}
