@@ -22,13 +22,14 @@ __all__ = ["TRAINING", "checked"]
 
 TRAINING = "digits"
 _VERIFIED = (*COLLECTIVES, TRAINING)
-_MEASURED = (*COLLECTIVES, "trees", "overlap", "averager")
+_MEASURED = (*COLLECTIVES, "trees", "overlap", "averager", "simulate")
 
 
 def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the checked options; exits with status 2 if one is wrong or a package is missing."""
     parser = argparse.ArgumentParser(
-        prog="diffcoll", description="verify: are the gradients right? bench: what do they cost?"
+        prog="diffcoll",
+        description="verify: are the library's gradients right? check: are those of my code? bench: what do they cost?",
     )
     parser.add_argument("--version", action="version", version=f"diffcoll {diffcoll.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -43,6 +44,8 @@ def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--json", type=_file, metavar="FILE")
     add("--html", type=_file, metavar="FILE", help="one self-contained page")
 
+    check = _check_parser(commands)
+
     bench = commands.add_parser("bench", help="time, bytes and memory of forward + backward, next to PyTorch's own")
     add = bench.add_argument
     add("names", nargs="*", type=_name(_MEASURED), metavar="NAME", help=f"of {', '.join(_MEASURED)}; default: all")
@@ -55,6 +58,9 @@ def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.command == "bench":
         options.names = options.names + options.only or [*_MEASURED]
         options.launched, command = None, bench
+    elif options.command == "check":
+        _check_options(options, check)
+        return options
     else:
         options.names = options.only or [*_VERIFIED]
         options.launched, command = launcher(options.engine), verify
@@ -68,6 +74,100 @@ def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
     if "mpi" in (options.engine, options.launched):
         _need(command, "mpi4py", "mpi")
     return options
+
+
+#: The text of `diffcoll check --help` above and below its options.
+_CHECK = """\
+Check that a function which runs on several ranks has right gradients. It may use diffcoll or torch.distributed.
+
+With --against, the ranks are compared with the same loss or layer on one process, which gets the whole batch: its
+value, the gradients of the inputs and of the parameters (--module), and the buffers. Without it, backward is compared
+with finite differences of the sum of all ranks' losses, which need float64 (or --double).
+
+A wrong result names the cause, the usual bug behind it, and the line of code that loses a gradient."""
+
+_CHECK_EXAMPLE = """\
+example, loss.py:
+
+  import torch, diffcoll as dc
+
+  def variance(x):             # of the rows of all ranks; x has this rank's rows
+      total, count = dc.all_reduce((x.sum(0), torch.full((1,), len(x), dtype=x.dtype)))
+      return ((x - total / count) ** 2).sum() / count.squeeze()
+
+  def reference(x):            # the same on one process
+      return x.var(0, unbiased=False).sum()
+
+  def batch(rows):             # the arguments of both, here of one
+      return torch.randn(rows, 3, dtype=torch.float64)
+
+  diffcoll check loss:variance
+  diffcoll check loss:variance --against reference --reduction sum --html report.html
+
+exit status: 0 if all is right, 1 if something is wrong, 2 if an argument is wrong or the function cannot be run"""
+
+
+def _check_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    check = commands.add_parser(
+        "check",
+        help="check the gradients of your own distributed function",
+        description=_CHECK,
+        epilog=_CHECK_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _check_names(check.add_argument)
+    _check_runs(check.add_argument)
+    return check
+
+
+def _check_names(add: Callable[..., object]) -> None:
+    """Add the arguments that name something in the user's code."""
+    target = "package.module:name or path/to/file.py:name of a function; the current directory is searched first"
+    against = "the function on one process; module:name, file.py:name, or a name in TARGET's module, as the next two"
+    batch = (
+        "a function of a number of rows that returns data with so many rows: a tensor, a tuple (positional arguments) "
+        "or a dict (keyword arguments). Called with the rows of all ranks if there is --against, else once for each "
+        "rank; it must not seed. Default: `batch` in TARGET's module"
+    )
+    module = (
+        "the nn.Module, or the list of parameters, that the function uses: their gradients are compared too. Default: "
+        "TARGET, if it is an nn.Module"
+    )
+    add("target", metavar="TARGET", help=target)
+    add("--against", metavar="NAME", help=against)
+    add("--batch", metavar="NAME", help=batch)
+    add("--module", metavar="NAME", help=module)
+
+
+def _check_runs(add: Callable[..., object]) -> None:
+    """Add the arguments that say what is run, and where the result goes."""
+    sizes = "the rows of each rank, for each run; default: 4,4 5,3 5,0,3"
+    on = "simulated, and backends for real processes: gloo, mpi, nccl; default: simulated gloo"
+    reduction = (
+        "with --against: what is done with the losses and gradients of the ranks afterwards. mean: averaged, as by "
+        "DDP; sum: summed; any: one of the two must be right. Default: mean"
+    )
+    add("--sizes", type=_rows, nargs="+", metavar="ROWS", help=sizes)
+    add("--on", type=_ranks, nargs="+", metavar="RANKS", help=on)
+    add("--reduction", choices=("mean", "sum", "any"), help=reduction)
+    add("--order", type=int, choices=(1, 2), default=1, help="2: check second-order gradients too")
+    add("--double", action="store_true", help="convert the batch and the module to float64, or complex128")
+    add("--seed", type=_number(0), default=0, help="of all random numbers: module, batch, ranks")
+    add("--html", type=_file, metavar="FILE", help="one self-contained page, with a picture of the errors")
+
+
+def _check_options(options: argparse.Namespace, command: argparse.ArgumentParser) -> None:
+    if options.reduction and not options.against:
+        got = f"argument --reduction: got {options.reduction!r} without --against"
+        command.error(f"{got}, expected both; --against names the function on one process")
+    if launcher(None):
+        got = "got the environment of a launcher, such as WORLD_SIZE"
+        command.error(f"{got}, expected none: the ranks are those of --on; run it without torchrun or mpiexec")
+    options.on = list(dict.fromkeys(options.on or ["simulated", "gloo"]))
+    _need(command, "rich", "test")
+    _need(command, "cloudpickle", "test")
+    if "mpi" in options.on:
+        _need(command, "mpi4py", "mpi")
 
 
 def _need(command: argparse.ArgumentParser, module: str, extra: str) -> None:
@@ -102,6 +202,21 @@ def _name(known: Sequence[str]) -> Callable[[str], str]:
 def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
     one = _name(known)
     return lambda text: list(dict.fromkeys(one(word.strip()) for word in text.split(",") if word.strip()))
+
+
+def _rows(text: str) -> tuple[int, ...]:
+    try:
+        rows = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        rows = ()
+    if not any(rows) or min(rows) < 0:
+        expected = "the rows of each rank, such as 4,4 or 5,0,3, not negative, not all zero"
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
+    return rows
+
+
+def _ranks(text: str) -> str:
+    return text if text in ("simulated", "mpi") else _backend(text)
 
 
 def _backend(text: str) -> str:

@@ -15,6 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from diffcoll.cli.page import document
+
 __all__ = ["TOLERANCE", "Outcome", "Row", "Training", "memory_of_process", "page", "progress", "show", "wide_console"]
 
 #: Tolerance: the largest relative error at which a collective passes.
@@ -183,17 +185,6 @@ def _verdict(outcome: Outcome) -> str:
 
 # ── the page ─────────────────────────────────────────────────────────────────────────────────────────────
 
-_STYLE = """
-:root { color-scheme: light dark; --line: #8884; --right: #1a7f37; --wrong: #cf222e; --none: #8888 }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse; width: 100% } caption { text-align: left; padding: .5rem 0; color: GrayText }
-th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top }
-tbody th { font-weight: 600 } td.call { font-family: ui-monospace, monospace; font-size: 13px }
-td.n { white-space: nowrap; font: 13px ui-monospace, monospace }
-.right { color: var(--right) } .wrong { color: var(--wrong) } .none { color: var(--none) }
-svg { width: 100%; max-width: 44rem } svg text { font: 12px system-ui; fill: currentColor }
-"""
-
 
 def page(rows: list[Row], training: Training | None, about: str) -> str:
     """Return the page as HTML, without references to other files."""
@@ -210,28 +201,19 @@ def page(rows: list[Row], training: Training | None, about: str) -> str:
         cells = [f'<td class="n {_verdict(o)}">{html.escape(_text(o))}' for o in outcomes]
         call = f'<td class="call">{html.escape(row.call)}<td class="n">{row.sizes}'
         body.append(f"<tr><th>{html.escape(name)}{call}{''.join(cells)}")
-    return f"""<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>diffcoll verify</title>
-<style>{_STYLE}</style>
-<h1>diffcoll verify</h1>
-<p class="{"wrong" if failed else "right"}"><strong>{verdict}.</strong>
-<p>Rank r computes a loss ℓ<sub>r</sub>; the objective is their sum. Each call ran on real processes with data and
-cotangents that differ on every rank. Each cell has three numbers: the relative errors of the output, the gradient and
-a second-order gradient, against reference gradients that PyTorch derives with all ranks in one autograd graph. Rows jvp
-(forward mode) have two: output and tangent. Rows compiled (torch.compile(fullgraph=True)) have two: output and
-gradient. The columns of PyTorch's own collectives hold for torch {html.escape(torch.__version__)}.
+    text = f"""<p>Rank r computes a loss ℓ<sub>r</sub>; the objective is their sum. Each call ran on real processes with
+data and cotangents that differ on every rank. Each cell has three numbers: the relative errors of the output, the
+gradient and a second-order gradient, against reference gradients that PyTorch derives with all ranks in one autograd
+graph. Rows jvp (forward mode) have two: output and tangent. Rows compiled (torch.compile(fullgraph=True)) have two:
+output and gradient. The columns of PyTorch's own collectives hold for torch {html.escape(torch.__version__)}.
 <table>
 <caption>{html.escape(about)}</caption>
 <thead><tr><th>collective<th>call<th>N{head}
 <tbody>
 {chr(10).join(body)}
 </table>
-{_section(training) if training else ""}
-</html>
-"""
+{_section(training) if training else ""}"""
+    return document("diffcoll verify", verdict, not failed, text)
 
 
 def _section(training: Training) -> str:

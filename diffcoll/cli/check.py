@@ -1,0 +1,316 @@
+"""`diffcoll check`: check the gradients of a user's function, against one process or against finite differences."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor, nn
+
+from diffcoll.cli.check_page import page
+from diffcoll.cli.named import NotUsableError, called, named, place
+from diffcoll.core._torch import tree_flatten
+from diffcoll.core.errors import is_users_file
+from diffcoll.engines.process_state import seed_rank
+from diffcoll.testing.gradients import assert_matches_single_process, check_gradients
+from diffcoll.testing.harness.matching import refuse_equal_ranks
+from diffcoll.testing.harness.report import GradientMismatchError, Report, Table
+from diffcoll.testing.spawn import RanksFailedError
+
+__all__ = ["run"]
+
+_DEFAULTS = inspect.signature(assert_matches_single_process).parameters
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    path = list(sys.path)
+    try:
+        seed_rank(options.seed, 0)
+        subject = _subject(options)
+        seed_rank(options.seed, 0)  # so the data do not depend on what the import drew
+        try:
+            report = _against(subject, options) if options.against else _alone(subject, options)
+        except GradientMismatchError as error:
+            report = error.report
+    except (Exception, SystemExit) as error:  # a function that ends the program has not been checked
+        print(f"diffcoll check: error: {_in_words(error)}", file=sys.stderr)
+        return 2
+    finally:
+        sys.path[:] = path
+    written = not options.html or _written(options, report)
+    _show(report)
+    return 2 if not written else 0 if report.ok else 1
+
+
+# ── what is checked ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What the command line names."""
+
+    fn: Callable[..., Any]
+    #: The function on one process, or None.
+    single: Callable[..., Any] | None
+    module: Any
+    batch: Callable[[int], Any]
+    sizes: Sequence[tuple[int, ...]]
+
+
+def _subject(options: argparse.Namespace) -> _Subject:
+    home, fn = named(options.target, "TARGET")
+    _expect_function(fn, "TARGET", options.target)
+    single = module = None
+    if options.against:
+        _, single = named(options.against, "--against", home)
+        _expect_function(single, "--against", options.against)
+    if options.module:
+        _, module = named(options.module, "--module", home)
+        module = list(module) if isinstance(module, Iterator) else module  # such as model.parameters()
+    else:
+        module = _own_module(fn, single)
+    if not options.batch and not hasattr(home, "batch"):
+        remedy = (
+            f"define it, such as `def batch(rows): return torch.randn(rows, 3)` for {called(fn)}(x), or pass --batch"
+        )
+        expected = f"a function `batch` in {place(home)}, of a number of rows"
+        raise NotUsableError("--batch", "nothing", expected, remedy)
+    _, batch = named(options.batch or "batch", "--batch", home)
+    _expect_function(batch, "--batch", options.batch or "batch")
+    if options.double:
+        for tensor in _tensors(module):  # in place, since the function may refer to them
+            tensor.data = tensor.data.to(_double(tensor.dtype))
+    sizes = options.sizes or _DEFAULTS["sizes"].default
+    return _Subject(fn, single, module, functools.partial(_data, fn, batch, options.double), sizes)
+
+
+def _expect_function(found: Any, argument: str, text: str) -> None:
+    if inspect.isclass(found):
+        remedy = "name an instance, or a function that makes one and calls it"
+        raise NotUsableError(argument, f"the class {text!r}", "a function", remedy)
+    if not callable(found):
+        raise NotUsableError(argument, f"{text!r}, of type {type(found).__name__}", "a function")
+
+
+def _own_module(fn: Any, single: Any) -> nn.Module | None:
+    """Return the function itself if it is a module whose gradients can be compared."""
+    if not isinstance(fn, nn.Module):
+        return None
+    if single in (None, fn):
+        return fn
+    if any(p.requires_grad for p in fn.parameters()):
+        expected = "the module or the parameters that TARGET and --against share"
+        raise NotUsableError("--module", "nothing, for a TARGET with parameters", expected)
+    return None
+
+
+def _data(fn: Callable[..., Any], batch: Callable[[int], Any], double: bool, rows: int) -> Any:
+    """Return the user's batch, as arguments that fn can be called with."""
+    found = batch(rows)
+    if double:
+        leaves, rebuild = tree_flatten(found)
+        found = rebuild([leaf.to(_double(leaf.dtype)) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    args, kwargs = _arguments(found)
+    signature = _signature(fn)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        words = [type(a).__name__ for a in args] + [f"{key}={type(a).__name__}" for key, a in kwargs.items()]
+        expected = f"the arguments of {called(fn)}{signature}"
+        remedy = f"{error}; return a tuple of positional or a dict of keyword arguments"
+        got = f"({', '.join(words)}) from {called(batch)}({rows})"
+        raise NotUsableError("--batch", got, expected, remedy) from None
+    return found
+
+
+def _signature(fn: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
+    except ValueError:  # a builtin has none
+        return inspect.signature(lambda *args, **kwargs: None)
+
+
+def _arguments(part: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(part, (tuple, list)) and not hasattr(part, "_fields"):
+        return tuple(part), {}
+    return ((), part) if isinstance(part, dict) else ((part,), {})
+
+
+def _double(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else torch.complex128 if dtype.is_complex else dtype
+
+
+def _tensors(module: Any) -> list[Tensor]:
+    """Return the tensors of a module or a list; what is neither is refused by the check."""
+    if isinstance(module, nn.Module):
+        return [*module.parameters(), *module.buffers()]
+    return [x for x in module if isinstance(x, Tensor)] if isinstance(module, Iterable) else []
+
+
+# ── the checks ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _against(subject: _Subject, options: argparse.Namespace) -> Report:
+    assert subject.single is not None
+    return assert_matches_single_process(
+        subject.fn,
+        subject.single,
+        subject.batch,
+        module=subject.module,
+        sizes=subject.sizes,
+        reduction=options.reduction or _DEFAULTS["reduction"].default,
+        order=options.order,
+        on=options.on,
+        seed=options.seed,
+    )
+
+
+def _alone(subject: _Subject, options: argparse.Namespace) -> Report:
+    """Check with finite differences; returns one report for all kinds and sizes of ranks."""
+    calls = {rows: _Calls([subject.batch(k) for k in rows], subject) for rows in subject.sizes}
+    tables: list[Table] = []
+    reports: list[Report] = []
+    wrong: dict[tuple[int, ...], str] = {}
+    for kind in options.on:
+        for rows, each in calls.items():
+            of_rows = f", rows {', '.join(map(str, rows))}"
+            table = Table(f"{kind}, {len(rows)} rank{'s' * (len(rows) != 1)}{of_rows}", len(rows))
+            if rows in wrong:
+                tables.append(replace(table, skipped=f"wrong already on {wrong[rows]} ranks"))
+                continue
+            try:
+                found = each.report(options.order, kind, options.seed)
+            except Exception as error:
+                if not tables:
+                    raise
+                tables.append(replace(table, raised=_in_words(error)))
+                wrong[rows] = kind
+                continue
+            tables += [replace(t, title=t.title + of_rows) for t in found.tables]
+            reports.append(found)
+            if not found.ok:
+                wrong[rows] = kind
+
+    def merged(entries: Iterable[Sequence[Any]]) -> tuple[Any, ...]:
+        return tuple(dict.fromkeys(entry for of_one in entries for entry in of_one))
+
+    causes, cuts, notes = (merged(getattr(r, name) for r in reports) for name in ("causes", "cuts", "notes"))
+    return Report("check_gradients", tuple(tables), causes, cuts, notes)
+
+
+class _Calls:
+    """The calls of all ranks for one run of `check_gradients`, with what it refuses in terms of the command line."""
+
+    def __init__(self, parts: list[Any], subject: _Subject) -> None:
+        given = [_arguments(part) for part in parts]
+        shapes = {(len(args), *sorted(kwargs)) for args, kwargs in given}
+        if len(shapes) > 1:
+            raise NotUsableError("--batch", "other arguments on other ranks", "the same on all ranks")
+        _expect_double("--batch", [leaf for part in parts for leaf in tree_flatten(part)[0]])
+        _expect_double("--module", _tensors(subject.module))
+        try:
+            refuse_equal_ranks("check", "batch", parts)
+        except ValueError:
+            got, expected = "the same numbers on two ranks", "different ones, since equal ranks hide wrong gradients"
+            remedy = "do not seed in the function: it is called once for each rank, after --seed"
+            raise NotUsableError("--batch", got, expected, remedy) from None
+        names = list(given[0][1])
+        self.fn = _by_position(subject.fn, names) if names else subject.fn
+        self.per_rank = list(zip(*([*args, *(kwargs[n] for n in names)] for args, kwargs in given), strict=True))
+        self.module = subject.module
+
+    def report(self, order: int, on: str, seed: int) -> Report:
+        """Return the report, right or wrong."""
+        try:
+            return check_gradients(self.fn, *self.per_rank, order=order, module=self.module, on=[on], seed=seed)
+        except GradientMismatchError as error:
+            return error.report
+
+
+def _expect_double(argument: str, values: Iterable[Any]) -> None:
+    for x in values:
+        if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and x.dtype != _double(x.dtype):
+            expected = "float64 or complex128, the precision that finite differences need"
+            raise NotUsableError(argument, x.dtype, expected, "pass --double")
+
+
+def _by_position(fn: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """Return fn with these keyword arguments as positional ones, under the same names."""
+
+    @functools.wraps(fn, updated=())
+    def call(*args: Any) -> Any:
+        return fn(**dict(zip(names, args, strict=True)))
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    call.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])  # type: ignore[attr-defined]
+    return call
+
+
+# ── output ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _in_words(error: Exception | SystemExit) -> str:
+    """Return an error without traceback, but with the line of the user's code that raised it."""
+    if isinstance(error, NotUsableError):
+        return str(error)
+    if isinstance(error, RanksFailedError):
+        return "\n".join(f"rank {r}: {_in_report(text)}" for r, text in error.reports.items() if text)
+    what = "".join(traceback.format_exception_only(error)).strip()
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users_file(f.filename)]
+    if not frames:
+        return what
+    return f"{what}\nraised at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}"
+
+
+def _in_report(text: str) -> str:
+    """Return the same for the traceback of a process, or where it hung."""
+    lines = [f"{file}:{line}" for file, line in re.findall(r'File "(.+?)", line (\d+)', text) if is_users_file(file)]
+    if "Traceback" not in text:  # it hung, and the stack begins with the last call, or it died
+        return text.partition("\n")[0] + (f" {lines[0]}" if lines else "")
+    what = text.rpartition('\n  File "')[2].partition("\n")[2]
+    what = re.sub(r"\A(?: .*\n)*", "", what).strip()
+    return what + (f"\nraised at {lines[-1]}" if lines else "")
+
+
+def _written(options: argparse.Namespace, report: Report) -> bool:
+    """Write the page; returns whether it could be written."""
+    try:
+        options.html.write_text(page(report, options.target, _about(options)), encoding="utf-8")
+    except OSError as error:  # the file was writable when the run began
+        print(f"diffcoll check: error: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def _show(report: Report) -> None:
+    """Print the report, in color on a terminal; lines are not wrapped or cut."""
+    console = Console()
+    for line in str(report).splitlines():
+        console.print(Text(line, style=_style(line)), soft_wrap=True)
+
+
+def _style(line: str) -> str:
+    head = line.startswith("── ") or not line.startswith((" ", "✗"))
+    if line.startswith("✗") or (head and line.lower().endswith((": wrong", ": raised"))):
+        return "red"
+    return "green" if head and re.search(": right($|;)", line) else "bold" if line.endswith(" ──") else ""
+
+
+def _about(options: argparse.Namespace) -> str:
+    """Return in words what was compared, and where."""
+    against = f"against {options.against}" if options.against else "against finite differences"
+    more = [f"module {options.module}"] if options.module else []
+    more += ["second order"] if options.order > 1 else []
+    more += [f"on {', '.join(options.on)}", f"torch {torch.__version__}", f"seed {options.seed}"]
+    return f"{options.target} {against}, data from {options.batch or 'batch'}, {', '.join(more)}"

@@ -1,0 +1,428 @@
+"""`diffcoll check`: reports right and wrong functions of the user's, and says what it cannot run."""
+
+import re
+import sys
+from html.parser import HTMLParser
+from inspect import signature
+from pathlib import Path
+
+import pytest
+
+from diffcoll.cli import arguments, check, check_page, main
+from diffcoll.testing.gradients import assert_matches_single_process
+from diffcoll.testing.harness.report import Cause, Report, Row, Table
+
+CODE = """
+import torch, torch.distributed as dist, diffcoll as dc
+
+scale = torch.nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+layer = torch.nn.Linear(3, 2)
+generator = layer.parameters()
+number = 3
+
+
+class Sum(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(3, dtype=torch.float64))
+
+    def forward(self, x):
+        return dc.all_reduce((x * self.w).sum()) ** 2 * (dc.get_rank() + 1)
+
+
+holder = Sum()
+parameters = [scale]
+
+
+def batch(rows):
+    return torch.randn(rows, 3, dtype=torch.float64)
+
+
+def total(x):
+    return dc.all_reduce((x**2).sum()) ** 2 * scale
+
+
+def ends(x):
+    raise SystemExit(0)
+
+
+def whole(x):
+    return (x**2).sum() ** 2 * scale
+
+
+def cut(x):  # "<b>"
+    blocks = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(blocks, x.contiguous())
+    return torch.cat(blocks).sum() ** 2 + (x**2).sum()
+
+
+def times_rank(x, y):
+    return dc.all_reduce((x * y).sum()) ** 2 * (dc.get_rank() + 1)
+
+
+def pair(rows):
+    return batch(rows), batch(rows)
+
+
+def by_name(rows):
+    return {"y": batch(rows), "x": batch(rows)}
+
+
+def single(rows):
+    return torch.randn(rows, 3)
+
+
+def seeded(rows):
+    torch.manual_seed(0)
+    return batch(rows)
+
+
+def layered(x):
+    return dc.all_reduce(layer(x).sum()) ** 2
+
+
+def even_only(x):
+    return (dc.all_gather(x) ** 2).mean()
+
+
+def raises(x):
+    y = helper(x)
+    return y
+
+
+def helper(x):
+    raise KeyError("<lost>\\nand more")
+
+
+def on_processes(x):
+    if dist.is_initialized() and type(dist.group.WORLD).__name__ == "ProcessGroup":
+        raise OSError("real ranks")
+    return dc.all_reduce(x.sum()) ** 2
+
+
+def bad_batch(rows):
+    raise RuntimeError("no data")
+"""
+
+NAME = "user_losses"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The current directory, with a module in it."""
+    (tmp_path / f"{NAME}.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    before, path = set(sys.modules), list(sys.path)
+    yield tmp_path
+    assert sys.path == path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def run(capsys):
+    def run(words, *more):
+        """Return the exit status and the output, on simulated ranks unless the words say otherwise."""
+        where = [] if "--on" in words else ["--on", "simulated"]
+        try:
+            status = main(["check", *words.split(), *where, *map(str, more)])
+        except SystemExit as end:
+            status = end.code
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run
+
+
+# ── right and wrong ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_right_without_a_reference(run):
+    status, out, err = run(f"{NAME}:total --module parameters --order 2")
+    assert (status, err) == (0, "")
+    assert out.startswith("check_gradients: right\n── simulated, 2 ranks, rows 4, 4: right; largest error")
+    for title in ("simulated, 2 ranks, rows 5, 3", "the joint graph of all ranks, rows 5, 0, 3"):
+        assert f"── {title}: right" in out
+    assert "gradient of" not in out
+
+
+def test_right_against_one_process(run):
+    """A name without a module is looked up in that of the function; so is the default of --batch."""
+    status, out, _ = run(f"{NAME}:total --against whole --reduction mean --module parameters")
+    assert status == 0
+    assert out.startswith("assert_matches_single_process, gradients averaged over ranks: right\n")
+    # the default sizes are those of the function, and of the text of --help
+    sizes = signature(assert_matches_single_process).parameters["sizes"].default
+    assert re.findall("simulated, . ranks, rows (.*): right", out) == [", ".join(map(str, s)) for s in sizes]
+    assert f"default: {' '.join(','.join(map(str, s)) for s in sizes)}" in " ".join(run("--help")[1].split())
+
+
+def test_wrong(run, folder):
+    status, out, err = run(f"{NAME}.py:cut --sizes 2,2", "--html", folder / "page.html")
+    assert (status, err) == (1, "")
+    assert re.search(r"^✗ gradient of x +0 ", out, re.MULTILINE)
+    line = CODE[: CODE.index("dist.all_gather(")].count("\n") + 1
+    assert f"all_gather at {folder}/{NAME}.py:{line} cuts the graph" in out
+    page = (folder / "page.html").read_text()
+    assert "1 of 1 run wrong" in page
+    assert f"{NAME}.py:{line} cuts the graph" in page
+    assert f"{NAME}.py:cut against finite differences" in page
+
+
+def test_wrong_against_one_process(run):
+    status, out, _ = run(f"{NAME}:total --against whole --reduction sum --module parameters --sizes 2,2")
+    assert status == 1
+    assert "gradients summed over ranks: WRONG" in out
+    assert "── diagnosis ──" in out
+
+
+def test_raised_after_the_first_run(run):
+    """An error with uneven ranks is a result; others are still run."""
+    status, out, _ = run(f"{NAME}:even_only --sizes 2,2 2,1 1,1")
+    assert status == 1
+    assert "── simulated, 2 ranks, rows 2, 2: right" in out
+    assert "── simulated, 2 ranks, rows 2, 1: raised\n  diffcoll.core.errors.CollectiveMismatchError: " in out
+    assert f"{NAME}.py:{CODE[: CODE.index('(dc.all_gather')].count(chr(10)) + 1}, in even_only: return (dc." in out
+    assert "── simulated, 2 ranks, rows 1, 1: right" in out
+
+
+def test_real_processes(run):
+    """What is wrong on simulated ranks is not run again; on processes, an error of one rank is one of the run."""
+    status, out, _ = run(f"{NAME}:on_processes --sizes 2,2 --on simulated gloo")
+    assert status == 1
+    assert "── simulated, 2 ranks, rows 2, 2: right" in out
+    assert "── gloo, 2 ranks, rows 2, 2: raised\n  rank 0: OSError: real ranks\n  raised at " in out
+    status, out, _ = run(f"{NAME}:cut --sizes 2,2 --on simulated gloo")
+    assert (status, out.count("gloo, 2 ranks, rows 2, 2: not run: wrong already on simulated ranks")) == (1, 1)
+
+
+# ── the user's data and modules ──────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("words", "compared"),
+    [
+        ("times_rank --batch pair", ["x", "y"]),
+        ("times_rank --batch by_name", ["x", "y"]),
+        ("times_rank --batch by_name --against times_rank", ["x", "y"]),
+        ("holder", ["x", "w"]),
+        ("holder.forward --module holder", ["x", "w"]),
+        ("total --batch single --double --module parameters", ["x", "module[0]"]),
+        ("layered --double --module generator", ["x", "module[0]", "module[1]"]),
+        ("layered --double --module layer", ["x", "weight", "bias"]),
+    ],
+)
+def test_data(run, monkeypatch, words, compared):
+    """The forms of a batch, and modules: all tensors get a row."""
+    found = []
+    monkeypatch.setattr(check, "_show", found.append)
+    status, _, err = run(f"{NAME}:{words} --sizes 2,1")
+    assert (status, err) == ("--against" in words, "")  # on one process there is rank 0 alone
+    rows = [row for row in found[0].tables[0].rows if row.what.startswith("gradient")]
+    assert {row.what for row in rows} == {f"gradient of {name}" for name in compared}
+    assert {row.rank for row in rows} == {0, 1}
+
+
+def test_a_file_in_a_package(run, folder):
+    package = folder / "elsewhere" / "losses_of_user"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "data.py").write_text("import torch\ndef batch(rows): return torch.randn(rows).double()\n")
+    (package / "main.py").write_text("from .data import batch\ndef f(x): return (x**2).sum()\n")
+    assert run(f"{package}/main.py:f --sizes 2,1")[0] == 0
+
+
+def test_the_seed(run, monkeypatch):
+    shown = []
+    monkeypatch.setattr(check, "_show", lambda report: shown.append(report.tables[0].rows))
+    for seed in ("", "", "--seed 1"):
+        assert run(f"{NAME}:total --sizes 2,2 --module parameters {seed}")[0] == 0
+    assert shown[0] == shown[1] != shown[2]
+
+
+# ── what cannot be run ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("total", "argument TARGET: got 'total', expected package.module:name or path/to/file.py:name"),
+        (f"{NAME}:", f"argument TARGET: got '{NAME}:', expected package.module:name or path/to/file.py:name"),
+        (":total", "argument TARGET: got ':total', expected package.module:name"),
+        (".:total", "argument TARGET: got '.:total', expected package.module:name"),
+        ("..mine:total", "argument TARGET: got '..mine:total', expected package.module:name"),
+        ("builtins:sum", "argument --batch: got nothing, expected a function `batch` in builtins, of a number of rows"),
+        ("builtins:summ", "argument TARGET: got 'summ', expected a name in builtins; "),
+        ("nowhere:f", "argument TARGET: got 'nowhere', expected a module that can be imported in /"),
+        ("nowhere.py:f", "nowhere.py, expected a file of Python code; there is none"),
+        (f"{NAME}:totl", f"got 'totl', expected a name in FOLDER/{NAME}.py; did you mean total?"),
+        (f"{NAME}:zzz", "; it has scale, layer, generator, number, Sum, holder, parameters, batch, total, "),
+        (f"{NAME}:number", f"argument TARGET: got '{NAME}:number', of type int, expected a function"),
+        (f"{NAME}:Sum", f"argument TARGET: got the class '{NAME}:Sum', expected a function; name an instance"),
+        (f"{NAME}:total --against whole2", "argument --against: got 'whole2', expected a name in"),
+        (f"{NAME}:total --batch other:f", "argument --batch: got 'other', expected a module"),
+        (f"{NAME}:total --batch number", "argument --batch: got 'number', of type int, expected a function"),
+        (f"{NAME}:total --batch pair", "argument --batch: got (Tensor, Tensor) from pair(4), expected the arguments of "
+            "total(x); too many positional arguments; return a tuple"),
+        (f"{NAME}:holder --batch pair", "expected the arguments of Sum(x); too many positional arguments"),
+        (f"{NAME}:total --batch seeded", "argument --batch: got the same numbers on two ranks, expected different"),
+        (f"{NAME}:total --batch single", "argument --batch: got torch.float32, expected float64 or complex128, the "
+            "precision that finite differences need; pass --double"),
+        (f"{NAME}:total --module layer", "argument --module: got torch.float32, expected float64"),
+        (f"{NAME}:total --module number", "module: got int, expected an nn.Module, or a list of leaf tensors"),
+        (f"{NAME}:holder --against whole", "argument --module: got nothing, for a TARGET with parameters, expected"),
+        (f"{NAME}:total --batch bad_batch", "error: RuntimeError: no data\nraised at "),
+        (f"{NAME}:raises", "KeyError: '<lost>\\nand more'\nraised on simulated rank 0 of 2; rank 1 raised KeyError\n"
+            f"raised at FOLDER/{NAME}.py:{CODE[: CODE.index('raise KeyError')].count(chr(10)) + 1}, in helper: raise"),
+        (f"{NAME}:raises --against whole", "error: KeyError: '<lost>"),
+        (f"{NAME}:ends", "error: SystemExit: 0\nraised on simulated rank 0 of 2; rank 1 raised SystemExit"),
+        (f"{NAME}:total --sizes 4,x", "argument --sizes: got '4,x', expected the rows of each rank, such as 4,4 or"),
+        (f"{NAME}:total --sizes 0,0", "argument --sizes: got '0,0', expected the rows of each rank"),
+        (f"{NAME}:total --sizes=-1,2", "argument --sizes: got '-1,2', expected the rows of each rank"),
+        (f"{NAME}:total --on nowhere", "argument --on: got 'nowhere', expected one that PyTorch has here: gloo"),
+        (f"{NAME}:total --against whole --reduction max", "argument --reduction: invalid choice: 'max'"),
+        (f"{NAME}:total --reduction sum", "argument --reduction: got 'sum' without --against, expected both"),
+        (f"{NAME}:total --html /nowhere/page.html", "'/nowhere/page.html' cannot be written"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_run(run, folder, words, said):
+    status, out, err = run(words)
+    assert (status, out) == (2, "")
+    assert said.replace("FOLDER", str(folder)) in err
+    assert "diffcoll check: error: " in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def f(x): return x.sum()", "argument --batch: got nothing, expected a function `batch` in "),
+        ("def f(:", "SyntaxError: "),
+        ("import not_installed_anywhere", "ModuleNotFoundError: No module named 'not_installed_anywhere'\nraised at "),
+        ("1 / 0", "ZeroDivisionError: division by zero\nraised at "),
+        ("import sys; sys.exit(3)", "argument TARGET: got a module that ends the program when it is imported (3)"),
+    ],
+)
+def test_a_module_that_cannot_be_used(run, folder, code, said):
+    (folder / "broken_losses.py").write_text(code)
+    status, _, err = run("broken_losses:f")
+    assert status == 2
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_a_file_whose_name_is_taken(run, folder):
+    (folder / "json.py").write_text("def f(x): return x.sum()")
+    status, _, err = run("json.py:f")
+    assert status == 2
+    assert re.search(
+        r"got 'json.py', expected another name: Python has the module 'json' from .*; rename the file", err
+    )
+
+
+def test_a_failure_on_processes(run):
+    status, _, err = run(f"{NAME}:raises --sizes 2,1 --on gloo")
+    assert status == 2
+    assert re.match(r"diffcoll check: error: rank 0: KeyError: '<lost>.*\nraised at \S+\.py:\d+\nrank 1: KeyError", err)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('hung in\nThread 0x1:\n  File "MINE", line 3 in f\n  File "MINE", line 9 in g\n', "hung in MINE:3"),
+        ("the process ended with exit code -6\n", "the process ended with exit code -6"),
+    ],
+)
+def test_a_rank_without_traceback(folder, text, words):
+    mine = str(folder / f"{NAME}.py")
+    assert check._in_report(text.replace("MINE", mine)) == words.replace("MINE", mine)
+
+
+def test_under_a_launcher(run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, _, err = run(f"{NAME}:total")
+    assert status == 2
+    assert "got the environment of a launcher, such as WORLD_SIZE, expected none: the ranks are those of --on" in err
+
+
+# ── the page and the help ────────────────────────────────────────────────────────────────────────────────
+
+
+class Balanced(HTMLParser):
+    """Collects the text; the tags that must be closed are."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.text = [], []
+
+    def handle_starttag(self, tag, attrs):
+        assert tag not in ("script", "b", "link", "img")
+        if tag in ("table", "svg", "ul", "dl", "h1", "h2", "pre", "span", "strong", "style"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag in self.open:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_has_everything_and_is_escaped():
+    rows = (
+        Row("gradient of <b>x</b>", 0, 3e-3, 0.5, False, None),
+        Row("value", None, float("inf"), None, False, None),
+        Row("buffer & more", 1, 0.0, None, True, None),
+        Row("second order of x", 1, 1e-9, 1.0, True, 1e-6),
+    )
+    tables = (
+        Table("simulated, 2 ranks, rows <4>", 2, rows),
+        Table("gloo", 2, raised="<b>Error"),
+        Table("mpi", 2, skipped="<b>wrong already"),
+    )
+    causes = (Cause("scaled", "<b>seen", "<b>usually", "<b>fix"),)
+    report = Report("title <b>", tables, causes, ("cut at <b>:3",), ("note <b>",))
+    page = check_page.page(report, "a.py:<b>", "about <b>")
+    assert not re.search(r'(src|href)="|https?://|<b>', page)
+    parser = Balanced()
+    parser.feed(page)
+    assert not parser.open
+    text = " ".join("".join(parser.text).split())
+    for word in (
+        *(
+            "gradient of <b>x</b>",
+            "buffer & more",
+            "✗ 3.0e-03",
+            "✗ inf",
+            "✓ 0.0e+00",
+            "0.5 = 1/N",
+            "no multiple",
+            "all",
+        ),
+        *("simulated, 2 ranks, rows <4>: wrong", "gloo: raised", "<b>Error", "mpi: not run", "<b>wrong already"),
+        *("scaled", "<b>seen.", "Usual cause: <b>usually.", "Fix: <b>fix.", "cut at <b>:3", "note <b>", "about <b>"),
+        *("diffcoll check a.py:<b>", "title <b>.", "2 of 3 runs wrong."),
+    ):
+        assert word in text, word
+    widths = [float(width) for width in re.findall(r'<rect class="\w+" y="2" width="([\d.]+)"', page)]
+    assert widths[1] == 320 > widths[0] > widths[3] > widths[2] == 0
+    assert page.count('class="allowed"') == 1
+
+
+def test_color_is_for_terminals_only(run, monkeypatch):
+    assert "\x1b" not in run(f"{NAME}:cut --sizes 2,2")[1]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    plain = re.sub(r"\x1b\[[\d;]*m", "", colored := run(f"{NAME}:cut --sizes 2,2")[1])
+    monkeypatch.delenv("FORCE_COLOR")
+    assert "\x1b[31m✗" in colored and plain == run(f"{NAME}:cut --sizes 2,2")[1]
+
+
+def test_the_example_of_the_help(run, folder):
+    text = arguments._CHECK_EXAMPLE
+    code = text.partition("loss.py:\n")[2].partition("  diffcoll check")[0]
+    (folder / "loss.py").write_text("\n".join(line.removeprefix("  ") for line in code.splitlines()))
+    commands = re.findall("^  diffcoll check (.*)$", text, re.MULTILINE)
+    assert [run(words)[0] for words in commands] == [0, 0]
+    assert Path("report.html").exists()
+    assert text.strip() in run("--help")[1]
