@@ -1,0 +1,80 @@
+"""Check a distributed loss of your own: a CLIP loss with a gather that is wrong, the report, and the fix.
+
+    python examples/check_your_loss.py
+
+The gather is the one that is copied most. Its forward is right, so the values are, and training runs.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import diffcoll as dc
+from diffcoll.testing import GradientMismatchError, assert_matches_single_process
+
+
+class GatherLayer(torch.autograd.Function):
+    """Gathers the rows of all ranks; the backward keeps this rank's slice of its own gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        blocks = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(blocks, x.contiguous())
+        return torch.cat(blocks)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def copied_gather(x):
+    return GatherLayer.apply(x)
+
+
+class Scale(nn.Module):
+    """The parameter of the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(2.0, dtype=torch.double))
+
+
+def clip_loss(scale, gather):
+    """Return the loss of this rank's images and texts against those of all ranks."""
+
+    def loss(image, text):
+        image, text = F.normalize(image), F.normalize(text)
+        targets = torch.arange(len(image)) + dc.get_rank() * len(image)
+        images_to_texts = scale.logit_scale * image @ gather(text).T
+        texts_to_images = scale.logit_scale * text @ gather(image).T
+        return (F.cross_entropy(images_to_texts, targets) + F.cross_entropy(texts_to_images, targets)) / 2
+
+    return loss
+
+
+def batch(rows):
+    return torch.randn(rows, 8, dtype=torch.double), torch.randn(rows, 8, dtype=torch.double)
+
+
+def check(gather):
+    torch.manual_seed(0)
+    scale = Scale()
+    distributed, single = clip_loss(scale, gather), clip_loss(scale, lambda x: x)
+    return assert_matches_single_process(
+        distributed, single, batch, module=scale, sizes=[(4, 4)], reduction="mean", on=["simulated"]
+    )
+
+
+def main():
+    try:
+        check(copied_gather)
+    except GradientMismatchError as error:
+        print(error)
+    print()
+    print("With diffcoll.all_gather:")
+    print(check(dc.all_gather))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""notes/testing.md and the README's report say what the code says; run as a program, this file writes both again."""
+
+import contextlib
+import io
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import diffcoll
+import diffcoll.testing.plugin
+import diffcoll.testing.strategies  # pytester forgets what a run inside this process has imported
+from diffcoll.testing.diagnosis import CAUSES
+
+pytest_plugins = ["pytester"]
+ROOT = Path(diffcoll.__file__).parent.parent
+NOTE, README = ROOT / "notes" / "testing.md", ROOT / "README.md"
+EXAMPLE = "examples/check_your_loss.py"
+HEAD = "| cause | usually | fix |\n|---|---|---|\n"
+TABLE = re.compile(re.escape(HEAD) + r"(\|.*\n)+")
+REPORT = re.compile(rf"(?<=^```text\n)\$ python {re.escape(EXAMPLE)}\n.*?(?=^```$)", re.MULTILINE | re.DOTALL)
+
+
+def table():
+    return HEAD + "".join(f"| {name} | {usually or '–'} | {fix or '–'} |\n" for name, (usually, fix) in CAUSES.items())
+
+
+def printed():
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(ROOT / EXAMPLE), run_name="__main__")
+    return f"$ python {EXAMPLE}\n{out.getvalue()}"
+
+
+def without_rounding(text):
+    """Two machines may differ in the last bit."""
+    return re.sub(r"\d\.\de-1\d", "0.0e-16", text.replace(" 0.0e+00", " 0.0e-16"))
+
+
+def test_the_causes_are_those_of_the_diagnosis():
+    found = TABLE.search(NOTE.read_text(encoding="utf-8"))
+    assert found and found[0] == table(), f"run python {Path(__file__).relative_to(ROOT)}"
+
+
+def test_the_readme_shows_what_the_example_prints():
+    found = REPORT.search(README.read_text(encoding="utf-8"))
+    expected = without_rounding(printed())
+    assert found and without_rounding(found[0]) == expected, f"run python {Path(__file__).relative_to(ROOT)}"
+
+
+@pytest.mark.parametrize("kind", ["simulated", "gloo"])
+def test_the_tests_in_the_note_pass(pytester, kind):
+    (block,) = re.findall(r"^```python\n(import pytest.*?)^```$", NOTE.read_text(encoding="utf-8"), re.M | re.S)
+    pytester.makepyfile(block)
+    result = pytester.inline_run("-p", "diffcoll_pytest", "-p", "no:cacheprovider", f"--ranks={kind}")
+    result.assertoutcome(passed=3)
+
+
+def main():
+    for path, pattern, text in ((NOTE, TABLE, table()), (README, REPORT, printed())):
+        old = path.read_text(encoding="utf-8")
+        assert pattern.search(old), path
+        path.write_text(pattern.sub(lambda _, text=text: text, old), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
