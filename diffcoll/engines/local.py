@@ -104,6 +104,7 @@ class _Meeting:
     entries: dict[int, _Entry] = field(default_factory=dict)
     results: dict[int, Any] | None = None
     off: str = ""  # why it was called off; ranks that join later raise the same error
+    is_work: bool = False  # whether its Wait is that of a Work of torch.distributed
 
 
 class _Rank(threading.Thread):
@@ -217,7 +218,7 @@ class World:
         ranks = group.ranks
         meeting = self._meetings.get((group, number))
         if meeting is None:
-            meeting = self._meetings[group, number] = _Meeting(ranks)
+            meeting = self._meetings[group, number] = _Meeting(ranks, is_work=not step)
         entry = _Entry(what, step, payload, Origin(what), origin, within_backward())
         meeting.entries[me.number] = entry
         first_rank, first = next(iter(meeting.entries.items()))
@@ -249,7 +250,9 @@ class World:
     def suspend(self, what: str) -> tuple[Callable[[], None], Callable[[], None]]:
         """For a message between two ranks. Returns what the other rank calls, and what waits until it has."""
         me = self._current()
-        meeting = _Meeting((me.number,), {me.number: _Entry(what, "", None, Origin(""), None, within_backward())})
+        meeting = _Meeting(
+            (me.number,), {me.number: _Entry(what, "", None, Origin(""), None, within_backward())}, is_work=True
+        )
 
         def finish() -> None:
             meeting.results = {me.number: None}
@@ -259,7 +262,10 @@ class World:
 
     def _wait(self, me: _Rank, meeting: _Meeting) -> Any:
         while meeting.results is None:
-            if self._current() is not me:
+            # An engine's Wait may be called in any thread, while the rank's own thread does nothing else. A Work of
+            # torch.distributed promises no such thing, and two threads of one rank would both go on.
+            if _rank.here is not me and (meeting.is_work or _rank.here is not None or not self.running):
+                self._current()
                 raise RuntimeError("a simulated rank waits for what another rank has started; wait in that rank")
             if me.error is None:
                 me.waits_for = meeting

@@ -250,7 +250,7 @@ def test_what_fails(run, kind):
     assert {name for name, outcome in found.items() if outcome == "passed"} == {"test_good_at_the_end"}
 
     assert "── rank 1 of 3 ──" in text["test_assert"]
-    assert "E       assert [4.0, 4.0] == [3, 3]" in text["test_assert"]
+    assert "assert [4.0, 4.0] == [3, 3]" in text["test_assert"]
     assert "At index 0 diff: 4.0 != 3" in text["test_assert"]
     assert "rank 0 of" not in text["test_assert"]
     sections = dict(reports["test_assert[3 ranks]"].sections)
