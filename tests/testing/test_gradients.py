@@ -572,6 +572,13 @@ def test_a_loss_that_hides_its_gradient():
         check_gradients(lambda x: 1e12 + Wrong.apply(x, lambda g: g).sin().sum(), per_rank(3), **SIMULATED)
 
 
+def test_a_loss_without_a_gradient():
+    with pytest.raises(ValueError, match="check_gradients: fn: got results that depend on no tensor, expected a loss"):
+        check_gradients(lambda x: 3.0 + dc.get_rank(), per_rank(3), **SIMULATED)
+    report = failure(check_gradients, lambda x: dc.all_reduce(x).sum().item() * (1 + dc.get_rank()), per_rank(3))
+    assert "no contribution" in causes(report)
+
+
 def test_a_large_loss_with_a_small_gradient():
     assert check_gradients(lambda x: 1e9 + dc.all_reduce(x, "product").sin().sum(), per_rank(3), **SIMULATED).ok
 

@@ -120,8 +120,12 @@ class Checking:
         self.causes += [cause for cause in causes if cause not in self.causes]
 
     def _refuse_unused(self, measured: Sequence[Measured], found: Sequence[Difference]) -> None:
-        """Raise if the losses depend on no parameter of the module."""
+        """Raise if the losses depend on no tensor, or on no parameter of the module."""
         count = len(measured[0].first.inputs)
+        every = [g for m in measured for g in m.first.inputs + m.first.parameters]
+        if not any(g.any() for g in every) and not any(d.partials.any() for d in found):
+            got, remedy = "results that depend on no tensor", "return the loss itself, not a number taken from it"
+            raise ValueError(message(self.name, "fn", got, "a loss with a gradient to check", remedy))
         gradients = [g for m in measured for g in m.first.parameters]
         if gradients and not any(g.any() for g in gradients):
             if not any(d.partials.any() for d in found if d.direction.leaf >= count):
