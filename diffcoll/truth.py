@@ -81,18 +81,20 @@ def scatter(xs: list[Any], src: int = 0, dim: int = 0, *, sizes: Any = None) -> 
     return [y if x is None or not x.requires_grad else y + x.flatten()[:0].sum() for y, x in zip(ys, xs, strict=True)]
 
 
-def permute(xs: Tensors, pairs: Sequence[tuple[int, int]]) -> Tensors:
+def permute(xs: Tensors, pairs: Sequence[tuple[int, int]], *, dim: int = 0, sizes: Any = None) -> Tensors:
     """y_dst = x_src for each pair; 0 where none is received."""
+    xs = _fitting(xs, dim, sizes) if xs[0].dim() else xs
     ys = [_zero(x) for x in xs]
     for src, dst in pairs:
         ys[dst] = _instead(xs[src], xs[dst])
     return ys
 
 
-def shift(xs: Tensors, offset: int = 1, *, wrap: bool = True) -> Tensors:
+def shift(xs: Tensors, offset: int = 1, *, wrap: bool = True, dim: int = 0, sizes: Any = None) -> Tensors:
     """y_r = x_{r − offset}; without wrap 0 where there is no such rank."""
     n = len(xs)
-    return [_instead(xs[(r - offset) % n], x) if wrap or 0 <= r - offset < n else _zero(x) for r, x in enumerate(xs)]
+    pairs = [(r, (r + offset) % n) for r in range(n) if wrap or 0 <= r + offset < n]
+    return permute(xs, pairs, dim=dim, sizes=sizes)
 
 
 def scan(xs: Tensors, *, reverse: bool = False, exclusive: bool = False) -> Tensors:
@@ -212,7 +214,8 @@ def _wide(x: Tensor) -> Tensor:
 
 def _instead(y: Tensor, x: Tensor) -> Tensor:
     """Return y, with x in the graph too, with gradient zero, as on real processes."""
-    return torch.where(torch.ones((), dtype=torch.bool, device=x.device), y, x)
+    none = x.reshape(-1, 1)[:0]  # not of shape (0,), which cat omits from the graph
+    return torch.cat([y.reshape(-1, 1), none]).view(y.shape)
 
 
 def _zero(x: Tensor) -> Tensor:

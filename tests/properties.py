@@ -50,7 +50,7 @@ def the_output_may_be_changed_in_place(case: Case) -> Generator[Body, list[Any],
             leaf = case.x(r, SEED)
             y = case.call(leaf if leaf is None else leaf.requires_grad_(), r)
             if leaf is None:
-                leaf = y.grad_fn.next_functions[0][0].variable
+                leaf = cases.leaf_of(y)
             before = leaf.detach().clone()
             w = case.w(y, r, SEED)
             y = y.mul_(2).add_(1) if in_place else y * 2 + 1

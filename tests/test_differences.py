@@ -17,6 +17,8 @@ from releases import HOOKS_ARE_SHOWN, compiles
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
+from diffcoll.collectives import COLLECTIVES
+from diffcoll.core.arguments import TAKE_TREES
 from diffcoll.engines import c10d, mpi
 from diffcoll.testing import cases, simulate, spawn, strategies
 from diffcoll.testing.cases import Case
@@ -28,8 +30,8 @@ RUNS = {
     "gloo": partial(spawn, timeout=500),
     "mpi": partial(spawn, backend="mpi", timeout=500),
 }
-TREES = ("all_reduce", "all_gather", "broadcast", "sum_gradients")
-ASYNC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+TREES = tuple(name for name in TAKE_TREES if name != "scatter")  # 0-d leaves, and leaves that are not divisible by N
+ASYNC = tuple(name for name in COLLECTIVES if name not in ("sum_gradients", "split"))
 
 
 # ── local differences, which are allowed ─────────────────────────────────────────────────────────────────

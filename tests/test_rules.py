@@ -41,7 +41,7 @@ def test_the_table_in_simulated_worlds(name, n):
 @pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_table_on_processes(n, backend):
     pairs = [(holds, case) for case in cases.table(n) for holds in properties.ALL]
-    properties.hold(pairs, n, partial(spawn, backend=backend))
+    properties.hold(pairs, n, partial(spawn, backend=backend, timeout=240))
 
 
 @pytest.mark.slow

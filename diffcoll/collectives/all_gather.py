@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, overload
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -140,7 +139,10 @@ def _all_gather(call: Call, x: Any) -> Any:
     if call.flag("stack") and call.arguments["sizes"] is not None:
         raise call.error("sizes", "None with stack=True, where every rank has one slice")
     if not isinstance(x, Tensor):
-        return trees.by_leaf(call, _all_gather) if call.engine.joint else _tree(call, replicated)
+        if call.engine.joint:
+            return trees.by_leaf(call, _all_gather)
+        ranks = list(range(call.engine.size))
+        return trees.by_blocks(call, _block, lambda call, sizes: AllGather(call.engine, 0, sizes, replicated), ranks)
     block, d = _block(call, x)
     f = AllGather(call.engine, d, call.sizes_of_all(block, d), replicated)
     return call.submit(f, x, before=(lambda x: x.unsqueeze(d)) if block is not x else None)
@@ -151,43 +153,3 @@ def _block(call: Call, x: Tensor) -> tuple[Tensor, int]:
     new = call.arguments["stack"] or x.dim() == 0
     d = call.dim("dim", x, new=new)
     return (x.unsqueeze(d) if new else x), d
-
-
-def _tree(call: Call, replicated: bool) -> Any:
-    """Gather one 1-d tensor per dtype, and cut and concatenate all ranks' leaves from it."""
-    leaves, rebuild = trees.checked(call)
-    calls = [call.of(leaf) for leaf in leaves]
-    blocks = [_block(c, leaf) for c, leaf in zip(calls, leaves, strict=True)]
-    asks = call.arguments["sizes"] == "auto"
-    lengths = [() if asks else c.sizes_of_all(block, d) for c, (block, d) in zip(calls, blocks, strict=True)]
-    call.agree_on_leaves([_shape(b, d, of_ranks) for (b, d), of_ranks in zip(blocks, lengths, strict=True)], leaves)
-    if asks:  # one message for all leaves
-        lengths = list(zip(*call.gather_numbers([b.shape[d] for b, d in blocks]), strict=True))
-    #: leaf → rank → shape
-    shapes = [
-        [torch.Size([*b.shape[:d], length, *b.shape[d + 1 :]]) for length in of_ranks]
-        for (b, d), of_ranks in zip(blocks, lengths, strict=True)
-    ]
-    ranks = range(call.engine.size)
-    started = []
-    for indices, row in trees.rows([block for block, _ in blocks]):
-        sizes = tuple(sum(shapes[i][s].numel() for i in indices) for s in ranks)
-        started.append((indices, call.of(row).submit(AllGather(call.engine, 0, sizes, replicated), row)))
-
-    def unpack() -> Any:
-        found: list[Tensor] = [*leaves]
-        for indices, y in started:
-            y = y.wait() if call.async_op else y
-            pieces = y.split_with_sizes([shapes[i][s].numel() for s in ranks for i in indices])
-            for k, i in enumerate(indices):
-                parts = [piece.view(shapes[i][s]) for s, piece in enumerate(pieces[k :: len(indices)])]
-                found[i] = torch.cat(parts, blocks[i][1])
-        return rebuild(found)
-
-    return Pending(call.name, unpack) if call.async_op else unpack()
-
-
-def _shape(x: Tensor, dim: int, of_ranks: tuple[int, ...]) -> tuple[object, ...]:
-    """The shape that check mode compares: along dim one size, or the list of all ranks' sizes, or () if unknown."""
-    sizes = of_ranks[0] if len({*of_ranks}) == 1 else of_ranks
-    return *x.shape[:dim], sizes, *x.shape[dim + 1 :]

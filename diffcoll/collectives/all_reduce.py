@@ -23,7 +23,7 @@ from diffcoll.core.arguments import Cotangent, Group, Tree
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
-from diffcoll.core.reductions import Op, Ties, elementwise
+from diffcoll.core.reductions import Op, Ties
 
 __all__ = ["AllReduce", "all_reduce"]
 
@@ -124,8 +124,7 @@ def all_reduce(
 
 
 def _all_reduce(call: Call, x: Any) -> Any:
-    replicated, op = call.cotangent(), call.arguments["op"]
+    replicated = call.cotangent()
     if isinstance(x, Tensor):
         return call.reduce(AllReduce(call.engine, replicated), x, lambda reducing: reducing.on_all_ranks(replicated))
-    whole = callable(op) and not isinstance(op, elementwise)
-    return (trees.by_leaf if whole else trees.by_message)(call, _all_reduce)
+    return trees.for_op(call)(call, _all_reduce)

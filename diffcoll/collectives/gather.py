@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.collectives import scatter
-from diffcoll.core.arguments import Group, Sizes
+from diffcoll.core import trees
+from diffcoll.core.arguments import Group, Sizes, Tree
 from diffcoll.core.blocks import blocks_of, join
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
+from diffcoll.core.pending import Pending
 
 __all__ = ["Gather", "gather"]
 
@@ -53,7 +55,39 @@ class Gather(Linear):
         return scatter.Scatter(self.engine, self.dst, self.dim, self.sizes)
 
 
-def gather(x: Tensor, dst: int = 0, dim: int = 0, group: Group = None, *, sizes: Sizes = None) -> Tensor:
+@overload
+def gather(
+    x: Tree,
+    dst: int = ...,
+    dim: int = ...,
+    group: Group = ...,
+    *,
+    sizes: Sizes = ...,
+    async_op: Literal[False] = ...,
+) -> Tree: ...
+
+
+@overload
+def gather(
+    x: Tree,
+    dst: int = ...,
+    dim: int = ...,
+    group: Group = ...,
+    *,
+    sizes: Sizes = ...,
+    async_op: Literal[True],
+) -> Pending[Tree]: ...
+
+
+def gather(
+    x: Tree,
+    dst: int = 0,
+    dim: int = 0,
+    group: Group = None,
+    *,
+    sizes: Sizes = None,
+    async_op: bool = False,
+) -> Any:
     """Concatenate all ranks' x along a dimension, in the order of ranks, on rank dst; empty elsewhere.
 
     The backward is a scatter from dst. A rank takes part in it if its x requires a gradient and its loss uses y. So on
@@ -67,11 +101,14 @@ def gather(x: Tensor, dst: int = 0, dim: int = 0, group: Group = None, *, sizes:
     Args:
         x: any dtype; any shape, the same on all ranks except, with `sizes`, for its size along `dim`.
             From 0-d tensors the result has shape (N,).
+            Or a tree: nested tuples, lists and dicts of such tensors; all leaves of one dtype are sent in one message.
         dst: the rank within the group that receives.
         dim: the dimension to concatenate along.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         sizes: None: x has the same size along `dim` on all ranks. A list: each rank's size, zeros allowed.
             `"auto"`: the ranks exchange their sizes first, in an additional small message.
+        async_op: do not block: return a `Pending`, whose `wait()` gives the result. Communication overlaps with
+            computation in the backward too.
 
     Returns:
         A new contiguous tensor of x's dtype; on ranks other than dst its size along `dim` is 0.
@@ -81,12 +118,23 @@ def gather(x: Tensor, dst: int = 0, dim: int = 0, group: Group = None, *, sizes:
 
     Source: notes/gather.md.
     """
-    y: Tensor = perform(_gather, "gather", x, group, dst=dst, dim=dim, sizes=sizes)
-    return y
+    return perform(_gather, "gather", x, group, async_op, dst=dst, dim=dim, sizes=sizes)
 
 
-def _gather(call: Call, x: Tensor) -> Any:
-    root, new = call.root("dst"), x.dim() == 0
+def _gather(call: Call, x: Any) -> Any:
+    root = call.root("dst")
+    if not isinstance(x, Tensor):
+        if call.engine.joint:
+            return trees.by_leaf(call, _gather)
+        received = list(range(call.engine.size)) if call.engine.rank == root else []
+        return trees.by_blocks(call, _block, lambda call, sizes: Gather(call.engine, root, 0, sizes), received)
+    block, d = _block(call, x)
+    f = Gather(call.engine, root, d, call.sizes_of_all(block, d))
+    return call.submit(f, x, before=(lambda x: x.unsqueeze(d)) if block is not x else None)
+
+
+def _block(call: Call, x: Tensor) -> tuple[Tensor, int]:
+    """Return x as a block, and the dimension to concatenate along."""
+    new = x.dim() == 0
     d = call.dim("dim", x, new=new)
-    sizes = call.sizes_of_all(x.unsqueeze(d) if new else x, d)
-    return call.submit(Gather(call.engine, root, d, sizes), x, before=(lambda x: x.unsqueeze(d)) if new else None)
+    return (x.unsqueeze(d) if new else x), d

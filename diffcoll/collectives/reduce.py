@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.collectives import broadcast
-from diffcoll.core.arguments import Group
+from diffcoll.core import trees
+from diffcoll.core.arguments import Group, Tree
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
+from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import Op
 
 __all__ = ["Reduce", "reduce"]
@@ -45,7 +47,36 @@ class Reduce(Linear):
         return broadcast.Broadcast(self.engine, self.dst)
 
 
-def reduce(x: Tensor, dst: int = 0, op: Op = "sum", group: Group = None) -> Tensor:
+@overload
+def reduce(
+    x: Tree,
+    dst: int = ...,
+    op: Op = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[False] = ...,
+) -> Tree: ...
+
+
+@overload
+def reduce(
+    x: Tree,
+    dst: int = ...,
+    op: Op = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+) -> Pending[Tree]: ...
+
+
+def reduce(
+    x: Tree,
+    dst: int = 0,
+    op: Op = "sum",
+    group: Group = None,
+    *,
+    async_op: bool = False,
+) -> Any:
     """Reduce all ranks' x to their sum, mean, product, maximum, …, on rank dst; the result is zero on the others.
 
     The backward is a broadcast from dst. A rank takes part in it if its x requires a gradient and its loss uses y. So
@@ -59,10 +90,13 @@ def reduce(x: Tensor, dst: int = 0, op: Op = "sum", group: Group = None) -> Tens
     Args:
         x: any shape, the same on all ranks; any dtype that `op` supports. float16 and bfloat16 are accumulated in
             float32 where the library sums (gloo, MPI), else as the backend does it.
+            Or a tree: nested tuples, lists and dicts of such tensors; all leaves of one dtype are sent in one message.
         dst: the rank within the group that receives.
         op: as in `all_reduce`. A function is called on every rank with the whole stack (N, *x.shape),
             `dc.elementwise(f)` with a part of it.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
+        async_op: do not block: return a `Pending`, whose `wait()` gives the result. Communication overlaps with
+            computation in the backward too.
 
     Returns:
         A new tensor, shape and dtype of x.
@@ -72,10 +106,11 @@ def reduce(x: Tensor, dst: int = 0, op: Op = "sum", group: Group = None) -> Tens
 
     Source: notes/reduce.md.
     """
-    y: Tensor = perform(_reduce, "reduce", x, group, dst=dst, op=op)
-    return y
+    return perform(_reduce, "reduce", x, group, async_op, dst=dst, op=op)
 
 
-def _reduce(call: Call, x: Tensor) -> Any:
+def _reduce(call: Call, x: Any) -> Any:
     root = call.root("dst")
+    if not isinstance(x, Tensor):
+        return trees.for_op(call)(call, _reduce)
     return call.reduce(Reduce(call.engine, root), x, lambda reducing: reducing.on_rank(root))

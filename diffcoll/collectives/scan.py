@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from diffcoll.core.arguments import Group
+from diffcoll.core import trees
+from diffcoll.core.arguments import Group, Tree
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear
-from diffcoll.engines.engine import WIDER
+from diffcoll.core.pending import Pending
+from diffcoll.engines.engine import WIDER, Wait, done
 
 __all__ = ["Scan", "scan"]
 
@@ -35,27 +37,44 @@ class Scan(Linear):
 
     @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        # ⌈log₂ N⌉ rounds. After round k, y_r is the sum of the last 2^k terms.
+        # ⌈log₂ N⌉ rounds. After round k, y_r is the sum of the last 2^k terms. The last round may be in flight.
         y = x.to(WIDER.get(x.dtype, x.dtype), copy=True, memory_format=torch.contiguous_format)
+        memory = self.engine.scratch.take(y.numel(), like=y)
+        wait: Wait = done
         if self.exclusive:
             mine, y = y, torch.zeros_like(y)
-            self._shift(mine, y, 1)
-        memory = self.engine.scratch.take(y.numel(), like=y)
-        distance = 1
+            wait = self._shift(mine, y, 1)[1]
+        distance, dtype = 1, x.dtype
         while distance < self.engine.size:
-            if self._shift(y, before := memory.view(y.shape), distance):
-                y += before
+            wait()
+            wait = self._add_shifted(y, memory.view(y.shape), distance)
             distance *= 2
-        self.engine.scratch.give(memory)
-        return lambda: y.to(x.dtype)
 
-    def _shift(self, y: Tensor, before: Tensor, distance: int) -> bool:
+        def finish() -> Tensor:
+            wait()
+            self.engine.scratch.give(memory)
+            return y.to(dtype)
+
+        return finish
+
+    def _add_shifted(self, y: Tensor, before: Tensor, distance: int) -> Wait:
+        """Add to y that of the rank `distance` before this one, by way of `before`."""
+        received, wait = self._shift(y, before, distance)
+
+        def finish() -> None:
+            wait()
+            if received:
+                y.add_(before)
+
+        return finish
+
+    def _shift(self, y: Tensor, before: Tensor, distance: int) -> tuple[bool, Wait]:
         """Receive in `before` the y of the rank `distance` before this one. Returns whether there is one."""
         n, rank = self.engine.size, self.engine.rank
         step = -distance if self.reverse else distance
         sends = [y if s == rank + step else None for s in range(n)]
-        self.engine.exchange(sends, [before if s == rank - step else None for s in range(n)])()
-        return 0 <= rank - step < n
+        wait = self.engine.exchange(sends, [before if s == rank - step else None for s in range(n)])
+        return 0 <= rank - step < n, wait
 
     @cached_property
     def adjoint(self) -> Linear:
@@ -63,7 +82,36 @@ class Scan(Linear):
         return Scan(self.engine, not self.reverse, self.exclusive)
 
 
-def scan(x: Tensor, group: Group = None, *, reverse: bool = False, exclusive: bool = False) -> Tensor:
+@overload
+def scan(
+    x: Tree,
+    group: Group = ...,
+    *,
+    reverse: bool = ...,
+    exclusive: bool = ...,
+    async_op: Literal[False] = ...,
+) -> Tree: ...
+
+
+@overload
+def scan(
+    x: Tree,
+    group: Group = ...,
+    *,
+    reverse: bool = ...,
+    exclusive: bool = ...,
+    async_op: Literal[True],
+) -> Pending[Tree]: ...
+
+
+def scan(
+    x: Tree,
+    group: Group = None,
+    *,
+    reverse: bool = False,
+    exclusive: bool = False,
+    async_op: bool = False,
+) -> Any:
     """Return the inclusive prefix sum over ranks (MPI_Scan): the sum of x on ranks 0 to r.
 
     >>> import torch, diffcoll as dc
@@ -77,9 +125,12 @@ def scan(x: Tensor, group: Group = None, *, reverse: bool = False, exclusive: bo
     Args:
         x: any shape, the same on all ranks; any dtype but bool. float16 and bfloat16 are accumulated in
             float32.
+            Or a tree: nested tuples, lists and dicts of such tensors; all leaves of one dtype are sent in one message.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         reverse: sum over ranks r to N − 1 instead.
         exclusive: do not include this rank's x (MPI_Exscan).
+        async_op: do not block: return a `Pending`, whose `wait()` gives the result. Communication overlaps with
+            computation in the backward too.
 
     Returns:
         A new tensor, shape and dtype of x.
@@ -89,10 +140,11 @@ def scan(x: Tensor, group: Group = None, *, reverse: bool = False, exclusive: bo
 
     Source: notes/scan.md.
     """
-    y: Tensor = perform(_scan, "scan", x, group, reverse=reverse, exclusive=exclusive)
-    return y
+    return perform(_scan, "scan", x, group, async_op, reverse=reverse, exclusive=exclusive)
 
 
-def _scan(call: Call, x: Tensor) -> Any:
+def _scan(call: Call, x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return trees.by_message(call, _scan)
     call.adds(x)
     return call.submit(Scan(call.engine, call.flag("reverse"), call.flag("exclusive")), x)

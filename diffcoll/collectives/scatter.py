@@ -10,18 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from math import prod
+from typing import Any, ClassVar, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.collectives import gather
-from diffcoll.core.arguments import Group, Parts
+from diffcoll.core import trees
+from diffcoll.core._torch import is_tree, tree_flatten, tree_paths
+from diffcoll.core.arguments import Group, Parts, Tree
 from diffcoll.core.blocks import cut
 from diffcoll.core.call import Call, perform
-from diffcoll.core.errors import CollectiveMismatchError
+from diffcoll.core.checks import digest
+from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.linear import Linear, then
+from diffcoll.core.pending import Pending
 
 __all__ = ["Scatter", "scatter"]
 
@@ -52,7 +57,63 @@ class Scatter(Linear):
         return gather.Gather(self.engine, self.src, self.dim, self.sizes)
 
 
-def scatter(x: Tensor | None, src: int = 0, dim: int = 0, group: Group = None, *, sizes: Parts = None) -> Tensor:
+@overload
+def scatter(
+    x: None,
+    src: int = ...,
+    dim: int = ...,
+    group: Group = ...,
+    *,
+    sizes: Parts = ...,
+    async_op: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def scatter(
+    x: None,
+    src: int = ...,
+    dim: int = ...,
+    group: Group = ...,
+    *,
+    sizes: Parts = ...,
+    async_op: Literal[True],
+) -> Pending[Tensor]: ...
+
+
+@overload
+def scatter(
+    x: Tree,
+    src: int = ...,
+    dim: int = ...,
+    group: Group = ...,
+    *,
+    sizes: Parts = ...,
+    async_op: Literal[False] = ...,
+) -> Tree: ...
+
+
+@overload
+def scatter(
+    x: Tree,
+    src: int = ...,
+    dim: int = ...,
+    group: Group = ...,
+    *,
+    sizes: Parts = ...,
+    async_op: Literal[True],
+) -> Pending[Tree]: ...
+
+
+def scatter(
+    x: Any,
+    src: int = 0,
+    dim: int = 0,
+    group: Group = None,
+    *,
+    sizes: Parts = None,
+    async_op: bool = False,
+) -> Any:
     """Send block r of rank src's x, along a dimension, to each rank r.
 
     >>> import torch, diffcoll as dc
@@ -64,46 +125,148 @@ def scatter(x: Tensor | None, src: int = 0, dim: int = 0, group: Group = None, *
         x: at least one dimension; any dtype. On ranks other than src it may be None, or a tensor, whose gradient is
             zero. With None the rank takes part in `backward()`, but not in `torch.autograd.grad` or a `torch.func`
             transform, which differentiate with respect to chosen inputs: pass a tensor there.
+            Or a tree: nested tuples, lists and dicts of such tensors; all leaves of one dtype are sent in one message.
+            On ranks other than src a tree has the same structure, and any of its leaves may be None.
             Under `torch.compile` x must be a tensor of the same shape on all ranks.
         src: the rank within the group that sends.
         dim: the dimension to cut along.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         sizes: None: N equal blocks. A list: each rank's size, zeros allowed. `dim` and `sizes` of rank src are used on
             all ranks. It sends them, with shape and dtype, in an additional small message.
+        async_op: do not block: return a `Pending`, whose `wait()` gives the result. Communication overlaps with
+            computation in the backward too.
 
     Returns:
         A new tensor with the dtype of rank src's x, and its shape except for this rank's size along `dim`.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
-        CollectiveMismatchError: on the other ranks, if an argument is invalid on rank src.
+        CollectiveMismatchError: on the other ranks, if an argument is invalid on rank src; on all ranks, if a tree has
+            another structure than on rank src.
 
     Source: notes/scatter.md.
     """
-    y: Tensor = perform(_scatter, "scatter", x, group, src=src, dim=dim, sizes=sizes)
-    return y
+    return perform(_scatter, "scatter", x, group, async_op, src=src, dim=dim, sizes=sizes)
 
 
-def _scatter(call: Call, x: Tensor | None) -> Any:
-    root = call.root("src")
+class _Block(NamedTuple):
+    """A leaf as rank src describes it, and this rank's x for it, which off src has size 0 along dim."""
+
+    dim: int
+    parts: tuple[int, ...]
+    x: Tensor
+
+    def shape(self, rank: int) -> list[int]:
+        """Return the shape of the block of one rank."""
+        return [*self.x.shape[: self.dim], self.parts[rank], *self.x.shape[self.dim + 1 :]]
+
+
+def _scatter(call: Call, x: Any) -> Any:
+    root, of_tree = call.root("src"), not isinstance(x, Tensor) and is_tree(x)
     if torch.compiler.is_compiling():
-        return _compiled(call, root, x)
+        return trees.by_leaf(call, _scatter) if of_tree else _compiled(call, root, x)
+    if not of_tree:
+        return _submit(call, root, _blocks(call, root, [x], [""], 0)[0])
+    try:
+        leaves, rebuild = tree_flatten(x)
+    except TypeError as error:
+        raise TypeError(f"{call.name}: x: {error}") from None
+    paths = tree_paths(x)
+    blocks = _blocks(call, root, leaves, paths, 1 + digest(repr(paths)))
+    if call.engine.joint:
+        found = [_submit(call.of(leaf), root, block) for leaf, block in zip(leaves, blocks, strict=True)]
+        return trees.delivered(call, lambda: rebuild([y.wait() if call.async_op else y for y in found]), found)
+    return _rows(call, root, blocks, rebuild)
+
+
+def _submit(call: Call, root: int, block: _Block) -> Any:
+    call.arguments.update(dim=block.dim, sizes=list(block.parts))  # those of rank src
+    return call.submit(Scatter(call.engine, root, block.dim, block.parts), block.x)
+
+
+def _rows(call: Call, root: int, blocks: list[_Block], rebuild: Callable[[list[Tensor]], Any]) -> Any:
+    """Scatter one row for each dtype and device: its leaves' blocks for rank 0, then those for rank 1, and so on."""
+    ranks = range(call.engine.size)
+    groups: dict[tuple[torch.dtype, torch.device], list[_Block]] = {}
+    for block in blocks:
+        groups.setdefault((block.x.dtype, block.x.device), []).append(block)
+    started = []
+    for of_row in groups.values():
+        sizes = tuple(sum(prod(block.shape(r)) for block in of_row) for r in ranks)
+        row = _row(of_row, cuts=call.engine.rank == root)
+        started.append(call.of(row).submit(Scatter(call.engine, root, 0, sizes), row))
+
+    def unpack() -> Any:
+        found: dict[int, Tensor] = {}
+        for of_row, y in zip(groups.values(), started, strict=True):
+            shapes = [block.shape(call.engine.rank) for block in of_row]
+            parts = trees.pieces(y.wait() if call.async_op else y, [prod(shape) for shape in shapes])
+            for block, part, shape in zip(of_row, parts, shapes, strict=True):
+                found[id(block)] = part.view(shape).clone()
+        return rebuild([found[id(block)] for block in blocks])
+
+    return trees.delivered(call, unpack, started)
+
+
+def _row(blocks: list[_Block], cuts: bool) -> Tensor:
+    # In the shape (size, 1), see `trees.pieces`.
+    if not cuts:
+        return torch.cat([block.x.reshape(-1, 1) for block in blocks]).view(-1)
+    of_leaves = [block.x.unsqueeze(-1).split_with_sizes(list(block.parts), block.dim) for block in blocks]
+    return torch.cat([part.reshape(-1, 1) for of_rank in zip(*of_leaves, strict=True) for part in of_rank]).view(-1)
+
+
+def _blocks(call: Call, root: int, leaves: list[Any], paths: list[str], structure: int) -> list[_Block]:
+    """Return the blocks that rank src describes in a message; `structure` is 0 for a single tensor."""
     if call.engine.rank == root:
         try:
-            tensor = call.tensor(x)
-            d = call.dim("dim", tensor)
-            parts = call.sizes_of_parts(tensor, d)
+            blocks = [_described(call.of(leaf), leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
         except (TypeError, ValueError):
             call.broadcast_numbers(root, [])
             raise
-        call.broadcast_numbers(root, _header(tensor, d, parts))
+        call.broadcast_numbers(root, [structure, *(number for block in blocks for number in _header(block))])
+        _agree_on_structure(call, root, structure, structure)
+        return blocks
+    numbers = call.broadcast_numbers(root, None)
+    if not numbers:
+        raise CollectiveMismatchError(f"scatter: an argument is invalid on rank {root}, see the error there")
+    of_src, *numbers = numbers
+    _agree_on_structure(call, root, of_src, structure)
+    for leaf, path in zip(leaves, paths, strict=True):
+        if leaf is not None:
+            _checked(call, leaf, path)
+    blocks = []
+    for leaf in leaves:
+        block, numbers = _empty(numbers, call.engine.size, leaf)
+        blocks.append(block)
+    return blocks
+
+
+def _described(call: Call, leaf: Any, path: str) -> _Block:
+    x = _checked(call, leaf, path)
+    d = call.dim("dim", x)
+    return _Block(d, call.sizes_of_parts(x, d), x)
+
+
+def _checked(call: Call, leaf: Any, path: str) -> Tensor:
+    try:
+        return call.tensor(leaf)
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace(": x:", f": x{path}:", 1)) from None
+
+
+def _agree_on_structure(call: Call, root: int, of_src: int, mine: int) -> None:
+    """Raise if x has another structure than on rank src: on all ranks if it is a tree there."""
+    fits = [[int(of_src == mine)]] * call.engine.size if of_src == 0 else call.gather_numbers([int(of_src == mine)])
+    if all(fit for (fit,) in fits):
+        return
+    if of_src == 0:
+        got, expected, remedy = "a tree", "a tensor or None", "pass the same structure on all ranks"
     else:
-        numbers = call.broadcast_numbers(root, None)
-        if not numbers:
-            raise CollectiveMismatchError(f"scatter: an argument is invalid on rank {root}, see the error there")
-        d, parts, tensor = _empty(numbers, call.engine.size, x)
-    call.arguments.update(dim=d, sizes=list(parts))  # those of rank src
-    return call.submit(Scatter(call.engine, root, d, parts), tensor)
+        others = ", ".join(str(r) for r, (fit,) in enumerate(fits) if not fit)
+        got, expected = f"another structure on rank {others}", f"a tree with the paths of rank {root}'s"
+        remedy = "off src the leaves may be None, but not the whole tree"
+    raise CollectiveMismatchError(message("scatter", "x", got, expected, remedy))
 
 
 def _compiled(call: Call, root: int, x: Tensor | None) -> Any:
@@ -124,19 +287,21 @@ _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "npu")
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
 
 
-def _header(x: Tensor, dim: int, sizes: tuple[int, ...]) -> list[int]:
+def _header(block: _Block) -> list[int]:
+    x = block.x
     device = _DEVICES.index(x.device.type) if x.device.type in _DEVICES else 0
-    return [_DTYPES.index(x.dtype), device, x.requires_grad, dim, x.dim(), *x.shape, *sizes]
+    return [_DTYPES.index(x.dtype), device, x.requires_grad, block.dim, x.dim(), *x.shape, *block.parts]
 
 
-def _empty(header: list[int], n: int, x: Tensor | None) -> tuple[int, tuple[int, ...], Tensor]:
-    """Return the dimension, the sizes, and this rank's x, of size 0 along the dimension."""
-    dtype, device, requires_grad, dim, dims, *rest = header
-    shape, sizes = rest[:dims], rest[dims : dims + n]
+def _empty(numbers: list[int], n: int, x: Tensor | None) -> tuple[_Block, list[int]]:
+    """Return this rank's block of size 0 along dim by the first header in `numbers`, and the numbers after it."""
+    dtype, device, requires_grad, dim, dims, *rest = numbers
+    shape, sizes, following = rest[:dims], rest[dims : dims + n], rest[dims + n :]
     shape[dim] = 0
     if x is not None and (x.requires_grad or not requires_grad):
         x = x if requires_grad or not x.requires_grad else x.detach()
-        return dim, tuple(sizes), x.flatten()[:0].to(_DTYPES[dtype]).reshape(shape)
-    # A new leaf, so that this rank takes part in the gather of the backward.
-    none = torch.empty(shape, dtype=_DTYPES[dtype], device=_DEVICES[device])
-    return dim, tuple(sizes), none.requires_grad_() if requires_grad else none
+        none = x.flatten()[:0].to(_DTYPES[dtype]).reshape(shape)
+    else:  # a new leaf, so that this rank takes part in the gather of the backward
+        none = torch.empty(shape, dtype=_DTYPES[dtype], device=_DEVICES[device])
+        none = none.requires_grad_() if requires_grad else none
+    return _Block(dim, tuple(sizes), none), following

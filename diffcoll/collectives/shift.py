@@ -1,6 +1,6 @@
 """Point-to-point messages by a fixed offset, in a ring or a line of ranks.
 
-forward   y_r  = x_{r − offset}; without wrap 0 where there is no such rank     shape unchanged
+forward   y_r  = x_{r − offset}; without wrap 0 where there is no such rank     the shape of x_{r − offset}
 adjoint   gx_r = gy_{r + offset}                                                permute, pairs reversed
 note      notes/shift.md                                                        truth  diffcoll.truth.shift
 """
@@ -8,25 +8,59 @@ note      notes/shift.md                                                        
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
-from torch import Tensor
-
-from diffcoll.collectives.permute import Permute
-from diffcoll.core.arguments import Group
+from diffcoll.collectives import permute
+from diffcoll.core.arguments import Group, Sizes, Tree
 from diffcoll.core.call import Call, perform
+from diffcoll.core.pending import Pending
 
 __all__ = ["Shift", "shift"]
 
 
 @dataclass(frozen=True)
-class Shift(Permute):
+class Shift(permute.Permute):
     """y_r = x_{r − offset}: a permute with pairs (r, r + offset)."""
 
     name: ClassVar[str] = "shift"
 
 
-def shift(x: Tensor, offset: int = 1, group: Group = None, *, wrap: bool = True) -> Tensor:
+@overload
+def shift(
+    x: Tree,
+    offset: int = ...,
+    group: Group = ...,
+    *,
+    wrap: bool = ...,
+    dim: int = ...,
+    sizes: Sizes = ...,
+    async_op: Literal[False] = ...,
+) -> Tree: ...
+
+
+@overload
+def shift(
+    x: Tree,
+    offset: int = ...,
+    group: Group = ...,
+    *,
+    wrap: bool = ...,
+    dim: int = ...,
+    sizes: Sizes = ...,
+    async_op: Literal[True],
+) -> Pending[Tree]: ...
+
+
+def shift(
+    x: Tree,
+    offset: int = 1,
+    group: Group = None,
+    *,
+    wrap: bool = True,
+    dim: int = 0,
+    sizes: Sizes = None,
+    async_op: bool = False,
+) -> Any:
     """Send x from each rank r to rank r + offset.
 
     >>> import torch, diffcoll as dc
@@ -36,27 +70,35 @@ def shift(x: Tensor, offset: int = 1, group: Group = None, *, wrap: bool = True)
     [tensor(7.), tensor(5.), tensor(6.)]
     >>> simulate(lambda x: dc.shift(x, -1, wrap=False), xs)
     [tensor(6.), tensor(7.), tensor(0.)]
+    >>> simulate(lambda x: dc.shift(x, sizes="auto"), [torch.tensor([5]), torch.tensor([6, 7])])
+    [tensor([6, 7]), tensor([5])]
 
     Args:
-        x: any shape and dtype, the same on all ranks.
+        x: any dtype; any shape, the same on all ranks except, with `sizes`, for its size along `dim`.
+            Or a tree: nested tuples, lists and dicts of such tensors; all leaves of one dtype are sent in one message.
         offset: an integer, the same on all ranks; may be negative.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         wrap: whether the ranks form a ring, modulo N. If not, ranks without a sender receive zeros.
+        dim: the dimension along which the ranks' x have these `sizes`.
+        sizes: None: x has the same shape on all ranks. A list: each rank's size of x along `dim`, zeros allowed.
+            `"auto"`: the ranks exchange their sizes first, in an additional small message.
+        async_op: do not block: return a `Pending`, whose `wait()` gives the result. Communication overlaps with
+            computation in the backward too.
 
     Returns:
-        A new tensor, shape and dtype of x: what was sent to this rank, or zeros. The loss must use it on every rank,
-            also where it is zero: this rank receives the gradient of what it sent in the backward of its result.
+        A new tensor of x's dtype: what was sent to this rank, of size `sizes[r − offset]` along `dim`, or zeros of the
+            shape of its own x. The loss must use it on every rank, also where it is zero: this rank receives the
+            gradient of what it sent in the backward of its result.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
 
     Source: notes/shift.md.
     """
-    y: Tensor = perform(_shift, "shift", x, group, offset=offset, wrap=wrap)
-    return y
+    return perform(_shift, "shift", x, group, async_op, offset=offset, wrap=wrap, dim=dim, sizes=sizes)
 
 
-def _shift(call: Call, x: Tensor) -> Any:
+def _shift(call: Call, x: Any) -> Any:
     k, n, ring = call.integer("offset"), call.engine.size, call.flag("wrap")
     pairs = tuple((r, (r + k) % n) for r in range(n) if ring or 0 <= r + k < n)
-    return call.submit(Shift(call.engine, pairs), x)
+    return permute.submit(call, x, Shift, pairs)

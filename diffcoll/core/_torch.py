@@ -19,6 +19,7 @@ from torch._functorch import eager_transforms
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.autograd import Function, Variable, forward_ad, grad_mode, graph, profiler
 from torch.autograd.function import BackwardCFunction
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # libraries recognize batch norm by this class
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import (
@@ -37,8 +38,12 @@ __all__ = [
     "after_backward",
     "ambient",
     "apply_rule",
+    "assume",
     "backward_at_work",
+    "BatchNormBase",
     "batch_last",
+    "batch_norm_statistics",
+    "batch_norm_sums",
     "before_node",
     "carries_tangents",
     "constant_in_graphs",
@@ -50,6 +55,7 @@ __all__ = [
     "is_backward_nested",
     "is_batched_by_autograd",
     "is_differentiating",
+    "is_eager",
     "is_jit_tracing",
     "is_traced",
     "is_transformed",
@@ -57,6 +63,7 @@ __all__ = [
     "is_profiling",
     "is_recomputing",
     "is_tree",
+    "is_vmapped",
     "is_within_reentrant_checkpoint",
     "is_within_transform",
     "is_zero_without_memory",
@@ -119,6 +126,24 @@ def integers(x: Tensor) -> list[int]:
     return numbers
 
 
+def assume(condition: bool) -> None:
+    """While tracing, state a fact about sizes that have no value yet, as those received from another rank."""
+    # Private by its name; torch's errors about such sizes tell users to call it.
+    torch._check(condition)  # type: ignore[no-untyped-call]
+
+
+def is_vmapped(x: Tensor) -> bool:
+    """Whether torch.func.vmap has batched x, also below torch.func.grad, so that it has no single value to read.
+
+    No public API tells, and reading raises an error on this rank alone.
+    """
+    while is_transformed(x):
+        if torch._C._functorch.is_batchedtensor(x):
+            return True
+        x = torch._C._functorch.get_unwrapped(x)
+    return False
+
+
 def is_within_transform() -> bool:
     """Whether code runs within a transform of torch.func, vmap included."""
     return bool(torch._C._are_functorch_transforms_active())
@@ -166,6 +191,16 @@ def is_plain(x: Tensor) -> bool:
         and not torch._C._is_tracing()
         and not torch._C._functorch.is_legacy_batchedtensor(x)
     )
+
+
+def is_eager(*xs: Tensor) -> bool:
+    """Whether operations on xs are computed at once, with no derivative but reverse mode outside torch.func.
+
+    Then a Function without rules for vmap and forward mode may be applied, which calls kernels and writes in place.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    return all(is_plain(x.detach() if type(x) is nn.Parameter else x) for x in xs)
 
 
 def is_traced(x: Tensor) -> bool:
@@ -251,6 +286,26 @@ def untraced(function: T) -> T:
 def is_profiling() -> bool:
     """Whether a torch profiler is active; the public calls take longer than a small message."""
     return profiler._is_profiler_enabled
+
+
+def batch_norm_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance over all dimensions but 1, by torch's kernel of batch norm.
+
+    It allocates nothing of the size of x and adds up in float64 on the CPU; not documented.
+    """
+    mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+    return mean, var
+
+
+def batch_norm_sums(g: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return Σ g x̂ and Σ g over all dimensions but 1.
+
+    By the backward of torch's kernel of batch norm in evaluation, which has no public name. It reads g and x once and
+    allocates nothing of their size.
+    """
+    kernel = torch.ops.aten.native_batch_norm_backward.default
+    _, sum_gx, sum_g = kernel(g, x, None, mean, var, None, None, False, eps, [False, True, True])
+    return sum_gx, sum_g
 
 
 # Python's operators convert a number to a tensor and save it for backward. Backward frees it, so a second one raises.

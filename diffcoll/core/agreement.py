@@ -13,7 +13,7 @@ from diffcoll.core import checks
 from diffcoll.core._torch import integers, is_traced, tree_paths
 from diffcoll.core.derivatives import apply
 from diffcoll.core.errors import CollectiveMismatchError, failure, user_line
-from diffcoll.core.linear import MAPS, PER_RANK, Linear
+from diffcoll.core.linear import MAPS, PER_RANK, Linear, common_shape
 from diffcoll.core.reductions import Reduction, elementwise
 from diffcoll.engines.engine import Engine
 
@@ -143,9 +143,4 @@ def _function_text(op: object) -> str:
 
 def kind(f: Linear, x: Tensor) -> tuple[object, ...]:
     """Return the properties of f's x that must be equal on all ranks."""
-    shape = list(x.shape)
-    if f.name == "all_to_all":
-        return x.dtype, len(shape)  # `agree_on_blocks` compares the sizes
-    if isinstance(dim := getattr(f, "dim", None), int) and f.name in ("all_gather", "gather", "scatter"):
-        shape[dim] = -1  # compared as the sizes of f
-    return x.dtype, shape
+    return x.dtype, common_shape(f, x)

@@ -27,7 +27,10 @@ Sizes = Sequence[int] | Literal["auto"] | None
 Cotangent = Literal["partial", "replicated"]
 
 #: Collectives whose x may be a tree.
-TAKE_TREES = ("all_reduce", "all_gather", "broadcast", "sum_gradients")
+TAKE_TREES = (
+    *("all_reduce", "all_gather", "broadcast", "reduce", "gather", "scatter", "permute", "shift", "scan"),
+    "sum_gradients",
+)
 #: Collectives whose x is read on one rank only.
 CHECK_X_THEMSELVES = ("scatter",)
 

@@ -22,7 +22,7 @@ from diffcoll.core import checks
 from diffcoll.core._torch import divide_, times
 from diffcoll.core.agreement import kind
 from diffcoll.core.arguments import ADDED, Arguments, Group
-from diffcoll.core.derivatives import apply, start
+from diffcoll.core.derivatives import Started, apply, start
 from diffcoll.core.groups import resolve
 from diffcoll.core.linear import Linear
 from diffcoll.core.pending import Pending
@@ -78,7 +78,8 @@ def perform(
 def _eager(f: Linear, x: Tensor, after: Callable[[Tensor], Tensor] | None, name: str, async_op: bool) -> Any:
     if async_op:
         wait = start(f, x)
-        return Pending(name, wait if after is None else lambda: after(wait()))
+        flights = (wait,) if isinstance(wait, Started) else ()
+        return Pending(name, wait if after is None else lambda: after(wait()), flights)
     y = apply(f, x)
     return y if after is None else after(y)
 

@@ -23,11 +23,13 @@ class _State:
     """Whether check mode is on, and the groups that were compared within the innermost block, in order of first use.
 
     At the end of a block the ranks compare in that order again, so ranks that are in several groups cannot deadlock.
+    The value is True if the last comparison in the group has found a difference: then all its ranks know, and it is not
+    compared again.
     """
 
     def __init__(self, on: bool) -> None:
         self.on = on
-        self.used: dict[Engine, None] | None = None
+        self.used: dict[Engine, bool] | None = None
 
 
 class _Rank(threading.local):
@@ -78,7 +80,7 @@ class check_mode:
         state = _state()
         self._before, state.on = state.on, on
         _ever_on = _ever_on or on
-        self._outer: dict[Engine, None] | None = None
+        self._outer: dict[Engine, bool] | None = None
 
     def __enter__(self) -> None:
         """Start a new record of the groups used. `__init__` has set the mode already."""
@@ -91,25 +93,33 @@ class check_mode:
         """Compare that all ranks leave the block, and restore the previous mode."""
         state = _state()
         used, on = state.used or {}, state.on
-        state.used, state.on = self._outer, self._before
-        if self._outer is not None:
-            self._outer.update(used)
-        if on and not isinstance(error, (CollectiveMismatchError, CollectiveFailedError, KeyboardInterrupt)):
-            _compare_end(used, error)
-
-
-def _compare_end(used: dict[Engine, None], error: BaseException | None) -> None:
-    """Raise if other ranks do not leave the block here, unless this rank leaves it by an error, which propagates."""
-    how = "" if error is None else f" by {type(error).__name__}: {error}"
-    for engine in [engine for engine in used if not engine.ended]:
+        state.on = self._before
         try:
-            compare(engine, ("end", type(error).__name__), f"the end of check mode at {user_line()}{how}")
-        except CollectiveMismatchError:
-            if error is None:
-                raise
+            if on and not isinstance(error, (CollectiveFailedError, KeyboardInterrupt)):
+                _compare_end(used, error)
+        finally:
+            state.used = self._outer
+            if self._outer is not None:
+                self._outer.update(used)
+
+
+def _compare_end(used: dict[Engine, bool], error: BaseException | None) -> None:
+    """Raise if other ranks do not leave the block here, unless this rank leaves it by an error, which propagates.
+
+    In all groups, also after a difference in one: ranks of the others wait there.
+    """
+    how = "" if error is None else f" by {type(error).__name__}: {error}"
+    found: CollectiveMismatchError | None = None
+    for engine in [engine for engine, differs in used.items() if not differs and not engine.ended]:
+        try:
+            compare(engine, ("end", type(error or found).__name__), f"the end of check mode at {user_line()}{how}")
+        except CollectiveMismatchError as difference:
+            found = found or difference
         except RuntimeError as reason:
-            if error is None:
+            if error is None and found is None:
                 raise failure("check_mode", engine.description, engine.rank, None, reason) from reason
+    if error is None and found is not None:
+        raise found
 
 
 def _state() -> _State:
@@ -131,11 +141,13 @@ def compare(engine: Engine, facts: object, text: str, leaves: Sequence[str] | No
     """
     engine.operation, engine.later = "check mode", False
     if (used := _state().used) is not None:
-        used[engine] = None
+        used[engine] = False
     mine = digest(repr((facts, leaves)))
     rows = _gathered(engine, _numbers(engine, [mine, -1 if leaves is None else len(leaves)]), [2] * engine.size)
     if all(row[0] == mine for row in rows):
         return
+    if used is not None:
+        used[engine] = True
     counts = [int(row[1]) for row in rows]
     if leaves is not None and -1 not in counts:
         digests = _gathered(engine, _numbers(engine, [digest(leaf) for leaf in leaves]), counts)

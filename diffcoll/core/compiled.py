@@ -23,7 +23,7 @@ from diffcoll.core._torch import COMPILES, backward_at_work, batch_last, is_diff
 from diffcoll.core.errors import user_line
 from diffcoll.core.groups import engine_named, key_in_graphs
 from diffcoll.core.joint import is_joint
-from diffcoll.core.linear import MAPS, PER_RANK, UNEVEN, Linear
+from diffcoll.core.linear import MAPS, PER_RANK, Linear, common_shape
 from diffcoll.core.moves import move
 from diffcoll.core.reductions import Product
 
@@ -93,10 +93,9 @@ _IN_JOINT = (
 def _compare(f: Linear, x: Tensor) -> None:
     """In check mode, compare the map with those of the other ranks; the call that it belongs to is not known here."""
     given = {name: getattr(f, name) for name in _names[type(f)] if name not in PER_RANK}
-    same = list(x.shape) if f.name not in UNEVEN else x.dim()
     words = ", ".join(f"{name}={value!r}" for name, value in given.items())
     text = f"compiled {type(f).__name__}({x.dtype} {tuple(x.shape)}, {words}) at {user_line()}"
-    checks.compare(f.engine, ("compiled", type(f).__name__, x.dtype, same, given), text)
+    checks.compare(f.engine, ("compiled", type(f).__name__, x.dtype, common_shape(f, x), given), text)
 
 
 def _flat(value: Any) -> Any:

@@ -34,7 +34,7 @@ from diffcoll.core.joint import record
 from diffcoll.core.linear import Linear
 from diffcoll.core.moves import InFlight, move, named
 
-__all__ = ["apply", "start"]
+__all__ = ["Started", "apply", "start"]
 
 
 def apply(f: Linear, x: Tensor) -> Tensor:
@@ -51,9 +51,35 @@ def start(f: Linear, x: Tensor) -> Callable[[], Tensor]:
     if torch.compiler.is_compiling():  # the compiler decides when to start
         y = apply(f, x)
         return lambda: y
-    request = _Request()
-    empty = record(_Start, x, f, request)
-    return lambda: record(_Wait, empty, f, request)
+    return Started(f, x)
+
+
+class Started:
+    """A map that was started on x; calling it, once, waits for f(x)."""
+
+    def __init__(self, f: Linear, x: Tensor) -> None:
+        self._f, self._request = f, _Request()
+        self._chain = joint.here.chain and joint.recording()
+        self._like = x.shape, x.dtype, x.device
+        self._empty = record(_Start, x, f, self._request)
+
+    def __call__(self) -> Tensor:
+        """Wait for f(x)."""
+        return record(_Wait, self._empty, self._f, self._request)
+
+    def done(self) -> bool:
+        """Whether a wait would return at once; see `Pending.done`."""
+        wait = self._request.wait
+        return not isinstance(wait, InFlight) or wait.done()
+
+    def abandon(self) -> None:
+        """Give up the result; see `Pending.abandon`."""
+        if self._chain is not None and self._chain is joint.recording():
+            shape, dtype, device = self._like
+            y = torch.zeros(self._f.shape(shape), dtype=dtype, device=device)
+            self._request.wait = lambda: y
+            self()
+        del self._request, self._empty
 
 
 def _forward(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:

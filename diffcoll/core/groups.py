@@ -12,14 +12,22 @@ from typing import Any
 
 import torch
 
-from diffcoll.core._torch import constant_in_graphs, is_differentiating, unfaked
+from diffcoll.core._torch import carries_tangents, constant_in_graphs, is_differentiating, is_within_transform, unfaked
 from diffcoll.core.joint import is_joint
 from diffcoll.engines import c10d, local, mpi
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.named import Facts, NamedEngine, facts
 from diffcoll.engines.solo import SoloEngine
 
-__all__ = ["engine_named", "get_rank", "get_world_size", "key_in_graphs", "resolve", "set_default_group"]
+__all__ = [
+    "collectives_only",
+    "engine_named",
+    "get_rank",
+    "get_world_size",
+    "key_in_graphs",
+    "resolve",
+    "set_default_group",
+]
 
 _default: Any = None
 _solo = SoloEngine()
@@ -127,6 +135,16 @@ def _refuse_lonely_launch(operation: str) -> None:
                 "them; call torch.distributed.init_process_group() first, or name a group, with group=… or "
                 "diffcoll.set_default_group(…): MPI.COMM_WORLD under an MPI launcher"
             )
+
+
+def collectives_only(group: Any) -> bool:
+    """Whether code that is differentiated now may not call collectives within an autograd Function of its own.
+
+    So in a joint simulation, whose graph contains the collectives, in graphs that are compiled, in transforms, which
+    differentiate the calls themselves, and in joint_backward, which records them.
+    """
+    engine = resolve(group, "collectives_only")
+    return engine.joint or engine.compiling or is_joint() or is_within_transform() or carries_tangents()
 
 
 def get_rank(group: Any = None) -> int:

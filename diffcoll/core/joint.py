@@ -32,7 +32,7 @@ from diffcoll.core._torch import (
 )
 from diffcoll.core.errors import message, user_line
 
-__all__ = ["is_joint", "joint_backward", "record"]
+__all__ = ["is_joint", "joint_backward", "record", "recording"]
 
 
 class _Chain:
@@ -126,7 +126,7 @@ class joint_backward:
     def __enter__(self) -> joint_backward:
         """Start recording collectives."""
         self._outer = here.chain, here.backward
-        self._chain = _recording() or _Chain()
+        self._chain = recording() or _Chain()
         here.chain, here.backward = self._chain, backward_at_work()
         return self
 
@@ -153,14 +153,14 @@ def is_joint() -> bool:
     return here.chain is not None
 
 
-def _recording() -> _Chain | None:
+def recording() -> _Chain | None:
     """Return the chain that records a collective called now; None: it is not recorded."""
     return here.chain if here.backward == backward_at_work() else None
 
 
 def record(rule: Any, x: Tensor, *more: Any) -> Tensor:
     """Return rule.apply(x, *more), recorded on the region's chain if there is one."""
-    chain = here.chain and _recording()
+    chain = here.chain and recording()
     if chain is None or is_within_transform() or is_batched_by_autograd(x):
         return apply_rule(rule, x, *more)
     differentiable = x.is_floating_point() or x.is_complex()

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from diffcoll.engines.engine import Engine, Wait, done
 
-__all__ = ["MAPS", "PER_RANK", "UNEVEN", "Linear", "then"]
+__all__ = ["MAPS", "PER_RANK", "Linear", "common_shape", "then"]
 
-#: Maps whose x may differ in size from rank to rank.
-UNEVEN = ("all_gather", "all_to_all", "gather", "scatter")
+#: Maps whose x may differ from rank to rank in its size along `dim`, if the map has `sizes`.
+UNEVEN = ("all_gather", "gather", "scatter", "permute", "shift")
 #: Fields of maps, and arguments of calls, whose value may differ from rank to rank.
 PER_RANK = ("split_sizes", "concat_sizes")
 
@@ -69,6 +69,16 @@ class Linear(ABC):
     def shared(self) -> tuple[bool, bool]:
         """Whether x, and whether y, is replicated: one tensor of which every rank has a copy."""
         return False, False
+
+
+def common_shape(f: Linear, x: Tensor) -> list[int] | int:
+    """Return the part of the shape of f's x that is equal on all ranks; -1: a size that may differ."""
+    if f.name == "all_to_all":
+        return x.dim()  # `agree_on_blocks` compares the sizes
+    shape = list(x.shape)
+    if f.name in UNEVEN and (fields := vars(f))["sizes"]:
+        shape[fields["dim"]] = -1  # compared as the sizes of f
+    return shape
 
 
 def then(wait: Wait, y: Tensor | Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from diffcoll.core import checks
 from diffcoll.core._torch import is_profiling, is_transformed, is_zero_without_memory
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
-from diffcoll.core.linear import UNEVEN, Linear
+from diffcoll.core.linear import Linear, common_shape
 from diffcoll.engines.engine import Exclusive
 
 __all__ = ["InFlight", "move", "named"]
@@ -57,13 +57,14 @@ class InFlight:
     early. Its messages are still in flight and need their memory, so the next call in the group waits for it.
     """
 
-    __slots__ = ("_engine", "_f", "_origin", "_wait")
+    __slots__ = ("_engine", "_f", "_origin", "_polls", "_wait")
 
     def __init__(self, x: Tensor, f: Linear, origin: Origin | None) -> None:
         self._wait: Callable[[], Tensor] | None = None
         self._f, self._origin, self._engine = f, origin, f.engine
+        self._polls: list[Callable[[], bool]] = []
         _compare(f, origin, x)
-        with Exclusive(f.engine, f.name, origin):
+        with Exclusive(f.engine, f.name, origin), f.engine.polled_by(self._polls):
             wait = _begin(f, x, later=True)
             self._wait = _wait_across_streams(wait, x.device) if x.is_cuda else wait
         if self._engine.size > 1:
@@ -77,6 +78,20 @@ class InFlight:
             self._engine.operation = self._f.name
             wait = self._take_wait()
             return wait()
+
+    def done(self) -> bool:
+        """Whether a wait would return at once, or raise; False if another thread uses the group."""
+        engine = self._engine
+        if self._wait is None or engine.size == 1:
+            return True
+        if not engine.lock.acquire(False):
+            return False
+        try:
+            return all(poll() for poll in self._polls)
+        except RuntimeError:  # of the backend; the wait raises it
+            return True
+        finally:
+            engine.lock.release()
 
     def __del__(self) -> None:
         if self._wait is not None:
@@ -159,8 +174,8 @@ def _compare(f: Linear, origin: Origin | None, x: Tensor, compare: Callable[[], 
     if compare is not None:
         compare()
     elif origin is not None:
-        same = list(x.shape) if f.name not in UNEVEN else x.dim()
-        checks.compare(engine, (origin.backward, origin.name, f.name, x.dtype, same), f"{what}: {gradient}")
+        facts = origin.backward, origin.name, f.name, x.dtype, common_shape(f, x)
+        checks.compare(engine, facts, f"{what}: {gradient}")
     if f.shared[0]:
         checks.same_everywhere(engine, x, what)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -14,6 +14,16 @@ from diffcoll.core.errors import user_line
 __all__ = ["Pending"]
 
 T = TypeVar("T")
+
+
+class Flight(Protocol):
+    """What a Pending waits for."""
+
+    def done(self) -> bool:
+        """Whether a wait would return at once; does not block, and raises no error of the collective."""
+
+    def abandon(self) -> None:
+        """Give up the result, without a wait and without a warning."""
 
 
 class Pending(Generic[T]):
@@ -34,8 +44,9 @@ class Pending(Generic[T]):
     If `wait()` is never called, a RuntimeWarning names the line of the call.
     """
 
-    def __init__(self, name: str, wait: Callable[[], T]) -> None:
+    def __init__(self, name: str, wait: Callable[[], T], flights: Sequence[Flight] = ()) -> None:
         self._name = name
+        self._flights = flights
         self._where = "a compiled line" if torch.compiler.is_compiling() else user_line()
         self._wait: Callable[[], T] | None = wait
         # A checkpoint that recomputes stops at its last saved tensor, which may be before wait().
@@ -50,8 +61,31 @@ class Pending(Generic[T]):
         self._must_wait = False
         if self._wait is not None:
             self._result = self._wait()
-            self._wait = None
+            self._wait, self._flights = None, ()
         return self._result
+
+    def done(self) -> bool:
+        """Poll: return whether `wait()` would return at once, or raise at once. Does not block.
+
+        On gloo, whose messages cannot be polled, the first call starts a thread that waits for them. On simulated
+        ranks, of which one runs at a time, the call lets the others run first. False while another thread uses the
+        group.
+        """
+        return all(flight.done() for flight in self._flights)
+
+    def abandon(self) -> None:
+        """Give up the result without a wait; the next collective in the group waits for the messages.
+
+        Within `joint_backward` its backward takes part, as that of a result that the loss does not use. `wait()` must
+        not be called afterwards.
+        """
+        self._must_wait = False
+        for flight in self._flights:
+            flight.abandon()
+        self._wait, self._flights = self._was_abandoned, ()
+
+    def _was_abandoned(self) -> T:
+        raise RuntimeError(f"{self._name} started at {self._where}: wait() was called after abandon()")
 
     def __repr__(self) -> str:
         """Return the collective, its line, and whether it was waited for."""

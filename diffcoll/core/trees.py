@@ -10,9 +10,11 @@ from torch import Tensor
 
 from diffcoll.core._torch import tree_flatten, tree_paths
 from diffcoll.core.call import Call
+from diffcoll.core.linear import Linear
 from diffcoll.core.pending import Pending
+from diffcoll.core.reductions import elementwise
 
-__all__ = ["by_leaf", "by_message", "checked", "rows"]
+__all__ = ["by_blocks", "by_leaf", "by_message", "checked", "delivered", "for_op", "pieces", "rows"]
 
 
 def by_message(call: Call, understand: Callable[[Call, Tensor], Any]) -> Any:
@@ -28,12 +30,18 @@ def by_message(call: Call, understand: Callable[[Call, Tensor], Any]) -> Any:
         for indices, y in started:
             y = y.wait() if call.async_op else y
             sizes = [leaves[i].numel() for i in indices]
-            pieces: tuple[Tensor, ...] = torch.split_with_sizes_copy(y, sizes)  # type: ignore[assignment, func-returns-value]
-            for i, piece in zip(indices, pieces, strict=True):
+            parts: tuple[Tensor, ...] = torch.split_with_sizes_copy(y, sizes)  # type: ignore[assignment, func-returns-value]
+            for i, piece in zip(indices, parts, strict=True):
                 found[i] = piece if leaves[i].ndim == 1 else piece.view(leaves[i].shape)
         return rebuild(found)
 
-    return Pending(call.name, unpack) if call.async_op else unpack()
+    return delivered(call, unpack, [y for _, y in started])
+
+
+def for_op(call: Call) -> Callable[..., Any]:
+    """Return `by_message`, or `by_leaf` if `op` is a function that may use whole tensors."""
+    op = call.arguments["op"]
+    return by_leaf if callable(op) and not isinstance(op, elementwise) else by_message
 
 
 def by_leaf(call: Call, understand: Callable[[Call, Tensor], Any]) -> Any:
@@ -41,7 +49,76 @@ def by_leaf(call: Call, understand: Callable[[Call, Tensor], Any]) -> Any:
     leaves, rebuild = checked(call)
     call.agree_on_leaves([tuple(leaf.shape) for leaf in leaves], leaves)
     found = [understand(call.of(leaf), leaf) for leaf in leaves]
-    return Pending(call.name, lambda: rebuild([p.wait() for p in found])) if call.async_op else rebuild(found)
+    return delivered(call, lambda: rebuild([y.wait() if call.async_op else y for y in found]), found)
+
+
+def delivered(call: Call, unpack: Callable[[], Any], started: list[Any]) -> Any:
+    """Return the tree, or with `async_op` a Pending of it."""
+    return Pending(call.name, unpack, started) if call.async_op else unpack()
+
+
+def by_blocks(
+    call: Call,
+    block_of: Callable[[Call, Tensor], tuple[Tensor, int]],
+    map_of: Callable[[Call, tuple[int, ...]], Linear],
+    received: list[int],
+) -> Any:
+    """Apply a collective that moves whole blocks, of sizes that may differ: one call for all leaves of a dtype.
+
+    Args:
+        call: x is the tree; `sizes` as in `all_gather`.
+        block_of: a leaf as a block, and the dimension along which the ranks' blocks may differ in size.
+        map_of: the map for rows, 1-d tensors of these sizes on the ranks.
+        received: the ranks whose rows are the result on this rank, in order. Each leaf's blocks are joined.
+    """
+    leaves, rebuild = checked(call)
+    blocks = [block_of(call.of(leaf), leaf) for leaf in leaves]
+    shapes = _shapes(call, leaves, blocks)
+    ranks = range(call.engine.size)
+    started = []
+    for indices, row in rows([block for block, _ in blocks]):
+        of_row = call.of(row)
+        sizes = tuple(sum(shapes[i][s].numel() for i in indices) for s in ranks)
+        started.append((indices, of_row.submit(map_of(of_row, sizes), row)))
+
+    def unpack() -> Any:
+        found: list[Tensor] = [*leaves]
+        for indices, y in started:
+            y = y.wait() if call.async_op else y
+            of_ranks = pieces(y, [shapes[i][s].numel() for s in received for i in indices])
+            for k, i in enumerate(indices):
+                parts = [part.view(shapes[i][s]) for s, part in zip(received, of_ranks[k :: len(indices)], strict=True)]
+                found[i] = _joined(parts, y, shapes[i][0], blocks[i][1])
+        return rebuild(found)
+
+    return delivered(call, unpack, [y for _, y in started])
+
+
+def _shapes(call: Call, leaves: list[Tensor], blocks: list[tuple[Tensor, int]]) -> list[list[torch.Size]]:
+    """Return for each leaf the shapes of all ranks' blocks; in check mode the ranks compare them."""
+    asks = isinstance(sizes := call.arguments["sizes"], str) and sizes == "auto"
+    lengths = [() if asks else call.of(leaf).sizes_of_all(*block) for leaf, block in zip(leaves, blocks, strict=True)]
+    if call.compares():
+        call.agree_on_leaves([_shape(b, d, of_ranks) for (b, d), of_ranks in zip(blocks, lengths, strict=True)], leaves)
+    if asks:  # one message for all leaves
+        lengths = list(zip(*call.gather_numbers([b.shape[d] for b, d in blocks]), strict=True))
+    return [
+        [torch.Size([*b.shape[:d], length, *b.shape[d + 1 :]]) for length in of_ranks]
+        for (b, d), of_ranks in zip(blocks, lengths, strict=True)
+    ]
+
+
+def _shape(x: Tensor, dim: int, of_ranks: tuple[int, ...]) -> tuple[object, ...]:
+    """The shape that check mode compares: along dim one size, or the list of all ranks' sizes, or () if unknown."""
+    sizes = of_ranks[0] if len({*of_ranks}) == 1 else of_ranks
+    return *x.shape[:dim], sizes, *x.shape[dim + 1 :]
+
+
+def _joined(parts: list[Tensor], y: Tensor, like: torch.Size, dim: int) -> Tensor:
+    """Return the parts of y joined along dim, in new memory; without parts, a tensor of size 0 there."""
+    if len(parts) > 1:
+        return torch.cat(parts, dim)
+    return (parts[0] if parts else y.view(*like[:dim], 0, *like[dim + 1 :])).clone()  # cat omits a (0,) from the graph
 
 
 def checked(call: Call) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
@@ -63,8 +140,19 @@ def rows(leaves: list[Tensor]) -> list[tuple[list[int], Tensor]]:
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, leaf in enumerate(leaves):
         groups.setdefault((leaf.dtype, leaf.device), []).append(i)
-    return [(indices, torch.cat([_row(leaves[i]) for i in indices])) for indices in groups.values()]
+    return [(indices, _row([leaves[i] for i in indices])) for indices in groups.values()]
 
 
-def _row(leaf: Tensor) -> Tensor:
-    return leaf if leaf.ndim == 1 else leaf.reshape(-1)  # a needless reshape adds a node to the graph
+def _row(leaves: list[Tensor]) -> Tensor:
+    if len(leaves) == 1:
+        return leaves[0] if leaves[0].ndim == 1 else leaves[0].reshape(-1)  # a reshape is a node of the graph
+    return torch.cat([leaf.reshape(-1, 1) for leaf in leaves]).view(-1)  # as in `pieces`
+
+
+def pieces(row: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """Cut a row, in the shapes (size, 1).
+
+    Not (size,): torch.cat omits tensors of shape (0,) from the graph, and so does the derivative of a split. A rank
+    whose pieces are all empty would not run the collective's second-order backward, and the others would wait for it.
+    """
+    return row.view(-1, 1).split_with_sizes(sizes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -180,12 +181,14 @@ class C10dEngine(MessageEngine):
             ops = [dist.P2POp(dist.irecv, _bytes(t), group=self.group, group_peer=s) for s, t in recvs]
             ops += [dist.P2POp(dist.isend, _bytes(t), group=self.group, group_peer=s) for s, t in sends]
             works = dist.batch_isend_irecv(ops)
-
-        def finish() -> None:
-            for work in works:
-                work.wait()
-
-        return finish
+            if self.polls is not None:
+                self.polls += [work.is_completed for work in works]
+            return partial(_wait_for, works)
+        if self.polls is None:
+            return partial(_wait_for, works)
+        in_thread = _InThread(works)
+        self.polls.append(in_thread.done)
+        return in_thread
 
     @override
     def _to_others(self, blocks: Blocks) -> Messages:
@@ -208,7 +211,7 @@ class C10dEngine(MessageEngine):
         for part, into in pairs:
             if x is not y:
                 into.copy_(part)
-            waits.append(_wait(dist.all_reduce(_real(into), group=self.group, async_op=True)))
+            waits.append(self._wait(dist.all_reduce(_real(into), group=self.group, async_op=True)))
 
         def finish() -> None:
             for wait in waits:
@@ -222,27 +225,34 @@ class C10dEngine(MessageEngine):
             return super().all_gather(x, row, counts)
         parts = [_bytes(part) for part in row.split_with_sizes(counts)]
         mine = parts[self.rank] if x is None else _bytes(x)
-        return _wait(dist.all_gather(parts, mine, group=self.group, async_op=True))
+        return self._wait(dist.all_gather(parts, mine, group=self.group, async_op=True))
 
     @override
     def reduce_scatter(self, row: Tensor, counts: list[int], out: Tensor) -> Wait:
         if not (is_even(counts) and self._runs_natively("reduce_scatter", out, adds=True)):
             return super().reduce_scatter(row, counts, out)
         parts = [_real(part) for part in row.split_with_sizes(counts)]
-        return _wait(dist.reduce_scatter(_real(out.view(-1)), parts, group=self.group, async_op=True))
+        return self._wait(dist.reduce_scatter(_real(out.view(-1)), parts, group=self.group, async_op=True))
 
     @override
     def broadcast(self, y: Tensor, src: int) -> Wait:
         if not self._runs_natively("broadcast", y):
             return super().broadcast(y, src)
-        return _wait(dist.broadcast(_bytes(y), group=self.group, group_src=src, async_op=True))
+        return self._wait(dist.broadcast(_bytes(y), group=self.group, group_src=src, async_op=True))
 
     @override
     def reduce(self, y: Tensor, dst: int) -> Wait:
         if not self._runs_natively("reduce", y, adds=True):
             return super().reduce(y, dst)
         y = y if self.rank == dst else y.clone()  # backends may write partial sums to it
-        return _wait(dist.reduce(_real(y), group=self.group, group_dst=dst, async_op=True))
+        return self._wait(dist.reduce(_real(y), group=self.group, group_dst=dst, async_op=True))
+
+    def _wait(self, work: dist.Work | None) -> Wait:
+        if work is None:
+            return lambda: None
+        if self.polls is not None:
+            self.polls.append(work.is_completed)
+        return partial(work.wait)
 
     def _backend(self, x: Tensor) -> str:
         return self.backends[x.device.type]
@@ -291,10 +301,44 @@ def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
-def _wait(work: dist.Work | None) -> Wait:
-    if work is None:
-        return lambda: None
-    return partial(work.wait)
+def _wait_for(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+class _InThread:
+    """The Wait for gloo's point-to-point messages, which complete in a wait only: `is_completed()` is False until then.
+
+    So the first poll starts a thread that waits. A work cannot be waited for twice, so the Wait then joins the thread.
+    """
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether all messages have completed or failed; the first call takes up to a millisecond."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="diffcoll poll")
+            self._thread.start()
+            self._thread.join(0.001)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            _wait_for(self._works)
+        except BaseException as error:
+            self._error = error
+
+    def __call__(self) -> None:
+        """Wait for all messages."""
+        if self._thread is None:
+            _wait_for(self._works)
+            return
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
 
 
 # ── from a group to its engine ───────────────────────────────────────────────────────────────────────────

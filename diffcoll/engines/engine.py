@@ -12,7 +12,8 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,6 +69,9 @@ class Engine(ABC):
     #: Set before each call, equal on all ranks: whether the caller does something else between the call and its Wait.
     #: If False, a primitive may block until its result is there.
     later: bool = False
+    #: While a collective is started that may be polled: functions that return whether a message of it has completed.
+    #: They neither block nor raise. An engine appends one for each message, or for several; True where it cannot wait.
+    polls: list[Callable[[], bool]] | None = None
     #: What this rank is executing; None: nothing. Read by the thread that warns of long waits, see `engines.watch`.
     doing: Doing | None = None
 
@@ -144,6 +148,15 @@ class Engine(ABC):
         Ranks that noticed call it; it returns within seconds. Empty if all of them do.
         """
         return []
+
+    @contextmanager
+    def polled_by(self, polls: list[Callable[[], bool]]) -> Iterator[None]:
+        """Collect in `polls` the functions by which what is started in this context can be polled."""
+        self.polls = polls
+        try:
+            yield
+        finally:
+            self.polls = None
 
     @abstractmethod
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:

@@ -212,6 +212,7 @@ class World:
         payload: Any,
         combine: Callable[[list[Any]], Sequence[Any]],
         origin: Origin | None = None,
+        polls: list[Callable[[], bool]] | None = None,
     ) -> Callable[[], Any]:
         """Add this rank's entry to the group's meeting of this number. Returns a function that waits for its result."""
         me = self._current()
@@ -245,7 +246,17 @@ class World:
                 meeting.results = dict(zip(ranks, results, strict=True))
                 self._wake(meeting)
 
+        if polls is not None:
+            polls.append(partial(self.poll, me, meeting))
         return partial(self._wait, me, meeting)
+
+    def poll(self, me: _Rank, meeting: _Meeting) -> bool:
+        """Whether the wait for a meeting would return or raise at once; if not, let the other ranks run first."""
+        if meeting.results is None and not meeting.off and me.error is None and self.running:
+            if _rank.here is me and self._ready:
+                self._ready.append(me)
+                self._hand_over(me)
+        return meeting.results is not None or bool(meeting.off) or not self.running
 
     def suspend(self, what: str) -> tuple[Callable[[], None], Callable[[], None]]:
         """For a message between two ranks. Returns what the other rank calls, and what waits until it has."""
@@ -425,7 +436,7 @@ class LocalEngine(Engine):
     def _meet(self, what: str, step: str, payload: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Wait:
         self._meetings += 1
         origin = self.doing[1] if self.doing else None
-        return self.world.meet(self.group, self._meetings, what, step, payload, combine, origin)
+        return self.world.meet(self.group, self._meetings, what, step, payload, combine, origin, self.polls)
 
 
 # ── which rank this thread is ────────────────────────────────────────────────────────────────────────────

@@ -30,6 +30,7 @@ __all__ = [
     "error",
     "errors",
     "in_truth",
+    "leaf_of",
     "numbers",
     "on_rank",
     "real_inner",
@@ -143,8 +144,7 @@ def on_rank(case: Case, rank: int, seed: int, call: Callable[[Any], Tensor] | No
     x = case.x(rank, seed)
     if x is None:
         y = case.call(None, rank)
-        assert y.grad_fn is not None
-        x = y.grad_fn.next_functions[0][0].variable  # type: ignore[union-attr]  # the empty leaf that scatter created
+        x = leaf_of(y)
     else:
         y = (call or (lambda x: case.call(x, rank)))(x.requires_grad_())
     (found,) = _measured(case, [rank], [x], [y], seed, orders)
@@ -153,6 +153,15 @@ def on_rank(case: Case, rank: int, seed: int, call: Callable[[Any], Tensor] | No
             found.output, *(g.flatten() for g in (found.gradient, found.second, found.third) if g is not None)
         )
     return found
+
+
+def leaf_of(y: Tensor) -> Tensor:
+    """Return the leaf that y depends on, through nodes of one input: the empty one that `scatter` made for x=None."""
+    node: Any = y.grad_fn
+    while not hasattr(node, "variable"):
+        node = node.next_functions[0][0]
+    leaf: Tensor = node.variable
+    return leaf
 
 
 def in_truth(case: Case, seed: int, orders: int = 2) -> list[Measured]:
@@ -271,6 +280,7 @@ def table(n: int) -> list[Case]:
     """Every collective × its arguments, for n ranks."""
     last = n - 1
     uneven = [(2 * r + 2) % 5 for r in range(n)]  # 2, 4, 1, 3, 0, …
+    cycle = [(r, (r + 1) % n) for r in range(n)]
     some = [0, *uneven[1:]]  # an empty block first
     matrix = [[(3 * r + 2 * s + 1) % 4 for s in range(n)] for r in range(n)]  # size of block r → s in all_to_all
 
@@ -332,18 +342,27 @@ def table(n: int) -> list[Case]:
         case("broadcast", same((2, 3)), src=last, cotangent="replicated"),
         case("reduce", same((2, 3))),
         case("reduce", same((2, 3)), dst=last, op="mean"),
+        *(case("reduce", same((2, 3)), dst=last, op=op, async_op=True) for op in ("sum", "product")),
         *(case("reduce", same((2, 3)), few=True, op=op) for op in _OPS),
         case("gather", same((2, 3))),
         case("gather", along(1, some), dst=last, dim=1, sizes=some),
         case("gather", same(())),
+        case("gather", along(0, uneven), sizes="auto", async_op=True),
         case("scatter", same((2 * n, 3))),
         case("scatter", same((2, sum(some))), src=last, dim=1, sizes=some),
         case("scatter", ((2 * n, 3), *[None] * last)),
-        case("permute", same((2, 3)), pairs=[(r, (r + 1) % n) for r in range(n)]),
+        case("scatter", ((2, sum(uneven)), *[None] * last), dim=1, sizes=uneven, async_op=True),
+        case("permute", same((2, 3)), pairs=cycle),
         case("permute", same((2, 3)), pairs=[(last, 0)]),
+        case("permute", along(0, some), pairs=[(last, 0)], sizes=some),
+        case("permute", along(1, uneven), pairs=cycle, dim=1, sizes="auto", async_op=True),
         case("shift", same((2, 3))),
+        case("shift", same((2, 3)), async_op=True),
+        case("shift", along(1, uneven), dim=-1, sizes=uneven),
+        case("shift", along(0, some), offset=-1, wrap=False, sizes="auto"),
         case("shift", same((2, 3)), offset=-1, wrap=False),
         case("scan", same((2, 3))),
+        case("scan", same((2, 3)), async_op=True),
         case("scan", same((2, 3)), exclusive=True),
         case("scan", same((2, 3)), reverse=True),
         case("scan", same((2, 3)), reverse=True, exclusive=True),

@@ -163,7 +163,7 @@ def test_disagreements(where):
 
 
 TENSORS = {name: getattr(dc, name) for name in sorted({case.name for case in cases.table(N)})} | {
-    "permute": lambda x: dc.permute(x, ring)
+    "permute": lambda x, **more: dc.permute(x, ring, **more)
 }
 LATER = {
     name: partial(call, async_op=True)
@@ -377,6 +377,37 @@ def test_a_rank_that_leaves(where):
         assert texts[0] == texts[2]
         assert re.search(words, texts[0])
         assert (texts[1] == texts[0]) == (own is dc.CollectiveMismatchError)
+
+
+def test_a_rank_that_leaves_blocks_with_two_groups():
+    """Nobody waits in one group for a rank that has raised in the other; both groups still work afterwards."""
+
+    def leaves(r, group, call):
+        with dc.check_mode():
+            dc.all_reduce(x_(2))
+            with dc.check_mode():
+                dc.all_reduce(x_(2))
+                dc.all_reduce(x_(2), group=group)
+                if r == 0:
+                    raise KeyError("its own")
+                call()
+
+    def body(r):
+        group, found = dist.new_group(), []
+        for call in (lambda: None, lambda: dc.all_reduce(x_(3))):
+            with pytest.raises(dc.CollectiveMismatchError if r else KeyError) as caught:
+                leaves(r, group, call)
+            sums = [dc.all_reduce(torch.ones(1), group=g).item() for g in (None, group)]
+            found.append((str(caught.value), sums))
+        with pytest.raises(dc.CollectiveMismatchError if r else ValueError), dc.check_mode():
+            dc.all_reduce(x_(2))
+            dc.scatter(x_(4) if r == 0 else None)  # the error on rank 0 is told to the others
+        return found
+
+    for r, of_rank in enumerate(spawn(body, range(3), timeout=30)):
+        for text, sums in of_rank:
+            assert sums == [3.0, 3.0]
+            assert r == 0 or re.search("rank 0: the end of check mode at .* by KeyError: 'its own'", text)
 
 
 def test_all_leave_by_the_same_error():

@@ -4,17 +4,19 @@ import gc
 import threading
 import time
 import warnings
+from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from releases import compiles
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
 from diffcoll.core.groups import resolve
 from diffcoll.engines.c10d import C10dEngine
-from diffcoll.testing import simulate, spawn
+from diffcoll.testing import new_group, simulate, spawn
 
 CALLS = {
     "all_reduce": lambda x, **more: dc.all_reduce(x, **more),
@@ -24,6 +26,12 @@ CALLS = {
     "reduce_scatter": lambda x, **more: dc.reduce_scatter(x, sizes=[1, 3], **more),
     "all_to_all": lambda x, **more: dc.all_to_all(x, **more),
     "broadcast": lambda x, **more: dc.broadcast(x, src=1, **more),
+    "reduce": lambda x, **more: dc.reduce(x, dst=1, **more),
+    "gather": lambda x, **more: dc.gather(x, dst=1, **more),
+    "scatter": lambda x, **more: dc.scatter(x, **more),
+    "permute": lambda x, **more: dc.permute(x, [(0, 1)], sizes="auto", **more),
+    "shift": lambda x, **more: dc.shift(x, **more),
+    "scan": lambda x, **more: dc.scan(x, exclusive=True, **more),
 }
 
 
@@ -239,7 +247,7 @@ def changing_the_gradient(r):
             if hooked and r:
                 y.register_hook(lambda gy: time.sleep(0.02))
             torch.autograd.backward(y + between, w)
-            assert hooked == (not b.grad.any())
+            assert hooked == (not b.grad.any()) or not b.numel()
             found.append(x.grad)
         if not torch.equal(*found):
             wrong.append(name)
@@ -465,3 +473,103 @@ def test_the_same_on_mpi():
     check_backward_in_a_hook(hooks)
     check_checkpoints(checkpoints)
     assert errors == ((3.0, True),) * 2
+
+
+# ── polling ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def polled(r):
+    """Rank 1 starts only after a collective in another group, for which it waits. Return what done() said, and y."""
+    pair, one = new_group([0, 1]), torch.ones(1)
+    dc.all_reduce(one)
+    found = []
+    for call in (dc.all_gather, dc.all_reduce, dc.shift, dc.broadcast):
+        for tree in (False, True):
+            x = torch.full((1000,), 1.0 + r, requires_grad=True)
+            if r == 1:
+                dc.all_reduce(one, group=pair)
+            pending = call([x, x.double()] if tree else x, async_op=True)
+            early = call is not dc.broadcast and r == 0 and pending.done()
+            if r == 0:
+                dc.all_reduce(one, group=pair)
+            end = time.monotonic() + 20
+            while not pending.done():
+                assert time.monotonic() < end, call
+                time.sleep(0.001)
+            y = pending.wait()
+            assert pending.done()
+            y = y[0] if tree else y
+            (y * (r + 1)).sum().backward()
+            found.append((early, y.sum().item(), x.grad.sum().item()))
+    return found
+
+
+@pytest.mark.parametrize("where", [*RUNS, "mpi"])
+def test_done_polls_without_consuming_the_wait(where):
+    run = RUNS[where] if where in RUNS else partial(spawn, backend="mpi")
+    for r, found in enumerate(run(polled, range(3))):
+        shifted = [3000, 1000, 2000][r], [2000, 3000, 1000][r]
+        expected = [(6000, 6000), (6000, 6000), shifted, (1000, [6000, 0, 0][r])]
+        assert found == [(False, *pair) for pair in expected for _ in range(2)]
+
+
+def test_done_of_one_rank_and_in_truth():
+    pending = dc.all_gather(torch.ones(2), async_op=True)
+    assert [pending.done(), pending.wait().tolist(), pending.done()] == [True, [1, 1], True]
+
+    def body(r):
+        pending = dc.all_gather([torch.tensor([r])], async_op=True)
+        return pending.done(), pending.wait()[0].tolist()
+
+    assert simulate(body, range(2)) == [(True, [0, 1])] * 2
+
+
+def test_done_of_a_collective_that_fails():
+    """done() is True and raises nothing; wait() raises."""
+
+    def simulated(r):
+        if r == 1:
+            return
+        pending = dc.all_gather(torch.ones(2), async_op=True)
+        while not pending.done():
+            pass
+        pending.wait()
+
+    with pytest.raises(dc.CollectiveMismatchError, match="rank 1 has ended"):
+        simulate(simulated, range(2), rules=True)
+
+    def on_gloo(r):
+        group = dist.new_group(timeout=timedelta(seconds=1))
+        if r == 1:
+            time.sleep(3)
+            return None
+        pending = dc.all_gather(torch.ones(2), group=group, async_op=True)
+        polls = 0
+        while not pending.done():
+            polls += 1
+            time.sleep(0.01)
+        with pytest.raises(dc.CollectiveFailedError, match="all_gather"):
+            pending.wait()
+        return polls > 10
+
+    assert spawn(on_gloo, range(2))[0]
+
+
+def test_after_abandon_nothing_is_left_and_wait_is_an_error():
+    def body(r):
+        engine = resolve(None, "test")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pending = dc.all_gather([torch.ones(100), torch.ones(2)], async_op=True)
+            pending.done()
+            pending.abandon()
+            with pytest.raises(
+                RuntimeError, match=r"all_gather started at .*py:\d+: wait\(\) was called after abandon"
+            ):
+                pending.wait()
+            del pending
+            gc.collect()
+        return dc.all_reduce(torch.tensor(r)).item(), len(engine.abandoned), len(engine.unwaited)
+
+    for run in RUNS.values():
+        assert run(body, range(2)) == [(1, 0, 0)] * 2

@@ -25,6 +25,12 @@ COLLECTIVES = {
     "broadcast": lambda x, **more: dc.broadcast(x, src=1, **more),
     "all_gather": lambda x, **more: dc.all_gather(x, **more),
     "stack": lambda x, **more: dc.all_gather(x, dim=-1, stack=True, **more),
+    "permute": lambda x, **more: dc.permute(x, [(0, 2), (1, 1)], **more),
+    "shift": lambda x, **more: dc.shift(x, **more),
+    "reduce": lambda x, **more: dc.reduce(x, 1, "max", **more),
+    "reduce, a function": lambda x, **more: dc.reduce(x, 2, cases.largest_whole, **more),
+    "gather": lambda x, **more: dc.gather(x, dst=2, dim=-1, **more),
+    "scan": lambda x, **more: dc.scan(x, reverse=True, exclusive=True, **more),
 }
 
 
@@ -254,6 +260,71 @@ def test_a_wrong_leaf_is_named():
         dc.reduce_scatter([torch.ones(2)])
 
 
+def scattered(r, odd):
+    """A tree of rank 1, in which other leaves of the other ranks are None; the shapes off src do not matter."""
+    x = {"b": torch.arange(12.0).view(6, 2).double(), "a": [torch.arange(6.0).double(), torch.arange(6).int()]}
+    x = {"b": x["b"].requires_grad_(), "a": [x["a"][0].requires_grad_(), x["a"][1]]}
+    if r == 0:
+        x = {"a": [None, torch.ones(5)], "b": torch.full((1, 4), 7.0, requires_grad=True)}
+    if r == 2:
+        x = odd if odd is not None else {"b": None, "a": [None, None]}
+    return x
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["now", "async"])
+@pytest.mark.parametrize("where", ["rules", "truth", "gloo"])
+def test_scatter_of_a_tree(where, later):
+    sizes = [2, 0, 4]
+
+    def body(r):
+        x = scattered(r, None)
+        y = dc.scatter(x, src=1, sizes=sizes, async_op=later)
+        y = y.wait() if later else y
+        return y["b"].tolist(), y["a"][0].tolist(), y["a"][1].tolist()
+
+    whole = scattered(1, None)
+    run = {"rules": partial(simulate, rules=True), "truth": simulate, "gloo": spawn}[where]
+    for r, (b, a, n) in enumerate(run(body, range(3))):
+        rows = slice(sum(sizes[:r]), sum(sizes[: r + 1]))
+        assert (b, a, n) == (whole["b"][rows].tolist(), whole["a"][0][rows].tolist(), whole["a"][1][rows].tolist())
+
+
+def test_gradients_of_a_scattered_tree(gradients):
+    def loss(x, w):
+        y = dc.scatter(
+            {"x": x, "more": [None if x is None else x.square()]}, src=2, sizes=[2, 0, 1], async_op=True
+        ).wait()
+        return w * (y["x"] + 10 * y["more"][0]).sum()
+
+    assert gradients(loss, [None, [5.0], [1.0, 2.0, 3.0]], [1.0, 10.0, 100.0]) == [None, [0], [21, 41, 6100]]
+
+
+@pytest.mark.parametrize("where", ["rules", "truth", "gloo"])
+def test_another_tree_than_that_of_src_is_an_error_on_all_ranks(where):
+    run = {"rules": partial(simulate, rules=True), "truth": simulate, "gloo": spawn}[where]
+
+    def body(r):
+        texts = []
+        for odd in (torch.ones(2), [None], {"b": None, "a": [None]}):
+            with pytest.raises(dc.CollectiveMismatchError) as caught:
+                dc.scatter(scattered(r, odd), src=1, sizes=[2, 0, 4])
+            texts.append(str(caught.value))
+        with pytest.raises((ValueError, dc.CollectiveMismatchError)) as caught:
+            dc.scatter(scattered(r, None), src=1, sizes=[2, 0, 3])
+        return texts, str(caught.value), dc.all_reduce(torch.tensor(r)).item()
+
+    for r, (texts, last, total) in enumerate(run(body, range(3))):
+        expected = "expected a tree with the paths of rank 1's; off src the leaves may be None, but not the whole tree"
+        assert texts == [f"scatter: x: got another structure on rank 2, {expected}"] * 3
+        assert total == 3
+        assert last.startswith("scatter: sizes: got" if r == 1 else "scatter: an argument is invalid on rank 1")
+
+
+def test_a_wrong_leaf_of_scatter_is_named():
+    with pytest.raises(TypeError, match=r"scatter: x\['a'\]\[1\]: got NoneType, expected a dense"):
+        dc.scatter({"a": [torch.ones(1), None]})
+
+
 def test_empty_trees():
     assert dc.all_reduce({}) == {}
     assert dc.all_gather([]) == []
@@ -298,3 +369,20 @@ def test_parts_of_a_linear_result_have_separate_backwards():
     expected = [([6 * factor] * 2, [3 * factor] * 2) for factor in ops.values()]
     assert simulate(body, range(2), rules=True) == [expected] * 2
     assert spawn(body, range(2)) == [expected] * 2
+
+
+@pytest.mark.parametrize("name", ["all_gather", "shift"])
+def test_second_order_where_all_leaves_of_a_rank_are_empty(name):
+    """Rank 0 has leaves of shape (0,), which torch.cat omits from the graph; the other ranks must not wait for it."""
+
+    def body(r, one_by_one):
+        x, z = (torch.linspace(k, 2, r, dtype=torch.float64, requires_grad=True) for k in (1, 3))
+        call = partial(getattr(dc, name), sizes=[0, 1, 2])
+        y = [call(x), call(z)] if one_by_one else call([x, z])
+        gs = torch.autograd.grad((r + 1) * sum(t.pow(3).sum() for t in y), [x, z], create_graph=True)
+        return torch.autograd.grad((r + 2) * sum(g.square().sum() for g in gs), [x, z])
+
+    for got, expected in zip(
+        simulate(body, range(N), [False] * N, rules=True), simulate(body, range(N), [True] * N, rules=True), strict=True
+    ):
+        torch.testing.assert_close(got, expected)

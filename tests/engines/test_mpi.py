@@ -441,3 +441,35 @@ for collective in (dc.all_reduce, dc.all_gather, dc.reduce_scatter):
     for name in ("all_reduce", "all_gather", "reduce_scatter"):
         text = f"{name}: group: got a communicator after MPI_Finalize(); use it before"
         assert out.count(text) == 2
+
+
+def test_a_message_shorter_than_expected_is_an_error():
+    """MPI fills the beginning of the memory and reports nothing; the rest would be uninitialized."""
+
+    def body(r):
+        x = torch.ones(r + 1, 3)
+        sizes = [1, 2] if r == 0 else [3, 2]
+        calls = [
+            lambda: dc.permute(x, [(0, 1)], sizes=sizes),
+            lambda: dc.permute([x, x.int()], [(0, 1)], sizes=sizes, async_op=True).wait(),
+            lambda: dc.gather(x, dst=1, sizes=sizes),
+        ]
+        texts = []
+        for call in calls:
+            if r == 0:
+                call()
+                continue
+            with pytest.raises(dc.CollectiveFailedError) as caught:
+                call()
+            texts.append(str(caught.value))
+        polled = dc.permute(x, [(0, 1)], sizes=sizes, async_op=True)
+        while not polled.done():
+            pass
+        if r == 0:
+            return polled.wait().shape
+        with pytest.raises(dc.CollectiveFailedError, match="got a message of 12 bytes from rank 0, expected 36"):
+            polled.wait()
+        return texts
+
+    for text in spawn(body, range(2), backend="mpi")[1]:
+        assert "got a message of 12 bytes from rank 0, expected 36" in text

@@ -51,7 +51,7 @@ def cases(names: str | Sequence[str] | None = None, most: int = 6, size: int | N
 def _cases(draw: Draw, names: st.SearchStrategy[str], ranks: st.SearchStrategy[int]) -> Case:
     name, n = draw(names), draw(ranks)
     shapes, arguments, per_rank = _CALLS[name](draw, n)
-    if name in _ASYNC and draw(st.booleans()):
+    if name not in _NOT_ASYNC and draw(st.booleans()):
         arguments = {**arguments, "async_op": True}
     dtypes = [torch.float64] if arguments.get("op") in _ORDERED else [torch.float64, torch.complex128]
     return Case(
@@ -91,7 +91,7 @@ def _some(draw: Draw, **arguments: list[Any]) -> dict[str, Any]:
 
 _LAYOUTS = ["contiguous", "transposed", "strided", "offset"]
 _COTANGENTS = ["partial", "replicated"]
-_ASYNC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+_NOT_ASYNC = ("sum_gradients", "split")
 _TIES = ["even", "first"]
 _ORDERED = ["max", "min", median, median_in_parts]  # not defined for complex numbers
 _OPS = ["sum", "mean", "product", "logsumexp", largest_whole, *_ORDERED]
@@ -173,11 +173,13 @@ def _scatter(draw: Draw, n: int) -> _Call:
 
 
 def _permute(draw: Draw, n: int) -> _Call:
-    return [_shape(draw)] * n, {"pairs": draw(pairs(n))}, {}
+    shapes, arguments, _ = _gathered(draw, n)
+    return shapes, {**arguments, "pairs": draw(pairs(n))}, {}
 
 
 def _shift(draw: Draw, n: int) -> _Call:
-    return [_shape(draw)] * n, _some(draw, offset=list(range(-n - 1, n + 2)), wrap=[True, False]), {}
+    shapes, arguments, _ = _gathered(draw, n)
+    return shapes, {**arguments, **_some(draw, offset=list(range(-n - 1, n + 2)), wrap=[True, False])}, {}
 
 
 def _scan(draw: Draw, n: int) -> _Call:
