@@ -25,6 +25,8 @@ from diffcoll.collectives.scatter import scatter
 from diffcoll.collectives.shift import shift
 from diffcoll.collectives.split import split
 from diffcoll.collectives.sum_gradients import sum_gradients
+from diffcoll.composed.gather_batch import GatheredBatch, gather_batch
+from diffcoll.composed.ring import ring
 from diffcoll.core.checks import check_mode
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
 from diffcoll.core.groups import get_rank, get_world_size, set_default_group
@@ -35,6 +37,7 @@ from diffcoll.core.reductions import elementwise
 __all__ = [
     "CollectiveFailedError",
     "CollectiveMismatchError",
+    "GatheredBatch",
     "GradientAverager",
     "Pending",
     "all_gather",
@@ -45,6 +48,7 @@ __all__ = [
     "check_mode",
     "elementwise",
     "gather",
+    "gather_batch",
     "get_rank",
     "get_world_size",
     "global_mean",
@@ -52,6 +56,7 @@ __all__ = [
     "permute",
     "reduce",
     "reduce_scatter",
+    "ring",
     "scan",
     "scatter",
     "set_default_group",

@@ -1,0 +1,1 @@
+"""Functions that are composed of collectives; all derivatives come from those."""

@@ -1,0 +1,70 @@
+"""The leaves of the trees that composed functions take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcoll.collectives.all_gather import all_gather
+from diffcoll.core._torch import integers, tree_flatten, tree_paths
+from diffcoll.core.arguments import Group
+from diffcoll.core.checks import digest
+from diffcoll.core.errors import CollectiveMismatchError, message
+from diffcoll.core.groups import get_rank
+
+__all__ = ["batch_leaves", "lengths_of_ranks"]
+
+
+def batch_leaves(name: str, tree: object) -> tuple[list[Tensor], Callable[[list[Any]], Any]]:
+    """Return the leaves of a tree in the order of their paths, and the function that rebuilds it from new leaves.
+
+    Raises:
+        TypeError, ValueError: a leaf is not a tensor with a dim 0, or there is none; `name` is the function's.
+    """
+    try:
+        leaves, rebuild = tree_flatten(tree)
+    except TypeError as error:
+        raise TypeError(f"{name}: tree: {error}") from None
+    for i, leaf in enumerate(leaves):
+        argument = f"tree{tree_paths(tree)[i]}"
+        if not isinstance(leaf, Tensor):
+            raise TypeError(message(name, argument, type(leaf).__name__, "a tensor", "torch.as_tensor(x) makes one"))
+        if leaf.ndim == 0:
+            remedy = "dim 0 is the batch: pass x.expand(len(features))"
+            raise ValueError(message(name, argument, "a 0-d tensor", "at least one dimension", remedy))
+    if not leaves:
+        raise ValueError(message(name, "tree", "a tree without tensors", "at least one tensor"))
+    return leaves, rebuild
+
+
+def lengths_of_ranks(
+    name: str, tree: object, leaves: list[Tensor], mine: list[int], device: torch.device, group: Group
+) -> list[list[int]]:
+    """Return each rank's list of lengths, this rank's being `mine`, after one small message.
+
+    Raises:
+        CollectiveMismatchError: on all ranks, if their trees differ in paths, dtypes or dimensions other than 0. A
+            compiled function cannot compare numbers that it receives, and sends 0.
+    """
+    compiling = torch.compiler.is_compiling()
+    facts = "" if compiling else _facts(tree, leaves)
+    of_ranks = integers(all_gather(torch.tensor([digest(facts) if facts else 0, *mine], device=device), 0, group))
+    rows = [of_ranks[i : i + 1 + len(mine)] for i in range(0, len(of_ranks), 1 + len(mine))]
+    differing = [] if compiling else [r for r, row in enumerate(rows) if 0 != row[0] != rows[0][0] != 0]
+    if differing:
+        raise CollectiveMismatchError(
+            f"{name}: tree: rank {differing[0]} differs from rank 0 in paths, dtypes or dimensions other than 0, "
+            f"expected the same on all ranks; rank {get_rank(group)} has {facts}"
+        )
+    return [row[1:] for row in rows]
+
+
+def _facts(tree: object, leaves: list[Tensor]) -> str:
+    """Return what is the same on all ranks."""
+    return "; ".join(
+        f"tree{path}: {leaf.dtype} (*, {', '.join(map(str, leaf.shape[1:]))})"
+        for path, leaf in zip(tree_paths(tree), leaves, strict=True)
+    )
