@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from diffcoll import truth
 from diffcoll.averaging.averager import GradientAverager
+from diffcoll.averaging.comm_hook import GradientBucket
 from diffcoll.averaging.functions import average_gradients, global_mean
 from diffcoll.collectives.all_gather import all_gather
 from diffcoll.collectives.all_reduce import all_reduce
@@ -39,6 +40,7 @@ __all__ = [
     "CollectiveMismatchError",
     "GatheredBatch",
     "GradientAverager",
+    "GradientBucket",
     "Pending",
     "all_gather",
     "all_reduce",

@@ -11,18 +11,23 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from diffcoll.averaging import registry
 from diffcoll.averaging.buckets import Parameter
-from diffcoll.averaging.functions import agree_on_parameters, broadcast_from_first, checked_weight
+from diffcoll.averaging.comm_hook import CommHook, Hook
+from diffcoll.averaging.functions import agree, agree_on_parameters, broadcast_from_first, checked_weight
 from diffcoll.averaging.hooks import Hooks
+from diffcoll.averaging.ignoring import Ignore, checked_ignore
+from diffcoll.averaging.module_buffers import ModuleBuffers, facts, named_buffers
 from diffcoll.averaging.parameters import differentiable, named_parameters
-from diffcoll.averaging.reducer import Reducer, Reduction
-from diffcoll.averaging.state import NAME
+from diffcoll.averaging.reducer import Reducer
+from diffcoll.averaging.spare import copy_where_needed
+from diffcoll.averaging.state import NAME, Arguments, Reduction, Unused
 from diffcoll.averaging.tree import ModuleTree
 from diffcoll.core._torch import untraced
 from diffcoll.core.errors import message
@@ -33,6 +38,7 @@ from diffcoll.engines.engine import Engine, Exclusive
 __all__ = ["GradientAverager"]
 
 Batch = TypeVar("Batch")
+_REPLACED = f"{NAME}.join: another join() has begun since, expected one loop at a time; end this loop before the next"
 
 
 class GradientAverager:
@@ -70,13 +76,23 @@ class GradientAverager:
         bucket_mb: maximum size of one message in megabytes; a single larger gradient has a message of its own.
         comm_dtype: the dtype in which gradients are sent and added; None: their own.
         broadcast_parameters: copy rank 0's parameters to all ranks on construction.
-        broadcast_buffers: copy rank 0's buffers to all ranks on construction; needs a module.
+        broadcast_buffers: True: copy rank 0's buffers, integers included, to all ranks on construction; needs a module.
+            `"each forward"`: also before each training forward of the module that follows a reduction, as DDP does;
+            with micro-batches before the first. Nothing is sent in evaluation or under `no_grad`.
         hooks: False: backward sends nothing, as if always within `no_sync`; `synchronize` reduces what is in `.grad`.
+        ignore: parameters and buffers that are neither averaged nor broadcast: their names, as in `named_parameters()`
+            and `named_buffers()`, or a function (name, tensor) -> bool. The others must be the same on all ranks.
+        comm_hook: replaces the all-reduce of each bucket, e.g. by a compressed one. `comm_hook(bucket)` receives a
+            `GradientBucket` and returns the sum of `bucket.row` over the ranks, or what approximates it: a tensor of
+            the same shape and dtype, or an object whose `wait()` returns one. The averager does all divisions.
+            Called at the end of backward, for all buckets in order, before the first is waited for.
+        unused: `"error"`: raise, on all ranks, if there are parameters that no rank has used since the last reduction.
 
     Raises:
         TypeError, ValueError: an argument is wrong on its own; a module has sparse gradients; DistributedDataParallel,
             FSDP or an averager that also has other parameters already reduces some of these.
-        CollectiveMismatchError: the ranks' parameters differ; raised on all ranks, with the first difference.
+        CollectiveMismatchError: the ranks' parameters, buffers to be broadcast or arguments differ; raised on all
+            ranks, with the first difference. From backward: on some ranks `comm_hook` has raised or sent other tensors.
         CollectiveFailedError: from backward: a rank died or did not call it; names the bucket and, if known, the rank.
         RuntimeError: from backward: gradients would be wrong, with the cause, e.g. an optimizer step within backward.
 
@@ -92,35 +108,45 @@ class GradientAverager:
         bucket_mb: float = 25.0,
         comm_dtype: torch.dtype | None = None,
         broadcast_parameters: bool = True,
-        broadcast_buffers: bool = False,
+        broadcast_buffers: bool | Literal["each forward"] = False,
         hooks: bool = True,
+        ignore: Ignore = None,
+        comm_hook: Hook | None = None,
+        unused: Unused = "allow",
     ) -> None:
-        _check_arguments(reduction, bucket_mb, comm_dtype)
         module = module_or_params if isinstance(module_or_params, nn.Module) else None
-        if broadcast_buffers and module is None:
-            raise TypeError(message(NAME, "broadcast_buffers", "True", "a module, which has buffers"))
-        named = named_parameters(NAME, module_or_params)
+        sends = broadcast_parameters, broadcast_buffers
+        arguments = Arguments(reduction, bucket_mb, comm_dtype, comm_hook, unused, *sends, hooks)
+        arguments.check(module)
+        named, ignored = named_parameters(NAME, module_or_params, partial(checked_ignore, NAME, ignore, module))
         engine = _engine(group)
         registry.refuse_shared(named)
         claims = registry.claims_on(named)
         agree_on_parameters(NAME, named, group, [registry.status(p, claims, module, named) for _, p in named])
+        buffers = named_buffers(module, ignored) if module is not None and broadcast_buffers else {}
+        agree(NAME, "arguments", [*arguments.facts(), *facts(buffers)], group)
         registry.detach_replaced(claims, module, named)
-        if broadcast_parameters:
-            broadcast_from_first([p for _, p in named], group)
-        if module is not None and broadcast_buffers:
-            broadcast_from_first(list(module.buffers()), group)
-        engine = engine.twin() if engine.size > 1 else engine
+        broadcast_from_first([*(p for _, p in named if broadcast_parameters), *buffers.values()], group)
+        repeats = module if broadcast_buffers == "each forward" else None
+        self._buffers = None if repeats is None else ModuleBuffers(repeats, ignored, _twin(engine))
+        engine = _twin(engine)
         registry.refuse_shared(named)  # again: another simulated rank may have made its averager since
         self._rank = local.here()  # a simulated rank is a thread
-        self._tree = None if module is None else ModuleTree(module, named)
+        self._tree = None if module is None else ModuleTree(module, named, ignored)
+        hook = None if comm_hook is None else CommHook(comm_hook, engine, group)
         parameters = [Parameter(i, *pair) for i, pair in enumerate(differentiable(named))]
-        self._reducer = Reducer(parameters, engine, reduction, bucket_mb * 2**20, comm_dtype, self._tree)
+        self._reducer = Reducer(parameters, engine, arguments, self._tree, self._buffers, hook)
         self._hooks = Hooks(self._reducer)
+        self._attach(module, named, hooks)
+
+    def _attach(self, module: nn.Module | None, named: list[tuple[str, Tensor]], hooks: bool) -> None:
         owner = None if module is None else weakref.ref(module)
         self._leave_registry = registry.enter(registry.Claim(named, owner, self._rank, self.detach))
         self._is_attached = True
         if self._tree is not None:
             self._tree.attach(registry.averaged, self._hooks.after_new_parameter)
+        if self._buffers is not None:
+            self._buffers.attach(self._hooks.end_failed_backward)
         if not hooks:
             self._hooks.no_sync_depth += 1
         self._hooks.attach()
@@ -171,13 +197,12 @@ class GradientAverager:
         A gradient that was already reduced is not reduced again.
         """
         self._check_attached("synchronize")
-        if self._reducer.backward.tasks:
-            self._reducer.abandon()
+        self._hooks.end_failed_backward()
         self._reducer.begin()
         self._reducer.send_rest()
         self._reducer.receive()
 
-    def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def join(self, batches: Iterable[Batch], *, spare: Batch | None = None) -> Iterator[Batch]:
         """Training loop with unequal numbers of batches: iterate over this rank's batches; all ranks loop over it.
 
         A rank that runs out of batches repeats its last one with weight zero until every rank has run out. It takes the
@@ -185,35 +210,46 @@ class GradientAverager:
         weights do not count. The mean is over the ranks that still have batches. Cost: one small message per batch.
 
         Args:
-            batches: this rank's batches, at least one.
+            batches: this rank's batches; there may be none.
+            spare: what this rank repeats if it has no batch at all. None: a copy of another rank's first batch, which
+                must consist of tensors, numbers, strings and None in tuples, lists and dicts.
 
         Raises:
-            ValueError: a rank has no batch; raised on all ranks.
+            ValueError: a rank has neither a batch nor a spare one, and no copy can be made; raised on all ranks.
+            RuntimeError: another `join` of this averager has begun before this one ended.
         """
         self._check_attached("join")
         reducer, here = self._reducer, self._reducer.join
         iterator, nothing = iter(batches), object()
         mine: Any = next(iterator, nothing)
-        last, yielded_at = mine, -1
-        here.is_active, here.is_leaving = True, False
+        last, needs_copy, yielded_at = spare if mine is nothing else mine, mine is nothing and spare is None, -1
+        loop = here.enter()
         try:
-            while have := _sum_over_ranks(int(mine is not nothing), reducer.engine):
+            while any(have := _flags_of_ranks(mine is not nothing, reducer.engine)):
                 if yielded_at < 0:
-                    _refuse_without_batch(reducer.engine.size - have, reducer.engine.size)
+                    last = copy_where_needed(last, needs_copy, have, reducer.engine)
                 if mine is nothing and not here.ran_out:
                     here.ran_out = True
                     self._hooks.hook_before()
+                here.source = have.index(1)
                 last = last if here.ran_out else mine
                 here.took_part = not here.ran_out or (here.took_part and reducer.count == yielded_at)
                 yielded_at = reducer.count
-                yield last
+                yield last  # type: ignore[misc]  # None is a spare batch only where a copy replaces it
+                if here.loop is not loop:
+                    raise RuntimeError(_REPLACED)
                 if not here.ran_out:
                     mine = next(iterator, nothing)
+            if self._buffers is not None:
+                exchanged = _flags_of_ranks(self._buffers.is_exchanged, reducer.engine)
+                here.source = 0
+                self._buffers.synchronize(resets_source=len(set(exchanged)) == 1)
         finally:
-            here.ran_out = False
-            here.is_leaving = True  # keep the loop's weighting until gradients accumulated in it are reduced
-            if reducer.count != yielded_at:
-                here.leave()
+            if here.loop is loop:
+                here.ran_out = False
+                here.is_leaving = True  # keep the loop's weighting until gradients accumulated in it are reduced
+                if reducer.count != yielded_at:
+                    here.leave()
 
     @untraced
     def detach(self) -> None:
@@ -232,6 +268,8 @@ class GradientAverager:
         if self._reducer.backward.tasks and not engine.ended and self._rank is local.here():
             with contextlib.suppress(RuntimeError):  # the group has failed: no rank waits
                 self._reducer.abandon()
+        if self._buffers is not None:
+            self._buffers.detach()
         if engine.size > 1:
             engine.close()
 
@@ -240,15 +278,6 @@ class GradientAverager:
             raise RuntimeError(
                 f"{NAME}.{what}: this averager was detached, or a newer one has taken over; use that one"
             )
-
-
-def _check_arguments(reduction: object, bucket_mb: object, comm_dtype: object) -> None:
-    if reduction not in ("mean", "sum", "weighted"):
-        raise ValueError(message(NAME, "reduction", repr(reduction), '"mean", "sum" or "weighted"'))
-    if not isinstance(bucket_mb, (int, float)) or not bucket_mb > 0:
-        raise ValueError(message(NAME, "bucket_mb", repr(bucket_mb), "a number of megabytes above zero"))
-    if comm_dtype is not None and not (isinstance(comm_dtype, torch.dtype) and comm_dtype.is_floating_point):
-        raise TypeError(message(NAME, "comm_dtype", repr(comm_dtype), "a floating-point torch.dtype or None"))
 
 
 def _engine(group: Any) -> Engine:
@@ -260,16 +289,17 @@ def _engine(group: Any) -> Engine:
     return engine
 
 
-def _sum_over_ranks(number: int, engine: Engine) -> int:
-    total = torch.tensor([number], device=engine.control_device)
+def _twin(engine: Engine) -> Engine:
+    return engine.twin() if engine.size > 1 else engine
+
+
+def _flags_of_ranks(flag: bool, engine: Engine) -> list[int]:
+    """Return the flag of each rank, 0 or 1."""
+    flags = [0] * engine.size
+    flags[engine.rank] = int(flag)
+    total = torch.tensor(flags, device=engine.control_device)
     if engine.size > 1:
         engine.operation, engine.later = NAME, False
         with Exclusive(engine, NAME):
             engine.all_reduce(total, total)()
-    return int(total)
-
-
-def _refuse_without_batch(without: int, size: int) -> None:
-    if without:
-        got, remedy = f"{without} of {size} ranks with none", "give each rank one that it can repeat"
-        raise ValueError(message(f"{NAME}.join", "batches", got, "at least one on every rank", remedy))
+    return total.tolist()

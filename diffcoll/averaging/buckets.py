@@ -45,6 +45,7 @@ class Parameter:
         self.accumulated: Tensor | None = None  # `.grad` of this step while `earlier` is set, and its version
         self.accumulated_version = 0
         self.is_in_bucket = self.is_used = False
+        self.is_accumulated = False  # whether autograd has accumulated a gradient since the last reduction
         # `.grad` when it was copied to or taken from its place, its version, and that of the parameter.
         self.recorded: Tensor | None = None
         self.recorded_version = self.value_version = 0
@@ -66,6 +67,11 @@ class Parameter:
         """Whether `.grad` was replaced or modified in place since it was recorded."""
         grad = self.tensor.grad
         return grad is not self.recorded or (grad is not None and version(grad) != self.recorded_version)
+
+    def is_used_since_reduction(self) -> bool:
+        """Whether autograd has accumulated a gradient since the last reduction, or the user has assigned one."""
+        grad = self.tensor.grad
+        return self.is_accumulated or (grad is not None and grad is not self.reduced and grad is not self.grad_view)
 
     def put(self, scale: float) -> None:
         """place ← scale · `.grad`, or zeros if `.grad` is None; then make `.grad` a view of the place."""
@@ -241,11 +247,19 @@ class Bucket:
 
     def __str__(self) -> str:
         names = [p.name for p in self.parameters]
-        return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}, {len(names)} parameters"
+        if len(names) < 2:
+            return names[0] if names else "flags and weights"
+        return f"{names[0]} … {names[-1]}, {len(names)} parameters"
 
 
 def cut(
-    order: list[Parameter], nbytes: float, comm_dtype: torch.dtype | None, engine: Engine, tail: int
+    order: list[Parameter],
+    nbytes: float,
+    comm_dtype: torch.dtype | None,
+    engine: Engine,
+    tail: int,
+    *,
+    tail_alone: bool = False,
 ) -> list[Bucket]:
     """Distribute parameters over buckets of at most nbytes, in the order in which gradients are expected.
 
@@ -270,7 +284,7 @@ def cut(
     rest = [(parameters, *key) for key, (parameters, _) in filling.items()]
     device = order[-1].tensor.device if order else engine.control_device
     alone: tuple[list[Parameter], torch.dtype, torch.device] = [], torch.float32, device
-    fine = [r for r in reversed(rest) if torch.finfo(r[1]).eps < 1e-6]
+    fine = [r for r in reversed(rest) if torch.finfo(r[1]).eps < 1e-6 and not tail_alone]
     end = min(fine, key=lambda r: torch.finfo(r[1]).eps, default=alone)
     buckets = [Bucket(*c, engine) for c in (*made, *(r for r in rest if r is not end))]
     buckets.sort(key=lambda bucket: not bucket.overlaps)  # blocking reductions wait for the end of backward

@@ -24,6 +24,7 @@ from diffcoll.core.groups import resolve
 from diffcoll.engines.engine import WIDER
 
 __all__ = [
+    "agree",
     "agree_on_parameters",
     "average_gradients",
     "broadcast_from_first",
@@ -164,21 +165,23 @@ def checked_weight(name: str, weight: float | Tensor) -> float | Tensor:
 
 
 @torch.no_grad()
-def agree_on_parameters(
-    name: str, named: Sequence[tuple[str, Tensor]], group: Group, states: Sequence[str] = ()
-) -> None:
+def agree_on_parameters(name: str, named: Sequence[tuple[str, Tensor]], group: Group, states: Sequence[str]) -> None:
     """Raise on all ranks, with the first difference, if their parameters or the states of these differ."""
-    engine = resolve(group, name)
     facts = [f"{n} {tuple(p.shape)} {p.dtype}{' channels_last' * is_channels_last(p)}" for n, p in named]
-    facts = [fact + state for fact, state in zip(facts, states or [""] * len(facts), strict=True)]
-    digests = torch.tensor([digest(fact) for fact in facts], device=engine.control_device)
+    agree(name, "parameters", [fact + state for fact, state in zip(facts, states, strict=True)], group)
+
+
+def agree(name: str, what: str, facts: Sequence[str], group: Group) -> None:
+    """Raise on all ranks, with the first difference, if their facts differ."""
+    engine = resolve(group, name)
+    digests = torch.tensor([digest(fact) for fact in facts], dtype=torch.int64, device=engine.control_device)
     lengths = all_gather(torch.tensor(len(facts), device=engine.control_device), group=group).tolist()
     of_ranks = all_gather(digests, group=group, sizes=lengths).split_with_sizes(lengths)
     rows = [row.tolist() for row in of_ranks]
     first = next((i for i in range(max(lengths)) if len({tuple(row[i : i + 1]) for row in rows}) > 1), None)
     if first is not None:
         fact = facts[first] if first < len(facts) else "nothing"
-        refuse(engine, fact, f"{name}: the ranks' parameters differ; the first difference is at index {first}:")
+        refuse(engine, fact, f"{name}: the ranks' {what} differ; the first difference is at index {first}:")
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from diffcoll.averaging.buckets import Parameter
+from diffcoll.averaging.changes import refuse_second_average
 from diffcoll.averaging.functions import weighted
 from diffcoll.averaging.reducer import Reducer, reducers_of_pass
 from diffcoll.averaging.state import NAME
@@ -110,8 +111,8 @@ class Hooks:
         if reducer.join.ran_out:
             weight = 0.0
         (g,) = grads
-        if g is None or (isinstance(weight, float) and weight == 1.0):
-            return None
+        if g is None or g.layout != torch.strided or (isinstance(weight, float) and weight == 1.0):
+            return None  # the reducer raises for sparse gradients, at the end of backward
         if isinstance(weight, Tensor):
             return (weighted(g, weight),)
         return (g * weight if weight else torch.zeros_like(g),)
@@ -119,6 +120,7 @@ class Hooks:
     def _after_accumulate(self, p: Parameter, tensor: Tensor) -> None:
         """Copy a gradient into its bucket, and send the bucket if it is complete."""
         reducer, now = self._reducer, self._reducer.backward
+        p.is_accumulated = True
         if p.earlier is not None:
             p.record_accumulated()
         if self.no_sync_depth:
@@ -137,6 +139,8 @@ class Hooks:
         p.pass_number = now.number
         if reducer.accumulation_order is not None:
             reducer.accumulation_order.append(p.index)
+        if tensor.grad is not None and tensor.grad.layout != torch.strided:
+            return  # the bucket stays incomplete until the end of backward, where an error reaches all ranks
         bucket = p.bucket
         if bucket.stream is not None:
             bucket.enter_stream()
@@ -161,6 +165,11 @@ class Hooks:
         now.tasks.add(task)
         now.is_nested = now.is_nested or nested
         self._register_end_callback(nested)
+
+    def end_failed_backward(self) -> None:
+        """Tell the ranks that still wait in a backward pass that this rank has left it by an error."""
+        if self._reducer.backward.tasks:
+            self._reducer.abandon()
 
     def after_new_parameter(self) -> None:
         """Register the callback at the end of the pass, which raises for parameters that no averager averages."""
@@ -228,7 +237,7 @@ def _on_backward_end(task: int) -> None:
 @untraced
 def _after_all_callbacks(reducers: list[Reducer]) -> None:
     for reducer in reducers:
-        reducer.check_unchanged()
+        refuse_second_average(reducer.trainable)
 
 
 @contextlib.contextmanager

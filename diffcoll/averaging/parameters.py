@@ -10,26 +10,35 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from diffcoll.averaging.ignoring import Ignored
 from diffcoll.core._torch import registries
 from diffcoll.core.errors import message
 
-__all__ = ["SPARSE", "Watch", "differentiable", "find_ddp", "is_sharded", "named_parameters"]
+__all__ = ["SPARSE", "ForwardHook", "Watch", "differentiable", "find_ddp", "is_sharded", "named_parameters"]
 
-SPARSE = "got sparse gradients, expected dense ones; use sparse=False in nn.Embedding"
+SPARSE = "got sparse gradients, expected dense ones; use sparse=False in nn.Embedding, or leave it out by ignore=…"
+Pairs: TypeAlias = list[tuple[str, Tensor]]
 _EXPECTED = "a module, parameters, or pairs (name, parameter)"
 
 
-def named_parameters(operation: str, given: Any) -> list[tuple[str, Tensor]]:
-    """Return the names and parameters of the argument; raise unless all are leaves that nothing else reduces."""
+def named_parameters(operation: str, given: Any, ignored: Callable[[Pairs], Ignored]) -> tuple[Pairs, Ignored]:
+    """Return the names and parameters of the argument; raise unless all are leaves that nothing else reduces.
+
+    Args:
+        operation: for errors.
+        given: a module, parameters, or pairs.
+        ignored: makes of all pairs, shared parameters once for each of their names, the function that ignores some.
+    """
     if isinstance(given, nn.Module):
-        _refuse_modules(operation, given)
-        named: list[tuple[str, Tensor]] = [*given.named_parameters()]
+        leaves_out = ignored([*given.named_parameters(remove_duplicate=False)])
+        _refuse_modules(operation, given, leaves_out)
+        named: Pairs = [pair for pair in given.named_parameters() if not leaves_out(*pair)]
     else:
         if isinstance(given, (Tensor, str)) or not isinstance(given, Iterable):
             raise TypeError(message(operation, "module_or_params", type(given).__name__, _EXPECTED))
@@ -37,7 +46,8 @@ def named_parameters(operation: str, given: Any) -> list[tuple[str, Tensor]]:
         for pair in pairs:
             if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], Tensor):
                 raise TypeError(message(operation, "module_or_params", repr(pair)[:80], _EXPECTED))
-        named = list({id(p): (name, p) for name, p in reversed(pairs)}.values())[::-1]
+        leaves_out = ignored(pairs)
+        named = list({id(p): (name, p) for name, p in reversed(pairs) if not leaves_out(name, p)}.values())[::-1]
     for name, p in named:
         if not p.is_leaf:
             got = f"{name}, which is not a leaf"
@@ -53,14 +63,15 @@ def named_parameters(operation: str, given: Any) -> list[tuple[str, Tensor]]:
         got = f"{named[0][0]}, which is of {named[0][1].dtype}"
         expected = "at least one parameter of floating-point or complex dtype"
         raise ValueError(message(operation, "module_or_params", got, expected))
-    return named
+    return named, leaves_out
 
 
-def _refuse_modules(operation: str, given: nn.Module) -> None:
+def _refuse_modules(operation: str, given: nn.Module, ignored: Ignored) -> None:
     """Raise for sparse gradients, and for modules that reduce their own gradients."""
     for name, module in given.named_modules():
         where = f"{operation}: module_or_params: {name or type(module).__name__}"
-        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and getattr(module, "sparse", False) is True
+        if is_embedding and not ignored(f"{name}.weight".lstrip("."), module.weight):
             raise TypeError(f"{where}: {SPARSE}")
         if isinstance(module, DistributedDataParallel):
             raise TypeError(
@@ -109,14 +120,33 @@ def find_ddp(parameters: Iterable[Tensor]) -> bool:
     return any(id(p) in ids for ddp in ddps for p in ddp.parameters())
 
 
-class Watch:
-    """A forward pre-hook that detects added, replaced or removed parameters of a module and its submodules.
+class ForwardHook:
+    """A forward pre-hook that calls a method of an averager's part, except in a compiled forward.
 
-    The module holds it. It holds module and averager weakly; copies of the module have no averager.
+    The module holds it. It holds the averager weakly; copies of the module have no averager.
     """
 
-    def __init__(self, module: nn.Module, method: Callable[[], None]) -> None:
+    def __init__(self, method: Callable[[], None]) -> None:
         self._method = weakref.WeakMethod(method)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Call the method, except while Dynamo traces the forward."""
+        if torch.compiler.is_compiling():
+            return
+        method = self._method()
+        if method is not None:
+            method()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make copies and pickles of a module contain `{}.get` as the hook: a no-op, loaded without diffcoll."""
+        return getattr, ({}, "get")
+
+
+class Watch(ForwardHook):
+    """Detects added, replaced or removed parameters of a module, held weakly, and its submodules."""
+
+    def __init__(self, module: nn.Module, method: Callable[[], None]) -> None:
+        super().__init__(method)
         self.module = weakref.ref(module)
         self.record()
 
@@ -132,15 +162,3 @@ class Watch:
 
     def _registered(self) -> list[int]:
         return [*map(id, chain.from_iterable(map(dict.values, self._registries)))]
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Call the method, except while Dynamo traces the forward."""
-        if torch.compiler.is_compiling():
-            return
-        method = self._method()
-        if method is not None:
-            method()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Make copies and pickles of a module contain `{}.get` as the hook: a no-op, loaded without diffcoll."""
-        return getattr, ({}, "get")

@@ -10,30 +10,26 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator
-from typing import Literal
 
 import torch
 
 from diffcoll.averaging.buckets import Bucket, Parameter, cut
-from diffcoll.averaging.parameters import SPARSE, find_ddp
-from diffcoll.averaging.state import NAME, Backward, Join, Weights
+from diffcoll.averaging.changes import refuse_changes
+from diffcoll.averaging.comm_hook import CommHook
+from diffcoll.averaging.communicating import ABSENT, communicating, refuse_ended
+from diffcoll.averaging.module_buffers import ModuleBuffers
+from diffcoll.averaging.parameters import SPARSE
+from diffcoll.averaging.state import NAME, Arguments, Backward, Join, Weights
 from diffcoll.averaging.tree import ModuleTree
 from diffcoll.core import checks
-from diffcoll.core._torch import is_profiling, versions
+from diffcoll.core._torch import versions
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
 from diffcoll.engines.engine import Engine, Exclusive, done
 
-__all__ = ["Reducer", "Reduction", "reducers_of_pass"]
-
-Reduction = Literal["mean", "sum", "weighted"]
+__all__ = ["Reducer", "reducers_of_pass"]
 
 #: Numbers after the flags: NaN from a rank that failed, the weight, whether the rank has taken part.
 EXTRA = 3
-_DDP = (
-    "DistributedDataParallel averages this parameter, too; remove one of the two: call detach(), or use the module "
-    "without DistributedDataParallel"
-)
 _numbers = itertools.count()
 
 #: The reducers whose gradients a backward pass has accumulated, by autograd's graph task id.
@@ -47,12 +43,12 @@ class Reducer:
         self,
         parameters: list[Parameter],
         engine: Engine,
-        reduction: Reduction,
-        nbytes: float,
-        comm_dtype: torch.dtype | None,
+        arguments: Arguments,
         tree: ModuleTree | None,
+        buffers: ModuleBuffers | None,
+        comm_hook: CommHook | None,
     ) -> None:
-        self.parameters, self.engine, self.reduction = parameters, engine, reduction
+        self.parameters, self.engine, self.reduction = parameters, engine, arguments.reduction
         self.number = next(_numbers)
         #: Parameters that are not frozen, in the order in which gradients are expected.
         self.trainable: list[Parameter] = []
@@ -62,7 +58,7 @@ class Reducer:
         self.backward, self.weights, self.join = Backward(), Weights(), Join()
         #: Number of reductions.
         self.count = 0
-        self._nbytes, self._dtype, self._tree = nbytes, comm_dtype, tree
+        self._arguments, self._tree, self.buffers, self._comm_hook = arguments, tree, buffers, comm_hook
         self._order = list(reversed(range(len(parameters))))  # in which gradients are expected
 
     # ── start ────────────────────────────────────────────────────────────────────────────────────────────
@@ -72,14 +68,13 @@ class Reducer:
         now = self.backward
         if self.engine.ended:
             now.tasks.clear()
-            raise RuntimeError(
-                f"{NAME}: its group was destroyed; call detach(), or make a {NAME} on another group, which replaces "
-                "this one"
-            )
+            refuse_ended(self.engine)
         now.number += 1
         now.next_bucket = 0
         now.is_checked = checks.is_on() and self.engine.size > 1
         now.has_end_callback = now.is_nested = False
+        if self.buffers is not None:
+            self.buffers.open_round()
         if self.accumulation_order:
             self.accumulation_order = []  # left by a backward pass that raised
         for p in self.parameters:
@@ -103,7 +98,8 @@ class Reducer:
             p.__dict__.pop("bucket", None)
             p.__dict__.pop("place", None)
             p.drop_views()
-        self.buckets = cut(trainable, self._nbytes, self._dtype, self.engine, len(trainable) + EXTRA)
+        nbytes, dtype, tail = self._arguments.bucket_mb * 2**20, self._arguments.comm_dtype, len(trainable) + EXTRA
+        self.buckets = cut(trainable, nbytes, dtype, self.engine, tail, tail_alone=self._comm_hook is not None)
 
     # ── gradients into buckets ───────────────────────────────────────────────────────────────────────────
 
@@ -148,13 +144,19 @@ class Reducer:
         """Return the factor of this rank's gradients: 1/N before the sum, which may overflow in half precision."""
         if not self.join.took_part:
             return 0.0
-        return 1 / self.engine.size if self.reduction == "mean" and not self.join.is_active else 1.0
+        return 1.0 if self.reduction != "mean" or self._divides_after else 1 / self.engine.size
+
+    @property
+    def _divides_after(self) -> bool:
+        """Whether the sum over ranks is divided by a number that only the last bucket brings."""
+        counts_ranks = self.join.is_active or self._comm_hook is not None
+        return self.reduction == "weighted" or (self.reduction == "mean" and counts_ranks)
 
     # ── send ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def send_ready(self) -> None:
         """Send complete buckets, in order; not the last one, which reports errors of the whole pass."""
-        if self.backward.is_checked:
+        if self.backward.is_checked or self._comm_hook is not None:
             return
         while self.backward.next_bucket < len(self.buckets) - 1 and self.buckets[self.backward.next_bucket].ready:
             self._send()
@@ -163,7 +165,6 @@ class Reducer:
     def _send(self) -> None:
         """Start the in-place reduction of the next bucket."""
         bucket = self.buckets[self.backward.next_bucket]
-        self.backward.next_bucket += 1
         if bucket.stream is not None:
             bucket.join_streams()
         missing = [p for p in bucket.parameters if not p.is_in_bucket]
@@ -175,19 +176,21 @@ class Reducer:
                 p.put(self._scale())
         if bucket is self.buckets[-1]:
             self._put_flags(bucket)
+        self.backward.next_bucket += 1  # not before: if a check has raised, `abandon` sends this bucket
         self._start(bucket)
 
     def _put_flags(self, bucket: Bucket) -> None:
-        used = [p.is_used or p.earlier is not None for p in self.trainable]
+        if self._arguments.unused == "allow":
+            self._used = [p.is_used or p.earlier is not None for p in self.trainable]
         pinned = bucket.tail.is_cuda  # otherwise the copy would block the host until all earlier kernels are done
-        flags = [*used, 0.0, 0.0, self.join.took_part]
+        flags = [*self._used, 0.0, 0.0, self.join.took_part]
         tail = torch.tensor(flags, dtype=bucket.tail.dtype, device="cpu", pin_memory=pinned)
         bucket.tail.copy_(tail, non_blocking=pinned)
         bucket.tail[-2] = self.weights.total  # may be a tensor on another device
 
     def _start(self, bucket: Bucket) -> None:
         engine = self.engine
-        if engine.size == 1:
+        if engine.size == 1 or (self._comm_hook is not None and bucket is not self.buckets[-1]):
             return
         engine.operation, engine.later = NAME, bucket.overlaps
         with self._communicating(bucket):
@@ -196,12 +199,19 @@ class Reducer:
     def send_rest(self) -> None:
         """Send all buckets that have not been sent; an error found here makes all ranks raise."""
         try:
+            if self.buffers is not None:
+                self.buffers.end_round(self.join.source)
+            if self._arguments.unused == "error":
+                self._used = [p.is_used_since_reduction() for p in self.trainable]
             if self.backward.is_checked:
                 names = [p.name for p in self.trainable]
                 self._compare(names, f"{len(names)} parameters that are not frozen: {', '.join(names)}")
             if self._tree is not None and self.engine.size > 1:
                 self._tree.check()
-            self._check_changes()
+            if self.buffers is not None:
+                self.buffers.check()
+            if self.engine.size > 1:
+                refuse_changes(self.trainable, self.backward)
             while self.backward.next_bucket < len(self.buckets):
                 self._send()
         except (CollectiveMismatchError, CollectiveFailedError):
@@ -217,36 +227,6 @@ class Reducer:
     def _compare(self, facts: object, text: str) -> None:
         checks.compare(self.engine, (NAME, facts), f"{NAME}, {text}")
 
-    def _check_changes(self) -> None:
-        """Raise if a gradient or its parameter was modified in this pass after the gradient was accumulated."""
-        if self.engine.size == 1:
-            return
-        values = versions([p.tensor for p in self.trainable])
-        for p, before, now in zip(self.trainable, self.backward.value_versions, values, strict=True):
-            if p.pass_number != self.backward.number:
-                continue
-            if p.tensor.grad is None:
-                why = "its gradient was set to None"
-            elif p.is_in_bucket and p.has_changed():
-                why = "its gradient was changed"
-            elif now != (before if p.node is None else p.value_version):
-                why = "its value was changed"
-            else:
-                continue
-            if find_ddp(q.tensor for q in self.trainable):
-                raise RuntimeError(f"{NAME}: {p.name}: {_DDP}")
-            raise RuntimeError(
-                f"{NAME}: {p.name}: {why} in backward, before it was averaged, as by an optimizer that steps within "
-                "backward: its step would differ between ranks; step after backward, or change gradients in hooks of "
-                "the tensor, p.register_hook(…)"
-            )
-
-    def check_unchanged(self) -> None:
-        """Raise if DistributedDataParallel has averaged the gradients again; its callback may run after this one's."""
-        changed = next((p for p in self.trainable if p.reduced is not None and p.has_changed()), None)
-        if changed and find_ddp(q.tensor for q in self.trainable):
-            raise RuntimeError(f"{NAME}: {changed.name}: {_DDP}")
-
     # ── receive ──────────────────────────────────────────────────────────────────────────────────────────
 
     def receive(self) -> None:
@@ -256,25 +236,48 @@ class Reducer:
                 with self._communicating(bucket):
                     bucket.wait()
                 bucket.wait = done
+            self._refuse_abandoned()
+            if self._comm_hook is not None:
+                self._comm_hook.reduce(self.buckets[:-1])
             self._finish()
+            if self.buffers is not None:
+                self.buffers.write_late()
             self._agree_on_order()
+            self._refuse_unused()
         finally:
             self._end()
 
-    @torch.no_grad()
-    def _finish(self) -> None:
+    def _refuse_abandoned(self) -> None:
+        """Raise if a rank has sent NaN; on a GPU only for a hook, whose messages make the host wait anyway."""
         tail = self.buckets[-1].tail.real
-        if tail.is_cpu and tail[-3].isnan():
+        if (tail.is_cpu or self._comm_hook is not None) and tail[-3].isnan():
             raise RuntimeError(
                 f"{NAME}: a rank has left this backward by an error, and its gradients are missing; "
                 "look at the other ranks"
             )
-        if self.reduction == "weighted" or (self.reduction == "mean" and self.join.is_active):
+
+    def _refuse_unused(self) -> None:
+        """Raise, if asked for, the names of the parameters that no rank has used; the same on all ranks."""
+        if self._arguments.unused == "allow" or all(self._used):
+            return
+        flags = self.buckets[-1].tail.real.tolist()
+        names = [p.name for p, flag in zip(self.trainable, flags, strict=False) if not flag]
+        if names:
+            raise RuntimeError(
+                f"{NAME}: unused: got {len(names)} of {len(self.trainable)} parameters that no rank's loss has used "
+                f'since the last reduction, expected none with unused="error": {", ".join(names)}; use them, freeze '
+                "them by requires_grad_(False), or leave them out by ignore=[…]"
+            )
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        tail = self.buckets[-1].tail.real
+        if self._divides_after:
             divisor = tail[-2] if self.reduction == "weighted" else tail[-1]
             divisor = torch.where(divisor == 0, 1.0, divisor)
             for bucket in self.buckets:
                 bucket.divide(divisor)
-        used = None if all(p.is_used for p in self.trainable) else tail.tolist()
+        used = None if all(self._used) else tail.tolist()
         for i, p in enumerate(self.trainable):
             if p.is_used and p.shares and p.earlier is None:
                 p.reduced = p.grad_view  # `.grad` is this view already
@@ -308,6 +311,7 @@ class Reducer:
             self.join.leave()
         for p in self.parameters:
             p.earlier = p.accumulated = None
+            p.is_accumulated = False
 
     # ── errors ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -316,6 +320,8 @@ class Reducer:
         for task in [task for task, reducers in reducers_of_pass.items() if self in reducers]:
             del reducers_of_pass[task]
         self.backward.tasks.clear()
+        if self.buffers is not None:
+            self.buffers.end_round(self.join.source)
         if self.backward.is_checked and not compared:  # the other ranks wait in the comparison
             with contextlib.suppress(CollectiveMismatchError):
                 self._compare("left", "which has left this backward by an error")
@@ -330,27 +336,6 @@ class Reducer:
                 bucket.wait()
             bucket.wait = done
 
-    @contextlib.contextmanager
-    def _communicating(self, bucket: Bucket) -> Iterator[None]:
-        """Take the engine's turn, label the profile, and add bucket and absent ranks to an error of the backend."""
-        engine = self.engine
+    def _communicating(self, bucket: Bucket) -> contextlib.AbstractContextManager[None]:
         at = f"bucket {self.buckets.index(bucket)} of {len(self.buckets)}"
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(Exclusive(engine, f"{NAME}, {at}"))
-                if is_profiling():
-                    label = f"diffcoll.{NAME} {at}: {engine.description}, {bucket.row.nbytes} B"
-                    stack.enter_context(torch.profiler.record_function(label))
-                yield
-        except CollectiveMismatchError:
-            raise
-        except RuntimeError as error:
-            absent = engine.absent()
-            who = f"rank {', '.join(map(str, absent))} did not join: it" if absent else "a rank"
-            remedy = (
-                f"{who} died, hangs, has not called backward, or its loss uses none of the parameters; call backward "
-                "equally often on all ranks, see join() for unequal numbers of batches"
-            )
-            said = " ".join(str(error).split())
-            text = f"{NAME}, {at} ({bucket}): failed on rank {engine.rank} of {engine.description}: {said}; {remedy}"
-            raise CollectiveFailedError(text) from error
+        return communicating(self.engine, at, bucket.row.nbytes, str(bucket), ABSENT)

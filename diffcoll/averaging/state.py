@@ -1,15 +1,74 @@
-"""State of an averager: the backward pass, the weights, and the loop over unequal numbers of batches."""
+"""State of an averager: its arguments, the backward pass, the weights, and the loop over unequal numbers of batches."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-__all__ = ["NAME", "Backward", "Join", "Weights"]
+from diffcoll.core.errors import message
+
+__all__ = ["NAME", "Arguments", "Backward", "Join", "Reduction", "Unused", "Weights", "name_of"]
+
+Reduction = Literal["mean", "sum", "weighted"]
+Unused = Literal["allow", "error"]
 
 #: Name in errors, profiles and check mode.
 NAME = "GradientAverager"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of an averager that must be equal on all ranks, under the names of its signature."""
+
+    reduction: Reduction
+    bucket_mb: float
+    comm_dtype: torch.dtype | None
+    comm_hook: Callable[..., Any] | None
+    unused: Unused
+    broadcast_parameters: bool
+    broadcast_buffers: bool | str
+    hooks: bool
+
+    def check(self, module: nn.Module | None) -> None:
+        """Raise if one is wrong on its own; `module` is None if parameters were given."""
+        self._check_choices(module)
+        if not isinstance(self.bucket_mb, (int, float)) or not self.bucket_mb > 0:
+            raise ValueError(message(NAME, "bucket_mb", repr(self.bucket_mb), "a number of megabytes above zero"))
+        dtype = self.comm_dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(message(NAME, "comm_dtype", repr(dtype), "a floating-point torch.dtype or None"))
+        if self.comm_hook is not None and not callable(self.comm_hook):
+            expected = "a function of a bucket, or None"
+            raise TypeError(message(NAME, "comm_hook", type(self.comm_hook).__name__, expected))
+
+    def _check_choices(self, module: nn.Module | None) -> None:
+        if self.reduction not in ("mean", "sum", "weighted"):
+            raise ValueError(message(NAME, "reduction", repr(self.reduction), '"mean", "sum" or "weighted"'))
+        if self.unused not in ("allow", "error"):
+            raise ValueError(message(NAME, "unused", repr(self.unused), '"allow" or "error"'))
+        given = self.broadcast_buffers
+        if given not in (False, True, "each forward"):
+            raise ValueError(message(NAME, "broadcast_buffers", repr(given), 'True, False or "each forward"'))
+        if given and module is None:
+            raise TypeError(message(NAME, "broadcast_buffers", repr(given), "a module, which has buffers"))
+
+    def facts(self) -> list[str]:
+        """Describe the arguments; equal on all ranks."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["bucket_mb"] = float(self.bucket_mb)
+        if self.comm_hook is not None:
+            values["comm_hook"] = name_of(self.comm_hook)
+        return [f"{name}={value!r}" for name, value in values.items()]
+
+
+def name_of(hook: Callable[..., Any]) -> str:
+    """Return a function's name, or that of an object's class."""
+    name: str = getattr(hook, "__qualname__", type(hook).__qualname__)
+    return name
 
 
 @dataclass
@@ -49,14 +108,25 @@ class Join:
     """State of `join`, the loop over unequal numbers of batches."""
 
     is_active: bool = False
+    #: The loop that runs; a later one replaces it.
+    loop: object = None
     #: The loop has ended, and gradients accumulated in it have not been reduced yet.
     is_leaving: bool = False
     #: This rank has no more batches; it repeats its last one with weight zero.
     ran_out: bool = False
     #: Whether the gradients to be reduced next include a batch that is not such a repetition.
     took_part: bool = True
+    #: The rank whose buffers are copied to the others: the lowest that has batches; 0 outside of the loop.
+    source: int = 0
+
+    def enter(self) -> object:
+        """Begin a loop, which replaces one that has not ended; returns what stands for it in `loop`."""
+        self.is_active, self.is_leaving, self.ran_out = True, False, False
+        self.loop = object()
+        return self.loop
 
     def leave(self) -> None:
         """Return to the state outside of the loop: every rank's gradients count."""
         self.is_active = self.is_leaving = False
         self.took_part = True
+        self.source = 0

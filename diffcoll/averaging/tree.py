@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from diffcoll.averaging.ignoring import Ignored
 from diffcoll.averaging.parameters import Watch, is_sharded
 from diffcoll.averaging.state import NAME
 from diffcoll.core._torch import untraced
@@ -21,10 +22,11 @@ class ModuleTree:
     Args:
         module: held weakly.
         named: the names and parameters that its averager averages.
+        ignored: whether a parameter is left out.
     """
 
-    def __init__(self, module: nn.Module, named: list[tuple[str, Tensor]]) -> None:
-        self._module, self._named = weakref.ref(module), named
+    def __init__(self, module: nn.Module, named: list[tuple[str, Tensor]], ignored: Ignored) -> None:
+        self._module, self._named, self._ignored = weakref.ref(module), named, ignored
         self._watch: weakref.ref[Watch] | None = None
         #: Handles of hooks, by the id of the module or tensor.
         self._handles: dict[int, Any] = {}
@@ -70,9 +72,8 @@ class ModuleTree:
             self.is_checked = True
             return []
         module, averaged = watch.module(), self._averaged()
-        unaveraged = (
-            [] if module is None else [pair for pair in module.named_parameters() if id(pair[1]) not in averaged]
-        )
+        named = [] if module is None else module.named_parameters()
+        unaveraged = [(name, t) for name, t in named if id(t) not in averaged and not self._ignored(name, t)]
         sharded = is_sharded(module, [t for _, t in (*self._named, *unaveraged)])
         if sharded:
             raise RuntimeError(f"{NAME}: FSDP shards {sharded} and reduces its gradient; call detach()")

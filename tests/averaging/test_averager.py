@@ -828,16 +828,6 @@ def test_join(where):
     same(found, [p for reduction in reductions for p in alone(reduction)])
 
 
-def test_join_without_a_batch():
-    def body(r):
-        averager = dc.GradientAverager(mlp())
-        with pytest.raises(ValueError, match=r"GradientAverager.join: batches: got 1 of 2 ranks with none"):
-            list(averager.join(range(r)))
-        return dc.all_reduce(torch.tensor(1)).item()
-
-    assert spawn(body, range(2)) == [2, 2]
-
-
 # ── order and overlap ────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -649,3 +649,55 @@ def test_a_hook_is_not_traced():
         calls.clear()
         call(torch.ones(2))
         assert calls == [False, False]
+
+
+@pytest.mark.parametrize("where", RUNS)
+def test_hooks_on_some_ranks_only(where):
+    def body(r):
+        with pytest.raises(dc.CollectiveMismatchError) as caught:
+            dc.GradientAverager([torch.nn.Parameter(torch.ones(1))], hooks=r != 1)
+        return str(caught.value)
+
+    for text in RUNS[where](body, range(2)):
+        assert re.search(r"arguments differ; .*\n  rank 0: hooks=True\n  rank 1: hooks=False", text)
+
+
+@pytest.mark.parametrize("where", RUNS)
+def test_a_join_within_a_join(where):
+    """The outer loop raises on all ranks, also on one that has run out of batches."""
+
+    def body(r):
+        averager = dc.GradientAverager([torch.nn.Parameter(torch.tensor(1.0))])
+        found = []
+        with pytest.raises(RuntimeError) as caught:
+            for x in averager.join([1.0, 2.0][: 2 - r]):
+                found.append(x)
+                if len(found) == 2:  # rank 1 repeats its batch
+                    found += averager.join([3.0])
+        assert found == [1.0, 2.0 - r, 3.0]
+        return str(caught.value)
+
+    for text in RUNS[where](body, range(2)):
+        assert text == (
+            "GradientAverager.join: another join() has begun since, expected one loop at a time; "
+            "end this loop before the next"
+        )
+
+
+def test_a_join_that_is_closed_within_the_next():
+    """A loop left by break, whose iterator is still referenced, does not change the weights of the next loop."""
+
+    def body(r):
+        w = torch.nn.Parameter(torch.tensor(1.0))
+        averager = dc.GradientAverager([w])
+        found = []
+        left = averager.join([1.0, 2.0, 3.0][: 3 - r])
+        next(left)
+        for x in averager.join([1.0, 2.0, 3.0][: 3 - r]):
+            w.grad = None
+            (w * x * (r + 1)).backward()
+            found.append(w.grad.item())
+            left.close()
+        return found
+
+    assert simulate(body, range(2), rules=True) == [[1.5, 3.0, 3.0]] * 2

@@ -1,0 +1,197 @@
+"""Copies the buffers of one rank to all, once per reduction: running statistics, as DDP does.
+
+Ranks may have different numbers of forward passes per reduction, e.g. with micro-batches, but one thing is equal: the
+number of reductions. So every rank takes part in exactly one exchange per reduction: before its first training forward
+since the last reduction, or, without one, at the end of backward.
+
+note  notes/averaging.md
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffcoll.averaging.communicating import communicating, refuse_ended
+from diffcoll.averaging.ignoring import Ignored
+from diffcoll.averaging.parameters import ForwardHook
+from diffcoll.averaging.state import NAME
+from diffcoll.core._torch import backward_at_work, is_within_transform
+from diffcoll.engines.engine import Engine
+
+__all__ = ["ModuleBuffers", "facts", "named_buffers"]
+
+#: Buffers begin at multiples of as many bytes in a message, a multiple of every item size.
+_ALIGNMENT = 16
+_REMEDY = (
+    "died, hangs, or has neither run a training forward nor called backward; call backward equally often on all ranks"
+)
+
+
+def named_buffers(module: nn.Module, ignored: Ignored) -> dict[str, Tensor]:
+    """Return the buffers that are not ignored."""
+    return {name: buffer for name, buffer in module.named_buffers() if not ignored(name, buffer)}
+
+
+def facts(buffers: dict[str, Tensor]) -> list[str]:
+    """Describe the buffers; equal on all ranks."""
+    return [f"buffer {name} {tuple(b.shape)} {b.dtype} on {b.device.type}" for name, b in buffers.items()]
+
+
+class ModuleBuffers:
+    """The buffers of a module, and the messages that copy them.
+
+    Args:
+        module: held weakly.
+        ignored: whether a buffer is left out.
+        engine: with messages of its own: ranks may be in another order here than in the reduction of gradients.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Ignored, engine: Engine) -> None:
+        self.engine = engine
+        self._module, self._ignored = weakref.ref(module), ignored
+        buffers = named_buffers(module, ignored)
+        self._facts = facts(buffers)
+        self._rows, self._views = _allocate(buffers)
+        #: The rank whose buffers are copied; changes between two reductions, at the same time on all ranks.
+        self._source = 0
+        #: Whether the exchange of this reduction was made.
+        self.is_exchanged = self._is_round_open = False
+        #: Buffers to be written at the end of backward.
+        self._late: dict[str, Tensor] = {}
+        self._difference = ""
+        self._handle: Any = None
+
+    def attach(self, before_exchange: Callable[[], None]) -> None:
+        """Copy rank 0's buffers now, and again before forward passes.
+
+        Args:
+            before_exchange: ends a backward pass that was left by an error, for which other ranks wait.
+        """
+        module = self._module()
+        assert module is not None
+        self._write(self._exchange())
+        self._before_exchange = before_exchange
+        self._handle = module.register_forward_pre_hook(ForwardHook(self._before_forward))
+
+    def detach(self) -> None:
+        """Remove the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+        if self.engine.size > 1:
+            self.engine.close()
+
+    def _before_forward(self) -> None:
+        """Copy the buffers before the first training forward since the last reduction.
+
+        Not in a recomputation, nor within a transform of torch.func, which refuses writes to these tensors.
+        """
+        module = self._module()
+        if module is None or not module.training or not torch.is_grad_enabled():
+            return
+        if backward_at_work() >= 0 or is_within_transform():
+            return
+        refuse_ended(self.engine)
+        self._before_exchange()
+        if not self.is_exchanged:
+            self.is_exchanged = True
+            self._write(self._exchange())
+
+    # ── reductions ───────────────────────────────────────────────────────────────────────────────────────
+
+    def open_round(self) -> None:
+        """Begin a reduction."""
+        self._is_round_open = True
+
+    def end_round(self, source: int) -> None:
+        """Take part in the exchange of this reduction, unless it was made before a forward.
+
+        Args:
+            source: the rank whose buffers are copied from the next exchange on.
+        """
+        if not self._is_round_open:
+            return
+        self._late = {} if self.is_exchanged else self._exchange()
+        self._is_round_open = self.is_exchanged = False
+        self._source = source
+
+    def write_late(self) -> None:
+        """Write what was received at the end of backward: a compiled forward runs no hook."""
+        self._write(self._late)
+        self._late = {}
+
+    def check(self) -> None:
+        """Raise if the module's buffers are others than at the start."""
+        if self._difference:
+            raise RuntimeError(
+                f"{NAME}: broadcast_buffers: {self._difference}; make a new {NAME}, which replaces this one, or leave "
+                "the buffer out by ignore=…"
+            )
+
+    def synchronize(self, resets_source: bool) -> None:
+        """Copy the buffers now; all ranks call it.
+
+        Args:
+            resets_source: copy those of rank 0 from the next exchange on; all ranks have made the same ones so far.
+        """
+        self._write(self._exchange())
+        if resets_source:
+            self._source = 0
+
+    # ── messages ─────────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def _exchange(self) -> dict[str, Tensor]:
+        """Send or receive the buffers; returns those to be written, none if they are others than at the start."""
+        engine, module = self.engine, self._module()
+        buffers = {} if module is None else named_buffers(module, self._ignored)
+        now = facts(buffers)
+        self._difference = "" if now == self._facts else _difference(self._facts, now)
+        if self._difference:  # what was sent last is sent again; the error is raised in backward, on all ranks
+            buffers = {}
+        if engine.size == 1:
+            return {}
+        if engine.rank == self._source:
+            for name, buffer in buffers.items():
+                self._views[name].copy_(buffer)
+        engine.operation, engine.later = NAME, False
+        for row in self._rows:
+            with communicating(engine, "buffers", row.nbytes, f"{len(self._facts)} buffers", _REMEDY):
+                engine.broadcast(row, self._source)()
+        return buffers
+
+    @torch.no_grad()
+    def _write(self, buffers: dict[str, Tensor]) -> None:
+        """Also on the source: autograd then notices a graph that needs the old values on all ranks or on none."""
+        for name, buffer in buffers.items():
+            buffer.copy_(self._views[name])
+
+
+def _allocate(buffers: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return one row of bytes for each device, and each buffer's view of its row."""
+    rows: list[Tensor] = []
+    views: dict[str, Tensor] = {}
+    for device in dict.fromkeys(b.device for b in buffers.values()):
+        here = {name: b for name, b in buffers.items() if b.device == device}
+        sizes = [-(-b.nbytes // _ALIGNMENT) * _ALIGNMENT for b in here.values()]
+        row = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        for (name, b), part in zip(here.items(), row.split_with_sizes(sizes), strict=True):
+            views[name] = part[: b.nbytes].view(b.dtype).view(b.shape)
+        rows.append(row)
+    return rows, views
+
+
+def _difference(was: list[str], now: list[str]) -> str:
+    before, after = ({fact.split()[1]: fact for fact in facts} for facts in (was, now))
+    for name in before.keys() | after.keys():
+        if name not in before:
+            return f"{after[name]}: the module got it after {NAME} was attached"
+        if name not in after:
+            return f"{before[name]}: the module has lost it since {NAME} was attached"
+        if before[name] != after[name]:
+            return f"{name}: was {before[name]} when {NAME} was attached, and is {after[name]}"
+    return f"the buffers are in another order than when {NAME} was attached"

@@ -1,0 +1,120 @@
+"""join on ranks without any batch."""
+
+from collections import namedtuple
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import diffcoll as dc
+from diffcoll.testing import simulate, spawn
+
+RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
+Pair = namedtuple("Pair", "x weight")
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, dtype=torch.double), nn.Linear(4, 2)).double()
+
+
+def batch(r, k):
+    x = torch.randn(3 + k, 3, generator=torch.Generator().manual_seed(10 * r + k), dtype=torch.double)
+    return {
+        "x": x,
+        "more": [(1.0 + k, None, "text"), torch.tensor([[True]]), x[:0], x.T[:, ::2], torch.tensor(1j).conj()],
+    }
+
+
+def train(r, lengths, reduction, hook=None):
+    """Two epochs; returns parameters, the optimizer's state, buffers, and the last batch."""
+    model, x, weight = net(), None, 0
+    averager = dc.GradientAverager(
+        model, reduction=reduction, bucket_mb=1e-4, broadcast_buffers="each forward", comm_hook=hook
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    steps = 0
+    for epoch in range(2):
+        for given in averager.join(batch(r, k) for k in range(lengths[epoch][r])):
+            x, weight = given["x"], given["more"][0][0]
+            if reduction == "weighted":
+                averager.set_weight(weight)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    state = [value for p in model.parameters() for value in optimizer.state[p].values()]
+    return [p.detach() for p in model.parameters()], state, [b.clone() for b in model.buffers()], (steps, given)
+
+
+def alone(lengths, reduction):
+    """The same gradients on one process; the statistics of the lowest rank that has batches."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        for k in range(max(lengths[epoch])):
+            own = [r for r in range(len(lengths[epoch])) if k < lengths[epoch][r]]
+            total = {"mean": len(own), "sum": 1, "weighted": (1 + k) * len(own)}[reduction]
+            losses = [(1 if reduction == "sum" else (1 + k) ** (reduction == "weighted")) / total for _ in own]
+            sum(w * model(batch(r, k)["x"]).square().mean() for w, r in zip(losses, own, strict=True)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("where", RUNS)
+def test_a_rank_without_any_batch(where):
+    """Parameters, optimizer and statistics are equal on all ranks, also where the model has not run forward before."""
+    lengths = [(0, 2, 3), (1, 0, 2)]
+    for reduction in {"rules": ("mean", "weighted", "sum"), "gloo": ("weighted",), "mpi": ("mean",)}[where]:
+        found = RUNS[where](lambda r, how: train(r, lengths, how), range(3), [reduction] * 3)
+        for a, b in zip(found[0][0], alone(lengths, reduction), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+        for parameters, state, buffers, (steps, _) in found:
+            assert steps == 5
+            for a, b in zip([*parameters, *state, *buffers], [x for xs in found[0][:3] for x in xs], strict=True):
+                assert torch.equal(a, b)
+    given, original = found[1][3][1], batch(0, 0)
+    assert given.keys() == original.keys()
+    assert given["more"][0] == (1.0, None, "text")
+    for a, b in zip([given["x"], *given["more"][1:]], [original["x"], *original["more"][1:]], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("where", ["rules", "gloo"])
+def test_a_batch_that_cannot_be_copied(where):
+    def body(r):
+        model = nn.Linear(2, 1)
+        averager = dc.GradientAverager(model, reduction="weighted")
+        batches = [Pair(torch.ones(1, 2) * r, r)] if r > 1 else []
+        with pytest.raises(ValueError) as caught:
+            list(averager.join(batches))
+        for pair in averager.join(batches, spare=Pair(torch.full((1, 2), torch.nan), 7)):
+            averager.set_weight(pair.weight)
+            model(pair.x).sum().backward()
+        assert list(averager.join([])) == []
+        return str(caught.value), model.weight.grad.tolist()
+
+    for text, gradient in RUNS[where](body, range(3)):
+        assert gradient == [[2.0, 2.0]]
+        assert text == (
+            "GradientAverager.join: batches: got 2 of 3 ranks with none, and rank 2's first, of which they would get a "
+            "copy, contains a test_spare.Pair, expected tensors, numbers, strings and None in tuples, lists and dicts; "
+            "pass spare=, what a rank without a batch repeats"
+        )
+
+
+def test_a_spare_batch_on_one_rank_alone():
+    def body(r):
+        model = nn.Linear(2, 1)
+        averager = dc.GradientAverager(model, comm_hook=lambda b: b.all_reduce(b.row))
+        spare = [None, torch.zeros(5, 2), None][r]
+        seen = []
+        for x in averager.join([torch.ones(1, 2)] * 2 if r == 2 else [], spare=spare):
+            seen.append(len(x))
+            model(x).sum().backward()
+            model.zero_grad()
+        return seen
+
+    assert RUNS["gloo"](body, range(3)) == [[1, 1], [5, 5], [1, 1]]
