@@ -9,6 +9,9 @@ backward here returns the gradient of this sum of all ranks' losses with respect
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from diffcoll import truth
 from diffcoll.averaging.averager import GradientAverager
 from diffcoll.averaging.comm_hook import GradientBucket
@@ -35,6 +38,9 @@ from diffcoll.core.joint import joint_backward
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import elementwise
 
+if TYPE_CHECKING:
+    from diffcoll import nn as nn
+
 __all__ = [
     "CollectiveFailedError",
     "CollectiveMismatchError",
@@ -55,6 +61,7 @@ __all__ = [
     "get_world_size",
     "global_mean",
     "joint_backward",
+    "nn",
     "permute",
     "reduce",
     "reduce_scatter",
@@ -69,3 +76,10 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import `diffcoll.nn` when it is first used; `import diffcoll` stays fast."""
+    if name == "nn":
+        return importlib.import_module("diffcoll.nn")
+    raise AttributeError(f"module 'diffcoll' has no attribute {name!r}")

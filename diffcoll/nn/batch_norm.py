@@ -1,0 +1,159 @@
+"""Batch normalization with the statistics of all ranks' batches.
+
+forward   mean, var over samples, positions and ranks;  x̂ = (x − mean) / √(var + eps);  y = w x̂ + b
+adjoint   gx = w / √(var + eps) · (g − Σ g / n − x̂ Σ g x̂ / n), the sums over the ranks too
+note      notes/batch-norm.md
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from diffcoll.core._torch import BatchNormBase
+from diffcoll.core.arguments import Group
+from diffcoll.core.errors import message
+from diffcoll.core.groups import get_world_size, resolve
+from diffcoll.nn.functional import wide
+from diffcoll.nn.normalize import batch_norm
+
+__all__ = ["SyncBatchNorm"]
+
+_NAME = "SyncBatchNorm"
+
+
+class SyncBatchNorm(BatchNormBase):
+    """Small batches on each rank: batch norm over the samples of all ranks, as one process with the whole batch.
+
+    It has the parameters, buffers and `state_dict` of `torch.nn.BatchNorm1d`, `2d` and `3d`, and replaces any of them:
+    x is (N, C), (N, C, L), (N, C, H, W) or (N, C, D, H, W). `convert_sync_batchnorm` replaces those of a model.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> x = torch.randn(6, 3, 4, 4)
+    >>> norm = dc.nn.SyncBatchNorm(3, track_running_stats=False)
+    >>> ys = simulate(norm, [x[:1], x[1:1], x[1:]], rules=True)  # 1, 0 and 5 samples
+    >>> torch.allclose(torch.cat(ys), torch.nn.BatchNorm2d(3)(x), atol=1e-5)
+    True
+
+    Training has one collective in forward, of 3 C + 1 values from each rank, and one all_reduce of 2 C in backward.
+    Evaluation with running statistics has none. The ranks may have different numbers of samples, and none, but all of
+    them call the layer, in the same mode. If the loss of one rank ignores its output, or neither x nor a parameter
+    requires a gradient on one rank alone, use `joint_backward`. Differentiable to any order.
+
+    The gradients of weight and bias are this rank's part; reduced over the ranks as the loss is (mean, sum), they are
+    those of the whole batch. Running statistics are the same on all ranks, and the running variance is unbiased. A
+    checkpoint updates them twice, as with BatchNorm.
+
+    Args:
+        num_features: C.
+        eps: added to the variance.
+        momentum: weight of a new batch in the running statistics; None: each batch has the same weight.
+        affine: whether there are parameters weight and bias.
+        track_running_stats: False: evaluation uses the statistics of the batch too, of all ranks.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
+            Copies of the module use the same group. Only a module with None can be pickled.
+        device: of parameters and buffers.
+        dtype: of parameters and buffers. float16 and bfloat16 input may have parameters of float32 or of its own dtype;
+            statistics are computed in float32 then. Otherwise the dtype of the input.
+
+    Raises:
+        TypeError, ValueError: x has the wrong dtype or shape, or the whole batch has one value for each channel. A
+            compiled function does not check the latter.
+
+    Source: notes/batch-norm.md.
+    """
+
+    #: What `revert_sync_batchnorm` makes of this module; None: a batch norm for any number of dimensions.
+    converted_from: type[nn.Module] | None = None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        group: Group = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if group is not None:
+            resolve(group, _NAME)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self._in = InGroup(group)
+
+    @property
+    def group(self) -> Group:
+        """The group as it was passed."""
+        return self._in.group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalized x, of its shape, dtype and memory format."""
+        self._check(x)
+        if not self.training and self.running_mean is not None:
+            return functional.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+            )
+        track = partial(self._track, x.shape)
+        return batch_norm(x, self.weight, self.bias, self.eps, self.group, track)
+
+    def _track(self, shape: torch.Size, count: float | Tensor, mean: Tensor, var: Tensor) -> None:
+        """Update the running statistics, unless no rank has a value; refuse a single value for each channel."""
+        # Only a rank with at most one value reads the count of all ranks, which makes the host wait for a GPU.
+        local = shape.numel() // max(self.num_features, 1)
+        if local <= 1 and not torch.compiler.is_compiling() and count == 1:
+            got = f"one value on {get_world_size(self.group)} ranks, x of shape {tuple(shape)} on this one"
+            remedy = "pass more samples, or call module.eval()"
+            raise ValueError(message(_NAME, "x", got, "more than 1 value per channel when training", remedy))
+        tracked = self.training and self.track_running_stats
+        if not tracked or self.running_mean is None or self.running_var is None:
+            return
+        if not local:
+            count = torch.as_tensor(count, dtype=mean.dtype, device=mean.device)
+        factor: float | Tensor = 0.0 if self.momentum is None else self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1 if local else (count > 0).long().squeeze())  # type: ignore[union-attr]
+            if self.momentum is None:
+                factor = 1 / self.num_batches_tracked.clamp_min(1).to(mean.dtype)
+        for running, value in ((self.running_mean, mean), (self.running_var, var * (count / (count - 1)))):
+            value = value if local else torch.where(count > 0, value, running)  # type: ignore[arg-type]
+            running.lerp_(value.to(running.dtype), factor)
+
+    def _check(self, x: object) -> None:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(message(_NAME, "x", got, "a floating-point tensor", "x.float() is one"))
+        if x.dim() < 2:
+            raise ValueError(message(_NAME, "x", f"a {x.dim()}-d tensor", "(N, C, …), at least 2 dimensions"))
+        c = self.num_features
+        if x.shape[1] != c:
+            got, expected = f"{x.shape[1]} channels in shape {tuple(x.shape)}", f"num_features = {c} in dim 1"
+            raise ValueError(message(_NAME, "x", got, expected))
+        for name in ("weight", "running_mean"):
+            own = getattr(self, name)
+            if own is not None and own.dtype not in (x.dtype, wide(x)):
+                remedy = "x.to(module.weight.dtype), or module.to(x.dtype)"
+                raise TypeError(message(_NAME, "x", x.dtype, f"{own.dtype}, the dtype of {name}", remedy))
+
+
+class InGroup:
+    """Holds a group, which copies of the module share."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InGroup:
+        return self
+
+    def __reduce__(self) -> tuple[type[InGroup], tuple[None]]:
+        if self.group is not None:
+            got, expected = f"a module with {type(self.group).__name__}", "group=None, which alone can be pickled"
+            remedy = "save module.state_dict(), or use dc.set_default_group"
+            raise TypeError(message(_NAME, "group", got, expected, remedy))
+        return InGroup, (None,)

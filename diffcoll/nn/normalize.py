@@ -1,0 +1,167 @@
+"""Batch norm over the values of all ranks, in training.
+
+    std = √(var + eps)    x̂ = (x − mean) / std    s = w / std    y = w x̂ + b
+    gw = Σ g x̂            gb = Σ g                               over this rank's values
+    gmean = Σ_r −s gb     gstd = Σ_r −s gw                       all_reduce
+    gx = s g + (gmean + gstd x̂) / n
+
+    eager, on the CPU    one autograd Function, whose forward and backward call torch's kernels of batch norm
+    otherwise            operations and collectives that PyTorch differentiates; higher orders too
+
+Both send the same messages.
+
+note  notes/batch-norm.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from diffcoll.collectives.all_reduce import all_reduce
+from diffcoll.collectives.sum_gradients import sum_gradients
+from diffcoll.core._torch import batch_norm_statistics, batch_norm_sums, is_eager
+from diffcoll.core.arguments import Group
+from diffcoll.core.checks import is_on
+from diffcoll.core.groups import collectives_only
+from diffcoll.nn.functional import gathered, merged, row_of, wide
+
+__all__ = ["Track", "batch_norm"]
+
+#: Is called, without grad mode, with count (a number or a 1-d tensor), mean and biased variance of all ranks' values.
+Track = Callable[[float | Tensor, Tensor, Tensor], None]
+
+#: If a mean exceeds so many standard deviations, its rounding error is measured: a = Σ (x − k), otherwise 0.
+_FAR = 16
+
+
+def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group, track: Track) -> Tensor:
+    """Return y in the dtype of x; `track` is called before y is computed, where a checkpoint repeats it."""
+    dtype = wide(x)
+    weight = None if weight is None else weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    parameters = [p for p in (weight, bias) if p is not None]
+    recorded = collectives_only(group)
+    if not recorded and not is_on() and x.is_cpu and is_eager(x, *parameters):
+        y: Tensor = _BatchNorm.apply(x, weight, bias, eps, group, track)  # type: ignore[no-untyped-call]
+        return y
+    if not recorded and torch.is_grad_enabled() and any(p.requires_grad for p in parameters) and not x.requires_grad:
+        x = x.detach().requires_grad_()  # sends a message in backward, as the Function does
+    return _composed(x, weight, bias, eps, group, track)
+
+
+def _composed(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group, track: Track | None = None
+) -> Tensor:
+    """Return y by differentiable operations."""
+    row, c = row_of(x, _dims(x))
+    count, mean, var = merged(gathered(row, group), c)
+    if track is not None:
+        with torch.no_grad():
+            track(count, mean, var)
+    mean, std = sum_gradients(torch.stack([mean, (var + eps).sqrt()]), group).unbind()
+    scale = std.reciprocal() if weight is None else weight / std
+    y = (x - _along(mean, x)) * _along(scale, x)
+    return (y if bias is None else y + _along(bias, x)).to(x.dtype)
+
+
+def _row(x: Tensor) -> Tensor:
+    """Return k, a, b and n of this rank in one tensor, as `row_of`."""
+    c = x.shape[1]
+    if x.numel():
+        k, var = batch_norm_statistics(x.to(wide(x)))
+        if torch.addcmul(var, k, k, value=-1 / _FAR**2).min().item() >= 0:
+            n = x.numel() // c
+            return torch.cat([k, torch.zeros_like(k), var.mul_(n), k.new_full((1,), n)])
+    return row_of(x, _dims(x))[0]
+
+
+def _merged(rows: Tensor, c: int) -> tuple[float, Tensor, Tensor]:
+    """`merged` in fewer operations."""
+    k, a, b, n = rows.split_with_sizes([c, c, c, 1], 1)
+    counts: list[float] = n.view(-1).tolist()
+    count, origin = sum(counts), k[counts.index(max(counts))]
+    if not count:
+        return count, origin, origin
+    d = k - origin
+    offset = torch.addcmul(a, n, d).sum(0).div_(count)
+    e = d.sub_(offset)
+    var = torch.addcmul(b, e, torch.addcmul(a, n, e, value=0.5), value=2).sum(0).div_(count)
+    return count, offset.add_(origin), var.clamp_min_(0)
+
+
+class _BatchNorm(Function):
+    """(x, weight, bias) ↦ y."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group, track: Track
+    ) -> Tensor:
+        count, mean, var = _merged(gathered(_row(x), group), x.shape[1])
+        track(count, mean, var)
+        ctx.save_for_backward(x, weight, mean, var)
+        ctx.has_bias, ctx.count, ctx.eps, ctx.group = bias is not None, count, eps, group
+        return torch.batch_norm(x.to(mean.dtype), weight, bias, mean, var, False, 0.0, eps, False).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, var = ctx.saved_tensors
+        if torch.is_grad_enabled() or not is_eager(g):
+            return *_differentiable(g, x, weight, ctx.has_bias, ctx.eps, ctx.group), None, None, None
+        layout, dtype = _format(x), mean.dtype
+        values = x.to(dtype).contiguous(memory_format=layout)
+        g = g.to(dtype).contiguous(memory_format=layout)
+        s = var.add(ctx.eps).rsqrt_()
+        s = s if weight is None else s.mul_(weight)
+        if x.numel():  # the kernel does not accept an empty x
+            gw, gb = batch_norm_sums(g, values, mean, var, ctx.eps)
+        else:
+            gw = gb = torch.zeros_like(mean)
+        gmean, gstd = all_reduce(torch.stack([gb, gw]).mul_(s).neg_(), group=ctx.group).div_(ctx.count).unbind()
+        gx = None
+        if ctx.needs_input_grad[0]:
+            gx = torch.batch_norm(values, gstd, gmean, mean, var, False, 0.0, ctx.eps, False)
+            gx = gx.addcmul_(g, _along(s, x)).to(x.dtype)
+        return gx, None if weight is None else gw, gb if ctx.has_bias else None, None, None, None
+
+
+def _differentiable(
+    g: Tensor, x: Tensor, weight: Tensor | None, has_bias: bool, eps: float, group: Group
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, weight and bias as functions of g, x and weight; this repeats the forward message."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views, so that the gradient of weight does not include what reaches it through x. Every rank sends gradients,
+        # also if its own x requires none.
+        bias = torch.zeros(x.shape[1], dtype=wide(x), device=x.device) if has_bias else None
+        xs = [None if t is None else _view(t) for t in (x, weight, bias)]
+        assert xs[0] is not None
+        y = _composed(xs[0], xs[1], xs[2], eps, group)
+    found = iter(torch.autograd.grad(y, [t for t in xs if t is not None], g, create_graph=create_graph))
+    return tuple(None if t is None else next(found) for t in xs)
+
+
+def _view(x: Tensor) -> Tensor:
+    return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+
+
+def _dims(x: Tensor) -> tuple[int, ...]:
+    return tuple(d for d in range(x.dim()) if d != 1)
+
+
+def _along(value: Tensor, x: Tensor) -> Tensor:
+    """Return a value for each channel in a shape that broadcasts to x."""
+    return value.view([1, -1] + [1] * (x.dim() - 2))
+
+
+def _format(x: Tensor) -> torch.memory_format:
+    """Return the memory format of torch's kernels for x."""
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    if x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
+        return torch.channels_last_3d
+    return torch.contiguous_format

@@ -1,0 +1,573 @@
+"""SyncBatchNorm equals BatchNorm on the whole batch."""
+
+import copy
+import pickle
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from releases import compiles
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import diffcoll as dc
+from diffcoll.nn import SyncBatchNorm
+from diffcoll.testing import assert_matches_single_process, new_group, simulate, spawn
+
+SIZES = ((6,), (5, 3), (1, 1), (5, 0, 3))
+rules = partial(simulate, rules=True)
+
+
+def data(*shape, seed=0, dtype=torch.double):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def norm(c=3, dtype=torch.double, **more):
+    torch.manual_seed(7)
+    made = SyncBatchNorm(c, dtype=dtype, **more)
+    for p in made.parameters():
+        nn.init.normal_(p)
+    return made
+
+
+def reference(module, kind=nn.BatchNorm2d):
+    """BatchNorm with a copy of the state of the module."""
+    single = kind(
+        module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, dtype=torch.double
+    )
+    single.load_state_dict(module.state_dict())
+    return single.train(module.training)
+
+
+class Both(nn.Module):
+    """One module that is synchronized when there are several ranks, and torch's on one process."""
+
+    def __init__(self, **more):
+        super().__init__()
+        self.inner = norm(**more)
+
+    def single(self, x):
+        own = self.inner
+        if own.num_batches_tracked is not None:
+            own.num_batches_tracked.add_(1)
+        factor = 1.0 if own.momentum is None else own.momentum  # of the first batch
+        return nn.functional.batch_norm(
+            x, own.running_mean, own.running_var, own.weight, own.bias, True, factor, own.eps
+        )
+
+
+@pytest.mark.parametrize("trailing", [(), (4,), (2, 3), (2, 1, 3)])
+@pytest.mark.parametrize("order", [1, 2])
+def test_equals_batch_norm_of_the_whole_batch(trailing, order):
+    module = Both()
+    assert_matches_single_process(
+        lambda x: module.inner(x),
+        lambda x: module.single(x),
+        lambda n: 3 * data(n, 3, *trailing) + 5,
+        module=module,
+        sizes=SIZES,
+        reduction="sum",
+        order=order,
+        on=["simulated"],
+    )
+
+
+@pytest.mark.parametrize("more", [{"momentum": None}, {"momentum": 0.0}, {"momentum": 1.0}, {"affine": False}], ids=str)
+def test_options(more):
+    module = Both(**more)
+    assert_matches_single_process(
+        lambda x: module.inner(x),
+        lambda x: module.single(x),
+        lambda n: data(n, 3, 2),
+        module=module,
+        sizes=((5, 0, 3),),
+        reduction="sum",
+        on=["simulated"],
+    )
+
+
+def test_mean_of_rank_means_on_gloo():
+    """A mean over ranks of the mean losses of equal batches is the gradient of the whole batch's mean loss."""
+    module = Both()
+    assert_matches_single_process(
+        lambda x: module.inner(x).pow(3).mean(),
+        lambda x: module.single(x).pow(3).mean(),
+        lambda n: data(n, 3, 2),
+        module=module,
+        sizes=((4, 4), (2, 2, 2)),
+        on=["gloo"],
+        order=2,
+    )
+
+
+def test_on_mpi():
+    pytest.importorskip("mpi4py")
+
+    def body(x):
+        from mpi4py import MPI
+
+        layer = norm(group=MPI.COMM_WORLD)
+        x = x.clone().requires_grad_()
+        layer(x).pow(3).sum().backward()
+        return x.grad, layer.running_var
+
+    single, x = reference(norm()), data(4, 3, 2).requires_grad_()
+    single.__class__ = nn.BatchNorm1d
+    single(x).pow(3).sum().backward()
+    (g0, v0), (g1, v1) = spawn(body, x.detach().split([3, 1]), backend="mpi")
+    torch.testing.assert_close(torch.cat([g0, g1]), x.grad)
+    assert torch.equal(v0, v1) and torch.allclose(v0, single.running_var)
+
+
+@pytest.mark.parametrize("sizes", [(6,), (4, 2), (4, 0, 2), (0, 5)], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_the_function_and_operations_agree(sizes, layout, affine, monkeypatch):
+    """Values, gradients and gradients of gradients, to the last digits of float64."""
+    from diffcoll.nn import normalize
+
+    def step(x, g):
+        layer = norm(momentum=0.3, affine=affine)
+        x = x.contiguous(memory_format=torch.channels_last) if layout == "channels_last" else x.clone()
+        x = x.mT if layout == "strided" else x
+        xs = [x.requires_grad_(), *layer.parameters()]
+        y = layer(x)
+        assert layout == "strided" or y.stride() == x.stride()
+        first = torch.autograd.grad(y.pow(2).sum(), xs, retain_graph=True)
+        again = torch.autograd.grad(y, xs, g, create_graph=True)
+        second = torch.autograd.grad(sum((t * t.cos()).sum() for t in again), xs[:2])  # bias has none
+        return y.detach(), layer.running_mean, layer.running_var, *first, *second
+
+    def found():
+        x, g = data(6, 3, 4, 4)[: sum(sizes)] * 2 + 3, data(6, 3, 4, 4, seed=1)[: sum(sizes)]
+        return rules(step, x.split(sizes), g.split(sizes))
+
+    by_function = found()
+    monkeypatch.setattr(normalize, "is_eager", lambda *xs: False)
+    torch.testing.assert_close(by_function, found(), rtol=1e-9, atol=1e-10)
+
+
+# ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_one_message_in_each_direction(n, monkeypatch):
+    from diffcoll.engines.local import LocalEngine
+
+    sent = []
+    for name in ("all_gather", "all_reduce", "reduce_scatter", "exchange", "broadcast"):
+        if hasattr(LocalEngine, name):
+            original = getattr(LocalEngine, name)
+
+            def counted(self, *args, _original=original, _name=name):
+                sent.append(_name)
+                return _original(self, *args)
+
+            monkeypatch.setattr(LocalEngine, name, counted)
+
+    def step(x):
+        layer = norm()
+        y = layer(x.requires_grad_())
+        forward = list(sent) if dc.get_rank() == 0 else None
+        y.pow(3).sum().backward()
+        layer.eval()(x)
+        return forward
+
+    rules(step, [data(2, 3, seed=r) for r in range(n)])
+    assert sent == ["all_gather" if n == 3 else "all_reduce"] * n + ["all_reduce"] * n
+
+
+def test_eval_sends_nothing_and_equals_batch_norm():
+    layer = norm().eval()
+    layer.running_mean.normal_()
+    torch.testing.assert_close(layer(data(2, 3, 4)), reference(layer, nn.BatchNorm1d)(data(2, 3, 4)))
+    rules(lambda x: layer(x) if dc.get_rank() else x, [data(2, 3), data(1, 3)])  # one rank alone
+
+
+def test_without_running_statistics_eval_uses_the_batch_of_all_ranks():
+    layer = norm(track_running_stats=False).eval()
+    assert layer.running_mean is None
+    x = data(4, 3)
+    want = nn.functional.batch_norm(x, None, None, layer.weight, layer.bias, True)
+    torch.testing.assert_close(torch.cat(rules(layer, x.split([1, 3]))), want)
+
+
+def test_ranks_in_different_modes_are_named_in_check_mode():
+    def body(x):
+        layer = norm().train(dc.get_rank() == 0)
+        with dc.check_mode():
+            dc.all_reduce(layer(x).sum())
+
+    with pytest.raises(dc.CollectiveMismatchError, match=r"rank 0: all_reduce\(.*\(2, 10\)[\s\S]*rank 1: all_red"):
+        rules(body, [data(2, 3), data(3, 3)])
+
+    def channels(x):
+        with dc.check_mode():
+            norm(x.shape[1])(x)
+
+    with pytest.raises(dc.CollectiveMismatchError, match=r"\(2, 10\)[\s\S]*\(2, 13\)"):
+        rules(channels, [data(2, 3), data(3, 4)])
+
+
+def test_x_without_gradient_and_a_loss_that_ignores_the_output():
+    """Under joint_backward every rank takes part; without it check mode names the rank that does not.
+
+    If a parameter requires a gradient, every rank sends a message, whatever its x requires.
+    """
+
+    def joint(x):
+        layer, r = norm(), dc.get_rank()
+        x = x.clone().requires_grad_(r != 1)
+        with dc.joint_backward() as joint:
+            y = layer(x)
+            joint(torch.zeros(()) if r == 2 else y.pow(3).sum()).backward()
+        return x.grad
+
+    x = data(6, 3).requires_grad_()
+    y = nn.functional.batch_norm(x, None, None, norm().weight, norm().bias, True)
+    y[:5].pow(3).sum().backward()
+    g0, g1, g2 = rules(joint, x.detach().split([3, 2, 1]))
+    assert g1 is None
+    torch.testing.assert_close((g0, g2), (x.grad[:3], x.grad[5:]))
+
+    def checked(x):
+        with dc.check_mode():
+            layer = norm(affine=False)
+            y = layer(x.clone().requires_grad_(dc.get_rank() == 0))
+            (y * torch.ones((), requires_grad=True)).pow(3).sum().backward()
+
+    def parameters(x, check):
+        layer, x = norm(), x.clone().requires_grad_(dc.get_rank() == 0)
+        with dc.check_mode(check):
+            layer(x).pow(3).sum().backward()
+        return x.grad
+
+    whole = data(6, 3).requires_grad_()
+    nn.functional.batch_norm(whole, None, None, norm().weight, norm().bias, True).pow(3).sum().backward()
+    for check in (False, True):
+        g, none = rules(parameters, x.detach().split([3, 3]), [check] * 2)
+        torch.testing.assert_close((g, none), (whole.grad[:3], None))
+
+    with pytest.raises(dc.CollectiveMismatchError, match="backward of sum_gradients"):
+        rules(checked, x.detach().split([3, 3]))
+
+
+# ── statistics ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("many", [2, 100])
+def test_precision_at_a_large_mean(many):
+    def body(x):
+        layer = SyncBatchNorm(5, momentum=1.0)
+        layer(x)
+        return layer.running_var.double()
+
+    xs = [(1000 + r + data(many, 5, seed=r)).float() for r in range(3)]
+    exact = torch.cat(xs).double().var(0)
+    for found in rules(body, xs):
+        assert ((found - exact) / exact).abs().max() < 1e-5
+
+
+def test_an_empty_whole_batch_changes_nothing():
+    def body(x):
+        layer = norm(momentum=None if dc.get_rank() else 0.1)
+        before = copy.deepcopy(layer.state_dict())
+        y = layer(x.requires_grad_())
+        y.sum().backward()
+        assert y.shape == x.shape and all(torch.equal(v, before[k]) for k, v in layer.state_dict().items())
+        return (layer.weight.grad == 0).all() and x.grad.shape == x.shape
+
+    assert all(rules(body, [data(0, 3, 2)] * 3))
+
+
+def test_one_value_for_each_channel_is_an_error_on_every_rank():
+    for parts in ([data(1, 3)], [data(1, 3), data(0, 3)], [data(0, 3), data(0, 3), data(1, 3)]):
+        seen = []
+
+        def body(x, seen=seen):
+            with pytest.raises(ValueError) as raised:
+                norm()(x)
+            seen.append(str(raised.value))
+
+        rules(body, parts)
+        assert len(seen) == len(parts)
+        assert f"SyncBatchNorm: x: got one value on {len(parts)} ranks, x of shape" in seen[0]
+        assert "expected more than 1 value per channel when training; pass more samples" in seen[0]
+    assert norm().eval()(data(1, 3)).shape == (1, 3)
+
+
+def test_nan_stays_in_its_channel():
+    x = data(6, 3)
+    x[1, 0] = float("nan")
+
+    def body(x):
+        layer = norm()
+        y = layer(x.clone().requires_grad_())
+        y.pow(3).sum().backward()
+        return y, layer.running_var, layer.weight.grad
+
+    for tensors in rules(body, x.split([4, 2])):
+        assert all(t[..., 0].isnan().all() and t[..., 1:].isfinite().all() for t in tensors)
+
+
+# ── what else a layer meets ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_retained_graphs_reuse_frozen_parameters_and_no_grad():
+    def body(x):
+        layer = norm()
+        layer.weight.requires_grad_(False)
+        x = x.clone().requires_grad_()
+        y = layer(layer(x)).pow(3).sum()
+        first, second = (torch.autograd.grad(y, [x, layer.bias], retain_graph=True) for _ in range(2))
+        torch.testing.assert_close(first, second)
+        with torch.no_grad():
+            assert not layer(x).requires_grad
+        layer(x.detach()).sum().backward()  # only the bias requires a gradient: no message in backward
+        assert layer.num_batches_tracked == 4
+        return first[0]
+
+    x = data(6, 3).requires_grad_()
+    single = reference(norm(), nn.BatchNorm1d)
+    (want,) = torch.autograd.grad(single(single(x)).pow(3).sum(), [x])
+    torch.testing.assert_close(torch.cat(rules(body, x.detach().split([2, 4]))), want)
+
+
+def test_tensors_of_the_user_are_neither_written_nor_read_after_a_change():
+    def body(x, g):
+        layer, seen = norm(), []
+        x = x.clone().requires_grad_()
+        x.register_hook(seen.append)
+        z, before = x * 1, g.clone()
+        y = layer(z)
+        y.backward(g, retain_graph=True)
+        assert len(seen) == 1 and torch.equal(g, before) and torch.equal(z, x)
+        z.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward(g)
+
+    rules(body, data(6, 3, 2).split([4, 2]), data(6, 3, 2, seed=1).split([4, 2]))
+
+
+@pytest.mark.filterwarnings("ignore:.*performance drop")
+def test_batched_gradients():
+    def body(x, gs):
+        x = x.clone().requires_grad_()
+        y = norm()(x)
+        (batched,) = torch.autograd.grad(y, x, gs, is_grads_batched=True, retain_graph=True)
+        one_by_one = [torch.autograd.grad(y, x, g, retain_graph=True)[0] for g in gs]
+        torch.testing.assert_close(batched, torch.stack(one_by_one))
+
+    rules(body, data(6, 3).split([4, 2]), data(2, 6, 3, seed=1).split([4, 2], 1))
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_a_rank_that_observes_its_operations_sends_the_same_messages(needed):
+    """A dispatch mode disables the Function on its rank alone; x requires a gradient on all ranks or on none."""
+
+    def body(x, observed):
+        layer, x = norm(), x.clone().requires_grad_(needed)
+        with FlopCounterMode(display=False) if observed else nullcontext():
+            y = layer(x)
+            y.pow(3).sum().backward()
+        return y.detach(), x.grad, layer.weight.grad, layer.running_var
+
+    parts = data(6, 3, 2).split([4, 2])
+    torch.testing.assert_close(rules(body, parts, [True, False]), rules(body, parts, [False, False]))
+
+
+@pytest.mark.parametrize("c", [1, 5])
+def test_channels_last(c):
+    def body(x):
+        x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
+        layer = norm(c)
+        y = layer(x)
+        y.pow(3).sum().backward()
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        return x.grad
+
+    x = data(5, c, 4, 2).requires_grad_()
+    reference(norm(c))(x).pow(3).sum().backward()
+    torch.testing.assert_close(torch.cat(rules(body, x.detach().split([2, 3]))), x.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("own", [True, False])
+def test_half_precision(dtype, own):
+    def body(x):
+        layer = norm(dtype=dtype if own else torch.float)
+        x = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        y.float().pow(3).sum().backward()
+        assert y.dtype == x.grad.dtype == dtype and layer.weight.grad.dtype == layer.weight.dtype
+        return y, x.grad
+
+    x = (data(64, 3) + 2).to(dtype)
+    exact = x.double().requires_grad_()
+    want = reference(norm(), nn.BatchNorm1d)(exact)
+    want.pow(3).sum().backward()
+    for name, parts in zip("yg", zip(*rules(body, x.split([60, 4])), strict=True), strict=True):
+        expected = want if name == "y" else exact.grad
+        error = (torch.cat(parts).double() - expected).abs().max() / expected.abs().max()
+        assert error < 0.04, name
+
+
+def test_checkpoint_updates_running_statistics_twice():
+    def body(x, checkpointed):
+        layer = norm()
+        x = x.clone().requires_grad_()
+        y = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+        y.pow(3).sum().backward()
+        return x.grad, layer.num_batches_tracked
+
+    parts = data(6, 3).split([4, 2])
+    for (g, n), (want, one) in zip(rules(body, parts, [True] * 2), rules(body, parts, [False] * 2), strict=True):
+        torch.testing.assert_close(g, want)
+        assert (n, one) == (2, 1)
+
+
+def test_transforms_of_torch_func():
+    def body(x):
+        layer = norm(track_running_stats=False)
+        tangent = torch.func.jvp(layer, (x,), (x.cos(),))[1]
+        return torch.func.grad(lambda x: layer(x).pow(3).sum())(x), tangent
+
+    x, layer = data(6, 3), norm(track_running_stats=False)
+
+    def single(x):
+        return nn.functional.batch_norm(x, None, None, layer.weight, layer.bias, True)
+
+    gradients, tangents = zip(*rules(body, x.split([4, 2])), strict=True)
+    torch.testing.assert_close(torch.cat(gradients), torch.func.grad(lambda x: single(x).pow(3).sum())(x))
+    torch.testing.assert_close(torch.cat(tangents), torch.func.jvp(single, (x,), (x.cos(),))[1])
+
+
+@compiles
+@pytest.mark.timeout(300)
+def test_compiled():
+    def body(x):
+        found = []
+        for compiled in (False, True):
+            layer, own = norm(), x.clone().requires_grad_()
+            f = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+            y = f(own)
+            y.pow(3).sum().backward()
+            found.append((y.detach(), own.grad, layer.weight.grad, dict(layer.named_buffers())))
+        torch.testing.assert_close(*found)
+
+    spawn(body, data(6, 3, 2).split([4, 2]), timeout=200)
+
+
+def test_groups():
+    def body(x):
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        layer = norm(group=mesh["data"])
+        twin = copy.deepcopy(layer)
+        assert twin.group is layer.group and twin.weight is not layer.weight
+        with pytest.raises(TypeError, match="SyncBatchNorm: group: got a module with DeviceMesh, expected group=None"):
+            pickle.dumps(layer)
+        return layer(x), twin(x), norm(group=new_group([0, 1, 2, 3]))(x)
+
+    x = data(4, 3)
+    single = partial(nn.functional.batch_norm, running_mean=None, running_var=None, training=True)
+    single = partial(single, weight=norm().weight, bias=norm().bias)
+    ys = spawn(body, x.split(1))
+    torch.testing.assert_close(torch.cat([ys[0][0], ys[2][1]]), single(x[[0, 2]]))
+    torch.testing.assert_close(torch.cat([y[2] for y in ys]), single(x))
+
+
+def test_state_is_that_of_batch_norm():
+    layer, single = SyncBatchNorm(3), nn.BatchNorm2d(3)
+    assert layer.state_dict().keys() == single.state_dict().keys() and layer._version == single._version
+    single.load_state_dict(layer.state_dict())
+    assert (
+        repr(pickle.loads(pickle.dumps(layer))) == repr(layer) == repr(single).replace("BatchNorm2d", "SyncBatchNorm")
+    )
+    assert SyncBatchNorm(3, device="meta", dtype=torch.half).weight.dtype == torch.half
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "text"),
+    [
+        (torch.ones(3), ValueError, "SyncBatchNorm: x: got a 1-d tensor, expected (N, C, …), at least 2 dimensions"),
+        (torch.ones(2, 4), ValueError, "got 4 channels in shape (2, 4), expected num_features = 3 in dim 1"),
+        (torch.ones(2, 3).long(), TypeError, "got torch.int64, expected a floating-point tensor; x.float() is one"),
+        (torch.ones(2, 3).double(), TypeError, "got torch.float64, expected torch.float32, the dtype of weight; x.to("),
+    ],
+)
+def test_errors(x, error, text):
+    with pytest.raises(error) as raised:
+        SyncBatchNorm(3)(x)
+    assert text in str(raised.value)
+
+
+# ── conversion ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def model():
+    shared = nn.BatchNorm2d(4)
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), shared, nn.Sequential(shared, nn.BatchNorm1d(2)), nn.SyncBatchNorm(5))
+    net[2][1].eval().weight.requires_grad_(False)
+    return net
+
+
+def test_convert_and_revert():
+    net = model()
+    state, parameters = net.state_dict(), list(net.parameters())
+    buffers, calls = list(net.buffers()), []
+    handle = net[1].register_forward_hook(lambda *a: calls.append(1))
+    converted = dc.nn.convert_sync_batchnorm(net)
+    assert converted is net and [type(m) for m in (net[1], net[2][1], net[3])] == [SyncBatchNorm] * 3
+    assert net[1] is net[2][0] and net[1].training and not net[2][1].training
+    assert all(a is b for a, b in zip(net.parameters(), parameters, strict=True))
+    assert all(a is b for a, b in zip(net.buffers(), buffers, strict=True))
+    assert net.state_dict().keys() == state.keys() and not net[2][1].weight.requires_grad
+    net[1](torch.randn(2, 4, 3, 3))
+    handle.remove()
+    net[1](torch.randn(2, 4, 3, 3))
+    assert calls == [1]
+    assert dc.nn.convert_sync_batchnorm(net)[1] is net[1]
+
+    net = dc.nn.revert_sync_batchnorm(copy.deepcopy(net))
+    assert [type(net[1]), type(net[2][1])] == [nn.BatchNorm2d, nn.BatchNorm1d] and net[1] is net[2][0]
+    for x in (torch.randn(2, 5), torch.randn(2, 5, 3), torch.randn(2, 5, 2, 2, 2)):
+        assert net[3](x).shape == x.shape
+    with pytest.raises(ValueError, match="BatchNorm: x: got a 1-d tensor"):
+        net[3](torch.randn(5))
+    assert type(dc.nn.convert_sync_batchnorm(nn.BatchNorm3d(2))) is SyncBatchNorm
+    reverted = dc.nn.revert_sync_batchnorm(SyncBatchNorm(3, momentum=None))
+    assert reverted(torch.randn(4, 3)).shape == (4, 3) and not hasattr(reverted, "group")
+    assert type(dc.nn.convert_sync_batchnorm(pickle.loads(pickle.dumps(reverted)))) is SyncBatchNorm
+
+
+def test_a_converted_model_trains_as_one_process():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 1)).double()
+
+    def gradients(net, x):
+        net(x).pow(2).sum().backward()
+        return [p.grad for p in net.parameters()]
+
+    x = data(5, 2, 2, 2)
+    want = gradients(copy.deepcopy(net), x)
+    ranks = rules(lambda x: gradients(dc.nn.convert_sync_batchnorm(copy.deepcopy(net)), x), x.split([3, 2]))
+    torch.testing.assert_close([a + b for a, b in zip(*ranks, strict=True)], want)
+
+
+class Activated(nn.BatchNorm2d):
+    pass
+
+
+def test_what_cannot_be_converted():
+    net = nn.Sequential(nn.BatchNorm1d(2), nn.LazyBatchNorm2d())
+    with pytest.raises(TypeError) as raised:
+        dc.nn.convert_sync_batchnorm(net)
+    text = (
+        "convert_sync_batchnorm: module: got LazyBatchNorm2d at 1, expected BatchNorm1d, 2d, 3d or SyncBatchNorm; call"
+    )
+    assert text in str(raised.value) and type(net[0]) is nn.BatchNorm1d
+    with pytest.raises(TypeError, match=r"got Activated at the root.*replace this module yourself"):
+        dc.nn.convert_sync_batchnorm(Activated(2))

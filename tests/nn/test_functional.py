@@ -1,0 +1,217 @@
+"""Moments and weighted means: equal to those of all values on one process, for any cut of them over ranks."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import diffcoll as dc
+from diffcoll.nn.functional import moments, weighted_mean
+from diffcoll.testing import assert_matches_single_process, check_gradients, simulate, spawn
+
+SIZES = ((8,), (5, 3), (1, 6, 1), (5, 0, 3))
+rules = partial(simulate, rules=True)
+
+
+def data(*shape, seed=0, dtype=torch.double):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def whole(x, dims, weight=None):
+    """The definition, by two passes over the values."""
+    w = torch.ones_like(x) if weight is None else weight.expand(x.shape)
+    count = w.sum(dims, keepdim=True)
+    mean = (w * x).sum(dims, keepdim=True) / count
+    return count, mean, (w * (x - mean) ** 2).sum(dims, keepdim=True) / count
+
+
+def loss(found):
+    """A loss of this rank from the moments, which are the same on every rank."""
+    _, mean, variance = found
+    return (mean * variance).sum() + (variance + 0.1).log().sum() + mean.pow(3).sum()
+
+
+@pytest.mark.parametrize("dims", [0, (0, 2), (-1, 0)])
+def test_moments_of_uneven_and_empty_ranks(dims):
+    def batch(n):
+        return 2 * data(n, 3, 4) + 7
+
+    for order in (1, 2):
+        assert_matches_single_process(
+            lambda x: loss(moments(x, dims)) / dc.get_world_size(),
+            lambda x: loss(whole(x, dims)),
+            batch,
+            sizes=SIZES,
+            reduction="sum",
+            order=order,
+            on=["simulated"],
+        )
+    for parts in (batch(8).split([5, 0, 3]), batch(8).split([1, 7]), (batch(8),)):
+        want = whole(batch(8), dims)
+        for run in (simulate, rules):
+            for count, mean, variance in run(lambda x: moments(x, dims, keepdim=True), parts):
+                assert count.shape == () and (count == want[0]).all()
+                torch.testing.assert_close((mean, variance), want[1:])
+
+
+def test_moments_of_weighted_values():
+    def batch(n):
+        return data(n, 3, 4) + 5, data(n, 1, 4, seed=1).square() * (data(n, 1, 1, seed=2) > -0.3)
+
+    for order in (1, 2):
+        assert_matches_single_process(
+            lambda x, w: (loss(moments(x, (0, 2), w)) + moments(x, (0, 2), w).count.sum()) / dc.get_world_size(),
+            lambda x, w: loss(whole(x, (0, 2), w)) + whole(x, (0, 2), w)[0].sum(),
+            batch,
+            sizes=SIZES,
+            reduction="sum",
+            order=order,
+            on=["simulated"],
+        )
+
+
+def test_gradients_by_finite_differences():
+    xs = [data(k, 2, seed=k) for k in (3, 0, 1)]
+    ws = [data(k, 2, seed=9 + k).square() for k in (3, 0, 1)]
+    factors = [1.0, -2.0, 3.0]  # each rank has its own loss
+    check_gradients(lambda x, f: f * loss(moments(x, 0)), xs, factors, order=2, on=["simulated"])
+    check_gradients(lambda x, w, f: f * loss(moments(x, 0, w)), xs, ws, factors, on=["simulated"])
+    check_gradients(lambda x, w, f: f * weighted_mean(x, w).pow(3).sum(), xs, ws, factors, on=["simulated"])
+
+
+def test_a_rank_whose_weights_are_all_zero_has_the_gradient_of_its_weights():
+    x, w = data(6, 2) + 3, data(6, 1, seed=1).square()
+    w[4:] = 0
+
+    def gradient(x, w):
+        w = w.clone().requires_grad_()
+        (loss(moments(x, 0, w)) + weighted_mean(x, w).pow(2).sum()).div(dc.get_world_size()).backward()
+        return w.grad
+
+    want = gradient(x, w)
+    assert want[4:].abs().min() > 1e-3
+    torch.testing.assert_close(torch.cat(rules(gradient, x.split([4, 2]), w.split([4, 2]))), want)
+
+
+def test_nothing_at_all_gives_zeros_and_zero_gradients():
+    def zeros(x, w=None):
+        x = x.clone().requires_grad_()
+        found = [*moments(x, 0, w), weighted_mean(x, w)]
+        sum(t.sum() for t in found).backward()
+        assert all((t == 0).all() for t in found) and (x.grad == 0).all()
+        return True
+
+    assert all(rules(zeros, [torch.empty(0, 3)] * 3))
+    assert all(rules(zeros, [data(2, 3), data(1, 3)], [torch.zeros(2, 1), torch.zeros(1, 1)]))
+
+
+def test_values_of_weight_zero_may_be_nan():
+    x = torch.tensor([[1.0], [float("nan")], [3.0], [float("inf")]])
+    mask = torch.tensor([[True], [False], [True], [False]])
+    for _, mean, variance in rules(lambda x, w: moments(x, 0, w), x.split([2, 2]), mask.split([2, 2])):
+        assert mean == 2 and variance == 1
+    assert [m.item() for m in rules(weighted_mean, x.split([1, 3]), mask.split([1, 3]))] == [2, 2]
+
+
+@pytest.mark.parametrize("many", [2, 64])
+def test_a_large_mean_does_not_cost_precision(many):
+    """Mean over deviation is 1000; the ranks' means differ by a deviation, which a rounded mean would not resolve."""
+    xs = [(1000 + r + data(many, 5, seed=r)).float() for r in range(3)]
+    _, _, variance = rules(lambda x: moments(x, 0), xs)[0]
+    exact = torch.cat(xs).double().var(0, correction=0)
+    assert ((variance.double() - exact) / exact).abs().max() < 1e-5
+    together = torch.cat(xs)
+    assert (((together**2).mean(0) - together.mean(0) ** 2 - exact) / exact).abs().max() > 0.01  # E[x²] − E[x]²
+
+
+def test_half_precision_is_computed_in_float32():
+    x = (data(3000, 1, dtype=torch.float) + 2).bfloat16()
+    for count, mean, variance in rules(lambda x: moments(x, 0), x.split([2999, 1])):
+        assert {count.dtype, mean.dtype, variance.dtype} == {torch.float32} and count == 3000
+        torch.testing.assert_close(variance.double(), x.double().var(0, correction=0), rtol=1e-5, atol=0)
+        torch.testing.assert_close(mean.double(), x.double().mean(0), rtol=1e-5, atol=0)
+    assert weighted_mean(x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_weighted_mean_equals_one_process(weighted):
+    def batch(n):
+        return data(n, 3), data(n, seed=1).square()
+
+    assert_matches_single_process(
+        lambda x, w: weighted_mean(x, w if weighted else None).pow(3).sum() / dc.get_world_size() + 0 * w.sum(),
+        lambda x, w: whole(x, 0, w[:, None] if weighted else None)[1].pow(3).sum() + 0 * w.sum(),
+        batch,
+        sizes=SIZES,
+        reduction="sum",
+        order=2,
+        on=["simulated"],
+    )
+
+
+def test_weighted_mean_of_complex_values_and_along_another_dimension():
+    z = torch.complex(data(4), data(4, seed=1))
+    assert all(torch.isclose(m, z.mean()) for m in rules(weighted_mean, z.split([3, 1])))
+    along = rules(lambda x, w: weighted_mean(x, w, dim=1), data(3, 4).split([1, 3], 1), data(4, seed=1).split([1, 3]))
+    torch.testing.assert_close(along[0], (data(3, 4) * data(4, seed=1)).sum(1) / data(4, seed=1).sum())
+
+
+def test_transforms():
+    x = data(6, 2)
+
+    def found(x):
+        def f(x):
+            return loss(moments(x, 0)) / dc.get_world_size()
+
+        tangent = torch.func.jvp(f, (x,), (x.cos(),))[1]
+        curvature = torch.func.grad(lambda x: torch.func.grad(f)(x).sin().sum())(x)
+        return torch.func.grad(f)(x), tangent, torch.func.vmap(lambda x: moments(x, 0).variance, 1)(x), curvature
+
+    want = torch.func.grad(lambda x: loss(whole(x, 0)))
+    rows = rules(found, x.split([4, 2]))
+    torch.testing.assert_close(torch.cat([row[0] for row in rows]), want(x))
+    torch.testing.assert_close(torch.cat([row[3] for row in rows]), torch.func.grad(lambda x: want(x).sin().sum())(x))
+    for _, tangent, variance, _ in rows:
+        torch.testing.assert_close(tangent, (want(x) * x.cos()).sum() / 2)
+        torch.testing.assert_close(variance, x.var(0, correction=0))
+
+
+def test_group_norm_whose_channels_are_split_over_a_mesh_dimension():
+    """Each rank has its channels of every sample; statistics are over those of one mesh dimension."""
+
+    def body(x):
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        _, mean, variance = moments(x, (1, 2), group=mesh["tensor"], keepdim=True)
+        return (x - mean) * (variance + 1e-5).rsqrt()
+
+    x = data(4, 6, 5)
+    rows = [part.split([4, 2], 1) for part in x.split([3, 1])]  # samples over "data", channels over "tensor"
+    ys = spawn(body, [part for row in rows for part in row])
+    y = torch.cat([torch.cat(ys[:2], 1), torch.cat(ys[2:], 1)])
+    torch.testing.assert_close(y, torch.nn.functional.group_norm(x, 1))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: moments([1.0], 0), TypeError, "moments: x: got list, expected a floating-point tensor"),
+        (lambda: moments(torch.ones(2).long(), 0), TypeError, "moments: x: got torch.int64, expected a floating-point"),
+        (lambda: moments(torch.ones(2) * 1j, 0), TypeError, "pass torch.view_as_real(x)"),
+        (lambda: moments(torch.ones(2, 2), (0, -2)), ValueError, "moments: dims: got (0, -2), expected different dim"),
+        (lambda: moments(torch.ones(2, 2), 2), ValueError, "from -2 to 1, at least one, since x has shape (2, 2)"),
+        (lambda: moments(torch.ones(2, 2), ()), ValueError, "moments: dims: got (), expected"),
+        (lambda: moments(torch.ones(2, 2), "0"), TypeError, "moments: dims: got '0', expected an integer"),
+        (lambda: moments(torch.ones(2, 3), 0, torch.ones(2)), ValueError, "expected a shape that broadcasts to x's"),
+        (lambda: moments(torch.ones(2, 3), 0, 1.0), TypeError, "moments: weight: got float, expected a real tensor"),
+        (lambda: weighted_mean(torch.ones(2).int()), TypeError, "weighted_mean: x: got torch.int32, expected"),
+        (
+            lambda: weighted_mean(torch.ones(3, 2), torch.ones(2)),
+            ValueError,
+            "weight: got shape (2,), expected shape (3,)",
+        ),
+    ],
+)
+def test_errors(call, error, text):
+    with pytest.raises(error) as raised:
+        call()
+    assert text in str(raised.value)
