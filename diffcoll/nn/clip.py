@@ -1,0 +1,117 @@
+"""CLIP: the softmax loss of image–text pairs in both directions.
+
+    L = Σ_i (log Σ_j exp s_ij − s_ii) / 2B + Σ_j (log Σ_i exp s_ij − s_jj) / 2B,   s_ij = scale · x_i · y_j
+
+note  notes/contrastive.md
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from diffcoll.core.arguments import Group
+from diffcoll.nn.convention import LossModule, Reduction
+from diffcoll.nn.features import Exchange, Options, check_features, columns_of, per_row, scalar, wide
+from diffcoll.nn.inputs import without_autocast
+from diffcoll.nn.pairs import Rule, compare
+
+__all__ = ["CLIPLoss", "clip_loss"]
+
+_NAME = "clip_loss"
+
+
+def clip_loss(
+    image: Tensor,
+    text: Tensor,
+    logit_scale: Tensor | float,
+    *,
+    labels: Tensor | None = None,
+    ids: Tensor | None = None,
+    normalize: bool = False,
+    group: Group = None,
+    reduction: Reduction = "mean",
+    chunk_size: int | None = None,
+    exchange: Exchange = "gather",
+) -> Tensor:
+    """Image–text training: CLIP's loss of all ranks' pairs, as open_clip's on one process with the whole batch.
+
+    >>> import torch, diffcoll as dc
+    >>> from torch.nn import functional as F
+    >>> from diffcoll.testing import simulate
+    >>> def loss(image, text):
+    ...     return dc.nn.clip_loss(F.normalize(image), F.normalize(text), 100.0)
+    >>> g = torch.Generator().manual_seed(0)
+    >>> image, text = (torch.randn(8, 16, generator=g).double() for _ in range(2))
+    >>> losses = simulate(loss, image.split([5, 3]), text.split([5, 3]))
+    >>> torch.testing.assert_close(sum(losses) / 2, loss(image, text))
+
+    Args:
+        image: this rank's features, (b, D), of float16, bfloat16, float32 or float64; b may differ between ranks, and
+            be 0. Half precision is sent as it is; logits are computed in float32.
+        text: the features of the same samples, of the same shape and dtype.
+        logit_scale: a number or a tensor with one element; multiplies the logits. open_clip passes `logit_scale.exp()`.
+        labels: (b,), integers: the pairs of all samples of a label are positives, and the loss is averaged over the
+            positives of each row and column (UniCL). None: a sample's own pair is its only positive.
+        ids: (b,), integers: pairs of different samples with the same id are left out (equal captions).
+        normalize: normalize the features first; open_clip's model has done so.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
+        reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean over
+            ranks of the returned values is the loss of the whole batch. "sum": their sum is.
+        chunk_size: keep the logits of this many columns at a time and compute them again in backward. None: keep all,
+            a matrix of b × B numbers.
+        exchange: "gather": every rank gets all texts. "ring": one rank's texts after the other's, for features too
+            many to be gathered.
+
+    Returns:
+        A 0-d tensor of float32, or float64 if the features are: N times this rank's share of the loss, or the share.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid, or the batch is empty on all ranks.
+        CollectiveMismatchError: on all ranks, if they differ in the arguments that are given, in dtypes or in D.
+
+    Source: notes/contrastive.md.
+    """
+    options = Options(_NAME, group, reduction, chunk_size, exchange)
+    check_features(_NAME, image=image, text=text)
+    labels, ids = per_row(_NAME, "labels", labels, image), per_row(_NAME, "ids", ids, image)
+    with without_autocast(image):
+        q = wide(image, normalize)
+        q = q * scalar(_NAME, "logit_scale", logit_scale, q)
+        sent, k, later = columns_of(text, normalize)
+        found = compare(q, sent, options, Rule(columns=True, normalize=later), labels=labels, ids=ids)
+        positives = found.positives(q, k)
+        share = ((found.row_lse - positives) + (found.col_lse - positives)).sum() / (2 * found.total)
+        return options.returned(share)
+
+
+class CLIPLoss(LossModule):
+    """`clip_loss` as a module; its arguments are the options, `forward` takes the tensors.
+
+    >>> from diffcoll.nn import CLIPLoss
+    >>> CLIPLoss(chunk_size=512)
+    CLIPLoss(normalize=False, reduction='mean', chunk_size=512, exchange='gather')
+    """
+
+    def __init__(
+        self,
+        *,
+        normalize: bool = False,
+        group: Group = None,
+        reduction: Reduction = "mean",
+        chunk_size: int | None = None,
+        exchange: Exchange = "gather",
+    ) -> None:
+        super().__init__(
+            normalize=normalize, group=group, reduction=reduction, chunk_size=chunk_size, exchange=exchange
+        )
+
+    def forward(
+        self,
+        image: Tensor,
+        text: Tensor,
+        logit_scale: Tensor | float,
+        labels: Tensor | None = None,
+        ids: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss, as `clip_loss` does."""
+        return clip_loss(image, text, logit_scale, labels=labels, ids=ids, **self.options)

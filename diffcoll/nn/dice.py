@@ -1,0 +1,294 @@
+"""Dice, IoU and Tversky losses of a segmentation: ratios of three sums over the batch of all ranks.
+
+forward   T = Σ_r Σ p t,  P = Σ_r Σ p,  Q = Σ_r Σ t; the loss is 1 − (T + s) / (T + α (P − T) + β (Q − T) + s)
+note      notes/data-parallel.md
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from operator import index
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from diffcoll.collectives.all_reduce import all_reduce
+from diffcoll.core.arguments import Group
+from diffcoll.core.errors import message
+from diffcoll.core.groups import get_world_size
+from diffcoll.nn.convention import LossModule, Reduction, check_reduction, returned
+from diffcoll.nn.inputs import check_number, check_rows, in_full_precision, without_autocast
+
+__all__ = ["DiceLoss", "IoULoss", "TverskyLoss", "dice_loss", "iou_loss", "tversky_loss"]
+
+Dims = int | Sequence[int] | None
+#: (overlap T, sum of probabilities P, sum of targets Q) → similarity
+_Ratio = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def dice_loss(
+    probabilities: Tensor,
+    targets: Tensor,
+    *,
+    smooth: float = 1.0,
+    dims: Dims = None,
+    group: Group = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Dice loss of the whole batch, 1 − (2 Σ p t + s) / (Σ p + Σ t + s), with sums over the batch of all ranks.
+
+    It is a ratio of sums, so the mean of the ranks' own Dice losses is another loss. The ranks send three sums for each
+    ratio and one number.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> p, t = torch.tensor([0.9, 0.8, 0.6, 0.3, 0.2]), torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0])
+    >>> dc.nn.dice_loss(p, t)
+    tensor(0.2414)
+    >>> simulate(dc.nn.dice_loss, p.split([3, 2]), t.split([3, 2]))
+    [tensor(0.2414), tensor(0.2414)]
+
+    Args:
+        probabilities: p, of this rank's part of the batch, for example (b, C, H, W), in [0, 1]: after a sigmoid or
+            softmax. Dim 0 is the batch, its length may differ between ranks and may be 0; the other dimensions that are
+            not summed are equal on all ranks. Half precisions are computed in float32, also under autocast.
+        targets: t, of the same shape, any dtype, in [0, 1]. For class indices: `F.one_hot(t, C).movedim(-1, 1)`.
+        smooth: s, added to numerator and denominator. If it is 0, a ratio without targets and predictions is NaN.
+        dims: the dimensions to sum over. None: all of them, one ratio. Otherwise one ratio for each index of the
+            remaining dimensions, and the loss is the mean of these: `dims=(0, 2, 3)` of (b, C, H, W) gives one for each
+            class. Without dim 0, as `dims=(2, 3)`, there is one ratio for each sample, and the mean is over the samples
+            of all ranks.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
+        reduction: "mean" if gradients are averaged over the ranks afterwards (DDP, `GradientAverager`), "sum" if they
+            are summed.
+
+    Returns:
+        A 0-d tensor, whose mean or sum over the ranks, as `reduction` says, is the loss of the whole batch; gradients
+        are exact after the same reduction.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid, or the batch of all ranks together is empty.
+
+    Source: notes/data-parallel.md#dice-and-iou.
+    """
+    check_number("dice_loss", smooth=smooth)
+
+    def ratio(overlap: Tensor, predicted: Tensor, there: Tensor) -> Tensor:
+        return (2 * overlap + smooth) / (predicted + there + smooth)
+
+    return _loss("dice_loss", ratio, probabilities, targets, dims, group, reduction)
+
+
+def iou_loss(
+    probabilities: Tensor,
+    targets: Tensor,
+    *,
+    smooth: float = 1.0,
+    dims: Dims = None,
+    group: Group = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """IoU or Jaccard loss of the whole batch, 1 − (Σ p t + s) / (Σ p + Σ t − Σ p t + s).
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> p, t = torch.tensor([0.9, 0.8, 0.6, 0.3, 0.2]), torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0])
+    >>> simulate(dc.nn.iou_loss, p.split([3, 2]), t.split([3, 2]))
+    [tensor(0.3415), tensor(0.3415)]
+
+    Args:
+        probabilities: as of `dice_loss`.
+        targets: as of `dice_loss`.
+        smooth: s, added to numerator and denominator.
+        dims: the dimensions to sum over; see `dice_loss`.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
+        reduction: "mean" or "sum"; see `dice_loss`.
+
+    Returns:
+        As `dice_loss`.
+
+    Raises:
+        TypeError, ValueError: as `dice_loss`.
+
+    Source: notes/data-parallel.md#dice-and-iou.
+    """
+    check_number("iou_loss", smooth=smooth)
+
+    def ratio(overlap: Tensor, predicted: Tensor, there: Tensor) -> Tensor:
+        return (overlap + smooth) / (predicted + there - overlap + smooth)
+
+    return _loss("iou_loss", ratio, probabilities, targets, dims, group, reduction)
+
+
+def tversky_loss(
+    probabilities: Tensor,
+    targets: Tensor,
+    *,
+    alpha: float = 0.5,
+    beta: float = 0.5,
+    smooth: float = 1.0,
+    dims: Dims = None,
+    group: Group = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Tversky loss of the whole batch: weights false positives by alpha and false negatives by beta.
+
+    1 − (T + s) / (T + α · Σ p (1 − t) + β · Σ (1 − p) t + s) with T = Σ p t. With α = β = 1 it is the IoU loss, with
+    α = β = 1/2 and half the smooth the Dice loss.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> p, t = torch.tensor([0.9, 0.8, 0.6, 0.3, 0.2]), torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0])
+    >>> simulate(lambda p, t: dc.nn.tversky_loss(p, t, smooth=0.5), p.split([3, 2]), t.split([3, 2]))
+    [tensor(0.2414), tensor(0.2414)]
+
+    Args:
+        probabilities: as of `dice_loss`.
+        targets: as of `dice_loss`.
+        alpha: weight of false positives, Σ p (1 − t).
+        beta: weight of false negatives, Σ (1 − p) t.
+        smooth: s, added to numerator and denominator.
+        dims: the dimensions to sum over; see `dice_loss`.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
+        reduction: "mean" or "sum"; see `dice_loss`.
+
+    Returns:
+        As `dice_loss`.
+
+    Raises:
+        TypeError, ValueError: as `dice_loss`.
+
+    Source: notes/data-parallel.md#dice-and-iou.
+    """
+    check_number("tversky_loss", alpha=alpha, beta=beta, smooth=smooth)
+
+    def ratio(overlap: Tensor, predicted: Tensor, there: Tensor) -> Tensor:
+        wrong = alpha * (predicted - overlap) + beta * (there - overlap)
+        return (overlap + smooth) / (overlap + wrong + smooth)
+
+    return _loss("tversky_loss", ratio, probabilities, targets, dims, group, reduction)
+
+
+class DiceLoss(LossModule):
+    """`dice_loss` as a module.
+
+    >>> import diffcoll as dc
+    >>> dc.nn.DiceLoss(dims=(0, 2, 3))
+    DiceLoss(smooth=1.0, dims=(0, 2, 3), reduction='mean')
+
+    Args:
+        smooth, dims, group, reduction: as of `dice_loss`.
+    """
+
+    def __init__(
+        self, *, smooth: float = 1.0, dims: Dims = None, group: Group = None, reduction: Reduction = "mean"
+    ) -> None:
+        check_number("DiceLoss", smooth=smooth)
+        super().__init__(smooth=smooth, dims=dims, group=group, reduction=reduction)
+
+    @override
+    def forward(self, probabilities: Tensor, targets: Tensor) -> Tensor:
+        return dice_loss(probabilities, targets, **self.options)
+
+
+class IoULoss(LossModule):
+    """`iou_loss` as a module.
+
+    >>> import diffcoll as dc
+    >>> dc.nn.IoULoss(smooth=0.0)
+    IoULoss(smooth=0.0, dims=None, reduction='mean')
+
+    Args:
+        smooth, dims, group, reduction: as of `iou_loss`.
+    """
+
+    def __init__(
+        self, *, smooth: float = 1.0, dims: Dims = None, group: Group = None, reduction: Reduction = "mean"
+    ) -> None:
+        check_number("IoULoss", smooth=smooth)
+        super().__init__(smooth=smooth, dims=dims, group=group, reduction=reduction)
+
+    @override
+    def forward(self, probabilities: Tensor, targets: Tensor) -> Tensor:
+        return iou_loss(probabilities, targets, **self.options)
+
+
+class TverskyLoss(LossModule):
+    """`tversky_loss` as a module.
+
+    >>> import diffcoll as dc
+    >>> dc.nn.TverskyLoss(alpha=0.3, beta=0.7)
+    TverskyLoss(alpha=0.3, beta=0.7, smooth=1.0, dims=None, reduction='mean')
+
+    Args:
+        alpha, beta, smooth, dims, group, reduction: as of `tversky_loss`.
+    """
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 0.5,
+        beta: float = 0.5,
+        smooth: float = 1.0,
+        dims: Dims = None,
+        group: Group = None,
+        reduction: Reduction = "mean",
+    ) -> None:
+        check_number("TverskyLoss", alpha=alpha, beta=beta, smooth=smooth)
+        super().__init__(alpha=alpha, beta=beta, smooth=smooth, dims=dims, group=group, reduction=reduction)
+
+    @override
+    def forward(self, probabilities: Tensor, targets: Tensor) -> Tensor:
+        return tversky_loss(probabilities, targets, **self.options)
+
+
+def _loss(
+    name: str, ratio: _Ratio, probabilities: Tensor, targets: Tensor, dims: Dims, group: Group, reduction: Reduction
+) -> Tensor:
+    """Return 1 minus the mean of the ratios, as one rank returns it."""
+    check_reduction(name, reduction)
+    p, t = _segmentation(name, probabilities, targets)
+    summed = _dims(name, dims, p)
+    with without_autocast(p):
+        sums = [x.sum(summed) for x in (p * t, p, t)]
+        count = torch.full((), len(p), dtype=p.dtype, device=p.device)
+        if 0 in summed:
+            *sums, count = all_reduce((*sums, count), group=group)
+            share = (1 - ratio(*sums)).mean() / get_world_size(group)
+        else:
+            losses = 1 - ratio(*sums)
+            count = all_reduce(count, group=group)
+            share = losses.sum() / (count * math.prod(losses.shape[1:]))
+        check_rows(name, len(p), count, 1)
+        return returned(share, reduction, group)
+
+
+def _segmentation(name: str, probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return probabilities and targets in one dtype, float32 or float64."""
+    if isinstance(targets, Tensor) and isinstance(probabilities, Tensor) and not targets.is_floating_point():
+        targets = targets.to(probabilities.dtype)
+    p, t = in_full_precision(name, probabilities=probabilities, targets=targets)
+    if p.ndim == 0 or 0 in p.shape[1:]:
+        expected = "(b, …): dim 0 is the batch, the others are not empty"
+        raise ValueError(message(name, "probabilities", f"shape {tuple(p.shape)}", expected))
+    if t.shape != p.shape:
+        expected = f"{tuple(p.shape)}, the shape of probabilities"
+        remedy = "for class indices, F.one_hot(targets, C).movedim(-1, 1)"
+        raise ValueError(message(name, "targets", f"shape {tuple(t.shape)}", expected, remedy))
+    return p, t
+
+
+def _dims(name: str, dims: Dims, p: Tensor) -> tuple[int, ...]:
+    """Return the dimensions to sum over, none of them negative."""
+    if dims is None:
+        return tuple(range(p.ndim))
+    try:
+        given = [index(d) for d in (dims if isinstance(dims, Sequence) else (dims,))]
+    except TypeError:
+        raise TypeError(message(name, "dims", repr(dims), "None, an integer or a sequence of integers")) from None
+    found = tuple(d + p.ndim if d < 0 else d for d in given)
+    if not found or len(set(found)) < len(found) or not all(0 <= d < p.ndim for d in found):
+        raise ValueError(message(name, "dims", repr(dims), f"different dimensions of {tuple(p.shape)}, at least one"))
+    return found

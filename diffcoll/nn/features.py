@@ -1,0 +1,122 @@
+"""The arguments that contrastive losses share: features, scales, labels, and options.
+
+note  notes/contrastive.md
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from diffcoll.core.arguments import Group
+from diffcoll.core.errors import message
+from diffcoll.nn.convention import Reduction, check_reduction, returned
+from diffcoll.nn.inputs import FLOATS, HALF
+
+__all__ = ["Exchange", "Options", "check_features", "columns_of", "per_row", "scalar", "wide"]
+
+#: How ranks get the other ranks' features: all at once, or one rank's block after the other.
+Exchange = Literal["gather", "ring"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a call of the loss `name`, checked."""
+
+    name: str
+    group: Group
+    reduction: Reduction
+    chunk_size: int | None
+    exchange: Exchange
+
+    def __post_init__(self) -> None:
+        check_reduction(self.name, self.reduction)
+        chunk = self.chunk_size
+        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+            remedy = "the number of columns of the matrix of logits that are computed at a time, e.g. 512"
+            raise ValueError(message(self.name, "chunk_size", repr(chunk), "None or a positive integer", remedy))
+        if self.exchange not in ("gather", "ring"):
+            remedy = '"ring" keeps the features of one other rank at a time instead of those of all ranks'
+            raise ValueError(message(self.name, "exchange", repr(self.exchange), '"gather" or "ring"', remedy))
+
+    def returned(self, share: Tensor) -> Tensor:
+        """Return what `reduction` says of this rank's share of the loss of the whole batch."""
+        return returned(share, self.reduction, self.group)
+
+
+def check_features(name: str, dims: tuple[int, ...] = (2,), **features: Tensor) -> None:
+    """Raise unless all features are floating-point tensors of one shape, dtype and device, with one row per sample."""
+    (first, x), *others = features.items()
+    expected = "(b, D)" if dims == (2,) else "(b, D) or (b, views, D)"
+    for argument, y in features.items():
+        if not isinstance(y, Tensor):
+            remedy = "torch.as_tensor(x) makes one"
+            raise TypeError(message(name, argument, type(y).__name__, f"a tensor of shape {expected}", remedy))
+        if y.dtype not in FLOATS:
+            remedy = "pass the features as x.float()"
+            raise TypeError(message(name, argument, str(y.dtype), "float16, bfloat16, float32 or float64", remedy))
+        if y.ndim not in dims or y.shape[-1] == 0:
+            remedy = "flatten the features to one row per sample: x.flatten(1)"
+            raise ValueError(message(name, argument, f"shape {tuple(y.shape)}", f"shape {expected}", remedy))
+    for argument, y in others:
+        if y.shape != x.shape:
+            remedy = f"row i of {argument} belongs to row i of {first}"
+            got = f"shape {tuple(y.shape)}"
+            raise ValueError(message(name, argument, got, f"shape {tuple(x.shape)}, as {first} has", remedy))
+        if y.dtype != x.dtype:
+            remedy = "convert one of them"
+            raise TypeError(message(name, argument, str(y.dtype), f"{x.dtype}, as {first} has", remedy))
+        if y.device != x.device:
+            remedy = "move one of them"
+            raise ValueError(message(name, argument, f"a tensor on {y.device}", f"{x.device}, as {first}", remedy))
+
+
+def per_row(name: str, argument: str, x: Tensor | None, rows: Tensor) -> Tensor | None:
+    """Return labels or ids, after a check that there is one number for each row of the features."""
+    if x is None:
+        return None
+    expected = f"a tensor of shape ({len(rows)},), one number per row of the features"
+    if not isinstance(x, Tensor):
+        raise TypeError(message(name, argument, type(x).__name__, expected, "torch.as_tensor(x) makes one"))
+    if x.shape != (len(rows),):
+        raise ValueError(message(name, argument, f"shape {tuple(x.shape)}", expected, "pass this rank's rows only"))
+    if x.is_floating_point() or x.is_complex():  # NaN equals no number, and large numbers are rounded to the same one
+        remedy = f"number the classes or samples in the same way on all ranks, or pass {argument}.long()"
+        raise TypeError(message(name, argument, str(x.dtype), "integers or bool", remedy))
+    if x.device != rows.device:
+        raise ValueError(message(name, argument, f"a tensor on {x.device}", f"{rows.device}, as the features"))
+    return x.detach()
+
+
+def scalar(name: str, argument: str, x: Tensor | float, like: Tensor, positive: bool = False) -> Tensor:
+    """Return a number or a tensor with one element as a 0-d tensor of the dtype of the logits."""
+    expected = "a number, or a floating-point tensor with one element"
+    if isinstance(x, Tensor):
+        if x.numel() != 1 or not x.is_floating_point():
+            got = f"a {x.dtype} tensor of shape {tuple(x.shape)}"
+            raise ValueError(message(name, argument, got, expected, "one value serves all pairs"))
+        return x.reshape(()).to(like.device, like.dtype)
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise TypeError(message(name, argument, type(x).__name__, expected))
+    if positive and not x > 0:
+        raise ValueError(message(name, argument, repr(x), "a number above 0", "logits are divided by it"))
+    return torch.tensor(x, dtype=like.dtype, device=like.device)
+
+
+def wide(x: Tensor, normalize: bool) -> Tensor:
+    """Return features in float32, or float64 if they are, and normalized rows if asked for."""
+    x = x.float() if x.dtype in HALF else x
+    return F.normalize(x, dim=-1) if normalize else x
+
+
+def columns_of(x: Tensor, normalize: bool) -> tuple[Tensor, Tensor, bool]:
+    """Return features as they are sent, as this rank uses them, and whether a receiver has to normalize them.
+
+    Half-precision features are sent unchanged, since normalized features would be rounded once more.
+    """
+    here = wide(x, normalize)
+    return (x, here, normalize) if x.dtype in HALF else (here, here, False)

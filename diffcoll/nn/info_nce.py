@@ -1,0 +1,113 @@
+"""InfoNCE: each query's positive key among all ranks' keys.
+
+    L = Σ_i (log Σ_j exp s_ij − s_ii) / B,   s_ij = q_i · k_j / temperature
+
+note  notes/contrastive.md
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from diffcoll.core.arguments import Group
+from diffcoll.nn.convention import LossModule, Reduction
+from diffcoll.nn.features import Exchange, Options, check_features, columns_of, per_row, scalar, wide
+from diffcoll.nn.inputs import without_autocast
+from diffcoll.nn.pairs import Rule, compare
+
+__all__ = ["InfoNCELoss", "info_nce"]
+
+_NAME = "info_nce"
+
+
+def info_nce(
+    query: Tensor,
+    positive_key: Tensor,
+    *,
+    labels: Tensor | None = None,
+    ids: Tensor | None = None,
+    temperature: Tensor | float = 0.1,
+    normalize: bool = True,
+    group: Group = None,
+    reduction: Reduction = "mean",
+    chunk_size: int | None = None,
+    exchange: Exchange = "gather",
+) -> Tensor:
+    """Retrieval and representation learning: the cross-entropy of each query's own key among all ranks' keys.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> g = torch.Generator().manual_seed(0)
+    >>> query, key = (torch.randn(8, 16, generator=g).double() for _ in range(2))
+    >>> losses = simulate(dc.nn.info_nce, query.split([5, 3]), key.split([5, 3]))
+    >>> torch.testing.assert_close(sum(losses) / 2, dc.nn.info_nce(query, key))
+
+    Args:
+        query: this rank's features, (b, D), of float16, bfloat16, float32 or float64; b may differ between ranks, and
+            be 0. Half precision is sent as it is; logits are computed in float32.
+        positive_key: row i is the positive of query i; all other rows of all ranks are its negatives.
+        labels: (b,), integers: all keys of a query's label are its positives; the loss is averaged over them (UniCL).
+        ids: (b,), integers: keys of other samples with the query's id are left out (false negatives).
+        temperature: a number or a tensor with one element; divides the logits.
+        normalize: normalize the features first.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
+        reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean over
+            ranks of the returned values is the loss of the whole batch. "sum": their sum is.
+        chunk_size: keep the logits of this many columns at a time and compute them again in backward. None: keep all,
+            a matrix of b × B numbers.
+        exchange: "gather": every rank gets all keys. "ring": one rank's keys after the other's.
+
+    Returns:
+        A 0-d tensor of float32, or float64 if the features are: N times this rank's share of the loss, or the share.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid, or the batch is empty on all ranks.
+        CollectiveMismatchError: on all ranks, if they differ in the arguments that are given, in dtypes or in D.
+
+    Source: notes/contrastive.md.
+    """
+    options = Options(_NAME, group, reduction, chunk_size, exchange)
+    check_features(_NAME, query=query, positive_key=positive_key)
+    labels, ids = per_row(_NAME, "labels", labels, query), per_row(_NAME, "ids", ids, query)
+    with without_autocast(query):
+        q = wide(query, normalize)
+        q = q / scalar(_NAME, "temperature", temperature, q, positive=True)
+        sent, k, later = columns_of(positive_key, normalize)
+        found = compare(q, sent, options, Rule(normalize=later), labels=labels, ids=ids)
+        return options.returned((found.row_lse - found.positives(q, k)).sum() / found.total)
+
+
+class InfoNCELoss(LossModule):
+    """`info_nce` as a module; its arguments are the options, `forward` takes the tensors.
+
+    A temperature that is an `nn.Parameter` becomes a parameter of the module.
+
+    >>> from diffcoll.nn import InfoNCELoss
+    >>> InfoNCELoss(temperature=0.2)
+    InfoNCELoss(temperature=0.2, normalize=True, reduction='mean', chunk_size=None, exchange='gather')
+    """
+
+    def __init__(
+        self,
+        *,
+        temperature: Tensor | float = 0.1,
+        normalize: bool = True,
+        group: Group = None,
+        reduction: Reduction = "mean",
+        chunk_size: int | None = None,
+        exchange: Exchange = "gather",
+    ) -> None:
+        super().__init__(
+            temperature=temperature,
+            normalize=normalize,
+            group=group,
+            reduction=reduction,
+            chunk_size=chunk_size,
+            exchange=exchange,
+        )
+
+    def forward(
+        self, query: Tensor, positive_key: Tensor, labels: Tensor | None = None, ids: Tensor | None = None
+    ) -> Tensor:
+        """Return the loss, as `info_nce` does."""
+        return info_nce(query, positive_key, labels=labels, ids=ids, **self.options)

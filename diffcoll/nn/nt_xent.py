@@ -1,0 +1,110 @@
+"""NT-Xent, SimCLR's loss: two views of each sample, each the positive of the other among all views of all ranks.
+
+    L = Σ_i (log Σ_{j≠i} exp s_ij − s_{i,p(i)}) / 2B,   s_ij = z_i · z_j / temperature,   z = [z1; z2]
+
+note  notes/contrastive.md
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from diffcoll.core.arguments import Group
+from diffcoll.nn.convention import LossModule, Reduction
+from diffcoll.nn.features import Exchange, Options, check_features, columns_of, per_row, scalar
+from diffcoll.nn.inputs import without_autocast
+from diffcoll.nn.pairs import Rule, compare
+
+__all__ = ["NTXentLoss", "nt_xent"]
+
+_NAME = "nt_xent"
+
+
+def nt_xent(
+    z1: Tensor,
+    z2: Tensor,
+    *,
+    ids: Tensor | None = None,
+    temperature: Tensor | float = 0.5,
+    normalize: bool = True,
+    group: Group = None,
+    reduction: Reduction = "mean",
+    chunk_size: int | None = None,
+    exchange: Exchange = "gather",
+) -> Tensor:
+    """SimCLR: the cross-entropy of each view's other view among the 2B − 1 other views of all ranks.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> g = torch.Generator().manual_seed(0)
+    >>> z1, z2 = (torch.randn(8, 16, generator=g).double() for _ in range(2))
+    >>> losses = simulate(dc.nn.nt_xent, z1.split([5, 3]), z2.split([5, 3]))
+    >>> torch.testing.assert_close(sum(losses) / 2, dc.nn.nt_xent(z1, z2))
+
+    Args:
+        z1: features of the first view of this rank's samples, (b, D), of float16, bfloat16, float32 or float64; b may
+            differ between ranks, and be 0. Half precision is sent as it is; logits are computed in float32.
+        z2: features of the second view of the same samples.
+        ids: (b,), integers: views of other samples with the same id are left out (false negatives).
+        temperature: a number or a tensor with one element; divides the logits.
+        normalize: normalize the features first.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
+        reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean over
+            ranks of the returned values is the loss of the whole batch. "sum": their sum is.
+        chunk_size: keep the logits of this many columns at a time and compute them again in backward. None: keep all,
+            a matrix of 2b × 2B numbers.
+        exchange: "gather": every rank gets all views. "ring": one rank's views after the other's.
+
+    Returns:
+        A 0-d tensor of float32, or float64 if the features are: N times this rank's share of the loss, or the share.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid, or the batch is empty on all ranks.
+        CollectiveMismatchError: on all ranks, if they differ in the arguments that are given, in dtypes or in D.
+
+    Source: notes/contrastive.md.
+    """
+    options = Options(_NAME, group, reduction, chunk_size, exchange)
+    check_features(_NAME, z1=z1, z2=z2)
+    ids = per_row(_NAME, "ids", ids, z1)
+    with without_autocast(z1):
+        sent, z, later = columns_of(torch.cat([z1, z2]), normalize)
+        q = z / scalar(_NAME, "temperature", temperature, z, positive=True)
+        rule = Rule(within=True, normalize=later)
+        found = compare(q, sent, options, rule, views=2, ids=None if ids is None else ids.repeat(2))
+        return options.returned((found.row_lse - found.positives(q, z.roll(len(z1), 0))).sum() / found.total)
+
+
+class NTXentLoss(LossModule):
+    """`nt_xent` as a module; its arguments are the options, `forward` takes the tensors.
+
+    A temperature that is an `nn.Parameter` becomes a parameter of the module.
+
+    >>> from diffcoll.nn import NTXentLoss
+    >>> NTXentLoss(chunk_size=512)
+    NTXentLoss(temperature=0.5, normalize=True, reduction='mean', chunk_size=512, exchange='gather')
+    """
+
+    def __init__(
+        self,
+        *,
+        temperature: Tensor | float = 0.5,
+        normalize: bool = True,
+        group: Group = None,
+        reduction: Reduction = "mean",
+        chunk_size: int | None = None,
+        exchange: Exchange = "gather",
+    ) -> None:
+        super().__init__(
+            temperature=temperature,
+            normalize=normalize,
+            group=group,
+            reduction=reduction,
+            chunk_size=chunk_size,
+            exchange=exchange,
+        )
+
+    def forward(self, z1: Tensor, z2: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Return the loss, as `nt_xent` does."""
+        return nt_xent(z1, z2, ids=ids, **self.options)

@@ -1,0 +1,165 @@
+"""The sums over all columns, with the features of one other rank at a time.
+
+In N steps the blocks of columns of all ranks move once around the ring of ranks, while each rank adds up its sums over
+the block that it holds. In backward the blocks move around again, each followed by the gradient that the ranks add up
+for it; the logits are computed again. Each rank keeps a few blocks, whatever N.
+
+    first order      an autograd Function, whose forward and backward are loops of shifts
+    higher orders    the same forward as a differentiable loop of shifts; all derivatives come from theirs
+
+note  notes/contrastive.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from diffcoll.collectives.shift import shift
+from diffcoll.composed.ring import ring
+from diffcoll.core.arguments import Group
+from diffcoll.core.groups import collectives_only
+from diffcoll.core.pending import Pending
+from diffcoll.nn.inputs import without_autocast
+from diffcoll.nn.logits import Marks, Rule, Sums, block, blocks, merged
+
+__all__ = ["Ring"]
+
+_FIRST_ORDER, _ALL_ORDERS = "backward without create_graph", "backward with create_graph=True"
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The computation of one call."""
+
+    rule: Rule
+    rows: Marks
+    #: Of all ranks' columns.
+    cols: Marks
+    #: Number of columns of each rank.
+    sizes: list[int]
+    chunk: int | None
+    group: Group
+
+    def sums(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Sums:
+        """Return the sums of this rank's rows over all ranks' k; k is this rank's."""
+        if collectives_only(self.group):
+            return self.forward(q, k, bias)
+        found = iter(_Ring.apply(q, k, bias, self))  # type: ignore[no-untyped-call]
+        return Sums(*(next(found) if needed else None for needed in self.needed))
+
+    @property
+    def needed(self) -> tuple[bool, bool, bool]:
+        """Which sums the rule needs."""
+        rule = self.rule
+        return not rule.sigmoid, rule.sigmoid or self.rows.label is not None, rule.columns
+
+    def forward(self, q: Tensor, k: Tensor, bias: Tensor | None, purpose: str = "forward") -> Sums:
+        """Return the sums, differentiable if grad mode is on."""
+        found: dict[int, Sums] = {}
+        for source, held in self._around(k, purpose):
+            cols = self.cols.part(sum(self.sizes[:source]), len(held))
+            found[source] = merged(list(blocks(q, held, bias, self.rule, self.rows, cols, self.chunk)))
+        return merged([found[source] for source in range(len(self.sizes))])
+
+    def backward(
+        self, q: Tensor, k: Tensor, bias: Tensor | None, row_lse: Tensor | None, g: Sums
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the gradients of q, k and bias."""
+        gq, gbias = torch.zeros_like(q), None if bias is None else torch.zeros_like(bias)
+        gk: Pending[Tensor] | None = None  # of the block that arrives, from the ranks that have held it
+        for step, (source, held) in enumerate(self._around(k, _FIRST_ORDER)):
+            mine = []
+            for part, cols, first in self._parts(held, source):
+                found = self._gradients(q, part, bias, row_lse, cols, first, g)
+                gq = gq + found[0]
+                mine.append(found[1])
+                gbias = None if gbias is None or found[2] is None else gbias + found[2]
+            total = torch.cat(mine) if gk is None else gk.wait() + torch.cat(mine)
+            gk = self._pass_on(total, step)
+        assert gk is not None
+        return gq, gk.wait().to(k.dtype), gbias  # after N steps it is home
+
+    def _gradients(
+        self,
+        q: Tensor,
+        k: Tensor,
+        bias: Tensor | None,
+        row_lse: Tensor | None,
+        cols: Marks,
+        first: int,
+        g: Sums,
+    ) -> list[Any]:
+        """Return the gradients of q, some columns k and bias; the first column has this number among all ranks'."""
+        with torch.enable_grad(), without_autocast(q):
+            xs = [None if x is None else x.detach().to(q.dtype).requires_grad_() for x in (q, k, bias)]
+            assert xs[0] is not None and xs[1] is not None
+            sums = block(xs[0], xs[1], xs[2], self.rule, self.rows, cols)
+        g_lse, g_col = g.row_lse, g.col_lse
+        if g_lse is not None and sums.row_lse is not None and row_lse is not None:
+            g_lse = g_lse * (sums.row_lse.detach() - row_lse).exp()
+        if g_col is not None:
+            g_col = g_col.narrow(0, first, len(k))
+        pairs = [(y, gy) for y, gy in zip(sums, (g_lse, g.row_sum, g_col), strict=True) if y is not None]
+        ys, gys = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(ys, [x for x in xs if x is not None], gys))
+        return [None if x is None else next(found) for x in xs]
+
+    def _around(self, k: Tensor, purpose: str) -> Iterator[tuple[int, Tensor]]:
+        """Iterate over all ranks' k. Ranks with different purposes send different messages: all raise an error."""
+        return ((source, tree[purpose]) for source, tree in ring({purpose: k}, self.group))
+
+    def _pass_on(self, x: Tensor, step: int) -> Pending[Tensor]:
+        """Start to send to the next rank the gradient of the block that this rank holds in a step."""
+        n = len(self.sizes)
+        return shift(x, 1, self.group, sizes=[self.sizes[(r - step) % n] for r in range(n)], async_op=True)
+
+    def _parts(self, k: Tensor, source: int) -> Iterator[tuple[Tensor, Marks, int]]:
+        """Yield chunks of a rank's columns, with the number of their first column among all ranks'."""
+        first = sum(self.sizes[:source])
+        for part in torch.split(k, self.chunk or max(len(k), 1)):
+            yield part, self.cols.part(first, len(part)), first
+            first += len(part)
+
+
+class _Ring(Function):
+    """(q, k, bias) ↦ the sums that the rule needs."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, bias: Tensor | None, work: Ring) -> tuple[Tensor, ...]:
+        sums = work.forward(q, k, bias)
+        ctx.work = work
+        ctx.save_for_backward(q, k, bias, sums.row_lse)
+        return tuple(x for x in sums if x is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *gys: Tensor) -> tuple[Tensor | None, ...]:
+        work: Ring = ctx.work
+        q, k, bias, row_lse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_differentiable(work, q, k, bias, gys), None
+        g = iter(gys)
+        return *work.backward(q, k, bias, row_lse, Sums(*(next(g) if needed else None for needed in work.needed))), None
+
+
+def _differentiable(
+    work: Ring, q: Tensor, k: Tensor, bias: Tensor | None, gys: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k and bias as functions of all tensors involved."""
+    # Views, so that the gradient of k does not include what reaches it through q, which may be a function of k. Every
+    # rank sends gradients, also if its own columns require none: messages depend on nothing that ranks differ in.
+    xs = [None if x is None else _view(x) for x in (q, k, bias)]
+    assert xs[0] is not None and xs[1] is not None
+    with without_autocast(q):
+        ys = [y for y in work.forward(xs[0], xs[1], xs[2], _ALL_ORDERS) if y is not None]
+    found = iter(torch.autograd.grad(ys, [x for x in xs if x is not None], gys, create_graph=True))
+    return tuple(None if x is None else next(found) for x in xs)
+
+
+def _view(x: Tensor) -> Tensor:
+    return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()

@@ -1,0 +1,117 @@
+"""SigLIP: the sigmoid loss of all image–text pairs.
+
+    L = −Σ_ij log σ(z_ij · s_ij) / B,   s_ij = scale · x_i · y_j + bias,   z_ij = 1 for positives, −1 for the others
+
+note  notes/contrastive.md
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from diffcoll.core.arguments import Group
+from diffcoll.nn.convention import LossModule, Reduction
+from diffcoll.nn.features import Exchange, Options, check_features, columns_of, per_row, scalar, wide
+from diffcoll.nn.inputs import without_autocast
+from diffcoll.nn.pairs import Rule, compare
+
+__all__ = ["SigLIPLoss", "siglip_loss"]
+
+_NAME = "siglip_loss"
+
+
+def siglip_loss(
+    image: Tensor,
+    text: Tensor,
+    logit_scale: Tensor | float,
+    logit_bias: Tensor | float,
+    *,
+    labels: Tensor | None = None,
+    ids: Tensor | None = None,
+    normalize: bool = False,
+    group: Group = None,
+    reduction: Reduction = "mean",
+    chunk_size: int | None = None,
+    exchange: Exchange = "gather",
+) -> Tensor:
+    """Image–text training without softmax: SigLIP's loss of all ranks' pairs, as of one process with the whole batch.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> def loss(image, text):
+    ...     return dc.nn.siglip_loss(image, text, 10.0, -10.0, normalize=True)
+    >>> g = torch.Generator().manual_seed(0)
+    >>> image, text = (torch.randn(8, 16, generator=g).double() for _ in range(2))
+    >>> losses = simulate(loss, image.split([5, 3]), text.split([5, 3]))
+    >>> torch.testing.assert_close(sum(losses) / 2, loss(image, text))
+
+    Args:
+        image: this rank's features, (b, D), of float16, bfloat16, float32 or float64; b may differ between ranks, and
+            be 0. Half precision is sent as it is; logits are computed in float32.
+        text: the features of the same samples, of the same shape and dtype.
+        logit_scale: a number or a tensor with one element; multiplies the logits. open_clip passes `logit_scale.exp()`.
+        logit_bias: a number or a tensor with one element; is added to the logits.
+        labels: (b,), integers: all pairs of equal labels are positives.
+        ids: (b,), integers: pairs of equal ids that are not positives are left out (equal captions).
+        normalize: normalize the features first; open_clip's model has done so.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
+        reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean over
+            ranks of the returned values is the loss of the whole batch. "sum": their sum is.
+        chunk_size: keep the logits of this many columns at a time and compute them again in backward. None: keep all,
+            a matrix of b × B numbers.
+        exchange: "gather": every rank gets all texts. "ring": one rank's texts after the other's.
+
+    Returns:
+        A 0-d tensor of float32, or float64 if the features are: N times this rank's share of the loss, or the share.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid, or the batch is empty on all ranks.
+        CollectiveMismatchError: on all ranks, if they differ in the arguments that are given, in dtypes or in D.
+
+    Source: notes/contrastive.md.
+    """
+    options = Options(_NAME, group, reduction, chunk_size, exchange)
+    check_features(_NAME, image=image, text=text)
+    labels, ids = per_row(_NAME, "labels", labels, image), per_row(_NAME, "ids", ids, image)
+    with without_autocast(image):
+        q = wide(image, normalize)
+        q = q * scalar(_NAME, "logit_scale", logit_scale, q)
+        bias = scalar(_NAME, "logit_bias", logit_bias, q)
+        sent, _, later = columns_of(text, normalize)
+        rule = Rule(sigmoid=True, normalize=later)
+        found = compare(q, sent, options, rule, bias=bias, labels=labels, ids=ids)
+        return options.returned(found.row_sum.sum() / found.total)
+
+
+class SigLIPLoss(LossModule):
+    """`siglip_loss` as a module; its arguments are the options, `forward` takes the tensors.
+
+    >>> from diffcoll.nn import SigLIPLoss
+    >>> SigLIPLoss(exchange="ring")
+    SigLIPLoss(normalize=False, reduction='mean', chunk_size=None, exchange='ring')
+    """
+
+    def __init__(
+        self,
+        *,
+        normalize: bool = False,
+        group: Group = None,
+        reduction: Reduction = "mean",
+        chunk_size: int | None = None,
+        exchange: Exchange = "gather",
+    ) -> None:
+        super().__init__(
+            normalize=normalize, group=group, reduction=reduction, chunk_size=chunk_size, exchange=exchange
+        )
+
+    def forward(
+        self,
+        image: Tensor,
+        text: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float,
+        labels: Tensor | None = None,
+        ids: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss, as `siglip_loss` does."""
+        return siglip_loss(image, text, logit_scale, logit_bias, labels=labels, ids=ids, **self.options)

@@ -1,0 +1,125 @@
+"""Supervised contrastive loss (Khosla et al. 2020), L_out: all rows of the same label are positives.
+
+    L = Σ_i (log Σ_{j≠i} exp s_ij − Σ_{p∈P(i)} s_ip / |P(i)|) / B,   s_ij = z_i · z_j / temperature
+
+note  notes/contrastive.md
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from diffcoll.core.arguments import Group
+from diffcoll.core.errors import message
+from diffcoll.nn.convention import LossModule, Reduction
+from diffcoll.nn.features import Exchange, Options, check_features, columns_of, per_row, scalar
+from diffcoll.nn.inputs import without_autocast
+from diffcoll.nn.pairs import Rule, compare
+
+__all__ = ["SupConLoss", "supcon_loss"]
+
+_NAME = "supcon_loss"
+
+
+def supcon_loss(
+    features: Tensor,
+    labels: Tensor,
+    *,
+    ids: Tensor | None = None,
+    temperature: Tensor | float = 0.1,
+    normalize: bool = True,
+    group: Group = None,
+    reduction: Reduction = "mean",
+    chunk_size: int | None = None,
+    exchange: Exchange = "gather",
+) -> Tensor:
+    """Supervised contrastive training: Khosla et al.'s L_out, with the rows of all ranks as contrast.
+
+    A row without a positive contributes 0 and counts in the mean, as in the authors' code.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> g = torch.Generator().manual_seed(0)
+    >>> features = torch.randn(8, 2, 16, generator=g).double()  # two views
+    >>> labels = torch.tensor([0, 1, 2, 0, 1, 2, 3, 0])
+    >>> losses = simulate(dc.nn.supcon_loss, features.split([5, 3]), labels.split([5, 3]))
+    >>> torch.testing.assert_close(sum(losses) / 2, dc.nn.supcon_loss(features, labels))
+
+    Args:
+        features: this rank's features, (b, D), or (b, views, D) as in the authors' code, of float16, bfloat16, float32
+            or float64; b may differ between ranks, and be 0. Half precision is sent as it is; logits are computed in
+            float32.
+        labels: (b,), integers: the class of each sample. All views of all samples of a class are positives.
+        ids: (b,), integers: rows of equal id and another label are left out. Rows of equal id and label stay positives.
+        temperature: a number or a tensor with one element; divides the logits.
+        normalize: normalize the features first.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
+        reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean over
+            ranks of the returned values is the loss of the whole batch. "sum": their sum is.
+        chunk_size: keep the logits of this many columns at a time and compute them again in backward. None: keep all,
+            a matrix of b × B numbers.
+        exchange: "gather": every rank gets all features. "ring": one rank's features after the other's.
+
+    Returns:
+        A 0-d tensor of float32, or float64 if the features are: N times this rank's share of the loss, or the share.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid, or the batch is empty on all ranks.
+        CollectiveMismatchError: on all ranks, if they differ in the arguments that are given, in dtypes or in D.
+
+    Source: notes/contrastive.md.
+    """
+    options = Options(_NAME, group, reduction, chunk_size, exchange)
+    check_features(_NAME, (2, 3), features=features)
+    if labels is None:
+        remedy = "pass the classes; nt_xent is the loss of two views without labels"
+        raise TypeError(message(_NAME, "labels", "None", f"a tensor of shape ({len(features)},)", remedy))
+    views = features.shape[1] if features.ndim == 3 else 1
+    of_rows, ids_of_rows = (
+        None if x is None else x.repeat_interleave(views)
+        for x in (per_row(_NAME, "labels", labels, features), per_row(_NAME, "ids", ids, features))
+    )
+    with without_autocast(features):
+        sent, z, later = columns_of(features.flatten(0, -2), normalize)
+        q = z / scalar(_NAME, "temperature", temperature, z, positive=True)
+        rule = Rule(within=True, normalize=later)
+        found = compare(q, sent, options, rule, labels=of_rows, ids=ids_of_rows)
+        assert found.row_count is not None
+        mean = found.row_sum / found.row_count.clamp(min=1)
+        share = torch.where(found.row_count > 0, found.row_lse - mean, 0.0).sum() / found.total
+        return options.returned(share)
+
+
+class SupConLoss(LossModule):
+    """`supcon_loss` as a module; its arguments are the options, `forward` takes the tensors.
+
+    A temperature that is an `nn.Parameter` becomes a parameter of the module.
+
+    >>> from diffcoll.nn import SupConLoss
+    >>> SupConLoss(temperature=0.07)
+    SupConLoss(temperature=0.07, normalize=True, reduction='mean', chunk_size=None, exchange='gather')
+    """
+
+    def __init__(
+        self,
+        *,
+        temperature: Tensor | float = 0.1,
+        normalize: bool = True,
+        group: Group = None,
+        reduction: Reduction = "mean",
+        chunk_size: int | None = None,
+        exchange: Exchange = "gather",
+    ) -> None:
+        super().__init__(
+            temperature=temperature,
+            normalize=normalize,
+            group=group,
+            reduction=reduction,
+            chunk_size=chunk_size,
+            exchange=exchange,
+        )
+
+    def forward(self, features: Tensor, labels: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Return the loss, as `supcon_loss` does."""
+        return supcon_loss(features, labels, ids=ids, **self.options)

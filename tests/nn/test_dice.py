@@ -1,0 +1,194 @@
+"""Dice, IoU and Tversky losses on ranks against one process with the whole batch."""
+
+import pickle
+
+import pytest
+import torch
+from releases import compiles
+
+from diffcoll.nn import DiceLoss, IoULoss, TverskyLoss, dice_loss, iou_loss, tversky_loss
+from diffcoll.testing import assert_matches_single_process, simulate, spawn
+
+SIZES = ((6,), (4, 4), (5, 3), (5, 0, 3), (0, 2, 1))
+DIMS = [None, (0, 2, 3), (0, -1), 0, (2, 3), (1, 2, 3)]
+
+
+def paper(kind, p, t, smooth=1.0, dims=None, alpha=0.3, beta=0.8):
+    """Milletari et al. 2016, Rahman and Wang 2016, Salehi et al. 2017, each with the sums as they write them."""
+    dims = tuple(range(p.ndim)) if dims is None else dims
+    both, false_positive, false_negative = ((x * y).sum(dims) for x, y in ((p, t), (p, 1 - t), (1 - p, t)))
+    if kind == "dice":
+        ratio = (2 * both + smooth) / (p.sum(dims) + t.sum(dims) + smooth)
+    elif kind == "iou":
+        ratio = (both + smooth) / (both + false_positive + false_negative + smooth)
+    else:
+        ratio = (both + smooth) / (both + alpha * false_positive + beta * false_negative + smooth)
+    return (1 - ratio).mean()
+
+
+LOSSES = {"dice": dice_loss, "iou": iou_loss, "tversky": tversky_loss}
+
+
+def call(kind, p, t, **options):
+    weights = {"alpha": 0.3, "beta": 0.8} if kind == "tversky" else {}
+    return LOSSES[kind](p, t, **weights, **options)
+
+
+def segmented(n, seed=0):
+    """Images of three unbalanced classes; soft targets, so that they have gradients too."""
+    g = torch.Generator().manual_seed(100 * seed + n)
+    rate = torch.tensor([0.8, 0.15, 0.05])[:, None, None]
+    p = torch.rand(n, 3, 4, 2, generator=g).pow(1 / rate)
+    t = 0.9 * (torch.rand(n, 3, 4, 2, generator=g) < rate) + 0.05
+    return p.double(), t.double()
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("kind", LOSSES)
+def test_matches_one_process(kind, dims):
+    def distributed(p, t):
+        return call(kind, p, t, dims=dims, smooth=0.5)
+
+    def single(p, t):
+        return paper(kind, p, t, 0.5, dims)
+
+    on = ["simulated", "gloo"] if (kind, dims) in [("dice", (0, 2, 3)), ("tversky", (2, 3))] else ["simulated"]
+    assert_matches_single_process(distributed, single, segmented, sizes=SIZES, order=2, on=on, tolerance=1e-10)
+
+
+def test_matches_one_process_as_a_sum_and_on_mpi():
+    def distributed(p, t):
+        return sum(call(kind, p, t, dims=dims, reduction="sum") for kind in LOSSES for dims in (None, (1, 2, 3)))
+
+    def single(p, t):
+        return sum(paper(kind, p, t, dims=dims) for kind in LOSSES for dims in (None, (1, 2, 3)))
+
+    on = ["simulated", "mpi"]
+    assert_matches_single_process(distributed, single, segmented, sizes=[(3, 0, 4)], reduction="sum", order=2, on=on)
+
+
+def test_the_losses_of_the_note():
+    p, t = torch.tensor([0.9, 0.8, 0.6, 0.3, 0.2]), torch.tensor([1, 1, 0, 0, 0])
+    parts = p.split([3, 2]), t.split([3, 2])
+    for loss, whole in ((dice_loss, 0.2414), (iou_loss, 0.3415)):
+        for value in simulate(loss, *parts):
+            assert abs(value - whole) < 1e-4
+    both = simulate(lambda p, t: (iou_loss(p, t), tversky_loss(p, t, alpha=1, beta=1)), *parts)
+    torch.testing.assert_close(both[0][0], both[0][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float64])
+def test_targets_of_any_dtype(dtype):
+    p, t = segmented(6)
+    t = (t > 0.5).to(dtype)
+    parts = p.float().split([4, 2]), t.split([4, 2])
+    for value in simulate(dice_loss, *parts):
+        assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        torch.testing.assert_close(value.double(), paper("dice", p, t.double()), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_float32(dtype):
+    """Sums of 200 000 pixels, which float16 cannot hold."""
+    p = torch.rand(2, 100_000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for value in simulate(dice_loss, p.split(1), (p > 0.3).split(1)):
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value.double(), paper("dice", p.double(), (p > 0.3).double()), rtol=1e-5, atol=0)
+    p.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        dice_loss(p, p.detach() > 0.3).backward()
+    assert p.grad.dtype == dtype and p.grad.any()
+
+
+def test_a_class_that_is_nowhere():
+    """smooth=0: nothing predicted and nothing there is 0/0, as on one process; with a prediction it is 1."""
+    none, some = torch.zeros(2, 3), torch.tensor([[0.0, 0.5, 0.2]])
+    assert all(torch.isnan(v) for v in simulate(lambda p: dice_loss(p, 0 * p, smooth=0), none.split(1)))
+    assert simulate(lambda p: dice_loss(p, 0 * p, smooth=0), [none, some]) == [1, 1]
+
+
+@pytest.mark.parametrize(("dims", "numbers"), [(None, [[4], [4]]), ((0, 2, 3), [[10], [10]]), ((2, 3), [[1], []])])
+def test_what_is_sent(dims, numbers):
+    def sent(profile):
+        events = [e for e in profile.events() if e.name.startswith("gloo:all_reduce") and e.input_shapes]
+        return [torch.Size(e.input_shapes[0]).numel() for e in events]
+
+    def body(p, t):
+        with torch.profiler.profile(record_shapes=True) as forward:
+            value = dice_loss(p.requires_grad_(), t, dims=dims)
+        with torch.profiler.profile(record_shapes=True) as backward:
+            value.backward()
+        return [sent(forward), sent(backward)]
+
+    assert spawn(body, *(x.split([5, 3]) for x in segmented(8)))[0] == numbers
+
+
+def test_torch_func():
+    p, t = segmented(6)
+    parts = p.split([4, 2]), t.split([4, 2])
+    found = simulate(lambda p, t: torch.func.grad(dice_loss)(p, t) / 2, *parts, rules=True)
+    torch.testing.assert_close(torch.cat(found), torch.func.grad(dice_loss)(p, t))
+    classes = simulate(lambda p, t: torch.vmap(dice_loss, 1)(p, t), *parts, rules=True)
+    torch.testing.assert_close(classes[1].mean(), paper("dice", p, t, dims=(0, 2, 3)))
+
+
+@compiles
+def test_compiles_to_one_graph():
+    p, t = segmented(4)
+    compiled = torch.compile(lambda p: iou_loss(p, t, dims=(0, 2, 3)), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(p), paper("iou", p, t, dims=(0, 2, 3)))
+
+
+@pytest.mark.parametrize("dims", [None, (2, 3)])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_an_empty_batch_is_an_error_on_every_rank(kind, dims):
+    def body(p):
+        with pytest.raises(ValueError) as error:
+            call(kind, p, p, dims=dims)
+        return str(error.value)
+
+    text = f"{kind}_loss: batch: got 0 rows on all ranks together, expected at least 1; skip this step on all ranks"
+    assert simulate(body, [torch.zeros(0, 3, 2, 2)] * 2) == [text, text]
+
+
+X = torch.ones(2, 3, 4)
+BAD = [
+    ((X, X[:, 0].long()), {}, r"targets: got shape \(2, 4\), expected \(2, 3, 4\), .*; for class indices, F.one_hot"),
+    ((X[0, 0, 0], X[0, 0, 0]), {}, r"probabilities: got shape \(\), expected \(b, …\)"),
+    ((X[:, :0], X[:, :0]), {}, r"probabilities: got shape \(2, 0, 4\), expected \(b, …\)"),
+    ((X.long(), X), {}, "probabilities: got torch.int64, expected a floating-point tensor"),
+    ((X, None), {}, "targets: got NoneType, expected a tensor"),
+    ((X, X), {"dims": (0, 3)}, r"dims: got \(0, 3\), expected different dimensions of \(2, 3, 4\), at least one"),
+    ((X, X), {"dims": (1, -2)}, r"dims: got \(1, -2\), expected different dimensions"),
+    ((X, X), {"dims": ()}, r"dims: got \(\), expected different dimensions"),
+    ((X, X), {"dims": "hw"}, "dims: got 'hw', expected None, an integer or a sequence of integers"),
+    ((X, X), {"smooth": -1}, "smooth: got -1, expected a finite non-negative number"),
+    ((X, X), {"reduction": "none"}, 'reduction: got \'none\', expected "mean" or "sum"'),
+]
+
+
+@pytest.mark.parametrize(("arguments", "options", "text"), BAD)
+@pytest.mark.parametrize("kind", LOSSES)
+def test_errors(kind, arguments, options, text):
+    with pytest.raises((TypeError, ValueError), match=f"^{kind}_loss: {text}"):
+        call(kind, *arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "options"),
+    [
+        (DiceLoss, dice_loss, {"smooth": 0.1, "dims": (0, 2, 3), "reduction": "sum"}),
+        (IoULoss, iou_loss, {"smooth": 0.2, "dims": (2, 3)}),
+        (TverskyLoss, tversky_loss, {"alpha": 0.2, "beta": 0.9, "smooth": 0.3, "dims": 0}),
+    ],
+)
+def test_modules(module, loss, options):
+    made = module(**options)
+    assert made(*segmented(5)) == loss(*segmented(5), **options)
+    assert repr(pickle.loads(pickle.dumps(made))) == repr(made)
+    for name, value in options.items():
+        assert f"{name}={value!r}" in repr(made)
+    with pytest.raises(ValueError, match=f"^{module.__name__}: reduction: got 'none'"):
+        module(reduction="none")
+    with pytest.raises(ValueError, match=f"^{module.__name__}: smooth: got -1"):
+        module(smooth=-1)

@@ -1,0 +1,209 @@
+"""exchange="ring": first order by its own rules, all else by a differentiable loop of shifts; both are exact."""
+
+import pytest
+import torch
+from references import Scale, holds
+from releases import compiles, hooks_are_shown
+
+import diffcoll as dc
+from diffcoll.nn import clip_loss, info_nce, nt_xent, siglip_loss, supcon_loss
+from diffcoll.testing import simulate, spawn
+
+scale = Scale(scale=2.0, bias=-1.0)
+LOSSES = {
+    "clip": lambda x, y, labels, ids, **o: clip_loss(x, y, scale.scale, ids=ids, **o) + 0 * scale.bias,
+    "clip labels": lambda x, y, labels, ids, **o: clip_loss(x, y, scale.scale, labels=labels, **o) + 0 * scale.bias,
+    "info_nce": lambda x, y, labels, ids, **o: info_nce(x, y, ids=ids, temperature=scale.scale, **o) + 0 * scale.bias,
+    "nt_xent": lambda x, y, labels, ids, **o: nt_xent(x, y, ids=ids, temperature=scale.scale, **o) + 0 * scale.bias,
+    "supcon": lambda x, y, labels, ids, **o: (
+        supcon_loss(torch.stack([x, y], 1), labels, temperature=scale.scale, **o) + 0 * scale.bias
+    ),
+    "siglip": lambda x, y, labels, ids, **o: siglip_loss(x, y, scale.scale, scale.bias, labels=labels, ids=ids, **o),
+}
+
+
+def batch(rows, seed=0, dtype=torch.double):
+    g = torch.Generator().manual_seed(seed)
+    xs = [torch.randn(rows, 6, generator=g, dtype=torch.double).to(dtype) for _ in range(2)]
+    return *xs, *(torch.randint(0, 3, (rows,), generator=g) for _ in range(2))
+
+
+def split(tensors, sizes):
+    return [x.split(sizes) for x in tensors]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_first_order(name):
+    """The gathered loss on one process, which other tests compare with independent references."""
+    for options in ({}, {"chunk_size": 2}):
+        holds(
+            lambda *x, options=options: LOSSES[name](*x, exchange="ring", **options),
+            LOSSES[name],
+            batch,
+            scale,
+            order=1,
+        )
+
+
+@pytest.mark.parametrize("on", ["gloo", "mpi"])
+def test_on_processes(on):
+    def ours(*x):
+        return sum(loss(*x, exchange="ring", chunk_size=2) for loss in LOSSES.values())
+
+    def right(*x):
+        return sum(loss(*x) for loss in LOSSES.values())
+
+    holds(ours, right, batch, scale, order=1, on=[on], sizes=[(5, 0, 3)])
+
+
+def test_the_ranks_in_one_graph_have_these_gradients():
+    x, y, labels, ids = (t.requires_grad_() if t.is_floating_point() else t for t in batch(8))
+    for loss in LOSSES.values():
+        right = torch.autograd.grad(loss(x, y, labels, ids), (x, y))
+        losses = simulate(lambda *x, loss=loss: loss(*x, exchange="ring"), *split((x, y, labels, ids), [5, 0, 3]))
+        torch.testing.assert_close(torch.autograd.grad(sum(losses) / 3, (x, y)), right)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"exchange": "ring"}], ids=str)
+def test_transforms(options):
+    """torch.func and forward mode give the gradients that backward gives."""
+
+    def program(x, y):
+        def loss(x, y):
+            return clip_loss(x, y, 2.0, **options)
+
+        x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
+        gradients = torch.autograd.grad(loss(x, y), (x, y))
+        transformed = torch.func.grad(loss, argnums=(0, 1))(x.detach(), y.detach())
+        torch.testing.assert_close(transformed, gradients)
+        total = sum((g * v).sum() for g, v in zip(gradients, (x.detach().sin(), y.detach().cos()), strict=True))
+        _, tangent = torch.func.jvp(loss, (x.detach(), y.detach()), (x.detach().sin(), y.detach().cos()))
+        return dc.all_reduce(total), dc.all_reduce(tangent)
+
+    for total, tangent in simulate(program, *split(batch(8)[:2], [5, 3]), rules=True):
+        torch.testing.assert_close(tangent, total)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"exchange": "ring"}], ids=str)
+def test_vmap_over_labels_and_ids_of_the_same_features(options):
+    x, y, *_ = batch(8)
+    marks = torch.randint(0, 3, (3, 8), generator=torch.Generator().manual_seed(1))
+    parts = split((x, y), [5, 3]), marks.split([5, 3], 1)
+
+    def losses(run, x, y, marks):
+        return run(lambda ids: nt_xent(x, y, ids=ids, **options) + clip_loss(x, y, 2.0, labels=ids, **options))(marks)
+
+    def each(f):
+        return lambda marks: torch.stack([f(row) for row in marks])
+
+    found, right = (
+        simulate(lambda *z, run=run: losses(run, *z), *parts[0], parts[1], rules=True)
+        for run in (torch.func.vmap, each)
+    )
+    torch.testing.assert_close(found, right)
+
+
+def test_each_rank_sends_the_same_messages_whatever_it_trains():
+    """The columns of one rank require no gradient."""
+
+    def gradient(x, y, trained, exchange):
+        x, y = x.clone().requires_grad_(), y.clone().requires_grad_(trained)
+        return torch.autograd.grad(clip_loss(x, y, 2.0, exchange=exchange), (x, y) if trained else (x,))
+
+    parts = split(batch(8)[:2], [5, 3])
+    want = simulate(gradient, *parts, [True, True], ["gather"] * 2, rules=True)
+    found = simulate(gradient, *parts, [False, True], ["ring"] * 2, rules=True)
+    torch.testing.assert_close(found, [want[0][:1], want[1]])
+
+
+def test_create_graph_on_one_rank_only_is_an_error_on_all_ranks():
+    def gradient(x, y, create_graph):
+        x = x.clone().requires_grad_()
+        with pytest.raises(dc.CollectiveMismatchError) as caught:
+            torch.autograd.grad(clip_loss(x, y, 2.0, exchange="ring"), x, create_graph=create_graph)
+        return str(caught.value)
+
+    parts = split(batch(8)[:2], [5, 3])
+    for run in (lambda *ranks: simulate(*ranks, rules=True), spawn):
+        first, second = run(gradient, *parts, [False, True])
+        assert first.startswith("ring: tree: rank 1 differs from rank 0 in paths")
+        assert first.endswith("rank 0 has tree['backward without create_graph']: torch.float64 (*, 6)")
+        assert second.endswith("rank 1 has tree['backward with create_graph=True']: torch.float64 (*, 6)")
+
+
+def test_half_precision():
+    x, y, *_ = batch(8, dtype=torch.bfloat16)
+
+    def gradients(*x, exchange):
+        xs = [t.clone().requires_grad_() for t in x[:2]]
+        loss = info_nce(*xs, temperature=0.05, exchange=exchange)
+        return loss.detach(), *torch.autograd.grad(loss, xs)
+
+    found = simulate(lambda *x: gradients(*x, exchange="ring"), *split((x, y), [5, 3]), rules=True)
+    value, *right = gradients(x.float(), y.float(), exchange="gather")
+    torch.testing.assert_close(sum(v for v, *_ in found) / 2, value)
+    for i in (0, 1):
+        mine = torch.cat([gs[1 + i] for gs in found])
+        assert mine.dtype == torch.bfloat16
+        assert (mine.float() / 2 - right[i]).abs().max() < 0.01 * right[i].abs().max()
+
+
+@hooks_are_shown
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_it_joins_joint_backward_and_check_mode(exchange):
+    """Rank 1 does not use its loss."""
+
+    def program(x, y, used):
+        x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
+        with dc.check_mode(), dc.joint_backward() as joint:
+            loss = clip_loss(x, y, 2.0, exchange=exchange, chunk_size=2, reduction="sum")
+            joint(loss if used else x.sum()).backward()
+        return x.grad, y.grad
+
+    parts = split(batch(8)[:2], [5, 3])
+    found = simulate(program, *parts, [True, False], rules=True)
+    xs, ys = ([t.clone().requires_grad_() for t in part] for part in parts)
+    losses = simulate(lambda x, y: clip_loss(x, y, 2.0, reduction="sum"), xs, ys)
+    torch.autograd.backward([losses[0], xs[1].sum()])
+    torch.testing.assert_close(found, [(x.grad, y.grad) for x, y in zip(xs, ys, strict=True)])
+
+
+def test_batched_gradients():
+    def program(x, y):
+        x = x.clone().requires_grad_()
+        loss = clip_loss(x, y, 2.0, exchange="ring")
+        factors = torch.tensor([1.0, 2.0, -3.0], dtype=torch.double)
+        (batched,) = torch.autograd.grad(loss, x, factors, is_grads_batched=True, retain_graph=True)
+        (one,) = torch.autograd.grad(loss, x)
+        torch.testing.assert_close(batched, factors[:, None, None] * one)
+
+    simulate(program, *split(batch(8)[:2], [5, 3]), rules=True)
+
+
+def test_it_is_deterministic():
+    def gradients(x, y, labels, ids):
+        found = []
+        for _ in range(3):
+            xs = [t.clone().requires_grad_() for t in (x, y)]
+            loss = clip_loss(*xs, 20.0, exchange="ring", chunk_size=3)
+            found.append((loss.detach(), *torch.autograd.grad(loss, xs)))
+        return found
+
+    for found in spawn(gradients, *split(batch(16, dtype=torch.float32), [10, 6])):
+        assert all(torch.equal(a, b) for again in found[1:] for a, b in zip(found[0], again, strict=True))
+
+
+@compiles
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # Dynamo's, after a graph break
+@pytest.mark.parametrize("options", [{"chunk_size": 3}, {"exchange": "ring"}], ids=str)
+def test_it_compiles(options):
+    x, y = (t.requires_grad_() for t in batch(8)[:2])
+
+    def loss(x, y):
+        return clip_loss(x, y, 2.0, **options)
+
+    compiled = torch.compile(loss, backend="aot_eager")  # breaks the graph where sizes are exchanged
+    found, right = (torch.autograd.grad(f(x, y), (x, y)) for f in (compiled, loss))
+    torch.testing.assert_close(found, right)
