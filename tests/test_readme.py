@@ -119,19 +119,28 @@ def test_importing_needs_torch_alone():
     assert done.stdout == "[] False\n"
 
 
-def test_one_example_under_two_launchers():
-    path = str(ROOT / "examples" / "digits_launched.py")
+@pytest.mark.parametrize(
+    ("name", "arguments", "same"),
+    [
+        ("digits_launched.py", [], ": (.*)"),
+        ("self_supervised.py", ["--steps", "4"], r", (\w+: accuracy \S+),"),
+    ],
+    ids=["digits_launched", "self_supervised"],
+)
+def test_one_example_under_two_launchers(name, arguments, same):
+    """`same` is what both print."""
+    program = [str(ROOT / "examples" / name), *arguments]
     environment = {**os.environ, **Launched.SETTINGS, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     environment["OMP_NUM_THREADS"] = "1"  # torchrun sets it
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path]
-    mpiexec = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", sys.executable, path]
-    curves = []
-    for command in (torchrun, mpiexec):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
+    mpiexec = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", sys.executable, *program]
+    printed = {}
+    for engine, command in ("gloo", torchrun), ("MPI", mpiexec):
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
         assert done.returncode == 0, done.stderr
-        curves.append(re.search(r"2 ranks on (\w+): (.*)", done.stdout).groups())
-    assert [engine for engine, _ in curves] == ["gloo", "MPI"]
-    assert curves[0][1].strip() == curves[1][1].strip()
+        printed[engine] = [line.strip() for line in re.findall(f"2 ranks on {engine}{same}", done.stdout)]
+    assert printed["gloo"] == printed["MPI"]
+    assert len(printed["MPI"]) == (3 if arguments else 1)
 
 
 def test_an_example_without_mpi():
@@ -156,9 +165,23 @@ def test_examples(path, tmp_path, monkeypatch, capsys):
         printed = done.stdout
     else:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", [str(path)])
+        # 100 steps, by default, take half a minute: `make test-slow`
+        arguments = ["--steps", "10"] if path.name == "self_supervised.py" else []
+        monkeypatch.setattr(sys, "argv", [str(path), *arguments])
         runpy.run_path(str(path), run_name="__main__")
         printed = capsys.readouterr().out
     assert printed
     for file in re.findall(r"wrote (\S+)", printed):
         assert Path(tmp_path, file).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_self_supervised_learning_in_full(tmp_path):
+    path = str(ROOT / "examples" / "self_supervised.py")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"accuracy ([\d.]+)%", done.stdout)
+    assert len(found) == 3
+    assert all(float(accuracy) > 71 for accuracy in found)  # of raw pixels
