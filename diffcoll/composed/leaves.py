@@ -43,7 +43,10 @@ def batch_leaves(name: str, tree: object) -> tuple[list[Tensor], Callable[[list[
 def lengths_of_ranks(
     name: str, tree: object, leaves: list[Tensor], mine: list[int], device: torch.device, group: Group
 ) -> list[list[int]]:
-    """Return each rank's list of lengths, this rank's being `mine`, after one small message.
+    """Return each rank's list of lengths, this rank's being `mine`, one for each leaf or one for all.
+
+    One small message of two numbers, so that ranks with different trees can compare them. A second one if the lengths
+    of a rank differ from one another.
 
     Raises:
         CollectiveMismatchError: on all ranks, if their trees differ in paths, dtypes or dimensions other than 0. A
@@ -51,15 +54,23 @@ def lengths_of_ranks(
     """
     compiling = torch.compiler.is_compiling()
     facts = "" if compiling else _facts(tree, leaves)
-    of_ranks = integers(all_gather(torch.tensor([digest(facts) if facts else 0, *mine], device=device), 0, group))
-    rows = [of_ranks[i : i + 1 + len(mine)] for i in range(0, len(of_ranks), 1 + len(mine))]
+    summary = [0 if compiling else digest(facts), mine[0] if len(set(mine)) == 1 else -1]
+    rows = _of_ranks(summary, device, group)
     differing = [] if compiling else [r for r, row in enumerate(rows) if 0 != row[0] != rows[0][0] != 0]
     if differing:
         raise CollectiveMismatchError(
             f"{name}: tree: rank {differing[0]} differs from rank 0 in paths, dtypes or dimensions other than 0, "
             f"expected the same on all ranks; rank {get_rank(group)} has {facts}"
         )
-    return [row[1:] for row in rows]
+    if len(mine) == 1 or all(length >= 0 for _, length in rows):
+        return [[length] * len(mine) for _, length in rows]
+    return _of_ranks(mine, device, group)
+
+
+def _of_ranks(numbers: list[int], device: torch.device, group: Group) -> list[list[int]]:
+    """Return the numbers of each rank, equally many on all."""
+    flat, n = integers(all_gather(torch.tensor(numbers, device=device), 0, group)), len(numbers)
+    return [flat[i : i + n] for i in range(0, len(flat), n)]
 
 
 def _facts(tree: object, leaves: list[Tensor]) -> str:

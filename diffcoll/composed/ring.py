@@ -39,8 +39,9 @@ def ring(tree: Tree, group: Group = None) -> Iterator[tuple[int, Tree]]:
     [[(0, [5]), (1, [6, 7])], [(1, [6, 7]), (0, [5])]]
 
     All ranks call it, and then run through equally many blocks. The call itself checks the tree and exchanges the
-    ranks' sizes in one small message; the first block is sent at the first `next()`. A loop may be left early, on all
-    ranks after the same block: the next collective in the group then waits for the block in flight.
+    ranks' sizes in one small message, in two if a rank's tensors differ in length; the first block is sent at the first
+    `next()`. A loop may be left early, on all ranks after the same block: the next collective in the group then waits
+    for the block in flight.
 
     The backward of the loop is a chain of shifts that all ranks run. If a rank's loss does not use a block, enter
     `dc.joint_backward()` on all ranks, or the other ranks wait.

@@ -258,7 +258,8 @@ def test_wrong_trees_are_errors_of_the_call():
 def test_trees_that_differ_are_an_error_on_all_ranks(where):
     def body(r):
         texts = []
-        for odd in ({"x": torch.ones(2, 3)}, {"x": torch.ones(1, 2).double()}, {"y": torch.ones(1, 2)}):
+        x = torch.ones(2, 2)
+        for odd in ({"x": torch.ones(2, 3)}, {"x": x.double()}, {"y": x}, {"x": x, "y": x[:1]}, [x, x]):
             with pytest.raises(dc.CollectiveMismatchError) as caught:
                 dc.ring(odd if r == 1 else {"x": torch.ones(r, 2)})
             texts.append(str(caught.value))
