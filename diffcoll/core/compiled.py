@@ -25,7 +25,8 @@ from diffcoll.core.groups import engine_named, key_in_graphs
 from diffcoll.core.joint import is_joint
 from diffcoll.core.linear import MAPS, PER_RANK, Linear, common_shape
 from diffcoll.core.moves import move
-from diffcoll.core.reductions import Product
+from diffcoll.core.over_ranks import value_in_pieces
+from diffcoll.core.product import PRODUCT
 
 __all__ = ["apply", "product", "traced"]
 
@@ -173,10 +174,21 @@ def _save(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-_product = torch.library.custom_op("diffcoll::product", Product.forward, mutates_args=(), schema="(Tensor s) -> Tensor")
+def _product_backward(ctx: Any, gy: Tensor) -> Tensor:
+    (s,) = ctx.saved_tensors
+    return PRODUCT.gradient(s, gy, gy)  # it does not use y
+
+
+def _product_of_batch(info: Any, in_dims: tuple[int], s: Tensor) -> tuple[Tensor, int]:
+    return batch_last(product(s.movedim(in_dims[0], -1)))
+
+
+_product = torch.library.custom_op(
+    "diffcoll::product", lambda s: value_in_pieces(s, PRODUCT), mutates_args=(), schema="(Tensor s) -> Tensor"
+)
 _product.register_fake(lambda s: s.new_empty(s.shape[1:]))
-_product.register_autograd(Product.backward, setup_context=_save)
-_product.register_vmap(Product.vmap)
+_product.register_autograd(_product_backward, setup_context=_save)
+_product.register_vmap(_product_of_batch)
 
 
 # ── restrictions on the compiler ─────────────────────────────────────────────────────────────────────────

@@ -3,16 +3,19 @@
 import math
 import re
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 import diffcoll as dc
 from diffcoll.cli import bench
-from diffcoll.core.reductions import REDUCTIONS, leave_one_out, product
+from diffcoll.core.product import leave_one_out, product
+from diffcoll.core.reductions import REDUCTIONS
 from diffcoll.engines.local import LocalEngine
 from diffcoll.testing import cases, simulate, spawn
 
@@ -530,3 +533,84 @@ def test_the_result_is_not_a_view_of_the_stack(run):
         return y.untyped_storage().nbytes()
 
     assert run(body, [torch.zeros(5)] * 3)[0] == 20
+
+
+# ── stacks that are reduced in pieces ────────────────────────────────────────────────────────────────────
+
+TORCHS = {"product": torch.prod, "max": torch.amax, "min": torch.amin, "logsumexp": torch.logsumexp}
+
+
+def large_stack(n, dtype=torch.float64):
+    """More numbers than one piece has, with ties, a zero in most columns, infinities and NaN."""
+    generator = torch.Generator().manual_seed(n)
+    s = torch.randn(n, 90_001, generator=generator, dtype=dtype)
+    if not dtype.is_complex:
+        s = (s * 2).round() / 2
+        for k, value in enumerate((INF, -INF, NAN)):
+            s[k % n, k::7919] = value
+    return s
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("op", [*TORCHS, "logsumexp of complex numbers"])
+def test_pieces_give_what_torch_gives_for_the_whole(op, n):
+    name = op.split()[0]
+    s = large_stack(n, torch.complex128 if " " in op else torch.float64)
+    if op == "product":
+        s = s.nan_to_num(2.0, 3.0, -1.5)
+    gy = torch.randn(s.shape[1] * 2, dtype=s.dtype)[::2]
+    found, expected = s.clone().requires_grad_(), s.clone().requires_grad_()
+    y, z = REDUCTIONS["even"][name].of(found), TORCHS[name](expected, 0)
+    torch.testing.assert_close(y, z, equal_nan=True)
+    for graph in (False, True):
+        (g,) = torch.autograd.grad(y, found, gy, retain_graph=True, create_graph=graph)
+        (h,) = torch.autograd.grad(z, expected, gy, retain_graph=True)
+        torch.testing.assert_close(g, h, equal_nan=True)
+        assert g.is_contiguous()
+    torch.testing.assert_close(found, s, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("op", [*TORCHS])
+def test_pieces_give_every_derivative(op):
+    s = torch.randn(3, 40_000, dtype=torch.float64).requires_grad_()
+    t, gy = torch.randn_like(s), torch.randn(40_000, dtype=torch.float64).requires_grad_()
+
+    def derivatives(f):
+        (batched,) = torch.autograd.grad(f(s), s, torch.stack([gy, -gy]).detach(), is_grads_batched=True)
+        (first,) = torch.autograd.grad(f(s), s, gy, create_graph=True)
+        second = torch.autograd.grad(first, (s, gy), t, allow_unused=True)
+        by_vmap = torch.func.vmap(torch.func.grad(lambda s: (f(s) * gy[:10_000]).sum()), 2, 2)(s.view(3, -1, 4))
+        found = [
+            batched,
+            first,
+            *second,
+            *torch.func.jvp(f, (s,), (t,)),
+            torch.func.vmap(f, 2)(s.view(3, -1, 4)),
+            by_vmap,
+        ]
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(s, t)
+            found += forward_ad.unpack_dual(torch.autograd.grad(f(dual), dual, gy)[0])
+        return found
+
+    for found, expected in zip(
+        derivatives(REDUCTIONS["even"][op].of), derivatives(partial(TORCHS[op], dim=0)), strict=True
+    ):
+        zero = torch.zeros_like(s)  # PyTorch leaves out derivatives that are zero
+        torch.testing.assert_close(zero if found is None else found, zero if expected is None else expected)
+
+
+def test_products_of_which_one_piece_leaves_the_range():
+    """Only there are the factors scaled, or multiplied in a wider dtype."""
+    for dtype, big in ((torch.float32, 1e30), (torch.float64, 1e300), (torch.complex64, 1e30)):
+        s = torch.full((4, 70_000), 2.0, dtype=dtype)
+        s[:, 50_000] = torch.tensor([big, big, 1 / big, 1 / big], dtype=dtype)
+        s[1, 3] = 0
+        s.requires_grad_()
+        y = product(s)
+        (g,) = torch.autograd.grad(y.real.sum(), s)
+        assert y.detach()[[0, 3]].tolist() == [16, 0]
+        assert g[:, [0, 3]].tolist() == [[8, 0], [8, 8], [8, 0], [8, 0]]
+        torch.testing.assert_close(y[50_000].detach(), torch.tensor(1.0, dtype=dtype))
+        inverse = 1 / s.detach()[:, 50_000]
+        torch.testing.assert_close(g[:, 50_000], inverse)

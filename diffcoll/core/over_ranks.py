@@ -1,0 +1,130 @@
+"""Reductions of a stack (N, …) over dim 0, with derivatives that need little memory and time.
+
+PyTorch's own derivatives of `amax` and `logsumexp` go through several tensors of the size of the stack. Here the stack
+is processed in pieces that stay in cache, and the gradient is written to one new tensor. A rule states the function
+and its gradient once; the `Function` derives the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from diffcoll.core._torch import apply_rule, batch_last, carries_tangents, is_eager, is_plain
+
+__all__ = ["LARGEST", "LOGSUMEXP", "SMALLEST", "Rule", "gradient_in_pieces", "over_ranks", "value_in_pieces"]
+
+
+class Rule(NamedTuple):
+    """A function y of a stack s, in which each position of y depends on the same position of each s_k only."""
+
+    #: y of s.
+    value: Callable[[Tensor], Tensor]
+    #: gs of s, y and gy, in PyTorch's differentiable operations; linear in gy: gs_k = gy · conj(∂y/∂s_k).
+    gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def over_ranks(s: Tensor, rule: Rule) -> Tensor:
+    """Return rule.value(s), differentiable to any order and in both modes."""
+    if not (s.is_floating_point() or s.is_complex()) or torch.compiler.is_compiling():
+        return rule.value(s)
+    return apply_rule(_OverRanks, s, rule)
+
+
+class _OverRanks(Function):
+    """y = value(s);  gs = gradient(s, y, gy);  ty = Σ_k conj(gradient(s, y, 1)_k) ts_k."""
+
+    @staticmethod
+    def forward(s: Tensor, rule: Rule) -> Tensor:
+        return value_in_pieces(s, rule)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Rule], output: Tensor) -> None:
+        s, ctx.rule = inputs
+        ctx.save_for_backward(s, output)
+        ctx.save_for_forward(s)
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None]:
+        s, y = ctx.saved_tensors
+        if torch.is_grad_enabled() or carries_tangents():  # it may be differentiated again
+            return ctx.rule.gradient(s, y, gy), None
+        return gradient_in_pieces(s, y, gy, ctx.rule), None
+
+    @staticmethod
+    def jvp(ctx: Any, ts: Tensor, _: None) -> Tensor:
+        (s,) = ctx.saved_tensors
+        y = over_ranks(s, ctx.rule)
+        derivative: Tensor = ctx.rule.gradient(s, y, torch.ones_like(y)).conj()
+        return (derivative * ts).sum(0)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], s: Tensor, rule: Rule) -> tuple[Tensor, int]:
+        return batch_last(over_ranks(s.movedim(in_dims[0], -1), rule))
+
+
+# ── pieces ───────────────────────────────────────────────────────────────────────────────────────────────
+
+#: Numbers of a stack that a thread processes at a time, few enough for them and the intermediate results to stay in
+#: cache.
+_PIECE = 1 << 16
+
+
+def value_in_pieces(s: Tensor, rule: Rule) -> Tensor:
+    """Return rule.value(s); without derivatives."""
+    if not _is_cut(s):
+        return rule.value(s)
+    y = s.new_empty(s.shape[1:])
+    for part, piece in _pieces(s, y.unsqueeze(0), s):
+        part.copy_(rule.value(piece).unsqueeze(0))
+    return y
+
+
+def gradient_in_pieces(s: Tensor, y: Tensor, gy: Tensor, rule: Rule) -> Tensor:
+    """Return rule.gradient(s, y, gy); without derivatives."""
+    if not _is_cut(s) or not is_plain(gy):
+        return rule.gradient(s, y, gy)
+    gs = torch.empty_like(s, memory_format=torch.contiguous_format)
+    for part, piece, (of_y,), (of_gy,) in _pieces(s, gs, s, y.unsqueeze(0), gy.unsqueeze(0)):
+        part.copy_(rule.gradient(piece, of_y, of_gy))
+    return gs
+
+
+def _is_cut(s: Tensor) -> bool:
+    return s.numel() > _PIECE and s.is_cpu and is_eager(s)
+
+
+def _pieces(s: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield tensors (m, …) in pieces (m, k) of a few columns."""
+    columns = max(1, _PIECE * torch.get_num_threads() // len(s))
+    return zip(*(torch.split(t.reshape(len(t), -1), columns, 1) for t in tensors), strict=True)
+
+
+# ── PyTorch's functions ──────────────────────────────────────────────────────────────────────────────────
+
+
+def _gradient_of_extreme(s: Tensor, y: Tensor, gy: Tensor) -> Tensor:
+    """gy where s_k = y, in equal parts among ties: the gradient of amax and amin."""
+    if is_eager(s, y):  # several times as fast as a comparison to bool
+        held = s.detach().clone().eq_(y.detach())
+    else:
+        held = (s == y).to(s.dtype)
+    return gy * held / held.sum(0)
+
+
+def _logsumexp(s: Tensor) -> Tensor:
+    if s.is_complex() or torch.compiler.is_compiling():
+        return s.logsumexp(0)
+    # PyTorch's replaces infinite maxima by 0 with `where`, which takes as long as all the rest.
+    limits = torch.finfo(s.dtype)
+    largest = s.amax(0).clamp(limits.min, limits.max)
+    return (s - largest).exp_().sum(0).log_().add_(largest)
+
+
+LARGEST = Rule(lambda s: s.amax(0), _gradient_of_extreme)
+SMALLEST = Rule(lambda s: s.amin(0), _gradient_of_extreme)
+LOGSUMEXP = Rule(_logsumexp, lambda s, y, gy: gy * (s - y).exp().conj())
