@@ -1,7 +1,7 @@
 """Reduction over ranks; every rank receives it.
 
-forward   y_r  = Σ_s x_s        shape unchanged
-adjoint   gx_r = Σ_s gy_s       self-adjoint
+forward   y_r  = Σ_s x_s        shape unchanged; mean: Σ_s x_s / N
+adjoint   gx_r = Σ_s gy_s       self-adjoint, as is the mean
           gx_r = gy_r           replicated: sum_gradients
 note      notes/all_reduce.md   truth  diffcoll.truth.all_reduce
 """
@@ -30,21 +30,27 @@ __all__ = ["AllReduce", "all_reduce"]
 
 @dataclass(frozen=True)
 class AllReduce(Linear):
-    """y_r = Σ_s x_s."""
+    """y_r = Σ_s x_s; mean: Σ_s x_s / N."""
 
     name: ClassVar[str] = "all_reduce"
     reads_at_once: ClassVar[bool] = True
     replicated: bool = False
+    mean: bool = False
 
     @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
         y = torch.empty_like(x) if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
-        return then(self.engine.all_reduce(x, y), y)
+        return then(self.engine.all_reduce(x, y, self.engine.size if self.mean else 1), y)
 
     @cached_property
     def adjoint(self) -> Linear:
-        """gx_r = Σ_s gy_s; replicated: gx_r = gy_r."""
+        """gx_r = Σ_s gy_s, or their mean; replicated: gx_r = gy_r."""
         return sum_gradients.SumGradients(self.engine) if self.replicated else self
+
+    @property
+    @override
+    def averaging(self) -> Linear | None:
+        return None if self.replicated else AllReduce(self.engine, mean=True)
 
     @property
     @override

@@ -147,6 +147,8 @@ class Call(Arguments):
             return self.submit(last, block, after=after)
         # The mean is the sum divided by N. In half precision the sum may overflow where the mean does not.
         n, dtype, wide = self.engine.size, x.dtype, WIDER.get(x.dtype)
+        if wide is None and f.averaging is not None:
+            return self.submit(f.averaging, x)
         if wide is None:
             return self.submit(f, x, after=lambda y: divide_(y, n))
         return self.submit(f, x, before=lambda x: x.to(wide), after=lambda y: divide_(y, n).to(dtype))

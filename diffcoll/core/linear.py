@@ -66,6 +66,11 @@ class Linear(ABC):
         """
 
     @property
+    def averaging(self) -> Linear | None:
+        """The map F / N, if there is one that takes less time than F and a division; x is not a half precision."""
+        return None
+
+    @property
     def shared(self) -> tuple[bool, bool]:
         """Whether x, and whether y, is replicated: one tensor of which every rank has a copy."""
         return False, False

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 from typing_extensions import override
 
 from diffcoll.core._torch import RELEASE
-from diffcoll.engines.engine import Blocks, Engine, Exclusive, Wait, is_even
+from diffcoll.engines.engine import Blocks, Engine, Exclusive, Wait, copy_into, is_even
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
 
@@ -199,18 +199,18 @@ class C10dEngine(MessageEngine):
     # ── the backend's own collectives, where the tables above say so ─────────────────────────────────────
 
     @override
-    def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
+    def all_reduce(self, x: Tensor, y: Tensor, divisor: int = 1) -> Wait:
         if not self._runs_natively("all_reduce", y, adds=True):
-            return super().all_reduce(x, y)
+            return super().all_reduce(x, y, divisor)
         if not x.is_contiguous():
-            x = y.copy_(x)
+            x = copy_into(y, x, divisor)
         pairs = [(x, y)]
         if y.numel() * y.element_size() >= HALVED.get(self._backend(y), math.inf):
             pairs = list(zip(x.view(-1).chunk(2), y.view(-1).chunk(2), strict=True))
         waits = []
         for part, into in pairs:
             if x is not y:
-                into.copy_(part)
+                copy_into(into, part, divisor)
             waits.append(self._wait(dist.all_reduce(_real(into), group=self.group, async_op=True)))
 
         def finish() -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -192,9 +193,13 @@ def reduce_scatter(engine: Engine, data: Data) -> Call:
     return Call(lambda: engine.reduce_scatter(row, counts, out), [(row, whole)], [(out, total.to(data.dtype))])
 
 
-def all_reduce(engine: Engine, data: Data) -> Call:
+def all_reduce(engine: Engine, data: Data, divides: bool = False) -> Call:
     every = [data.numbers(engine, s, data.shape(2)) for s in range(engine.size)]
     mine = every[engine.rank]
+    if divides:
+        mine = engine.size * mine
+        x, (y,) = data.layout(mine), put(data, fresh([mine]))
+        return Call(lambda: engine.all_reduce(x, y, engine.size), [(x, mine)], [(y, sum(every))])
     total = sum(every).to(data.dtype)
     if data.in_place:
         (y,) = put(data, [mine])
@@ -274,6 +279,21 @@ def reduce_scatter_gives_every_rank_its_sum(engine: Engine) -> Pairs:
 
 def all_reduce_gives_every_rank_the_sum(engine: Engine) -> Pairs:
     return in_every_shape(all_reduce, engine)
+
+
+def all_reduce_divides_the_terms(engine: Engine) -> Pairs:
+    for layout in LAYOUTS:
+        yield from in_every_shape(partial(in_layout, all_reduce, layout), engine, divides=True)
+    for dtype in (torch.float32, torch.complex64):
+        yield from outcome(all_reduce, engine, Data(dtype=dtype, numel=LARGE), divides=True)
+    x = torch.full((3,), 3e38, device=engine.control_device)
+    engine.all_reduce(x, y := torch.empty_like(x), engine.size)()
+    yield y.isfinite(), torch.ones(3, dtype=torch.bool)
+    yield x, torch.full((3,), 3e38)
+
+
+def in_layout(primitive: Callable[..., Call], layout: Any, engine: Engine, data: Data, **more: Any) -> Call:
+    return primitive(engine, replace(data, layout=layout), **more)
 
 
 def broadcast_gives_every_rank_the_tensor_of_src(engine: Engine) -> Pairs:
@@ -649,6 +669,7 @@ CALLS = [
     all_gather_gives_every_rank_all_blocks,
     reduce_scatter_gives_every_rank_its_sum,
     all_reduce_gives_every_rank_the_sum,
+    all_reduce_divides_the_terms,
     broadcast_gives_every_rank_the_tensor_of_src,
     reduce_gives_dst_the_sum,
     every_dtype_is_moved,
