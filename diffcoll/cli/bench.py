@@ -44,6 +44,8 @@ RAW = "raw calls and copies"
 #: Under `--engine mpi`: the library on gloo, beside itself on MPI.
 OURS_ON_GLOO = "diffcoll on gloo"
 RAW_MPI = "raw MPI calls"
+#: The library's own sum, beside its other reductions.
+SUM = "diffcoll's sum"
 #: The raw calls of the library's engine in an `autograd.Function` of two lines.
 FLOOR = "a two-line Function"
 SIZES = {"4 B": 1, "1 MB": 1 << 18, "16 MB": 1 << 22}
@@ -97,7 +99,7 @@ class _Bench:
     def others(self) -> list[str]:
         """What stands beside the library."""
         ours = [OURS_ON_GLOO, RAW_MPI] if self.engine == "mpi" else []
-        return ours + [name for name in SYSTEMS if name != "diffcoll"] + [RAW, FLOOR]
+        return ours + [name for name in SYSTEMS if name != "diffcoll"] + [SUM, RAW, FLOOR]
 
     def times(self, make: Callable[[int], Steps], rounds: int) -> dict[str, float]:
         """Median milliseconds of each step after a step of its own, as rank 0 saw them."""
@@ -181,6 +183,8 @@ def _steps(case: Case, rank: int, engine: str) -> Steps:
     calls = {name: adapter(case, rank) for name, adapter in SYSTEMS.items()}
     ours = partial(getattr(diffcoll, case.name), **case.arguments)
     calls["diffcoll"] = ours  # as users write it
+    if "op" in case.arguments:
+        calls[SUM] = getattr(diffcoll, case.name)
     if engine == "mpi":
         calls[OURS_ON_GLOO] = partial(ours, group=dist.group.WORLD)
     steps: Steps = {}
