@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
-from torch.utils.checkpoint import CheckpointFunction, _StopRecomputationError
 
 __all__ = [
     "COMPILES",
@@ -106,7 +105,6 @@ _TRACING_MODES = (_KEY.PROXY, _KEY.FAKE, _KEY.FUNCTIONAL)
 
 _RUN_BACKWARD = graph._engine_run_backward.__code__
 _NODE = BackwardCFunction.apply.__code__
-_REENTRANT = CheckpointFunction.forward.__code__
 
 
 def is_transformed(x: Tensor) -> bool:
@@ -396,10 +394,21 @@ def nodes_after_nested_backward() -> list[Any]:
 
 def is_within_reentrant_checkpoint() -> bool:
     """Whether code runs in the first forward of `checkpoint(…, use_reentrant=True)`; only the stack tells."""
+    # Not imported here: PyTorch 2.7 and before import it, with sympy, at the first checkpoint; it takes 0.3 s.
+    reentrant = getattr(sys.modules.get("torch.utils.checkpoint"), "CheckpointFunction", None)
+    if reentrant is None:
+        return False
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not _REENTRANT:
+    while frame is not None and frame.f_code is not reentrant.forward.__code__:
         frame = frame.f_back
     return frame is not None
+
+
+def _stop_recomputation() -> type[BaseException]:
+    """Return the class of the exception by which a checkpoint stops its recomputation."""
+    from torch.utils.checkpoint import _StopRecomputationError  # deferred: see is_within_reentrant_checkpoint
+
+    return _StopRecomputationError
 
 
 class _SavedTensorsHooks:
@@ -418,7 +427,7 @@ class _SavedTensorsHooks:
 
     def pack(self, x: Tensor) -> Any:
         if self.complete:
-            raise _StopRecomputationError
+            raise _stop_recomputation()
         return self._pack(x)
 
     def unpack(self, packed: Any) -> Tensor:
@@ -449,7 +458,7 @@ def save_under_each_hook(save: Callable[[], None], context: Callable[[], Abstrac
             push(hooks.pack, hooks.unpack)
             try:
                 save()
-            except _StopRecomputationError:
+            except _stop_recomputation():
                 if not entered:
                     raise
                 hooks.complete = True
