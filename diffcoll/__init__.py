@@ -9,13 +9,9 @@ backward here returns the gradient of this sum of all ranks' losses with respect
 
 from __future__ import annotations
 
-import importlib
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from diffcoll import truth
-from diffcoll.averaging.averager import GradientAverager
-from diffcoll.averaging.comm_hook import GradientBucket
-from diffcoll.averaging.functions import average_gradients, global_mean
 from diffcoll.collectives.all_gather import all_gather
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.all_to_all import all_to_all
@@ -29,8 +25,6 @@ from diffcoll.collectives.scatter import scatter
 from diffcoll.collectives.shift import shift
 from diffcoll.collectives.split import split
 from diffcoll.collectives.sum_gradients import sum_gradients
-from diffcoll.composed.gather_batch import GatheredBatch, gather_batch
-from diffcoll.composed.ring import ring
 from diffcoll.core.checks import check_mode
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
 from diffcoll.core.groups import get_rank, get_world_size, set_default_group
@@ -40,6 +34,12 @@ from diffcoll.core.reductions import elementwise
 
 if TYPE_CHECKING:
     from diffcoll import nn as nn
+    from diffcoll import truth as truth
+    from diffcoll.averaging.averager import GradientAverager
+    from diffcoll.averaging.comm_hook import GradientBucket
+    from diffcoll.averaging.functions import average_gradients, global_mean
+    from diffcoll.composed.gather_batch import GatheredBatch, gather_batch
+    from diffcoll.composed.ring import ring
 
 __all__ = [
     "CollectiveFailedError",
@@ -78,8 +78,30 @@ __all__ = [
 __version__ = "0.1.0"
 
 
+#: Names that are imported when they are first used, so that `import diffcoll` stays fast, and their modules.
+_DEFERRED = {
+    "GatheredBatch": "diffcoll.composed.gather_batch",
+    "GradientAverager": "diffcoll.averaging.averager",
+    "GradientBucket": "diffcoll.averaging.comm_hook",
+    "average_gradients": "diffcoll.averaging.functions",
+    "gather_batch": "diffcoll.composed.gather_batch",
+    "global_mean": "diffcoll.averaging.functions",
+    "nn": "diffcoll.nn",
+    "ring": "diffcoll.composed.ring",
+    "truth": "diffcoll.truth",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Import `diffcoll.nn` when it is first used; `import diffcoll` stays fast."""
-    if name == "nn":
-        return importlib.import_module("diffcoll.nn")
-    raise AttributeError(f"module 'diffcoll' has no attribute {name!r}")
+    """Import a deferred name. Python calls this for names that the module does not have, so once per name."""
+    if name not in _DEFERRED:
+        raise AttributeError(f"module 'diffcoll' has no attribute {name!r}")
+    module = import_module(_DEFERRED[name])
+    value = module if _DEFERRED[name] == f"diffcoll.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the names of the module, those not imported yet too."""
+    return sorted(globals().keys() | _DEFERRED.keys())

@@ -1,8 +1,13 @@
 """Which module may import which: a layer imports itself and the layers listed before it."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 import diffcoll
 from diffcoll.collectives import COLLECTIVES
@@ -36,8 +41,12 @@ ADJOINT = {
         ("gather", "scatter"),
     )
 }
-#: Imported when something is first traced: it takes time to make an op of every map.
-DEFERRED = {("core.derivatives", "core.compiled"), ("core.reductions", "core.compiled")}
+#: Imported when something is first traced, as it takes time to make an op of every map, or after mpi4py.
+DEFERRED = {
+    ("core.derivatives", "core.compiled"),
+    ("core.reductions", "core.compiled"),
+    ("core.groups", "engines.mpi"),
+}
 
 
 def name_of(path):
@@ -131,3 +140,64 @@ def test_what_is_foreign():
         for name in names:
             assert engines or not name.startswith("torch.distributed"), (module, name)
             assert private or not re.match(r"torch\b.*\._(?!_)", name), (module, name)
+
+
+# ── what `import diffcoll` imports ───────────────────────────────────────────────────────────────────────
+
+
+def in_a_fresh_process(code):
+    """Return what the code prints in an interpreter that has imported torch."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
+    command = [sys.executable, "-c", "import sys, torch\n" + code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_importing_imports_the_collectives_alone():
+    """No module outside of the library that torch has not imported, and none that most programs do not use."""
+    code = "before = set(sys.modules)\nimport diffcoll\nprint(*sorted(set(sys.modules) - before))"
+    imported = in_a_fresh_process(code)
+    assert [name for name in imported if name.split(".")[0] != "diffcoll"] == []
+    assert {name.split(".")[1] for name in imported if "." in name} == {"collectives", "core", "engines"}
+    assert {"diffcoll.engines.mpi", "diffcoll.core.compiled"}.isdisjoint(imported)
+
+
+FIRST_USE = """
+import diffcoll
+from concurrent.futures import ThreadPoolExecutor
+
+names = list(diffcoll._DEFERRED)
+assert not set(names) & set(vars(diffcoll)) and set(names) < set(dir(diffcoll)), dir(diffcoll)
+with ThreadPoolExecutor(8) as threads:
+    found = list(threads.map(lambda i: getattr(diffcoll, names[i % len(names)]), range(8 * len(names))))
+for i, value in enumerate(found):
+    assert value is vars(diffcoll)[names[i % len(names)]]
+"""
+
+
+def test_deferred_names_are_imported_at_first_use():
+    """The first use may be in several threads at a time; later ones find the name in the module."""
+    in_a_fresh_process(FIRST_USE)
+
+
+def test_a_star_import_has_every_name():
+    code = "from diffcoll import *\nimport diffcoll\nprint(*(set(diffcoll.__all__) - set(globals())))"
+    assert in_a_fresh_process(code) == []
+
+
+def test_type_checkers_see_the_deferred_names():
+    tree = ast.parse(MODULES["diffcoll"].read_text(encoding="utf-8"))
+    [block] = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = {
+        alias.name: f"diffcoll.{alias.name}" if node.module == "diffcoll" else node.module
+        for node in block.body
+        for alias in node.names
+    }
+    assert seen == diffcoll._DEFERRED
+    assert seen.keys() < set(diffcoll.__all__)
+
+
+def test_the_error_for_an_unknown_name():
+    with pytest.raises(AttributeError, match=r"^module 'diffcoll' has no attribute 'all_gahter'$"):
+        _ = diffcoll.all_gahter

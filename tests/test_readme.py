@@ -110,15 +110,6 @@ def test_the_public_api_is_one_list():
                 assert part in value.__doc__, (name, part)
 
 
-def test_importing_needs_torch_alone():
-    """`import diffcoll` imports nothing of the extras."""
-    extras = ["cloudpickle", "hypothesis", "pytest", "rich", "matplotlib", "sklearn", "mpi4py"]
-    code = f"import sys, diffcoll; print([m for m in {extras} if m in sys.modules], 'diffcoll.testing' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout == "[] False\n"
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "same"),
     [

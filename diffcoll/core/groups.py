@@ -7,14 +7,16 @@ None means the first of these that exists: the simulated group of which this thr
 from __future__ import annotations
 
 import os
-from types import TracebackType
+import sys
+from functools import cache
+from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
 
 from diffcoll.core._torch import carries_tangents, constant_in_graphs, is_differentiating, is_within_transform, unfaked
 from diffcoll.core.joint import is_joint
-from diffcoll.engines import c10d, local, mpi
+from diffcoll.engines import c10d, local
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.named import Facts, NamedEngine, facts
 from diffcoll.engines.solo import SoloEngine
@@ -59,7 +61,16 @@ def resolve(group: Any, operation: str) -> Engine:
 
 
 def _find(group: Any) -> Engine | None:
-    return mpi.engine_of(group) or local.engine_of(group) or c10d.engine_of(group)
+    of_mpi = _mpi().engine_of(group) if "mpi4py.MPI" in sys.modules else None
+    return of_mpi or local.engine_of(group) or c10d.engine_of(group)
+
+
+@cache
+def _mpi() -> ModuleType:
+    """Import the engine of MPI, which only programs that have imported mpi4py use."""
+    from diffcoll.engines import mpi
+
+    return mpi
 
 
 # ── compiled graphs refer to groups by name ──────────────────────────────────────────────────────────────
@@ -115,7 +126,8 @@ def engine_named(key: str) -> Engine:
 def _engine_of_name(name: str) -> Engine | None:
     if name == _solo.key:
         return None if _find(_default) else _solo
-    return mpi.engine_named(name) or c10d.engine_named(name)
+    of_mpi = _mpi().engine_named(name) if "mpi4py.MPI" in sys.modules else None
+    return of_mpi or c10d.engine_named(name)
 
 
 def _refuse_simulated() -> None:

@@ -53,6 +53,23 @@ def test_the_whole_table_in_one_graph(n, backend):
             assert error < 1e-12, what
 
 
+def test_names_that_are_imported_at_their_first_use(monkeypatch):
+    for name in ("GatheredBatch", "average_gradients", "gather_batch", "nn", "ring", "truth"):
+        monkeypatch.delitem(vars(dc), name, raising=False)
+
+    def program(x):
+        batch = dc.gather_batch(x)
+        assert isinstance(batch, dc.GatheredBatch)
+        blocks = [block * (r + 2) for r, block in dc.ring(x)]
+        pairs = dc.nn.clip_loss(x, x.flip(1), logit_scale=2.0)
+        return [batch[0] * 3, *blocks, dc.average_gradients(x * 5), *dc.truth.all_reduce([x * 7]), pairs]
+
+    x = torch.randn(3, 2, generator=torch.Generator().manual_seed(SEED))
+    compiled = torch.compile(program, fullgraph=True, backend="eager")(x)
+    assert not {"average_gradients", "gather_batch", "nn", "ring", "truth"} - vars(dc).keys()
+    torch.testing.assert_close(compiled, program(x))
+
+
 def test_order_is_kept_and_nothing_is_dropped():
     """Independent collectives, of different sizes on every rank, and results that a rank does not use."""
 
