@@ -26,9 +26,11 @@ from torch.autograd import Function
 Tensors = list[Tensor]
 
 
-def all_reduce(xs: Tensors, op: Any = "sum", *, cotangent: str = "partial", ties: str = "even") -> Tensors:
+def all_reduce(
+    xs: Tensors, op: Any = "sum", *, cotangent: str = "partial", ties: str = "even", deterministic: bool = False
+) -> Tensors:
     """y_r = Σ_s x_s, or another reduction of all x."""
-    return _everywhere(_reduced(xs, op, ties), len(xs), cotangent)
+    return _everywhere(_reduced(xs, op, ties, deterministic), len(xs), cotangent, deterministic)
 
 
 def all_gather(
@@ -39,9 +41,11 @@ def all_gather(
     return _everywhere(y, len(xs), cotangent)
 
 
-def reduce_scatter(xs: Tensors, op: Any = "sum", dim: int = 0, *, sizes: Any = None, ties: str = "even") -> Tensors:
+def reduce_scatter(
+    xs: Tensors, op: Any = "sum", dim: int = 0, *, sizes: Any = None, ties: str = "even", deterministic: bool = False
+) -> Tensors:
     """y_r = (Σ_s x_s)[block r]."""
-    return _blocks(_reduced(xs, op, ties), len(xs), dim, sizes)
+    return _blocks(_reduced(xs, op, ties, deterministic), len(xs), dim, sizes)
 
 
 def all_to_all(
@@ -180,10 +184,56 @@ def _tolerance(x: Tensor) -> float:
     return math.sqrt(torch.finfo(x.dtype).eps)
 
 
+# ── sums in the order of ranks ───────────────────────────────────────────────────────────────────────────
+
+
+def _summed(xs: Tensors) -> Tensor:
+    """Return Σ_s x_s, added in the order of ranks, as are the gradients of the gradient."""
+    y: Tensor = _Summed.apply(*xs)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _spread(y: Tensor, n: int) -> Tensors:
+    """Return y for each of n ranks; their gradients are added in the order of ranks. Autograd adds in its own order."""
+    return list(_Spread.apply(y, n))  # type: ignore[no-untyped-call]
+
+
+class _Summed(Function):
+    @staticmethod
+    def forward(ctx: Any, *xs: Tensor) -> Any:
+        ctx.n = len(xs)
+        return fold(add, [_wide(x) for x in xs]).to(xs[0].dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> Any:
+        return tuple(_spread(gy, ctx.n))
+
+    @staticmethod
+    def jvp(ctx: Any, *txs: Tensor) -> Any:
+        return _summed(list(txs))
+
+
+class _Spread(Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, n: int) -> Any:
+        ctx.n = n
+        return tuple(y.clone() for _ in range(n))
+
+    @staticmethod
+    def backward(ctx: Any, *gys: Tensor) -> Any:
+        return _summed(list(gys)), None
+
+    @staticmethod
+    def jvp(ctx: Any, ty: Tensor, _: None) -> Any:
+        return tuple(_spread(ty, ctx.n))
+
+
 # ── pieces ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _reduced(xs: Tensors, op: Any, ties: str = "even") -> Tensor:
+def _reduced(xs: Tensors, op: Any, ties: str = "even", deterministic: bool = False) -> Tensor:
+    if deterministic and op == "sum":
+        return _summed(xs)
     if callable(op):
         y: Tensor = op(torch.stack(xs))
         return y
@@ -223,8 +273,10 @@ def _zero(x: Tensor) -> Tensor:
     return _instead(torch.zeros_like(x), x)
 
 
-def _everywhere(y: Tensor, n: int, cotangent: str) -> Tensors:
-    return copies(y, n) if cotangent == "replicated" else [y.clone() for _ in range(n)]
+def _everywhere(y: Tensor, n: int, cotangent: str, deterministic: bool = False) -> Tensors:
+    if cotangent == "replicated":
+        return copies(y, n)
+    return _spread(y, n) if deterministic else [y.clone() for _ in range(n)]
 
 
 def _blocks(x: Tensor, n: int, dim: int, sizes: Sequence[int] | None) -> Tensors:

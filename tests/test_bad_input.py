@@ -95,6 +95,7 @@ WRONG_BY_NAME = {
         ("same", ValueError, 'got same, expected "partial" or "replicated"'),
         (True, ValueError, 'got True, expected "partial" or "replicated"'),
     ],
+    "deterministic": FLAG,
     "dim": DIM,
     "dst": ROOT,
     "exclusive": FLAG,

@@ -264,8 +264,8 @@ def _meet_after_failure(barrier: Callable[[], None]) -> None:
 class _Messages(LocalEngine):
     """A simulated group with the default primitives, which send messages between two ranks; counts their bytes."""
 
-    all_gather, reduce_scatter, all_reduce = Engine.all_gather, Engine.reduce_scatter, Engine.all_reduce
-    broadcast, reduce = Engine.broadcast, Engine.reduce
+    all_gather, broadcast, reduce = Engine.all_gather, Engine.broadcast, Engine.reduce
+    reduce_scatter_in_order, all_reduce_in_order = Engine.reduce_scatter_in_order, Engine.all_reduce_in_order
     sent = 0
 
     def exchange(self, sends: Any, recvs: Any) -> Any:

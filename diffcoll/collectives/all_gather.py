@@ -36,6 +36,7 @@ class AllGather(Linear):
     dim: int
     sizes: tuple[int, ...]
     replicated: bool = False
+    deterministic: bool = False
 
     @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
@@ -53,8 +54,8 @@ class AllGather(Linear):
     def adjoint(self) -> Linear:
         """gx_r = (Σ_s gy_s)[block r]; replicated: gx_r = gy_r[block r]."""
         if self.replicated:
-            return split.Split(self.engine, self.dim, self.sizes)
-        return reduce_scatter.ReduceScatter(self.engine, self.dim, self.sizes)
+            return split.Split(self.engine, self.dim, self.sizes, self.deterministic)
+        return reduce_scatter.ReduceScatter(self.engine, self.dim, self.sizes, self.deterministic)
 
     @property
     @override

@@ -35,22 +35,25 @@ class AllReduce(Linear):
     name: ClassVar[str] = "all_reduce"
     reads_at_once: ClassVar[bool] = True
     replicated: bool = False
+    deterministic: bool = False
     mean: bool = False
 
     @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
         y = torch.empty_like(x) if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+        if self.deterministic:
+            return then(self.engine.all_reduce_in_order(x, y), y)
         return then(self.engine.all_reduce(x, y, self.engine.size if self.mean else 1), y)
 
     @cached_property
     def adjoint(self) -> Linear:
         """gx_r = Σ_s gy_s, or their mean; replicated: gx_r = gy_r."""
-        return sum_gradients.SumGradients(self.engine) if self.replicated else self
+        return sum_gradients.SumGradients(self.engine, self.deterministic) if self.replicated else self
 
     @property
     @override
     def averaging(self) -> Linear | None:
-        return None if self.replicated else AllReduce(self.engine, mean=True)
+        return None if self.replicated or self.deterministic else AllReduce(self.engine, mean=True)
 
     @property
     @override
@@ -66,6 +69,7 @@ def all_reduce(
     *,
     cotangent: Cotangent = ...,
     ties: Ties = ...,
+    deterministic: bool = ...,
     async_op: Literal[False] = ...,
 ) -> Tree: ...
 
@@ -78,6 +82,7 @@ def all_reduce(
     *,
     cotangent: Cotangent = ...,
     ties: Ties = ...,
+    deterministic: bool = ...,
     async_op: Literal[True],
 ) -> Pending[Tree]: ...
 
@@ -89,6 +94,7 @@ def all_reduce(
     *,
     cotangent: Cotangent = "partial",
     ties: Ties = "even",
+    deterministic: bool = False,
     async_op: bool = False,
 ) -> Any:
     """Reduce all ranks' x to their sum, mean, product, maximum, …, on every rank.
@@ -115,6 +121,9 @@ def all_reduce(
             once; the backward has no communication.
         ties: where several ranks hold the maximum or minimum, which of them receive the gradient of `"max"` and
             `"min"`: `"even"`, all of them in equal parts, as `torch.amax`; `"first"`, the lowest of these ranks.
+        deterministic: add in the order of ranks, ((x_0 + x_1) + x_2) + …, and the gradients in the backward too. Each
+            element of a sum or mean then has the same bits on every engine, whatever the size of x and the position of
+            the element in it. Slower than a backend's own sum where it has one; see notes/all_reduce.md.
         async_op: do not block: return a `Pending`, whose `wait()` gives the result. Communication overlaps with
             computation in the backward too.
 
@@ -126,11 +135,14 @@ def all_reduce(
 
     Source: notes/all_reduce.md.
     """
-    return perform(_all_reduce, "all_reduce", x, group, async_op, op=op, cotangent=cotangent, ties=ties)
+    name = "all_reduce"
+    return perform(
+        _all_reduce, name, x, group, async_op, op=op, cotangent=cotangent, ties=ties, deterministic=deterministic
+    )
 
 
 def _all_reduce(call: Call, x: Any) -> Any:
-    replicated = call.cotangent()
+    how = call.cotangent(), call.flag("deterministic")
     if isinstance(x, Tensor):
-        return call.reduce(AllReduce(call.engine, replicated), x, lambda reducing: reducing.on_all_ranks(replicated))
+        return call.reduce(AllReduce(call.engine, *how), x, lambda reducing: reducing.on_all_ranks(*how))
     return trees.for_op(call)(call, _all_reduce)

@@ -33,11 +33,14 @@ class ReduceScatter(Linear):
     name: ClassVar[str] = "reduce_scatter"
     dim: int
     sizes: tuple[int, ...]
+    deterministic: bool = False
 
     @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
         row, counts = row_of(x, self.dim, self.sizes)
         y = x.new_empty(self.shape(x.shape))
+        if self.deterministic:
+            return then(self.engine.reduce_scatter_in_order(row, counts, y), y)
         return then(self.engine.reduce_scatter(row, counts, y), y)
 
     @override
@@ -47,7 +50,7 @@ class ReduceScatter(Linear):
     @cached_property
     def adjoint(self) -> Linear:
         """gx_r = [gy_0 … gy_{N-1}]."""
-        return all_gather.AllGather(self.engine, self.dim, self.sizes)
+        return all_gather.AllGather(self.engine, self.dim, self.sizes, deterministic=self.deterministic)
 
 
 @overload
@@ -59,6 +62,7 @@ def reduce_scatter(
     *,
     sizes: Parts = ...,
     ties: Ties = ...,
+    deterministic: bool = ...,
     async_op: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -72,6 +76,7 @@ def reduce_scatter(
     *,
     sizes: Parts = ...,
     ties: Ties = ...,
+    deterministic: bool = ...,
     async_op: Literal[True],
 ) -> Pending[Tensor]: ...
 
@@ -84,6 +89,7 @@ def reduce_scatter(
     *,
     sizes: Parts = None,
     ties: Ties = "even",
+    deterministic: bool = False,
     async_op: bool = False,
 ) -> Any:
     """Reduce all ranks' x to their sum, mean, product, maximum, …; rank r receives block r along a dimension.
@@ -103,6 +109,9 @@ def reduce_scatter(
         sizes: None: N equal blocks. A list, the same on all ranks: each rank's size, zeros allowed.
         ties: where several ranks hold the maximum or minimum, which of them receive the gradient of `"max"` and
             `"min"`: `"even"`, all of them in equal parts, as `torch.amax`; `"first"`, the lowest of these ranks.
+        deterministic: add in the order of ranks, ((x_0 + x_1) + x_2) + …, and the gradients in the backward too. Each
+            element of a sum or mean then has the same bits on every engine, whatever the size of x and the position of
+            the element in it. Slower than a backend's own sum where it has one; see notes/all_reduce.md.
         async_op: do not block: return a `Pending`, whose `wait()` gives the result. Communication overlaps with
             computation in the backward too.
 
@@ -114,10 +123,13 @@ def reduce_scatter(
 
     Source: notes/reduce_scatter.md.
     """
-    return perform(_reduce_scatter, "reduce_scatter", x, group, async_op, op=op, dim=dim, sizes=sizes, ties=ties)
+    name = "reduce_scatter"
+    return perform(
+        _reduce_scatter, name, x, group, async_op, op=op, dim=dim, sizes=sizes, ties=ties, deterministic=deterministic
+    )
 
 
 def _reduce_scatter(call: Call, x: Tensor) -> Any:
     d = call.dim("dim", x)
-    parts = call.sizes_of_parts(x, d)
-    return call.reduce(ReduceScatter(call.engine, d, parts), x, lambda reducing: reducing.blocks(d, parts))
+    how = d, call.sizes_of_parts(x, d), call.flag("deterministic")
+    return call.reduce(ReduceScatter(call.engine, *how), x, lambda reducing: reducing.blocks(*how))

@@ -32,6 +32,7 @@ class Split(Linear):
     reads_at_once: ClassVar[bool] = True
     dim: int
     sizes: tuple[int, ...]
+    deterministic: bool = False
 
     @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
@@ -46,7 +47,7 @@ class Split(Linear):
     @cached_property
     def adjoint(self) -> Linear:
         """gx_r = [gy_0 … gy_{N-1}]."""
-        return all_gather.AllGather(self.engine, self.dim, self.sizes, replicated=True)
+        return all_gather.AllGather(self.engine, self.dim, self.sizes, True, self.deterministic)
 
     @property
     @override

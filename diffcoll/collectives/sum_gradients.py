@@ -34,6 +34,7 @@ class SumGradients(Linear):
 
     name: ClassVar[str] = "sum_gradients"
     reads_at_once: ClassVar[bool] = True
+    deterministic: bool = False
 
     @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
@@ -43,7 +44,7 @@ class SumGradients(Linear):
     @cached_property
     def adjoint(self) -> Linear:
         """gx_r = Σ_s gy_s."""
-        return all_reduce.AllReduce(self.engine, replicated=True)
+        return all_reduce.AllReduce(self.engine, True, self.deterministic)
 
     @property
     @override

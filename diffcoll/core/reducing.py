@@ -52,14 +52,15 @@ class Reducing:
         self.operation, self.reduction, self.engine, self.x = operation, reduction, engine, x
         self.checked = checked and reduction.users and not is_within_transform()
 
-    def on_all_ranks(self, replicated: bool) -> Steps:
-        """y on every rank."""
+    def on_all_ranks(self, replicated: bool, deterministic: bool = False) -> Steps:
+        """y on every rank; `deterministic`: gradients are added in the order of ranks."""
         sizes = even_sizes(self.x.numel(), self.engine.size)
         self._check(lambda stack: _row(stack).split_with_sizes(list(sizes), 1))
         small = self.x.numel() * self.x.element_size() <= self.engine.small(self.x.device.type)
-        if small or self._in_one_stack(sizes):
-            return MAPS["AllGather"](self.engine, 0, self._ones, replicated), self.x.unsqueeze(0), self._result
-        last = MAPS["AllGather"](self.engine, 0, sizes, replicated)
+        how = replicated, deterministic
+        if (small and not deterministic) or self._in_one_stack(sizes):
+            return MAPS["AllGather"](self.engine, 0, self._ones, *how), self.x.unsqueeze(0), self._result
+        last = MAPS["AllGather"](self.engine, 0, sizes, *how)
         return last, self._row_block(sizes), lambda y: y.view(self.x.shape)
 
     def on_rank(self, dst: int) -> Steps:
@@ -81,13 +82,13 @@ class Reducing:
             return MAPS["AllGather"](self.engine, 0, self._ones), self.x.unsqueeze(0), kept
         return MAPS["Gather"](self.engine, dst, 0, sizes), self._row_block(sizes).unsqueeze(1), shaped
 
-    def blocks(self, dim: int, sizes: tuple[int, ...]) -> Steps:
-        """Block r of y along dim, on rank r."""
+    def blocks(self, dim: int, sizes: tuple[int, ...], deterministic: bool = False) -> Steps:
+        """Block r of y along dim, on rank r; `deterministic` as in `on_all_ranks`."""
         self._check(lambda stack: stack.split_with_sizes(list(sizes), dim + 1))
         if self._in_one_stack(sizes):
             # Not split_with_sizes: its derivative drops an empty row.
             first, length = sum(sizes[: self.engine.rank]), sizes[self.engine.rank]
-            gather = MAPS["AllGather"](self.engine, 0, self._ones)
+            gather = MAPS["AllGather"](self.engine, 0, self._ones, False, deterministic)
             return gather, self.x.unsqueeze(0), lambda stack: _copy(self._reduced(stack).narrow(dim, first, length))
         return MAPS["AllToAll"](self.engine, dim + 1, 0, sizes, self._ones), self.x.unsqueeze(0), self._result
 

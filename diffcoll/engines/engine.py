@@ -184,8 +184,15 @@ class Engine(ABC):
         `row` is 1-d, and the same size on every rank: N parts with `counts[s]` numbers, one after the other. `out` has
         `counts[rank]` numbers in any shape.
 
-        Here and in the other sums, the defaults add up in the order of ranks, half precisions in float32, rounded once.
-        A backend's own operation adds up in its own order and precision.
+        Here and in `all_reduce` and `reduce`, a backend's own operation adds up in its own order and precision. The
+        defaults add up in the order of ranks, half precisions in float32.
+        """
+        return self.reduce_scatter_in_order(row, counts, out)
+
+    def reduce_scatter_in_order(self, row: Tensor, counts: list[int], out: Tensor) -> Wait:
+        """Do what `reduce_scatter` does, adding in the order of ranks: ((x_0 + x_1) + x_2) and so on.
+
+        Half precisions are added in float32 and rounded once.
         """
         out = out.view(-1)
         if self.size == 1:
@@ -211,12 +218,35 @@ class Engine(ABC):
         `later`, x has been read when this returns, and may be modified before the Wait. The terms are divided while
         they are copied, before the sum, so it overflows only if the result does.
         """
+        return self.all_reduce_in_order(x if divisor == 1 else copy_into(y, x, divisor), y)
+
+    def all_reduce_in_order(self, x: Tensor, y: Tensor) -> Wait:
+        """Do what `all_reduce` does, adding in the order of ranks, as `reduce_scatter_in_order` does."""
+        if self.size == 1:
+            y.copy_(x)
+            return done
+        if y.nbytes <= self.small(y.device.type):
+            return self.gather_and_add(x, y)
         # Each part is added up on one rank, so all ranks get the same bits.
-        copy_into(y, x, divisor)
+        y.copy_(x)
         row, counts = y.view(-1), list(even_sizes(y.numel(), self.size))
         mine = row.new_empty(counts[self.rank])
-        self.reduce_scatter(row, counts, mine)()
+        self.reduce_scatter_in_order(row, counts, mine)()
         return self.all_gather(mine, row, counts)
+
+    def gather_and_add(self, x: Tensor, y: Tensor) -> Wait:
+        """Do what `all_reduce_in_order` does, in one round of messages: every rank adds up all x."""
+        memory = self.scratch.take(self.size * y.numel(), like=y)
+        terms = memory.view(self.size, *y.shape).unbind()
+        terms[self.rank].copy_(x)
+        wait = self.all_gather(None, memory, [y.numel()] * self.size)
+
+        def finish() -> None:
+            wait()
+            add_up(terms, y)
+            self.scratch.give(memory)
+
+        return finish
 
     def broadcast(self, y: Tensor, src: int) -> Wait:
         """y ← y_src, in place. Not modified on rank src."""

@@ -40,7 +40,7 @@ from diffcoll.core._torch import (
 )
 from diffcoll.core.errors import CollectiveMismatchError, Origin, not_run, within_backward
 from diffcoll.engines import delivery
-from diffcoll.engines.engine import Blocks, Engine, Wait, copy_into
+from diffcoll.engines.engine import Blocks, Engine, Wait
 from diffcoll.engines.process_state import process_state, set_process_state, states_of_ranks
 
 __all__ = [
@@ -394,13 +394,13 @@ class LocalEngine(Engine):
         return self._deliver(delivery.all_gather, x, row, counts)
 
     @override
-    def reduce_scatter(self, row: Tensor, counts: list[int], out: Tensor) -> Wait:
+    def reduce_scatter_in_order(self, row: Tensor, counts: list[int], out: Tensor) -> Wait:
         return self._deliver(delivery.reduce_scatter, row, counts, out)
 
     @override
-    def all_reduce(self, x: Tensor, y: Tensor, divisor: int = 1) -> Wait:
-        if (self.later and x is not y) or divisor != 1:  # x may be modified before the other ranks arrive
-            x = copy_into(y, x, divisor)
+    def all_reduce_in_order(self, x: Tensor, y: Tensor) -> Wait:
+        if self.later and x is not y:  # x may be modified before the other ranks arrive
+            x = y.copy_(x)
         return self._deliver(delivery.all_reduce, x, y)
 
     @override

@@ -175,17 +175,23 @@ class MpiEngine(MessageEngine):
         return self._do("Allgatherv", [(sent, received)], [x, row])
 
     @override
-    def reduce_scatter(self, row: Tensor, counts: list[int], out: Tensor) -> Wait:
+    def reduce_scatter_in_order(self, row: Tensor, counts: list[int], out: Tensor) -> Wait:
         nbytes = row.nbytes
         if not (0 < nbytes <= SMALL and is_even(counts) and row.is_cpu) or self.later:
-            return super().reduce_scatter(row, counts, out)
-        # One call instead of two messages per rank; summed in the order of ranks, as by default.
+            return super().reduce_scatter_in_order(row, counts, out)
+        # One call instead of two messages per rank.
         at, byte, terms = self._mpi.buffer.fromaddress, self._mpi.BYTE, torch.empty_like(row)
         (self._duplicate or self.comm).Alltoall(
             [at(row.data_ptr(), nbytes), byte], [at(terms.data_ptr(), nbytes), byte]
         )
         add_up(terms.split_with_sizes(counts), out.view(-1))
         return done
+
+    @override
+    def all_reduce_in_order(self, x: Tensor, y: Tensor) -> Wait:
+        # Parts of a small tensor differ in size, and then reduce_scatter sends two messages per rank.
+        small = 1 < self.size and y.nbytes <= SMALL
+        return self.gather_and_add(x, y) if small else super().all_reduce_in_order(x, y)
 
     @override
     def broadcast(self, y: Tensor, src: int) -> Wait:

@@ -45,6 +45,11 @@ DISAGREEMENTS = {
     "op": (lambda odd: dc.all_reduce(x_(3), "max" if odd else "sum"), "op='max'"),
     "sum or mean": (lambda odd: dc.reduce_scatter(x_(3), "avg" if odd else "sum"), "op='mean'"),
     "ties": (lambda odd: dc.all_reduce(x_(3), "max", ties="first" if odd else "even"), "ties='first'"),
+    "order of the sum": (lambda odd: dc.all_reduce(x_(3), deterministic=odd), "rank 1: .*deterministic=True"),
+    "order of the gradient's sum": (
+        lambda odd: dc.reduce_scatter(x_(3), "max", deterministic=odd),
+        "rank 1: .*deterministic=True",
+    ),
     "shape": (lambda odd: dc.all_reduce(x_(4 if odd else 3)), r"float64 \(4,\)"),
     "same size, other shape": (lambda odd: dc.all_reduce(x_(2, 3) if odd else x_(3, 2)), r"\(2, 3\)"),
     "dtype": (lambda odd: dc.broadcast(x_(3, dtype=torch.float32 if odd else torch.float64)), "float32"),

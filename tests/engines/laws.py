@@ -21,7 +21,7 @@ from torch import Tensor
 from diffcoll.core._torch import RELEASE
 from diffcoll.core.groups import resolve
 from diffcoll.engines import c10d, mpi
-from diffcoll.engines.engine import Engine, Wait
+from diffcoll.engines.engine import WIDER, Engine, Wait, even_sizes
 from diffcoll.engines.messages import MessageEngine
 
 Pairs = Iterator[tuple[Any, Any]]
@@ -180,7 +180,7 @@ def as_row(blocks: list[Tensor]) -> tuple[Tensor, list[int]]:
     return torch.cat([block.view(-1) for block in blocks]), [block.numel() for block in blocks]
 
 
-def reduce_scatter(engine: Engine, data: Data) -> Call:
+def reduce_scatter(engine: Engine, data: Data, name: str = "reduce_scatter") -> Call:
     n = engine.size
     mine, *_ = every = [
         [data.numbers(engine, 10 * (s % n) + t, data.shape((t + 1) % 3)) for t in range(n)]
@@ -190,12 +190,17 @@ def reduce_scatter(engine: Engine, data: Data) -> Call:
     (row,) = put(data, [whole])
     (out,) = put(data, fresh([mine[engine.rank]]))
     total = sum(blocks_of_one[engine.rank] for blocks_of_one in every)
-    return Call(lambda: engine.reduce_scatter(row, counts, out), [(row, whole)], [(out, total.to(data.dtype))])
+    start = getattr(engine, name)
+    return Call(lambda: start(row, counts, out), [(row, whole)], [(out, total.to(data.dtype))])
 
 
-def all_reduce(engine: Engine, data: Data, divides: bool = False) -> Call:
+def reduce_scatter_in_order(engine: Engine, data: Data) -> Call:
+    return reduce_scatter(engine, data, "reduce_scatter_in_order")
+
+
+def all_reduce(engine: Engine, data: Data, name: str = "all_reduce", divides: bool = False) -> Call:
     every = [data.numbers(engine, s, data.shape(2)) for s in range(engine.size)]
-    mine = every[engine.rank]
+    mine, start = every[engine.rank], getattr(engine, name)
     if divides:
         mine = engine.size * mine
         x, (y,) = data.layout(mine), put(data, fresh([mine]))
@@ -203,9 +208,13 @@ def all_reduce(engine: Engine, data: Data, divides: bool = False) -> Call:
     total = sum(every).to(data.dtype)
     if data.in_place:
         (y,) = put(data, [mine])
-        return Call(lambda: engine.all_reduce(y, y), [], [(y, total)])
+        return Call(lambda: start(y, y), [], [(y, total)])
     x, (y,) = data.layout(mine), put(data, fresh([mine]))
-    return Call(lambda: engine.all_reduce(x, y), [(x, mine)], [(y, total)])
+    return Call(lambda: start(x, y), [(x, mine)], [(y, total)])
+
+
+def all_reduce_in_order(engine: Engine, data: Data) -> Call:
+    return all_reduce(engine, data, "all_reduce_in_order")
 
 
 def broadcast(engine: Engine, data: Data, random_bits: bool = False, src: int = -1) -> Call:
@@ -226,7 +235,7 @@ def reduce(engine: Engine, data: Data, dst: int = -1) -> Call:
 
 
 MOVES = [exchange, all_gather, broadcast]
-SUMS = [reduce_scatter, all_reduce, reduce]
+SUMS = [reduce_scatter, all_reduce, reduce, reduce_scatter_in_order, all_reduce_in_order]
 SHAPES = [
     Data(),
     Data(tail=(3,)),
@@ -274,11 +283,13 @@ def all_gather_gives_every_rank_all_blocks(engine: Engine) -> Pairs:
 
 
 def reduce_scatter_gives_every_rank_its_sum(engine: Engine) -> Pairs:
-    return in_every_shape(reduce_scatter, engine)
+    yield from in_every_shape(reduce_scatter, engine)
+    yield from in_every_shape(reduce_scatter_in_order, engine)
 
 
 def all_reduce_gives_every_rank_the_sum(engine: Engine) -> Pairs:
-    return in_every_shape(all_reduce, engine)
+    yield from in_every_shape(all_reduce, engine)
+    yield from in_every_shape(all_reduce_in_order, engine)
 
 
 def all_reduce_divides_the_terms(engine: Engine) -> Pairs:
@@ -355,12 +366,34 @@ def all_reduce_is_bitwise_equal_on_all_ranks(engine: Engine) -> Pairs:
         yield from ((other, y) for other in found.split(y.numel()))
 
 
+def sums_in_order_are_added_in_the_order_of_ranks(engine: Engine) -> Pairs:
+    """Half precisions in float32. Every size from 0-d to one that no engine calls small."""
+    r, n = engine.rank, engine.size
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64):
+        for shape in ((), (7,), (3, 11), (LARGE,)):
+            xs = []
+            for s in range(n):
+                own = torch.Generator().manual_seed(s)
+                x = torch.randn(shape, generator=own) * 10.0 ** torch.randint(-3, 4, shape, generator=own)
+                xs.append(x.to(dtype).to(engine.control_device))
+            total = xs[0].to(WIDER.get(dtype, dtype), copy=True)
+            for x in xs[1:]:
+                total = total + x
+            total = total.to(dtype)
+            engine.all_reduce_in_order(xs[r], y := torch.empty_like(total))()
+            counts = list(even_sizes(total.numel(), n))[::-1]
+            out = total.new_empty(counts[r])
+            engine.reduce_scatter_in_order(xs[r].view(-1), counts, out)()
+            yield y, total
+            yield out, total.view(-1).split(counts)[r]
+
+
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def an_output_may_be_an_input_where_that_is_allowed(engine: Engine) -> Pairs:
     for data in SHAPES:
-        for primitive in (all_reduce, all_gather, exchange):
+        for primitive in (all_reduce, all_reduce_in_order, all_gather, exchange):
             yield from outcome(primitive, engine, replace(data, in_place=True))
     x = Data().numbers(engine, engine.rank, (5,))
     found = [torch.empty_like(x) for _ in range(engine.size)]
@@ -398,11 +431,12 @@ def all_reduce_has_read_x_when_it_returns(engine: Engine) -> Pairs:
         yield True, True
         return
     for layout in LAYOUTS:
-        call = all_reduce(engine, Data(numel=LARGE, tail=(3,), layout=layout))
-        wait = call.start()
-        call.reads[0][0].fill_(BEFORE)
-        wait()
-        yield from call.writes
+        for primitive in (all_reduce, all_reduce_in_order):
+            call = primitive(engine, Data(numel=LARGE, tail=(3,), layout=layout))
+            wait = call.start()
+            call.reads[0][0].fill_(BEFORE)
+            wait()
+            yield from call.writes
 
 
 def memory_is_kept_until_the_wait(engine: Engine) -> Pairs:
@@ -676,6 +710,7 @@ CALLS = [
     every_number_is_summed,
     half_precisions_are_summed_in_float32,
     all_reduce_is_bitwise_equal_on_all_ranks,
+    sums_in_order_are_added_in_the_order_of_ranks,
     an_output_may_be_an_input_where_that_is_allowed,
     nothing_but_the_outputs_is_written,
     all_reduce_has_read_x_when_it_returns,
@@ -735,17 +770,18 @@ def bytes_of(t: Tensor) -> Tensor:
 def small_pieces() -> Iterator[None]:
     """Lower all thresholds of the backends below the message sizes, and LARGE, so that messages stay small."""
     global LARGE
-    before = LARGE, c10d.HALVED, mpi.SMALL, mpi.PIECE, mpi.ADDED
-    LARGE, c10d.HALVED, mpi.SMALL, mpi.PIECE, mpi.ADDED = 96, {"gloo": 32}, 0, 16, 16
+    before = LARGE, c10d.HALVED, c10d.SMALL, mpi.SMALL, mpi.PIECE, mpi.ADDED
+    LARGE, c10d.HALVED, c10d.SMALL, mpi.SMALL, mpi.PIECE, mpi.ADDED = 96, {"gloo": 32}, {}, 0, 16, 16
     try:
         yield
     finally:
-        LARGE, c10d.HALVED, mpi.SMALL, mpi.PIECE, mpi.ADDED = before
+        LARGE, c10d.HALVED, c10d.SMALL, mpi.SMALL, mpi.PIECE, mpi.ADDED = before
 
 
 def by_default(engine: Engine) -> type[Engine]:
     """The engine's class with the default primitives, which are built on `exchange`."""
-    names = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "overlaps")
+    sums = ("reduce_scatter", "all_reduce", "reduce_scatter_in_order", "all_reduce_in_order", "reduce", "overlaps")
+    names = ("all_gather", "broadcast", *sums)
     return type("Default", (type(engine),), {name: getattr(Engine, name) for name in names})
 
 

@@ -191,6 +191,14 @@ class SumsFromItsOwnRank(StacksAndSums):
         return terms[self.rank :] + terms[: self.rank]
 
 
+class AddsFromTheLastRank(Faulty):
+    def all_reduce_in_order(self, x, y):
+        return StacksAndSums.all_reduce(self, x, y)
+
+    def order(self, terms):
+        return terms[::-1]
+
+
 class ClearsItsOutput(Faulty):
     def all_reduce(self, x, y):
         y.zero_()
@@ -242,7 +250,8 @@ class SkipsCallsWithoutDataOfItsOwn(Faulty):
 
 
 class WaitsInTheOrderOfCalls(Faulty):
-    reduce_scatter, all_reduce = Engine.reduce_scatter, Engine.all_reduce  # read what an exchange has received
+    reduce_scatter_in_order = Engine.reduce_scatter_in_order  # reads what an exchange has received
+    all_reduce_in_order = Engine.all_reduce_in_order
 
     def exchange(self, sends, recvs):
         first = super().exchange(sends, recvs)
@@ -315,7 +324,7 @@ class OverlapsByLayout(Faulty):
 
 
 class SaysThatItOverlaps(Faulty):
-    all_reduce = Engine.all_reduce  # blocks until the other ranks have called it
+    all_reduce_in_order = Engine.all_reduce_in_order  # blocks until the other ranks have called it
 
     def overlaps(self, x):
         return True
@@ -332,6 +341,7 @@ FAULTS = [
     (laws.every_number_is_summed, SumsRealParts),
     (laws.half_precisions_are_summed_in_float32, StacksAndSums),
     (laws.all_reduce_is_bitwise_equal_on_all_ranks, SumsFromItsOwnRank),
+    (laws.sums_in_order_are_added_in_the_order_of_ranks, AddsFromTheLastRank),
     (laws.an_output_may_be_an_input_where_that_is_allowed, ClearsItsOutput),
     (laws.nothing_but_the_outputs_is_written, WritesPartialSums),
     (laws.nothing_but_the_outputs_is_written, WritesBeforeItsOutput),

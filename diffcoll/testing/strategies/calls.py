@@ -93,12 +93,14 @@ _LAYOUTS = ["contiguous", "transposed", "strided", "offset"]
 _COTANGENTS = ["partial", "replicated"]
 _NOT_ASYNC = ("sum_gradients", "split")
 _TIES = ["even", "first"]
+_DETERMINISTIC = [False, True]
 _ORDERED = ["max", "min", median, median_in_parts]  # not defined for complex numbers
 _OPS = ["sum", "mean", "product", "logsumexp", largest_whole, *_ORDERED]
 
 
 def _all_reduce(draw: Draw, n: int) -> _Call:
-    return [_shape(draw)] * n, _some(draw, op=_OPS, cotangent=_COTANGENTS, ties=_TIES), {}
+    some = _some(draw, op=_OPS, cotangent=_COTANGENTS, ties=_TIES, deterministic=_DETERMINISTIC)
+    return [_shape(draw)] * n, some, {}
 
 
 def _gathered(draw: Draw, n: int) -> _Call:
@@ -134,7 +136,7 @@ def _cut(draw: Draw, n: int) -> _Call:
 
 def _reduce_scatter(draw: Draw, n: int) -> _Call:
     shapes, arguments, _ = _cut(draw, n)
-    return shapes, {**arguments, **_some(draw, op=_OPS, ties=_TIES)}, {}
+    return shapes, {**arguments, **_some(draw, op=_OPS, ties=_TIES, deterministic=_DETERMINISTIC)}, {}
 
 
 def _all_to_all(draw: Draw, n: int) -> _Call:
