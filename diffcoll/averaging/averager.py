@@ -75,6 +75,9 @@ class GradientAverager:
         reduction: `"mean"`: Σ_r g_r / N. `"sum"`: Σ_r g_r. `"weighted"`: Σ_r w_r g_r / Σ_r w_r, see `set_weight`.
         bucket_mb: maximum size of one message in megabytes; a single larger gradient has a message of its own.
         comm_dtype: the dtype in which gradients are sent and added; None: their own.
+        deterministic: add in the order of ranks, so that gradients have the same bits on every engine and for every
+            `bucket_mb`. Buckets are then sent at the end of backward and do not overlap with it; see
+            notes/averaging.md. Not with `comm_hook`.
         broadcast_parameters: copy rank 0's parameters to all ranks on construction.
         broadcast_buffers: True: copy rank 0's buffers, integers included, to all ranks on construction; needs a module.
             `"each forward"`: also before each training forward of the module that follows a reduction, as DDP does;
@@ -107,6 +110,7 @@ class GradientAverager:
         reduction: Reduction = "mean",
         bucket_mb: float = 25.0,
         comm_dtype: torch.dtype | None = None,
+        deterministic: bool = False,
         broadcast_parameters: bool = True,
         broadcast_buffers: bool | Literal["each forward"] = False,
         hooks: bool = True,
@@ -116,7 +120,7 @@ class GradientAverager:
     ) -> None:
         module = module_or_params if isinstance(module_or_params, nn.Module) else None
         sends = broadcast_parameters, broadcast_buffers
-        arguments = Arguments(reduction, bucket_mb, comm_dtype, comm_hook, unused, *sends, hooks)
+        arguments = Arguments(reduction, bucket_mb, comm_dtype, deterministic, comm_hook, unused, *sends, hooks)
         arguments.check(module)
         named, ignored = named_parameters(NAME, module_or_params, partial(checked_ignore, NAME, ignore, module))
         engine = _engine(group)

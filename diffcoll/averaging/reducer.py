@@ -100,6 +100,9 @@ class Reducer:
             p.drop_views()
         nbytes, dtype, tail = self._arguments.bucket_mb * 2**20, self._arguments.comm_dtype, len(trainable) + EXTRA
         self.buckets = cut(trainable, nbytes, dtype, self.engine, tail, tail_alone=self._comm_hook is not None)
+        if self._arguments.deterministic:
+            for bucket in self.buckets:
+                bucket.overlaps = False  # a sum in the order of ranks takes two rounds, and the first one blocks
 
     # ── gradients into buckets ───────────────────────────────────────────────────────────────────────────
 
@@ -194,7 +197,8 @@ class Reducer:
             return
         engine.operation, engine.later = NAME, bucket.overlaps
         with self._communicating(bucket):
-            bucket.wait = engine.all_reduce(bucket.row, bucket.row)
+            reduce = engine.all_reduce_in_order if self._arguments.deterministic else engine.all_reduce
+            bucket.wait = reduce(bucket.row, bucket.row)
 
     def send_rest(self) -> None:
         """Send all buckets that have not been sent; an error found here makes all ranks raise."""

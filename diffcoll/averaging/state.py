@@ -27,6 +27,7 @@ class Arguments:
     reduction: Reduction
     bucket_mb: float
     comm_dtype: torch.dtype | None
+    deterministic: bool
     comm_hook: Callable[..., Any] | None
     unused: Unused
     broadcast_parameters: bool
@@ -48,6 +49,11 @@ class Arguments:
     def _check_choices(self, module: nn.Module | None) -> None:
         if self.reduction not in ("mean", "sum", "weighted"):
             raise ValueError(message(NAME, "reduction", repr(self.reduction), '"mean", "sum" or "weighted"'))
+        if self.deterministic is not True and self.deterministic is not False:
+            raise TypeError(message(NAME, "deterministic", type(self.deterministic).__name__, "True or False"))
+        if self.deterministic and self.comm_hook is not None:
+            got, remedy = "True with a comm_hook", "let the hook add in the order of ranks"
+            raise ValueError(message(NAME, "deterministic", got, "False, since the hook replaces the sum", remedy))
         if self.unused not in ("allow", "error"):
             raise ValueError(message(NAME, "unused", repr(self.unused), '"allow" or "error"'))
         given = self.broadcast_buffers
