@@ -77,7 +77,7 @@ class GradientAverager:
         comm_dtype: the dtype in which gradients are sent and added; None: their own.
         deterministic: add in the order of ranks, so that gradients have the same bits on every engine and for every
             `bucket_mb`. Buckets are then sent at the end of backward and do not overlap with it; see
-            notes/averaging.md. Not with `comm_hook`.
+            notes/deterministic.md. Not with `comm_hook`.
         broadcast_parameters: copy rank 0's parameters to all ranks on construction.
         broadcast_buffers: True: copy rank 0's buffers, integers included, to all ranks on construction; needs a module.
             `"each forward"`: also before each training forward of the module that follows a reduction, as DDP does;

@@ -49,8 +49,10 @@ SUM = "diffcoll's sum"
 #: The raw calls of the library's engine in an `autograd.Function` of two lines.
 FLOOR = "a two-line Function"
 SIZES = {"4 B": 1, "1 MB": 1 << 18, "16 MB": 1 << 22}
+#: Stands for `deterministic=True` among the ops.
+DETERMINISTIC = "deterministic"
 OPS: dict[str, tuple[Any, ...]] = {
-    "all_reduce": ("sum", "mean", "product", "max", "logsumexp", median_in_parts),
+    "all_reduce": ("sum", "mean", "product", "max", "logsumexp", median_in_parts, DETERMINISTIC),
     "reduce_scatter": ("sum", "product", "max"),
 }
 Steps = dict[str, Callable[[], object]]
@@ -159,6 +161,7 @@ class _Bench:
 def _case(name: str, op: Any, numel: int, n: int) -> Case:
     rows = n if name in ("reduce_scatter", "all_to_all", "scatter", "split") else 1
     arguments: dict[str, Any] = {} if op in (None, "sum") else {"op": op}
+    arguments = {"deterministic": True} if op == DETERMINISTIC else arguments
     if name == "permute":
         arguments["pairs"] = [(r, (r + 1) % n) for r in range(n)]
     return Case(name, ((max(numel // rows, 1) * rows,),) * n, arguments, dtype=torch.float32)

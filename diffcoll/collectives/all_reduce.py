@@ -123,7 +123,7 @@ def all_reduce(
             `"min"`: `"even"`, all of them in equal parts, as `torch.amax`; `"first"`, the lowest of these ranks.
         deterministic: add in the order of ranks, ((x_0 + x_1) + x_2) + …, and the gradients in the backward too. Each
             element of a sum or mean then has the same bits on every engine, whatever the size of x and the position of
-            the element in it. Slower than a backend's own sum where it has one; see notes/all_reduce.md.
+            the element in it. Slower than a backend's own sum where it has one; see notes/deterministic.md.
         async_op: do not block: return a `Pending`, whose `wait()` gives the result. Communication overlaps with
             computation in the backward too.
 
