@@ -44,7 +44,7 @@ ADJOINT = {
 #: Imported when something is first traced, as it takes time to make an op of every map, or after mpi4py.
 DEFERRED = {
     ("core.derivatives", "core.compiled"),
-    ("core.reductions", "core.compiled"),
+    ("core.product", "core.compiled"),
     ("core.groups", "engines.mpi"),
 }
 

@@ -466,7 +466,7 @@ def test_check_mode_compares_what_is_compiled(backend):
 
     one, other = spawn(body, range(2), backend=backend, timeout=100)
     assert one == other
-    total = "compiled AllReduce(torch.float32 (2,), replicated=False, deterministic=False) at "
+    total = "compiled AllReduce(torch.float32 (2,), replicated=False, deterministic=False, mean=False) at "
     words = [total, total, "compiled AllGather(", "(3,)", "float64", "compiled ReduceScatter("]
     for text, expected in zip(one, words, strict=True):
         assert expected in text
