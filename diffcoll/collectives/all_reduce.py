@@ -41,9 +41,11 @@ class AllReduce(Linear):
     @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
         y = torch.empty_like(x) if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+        if self.mean:  # divided before the sum, while it is copied: so the sum overflows only if the mean does
+            x = torch.div(x, self.engine.size, out=y)
         if self.deterministic:
             return then(self.engine.all_reduce_in_order(x, y), y)
-        return then(self.engine.all_reduce(x, y, self.engine.size if self.mean else 1), y)
+        return then(self.engine.all_reduce(x, y), y)
 
     @cached_property
     def adjoint(self) -> Linear:

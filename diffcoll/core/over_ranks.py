@@ -71,7 +71,9 @@ class _OverRanks(Function):
 
 #: Numbers of a stack that a thread processes at a time, few enough for them and the intermediate results to stay in
 #: cache.
-_PIECE = 1 << 16
+_PIECE = 1 << 17
+#: Stacks of so many pieces or fewer are processed at once: with cold caches a Python statement takes several µs.
+_FEW = 4
 
 
 def value_in_pieces(s: Tensor, rule: Rule) -> Tensor:
@@ -95,7 +97,7 @@ def gradient_in_pieces(s: Tensor, y: Tensor, gy: Tensor, rule: Rule) -> Tensor:
 
 
 def _is_cut(s: Tensor) -> bool:
-    return s.numel() > _PIECE and s.is_cpu and is_eager(s)
+    return s.numel() > _FEW * _PIECE and s.is_cpu and is_eager(s)
 
 
 def _pieces(s: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -107,13 +109,25 @@ def _pieces(s: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 # ── PyTorch's functions ──────────────────────────────────────────────────────────────────────────────────
 
 
+def _may_overwrite(*tensors: Tensor) -> bool:
+    """Whether results of operations on these tensors may be modified in place: nothing records the operations."""
+    return not torch.is_grad_enabled() and is_eager(*tensors)
+
+
 def _gradient_of_extreme(s: Tensor, y: Tensor, gy: Tensor) -> Tensor:
     """gy where s_k = y, in equal parts among ties: the gradient of amax and amin."""
-    if is_eager(s, y):  # several times as fast as a comparison to bool
-        held = s.detach().clone().eq_(y.detach())
-    else:
+    if not _may_overwrite(s, y, gy):
         held = (s == y).to(s.dtype)
-    return gy * held / held.sum(0)
+        return gy * held / held.sum(0)
+    held = s.clone().eq_(y)  # several times as fast as a comparison to bool
+    ties = held.sum(0)
+    return held.mul_(gy).div_(ties)
+
+
+def _gradient_of_logsumexp(s: Tensor, y: Tensor, gy: Tensor) -> Tensor:
+    if s.is_complex() or not _may_overwrite(s, y, gy):
+        return gy * (s - y).exp().conj()
+    return (s - y).exp_().mul_(gy)
 
 
 def _logsumexp(s: Tensor) -> Tensor:
@@ -127,4 +141,4 @@ def _logsumexp(s: Tensor) -> Tensor:
 
 LARGEST = Rule(lambda s: s.amax(0), _gradient_of_extreme)
 SMALLEST = Rule(lambda s: s.amin(0), _gradient_of_extreme)
-LOGSUMEXP = Rule(_logsumexp, lambda s, y, gy: gy * (s - y).exp().conj())
+LOGSUMEXP = Rule(_logsumexp, _gradient_of_logsumexp)

@@ -7,7 +7,6 @@ ranks in others (pytorch#130515), so methods of the group, or the arguments `gro
 from __future__ import annotations
 
 import inspect
-import math
 import threading
 import time
 import weakref
@@ -22,7 +21,7 @@ from torch.distributed import distributed_c10d
 from typing_extensions import override
 
 from diffcoll.core._torch import RELEASE
-from diffcoll.engines.engine import Blocks, Engine, Exclusive, Wait, copy_into, is_even
+from diffcoll.engines.engine import Blocks, Engine, Exclusive, Wait, is_even
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
 
@@ -33,10 +32,9 @@ __all__ = ["C10dEngine", "engine_of", "is_running", "new_group", "use"]
 # directly in the result, which saves a copy into newly allocated memory. Backends that are not listed use all of their
 # own collectives. NCCL was not measured.
 NATIVE = {"gloo": {"all_reduce", "broadcast"}}
-# Up to this many bytes a tensor is reduced by an all-gather and a local reduction, see `Engine.small`.
-SMALL = {"gloo": 16 << 10}
-# From this many bytes on a tensor is summed in two halves, so that the second is copied while the first is in flight.
-HALVED = {"gloo": 4 << 20}
+# Tensors of at most this many bytes on all ranks together are reduced by an all-gather and a local reduction, see
+# `Engine.small`.
+SMALL = {"gloo": 128 << 10}
 ALL = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
 
 # The dtypes that a backend sums itself. Half precisions are omitted for gloo: `Engine.all_reduce` accumulates them in
@@ -105,7 +103,7 @@ class C10dEngine(MessageEngine):
 
     @override
     def small(self, device: str) -> int:
-        return SMALL.get(self.backends[device], 0)
+        return SMALL.get(self.backends[device], 0) // self.size
 
     @override
     def subgroup(self, ranks: Sequence[int]) -> Any:
@@ -199,25 +197,12 @@ class C10dEngine(MessageEngine):
     # ── the backend's own collectives, where the tables above say so ─────────────────────────────────────
 
     @override
-    def all_reduce(self, x: Tensor, y: Tensor, divisor: int = 1) -> Wait:
+    def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
         if not self._runs_natively("all_reduce", y, adds=True):
-            return super().all_reduce(x, y, divisor)
-        if not x.is_contiguous():
-            x = copy_into(y, x, divisor)
-        pairs = [(x, y)]
-        if y.numel() * y.element_size() >= HALVED.get(self._backend(y), math.inf):
-            pairs = list(zip(x.view(-1).chunk(2), y.view(-1).chunk(2), strict=True))
-        waits = []
-        for part, into in pairs:
-            if x is not y:
-                copy_into(into, part, divisor)
-            waits.append(self._wait(dist.all_reduce(_real(into), group=self.group, async_op=True)))
-
-        def finish() -> None:
-            for wait in waits:
-                wait()
-
-        return finish
+            return super().all_reduce(x, y)
+        if x is not y:
+            y.copy_(x)
+        return self._wait(dist.all_reduce(_real(y), group=self.group, async_op=True))
 
     @override
     def all_gather(self, x: Tensor | None, row: Tensor, counts: list[int]) -> Wait:

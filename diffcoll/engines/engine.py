@@ -22,7 +22,7 @@ from torch import Tensor
 from diffcoll.core.errors import Origin, message
 from diffcoll.engines.scratch import Scratch
 
-__all__ = ["WIDER", "Doing", "Engine", "Exclusive", "Wait", "add_up", "copy_into", "done", "even_sizes", "is_even"]
+__all__ = ["WIDER", "Doing", "Engine", "Exclusive", "Wait", "add_up", "done", "even_sizes", "is_even"]
 
 Wait = Callable[[], object]
 
@@ -211,14 +211,13 @@ class Engine(ABC):
 
         return finish
 
-    def all_reduce(self, x: Tensor, y: Tensor, divisor: int = 1) -> Wait:
-        """y ← Σ_s x_s / divisor, bitwise equal on all ranks.
+    def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
+        """y ← Σ_s x_s, bitwise equal on all ranks.
 
-        x need not be contiguous. It may be y, the same object, without a divisor; if so on one rank, then on all. With
-        `later`, x has been read when this returns, and may be modified before the Wait. The terms are divided while
-        they are copied, before the sum, so it overflows only if the result does.
+        x need not be contiguous. It may be y, the same object; if so on one rank, then on all. With `later`, x has been
+        read when this returns, and may be modified before the Wait.
         """
-        return self.all_reduce_in_order(x if divisor == 1 else copy_into(y, x, divisor), y)
+        return self.all_reduce_in_order(x, y)
 
     def all_reduce_in_order(self, x: Tensor, y: Tensor) -> Wait:
         """Do what `all_reduce` does, adding in the order of ranks, as `reduce_scatter_in_order` does."""
@@ -344,11 +343,6 @@ def add_up(terms: Sequence[Tensor], out: Tensor) -> None:
         torch.add(terms[0], terms[1], out=out)
         for t in terms[2:]:
             out += t
-
-
-def copy_into(y: Tensor, x: Tensor, divisor: int) -> Tensor:
-    """y ← x / divisor, in one pass; returns y."""
-    return y.copy_(x) if divisor == 1 else torch.div(x, divisor, out=y)
 
 
 def even_sizes(numel: int, n: int) -> tuple[int, ...]:

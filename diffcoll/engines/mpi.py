@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from diffcoll.engines.engine import Blocks, Wait, add_up, copy_into, done, is_even
+from diffcoll.engines.engine import Blocks, Wait, add_up, done, is_even
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
 
@@ -130,19 +130,19 @@ class MpiEngine(MessageEngine):
     # ── MPI's own collectives ────────────────────────────────────────────────────────────────────────────
 
     @override
-    def all_reduce(self, x: Tensor, y: Tensor, divisor: int = 1) -> Wait:
+    def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
         kind, nbytes = self._kinds.get(y.dtype), y.nbytes
         if kind is not None and 0 < nbytes <= SMALL and y.is_cpu and not self.later:
             # As below, for one piece. A small sum takes about as long as a few Python statements.
-            mpi, x = self._mpi, x.contiguous() if divisor == 1 else copy_into(y, x, divisor)
+            mpi, x = self._mpi, x.contiguous()
             at = mpi.buffer.fromaddress
             sent = mpi.IN_PLACE if x is y else [at(x.data_ptr(), nbytes), kind]
             (self._duplicate or self.comm).Allreduce(sent, [at(y.data_ptr(), nbytes), kind])
             return done
         if kind is None or not self.reaches(y):
-            return super().all_reduce(x, y, divisor)
-        if self.later or divisor != 1:  # with `later`, x must have been read when this returns
-            x = copy_into(y, x, divisor)
+            return super().all_reduce(x, y)
+        if self.later:  # x must have been read when this returns
+            x = y.copy_(x)
         spare = None
         if not x.is_contiguous():  # not y.copy_(x): MPI wants all ranks to sum in place, or none
             spare = self.scratch.take(x.numel(), like=x)

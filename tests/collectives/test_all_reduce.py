@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,6 +13,18 @@ WS = [1.0, 10.0, 100.0]
 def test_every_loss_counts(gradients):
     # L = (1 + 10 + 100) Σ y
     assert gradients(lambda x, w: w * dc.all_reduce(x).sum(), XS, WS) == [[111, 111]] * 3
+
+
+def test_a_mean_overflows_only_if_it_is_too_large():
+    def body(r):
+        x = torch.tensor([[3e38, 1.0 + r]]).T.requires_grad_()
+        y = dc.all_reduce(x, "mean")
+        (g,) = torch.autograd.grad(y, x, torch.tensor([[3e38], [2.0]]))
+        return y.tolist(), g.tolist()
+
+    big = torch.tensor(3e38).item()
+    for run in (partial(simulate, rules=True), spawn):
+        assert run(body, range(2)) == [([[big], [1.5]], [[big], [2.0]])] * 2
 
 
 def test_mean(gradients):

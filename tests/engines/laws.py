@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -198,13 +197,9 @@ def reduce_scatter_in_order(engine: Engine, data: Data) -> Call:
     return reduce_scatter(engine, data, "reduce_scatter_in_order")
 
 
-def all_reduce(engine: Engine, data: Data, name: str = "all_reduce", divides: bool = False) -> Call:
+def all_reduce(engine: Engine, data: Data, name: str = "all_reduce") -> Call:
     every = [data.numbers(engine, s, data.shape(2)) for s in range(engine.size)]
     mine, start = every[engine.rank], getattr(engine, name)
-    if divides:
-        mine = engine.size * mine
-        x, (y,) = data.layout(mine), put(data, fresh([mine]))
-        return Call(lambda: engine.all_reduce(x, y, engine.size), [(x, mine)], [(y, sum(every))])
     total = sum(every).to(data.dtype)
     if data.in_place:
         (y,) = put(data, [mine])
@@ -290,21 +285,6 @@ def reduce_scatter_gives_every_rank_its_sum(engine: Engine) -> Pairs:
 def all_reduce_gives_every_rank_the_sum(engine: Engine) -> Pairs:
     yield from in_every_shape(all_reduce, engine)
     yield from in_every_shape(all_reduce_in_order, engine)
-
-
-def all_reduce_divides_the_terms(engine: Engine) -> Pairs:
-    for layout in LAYOUTS:
-        yield from in_every_shape(partial(in_layout, all_reduce, layout), engine, divides=True)
-    for dtype in (torch.float32, torch.complex64):
-        yield from outcome(all_reduce, engine, Data(dtype=dtype, numel=LARGE), divides=True)
-    x = torch.full((3,), 3e38, device=engine.control_device)
-    engine.all_reduce(x, y := torch.empty_like(x), engine.size)()
-    yield y.isfinite(), torch.ones(3, dtype=torch.bool)
-    yield x, torch.full((3,), 3e38)
-
-
-def in_layout(primitive: Callable[..., Call], layout: Any, engine: Engine, data: Data, **more: Any) -> Call:
-    return primitive(engine, replace(data, layout=layout), **more)
 
 
 def broadcast_gives_every_rank_the_tensor_of_src(engine: Engine) -> Pairs:
@@ -703,7 +683,6 @@ CALLS = [
     all_gather_gives_every_rank_all_blocks,
     reduce_scatter_gives_every_rank_its_sum,
     all_reduce_gives_every_rank_the_sum,
-    all_reduce_divides_the_terms,
     broadcast_gives_every_rank_the_tensor_of_src,
     reduce_gives_dst_the_sum,
     every_dtype_is_moved,
@@ -770,12 +749,12 @@ def bytes_of(t: Tensor) -> Tensor:
 def small_pieces() -> Iterator[None]:
     """Lower all thresholds of the backends below the message sizes, and LARGE, so that messages stay small."""
     global LARGE
-    before = LARGE, c10d.HALVED, c10d.SMALL, mpi.SMALL, mpi.PIECE, mpi.ADDED
-    LARGE, c10d.HALVED, c10d.SMALL, mpi.SMALL, mpi.PIECE, mpi.ADDED = 96, {"gloo": 32}, {}, 0, 16, 16
+    before = LARGE, c10d.SMALL, mpi.SMALL, mpi.PIECE, mpi.ADDED
+    LARGE, c10d.SMALL, mpi.SMALL, mpi.PIECE, mpi.ADDED = 96, {}, 0, 16, 16
     try:
         yield
     finally:
-        LARGE, c10d.HALVED, c10d.SMALL, mpi.SMALL, mpi.PIECE, mpi.ADDED = before
+        LARGE, c10d.SMALL, mpi.SMALL, mpi.PIECE, mpi.ADDED = before
 
 
 def by_default(engine: Engine) -> type[Engine]:

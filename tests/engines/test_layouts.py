@@ -61,13 +61,13 @@ def laid_out(x, own):
 # ── every collective ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def move_thresholds(common, nbytes):
+def move_thresholds(common, nbytes, n):
     """Set every threshold just below, at or above the message size, equally on all ranks."""
 
     def near(parts=1):
         return max(1, nbytes // parts + common.choice([-1, 0, 1]))
 
-    c10d.SMALL["gloo"], c10d.HALVED["gloo"] = near(common.choice([1, 2, 3])), near(common.choice([1, 2, 3]))
+    c10d.SMALL["gloo"] = n * near(common.choice([1, 2, 3]))
     mpi.SMALL, mpi.ADDED = near(), 8 * near(16)
     mpi.PIECE = 16 * near(common.choice([16, 32, 48]))  # a whole number of elements
 
@@ -85,7 +85,7 @@ def one_case(case, r, n, seed):
     common, own = random.Random(seed), random.Random(f"{seed} {r}")
     xs = [data(case, s, seed, kind := common.choice(["expanded", "as drawn"])) for s in range(n)]
     del kind
-    move_thresholds(common, max(x.nbytes for x in xs if x is not None))
+    move_thresholds(common, max(x.nbytes for x in xs if x is not None), n)
     leaves = [x.contiguous().clone().requires_grad_() for x in xs]
     ys = case.truth(leaves)
     sums = [not case.shared[1] and common.random() < 0.5 for _ in ys]  # ranks whose loss is the sum of y
@@ -116,12 +116,11 @@ def test_layouts_that_differ_from_rank_to_rank(where, n):
 
 
 def test_sums_of_four_megabytes():
-    """Exactly at the threshold; transposed on rank 1, channels_last on rank 2, whose gradient is expanded."""
+    """Transposed on rank 1, channels_last on rank 2, whose gradient is expanded."""
 
     def body(r):
         x = torch.randn(2, 8, 256, 256, generator=torch.Generator().manual_seed(r))
         right = sum(torch.randn(x.shape, generator=torch.Generator().manual_seed(s)) for s in range(3))
-        assert x.nbytes == c10d.HALVED["gloo"]
         mine = [x, x.transpose(2, 3).contiguous().transpose(2, 3), x.to(memory_format=torch.channels_last)][r]
         mine = mine.detach().requires_grad_()
         y = dc.all_reduce(mine)
