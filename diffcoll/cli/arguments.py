@@ -23,6 +23,7 @@ __all__ = ["TRAINING", "checked"]
 TRAINING = "digits"
 _VERIFIED = (*COLLECTIVES, TRAINING)
 _MEASURED = (*COLLECTIVES, "trees", "overlap", "averager", "simulate")
+_PICTURES = ".png, .svg or .pdf"
 
 
 def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -53,10 +54,13 @@ def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--world-size", type=_number(1), default=2, metavar="N")
     add("--only", type=_names(_MEASURED), default=[], metavar="NAMES", help="the same, separated by commas")
     add("--rounds", type=_number(1), default=15)
+    add("--fit", action="store_true", help="fit latency and bandwidth of collectives; predict a size, and more ranks")
+    add("--json", type=_file, metavar="FILE", help="what was measured of collectives; schema: notes/costs.md")
+    add("--plot", type=_picture, metavar="FILE", help=f"a picture of the ratios over size; ends in {_PICTURES}")
 
     options = parser.parse_args(arguments)
     if options.command == "bench":
-        options.names = options.names + options.only or [*_MEASURED]
+        _bench_options(options, bench)
         options.launched, command = None, bench
     elif options.command == "check":
         _check_options(options, check)
@@ -73,7 +77,24 @@ def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
         _need(command, "sklearn", "test")
     if "mpi" in (options.engine, options.launched):
         _need(command, "mpi4py", "mpi")
+    if options.command == "bench" and options.plot:
+        _need(command, "matplotlib", "examples")
     return options
+
+
+def _bench_options(options: argparse.Namespace, command: argparse.ArgumentParser) -> None:
+    options.names = options.names + options.only or [*(COLLECTIVES if options.fit else _MEASURED)]
+    others = [name for name in options.names if name not in COLLECTIVES]
+    if options.fit and others:
+        command.error(f"argument --fit: got {', '.join(others)} too, expected collectives only")
+    if options.fit and options.world_size == 1:
+        command.error("argument --fit: got --world-size 1, expected at least 2: one rank sends no messages")
+    if options.fit and options.plot:
+        command.error("argument --plot: got --fit too, expected one of them; --fit measures no other system")
+    for name, file in (("--json", options.json), ("--plot", options.plot)):
+        if file and len(others) == len(options.names):
+            got = f"argument {name}: got only {', '.join(others)}"
+            command.error(f"{got}, expected a collective among the names; only those are written")
 
 
 #: The text of `diffcoll check --help` above and below its options.
@@ -174,6 +195,12 @@ def _need(command: argparse.ArgumentParser, module: str, extra: str) -> None:
     if find_spec(module) is None:
         remedy = f"from a checkout of diffcoll: pip install '.[{extra}]'"
         command.exit(2, f"{command.prog}: error: the module {module} is missing; {remedy}\n")
+
+
+def _picture(text: str) -> Path:
+    if not text.endswith((".png", ".svg", ".pdf")):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a file name that ends in {_PICTURES}")
+    return _file(text)
 
 
 def _number(least: int) -> Callable[[str], int]:

@@ -9,15 +9,17 @@ ratios; absolute times are those of this machine in this minute.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,17 +27,15 @@ from rich.table import Table
 from torch import Tensor
 
 import diffcoll
-from diffcoll.cli import simulated, training
+from diffcoll.cli import fit, rows, simulated, training
 from diffcoll.cli.competitors import SYSTEMS
+from diffcoll.cli.counting import bytes_sent
 from diffcoll.cli.floor import floor
 from diffcoll.cli.launch import gloo_beside_mpi
 from diffcoll.cli.report import memory_of_process, wide_console
+from diffcoll.cli.rows import Row, Times
 from diffcoll.collectives import COLLECTIVES
-from diffcoll.core.groups import resolve
-from diffcoll.engines.engine import Engine
-from diffcoll.engines.local import LocalEngine
 from diffcoll.testing.cases import Case, median_in_parts
-from diffcoll.testing.simulate import simulate
 from diffcoll.testing.spawn import spawn
 
 __all__ = ["bytes_sent", "peak_memory", "run"]
@@ -58,21 +58,18 @@ OPS: dict[str, tuple[Any, ...]] = {
 Steps = dict[str, Callable[[], object]]
 
 
-class Times(NamedTuple):
-    """Median milliseconds of a step."""
-
-    #: After a step of another system.
-    cold: float
-    #: After a step of its own.
-    warm: float
-
-
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    names = options.names
+    names, collectives = options.names, [name for name in options.names if name in COLLECTIVES]
     bench, console = _Bench(options.engine, options.world_size, options.rounds), wide_console()
-    if any(name in COLLECTIVES for name in names):
-        console.print(bench.costs([name for name in names if name in COLLECTIVES]))
+    measured, fits = [], []
+    if collectives and not options.fit:
+        measured = bench.costs(collectives)
+        console.print(rows.table(measured, bench.others, bench.title))
+    if options.fit:
+        fits = bench.fits(collectives)
+        for grid in fit.tables(fits):
+            console.print(grid)
     if "trees" in names:
         console.print(bench.ratios("200 tensors of 327 float32 in one call", _trees))
     if "overlap" in names:
@@ -81,6 +78,27 @@ def run(options: argparse.Namespace) -> int:
         console.print(training.table(bench.n, bench.rounds, bench.engine, bench.times))
     if "simulate" in names:
         console.print(simulated.table(max(1, bench.rounds // 5)))
+    return _write(options, measured, fits)
+
+
+def _write(options: argparse.Namespace, measured: list[Row], fits: list[fit.Fit]) -> int:
+    """Write the files that were asked for; returns the exit status."""
+    content = {
+        "schema": 1,
+        "diffcoll": diffcoll.__version__,
+        "rows": [row.as_json() for row in measured],
+        "fits": [found.as_json() for found in fits],
+    }
+    try:
+        if options.json:
+            options.json.write_text(json.dumps(content, indent=1) + "\n")
+        if options.plot:
+            from diffcoll.cli import plot  # needs matplotlib
+
+            plot.save(measured, options.plot)
+    except OSError as error:  # the file was writable when the run began
+        print(f"diffcoll bench: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -118,35 +136,26 @@ class _Bench:
         found: dict[str, Times] = spawn(body, range(self.n), backend="mpi" if mpi else "gloo", timeout=600)[0]
         return found
 
-    def costs(self, names: list[str]) -> Table:
+    def costs(self, names: list[str]) -> list[Row]:
         """A row for each collective, op and size."""
-        grid = Table(
-            title=f"{self.title}, float32: median ms (diffcoll's as a ratio to it);\n"
-            "bytes a rank sends, and its peak memory above x and y, in bytes of x"
-        )
-        for column in ("collective", "x", "diffcoll", *map(_short, self.others), "sent", "memory"):
-            grid.add_column(column)
-        for name in names:
-            for op in OPS.get(name, (None,)):
-                for size, numel in SIZES.items():
-                    case = _case(name, op, numel, self.n)
-                    turns = self.rounds * (10 if numel == 1 else 1)
-                    found = self.both_times(lambda r: _steps(case, r, self.engine), turns)  # noqa: B023
-                    large = numel == max(SIZES.values())
-                    sent = f"{bytes_sent(case) / _nbytes(case):.2f}" if large else ""
-                    memory = f"{peak_memory(case) / _nbytes(case):.2f}" if large else ""
-                    word = "" if op in (None, "sum") else f" {op if isinstance(op, str) else repr(op)}"
-                    if numel == 1:
-                        cold = {system: times.cold for system, times in found.items()}
-                        grid.add_row(name + word, f"{size}, cold", *self._row(cold), "", "")
-                    warm = {system: times.warm for system, times in found.items()}
-                    grid.add_row(name + word, size, *self._row(warm), sent, memory)
-        return grid
+        found = []
+        for name, op in _calls(names):
+            for size, numel in SIZES.items():
+                case = _case(name, op, numel, self.n)
+                turns = self.rounds * (10 if numel == 1 else 1)
+                systems = self.both_times(lambda r: _steps(case, r, self.engine), turns)  # noqa: B023
+                memory = peak_memory(case) if numel == max(SIZES.values()) else None
+                facts = (_nbytes(case), self.n, self.engine, torch.__version__, systems, bytes_sent(case), memory)
+                found.append(Row(name, _spelled(name, op), size, *facts))
+        return found
 
-    def _row(self, times: dict[str, float]) -> list[str]:
-        ours = times["diffcoll"]
-        others = [f"{times[s]:.3f} ({ours / times[s]:.2f}×)" if s in times else "" for s in self.others]
-        return [f"{ours:.3f}", *others]
+    def fits(self, names: list[str]) -> list[fit.Fit]:
+        """Latency and bandwidth for each collective and op."""
+        times = partial(self.times, rounds=self.rounds)
+        return [
+            fit.measure([_case(name, op, numel, self.n) for numel in fit.SIZES.values()], self.engine, times)
+            for name, op in _calls(names)
+        ]
 
     def ratios(self, what: str, make: Callable[[int], Steps]) -> Table:
         """A row for each way to do the same."""
@@ -172,8 +181,14 @@ def _nbytes(case: Case) -> int:
     return 4 * case.shapes[0][0]
 
 
-def _short(system: str) -> str:
-    return system.removeprefix("torch.distributed.")
+def _calls(names: list[str]) -> list[tuple[str, Any]]:
+    return [(name, op) for name in names for op in OPS.get(name, (None,))]
+
+
+def _spelled(name: str, op: Any) -> str | None:
+    if op is None:
+        return "sum" if name == "reduce" else None
+    return op if isinstance(op, str) else repr(op)
 
 
 # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -235,7 +250,7 @@ def _time(steps: Steps, rounds: int, mpi: Any = None) -> dict[str, Times]:
             try:
                 taken = Times(_timed(step, barrier), _timed(step, barrier))
             except Exception:  # what the other systems do not offer after all; on all ranks alike
-                if name == "diffcoll":
+                if name.startswith(rows.OURS):
                     raise
                 times.pop(name, None)
                 _meet_after_failure(barrier)
@@ -261,33 +276,7 @@ def _meet_after_failure(barrier: Callable[[], None]) -> None:
         barrier()
 
 
-# ── bytes and memory ─────────────────────────────────────────────────────────────────────────────────────
-
-
-class _Messages(LocalEngine):
-    """A simulated group with the default primitives, which send messages between two ranks; counts their bytes."""
-
-    all_gather, broadcast, reduce = Engine.all_gather, Engine.broadcast, Engine.reduce
-    reduce_scatter_in_order, all_reduce_in_order = Engine.reduce_scatter_in_order, Engine.all_reduce_in_order
-    sent = 0
-
-    def exchange(self, sends: Any, recvs: Any) -> Any:
-        self.sent += sum(block.nbytes for s, block in enumerate(sends) if s != self.rank and block is not None)
-        return super().exchange(sends, recvs)
-
-
-def bytes_sent(case: Case) -> int:
-    """Return how many bytes the busiest rank sends in a forward and backward, where the library moves all itself."""
-
-    def body(r: int) -> int:
-        engine: Any = resolve(None, "bench")
-        engine.__class__ = _Messages
-        _step(case, r)
-        sent: int = engine.sent
-        return sent
-
-    found: list[int] = simulate(body, range(case.size), rules=True)
-    return max(found)
+# ── memory ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def peak_memory(case: Case) -> float:
@@ -310,11 +299,6 @@ def peak_memory(case: Case) -> float:
 
     found: list[float] = spawn(body, range(case.size), timeout=120)
     return max(found)
-
-
-def _step(case: Case, rank: int) -> None:
-    x = case.x(rank, 0).requires_grad_()
-    torch.autograd.grad(case.call(x, rank).sum(), x)
 
 
 # ── trees and overlap ────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,194 @@
+"""The cost model agrees with counted messages, and with notes/costs.md, whose tables this file writes as a program."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import diffcoll
+from diffcoll.cli import costs
+from diffcoll.cli.bench import peak_memory
+from diffcoll.cli.counting import bytes_sent, traffic
+from diffcoll.collectives import COLLECTIVES
+from diffcoll.engines import c10d
+from diffcoll.engines.engine import even_sizes
+from diffcoll.testing.cases import Case, median, median_in_parts
+
+ROOT = Path(diffcoll.__file__).parent.parent
+NOTE = ROOT / "notes" / "costs.md"
+CALLS_HEAD = (
+    "| call | direction | stages | rounds | messages | bytes | copied and summed |\n|---|---|---|---|---|---|---|\n"
+)
+STAGES_HEAD = "| stage | carried out by | rounds | messages | bytes |\n|---|---|---|---|---|\n"
+
+OPS = ("sum", "mean", "product", "max", "min", "logsumexp", median_in_parts, median)
+CALLS = [
+    *((name, {"op": op}) for name in ("all_reduce", "reduce_scatter", "reduce") for op in OPS),
+    *(("all_reduce", {"op": op, "cotangent": "replicated"}) for op in ("sum", "product", median)),
+    *((name, {"cotangent": "replicated"}) for name in ("all_gather", "broadcast")),
+    ("scan", {"exclusive": True}),
+    *((name, {}) for name in COLLECTIVES if name not in ("all_reduce", "reduce_scatter", "reduce")),
+]
+BLOCKS = ("reduce_scatter", "all_to_all", "scatter", "split")
+
+
+def label(value):
+    return ", ".join(getattr(v, "__name__", str(v)) for v in value.values()) if isinstance(value, dict) else value
+
+
+def expected(name, arguments, n, x, block=None, whole=False):
+    row = costs.row(name, arguments.get("op", "sum"), whole=whole, exclusive="exclusive" in arguments)
+    backward = row.replicated if arguments.get("cotangent") == "replicated" else row.backward
+    return [tuple(costs.value(terms, n, x, block) for terms in costs.total(s)) for s in (row.forward, backward)]
+
+
+def call(name, shapes, arguments):
+    more = {"pairs": [(r, (r + 1) % len(shapes)) for r in range(len(shapes))]} if name == "permute" else {}
+    return Case(name, tuple(shapes), {**arguments, **more}, dtype=torch.float32)
+
+
+def compare(found, model, has_op):
+    """What is copied within `op` is not in the model."""
+    for counted, costs_of in zip(found, model, strict=True):
+        assert counted[:3] == costs_of[:3]
+        assert counted.local >= costs_of[3] if has_op else counted.local == costs_of[3]
+
+
+@pytest.mark.parametrize(("name", "arguments"), CALLS, ids=label)
+def test_equal_blocks(name, arguments):
+    for n in (2, 3, 4, 8):
+        for numel in (n, 40 * n):
+            found = traffic(call(name, [(numel,)] * n, arguments))
+            compare(found, expected(name, arguments, n, 4 * numel), arguments.get("op", "sum") not in OPS[:2])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [c for c in CALLS if c[0] not in ("all_to_all", "shift", "permute")], ids=label
+)
+def test_unequal_blocks(name, arguments):
+    """B is the largest x, b the largest block. Where a rank without messages has the largest, they are a bound."""
+    for n in (2, 3, 4, 8):
+        sizes = [(2 * r + 3) % 5 for r in range(n)]  # 3, 0, 2, 4, 1, …
+        total, largest, more = sum(sizes), max(sizes), dict(arguments)
+        if name in ("all_gather", "gather"):
+            shapes, x, block = [(size,) for size in sizes], largest, None
+            more["sizes"] = sizes
+        elif name in BLOCKS:
+            shapes, x, block = [(total,)] * n, total, largest
+            more["sizes"] = sizes
+        else:
+            shapes, x, block = [(7 * n + 1,)] * n, 7 * n + 1, even_sizes(7 * n + 1, n)[0]
+        whole = name == "reduce_scatter" and arguments["op"] is median_in_parts and 0 in sizes
+        model = expected(name, more, n, 4 * x, block and 4 * block, whole)
+        rooted = name in ("gather", "scatter") or (name == "reduce" and costs.row(name, arguments["op"]).stack == "1")
+        for found, of_model in zip(traffic(call(name, shapes, more)), model, strict=True):
+            assert all(a <= b for a, b in zip(found[:3], of_model[:3], strict=True))
+            if not rooted:
+                assert (found.rounds, found.nbytes) == (of_model[0], of_model[2])
+
+
+def test_unequal_blocks_of_all_to_all():
+    n = 3
+    matrix = [[(3 * r + 2 * s + 1) % 4 for s in range(n)] for r in range(n)]
+    received = [[matrix[s][r] for s in range(n)] for r in range(n)]
+    shapes = tuple((sum(row),) for row in matrix)
+    case = Case("all_to_all", shapes, {}, {"split_sizes": matrix, "concat_sizes": received}, dtype=torch.float32)
+    model = expected("all_to_all", {}, n, 0, 4 * 3)
+    for found, most in zip(traffic(case), model, strict=True):
+        assert found.rounds == 1
+        assert 0 < found.nbytes <= most[2]
+
+
+@pytest.mark.parametrize("op", ["max", "product"])
+def test_small_tensors_are_gathered_whole(op):
+    for n in (2, 3):
+        small = traffic(call("all_reduce", [(4,)] * n, {"op": op}), small=16)
+        compare(small, expected("all_reduce", {"op": op}, n, 16, whole=True), True)
+        large = traffic(call("all_reduce", [(5 * n,)] * n, {"op": op}), small=16)
+        compare(large, expected("all_reduce", {"op": op}, n, 20 * n), True)
+
+
+def test_what_a_rank_sends_is_at_most_what_the_busiest_sends_or_receives():
+    for n in (2, 3):
+        for name in ("all_reduce", "reduce", "gather", "scan"):
+            case = call(name, [(6 * n,)] * n, {})
+            assert 0 < bytes_sent(case) <= sum(t.nbytes for t in traffic(case))
+
+
+def test_what_the_engines_call_themselves():
+    gloo = {stage for stage in costs.ENGINES["torch"] if stage != "header"}
+    assert gloo == c10d.NATIVE["gloo"]
+    assert c10d.SMALL["gloo"] == 16 << 10  # in the name of a row
+
+
+def test_every_collective_has_a_row_and_every_stage_a_cost():
+    assert list(dict.fromkeys(row.collective for row in costs.ROWS)) == list(COLLECTIVES)
+    for row in costs.ROWS:
+        for name, _ in (*row.forward, *row.backward, *(row.replicated or ())):
+            assert name in costs.LOCAL
+            assert (name in costs.WAYS["messages"]) == (name not in ("copy", "zeros"))
+
+
+# ── the note ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def cells(cost):
+    return " | ".join(costs.text(terms) for terms in cost)
+
+
+def table_of_calls():
+    lines = []
+    for row in costs.ROWS:
+        name = f"`{row.collective}`" + (f": {row.which}" if row.which else "")
+        directions = {"forward": row.forward, "backward": row.backward, "backward, replicated": row.replicated}
+        if row.forward == row.backward and row.replicated is None:
+            directions = {"forward, backward": row.forward}
+        for direction, stages in directions.items():
+            if stages is not None:
+                said = ", ".join(f"{stage} of {size}" if size else stage for stage, size in stages) or "–"
+                lines.append(f"| {name} | {direction} | {said} | {cells(costs.total(stages))} |\n")
+                name = ""
+    return CALLS_HEAD + "".join(lines)
+
+
+def table_of_stages():
+    lines = []
+    for stage in costs.WAYS["messages"]:
+        size = "b" if stage in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter") else "B"
+        name = stage if stage == "header" else f"{stage} of {size}"
+        for way, table in costs.WAYS.items():
+            if stage in table:
+                cost = costs.total([(stage, size)], way)
+                lines.append(f"| {name} | {way} | {cells(cost[:3])} |\n")
+                name = ""
+    return STAGES_HEAD + "".join(lines)
+
+
+TABLES = [(CALLS_HEAD, table_of_calls), (STAGES_HEAD, table_of_stages)]
+
+
+@pytest.mark.parametrize(("head", "table"), TABLES, ids=["calls", "stages"])
+def test_the_tables_of_the_note(head, table):
+    found = re.search(re.escape(head) + r"(\|.*\n)+", NOTE.read_text(encoding="utf-8"))
+    assert found and found[0] == table(), f"run python {Path(__file__).relative_to(ROOT)}"
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "gather"])
+def test_the_memory_in_the_note(name):
+    (noted,) = re.findall(rf"^\| `{name}` \| (\d\.\d) \|", NOTE.read_text(encoding="utf-8"), re.MULTILINE)
+    numel = 1 << 22
+    found = peak_memory(call(name, [(numel,)] * 2, {})) / (4 * numel)
+    assert found == pytest.approx(float(noted), abs=0.35)
+
+
+def main():
+    for head, table in TABLES:
+        old = NOTE.read_text(encoding="utf-8")
+        pattern = re.compile(re.escape(head) + r"(\|.*\n)*")
+        assert pattern.search(old), head
+        NOTE.write_text(pattern.sub(lambda _, table=table: table(), old), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
