@@ -46,18 +46,7 @@ def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--html", type=_file, metavar="FILE", help="one self-contained page")
 
     check = _check_parser(commands)
-
-    bench = commands.add_parser("bench", help="time, bytes and memory of forward + backward, next to PyTorch's own")
-    add = bench.add_argument
-    add("names", nargs="*", type=_name(_MEASURED), metavar="NAME", help=f"of {', '.join(_MEASURED)}; default: all")
-    add("--engine", choices=ENGINES, default="torch", help="mpi: run diffcoll on MPI; baselines on gloo")
-    add("--world-size", type=_number(1), default=2, metavar="N")
-    add("--only", type=_names(_MEASURED), default=[], metavar="NAMES", help="the same, separated by commas")
-    add("--rounds", type=_number(1), default=15)
-    add("--fit", action="store_true", help="fit latency and bandwidth of collectives; predict a size, and more ranks")
-    add("--json", type=_file, metavar="FILE", help="what was measured of collectives; schema: notes/costs.md")
-    add("--plot", type=_picture, metavar="FILE", help=f"a picture of the ratios over size; ends in {_PICTURES}")
-
+    bench = _bench_parser(commands)
     options = parser.parse_args(arguments)
     if options.command == "bench":
         _bench_options(options, bench)
@@ -80,6 +69,20 @@ def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.command == "bench" and options.plot:
         _need(command, "matplotlib", "examples")
     return options
+
+
+def _bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    bench = commands.add_parser("bench", help="time, bytes and memory of forward + backward, next to PyTorch's own")
+    add = bench.add_argument
+    add("names", nargs="*", type=_name(_MEASURED), metavar="NAME", help=f"of {', '.join(_MEASURED)}; default: all")
+    add("--engine", choices=ENGINES, default="torch", help="mpi: run diffcoll on MPI; baselines on gloo")
+    add("--world-size", type=_number(1), default=2, metavar="N")
+    add("--only", type=_names(_MEASURED), default=[], metavar="NAMES", help="the same, separated by commas")
+    add("--rounds", type=_number(1), default=15)
+    add("--fit", action="store_true", help="fit latency and bandwidth of collectives; predict a size, and more ranks")
+    add("--json", type=_file, metavar="FILE", help="what was measured of collectives; schema: notes/costs.md")
+    add("--plot", type=_picture, metavar="FILE", help=f"a picture of the ratios over size; ends in {_PICTURES}")
+    return bench
 
 
 def _bench_options(options: argparse.Namespace, command: argparse.ArgumentParser) -> None:
