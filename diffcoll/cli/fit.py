@@ -9,7 +9,7 @@ and backward of x of B bytes on N ranks it is
 β  seconds for each of the v bytes; with the local copies and sums, since they are proportional to v
 γ  seconds for each of the s bytes of the stack that an op reduces locally; measured by itself
 
-m, v and s are those of `costs`. α and β are solved for from the times of the smallest and the largest size.
+m, v and s are those of `costs`. α and β are solved for from the times of two sizes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from diffcoll.testing.cases import Case
 
 __all__ = ["SIZES", "Fit", "Model", "measure", "solve", "tables"]
 
-#: α and β are those of the first and the last size; the one between is predicted. In numbers of float32.
-SIZES = {"256 KB": 1 << 16, "2 MB": 1 << 19, "16 MB": 1 << 22}
+#: In numbers of float32. α and β are those of the first and the third size; the others are predicted. The first is more
+#: than gloo gathers whole, so that all sizes are sent in the same way. The third fits caches, the last may not.
+SIZES = {"32 KB": 1 << 13, "512 KB": 1 << 17, "2 MB": 1 << 19, "16 MB": 1 << 22}
 #: The numbers of ranks to extrapolate to.
 RANKS = (8, 64, 1024, 65536)
 LOCAL = "op"
@@ -111,19 +112,24 @@ class Fit:
         return work(self.row, costs.ENGINES[self.engine], self.world_size, nbytes).seconds(self.model)
 
     @property
-    def between(self) -> int:
-        """The size that is predicted, in bytes."""
-        return sorted(self.measured)[1]
+    def large(self) -> int:
+        """The larger of the two sizes that α and β are those of, in bytes."""
+        return sorted(self.measured)[2]
 
     def extrapolated(self) -> dict[str, list[float]]:
-        """Return the seconds for each of `RANKS`, by algorithm, for the size that is predicted."""
+        """Return the seconds for each of `RANKS`, by algorithm, for the larger of the two sizes.
+
+        Empty if α or β could not be solved for: a number without latency would be wrong by orders of magnitude.
+        """
+        if self.model.clamped:
+            return {}
         own = f"the library ({self._own_ways()})"
         stages = {name for name, _ in (*self.row.forward, *self.row.backward)}
         ways: dict[str, Any] = {way: way for way in ("ring", "tree") if stages & costs.WAYS[way].keys()}
         ways[own] = costs.ENGINES[self.engine]
         names: dict[tuple[Work, ...], list[str]] = {}
         for name, way in ways.items():
-            names.setdefault(tuple(work(self.row, way, n, self.between) for n in RANKS), []).append(name)
+            names.setdefault(tuple(work(self.row, way, n, self.large) for n in RANKS), []).append(name)
         return {" = ".join(equal): [w.seconds(self.model) for w in works] for works, equal in names.items()}
 
     def _own_ways(self) -> str:
@@ -149,7 +155,7 @@ class Fit:
                 for size, seconds in self.measured.items()
             ],
             "extrapolated": [
-                {"algorithm": name, "bytes": self.between, "world_size": n, "seconds": t}
+                {"algorithm": name, "bytes": self.large, "world_size": n, "seconds": t}
                 for name, seconds in self.extrapolated().items()
                 for n, t in zip(RANKS, seconds, strict=True)
             ],
@@ -160,7 +166,7 @@ class Fit:
 
 
 def measure(cases: Sequence[Case], engine: str, times: Times) -> Fit:
-    """Measure one call at three sizes, which take turns, and fit the model to the first and the last.
+    """Measure one call at four sizes, which take turns, and fit the model to the first and the third.
 
     Args:
         cases: the call at these sizes, ascending.
@@ -172,10 +178,10 @@ def measure(cases: Sequence[Case], engine: str, times: Times) -> Fit:
     sizes = [_nbytes(case) for case in cases]
     found = times(lambda rank: _steps(cases, rank))
     seconds = [found[_step(size)] / 1e3 for size in sizes]
-    stack = {"0": 1.0, "1": 1.0, "N": float(first.size)}[row.stack] * sizes[-1]
+    stack = {"0": 1.0, "1": 1.0, "N": float(first.size)}[row.stack] * sizes[2]
     gamma = found[LOCAL] / 1e3 / stack if LOCAL in found else 0.0
     works = [work(row, costs.ENGINES[engine], first.size, size) for size in sizes]
-    model = solve((works[0], seconds[0]), (works[-1], seconds[-1]), gamma)
+    model = solve((works[0], seconds[0]), (works[2], seconds[2]), gamma)
     spelled = op if isinstance(op, str) else repr(op)
     label = first.name if spelled == "sum" else f"{first.name} {spelled}"
     has_op = first.name in ("all_reduce", "reduce_scatter", "reduce")
@@ -184,12 +190,12 @@ def measure(cases: Sequence[Case], engine: str, times: Times) -> Fit:
 
 
 def _steps(cases: Sequence[Case], rank: int) -> Steps:
-    """Return a step for each size, and one for the local reduction of the largest stack, if the op has one."""
+    """Return a step for each size, and one for the local reduction of the stack of the third, if the op has one."""
     steps = {_step(_nbytes(case)): _forward_and_backward(case, rank) for case in cases}
-    last, op = cases[-1], cases[-1].arguments.get("op", "sum")
+    large, op = cases[2], cases[2].arguments.get("op", "sum")
     reduction = REDUCTIONS["even"][op] if isinstance(op, str) else users(op)
     if reduction.over is not None:
-        n, numel = last.size, _nbytes(last) // 4
+        n, numel = large.size, _nbytes(large) // 4
         stack = torch.randn(n, numel if reduction.whole else numel // n, requires_grad=True)
         gy = torch.randn(stack.shape[1:])
         steps[LOCAL] = lambda: torch.autograd.grad(reduction.of(stack), stack, gy)
@@ -219,15 +225,19 @@ def tables(fits: Sequence[Fit]) -> list[Table]:
     """Return what was measured and predicted, and the extrapolation to more ranks."""
     first = fits[0]
     on = f"{'MPI' if first.engine == 'mpi' else 'gloo'}, N = {first.world_size}"
-    small, between, large = SIZES
+    small, between, large, beyond = SIZES
     title = f"forward + backward, {on}, float32: t = m·α + v·β + s·γ, fitted to {small} and {large}; median ms"
-    noise = "* came out negative, which is noise; set to 0" if any(fit.model.clamped for fit in fits) else None
-    grid = Table(title=title, caption=noise, caption_justify="left")
-    for column in ("collective", "α, µs", "β, ns/B", "γ, ns/B", small, large, between, "predicted", "error"):
+    failed = "* came out negative: the times do not fit the model (noise, or caches). Set to 0, and not extrapolated"
+    grid = Table(
+        title=title, caption=failed if any(fit.model.clamped for fit in fits) else None, caption_justify="left"
+    )
+    for column in ("collective", "α, µs", "β, ns/B", "γ, ns/B", small, large, f"{between}: predicted", "error"):
+        grid.add_column(column)
+    for column in (f"{beyond}: predicted", "error"):
         grid.add_column(column)
     for fit in fits:
-        low, mid, high = sorted(fit.measured)
-        model, got, said = fit.model, fit.measured[mid], fit.predicted(mid)
+        low, mid, high, far = sorted(fit.measured)
+        model = fit.model
         grid.add_row(
             fit.label,
             f"{1e6 * model.alpha:.1f}" if model.clamped != "latency" else "0 *",
@@ -235,11 +245,16 @@ def tables(fits: Sequence[Fit]) -> list[Table]:
             f"{1e9 * model.gamma:.3f}" if model.gamma else "",
             f"{1e3 * fit.measured[low]:.3f}",
             f"{1e3 * fit.measured[high]:.3f}",
-            f"{1e3 * got:.3f}",
-            f"{1e3 * said:.3f}",
-            f"{100 * (said / got - 1):+.0f} %",
+            *_compared(fit, mid),
+            *_compared(fit, far),
         )
-    return [grid, _extrapolation(fits, between)]
+    return [grid, _extrapolation(fits, large)]
+
+
+def _compared(fit: Fit, size: int) -> tuple[str, str]:
+    """Return the predicted and the measured time, and the error of the prediction."""
+    got, said = fit.measured[size], fit.predicted(size)
+    return f"{1e3 * said:.3f}, measured {1e3 * got:.3f}", f"{100 * (said / got - 1):+.0f} %"
 
 
 def _extrapolation(fits: Sequence[Fit], size: str) -> Table:
@@ -251,13 +266,15 @@ def _extrapolation(fits: Sequence[Fit], size: str) -> Table:
         "messages: between all pairs of ranks, N − 1 for each rank and stage; each counts α."
     )
     if any(fit.row.forward == (("all_gather", "B"),) or fit.collective == "gather" for fit in fits):
-        gathered = RANKS[-1] * fits[0].between / 2**30
+        gathered = RANKS[-1] * fits[0].large / 2**30
         caption += f"\nWhat all_gather and gather return has N·B bytes: {gathered:,.0f} GiB on {RANKS[-1]:,} ranks."
     grid = Table(title=title, caption=caption, caption_justify="left")
     for column in ("collective", "algorithm", *(f"N = {n:,}" for n in RANKS)):
         grid.add_column(column, no_wrap=True)
     for fit in fits:
         label = fit.label
+        if fit.model.clamped:
+            grid.add_row(label, f"none: no {fit.model.clamped} was found", *("–" for _ in RANKS))
         for name, seconds in fit.extrapolated().items():
             grid.add_row(label, name, *map(_spelled, seconds))
             label = ""

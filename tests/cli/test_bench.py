@@ -13,9 +13,9 @@ from diffcoll.cli.rows import OURS, Row, Times
 KIB = 1 << 10
 
 
-def synthetic(row, engine, n, model, noise=(0.0, 0.0, 0.0)):
+def synthetic(row, engine, n, model, noise=(0.0, 0.0, 0.0, 0.0)):
     """A fit to the times that a model gives."""
-    sizes = [64 * KIB, 512 * KIB, 4096 * KIB]
+    sizes = [64 * KIB, 128 * KIB, 512 * KIB, 4096 * KIB]
     works = [fit.work(row, costs.ENGINES[engine], n, size) for size in sizes]
     seconds = [w.seconds(model) + more for w, more in zip(works, noise, strict=True)]
     solved = fit.solve((works[0], seconds[0]), (works[2], seconds[2]), model.gamma)
@@ -32,16 +32,19 @@ def test_recovers_latency_and_bandwidth(row):
             assert found.model.alpha == pytest.approx(model.alpha, rel=1e-6)
             assert found.model.beta == pytest.approx(model.beta, rel=1e-6)
             assert found.model.clamped == ""
-            assert found.predicted(found.between) == pytest.approx(found.measured[found.between], rel=1e-9)
+            for size, seconds in found.measured.items():
+                assert found.predicted(size) == pytest.approx(seconds, rel=1e-9)
 
 
 def test_noise_never_makes_a_negative_latency_or_bandwidth():
     row = costs.row("all_gather")
-    late = synthetic(row, "torch", 2, fit.Model(1e-6, 1e-9), (0.0, 0.0, 5e-3))  # the large one took too long
+    late = synthetic(row, "torch", 2, fit.Model(1e-6, 1e-9), (0.0, 0.0, 5e-3, 0.0))  # the large one took too long
     assert late.model.clamped == "latency"
     assert (late.model.alpha, late.model.beta > 1e-9) == (0.0, True)
-    assert late.predicted(4096 * KIB) == pytest.approx(late.measured[4096 * KIB])
-    early = synthetic(row, "torch", 2, fit.Model(1e-6, 1e-9), (50e-3, 0.0, 0.0))  # the small one did
+    assert late.predicted(512 * KIB) == pytest.approx(late.measured[512 * KIB])
+    assert late.extrapolated() == {}
+    assert all(entry["clamped"] == "latency" and entry["extrapolated"] == [] for entry in [late.as_json()])
+    early = synthetic(row, "torch", 2, fit.Model(1e-6, 1e-9), (50e-3, 0.0, 0.0, 0.0))  # the small one did
     assert early.model.clamped == "bandwidth"
     assert (early.model.alpha > 1e-6, early.model.beta) == (True, 0.0)
     assert early.predicted(64 * KIB) == pytest.approx(early.measured[64 * KIB])
@@ -69,18 +72,16 @@ def test_extrapolation():
 
 
 def test_fit_on_processes(capsys, monkeypatch, tmp_path):
-    sizes = {"8 KB": 2048, "32 KB": 8192, "128 KB": 1 << 15}
+    sizes = {"4 KB": 1024, "8 KB": 2048, "64 KB": 1 << 14, "128 KB": 1 << 15}
     monkeypatch.setattr(fit, "SIZES", sizes)
     monkeypatch.setattr(bench, "OPS", {"reduce_scatter": ("sum", "max")})
     file = tmp_path / "fit.json"
     names = "reduce_scatter,scan"
     assert main(["bench", "--fit", "--only", names, "--rounds", "2", "--json", str(file)]) == 0
     printed = capsys.readouterr().out
-    assert "t = m·α + v·β + s·γ, fitted to 8 KB and 128 KB" in printed
-    assert "EXTRAPOLATED, not measured: forward + backward of 32 KB" in printed
+    assert "t = m·α + v·β + s·γ, fitted to 4 KB and 64 KB" in printed
+    assert "EXTRAPOLATED, not measured: forward + backward of 64 KB" in printed
     assert "N = 65,536" in printed
-    assert printed.count("ring = the library (messages)") == 2
-    assert printed.count("the library (messages)") == 3
     content = json.loads(file.read_text())
     assert content["rows"] == []
     labels = [(found["collective"], found["op"]) for found in content["fits"]]
@@ -93,7 +94,9 @@ def test_fit_on_processes(capsys, monkeypatch, tmp_path):
             assert math.isfinite(number)
             assert number > 0
         extrapolated = found["extrapolated"]
-        assert {e["world_size"] for e in extrapolated} == set(fit.RANKS)
+        assert {e["world_size"] for e in extrapolated} == (set() if found["clamped"] else set(fit.RANKS))
+        rows = 1 if found["clamped"] or found["collective"] == "scan" else 2
+        assert len(extrapolated) == (0 if found["clamped"] else rows * len(fit.RANKS))
         assert all(math.isfinite(e["seconds"]) and e["seconds"] > 0 for e in extrapolated)
 
 
