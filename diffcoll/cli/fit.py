@@ -84,7 +84,7 @@ def solve(small: tuple[Work, float], large: tuple[Work, float], gamma: float = 0
     if beta < 0:
         return Model(max(t, 0.0) / w.messages, 0.0, gamma, "bandwidth")
     if alpha < 0:
-        return Model(0.0, u / v.nbytes, gamma, "latency")
+        return Model(0.0, max(u, 0.0) / v.nbytes, gamma, "latency")
     return Model(alpha, beta, gamma)
 
 

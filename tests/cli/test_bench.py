@@ -49,8 +49,11 @@ def test_noise_never_makes_a_negative_latency_or_bandwidth():
     assert (early.model.alpha > 1e-6, early.model.beta) == (True, 0.0)
     assert early.predicted(64 * KIB) == pytest.approx(early.measured[64 * KIB])
     none = fit.solve((fit.Work(2, 10, 10), 1.0), (fit.Work(2, 100, 100), 2.0), gamma=1.0)  # the op alone took longer
-    assert none.alpha == none.beta == 0
-    assert none.clamped
+    assert none[:2] == (0, 0)
+    assert none.clamped == "bandwidth"
+    none = fit.solve((fit.Work(2, 10, 10), 1.0), (fit.Work(2, 100, 10), 1.5), gamma=1.0)
+    assert none[:2] == (0, 0)
+    assert none.clamped == "latency"
 
 
 def test_extrapolation():
