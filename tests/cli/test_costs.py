@@ -119,7 +119,7 @@ def test_what_a_rank_sends_is_at_most_what_the_busiest_sends_or_receives():
 def test_what_the_engines_call_themselves():
     gloo = {stage for stage in costs.ENGINES["torch"] if stage != "header"}
     assert gloo == c10d.NATIVE["gloo"]
-    assert c10d.SMALL["gloo"] == 16 << 10  # in the name of a row
+    assert c10d.SMALL["gloo"] == 128 << 10  # in the name of a row
 
 
 def test_every_collective_has_a_row_and_every_stage_a_cost():
