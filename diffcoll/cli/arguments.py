@@ -22,7 +22,7 @@ __all__ = ["TRAINING", "checked"]
 
 TRAINING = "digits"
 _VERIFIED = (*COLLECTIVES, TRAINING)
-_MEASURED = (*COLLECTIVES, "trees", "overlap", "averager", "simulate")
+_MEASURED = (*COLLECTIVES, "trees", "overlap", "stages", "averager", "simulate")
 _PICTURES = ".png, .svg or .pdf"
 
 

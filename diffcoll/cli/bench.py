@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 import diffcoll
-from diffcoll.cli import fit, rows, simulated, training
+from diffcoll.cli import fit, rows, simulated, stages, training
 from diffcoll.cli.competitors import SYSTEMS
 from diffcoll.cli.counting import bytes_sent
 from diffcoll.cli.floor import floor
@@ -74,6 +74,8 @@ def run(options: argparse.Namespace) -> int:
         console.print(bench.ratios("200 tensors of 327 float32 in one call", _trees))
     if "overlap" in names:
         console.print(bench.ratios("all_reduce of 16 MB, and as much work beside it", _overlap))
+    if "stages" in names:
+        console.print(stages.table(bench.title, partial(bench.times, rounds=bench.rounds)))
     if "averager" in names:
         console.print(training.table(bench.n, bench.rounds, bench.engine, bench.times))
     if "simulate" in names:
