@@ -79,7 +79,7 @@ class Row(NamedTuple):
 
 _PARTS = "product, max, min, logsumexp, dc.elementwise(f)"
 _WHOLE = "a function f; dc.elementwise(f) if a block is empty"
-_SMALL = "on gloo, where N·B is at most 128 KB, every op but sum and mean"
+_SMALL = "on gloo and MPI, where N·B is at most 128 KB, every op but sum and mean"
 _EXCLUSIVE: tuple[Stage, ...] = (("zeros", "B"), ("permute", "B"), ("scan", "B"))
 _SUMS = "sum, mean"
 

@@ -37,6 +37,8 @@ ADDED = 1 << 20
 Wanted = Sequence[tuple[int, int]]
 #: Sums of at most this many bytes use a shorter code path.
 SMALL = 16 << 10
+#: Tensors of at most this many bytes on all ranks together are reduced by an all-gather and a local reduction.
+TOGETHER = 128 << 10
 
 #: MPI's names for the dtypes that it sums. It has none for half precisions: the defaults of `Engine` accumulate them in
 #: float32, and send the same number of bytes.
@@ -97,6 +99,10 @@ class MpiEngine(MessageEngine):
         if self._duplicate is not None and not _mpi().Is_finalized():
             self._duplicate.Free()
         self._duplicate = None
+
+    @override
+    def small(self, device: str) -> int:
+        return TOGETHER // self.size
 
     @override
     def twin(self) -> MpiEngine:
@@ -186,12 +192,6 @@ class MpiEngine(MessageEngine):
         )
         add_up(terms.split_with_sizes(counts), out.view(-1))
         return done
-
-    @override
-    def all_reduce_in_order(self, x: Tensor, y: Tensor) -> Wait:
-        # Parts of a small tensor differ in size, and then reduce_scatter sends two messages per rank.
-        small = 1 < self.size and y.nbytes <= SMALL
-        return self.gather_and_add(x, y) if small else super().all_reduce_in_order(x, y)
 
     @override
     def broadcast(self, y: Tensor, src: int) -> Wait:

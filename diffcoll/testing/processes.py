@@ -220,6 +220,10 @@ class Launched(Forked):
         "OMPI_MCA_btl": "self,sm,vader",
     }
 
+    #: For Open MPI 5, unless the caller has set them: messages through shared memory, in pieces of 256 KB, instead of
+    #: one process reading the memory of another, which takes longer in a virtual machine (notes/engines.md).
+    PREFERRED: ClassVar = {"OMPI_MCA_smsc": "^cma", "OMPI_MCA_btl_sm_max_send_size": str(256 << 10)}
+
     def __init__(self, work: Callable[[Connection, str, int], bool] | None = None) -> None:
         super().__init__()
         self._launcher: Any = None
@@ -232,7 +236,7 @@ class Launched(Forked):
         n, folder, around = len(setups), setups[0][5], setups[0][6]
         for rank, payload in enumerate(payloads):
             Path(folder, f"call-{rank}").write_bytes(pickle.dumps((setups[rank], payload)))
-        environment = {**os.environ, **self.SETTINGS}
+        environment = {**self.PREFERRED, **os.environ, **self.SETTINGS}
         if n > (os.cpu_count() or 1):
             environment["OMPI_MCA_mpi_yield_when_idle"] = "1"  # ranks that wait are in the others' way
         door_path = str(Path(folder, "door"))

@@ -11,7 +11,7 @@ from diffcoll.cli import costs
 from diffcoll.cli.bench import peak_memory
 from diffcoll.cli.counting import bytes_sent, traffic
 from diffcoll.collectives import COLLECTIVES
-from diffcoll.engines import c10d
+from diffcoll.engines import c10d, mpi
 from diffcoll.engines.engine import even_sizes
 from diffcoll.testing.cases import Case, median, median_in_parts
 
@@ -119,7 +119,7 @@ def test_what_a_rank_sends_is_at_most_what_the_busiest_sends_or_receives():
 def test_what_the_engines_call_themselves():
     gloo = {stage for stage in costs.ENGINES["torch"] if stage != "header"}
     assert gloo == c10d.NATIVE["gloo"]
-    assert c10d.SMALL["gloo"] == 128 << 10  # in the name of a row
+    assert c10d.SMALL["gloo"] == mpi.TOGETHER == 128 << 10  # in the name of a row
 
 
 def test_every_collective_has_a_row_and_every_stage_a_cost():

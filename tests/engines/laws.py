@@ -749,12 +749,12 @@ def bytes_of(t: Tensor) -> Tensor:
 def small_pieces() -> Iterator[None]:
     """Lower all thresholds of the backends below the message sizes, and LARGE, so that messages stay small."""
     global LARGE
-    before = LARGE, c10d.SMALL, mpi.SMALL, mpi.PIECE, mpi.ADDED
-    LARGE, c10d.SMALL, mpi.SMALL, mpi.PIECE, mpi.ADDED = 96, {}, 0, 16, 16
+    before = LARGE, c10d.SMALL, mpi.TOGETHER, mpi.SMALL, mpi.PIECE, mpi.ADDED
+    LARGE, c10d.SMALL, mpi.TOGETHER, mpi.SMALL, mpi.PIECE, mpi.ADDED = 96, {}, 0, 0, 16, 16
     try:
         yield
     finally:
-        LARGE, c10d.SMALL, mpi.SMALL, mpi.PIECE, mpi.ADDED = before
+        LARGE, c10d.SMALL, mpi.TOGETHER, mpi.SMALL, mpi.PIECE, mpi.ADDED = before
 
 
 def by_default(engine: Engine) -> type[Engine]:

@@ -67,7 +67,7 @@ def move_thresholds(common, nbytes, n):
     def near(parts=1):
         return max(1, nbytes // parts + common.choice([-1, 0, 1]))
 
-    c10d.SMALL["gloo"] = n * near(common.choice([1, 2, 3]))
+    c10d.SMALL["gloo"] = mpi.TOGETHER = n * near(common.choice([1, 2, 3]))
     mpi.SMALL, mpi.ADDED = near(), 8 * near(16)
     mpi.PIECE = 16 * near(common.choice([16, 32, 48]))  # a whole number of elements
 

@@ -473,3 +473,16 @@ def test_a_message_shorter_than_expected_is_an_error():
 
     for text in spawn(body, range(2), backend="mpi")[1]:
         assert "got a message of 12 bytes from rank 0, expected 36" in text
+
+
+def test_open_mpi_copies_through_shared_memory_unless_told_otherwise(monkeypatch):
+    names = "OMPI_MCA_smsc", "OMPI_MCA_btl_sm_max_send_size"
+
+    def settings(r):
+        return [os.environ.get(name) for name in names]
+
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert spawn(settings, range(2), backend="mpi") == [["^cma", "262144"]] * 2
+    monkeypatch.setenv(names[0], "")
+    assert spawn(settings, range(2), backend="mpi") == [["", "262144"]] * 2
