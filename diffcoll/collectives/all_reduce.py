@@ -30,7 +30,7 @@ __all__ = ["AllReduce", "all_reduce"]
 
 @dataclass(frozen=True)
 class AllReduce(Linear):
-    """y_r = Σ_s x_s; mean: Σ_s x_s / N."""
+    """y_r = Σ_s x_s; mean: Σ_s x_s / N, bit by bit that of the sum divided by N, unless a term is subnormal."""
 
     name: ClassVar[str] = "all_reduce"
     reads_at_once: ClassVar[bool] = True
@@ -41,11 +41,14 @@ class AllReduce(Linear):
     @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
         y = torch.empty_like(x) if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
-        if self.mean:  # divided before the sum, while it is copied: so the sum overflows only if the mean does
-            x = torch.div(x, self.engine.size, out=y)
         if self.deterministic:
             return then(self.engine.all_reduce_in_order(x, y), y)
-        return then(self.engine.all_reduce(x, y), y)
+        if not self.mean:
+            return then(self.engine.all_reduce(x, y), y)
+        n = self.engine.size
+        if n & (n - 1):  # division of the terms would round each of them
+            return then(self.engine.all_reduce(x, y), lambda: y.div_(n))
+        return then(self.engine.all_reduce(torch.div(x, n, out=y), y), y)  # while they are copied
 
     @cached_property
     def adjoint(self) -> Linear:
