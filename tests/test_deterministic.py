@@ -269,3 +269,21 @@ def test_arguments_of_the_averager():
         return str(caught.value)
 
     assert all("rank 0: deterministic=False\n  rank 1: deterministic=True" in text for text in spawn(body, range(2)))
+
+
+def test_the_gradient_of_a_mean_is_the_ordered_sum_divided():
+    def body(r):
+        generator = torch.Generator().manual_seed(r)
+        found = []
+        for dtype in (torch.float32, torch.bfloat16):
+            x, gy = torch.randn(2, 1000, generator=generator).to(dtype)
+            y = dc.all_reduce(x.requires_grad_(), "mean", deterministic=True)
+            found += [x.detach(), y.detach(), gy, *torch.autograd.grad(y, x, gy)]
+        return found
+
+    for run in (partial(simulate, rules=True), spawn):
+        of_ranks = run(body, range(3))
+        for k in range(0, 8, 2):
+            terms = [found[k].float() for found in of_ranks]
+            right = (functools.reduce(torch.add, terms) / 3).to(of_ranks[0][k].dtype)
+            assert all(torch.equal(found[k + 1], right) for found in of_ranks)

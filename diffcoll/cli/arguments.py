@@ -87,6 +87,8 @@ def _bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def _bench_options(options: argparse.Namespace, command: argparse.ArgumentParser) -> None:
     options.names = options.names + options.only or [*(COLLECTIVES if options.fit else _MEASURED)]
+    if options.json and options.plot and options.json.resolve() == options.plot.resolve():
+        command.error(f"argument --plot: got {str(options.plot)!r}, the file of --json too; pass another file")
     others = [name for name in options.names if name not in COLLECTIVES]
     if options.fit and others:
         command.error(f"argument --fit: got {', '.join(others)} too, expected collectives only")

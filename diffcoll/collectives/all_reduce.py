@@ -41,14 +41,13 @@ class AllReduce(Linear):
     @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
         y = torch.empty_like(x) if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
-        if self.deterministic:
-            return then(self.engine.all_reduce_in_order(x, y), y)
-        if not self.mean:
-            return then(self.engine.all_reduce(x, y), y)
         n = self.engine.size
-        if n & (n - 1):  # division of the terms would round each of them
-            return then(self.engine.all_reduce(x, y), lambda: y.div_(n))
-        return then(self.engine.all_reduce(torch.div(x, n, out=y), y), y)  # while they are copied
+        add = self.engine.all_reduce_in_order if self.deterministic else self.engine.all_reduce
+        if not self.mean:
+            return then(add(x, y), y)
+        if n & (n - 1) or self.deterministic:  # division of the terms would round each of them
+            return then(add(x, y), lambda: y.div_(n))
+        return then(add(torch.div(x, n, out=y), y), y)  # divided while they are copied
 
     @cached_property
     def adjoint(self) -> Linear:
@@ -58,7 +57,7 @@ class AllReduce(Linear):
     @property
     @override
     def averaging(self) -> Linear | None:
-        return None if self.replicated or self.deterministic else AllReduce(self.engine, mean=True)
+        return None if self.replicated else AllReduce(self.engine, deterministic=self.deterministic, mean=True)
 
     @property
     @override

@@ -147,11 +147,10 @@ class Call(Arguments):
             return self.submit(last, block, after=after)
         # The mean is the sum divided by N. In half precision the sum may overflow where the mean does not.
         n, dtype, wide = self.engine.size, x.dtype, WIDER.get(x.dtype)
-        if wide is None and f.averaging is not None:
-            return self.submit(f.averaging, x)
-        if wide is None:
-            return self.submit(f, x, after=lambda y: divide_(y, n))
-        return self.submit(f, x, before=lambda x: x.to(wide), after=lambda y: divide_(y, n).to(dtype))
+        before = None if wide is None else lambda x: x.to(wide)
+        if (mean := f.averaging) is not None:
+            return self.submit(mean, x, before=before, after=None if wide is None else lambda y: y.to(dtype))
+        return self.submit(f, x, before=before, after=lambda y: divide_(y, n).to(dtype))
 
     def _in_truth(self, f: Linear, x: Tensor) -> Any:
         y: Tensor = self.engine.run_truth(self.name, self.x, self.arguments, (self.meaning(f), kind(f, x)))

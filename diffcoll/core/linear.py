@@ -67,7 +67,7 @@ class Linear(ABC):
 
     @property
     def averaging(self) -> Linear | None:
-        """The map F / N, if there is one that takes less time than F and a division; x is not a half precision."""
+        """The map F / N, if there is one of its own; x is not a half precision."""
         return None
 
     @property

@@ -5,8 +5,13 @@
     all_gather, or gather, or nothing                                            y
 
 This sends as many bytes as an all-reduce, and each rank keeps one stack of the size of x. All derivatives and
-transforms follow from those of the three steps. Small tensors are gathered whole instead, in one message. So are all
-tensors if the user's function is not declared elementwise, since its result at one position may depend on every other.
+transforms follow from those of the three steps. Small tensors are gathered whole instead, in one round of messages. So
+are all tensors if the user's function is not declared elementwise, since its result at one position may depend on every
+other:
+
+    all_gather, replicated                                                       (N, shape of x)
+    reduction over dim 0, on every rank                                          y, replicated
+    sum_gradients, or keep it on one rank, or split                              y
 """
 
 from __future__ import annotations
@@ -57,10 +62,11 @@ class Reducing:
         sizes = even_sizes(self.x.numel(), self.engine.size)
         self._check(lambda stack: _row(stack).split_with_sizes(list(sizes), 1))
         small = self.x.numel() * self.x.element_size() <= self.engine.small(self.x.device.type)
-        how = replicated, deterministic
-        if (small and not deterministic) or self._in_one_stack(sizes):
-            return MAPS["AllGather"](self.engine, 0, self._ones, *how), self.x.unsqueeze(0), self._result
-        last = MAPS["AllGather"](self.engine, 0, sizes, *how)
+        if small or self._in_one_stack(sizes):
+            if replicated:
+                return self._whole(self._result)
+            return self._whole(self._then(MAPS["SumGradients"](self.engine, deterministic)))
+        last = MAPS["AllGather"](self.engine, 0, sizes, replicated, deterministic)
         return last, self._row_block(sizes), lambda y: y.view(self.x.shape)
 
     def on_rank(self, dst: int) -> Steps:
@@ -69,27 +75,20 @@ class Reducing:
         self._check(lambda stack: _row(stack).split_with_sizes(list(sizes), 1))
         here = self.engine.rank == dst
 
-        def kept(stack: Tensor) -> Tensor:
-            y = self._reduced(stack)  # on every rank, so that all ranks build the same graph
-            return torch.where(torch.full((), here, device=y.device), y, torch.zeros_like(y))
-
         def shaped(y: Tensor) -> Tensor:
             if not here:  # keeps the empty y in the graph; as (0, 1), because cat drops a tensor of shape (0,)
                 y = torch.cat([y, y.new_zeros(self.x.numel(), 1)])
             return y.view(self.x.shape)
 
         if self._in_one_stack(sizes):
-            return MAPS["AllGather"](self.engine, 0, self._ones), self.x.unsqueeze(0), kept
+            return self._whole(self._then(MAPS["Keep"](self.engine, dst)))
         return MAPS["Gather"](self.engine, dst, 0, sizes), self._row_block(sizes).unsqueeze(1), shaped
 
     def blocks(self, dim: int, sizes: tuple[int, ...], deterministic: bool = False) -> Steps:
         """Block r of y along dim, on rank r; `deterministic` as in `on_all_ranks`."""
         self._check(lambda stack: stack.split_with_sizes(list(sizes), dim + 1))
         if self._in_one_stack(sizes):
-            # Not split_with_sizes: its derivative drops an empty row.
-            first, length = sum(sizes[: self.engine.rank]), sizes[self.engine.rank]
-            gather = MAPS["AllGather"](self.engine, 0, self._ones, False, deterministic)
-            return gather, self.x.unsqueeze(0), lambda stack: _copy(self._reduced(stack).narrow(dim, first, length))
+            return self._whole(self._then(MAPS["Split"](self.engine, dim, sizes, deterministic)))
         return MAPS["AllToAll"](self.engine, dim + 1, 0, sizes, self._ones), self.x.unsqueeze(0), self._result
 
     def _row_block(self, sizes: tuple[int, ...]) -> Tensor:
@@ -103,6 +102,18 @@ class Reducing:
         different graph.
         """
         return self.reduction.whole or (self.reduction.users and 0 in sizes)
+
+    def _whole(self, after: Callable[[Tensor], Tensor]) -> Steps:
+        """Every rank reduces the stack of all ranks' x. So the stack and y are replicated."""
+        return MAPS["AllGather"](self.engine, 0, self._ones, True), self.x.unsqueeze(0), after
+
+    def _then(self, f: Linear) -> Callable[[Tensor], Tensor]:
+        """From the stack to f(y), where f takes the replicated y to what each rank's loss uses.
+
+        Its adjoint adds up the gradients of y before the local derivative. After it, the terms may overflow or be NaN
+        where the derivative of the sum is not.
+        """
+        return lambda stack: apply(f, self._reduced(stack))
 
     @property
     def _ones(self) -> tuple[int, ...]:

@@ -189,6 +189,7 @@ def test_a_file_that_cannot_be_written_in_the_end(tmp_path, monkeypatch, capsys)
         ("--fit all_reduce trees", "argument --fit: got trees too, expected collectives only"),
         ("--fit --world-size 1", "argument --fit: got --world-size 1, expected at least 2: one rank sends no messages"),
         ("--fit --plot x.png", "argument --plot: got --fit too, expected one of them"),
+        ("--json x.png --plot ./x.png", "argument --plot: got 'x.png', the file of --json too; pass another file"),
     ],
 )
 def test_wrong_arguments(arguments, said, capsys, monkeypatch, tmp_path):
