@@ -26,6 +26,7 @@ def test_every_collective_is_named(tmp_path):
         assert names[2].startswith(f"diffcoll.all_gather: {small}, ")  # of the maximum: a small one is gathered whole
         assert f"diffcoll.all_gather backward: {small}, 96 B" in names
         assert f"diffcoll.broadcast backward: {small}, 48 B" in names
-        assert len(names) == 8  # three starts, three adjoints, and a wait each way
+        assert f"diffcoll.sum_gradients backward: {small}, 48 B" in names  # of the maximum
+        assert len(names) == 10  # four starts, four adjoints, and a wait each way
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert any(event.get("name", "").startswith("diffcoll.all_gather backward") for event in trace["traceEvents"])
