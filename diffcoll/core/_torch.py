@@ -37,6 +37,7 @@ __all__ = [
     "after_backward",
     "ambient",
     "apply_rule",
+    "assert_in_graph",
     "assume",
     "backward_at_work",
     "BatchNormBase",
@@ -83,6 +84,7 @@ __all__ = [
     "unfaked",
     "untraced",
     "version",
+    "without_transforms",
     "wrapped_backward_code",
     "versions",
 ]
@@ -128,6 +130,19 @@ def assume(condition: bool) -> None:
     """While tracing, state a fact about sizes that have no value yet, as those received from another rank."""
     # Private by its name; torch's errors about such sizes tell users to call it.
     torch._check(condition)  # type: ignore[no-untyped-call]
+
+
+def assert_in_graph(condition: Tensor, text: str) -> None:
+    """Raise a RuntimeError when a traced program runs and the condition, a 0-d bool, is False there."""
+    # No public function adds an assertion about values to a graph.
+    torch._assert_async(condition, text)
+
+
+def without_transforms(x: Tensor) -> Tensor:
+    """Return the tensor that torch.func transforms have wrapped, with all batches of vmap; no public API does."""
+    while is_transformed(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
 
 
 def is_vmapped(x: Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from operator import index
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,13 +20,23 @@ from diffcoll.core.arguments import Group
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size
 from diffcoll.nn.convention import LossModule, Reduction, check_reduction, returned
-from diffcoll.nn.inputs import check_number, check_rows, in_full_precision, without_autocast
+from diffcoll.nn.inputs import (
+    check_fractions,
+    check_number,
+    check_rows,
+    in_full_precision,
+    no_fractions,
+    without_autocast,
+)
 
 __all__ = ["DiceLoss", "IoULoss", "TverskyLoss", "dice_loss", "iou_loss", "tversky_loss"]
 
-Dims = int | Sequence[int] | None
+Dims = int | Sequence[int] | Literal["per class"] | None
 #: (overlap T, sum of probabilities P, sum of targets Q) → similarity
 _Ratio = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+_LOGITS = "apply torch.sigmoid to logits of one class, torch.softmax over the classes to those of several"
+_CODES = "divide a mask of 0 and 255 by 255; for class indices, F.one_hot(targets, C).movedim(-1, 1)"
 
 
 def dice_loss(
@@ -56,9 +67,11 @@ def dice_loss(
             not summed are equal on all ranks. Half precisions are computed in float32, also under autocast.
         targets: t, of the same shape, any dtype, in [0, 1]. For class indices: `F.one_hot(t, C).movedim(-1, 1)`.
         smooth: s, added to numerator and denominator. If it is 0, a ratio without targets and predictions is NaN.
-        dims: the dimensions to sum over. None: all of them, one ratio. Otherwise one ratio for each index of the
-            remaining dimensions, and the loss is the mean of these: `dims=(0, 2, 3)` of (b, C, H, W) gives one for each
-            class. Without dim 0, as `dims=(2, 3)`, there is one ratio for each sample, and the mean is over the samples
+        dims: what one ratio is of. Segmentation into several classes, p of shape (b, C, H, W): use "per class", one
+            ratio for each class over all images, and the loss is the mean of the C losses. None, one ratio of
+            everything, is for one class; with several, a large background hides that a small class is never found.
+            Otherwise the dimensions to sum over, and the mean of the loss over the remaining ones: (0, 2, 3) is "per
+            class" there; (2, 3), without dim 0, is one ratio for each image and class, and the mean is over the images
             of all ranks.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         reduction: "mean" if gradients are averaged over the ranks afterwards (DDP, `GradientAverager`), "sum" if they
@@ -69,7 +82,10 @@ def dice_loss(
         are exact after the same reduction.
 
     Raises:
-        TypeError, ValueError: an argument is invalid, or the batch of all ranks together is empty.
+        TypeError, ValueError: an argument is invalid, or the batch of all ranks together is empty. Values outside
+            [0, 1] on one rank, such as logits, are an error on all ranks; it is known after the message, so that a GPU
+            makes the host wait. In a compiled function it is a RuntimeError, and within torch.vmap and torch.func.grad
+            there the loss is NaN.
 
     Source: notes/data-parallel.md#dice-and-iou.
     """
@@ -102,7 +118,7 @@ def iou_loss(
         probabilities: as of `dice_loss`.
         targets: as of `dice_loss`.
         smooth: s, added to numerator and denominator.
-        dims: the dimensions to sum over; see `dice_loss`.
+        dims: "per class", None or the dimensions to sum over; see `dice_loss`.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         reduction: "mean" or "sum"; see `dice_loss`.
 
@@ -150,7 +166,7 @@ def tversky_loss(
         alpha: weight of false positives, Σ p (1 − t).
         beta: weight of false negatives, Σ (1 − p) t.
         smooth: s, added to numerator and denominator.
-        dims: the dimensions to sum over; see `dice_loss`.
+        dims: "per class", None or the dimensions to sum over; see `dice_loss`.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         reduction: "mean" or "sum"; see `dice_loss`.
 
@@ -175,8 +191,8 @@ class DiceLoss(LossModule):
     """`dice_loss` as a module.
 
     >>> import diffcoll as dc
-    >>> dc.nn.DiceLoss(dims=(0, 2, 3))
-    DiceLoss(smooth=1.0, dims=(0, 2, 3), reduction='mean')
+    >>> dc.nn.DiceLoss(dims="per class")
+    DiceLoss(smooth=1.0, dims='per class', reduction='mean')
 
     Args:
         smooth, dims, group, reduction: as of `dice_loss`.
@@ -253,15 +269,19 @@ def _loss(
     summed = _dims(name, dims, p)
     with without_autocast(p):
         sums = [x.sum(summed) for x in (p * t, p, t)]
-        count = torch.full((), len(p), dtype=p.dtype, device=p.device)
+        rounding = max(4 * torch.finfo(x.dtype).eps for x in (probabilities, targets) if x.is_floating_point())
+        # The number of samples, and of ranks whose values are no probabilities or no targets.
+        wrong = [no_fractions(x, rounding) for x in (p, t)]
+        facts = torch.stack([torch.full((), len(p), dtype=p.dtype, device=p.device), *(w.to(p.dtype) for w in wrong)])
         if 0 in summed:
-            *sums, count = all_reduce((*sums, count), group=group)
+            *sums, facts = all_reduce((*sums, facts), group=group)
             share = (1 - ratio(*sums)).mean() / get_world_size(group)
         else:
             losses = 1 - ratio(*sums)
-            count = all_reduce(count, group=group)
-            share = losses.sum() / (count * math.prod(losses.shape[1:]))
-        check_rows(name, len(p), count, 1)
+            facts = all_reduce(facts, group=group)
+            share = losses.sum() / (facts[0] * math.prod(losses.shape[1:]))
+        check_rows(name, len(p), facts[0], 1)
+        share = check_fractions(name, share, facts[1:], rounding, probabilities=(p, _LOGITS), targets=(t, _CODES))
         return returned(share, reduction, group)
 
 
@@ -284,10 +304,17 @@ def _dims(name: str, dims: Dims, p: Tensor) -> tuple[int, ...]:
     """Return the dimensions to sum over, none of them negative."""
     if dims is None:
         return tuple(range(p.ndim))
+    if dims == "per class":
+        if p.ndim < 2:
+            got, expected = f"'per class' for shape {tuple(p.shape)}", "(b, C, …), with the classes in dim 1"
+            raise ValueError(message(name, "dims", got, expected))
+        return tuple(d for d in range(p.ndim) if d != 1)
+    several: Sequence[Any] = dims if isinstance(dims, Sequence) else (dims,)
     try:
-        given = [index(d) for d in (dims if isinstance(dims, Sequence) else (dims,))]
+        given = [index(d) for d in several]
     except TypeError:
-        raise TypeError(message(name, "dims", repr(dims), "None, an integer or a sequence of integers")) from None
+        expected = '"per class", None, an integer or a sequence of integers'
+        raise TypeError(message(name, "dims", repr(dims), expected)) from None
     found = tuple(d + p.ndim if d < 0 else d for d in given)
     if not found or len(set(found)) < len(found) or not all(0 <= d < p.ndim for d in found):
         raise ValueError(message(name, "dims", repr(dims), f"different dimensions of {tuple(p.shape)}, at least one"))

@@ -8,10 +8,19 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from diffcoll.core._torch import is_vmapped
+from diffcoll.core._torch import assert_in_graph, is_traced, is_vmapped, is_within_transform, without_transforms
 from diffcoll.core.errors import message
 
-__all__ = ["FLOATS", "HALF", "check_number", "check_rows", "in_full_precision", "without_autocast"]
+__all__ = [
+    "FLOATS",
+    "HALF",
+    "check_fractions",
+    "check_number",
+    "check_rows",
+    "in_full_precision",
+    "no_fractions",
+    "without_autocast",
+]
 
 #: Dtypes whose sums are computed in float32.
 HALF = (torch.float16, torch.bfloat16)
@@ -61,3 +70,42 @@ def check_rows(name: str, rows: int, count: Tensor, least: int) -> None:
     if total < least:
         remedy = "skip this step on all ranks"
         raise ValueError(message(name, "batch", f"{total} rows on all ranks together", f"at least {least}", remedy))
+
+
+def no_fractions(x: Tensor, tolerance: float) -> Tensor:
+    """Return a 0-d tensor: whether a value of x is outside [0, 1] by more than the tolerance. NaN is not."""
+    return ((x.detach() - 0.5).abs() > 0.5 + tolerance).any()
+
+
+def check_fractions(
+    name: str, loss: Tensor, wrong: Tensor, tolerance: float, **arguments: tuple[Tensor, str]
+) -> Tensor:
+    """Return the loss; raise, on all ranks, if values of an argument were outside [0, 1] on any rank.
+
+    Args:
+        name: of the loss.
+        loss: what is returned.
+        wrong: for each argument, the number of ranks where it is `no_fractions`; the same on all ranks.
+        tolerance: as of `no_fractions`.
+        arguments: each argument on this rank, and the remedy.
+    """
+    expected = "values in [0, 1] on every rank"
+    if torch.compiler.is_compiling() or is_traced(wrong):
+        if is_within_transform():  # where no assertion can be traced
+            return loss.masked_fill((wrong > 0).any(), math.nan)
+        for ranks, (argument, (_, remedy)) in zip(wrong.unbind(), arguments.items(), strict=True):
+            assert_in_graph(ranks == 0, message(name, argument, "values outside [0, 1]", expected, remedy))
+        return loss
+    if bool(without_transforms(wrong.detach()).any()):
+        for ranks, (argument, (x, remedy)) in zip(wrong.unbind(), arguments.items(), strict=True):
+            if bool(without_transforms(ranks.detach()).any()):
+                raise ValueError(message(name, argument, _range(x, tolerance), expected, remedy))
+    return loss
+
+
+def _range(x: Tensor, tolerance: float) -> str:
+    """Return in words what values outside [0, 1] a rank has."""
+    values = without_transforms(x.detach())
+    if bool(no_fractions(values, tolerance)):
+        return f"values from {values.min().item():.4g} to {values.max().item():.4g}"
+    return "values outside [0, 1] on another rank"

@@ -10,12 +10,12 @@ from diffcoll.nn import DiceLoss, IoULoss, TverskyLoss, dice_loss, iou_loss, tve
 from diffcoll.testing import assert_matches_single_process, simulate, spawn
 
 SIZES = ((6,), (4, 4), (5, 3), (5, 0, 3), (0, 2, 1))
-DIMS = [None, (0, 2, 3), (0, -1), 0, (2, 3), (1, 2, 3)]
+DIMS = [None, "per class", (0, 2, 3), (0, -1), 0, (2, 3), (1, 2, 3)]
 
 
 def paper(kind, p, t, smooth=1.0, dims=None, alpha=0.3, beta=0.8):
     """Milletari et al. 2016, Rahman and Wang 2016, Salehi et al. 2017, each with the sums as they write them."""
-    dims = tuple(range(p.ndim)) if dims is None else dims
+    dims = {None: tuple(range(p.ndim)), "per class": (0, *range(2, p.ndim))}.get(dims, dims)
     both, false_positive, false_negative = ((x * y).sum(dims) for x, y in ((p, t), (p, 1 - t), (1 - p, t)))
     if kind == "dice":
         ratio = (2 * both + smooth) / (p.sum(dims) + t.sum(dims) + smooth)
@@ -52,7 +52,7 @@ def test_matches_one_process(kind, dims):
     def single(p, t):
         return paper(kind, p, t, 0.5, dims)
 
-    on = ["simulated", "gloo"] if (kind, dims) in [("dice", (0, 2, 3)), ("tversky", (2, 3))] else ["simulated"]
+    on = ["simulated", "gloo"] if (kind, dims) in [("dice", "per class"), ("tversky", (2, 3))] else ["simulated"]
     assert_matches_single_process(distributed, single, segmented, sizes=SIZES, order=2, on=on, tolerance=1e-10)
 
 
@@ -107,7 +107,7 @@ def test_a_class_that_is_nowhere():
     assert simulate(lambda p: dice_loss(p, 0 * p, smooth=0), [none, some]) == [1, 1]
 
 
-@pytest.mark.parametrize(("dims", "numbers"), [(None, [[4], [4]]), ((0, 2, 3), [[10], [10]]), ((2, 3), [[1], []])])
+@pytest.mark.parametrize(("dims", "numbers"), [(None, [[6], [6]]), ((0, 2, 3), [[12], [12]]), ((2, 3), [[3], []])])
 def test_what_is_sent(dims, numbers):
     def sent(profile):
         events = [e for e in profile.events() if e.name.startswith("gloo:all_reduce") and e.input_shapes]
@@ -129,14 +129,7 @@ def test_torch_func():
     found = simulate(lambda p, t: torch.func.grad(dice_loss)(p, t) / 2, *parts, rules=True)
     torch.testing.assert_close(torch.cat(found), torch.func.grad(dice_loss)(p, t))
     classes = simulate(lambda p, t: torch.vmap(dice_loss, 1)(p, t), *parts, rules=True)
-    torch.testing.assert_close(classes[1].mean(), paper("dice", p, t, dims=(0, 2, 3)))
-
-
-@compiles
-def test_compiles_to_one_graph():
-    p, t = segmented(4)
-    compiled = torch.compile(lambda p: iou_loss(p, t, dims=(0, 2, 3)), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(p), paper("iou", p, t, dims=(0, 2, 3)))
+    torch.testing.assert_close(classes[1].mean(), paper("dice", p, t, dims="per class"))
 
 
 @pytest.mark.parametrize("dims", [None, (2, 3)])
@@ -151,6 +144,99 @@ def test_an_empty_batch_is_an_error_on_every_rank(kind, dims):
     assert simulate(body, [torch.zeros(0, 3, 2, 2)] * 2) == [text, text]
 
 
+# ── values that are no probabilities ─────────────────────────────────────────────────────────────────────
+
+LOGITS = "apply torch.sigmoid to logits of one class, torch.softmax over the classes to those of several"
+ELSEWHERE = "values outside [0, 1] on another rank"
+
+
+def refusal(p, t, **options):
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        dice_loss(p, t, **options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("dims", [None, "per class", (2, 3)])
+@pytest.mark.parametrize("bad", [0, 2])
+def test_logits_on_one_rank_are_an_error_on_all(bad, dims):
+    p, t = (list(x.split([3, 0, 4])) for x in segmented(7))
+    p[bad] = p[bad].logit()
+    low, high = p[bad].min().item(), p[bad].max().item()
+    for rules in (False, True):
+        texts = simulate(lambda p, t: refusal(p.requires_grad_(), t, dims=dims), p, t, rules=rules)
+        for r, text in enumerate(texts):
+            got = f"values from {low:.4g} to {high:.4g}" if r == bad else ELSEWHERE
+            assert text == f"dice_loss: probabilities: got {got}, expected values in [0, 1] on every rank; {LOGITS}"
+
+
+@pytest.mark.ranks(3, on="gloo")
+def test_logits_on_one_process_are_an_error_on_all_and_the_next_batch_works(rank):
+    p, t = segmented(6 + rank)
+    assert "probabilities: got values" in refusal(p.logit() if rank == 1 else p, t, dims="per class")
+    assert "targets: got values" in refusal(p, t * 255 if rank == 2 else t, dims=(2, 3))
+    assert 0 < dice_loss(p, t) < 1
+
+
+def test_targets_that_are_no_fractions():
+    p, t = segmented(6)
+    mask = (t > 0.5).to(torch.uint8)
+    texts = simulate(
+        refusal, p.split([4, 2]), (mask * torch.tensor([1] * 4 + [255] * 2).view(-1, 1, 1, 1)).split([4, 2])
+    )
+    assert f"targets: got {ELSEWHERE}" in texts[0]
+    assert "targets: got values from 0 to 255" in texts[1] and "divide a mask of 0 and 255 by 255" in texts[1]
+    indices = mask.argmax(1, keepdim=True).expand_as(p) + 1
+    assert "for class indices, F.one_hot" in refusal(p.half(), indices)
+    assert "got values from -inf to inf" in refusal(torch.tensor([[torch.inf, -torch.inf, 0.5]]), torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_rounding_and_nan_are_no_error(dtype):
+    """Interpolated probabilities may be one rounding above 1; NaN is the loss of a model that has diverged."""
+    above = torch.ones(2, 3, dtype=dtype) * (1 + torch.finfo(dtype).eps)
+    assert above.max() > 1
+    dice_loss(above, above), dice_loss(above.double(), above), dice_loss(1 - above, above)
+    with pytest.raises(ValueError, match="values from"):
+        dice_loss(above * (1 + 8 * torch.finfo(dtype).eps), above)
+    assert dice_loss(above * torch.nan, above).isnan()
+
+
+def test_logits_within_torch_func_and_compiled():
+    p, t = segmented(4)
+    one = p.clone()
+    one[2, 1] = -3.0  # one class of one image
+    for call in (torch.func.grad(dice_loss), torch.vmap(dice_loss, 1), torch.vmap(torch.func.grad(dice_loss))):
+        with pytest.raises(ValueError, match=r"probabilities: got values from -3 to .*, expected values"):
+            call(one, t)
+        assert not call(p, t).isnan().any()
+
+
+@compiles
+def test_compiles_to_one_graph_in_which_logits_are_an_error():
+    p, t = segmented(4)
+    wrong = p.clone()
+    wrong[3] = 1.5
+    compiled = torch.compile(lambda p: iou_loss(p, t, dims="per class"), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(p), paper("iou", p, t, dims="per class"))
+    with pytest.raises(
+        RuntimeError, match=r"^iou_loss: probabilities: got values outside \[0, 1\], expected .*sigmoid"
+    ):
+        compiled(wrong)
+    batched = torch.compile(lambda p: torch.vmap(dice_loss)(p, t), fullgraph=True, backend="aot_eager")
+    assert batched(wrong).isnan().tolist() == [False, False, False, True]
+    torch.testing.assert_close(batched(p), torch.vmap(dice_loss)(p, t))
+
+
+def test_one_ratio_of_all_classes_hides_a_class():
+    """1 % of the pixels are foreground; the model always says background."""
+    foreground = torch.arange(6000).view(6, 10, 100) % 100 == 0
+    t = torch.stack([~foreground, foreground], 1)
+    p = torch.tensor([1.0, 0.0]).view(1, 2, 1, 1).expand(6, 2, 10, 100)
+    for dims, expected in ((None, 0.01), ("per class", (1 - 2 * 0.99 / 1.99 + 1) / 2)):
+        values = simulate(lambda p, t, dims=dims: dice_loss(p, t, dims=dims), p.split([1, 5]), t.split([1, 5]))
+        assert all(abs(value - expected) < 0.01 for value in values), (values, expected)
+
+
 X = torch.ones(2, 3, 4)
 BAD = [
     ((X, X[:, 0].long()), {}, r"targets: got shape \(2, 4\), expected \(2, 3, 4\), .*; for class indices, F.one_hot"),
@@ -161,7 +247,8 @@ BAD = [
     ((X, X), {"dims": (0, 3)}, r"dims: got \(0, 3\), expected different dimensions of \(2, 3, 4\), at least one"),
     ((X, X), {"dims": (1, -2)}, r"dims: got \(1, -2\), expected different dimensions"),
     ((X, X), {"dims": ()}, r"dims: got \(\), expected different dimensions"),
-    ((X, X), {"dims": "hw"}, "dims: got 'hw', expected None, an integer or a sequence of integers"),
+    ((X, X), {"dims": "hw"}, "dims: got 'hw', expected \"per class\", None, an integer or a sequence of integers"),
+    ((X[:, 0, 0], X[:, 0, 0]), {"dims": "per class"}, r"dims: got 'per class' for shape \(2,\), expected \(b, C, …\)"),
     ((X, X), {"smooth": -1}, "smooth: got -1, expected a finite non-negative number"),
     ((X, X), {"reduction": "none"}, 'reduction: got \'none\', expected "mean" or "sum"'),
 ]
@@ -177,7 +264,7 @@ def test_errors(kind, arguments, options, text):
 @pytest.mark.parametrize(
     ("module", "loss", "options"),
     [
-        (DiceLoss, dice_loss, {"smooth": 0.1, "dims": (0, 2, 3), "reduction": "sum"}),
+        (DiceLoss, dice_loss, {"smooth": 0.1, "dims": "per class", "reduction": "sum"}),
         (IoULoss, iou_loss, {"smooth": 0.2, "dims": (2, 3)}),
         (TverskyLoss, tversky_loss, {"alpha": 0.2, "beta": 0.9, "smooth": 0.3, "dims": 0}),
     ],
