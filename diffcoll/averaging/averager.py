@@ -12,7 +12,7 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,11 @@ from diffcoll.averaging.comm_hook import CommHook, Hook
 from diffcoll.averaging.functions import agree, agree_on_parameters, broadcast_from_first, checked_weight
 from diffcoll.averaging.hooks import Hooks
 from diffcoll.averaging.ignoring import Ignore, checked_ignore
-from diffcoll.averaging.module_buffers import ModuleBuffers, facts, named_buffers
+from diffcoll.averaging.module_buffers import ModuleBuffers, facts, named_buffers, refuse_without_memory
 from diffcoll.averaging.parameters import differentiable, named_parameters
 from diffcoll.averaging.reducer import Reducer
 from diffcoll.averaging.spare import copy_where_needed
-from diffcoll.averaging.state import NAME, Arguments, Reduction, Unused
+from diffcoll.averaging.state import NAME, Arguments, BroadcastBuffers, Reduction, Unused
 from diffcoll.averaging.tree import ModuleTree
 from diffcoll.core._torch import untraced
 from diffcoll.core.errors import message
@@ -79,9 +79,10 @@ class GradientAverager:
             `bucket_mb`. Buckets are then sent at the end of backward and do not overlap with it; see
             notes/deterministic.md. Not with `comm_hook`.
         broadcast_parameters: copy rank 0's parameters to all ranks on construction.
-        broadcast_buffers: True: copy rank 0's buffers, integers included, to all ranks on construction; needs a module.
-            `"each forward"`: also before each training forward of the module that follows a reduction, as DDP does;
-            with micro-batches before the first. Nothing is sent in evaluation or under `no_grad`.
+        broadcast_buffers: `"once"`: copy rank 0's buffers, integers included, to all ranks on construction, if a module
+            is given. `"each forward"`: also before each training forward of the module that follows a reduction, which
+            is what DistributedDataParallel's `True` means; with micro-batches before the first. Nothing is sent in
+            evaluation or under `no_grad`. `"never"`: each rank keeps its own.
         hooks: False: backward sends nothing, as if always within `no_sync`; `synchronize` reduces what is in `.grad`.
         ignore: parameters and buffers that are neither averaged nor broadcast: their names, as in `named_parameters()`
             and `named_buffers()`, or a function (name, tensor) -> bool. The others must be the same on all ranks.
@@ -112,7 +113,7 @@ class GradientAverager:
         comm_dtype: torch.dtype | None = None,
         deterministic: bool = False,
         broadcast_parameters: bool = True,
-        broadcast_buffers: bool | Literal["each forward"] = False,
+        broadcast_buffers: BroadcastBuffers = "once",
         hooks: bool = True,
         ignore: Ignore = None,
         comm_hook: Hook | None = None,
@@ -127,8 +128,9 @@ class GradientAverager:
         registry.refuse_shared(named)
         claims = registry.claims_on(named)
         agree_on_parameters(NAME, named, group, [registry.status(p, claims, module, named) for _, p in named])
-        buffers = named_buffers(module, ignored) if module is not None and broadcast_buffers else {}
+        buffers = named_buffers(module, ignored) if module is not None and broadcast_buffers != "never" else {}
         agree(NAME, "arguments", [*arguments.facts(), *facts(buffers)], group)
+        refuse_without_memory(buffers)
         registry.detach_replaced(claims, module, named)
         broadcast_from_first([*(p for _, p in named if broadcast_parameters), *buffers.values()], group)
         repeats = module if broadcast_buffers == "each forward" else None

@@ -31,6 +31,7 @@ __all__ = [
     "checked_weight",
     "global_mean",
     "weighted",
+    "write",
 ]
 
 #: Approximate size of one message of `broadcast_from_first`.
@@ -194,5 +195,13 @@ def broadcast_from_first(tensors: Sequence[Tensor], group: Group) -> None:
         nbytes += t.nbytes
         if nbytes >= _BYTES or i == len(tensors) - 1:
             for mine, first in zip(chunk, broadcast(chunk, 0, group), strict=True):
-                mine.copy_(first)
+                write(mine, first)
             chunk, nbytes = [], 0
+
+
+def write(x: Tensor, value: Tensor) -> None:
+    """Write a value of the same shape into x; an expanded dimension once, since PyTorch refuses to write it whole."""
+    if 0 in x.stride():
+        at = tuple(slice(None) if stride else slice(1) for stride in x.stride())
+        x, value = x[at], value[at]
+    x.copy_(value)

@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from diffcoll.averaging.communicating import communicating, refuse_ended
+from diffcoll.averaging.functions import write
 from diffcoll.averaging.ignoring import Ignored
 from diffcoll.averaging.parameters import ForwardHook
 from diffcoll.averaging.state import NAME
 from diffcoll.core._torch import backward_at_work, is_within_transform
+from diffcoll.core.errors import message
 from diffcoll.engines.engine import Engine
 
-__all__ = ["ModuleBuffers", "facts", "named_buffers"]
+__all__ = ["ModuleBuffers", "facts", "named_buffers", "refuse_without_memory"]
 
 #: Buffers begin at multiples of as many bytes in a message, a multiple of every item size.
 _ALIGNMENT = 16
@@ -39,7 +41,28 @@ def named_buffers(module: nn.Module, ignored: Ignored) -> dict[str, Tensor]:
 
 def facts(buffers: dict[str, Tensor]) -> list[str]:
     """Describe the buffers; equal on all ranks."""
-    return [f"buffer {name} {tuple(b.shape)} {b.dtype} on {b.device.type}" for name, b in buffers.items()]
+    return [
+        f"buffer {name} {odd or f'{tuple(b.shape)} {b.dtype} on {b.device.type}'}"
+        for name, b in buffers.items()
+        for odd in [_without_memory(b)]
+    ]
+
+
+def refuse_without_memory(buffers: dict[str, Tensor]) -> None:
+    """Raise if a buffer cannot be sent; all ranks have agreed on `facts` before."""
+    for name, b in buffers.items():
+        odd = _without_memory(b)
+        if odd:
+            remedy = f'leave it out by ignore=[{name!r}], or say broadcast_buffers="never"'
+            expected = "dense tensors with values"
+            raise TypeError(message(NAME, "broadcast_buffers", f"buffer {name}, which is {odd}", expected, remedy))
+
+
+def _without_memory(b: Tensor) -> str:
+    """Say why b is not one dense block of memory; "": it is."""
+    if b.is_nested or b.is_quantized or b.is_meta:
+        return "nested" if b.is_nested else "quantized" if b.is_quantized else "on the meta device"
+    return "" if b.layout == torch.strided else str(b.layout)
 
 
 class ModuleBuffers:
@@ -168,7 +191,7 @@ class ModuleBuffers:
     def _write(self, buffers: dict[str, Tensor]) -> None:
         """Also on the source: autograd then notices a graph that needs the old values on all ranks or on none."""
         for name, buffer in buffers.items():
-            buffer.copy_(self._views[name])
+            write(buffer, self._views[name])
 
 
 def _allocate(buffers: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:

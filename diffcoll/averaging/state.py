@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from diffcoll.core.errors import message
 
-__all__ = ["NAME", "Arguments", "Backward", "Join", "Reduction", "Unused", "Weights", "name_of"]
+__all__ = ["NAME", "Arguments", "Backward", "BroadcastBuffers", "Join", "Reduction", "Unused", "Weights", "name_of"]
 
+BroadcastBuffers = Literal["never", "once", "each forward"]
 Reduction = Literal["mean", "sum", "weighted"]
 Unused = Literal["allow", "error"]
 
@@ -31,7 +32,7 @@ class Arguments:
     comm_hook: Callable[..., Any] | None
     unused: Unused
     broadcast_parameters: bool
-    broadcast_buffers: bool | str
+    broadcast_buffers: BroadcastBuffers
     hooks: bool
 
     def check(self, module: nn.Module | None) -> None:
@@ -56,10 +57,13 @@ class Arguments:
             raise ValueError(message(NAME, "deterministic", got, "False, since the hook replaces the sum", remedy))
         if self.unused not in ("allow", "error"):
             raise ValueError(message(NAME, "unused", repr(self.unused), '"allow" or "error"'))
-        given = self.broadcast_buffers
-        if given not in (False, True, "each forward"):
-            raise ValueError(message(NAME, "broadcast_buffers", repr(given), 'True, False or "each forward"'))
-        if given and module is None:
+        given: object = self.broadcast_buffers
+        if given not in ("never", "once", "each forward"):
+            remedy = 'True of DistributedDataParallel is "each forward", its False is "never"'
+            expected = '"never", "once" or "each forward"'
+            args = ("broadcast_buffers", repr(given), expected, *([remedy] if isinstance(given, bool) else []))
+            raise ValueError(message(NAME, *args))
+        if given == "each forward" and module is None:
             raise TypeError(message(NAME, "broadcast_buffers", repr(given), "a module, which has buffers"))
 
     def facts(self) -> list[str]:

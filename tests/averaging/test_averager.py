@@ -746,12 +746,12 @@ def test_broadcast_at_the_start_and_detach():
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         model[1].running_mean.fill_(r)
         keys, version = list(model.state_dict()), [type(m) for m in model.modules()]
-        averager = dc.GradientAverager(model, broadcast_buffers=True)
+        averager = dc.GradientAverager(model)
         assert list(model.state_dict()) == keys
         assert [type(m) for m in model.modules()] == version
         parameters = [p.detach().clone() for p in model.parameters()]
         model[1].running_mean.fill_(r)
-        dc.GradientAverager(model, broadcast_parameters=False).detach()
+        dc.GradientAverager(model, broadcast_parameters=False, broadcast_buffers="never").detach()
         averager.detach()
         (model[0].weight.sum() * r).backward()
         return parameters, model[1].running_mean.clone(), model[0].weight.grad
@@ -994,9 +994,9 @@ WRONG = [
         "module_or_params: got 0, which is not a leaf, expected leaf tensors",
     ),
     (
-        lambda: dc.GradientAverager([torch.ones(2)], broadcast_buffers=True),
+        lambda: dc.GradientAverager([torch.ones(2)], broadcast_buffers="each forward"),
         TypeError,
-        "broadcast_buffers: got True, expected a module, which has buffers",
+        "broadcast_buffers: got 'each forward', expected a module, which has buffers",
     ),
     (
         lambda: weighted().set_weight(-1),

@@ -44,7 +44,7 @@ def test_ignored_parameters(where, ignore):
         net = made(r)
         if r:
             net.head.bias = nn.Parameter(torch.zeros(1))
-        dc.GradientAverager(net, ignore=ignore if callable(ignore) else iter(ignore), broadcast_buffers=True)
+        dc.GradientAverager(net, ignore=ignore if callable(ignore) else iter(ignore))
         assert net.count == r
         x = torch.randn(3, 2)
         own = torch.autograd.grad(net(x).sum(), list(net.parameters()))

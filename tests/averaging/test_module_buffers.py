@@ -243,12 +243,12 @@ def test_buffers_that_differ_from_the_start(where):
             dc.GradientAverager(net, broadcast_buffers=mode)
         return str(caught.value)
 
-    for mode in (True, "each forward"):
+    for mode in ("once", "each forward"):
         text = RUNS[where](body, range(2), [mode] * 2)[0]
         assert "GradientAverager: the ranks' arguments differ; the first difference is at index" in text
         assert text.endswith("rank 1: buffer more (2,) torch.float32 on cpu")
-    found = RUNS[where](lambda r: _mismatch(made(r), broadcast_buffers=[False, True][r]), range(2))
-    assert "rank 0: broadcast_buffers=False\n  rank 1: broadcast_buffers=True" in found[0]
+    found = RUNS[where](lambda r: _mismatch(made(r), broadcast_buffers=["never", "once"][r]), range(2))
+    assert "rank 0: broadcast_buffers='never'\n  rank 1: broadcast_buffers='once'" in found[0]
 
 
 def _mismatch(net, **arguments):
@@ -335,8 +335,17 @@ def test_after_the_group_was_destroyed_and_alone():
 
 
 WRONG = [
-    ("every step", ValueError, "broadcast_buffers: got 'every step', expected True, False or \"each forward\""),
+    ("every step", ValueError, 'broadcast_buffers: got \'every step\', expected "never", "once" or "each forward"'),
     ("bare", TypeError, "broadcast_buffers: got 'each forward', expected a module, which has buffers"),
+    *(
+        (
+            value,
+            ValueError,
+            f'broadcast_buffers: got {value}, expected "never", "once" or "each forward"; '
+            'True of DistributedDataParallel is "each forward", its False is "never"',
+        )
+        for value in (True, False)
+    ),
 ]
 
 
