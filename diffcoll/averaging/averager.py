@@ -147,10 +147,11 @@ class GradientAverager:
 
     def _attach(self, module: nn.Module | None, named: list[tuple[str, Tensor]], hooks: bool) -> None:
         owner = None if module is None else weakref.ref(module)
-        self._leave_registry = registry.enter(registry.Claim(named, owner, self._rank, self.detach))
+        self._claim = registry.Claim(named, self._reducer, owner, self._rank, self.detach)
+        self._number = registry.enter(self._claim)
         self._is_attached = True
         if self._tree is not None:
-            self._tree.attach(registry.averaged, self._hooks.after_new_parameter)
+            self._tree.attach(self, registry.averaged, self._hooks.renew, self._hooks.after_new_parameter)
         if self._buffers is not None:
             self._buffers.attach(self._hooks.end_failed_backward)
         if not hooks:
@@ -184,6 +185,7 @@ class GradientAverager:
         Raises:
             ValueError, TypeError: the weight is not such a number, or the reduction is not `"weighted"`.
         """
+        self._hooks.renew()
         reducer, name = self._reducer, f"{NAME}.set_weight"
         if reducer.reduction != "weighted":
             raise ValueError(message(name, "weight", repr(weight), "none", 'say reduction="weighted"'))
@@ -266,7 +268,7 @@ class GradientAverager:
         if not self._is_attached:
             return
         self._is_attached = False
-        self._leave_registry()
+        registry.leave(self._number)
         if self._tree is not None:
             self._tree.detach()
         self._hooks.detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -37,18 +38,22 @@ class Parameter:
         self.strides = tensor.stride() if is_channels_last(tensor) else None  # of its place; None: contiguous
         self.hooks: list[Any] = []
         self.node: Any = None  # AccumulateGrad, kept alive for its pre-hook
+        self.storage: weakref.ref[Any] | None = None  # of the parameter when the pre-hook was registered
+        self.reference: weakref.ref[Tensor] | None = None  # makes swap_tensors refuse the parameter, see `Hooks.attach`
+        self.is_prepared = False  # whether the pre-hook has run, and the post-accumulate hook has not
         self.pass_number = -1  # number of the backward pass in which its gradient was last accumulated
         self.grad_view: Tensor | None = None  # the view of its place that was assigned to `.grad`
         self.weighted_at = -1  # number of reductions when a gradient was last multiplied by the weight
         self.reduced: Tensor | None = None  # `.grad` after its reduction
         self.earlier: Tensor | None = None  # a reduced gradient to which the gradient of this step is added at the end
-        self.accumulated: Tensor | None = None  # `.grad` of this step while `earlier` is set, and its version
-        self.accumulated_version = 0
+        self.accumulated: Tensor | None = None  # `.grad` of this step while `earlier` is set, and its state
+        self.accumulated_state = 0, 0
         self.is_in_bucket = self.is_used = False
         self.is_accumulated = False  # whether autograd has accumulated a gradient since the last reduction
-        # `.grad` when it was copied to or taken from its place, its version, and that of the parameter.
+        # `.grad` when it was copied to or taken from its place, its state, and the version of the parameter.
         self.recorded: Tensor | None = None
-        self.recorded_version = self.value_version = 0
+        self.recorded_state = 0, 0
+        self.value_version = 0
 
     def raise_kind_changed(self, operation: str) -> None:
         """Raise: shape or dtype differ from those on which the ranks agreed at construction."""
@@ -59,14 +64,14 @@ class Parameter:
         )
 
     def record_gradient(self) -> None:
-        """Record `.grad` and its version, for `has_changed`."""
-        self.recorded = grad = self.tensor.grad
-        self.recorded_version = 0 if grad is None else version(grad)
+        """Record `.grad` and its state, for `has_changed`."""
+        self.recorded = self.tensor.grad
+        self.recorded_state = _state(self.recorded)
 
     def has_changed(self) -> bool:
         """Whether `.grad` was replaced or modified in place since it was recorded."""
         grad = self.tensor.grad
-        return grad is not self.recorded or (grad is not None and version(grad) != self.recorded_version)
+        return grad is not self.recorded or _state(grad) != self.recorded_state
 
     def is_used_since_reduction(self) -> bool:
         """Whether autograd has accumulated a gradient since the last reduction, or the user has assigned one."""
@@ -76,7 +81,7 @@ class Parameter:
     def put(self, scale: float) -> None:
         """place ← scale · `.grad`, or zeros if `.grad` is None; then make `.grad` a view of the place."""
         grad = self.tensor.grad
-        if grad is self.grad_view and grad is not None:
+        if self.is_view(grad):
             grad = self.place
         self.is_in_bucket, self.is_used = True, grad is not None
         if grad is None or scale == 0:
@@ -95,16 +100,20 @@ class Parameter:
         `.data` gives it its own version counter, which the library's writes to the bucket do not increment.
         """
         view = self.grad_view
-        if view is None or self.tensor.grad is not view:
+        if view is None or not self.is_view(self.tensor.grad):
             view = self.grad_view = self.place.data
             self.tensor.grad = view
-        self.recorded, self.recorded_version = view, version(view)
+        self.record_gradient()
         return view
+
+    def is_view(self, grad: Tensor | None) -> bool:
+        """Whether a gradient is the view of the place; conversions of the module give the same object other memory."""
+        return grad is not None and grad is self.grad_view and grad.is_set_to(self.place)
 
     def drop_views(self) -> None:
         """Drop references to gradients of earlier steps that are no longer `.grad`."""
         grad = self.tensor.grad
-        if self.grad_view is not grad:
+        if self.grad_view is not None and not self.is_view(grad):
             self.grad_view = None
         if self.reduced is not grad:
             self.reduced = None
@@ -123,12 +132,12 @@ class Parameter:
             self.earlier = None
         if self.earlier is None:
             return True
-        return self.accumulated is grad and grad is not None and version(grad) == self.accumulated_version
+        return self.accumulated is grad and _state(grad) == self.accumulated_state
 
     def record_accumulated(self) -> None:
-        """Record `.grad` and its version after accumulation, for `drop_earlier_if_zeroed`."""
-        self.accumulated = grad = self.tensor.grad
-        self.accumulated_version = 0 if grad is None else version(grad)
+        """Record `.grad` and its state after accumulation, for `drop_earlier_if_zeroed`."""
+        self.accumulated = self.tensor.grad
+        self.accumulated_state = _state(self.accumulated)
 
     def set_gradient(self) -> Tensor:
         """Make `.grad` the contents of the place: a view, or a copy if the dtypes differ."""
@@ -295,6 +304,13 @@ def is_channels_last(x: Tensor) -> bool:
     """Whether x is dense in channels-last order and not contiguous."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return not x.is_contiguous() and x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
+
+
+def _state(grad: Tensor | None) -> tuple[int, int]:
+    """Return the version of a gradient and its address, which `.data = …` changes alone; sparse ones have none."""
+    if grad is None:
+        return 0, 0
+    return version(grad), grad.data_ptr() if grad.layout == torch.strided else 0
 
 
 def _as(dtype: torch.dtype, x: Tensor) -> Tensor:

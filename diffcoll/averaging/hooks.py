@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from diffcoll.averaging import registry
 from diffcoll.averaging.buckets import Parameter
 from diffcoll.averaging.changes import refuse_second_average
 from diffcoll.averaging.functions import weighted
-from diffcoll.averaging.reducer import Reducer, reducers_of_pass
+from diffcoll.averaging.reducer import Reducer
 from diffcoll.averaging.state import NAME
 from diffcoll.core._torch import (
     after_backward,
@@ -54,10 +55,19 @@ class Hooks:
         for p in self._reducer.parameters:
             if p.tensor.is_inference():
                 continue
+            # torch.utils.swap_tensors, by which load_state_dict and conversions may replace a parameter, removes its
+            # hooks without a word. It refuses tensors with weak references.
+            p.reference = weakref.ref(p.tensor)
             with _requiring_grad(p.tensor):
                 hook = self._hook(Hooks._after_accumulate, p)
                 p.hooks.append(p.tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
             if self._reducer.reduction != "mean" or has_earlier_hooks(p.tensor):
+                self._hook_before(p)
+
+    def renew(self) -> None:
+        """Register pre-hooks again on parameters that have another AccumulateGrad, as after a change of dtype."""
+        for p in self._reducer.parameters:
+            if p.node is not None:
                 self._hook_before(p)
 
     def hook_before(self) -> None:
@@ -66,18 +76,27 @@ class Hooks:
             self._hook_before(p)
 
     def _hook_before(self, p: Parameter) -> None:
-        """Use a pre-hook of AccumulateGrad: a hook of the tensor would also run in torch.autograd.grad."""
-        if p.hooks and p.node is None:
-            with _requiring_grad(p.tensor):
-                p.node = get_gradient_edge(p.tensor).node
-            p.hooks.append(p.node.register_prehook(self._hook(Hooks._before_accumulate, p)))
+        """Use a pre-hook of AccumulateGrad: a hook of the tensor would also run in torch.autograd.grad.
+
+        A parameter with another AccumulateGrad has another storage, which takes less time to find out.
+        """
+        storage = p.tensor.untyped_storage()
+        if not p.hooks or (p.storage is not None and p.storage() is storage):
+            return
+        with _requiring_grad(p.tensor):
+            node = get_gradient_edge(p.tensor).node
+        p.storage = weakref.ref(storage)
+        if node is not p.node:
+            p.node = node
+            p.hooks.append(node.register_prehook(self._hook(Hooks._before_accumulate, p)))
 
     def detach(self) -> None:
         """Remove the hooks."""
         for p in self._reducer.parameters:
-            for hook in p.hooks:
-                hook.remove()
-            p.hooks, p.node = [], None
+            handles, p.hooks = p.hooks, []
+            p.node = p.storage = p.reference = None
+            for handle in handles:
+                handle.remove()
 
     def _hook(self, method: Callable[[Hooks, Any, Any], Any], p: Parameter) -> Callable[..., Any]:
         """Return a hook of p that holds this object and p weakly."""
@@ -97,7 +116,7 @@ class Hooks:
     def _before_accumulate(self, p: Parameter, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         """Multiply a gradient by the weight; set a reduced `.grad` aside, so that it is not reduced again."""
         reducer = self._reducer
-        p.value_version = version(p.tensor)
+        p.value_version, p.is_prepared = version(p.tensor), True
         weight: float | Tensor = 1.0
         if reducer.reduction == "weighted":
             if reducer.weights.set_at != reducer.count:
@@ -120,7 +139,9 @@ class Hooks:
     def _after_accumulate(self, p: Parameter, tensor: Tensor) -> None:
         """Copy a gradient into its bucket, and send the bucket if it is complete."""
         reducer, now = self._reducer, self._reducer.backward
-        p.is_accumulated = True
+        if p.node is not None and not p.is_prepared:
+            self._check_unprepared(p)
+        p.is_accumulated, p.is_prepared = True, False
         if p.earlier is not None:
             p.record_accumulated()
         if self.no_sync_depth:
@@ -152,6 +173,22 @@ class Hooks:
         if bucket.pending == 0:
             reducer.send_ready()
 
+    def _check_unprepared(self, p: Parameter) -> None:
+        """Raise if `_before_accumulate`, which did not run, had something to do, see `renew`."""
+        reducer = self._reducer
+        if reducer.reduction == "weighted" or reducer.join.ran_out:
+            what = "multiplied by the weight"
+        elif p.reduced is not None and p.reduced is p.tensor.grad:
+            what = "kept apart from the reduced gradient in .grad"
+        else:
+            p.value_version = version(p.tensor)
+            return
+        raise RuntimeError(
+            f"{NAME}: {p.name}: its gradient was not {what}, since its dtype or device was changed after the last "
+            f"reduction, before which no forward of the module and no set_weight has followed; call zero_grad() and "
+            f"set_weight(w) after the change, or make a new {NAME}, which replaces this one"
+        )
+
     def on_backward_start(self, task: int) -> None:
         """Prepare the buckets at the first gradient of a backward pass, or of a pass nested in it."""
         reducer, now = self._reducer, self._reducer.backward
@@ -178,21 +215,20 @@ class Hooks:
 
     def _register_end_callback(self, nested: bool) -> None:
         """Register `_on_backward_end` at the end of the outermost pass; in a nested pass register `_on_nested_end`."""
-        if self._reducer.backward.has_end_callback:
+        if self._reducer.backward.ends_with >= 0:
             return
         if nested:
             after_backward(self._on_nested_end)
             return
-        self._reducer.backward.has_end_callback = True
         task = backward_at_work()
-        if task not in reducers_of_pass:
+        if not _reducers_of(task):
             after_backward(partial(_on_backward_end, task))
-        reducers_of_pass.setdefault(task, []).append(self._reducer)
+        self._reducer.backward.ends_with = task
 
     @untraced
     def _on_nested_end(self) -> None:
         """Register the callback of the outer pass as soon as its next node runs, where it can be registered."""
-        if self._reducer.backward.has_end_callback:
+        if self._reducer.backward.ends_with >= 0:
             return
         following = nodes_after_nested_backward()
         if not following:
@@ -211,10 +247,15 @@ class Hooks:
         handles += [node.register_prehook(untraced(before_next_node)) for node in following]
 
 
+def _reducers_of(task: int) -> list[Reducer]:
+    """Return the reducers that end with this pass, in order of construction, which is equal on all ranks."""
+    return [claim.reducer for claim in registry.claims() if claim.reducer.backward.ends_with == task]
+
+
 @untraced
 def _on_backward_end(task: int) -> None:
-    """Finish the reductions of all averagers of this pass, in order of construction, which is equal on all ranks."""
-    reducers = sorted(reducers_of_pass.pop(task, []), key=lambda reducer: reducer.number)
+    """Finish the reductions of all averagers of this pass."""
+    reducers = _reducers_of(task)
     errors: list[Exception] = []
     sent: list[Reducer] = []
     for reducer in reducers:

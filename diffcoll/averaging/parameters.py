@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from operator import is_
 from typing import Any, TypeAlias
 
 import torch
@@ -143,22 +144,29 @@ class ForwardHook:
 
 
 class Watch(ForwardHook):
-    """Detects added, replaced or removed parameters of a module, held weakly, and its submodules."""
+    """Detects added, replaced or removed parameters of a module, held weakly, and its submodules.
 
-    def __init__(self, module: nn.Module, method: Callable[[], None]) -> None:
+    It holds `kept`: the averager, which the module keeps alive by this hook.
+    """
+
+    def __init__(self, module: nn.Module, method: Callable[[], None], kept: object) -> None:
         super().__init__(method)
-        self.module = weakref.ref(module)
+        self.module, self.kept = weakref.ref(module), kept
         self.record()
 
     def record(self) -> None:
-        """Record the module's current submodules and parameters."""
+        """Record the module's current submodules and parameters.
+
+        The objects, not their ids: a new object may have the id of one that was freed.
+        """
         module = self.module()
         self._registries = [] if module is None else registries(module)
-        self._ids = self._registered()
+        self._recorded = self._registered()
 
     def has_changed(self) -> bool:
         """Whether any submodule or parameter was added, replaced or removed since they were recorded."""
-        return self._registered() != self._ids
+        now = self._registered()
+        return len(now) != len(self._recorded) or not all(map(is_, now, self._recorded))
 
-    def _registered(self) -> list[int]:
-        return [*map(id, chain.from_iterable(map(dict.values, self._registries)))]
+    def _registered(self) -> list[Any]:
+        return [*chain.from_iterable(map(dict.values, self._registries))]

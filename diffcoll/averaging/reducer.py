@@ -8,7 +8,6 @@ zeros. The last bucket ends with one flag per parameter (used on this rank or no
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 
 import torch
@@ -26,14 +25,10 @@ from diffcoll.core._torch import versions
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
 from diffcoll.engines.engine import Engine, Exclusive, done
 
-__all__ = ["Reducer", "reducers_of_pass"]
+__all__ = ["Reducer"]
 
 #: Numbers after the flags: NaN from a rank that failed, the weight, whether the rank has taken part.
 EXTRA = 3
-_numbers = itertools.count()
-
-#: The reducers whose gradients a backward pass has accumulated, by autograd's graph task id.
-reducers_of_pass: dict[int, list[Reducer]] = {}
 
 
 class Reducer:
@@ -49,7 +44,6 @@ class Reducer:
         comm_hook: CommHook | None,
     ) -> None:
         self.parameters, self.engine, self.reduction = parameters, engine, arguments.reduction
-        self.number = next(_numbers)
         #: Parameters that are not frozen, in the order in which gradients are expected.
         self.trainable: list[Parameter] = []
         self.buckets: list[Bucket] = []
@@ -72,7 +66,7 @@ class Reducer:
         now.number += 1
         now.next_bucket = 0
         now.is_checked = checks.is_on() and self.engine.size > 1
-        now.has_end_callback = now.is_nested = False
+        now.ends_with, now.is_nested = -1, False
         if self.buffers is not None:
             self.buffers.open_round()
         if self.accumulation_order:
@@ -95,9 +89,9 @@ class Reducer:
     def _cut(self, trainable: list[Parameter]) -> None:
         self.trainable, self.buckets = trainable, []
         for p in self.parameters:  # free old buckets before new ones are allocated, unless they hold gradients
+            p.drop_views()
             p.__dict__.pop("bucket", None)
             p.__dict__.pop("place", None)
-            p.drop_views()
         nbytes, dtype, tail = self._arguments.bucket_mb * 2**20, self._arguments.comm_dtype, len(trainable) + EXTRA
         self.buckets = cut(trainable, nbytes, dtype, self.engine, tail, tail_alone=self._comm_hook is not None)
         if self._arguments.deterministic:
@@ -283,8 +277,8 @@ class Reducer:
                 bucket.divide(divisor)
         used = None if all(self._used) else tail.tolist()
         for i, p in enumerate(self.trainable):
-            if p.is_used and p.shares and p.earlier is None:
-                p.reduced = p.grad_view  # `.grad` is this view already
+            if p.is_used and p.shares and p.earlier is None and p.is_view(p.tensor.grad):
+                p.reduced = p.grad_view
             elif used is None or used[i]:
                 grad = p.set_gradient()
                 if p.earlier is not None:
@@ -307,7 +301,7 @@ class Reducer:
 
     def _end(self) -> None:
         self.backward.tasks.clear()
-        self.backward.has_end_callback = self.backward.is_nested = False
+        self.backward.ends_with, self.backward.is_nested = -1, False
         if self._tree is not None:
             self._tree.is_checked = False
         self.count += 1
@@ -321,9 +315,8 @@ class Reducer:
 
     def abandon(self, compared: bool = False) -> None:
         """Send NaN in all unsent buckets, for which the other ranks wait; it tells them of the error."""
-        for task in [task for task, reducers in reducers_of_pass.items() if self in reducers]:
-            del reducers_of_pass[task]
         self.backward.tasks.clear()
+        self.backward.ends_with = -1
         if self.buffers is not None:
             self.buffers.end_round(self.join.source)
         if self.backward.is_checked and not compared:  # the other ranks wait in the comparison

@@ -1,15 +1,17 @@
 """Registry of all averagers; it finds those that average the same parameters.
 
-An averager of a module is freed with the module; one of bare parameters keeps itself and them alive until `detach()`.
-Hooks hold their averager weakly: a strong reference would be a cycle through the autograd engine, which Python's
-garbage collector cannot see.
+The module holds its averager, in a forward hook, and the two are freed together; the registry holds it weakly. An
+averager of bare parameters keeps itself and them alive until `detach()`. Hooks of parameters hold it weakly:
+a strong reference would be a cycle through the autograd engine, which Python's garbage collector cannot see.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,16 +20,17 @@ from diffcoll.averaging.state import NAME
 from diffcoll.core.errors import message
 from diffcoll.engines import local
 
-__all__ = ["Claim", "averaged", "claims_on", "enter", "refuse_shared", "status", "detach_replaced"]
+__all__ = ["Claim", "averaged", "claims", "claims_on", "detach_replaced", "enter", "leave", "refuse_shared", "status"]
 
 Named = list[tuple[str, Tensor]]
 
 
 @dataclass(eq=False)
 class Claim:
-    """The parameters of one averager, and the function that detaches it."""
+    """The parameters of one averager, its reducer, and the function that detaches it."""
 
     named: Named
+    reducer: Any
     module: weakref.ref[nn.Module] | None
     #: The simulated rank that made the averager; None: not simulated.
     rank: Any
@@ -39,27 +42,46 @@ class Claim:
         return of_module or {id(p) for _, p in named} == {id(p) for _, p in self.named}
 
 
-_claims: dict[int, Claim] = {}
+_numbers = itertools.count()
+#: In order of construction, by number.
+_claims: dict[int, weakref.ref[Claim]] = {}
+#: Those of bare parameters.
+_kept: dict[int, Claim] = {}
 
 
-def enter(claim: Claim) -> Callable[[], object]:
-    """Add a claim until its module is freed; returns the function that removes it earlier."""
-    module = None if claim.module is None else claim.module()
-    end = weakref.finalize(claim.named[0][1] if module is None else module, _claims.pop, id(claim), None)
-    end.atexit = False
-    _claims[id(claim)] = claim
-    return end
+def enter(claim: Claim) -> int:
+    """Add a claim until it is freed; returns its number."""
+    number = next(_numbers)
+    if claim.module is None:
+        _kept[number] = claim
+    _claims[number] = weakref.ref(claim, partial(_freed, number))
+    return number
+
+
+def _freed(number: int, _: object) -> None:
+    leave(number)
+
+
+def leave(number: int) -> None:
+    """Remove a claim."""
+    _claims.pop(number, None)
+    _kept.pop(number, None)
+
+
+def claims() -> list[Claim]:
+    """Return all claims in order of construction."""
+    return [claim for ref in list(_claims.values()) if (claim := ref()) is not None]
 
 
 def averaged() -> set[int]:
     """Return the ids of all parameters that are averaged."""
-    return {id(t) for claim in list(_claims.values()) for _, t in claim.named}
+    return {id(t) for claim in claims() for _, t in claim.named}
 
 
 def claims_on(named: Named) -> list[Claim]:
     """Return the claims on any of these parameters."""
     ids = {id(p) for _, p in named}
-    return [claim for claim in list(_claims.values()) if any(id(p) in ids for _, p in claim.named)]
+    return [claim for claim in claims() if any(id(p) in ids for _, p in claim.named)]
 
 
 def refuse_shared(named: Named) -> None:
@@ -72,22 +94,22 @@ def refuse_shared(named: Named) -> None:
             raise ValueError(message(NAME, "module_or_params", got, "parameters of this rank's own", remedy))
 
 
-def status(p: Tensor, claims: list[Claim], module: nn.Module | None, named: Named) -> str:
+def status(p: Tensor, of_others: list[Claim], module: nn.Module | None, named: Named) -> str:
     """Return words for the averager that p already has; all ranks must agree on them."""
-    for claim in claims:
+    for claim in of_others:
         if any(p is q for _, q in claim.named):
             return ", taken over" if claim.is_same(module, named) else ", averaged by another"
     return ""
 
 
-def detach_replaced(claims: list[Claim], module: nn.Module | None, named: Named) -> None:
+def detach_replaced(of_others: list[Claim], module: nn.Module | None, named: Named) -> None:
     """Detach the averagers that a new one replaces; raise if one of them has some of the parameters and others too."""
     ids = {id(p) for _, p in named}
-    for claim in claims:
+    for claim in of_others:
         if not claim.is_same(module, named):
             first = next(name for name, p in claim.named if id(p) in ids)
             got = f"{first}, which another {NAME} averages, together with others than these"
             remedy = "call detach() on that one first, or make one for all of them"
             raise ValueError(message(NAME, "module_or_params", got, "parameters of which no other has some", remedy))
-    for claim in claims:
+    for claim in of_others:
         claim.detach()

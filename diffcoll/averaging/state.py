@@ -91,8 +91,8 @@ class Backward:
     tasks: set[int] = field(default_factory=set)
     #: Index of the bucket to be sent next.
     next_bucket: int = 0
-    #: Whether a callback at the end of the outermost pass was registered.
-    has_end_callback: bool = False
+    #: The graph task id of the outermost pass, at whose end gradients are reduced; -1: not known yet.
+    ends_with: int = -1
     #: Whether a nested pass has accumulated a gradient: then nothing is sent before the end.
     is_nested: bool = False
     #: Whether check mode was on when the pass began.

@@ -28,31 +28,41 @@ class ModuleTree:
     def __init__(self, module: nn.Module, named: list[tuple[str, Tensor]], ignored: Ignored) -> None:
         self._module, self._named, self._ignored = weakref.ref(module), named, ignored
         self._watch: weakref.ref[Watch] | None = None
-        #: Handles of hooks, by the id of the module or tensor.
-        self._handles: dict[int, Any] = {}
+        #: Handles of hooks, and the new parameters that have one.
+        self._handles: list[Any] = []
+        self._hooked: list[Tensor] = []
         #: Whether the module was found unchanged since its last forward.
         self.is_checked = False
 
-    def attach(self, averaged: Callable[[], set[int]], on_gradient: Callable[[], None]) -> None:
+    def attach(
+        self,
+        averager: object,
+        averaged: Callable[[], set[int]],
+        on_forward: Callable[[], None],
+        on_gradient: Callable[[], None],
+    ) -> None:
         """Check the module before each forward.
 
         Args:
+            averager: kept alive by the module.
             averaged: returns the ids of the parameters of all averagers.
-            on_gradient: a method, held weakly; called when a gradient of an unaveraged parameter is accumulated.
+            on_forward: called before each forward that is not compiled.
+            on_gradient: called when a gradient of an unaveraged parameter is accumulated.
         """
         module = self._module()
         assert module is not None
-        self._averaged, self._on_gradient = averaged, weakref.WeakMethod(on_gradient)
-        watch = Watch(module, self._before_forward)
+        self._averaged, self._on_forward, self._on_gradient = averaged, on_forward, on_gradient
+        watch = Watch(module, self._before_forward, averager)
         self._watch = weakref.ref(watch)  # the module holds it
-        self._handles[id(module)] = module.register_forward_pre_hook(watch)
+        self._handles.append(module.register_forward_pre_hook(watch))
         self._is_attached = True
 
     def detach(self) -> None:
         """Remove all hooks."""
         self._is_attached = False
-        for handle in self._handles.values():
+        for handle in self._handles:
             handle.remove()
+        self._hooked.clear()
 
     def check(self) -> None:
         """Raise if the module has trainable parameters that no averager averages."""
@@ -82,16 +92,17 @@ class ModuleTree:
         return [(name, t) for name, t in unaveraged if t.requires_grad]
 
     def _before_forward(self) -> None:
-        """Hook new parameters: if all were replaced, no averager's hook would run in backward."""
+        """Renew hooks, and hook new parameters: if all were replaced, no averager's hook would run in backward."""
         self.is_checked = False
+        self._on_forward()
         for _, t in self._unaveraged():
-            if id(t) not in self._handles and isinstance(t, nn.Parameter) and t.is_leaf:
-                self._handles[id(t)] = t.register_post_accumulate_grad_hook(_after_accumulate(self))  # type: ignore[no-untyped-call]
+            if not any(t is p for p in self._hooked) and isinstance(t, nn.Parameter) and t.is_leaf:
+                self._hooked.append(t)
+                self._handles.append(t.register_post_accumulate_grad_hook(_after_accumulate(self)))  # type: ignore[no-untyped-call]
 
     def _after_accumulate(self, p: Tensor) -> None:
-        on_gradient = self._on_gradient()
-        if self._is_attached and on_gradient is not None and any(p is q for _, q in self._unaveraged()):
-            on_gradient()
+        if self._is_attached and any(p is q for _, q in self._unaveraged()):
+            self._on_gradient()
 
 
 def _after_accumulate(tree: ModuleTree) -> Callable[[Tensor], None]:

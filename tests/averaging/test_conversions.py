@@ -1,0 +1,246 @@
+"""GradientAverager on modules whose parameters are replaced, swapped or converted after it was attached."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import diffcoll as dc
+from diffcoll.testing import simulate, spawn
+
+RUNS = {"rules": lambda body, ranks: simulate(body, ranks, rules=True), "gloo": spawn}
+
+
+def mlp(dtype=torch.double):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+
+
+def batch(r, k=0, dtype=torch.double):
+    return torch.linspace(-1, 1 + r + k, 6, dtype=dtype).view(2, 3)
+
+
+def expected(n, reduction, model, k=0):
+    """Return the reduced gradients of the ranks' losses at the model's parameters, by one process."""
+    weights = [float(r + 1) for r in range(n)] if reduction == "weighted" else [1.0] * n
+    divisor = 1.0 if reduction == "sum" else sum(weights)
+    parameters = list(model.parameters())
+    dtype = parameters[0].dtype
+    losses = [weights[r] / divisor * model(batch(r, k, dtype)).square().sum() for r in range(n)]
+    return torch.autograd.grad(sum(losses), parameters)
+
+
+def backward(model, averager, reduction, r, k=0):
+    if reduction == "weighted":
+        averager.set_weight(r + 1)
+    model(batch(r, k, next(model.parameters()).dtype)).square().sum().backward()
+
+
+def same(found, wanted, tolerance=1e-12):
+    for a, b in zip(found, wanted, strict=True):
+        assert (a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1), (a, b)
+
+
+def refused(call, error=RuntimeError):
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+# ── replaced ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_module_in_the_place_of_a_freed_one():
+    """The new module may have the id of the old one, which was freed before; the same for new parameters."""
+
+    def body(r):
+        for _ in range(20):
+            model = nn.Module()
+            model.body, model.head = nn.Linear(3, 2), nn.Linear(2, 2)
+            averager = dc.GradientAverager(model)
+
+            def loss(model=model):
+                model.forward = lambda x: model.head(model.body(x))
+                return model(batch(r).float()).sum()
+
+            loss().backward()
+            for _ in range(2):
+                del model.head
+                model.head = nn.Linear(2, 2)
+                model.zero_grad()
+                text = refused(lambda: loss().backward())
+                assert text.startswith("GradientAverager: head.weight: the module got this parameter after")
+            averager.detach()
+
+    simulate(body, range(2), rules=True)
+
+
+def test_all_parameters_replaced_again_and_again():
+    """New parameters are hooked in forward, also one with the id of an earlier, freed one."""
+
+    def body(r):
+        model = nn.Linear(3, 2)
+        dc.GradientAverager(model)
+        for k in range(10):
+            for name in ("weight", "bias"):
+                p = getattr(model, name)
+                delattr(model, name)
+                setattr(model, name, nn.Parameter(p.detach() + k))
+                del p
+            text = refused(lambda: model(batch(r).float()).sum().backward())
+            assert text.startswith("GradientAverager: weight: the module got this parameter after")
+
+    simulate(body, range(2), rules=True)
+
+
+# ── swapped ──────────────────────────────────────────────────────────────────────────────────────────────
+
+SWAPS = {
+    "load_state_dict": (
+        lambda model: model.load_state_dict(mlp().state_dict()),
+        r"0\.weight(.|\n)*Cannot swap t1 because it has weakref",
+    ),
+    "a conversion": (lambda model: model.float(), r"Couldn't swap Linear\.weight"),
+    "by hand": (
+        lambda model: torch.utils.swap_tensors(model[2].bias, nn.Parameter(torch.zeros(2).double())),
+        "Cannot swap t1 because it has weakref",
+    ),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
+@pytest.mark.parametrize("given", ["a module", "parameters"])
+def test_swapped_parameters_are_refused(given, reduction):
+    """PyTorch drops the hooks of a tensor that it swaps, so the averager makes it refuse; `detach` allows it again."""
+
+    def body(r):
+        model = mlp()
+        averager = dc.GradientAverager(model if given == "a module" else model.parameters(), reduction=reduction)
+        backward(model, averager, reduction, r)
+        before = [p.detach().clone() for p in model.parameters()]
+        for swap, text in SWAPS.values():
+            torch.__future__.set_swap_module_params_on_conversion(True)
+            try:
+                assert re.search(text, refused(lambda: swap(model)))  # noqa: B023
+            finally:
+                torch.__future__.set_swap_module_params_on_conversion(False)
+            same([p.detach() for p in model.parameters()], before, 0)
+            model.zero_grad()
+            backward(model, averager, reduction, r, k=1)
+            same([p.grad for p in model.parameters()], expected(2, reduction, model, 1))
+        averager.detach()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            for swap, _ in SWAPS.values():
+                swap(model)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+
+    simulate(body, range(2), rules=True)
+
+
+# ── converted, and converted back ────────────────────────────────────────────────────────────────────────
+
+
+def there_and_back(model):
+    model.half()
+    model.float()
+
+
+def other_memory(model):
+    for p in model.parameters():
+        p.data = p.data.clone()
+        if p.grad is not None:
+            p.grad.data = p.grad.data.clone()
+
+
+@pytest.mark.parametrize("zeroed", ["to None", "in place", "no"])
+@pytest.mark.parametrize("given", ["a module", "parameters"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
+def test_converted_and_converted_back(reduction, given, zeroed):
+    """`.grad` is then the same object with other memory, and the parameter has another AccumulateGrad."""
+
+    def body(r):
+        for convert in (there_and_back, other_memory):
+            model = mlp(torch.float)
+            averager = dc.GradientAverager(model if given == "a module" else model.parameters(), reduction=reduction)
+            for k in range(3):
+                convert(model)
+                if zeroed != "no":
+                    model.zero_grad(set_to_none=zeroed == "to None")
+                earlier = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+                wanted = expected(3, reduction, model, k)
+                held = reduction == "sum" and given == "parameters" and zeroed != "to None" and k > 0
+                if held and convert is there_and_back:  # no forward of a module, no set_weight
+                    text = refused(lambda: backward(model, averager, reduction, r, k))  # noqa: B023
+                    assert text.startswith(
+                        "GradientAverager: 3: its gradient was not kept apart from the reduced gradient in .grad, since"
+                    )
+                    assert "call zero_grad() and set_weight(w) after the change, or make a new" in text
+                    break
+                backward(model, averager, reduction, r, k)
+                same([p.grad for p in model.parameters()], [a + b for a, b in zip(earlier, wanted, strict=True)], 1e-5)
+            averager.detach()
+
+    simulate(body, range(3), rules=True)
+
+
+def test_converted_between_forward_and_backward_and_between_micro_batches():
+    """The graph has the old AccumulateGrad."""
+
+    def body(r):
+        model = mlp(torch.float)
+        averager = dc.GradientAverager(model, reduction="weighted")
+        wanted = expected(2, "weighted", model)
+        averager.set_weight(r + 1)
+        loss = model(batch(r, dtype=torch.float)).square().sum()
+        other_memory(model)
+        model(batch(r, dtype=torch.float))
+        loss.backward()
+        same([p.grad for p in model.parameters()], wanted, 1e-5)
+        model.zero_grad()
+        for k in range(2):
+            other_memory(model)
+            there_and_back(model)
+            averager.set_weight(1)
+            loss = model(batch(r, 2 * k, torch.float)).sum()
+            if k == 0:
+                with averager.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        losses = [model(batch(s, 2 * k, torch.float)).sum() for s in range(2) for k in range(2)]
+        same([p.grad for p in model.parameters()], torch.autograd.grad(sum(losses) / 4, list(model.parameters())), 1e-2)
+
+    simulate(body, range(2), rules=True)
+
+
+def test_a_gradient_that_is_kept_over_a_conversion():
+    """The converted `.grad` is no view of the bucket; the kept one still is, and is never written again."""
+    model = mlp(torch.float)
+    dc.GradientAverager(model)
+    model(batch(0, dtype=torch.float)).sum().backward()
+    kept = [p.grad.view(-1) for p in model.parameters()]
+    values = [g.clone() for g in kept]
+    there_and_back(model)
+    model(batch(1, dtype=torch.float)).sum().backward()
+    same(kept, values, 0)
+
+
+def test_memory_of_a_gradient_that_is_exchanged_in_backward():
+    """Once the gradient was copied into its bucket this is an error on all ranks, like any other change."""
+
+    def body(r):
+        model = nn.Linear(200, 100)
+        dc.GradientAverager(model)
+
+        def exchange(p):
+            p.grad.data = p.grad.data * 2
+
+        if r == 1:
+            model.weight.register_post_accumulate_grad_hook(exchange)
+        text = refused(lambda: model(torch.ones(1, 200)).sum().backward())
+        assert ("weight: its gradient was changed" if r == 1 else "a rank has left this backward") in text
+
+    simulate(body, range(2), rules=True)
