@@ -8,20 +8,28 @@ note      notes/batch-norm.md
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from diffcoll.core._torch import BatchNormBase
+from diffcoll.core._torch import BatchNormBase, is_jit_tracing
 from diffcoll.core.arguments import Group
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size, resolve
 from diffcoll.nn.functional import wide
 from diffcoll.nn.normalize import batch_norm
 
-__all__ = ["SyncBatchNorm"]
+__all__ = [
+    "InGroup",
+    "SyncBatchNorm",
+    "check_input",
+    "check_scripted",
+    "node_of",
+    "refuse_one_value",
+    "update",
+]
 
 _NAME = "SyncBatchNorm"
 
@@ -69,7 +77,7 @@ class SyncBatchNorm(BatchNormBase):
     """
 
     #: What `revert_sync_batchnorm` makes of this module; None: a batch norm for any number of dimensions.
-    converted_from: type[nn.Module] | None = None
+    converted_from = cast("type[nn.Module] | None", None)  # an annotation is read by torch.jit.script
 
     def __init__(
         self,
@@ -89,13 +97,26 @@ class SyncBatchNorm(BatchNormBase):
         self._in = InGroup(group)
 
     @property
+    @torch.jit.unused
     def group(self) -> Group:
         """The group as it was passed."""
         return self._in.group
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalized x, of its shape, dtype and memory format."""
-        self._check(x)
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_scripted(self.training, self.running_mean is not None)
+            eps = self.eps
+            y = functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, eps)
+        else:  # torch.jit.script does not compile this branch
+            y = self._forward(x)
+        return y
+
+    def _forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, fx.Proxy):
+            return node_of(self, x)
+        if torch.compiler.is_compiling() or not is_jit_tracing():  # which warns of every comparison of a size
+            self._check(x)
         if not self.training and self.running_mean is not None:
             return functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
@@ -105,41 +126,80 @@ class SyncBatchNorm(BatchNormBase):
 
     def _track(self, shape: torch.Size, count: float | Tensor, mean: Tensor, var: Tensor) -> None:
         """Update the running statistics, unless no rank has a value; refuse a single value for each channel."""
-        # Only a rank with at most one value reads the count of all ranks, which makes the host wait for a GPU.
-        local = shape.numel() // max(self.num_features, 1)
-        if local <= 1 and not torch.compiler.is_compiling() and count == 1:
-            got = f"one value on {get_world_size(self.group)} ranks, x of shape {tuple(shape)} on this one"
-            remedy = "pass more samples, or call module.eval()"
-            raise ValueError(message(_NAME, "x", got, "more than 1 value per channel when training", remedy))
+        local = refuse_one_value(shape, count, self.group)
         tracked = self.training and self.track_running_stats
         if not tracked or self.running_mean is None or self.running_var is None:
             return
-        if not local:
-            count = torch.as_tensor(count, dtype=mean.dtype, device=mean.device)
         factor: float | Tensor = 0.0 if self.momentum is None else self.momentum
         if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1 if local else (count > 0).long().squeeze())  # type: ignore[union-attr]
+            self.num_batches_tracked.add_(1 if local else (torch.as_tensor(count) > 0).long().squeeze())
             if self.momentum is None:
                 factor = 1 / self.num_batches_tracked.clamp_min(1).to(mean.dtype)
-        for running, value in ((self.running_mean, mean), (self.running_var, var * (count / (count - 1)))):
-            value = value if local else torch.where(count > 0, value, running)  # type: ignore[arg-type]
-            running.lerp_(value.to(running.dtype), factor)
+        update(self.running_mean, self.running_var, factor, local, count, mean, var)
 
     def _check(self, x: object) -> None:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(message(_NAME, "x", got, "a floating-point tensor", "x.float() is one"))
-        if x.dim() < 2:
-            raise ValueError(message(_NAME, "x", f"a {x.dim()}-d tensor", "(N, C, …), at least 2 dimensions"))
-        c = self.num_features
-        if x.shape[1] != c:
-            got, expected = f"{x.shape[1]} channels in shape {tuple(x.shape)}", f"num_features = {c} in dim 1"
-            raise ValueError(message(_NAME, "x", got, expected))
-        for name in ("weight", "running_mean"):
-            own = getattr(self, name)
-            if own is not None and own.dtype not in (x.dtype, wide(x)):
-                remedy = "x.to(module.weight.dtype), or module.to(x.dtype)"
-                raise TypeError(message(_NAME, "x", x.dtype, f"{own.dtype}, the dtype of {name}", remedy))
+        check_input(x, self.num_features, weight=self.weight, running_mean=self.running_mean)
+
+
+def check_scripted(training: bool, tracked: bool) -> None:
+    """Raise, in a scripted module, if it would normalize with its own batch."""
+    if training or not tracked:
+        raise RuntimeError(
+            "SyncBatchNorm: a scripted module sends nothing: call eval(), which needs running statistics, or script "
+            "what revert_sync_batchnorm(copy.deepcopy(model)) returns, which normalizes with the batch of this process"
+        )
+
+
+def check_input(x: object, c: int | None, **own: Tensor | None) -> None:
+    """Raise unless x has c channels and can be normalized with the module's own tensors."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(message(_NAME, "x", got, "a floating-point tensor", "x.float() is one"))
+    if x.dim() < 2:
+        raise ValueError(message(_NAME, "x", f"a {x.dim()}-d tensor", "(N, C, …), at least 2 dimensions"))
+    if c is not None and x.shape[1] != c:
+        got, expected = f"{x.shape[1]} channels in shape {tuple(x.shape)}", f"num_features = {c} in dim 1"
+        raise ValueError(message(_NAME, "x", got, expected))
+    for name, tensor in own.items():
+        if tensor is not None and tensor.dtype not in (x.dtype, wide(x)):
+            remedy = "x.to(module.weight.dtype), or module.to(x.dtype)"
+            raise TypeError(message(_NAME, "x", x.dtype, f"{tensor.dtype}, the dtype of {name}", remedy))
+
+
+def refuse_one_value(shape: torch.Size, count: float | Tensor, group: Group) -> int:
+    """Return how many values for each channel this rank has; raise if all ranks together have one.
+
+    Only a rank with at most one value reads the count of all ranks, which makes the host wait for a GPU.
+    """
+    local = shape.numel() // max(shape[1], 1)
+    if local <= 1 and not torch.compiler.is_compiling() and count == 1:
+        got = f"one value on {get_world_size(group)} ranks, x of shape {tuple(shape)} on this one"
+        remedy = "pass more samples, or call module.eval()"
+        raise ValueError(message(_NAME, "x", got, "more than 1 value per channel when training", remedy))
+    return local
+
+
+def update(
+    running_mean: Tensor,
+    running_var: Tensor,
+    factor: float | Tensor,
+    local: int,
+    count: float | Tensor,
+    mean: Tensor,
+    var: Tensor,
+) -> None:
+    """Move running statistics towards those of the batch, unless no rank has a value; local: of `refuse_one_value`."""
+    if not local:
+        count = torch.as_tensor(count, dtype=mean.dtype, device=mean.device)
+    for running, value in ((running_mean, mean), (running_var, var * (count / (count - 1)))):
+        value = value if local else torch.where(count > 0, value, running)  # type: ignore[arg-type]
+        running.lerp_(value.to(running.dtype), factor)
+
+
+def node_of(module: nn.Module, *args: Any, **more: Any) -> Any:
+    """Add a call of the module to the graph that torch.fx traces, as it does for the modules of torch.nn."""
+    tracer: fx.Tracer = next(x for x in (*args, *more.values()) if isinstance(x, fx.Proxy)).tracer  # type: ignore[assignment]
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, more)
 
 
 class InGroup:

@@ -12,6 +12,7 @@ from diffcoll.core.arguments import Group
 from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
 from diffcoll.nn.batch_norm import InGroup, SyncBatchNorm
+from diffcoll.nn.batch_norm_subclasses import Synchronized, synchronized_class
 
 __all__ = ["BatchNorm", "convert_sync_batchnorm", "revert_sync_batchnorm"]
 
@@ -31,12 +32,12 @@ class BatchNorm(BatchNormBase):
             raise ValueError(message("BatchNorm", "x", f"a {input.dim()}-d tensor", expected))
 
 
-#: Classes that can be converted; subclasses may have code of their own.
+#: Classes that become a SyncBatchNorm; subclasses have code of their own.
 _CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNorm)
 
 
 def convert_sync_batchnorm(module: nn.Module, group: Group = None) -> nn.Module:
-    """Models with batch norm: replace every BatchNorm1d, 2d, 3d and `torch.nn.SyncBatchNorm` by `SyncBatchNorm`.
+    """Models with batch norm: synchronize every BatchNorm1d, 2d, 3d, their subclasses and `torch.nn.SyncBatchNorm`.
 
     >>> import torch, diffcoll as dc
     >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
@@ -46,6 +47,13 @@ def convert_sync_batchnorm(module: nn.Module, group: Group = None) -> nn.Module:
     Submodules are replaced in place. The new modules have the same parameters and buffers (the same tensors, so an
     optimizer that exists keeps working), hooks, mode and attributes. A submodule used in several places stays one.
 
+    A subclass of batch norm with its own forward, such as timm's `BatchNormAct2d`, becomes a subclass of that class.
+    Its forward runs unchanged, except that `torch.nn.functional.batch_norm` (which `super().forward` calls) normalizes
+    with the batch of all ranks. What else the forward computes from the batch is of this rank.
+
+    In `eval()` a converted model can be scripted and traced as the original. `torch.fx` keeps the modules as calls,
+    which synchronize in training too. A scripted module raises in training.
+
     Args:
         module: the model, or a batch norm itself.
         group: as for `SyncBatchNorm`. For `torch.nn.SyncBatchNorm`, None keeps its process group.
@@ -54,40 +62,53 @@ def convert_sync_batchnorm(module: nn.Module, group: Group = None) -> nn.Module:
         The module; if it is a batch norm itself, the one that replaces it.
 
     Raises:
-        TypeError: a submodule is lazy, or of a subclass of BatchNorm that is not known: its own code would be lost.
-            Nothing is replaced then.
+        TypeError: a submodule is lazy, is of a subclass of `torch.nn.SyncBatchNorm`, or has a `forward` that was
+            assigned to the module. Nothing is replaced then. In training, the forward of a converted subclass raises
+            if it did not call `torch.nn.functional.batch_norm`, or calls it for a second batch.
 
     Source: notes/batch-norm.md.
     """
     if group is not None:
         resolve(group, "convert_sync_batchnorm")
     for name, found in module.named_modules():
-        if isinstance(found, BatchNormBase) and type(found) not in (*_CONVERTED, SyncBatchNorm):
-            lazy = isinstance(found, nn.modules.lazy.LazyModuleMixin)
-            remedy = "call the model on one batch first" if lazy else "replace this module yourself"
-            got, expected = f"{type(found).__name__} at {name or 'the root'}", "BatchNorm1d, 2d, 3d or SyncBatchNorm"
-            raise TypeError(message("convert_sync_batchnorm", "module", got, expected, remedy))
+        if isinstance(found, BatchNormBase) and not isinstance(found, (SyncBatchNorm, Synchronized)):
+            _check_convertible(found, name)
 
     def convert(old: nn.Module) -> nn.Module:
-        if type(old) not in _CONVERTED:
+        if not isinstance(old, BatchNormBase) or isinstance(old, (SyncBatchNorm, Synchronized)):
             return old
-        new = _with_state_of(old, SyncBatchNorm)
+        kind = type(old)
+        made: type[SyncBatchNorm | Synchronized] = SyncBatchNorm if kind in _CONVERTED else synchronized_class(kind)
+        new = _with_state_of(old, made)
         new._in = InGroup(new.__dict__.pop("process_group", None) if group is None else group)
-        new.converted_from = None if type(old) is nn.SyncBatchNorm else type(old)
+        if isinstance(new, SyncBatchNorm):
+            new.converted_from = None if kind is nn.SyncBatchNorm else kind
         return new
 
     return _replaced(module, convert, {})
 
 
+def _check_convertible(module: nn.Module, name: str) -> None:
+    remedy = "replace this module yourself"
+    got, expected = type(module).__name__, "BatchNorm1d, 2d, 3d, a subclass, or SyncBatchNorm"
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        remedy = "call the model on one batch first"
+    elif "forward" in module.__dict__:
+        got, expected = f"{got} with a forward assigned to the module", "the forward of its class"
+    elif type(module) is nn.SyncBatchNorm or not isinstance(module, nn.SyncBatchNorm):
+        return
+    raise TypeError(message("convert_sync_batchnorm", "module", f"{got} at {name or 'the root'}", expected, remedy))
+
+
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Export, or inference in one process: replace every `SyncBatchNorm` of this library by a batch norm of torch's.
+    """Export, or inference in one process: undo `convert_sync_batchnorm`.
 
     >>> import torch, diffcoll as dc
     >>> net = dc.nn.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm1d(8)))
     >>> type(dc.nn.revert_sync_batchnorm(net)[0])
     <class 'torch.nn.modules.batchnorm.BatchNorm1d'>
 
-    A module that `convert_sync_batchnorm` made gets its class back. Another one becomes a
+    A module that `convert_sync_batchnorm` made gets its class back. Another `SyncBatchNorm` becomes a
     `diffcoll.nn.conversion.BatchNorm`, a batch norm for x of any number of dimensions. Parameters, buffers, hooks and
     mode are kept as by `convert_sync_batchnorm`.
 
@@ -99,7 +120,7 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """
 
     def revert(old: nn.Module) -> nn.Module:
-        if not isinstance(old, SyncBatchNorm):
+        if not isinstance(old, (SyncBatchNorm, Synchronized)):
             return old
         new = _with_state_of(old, old.converted_from or BatchNorm)
         for attribute in ("_in", "converted_from"):

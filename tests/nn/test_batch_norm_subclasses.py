@@ -1,0 +1,291 @@
+"""Subclasses of batch norm with their own forward, converted; and what traces and scripts converted models."""
+
+import copy
+import io
+import pickle
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from releases import compiles
+from torch import nn
+
+import diffcoll as dc
+from diffcoll.nn import SyncBatchNorm
+from diffcoll.testing import simulate, spawn
+
+rules = partial(simulate, rules=True)
+
+
+def data(*shape, seed=0, dtype=torch.double):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+class WithActivation(nn.BatchNorm2d):
+    """As timm's BatchNormAct2d: the forward of batch norm written out, then dropout and an activation."""
+
+    def __init__(self, c, momentum=0.1, **more):
+        super().__init__(c, momentum=momentum, **more)
+        self.drop, self.act = nn.Identity(), nn.LeakyReLU(0.1, inplace=True)
+
+    def forward(self, x):
+        torch._assert(x.ndim == 4, f"expected 4D input (got {x.ndim}D input)")
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats:
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_(1)
+                if self.momentum is None:
+                    factor = 1.0 / float(self.num_batches_tracked)
+        if self.training:
+            from_batch = True
+        else:
+            from_batch = (self.running_mean is None) and (self.running_var is None)
+        tracked = not self.training or self.track_running_stats
+        x = F.batch_norm(
+            x,
+            self.running_mean if tracked else None,
+            self.running_var if tracked else None,
+            self.weight,
+            self.bias,
+            from_batch,
+            factor,
+            self.eps,
+        )
+        return self.act(self.drop(x))
+
+
+class Conditional(nn.BatchNorm1d):
+    """Calls the forward of its base, on a cast of its input, with a second argument."""
+
+    def forward(self, x, *, scale):
+        return scale * super().forward(x.double()).sin() + x
+
+
+class Frozen(nn.BatchNorm2d):
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+
+
+def network(**more):
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Conv2d(2, 3, 1), WithActivation(3, **more), nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).double()
+    for p in net.parameters():
+        nn.init.normal_(p)
+    return net
+
+
+def steps(net, x):
+    """Two steps' output, gradients and running statistics, then eval."""
+    for _ in range(2):
+        y = net(x)
+        (y * (1 + x[:, :1])).pow(2).sum().backward()
+    state = {k: v.clone() for k, v in net.state_dict().items()}
+    return y.detach(), [p.grad for p in net.parameters()], state, net.eval()(x).detach()
+
+
+def compare(ranks, whole):
+    ys, gradients, states, evaluated = zip(*ranks, strict=True)
+    torch.testing.assert_close(torch.cat(ys), whole[0])
+    torch.testing.assert_close([sum(g) for g in zip(*gradients, strict=True)], whole[1])
+    for state in states:
+        torch.testing.assert_close(state, whole[2])
+    torch.testing.assert_close(torch.cat(evaluated), whole[3])
+
+
+@pytest.mark.parametrize("more", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}], ids=str)
+@pytest.mark.parametrize("sizes", [(6,), (1, 5), (3, 0, 2)], ids=str)
+def test_trains_as_one_process(sizes, more):
+    if "track_running_stats" in more and 0 in sizes:
+        sizes = (3, 1, 2)
+    x = data(sum(sizes), 2, 2, 3) * 3 + 1
+    whole = steps(network(**more), x)
+    compare(rules(lambda x: steps(dc.nn.convert_sync_batchnorm(network(**more)), x), x.split(sizes)), whole)
+
+
+@pytest.mark.ranks(3, on="gloo")
+def test_trains_as_one_process_on_gloo(rank):
+    sizes = (4, 0, 3)
+    x = data(7, 2, 2, 3)
+    whole = steps(network(), x)
+    compare_one = steps(dc.nn.convert_sync_batchnorm(network()), x.split(sizes)[rank])
+    torch.testing.assert_close(compare_one[0], whole[0].split(sizes)[rank])
+    torch.testing.assert_close([dc.all_reduce(g) for g in compare_one[1]], whole[1])
+    torch.testing.assert_close(compare_one[2], whole[2])
+
+
+def test_a_forward_that_calls_that_of_its_base_with_more_arguments():
+    def body(x, scale):
+        layer = dc.nn.convert_sync_batchnorm(Conditional(3).double())
+        return layer(x.float(), scale=scale), layer.running_var
+
+    x = data(6, 3).float().double()
+    whole = Conditional(3).double()
+    want = whole(x.float(), scale=2.0)
+    (y0, v0), (y1, v1) = rules(body, x.split([1, 5]), [2.0, 2.0])
+    torch.testing.assert_close(torch.cat([y0, y1]), want)
+    assert torch.equal(v0, v1)
+    torch.testing.assert_close(v0, whole.running_var)
+
+
+def test_a_converted_module_keeps_class_tensors_hooks_and_reverts():
+    net, calls = network(), []
+    state, parameters = net.state_dict(), list(net.parameters())
+    net[1].register_forward_hook(lambda *a: calls.append(1))
+    old = net[1]
+    dc.nn.convert_sync_batchnorm(net)
+    assert isinstance(net[1], WithActivation) and net[1] is not old and type(net[3]) is SyncBatchNorm
+    assert net[1].act is old.act and net.state_dict().keys() == state.keys() and net[1].group is None
+    assert all(a is b for a, b in zip(net.parameters(), parameters, strict=True))
+    assert repr(net[1]).startswith("SyncWithActivation(\n  3, eps=")
+    net(data(2, 2, 3, 3))
+    assert calls == [1]
+    converted = net[1]
+    assert dc.nn.convert_sync_batchnorm(net)[1] is converted
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(copy.deepcopy(net)[3:])), copy.deepcopy(net[1])):
+        assert type(twin) is type(net) or type(twin) is type(converted)
+    saved = io.BytesIO()
+    net[1]._forward_hooks.clear()
+    torch.save(net, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    assert type(loaded[1]) is type(converted)
+    torch.testing.assert_close(loaded(data(2, 2, 3, 3)), net(data(2, 2, 3, 3)))
+    dc.nn.revert_sync_batchnorm(net)
+    assert type(net[1]) is WithActivation and not {"_in", "converted_from"} & set(net[1].__dict__)
+
+
+def test_statistics_of_the_batch_in_eval_are_of_all_ranks():
+    """Without running statistics, and where a forward asks for them, as in adaptive batch norm."""
+
+    class Adaptive(nn.BatchNorm2d):
+        def forward(self, x):
+            return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+    x = data(5, 3, 2, 2)
+    for make in (partial(WithActivation, track_running_stats=False), Adaptive):
+        want = make(3).double().eval()(x)
+        found = rules(lambda x, make=make: dc.nn.convert_sync_batchnorm(make(3).double()).eval()(x), x.split([2, 3]))
+        torch.testing.assert_close(torch.cat(found), want)
+
+
+def test_frozen_statistics_send_nothing():
+    layer = dc.nn.convert_sync_batchnorm(Frozen(3))
+    rules(lambda x: layer(x) if dc.get_rank() else x, [data(2, 3, 1, 1).float()] * 2)  # one rank alone
+
+
+# ── what cannot be converted ─────────────────────────────────────────────────────────────────────────────
+
+
+class Own(nn.BatchNorm2d):
+    def forward(self, x):
+        return (x - x.mean((0, 2, 3), keepdim=True)) / x.std((0, 2, 3), keepdim=True)
+
+
+class Ghost(nn.BatchNorm2d):
+    def forward(self, x):
+        return torch.cat([super(Ghost, self).forward(part) for part in x.split(2)])
+
+
+class OfTorch(nn.SyncBatchNorm):
+    pass
+
+
+def test_forwards_that_are_no_batch_norm_are_an_error_on_every_rank_in_training():
+    def body(x, kind):
+        layer = dc.nn.convert_sync_batchnorm(kind(3).double())
+        with pytest.raises(TypeError) as error:
+            layer(x)
+        return str(error.value)
+
+    parts = data(9, 3, 2, 2).split([4, 5])
+    for text in rules(body, parts, [Own] * 2):
+        assert text == (
+            "convert_sync_batchnorm: module: got Own, whose forward does not call torch.nn.functional.batch_norm, "
+            "expected a forward that calls it; replace this module yourself"
+        )
+    for text in rules(body, parts, [Ghost] * 2):
+        assert "got a forward that normalizes a second batch, expected one batch in each forward; replace" in text
+    with pytest.raises(ValueError, match="SyncBatchNorm: x: got one value on 2 ranks"):
+        rules(
+            lambda x: dc.nn.convert_sync_batchnorm(WithActivation(3))(x),
+            [torch.ones(1, 3, 1, 1), torch.ones(0, 3, 1, 1)],
+        )
+    with pytest.raises(ValueError, match="got 4 channels in shape"):
+        dc.nn.convert_sync_batchnorm(WithActivation(3))(torch.ones(2, 4, 1, 1))
+
+
+def test_what_is_refused():
+    net = nn.Sequential(WithActivation(2), OfTorch(2))
+    with pytest.raises(TypeError, match=r"got OfTorch at 1, expected .*; replace this module yourself"):
+        dc.nn.convert_sync_batchnorm(net)
+    assert type(net[0]) is WithActivation
+    for layer in (nn.BatchNorm2d(2), WithActivation(2)):
+        layer.forward = lambda x: x
+        with pytest.raises(
+            TypeError, match="with a forward assigned to the module at the root, expected the forward of"
+        ):
+            dc.nn.convert_sync_batchnorm(layer)
+
+
+# ── fx, TorchScript, compile ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_an_evaluating_model_is_traced_and_scripted_as_the_original():
+    x, more = data(3, 2, 4, 4), data(5, 2, 4, 4, seed=1)
+    net = network()
+    net(x), net.eval()
+    want = net(x), net(more)
+    converted = dc.nn.convert_sync_batchnorm(copy.deepcopy(net))
+    before = dict(converted.named_modules())
+    forms = [
+        torch.fx.symbolic_trace(converted),
+        torch.jit.script(converted),
+        torch.jit.trace(converted, x),
+        torch.jit.freeze(torch.jit.script(converted)),
+    ]
+    for form in forms:
+        torch.testing.assert_close((form(x), form(more)), want)
+    saved = io.BytesIO()
+    torch.jit.save(forms[1], saved)
+    saved.seek(0)
+    torch.testing.assert_close(torch.jit.load(saved)(x), want[0])
+    assert dict(converted.named_modules()) == before
+    for net in (forms[1].train(), torch.jit.script(dc.nn.convert_sync_batchnorm(WithActivation(2).double()))):
+        with pytest.raises(torch.jit.Error, match="SyncBatchNorm: a scripted module sends nothing: call eval"):
+            net(x)
+    with pytest.raises(torch.jit.Error, match="which needs running statistics"):
+        torch.jit.script(SyncBatchNorm(2, track_running_stats=False).eval())(x)
+
+
+def test_a_model_traced_by_fx_synchronizes_in_training():
+    x = data(6, 2, 2, 3)
+    whole = steps(network(), x)
+
+    def body(x, evaluating):
+        net = dc.nn.convert_sync_batchnorm(network()).train(not evaluating)
+        graph = torch.fx.symbolic_trace(net)
+        assert [n.op for n in graph.graph.nodes] == ["placeholder", *["call_module"] * 4, "output"]
+        return steps(graph.train(), x)
+
+    for evaluating in (False, True):
+        compare(rules(body, x.split([4, 2]), [evaluating] * 2), whole)
+    traced = torch.fx.symbolic_trace(dc.nn.convert_sync_batchnorm(nn.Sequential(WithActivation(2).double())))
+    torch.testing.assert_close(traced(x), WithActivation(2).double()(x))
+
+
+@compiles
+@pytest.mark.timeout(300)
+def test_compiled():
+    def body(x):
+        found = []
+        for compiled in (False, True):
+            net, own = dc.nn.convert_sync_batchnorm(network()), x.clone().requires_grad_()
+            f = torch.compile(net, fullgraph=True, backend="aot_eager") if compiled else net
+            y = f(own)
+            y.pow(3).sum().backward()
+            found.append((y.detach(), own.grad, [p.grad for p in net.parameters()], dict(net.named_buffers())))
+        torch.testing.assert_close(*found)
+
+    spawn(body, data(6, 2, 2, 2).split([4, 2]), timeout=200)
