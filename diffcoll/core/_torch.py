@@ -57,6 +57,7 @@ __all__ = [
     "is_differentiating",
     "is_eager",
     "is_jit_tracing",
+    "is_observed",
     "is_traced",
     "is_transformed",
     "is_plain",
@@ -82,6 +83,7 @@ __all__ = [
     "tree_map",
     "tree_paths",
     "unfaked",
+    "unobserved",
     "untraced",
     "version",
     "without_transforms",
@@ -216,6 +218,33 @@ def is_eager(*xs: Tensor) -> bool:
     return all(is_plain(x.detach() if type(x) is nn.Parameter else x) for x in xs)
 
 
+def is_observed() -> bool:
+    """Whether a TorchDispatchMode or a TorchFunctionMode is active; no public API tells."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Hide operations from the modes of `is_observed`.
+
+    A collective consists of messages and of writes to memory that these fill. A mode may replace any operation by an
+    earlier result, as selective checkpoints do when they recompute, also on one rank only. PyTorch's own function for
+    this, `_disable_current_modes`, hides operations from dispatch modes only.
+    """
+    functions, dispatched = [], []
+    while torch._C._len_torch_function_stack():
+        functions.append(_pop_mode())  # type: ignore[no-untyped-call]
+    while torch._C._len_torch_dispatch_stack():
+        dispatched.append(_pop_dispatch_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(dispatched):
+            _push_dispatch_mode(mode)
+        for mode in reversed(functions):
+            _push_mode(mode)  # type: ignore[no-untyped-call]
+
+
 def is_traced(x: Tensor) -> bool:
     """Whether operations on x are traced, or x is of a subclass with its own `__torch_dispatch__`; no public API tells.
 
@@ -326,8 +355,12 @@ def batch_norm_sums(g: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float)
 
 
 def divide_(x: Tensor, divisor: float) -> Tensor:
-    """Divide x by a number in place; saves no tensor for backward."""
-    y: Tensor = torch.ops.aten.div_.Scalar(x, divisor)
+    """Divide x by a number, in place unless a mode observes it; saves no tensor for backward.
+
+    A selective checkpoint that replaces an operation in place by its earlier result leaves x as it is.
+    """
+    in_place = torch.compiler.is_compiling() or not is_observed()
+    y: Tensor = torch.ops.aten.div_.Scalar(x, divisor) if in_place else torch.ops.aten.div.Scalar(x, divisor)
     return y
 
 

@@ -12,6 +12,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from diffcoll.core._torch import unobserved
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, failure, message, user_line
 from diffcoll.engines import local
 from diffcoll.engines.engine import Engine, Exclusive
@@ -134,6 +135,7 @@ def is_on() -> bool:
     return _ever_on and (_rank.state or _process).on
 
 
+@unobserved()
 def compare(engine: Engine, facts: object, text: str, leaves: Sequence[str] | None = None) -> None:
     """Raise on all ranks unless facts are equal on all; text describes this rank's call.
 
@@ -168,6 +170,7 @@ def disagree(engine: Engine) -> str:
     return f"the ranks of {engine.description} disagree:"
 
 
+@unobserved()
 def refuse(engine: Engine, text: str, why: str) -> None:
     """Raise on all ranks, which all call this for the same reason `why`; text describes this rank's call."""
     engine.operation, engine.later = "check mode", False
@@ -182,6 +185,7 @@ def _numbers(engine: Engine, numbers: list[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=engine.control_device)
 
 
+@unobserved()
 def same_everywhere(engine: Engine, x: Tensor, text: str) -> None:
     """Raise on all ranks if x, which is declared replicated, differs between ranks by more than rounding."""
     engine.operation, engine.later = "check mode", False

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diffcoll.core import checks
-from diffcoll.core._torch import is_profiling, is_transformed, is_zero_without_memory
+from diffcoll.core._torch import is_observed, is_profiling, is_transformed, is_zero_without_memory, unobserved
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
 from diffcoll.core.linear import Linear, common_shape
 from diffcoll.engines.engine import Exclusive
@@ -32,7 +32,8 @@ def move(x: Tensor, f: Linear, origin: Origin | None = None, compare: Callable[[
     engine = f.engine
     # A shorter version of `exclusive` below. Runs several times per training step with cold caches, where every Python
     # statement counts (notes/engines.md).
-    if not is_profiling() and not checks.is_on() and not engine.unwaited and engine.lock.acquire(False):
+    usual = not (is_profiling() or is_observed() or checks.is_on() or engine.unwaited)
+    if usual and engine.lock.acquire(False):
         engine.doing = f.name, origin, get_ident()
         try:
             return _begin(f, x)()
@@ -106,6 +107,9 @@ class InFlight:
 
 def named(f: Linear, origin: Origin | None, x: Tensor, step: Callable[[], T]) -> T:
     """Return step(), which sends x or waits for it; name it in profiles and in errors of the backend."""
+    if is_observed():
+        with unobserved():
+            return named(f, origin, x, step)
     try:
         if not is_profiling():
             return step()

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from diffcoll.core._torch import apply_rule, batch_last, carries_tangents, is_eager, is_plain
+from diffcoll.core._torch import (
+    apply_rule,
+    batch_last,
+    carries_tangents,
+    is_eager,
+    is_observed,
+    is_plain,
+    is_traced,
+    unobserved,
+)
 
 __all__ = ["LARGEST", "LOGSUMEXP", "SMALLEST", "Rule", "gradient_in_pieces", "over_ranks", "value_in_pieces"]
 
@@ -78,6 +87,9 @@ _FEW = 4
 
 def value_in_pieces(s: Tensor, rule: Rule) -> Tensor:
     """Return rule.value(s); without derivatives."""
+    if is_observed() and not is_traced(s):
+        with unobserved():
+            return value_in_pieces(s, rule)
     if not _is_cut(s):
         return rule.value(s)
     y = s.new_empty(s.shape[1:])
@@ -88,6 +100,9 @@ def value_in_pieces(s: Tensor, rule: Rule) -> Tensor:
 
 def gradient_in_pieces(s: Tensor, y: Tensor, gy: Tensor, rule: Rule) -> Tensor:
     """Return rule.gradient(s, y, gy); without derivatives."""
+    if is_observed() and not is_traced(s):
+        with unobserved():
+            return gradient_in_pieces(s, y, gy, rule)
     if not _is_cut(s) or not is_plain(gy):
         return rule.gradient(s, y, gy)
     gs = torch.empty_like(s, memory_format=torch.contiguous_format)

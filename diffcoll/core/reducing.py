@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from diffcoll.core._torch import is_within_transform
+from diffcoll.core._torch import is_within_transform, unobserved
 from diffcoll.core.derivatives import apply
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.linear import MAPS, Linear
@@ -136,8 +136,11 @@ class Reducing:
 
     def _check(self, cut: Cut) -> None:
         """Raise on all ranks if the user's function differs between ranks, or is declared elementwise and is not."""
-        if not self.checked:
-            return
+        if self.checked:
+            with unobserved():
+                self._compare_functions(cut)
+
+    def _compare_functions(self, cut: Cut) -> None:
         n = self.engine.size
         with torch.random.fork_rng([self.x.device] if self.x.is_cuda else []):
             stack = self._gathered(self.x.detach())

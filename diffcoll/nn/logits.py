@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from diffcoll.core._torch import RELEASE, carries_tangents, is_batched_by_autograd, is_within_transform
+from diffcoll.core._torch import RELEASE, carries_tangents, is_batched_by_autograd, is_observed, is_within_transform
 
 __all__ = ["Marks", "Rule", "Sums", "block", "blocks", "merged"]
 
@@ -78,7 +78,7 @@ def _masks(rows: Marks, cols: Marks, rule: Rule) -> tuple[Tensor | None, Tensor 
     else:
         positive = _equal(rows.sample, cols.sample)
     if itself is not None:
-        positive &= ~itself
+        positive = positive & ~itself
     if rows.id is not None and cols.id is not None:
         return positive, _equal(rows.id, cols.id) & ~positive  # the pair of a row with itself is one of them
     return positive, itself
@@ -100,7 +100,8 @@ def block(q: Tensor, k: Tensor, bias: Tensor | None, rule: Rule, rows: Marks, co
         row_sum = s.masked_fill(~positive, 0).sum(1)
     if excluded is not None:
         # Not −inf: the derivative of logsumexp is NaN where all terms are −inf.
-        fill = s.masked_fill if is_within_transform() else s.masked_fill_  # vmap may have batched the mask only
+        # vmap may have batched the mask only, and a selective checkpoint may keep s as it was before.
+        fill = s.masked_fill if is_within_transform() or is_observed() else s.masked_fill_
         s = fill(excluded, torch.finfo(s.dtype).min / 4)
     if not rule.columns:
         return Sums(s.logsumexp(1), row_sum, None)
