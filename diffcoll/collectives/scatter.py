@@ -21,7 +21,7 @@ from diffcoll.collectives import gather
 from diffcoll.core import trees
 from diffcoll.core._torch import is_tree, tree_flatten, tree_paths
 from diffcoll.core.arguments import Group, Parts, Tree
-from diffcoll.core.blocks import cut
+from diffcoll.core.blocks import as_row, cut, pieces
 from diffcoll.core.call import Call, perform
 from diffcoll.core.checks import digest
 from diffcoll.core.errors import CollectiveMismatchError, message
@@ -200,7 +200,7 @@ def _rows(call: Call, root: int, blocks: list[_Block], rebuild: Callable[[list[T
         found: dict[int, Tensor] = {}
         for of_row, y in zip(groups.values(), started, strict=True):
             shapes = [block.shape(call.engine.rank) for block in of_row]
-            parts = trees.pieces(y.wait() if call.async_op else y, [prod(shape) for shape in shapes])
+            parts = pieces(y.wait() if call.async_op else y, [prod(shape) for shape in shapes])
             for block, part, shape in zip(of_row, parts, shapes, strict=True):
                 found[id(block)] = part.view(shape).clone()
         return rebuild([found[id(block)] for block in blocks])
@@ -209,11 +209,11 @@ def _rows(call: Call, root: int, blocks: list[_Block], rebuild: Callable[[list[T
 
 
 def _row(blocks: list[_Block], cuts: bool) -> Tensor:
-    # In the shape (size, 1), see `trees.pieces`.
     if not cuts:
-        return torch.cat([block.x.reshape(-1, 1) for block in blocks]).view(-1)
+        return as_row([block.x for block in blocks])
+    # With one more dimension, as `pieces` has.
     of_leaves = [block.x.unsqueeze(-1).split_with_sizes(list(block.parts), block.dim) for block in blocks]
-    return torch.cat([part.reshape(-1, 1) for of_rank in zip(*of_leaves, strict=True) for part in of_rank]).view(-1)
+    return as_row([part for of_rank in zip(*of_leaves, strict=True) for part in of_rank])
 
 
 def _blocks(call: Call, root: int, leaves: list[Any], paths: list[str], structure: int) -> list[_Block]:

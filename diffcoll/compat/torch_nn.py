@@ -2,20 +2,24 @@
 
     import diffcoll.compat.torch_nn as dist_nn      # was: import torch.distributed.nn.functional as dist_nn
 
-As there, `src` and `dst` are *global* ranks, output arguments are filled, and blocks are lists of tensors. Gradients
-flow through the returned tensor, not through the output argument. notes/migrating.md lists which gradients change, and
-how each call is written with diffcoll's own functions.
+As there, `src` and `dst` are *global* ranks, for every group and mesh, output arguments are filled, and blocks are
+lists of tensors. Gradients flow through the returned tensor, not through the output argument. notes/migrating.md lists
+which gradients change, and how each call is written with diffcoll's own functions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import diffcoll
+from diffcoll.core.blocks import as_row, pieces
+from diffcoll.core.errors import message
+from diffcoll.core.groups import rank_within
 
 __all__ = [
     "all_gather",
@@ -43,7 +47,7 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
 
     Source: notes/broadcast.md.
     """
-    return diffcoll.broadcast(tensor, _within(src, group), group)
+    return diffcoll.broadcast(tensor, rank_within(src, group, "broadcast", "src"), group)
 
 
 def gather(tensor: Tensor, dst: int = 0, group: Group = None) -> tuple[Tensor, ...]:
@@ -56,7 +60,7 @@ def gather(tensor: Tensor, dst: int = 0, group: Group = None) -> tuple[Tensor, .
 
     Source: notes/gather.md.
     """
-    y = diffcoll.gather(tensor.unsqueeze(0), _within(dst, group), group=group)
+    y = diffcoll.gather(tensor.unsqueeze(0), rank_within(dst, group, "gather", "dst"), group=group)
     if not len(y):  # not rank dst; the sum over the empty dimension is zeros that stay in the graph
         y = y.sum(0, dtype=y.dtype).expand(diffcoll.get_world_size(group), *tensor.shape)
     return y.unbind()
@@ -73,7 +77,10 @@ def scatter(tensors: Sequence[Tensor], src: int = 0, group: Group = None) -> Ten
 
     Source: notes/scatter.md.
     """
-    return diffcoll.scatter(torch.stack(list(tensors)), _within(src, group), group=group).squeeze(0)
+    root = rank_within(src, group, "scatter", "src")
+    for i, t in enumerate(tensors):
+        _check("scatter", f"tensors[{i}]", t, tensors[0], "tensors[0]")
+    return diffcoll.scatter(torch.stack(list(tensors)), root, group=group).squeeze(0)
 
 
 def reduce(tensor: Tensor, dst: int, op: Op = torch.distributed.ReduceOp.SUM, group: Group = None) -> Tensor:
@@ -87,7 +94,7 @@ def reduce(tensor: Tensor, dst: int, op: Op = torch.distributed.ReduceOp.SUM, gr
 
     Source: notes/reduce.md.
     """
-    return diffcoll.reduce(tensor, _within(dst, group), op, group)
+    return diffcoll.reduce(tensor, rank_within(dst, group, "reduce", "dst"), op, group)
 
 
 def reduce_scatter(
@@ -103,7 +110,10 @@ def reduce_scatter(
 
     Source: notes/reduce_scatter.md.
     """
-    row, sizes = _row(input_list)
+    row, sizes = _row("reduce_scatter", "input_list", input_list)
+    mine = diffcoll.get_rank(group)
+    if mine < len(sizes):  # if not, the list is too short, which is an error below
+        _check("reduce_scatter", "output", output, row, "input_list", sizes[mine])
     return _filled(output, diffcoll.reduce_scatter(row, op, 0, group, sizes=sizes))
 
 
@@ -123,6 +133,8 @@ def all_gather(tensor: Tensor, group: Group = None) -> tuple[Tensor, ...]:
 
 def _all_gather_base(output_tensor: Tensor, input_tensor: Tensor, group: Group = None) -> Tensor:
     """All ranks' tensors concatenated or stacked along dim 0, by the output's shape; see `diffcoll.all_gather`."""
+    size = input_tensor.numel() * diffcoll.get_world_size(group)
+    _check("_all_gather_base", "output_tensor", output_tensor, input_tensor, "input_tensor", size)
     return _filled(output_tensor, diffcoll.all_gather(input_tensor, group=group))
 
 
@@ -139,10 +151,12 @@ def all_to_all(
 
     Source: notes/all_to_all.md.
     """
-    row, sizes = _row(input_tensor_list)
+    row, sizes = _row("all_to_all", "input_tensor_list", input_tensor_list)
+    for i, output in enumerate(output_tensor_list):
+        _check("all_to_all", f"output_tensor_list[{i}]", output, row, "input_tensor_list")
     expected = [output.numel() for output in output_tensor_list]
-    blocks = torch.split(diffcoll.all_to_all(row, group=group, split_sizes=sizes, concat_sizes=expected), expected)
-    return tuple(_filled(output, block) for output, block in zip(output_tensor_list, blocks, strict=True))
+    y = diffcoll.all_to_all(row, group=group, split_sizes=sizes, concat_sizes=expected)
+    return tuple(_filled(output, block) for output, block in zip(output_tensor_list, pieces(y, expected), strict=True))
 
 
 def all_to_all_single(
@@ -165,9 +179,11 @@ def all_to_all_single(
     """
     n = diffcoll.get_world_size(group)
     if not input_split_sizes and not output_split_sizes:
+        _check("all_to_all_single", "output", output, input, "input", input.numel())
         return _filled(output, diffcoll.all_to_all(input, group=group))
     sent = list(input_split_sizes or [input.shape[0] // n] * n)
     received = list(output_split_sizes or [output.shape[0] // n] * n)
+    _check("all_to_all_single", "output", output, input, "input", sum(received) * prod(input.shape[1:]))
     return _filled(output, diffcoll.all_to_all(input, group=group, split_sizes=sent, concat_sizes=received))
 
 
@@ -184,14 +200,20 @@ def all_reduce(tensor: Tensor, op: Op = torch.distributed.ReduceOp.SUM, group: G
     return diffcoll.all_reduce(tensor, op, group)
 
 
-def _within(rank: int, group: Group) -> int:
-    """Return the rank within the group of a global rank."""
-    real = isinstance(group, torch.distributed.ProcessGroup) and group is not torch.distributed.group.WORLD
-    return torch.distributed.get_group_rank(group, rank) if real else rank
+def _row(name: str, argument: str, tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """Return the numbers of a list of tensors in one row, and how many each has."""
+    for i, t in enumerate(tensors):
+        _check(name, f"{argument}[{i}]", t, tensors[0], f"{argument}[0]")
+    return as_row(tensors), [t.numel() for t in tensors]
 
 
-def _row(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    return torch.cat([t.reshape(-1) for t in tensors]), [t.numel() for t in tensors]
+def _check(name: str, argument: str, given: Tensor, x: Tensor, like: str, size: int | None = None) -> None:
+    """Raise unless a tensor has the dtype and device of x, which is the argument `like`, and this many numbers."""
+    if given.dtype != x.dtype or given.device != x.device:
+        got, expected = f"a {given.dtype} tensor on {given.device}", f"{x.dtype} on {x.device}, as {like} is"
+        raise TypeError(message(name, argument, got, expected, f"convert it, or {like}"))
+    if size is not None and given.numel() != size:
+        raise ValueError(message(name, argument, f"shape {tuple(given.shape)}", f"{size} numbers", "allocate as many"))
 
 
 def _filled(output: Tensor, y: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from diffcoll.composed.leaves import batch_leaves, lengths_of_ranks
 from diffcoll.core import trees
 from diffcoll.core._torch import tree_paths
 from diffcoll.core.arguments import Group, Tree
+from diffcoll.core.blocks import pieces
 from diffcoll.core.call import Call
 from diffcoll.core.groups import resolve
 from diffcoll.engines.engine import Engine
@@ -117,7 +118,7 @@ def _unpacked(
         if len(indices) == 1:
             found[indices[0]] = row.view(shapes[indices[0]])
             continue
-        parts = trees.pieces(row, [sizes[j] * units[j] for j in indices])
+        parts = pieces(row, [sizes[j] * units[j] for j in indices])
         for j, part in zip(indices, parts, strict=True):
             found[j] = part.view(shapes[j]).clone()
     return found

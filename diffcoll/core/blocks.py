@@ -1,4 +1,10 @@
-"""Blocks of a tensor along a dimension, one after the other in memory; without a copy where that can be."""
+"""Blocks of a tensor along a dimension, one after the other in memory; without a copy where that can be.
+
+`torch.cat` omits parts of shape (0,) from the graph, and so does the derivative of a split into them. Which parts are
+empty differs between ranks: a rank whose parts all are would not run a collective's second-order backward, and the
+others would wait for it. So everything that a collective sends is concatenated by `concatenated` and `as_row`, and cut
+by `pieces`, which keep every part in the graph.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,22 @@ from torch import Tensor
 
 from diffcoll.engines.engine import Engine
 
-__all__ = ["blocks_of", "cut", "join", "row_of"]
+__all__ = ["as_row", "blocks_of", "concatenated", "cut", "join", "pieces", "row_of"]
+
+
+def concatenated(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Return torch.cat(parts, dim), which depends on every part, the empty ones too."""
+    return as_row(parts) if parts[0].ndim == 1 else torch.cat(list(parts), dim)
+
+
+def as_row(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the numbers of all tensors in one row, which depends on every tensor, the empty ones too."""
+    return torch.cat([t.reshape(-1, 1) for t in tensors]).view(-1)
+
+
+def pieces(row: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """Cut a row into views of the shapes (size, 1), so that the row's gradient depends on those of all pieces."""
+    return row.view(-1, 1).split_with_sizes(list(sizes))
 
 
 def row_of(x: Tensor, dim: int, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:

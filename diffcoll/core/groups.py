@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from diffcoll.core._torch import carries_tangents, constant_in_graphs, is_differentiating, is_within_transform, unfaked
+from diffcoll.core.errors import message
 from diffcoll.core.joint import is_joint
 from diffcoll.engines import c10d, local
 from diffcoll.engines.engine import Engine
@@ -27,6 +28,7 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "key_in_graphs",
+    "rank_within",
     "resolve",
     "set_default_group",
 ]
@@ -189,6 +191,14 @@ def get_world_size(group: Any = None) -> int:
         ValueError: this process is not in the group.
     """
     return resolve(group, "get_world_size").size
+
+
+def rank_within(rank: int, group: Any, operation: str, argument: str) -> int:
+    """Return the rank within the group of a global rank, which is the value of this argument of the operation."""
+    ranks = resolve(group, operation).global_ranks
+    if rank not in ranks:
+        raise ValueError(message(operation, argument, rank, f"a global rank of the group, one of {list(ranks)}"))
+    return ranks.index(rank)
 
 
 class set_default_group:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from diffcoll.core._torch import is_within_transform, unobserved
+from diffcoll.core.blocks import concatenated
 from diffcoll.core.derivatives import apply
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.linear import MAPS, Linear
@@ -76,13 +77,13 @@ class Reducing:
         here = self.engine.rank == dst
 
         def shaped(y: Tensor) -> Tensor:
-            if not here:  # keeps the empty y in the graph; as (0, 1), because cat drops a tensor of shape (0,)
-                y = torch.cat([y, y.new_zeros(self.x.numel(), 1)])
+            if not here:  # y is empty, and stays in the graph
+                y = concatenated([y, y.new_zeros(self.x.numel())])
             return y.view(self.x.shape)
 
         if self._in_one_stack(sizes):
             return self._whole(self._then(MAPS["Keep"](self.engine, dst)))
-        return MAPS["Gather"](self.engine, dst, 0, sizes), self._row_block(sizes).unsqueeze(1), shaped
+        return MAPS["Gather"](self.engine, dst, 0, sizes), self._row_block(sizes), shaped
 
     def blocks(self, dim: int, sizes: tuple[int, ...], deterministic: bool = False) -> Steps:
         """Block r of y along dim, on rank r; `deterministic` as in `on_all_ranks`."""

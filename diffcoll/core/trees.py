@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from diffcoll.core._torch import tree_flatten, tree_paths
+from diffcoll.core.blocks import as_row, concatenated, pieces
 from diffcoll.core.call import Call
 from diffcoll.core.linear import Linear
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import elementwise
 
-__all__ = ["by_blocks", "by_leaf", "by_message", "checked", "delivered", "for_op", "pieces", "rows"]
+__all__ = ["by_blocks", "by_leaf", "by_message", "checked", "delivered", "for_op", "rows"]
 
 
 def by_message(call: Call, understand: Callable[[Call, Tensor], Any]) -> Any:
@@ -117,8 +118,8 @@ def _shape(x: Tensor, dim: int, of_ranks: tuple[int, ...]) -> tuple[object, ...]
 def _joined(parts: list[Tensor], y: Tensor, like: torch.Size, dim: int) -> Tensor:
     """Return the parts of y joined along dim, in new memory; without parts, a tensor of size 0 there."""
     if len(parts) > 1:
-        return torch.cat(parts, dim)
-    return (parts[0] if parts else y.view(*like[:dim], 0, *like[dim + 1 :])).clone()  # cat omits a (0,) from the graph
+        return concatenated(parts, dim)
+    return (parts[0] if parts else y.view(*like[:dim], 0, *like[dim + 1 :])).clone()
 
 
 def checked(call: Call) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
@@ -146,13 +147,4 @@ def rows(leaves: list[Tensor]) -> list[tuple[list[int], Tensor]]:
 def _row(leaves: list[Tensor]) -> Tensor:
     if len(leaves) == 1:
         return leaves[0] if leaves[0].ndim == 1 else leaves[0].reshape(-1)  # a reshape is a node of the graph
-    return torch.cat([leaf.reshape(-1, 1) for leaf in leaves]).view(-1)  # as in `pieces`
-
-
-def pieces(row: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Cut a row, in the shapes (size, 1).
-
-    Not (size,): torch.cat omits tensors of shape (0,) from the graph, and so does the derivative of a split. A rank
-    whose pieces are all empty would not run the collective's second-order backward, and the others would wait for it.
-    """
-    return row.view(-1, 1).split_with_sizes(sizes)
+    return as_row(leaves)

@@ -89,6 +89,11 @@ class C10dEngine(MessageEngine):
 
     @property
     @override
+    def global_ranks(self) -> tuple[int, ...]:
+        return tuple(dist.get_process_group_ranks(self.group))
+
+    @property
+    @override
     def ended(self) -> bool:
         group = self._group()
         return group is None or not _exists(group)

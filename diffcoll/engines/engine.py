@@ -90,6 +90,11 @@ class Engine(ABC):
         return torch.device("cpu")
 
     @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """The ranks of the group, in order, by the numbers that they have in the launched program."""
+        return tuple(range(self.size))
+
+    @property
     def ended(self) -> bool:
         """Whether the backend has destroyed the group. A group that has ended cannot be used again."""
         return False

@@ -375,6 +375,11 @@ class LocalEngine(Engine):
         self._meetings = 0  # how many this rank has joined
         self._twins = 0
 
+    @property
+    @override
+    def global_ranks(self) -> tuple[int, ...]:
+        return self.group.ranks
+
     @override
     def twin(self) -> LocalEngine:
         self._twins += 1

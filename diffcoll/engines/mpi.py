@@ -112,6 +112,13 @@ class MpiEngine(MessageEngine):
         self._twins.append(twin)
         return twin
 
+    @property
+    @override
+    def global_ranks(self) -> tuple[int, ...]:
+        mpi, mine = _mpi(), self.users.Get_group()
+        world = mpi.COMM_WORLD.Get_group()
+        return tuple(mpi.Group.Translate_ranks(mine, list(range(self.size)), world))  # in mpi4py 3 a class method
+
     @override
     def subgroup(self, ranks: Sequence[int]) -> Any:
         return self.users.Create(self.users.Get_group().Incl(list(ranks)))

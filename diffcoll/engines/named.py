@@ -9,7 +9,7 @@ from diffcoll.engines.engine import Blocks, Engine, Wait
 
 __all__ = ["NamedEngine", "facts"]
 
-Facts = tuple[str, int, int, str, tuple[str, ...] | None, str, tuple[tuple[str, int], ...]]
+Facts = tuple[str, int, int, str, tuple[str, ...] | None, str, tuple[tuple[str, int], ...], tuple[int, ...]]
 
 
 class NamedEngine(Engine):
@@ -19,12 +19,18 @@ class NamedEngine(Engine):
 
     def __init__(self, facts: Facts) -> None:
         # Not super().__init__: this engine needs no locks and buffers, and Dynamo would have to trace their creation.
-        self.key, self.rank, self.size, self.description, self.devices, self._control_device, self._small = facts
+        self.key, self.rank, self.size, self.description, self.devices = facts[:5]
+        self._control_device, self._small, self._global_ranks = facts[5:]
 
     @property
     @override
     def control_device(self) -> torch.device:
         return torch.device(self._control_device)
+
+    @property
+    @override
+    def global_ranks(self) -> tuple[int, ...]:
+        return self._global_ranks
 
     @override
     def small(self, device: str) -> int:
@@ -39,4 +45,5 @@ def facts(engine: Engine) -> Facts:
     """Return the arguments of a `NamedEngine`: constants that Dynamo can write into a graph."""
     small = tuple((device, engine.small(device)) for device in engine.devices or ())
     control = str(engine.control_device)
-    return engine.key, engine.rank, engine.size, engine.description, engine.devices, control, small
+    ranks = engine.global_ranks
+    return engine.key, engine.rank, engine.size, engine.description, engine.devices, control, small, ranks

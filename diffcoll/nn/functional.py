@@ -23,6 +23,7 @@ from diffcoll.collectives.all_gather import all_gather
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.sum_gradients import sum_gradients
 from diffcoll.core.arguments import Group
+from diffcoll.core.blocks import as_row
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_rank, get_world_size
 
@@ -137,7 +138,7 @@ def weighted_mean(x: Tensor, weight: Tensor | None = None, dim: int | Sequence[i
         w = _weight(name, _along(name, weight, reduced, x), x)
         sums = (w * _finite_where_it_counts(values, w)).sum(reduced)
         counts = w.expand(x.shape).sum(reduced).to(values.dtype)
-    total = all_reduce(torch.cat([sums.reshape(-1), counts.reshape(-1)]), group=group)
+    total = all_reduce(as_row([sums, counts]), group=group)
     top, bottom = total[: sums.numel()], total[sums.numel() :]
     mean: Tensor = top / _divisor(bottom.real if x.is_complex() else bottom)
     return mean.view(sums.shape)
@@ -183,8 +184,8 @@ def row_of(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, int]:
     k = k.detach()
     centered = x.to(dtype) - k
     n = torch.full((1,), count, dtype=dtype, device=x.device)
-    sums = centered.sum(dims).reshape(-1), centered.square().sum(dims).reshape(-1)
-    return torch.cat([k.reshape(-1), *sums, n]), k.numel()
+    sums = centered.sum(dims), centered.square().sum(dims)
+    return as_row([k, *sums, n]), k.numel()
 
 
 def _weighted_row(x: Tensor, dims: tuple[int, ...], weight: Tensor) -> tuple[Tensor, int]:
@@ -197,7 +198,7 @@ def _weighted_row(x: Tensor, dims: tuple[int, ...], weight: Tensor) -> tuple[Ten
     centered = values - k
     weighted = weight * centered
     sums = k, weighted.sum(dims), (weighted * centered).sum(dims), n
-    return torch.cat([t.reshape(-1) for t in sums]), k.numel()
+    return as_row(sums), k.numel()
 
 
 # ── arguments ────────────────────────────────────────────────────────────────────────────────────────────

@@ -32,7 +32,7 @@ def test_the_signatures_are_theirs():
     expected = {
         name: f for name, f in functions(theirs()).items() if name not in ("_deprecated",) and "_not_" not in name
     }
-    assert set(expected) == {name for name in mine if name not in ("_within", "_row", "_filled")}
+    assert set(expected) == {name for name in mine if name not in ("_row", "_check", "_filled")}
     for name, f in expected.items():
         got = inspect.signature(mine[name]).parameters
         assert {k: p.default for k, p in got.items()} == {
@@ -174,3 +174,92 @@ def test_ops_and_bad_input():
     assert ours.all_reduce(torch.tensor([3.0]), dist.ReduceOp.AVG).tolist() == [3]
     with pytest.raises(ValueError, match="reduce: dst: got 3"):
         ours.reduce(torch.ones(1), 3)
+
+
+@pytest.mark.parametrize("which", ["mesh", "default group", "world"])
+def test_roots_are_global_ranks(which):
+    """Groups (0, 2) and (1, 3), whose last rank is the root."""
+
+    def body(r):
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))["rows"]
+        assert dist.get_process_group_ranks(mesh.get_group()) == [r % 2, r % 2 + 2]
+        x = torch.tensor([1.0 + 10 * r, -2.0], requires_grad=True)
+        group = mesh if which == "mesh" else None
+        with dc.set_default_group(mesh if which == "default group" else None):
+            root = 3 if which == "world" else r % 2 + 2
+            found = {
+                "broadcast": ours.broadcast(x, root, group),
+                "scatter": ours.scatter([x + s for s in range(4 if which == "world" else 2)], root, group),
+                "reduce": ours.reduce(x, root, group=group),
+                "gather": torch.stack(ours.gather(x, root, group)),
+            }
+            weights = torch.tensor([1.0 + r, 100.0])
+            sum((weights * y).sum() for y in found.values()).backward()
+            if which != "world":
+                with pytest.raises(ValueError, match=rf"got {1 - r % 2}, expected a global rank of the group, one of"):
+                    ours.broadcast(x, 1 - r % 2, group)
+        return {name: y[..., 0].tolist() for name, y in found.items()}, x.grad[0].item()
+
+    found = spawn(body, range(4), timeout=100)
+    for r, (values, gradient) in enumerate(found):
+        ranks = range(4) if which == "world" else [r % 2, r % 2 + 2]
+        first, root = [1 + 10 * s for s in ranks], ranks[-1]
+        assert values == {
+            "broadcast": first[-1],
+            "scatter": first[-1] + list(ranks).index(r),
+            "reduce": sum(first) if r == root else 0,
+            "gather": first if r == root else [0] * len(first),
+        }
+        # broadcast and scatter: the weights of all ranks, at the root; reduce and gather: the root's
+        everyone = sum(1 + s for s in ranks)
+        assert gradient == (2 * everyone if r == root else 0) + 2 * (1 + root)
+
+
+def test_outputs_and_lists_of_another_dtype_or_size_raise_before_communication():
+    x, wrong = torch.arange(6.0).view(3, 2), torch.zeros(3, 2, dtype=torch.int32)
+    expected = r"got a torch.int32 tensor on cpu, expected torch.float32 on cpu, as"
+    calls = {
+        f"reduce_scatter: output: {expected} input_list is": lambda: ours.reduce_scatter(wrong, [x, x]),
+        f"all_to_all: output_tensor_list\\[1\\]: {expected} input": lambda: ours.all_to_all([x, wrong], [x, x]),
+        f"_all_gather_base: output_tensor: {expected} input": lambda: ours._all_gather_base(wrong.repeat(2, 1), x),
+        f"all_to_all_single: output: {expected} input is": lambda: ours.all_to_all_single(wrong[:2], x[:2]),
+        f"reduce_scatter: input_list\\[1\\]: {expected} input_list": lambda: ours.reduce_scatter(x, [x, wrong]),
+        f"all_to_all: input_tensor_list\\[1\\]: {expected}": lambda: ours.all_to_all([x, x], [x, wrong]),
+        f"scatter: tensors\\[1\\]: {expected} tensors": lambda: ours.scatter([x, wrong]),
+        "reduce_scatter: output: got shape \\(2, 2\\), expected 6": lambda: ours.reduce_scatter(x[:2], [x, x]),
+        "_all_gather_base: output_tensor: got shape \\(3, 2\\), expected 12": lambda: ours._all_gather_base(x, x),
+        "all_to_all_single: output: got shape \\(3, 2\\), expected 4 n": lambda: ours.all_to_all_single(x, x[:2]),
+        "output: got shape \\(3, 2\\), expected 8 n": lambda: ours.all_to_all_single(x, x[:2], [2, 2], [1, 1]),
+    }
+
+    def body(r):
+        for text, call in calls.items():
+            with pytest.raises((TypeError, ValueError), match=text):
+                call()
+            assert dc.all_reduce(torch.tensor(r + 1)) == 3  # nothing was sent
+
+    simulate(body, range(2), rules=True)
+    assert not wrong.any()
+
+
+def test_second_order_through_empty_blocks():
+    """Rank 2 keeps its block, the others send and receive empty ones; then each rank sends to rank 0 only."""
+
+    def loss(x, r, only_to_0):
+        keeps = x if r == 2 else x[:0]
+        sent = [x * x, x[:0], x[:0]] if only_to_0 else [x[:0], x[:0], keeps.exp()]
+        received = [x if r == 0 else x[:0]] * 3 if only_to_0 else [x[:0], x[:0], keeps]
+        ys = ours.all_to_all([torch.empty_like(y) for y in received], sent)
+        return sum((y.sin() * (s + 1 + r)).sum() for s, y in enumerate(ys))
+
+    def body(x, r, only_to_0):
+        (g,) = torch.autograd.grad(loss(x, r, only_to_0), x, create_graph=True)
+        return torch.autograd.grad((g * g * (r + 1)).sum(), x)[0]
+
+    for only_to_0 in (False, True):
+        xs = [torch.tensor([0.3 + r, -1.1], dtype=torch.float64, requires_grad=True) for r in range(3)]
+        found = simulate(body, xs, range(3), [only_to_0] * 3, rules=True)
+        losses = simulate(loss, xs, range(3), [only_to_0] * 3)
+        gs = torch.autograd.grad(sum(losses), xs, create_graph=True)
+        expected = torch.autograd.grad(sum((g * g * (r + 1)).sum() for r, g in enumerate(gs)), xs)
+        torch.testing.assert_close(found, list(expected))

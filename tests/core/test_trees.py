@@ -386,3 +386,43 @@ def test_second_order_where_all_leaves_of_a_rank_are_empty(name):
         simulate(body, range(N), [False] * N, rules=True), simulate(body, range(N), [True] * N, rules=True), strict=True
     ):
         torch.testing.assert_close(got, expected)
+
+
+SECOND_ORDER = {
+    "all_gather": lambda t: dc.all_gather(t, sizes="auto"),
+    "gather": lambda t: dc.gather(t, 1, sizes="auto"),
+    "gather async": lambda t: dc.gather(t, 1, sizes="auto", async_op=True).wait(),
+    "gather equal": lambda t: dc.gather(t, 1),
+    "permute": lambda t: dc.permute(t, [(0, 1), (1, 0)], sizes="auto"),
+    "shift": lambda t: dc.shift(t, 1, wrap=False, sizes="auto"),
+    "scatter": lambda t: dc.scatter(t, 1),
+    "reduce": lambda t: dc.reduce(t, 1, dc.elementwise(lambda s: s.square().sum(0))),
+    "all_reduce": lambda t: dc.all_reduce(t, "max"),
+    "ring": lambda t: [block for _, block in dc.ring(t)],
+}
+
+
+@pytest.mark.parametrize("call", SECOND_ORDER)
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float64), (torch.float64, torch.complex128)], ids=str)
+def test_second_order_of_leaves_that_are_empty_on_all_ranks(call, dtypes):
+    """Every rank runs the second-order backward of every message, also of one without numbers."""
+
+    def loss(tree, r):
+        ys = _pytree.tree_leaves(SECOND_ORDER[call](tree))
+        return sum(((y + 1 + r).abs() ** 3).sum() for y in ys)
+
+    def second(losses, leaves):
+        gs = torch.autograd.grad(losses, leaves, create_graph=True)
+        total = sum((g * g.conj()).real.sum() + (g * x.conj()).real.sum() for g, x in zip(gs, leaves, strict=True))
+        return torch.autograd.grad(total, leaves)
+
+    for shapes in (((0,), (0,)), ((0,), (3,)), ((0, 2), (0,)), ((3, 0), (0, 3))):
+        if call == "all_reduce" and "complex128" in str(dtypes):
+            continue  # complex numbers have no maximum
+        trees = [
+            {k: torch.randn(s, dtype=t).requires_grad_() for k, s, t in zip("ab", shapes, dtypes, strict=True)}
+            for _ in range(3)
+        ]
+        found = simulate(lambda t, r: second(loss(t, r), list(t.values())), trees, range(3), rules=True)
+        expected = second(sum(simulate(loss, trees, range(3))), [leaf for t in trees for leaf in t.values()])
+        torch.testing.assert_close([h for of_rank in found for h in of_rank], list(expected))
