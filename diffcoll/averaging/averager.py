@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from diffcoll.averaging import registry
 from diffcoll.averaging.buckets import Parameter
 from diffcoll.averaging.comm_hook import CommHook, Hook
+from diffcoll.averaging.communicating import flags_of_ranks
 from diffcoll.averaging.functions import agree, agree_on_parameters, broadcast_from_first, checked_weight
 from diffcoll.averaging.hooks import Hooks
 from diffcoll.averaging.ignoring import Ignore, checked_ignore
@@ -33,7 +34,7 @@ from diffcoll.core._torch import untraced
 from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
 from diffcoll.engines import local
-from diffcoll.engines.engine import Engine, Exclusive
+from diffcoll.engines.engine import Engine
 
 __all__ = ["GradientAverager"]
 
@@ -210,6 +211,27 @@ class GradientAverager:
         self._reducer.send_rest()
         self._reducer.receive()
 
+    @untraced
+    def skip_step(self, failed: bool | Tensor = True) -> bool:
+        """Recovery from an error on one rank, e.g. out of memory: skip this step on all ranks if it failed on one.
+
+        All ranks call it once per step, from the first step on, after the one backward of the step that is reduced and
+        before `optimizer.step()`. A rank whose forward or backward has raised calls it with True, without another
+        backward: the others' backward then returns without gradients. If it returns True, `.grad` is None on all ranks,
+        micro-batches included. Cost: one small message per step. See notes/averaging.md.
+
+        Args:
+            failed: whether this rank has failed, or finds another reason to skip, such as a loss that is not finite.
+
+        Returns:
+            Whether any rank has failed; the same on all ranks.
+
+        Raises:
+            RuntimeError: this step had no reduction, or several, of this averager.
+        """
+        self._check_attached("skip_step")
+        return self._hooks.skip_step(bool(failed))
+
     def join(self, batches: Iterable[Batch], *, spare: Batch | None = None) -> Iterator[Batch]:
         """Training loop with unequal numbers of batches: iterate over this rank's batches; all ranks loop over it.
 
@@ -233,7 +255,7 @@ class GradientAverager:
         last, needs_copy, yielded_at = spare if mine is nothing else mine, mine is nothing and spare is None, -1
         loop = here.enter()
         try:
-            while any(have := _flags_of_ranks(mine is not nothing, reducer.engine)):
+            while any(have := flags_of_ranks(mine is not nothing, reducer.engine)):
                 if yielded_at < 0:
                     last = copy_where_needed(last, needs_copy, have, reducer.engine)
                 if mine is nothing and not here.ran_out:
@@ -249,7 +271,7 @@ class GradientAverager:
                 if not here.ran_out:
                     mine = next(iterator, nothing)
             if self._buffers is not None:
-                exchanged = _flags_of_ranks(self._buffers.is_exchanged, reducer.engine)
+                exchanged = flags_of_ranks(self._buffers.is_exchanged, reducer.engine)
                 here.source = 0
                 self._buffers.synchronize(resets_source=len(set(exchanged)) == 1)
         finally:
@@ -299,15 +321,3 @@ def _engine(group: Any) -> Engine:
 
 def _twin(engine: Engine) -> Engine:
     return engine.twin() if engine.size > 1 else engine
-
-
-def _flags_of_ranks(flag: bool, engine: Engine) -> list[int]:
-    """Return the flag of each rank, 0 or 1."""
-    flags = [0] * engine.size
-    flags[engine.rank] = int(flag)
-    total = torch.tensor(flags, device=engine.control_device)
-    if engine.size > 1:
-        engine.operation, engine.later = NAME, False
-        with Exclusive(engine, NAME):
-            engine.all_reduce(total, total)()
-    return total.tolist()

@@ -12,7 +12,7 @@ from diffcoll.core._torch import is_profiling
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
 from diffcoll.engines.engine import Engine, Exclusive
 
-__all__ = ["ABSENT", "communicating", "refuse_ended"]
+__all__ = ["ABSENT", "communicating", "flags_of_ranks", "refuse_ended"]
 
 #: Why a rank may not have joined a reduction, and the remedy.
 ABSENT = (
@@ -56,3 +56,15 @@ def refuse_ended(engine: Engine) -> None:
             f"{NAME}: its group was destroyed; call detach(), or make a {NAME} on another group, which replaces "
             "this one"
         )
+
+
+def flags_of_ranks(flag: bool, engine: Engine) -> list[int]:
+    """Return the flag of each rank, 0 or 1."""
+    flags = [0] * engine.size
+    flags[engine.rank] = int(flag)
+    total = torch.tensor(flags, device=engine.control_device)
+    if engine.size > 1:
+        engine.operation, engine.later = NAME, False
+        with Exclusive(engine, NAME):
+            engine.all_reduce(total, total)()
+    return total.tolist()

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from diffcoll.averaging import registry
 from diffcoll.averaging.buckets import Parameter
 from diffcoll.averaging.changes import refuse_second_average
+from diffcoll.averaging.communicating import flags_of_ranks
 from diffcoll.averaging.functions import weighted
 from diffcoll.averaging.reducer import Reducer
 from diffcoll.averaging.state import NAME
@@ -49,6 +51,8 @@ class Hooks:
         #: Autograd has a thread per GPU, so hooks of parameters on several GPUs may run at the same time.
         self._lock = threading.RLock()
         self.no_sync_depth = 0
+        #: The number of reductions when `skip_step` was last called.
+        self._skipped_at = 0
 
     def attach(self) -> None:
         """Register hooks on all parameters, frozen ones included: they may be unfrozen later."""
@@ -207,6 +211,30 @@ class Hooks:
         """Tell the ranks that still wait in a backward pass that this rank has left it by an error."""
         if self._reducer.backward.tasks:
             self._reducer.abandon()
+
+    def skip_step(self, failed: bool) -> bool:
+        """End the reduction of this step if the other ranks wait in it; return whether a rank has failed."""
+        reducer, name = self._reducer, f"{NAME}.skip_step"
+        if backward_at_work() >= 0:
+            raise RuntimeError(f"{name}: called within backward; call it after backward has returned or raised")
+        count = reducer.count - self._skipped_at
+        failed = failed or reducer.backward.is_open
+        if reducer.backward.is_open or (failed and not count):
+            reducer.skip()
+        elif count != 1 and not (self._skipped_at == 0 and not failed and count):
+            raise RuntimeError(
+                f"{name}: got {count} reductions since it was last called, expected one; call it on all ranks once per "
+                "step, from the first step on, after the only backward outside of no_sync()"
+            )
+        reducer.backward.tasks.clear()
+        # If a rank has skipped the reduction, all ranks know that: no message, since it may have to end the reductions
+        # of other averagers in this pass, for which ranks wait, before those call this.
+        skips = reducer.is_skipped or reducer.has_mark(math.inf) or any(flags_of_ranks(failed, reducer.engine))
+        reducer.is_skipped = False
+        self._skipped_at = reducer.count
+        if skips:
+            reducer.drop()
+        return skips
 
     def after_new_parameter(self) -> None:
         """Register the callback at the end of the pass, which raises for parameters that no averager averages."""

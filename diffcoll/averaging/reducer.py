@@ -27,7 +27,8 @@ from diffcoll.engines.engine import Engine, Exclusive, done
 
 __all__ = ["Reducer"]
 
-#: Numbers after the flags: NaN from a rank that failed, the weight, whether the rank has taken part.
+#: Numbers after the flags: NaN from a rank that failed, infinity from one that skips the step; the weight; whether the
+#: rank has taken part.
 EXTRA = 3
 
 
@@ -52,6 +53,8 @@ class Reducer:
         self.backward, self.weights, self.join = Backward(), Weights(), Join()
         #: Number of reductions.
         self.count = 0
+        #: Whether another rank has called `skip_step` in the last reduction, and this one has not yet.
+        self.is_skipped = False
         self._arguments, self._tree, self.buffers, self._comm_hook = arguments, tree, buffers, comm_hook
         self._order = list(reversed(range(len(parameters))))  # in which gradients are expected
 
@@ -63,6 +66,11 @@ class Reducer:
         if self.engine.ended:
             now.tasks.clear()
             refuse_ended(self.engine)
+        if self.is_skipped:
+            raise RuntimeError(
+                f"{NAME}: another rank has called skip_step() in the last step, and this one has not, and has no "
+                "gradients of it; call skip_step(failed) on all ranks after backward, and step if it returns False"
+            )
         now.number += 1
         now.next_bucket = 0
         now.is_checked = checks.is_on() and self.engine.size > 1
@@ -85,6 +93,7 @@ class Reducer:
         for p in trainable:
             p.is_in_bucket = False
         now.value_versions = versions([p.tensor for p in trainable])
+        now.is_open = True
 
     def _cut(self, trainable: list[Parameter]) -> None:
         self.trainable, self.buckets = trainable, []
@@ -202,8 +211,7 @@ class Reducer:
             if self._arguments.unused == "error":
                 self._used = [p.is_used_since_reduction() for p in self.trainable]
             if self.backward.is_checked:
-                names = [p.name for p in self.trainable]
-                self._compare(names, f"{len(names)} parameters that are not frozen: {', '.join(names)}")
+                self._compare_names()
             if self._tree is not None and self.engine.size > 1:
                 self._tree.check()
             if self.buffers is not None:
@@ -222,6 +230,10 @@ class Reducer:
                 self._end()
             raise
 
+    def _compare_names(self) -> None:
+        names = [p.name for p in self.trainable]
+        self._compare(names, f"{len(names)} parameters that are not frozen: {', '.join(names)}")
+
     def _compare(self, facts: object, text: str) -> None:
         checks.compare(self.engine, (NAME, facts), f"{NAME}, {text}")
 
@@ -234,25 +246,43 @@ class Reducer:
                 with self._communicating(bucket):
                     bucket.wait()
                 bucket.wait = done
-            self._refuse_abandoned()
+            self.is_skipped = self._is_skipped()
+            if self.buffers is not None:
+                self.buffers.write_late()
+            if self.is_skipped:
+                self.drop()
+                return
             if self._comm_hook is not None:
                 self._comm_hook.reduce(self.buckets[:-1])
             self._finish()
-            if self.buffers is not None:
-                self.buffers.write_late()
             self._agree_on_order()
             self._refuse_unused()
         finally:
             self._end()
 
-    def _refuse_abandoned(self) -> None:
-        """Raise if a rank has sent NaN; on a GPU only for a hook, whose messages make the host wait anyway."""
-        tail = self.buckets[-1].tail.real
-        if (tail.is_cpu or self._comm_hook is not None) and tail[-3].isnan():
+    def _is_skipped(self) -> bool:
+        """Whether a rank skips this step; raises if one has left backward by an error.
+
+        On a GPU only if the host waits for the other ranks anyway: for a hook, or to agree on an order.
+        """
+        if self.buckets[-1].tail.is_cuda and self._comm_hook is None and self.accumulation_order is None:
+            return False
+        if self.has_mark(math.nan):
             raise RuntimeError(
                 f"{NAME}: a rank has left this backward by an error, and its gradients are missing; "
                 "look at the other ranks"
             )
+        return self.has_mark(math.inf)
+
+    def has_mark(self, mark: float) -> bool:
+        """Whether a rank has sent NaN, or infinity and no rank NaN, in the place of `EXTRA`'s first number."""
+        sent = float(self.buckets[-1].tail.real[-3])
+        return sent == mark or (math.isnan(mark) and math.isnan(sent))
+
+    def drop(self) -> None:
+        """Drop all gradients, of this step and those that it was added to."""
+        for p in self.parameters:
+            p.tensor.grad = p.reduced = p.earlier = p.accumulated = None
 
     def _refuse_unused(self) -> None:
         """Raise, if asked for, the names of the parameters that no rank has used; the same on all ranks."""
@@ -301,6 +331,7 @@ class Reducer:
 
     def _end(self) -> None:
         self.backward.tasks.clear()
+        self.backward.is_open = False
         self.backward.ends_with, self.backward.is_nested = -1, False
         if self._tree is not None:
             self._tree.is_checked = False
@@ -315,18 +346,47 @@ class Reducer:
 
     def abandon(self, compared: bool = False) -> None:
         """Send NaN in all unsent buckets, for which the other ranks wait; it tells them of the error."""
+        try:
+            self._leave_pass()
+            if self.backward.is_checked and not compared:  # the other ranks wait in the comparison
+                with contextlib.suppress(CollectiveMismatchError):
+                    self._compare("left", "which has left this backward by an error")
+            else:
+                self._send_mark(math.nan)
+        finally:
+            self.backward.is_open = False
+
+    def skip(self) -> None:
+        """Send infinity in the place of the flags; it tells the other ranks to drop their gradients."""
+        try:
+            self._leave_pass()
+            if self.backward.is_checked:
+                self._compare_names()
+            self._send_mark(math.inf)
+            self.is_skipped = True
+            if self.buffers is not None:
+                self.buffers.write_late()
+        finally:
+            self._end()
+
+    def _leave_pass(self) -> None:
+        """Prepare for the messages of this reduction, which its backward will not send."""
+        if not self.backward.is_open:
+            self.begin()
         self.backward.tasks.clear()
         self.backward.ends_with = -1
         if self.buffers is not None:
             self.buffers.end_round(self.join.source)
-        if self.backward.is_checked and not compared:  # the other ranks wait in the comparison
-            with contextlib.suppress(CollectiveMismatchError):
-                self._compare("left", "which has left this backward by an error")
-            return
+
+    @torch.no_grad()
+    def _send_mark(self, mark: float) -> None:
+        """Send all unsent buckets without gradients, with a mark in the place of `EXTRA`'s first number; wait."""
         while self.backward.next_bucket < len(self.buckets):
             bucket = self.buckets[self.backward.next_bucket]
             self.backward.next_bucket += 1
             bucket.row.fill_(math.nan)
+            if bucket is self.buckets[-1]:
+                bucket.tail[-3] = mark
             self._start(bucket)
         for bucket in self.buckets:
             with self._communicating(bucket):

@@ -89,6 +89,8 @@ class Backward:
     number: int = 0
     #: Autograd's graph task ids of the pass and of those nested in it; empty: no pass runs.
     tasks: set[int] = field(default_factory=set)
+    #: Whether the buckets are prepared for it, and its reduction has not ended.
+    is_open: bool = False
     #: Index of the bucket to be sent next.
     next_bucket: int = 0
     #: The graph task id of the outermost pass, at whose end gradients are reduced; -1: not known yet.
