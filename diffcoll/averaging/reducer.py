@@ -99,6 +99,7 @@ class Reducer:
         self.trainable, self.buckets = trainable, []
         for p in self.parameters:  # free old buckets before new ones are allocated, unless they hold gradients
             p.drop_views()
+            p.grad_view = None
             p.__dict__.pop("bucket", None)
             p.__dict__.pop("place", None)
         nbytes, dtype, tail = self._arguments.bucket_mb * 2**20, self._arguments.comm_dtype, len(trainable) + EXTRA
