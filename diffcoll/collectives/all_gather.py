@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, overload
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -24,7 +25,7 @@ from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 
-__all__ = ["AllGather", "all_gather"]
+__all__ = ["AllGather", "all_gather", "gathered_as"]
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,17 @@ class AllGather(Linear):
     sizes: tuple[int, ...]
     replicated: bool = False
     deterministic: bool = False
+    #: Dtype in which x is sent, exact for every x; the adjoint sends gradients in theirs. None: x's own.
+    sent: torch.dtype | None = None
 
     @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
+        if self.sent is None:
+            return self._start(x)
+        dtype, wait = x.dtype, self._start(x.to(self.sent))
+        return lambda: wait().to(dtype)
+
+    def _start(self, x: Tensor) -> Callable[[], Tensor]:
         engine = self.engine
         row, counts, joined = join(x, x.shape, self.dim, self.sizes, engine)
         if engine.later:  # x may change
@@ -49,6 +58,10 @@ class AllGather(Linear):
     @override
     def shape(self, x: Sequence[int]) -> list[int]:
         return [*x[: self.dim], sum(self.sizes), *x[self.dim + 1 :]]
+
+    @override
+    def bytes(self, x: Tensor) -> int:
+        return x.nbytes if self.sent is None else x.numel() * self.sent.itemsize
 
     @cached_property
     def adjoint(self) -> Linear:
@@ -154,3 +167,16 @@ def _block(call: Call, x: Tensor) -> tuple[Tensor, int]:
     new = call.arguments["stack"] or x.dim() == 0
     d = call.dim("dim", x, new=new)
     return (x.unsqueeze(d) if new else x), d
+
+
+def gathered_as(dtype: torch.dtype, x: Tensor, sizes: list[int], group: Group) -> Tensor:
+    """Return `all_gather(x, sizes=sizes)`, where x is sent in a narrower dtype that is exact for it.
+
+    The ranks' gradients are sent and added in the dtype of x.
+    """
+
+    def understand(call: Call, x: Tensor) -> Any:
+        return call.submit(AllGather(call.engine, 0, call.sizes_of_all(x, 0), sent=dtype), x)
+
+    y: Tensor = perform(understand, "all_gather", x, group, False, dim=0, sizes=sizes, stack=False, cotangent="partial")
+    return y

@@ -15,7 +15,10 @@ from diffcoll.core.checks import digest
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.groups import get_rank
 
-__all__ = ["batch_leaves", "lengths_of_ranks"]
+__all__ = ["COMPILED", "batch_leaves", "lengths_and_bits", "lengths_of_ranks"]
+
+#: Both bits, and one more.
+COMPILED = 7
 
 
 def batch_leaves(name: str, tree: object) -> tuple[list[Tensor], Callable[[list[Any]], Any]]:
@@ -52,19 +55,31 @@ def lengths_of_ranks(
         CollectiveMismatchError: on all ranks, if their trees differ in paths, dtypes or dimensions other than 0. A
             compiled function cannot compare numbers that it receives, and sends 0.
     """
+    return lengths_and_bits(name, tree, leaves, mine, device, group)[0]
+
+
+def lengths_and_bits(
+    name: str, tree: object, leaves: list[Tensor], mine: list[int], device: torch.device, group: Group, bits: int = 0
+) -> tuple[list[list[int]], list[int]]:
+    """Return the lengths as `lengths_of_ranks` does, and each rank's two `bits`, which may differ.
+
+    The bits of a rank whose call is compiled are `COMPILED`. A compiled call gets no bits.
+    """
     compiling = torch.compiler.is_compiling()
     facts = "" if compiling else _facts(tree, leaves)
-    summary = [0 if compiling else digest(facts), mine[0] if len(set(mine)) == 1 else -1]
+    even = all(length == mine[0] for length in mine)
+    summary = [0 if compiling else digest(facts) << 2 | bits, mine[0] if even else -1]
     rows = _of_ranks(summary, device, group)
-    differing = [] if compiling else [r for r, row in enumerate(rows) if 0 != row[0] != rows[0][0] != 0]
+    differing = [] if compiling else [r for r, row in enumerate(rows) if 0 != row[0] >> 2 != rows[0][0] >> 2 != 0]
     if differing:
         raise CollectiveMismatchError(
             f"{name}: tree: rank {differing[0]} differs from rank 0 in paths, dtypes or dimensions other than 0, "
             f"expected the same on all ranks; rank {get_rank(group)} has {facts}"
         )
+    all_bits = [] if compiling else [row[0] & 3 if row[0] else COMPILED for row in rows]
     if len(mine) == 1 or all(length >= 0 for _, length in rows):
-        return [[length] * len(mine) for _, length in rows]
-    return _of_ranks(mine, device, group)
+        return [[length] * len(mine) for _, length in rows], all_bits
+    return _of_ranks(mine, device, group), all_bits
 
 
 def _of_ranks(numbers: list[int], device: torch.device, group: Group) -> list[list[int]]:

@@ -37,6 +37,7 @@ if not COMPILES:
     )
 
 _SCHEMA = {"int": "SymInt", "bool": "bool", "tuple[int, ...]": "SymInt[]", "tuple[tuple[int, int], ...]": "int[]"}
+_SCHEMA["torch.dtype | None"] = "ScalarType?"
 _ops: dict[type[Linear], Any] = {}
 _names: dict[type[Linear], tuple[str, ...]] = {}
 

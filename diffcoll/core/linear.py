@@ -57,6 +57,10 @@ class Linear(ABC):
         """Return the shape of y for an x of this shape."""
         return list(x)
 
+    def bytes(self, x: Tensor) -> int:
+        """Return the number of bytes of x as it is sent."""
+        return x.nbytes
+
     @property
     @abstractmethod
     def adjoint(self) -> Linear:

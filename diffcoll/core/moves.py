@@ -114,7 +114,7 @@ def named(f: Linear, origin: Origin | None, x: Tensor, step: Callable[[], T]) ->
         if not is_profiling():
             return step()
         call = f.name if origin is None else f"{origin.name} backward"
-        with torch.profiler.record_function(f"diffcoll.{call}: {f.engine.description}, {x.nbytes} B"):
+        with torch.profiler.record_function(f"diffcoll.{call}: {f.engine.description}, {f.bytes(x)} B"):
             return step()
     except RuntimeError as error:
         raise _failed(f, origin, error)  # noqa: B904

@@ -77,10 +77,9 @@ def clip_loss(
     with without_autocast(image):
         q = wide(image, normalize)
         q = q * scalar(_NAME, "logit_scale", logit_scale, q)
-        sent, k, later = columns_of(text, normalize)
-        found = compare(q, sent, options, Rule(columns=True, normalize=later), labels=labels, ids=ids)
-        positives = found.positives(q, k)
-        share = ((found.row_lse - positives) + (found.col_lse - positives)).sum() / (2 * found.total)
+        k = columns_of(text, normalize)
+        found = compare(q, k, options, Rule(columns=True, normalize=k.later), labels=labels, ids=ids)
+        share = (found.of_rows() + found.of_columns()).sum() / (2 * found.total)
         return options.returned(share)
 
 

@@ -6,7 +6,7 @@ note  notes/contrastive.md
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from diffcoll.core.errors import message
 from diffcoll.nn.convention import Reduction, check_reduction, returned
 from diffcoll.nn.inputs import FLOATS, HALF
 
-__all__ = ["Exchange", "Options", "check_features", "columns_of", "per_row", "scalar", "wide"]
+__all__ = ["Columns", "Exchange", "Options", "check_features", "columns_of", "per_row", "scalar", "wide"]
 
 #: How ranks get the other ranks' features: all at once, or one rank's block after the other.
 Exchange = Literal["gather", "ring"]
@@ -79,10 +79,10 @@ def per_row(name: str, argument: str, x: Tensor | None, rows: Tensor) -> Tensor 
     """Return labels or ids, after a check that there is one number for each row of the features."""
     if x is None:
         return None
-    expected = f"a tensor of shape ({len(rows)},), one number per row of the features"
-    if not isinstance(x, Tensor):
-        raise TypeError(message(name, argument, type(x).__name__, expected, "torch.as_tensor(x) makes one"))
-    if x.shape != (len(rows),):
+    if not isinstance(x, Tensor) or x.shape != (len(rows),):
+        expected = f"a tensor of shape ({len(rows)},), one number per row of the features"
+        if not isinstance(x, Tensor):
+            raise TypeError(message(name, argument, type(x).__name__, expected, "torch.as_tensor(x) makes one"))
         raise ValueError(message(name, argument, f"shape {tuple(x.shape)}", expected, "pass this rank's rows only"))
     if x.is_floating_point() or x.is_complex():  # NaN equals no number, and large numbers are rounded to the same one
         remedy = f"number the classes or samples in the same way on all ranks, or pass {argument}.long()"
@@ -113,10 +113,27 @@ def wide(x: Tensor, normalize: bool) -> Tensor:
     return F.normalize(x, dim=-1) if normalize else x
 
 
-def columns_of(x: Tensor, normalize: bool) -> tuple[Tensor, Tensor, bool]:
-    """Return features as they are sent, as this rank uses them, and whether a receiver has to normalize them.
+class Columns(NamedTuple):
+    """Features of this rank's columns."""
 
-    Half-precision features are sent unchanged, since normalized features would be rounded once more.
+    #: In the dtype of the logits, as they are sent.
+    k: Tensor
+    #: The dtype that they are sent in, which is exact for them.
+    sent: torch.dtype
+    #: Normalized if asked for.
+    here: Tensor
+    #: Whether a receiver has to normalize them.
+    later: bool
+
+
+def columns_of(x: Tensor, normalize: bool) -> Columns:
+    """Return features as columns.
+
+    Half-precision features are sent unchanged, since normalized features would be rounded once more. All that a loss
+    computes of them is computed of one float32 copy, so that the parts of their gradient are added before it is
+    rounded.
     """
-    here = wide(x, normalize)
-    return (x, here, normalize) if x.dtype in HALF else (here, here, False)
+    k = wide(x, False)
+    here = F.normalize(k, dim=-1) if normalize else k
+    half = x.dtype in HALF
+    return Columns(k if half else here, x.dtype, here, normalize and half)

@@ -72,9 +72,9 @@ def info_nce(
     with without_autocast(query):
         q = wide(query, normalize)
         q = q / scalar(_NAME, "temperature", temperature, q, positive=True)
-        sent, k, later = columns_of(positive_key, normalize)
-        found = compare(q, sent, options, Rule(normalize=later), labels=labels, ids=ids)
-        return options.returned((found.row_lse - found.positives(q, k)).sum() / found.total)
+        k = columns_of(positive_key, normalize)
+        found = compare(q, k, options, Rule(normalize=k.later), labels=labels, ids=ids)
+        return options.returned(found.of_rows().sum() / found.total)
 
 
 class InfoNCELoss(LossModule):

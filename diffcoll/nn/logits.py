@@ -1,9 +1,13 @@
 """Sums over a block of logits, on one rank.
 
-    s_ij = q_i · k_j (+ bias)     i: this rank's rows; j: columns; q contains the scale
-    row_lse_i = log Σ_j exp s_ij  over the pairs that are not excluded
-    row_sum_i                     Σ_{j positive} s_ij, or Σ_j −log σ(±s_ij)
-    col_lse_j = log Σ_i exp s_ij  over this rank's rows
+    s_ij = q_i · k_j (+ bias)         i: this rank's rows; j: columns; q contains the scale
+    row_neg_i = log Σ_j exp s_ij      over the negatives: pairs that are neither positive nor excluded
+    row_sum_i                         Σ_{j positive} s_ij, or Σ_j −log σ(±s_ij)
+    row_pos_i = log Σ_j exp s_ij      over the positives, with labels; without, a row has one positive, row_sum
+    col_neg_j, col_pos_j              the same over this rank's rows
+
+Positives and negatives are apart, so that log(exp pos + exp neg) − pos and its derivatives are computed without
+cancellation.
 
 note  notes/contrastive.md
 """
@@ -33,7 +37,7 @@ class Rule(NamedTuple):
 
     #: The sum of −log σ(±s_ij) instead of softmax sums.
     sigmoid: bool = False
-    #: col_lse too.
+    #: Column sums too.
     columns: bool = False
     #: Rows and columns are the same samples, so s_ii is excluded and no positive.
     within: bool = False
@@ -46,8 +50,8 @@ class Marks(NamedTuple):
 
     #: Number of the row among all ranks' rows.
     number: Tensor
-    #: A number that rows of one sample have in common.
-    sample: Tensor
+    #: Without labels, the number of its positive.
+    partner: Tensor
     label: Tensor | None
     id: Tensor | None
 
@@ -59,29 +63,20 @@ class Marks(NamedTuple):
 class Sums(NamedTuple):
     """Sums over a block of logits; None: the rule does not need it."""
 
-    row_lse: Tensor | None
-    row_sum: Tensor | None
-    col_lse: Tensor | None
+    row_neg: Tensor | None = None
+    row_sum: Tensor | None = None
+    row_pos: Tensor | None = None
+    col_neg: Tensor | None = None
+    col_pos: Tensor | None = None
 
 
 def _equal(a: Tensor, b: Tensor) -> Tensor:
     return a.unsqueeze(1) == b.unsqueeze(0)
 
 
-def _masks(rows: Marks, cols: Marks, rule: Rule) -> tuple[Tensor | None, Tensor | None]:
-    """Return which pairs are positive and which are excluded; None: not needed, and none."""
-    itself = _equal(rows.number, cols.number) if rule.within else None
-    if not rule.sigmoid and rows.label is None and rows.id is None:
-        return None, itself
-    if rows.label is not None and cols.label is not None:
-        positive = _equal(rows.label, cols.label)
-    else:
-        positive = _equal(rows.sample, cols.sample)
-    if itself is not None:
-        positive = positive & ~itself
-    if rows.id is not None and cols.id is not None:
-        return positive, _equal(rows.id, cols.id) & ~positive  # the pair of a row with itself is one of them
-    return positive, itself
+def _least(s: Tensor) -> float:
+    """Return the logit of an excluded pair. Not −inf: the derivative of logsumexp is NaN where all terms are −inf."""
+    return torch.finfo(s.dtype).min / 4
 
 
 def block(q: Tensor, k: Tensor, bias: Tensor | None, rule: Rule, rows: Marks, cols: Marks) -> Sums:
@@ -89,45 +84,93 @@ def block(q: Tensor, k: Tensor, bias: Tensor | None, rule: Rule, rows: Marks, co
     k = k.to(q.dtype)
     k = F.normalize(k, dim=-1) if rule.normalize else k
     s = q @ k.T
-    positive, excluded = _masks(rows, cols, rule)
+    same_id = None if rows.id is None or cols.id is None else _equal(rows.id, cols.id)
+    traced = torch.compiler.is_compiling() or is_within_transform() or carries_tangents()
+    # A selective checkpoint, which observes, may keep s, which _Softmax modifies.
+    if not (rule.sigmoid or rows.label is not None or _KEEPS_SAVED or traced or is_observed()):
+        sums = _Softmax.apply(s, rows, cols, same_id, rule)  # type: ignore[no-untyped-call]
+        return Sums(row_neg=sums[0], row_sum=sums[1], col_neg=sums[2] if rule.columns else None)
+    if rows.label is not None and cols.label is not None:
+        positive = _equal(rows.label, cols.label)
+    else:
+        positive = _equal(rows.partner, cols.number)
+    excluded = None if same_id is None else same_id & ~positive
+    if rule.within:
+        itself = _equal(rows.number, cols.number)
+        positive = positive & ~itself
+        excluded = itself if excluded is None else excluded | itself
     if rule.sigmoid:
-        assert positive is not None
         s = s if bias is None else s + bias
         terms = -F.logsigmoid(torch.where(positive, s, -s))
-        return Sums(None, (terms if excluded is None else terms.masked_fill(excluded, 0)).sum(1), None)
-    row_sum = None
-    if rows.label is not None and positive is not None:
-        row_sum = s.masked_fill(~positive, 0).sum(1)
-    if excluded is not None:
-        # Not −inf: the derivative of logsumexp is NaN where all terms are −inf.
-        # vmap may have batched the mask only, and a selective checkpoint may keep s as it was before.
-        fill = s.masked_fill if is_within_transform() or is_observed() else s.masked_fill_
-        s = fill(excluded, torch.finfo(s.dtype).min / 4)
-    if not rule.columns:
-        return Sums(s.logsumexp(1), row_sum, None)
-    if _KEEPS_SAVED or torch.compiler.is_compiling() or is_within_transform() or carries_tangents():
-        return Sums(s.logsumexp(1), row_sum, s.logsumexp(0))
-    row_lse, col_lse = _LogSumExps.apply(s)  # type: ignore[no-untyped-call]
-    return Sums(row_lse, row_sum, col_lse)
+        return Sums(row_sum=(terms if excluded is None else terms.masked_fill(excluded, 0)).sum(1))
+    neg = s.masked_fill(positive if excluded is None else positive | excluded, _least(s))
+    pos = None if rows.label is None else s.masked_fill(~positive, _least(s))
+    return Sums(
+        row_neg=neg.logsumexp(1),
+        row_sum=s.masked_fill(~positive, 0).sum(1),
+        row_pos=None if pos is None else pos.logsumexp(1),
+        col_neg=neg.logsumexp(0) if rule.columns else None,
+        col_pos=None if pos is None or not rule.columns else pos.logsumexp(0),
+    )
 
 
-class _LogSumExps(Function):
-    """s ↦ (s.logsumexp(1), s.logsumexp(0)), with 2 temporary matrices in backward instead of 4."""
+class _Place:
+    """One column of each row, if it is among these columns."""
+
+    def __init__(self, number: Tensor, cols: Marks) -> None:
+        at = number - cols.number[:1] if len(cols.number) else number.new_full(number.shape, -1)
+        self._none = not len(cols.number)
+        self._here = ((at >= 0) & (at < len(cols.number))).unsqueeze(1)
+        self._at = at.clamp(0, max(len(cols.number) - 1, 0)).unsqueeze(1)
+
+    def take(self, s: Tensor) -> Tensor:
+        """Return the logit in each row's column, 0 if it is not here."""
+        return s.new_zeros(len(s)) if self._none else torch.where(self._here, s.gather(1, self._at), 0).squeeze(1)
+
+    def put_(self, s: Tensor, value: Tensor | float) -> None:
+        """Set the logit in each row's column."""
+        if not self._none:
+            s.scatter_(1, self._at, torch.where(self._here, value, s.gather(1, self._at)))
+
+    def put(self, s: Tensor, value: Tensor) -> Tensor:
+        """Return s with another logit in each row's column; differentiable."""
+        return s if self._none else s.scatter(1, self._at, torch.where(self._here, value, s.gather(1, self._at)))
+
+
+class _Softmax(Function):
+    """s ↦ row_neg, row_sum and, if the rule has it, col_neg, for one positive in each row.
+
+    Keeps one matrix, s, and computes its gradient in one more and a temporary one. s is no longer used by the caller.
+    """
 
     @staticmethod
-    def forward(ctx: Any, s: Tensor) -> tuple[Tensor, Tensor]:
-        row_lse, col_lse = s.logsumexp(1), s.logsumexp(0)
-        ctx.save_for_backward(s, row_lse, col_lse)
-        return row_lse, col_lse
+    def forward(ctx: Any, s: Tensor, rows: Marks, cols: Marks, same_id: Tensor | None, rule: Rule) -> tuple[Any, ...]:
+        ctx.positive = _Place(rows.partner, cols)
+        memory = s.detach()
+        row_sum = ctx.positive.take(memory)
+        ctx.positive.put_(memory, _least(s))
+        if rule.within:
+            _Place(rows.number, cols).put_(memory, _least(s))
+        if same_id is not None:
+            memory.masked_fill_(same_id, _least(s))
+        lses = (memory.logsumexp(1), memory.logsumexp(0)) if rule.columns else (memory.logsumexp(1),)
+        ctx.save_for_backward(s, *lses)
+        return lses[0], row_sum, *lses[1:]
 
     @staticmethod
-    def backward(ctx: Any, g_row: Tensor, g_col: Tensor) -> Tensor:
-        saved: tuple[Tensor, Tensor, Tensor] = ctx.saved_tensors
-        s, row_lse, col_lse = saved
-        row_lse, g_row = row_lse.unsqueeze(1), g_row.unsqueeze(1)
-        if torch.is_grad_enabled() or is_batched_by_autograd(g_row) or is_batched_by_autograd(g_col):
-            return g_row * (s - row_lse).exp() + g_col * (s - col_lse).exp()
-        return (s - row_lse).exp_().mul_(g_row).addcmul_((s - col_lse).exp_(), g_col)
+    def backward(ctx: Any, g_row: Tensor, g_sum: Tensor, *g_col: Tensor) -> tuple[Tensor, None, None, None, None]:
+        s, row_neg, *col_neg = ctx.saved_tensors
+        row_neg, g_row, g_sum = row_neg.unsqueeze(1), g_row.unsqueeze(1), g_sum.unsqueeze(1)
+        if torch.is_grad_enabled() or any(map(is_batched_by_autograd, (g_row, g_sum, *g_col))):
+            g = g_row * (s - row_neg).exp()
+            for lse, gy in zip(col_neg, g_col, strict=True):
+                g = g + gy * (s - lse).exp()
+            return ctx.positive.put(g, g_sum), None, None, None, None
+        g = (s - row_neg).exp_().mul_(g_row)
+        for lse, gy in zip(col_neg, g_col, strict=True):
+            g.addcmul_((s - lse).exp_(), gy)
+        ctx.positive.put_(g, g_sum)
+        return g, None, None, None, None
 
 
 def blocks(
@@ -152,9 +195,13 @@ def merged(parts: list[Sums]) -> Sums:
     """Return the sums over all columns from those over parts of them."""
     if len(parts) == 1:
         return parts[0]
-    row_lse, row_sum, col_lse = ([x for x in each if x is not None] for each in zip(*parts, strict=True))
+    row_neg, row_sum, row_pos, col_neg, col_pos = (
+        [x for x in each if x is not None] for each in zip(*parts, strict=True)
+    )
     return Sums(
-        torch.stack(row_lse).logsumexp(0) if row_lse else None,
+        torch.stack(row_neg).logsumexp(0) if row_neg else None,
         torch.stack(row_sum).sum(0) if row_sum else None,
-        torch.cat(col_lse) if col_lse else None,
+        torch.stack(row_pos).logsumexp(0) if row_pos else None,
+        torch.cat(col_neg) if col_neg else None,
+        torch.cat(col_pos) if col_pos else None,
     )

@@ -69,11 +69,11 @@ def nt_xent(
     check_features(_NAME, z1=z1, z2=z2)
     ids = per_row(_NAME, "ids", ids, z1)
     with without_autocast(z1):
-        sent, z, later = columns_of(torch.cat([z1, z2]), normalize)
-        q = z / scalar(_NAME, "temperature", temperature, z, positive=True)
-        rule = Rule(within=True, normalize=later)
-        found = compare(q, sent, options, rule, views=2, ids=None if ids is None else ids.repeat(2))
-        return options.returned((found.row_lse - found.positives(q, z.roll(len(z1), 0))).sum() / found.total)
+        z = columns_of(torch.cat([z1, z2]), normalize)
+        q = z.here / scalar(_NAME, "temperature", temperature, z.here, positive=True)
+        rule = Rule(within=True, normalize=z.later)
+        found = compare(q, z, options, rule, views=2, ids=None if ids is None else ids.repeat(2))
+        return options.returned(found.of_rows().sum() / found.total)
 
 
 class NTXentLoss(LossModule):

@@ -1,7 +1,7 @@
 """What contrastive losses have in common: sums over the logits of this rank's rows and all ranks' columns.
 
-    row_lse_i, row_sum_i          sums over all B columns of this rank's b rows, see `diffcoll.nn.logits`
-    col_lse_j = log Σ_i exp s_ij  over all ranks' rows, for this rank's columns
+    row_neg_i, row_sum_i, row_pos_i   sums over all B columns of this rank's b rows, see `diffcoll.nn.logits`
+    col_neg_j = log Σ_i exp s_ij      over all ranks' rows, for this rank's columns; col_pos_j with labels
 
 A rank computes b × B logits, in chunks if asked for. Its part of the column sums is combined with those of the other
 ranks by a reduce-scatter of B numbers, so no second matrix is needed.
@@ -14,38 +14,59 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from diffcoll.collectives.all_gather import all_gather, gathered_as
 from diffcoll.collectives.reduce_scatter import reduce_scatter
-from diffcoll.composed.gather_batch import gather_batch
-from diffcoll.core._torch import is_vmapped
+from diffcoll.composed.leaves import COMPILED, batch_leaves, lengths_and_bits
+from diffcoll.core._torch import assume, is_vmapped, is_within_transform
 from diffcoll.core.errors import CollectiveMismatchError, message
-from diffcoll.nn.features import Options
+from diffcoll.core.groups import collectives_only, get_rank
+from diffcoll.nn.features import Columns, Options
 from diffcoll.nn.logits import Marks, Rule, blocks, merged
 from diffcoll.nn.ring import Ring
 
 __all__ = ["Compared", "Rule", "compare"]
 
+#: A parameter without elements.
+_LEAF = torch.zeros(0, 1, device="cpu", requires_grad=True)
+
 
 class Compared(NamedTuple):
     """The sums of this rank's rows over all columns, and of this rank's columns over all rows."""
 
-    row_lse: Tensor
+    row_neg: Tensor | None
     row_sum: Tensor
-    col_lse: Tensor
-    #: Number of positives of each row; None: there are no labels.
+    row_pos: Tensor | None
+    col_neg: Tensor | None
+    col_pos: Tensor | None
+    #: Number of positives of each row; None: there are no labels, and each row has one.
     row_count: Tensor | None
     #: Number of all ranks' rows.
     total: int
 
-    def positives(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return the mean logit of each row's positives; without labels, row i's positive is row i of this rank's k."""
-        return (q * k).sum(1) if self.row_count is None else self.row_sum / self.row_count
+    def of_rows(self) -> Tensor:
+        """Return −log softmax over each row, averaged over its positives; 0 for a row without positives."""
+        return self._cross_entropy(self.row_neg, self.row_pos)
+
+    def of_columns(self) -> Tensor:
+        """Return the same over each column; single values are permuted, their sum is right."""
+        return self._cross_entropy(self.col_neg, self.col_pos)
+
+    def _cross_entropy(self, neg: Tensor | None, pos: Tensor | None) -> Tensor:
+        assert neg is not None
+        if pos is None or self.row_count is None:
+            return -F.logsigmoid(self.row_sum - neg)
+        several = self.row_count > 1
+        among = torch.where(several, pos - self.row_sum / self.row_count.clamp(min=1), 0.0)
+        pos = torch.where(several, pos, self.row_sum)  # not `among` of one positive, whose gradients would cancel
+        return torch.where(self.row_count > 0, among - F.logsigmoid(pos - neg), 0.0)
 
 
 def compare(
     q: Tensor,
-    k: Tensor,
+    k: Columns,
     options: Options,
     rule: Rule,
     *,
@@ -58,7 +79,7 @@ def compare(
 
     Args:
         q: (n, D), in the dtype of the logits, with the scale.
-        k: (n, D), as it is sent.
+        k: n columns.
         options: of the loss.
         rule: what is summed.
         bias: of the logits, for the sigmoid.
@@ -66,42 +87,88 @@ def compare(
         labels: (n,); pairs of equal labels are positives. None: pairs of the same sample are.
         ids: (n,); pairs of equal ids that are not positives are excluded.
     """
-    whole = {"k": k} if options.exchange == "gather" else {"rows": k.new_zeros(len(k), dtype=torch.bool)}
-    tree = whole | {name: x for name, x in (("labels", labels), ("ids", ids)) if x is not None}
-    try:
-        everyone, sizes, offset, total = gather_batch(tree, options.group)
-    except CollectiveMismatchError as error:
-        facts = "labels or ids (given on all ranks, of one dtype), exchange, or dtype or size of the features"
-        raise CollectiveMismatchError(f"{options.name}: the ranks differ in {facts}; {error}") from None
+    marks = {name: x for name, x in (("labels", labels), ("ids", ids)) if x is not None}
+    sizes, wants = _agree(q, k, bias, marks, options)
+    rank, total = get_rank(options.group), sum(sizes)
+    offset = sum(sizes[:rank])
     if not torch.compiler.is_compiling() and total == 0:  # a size from another rank has no value while compiling
         remedy = "one rank at least must have rows"
         raise ValueError(message(options.name, "features", "an empty batch on every rank", "a row", remedy))
-    cols = _marks(sizes, views, everyone.get("labels"), everyone.get("ids"), k.device)
+    q, x = _tracked(q, wants.any), _tracked(k.k, wants.k)
+    everyone = all_gather(marks, 0, options.group, sizes=sizes) if marks else marks
+    cols = _marks(sizes, views, everyone.get("labels"), everyone.get("ids"), q.device)
     rows = cols.part(offset, len(q))
     if options.exchange == "ring":
-        sums = Ring(rule, rows, cols, sizes, options.chunk_size, options.group).sums(q, k, bias)
+        ring = Ring(rule, rows, cols, sizes, options.chunk_size, options.group, k.sent, wants.k, wants.loop)
+        sums = ring.sums(q, x, bias)
     else:
-        sums = merged(list(blocks(q, everyone["k"], bias, rule, rows, cols, options.chunk_size)))
-    none = q.new_empty(0)
-    col_lse = sums.col_lse
-    if col_lse is not None:
-        col_lse = reduce_scatter(col_lse, "logsumexp", 0, options.group, sizes=sizes)
+        x = gathered_as(k.sent, x, sizes, options.group)
+        sums = merged(list(blocks(q, x, bias, rule, rows, cols, options.chunk_size)))
+    col_neg, col_pos = sums.col_neg, sums.col_pos
+    if col_neg is not None:
+        both = col_neg.unsqueeze(1) if col_pos is None else torch.stack([col_neg, col_pos], 1)
+        both = reduce_scatter(both, "logsumexp", 0, options.group, sizes=sizes)
+        col_neg, col_pos = both[:, 0], None if col_pos is None else both[:, 1]
     count = None if cols.label is None else _counts(cols.label)[offset : offset + len(q)] - int(rule.within)
-    return Compared(
-        none if sums.row_lse is None else sums.row_lse,
-        none if sums.row_sum is None else sums.row_sum,
-        none if col_lse is None else col_lse,
-        count,
-        total,
-    )
+    assert sums.row_sum is not None
+    return Compared(sums.row_neg, sums.row_sum, sums.row_pos, col_neg, col_pos, count, total)
+
+
+class _Wants(NamedTuple):
+    """What the ranks have agreed on for backward, in which they send the same messages."""
+
+    #: Whether a rank needs the gradient of its columns.
+    k: bool
+    #: Whether a rank needs any gradient.
+    any: bool
+    #: Whether a ring is differentiated as a loop of shifts, because a rank's call is compiled.
+    loop: bool
+
+
+def _agree(
+    q: Tensor, k: Columns, bias: Tensor | None, marks: dict[str, Tensor], options: Options
+) -> tuple[list[int], _Wants]:
+    """Return the ranks' numbers of rows, after a check that they pass the same things, and what backward has to do."""
+    loop = options.exchange == "ring" and collectives_only(options.group)
+    tree = {f"{options.exchange}{' in a transform' if loop else ''}": k.k.detach().to(k.sent), **marks}
+    leaves, _ = batch_leaves(options.name, tree)
+    grad = torch.is_grad_enabled()
+    needs_k = grad and k.k.requires_grad
+    needs = needs_k or (grad and (q.requires_grad or (bias is not None and bias.requires_grad)))
+    try:
+        lengths, bits = lengths_and_bits(
+            options.name, tree, leaves, [len(q)], q.device, options.group, needs_k + 2 * needs
+        )
+    except CollectiveMismatchError as error:
+        facts = "labels or ids (given on all ranks, of one dtype), exchange, or dtype or size of the features"
+        raise CollectiveMismatchError(f"{options.name}: the ranks differ in {facts}; {error}") from None
+    sizes = [length for (length,) in lengths]
+    if torch.compiler.is_compiling():
+        for size in sizes:
+            assume(size >= 0)
+        assume(sizes[get_rank(options.group)] == len(q))
+        return sizes, _Wants(True, True, True)
+    return sizes, _Wants(any(b & 1 for b in bits), any(b & 2 for b in bits), loop or COMPILED in bits)
+
+
+def _tracked(x: Tensor, wanted: bool) -> Tensor:
+    """Return x such that backward computes its gradient on this rank too, if a rank wants one."""
+    if not wanted or x.requires_grad or not torch.is_grad_enabled() or is_within_transform():
+        return x
+    if torch.compiler.is_compiling():  # refuses requires_grad_
+        return torch.cat([x, _LEAF.to(x).expand(0, x.shape[1])])
+    return x.detach().requires_grad_()
 
 
 def _marks(sizes: list[int], views: int, labels: Tensor | None, ids: Tensor | None, device: torch.device) -> Marks:
     """Return the marks of all ranks' rows."""
     index = torch.arange(sum(sizes), device=device)
+    if views == 1:
+        return Marks(index, index, labels, ids)
     starts = [sum(sizes[:r]) for r in range(len(sizes))]
-    samples = [index[start : start + size // views].repeat(views) for start, size in zip(starts, sizes, strict=True)]
-    return Marks(index, torch.cat(samples) if views > 1 else index, labels, ids)
+    parts = [index[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    partners = [part.roll(size // views) for part, size in zip(parts, sizes, strict=True)]
+    return Marks(index, torch.cat(partners), labels, ids)
 
 
 def _counts(labels: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from torch.autograd import Function
 from diffcoll.collectives.shift import shift
 from diffcoll.composed.ring import ring
 from diffcoll.core.arguments import Group
-from diffcoll.core.groups import collectives_only
 from diffcoll.core.pending import Pending
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.logits import Marks, Rule, Sums, block, blocks, merged
@@ -45,19 +44,26 @@ class Ring:
     sizes: list[int]
     chunk: int | None
     group: Group
+    #: The dtype in which k is sent in first order, exact for it.
+    sent: torch.dtype
+    #: Whether a rank needs the gradient of its columns.
+    trained: bool
+    #: Whether this is differentiated as a loop of shifts to any order.
+    loop: bool
 
     def sums(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Sums:
         """Return the sums of this rank's rows over all ranks' k; k is this rank's."""
-        if collectives_only(self.group):
+        if self.loop:
             return self.forward(q, k, bias)
         found = iter(_Ring.apply(q, k, bias, self))  # type: ignore[no-untyped-call]
         return Sums(*(next(found) if needed else None for needed in self.needed))
 
     @property
-    def needed(self) -> tuple[bool, bool, bool]:
+    def needed(self) -> tuple[bool, ...]:
         """Which sums the rule needs."""
-        rule = self.rule
-        return not rule.sigmoid, rule.sigmoid or self.rows.label is not None, rule.columns
+        rule, labels = self.rule, self.rows.label is not None
+        softmax, columns = not rule.sigmoid, rule.columns
+        return softmax, True, softmax and labels, columns, columns and labels
 
     def forward(self, q: Tensor, k: Tensor, bias: Tensor | None, purpose: str = "forward") -> Sums:
         """Return the sums, differentiable if grad mode is on."""
@@ -68,29 +74,29 @@ class Ring:
         return merged([found[source] for source in range(len(self.sizes))])
 
     def backward(
-        self, q: Tensor, k: Tensor, bias: Tensor | None, row_lse: Tensor | None, g: Sums
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the gradients of q, k and bias."""
+        self, q: Tensor, k: Tensor, bias: Tensor | None, whole: Sums, g: Sums
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the gradients of q, k and bias; `whole`: the row sums over all columns."""
         gq, gbias = torch.zeros_like(q), None if bias is None else torch.zeros_like(bias)
         gk: Pending[Tensor] | None = None  # of the block that arrives, from the ranks that have held it
-        for step, (source, held) in enumerate(self._around(k, _FIRST_ORDER)):
+        for step, (source, held) in enumerate(self._around(k.to(self.sent), _FIRST_ORDER)):
             mine = []
             for part, cols, first in self._parts(held, source):
-                found = self._gradients(q, part, bias, row_lse, cols, first, g)
+                found = self._gradients(q, part, bias, whole, cols, first, g)
                 gq = gq + found[0]
                 mine.append(found[1])
                 gbias = None if gbias is None or found[2] is None else gbias + found[2]
-            total = torch.cat(mine) if gk is None else gk.wait() + torch.cat(mine)
-            gk = self._pass_on(total, step)
-        assert gk is not None
-        return gq, gk.wait().to(k.dtype), gbias  # after N steps it is home
+            if self.trained:
+                total = torch.cat(mine) if gk is None else gk.wait() + torch.cat(mine)
+                gk = self._pass_on(total, step)
+        return gq, None if gk is None else gk.wait(), gbias  # after N steps it is home
 
     def _gradients(
         self,
         q: Tensor,
         k: Tensor,
         bias: Tensor | None,
-        row_lse: Tensor | None,
+        whole: Sums,
         cols: Marks,
         first: int,
         g: Sums,
@@ -100,12 +106,13 @@ class Ring:
             xs = [None if x is None else x.detach().to(q.dtype).requires_grad_() for x in (q, k, bias)]
             assert xs[0] is not None and xs[1] is not None
             sums = block(xs[0], xs[1], xs[2], self.rule, self.rows, cols)
-        g_lse, g_col = g.row_lse, g.col_lse
-        if g_lse is not None and sums.row_lse is not None and row_lse is not None:
-            g_lse = g_lse * (sums.row_lse.detach() - row_lse).exp()
-        if g_col is not None:
-            g_col = g_col.narrow(0, first, len(k))
-        pairs = [(y, gy) for y, gy in zip(sums, (g_lse, g.row_sum, g_col), strict=True) if y is not None]
+        g = Sums(
+            _rescaled(g.row_neg, sums.row_neg, whole.row_neg),
+            g.row_sum,
+            _rescaled(g.row_pos, sums.row_pos, whole.row_pos),
+            *(None if gy is None else gy.narrow(0, first, len(k)) for gy in (g.col_neg, g.col_pos)),
+        )
+        pairs = [(y, gy) for y, gy in zip(sums, g, strict=True) if y is not None]
         ys, gys = zip(*pairs, strict=True)
         found = iter(torch.autograd.grad(ys, [x for x in xs if x is not None], gys))
         return [None if x is None else next(found) for x in xs]
@@ -132,19 +139,20 @@ class _Ring(Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, bias: Tensor | None, work: Ring) -> tuple[Tensor, ...]:
-        sums = work.forward(q, k, bias)
+        sums = work.forward(q, k.to(work.sent), bias)
         ctx.work = work
-        ctx.save_for_backward(q, k, bias, sums.row_lse)
+        ctx.save_for_backward(q, k, bias, sums.row_neg, sums.row_pos)
         return tuple(x for x in sums if x is not None)
 
     @staticmethod
     def backward(ctx: Any, *gys: Tensor) -> tuple[Tensor | None, ...]:
         work: Ring = ctx.work
-        q, k, bias, row_lse = ctx.saved_tensors
+        q, k, bias, row_neg, row_pos = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *_differentiable(work, q, k, bias, gys), None
         g = iter(gys)
-        return *work.backward(q, k, bias, row_lse, Sums(*(next(g) if needed else None for needed in work.needed))), None
+        gs = Sums(*(next(g) if needed else None for needed in work.needed))
+        return *work.backward(q, k, bias, Sums(row_neg=row_neg, row_pos=row_pos), gs), None
 
 
 def _differentiable(
@@ -159,6 +167,11 @@ def _differentiable(
         ys = [y for y in work.forward(xs[0], xs[1], xs[2], _ALL_ORDERS) if y is not None]
     found = iter(torch.autograd.grad(ys, [x for x in xs if x is not None], gys, create_graph=True))
     return tuple(None if x is None else next(found) for x in xs)
+
+
+def _rescaled(g: Tensor | None, part: Tensor | None, whole: Tensor | None) -> Tensor | None:
+    """Return the gradient of a log-sum-exp over a part of the columns."""
+    return None if g is None or part is None or whole is None else g * (part.detach() - whole).exp()
 
 
 def _view(x: Tensor) -> Tensor:

@@ -77,9 +77,9 @@ def siglip_loss(
         q = wide(image, normalize)
         q = q * scalar(_NAME, "logit_scale", logit_scale, q)
         bias = scalar(_NAME, "logit_bias", logit_bias, q)
-        sent, _, later = columns_of(text, normalize)
-        rule = Rule(sigmoid=True, normalize=later)
-        found = compare(q, sent, options, rule, bias=bias, labels=labels, ids=ids)
+        k = columns_of(text, normalize)
+        rule = Rule(sigmoid=True, normalize=k.later)
+        found = compare(q, k, options, rule, bias=bias, labels=labels, ids=ids)
         return options.returned(found.row_sum.sum() / found.total)
 
 

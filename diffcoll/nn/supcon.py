@@ -7,7 +7,6 @@ note  notes/contrastive.md
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from diffcoll.core.arguments import Group
@@ -81,14 +80,11 @@ def supcon_loss(
         for x in (per_row(_NAME, "labels", labels, features), per_row(_NAME, "ids", ids, features))
     )
     with without_autocast(features):
-        sent, z, later = columns_of(features.flatten(0, -2), normalize)
-        q = z / scalar(_NAME, "temperature", temperature, z, positive=True)
-        rule = Rule(within=True, normalize=later)
-        found = compare(q, sent, options, rule, labels=of_rows, ids=ids_of_rows)
-        assert found.row_count is not None
-        mean = found.row_sum / found.row_count.clamp(min=1)
-        share = torch.where(found.row_count > 0, found.row_lse - mean, 0.0).sum() / found.total
-        return options.returned(share)
+        z = columns_of(features.flatten(0, -2), normalize)
+        q = z.here / scalar(_NAME, "temperature", temperature, z.here, positive=True)
+        rule = Rule(within=True, normalize=z.later)
+        found = compare(q, z, options, rule, labels=of_rows, ids=ids_of_rows)
+        return options.returned(found.of_rows().sum() / found.total)
 
 
 class SupConLoss(LossModule):

@@ -103,17 +103,69 @@ def test_vmap_over_labels_and_ids_of_the_same_features(options):
     torch.testing.assert_close(found, right)
 
 
-def test_each_rank_sends_the_same_messages_whatever_it_trains():
-    """The columns of one rank require no gradient."""
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"exchange": "ring"}], ids=str)
+def test_each_rank_sends_the_same_messages_whatever_it_trains(options):
+    """On rank 0 a tower is frozen, or both are; its loss has no gradient then but those of the other ranks."""
 
-    def gradient(x, y, trained, exchange):
+    def gradient(x, y, labels, ids, name, trained, options):
+        x, y = (t.clone().requires_grad_(on) for t, on in zip((x, y), trained, strict=True))
+        scale = 2.0 if not any(trained) else torch.tensor(2.0, dtype=x.dtype, requires_grad=True)
+        loss = {
+            "clip": lambda: clip_loss(x, y, scale, **options),
+            "clip labels": lambda: clip_loss(x, y, scale, labels=labels, **options),
+            "info_nce": lambda: info_nce(x, y, temperature=scale, **options),
+            "nt_xent": lambda: nt_xent(x, y, temperature=scale, **options),
+            "supcon": lambda: supcon_loss(torch.stack([x, y], 1), labels, temperature=scale, **options),
+            "siglip": lambda: siglip_loss(x, y, scale, -1.0, **options),
+        }[name]()
+        loss.backward()
+        return x.grad, y.grad
+
+    parts = split(batch(8), [5, 3])
+    for name in LOSSES:
+        want = simulate(gradient, *parts, [name] * 2, [(True, True)] * 2, [{}] * 2, rules=True)
+        for trained in ((True, False), (False, True), (False, False)):
+            found = simulate(gradient, *parts, [name] * 2, [trained, (True, True)], [options] * 2, rules=True)
+            mine = tuple(g if on else None for g, on in zip(want[0], trained, strict=True))
+            torch.testing.assert_close(found, [mine, want[1]])
+
+
+def test_gradients_of_features_that_no_rank_trains_are_not_sent():
+    def messages(x, y, exchange, trained):
         x, y = x.clone().requires_grad_(), y.clone().requires_grad_(trained)
-        return torch.autograd.grad(clip_loss(x, y, 2.0, exchange=exchange), (x, y) if trained else (x,))
+        loss = siglip_loss(x, y, 2.0, -1.0, exchange=exchange)
+        with torch.profiler.profile() as profile:
+            loss.backward()
+        return {e.name.split(":")[0] for e in profile.events() if e.name.startswith("diffcoll.")}
+
+    x, y = batch(4)[:2]
+    assert messages(x, y, "gather", True) == {"diffcoll.all_gather backward"}
+    assert messages(x, y, "ring", True) == {"diffcoll.shift"}  # one rank: no blocks, and a shift to itself
+    assert messages(x, y, "gather", False) == messages(x, y, "ring", False) == set()
+
+
+def test_on_processes_with_a_tower_frozen_on_one_rank():
+    def gradients(x, y, trained):
+        xs = [x.clone().requires_grad_(), y.clone().requires_grad_(trained)]
+        for exchange in ("gather", "ring"):
+            (clip_loss(*xs, 2.0, exchange=exchange) + siglip_loss(*xs, 2.0, -1.0, exchange=exchange)).backward()
+        return [t.grad for t in xs]
 
     parts = split(batch(8)[:2], [5, 3])
-    want = simulate(gradient, *parts, [True, True], ["gather"] * 2, rules=True)
-    found = simulate(gradient, *parts, [False, True], ["ring"] * 2, rules=True)
-    torch.testing.assert_close(found, [want[0][:1], want[1]])
+    want = simulate(gradients, *parts, [True, True], rules=True)
+    found = spawn(gradients, *parts, [False, True])
+    torch.testing.assert_close(found, [[want[0][0], None], want[1]])
+
+
+def test_a_ring_in_a_transform_on_one_rank_only_is_an_error_on_all_ranks():
+    def gradient(x, y, transformed):
+        def loss(x):
+            return clip_loss(x, y, 2.0, exchange="ring")
+
+        with pytest.raises(dc.CollectiveMismatchError, match="clip_loss: the ranks differ in labels or ids"):
+            torch.func.grad(loss)(x) if transformed else loss(x)
+
+    simulate(gradient, *split(batch(8)[:2], [5, 3]), [True, False], rules=True)
 
 
 def test_create_graph_on_one_rank_only_is_an_error_on_all_ranks():

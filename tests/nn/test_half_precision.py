@@ -1,0 +1,129 @@
+"""Gradients of half-precision features: within 3 roundings of the float64 gradient, also where the loss is small."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import diffcoll as dc
+from diffcoll.testing import simulate
+
+SCALE = 20.0
+
+
+def supcon(x, y, labels, **options):
+    return dc.nn.supcon_loss(torch.stack([x, y], 1), labels, temperature=1 / SCALE, **options)
+
+
+#: With features, and numbers of the samples: labels with one positive each.
+CONTRASTIVE = {
+    "clip": lambda x, y, n, **o: dc.nn.clip_loss(x, y, SCALE, **o),
+    "clip normalize": lambda x, y, n, **o: dc.nn.clip_loss(x, y, SCALE, normalize=True, **o),
+    "clip labels": lambda x, y, n, **o: dc.nn.clip_loss(x, y, SCALE, labels=n, **o),
+    "clip two positives": lambda x, y, n, **o: dc.nn.clip_loss(x, y, SCALE, labels=n // 2, **o),
+    "info_nce": lambda x, y, n, **o: dc.nn.info_nce(x, y, temperature=1 / SCALE, **o),
+    "info_nce ids": lambda x, y, n, **o: dc.nn.info_nce(x, y, temperature=1 / SCALE, ids=n // 2, **o),
+    "nt_xent": lambda x, y, n, **o: dc.nn.nt_xent(x, y, temperature=1 / SCALE, **o),
+    "supcon": supcon,
+    "siglip": lambda x, y, n, **o: dc.nn.siglip_loss(x, y, 3 * SCALE, -1.7 * SCALE, **o),
+}
+OTHERS = {
+    "barlow twins": lambda x, y, n, **o: dc.nn.barlow_twins_loss(x, y, **o),
+    "vicreg": lambda x, y, n, **o: dc.nn.vicreg_loss(x, y, **o),
+}
+WAYS = [{}, {"chunk_size": 4}, {"exchange": "ring", "chunk_size": 3}]
+#: Noise between the features of a pair, from equal to independent, and whether pairs are wrong.
+NOISE = [(0.35, 0), (0.8, 0), (1.2, 1)]
+
+
+def features(noise, wrong, dtype, rows=12, common=0.0):
+    g = torch.Generator().manual_seed(rows)
+    x = F.normalize(common * torch.ones(24) + torch.randn(rows, 24, generator=g))
+    y = F.normalize(x + noise * torch.randn(rows, 24, generator=g) / 24**0.5)
+    return x.to(dtype), y.roll(wrong, 0).to(dtype)
+
+
+def gradients(loss, x, y, sizes, scale=1.0, transformed=False, **options):
+    """Return the loss of the whole batch and scale times the gradients of all ranks' features."""
+    options["reduction"] = "sum"
+
+    def program(x, y, n):
+        def scaled(x, y):
+            return loss(x, y, n, **options) * scale
+
+        if transformed:
+            return scaled(x, y), *torch.func.grad(scaled, argnums=(0, 1))(x, y)
+        x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
+        value = scaled(x, y)
+        return value.detach(), *torch.autograd.grad(value, (x, y))
+
+    ranks = simulate(program, *(t.split(sizes) for t in (x, y, torch.arange(len(x)))), rules=True)
+    values, *found = zip(*ranks, strict=True)
+    return sum(values) / scale, *(torch.cat(gs) for gs in found)
+
+
+def roundings(found, right, scale, dtype):
+    """Return the error of a gradient in units of one rounding of its norm."""
+    return float((found.double() / scale - right).norm() / right.norm() / (torch.finfo(dtype).eps / 2))
+
+
+@pytest.mark.parametrize("name", [*CONTRASTIVE, *OTHERS])
+def test_each_loss(name):
+    """From losses of 5, or what these features reach, down to 1e-4."""
+    loss, seen = (CONTRASTIVE | OTHERS)[name], []
+    for dtype, scale in ((torch.bfloat16, 1.0), (torch.float16, 1024.0)):  # as a GradScaler does
+        for noise, wrong in NOISE:
+            x, y = features(noise, wrong, dtype)
+            value, *right = gradients(loss, x.double(), y.double(), [12])
+            seen.append(value)
+            for options in WAYS if name in CONTRASTIVE else [{}]:
+                for sizes in ([5, 0, 7],) if options else ([12], [5, 0, 7]):
+                    _, *found = gradients(loss, x, y, sizes, scale, **options)
+                    for a, b in zip(found, right, strict=True):
+                        assert a.dtype == dtype
+                        assert roundings(a, b, scale, dtype) < 3, (dtype, value, options, sizes)
+    if name in CONTRASTIVE and "two" not in name:
+        assert max(seen) > 4
+        assert min(seen) < 2e-4
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_parts_of_ranks_that_cancel(exchange):
+    """Nearly equal features at scale 100: each rank's part of a gradient is much larger than their sum."""
+    for name in ("clip", "info_nce", "nt_xent", "supcon"):
+        x, y = features(0.3, 0, torch.bfloat16, rows=32, common=10.0)
+        _, *right = gradients(CONTRASTIVE[name], x.double(), y.double(), [32])
+        _, *found = gradients(CONTRASTIVE[name], x, y, [8] * 4, exchange=exchange)
+        assert all(roundings(a, b, 1, torch.bfloat16) < 3 for a, b in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 4}, {"exchange": "ring"}], ids=str)
+def test_within_transforms(options):
+    x, y = features(0.35, 0, torch.bfloat16)
+    for name in ("clip", "nt_xent", "supcon"):
+        _, *right = gradients(CONTRASTIVE[name], x.double(), y.double(), [12])
+        _, *found = gradients(CONTRASTIVE[name], x, y, [5, 0, 7], transformed=True, **options)
+        assert all(roundings(a, b, 1, torch.bfloat16) < 3 for a, b in zip(found, right, strict=True))
+
+
+def test_float32_is_as_accurate_as_cross_entropy():
+    """In float32 a gradient of cross-entropy is wrong by a rounding divided by the loss; ours is not, nor the loss."""
+
+    def cross_entropy(x, y):
+        return F.cross_entropy(SCALE * x @ y.T, torch.arange(len(x)))
+
+    def ours(x, y, n, **options):
+        return dc.nn.info_nce(x, y, temperature=1 / SCALE, normalize=False, **options)
+
+    for noise, wrong in NOISE:
+        x, y = features(noise, wrong, torch.float32)
+        value, *right = gradients(ours, x.double(), y.double(), [12])
+        usual = [t.clone().requires_grad_() for t in (x, y)]
+        usual = torch.autograd.grad(cross_entropy(*usual), usual)
+        for options in WAYS:
+            near, *found = gradients(ours, x, y, [5, 0, 7], **options)
+            assert abs(near.double() / value - 1) < 1e-5
+            for a, b, other in zip(found, right, usual, strict=True):
+                error, of_usual = (roundings(t, b, 1, torch.float32) for t in (a, other))
+                assert error < 50, (value, options)
+                assert value > 0.1 or error < of_usual, (value, options)
+        assert value > 1e-3 or of_usual > 500
