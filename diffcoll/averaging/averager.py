@@ -30,6 +30,7 @@ from diffcoll.averaging.reducer import Reducer
 from diffcoll.averaging.spare import copy_where_needed
 from diffcoll.averaging.state import NAME, Arguments, BroadcastBuffers, Reduction, Unused
 from diffcoll.averaging.tree import ModuleTree
+from diffcoll.averaging.twins import twin
 from diffcoll.core._torch import untraced
 from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
@@ -135,8 +136,8 @@ class GradientAverager:
         registry.detach_replaced(claims, module, named)
         broadcast_from_first([*(p for _, p in named if broadcast_parameters), *buffers.values()], group)
         repeats = module if broadcast_buffers == "each forward" else None
-        self._buffers = None if repeats is None else ModuleBuffers(repeats, ignored, _twin(engine))
-        engine = _twin(engine)
+        self._buffers = None if repeats is None else ModuleBuffers(repeats, ignored, twin(engine, self))
+        engine = twin(engine, self)
         registry.refuse_shared(named)  # again: another simulated rank may have made its averager since
         self._rank = local.here()  # a simulated rank is a thread
         self._tree = None if module is None else ModuleTree(module, named, ignored)
@@ -317,7 +318,3 @@ def _engine(group: Any) -> Engine:
         got = "simulated ranks that share one autograd graph"
         raise RuntimeError(message(NAME, "group", got, "ranks that call backward themselves", remedy))
     return engine
-
-
-def _twin(engine: Engine) -> Engine:
-    return engine.twin() if engine.size > 1 else engine

@@ -6,7 +6,7 @@ ranks in others (pytorch#130515), so methods of the group, or the arguments `gro
 
 from __future__ import annotations
 
-import inspect
+import itertools
 import threading
 import time
 import weakref
@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
-from diffcoll.core._torch import RELEASE
+from diffcoll.engines.c10d_groups import destroy, new_group
 from diffcoll.engines.engine import Blocks, Engine, Exclusive, Wait, is_even
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
 
-__all__ = ["C10dEngine", "engine_of", "is_running", "new_group", "use"]
+__all__ = ["C10dEngine", "destroy", "engine_of", "is_running", "new_group", "use"]
 
 # The primitives that use the backend's own collective. The others use the defaults of `Engine`, that is, point-to-point
 # messages. Measured on gloo (`diffcoll bench`): its all_gather and reduce_scatter are slow, and messages are received
@@ -44,6 +44,8 @@ SUMS = {
     "nccl": {torch.float16, torch.bfloat16, torch.float32, torch.float64}
     | {torch.int8, torch.uint8, torch.int32, torch.int64},
 }
+
+_numbers = itertools.count()  # of groups that the library has made
 
 # How long the ranks of a failed group wait for each other to report. All of them fail at about the same time.
 ABSENT_SECONDS = 2.0
@@ -112,7 +114,7 @@ class C10dEngine(MessageEngine):
 
     @override
     def subgroup(self, ranks: Sequence[int]) -> Any:
-        return new_group([dist.get_global_rank(self.group, r) for r in ranks])
+        return self._new_group([dist.get_global_rank(self.group, r) for r in ranks])
 
     @override
     def twin(self) -> C10dEngine:
@@ -120,15 +122,25 @@ class C10dEngine(MessageEngine):
         backend = kinds.pop() if len(kinds) == 1 else dist.get_backend_config(group)
         # There is no public access to a group's timeout.
         timeout = group._get_backend(torch.device(next(iter(self.backends)))).options._timeout
-        ranks = dist.get_process_group_ranks(group)
-        whole = len(ranks) == dist.get_world_size()  # if not, the processes outside the group do not call new_group
-        group = new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=not whole)
-        twin = C10dEngine(group)
-        twin._ends = whole
+        twin = C10dEngine(self._new_group(dist.get_process_group_ranks(group), timeout=timeout, backend=backend))
+        twin._ends = True
         x = torch.zeros(1, device=twin.control_device)
         with Exclusive(twin, "making a group"):
             twin.all_reduce(x, x)()  # so that no rank destroys the group while another still connects to it
         return twin
+
+    def _new_group(self, ranks: list[int], **more: Any) -> Any:
+        """Make a group of some of these ranks, under a name on which they agree; all of them call it.
+
+        torch names groups by how many the process has made, so the names differ if the ranks have made different ones.
+        """
+        number = torch.tensor([next(_numbers)], device=self.control_device)
+        self.operation, self.later = "making a group", False
+        with Exclusive(self, self.operation):
+            self.broadcast(number, 0)()
+        # If this is not the whole world, the processes outside do not call new_group.
+        more["use_local_synchronization"] = self.size < dist.get_world_size()
+        return new_group(ranks, name=f"diffcoll {number.item()} in {self.key}", **more)
 
     @override
     def overlaps(self, x: Tensor) -> bool:
@@ -136,8 +148,6 @@ class C10dEngine(MessageEngine):
 
     @override
     def close(self) -> None:
-        # A group that only some of the processes made is kept: torch names it by its ranks, and the next one of the
-        # same ranks would read the addresses of this one from the store.
         if self._ends and not self.ended:
             destroy(self.group)
 
@@ -256,27 +266,6 @@ class C10dEngine(MessageEngine):
             and primitive in NATIVE.get(backend, ALL)
             and not (adds and known is not None and dtype not in known)
         )
-
-
-def destroy(group: Any = None) -> None:
-    """Destroy a group after its last collective; None: all groups.
-
-    Before torch 2.8 the group's destructor holds the GIL while it joins gloo's threads. A thread that still waits for
-    the GIL, to release a tensor, makes that a deadlock. There is no way to ask whether they are done, so this sleeps.
-    """
-    if RELEASE < (2, 8):
-        time.sleep(0.2)
-    dist.destroy_process_group(group)
-
-
-def new_group(ranks: list[int], **more: Any) -> Any:
-    """Make a group whose ranks are in the given order."""
-    if "sort_ranks" in inspect.signature(dist.new_group).parameters:  # since torch 2.12
-        return dist.new_group(ranks, sort_ranks=False, **more)
-    if ranks != sorted(ranks):
-        remedy = "pass ranks in ascending order, or use torch 2.12 or later"
-        raise ValueError(f"new_group: got ranks {ranks}, which torch {torch.__version__} would sort; {remedy}")
-    return dist.new_group(ranks, **more)
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -82,6 +82,9 @@ class Engine(ABC):
         self.lock = threading.Lock()  # held by the thread that executes a collective in this group
         self.unwaited: dict[int, int] = {}  # id of a collective that was started and not waited for → its thread
         self.abandoned: deque[Wait] = deque()  # Waits whose caller dropped them; the next call in the group calls them
+        # Twins of averagers by their number, which is equal on all ranks; those whose averager was freed on this rank.
+        self.twins: dict[int, Engine] = {}
+        self.twins_made, self.twins_freed = 0, list[int]()
         self.plans: dict[tuple[Any, ...], Any] = {}  # arguments of an earlier call → its `core.call.Plan`
 
     @property

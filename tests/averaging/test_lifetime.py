@@ -1,14 +1,17 @@
 """What a GradientAverager keeps alive, and what is left of one that was freed."""
 
 import gc
+import os
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import diffcoll as dc
-from diffcoll.testing import simulate, spawn
+from diffcoll.core.groups import resolve
+from diffcoll.testing import new_group, simulate, spawn
 
 RUNS = {"rules": lambda body, ranks: simulate(body, ranks, rules=True), "gloo": spawn}
 
@@ -64,3 +67,96 @@ def test_an_averager_lives_as_long_as_its_module():
         return model.weight.grad.tolist(), bare.grad.item()
 
     assert simulate(body, range(3), rules=True) == [([[2.0, 2.0]], 1.0)] * 3
+
+
+def handles():
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("gloo", [0, 1, 2]), ("gloo", [0, 2]), ("mpi", [0, 1])])
+def test_sockets_and_threads_of_averagers_that_were_freed(backend, ranks):
+    """Freed in another order on every rank, or detached: the next averagers of the group close them."""
+
+    def body(r):
+        group = new_group(ranks)
+        if r not in ranks:
+            return 0, 0
+        kept, before = [], (0, 0)
+        for k in range(6):
+            model = nn.Linear(2, 1, bias=False)
+            averager = dc.GradientAverager(model, group, broadcast_buffers="each forward" if k % 3 == 0 else "never")
+            (model(torch.full((1, 2), r + 1.0)).sum()).backward()
+            assert model.weight.grad.tolist() == [[sum(ranks) / len(ranks) + 1] * 2]
+            if k % 3 == 1:
+                averager.detach()
+            kept.append(model)
+            del model, averager
+            if k % 3 == 2:
+                before = before if k > 2 else handles()
+                while kept:
+                    kept.pop(-(r % 2))
+                    gc.collect()
+        after = handles()
+        return after[0] - before[0], after[1] - before[1]
+
+    for files, threads in spawn(body, range(3), backend=backend):
+        assert files <= 2
+        assert threads <= 2
+
+
+def test_an_averager_that_lives_longer_on_one_rank():
+    """It is closed once it is freed on all ranks, and works until then."""
+
+    def body(r):
+        models = [nn.Linear(2, 1, bias=False) for _ in range(3)]
+        for k in range(3):
+            dc.GradientAverager(models[k])
+        engine = resolve(None, "test")
+        open_twins = []
+        for k in range(3):
+            if r == k:
+                models.clear()
+            gc.collect()
+            last = nn.Linear(2, 1, bias=False)
+            dc.GradientAverager(last)
+            open_twins.append(sorted(engine.twins))
+        last(torch.full((1, 2), r + 1.0)).sum().backward()
+        return open_twins, last.weight.grad.tolist()
+
+    found = simulate(body, range(3), rules=True)
+    assert found == [([[0, 1, 2, 3], [0, 1, 2, 3, 4], [4, 5]], [[2.0, 2.0]])] * 3
+
+
+# ── groups that the ranks have made in different orders ──────────────────────────────────────────────────
+
+
+def test_groups_that_were_made_in_different_orders():
+    """Ranks 0 and 1 are a node, 0 and 2 lead: torch would name the next group of a node differently on its ranks."""
+
+    def body(r):
+        made = {}
+        for ranks in ([0, 1], [2, 3], [0, 2], [0]):
+            if r in ranks:
+                made[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
+        made[None] = None
+        found = {}
+        for ranks, group in made.items():
+            model = nn.Linear(1, 1, bias=False)
+            averager = dc.GradientAverager(model, group)
+            model(torch.tensor([[r + 1.0]])).sum().backward()
+            found[ranks] = model.weight.grad.item()
+            if r:
+                averager.detach()
+        node = made[(0, 1) if r < 2 else (2, 3)]
+        with dc.set_default_group(node):
+            turned = new_group([1, 0])
+        found["turned"] = dc.all_gather(torch.tensor(r), group=turned).tolist()
+        names = [resolve(group, "test").key for group in (turned, node)]
+        assert names[0].startswith("diffcoll ")
+        assert names[0].endswith(f" in {names[1]}")
+        return found
+
+    on_all = {None: 2.5}
+    node0, node1 = on_all | {(0, 1): 1.5, "turned": [1, 0]}, on_all | {(2, 3): 3.5, "turned": [3, 2]}
+    lead = {(0, 2): 2.0}
+    assert spawn(body, range(4)) == [node0 | lead | {(0,): 1.0}, node0, node1 | lead, node1]

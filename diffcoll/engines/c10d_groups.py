@@ -1,0 +1,69 @@
+"""Makes and destroys process groups of torch.distributed."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from diffcoll.core._torch import RELEASE
+
+__all__ = ["destroy", "new_group"]
+
+_naming = threading.Lock()
+
+
+def destroy(group: Any = None) -> None:
+    """Destroy a group after its last collective; None: all groups.
+
+    Before torch 2.8 the group's destructor holds the GIL while it joins gloo's threads. A thread that still waits for
+    the GIL, to release a tensor, makes that a deadlock. There is no way to ask whether they are done, so this sleeps.
+    """
+    if RELEASE < (2, 8):
+        time.sleep(0.2)
+    dist.destroy_process_group(group)
+
+
+def new_group(ranks: list[int], name: str | None = None, **more: Any) -> Any:
+    """Make a group whose ranks are in the given order.
+
+    Args:
+        ranks: global ranks.
+        name: None: torch's own, which is equal on all ranks only if all have made the same groups so far.
+        more: arguments of `torch.distributed.new_group`.
+
+    Returns:
+        The group; on ranks that are not in it, what no function accepts as a group.
+    """
+    if "sort_ranks" in inspect.signature(dist.new_group).parameters:  # since torch 2.12
+        more["sort_ranks"] = False
+    elif ranks != sorted(ranks):
+        remedy = "pass ranks in ascending order, or use torch 2.12 or later"
+        raise ValueError(f"new_group: got ranks {ranks}, which torch {torch.__version__} would sort; {remedy}")
+    with contextlib.nullcontext() if name is None else _named(name):
+        group = dist.new_group(ranks, **more)
+    return dist.GroupMember.NON_GROUP_MEMBER if group is None else group
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Let the group that this thread makes have this name, which no public argument says."""
+    me = threading.get_ident()
+    with _naming:
+        before = distributed_c10d._process_group_name
+
+        def process_group_name(*args: Any, **more: Any) -> str:
+            return name if threading.get_ident() == me else before(*args, **more)
+
+        distributed_c10d._process_group_name = process_group_name  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            distributed_c10d._process_group_name = before
