@@ -27,7 +27,7 @@ from diffcoll.averaging.ignoring import Ignore, checked_ignore
 from diffcoll.averaging.module_buffers import ModuleBuffers, facts, named_buffers, refuse_without_memory
 from diffcoll.averaging.parameters import differentiable, named_parameters
 from diffcoll.averaging.reducer import Reducer
-from diffcoll.averaging.spare import copy_where_needed
+from diffcoll.averaging.spare import copied_containers, copy_where_needed
 from diffcoll.averaging.state import NAME, Arguments, BroadcastBuffers, Reduction, Unused
 from diffcoll.averaging.tree import ModuleTree
 from diffcoll.averaging.twins import twin
@@ -239,6 +239,8 @@ class GradientAverager:
         A rank that runs out of batches repeats its last one with weight zero until every rank has run out. It takes the
         same optimizer steps, so parameters, optimizer state and schedule stay equal on all ranks, but its gradients and
         weights do not count. The mean is over the ranks that still have batches. Cost: one small message per batch.
+        Each repetition is a new batch of the same tensors: dicts, lists and the like are copied. If the loop is left
+        early, by `break` on all ranks, and you keep its iterator, call its `close()`.
 
         Args:
             batches: this rank's batches; there may be none.
@@ -253,20 +255,20 @@ class GradientAverager:
         reducer, here = self._reducer, self._reducer.join
         iterator, nothing = iter(batches), object()
         mine: Any = next(iterator, nothing)
-        last, needs_copy, yielded_at = spare if mine is nothing else mine, mine is nothing and spare is None, -1
+        last, needs_copy, yielded_at = spare, mine is nothing and spare is None, -1
         loop = here.enter()
         try:
             while any(have := flags_of_ranks(mine is not nothing, reducer.engine)):
+                if mine is not nothing:
+                    last, here.took_part = copied_containers(mine), True  # the loop may modify its own
                 if yielded_at < 0:
                     last = copy_where_needed(last, needs_copy, have, reducer.engine)
                 if mine is nothing and not here.ran_out:
-                    here.ran_out = True
+                    here.run_out(any(p.is_accumulated and p.tensor.grad is not None for p in reducer.parameters))
                     self._hooks.hook_before()
                 here.source = have.index(1)
-                last = last if here.ran_out else mine
-                here.took_part = not here.ran_out or (here.took_part and reducer.count == yielded_at)
                 yielded_at = reducer.count
-                yield last  # type: ignore[misc]  # None is a spare batch only where a copy replaces it
+                yield copied_containers(last) if here.ran_out else mine
                 if here.loop is not loop:
                     raise RuntimeError(_REPLACED)
                 if not here.ran_out:

@@ -146,6 +146,7 @@ class Hooks:
         if p.node is not None and not p.is_prepared:
             self._check_unprepared(p)
         p.is_accumulated, p.is_prepared = True, False
+        reducer.join.on_gradient()
         if p.earlier is not None:
             p.record_accumulated()
         if self.no_sync_depth:

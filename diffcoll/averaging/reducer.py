@@ -337,8 +337,7 @@ class Reducer:
         if self._tree is not None:
             self._tree.is_checked = False
         self.count += 1
-        if self.join.is_leaving:
-            self.join.leave()
+        self.join.on_reduction()
         for p in self.parameters:
             p.earlier = p.accumulated = None
             p.is_accumulated = False

@@ -5,7 +5,10 @@ The structure is sent as text in JSON, the tensors as bytes.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
+from collections.abc import MutableMapping, MutableSequence
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from diffcoll.averaging.state import NAME
 from diffcoll.core.errors import message
 from diffcoll.engines.engine import Engine
 
-__all__ = ["copy_where_needed"]
+__all__ = ["copied_containers", "copy_where_needed"]
 
 _REMEDY = "died, hangs, or has not entered join"
 _SCALARS = (bool, int, float, str, type(None))
@@ -40,6 +43,31 @@ def copy_where_needed(batch: Any, needs_copy: bool, have: list[int], engine: Eng
         return batch
     copy = _copied(batch, have.index(1), engine, without)
     return copy if needs_copy else batch
+
+
+def copied_containers(batch: Any) -> Any:
+    """Return the batch with copies of the containers in it, also nested ones, and the same tensors."""
+    if isinstance(batch, Tensor):
+        return batch
+    if isinstance(batch, tuple):
+        items = [copied_containers(item) for item in batch]
+        if all(new is old for new, old in zip(items, batch, strict=True)):
+            return batch
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    new: Any = batch
+    if isinstance(batch, (MutableMapping, MutableSequence)):
+        new = copy.copy(batch)
+        for key in list(batch) if isinstance(batch, MutableMapping) else range(len(batch)):
+            item = copied_containers(batch[key])
+            if item is not batch[key]:
+                new[key] = item
+    elif isinstance(batch, set):
+        new = batch.copy()
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        new = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            object.__setattr__(new, field.name, copied_containers(getattr(batch, field.name)))
+    return new
 
 
 def _copied(batch: Any, source: int, engine: Engine, without: int) -> Any:

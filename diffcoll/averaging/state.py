@@ -126,7 +126,7 @@ class Join:
     is_leaving: bool = False
     #: This rank has no more batches; it repeats its last one with weight zero.
     ran_out: bool = False
-    #: Whether the gradients to be reduced next include a batch that is not such a repetition.
+    #: Whether the gradients to be reduced next may include a batch that is not such a repetition.
     took_part: bool = True
     #: The rank whose buffers are copied to the others: the lowest that has batches; 0 outside of the loop.
     source: int = 0
@@ -136,6 +136,21 @@ class Join:
         self.is_active, self.is_leaving, self.ran_out = True, False, False
         self.loop = object()
         return self.loop
+
+    def run_out(self, has_gradients: bool) -> None:
+        """End of this rank's batches; says whether it has accumulated gradients that are not reduced yet."""
+        self.ran_out = True
+        self.took_part = self.took_part and has_gradients
+
+    def on_gradient(self) -> None:
+        """A gradient is accumulated; outside of the loop it is no repetition."""
+        self.took_part = self.took_part or not self.ran_out
+
+    def on_reduction(self) -> None:
+        """Gradients were reduced: those that follow are of this iteration, or outside of the loop."""
+        if self.is_leaving:
+            self.leave()
+        self.took_part = not self.ran_out
 
     def leave(self) -> None:
         """Return to the state outside of the loop: every rank's gradients count."""

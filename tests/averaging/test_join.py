@@ -1,0 +1,204 @@
+"""join: which ranks count after a loop that was left, between two reductions, and batches that the loop modifies."""
+
+import collections
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import diffcoll as dc
+from diffcoll.averaging.spare import copied_containers
+from diffcoll.testing import simulate, spawn
+
+RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn}
+#: Of ranks 0, 1, 2: rank 1 has no batch, rank 2 runs out after one.
+NUMBERS = [3, 0, 1]
+
+
+def made(reduction):
+    w = nn.Parameter(torch.tensor(1.0, dtype=torch.double))
+    return w, dc.GradientAverager([w], reduction=reduction)
+
+
+def step(w, averager, x, **how):
+    """Backward of a gradient x of weight 1; returns the reduced gradient."""
+    if averager._reducer.reduction == "weighted":
+        averager.set_weight(1)
+    (w * x).backward()
+    gradient, w.grad = w.grad.item(), None
+    return gradient
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
+@pytest.mark.parametrize("left", ["break", "exception", "evaluation"])
+@pytest.mark.parametrize("where", RUNS)
+def test_after_a_loop_that_was_left_all_ranks_count(where, left, reduction):
+    def body(r):
+        w, averager = made(reduction)
+        found = []
+        try:
+            for k, x in enumerate(averager.join([4.0 + r] * NUMBERS[r])):
+                if left == "evaluation":
+                    with torch.no_grad():
+                        w * x
+                    continue
+                if k == 1:
+                    if left == "break":
+                        break
+                    raise KeyError
+                found.append(step(w, averager, x))
+        except KeyError:
+            pass
+        found.append(step(w, averager, 3.0 * 2**r))
+        found.append(step(w, averager, 3.0 * 2**r))
+        return found
+
+    divisor = {"sum": 1}.get(reduction, 3)
+    loop = [] if left == "evaluation" else [(4.0 + 6.0) / {"sum": 1}.get(reduction, 2)]
+    assert RUNS[where](body, range(3)) == [[*loop, 21.0 / divisor, 21.0 / divisor]] * 3
+
+
+def test_micro_batches_of_a_loop_that_was_left():
+    """What was accumulated in the loop is reduced as in the loop, by the plain backward or by synchronize."""
+
+    def body(r, how):
+        w, averager = made("mean")
+        for k, x in enumerate(averager.join([4.0 + r] * NUMBERS[r])):
+            if k == 2:
+                break
+            with averager.no_sync():
+                (w * x).backward()
+        if how == "synchronize":
+            averager.synchronize()
+        else:
+            (w * 3.0 * 2**r).backward()
+        return w.grad.item()
+
+    assert simulate(body, range(3), ["synchronize"] * 3, rules=True) == [(4 + 4 + 6) / 2] * 3  # of ranks 0 and 2
+    assert simulate(body, range(3), ["plain"] * 3, rules=True) == [(4 + 4 + 6 + 21) / 3] * 3
+
+
+@pytest.mark.parametrize("reduction", ["mean", "weighted"])
+@pytest.mark.parametrize("where", RUNS)
+def test_two_reductions_in_one_iteration(where, reduction):
+    """Across the end of a rank's data, where the first reduction has a micro-batch of its last batch."""
+
+    def body(r):
+        w, averager = made(reduction)
+        found = []
+        for k, x in enumerate(averager.join([4.0 + r] * NUMBERS[r])):
+            if k == 0:
+                with averager.no_sync():
+                    step(w, averager, 0.0)
+                    if reduction == "weighted":
+                        averager.set_weight(1)
+                    (w * x).backward()
+                continue
+            found += [step(w, averager, x), step(w, averager, x)]
+        return found
+
+    first = (4 + 6 + 4) / {"mean": 2, "weighted": 3}[reduction]
+    assert RUNS[where](body, range(3)) == [[first, 4.0, 4.0, 4.0]] * 3
+
+
+def test_gradients_accumulated_before_and_between_loops():
+    """They count although the rank has no batch in the loop."""
+
+    def body(r):
+        w, averager = made("mean")
+        found = []
+        for numbers in (NUMBERS, [1, 1, 0]):
+            with averager.no_sync():
+                (w * 10.0).backward()
+            for x in averager.join([1.0] * numbers[r]):
+                (w * x).backward()
+                found.append(w.grad.item())
+                w.grad = None
+                with averager.no_sync():
+                    (w * 100.0).backward()
+                w.grad = None if x else w.grad
+        return found
+
+    assert simulate(body, range(3), rules=True) == [[32 / 3, 1.0, 1.0, 32 / 3]] * 3
+
+
+class Labeled(collections.UserDict):
+    """A batch as of transformers: not a dict."""
+
+
+@dataclasses.dataclass
+class Example:
+    x: torch.Tensor
+    labels: list
+
+
+Pair = collections.namedtuple("Pair", ["x", "rest"])
+
+
+def containers(r):
+    x = torch.tensor(1.0 + r)
+    return {
+        "dict": {"x": x, "labels": [1, 2]},
+        "nested": Pair(x, ({"labels": [3]}, "text")),
+        "user's": Labeled(x=x, labels={"a": [1]}),
+        "dataclass": Example(x, [1]),
+        "list": [x, [5], {6}, collections.deque([7])],
+    }
+
+
+def take(kind, batch):
+    """Return x, and remove everything from the batch; fails the second time for the same object."""
+    if kind == "dict":
+        batch["labels"].pop()
+        batch.pop("labels")
+        return batch.pop("x")
+    if kind == "nested":
+        batch.rest[0].pop("labels").pop()
+        return batch.x
+    if kind == "user's":
+        batch.pop("labels").pop("a").pop()
+        return batch.pop("x")
+    if kind == "dataclass":
+        batch.labels.pop()
+        x, batch.x = batch.x, None
+        return x * 1
+    batch.pop().pop()
+    batch.pop().pop()
+    batch.pop().pop()
+    return batch.pop()
+
+
+@pytest.mark.parametrize("kind", containers(0))
+def test_batches_that_the_loop_modifies(kind):
+    def body(r, spare):
+        w, averager = made("mean")
+        found = []
+        for batch in averager.join([containers(r)[kind] for _ in range(NUMBERS[r])], spare=spare):
+            found.append(step(w, averager, take(kind, batch)))
+        return found
+
+    assert simulate(body, range(3), [None, containers(7)[kind], None], rules=True) == [[2.0, 1.0, 1.0]] * 3
+
+
+def test_a_copied_batch_that_the_loop_modifies():
+    def body(r):
+        _, averager = made("mean")
+        batches = [containers(r)["dict"] for _ in range(NUMBERS[r])]
+        return [take("dict", batch).item() for batch in averager.join(batches)]
+
+    assert simulate(body, range(3), rules=True) == [[1.0] * 3, [1.0] * 3, [3.0] * 3]
+
+
+def test_what_is_copied():
+    x = torch.ones(2)
+    for same in (x, "text", 3, None, (x, ("a", 1)), torch.Size([2]), object()):
+        assert copied_containers(same) is same
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    assert copied_containers(packed) is packed
+    batch = collections.OrderedDict(a=x, b=[(x, [x])])
+    copied = copied_containers(batch)
+    assert type(copied) is collections.OrderedDict
+    assert copied["a"] is copied["b"][0][0] is copied["b"][0][1][0] is x
+    assert copied["b"][0][1] is not batch["b"][0][1]
