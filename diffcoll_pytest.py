@@ -88,8 +88,8 @@ def _runs(*sizes: Any, option: str, on: Any = None, timeout: float = 60) -> list
     """Return what the arguments of a marker mean."""
     if not sizes or not all(type(n) is int and n > 0 for n in sizes):
         raise ValueError(f"got sizes {list(sizes)}, expected one or more numbers of ranks, e.g. ranks(2, 3)")
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ValueError(f"timeout: got {timeout!r}, expected seconds")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 1e6:
+        raise ValueError(f"timeout: got {timeout!r}, expected a number of seconds above 0, at most a million")
     kinds = [option] if on is None else [on] if isinstance(on, str) else list(on)
     if not kinds or any(kind not in KINDS for kind in kinds):
         raise ValueError(f"on: got {on!r}, expected one or more of {', '.join(map(repr, KINDS))}")

@@ -14,7 +14,7 @@ from test_notes import FENCE, ROOT, blocks, prose, run_blocks
 
 import diffcoll
 from diffcoll.collectives import COLLECTIVES
-from diffcoll.testing.processes import Launched
+from diffcoll.testing.launched import Launched
 
 README = ROOT / "README.md"
 

@@ -41,7 +41,7 @@ from diffcoll.core._torch import (
 from diffcoll.core.errors import CollectiveMismatchError, Origin, not_run, within_backward
 from diffcoll.engines import delivery
 from diffcoll.engines.engine import Blocks, Engine, Wait
-from diffcoll.engines.process_state import process_state, set_process_state, states_of_ranks
+from diffcoll.engines.process_state import copies_end_here, process_state, set_process_state, states_of_ranks
 
 __all__ = [
     "LocalEngine",
@@ -133,7 +133,8 @@ class _Rank(threading.Thread):
         set_forward_mode(self.forward_mode)
         torch.set_num_threads(self.world.threads)
         try:
-            self.result = self.body()
+            with copies_end_here():
+                self.result = self.body()
             self.outcome = "returned"
         except BaseException as error:
             self.outcome = f"raised {type(error).__name__}"

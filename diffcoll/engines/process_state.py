@@ -1,19 +1,23 @@
 """State of the process that each rank has for itself: random number generators, handling of warnings, output streams.
 
-Simulated ranks take turns. Each keeps its own state while the others run.
+Simulated ranks take turns. Each keeps its own state while the others run. A copy of the process that a rank forks is
+not a rank.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["process_state", "seed_rank", "set_process_state", "states_of_ranks"]
+__all__ = ["copies_end_here", "process_state", "seed_rank", "set_process_state", "states_of_ranks"]
 
 #: What `warnings.catch_warnings` saves and restores; a rank may be in such a block when another one runs.
 _WARNINGS = ("filters", "showwarning", "_showwarnmsg_impl")
@@ -70,3 +74,30 @@ def _seed_cpu(stream: int) -> None:
     random.seed(stream)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(stream % 2**32)
+
+
+@contextlib.contextmanager
+def copies_end_here() -> Iterator[None]:
+    """End a copy of this process, which the block has forked, where it leaves the block.
+
+    It exits as a program does: after an exception with its traceback.
+    """
+    me, code = os.getpid(), 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == me:
+            raise
+        code = _exit_code(error)
+    if os.getpid() != me:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        return error.code or 0
+    traceback.print_exception(error)
+    return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from diffcoll.core._torch import is_within_transform
 from diffcoll.core.errors import message
 from diffcoll.core.joint import is_joint
 
-__all__ = ["missing", "per_rank_arguments"]
+__all__ = ["missing", "per_rank_arguments", "seconds"]
 
 _EXPECTED = "a sequence with one element for each rank"
 #: Iterators with more elements are taken to be endless, e.g. itertools.count().
@@ -39,6 +40,16 @@ def per_rank_arguments(name: str, per_rank: tuple[Sequence[Any], ...]) -> list[t
         words = ", ".join(lengths)
         raise ValueError(f"{name}: got sequences of lengths [{words}], expected N elements in each, one for each rank")
     return rows
+
+
+def seconds(name: str, timeout: object) -> float:
+    """Return a timeout; the system's calls accept no longer ones."""
+    expected = "a number of seconds above 0, at most a million"
+    if isinstance(timeout, bool) or not isinstance(timeout, Real):
+        raise TypeError(message(name, "timeout", repr(timeout), expected))
+    if not 0 < timeout <= 1e6:
+        raise ValueError(message(name, "timeout", repr(timeout), expected))
+    return float(timeout)
 
 
 def missing(name: str, what: str, extra: str) -> ModuleNotFoundError:

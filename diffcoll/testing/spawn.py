@@ -7,7 +7,6 @@ import io
 import os
 import pickle
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
@@ -17,8 +16,10 @@ from typing import Any
 import torch
 
 from diffcoll.core._torch import forward_mode
-from diffcoll.testing._calls import missing, per_rank_arguments
-from diffcoll.testing.processes import GRACE, Forked, Launched, Processes, RanksFailedError, surroundings
+from diffcoll.testing._calls import missing, per_rank_arguments, seconds
+from diffcoll.testing.launched import Launched
+from diffcoll.testing.lifetime import temporary_folder
+from diffcoll.testing.processes import GRACE, Forked, Processes, RanksFailedError, surroundings
 
 __all__ = ["RanksFailedError", "spawn"]
 
@@ -50,14 +51,15 @@ def spawn(
         per_rank: one or more sequences of equal length N, one element for each rank.
         backend: a backend of torch.distributed, by name; or "mpi", for processes under mpiexec, with
             `MPI.COMM_WORLD` as the default group (needs the `mpi` extra).
-        timeout: seconds until the whole call ends at the latest, also if ranks hang.
+        timeout: seconds until the whole call ends at the latest, also if ranks hang; at most a million.
         seed: rank r starts its streams of random numbers from (seed, r), the same as under `simulate`.
 
     Returns:
         The ranks' results, in order; tensors in them come detached, on the CPU.
 
     Raises:
-        TypeError, ValueError: per_rank are no sequences of one length.
+        TypeError, ValueError: per_rank are no sequences of one length, or timeout is no number of seconds.
+        FileNotFoundError: the current folder was removed.
         ModuleNotFoundError, RuntimeError: cloudpickle, or, for "mpi", mpi4py or mpiexec, is not installed.
         RanksFailedError: a rank raised, died or hung; all are ended then, and the message shows every rank's
             traceback, or the Python stack it hung in.
@@ -67,12 +69,13 @@ def spawn(
     except ModuleNotFoundError as error:
         raise missing("spawn", "cloudpickle", "test") from error
     calls = per_rank_arguments("spawn", per_rank)
+    timeout = seconds("spawn", timeout)
     if forward_mode()[0] >= 0:
         raise RuntimeError(
             "spawn: called within forward_ad.dual_level(), expected a call outside of it: tangents are not sent to "
             "other processes; enter the level in fn, or use simulate"
         )
-    with tempfile.TemporaryDirectory(prefix="diffcoll-") as folder:
+    with temporary_folder() as folder:
         setups = [(rank, len(calls), backend, timeout, seed, folder, surroundings()) for rank in range(len(calls))]
         payloads = [cloudpickle.dumps((fn, arguments)) for arguments in calls]
         ranks = Launched() if backend == "mpi" else Forked()
@@ -88,20 +91,24 @@ def spawn(
 def _collect(ranks: Processes, folder: str, timeout: float) -> list[Any]:
     """Wait for every rank's word; end all on the first failure."""
     pipes, n = ranks.pipes, len(ranks.pipes)
+    sentinels = [ranks.sentinel(r) for r in range(n)]  # processes that a rank has started may hold its pipe open
     words: dict[int, tuple[str, Any]] = {}
     end = time.monotonic() + timeout
     hung = False
     while len(words) < n:
         silent = [r for r in range(n) if r not in words]
-        ready = wait([pipes[r] for r in silent], timeout=max(0.0, end - time.monotonic()))
+        watched = [*(pipes[r] for r in silent), *(sentinels[r] for r in silent)]
+        ready = wait(watched, timeout=max(0.0, end - time.monotonic()))
         if not ready:
             hung = not any(kind != "result" for kind, _ in words.values())
             break
         for r in silent:
-            if pipes[r] in ready:
+            if pipes[r] in ready or sentinels[r] in ready:
                 try:
+                    if not pipes[r].poll():
+                        raise EOFError
                     words[r] = pickle.loads(pipes[r].recv_bytes())
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     words[r] = "died", ranks.last_words(r)
                 if words[r][0] != "result":
                     end = min(end, time.monotonic() + GRACE)

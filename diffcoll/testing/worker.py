@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import gc
 import importlib
 import io
@@ -61,7 +60,7 @@ class Worker(Forked):
 
     @override
     def begin(self, setups: list[Any], payloads: list[bytes], timeout: float) -> None:
-        self._fork(1, _forked_main, surroundings(), daemon=False)
+        self._fork(1, _forked_main, surroundings())
 
 
 def _forked_main(pipe: Connection, around: tuple[str, list[str], dict[str, str]]) -> None:
@@ -73,10 +72,6 @@ def _forked_main(pipe: Connection, around: tuple[str, list[str], dict[str, str]]
 def serve(pipe: Connection, folder: str = "", rank: int = 0) -> bool:
     """Run tests until the other end of the pipe is closed."""
     gc.freeze()  # what was imported is never garbage; `gc.collect` takes milliseconds then
-    os.setpgid(
-        0, 0
-    )  # so that Ctrl-C reaches the test's process only, and processes of the body are ended with this one
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     with contextlib.suppress(EOFError):
         while True:
             _one_test(pipe, pickle.loads(pipe.recv_bytes()), pipe.recv_bytes())
@@ -106,7 +101,7 @@ def _one_test(pipe: Connection, seat: Seat, payload: bytes) -> None:
 
 def _run(pipe: Connection, seat: Seat, payload: bytes, groups: list[Any]) -> tuple[Outcome, list[Any]]:
     """Run the test body. Returns its outcome, and the warnings that it gave."""
-    me, call = os.getpid(), Call(_run, (), {})
+    call = Call(_run, (), {})
     with warnings.catch_warnings(record=True) as log:
         try:
             for module in seat.preload:
@@ -123,12 +118,7 @@ def _run(pipe: Connection, seat: Seat, payload: bytes, groups: list[Any]) -> tup
             warnings.simplefilter("ignore", _hypothesis_deprecation())
         except BaseException as error:
             return Outcome(seat.rank, "failed", error, traceback_of(error, call), time.monotonic()), []
-        # From here on the kernel sends SIGIO, which ends this process, when the test's process ends.
-        fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
         outcome = attempt(call, seat.rank, {"rank": seat.rank, "group": group})
-        if os.getpid() != me:  # the body has forked, and this is the child
-            os._exit(0)
-        fcntl.fcntl(pipe, fcntl.F_SETFL, 0)
     return outcome, [(w.message, w.category, w.filename, w.lineno) for w in log]
 
 

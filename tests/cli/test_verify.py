@@ -18,7 +18,7 @@ from diffcoll.cli import bench, competitors, main, report, training, verify
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.core._torch import COMPILES
 from diffcoll.testing import RanksFailedError, cases
-from diffcoll.testing.processes import Launched
+from diffcoll.testing.launched import Launched
 
 ROOT = Path(diffcoll.__file__).parent.parent
 

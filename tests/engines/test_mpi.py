@@ -20,7 +20,7 @@ import diffcoll as dc
 from diffcoll.core.groups import resolve
 from diffcoll.engines import messages, mpi
 from diffcoll.testing import RanksFailedError, cases, new_group, spawn
-from diffcoll.testing.processes import Launched
+from diffcoll.testing.launched import Launched
 
 ROOT = Path(dc.__file__).parent.parent
 on_mpi = partial(spawn, backend="mpi")

@@ -545,7 +545,7 @@ def test_wide(wide): pass
         ("ranks()\n", r"got sizes \[\], expected one or more numbers of ranks, e.g. ranks\(2, 3\)"),
         ("ranks(2, 0)\n", r"got sizes \[2, 0\]"),
         ("ranks(2, on='tcp')\n", "on: got 'tcp', expected one or more of 'simulated', 'gloo', 'mpi', 'nccl'"),
-        ("ranks(2, timeout=0)\n", "timeout: got 0, expected seconds"),
+        ("ranks(2, timeout=0)\n", "timeout: got 0, expected a number of seconds"),
         ("ranks(2, kind='gloo')\n", "unexpected keyword argument 'kind'"),
         ("ranks(2)\nasync ", "got an async test, expected a plain function; call asyncio.run"),
     ],
@@ -674,8 +674,9 @@ def test_an_interrupted_session_leaves_nothing(pytester):
 
 
 @pytest.mark.slow  # starts interpreters that import PyTorch
-def test_a_killed_session_leaves_nothing(pytester):
-    pytester.makepyfile(HEAD + STOPPED.replace("SIGINT", "SIGKILL"))
+@pytest.mark.parametrize("kind", ["gloo", "mpi"])
+def test_a_killed_session_leaves_nothing(pytester, kind):
+    pytester.makepyfile(HEAD + STOPPED.replace("SIGINT", "SIGKILL").replace("gloo", kind))
     _, left = pytest_of_its_own(pytester)
     assert left == []
     assert (pytester.path / "pid-0").exists()

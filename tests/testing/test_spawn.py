@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,6 +97,19 @@ def test_a_hang_ends_with_every_stack(backend):
         assert report.startswith("hung in")
         assert "in waits_for_ever" in report
     assert "all_gather" in caught.value.reports[0]
+
+
+def test_classes_that_are_defined_in_a_function():
+    class Mine:
+        count = 0
+
+    def body(r):
+        Mine.count = r + 1
+        return Mine, Mine()
+
+    for kind, mine in spawn(body, range(2)):
+        assert kind is Mine is type(mine)
+        assert mine.count == 0
 
 
 def test_results_that_cannot_be_sent():
@@ -211,3 +225,108 @@ print("once", spawn(lambda r: dc.all_reduce(torch.tensor(r)).item() + (Mine is N
     assert lines[0].startswith("RanksFailedError | spawn: the server that forks the ranks' processes did not start one")
     assert "ValueError: this is not PyTorch" in lines[0]
     assert lines[1] == "once [1, 1]"
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), float("nan"), -1, 0, 1e7, "3", True, None])
+def test_wrong_timeouts(timeout):
+    kind = ValueError if type(timeout) in (int, float) else TypeError
+    with pytest.raises(kind, match=r"spawn: timeout: got .*, expected a number of seconds above 0, at most a million"):
+        spawn(lambda r: r, range(2), timeout=timeout)
+
+
+def test_a_current_folder_that_was_removed(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here").rmdir()
+    with pytest.raises(FileNotFoundError, match=r"spawn: the current folder was removed, .* os.chdir\(\) to one that"):
+        spawn(lambda r: r, range(2))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_a_long_name_of_the_temporary_folder(backend, monkeypatch, tmp_path):
+    """The path of a Unix socket has at most 107 bytes."""
+    long = tmp_path / ("x" * 150)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+    def body(r):
+        return dc.all_reduce(torch.tensor(r + 1)).item(), os.environ["TMPDIR"]
+
+    assert spawn(body, range(2), backend=backend) == [(3, str(long))] * 2
+    assert list(long.glob("diffcoll-*")) == []
+
+
+def test_ranks_may_start_processes():
+    def body(r):
+        return sum(torch.utils.data.DataLoader(range(4 + r), num_workers=1)).item()
+
+    assert spawn(body, range(2)) == [6, 10]
+
+
+def test_a_rank_that_dies_is_noticed_while_a_process_that_it_started_lives(tmp_path):
+    """That process holds the rank's pipe open, and ends with the call."""
+
+    def body(r):
+        if r == 1:
+            if (child := os.fork()) == 0:
+                time.sleep(1000)
+            (tmp_path / "child").write_text(str(child))
+            os.kill(os.getpid(), 9)
+        time.sleep(1000)
+
+    start = time.monotonic()
+    with pytest.raises(RanksFailedError, match="rank 1 of 2 ──\nthe process ended with exit code -9"):
+        spawn(body, range(2), timeout=100)
+    assert time.monotonic() - start < 60
+    child = (tmp_path / "child").read_text()
+    end = time.monotonic() + 10
+    while Path("/proc", child).exists() and Path("/proc", child, "stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < end
+
+
+def test_several_threads_and_what_a_script_defines(tmp_path):
+    """Its classes come back as they are in the script, and its `__main__` as it was."""
+    code = """
+import sys, threading
+from diffcoll.testing import spawn
+import diffcoll as dc
+import torch
+
+class Mine:
+    count = 5
+    class Inner: pass
+    @property
+    def double(self): return 2 * self.value
+    def __init__(self, value): self.value = value
+
+def body(r, thread):
+    Mine.count += 1
+    return Mine(dc.all_reduce(torch.tensor(r + thread)).item()), Mine.Inner(), Mine
+
+def call(thread):
+    for _ in range(3):
+        found[thread] += spawn(body, range(2), [thread] * 2)
+
+found = {thread: [] for thread in range(3)}
+main = sys.modules["__main__"]
+before = main.__spec__, main.__file__
+threads = [threading.Thread(target=call, args=(thread,)) for thread in found]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert (main.__spec__, main.__file__) == before
+for thread, results in found.items():
+    assert len(results) == 6
+    for mine, inner, kind in results:
+        assert type(mine) is Mine is kind and type(inner) is Mine.Inner
+        assert mine.double == 2 + 4 * thread and mine.count == 5
+print("good")
+"""
+    # As a module: its __spec__ is not None then.
+    (tmp_path / "script_of_this_test.py").write_text(code)
+    root = os.path.dirname(os.path.dirname(dc.__file__))
+    path = os.pathsep.join((str(tmp_path), root))
+    command = [sys.executable, "-m", "script_of_this_test"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    assert done.stdout.splitlines()[-1:] == ["good"], done.stderr
