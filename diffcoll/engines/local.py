@@ -70,8 +70,8 @@ class LocalGroup:
     """Some ranks of a simulated world, in order. Users pass it as `group=`."""
 
     ranks: tuple[int, ...]
-    #: Tells twins apart.
-    number: int = 0
+    #: Tells groups of the same ranks apart.
+    number: tuple[int, ...] = ()
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -374,7 +374,7 @@ class LocalEngine(Engine):
         self.description = f"a simulated group of {self.size} ranks"
         self.joint = world.truth is not None
         self._meetings = 0  # how many this rank has joined
-        self._twins = 0
+        self._made: dict[tuple[int, ...], int] = {}  # how many twins and sub-groups, by their ranks
 
     @property
     @override
@@ -383,13 +383,16 @@ class LocalEngine(Engine):
 
     @override
     def twin(self) -> LocalEngine:
-        self._twins += 1
-        group = LocalGroup(self.group.ranks, self.group.number * 1000 + self._twins)
-        return LocalEngine(self.world, group, self.group.ranks[self.rank])
+        return LocalEngine(self.world, self._another(self.group.ranks), self.group.ranks[self.rank])
 
     @override
     def subgroup(self, ranks: Sequence[int]) -> LocalGroup:
-        return LocalGroup(tuple(self.group.ranks[r] for r in ranks))
+        return self._another(tuple(self.group.ranks[r] for r in ranks))
+
+    def _another(self, ranks: tuple[int, ...]) -> LocalGroup:
+        """Return a group with its own messages: the ranks that call this for the same ranks equally often share one."""
+        self._made[ranks] = count = self._made.get(ranks, 0) + 1
+        return LocalGroup(ranks, (*self.group.number, count))
 
     @override
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:

@@ -72,7 +72,8 @@ class Simulation:
             raise ValueError(f"init_process_group: got {got} on simulated rank {given[0]} of {given[1]}")
         # The default group is the same group for torch.distributed as for diffcoll. Others never meet in each other.
         key = ranks, options.group_id
-        number = 0 if default else self._numbers.setdefault(key, (1 << 40) + len(self._numbers))
+        # Below zero, so that no sub-group or twin has the same number.
+        number = () if default else (self._numbers.setdefault(key, -1 - len(self._numbers)),)
         handle = LocalGroup(ranks, number)
         engine = engine_of(handle)
         assert engine is not None

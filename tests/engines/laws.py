@@ -595,6 +595,9 @@ def subgroups_have_their_ranks_in_the_order_given(engine: Engine) -> Pairs:
         yield of_all(sub, r), ranks
         if len(ranks) == n:
             yield from crosswise(engine, sub)
+            again = resolve(engine.subgroup(ranks), "test")
+            again.later = engine.later
+            yield from crosswise(sub, again)
     for primitive in (*MOVES, *SUMS):
         yield from outcome(primitive, engine, Data())
 
