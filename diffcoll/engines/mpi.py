@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import accumulate, count
 from types import TracebackType
@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from diffcoll.engines.engine import Blocks, Wait, add_up, done, is_even
 from diffcoll.engines.messages import MessageEngine, Messages
+from diffcoll.engines.mpi_requests import Deferred, Duplicate, Polled
 from diffcoll.engines.watch import watch
 
 __all__ = ["MpiEngine", "engine_named", "engine_of", "finalize"]
@@ -33,8 +34,6 @@ PIECE = 1 << 30
 #: Blocking sums are split into pieces of this many bytes, which fit the caches: on two ranks of one host, sums of 12 MB
 #: in place took 0.77 times as long as in one call, and 25 MB 0.74 times.
 ADDED = 1 << 20
-#: The rank that sends a message, and its size in bytes.
-Wanted = Sequence[tuple[int, int]]
 #: Sums of at most this many bytes use a shorter code path.
 SMALL = 16 << 10
 #: Tensors of at most this many bytes on all ranks together are reduced by an all-gather and a local reduction.
@@ -65,12 +64,13 @@ class MpiEngine(MessageEngine):
 
     devices = ("cpu", "cuda")
 
-    def __init__(self, comm: Any, key: str) -> None:
+    def __init__(self, comm: Any, key: str, number: int = 0) -> None:
         super().__init__(rank=comm.Get_rank(), size=comm.Get_size())
         self.key = key
         self.description = f"an MPI communicator of {self.size} ranks"
-        self.users, self._duplicate = comm, None
+        self.users, self._duplicate, self._making = comm, None, Duplicate(comm, number)
         self._twins: list[MpiEngine] = []
+        self._twins_made = 0
         self._twin_of: MpiEngine | None = None
         self._mpi = _mpi()
         self._kinds = {dtype: getattr(self._mpi, name) for dtype, name in SUMS.items()}
@@ -80,9 +80,9 @@ class MpiEngine(MessageEngine):
     def comm(self) -> Any:
         """The duplicate of the user's communicator. The first call makes it, on all ranks together."""
         if self._duplicate is None:
-            self._duplicate = self.users.Dup()
             if self.size > 1:
                 _end_the_job_on_errors()
+            self._duplicate = self._making.get()
         return self._duplicate
 
     @property
@@ -96,8 +96,7 @@ class MpiEngine(MessageEngine):
             twin.close()
         if self._twin_of is not None and self in self._twin_of._twins:
             self._twin_of._twins.remove(self)
-        if self._duplicate is not None and not _mpi().Is_finalized():
-            self._duplicate.Free()
+        self._making.free()
         self._duplicate = None
 
     @override
@@ -106,7 +105,8 @@ class MpiEngine(MessageEngine):
 
     @override
     def twin(self) -> MpiEngine:
-        twin = MpiEngine(self.users, f"{self.key}, {next(_numbers)}")
+        self._twins_made += 1
+        twin = MpiEngine(self.users, f"{self.key}, {next(_numbers)}", self._twins_made)
         _ = twin.comm  # now: at first use, a rank may make this engine's duplicate while another makes the twin's
         twin._twin_of = self
         self._twins.append(twin)
@@ -129,16 +129,22 @@ class MpiEngine(MessageEngine):
 
     @override
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
-        _ = self.comm  # also on ranks without messages: Dup is collective
+        if self._duplicate is None:  # also on ranks without messages: all ranks make it
+            self._begin(lambda comm: Polled(None, []))
         return super().exchange(sends, recvs)
 
     @override
     def messages(self, sends: Messages, recvs: Messages) -> Wait:
-        comm, byte = self.comm, self._mpi.BYTE
+        byte = self._mpi.BYTE
         wanted = [(s, piece) for s, t in recvs for piece in self._pieces(t)]
-        requests = [comm.Irecv([piece, byte], s) for s, piece in wanted]
-        requests += [comm.Isend([piece, byte], s) for s, t in sends for piece in self._pieces(t)]
-        return self._holding([sends, recvs], requests, [(s, piece.nbytes) for s, piece in wanted])
+        given = [(s, piece) for s, t in sends for piece in self._pieces(t)]
+
+        def start(comm: Any) -> Polled:
+            requests = [comm.Irecv([piece, byte], s) for s, piece in wanted]
+            requests += [comm.Isend([piece, byte], s) for s, piece in given]
+            return Polled([sends, recvs], requests, [(s, piece.nbytes) for s, piece in wanted])
+
+        return self._begin(start)
 
     # ── MPI's own collectives ────────────────────────────────────────────────────────────────────────────
 
@@ -230,22 +236,23 @@ class MpiEngine(MessageEngine):
 
     def _do(self, name: str, calls: Iterable[tuple[Any, ...]], memory: object) -> Wait:
         """Call a collective of MPI once for each piece; with `later`, its non-blocking variant."""
-        comm = self._duplicate or self.comm
         if self.later:
-            call = getattr(comm, "I" + name.lower())
-            return self._holding(memory, [call(*arguments) for arguments in calls])
-        call = getattr(comm, name)
+            name = "I" + name.lower()
+            return self._begin(lambda comm: Polled(memory, [getattr(comm, name)(*call) for call in calls]))
+        call = getattr(self._duplicate or self.comm, name)
         for arguments in calls:
             call(*arguments)
         return done
 
-    def _holding(self, memory: object, requests: Sequence[Any], wanted: Wanted = ()) -> Wait:
-        """Return the Wait for all requests, which keeps the memory that they use alive.
-
-        The first requests receive what is `wanted`.
-        """
-        statuses = [_mpi().Status() for _ in requests] if wanted else None
-        wait = _Polled(memory, requests, statuses, wanted)
+    def _begin(self, start: Callable[[Any], Polled]) -> Wait:
+        """Start requests in the library's communicator: with `later`, without waiting for it."""
+        wait: Polled | Deferred
+        if self._duplicate is None and self.later and self.size > 1:
+            _end_the_job_on_errors()
+            self._making.defer(wait := Deferred(start))
+            self._duplicate = self._making.comm
+        else:
+            wait = start(self._duplicate or self.comm)
         if self.polls is not None:
             self.polls.append(wait.done)
         return wait
@@ -259,42 +266,6 @@ class MpiEngine(MessageEngine):
         if 0 < nbytes <= size:
             return [at(here, nbytes)]
         return [at(here + i, min(size, nbytes - i)) for i in range(0, nbytes, size)]
-
-
-class _Polled:
-    """The Wait for requests. A poll completes those that are ready, and keeps their statuses and their error."""
-
-    def __init__(self, memory: object, requests: Sequence[Any], statuses: list[Any] | None, wanted: Wanted) -> None:
-        self._memory, self._requests, self._statuses, self._wanted = memory, requests, statuses, wanted
-        self._error: Exception | None = None
-        self._is_complete = False
-
-    def done(self) -> bool:
-        """Whether all requests have completed or failed."""
-        if self._error is None and not self._is_complete:
-            try:
-                self._is_complete = bool(_mpi().Request.Testall(self._requests, self._statuses))
-                return self._is_complete
-            except Exception as error:  # MPI has released the request, so a wait would not report it again
-                self._error = error
-        return True
-
-    def __call__(self) -> object:
-        """Wait for all requests."""
-        if self._error is not None:
-            raise self._error
-        if not self._is_complete:  # completed requests have empty statuses
-            _mpi().Request.Waitall(self._requests, self._statuses)
-        _refuse_shorter(self._statuses, self._wanted)
-        return self._memory
-
-
-def _refuse_shorter(statuses: list[Any] | None, wanted: Wanted) -> None:
-    """Raise if a message was shorter than its memory: MPI reports an error for longer ones only."""
-    for status, (s, nbytes) in zip(statuses or (), wanted, strict=False):
-        got = status.Get_count(_mpi().BYTE)
-        if got != nbytes:
-            raise RuntimeError(f"got a message of {got} bytes from rank {s}, expected {nbytes}")
 
 
 def _settle(x: Tensor) -> None:
