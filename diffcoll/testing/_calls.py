@@ -47,9 +47,9 @@ def seconds(name: str, timeout: object) -> float:
     expected = "a number of seconds above 0, at most a million"
     if isinstance(timeout, bool) or not isinstance(timeout, Real):
         raise TypeError(message(name, "timeout", repr(timeout), expected))
-    if not 0 < timeout <= 1e6:
+    if not 0 < (given := float(timeout)) <= 1e6:
         raise ValueError(message(name, "timeout", repr(timeout), expected))
-    return float(timeout)
+    return given
 
 
 def missing(name: str, what: str, extra: str) -> ModuleNotFoundError:
