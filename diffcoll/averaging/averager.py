@@ -178,8 +178,9 @@ class GradientAverager:
         """Training with unequal batches: set the weight of the next batch, e.g. its number of samples or tokens.
 
         Call it once per batch, before its backward. With micro-batches under `no_sync`, call it before each one; all
-        micro-batches of all ranks form one weighted mean. A weight of zero is allowed, even if an empty batch makes the
-        loss NaN; if all weights are zero, gradients are zero.
+        micro-batches of all ranks form one weighted mean. A weight counts when backward accumulates the first gradient
+        of its batch, until `zero_grad()` drops all gradients. A weight of zero is allowed, even if an empty batch makes
+        the loss NaN; if all weights are zero, gradients are zero.
 
         Args:
             weight: a non-negative number or a 0-d tensor; the value of a tensor is not checked.
@@ -193,12 +194,7 @@ class GradientAverager:
             raise ValueError(message(name, "weight", repr(weight), "none", 'say reduction="weighted"'))
         weight = checked_weight(name, weight)
         self._check_attached("set_weight")
-        weights = reducer.weights
-        zeroed = all(p.tensor.grad is None for p in reducer.parameters)
-        if weights.set_at != reducer.count or zeroed:
-            weights.total, weights.set_at = 0.0, reducer.count
-        weights.current = 0.0 if reducer.join.ran_out else weight
-        weights.total = weights.total + weights.current
+        reducer.weights.set(0.0 if reducer.join.ran_out else weight, reducer.count)
 
     @untraced
     def synchronize(self) -> None:
@@ -208,6 +204,7 @@ class GradientAverager:
         """
         self._check_attached("synchronize")
         self._hooks.end_failed_backward()
+        self._reducer.drop_weights_of_zeroed()
         self._reducer.begin()
         self._reducer.send_rest()
         self._reducer.receive()

@@ -126,18 +126,24 @@ class Parameter:
         self.tensor.grad = None
 
     def drop_earlier_if_zeroed(self) -> bool:
-        """Drop `earlier` if `.grad` was set to None. False if `.grad` was modified since it was recorded."""
-        grad = self.tensor.grad
-        if grad is None:
+        """Drop `earlier` if `.grad` was zeroed. False if it was modified otherwise since it was recorded."""
+        if self.earlier is not None and self.is_zeroed():
             self.earlier = None
-        if self.earlier is None:
-            return True
-        return self.accumulated is grad and _state(grad) == self.accumulated_state
+        return self.earlier is None or not self._is_modified()
 
     def record_accumulated(self) -> None:
         """Record `.grad` and its state after accumulation, for `drop_earlier_if_zeroed`."""
         self.accumulated = self.tensor.grad
         self.accumulated_state = _state(self.accumulated)
+
+    def is_zeroed(self) -> bool:
+        """Whether `.grad` was set to None, or modified to zeros, since `record_accumulated`."""
+        grad = self.tensor.grad
+        return grad is None or (self._is_modified() and not grad.any())
+
+    def _is_modified(self) -> bool:
+        grad = self.tensor.grad
+        return self.accumulated is not grad or _state(grad) != self.accumulated_state
 
     def set_gradient(self) -> Tensor:
         """Make `.grad` the contents of the place: a view, or a copy if the dtypes differ."""

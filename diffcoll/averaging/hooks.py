@@ -128,6 +128,8 @@ class Hooks:
                     "call set_weight(w) before the backward of each batch, and take all losses of one in one backward"
                 )
                 raise RuntimeError(message(NAME, "weight", "none for this batch", "one", remedy))
+            if reducer.weights.is_pending:
+                reducer.count_weight()
             weight, p.weighted_at = reducer.weights.current, reducer.count
         reducer.set_aside(p)
         p.reduced = None
@@ -147,7 +149,7 @@ class Hooks:
             self._check_unprepared(p)
         p.is_accumulated, p.is_prepared = True, False
         reducer.join.on_gradient()
-        if p.earlier is not None:
+        if p.earlier is not None or reducer.reduction == "weighted":
             p.record_accumulated()
         if self.no_sync_depth:
             return

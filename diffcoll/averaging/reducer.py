@@ -128,6 +128,16 @@ class Reducer:
         if p.reduced is not None and p.reduced is p.tensor.grad and self.reduction != "mean":
             p.set_aside()
 
+    def count_weight(self) -> None:
+        """Count the weight of a batch, whose first gradient is about to be accumulated."""
+        self.drop_weights_of_zeroed()
+        self.weights.total, self.weights.is_pending = self.weights.total + self.weights.current, False
+
+    def drop_weights_of_zeroed(self) -> None:
+        """Forget the weights of earlier batches if all of their gradients were set to None or to zero."""
+        if all(p.is_zeroed() for p in self.parameters if p.is_accumulated):
+            self.weights.total = 0.0
+
     def _check(self, p: Parameter) -> None:
         self.set_aside(p)
         grad = p.tensor.grad

@@ -109,10 +109,20 @@ class Weights:
 
     #: Weight of the next batch.
     current: float | Tensor = 0.0
-    #: Sum of the weights of all batches whose gradients are reduced together.
+    #: Whether no gradient of the next batch was accumulated yet.
+    is_pending: bool = False
+    #: Sum, in float64 where possible, of the weights of all batches whose gradients are reduced together.
     total: float | Tensor = 0.0
     #: The number of reductions when a weight was last set.
     set_at: int = -1
+
+    def set(self, weight: float | Tensor, count: int) -> None:
+        """Set the weight of the next batch, after so many reductions."""
+        if self.set_at != count:
+            self.total, self.set_at = 0.0, count
+        if isinstance(weight, Tensor):  # sums of half precision and small integers would overflow
+            weight = weight.to(torch.float64 if weight.device.type in ("cpu", "cuda") else torch.float32)
+        self.current, self.is_pending = weight, True
 
 
 @dataclass

@@ -330,13 +330,17 @@ def test_what_is_zeroed_in_an_accumulation_is_gone(reduction):
         found = [p.grad.clone()]
         backward(7.0, sync=False)
         optimizer.zero_grad(set_to_none=False)
+        backward(1.0)
+        found.append(p.grad.clone())
+        backward(7.0, sync=False)
+        p.grad += 1
         with pytest.raises(RuntimeError, match=r"GradientAverager: 0: its gradient was changed .* zero_grad\(\)"):
             backward(1.0)
         return found
 
-    (found,) = each(body, 2, "gloo")[0]
+    found = each(body, 2, "gloo")[0]
     expected = 3.0 if reduction == "sum" else (1 * 1 + 2 * 2) / 3
-    same([found], [torch.full((2,), expected)], 1e-6)
+    same(found, [torch.full((2,), expected)] * 2, 1e-6)
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])

@@ -1,0 +1,163 @@
+"""set_weight: weights are added exactly, and those of batches without a gradient do not count."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import diffcoll as dc
+from diffcoll.testing import simulate, spawn
+
+RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn}
+
+
+def made():
+    model = nn.Linear(2, 1, bias=False, dtype=torch.double)
+    nn.init.ones_(model.weight)
+    return model, dc.GradientAverager(model, reduction="weighted")
+
+
+def of(r, k):
+    """The gradient of batch k on rank r, and its weight."""
+    return 1.0 + 10 * r + k * k, 1.0 + r + 2 * k
+
+
+def loss(model, r, k):
+    return model(torch.full((1, 2), of(r, k)[0], dtype=torch.double)).sum()
+
+
+def mean(pairs):
+    return sum(g * w for g, w in pairs) / sum(w for _, w in pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.uint8, torch.int8, torch.int64])
+def test_weights_of_any_dtype(dtype):
+    """Their sum is not a number of the dtype."""
+    weight = {torch.float16: 40000.0, torch.bfloat16: 257.0, torch.uint8: 200, torch.int8: 100}.get(dtype, 2.0**24)
+    weights = [torch.tensor(w, dtype=dtype) for w in (weight, weight, 3)]
+
+    def body(r):
+        model, averager = made()
+        for k, w in enumerate(weights):
+            averager.set_weight(w)
+            if k < 2:
+                with averager.no_sync():
+                    loss(model, r, k).backward()
+            else:
+                loss(model, r, k).backward()
+        return model.weight.grad[0, 0].item()
+
+    expected = mean([(of(r, k)[0], weights[k].item()) for r in range(3) for k in range(3)])
+    assert simulate(body, range(3), rules=True) == [pytest.approx(expected, rel=1e-12)] * 3
+
+
+def micro_batch(model, averager, r, k):
+    averager.set_weight(of(r, k)[1])
+    with averager.no_sync():
+        loss(model, r, k).backward()
+
+
+def retry(model, averager, r):
+    """The forward of batch 1 raises and is repeated; batch 0 is accumulated before."""
+    micro_batch(model, averager, r, 0)
+    for fails in (True, False):
+        averager.set_weight(of(r, 1)[1])
+        if not fails:
+            loss(model, r, 1).backward()
+
+
+def retried_backward(model, averager, r):
+    """Backward raises after some gradients; all are dropped."""
+    handle = model.weight.register_post_accumulate_grad_hook(lambda p: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        micro_batch(model, averager, r, 4)
+    handle.remove()
+    model.zero_grad()
+    micro_batch(model, averager, r, 0)
+    averager.set_weight(of(r, 1)[1])
+    loss(model, r, 1).backward()
+
+
+def dropped(set_to_none, weight_first):
+    """A micro-batch is dropped, before or after the weight of the next is set."""
+
+    def program(model, averager, r):
+        micro_batch(model, averager, r, 5)
+        if weight_first:
+            averager.set_weight(of(r, 0)[1])
+        model.zero_grad(set_to_none)
+        if not weight_first:
+            averager.set_weight(of(r, 0)[1])
+        with averager.no_sync():
+            loss(model, r, 0).backward()
+        averager.set_weight(of(r, 1)[1])
+        loss(model, r, 1).backward()
+
+    return program
+
+
+def never_used(model, averager, r):
+    """A weight whose batch was left out."""
+    micro_batch(model, averager, r, 0)
+    micro_batch(model, averager, r, 1)
+    averager.set_weight(100.0 * r)
+    averager.synchronize()
+
+
+PROGRAMS = {
+    "retry": retry,
+    "retried backward": retried_backward,
+    "never used": never_used,
+    **{f"dropped, {none}, {first}": dropped(none, first) for none in (False, True) for first in (False, True)},
+}
+
+
+@pytest.mark.parametrize("where", RUNS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_weight_counts_when_its_gradient_is_accumulated(where, program):
+    """On rank 1 only; the others have batches 0 and 1 as usual. The weights are those of another step, twice."""
+
+    def body(r):
+        model, averager = made()
+        found = []
+        for _ in range(2):
+            if r == 1 or program == "never used":
+                PROGRAMS[program](model, averager, r)
+            else:
+                micro_batch(model, averager, r, 0)
+                averager.set_weight(of(r, 1)[1])
+                loss(model, r, 1).backward()
+            found.append(model.weight.grad[0, 1].item())
+            model.zero_grad(set_to_none=False)
+        return found
+
+    expected = pytest.approx(mean([of(r, k) for r in range(3) for k in range(2)]), rel=1e-12)
+    assert RUNS[where](body, range(3)) == [[expected] * 2] * 3
+
+
+def test_a_rank_that_drops_all_and_synchronizes():
+    def body(r):
+        model, averager = made()
+        micro_batch(model, averager, r, 0)
+        if r == 1:
+            model.zero_grad(set_to_none=False)
+        averager.synchronize()
+        return model.weight.grad[0, 0].item()
+
+    assert simulate(body, range(3), rules=True) == [pytest.approx(mean([of(0, 0), of(2, 0)]))] * 3
+
+
+def test_a_batch_whose_gradient_is_zero_counts():
+    """Its gradient is exactly zero, and was not dropped."""
+
+    def body(r):
+        model, averager = made()
+        averager.set_weight(5)
+        with averager.no_sync():
+            (loss(model, r, 0) * 0).backward()
+        averager.set_weight(1)
+        loss(model, r, 1).backward()
+        return model.weight.grad[0, 0].item()
+
+    assert simulate(body, range(2), rules=True) == [pytest.approx(mean([(0, 5), (2, 1), (0, 5), (12, 1)]))] * 2
