@@ -33,6 +33,7 @@ from diffcoll.core._torch import (
     after_backward,
     backward_at_work,
     has_earlier_hooks,
+    is_backward_compiled,
     is_backward_nested,
     nodes_after_nested_backward,
     untraced,
@@ -206,6 +207,12 @@ class Hooks:
         if not now.tasks:
             now.tasks.add(task)
             reducer.begin()
+        if is_backward_compiled():
+            raise RuntimeError(
+                f"{NAME}: compiled autograd runs this backward, which does not tell when it ends, so gradients would "
+                "not be averaged; turn it off (torch._dynamo.config.compiled_autograd), since torch.compile of a whole "
+                "step does not need it, or call backward within no_sync() and synchronize() after it"
+            )
         now.tasks.add(task)
         now.is_nested = now.is_nested or nested
         self._register_end_callback(nested)

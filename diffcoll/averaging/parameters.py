@@ -16,8 +16,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from diffcoll.averaging.ignoring import Ignored
+from diffcoll.averaging.state import NAME
 from diffcoll.core._torch import registries
 from diffcoll.core.errors import message
 
@@ -50,6 +52,10 @@ def named_parameters(operation: str, given: Any, ignored: Callable[[Pairs], Igno
         leaves_out = ignored(pairs)
         named = list({id(p): (name, p) for name, p in reversed(pairs) if not leaves_out(name, p)}.values())[::-1]
     for name, p in named:
+        if is_lazy(p):
+            got = f"{name}, which is not initialized yet"
+            remedy = "initialize lazy modules by a forward pass first, on all ranks"
+            raise ValueError(message(operation, "module_or_params", got, "initialized parameters", remedy))
         if not p.is_leaf:
             got = f"{name}, which is not a leaf"
             raise ValueError(message(operation, "module_or_params", got, "leaf tensors"))
@@ -78,6 +84,10 @@ def _refuse_modules(operation: str, given: nn.Module, ignored: Ignored) -> None:
             raise TypeError(
                 f"{where}: is in DistributedDataParallel, which averages its gradients; remove one of the two: "
                 f"give {operation} the module without DistributedDataParallel, or remove {operation}"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{where}: is scripted, and cannot be watched for new parameters; give {operation} its named_parameters()"
             )
         if isinstance(module, _fsdp_classes()):
             raise TypeError(f"{where}: FSDP shards this module and reduces its own gradients; remove {operation}")
@@ -137,6 +147,15 @@ class ForwardHook:
         method = self._method()
         if method is not None:
             method()
+
+    def __getattr__(self, name: str) -> Any:
+        """Explain, to torch.jit.script, that it cannot compile this hook: it asks for the hook's name first."""
+        if name == "__name__":
+            raise AttributeError(
+                f"{NAME}: torch.jit.script compiles forward hooks, and cannot compile this averager's; call detach() "
+                f"first; to train the scripted module, make a {NAME} of its named_parameters()"
+            )
+        raise AttributeError(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make copies and pickles of a module contain `{}.get` as the hook: a no-op, loaded without diffcoll."""

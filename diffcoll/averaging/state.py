@@ -17,6 +17,7 @@ BroadcastBuffers = Literal["never", "once", "each forward"]
 Reduction = Literal["mean", "sum", "weighted"]
 Unused = Literal["allow", "error"]
 
+_SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: Name in errors, profiles and check mode.
 NAME = "GradientAverager"
 
@@ -41,8 +42,9 @@ class Arguments:
         if not isinstance(self.bucket_mb, (int, float)) or not self.bucket_mb > 0:
             raise ValueError(message(NAME, "bucket_mb", repr(self.bucket_mb), "a number of megabytes above zero"))
         dtype = self.comm_dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(message(NAME, "comm_dtype", repr(dtype), "a floating-point torch.dtype or None"))
+        if dtype is not None and dtype not in _SUMMED:
+            expected = f"{', '.join(map(str, _SUMMED))}, in which gradients can be added, or None"
+            raise TypeError(message(NAME, "comm_dtype", repr(dtype), expected))
         if self.comm_hook is not None and not callable(self.comm_hook):
             expected = "a function of a bucket, or None"
             raise TypeError(message(NAME, "comm_hook", type(self.comm_hook).__name__, expected))

@@ -52,6 +52,7 @@ __all__ = [
     "has_earlier_hooks",
     "has_hooks",
     "integers",
+    "is_backward_compiled",
     "is_backward_nested",
     "is_batched_by_autograd",
     "is_differentiating",
@@ -383,6 +384,12 @@ def after_backward(do: Callable[[], None]) -> None:
 def backward_at_work() -> int:
     """Return the graph task id of the current backward, -1: none; a nested backward has its own id."""
     return torch._C._current_graph_task_id()
+
+
+def is_backward_compiled() -> bool:
+    """Whether compiled autograd runs the current backward: then `after_backward` never calls its function."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.in_compiled_autograd_region)
 
 
 def is_recomputing() -> bool:

@@ -244,3 +244,49 @@ def test_memory_of_a_gradient_that_is_exchanged_in_backward():
         assert ("weight: its gradient was changed" if r == 1 else "a rank has left this backward") in text
 
     simulate(body, range(2), rules=True)
+
+
+# ── modules that cannot be averaged as they are ──────────────────────────────────────────────────────────
+
+
+def test_lazy_modules():
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    text = refused(lambda: dc.GradientAverager(model), ValueError)
+    assert text == (
+        "GradientAverager: module_or_params: got 0.weight, which is not initialized yet, expected initialized "
+        "parameters; initialize lazy modules by a forward pass first, on all ranks"
+    )
+    model(torch.ones(1, 3))
+    dc.GradientAverager(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.int8])
+def test_dtypes_in_which_nothing_can_be_added(dtype):
+    text = refused(lambda: dc.GradientAverager(mlp(), comm_dtype=dtype), TypeError)
+    assert text == (
+        f"GradientAverager: comm_dtype: got {dtype}, expected torch.float16, torch.bfloat16, torch.float32, "
+        "torch.float64, in which gradients can be added, or None"
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_modules():
+    """PyTorch compiles forward hooks: an error that says so; a scripted module is averaged."""
+
+    def body(r):
+        model = mlp()
+        averager = dc.GradientAverager(model, broadcast_buffers="each forward")
+        text = refused(lambda: torch.jit.script(model), AttributeError)
+        assert text.startswith("GradientAverager: torch.jit.script compiles forward hooks")
+        assert "call detach() first; to train the scripted module, make a GradientAverager of its named" in text
+        traced = torch.jit.trace(model, batch(r), check_trace=False)
+        same([traced(batch(r))], [model(batch(r))], 1e-12)
+        averager.detach()
+        scripted = torch.jit.script(model)
+        text = refused(lambda: dc.GradientAverager(nn.Sequential(scripted)), TypeError)
+        assert text.startswith("GradientAverager: module_or_params: 0: is scripted, and cannot be watched for new")
+        averager = dc.GradientAverager(scripted.named_parameters())
+        backward(scripted, averager, "mean", r)
+        same([p.grad for p in scripted.parameters()], expected(2, "mean", mlp()))
+
+    simulate(body, range(2), rules=True)

@@ -1,0 +1,54 @@
+"""GradientAverager under compiled autograd, which runs no callback at the end of backward."""
+
+import pytest
+import torch
+from torch import nn
+
+import diffcoll as dc
+from diffcoll.testing import spawn
+
+
+def test_a_backward_under_compiled_autograd():
+    """An error on all ranks, also if one rank alone has it; `synchronize` and later backwards work."""
+
+    def body(r):
+        texts = []
+        for everywhere, reduction in ((True, "mean"), (False, "weighted")):
+            w = nn.Linear(3, 2, bias=False)
+            averager = dc.GradientAverager(w, reduction=reduction)
+
+            def step(synchronized, w=w, averager=averager, reduction=reduction):
+                w.zero_grad()
+                if reduction == "weighted":
+                    averager.set_weight(r + 1)
+                loss = w(torch.full((1, 3), r + 1.0)).sum()
+                if synchronized:
+                    loss.backward()
+                else:
+                    with averager.no_sync():
+                        loss.backward()
+                    averager.synchronize()
+
+            right = [[1.5 if reduction == "mean" else 5 / 3] * 3] * 2
+            with torch._dynamo.config.patch(compiled_autograd=everywhere or r == 1):
+                compiled = torch.compile(step, backend="eager")
+                with pytest.raises(RuntimeError) as caught:
+                    compiled(True)
+                    averager.synchronize()  # not reached; the ranks that wait raise when another rank goes on
+                texts.append(str(caught.value))
+                compiled(False)
+                torch.testing.assert_close(w.weight.grad, torch.tensor(right))
+            torch._dynamo.reset()
+            step(True)
+            torch.testing.assert_close(w.weight.grad, torch.tensor(right))
+            averager.detach()
+        return texts
+
+    found = spawn(body, range(2), timeout=200)
+    for r, texts in enumerate(found):
+        for k, text in enumerate(texts):
+            if k == 0 or r == 1:
+                assert text.startswith("GradientAverager: compiled autograd runs this backward, which does not tell")
+                assert "call backward within no_sync() and synchronize() after it" in text
+            else:
+                assert text.startswith("GradientAverager: a rank has left this backward by an error")
