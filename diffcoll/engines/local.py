@@ -41,6 +41,7 @@ from diffcoll.core._torch import (
 from diffcoll.core.errors import CollectiveMismatchError, Origin, not_run, within_backward
 from diffcoll.engines import delivery
 from diffcoll.engines.engine import Blocks, Engine, Wait
+from diffcoll.engines.one_profiler import one_profiler
 from diffcoll.engines.process_state import copies_end_here, process_state, set_process_state, states_of_ranks
 
 __all__ = [
@@ -176,7 +177,7 @@ class World:
         self.running = True
         _running += 1
         self._ready.extend(self._ranks)
-        with shared_forward_mode(), wrapped_backward_code(_wrapper):
+        with shared_forward_mode(), wrapped_backward_code(_wrapper), one_profiler(here):
             try:
                 self._ready.popleft().turn.release()
                 self._over.acquire()

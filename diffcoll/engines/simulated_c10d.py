@@ -41,10 +41,11 @@ _c = torch._C._distributed_c10d
 
 
 class Simulation:
-    """Connects the ranks of a world by torch.distributed."""
+    """Connects the ranks of a world by torch.distributed, which does what its backend "gloo" or "nccl" does."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, backend: str = "gloo") -> None:
         self.world = world
+        self.backend = backend
         # Programs of several processes may wait for a key that another rank sets later; here that rank would not run.
         self.store = _c.HashStore()
         self.store.set_timeout(timedelta(seconds=1))
@@ -155,10 +156,25 @@ class _GroupsOfThread:
         return self._before
 
     def __getattr__(self, name: str) -> Any:
+        if name == "default_pg" and _here.groups is not None and _is_default_argument():
+            return None
         return getattr(self._of_thread(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._of_thread(), name, value)
+
+
+def _is_default_argument() -> bool:
+    """Whether a module that is being imported asks for `dist.group.WORLD`, and keeps it in all ranks and afterwards.
+
+    `torch.distributed.nn.functional` has it as the default of arguments. None, which means the default group too, is
+    what a process finds there that imports before it calls init_process_group.
+    """
+    frame = sys._getframe(2)  # in the property
+    caller = frame.f_back
+    if frame.f_code.co_name != "WORLD" or caller is None or caller.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return False  # CO_OPTIMIZED: the code of a function, neither of a module nor of a class
+    return bool(getattr(caller.f_globals.get("__spec__"), "_initializing", False))
 
 
 @contextmanager
@@ -202,11 +218,13 @@ def _on_ranks(simulated: Callable[..., Any], real: Callable[..., Any]) -> Callab
 
 def _make_group(simulation: Simulation, real: Callable[..., Any], *args: Any, **more: Any) -> Any:
     call = inspect.signature(real).bind(*args, **more).arguments
+    asked = str(call["backend"] or "").lower()
     call.update(backend=_NAME, backend_options=None, device_id=None)
     group, store = real(**call)
     groups = _here.groups
     if isinstance(group, SimulatedGroup) and groups is not None:
         group._device_types = (torch.device("cpu"),)
+        group.as_gloo = simulation.backend == "gloo" and "nccl" not in asked
         # As under gloo on CPU, so that programs that ask for the backend do what they do there.
         groups.pg_map[group] = dist.Backend("gloo"), store
         groups.pg_backend_config[group] = str(c10d.BackendConfig(dist.Backend("gloo")))

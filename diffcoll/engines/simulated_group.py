@@ -19,14 +19,15 @@ from torch import Tensor
 
 from diffcoll.core._torch import RELEASE
 from diffcoll.core.errors import message, user_line
-from diffcoll.engines.engine import done
 from diffcoll.engines.local import LocalEngine, here
 from diffcoll.engines.simulated_moves import (
+    AS_NCCL,
     Mailbox,
     Message,
     Part,
     SimulatedWork,
     carry_out,
+    check_dtypes,
     contiguous,
     deliver,
     divide,
@@ -47,6 +48,8 @@ class SimulatedGroup(dist.ProcessGroup):
     # `split_group` asks for it.
     supports_splitting = False
     group_desc = "simulated"
+    # Whether what gloo refuses is an error; otherwise what NCCL accepts works.
+    as_gloo = True
     # Types of the devices of its backends. Set when torch has made the group, for which it must be empty till then.
     _device_types: tuple[torch.device, ...] = ()
 
@@ -57,6 +60,7 @@ class SimulatedGroup(dist.ProcessGroup):
         self._mailboxes = mailboxes
         self._owner = here()
         self._works: list[SimulatedWork] = []
+        self._coalesced: list[SimulatedWork] | None = None
 
     @property
     def engine(self) -> LocalEngine:
@@ -65,7 +69,9 @@ class SimulatedGroup(dist.ProcessGroup):
             raise RuntimeError(
                 f"got a process group that simulated rank {self._engine.group.ranks[self._engine.rank]} has made, in a "
                 "thread that is not that rank; groups belong to a rank, so call new_group on every rank and do not "
-                "keep groups in globals (the backward of CUDA tensors runs in a thread of its own)"
+                "keep groups in globals or caches, which simulated ranks share (the backward of CUDA tensors runs in a "
+                "thread of its own); a program that keeps them, as Megatron-core does, runs on processes: use spawn, "
+                'or on=("gloo",)'
             )
         return self._engine
 
@@ -85,10 +91,19 @@ class SimulatedGroup(dist.ProcessGroup):
         return self  # the method of the base class calls itself
 
     def _start_coalescing(self, device: object) -> None:
-        pass
+        if self.as_gloo:
+            what, expected = "torch.distributed._coalescing_manager", "no device on gloo, which does not implement it"
+            raise RuntimeError(message(what, "device", device, expected, AS_NCCL))
+        self._coalesced = []
 
     def _end_coalescing(self, device: object) -> SimulatedWork:
-        return SimulatedWork(done, [])
+        works, self._coalesced = self._coalesced or [], None
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+
+        return SimulatedWork(finish, [])
 
     def set_timeout(self, timeout: object) -> None:
         pass
@@ -98,6 +113,8 @@ class SimulatedGroup(dist.ProcessGroup):
     def _meet(self, name: str, parts: Sequence[Part], outputs: Tensors, op: str = "", how: str = "") -> SimulatedWork:
         """Join a collective. `how` is equal on all ranks, or their calls do not fit together."""
         what = f"torch.distributed.{name}{how and f' ({how})'}"
+        if self.as_gloo:
+            check_dtypes(name, parts)
         wait = self.engine._meet(what, "", list(parts), partial(carry_out, op))
         for y in outputs:
             warn_in_backward(f"torch.distributed.{name}, called at {user_line()},", y)
@@ -109,6 +126,8 @@ class SimulatedGroup(dist.ProcessGroup):
                     divide(y, self._engine.size)
 
         work = SimulatedWork(finish, outputs)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
         if RELEASE < (2, 7):  # C++ does not keep the Python part of a Work alive there, and would wait for ever
             self._works.append(work)
         return work
@@ -128,7 +147,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._meet("broadcast", parts, tensors, how=f"from rank {root}{layout('broadcast', tensors)}")
 
     def allreduce(self, tensors: Tensors, opts: Any = None, name: str = "all_reduce") -> SimulatedWork:
-        op, blocks = reduction(name, opts, tensors)
+        op, blocks = reduction(name, opts, tensors, self.as_gloo)
         parts = [Part(self._everybody(b), total=x) for b, x in zip(blocks, tensors, strict=True)]
         return self._meet(name, parts, tensors, op, f"{op}{layout(name, tensors)}")
 
@@ -136,7 +155,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self.allreduce(tensors, opts, "all_reduce_coalesced")
 
     def reduce(self, tensors: Tensors, opts: Any) -> SimulatedWork:
-        op, blocks = reduction("reduce", opts, tensors)
+        op, blocks = reduction("reduce", opts, tensors, self.as_gloo)
         root = opts.rootRank
         mine = self._engine.rank == root
         parts = [Part(self._only(root, b), total=x if mine else None) for b, x in zip(blocks, tensors, strict=True)]
@@ -146,32 +165,47 @@ class SimulatedGroup(dist.ProcessGroup):
     def allgather(
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = None, name: str = "all_gather"
     ) -> SimulatedWork:
+        for ys, x in zip(outputs, inputs):  # noqa: B905
+            self._check_shapes(name, ys, x)
         parts = [Part(self._everybody(plain(x)), self._one_each(name, ys)) for ys, x in zip(outputs, inputs)]  # noqa: B905
         return self._meet(name, parts, [y for ys in outputs for y in ys])
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> SimulatedWork:
-        return self.allgather(outputs, inputs, opts, "all_gather_coalesced")
+        """The output at [s][i] is the input i of rank s."""
+        name = "all_gather_coalesced"
+        lengths = [len(ys) for ys in outputs]
+        if lengths != [len(inputs)] * self._engine.size:
+            expected = f"for each of the {self._engine.size} ranks a list of {len(inputs)} tensors, as many as inputs"
+            raise ValueError(
+                message(f"torch.distributed.{name}", "output_tensor_lists", f"lengths {lengths}", expected)
+            )
+        return self.allgather([list(ys) for ys in zip(*outputs, strict=True)], inputs, opts, name)
 
     def allgather_into_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None, name: str = "all_gather_into_tensor"
     ) -> SimulatedWork:
-        return self.allgather([self._cut(name, "output_tensor", y) for y in outputs], inputs, opts, name)
+        cut = [self._cut(name, "output_tensor", y, x) for y, x in zip(outputs, inputs, strict=True)]
+        return self.allgather(cut, inputs, opts, name)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
         return self.allgather_into_tensor_coalesced([output], [input], opts)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> SimulatedWork:
         root, (x,) = opts.rootRank, inputs
+        for ys in outputs:
+            self._check_shapes("gather", ys, x)
         recvs = self._one_each("gather", outputs[0]) if self._engine.rank == root else ()
         parts = [Part(self._only(root, plain(x)), recvs)]
         return self._meet("gather", parts, [y for ys in outputs for y in ys], how=f"to rank {root}")
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> SimulatedWork:
         mine = self._engine.rank == opts.rootRank
-        return self.gather([self._cut("gather_single", "output", output)] if mine else [], [input], opts)
+        return self.gather([self._cut("gather_single", "output", output, input)] if mine else [], [input], opts)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> SimulatedWork:
         root, (y,) = opts.rootRank, outputs
+        for xs in inputs:
+            self._check_shapes("scatter", xs, y)
         sends = self._one_each("scatter", inputs[0]) if self._engine.rank == root else self._everybody(None)
         for x in sends:
             contiguous("scatter", y if x is None else x)
@@ -180,7 +214,9 @@ class SimulatedGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: Tensors, inputs: list[Tensors], opts: Any = None, name: str = "reduce_scatter"
     ) -> SimulatedWork:
-        ops = [reduction(name, opts, xs) for xs in inputs]
+        for xs, y in zip(inputs, outputs, strict=True):
+            self._check_shapes(name, xs[self._engine.rank : self._engine.rank + 1], y)  # as gloo, no more than that
+        ops = [reduction(name, opts, xs, self.as_gloo) for xs in inputs]
         parts = [
             Part(self._one_each(name, blocks), total=plain(y)) for (_, blocks), y in zip(ops, outputs, strict=True)
         ]
@@ -189,12 +225,15 @@ class SimulatedGroup(dist.ProcessGroup):
     def reduce_scatter_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None, name: str = "reduce_scatter_tensor"
     ) -> SimulatedWork:
-        return self.reduce_scatter(outputs, [self._cut(name, "input", x) for x in inputs], opts, name)
+        cut = [self._cut(name, "input", x, y) for x, y in zip(inputs, outputs, strict=True)]
+        return self.reduce_scatter(outputs, cut, opts, name)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
         return self.reduce_scatter_tensor_coalesced([output], [input], opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimulatedWork:
+        if inputs:
+            self._check_shapes("all_to_all", [*inputs, *outputs], inputs[0])
         parts = [Part(self._one_each("all_to_all", inputs), self._one_each("all_to_all", outputs))]
         return self._meet("all_to_all", parts, outputs)
 
@@ -225,9 +264,26 @@ class SimulatedGroup(dist.ProcessGroup):
             raise ValueError(message(f"torch.distributed.{name}", "tensors", f"{len(xs)} tensors", expected))
         return [plain(x) for x in xs]
 
-    def _cut(self, name: str, argument: str, x: Tensor) -> Tensors:
-        """Cut the tensor of all blocks, one behind the other in memory, into blocks."""
+    def _check_shapes(self, name: str, xs: Tensors, like: Tensor) -> None:
+        """Raise, as gloo does, if not all shapes are equal."""
+        for x in xs:
+            if self.as_gloo and x.shape != like.shape:
+                got, expected = f"shape {tuple(x.shape)}", f"{tuple(like.shape)}: gloo takes equal shapes only"
+                raise ValueError(message(f"torch.distributed.{name}", "tensors", got, expected, AS_NCCL))
+
+    def _cut(self, name: str, argument: str, x: Tensor, block: Tensor) -> Tensors:
+        """Cut the tensor of all blocks, one behind the other in memory, into blocks; under gloo along dimension 0."""
         x, n = plain(x), self._engine.size
+        if self.as_gloo:
+            shape = (n * block.shape[0], *block.shape[1:]) if block.dim() else None
+            if x.shape != shape:
+                expected = f"{shape}: gloo takes blocks of {tuple(block.shape)} along dimension 0"
+                if shape is None:
+                    expected = "blocks with a dimension 0, along which gloo takes them"
+                raise ValueError(
+                    message(f"torch.distributed.{name}", argument, f"shape {tuple(x.shape)}", expected, AS_NCCL)
+                )
+            return list(x.split_with_sizes([block.shape[0]] * n))
         if x.numel() % n or not x.is_contiguous():
             got, expected = f"shape {tuple(x.shape)}", f"a contiguous tensor with a multiple of {n} numbers"
             raise ValueError(message(f"torch.distributed.{name}", argument, got, expected))

@@ -20,11 +20,13 @@ from diffcoll.engines.engine import Wait
 from diffcoll.engines.local import NO_GRAPHS
 
 __all__ = [
+    "AS_NCCL",
     "Mailbox",
     "Message",
     "Part",
     "SimulatedWork",
     "carry_out",
+    "check_dtypes",
     "contiguous",
     "deliver",
     "divide",
@@ -35,6 +37,13 @@ __all__ = [
 ]
 
 _MEMORY = "backends read and write its memory in order, whatever the strides"
+
+#: The remedy if gloo refuses what other backends do.
+AS_NCCL = 'simulate(torch_distributed="nccl"), or a group of backend "nccl", does what NCCL does'
+
+#: Dtypes of gloo's collectives; torch.distributed passes complex tensors as real ones.
+_GLOO_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+_GLOO_DTYPES |= {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
 
 _FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
@@ -202,8 +211,11 @@ def _total(op: str, blocks: list[Tensor]) -> Tensor:
 
 def divide(x: Tensor, n: int) -> None:
     """Turn a sum into the mean. As on gloo, autograd records the division; whole numbers are truncated, as on NCCL."""
-    rounds = not (x.is_floating_point() or x.is_complex())
-    x.div_(n, rounding_mode="trunc" if rounds else None)
+    x.div_(n, rounding_mode=None if _is_fractional(x) else "trunc")
+
+
+def _is_fractional(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def warn_in_backward(call: str, y: Tensor) -> None:
@@ -259,17 +271,29 @@ def _unequal(r: int, out: Tensor, s: int, block: Tensor | None) -> CollectiveMis
     return CollectiveMismatchError(f"rank {r} expects {out.dtype} {tuple(out.shape)} from rank {s}, which sends {got}")
 
 
-def reduction(name: str, opts: Any, tensors: list[Tensor]) -> tuple[str, list[Tensor]]:
+def check_dtypes(name: str, parts: Sequence[Part]) -> None:
+    """Raise, as gloo does, for a dtype that it does not have."""
+    for part in parts:
+        for x in (*part.sends, *part.recvs, part.total):
+            if x is not None and x.dtype not in _GLOO_DTYPES:
+                expected = "a dtype of gloo: float16 to float64, bfloat16, bool, uint8, int8, int32 or int64"
+                raise TypeError(message(f"torch.distributed.{name}", "tensor", x.dtype, expected, AS_NCCL))
+
+
+def reduction(name: str, opts: Any, tensors: list[Tensor], as_gloo: bool) -> tuple[str, list[Tensor]]:
     """Return the name of the reduction, and what to reduce."""
     blocks = [plain(x) for x in tensors]
     chosen: Any = dist.ReduceOp.SUM if opts is None else opts.reduceOp
     op = str(getattr(chosen, "op", chosen).name)
+    if as_gloo and (op == "PREMUL_SUM" or (op == "AVG" and not all(map(_is_fractional, blocks)))):
+        what = op if op == "PREMUL_SUM" else f"AVG of {tensors[0].dtype}"
+        raise ValueError(message(f"torch.distributed.{name}", "op", what, "an op that gloo has", AS_NCCL))
     if op == "PREMUL_SUM":
         # There is no public access to the factor; its pickled state has it.
         _, factor = chosen.__getstate__()
         return "SUM", [x * factor for x in blocks]
     for x in blocks:
-        if (op == "AVG" and x.dtype == torch.bool) or (op[0] == "B" and (x.is_floating_point() or x.is_complex())):
+        if (op == "AVG" and x.dtype == torch.bool) or (op[0] == "B" and _is_fractional(x)):
             expected = "numbers" if op == "AVG" else "integers or bool"
             raise ValueError(message(f"torch.distributed.{name}", "op", f"{op} of {x.dtype}", f"{expected} for {op}"))
     return op, blocks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import index
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ def simulate(
     fn: Callable[..., Any],
     *per_rank: Sequence[Any],
     rules: bool = False,
-    torch_distributed: bool = False,
+    torch_distributed: bool | Literal["gloo", "nccl"] = False,
     seed: int = 0,
 ) -> list[Any]:
     """Tests without processes: run fn on N simulated ranks, like `map`; returns the list of all ranks' results.
@@ -62,8 +62,10 @@ def simulate(
         per_rank: one or more sequences of equal length N, one element for each rank.
         rules: run the library's rules instead of the ground truth.
         torch_distributed: let fn call torch.distributed: its collectives, messages, groups, `DeviceMesh`,
-            `DistributedDataParallel`. `get_backend()` is "gloo". Compiled functions run uncompiled. Implies `rules`.
-            See notes/which-gradient.md.
+            `DistributedDataParallel`. `get_backend()` is "gloo", and what gloo refuses is an error: unequal shapes in
+            lists, stacked outputs, int16, means of integers. "nccl", and groups of backend "nccl", do what NCCL does.
+            Compiled functions run uncompiled. Implies `rules`. Module globals and caches are shared by all ranks:
+            a program that keeps process groups there, as Megatron-core, needs `spawn`. See notes/which-gradient.md.
         seed: rank r seeds its random number generators (torch, random, numpy) with (seed, r), as under `spawn`; the
             caller's generators are not changed.
 
@@ -87,11 +89,14 @@ def simulate(
             backward inside fn.
         Exception: the first exception that fn raised on any rank.
     """
+    if torch_distributed not in (True, False, "gloo", "nccl"):
+        expected = 'True, False, "gloo" or "nccl"'
+        raise ValueError(message("simulate", "torch_distributed", repr(torch_distributed), expected))
     arguments = per_rank_arguments("simulate", per_rank)
     world = World(len(arguments), seed=seed, truth=None)
     bodies = [partial(fn, *a) for a in arguments]
     if torch_distributed:
-        simulation = simulated_c10d.Simulation(world)
+        simulation = simulated_c10d.Simulation(world, "nccl" if torch_distributed == "nccl" else "gloo")
         with simulated_c10d.installed():
             return world.run([simulation.body(body) for body in bodies])
     if not rules:

@@ -381,7 +381,7 @@ def test_what_nccl_has_and_gloo_has_not():
         works.wait()
         assert (a.item(), b.tolist()) == (3, [3, 3])
 
-    simulated(body, range(3))
+    simulate(body, range(3), torch_distributed="nccl")
 
 
 def test_half_precisions_are_rounded_after_each_term():
@@ -518,7 +518,7 @@ def test_wrong_arguments():
     of("all_gather: tensors: got 1 tensors, expected one tensor for each of the 2 ranks")(
         lambda r: dist.all_gather([torch.ones(1)], torch.ones(1))
     )
-    of(r"input: got shape \(3,\), expected a contiguous tensor with a multiple of 2 numbers")(
+    of(r"input: got shape \(3,\), expected \(2,\): gloo takes blocks of \(1,\) along dimension 0; simulate\(torch_dis")(
         lambda r: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(3))
     )
     of(r"input: got shape \(3,\), split sizes \[1, 1\], expected 2 sizes that add up")(

@@ -1,0 +1,352 @@
+"""The functions of torch.distributed with shapes, dtypes and ops: simulated ranks return and refuse what gloo does."""
+
+import importlib
+import sys
+from functools import cache
+from types import FunctionType
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as fc
+import torch.distributed.nn.functional
+from releases import RELEASE
+from torch.distributed import distributed_c10d as c10d
+from torch.utils._pytree import tree_map
+
+import diffcoll as dc
+from diffcoll.testing import simulate, spawn
+
+pytestmark = [
+    pytest.mark.skipif(RELEASE < (2, 13), reason="what gloo refuses differs between releases of torch"),
+    pytest.mark.filterwarnings("ignore:.?torch.distributed:FutureWarning"),
+]
+
+
+def x(r, *shape):
+    """Small numbers, different on every rank and at every place."""
+    return torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape) * (r + 2) - 7
+
+
+def empty(*shape):
+    return torch.full(shape, -1.0)
+
+
+def into(call, y, *more, **options):
+    call(y, *more, **options)
+    return y
+
+
+# ── rows: name, f(r, n, group) ───────────────────────────────────────────────────────────────────────────
+
+
+def gathered(r, n, g, outputs, shape):
+    return into(dist.all_gather, [empty(*s) for s in outputs], x(r, *shape), group=g)
+
+
+def gathered_into(r, n, g, output, shape):
+    return into(dist.all_gather_into_tensor, empty(*output), x(r, *shape), group=g)
+
+
+def coalesced(r, n, g, outer, inner):
+    outputs = [[empty(2) for _ in range(inner)] for _ in range(outer)]
+    inputs = [x(r, 2), x(r + 5, 2)]
+    return into(dist.all_gather_coalesced, outputs, inputs, group=g)
+
+
+def scattered(r, n, g, output, shape, op=dist.ReduceOp.SUM):
+    return into(dist.reduce_scatter_tensor, empty(*output), x(r, *shape), op, group=g)
+
+
+def scattered_list(r, n, g, output, shapes):
+    return into(dist.reduce_scatter, empty(*output), [x(r + s, *shape) for s, shape in enumerate(shapes)], group=g)
+
+
+def exchanged(r, n, g, inputs, outputs):
+    return into(dist.all_to_all, [empty(*s) for s in outputs], [x(r + s, *t) for s, t in enumerate(inputs)], group=g)
+
+
+def at_root(r, n, g, call, shapes):
+    """Gloo refuses on the root alone, before it sends; elsewhere ranks would wait."""
+    if r == 0:
+        call(g, shapes)
+
+
+def gathered_at(g, shapes):
+    dist.gather(x(0, 1), [empty(*s) for s in shapes], 0, g)
+
+
+def scattered_from(g, shapes):
+    dist.scatter(empty(1), [empty(*s) for s in shapes], 0, g)
+
+
+def reduced(r, n, g, dtype, op):
+    return into(dist.all_reduce, x(r, 2).to(dtype), op, group=g)
+
+
+def managed(r, n, g, device):
+    y, z = [x(r, 3), x(r + 1, 2)], [empty(2 * n), empty(n)]
+    with c10d._coalescing_manager(g, device):
+        for t in y:
+            dist.all_reduce(t, group=g)
+    with c10d._coalescing_manager(g, device):
+        for t in z:
+            dist.all_gather_into_tensor(t, x(r, t.numel() // n), group=g)
+    return y, z
+
+
+def of_dtype(r, n, g, dtype):
+    """The calls that move or sum a dtype, each with its outcome."""
+
+    def cast(*shape):
+        return x(r, *shape).to(dtype)
+
+    def outcome(call):
+        try:
+            found = call()
+        except Exception:
+            return "refused"
+        return [t.tolist() if t.dtype != torch.float8_e4m3fn else t.float().tolist() for t in found]
+
+    calls = [
+        lambda: [into(dist.broadcast, cast(3), n - 1, group=g)],
+        lambda: into(
+            dist.all_gather, [cast(2) * 0 for _ in range(n)] if "float8" not in str(dtype) else [], cast(2), group=g
+        ),
+        lambda: [into(dist.all_gather_into_tensor, torch.empty(2 * n, dtype=dtype), cast(2), group=g)],
+        lambda: [into(dist.all_to_all_single, torch.empty(2 * n, dtype=dtype), cast(2 * n), group=g)],
+        lambda: [into(dist.reduce_scatter_tensor, torch.empty(2, dtype=dtype), cast(2 * n), group=g)],
+    ]
+    ops = dist.ReduceOp
+    calls += [
+        lambda op=op: [into(dist.all_reduce, cast(3), op, group=g)]
+        for op in (ops.SUM, ops.PRODUCT, ops.MIN, ops.MAX, ops.AVG, ops.BAND, ops.BOR, ops.BXOR)
+    ]
+    return [outcome(call) for call in calls]
+
+
+def transposed(r, n, g):
+    y = empty(3, 2 * n).t()
+    dist.all_gather_into_tensor(y, x(r, 3, 2).t(), group=g)
+    return y
+
+
+def over_both(f, *more):
+    return lambda r, n, g: f(r, n, g, *(m(n) if isinstance(m, FunctionType) else m for m in more))
+
+
+SAME = {
+    "all_gather": over_both(gathered, lambda n: [(2, 3)] * n, (2, 3)),
+    "all_gather, 0-d": over_both(gathered, lambda n: [()] * n, ()),
+    "all_gather, empty": over_both(gathered, lambda n: [(0, 2)] * n, (0, 2)),
+    "all_gather_coalesced": over_both(coalesced, lambda n: n, 2),
+    "all_gather_into_tensor": over_both(gathered_into, lambda n: (2 * n, 3), (2, 3)),
+    "all_gather_into_tensor, strides": transposed,
+    "all_gather_into_tensor, empty": over_both(gathered_into, (0, 3), (0, 3)),
+    "reduce_scatter_tensor": over_both(scattered, (2, 3), lambda n: (2 * n, 3)),
+    "reduce_scatter_tensor, mean": over_both(scattered, (2,), lambda n: (2 * n,), dist.ReduceOp.AVG),
+    "reduce_scatter": over_both(scattered_list, (3, 2), lambda n: [(3, 2)] * n),
+    "reduce_scatter, uneven": lambda r, n, g: scattered_list(r, n, g, (r + 1,), [(s + 1,) for s in range(n)]),
+    "all_to_all": over_both(exchanged, lambda n: [(2, 2)] * n, lambda n: [(2, 2)] * n),
+    "coalescing": over_both(managed, None),
+    "coalesced, functional": lambda r, n, g: [
+        y + 0
+        for y in fc.all_gather_into_tensor_coalesced([x(r, 2), x(r, 1)], g)
+        + fc.reduce_scatter_tensor_coalesced([x(r, 2 * n), x(r, n)], "sum", [0, 0], g)
+    ],
+}
+DTYPES = [torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
+DTYPES += [torch.bool, torch.float8_e4m3fn, torch.uint16]
+SAME |= {str(dtype): over_both(of_dtype, dtype) for dtype in DTYPES}
+
+EQUAL = "gloo takes equal shapes only"
+ALONG = r"gloo takes blocks of .* along dimension 0"
+REFUSED = {
+    "all_gather, uneven": (lambda r, n, g: gathered(r, n, g, [(s + 1,) for s in range(n)], (r + 1,)), EQUAL),
+    "all_gather, other shape": (over_both(gathered, lambda n: [(3, 2)] * n, (2, 3)), EQUAL),
+    "all_gather, too few": (over_both(gathered, lambda n: [(2,)] * (n - 1), (2,)), "one tensor for each of the"),
+    "all_gather_coalesced, 3 of 2": (over_both(coalesced, lambda n: n, 3), "as many as inputs"),
+    "all_gather_coalesced, 1 rank": (over_both(coalesced, 1, 2), "as many as inputs"),
+    "all_gather_into_tensor, stacked": (over_both(gathered_into, lambda n: (n, 2, 3), (2, 3)), ALONG),
+    "all_gather_into_tensor, stacked 1-d": (over_both(gathered_into, lambda n: (n, 2), (2,)), ALONG),
+    "all_gather_into_tensor, flat": (over_both(gathered_into, lambda n: (6 * n,), (2, 3)), ALONG),
+    "all_gather_into_tensor, along dim 1": (over_both(gathered_into, lambda n: (3, 2 * n), (3, 2)), ALONG),
+    "all_gather_into_tensor, 0-d": (over_both(gathered_into, lambda n: (n,), ()), "blocks with a dimension 0"),
+    "reduce_scatter_tensor, stacked": (over_both(scattered, (2, 3), lambda n: (n, 2, 3)), ALONG),
+    "reduce_scatter_tensor, flat": (over_both(scattered, (6,), lambda n: (2 * n, 3)), ALONG),
+    "reduce_scatter, other shape": (over_both(scattered_list, (3, 2), lambda n: [(2, 3)] * n), EQUAL),
+    "all_to_all, uneven": (
+        lambda r, n, g: exchanged(r, n, g, [(s + 1,) for s in range(n)], [(r + 1,)] * n),
+        EQUAL,
+    ),
+    "all_to_all, other shape": (over_both(exchanged, lambda n: [(2, 3)] * n, lambda n: [(3, 2)] * n), EQUAL),
+    "gather, uneven": (lambda r, n, g: at_root(r, n, g, gathered_at, [(s + 1,) for s in range(n)]), EQUAL),
+    "gather, other shape": (lambda r, n, g: at_root(r, n, g, gathered_at, [(1, 1)] * n), EQUAL),
+    "scatter, uneven": (lambda r, n, g: at_root(r, n, g, scattered_from, [(s + 1,) for s in range(n)]), EQUAL),
+    "scatter, other shape": (lambda r, n, g: at_root(r, n, g, scattered_from, [(1, 1)] * n), EQUAL),
+    "premultiplied sum": (over_both(reduced, torch.float, dist._make_nccl_premul_sum(2.0)), "an op that gloo has"),
+    "mean of integers": (over_both(reduced, torch.int64, dist.ReduceOp.AVG), "an op that gloo has"),
+    "int16": (over_both(reduced, torch.int16, dist.ReduceOp.SUM), "a dtype of gloo"),
+    "coalescing of a device": (over_both(managed, torch.device("cpu")), "gloo, which does not implement it"),
+}
+ROWS = {**SAME, **{name: call for name, (call, _) in REFUSED.items()}}
+
+
+@cache
+def on_gloo():
+    """The outcomes of all rows, by number of ranks and rank: of all three ranks, then of ranks 0 and 1."""
+
+    def body(r):
+        found = {}
+        for n, group in ((3, dist.group.WORLD), (2, dist.new_group([0, 1]))):
+            for name, call in ROWS.items() if r < n else ():
+                try:
+                    found[n, name] = as_lists(call(r, n, group))
+                except Exception as error:
+                    found[n, name] = f"{type(error).__name__}: {error}"
+        return found
+
+    return spawn(body, range(3))
+
+
+def as_lists(found):
+    return tree_map(lambda t: t.tolist() if isinstance(t, torch.Tensor) else t, found)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("name", SAME)
+def test_returns_what_gloo_returns(name, n):
+    found = simulate(lambda r: as_lists(SAME[name](r, n, dist.group.WORLD)), range(n), torch_distributed=True)
+    assert found == [outcomes[n, name] for outcomes in on_gloo()[:n]]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_what_gloo_refuses(name, n):
+    call, text = REFUSED[name]
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=text) as error:
+        simulate(lambda r: call(r, n, dist.group.WORLD), range(n), torch_distributed=True)
+    assert str(error.value).startswith("torch.distributed.")
+    assert "Error: " in on_gloo()[0][n, name], on_gloo()[0][n, name]
+
+
+# ── what NCCL does ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_nccl_does_is_available():
+    """Its results are those of the definition; NCCL was not run."""
+
+    def body(r):
+        n = 3
+        xs = [x(s, 2, 3) for s in range(n)]
+        assert torch.equal(gathered_into(r, n, None, (n, 2, 3), (2, 3)), torch.stack(xs))
+        uneven = gathered(r, n, None, [(s + 1,) for s in range(n)], (r + 1,))
+        assert all(torch.equal(y, x(s, s + 1)) for s, y in enumerate(uneven))
+        y, z = managed(r, n, None, torch.device("cpu"))  # silently not reduced, if the works are not waited for
+        assert torch.equal(y[0], sum(x(s, 3) for s in range(n))) and torch.equal(
+            y[1], sum(x(s + 1, 2) for s in range(n))
+        )
+        assert torch.equal(z[0], torch.cat([x(s, 2) for s in range(n)])) and not (z[1] == -1).any()
+        return dist.get_backend()
+
+    assert simulate(body, range(3), torch_distributed="nccl") == ["gloo"] * 3
+
+    with pytest.raises(ValueError, match="expected a contiguous tensor with a multiple of 2 numbers"):
+        simulate(lambda r: scattered(r, 2, None, (1,), (3,)), range(2), torch_distributed="nccl")
+
+    def of_a_group(r):
+        g = dist.new_group(backend="nccl")
+        assert gathered_into(r, 2, g, (2, 2), (2,)).shape == (2, 2)
+        gathered_into(r, 2, None, (2, 2), (2,))
+
+    with (
+        pytest.raises(ValueError, match='torch_distributed="nccl"'),
+        pytest.warns(UserWarning, match="default timeout"),
+    ):
+        simulate(of_a_group, range(2), torch_distributed=True)
+    with pytest.raises(ValueError, match="simulate: torch_distributed: got 'mpi', expected True, False, \"gloo\" or"):
+        simulate(of_a_group, range(2), torch_distributed="mpi")
+
+
+# ── state of the process ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_modules_imported_in_a_rank_keep_no_group(tmp_path, monkeypatch):
+    """Defaults of arguments are of the module: of all ranks, and of what runs afterwards."""
+    (tmp_path / "diffcoll_test_of_a_user.py").write_text(
+        "import torch.distributed as dist\n"
+        "class Layer:\n"
+        "    def total(self, x, group=dist.group.WORLD):\n"
+        "        return dist.all_reduce(x, group=group) or x\n"
+        "SIZE = dist.get_world_size()\n"
+        "def world():\n"
+        "    return dist.group.WORLD\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("torch.distributed.nn.functional", "diffcoll_test_of_a_user")
+    monkeypatch.setattr(torch.distributed.nn, "functional", importlib.import_module(names[0]))
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+
+    def body(r):
+        functional, user = (importlib.import_module(name) for name in names)
+        assert user.SIZE == 2 and user.world().size() == 2
+        return functional.all_reduce(torch.tensor(r + 1.0)).item(), user.Layer().total(torch.tensor(r + 1.0)).item()
+
+    for _ in range(2):
+        assert simulate(body, range(2), torch_distributed=True) == [(3, 3)] * 2
+    assert sys.modules[names[0]].all_reduce.__defaults__[-1] is None
+    assert sys.modules[names[1]].Layer.total.__defaults__ == (None,)
+
+
+def test_a_group_in_a_global_names_the_way_out():
+    kept = []
+
+    def body(r):
+        if not kept:
+            kept.append(dist.group.WORLD)
+        dist.barrier()
+        dist.all_reduce(torch.ones(1), group=kept[0])
+
+    with pytest.raises(RuntimeError, match=r"keeps them, as Megatron-core does, .* use spawn, or on=\(\"gloo\",\)"):
+        simulate(body, range(2), torch_distributed=True)
+
+
+def test_a_second_profiler_is_an_error():
+    """It ended the process by SIGSEGV."""
+
+    def body(r, ranks):
+        y = torch.tensor(r + 1.0)
+        if r in ranks:
+            with torch.profiler.profile() as profile:
+                y = dc.all_reduce(y) * 1
+            assert any(event.name == "aten::mul" for event in profile.events())
+        else:
+            y = dc.all_reduce(y)
+        return y.item()
+
+    def alone(r):
+        with torch.profiler.profile():
+            return r + 1
+
+    for more in ({}, {"rules": True}, {"torch_distributed": True}):
+        text = (
+            "torch.profiler: entered on simulated rank 2 while simulated rank 0 is in a profiler; a process has one, so"
+        )
+        with pytest.raises(RuntimeError, match=text):
+            simulate(body, range(3), [{0, 2}] * 3, **more)
+        assert simulate(alone, range(3), **more) == [1, 2, 3]
+    assert simulate(body, range(3), [{1}] * 3) == [6] * 3
+    with torch.profiler.profile():
+        assert simulate(body, range(3), [{}] * 3) == [6] * 3
+        with pytest.raises(RuntimeError, match="while the caller of simulate is in a profiler"):
+            simulate(alone, range(3))
+
+
+def test_private_names_of_the_profiler():
+    from diffcoll.engines.one_profiler import _REPLACED
+
+    for name in (*_REPLACED, "_is_profiler_enabled"):
+        assert hasattr(torch.autograd.profiler, name), name
+    assert type(c10d._WorldMeta.WORLD) is property and c10d._WorldMeta.WORLD.fget.__name__ == "WORLD"
