@@ -66,7 +66,7 @@ class Hooks:
             with _requiring_grad(p.tensor):
                 hook = self._hook(Hooks._after_accumulate, p)
                 p.hooks.append(p.tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-            if self._reducer.reduction != "mean" or has_earlier_hooks(p.tensor):
+            if self._reducer.changes_reduced or has_earlier_hooks(p.tensor):
                 self._hook_before(p)
 
     def renew(self) -> None:
@@ -132,6 +132,7 @@ class Hooks:
             if reducer.weights.is_pending:
                 reducer.count_weight()
             weight, p.weighted_at = reducer.weights.current, reducer.count
+        reducer.refuse_replaced(p)
         reducer.set_aside(p)
         p.reduced = None
         if reducer.join.ran_out:

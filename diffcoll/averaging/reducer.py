@@ -118,15 +118,31 @@ class Reducer:
     def set_aside(self, p: Parameter) -> None:
         """Set aside a gradient that was reduced before, so that it is not reduced again.
 
-        Not for a mean: averaging a value that is equal on all ranks does not change it.
+        Not where the reduction keeps what is equal on all ranks.
         """
         if not p.drop_earlier_if_zeroed():
             raise RuntimeError(
                 f"{NAME}: {p.name}: its gradient was changed while backward calls were added to a reduced gradient; "
                 "call zero_grad() before the first of them, or synchronize() before the change"
             )
-        if p.reduced is not None and p.reduced is p.tensor.grad and self.reduction != "mean":
+        if p.reduced is not None and p.reduced is p.tensor.grad and self.changes_reduced:
             p.set_aside()
+
+    @property
+    def changes_reduced(self) -> bool:
+        """Whether to reduce a value that is equal on all ranks may change it; a mean does not, a hook may."""
+        return self.reduction != "mean" or self._comm_hook is not None
+
+    def refuse_replaced(self, p: Parameter) -> None:
+        """Raise, before another gradient is added to it, if `.grad` replaces a reduced one, and is not zero."""
+        grad = p.tensor.grad
+        if p.reduced is None or grad is None or p.reduced is grad or not self.changes_reduced:
+            return
+        if grad.layout != torch.strided or grad.any():
+            raise RuntimeError(
+                f"{NAME}: {p.name}: its gradient was replaced after its reduction, and would be reduced twice; modify "
+                "it in place, or call zero_grad() before backward"
+            )
 
     def count_weight(self) -> None:
         """Count the weight of a batch, whose first gradient is about to be accumulated."""
