@@ -59,13 +59,14 @@ class Started:
 
     def __init__(self, f: Linear, x: Tensor) -> None:
         self._f, self._request = f, _Request()
-        self._chain = joint.here.chain and joint.recording()
+        self._chain, self._backward = joint.here.chain and joint.recording(), joint.here.backward
         self._like = x.shape, x.dtype, x.device
         self._empty = record(_Start, x, f, self._request)
 
     def __call__(self) -> Tensor:
         """Wait for f(x)."""
-        return record(_Wait, self._empty, self._f, self._request)
+        with joint.recording_again(self._chain, self._backward):
+            return record(_Wait, self._empty, self._f, self._request)
 
     def done(self) -> bool:
         """Whether a wait would return at once; see `Pending.done`."""
@@ -74,11 +75,12 @@ class Started:
 
     def abandon(self) -> None:
         """Give up the result; see `Pending.abandon`."""
-        if self._chain is not None and self._chain is joint.recording():
-            shape, dtype, device = self._like
-            y = torch.zeros(self._f.shape(shape), dtype=dtype, device=device)
-            self._request.wait = lambda: y
-            self()
+        with joint.recording_again(self._chain, self._backward):
+            if self._chain is not None and self._chain is joint.recording():
+                shape, dtype, device = self._like
+                y = torch.zeros(self._f.shape(shape), dtype=dtype, device=device)
+                self._request.wait = lambda: y
+                record(_Wait, self._empty, self._f, self._request)
         del self._request, self._empty
 
 
@@ -173,7 +175,11 @@ class _Start(Function):
         adjoint = ctx.request.adjoints.pop(backward_at_work(), None)
         if adjoint is None:  # without a wait, this node is reached only through the chain of joint_backward
             name, line = ctx.origin.name, ctx.origin.line
-            raise RuntimeError(f"{name}(async_op=True) at {line}: backward: never waited for; call wait() first")
+            what = "got a collective in flight, expected one that was waited for before joint(loss)"
+            remedy = "call wait() or abandon() first, on all ranks"
+            if name == "shift":
+                remedy += "; if it sends the next block of a ring that was left early, close() the ring's iterator"
+            raise RuntimeError(f"{name}(async_op=True) at {line}: backward: {what}; {remedy}")
         return record(_Wait, gempty, ctx.f.adjoint, adjoint), None, None
 
     @staticmethod

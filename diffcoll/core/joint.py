@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -32,7 +32,7 @@ from diffcoll.core._torch import (
 )
 from diffcoll.core.errors import message, user_line
 
-__all__ = ["is_joint", "joint_backward", "record", "recording"]
+__all__ = ["is_joint", "joint_backward", "record", "recording", "recording_again"]
 
 
 class _Chain:
@@ -156,6 +156,15 @@ def is_joint() -> bool:
 def recording() -> _Chain | None:
     """Return the chain that records a collective called now; None: it is not recorded."""
     return here.chain if here.backward == backward_at_work() else None
+
+
+def recording_again(chain: _Chain | None, backward: int) -> AbstractContextManager[None]:
+    """Return a context that records collectives on a chain, also after its region; `backward` is `here.backward` of it.
+
+    A result may be waited for after the region in which it was started; its wait belongs to the same chain.
+    """
+    again = chain is not None and chain is not here.chain and backward == backward_at_work()
+    return _recording_on(chain) if again else nullcontext()
 
 
 def record(rule: Any, x: Tensor, *more: Any) -> Tensor:

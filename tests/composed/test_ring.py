@@ -278,3 +278,30 @@ def test_check_mode():
             return derivatives(by_ring, r)[1].tolist()
 
     assert simulate(body, range(3), rules=True) == spawn(body, range(3))
+
+
+@pytest.mark.parametrize("kept", ["closed", "used up", "kept"])
+def test_left_early_and_kept_within_joint_backward(kept):
+    def body(r):
+        x = torch.tensor([1.0, 10.0])[: r + 1].clone().requires_grad_()
+        with dc.joint_backward() as joint:
+            blocks = dc.ring(x)
+            total = sum((r + 1) * block.square().sum() for _, (_, block) in zip(range(2), blocks, strict=False))
+        if kept == "closed":
+            blocks.close()
+        elif kept == "used up":
+            next(blocks)
+        else:
+            text = (
+                r"shift\(async_op=True\) at .*test_ring.py:\d+: backward: got a collective in flight, .*; if it sends "
+            )
+            with pytest.raises(RuntimeError, match=text + "the next block of a ring that was left early, close"):
+                joint(total).backward()
+            return None
+        joint(total).backward()
+        return x.grad.tolist()
+
+    # block s is used by ranks s and s + 1, with weights s + 1 and s + 2
+    xs = [torch.tensor([1.0, 10.0])[: r + 1] for r in range(3)]
+    expected = [(2 * x * (r + 1 + (r + 1) % 3 + 1)).tolist() for r, x in enumerate(xs)]
+    assert simulate(body, range(3), rules=True) == ([None] * 3 if kept == "kept" else expected)

@@ -423,13 +423,52 @@ def test_never_waited_for_in_a_region_of_joint_backward():
             pending = dc.all_reduce(x, async_op=True)
             loss = joint(dc.all_gather(x).sum())
             with pytest.raises(
-                RuntimeError, match=r"all_reduce\(async_op=True\) at .*py:\d+: backward: never waited for"
+                RuntimeError,
+                match=r"all_reduce\(async_op=True\) at .*py:\d+: backward: got a collective in flight, expected one "
+                r"that was waited for before joint\(loss\); call wait\(\) or abandon\(\) first, on all ranks$",
             ):
                 loss.backward()
         pending.wait()
 
     for run in RUNS.values():
         run(body, range(2))
+
+
+@pytest.mark.parametrize("ends", ["wait", "abandon", "in another region"])
+def test_waited_for_after_the_region_it_is_a_part_of_it(ends):
+    """Rank 1 ignores the result, so its backward reaches the wait through the chain only."""
+
+    def body(r):
+        x = torch.tensor([1.0 + r, -2.0], requires_grad=True)
+        with dc.joint_backward() as joint:
+            pending = dc.all_gather([x.sin(), x.double()[:r]], sizes="auto", async_op=True)
+            z = dc.all_reduce(x * (r + 1), "max")
+        dc.all_reduce(torch.ones(1))
+        if ends == "abandon":
+            pending.abandon()
+            y = torch.zeros(4)
+        elif ends == "in another region":
+            with dc.joint_backward() as other:
+                other(dc.all_reduce(x.cos()).sum())  # whose backward does not run
+                y = pending.wait()[0]
+        else:
+            y = pending.wait()[0]
+        weights = torch.arange(4.0)
+        loss = (weights * y).sum() if r == 0 else z.square().sum()
+        joint(loss).backward()
+        return x.grad.tolist(), dc.all_reduce(torch.ones(1)).item()
+
+    def expected(r):
+        x = torch.tensor([1.0 + r, -2.0], requires_grad=True)
+        z = dc.all_reduce(x * (r + 1), "max")
+        y = dc.all_gather(x.sin()) * (ends != "abandon")
+        loss = (torch.arange(4.0) * y).sum() if r == 0 else z.square().sum()
+        with_all = loss + 0 * (y.sum() + z.sum())
+        with_all.backward()
+        return x.grad.tolist(), 2
+
+    for run in (RUNS["rules"], RUNS["gloo"]):
+        assert run(body, range(2)) == simulate(expected, range(2), rules=True)
 
 
 def with_errors_in_between(r):
