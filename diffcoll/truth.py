@@ -159,7 +159,8 @@ class _One(Function):
         ctx.n = len(xs)
         for r, x in enumerate(xs):
             if x.is_floating_point() or x.is_complex():
-                same = torch.allclose(x, xs[0], rtol=_tolerance(x), atol=_tolerance(x), equal_nan=True)
+                a, b = _precise(x), _precise(xs[0])
+                same = torch.allclose(a, b, rtol=_tolerance(x), atol=_tolerance(x), equal_nan=True)
             else:
                 same = torch.equal(x, xs[0])
             if not same:
@@ -179,9 +180,14 @@ class _One(Function):
         return one(list(txs))
 
 
+def _precise(x: Tensor) -> Tensor:
+    """Return x in a dtype that PyTorch compares: not all that it moves can be, such as float8."""
+    return x.cpu().to(torch.complex128 if x.is_complex() else torch.float64)
+
+
 def _tolerance(x: Tensor) -> float:
     """A tolerance for rounding errors of a long computation in x's precision."""
-    return math.sqrt(torch.finfo(x.dtype).eps)
+    return min(math.sqrt(torch.finfo(x.dtype).eps), 0.5)  # float8_e8m0fnu has an eps of 1
 
 
 # ── sums in the order of ranks ───────────────────────────────────────────────────────────────────────────

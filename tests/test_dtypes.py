@@ -220,3 +220,49 @@ def test_gradients_that_cannot_be_added_up():
         with torch.no_grad():
             assert collective(x).dtype == x.dtype
         assert not collective(x.detach()).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
+@pytest.mark.parametrize("where", ["check mode", "joint simulation"])
+def test_replicated_tensors_of_every_dtype_are_compared(where):
+    run = simulated if where == "check mode" else simulate
+
+    def body(r, dtype, differs):
+        x = torch.tensor([2.0, 0.0, 4.0, 2.0, 0.5, 1.0]).to(dtype)
+        if differs and r == 2:
+            x[2:] = torch.zeros(4).to(dtype)
+        with dc.check_mode(where == "check mode"):
+            y = dc.sum_gradients(x)
+            return y, dc.split(x)
+
+    def number(y):
+        return y.to(torch.complex128 if y.is_complex() else torch.float64).tolist()
+
+    for dtype in sorted(arguments.MOVED, key=str):
+        x = torch.tensor([2.0, 0.0, 4.0, 2.0, 0.5, 1.0]).to(dtype)
+        for r, (y, part) in enumerate(run(body, range(N), [dtype] * N, [False] * N)):
+            assert y.dtype == part.dtype == dtype
+            assert number(y) == number(x) and number(part) == number(x[2 * r : 2 * r + 2])
+        with pytest.raises(
+            dc.CollectiveMismatchError if where == "check mode" else Exception, match="rank 0 and rank 2"
+        ):
+            run(body, range(N), [dtype] * N, [True] * N)
+
+
+@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
+@pytest.mark.parametrize("where", ["check mode", "joint simulation"])
+def test_rare_dtypes_are_moved(where):
+    """By the collectives that do not add."""
+    table = [c for c in cases.table(N) if c.name not in ADDS and "op" not in c.arguments and c.dtype == torch.float64]
+
+    def body(r, dtype):
+        with dc.check_mode(where == "check mode"):
+            return [case.call(None if x is None else x.abs().to(dtype), r) for case in table for x in [case.x(r, 0)]]
+
+    for dtype in (torch.uint16, torch.float8_e4m3fn, torch.complex32):
+        found = (simulated if where == "check mode" else simulate)(body, range(N), [dtype] * N)
+        for i, case in enumerate(table):
+            xs = [None if x is None else x.abs().to(dtype).to(torch.complex64) for x in map(case.x, range(N), [0] * N)]
+            for y, expected in zip(found, case.truth(xs), strict=True):
+                assert y[i].dtype == dtype
+                assert torch.equal(y[i].to(torch.complex64), expected), case

@@ -190,11 +190,14 @@ def same_everywhere(engine: Engine, x: Tensor, text: str) -> None:
     """Raise on all ranks if x, which is declared replicated, differs between ranks by more than rounding."""
     engine.operation, engine.later = "check mode", False
     xs = _gathered(engine, x.detach().resolve_conj().resolve_neg().contiguous().view(-1), [x.numel()] * engine.size)
-    exact = not (x.is_floating_point() or x.is_complex())
-    tolerance = 0.0 if exact else torch.finfo(x.dtype).eps ** 0.5
-    for r, other in enumerate(xs):
-        if not torch.allclose(other, xs[0], rtol=tolerance, atol=tolerance, equal_nan=True):
-            largest = (other - xs[0]).abs().max().item()
+    inexact = x.is_floating_point() or x.is_complex()
+    tolerance = min(torch.finfo(x.dtype).eps ** 0.5, 0.5) if inexact else 0.0  # float8_e8m0fnu has an eps of 1
+    # PyTorch neither compares nor subtracts all dtypes that it moves; in these two it does, on the CPU.
+    wide = [t.cpu().to(torch.complex128 if t.is_complex() else torch.float64) for t in xs]
+    for r, other in enumerate(wide):
+        same = torch.allclose(other, wide[0], rtol=tolerance, atol=tolerance, equal_nan=True)
+        if not (same if tolerance else torch.equal(xs[r], xs[0])):
+            largest = (other - wide[0]).abs().max().item()
             raise CollectiveMismatchError(
                 f"{text}: declared replicated, but it differs by {largest:.3g} between rank 0 and rank {r}; "
                 'pass cotangent="partial" if each rank has its own loss'

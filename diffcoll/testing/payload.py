@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
-import io
 import os
 import sys
 import warnings
@@ -20,6 +19,7 @@ from typing import Any, NoReturn
 import pytest
 
 from diffcoll.testing._calls import missing
+from diffcoll.testing.pickling import dumps
 from diffcoll.testing.rank_body import Call, PerRank
 
 __all__ = ["payload_of"]
@@ -64,20 +64,16 @@ def payload_of(item: pytest.Function, call: Call, kind: str) -> bytes:
 
 def _dumped(x: object) -> tuple[bytes, Exception | None]:
     """Pickle x; a class is copied without the hypothesis part of its methods."""
-    import cloudpickle
-
-    class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
-        def reducer_override(self, obj: Any) -> Any:
-            if inspect.isfunction(obj) and getattr(obj, "is_hypothesis_test", False):
-                return getattr, (sys.modules[__name__], "_given")
-            return super().reducer_override(obj)
-
-    buffer = io.BytesIO()
     try:
-        Pickler(buffer).dump(x)
+        return dumps(x, _without_hypothesis), None
     except Exception as error:
         return b"", error
-    return buffer.getvalue(), None
+
+
+def _without_hypothesis(obj: Any) -> Any:
+    if inspect.isfunction(obj) and getattr(obj, "is_hypothesis_test", False):
+        return getattr, (sys.modules[__name__], "_given")
+    return NotImplemented
 
 
 def _given(*_: Any, **__: Any) -> NoReturn:

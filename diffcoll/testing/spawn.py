@@ -19,6 +19,7 @@ from diffcoll.core._torch import forward_mode
 from diffcoll.testing._calls import missing, per_rank_arguments, seconds
 from diffcoll.testing.launched import Launched
 from diffcoll.testing.lifetime import temporary_folder
+from diffcoll.testing.pickling import dumps
 from diffcoll.testing.processes import GRACE, Forked, Processes, RanksFailedError, surroundings
 
 __all__ = ["RanksFailedError", "spawn"]
@@ -65,7 +66,7 @@ def spawn(
             traceback, or the Python stack it hung in.
     """
     try:
-        import cloudpickle
+        import cloudpickle  # noqa: F401
     except ModuleNotFoundError as error:
         raise missing("spawn", "cloudpickle", "test") from error
     calls = per_rank_arguments("spawn", per_rank)
@@ -77,7 +78,7 @@ def spawn(
         )
     with temporary_folder() as folder:
         setups = [(rank, len(calls), backend, timeout, seed, folder, surroundings()) for rank in range(len(calls))]
-        payloads = [cloudpickle.dumps((fn, arguments)) for arguments in calls]
+        payloads = [dumps((fn, arguments)) for arguments in calls]
         ranks = Launched() if backend == "mpi" else Forked()
         try:
             ranks.begin(setups, payloads, timeout)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import diffcoll as dc
+from diffcoll.core.arguments import MOVED
 from diffcoll.testing import RanksFailedError, spawn
 
 on_both = pytest.mark.parametrize("backend", ["gloo", "mpi"])
@@ -330,3 +331,27 @@ print("good")
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
     assert done.stdout.splitlines()[-1:] == ["good"], done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
+def test_arguments_of_every_dtype():
+    """As arguments, in the function's closure and in a module."""
+    dtypes = sorted(MOVED, key=str)
+    numbers = torch.tensor([0.0, 1.0, 2.0])
+    closure = {str(dtype): numbers.to(dtype) for dtype in dtypes}
+    module = torch.nn.Module()
+    module.register_buffer("scale", numbers.to(torch.float8_e5m2))
+    module.register_parameter("weight", torch.nn.Parameter(numbers.to(torch.float8_e4m3fn), requires_grad=False))
+
+    def body(r, xs, module):
+        assert isinstance(module.weight, torch.nn.Parameter) and not module.weight.requires_grad
+        own = [x.dtype for x in (module.scale, module.weight)]
+        same = all(torch.equal(x.to(torch.complex64), closure[str(x.dtype)].to(torch.complex64)) for x in xs)
+        return xs, same, own
+
+    of_ranks = spawn(body, range(2), [list(closure.values())] * 2, [module] * 2)
+    for xs, same, own in of_ranks:
+        assert same and own == [torch.float8_e5m2, torch.float8_e4m3fn]
+        assert [x.dtype for x in xs] == dtypes
+        for x, dtype in zip(xs, dtypes, strict=True):
+            assert x.to(torch.complex64).tolist() == numbers.to(dtype).to(torch.complex64).tolist()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from torch.autograd import Function
 from diffcoll.core._torch import has_hooks, tree_flatten
 from diffcoll.core.errors import is_users_file, message
 from diffcoll.testing._calls import missing
+from diffcoll.testing.pickling import dumps
 
 __all__ = ["Packed", "Subject", "pack"]
 
@@ -82,31 +82,24 @@ def pack(name: str, argument: str, fn: Callable[..., Any], module: Any) -> Packe
     if not isinstance(module, nn.Module) and module is not None:
         module = _parameters(name, module)
     _refuse_hooks(name, module)
-    buffer = io.BytesIO()
     with _by_value(cloudpickle, fn):
         try:
-            _pickler(cloudpickle, buffer).dump((fn, module))
+            return Packed(dumps((fn, module), _reduce))
         except Exception as error:
             raise ValueError(
                 f"{name}: {argument}: cannot be copied for each rank ({type(error).__name__}: {error}); create what "
                 "cannot be pickled (process groups, open files, non-leaf tensors) inside the function"
             ) from error
-    return Packed(buffer.getvalue())
 
 
-def _pickler(cloudpickle: Any, buffer: io.BytesIO) -> Any:
-    """Return a pickler for what users' autograd Functions refer to."""
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        def reducer_override(self, obj: Any) -> Any:
-            if obj is torch._C._functions:  # what `once_differentiable` uses; no module that can be imported
-                return getattr, (torch._C, "_functions")
-            cls = getattr(obj, "__self__", None)
-            if isinstance(cls, type) and issubclass(cls, Function) and getattr(obj, "__name__", "") == "apply":
-                return getattr, (cls, "apply")  # else its code is copied, which some releases cannot
-            return super().reducer_override(obj)
-
-    return Pickler(buffer)
+def _reduce(obj: Any) -> Any:
+    """Pickle by name what users' autograd Functions refer to."""
+    if obj is torch._C._functions:  # what `once_differentiable` uses; no module that can be imported
+        return getattr, (torch._C, "_functions")
+    cls = getattr(obj, "__self__", None)
+    if isinstance(cls, type) and issubclass(cls, Function) and getattr(obj, "__name__", "") == "apply":
+        return getattr, (cls, "apply")  # else its code is copied, which some releases cannot
+    return NotImplemented
 
 
 def _parameters(name: str, module: Any) -> list[Tensor]:

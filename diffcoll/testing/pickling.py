@@ -1,0 +1,50 @@
+"""Pickles functions, and tensors of every dtype, for the ranks' processes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["dumps"]
+
+#: Dtypes of which PyTorch's tensors can be pickled by `pickle`; of the others (float8, uint16, complex32) only the
+#: pickling succeeds. torch.save and torch.load handle all.
+_PICKLED = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+)
+
+
+def dumps(x: object, reduce: Callable[[Any], Any] = lambda obj: NotImplemented) -> bytes:
+    """Return x, pickled by cloudpickle.
+
+    Args:
+        x: what to pickle.
+        reduce: the `reducer_override` for objects that cloudpickle pickles in another way than needed.
+    """
+    import cloudpickle
+
+    class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, Tensor) and obj.dtype not in _PICKLED:
+                return _load, (_saved(obj),)
+            found = reduce(obj)
+            return super().reducer_override(obj) if found is NotImplemented else found
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(x)
+    return buffer.getvalue()
+
+
+def _saved(x: Tensor) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    return buffer.getvalue()
+
+
+def _load(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
