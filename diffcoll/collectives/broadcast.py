@@ -65,7 +65,8 @@ class Keep(Linear):
 
     @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        y = x.clone() if self.engine.rank == self.src else torch.zeros_like(x)
+        dense = torch.contiguous_format
+        y = x.clone(memory_format=dense) if self.engine.rank == self.src else torch.zeros_like(x, memory_format=dense)
         return lambda: y
 
     @cached_property

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -38,7 +39,7 @@ class SumGradients(Linear):
 
     @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        y = x.clone()
+        y = x.clone(memory_format=torch.contiguous_format)
         return lambda: y
 
     @cached_property

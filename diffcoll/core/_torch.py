@@ -47,6 +47,7 @@ __all__ = [
     "before_node",
     "carries_tangents",
     "constant_in_graphs",
+    "control_flow",
     "divide_",
     "forward_mode",
     "has_earlier_hooks",
@@ -58,6 +59,7 @@ __all__ = [
     "is_differentiating",
     "is_eager",
     "is_jit_tracing",
+    "is_known",
     "is_observed",
     "is_traced",
     "is_transformed",
@@ -146,6 +148,31 @@ def without_transforms(x: Tensor) -> Tensor:
     while is_transformed(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
+
+
+def is_known(condition: bool) -> bool:
+    """Whether a condition on sizes is true; while tracing, False if it depends on a size that has no value yet."""
+    if isinstance(condition, bool) and not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports sympy, which takes 0.3 s
+
+    return guard_or_false(condition)
+
+
+def control_flow() -> str:
+    """Return the name of the operator, such as torch.cond, in whose branch or loop Dynamo is tracing; "": none.
+
+    To be called by a function that is constant in graphs. Only Dynamo's tracers tell.
+    """
+    dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
+    translating = dynamo and getattr(dynamo.tls, "current_tx", None)
+    tracer = translating and translating.output.current_tracer
+    while tracer:
+        name = str(tracer.source_target).removesuffix("_impl")
+        if name in ("cond", "while_loop", "map", "scan", "associative_scan"):
+            return name
+        tracer = tracer.parent
+    return ""
 
 
 def is_vmapped(x: Tensor) -> bool:
@@ -300,12 +327,15 @@ def constant_in_graphs(function: T) -> T:
     return function
 
 
-def untraced(function: T) -> T:
+def untraced(function: T, reason: str | None = None) -> T:
     """Make Dynamo trace neither a function nor its callees, whether a traced function or autograd calls it.
 
-    torch.compiler.disable does the same, but imports Dynamo, which takes a second.
+    A traced caller breaks its graph, or under fullgraph raises an error with the reason. torch.compiler.disable does
+    the same, but imports Dynamo, which takes a second.
     """
-    mark = "_torchdynamo_disable"  # a graph break in traced callers
+    mark = "_torchdynamo_disable"
+    if reason:
+        setattr(function, mark + "_msg", reason)
     if hasattr(eval_frame, "set_code_exec_strategy"):
         setattr(function, mark, True)
         skip = eval_frame._FrameAction.SKIP

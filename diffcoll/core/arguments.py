@@ -89,7 +89,7 @@ class Arguments(Agreement):
         if x.is_nested:
             remedy = "pass x.values() and the lengths, or x.to_padded_tensor(0.0)"
             raise TypeError(message(self.name, "x", "a nested tensor", expected, remedy))
-        if x.layout != torch.strided or x.is_quantized:
+        if not _is_dense(x):
             layout = "quantized" if x.is_quantized else str(x.layout)
             raise TypeError(message(self.name, "x", f"a {layout} tensor", expected, "pass x.to_dense() or dequantize"))
         if x.dtype not in MOVED:
@@ -279,6 +279,14 @@ class Arguments(Agreement):
             x = "torch.cat(xs)" if listed and self.name in ("reduce_scatter", "all_to_all", "scatter") else "x"
             remedy = f"{self.name} takes no output list: y = dc.{self.name}({x})"
             raise TypeError(message(self.name, argument, type(value).__name__, "no tensors", remedy))
+
+
+def _is_dense(x: Tensor) -> bool:
+    if x.is_quantized:
+        return False
+    if torch.compiler.is_compiling():  # Dynamo does not trace x.layout in the backward of a user's Function
+        return not (x.is_sparse or x.is_sparse_csr or x.is_mkldnn)
+    return x.layout == torch.strided
 
 
 def _wider(x: Tensor) -> str:

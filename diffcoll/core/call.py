@@ -4,7 +4,8 @@ The public function reads its arguments and submits a map, which is executed by:
 
     group                 async_op
     joint simulation      both        `diffcoll.truth`, in one autograd graph of all ranks
-    within torch.compile  both        one op in the graph; the compiler decides when to start it
+    within torch.compile  False       one op in the graph
+    within torch.compile  True        two ops, start and wait
     any other             False       `derivatives.apply`
     any other             True        `derivatives.start`, and a `Pending`
 """

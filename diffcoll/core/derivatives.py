@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from diffcoll.core._torch import (
     is_plain,
     is_traced,
     over_batch,
+    untraced,
 )
 from diffcoll.core.errors import Origin, user_line
 from diffcoll.core.joint import record
@@ -48,10 +50,14 @@ def apply(f: Linear, x: Tensor) -> Tensor:
 
 def start(f: Linear, x: Tensor) -> Callable[[], Tensor]:
     """Start f on x; the returned function, to be called once, waits for f(x), differentiable as `apply` is."""
-    if torch.compiler.is_compiling():  # the compiler decides when to start
-        y = apply(f, x)
-        return lambda: y
+    if torch.compiler.is_compiling():
+        from diffcoll.core import compiled  # as in `apply`
+
+        return compiled.start(f, x)
     return Started(f, x)
+
+
+_EAGER = "eager code started the collective; call wait() before the compiled function, or compile without fullgraph"
 
 
 class Started:
@@ -63,6 +69,7 @@ class Started:
         self._like = x.shape, x.dtype, x.device
         self._empty = record(_Start, x, f, self._request)
 
+    @partial(untraced, reason=_EAGER)
     def __call__(self) -> Tensor:
         """Wait for f(x)."""
         with joint.recording_again(self._chain, self._backward):
@@ -158,9 +165,13 @@ class _Start(Function):
     @staticmethod
     def forward(x: Tensor, f: Linear, request: _Request) -> Tensor:
         origin = request.origin
-        if not is_plain(x) and (is_batched_by_autograd(x) or is_traced(x)):
+        if not is_plain(x) and is_batched_by_autograd(x):
             y = _forward(x, f, origin)
             request.wait = lambda: y
+        elif not is_plain(x) and is_traced(x):
+            from diffcoll.core import compiled  # as in `apply`
+
+            request.wait = compiled.traced_start(f, x)
         else:
             request.wait = named(f, origin, x, lambda: InFlight(x, f, origin))
         return x.new_empty(0)

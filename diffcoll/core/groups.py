@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-from diffcoll.core._torch import carries_tangents, constant_in_graphs, is_differentiating, is_within_transform, unfaked
+from diffcoll.core._torch import (
+    carries_tangents,
+    constant_in_graphs,
+    control_flow,
+    is_differentiating,
+    is_within_transform,
+    unfaked,
+)
 from diffcoll.core.errors import message
 from diffcoll.core.joint import is_joint
 from diffcoll.engines import c10d, local
@@ -85,6 +92,11 @@ def _named(group: Any) -> Engine | None:
 
 def _facts_of(group: Any) -> Facts | None:
     _refuse_simulated()
+    if operator := control_flow():
+        raise RuntimeError(
+            f"a collective within torch.{operator} cannot be compiled: each rank decides for itself what runs; compute "
+            "the collective before it, on every rank"
+        )
     if is_joint():
         raise RuntimeError(
             "a collective within joint_backward cannot be compiled: the chain of its region is not in the graph; "

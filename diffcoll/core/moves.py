@@ -58,13 +58,13 @@ class InFlight:
     early. Its messages are still in flight and need their memory, so the next call in the group waits for it.
     """
 
-    __slots__ = ("_engine", "_f", "_origin", "_polls", "_wait")
+    __slots__ = ("__weakref__", "_engine", "_f", "_origin", "_polls", "_wait")
 
-    def __init__(self, x: Tensor, f: Linear, origin: Origin | None) -> None:
+    def __init__(self, x: Tensor, f: Linear, origin: Origin | None, compare: Callable[[], None] | None = None) -> None:
         self._wait: Callable[[], Tensor] | None = None
         self._f, self._origin, self._engine = f, origin, f.engine
         self._polls: list[Callable[[], bool]] = []
-        _compare(f, origin, x)
+        _compare(f, origin, x, compare)
         with Exclusive(f.engine, f.name, origin), f.engine.polled_by(self._polls):
             wait = _begin(f, x, later=True)
             self._wait = _wait_across_streams(wait, x.device) if x.is_cuda else wait

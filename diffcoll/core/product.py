@@ -123,7 +123,7 @@ def _sufficient(s: Tensor) -> torch.dtype | None:
     n = len(s)
     if n <= 2 and not s.is_complex():
         return s.dtype  # the only product is the result
-    if not (s.is_cpu and s.numel() and is_eager(s.detach())):
+    if not (s.is_cpu and is_eager(s.detach()) and s.numel()):  # in a graph the size may be unknown
         return None
     size = _size(s.detach())
     size += size.clone().eq_(0)  # a zero makes no other product leave the range

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from diffcoll.core._torch import is_within_transform, unobserved
+from diffcoll.core._torch import is_known, is_within_transform, unobserved
 from diffcoll.core.blocks import concatenated
 from diffcoll.core.derivatives import apply
 from diffcoll.core.errors import CollectiveMismatchError, message
@@ -62,8 +62,9 @@ class Reducing:
         """y on every rank; `deterministic`: gradients are added in the order of ranks."""
         sizes = even_sizes(self.x.numel(), self.engine.size)
         self._check(lambda stack: _row(stack).split_with_sizes(list(sizes), 1))
+        # Sizes without a value yet are not taken to be small: the graph of every rank must be the same.
         small = self.x.numel() * self.x.element_size() <= self.engine.small(self.x.device.type)
-        if small or self._in_one_stack(sizes):
+        if is_known(small) or self._in_one_stack(sizes):
             if replicated:
                 return self._whole(self._result)
             return self._whole(self._then(MAPS["SumGradients"](self.engine, deterministic)))
@@ -102,7 +103,7 @@ class Reducing:
         A user's function is not called with an empty part if other ranks' parts are not empty: it might build a
         different graph.
         """
-        return self.reduction.whole or (self.reduction.users and 0 in sizes)
+        return self.reduction.whole or (self.reduction.users and any(is_known(size == 0) for size in sizes))
 
     def _whole(self, after: Callable[[Tensor], Tensor]) -> Steps:
         """Every rank reduces the stack of all ranks' x. So the stack and y are replicated."""
