@@ -1,35 +1,29 @@
 """Calls in compiled code that PyTorch traces in ways of their own: equal to eager, or an error on every rank."""
 
+from functools import partial
+
 import pytest
 import torch
 from releases import compiles
 
 import diffcoll as dc
 from diffcoll.testing import cases, simulate, spawn
-from diffcoll.testing.layouts import LAYOUTS, with_layout
+from diffcoll.testing.layouts import with_layout
 
 pytestmark = [pytest.mark.timeout(300), compiles]
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in ("contiguous", "expanded")])
-def test_results_and_gradients_are_contiguous(layout):
-    """As compiled graphs assume, whatever the strides of x and of the gradient."""
+@pytest.mark.parametrize("layout", ["transposed", "strided"])
+def test_results_are_contiguous(layout):
+    """As compiled graphs assume, whatever the strides of x."""
 
-    def strides(case, x, r):
-        x = with_layout(torch.ones(x.shape, dtype=case.dtype), layout) if x.dim() else x.detach()
-        if case.dtype.is_floating_point or case.dtype.is_complex:
-            x.requires_grad_()
-        y = case.call(x, r)
-        if y.requires_grad:
-            y.backward(
-                with_layout(torch.ones(y.shape, dtype=y.dtype), layout if y.dim() in (0, x.dim()) else "strided")
-            )
-        return y.is_contiguous()
+    def is_contiguous(case, x, r):
+        return case.call(with_layout(x, layout), r).is_contiguous()
 
     for case in cases.table(3):
-        if None not in case.shapes and (layout != "channels_last" or len(case.shapes[0]) in (4, 5)):
-            xs = [torch.ones(shape) for shape in case.shapes]
-            assert all(simulate(lambda x, r, case=case: strides(case, x, r), xs, range(3), rules=True)), case
+        if None not in case.shapes:
+            xs = [torch.ones(shape, dtype=case.dtype) for shape in case.shapes]
+            assert all(simulate(partial(is_contiguous, case), xs, range(3), rules=True)), case
 
 
 class Doubled(torch.autograd.Function):
