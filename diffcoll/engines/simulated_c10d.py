@@ -7,6 +7,7 @@ While a simulation runs, these private names of torch.distributed are replaced, 
 - `distributed_c10d._new_process_group_helper`, which makes groups. Programs name a backend in `new_group`, which is
   then simulated as well.
 - `distributed_c10d.rendezvous` and `_store_based_barrier`, which would wait for other processes.
+- `device_mesh._resolve_process_group`, by which a mesh finds its groups: its error names the way out.
 - C++ finds groups by name. `_set_thread_isolation_mode` makes it keep one table of names for each thread.
 
 Compiled functions run uncompiled meanwhile. Graphs have no guard for the default group, so one that was compiled
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from typing_extensions import override
 
@@ -37,6 +39,7 @@ from diffcoll.engines.simulated_moves import Mailbox
 __all__ = ["Simulation", "default_group", "installed", "is_rank"]
 
 _NAME = "diffcoll_simulated"
+_RESOLVE = "_resolve_process_group"
 _c = torch._C._distributed_c10d
 
 
@@ -247,6 +250,18 @@ def _no_barrier(simulation: Simulation, real: object, *_: Any, **__: Any) -> Non
     """Do nothing: the ranks of a group have met when it was made."""
 
 
+def _resolve(simulation: Simulation, real: Callable[..., Any], name: Any) -> Any:
+    """Return this rank's group of a name; a mesh keeps names."""
+    try:
+        return real(name)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"got a DeviceMesh of process group {name!r}, which this simulated rank has not made; make meshes on every "
+            "rank and do not keep them in globals or caches, which simulated ranks share; a program that keeps them "
+            'runs on processes: use spawn, or on=("gloo",)'
+        ) from error
+
+
 _REPLACED = {"_new_process_group_helper": _make_group, "rendezvous": _rendezvous, "_store_based_barrier": _no_barrier}
 _KEPT = ("_world", "_backend", "_default_pg_init_method", *_REPLACED)
 
@@ -278,6 +293,9 @@ def _install() -> None:
     _before.update({name: getattr(c10d, name) for name in _KEPT}, excepthook=sys.excepthook)
     for name, simulated in _REPLACED.items():
         setattr(c10d, name, _on_ranks(simulated, _before[name]))
+    if (real := getattr(device_mesh, _RESOLVE, None)) is not None:  # torch 2.6 looks groups up by their ranks
+        _before[_RESOLVE] = real
+        setattr(device_mesh, _RESOLVE, _on_ranks(_resolve, real))
     c10d._world = _GroupsOfThread(_before["_world"])  # type: ignore[assignment]
     _c._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     if "torch._dynamo" in sys.modules:  # else nothing has been compiled, and its import takes seconds
@@ -291,6 +309,8 @@ def _restore() -> None:
         _before["stance"].__exit__(None, None, None)
     for name in _KEPT:
         setattr(c10d, name, _before[name])
+    if _RESOLVE in _before:
+        setattr(device_mesh, _RESOLVE, _before[_RESOLVE])
     sys.excepthook = _before["excepthook"]  # init_process_group on a rank replaces it
     c10d._update_default_pg(c10d._world.default_pg)  # and tells C++ its rank, for log messages
     _before.clear()

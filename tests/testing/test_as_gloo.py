@@ -11,7 +11,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 import torch.distributed.nn.functional
 from releases import RELEASE
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 
 import diffcoll as dc
@@ -311,6 +313,19 @@ def test_a_group_in_a_global_names_the_way_out():
 
     with pytest.raises(RuntimeError, match=r"keeps them, as Megatron-core does, .* use spawn, or on=\(\"gloo\",\)"):
         simulate(body, range(2), torch_distributed=True)
+
+
+def test_a_mesh_in_a_global_names_the_way_out():
+    kept = []
+
+    def body(r):
+        kept.append(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model")))
+        dist.barrier()
+        return dc.all_reduce(torch.ones(1), group=kept[0]["model"])
+
+    with pytest.raises(RuntimeError, match=r"got a DeviceMesh of process group .* use spawn, or on=\(\"gloo\",\)"):
+        simulate(body, range(4), torch_distributed=True)
+    assert device_mesh._resolve_process_group is torch._C._distributed_c10d._resolve_process_group
 
 
 def test_a_second_profiler_is_an_error():
