@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -261,6 +263,36 @@ def test_origins():
     while not hasattr(node, "origin"):
         node = node.next_functions[0][0]
     assert node.origin.line == y.grad_fn.origin.line  # at any order
+
+
+EXITS = """
+import os, sys, time, torch, torch.distributed as dist
+import diffcoll as dc
+folder = sys.argv[1]
+r = 0 if os.fork() else 1
+dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=r, world_size=2)
+dc.all_reduce(torch.ones(1))
+if r == 1:
+    while not os.path.exists(f"{folder}/polled"):
+        time.sleep(0.02)
+    time.sleep(0.5)  # the other process is at its end
+pending = dc.all_gather(torch.ones(3), async_op=True)
+if r == 1:
+    pending.wait()
+    time.sleep(1)  # or the connection would break before rank 0 has received everything
+    os._exit(0)
+assert not pending.done()
+open(f"{folder}/polled", "w").close()
+pending.abandon()
+"""
+
+
+def test_a_process_ends_while_a_polled_message_is_in_flight(tmp_path):
+    """The thread that waits for it would end the process by std::terminate."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(dc.__file__).parent.parent), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", EXITS, str(tmp_path)]
+    done = subprocess.run(command, env=environment, timeout=100, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done
 
 
 UNEVEN = {

@@ -41,7 +41,8 @@ def communicating(engine: Engine, at: str, nbytes: int, what: str, remedy: str) 
             yield
     except CollectiveMismatchError:
         raise
-    except RuntimeError as error:
+    except RuntimeError as failed:
+        error = failed.__cause__ or failed  # the backend's
         absent = engine.absent()
         who = f"rank {', '.join(map(str, absent))} did not join: it" if absent else "a rank"
         said = " ".join(str(error).split())

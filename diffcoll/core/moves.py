@@ -11,9 +11,9 @@ from torch import Tensor
 
 from diffcoll.core import checks
 from diffcoll.core._torch import is_observed, is_profiling, is_transformed, is_zero_without_memory, unobserved
-from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
+from diffcoll.core.errors import Origin, user_line
 from diffcoll.core.linear import Linear, common_shape
-from diffcoll.engines.engine import Exclusive
+from diffcoll.engines.engine import Exclusive, failed
 
 __all__ = ["InFlight", "move", "named"]
 
@@ -186,8 +186,8 @@ def _compare(f: Linear, origin: Origin | None, x: Tensor, compare: Callable[[], 
 
 def _failed(f: Linear, origin: Origin | None, error: RuntimeError) -> RuntimeError:
     """Return the error to raise for an error of the backend; return other errors unchanged."""
-    if isinstance(error, (CollectiveFailedError, CollectiveMismatchError, torch.OutOfMemoryError)):
+    found = failed(f.name, f.engine, origin, error)
+    if found is None:
         return error
-    found = failure(f.name, f.engine.description, f.engine.rank, origin, error)
     found.__cause__ = error
     return found

@@ -6,6 +6,7 @@ ranks in others (pytorch#130515), so methods of the group, or the arguments `gro
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import threading
 import time
@@ -49,6 +50,9 @@ _numbers = itertools.count()  # of groups that the library has made
 
 # How long the ranks of a failed group wait for each other to report. All of them fail at about the same time.
 ABSENT_SECONDS = 2.0
+
+# How long a process waits at exit for messages that were polled and never waited for.
+EXIT_SECONDS = 5.0
 
 # Tags of the library's messages, so that they are not received by the user's calls in the same group. gloo ends the
 # process if a message is longer than its receiver expects, and accepts a shorter one. So the size is part of the tag:
@@ -138,9 +142,9 @@ class C10dEngine(MessageEngine):
         self.operation, self.later = "making a group", False
         with Exclusive(self, self.operation):
             self.broadcast(number, 0)()
-        # If this is not the whole world, the processes outside do not call new_group.
-        more["use_local_synchronization"] = self.size < dist.get_world_size()
-        return new_group(ranks, name=f"diffcoll {number.item()} in {self.key}", **more)
+            # If this is not the whole world, the processes outside do not call new_group.
+            more["use_local_synchronization"] = self.size < dist.get_world_size()
+            return new_group(ranks, name=f"diffcoll {number.item()} in {self.key}", **more)
 
     @override
     def overlaps(self, x: Tensor) -> bool:
@@ -289,6 +293,8 @@ class _InThread:
     """The Wait for gloo's point-to-point messages, which complete in a wait only: `is_completed()` is False until then.
 
     So the first poll starts a thread that waits. A work cannot be waited for twice, so the Wait then joins the thread.
+    At exit threads are given time to end: std::terminate ends the process (exit code -6) if a thread returns from
+    torch while the interpreter shuts down.
     """
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
@@ -300,6 +306,7 @@ class _InThread:
         """Whether all messages have completed or failed; the first call takes up to a millisecond."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="diffcoll poll")
+            _polling.add(self._thread)
             self._thread.start()
             self._thread.join(0.001)
         return not self._thread.is_alive()
@@ -318,6 +325,16 @@ class _InThread:
         self._thread.join()
         if self._error is not None:
             raise self._error
+
+
+_polling: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _join_polling() -> None:
+    end = time.monotonic() + EXIT_SECONDS
+    for thread in list(_polling):
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 # ── from a group to its engine ───────────────────────────────────────────────────────────────────────────

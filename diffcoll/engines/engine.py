@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcoll.core.errors import Origin, message
+from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, message
 from diffcoll.engines.scratch import Scratch
 
-__all__ = ["WIDER", "Doing", "Engine", "Exclusive", "Wait", "add_up", "done", "even_sizes", "is_even"]
+__all__ = ["WIDER", "Doing", "Engine", "Exclusive", "Wait", "add_up", "done", "even_sizes", "failed", "is_even"]
 
 Wait = Callable[[], object]
 
@@ -291,6 +291,7 @@ class Exclusive:
     Raises:
         ValueError: on entry, if another thread is inside, or, unless `waits`, has started a collective that is not yet
             waited for.
+        CollectiveFailedError: on exit, for an error of the backend.
     """
 
     __slots__ = ("_doing", "_engine", "_waits")
@@ -312,12 +313,14 @@ class Exclusive:
             raise self._refused("has started a collective that is not yet waited for")
         engine.doing = self._doing
 
-    def __exit__(self, *_: object) -> None:
-        """Release it."""
-        engine = self._engine
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Release it, and name the collective in an error of the backend."""
+        engine, (name, origin, _) = self._engine, self._doing
         if engine.size > 1:
             engine.doing = None
             engine.lock.release()
+        if error is not None and (found := failed(name, engine, origin, error)) is not None:
+            raise found from error
 
     def _is_anothers(self) -> bool:
         """Whether another thread of the user's has started something.
@@ -334,6 +337,14 @@ class Exclusive:
         remedy = "give each thread a group of its own, or let one thread make all calls"
         got = f"{self._engine.description}, in which another thread {does}"
         return ValueError(message(self._doing[0], "group", got, "one that is used by one thread at a time", remedy))
+
+
+def failed(name: str, engine: Engine, origin: Origin | None, error: BaseException) -> CollectiveFailedError | None:
+    """Return the error to raise for an error of the backend; None for other errors, which name the collective."""
+    ours = CollectiveFailedError, CollectiveMismatchError, torch.OutOfMemoryError
+    if not isinstance(error, RuntimeError) or isinstance(error, ours):
+        return None
+    return failure(name, engine.description, engine.rank, origin, error)
 
 
 def add_up(terms: Sequence[Tensor], out: Tensor) -> None:
