@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcoll.core._torch import storage_uses, version
+from diffcoll.core._torch import is_view, storage_uses, version
 from diffcoll.engines.engine import WIDER, Engine, Wait, done
 
 __all__ = ["Bucket", "Parameter", "cut", "is_channels_last"]
@@ -44,6 +44,7 @@ class Parameter:
         self.pass_number = -1  # number of the backward pass in which its gradient was last accumulated
         self.grad_view: Tensor | None = None  # the view of its place that was assigned to `.grad`
         self.weighted_at = -1  # number of reductions when a gradient was last multiplied by the weight
+        self.kept: Tensor | None = None  # `.grad`, if it is a view of the user's memory, which receives the result
         self.reduced: Tensor | None = None  # `.grad` after its reduction
         self.earlier: Tensor | None = None  # a reduced gradient to which the gradient of this step is added at the end
         self.accumulated: Tensor | None = None  # `.grad` of this step while `earlier` is set, and its state
@@ -84,11 +85,12 @@ class Parameter:
         if self.is_view(grad):
             grad = self.place
         self.is_in_bucket, self.is_used = True, grad is not None
+        self.kept = grad if grad is not None and grad is not self.place and is_view(grad) else None
         if grad is None or scale == 0:
             self.place.zero_()
         else:
             _scaled(_as(self.place.dtype, grad), scale, self.place)
-        if self.is_used and self.shares:
+        if self.is_used and self.shares and self.kept is None:
             self.set_view()
         else:
             self.record_gradient()
@@ -123,7 +125,15 @@ class Parameter:
         """Move a reduced gradient to `earlier`, so that it is not reduced again; it is added back at the end."""
         assert self.tensor.grad is not None
         self.earlier = self.tensor.grad.clone()
-        self.tensor.grad = None
+        self.zero()
+
+    def zero(self) -> None:
+        """Set `.grad` to None, or to zeros if it is a view of the user's memory."""
+        grad = self.tensor.grad
+        if grad is not None and is_view(grad):
+            grad.detach().zero_()
+        else:
+            self.tensor.grad = None
 
     def drop_earlier_if_zeroed(self) -> bool:
         """Drop `earlier` if `.grad` was zeroed. False if it was modified otherwise since it was recorded."""
@@ -146,7 +156,12 @@ class Parameter:
         return self.accumulated is not grad or _state(grad) != self.accumulated_state
 
     def set_gradient(self) -> Tensor:
-        """Make `.grad` the contents of the place: a view, or a copy if the dtypes differ."""
+        """Make `.grad` the contents of the place: a view, or a copy if the dtypes differ or the user has the memory."""
+        grad = self.kept
+        if grad is not None:
+            _as(self.place.dtype, grad.detach()).copy_(self.place)
+            self.tensor.grad = grad
+            return grad
         if self.shares:
             return self.set_view()
         grad = self.tensor.grad
@@ -245,11 +260,13 @@ class Bucket:
         for p, grad in zip(self._small, grads, strict=True):
             if p.is_in_bucket or grad is None or grad is p.grad_view or not grad.is_contiguous() or grad.is_conj():
                 return
+            if is_view(grad):
+                return
         torch.cat([grad.view(-1) for grad in grads], out=self._row_of_small)  # type: ignore[union-attr]
         if scale != 1:
             self._row_of_small *= scale
         for p in self._small:
-            p.is_in_bucket = p.is_used = True
+            p.is_in_bucket, p.is_used, p.kept = True, True, None
             p.set_view()
 
     def divide(self, divisor: Tensor) -> None:
@@ -316,7 +333,8 @@ def _state(grad: Tensor | None) -> tuple[int, int]:
     """Return the version of a gradient and its address, which `.data = …` changes alone; sparse ones have none."""
     if grad is None:
         return 0, 0
-    return version(grad), grad.data_ptr() if grad.layout == torch.strided else 0
+    # A view has the version of its base, which changes with the gradients of other parameters.
+    return 0 if is_view(grad) else version(grad), grad.data_ptr() if grad.layout == torch.strided else 0
 
 
 def _as(dtype: torch.dtype, x: Tensor) -> Tensor:

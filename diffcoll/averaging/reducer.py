@@ -309,7 +309,8 @@ class Reducer:
     def drop(self) -> None:
         """Drop all gradients, of this step and those that it was added to."""
         for p in self.parameters:
-            p.tensor.grad = p.reduced = p.earlier = p.accumulated = None
+            p.zero()
+            p.reduced = p.earlier = p.accumulated = None
 
     def _refuse_unused(self) -> None:
         """Raise, if asked for, the names of the parameters that no rank has used; the same on all ranks."""

@@ -68,6 +68,7 @@ __all__ = [
     "is_recomputing",
     "is_tree",
     "is_vmapped",
+    "is_view",
     "is_within_reentrant_checkpoint",
     "is_within_transform",
     "is_zero_without_memory",
@@ -576,6 +577,14 @@ def versions(xs: Iterable[Tensor]) -> list[int]:
 def version(x: Tensor) -> int:
     """Return autograd's version counter of x, which every in-place modification increments."""
     return x._version
+
+
+def is_view(x: Tensor) -> bool:
+    """Whether x was made as a view of another tensor, as a slice of a buffer; no public API tells.
+
+    Gradients that autograd makes are not, even if they share the memory of the gradient that was passed to backward.
+    """
+    return x._is_view()
 
 
 def storage_uses(x: Tensor) -> int:

@@ -73,3 +73,52 @@ def test_a_lossy_hook_receives_what_was_not_reduced_yet(reduction):
     n = 1.0 if reduction == "sum" else 3.0
     assert found == [pytest.approx([6 / n, 12 / n, 12 / n])] * 3
     assert sorted(row[0] for row in rows) == [0.0, 0.0, 0.0, 0.0, 8.0, 16.0, 16.0, 24.0, 32.0]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"comm_dtype": torch.float16}, {"bucket_mb": 1e-6}], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
+def test_gradients_that_are_views_of_a_flat_buffer(reduction, arguments):
+    """They stay so, and the buffer is filled in every step, with micro-batches and without zeroing, too."""
+
+    def body(r):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        averager = dc.GradientAverager(model, reduction=reduction, **arguments)
+        flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+        parts = flat.split([p.numel() for p in model.parameters()])
+        views = [part.view_as(p) for part, p in zip(parts, model.parameters(), strict=True)]
+        for p, view in zip(model.parameters(), views, strict=True):
+            p.grad = view
+
+        def backward(x):
+            if reduction == "weighted":
+                averager.set_weight(1)
+            model(torch.full((1, 3), x)).sum().backward()
+
+        found = []
+        for step in range(4):
+            if step != 2:
+                flat.zero_()
+            if step == 3:
+                with averager.no_sync():
+                    backward(float(r + step))
+            backward(float(r + 2 * step))
+            assert all(p.grad is view for p, view in zip(model.parameters(), views, strict=True))
+            found.append(flat.clone())
+        assert averager.skip_step(False) is False
+        return found
+
+    def alone(xs):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        for x in xs:
+            model(torch.full((1, 3), float(x))).sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    found = simulate(body, range(3), rules=True)
+    n = {"sum": 1}.get(reduction, 3)
+    first, second, third = (alone([r + 2 * step for r in range(3)]) / n for step in range(3))
+    last = alone([r + 6 for r in range(3)] + [r + 3 for r in range(3)]) / (6 if reduction == "weighted" else n)
+    for of_rank in found:
+        for a, b in zip(of_rank, [first, second, second + third, last], strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
