@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from diffcoll.core._torch import RELEASE, carries_tangents, is_batched_by_autograd, is_observed, is_within_transform
 
-__all__ = ["Marks", "Rule", "Sums", "block", "blocks", "merged"]
+__all__ = ["Marks", "Rule", "Sums", "block", "blocks", "least", "masks", "merged"]
 
 #: Torch 2.8 and before: a checkpoint keeps what a Function within it has saved until all of backward has ended.
 _KEEPS_SAVED = RELEASE < (2, 9)
@@ -43,6 +43,11 @@ class Rule(NamedTuple):
     within: bool = False
     #: Whether received columns are to be normalized.
     normalize: bool = False
+
+    def needs(self, labels: bool) -> tuple[bool, ...]:
+        """Return which of the `Sums` are computed."""
+        softmax = not self.sigmoid
+        return softmax, True, softmax and labels, self.columns, self.columns and labels
 
 
 class Marks(NamedTuple):
@@ -74,9 +79,28 @@ def _equal(a: Tensor, b: Tensor) -> Tensor:
     return a.unsqueeze(1) == b.unsqueeze(0)
 
 
-def _least(s: Tensor) -> float:
+def least(s: Tensor) -> float:
     """Return the logit of an excluded pair. Not −inf: the derivative of logsumexp is NaN where all terms are −inf."""
     return torch.finfo(s.dtype).min / 4
+
+
+def _same_id(rows: Marks, cols: Marks) -> Tensor | None:
+    return None if rows.id is None or cols.id is None else _equal(rows.id, cols.id)
+
+
+def masks(rows: Marks, cols: Marks, rule: Rule) -> tuple[Tensor, Tensor | None]:
+    """Return which pairs are positive and which are excluded; None: none."""
+    if rows.label is not None and cols.label is not None:
+        positive = _equal(rows.label, cols.label)
+    else:
+        positive = _equal(rows.partner, cols.number)
+    itself = _equal(rows.number, cols.number) if rule.within else None
+    if itself is not None:
+        positive = positive & ~itself
+    same_id = _same_id(rows, cols)
+    if same_id is None:
+        return positive, itself
+    return positive, same_id & ~positive  # the pair of a row with itself is one of them
 
 
 def block(q: Tensor, k: Tensor, bias: Tensor | None, rule: Rule, rows: Marks, cols: Marks) -> Sums:
@@ -84,27 +108,18 @@ def block(q: Tensor, k: Tensor, bias: Tensor | None, rule: Rule, rows: Marks, co
     k = k.to(q.dtype)
     k = F.normalize(k, dim=-1) if rule.normalize else k
     s = q @ k.T
-    same_id = None if rows.id is None or cols.id is None else _equal(rows.id, cols.id)
     traced = torch.compiler.is_compiling() or is_within_transform() or carries_tangents()
     # A selective checkpoint, which observes, may keep s, which _Softmax modifies.
     if not (rule.sigmoid or rows.label is not None or _KEEPS_SAVED or traced or is_observed()):
-        sums = _Softmax.apply(s, rows, cols, same_id, rule)  # type: ignore[no-untyped-call]
+        sums = _Softmax.apply(s, rows, cols, _same_id(rows, cols), rule)  # type: ignore[no-untyped-call]
         return Sums(row_neg=sums[0], row_sum=sums[1], col_neg=sums[2] if rule.columns else None)
-    if rows.label is not None and cols.label is not None:
-        positive = _equal(rows.label, cols.label)
-    else:
-        positive = _equal(rows.partner, cols.number)
-    excluded = None if same_id is None else same_id & ~positive
-    if rule.within:
-        itself = _equal(rows.number, cols.number)
-        positive = positive & ~itself
-        excluded = itself if excluded is None else excluded | itself
+    positive, excluded = masks(rows, cols, rule)
     if rule.sigmoid:
         s = s if bias is None else s + bias
         terms = -F.logsigmoid(torch.where(positive, s, -s))
         return Sums(row_sum=(terms if excluded is None else terms.masked_fill(excluded, 0)).sum(1))
-    neg = s.masked_fill(positive if excluded is None else positive | excluded, _least(s))
-    pos = None if rows.label is None else s.masked_fill(~positive, _least(s))
+    neg = s.masked_fill(positive if excluded is None else positive | excluded, least(s))
+    pos = None if rows.label is None else s.masked_fill(~positive, least(s))
     return Sums(
         row_neg=neg.logsumexp(1),
         row_sum=s.masked_fill(~positive, 0).sum(1),
@@ -148,11 +163,11 @@ class _Softmax(Function):
         ctx.positive = _Place(rows.partner, cols)
         memory = s.detach()
         row_sum = ctx.positive.take(memory)
-        ctx.positive.put_(memory, _least(s))
+        ctx.positive.put_(memory, least(s))
         if rule.within:
-            _Place(rows.number, cols).put_(memory, _least(s))
+            _Place(rows.number, cols).put_(memory, least(s))
         if same_id is not None:
-            memory.masked_fill_(same_id, _least(s))
+            memory.masked_fill_(same_id, least(s))
         lses = (memory.logsumexp(1), memory.logsumexp(0)) if rule.columns else (memory.logsumexp(1),)
         ctx.save_for_backward(s, *lses)
         return lses[0], row_sum, *lses[1:]

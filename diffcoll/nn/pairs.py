@@ -23,8 +23,9 @@ from diffcoll.composed.leaves import COMPILED, batch_leaves, lengths_and_bits
 from diffcoll.core._torch import assume, is_vmapped, is_within_transform
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.groups import collectives_only, get_rank
+from diffcoll.nn.chunks import sums_of
 from diffcoll.nn.features import Columns, Options
-from diffcoll.nn.logits import Marks, Rule, blocks, merged
+from diffcoll.nn.logits import Marks, Rule
 from diffcoll.nn.ring import Ring
 
 __all__ = ["Compared", "Rule", "compare"]
@@ -94,7 +95,9 @@ def compare(
     if not torch.compiler.is_compiling() and total == 0:  # a size from another rank has no value while compiling
         remedy = "one rank at least must have rows"
         raise ValueError(message(options.name, "features", "an empty batch on every rank", "a row", remedy))
-    q, x = _tracked(q, wants.any), _tracked(k.k, wants.k)
+    q, x = _tracked(q, wants.any), k.k
+    if wants.k:  # makes their gradient a part of any other: autograd.grad of other tensors alone would not send it
+        x = torch.cat([x, q[:0], *([] if bias is None else [bias.expand(0, x.shape[1])])])
     everyone = all_gather(marks, 0, options.group, sizes=sizes) if marks else marks
     cols = _marks(sizes, views, everyone.get("labels"), everyone.get("ids"), q.device)
     rows = cols.part(offset, len(q))
@@ -103,7 +106,7 @@ def compare(
         sums = ring.sums(q, x, bias)
     else:
         x = gathered_as(k.sent, x, sizes, options.group)
-        sums = merged(list(blocks(q, x, bias, rule, rows, cols, options.chunk_size)))
+        sums = sums_of(q, x, bias, rule, rows, cols, options.chunk_size)
     col_neg, col_pos = sums.col_neg, sums.col_pos
     if col_neg is not None:
         both = col_neg.unsqueeze(1) if col_pos is None else torch.stack([col_neg, col_pos], 1)
@@ -165,9 +168,11 @@ def _marks(sizes: list[int], views: int, labels: Tensor | None, ids: Tensor | No
     index = torch.arange(sum(sizes), device=device)
     if views == 1:
         return Marks(index, index, labels, ids)
-    starts = [sum(sizes[:r]) for r in range(len(sizes))]
-    parts = [index[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-    partners = [part.roll(size // views) for part, size in zip(parts, sizes, strict=True)]
+    partners = []
+    for r, size in enumerate(sizes):
+        first, half = sum(sizes[:r]), size // views
+        part = index[first : first + size]
+        partners.append(torch.where(part < first + half, part + (size - half), part - half))
     return Marks(index, torch.cat(partners), labels, ids)
 
 

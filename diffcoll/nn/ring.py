@@ -24,8 +24,9 @@ from diffcoll.collectives.shift import shift
 from diffcoll.composed.ring import ring
 from diffcoll.core.arguments import Group
 from diffcoll.core.pending import Pending
+from diffcoll.nn.chunks import sums_of
 from diffcoll.nn.inputs import without_autocast
-from diffcoll.nn.logits import Marks, Rule, Sums, block, blocks, merged
+from diffcoll.nn.logits import Marks, Rule, Sums, block, merged
 
 __all__ = ["Ring"]
 
@@ -61,16 +62,14 @@ class Ring:
     @property
     def needed(self) -> tuple[bool, ...]:
         """Which sums the rule needs."""
-        rule, labels = self.rule, self.rows.label is not None
-        softmax, columns = not rule.sigmoid, rule.columns
-        return softmax, True, softmax and labels, columns, columns and labels
+        return self.rule.needs(self.rows.label is not None)
 
     def forward(self, q: Tensor, k: Tensor, bias: Tensor | None, purpose: str = "forward") -> Sums:
         """Return the sums, differentiable if grad mode is on."""
         found: dict[int, Sums] = {}
         for source, held in self._around(k, purpose):
             cols = self.cols.part(sum(self.sizes[:source]), len(held))
-            found[source] = merged(list(blocks(q, held, bias, self.rule, self.rows, cols, self.chunk)))
+            found[source] = sums_of(q, held, bias, self.rule, self.rows, cols, self.chunk)
         return merged([found[source] for source in range(len(self.sizes))])
 
     def backward(

@@ -130,6 +130,23 @@ def test_each_rank_sends_the_same_messages_whatever_it_trains(options):
             torch.testing.assert_close(found, [mine, want[1]])
 
 
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"exchange": "ring"}], ids=str)
+def test_a_rank_may_ask_for_the_gradient_of_one_tensor(options):
+    """torch.autograd.grad of other tensors on each rank."""
+
+    def gradient(x, y, which):
+        bias = torch.tensor(-1.0, dtype=x.dtype)
+        xs = [t.clone().requires_grad_() for t in (x, y, bias)]
+        loss = siglip_loss(xs[0], xs[1], 2.0, xs[2], **options) + 0 * xs[2]
+        loss = loss + clip_loss(xs[0], xs[1], 2.0, **options)
+        return torch.autograd.grad(loss, [xs[i] for i in which])
+
+    parts = split(batch(8)[:2], [3, 2, 3])
+    want = simulate(gradient, *parts, [(0, 1, 2)] * 3, rules=True)
+    found = simulate(gradient, *parts, [(0,), (1,), (0, 1)], rules=True)
+    torch.testing.assert_close(found, [want[0][:1], want[1][1:2], want[2][:2]])
+
+
 def test_gradients_of_features_that_no_rank_trains_are_not_sent():
     def messages(x, y, exchange, trained):
         x, y = x.clone().requires_grad_(), y.clone().requires_grad_(trained)

@@ -1,0 +1,142 @@
+"""The sums of a block of logits as one op of torch.library, for torch.compile.
+
+A loop over chunks has as many steps as the ranks' sizes require, which have no value while compiling. Within the op it
+is eager code.
+
+forward   the sums of `diffcoll.nn.logits`, in chunks; no logits are kept
+backward  gs_ij from logits that are computed again; gq = gs k, gk = gsᵀ q, gbias = Σ gs
+
+note  notes/contrastive.md
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from diffcoll.nn.logits import Marks, Rule, Sums, blocks, least, masks, merged
+
+__all__ = ["sums_of"]
+
+
+def sums_of(q: Tensor, k: Tensor, bias: Tensor | None, rule: Rule, rows: Marks, cols: Marks, chunk: int | None) -> Sums:
+    """Return the sums over all these columns."""
+    if chunk is None or not torch.compiler.is_compiling():
+        return merged(list(blocks(q, k, bias, rule, rows, cols, chunk)))
+    k = k.to(q.dtype)
+    k = F.normalize(k, dim=-1) if rule.normalize else k
+    flags = rule.sigmoid, rule.columns, rule.within, chunk
+    found = torch.ops.diffcoll.logits(q, k, bias, *rows, *cols, *flags)
+    needed = rule.needs(rows.label is not None)
+    return Sums(*(y if needs else None for y, needs in zip(found, needed, strict=True)))
+
+
+_MARKS = ", ".join(f"Tensor {x}_number, Tensor {x}_partner, Tensor? {x}_label, Tensor? {x}_id" for x in ("row", "col"))
+_FLAGS = "bool sigmoid, bool columns, bool within, int chunk"
+_INPUTS = f"Tensor q, Tensor k, Tensor? bias, {_MARKS}, {_FLAGS}"
+_SUMS = ", ".join(f"Tensor {name}" for name in Sums._fields)
+_GRADIENTS = ", ".join(f"Tensor? g_{name}" for name in Sums._fields)
+#: Number of the tensors, with those that may be None, before the flags.
+_TENSORS = 11
+
+
+def _read(inputs: tuple[Any, ...]) -> tuple[Rule, Marks, Marks, int]:
+    *flags, chunk = inputs[_TENSORS:]
+    return Rule(*flags), Marks(*inputs[3:7]), Marks(*inputs[7:_TENSORS]), chunk
+
+
+def _sums(*inputs: Any) -> tuple[Tensor, ...]:
+    q, k, bias = inputs[:3]
+    rule, rows, cols, chunk = _read(inputs)
+    with torch.no_grad():
+        found = merged(list(blocks(q, k, bias, rule, rows, cols, chunk)))
+    return tuple(q.new_empty(0) if y is None else y for y in found)
+
+
+def _shapes(*inputs: Any) -> tuple[Tensor, ...]:
+    q, k = inputs[:2]
+    rule, rows, _, _ = _read(inputs)
+    b, m = q.shape[0], k.shape[0]  # len() of a symbolic size is an error
+    lengths = b, b, b, m, m
+    needed = rule.needs(rows.label is not None)
+    return tuple(q.new_empty(n if needs else 0) for n, needs in zip(lengths, needed, strict=True))
+
+
+def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and bias from the inputs, the sums, and the gradients of the sums."""
+    inputs, whole, g = arguments[:-10], Sums(*arguments[-10:-5]), Sums(*arguments[-5:])
+    q, k, bias = inputs[:3]
+    rule, rows, cols, chunk = _read(inputs)
+    gq, gk, gbias = torch.zeros_like(q), torch.empty_like(k), q.new_zeros(())
+    for first in range(0, len(k), chunk):
+        part = slice(first, first + chunk)
+        x = k[part]
+        gs = _gradient(q, x, bias, rule, rows, cols.part(first, len(x)), *(_columns(sums, part) for sums in (whole, g)))
+        gq.addmm_(gs, x)
+        gk[part] = gs.T @ q
+        gbias += gs.sum()
+    return gq, gk, gbias
+
+
+def _columns(sums: Sums, part: slice) -> Sums:
+    """Return the sums of a part of the columns."""
+    col_neg, col_pos = (None if y is None else y[part] for y in (sums.col_neg, sums.col_pos))
+    return sums._replace(col_neg=col_neg, col_pos=col_pos)
+
+
+def _gradient(
+    q: Tensor, k: Tensor, bias: Tensor | None, rule: Rule, rows: Marks, cols: Marks, whole: Sums, g: Sums
+) -> Tensor:
+    """Return the gradient of the logits of some columns."""
+    s = q @ k.T
+    positive, excluded = masks(rows, cols, rule)
+    g_sum = q.new_zeros(len(q), 1) if g.row_sum is None else g.row_sum.unsqueeze(1)
+    if rule.sigmoid:
+        s = s if bias is None else s + bias
+        gs = torch.where(positive, -torch.sigmoid(-s), torch.sigmoid(s)) * g_sum
+        return gs if excluded is None else gs.masked_fill(excluded, 0)
+    neg = s.masked_fill(positive if excluded is None else positive | excluded, least(s))
+    gs = torch.where(positive, g_sum, 0.0)
+    pos = s.masked_fill(~positive, least(s)) if rows.label is not None else neg
+    for masked, row, g_row, col, g_col in (
+        (neg, whole.row_neg, g.row_neg, whole.col_neg, g.col_neg),
+        (pos, whole.row_pos, g.row_pos, whole.col_pos, g.col_pos),
+    ):
+        if g_row is not None and row is not None and len(row) == len(q):
+            gs += (masked - row.unsqueeze(1)).exp_() * g_row.unsqueeze(1)
+        if g_col is not None and col is not None and len(col) == len(k):
+            gs += (masked - col).exp_() * g_col
+    return gs
+
+
+def _shapes_of_gradients(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), q.new_empty(())
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:_TENSORS], *output)
+    ctx.flags = inputs[_TENSORS:]
+
+
+def _backward(ctx: Any, *gs: Tensor | None) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    inputs, found = saved[:_TENSORS], saved[_TENSORS:]
+    gq, gk, gbias = torch.ops.diffcoll.logits_backward(*inputs, *ctx.flags, *found, *gs)
+    return gq, gk, None if inputs[2] is None else gbias, *[None] * (_TENSORS - 3 + len(ctx.flags))
+
+
+_op = torch.library.custom_op(
+    "diffcoll::logits", _sums, mutates_args=(), schema=f"({_INPUTS}) -> ({', '.join(['Tensor'] * 5)})"
+)
+_op.register_fake(_shapes)
+_op.register_autograd(_backward, setup_context=_save)
+_op_backward = torch.library.custom_op(
+    "diffcoll::logits_backward",
+    _gradients,
+    mutates_args=(),
+    schema=f"({_INPUTS}, {_SUMS}, {_GRADIENTS}) -> (Tensor, Tensor, Tensor)",
+)
+_op_backward.register_fake(_shapes_of_gradients)
