@@ -2,7 +2,7 @@
 
 PyTorch's own derivatives of `amax` and `logsumexp` go through several tensors of the size of the stack. Here the stack
 is processed in pieces that stay in cache, and the gradient is written to one new tensor. A rule states the function
-and its gradient once; the `Function` derives the rest.
+and its gradient once; the `Function` derives the rest. In forward mode the derivatives are PyTorch's own.
 """
 
 from __future__ import annotations
@@ -31,21 +31,24 @@ __all__ = ["LARGEST", "LOGSUMEXP", "SMALLEST", "Rule", "gradient_in_pieces", "ov
 class Rule(NamedTuple):
     """A function y of a stack s, in which each position of y depends on the same position of each s_k only."""
 
-    #: y of s.
+    #: y of s, in PyTorch's operations; differentiable in forward mode.
     value: Callable[[Tensor], Tensor]
     #: gs of s, y and gy, in PyTorch's differentiable operations; linear in gy: gs_k = gy · conj(∂y/∂s_k).
     gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def over_ranks(s: Tensor, rule: Rule) -> Tensor:
-    """Return rule.value(s), differentiable to any order and in both modes."""
-    if not (s.is_floating_point() or s.is_complex()) or torch.compiler.is_compiling():
+    """Return rule.value(s), differentiable to any order and in both modes.
+
+    Not a Function in forward mode: PyTorch does not differentiate the operations of its jvp in an outer level.
+    """
+    if not (s.is_floating_point() or s.is_complex()) or torch.compiler.is_compiling() or carries_tangents():
         return rule.value(s)
     return apply_rule(_OverRanks, s, rule)
 
 
 class _OverRanks(Function):
-    """y = value(s);  gs = gradient(s, y, gy);  ty = Σ_k conj(gradient(s, y, 1)_k) ts_k."""
+    """y = value(s);  gs = gradient(s, y, gy)."""
 
     @staticmethod
     def forward(s: Tensor, rule: Rule) -> Tensor:
@@ -55,7 +58,6 @@ class _OverRanks(Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, Rule], output: Tensor) -> None:
         s, ctx.rule = inputs
         ctx.save_for_backward(s, output)
-        ctx.save_for_forward(s)
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None]:
@@ -63,13 +65,6 @@ class _OverRanks(Function):
         if torch.is_grad_enabled() or carries_tangents():  # it may be differentiated again
             return ctx.rule.gradient(s, y, gy), None
         return gradient_in_pieces(s, y, gy, ctx.rule), None
-
-    @staticmethod
-    def jvp(ctx: Any, ts: Tensor, _: None) -> Tensor:
-        (s,) = ctx.saved_tensors
-        y = over_ranks(s, ctx.rule)
-        derivative: Tensor = ctx.rule.gradient(s, y, torch.ones_like(y)).conj()
-        return (derivative * ts).sum(0)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], s: Tensor, rule: Rule) -> tuple[Tensor, int]:
@@ -146,7 +141,7 @@ def _gradient_of_logsumexp(s: Tensor, y: Tensor, gy: Tensor) -> Tensor:
 
 
 def _logsumexp(s: Tensor) -> Tensor:
-    if s.is_complex() or torch.compiler.is_compiling():
+    if s.is_complex() or torch.compiler.is_compiling() or carries_tangents():
         return s.logsumexp(0)
     # PyTorch's replaces infinite maxima by 0 with `where`, which takes as long as all the rest.
     limits = torch.finfo(s.dtype)

@@ -1,6 +1,7 @@
 """Reductions that are not linear, on results computed by hand, and on numbers for which naive rules fail."""
 
 import math
+import random
 import re
 from fractions import Fraction
 from functools import partial
@@ -14,7 +15,7 @@ from torch.autograd import forward_ad
 
 import diffcoll as dc
 from diffcoll.cli import bench
-from diffcoll.core.product import leave_one_out, product
+from diffcoll.core.product import product
 from diffcoll.core.reductions import REDUCTIONS
 from diffcoll.engines.local import LocalEngine
 from diffcoll.testing import cases, simulate, spawn
@@ -232,6 +233,84 @@ def test_an_infinite_derivative_where_only_one_loss_uses_the_result():
         return found
 
     assert on_ranks(body, [0.0, 4.0], [1.0, 0.0]) == [[INF] * 12, [0.25, 0.25, 0.25, 0.5, 0.5, 0.5] * 2]
+
+
+@pytest.mark.parametrize(
+    ("xs", "gy", "dtype", "expected"),
+    [
+        ([1e-25] * 3, 1e30, torch.float32, 1e-20),
+        ([1e30] * 3, 1e-30, torch.float32, 1e30),
+        ([2e-4] * 3, 3e4, torch.float16, 1.2e-3),
+        ([1e-25] * 3, 1e30, torch.bfloat16, 1e-20),
+        ([1e-200] * 3, 1e250, torch.float64, 1e-150),
+        ([1e200] * 3, 1e-200, torch.float64, 1e200),
+        ([1e-25j] * 3, 1e30, torch.complex64, -1e-20),
+        ([1e200j] * 3, 1e-200, torch.complex128, -1e200),
+    ],
+)
+def test_gy_is_multiplied_before_the_gradient_of_a_product_is_rounded(xs, gy, dtype, expected):
+    """Π_{s≠r} x_s is 0 or inf in this dtype, gy · Π_{s≠r} x_s is not; in both modes, and in second order."""
+    g = torch.tensor(gy, dtype=dtype)
+
+    def body(r):
+        def pulled(x):
+            return torch.func.vjp(lambda x: dc.all_reduce(x, "product"), x)[1](g if r == 0 else 0 * g)[0]
+
+        x = torch.tensor(xs[r], dtype=dtype).requires_grad_()
+        y = dc.all_reduce(x, "product")
+        (first,) = torch.autograd.grad(y, x, g if r == 0 else 0 * g, create_graph=True)
+        found = [first.detach(), pulled(x.detach())]
+        found.append(torch.func.jvp(lambda x: dc.all_reduce(x, "product"), (x.detach(),), (g,))[1] / len(xs))
+        t = x.detach() / 2  # Σ_k t_k ∂/∂x_k gradient_r = (N − 1)/2 · gradient_r, and the same the other way round
+        second = (torch.autograd.grad(first, x, t)[0], torch.func.jvp(pulled, (x.detach(),), (t,))[1])
+        return found + [h * 2 / (len(xs) - 1) for h in second]
+
+    for of_rank in simulate(body, range(len(xs)), rules=True):
+        for k, value in enumerate(of_rank):
+            right = torch.tensor(expected, dtype=dtype)
+            torch.testing.assert_close(value, right, atol=0, rtol=20 * torch.finfo(dtype).eps, msg=f"{k}: {of_rank}")
+
+
+def test_products_of_any_size_to_second_order():
+    """Against fractions: each derivative, in each mode, is right to rounding of its largest term."""
+    rng = random.Random(3)
+    limits = torch.finfo(torch.float64)
+
+    def drawn(n):
+        def one():
+            e = rng.choice([rng.uniform(-680, 680), rng.uniform(-3, 3)])
+            return rng.choice([0.0, *[rng.choice([-1, 1]) * (1 + rng.random()) * 2.0**e] * 9])
+
+        return torch.tensor([one() for _ in range(n)], dtype=torch.float64)
+
+    def rest(values, *without):
+        return math.prod(v for k, v in enumerate(values) if k not in without)
+
+    def compare(got, terms):
+        exact, largest = sum(terms), max(map(abs, terms), default=Fraction(0))
+        if largest < Fraction(limits.max) / 4:
+            error = largest * Fraction(limits.eps) * 30 + Fraction(limits.tiny) * Fraction(limits.eps) * 4
+            assert math.isfinite(got) and abs(Fraction(got) - exact) <= error, (got, float(exact))
+
+    for n in (1, 2, 3, 3, 5, 5) * 8:
+        s, v, w, gy = drawn(n), drawn(n), drawn(n), drawn(1)[0]
+        ss, vs, ws, g = ([Fraction(x) for x in t.view(-1).tolist()] for t in (s, v, w, gy))
+        ks = range(n)
+        leaf, leaf_of_g = s.clone().requires_grad_(), gy.clone().requires_grad_()
+        (gs,) = torch.autograd.grad(product(leaf), leaf, leaf_of_g, create_graph=True)
+        second, of_g = torch.autograd.grad(gs, (leaf, leaf_of_g), v, materialize_grads=True)
+        forward = torch.func.jvp(lambda s, gy=gy: torch.func.vjp(product, s)[1](gy)[0], (s,), (v,))[1]
+        along_v = partial(torch.func.jvp, product, tangents=(v,))
+        twice = torch.func.jvp(lambda s, f=along_v: f((s,))[1], (s,), (w,))[1]
+        tangent = [vs[k] * rest(ss, k) for k in ks]
+        compare(along_v((s,))[1].item(), tangent)
+        compare(of_g.item(), tangent)
+        compare(twice.item(), [vs[i] * ws[j] * rest(ss, i, j) for i in ks for j in ks if i != j])
+        for j in ks:
+            compare(gs[j].item(), [g[0] * rest(ss, j)])
+            terms = [g[0] * vs[i] * rest(ss, i, j) for i in ks if i != j]
+            compare(second[j].item(), terms)
+            compare(forward[j].item(), terms)
 
 
 def test_products_whose_modulus_overflows():
@@ -552,12 +631,20 @@ def test_a_function_of_the_wrong_shape():
             simulate(lambda x, f=f: dc.all_reduce(x, f), [torch.zeros(3)] * 2, rules=True)
 
 
-def test_leave_one_out_is_differentiable_to_second_order():
-    s = torch.tensor([[2.0, 0.0], [3.0, 0.0], [-1.0, 4.0]], dtype=torch.float64, requires_grad=True)
-    assert leave_one_out(s).tolist() == [[-3, 0], [-2, 0], [6, 0]]
-    assert torch.autograd.gradgradcheck(product, (s,))
-    assert torch.autograd.gradcheck(leave_one_out, (s,))
-    assert torch.autograd.gradcheck(product, (s,), check_forward_ad=True, check_batched_grad=True)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_the_product_is_differentiable_to_third_order(n, dtype):
+    s = torch.tensor([[2.0, 0.0], [3.0, 0.0], [-1.0, 4.0], [0.5, 1.5], [0.7, -1.1]], dtype=dtype)[:n]
+    s = (s * (1 + 0.3j) if dtype.is_complex else s).requires_grad_()
+
+    def gradient(s):
+        y = product(s)
+        return torch.autograd.grad(y, s, s.sum(0), create_graph=True)[0]
+
+    modes = {"check_forward_ad": True, "check_batched_grad": True, "check_batched_forward_grad": not dtype.is_complex}
+    assert torch.autograd.gradcheck(product, (s,), **modes)
+    assert torch.autograd.gradgradcheck(product, (s,), check_fwd_over_rev=True, check_rev_over_rev=True)
+    assert torch.autograd.gradgradcheck(gradient, (s,))
 
 
 def test_the_result_is_not_a_view_of_the_stack(run):

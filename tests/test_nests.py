@@ -1,0 +1,165 @@
+"""Transforms of torch.func within one another, to depth 3: the rules give what the definition gives.
+
+PyTorch does not differentiate the operations of a Function's `jvp` in an outer level of forward mode, and says nothing.
+"""
+
+import math
+import random
+from dataclasses import replace
+from functools import partial
+
+import nests
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.autograd import forward_ad
+
+import diffcoll as dc
+from diffcoll.testing import cases, simulate, spawn, strategies
+
+SEED = 2
+OPS = ("product", "max", "min", "logsumexp")
+#: Nests with one level of forward mode within another.
+FORWARD = [nest for nest in nests.NESTS if sum(name in ("jvp", "jacfwd") for name in nest) > 1]
+
+
+def table(n):
+    """The calls of `cases.table` on smaller tensors, of which Jacobians of Jacobians take less time."""
+    return [small(case) for case in cases.table(n) if None not in case.shapes]
+
+
+def small(case):
+    if "sizes" in case.arguments or () in case.shapes or case.arguments.get("dim", 0) != 0:
+        return case
+    shape = {"all_reduce": (2,), "reduce": (2,), "reduce_scatter": (case.size,)}.get(case.name)
+    return replace(case, shapes=(shape,) * case.size) if shape else case
+
+
+def nests_of(case):
+    """The nests that suit a call: a Jacobian has as many rows, or columns, on every rank."""
+    shapes = [{y.shape for y in case.truth(xs_of(case))}, set(case.shapes)]
+    equal = all(len(of) == 1 for of in shapes)
+    numel = max(math.prod(shape) for of in shapes for shape in of)
+    most = {0: 0, 1: 3, 2: 3, 3: 2}.get(numel, 1) if equal and numel < 7 else 0
+    drawn = nests.NESTS if case.linear else FORWARD
+    return [nest for nest in drawn if sum(name in ("jacfwd", "jacrev") for name in nest) <= most]
+
+
+def xs_of(case):
+    return [case.x(r, SEED) for r in range(case.size)]
+
+
+def check(pairs, n, run):
+    """Compare calls, each in its nest, with truth; all in one run."""
+
+    def body(r):
+        fs = [nests.by_transforms(nest, lambda x, c=case: c.call(x, r), r, case.shared) for case, nest in pairs]
+        return [f(case.x(r, SEED)) for f, (case, _) in zip(fs, pairs, strict=True)]
+
+    of_ranks = run(body, range(n))
+    for i, (case, nest) in enumerate(pairs):
+        expected = nests.by_definition(nest, case.truth, case.shared)(xs_of(case))
+        for r, y in enumerate(expected):
+            text = f"{case}, rank {r}, {' of '.join(nest)}"
+            torch.testing.assert_close(of_ranks[r][i], y.detach(), rtol=1e-8, atol=1e-8, msg=text)
+
+
+def drawn(calls, seed):
+    rng = random.Random(seed)
+    return [(case, rng.choice(nests_of(case))) for case in calls]
+
+
+def reductions(n, name=None):
+    return [case for case in table(n) if not case.linear and name in (None, case.name)]
+
+
+def test_reductions():
+    check(drawn(reductions(3), 0)[::2], 3, partial(simulate, rules=True))
+
+
+def test_linear_collectives():
+    check(drawn([case for case in table(3) if case.linear], 1)[::4], 3, partial(simulate, rules=True))
+
+
+def test_one_rank_without_a_group():
+    check(drawn(reductions(1, "all_reduce"), 2), 1, lambda body, ranks: [body(0)])
+
+
+def test_processes():
+    check(drawn(reductions(3), 3)[::4], 3, spawn)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_table_at_length(backend, seed):
+    pairs = drawn(table(3), seed)
+    check(pairs, 3, partial(simulate, rules=True))
+    check(pairs, 3, partial(spawn, backend=backend, timeout=600))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("n", [2, 3])
+def test_every_nest_of_every_reduction(n):
+    pairs = [(case, nest) for case in reductions(n, "all_reduce") for nest in nests.NESTS]
+    check(pairs, n, partial(simulate, rules=True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_random_calls():
+    @settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(strategies.cases(), st.integers(0, 1 << 16))
+    def hold(case, seed):
+        if not case.dtype.is_complex and None not in case.shapes:
+            check(drawn([case], seed), case.size, partial(simulate, rules=True))
+
+    hold()
+
+
+def test_values_by_hand():
+    """d²/dx² of (sin x)(sin 2x) and of the largest of x² and 2x², on one rank and on two."""
+    x = torch.tensor(0.7, dtype=torch.float64)
+    expected = {"product": -5 * x.sin() * (2 * x).sin() + 4 * x.cos() * (2 * x).cos(), "max": 4 + 0 * x}
+
+    def second(x, op):
+        def f(x):
+            mine = (dc.get_rank() + 1) * x
+            return dc.all_reduce(mine.sin() if op == "product" else mine * x, op)
+
+        return torch.func.jacfwd(torch.func.jacfwd(f))(x)
+
+    for op, value in expected.items():
+        torch.testing.assert_close(simulate(partial(second, op=op), [x, x], rules=True), [value] * 2)
+    squares = torch.func.jacfwd(torch.func.jacfwd(lambda x: dc.all_reduce(x.square(), "product")))(x)
+    assert squares == 2
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_forward_ad_around_transforms_and_backward(op):
+    """The tangent of a gradient, by torch.func within a level, and by a graph from before the level."""
+
+    def loss(x):
+        return (dc.all_reduce(x.sin(), op) ** 3).sum()
+
+    def body(r):
+        x, t = (torch.linspace(0.3 + r, 1.2 - r, 4, dtype=torch.float64).cos() + k for k in (0, r))
+        expected = torch.func.jvp(torch.func.grad(loss), (x,), (t,))[1]
+        found = []
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, t)
+            found.append(forward_ad.unpack_dual(torch.func.grad(loss)(dual)).tangent)
+        leaf = x.clone().requires_grad_()
+        y = dc.all_reduce(leaf, op)
+        with forward_ad.dual_level():
+            gy = forward_ad.make_dual(torch.ones_like(y), t)
+            (g,) = torch.autograd.grad(y, leaf, gy)
+            found.append(forward_ad.unpack_dual(g).tangent)
+        y = dc.all_reduce(leaf, op)
+        return found, [expected, torch.autograd.grad(y, leaf, t)[0]]
+
+    for found, expected in simulate(body, range(3), rules=True):
+        torch.testing.assert_close(found, expected)
