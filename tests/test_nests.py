@@ -54,12 +54,13 @@ def check(pairs, n, run):
     """Compare calls, each in its nest, with truth; all in one run."""
 
     def body(r):
-        fs = [nests.by_transforms(nest, lambda x, c=case: c.call(x, r), r, case.shared) for case, nest in pairs]
+        fs = [nests.by_transforms(nest, lambda x, c=case: c.call(x.sin(), r), r, case.shared) for case, nest in pairs]
         return [f(case.x(r, SEED)) for f, (case, _) in zip(fs, pairs, strict=True)]
 
     of_ranks = run(body, range(n))
     for i, (case, nest) in enumerate(pairs):
-        expected = nests.by_definition(nest, case.truth, case.shared)(xs_of(case))
+        defined = nests.by_definition(nest, lambda xs, c=case: c.truth([x.sin() for x in xs]), case.shared)
+        expected = defined(xs_of(case))
         for r, y in enumerate(expected):
             text = f"{case}, rank {r}, {' of '.join(nest)}"
             torch.testing.assert_close(of_ranks[r][i], y.detach(), rtol=1e-8, atol=1e-8, msg=text)

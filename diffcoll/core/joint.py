@@ -261,3 +261,7 @@ class _Tie(Function):
     @staticmethod
     def jvp(ctx: Any, tloss: Tensor, ttoken: Tensor) -> Tensor:
         return tloss
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], loss: Tensor, token: Tensor) -> tuple[Tensor, int]:
+        return _Tie.apply(loss, token), in_dims[0]  # type: ignore[no-untyped-call]
