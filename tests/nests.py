@@ -38,6 +38,10 @@ class Drawn:
     def like_y(self, y: Tensor, r: int) -> Tensor:
         return self._numbers(y, 0.6, 0 if self.shared[1] else r)
 
+    def of_columns(self, x: Tensor, r: int) -> Tensor:
+        """For each column of a Jacobian; equal on all ranks if y is, so that the result is too."""
+        return self._numbers(x, 0.4, 0 if any(self.shared) else r)
+
     def _numbers(self, like: Tensor, start: float, r: int) -> Tensor:
         """Not random: vmap refuses random numbers."""
         index = torch.arange(like.numel(), dtype=torch.float64).view(like.shape)
@@ -80,7 +84,9 @@ def _vjp(f: Of, drawn: Drawn, r: int) -> Of:
 
 
 def _jacfwd(f: Of, drawn: Drawn, r: int) -> Of:
-    return lambda x: (torch.func.jacfwd(f)(x) * drawn.like_x(x, r)).flatten(-x.dim()).sum(-1) if x.dim() else _0d(f, x)
+    return lambda x: (
+        (torch.func.jacfwd(f)(x) * drawn.of_columns(x, r)).flatten(-x.dim()).sum(-1) if x.dim() else _0d(f, x)
+    )
 
 
 def _0d(f: Of, x: Tensor) -> Tensor:
@@ -167,7 +173,7 @@ def _of_jacfwd(f: OfAll, drawn: Drawn) -> OfAll:
     def defined(xs: list[Tensor]) -> list[Tensor]:
         n = len(xs)
         columns = [_pushed(f, xs, [e] * n) for e in _basis(xs[0])]
-        ks = [drawn.like_x(x, r).flatten() if x.dim() else x.new_ones(1) for r, x in enumerate(xs)]
+        ks = [drawn.of_columns(x, r).flatten() if x.dim() else x.new_ones(1) for r, x in enumerate(xs)]
         return [torch.tensordot(k, torch.stack(of), 1) for k, of in zip(ks, zip(*columns, strict=True), strict=True)]
 
     return defined
