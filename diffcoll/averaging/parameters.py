@@ -86,9 +86,8 @@ def _refuse_modules(operation: str, given: nn.Module, ignored: Ignored) -> None:
                 f"give {operation} the module without DistributedDataParallel, or remove {operation}"
             )
         if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(
-                f"{where}: is scripted, and cannot be watched for new parameters; give {operation} its named_parameters()"
-            )
+            why = "is scripted, and cannot be watched for new parameters"
+            raise TypeError(f"{where}: {why}; give {operation} its named_parameters()")
         if isinstance(module, _fsdp_classes()):
             raise TypeError(f"{where}: FSDP shards this module and reduces its own gradients; remove {operation}")
 

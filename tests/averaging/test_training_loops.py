@@ -1,0 +1,189 @@
+"""Random training loops with GradientAverager, on simulated ranks, against the same loop on one process."""
+
+import gc
+import random
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import diffcoll as dc
+from diffcoll.testing import new_group, simulate
+
+
+class Net(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh())
+
+
+def batch(n, r, k):
+    """Rank r's batch of micro-batch k: unequal sizes, other values on every rank."""
+    rows = 1 + (r + k) % 3
+    return torch.linspace(-1 - r, 1 + k % 5, 3 * rows).view(rows, 3)
+
+
+def replaced(net, seed):
+    """The old head is freed before the new one is made, which may get its id."""
+    del net.head
+    torch.manual_seed(seed)
+    net.head = nn.Linear(4, 2)
+
+
+def other_memory(net):
+    for p in net.parameters():
+        p.data = p.data.clone()
+        if p.grad is not None:
+            p.grad.data = p.grad.data.clone()
+
+
+def there_and_back(net):
+    net.half()
+    net.float()
+
+
+def drawn(seed):
+    """Draw a loop: number of ranks, reduction, whether the averager gets the module, and actions."""
+    of = random.Random(seed)
+    n, reduction, bare = of.choice([2, 3]), of.choice(["mean", "sum", "weighted"]), of.random() < 0.3
+    actions, zeroed = [], True
+    for _ in range(of.randrange(4, 9)):
+        action = of.choice(["step", "step", "micro", "convert", "memory", "replace", "renew", "groups", "free"])
+        if action in ("convert", "memory", "step", "micro"):
+            # bare parameters under "sum" refuse gradients that are converted and not zeroed
+            zeroed = of.choice(["none", "zeros", "no"]) if not (bare and reduction == "sum") else "none"
+        actions.append((action, zeroed if action != "step" else of.choice(["none", "none", zeroed]), of.randrange(100)))
+    return n, reduction, bare, [*actions, ("step", "none", 1)]
+
+
+class OnRanks:
+    """What is done around the averager."""
+
+    def __init__(self, net, reduction, bare, r, n):
+        self.net, self.reduction, self.bare, self.r, self.n = net, reduction, bare, r, n
+        self.groups, self.freed = [None], []
+        self.attach()
+
+    def attach(self):
+        of = list(self.net.parameters()) if self.bare else self.net
+        if self.bare and hasattr(self, "averager"):
+            self.averager.detach()
+        self.averager = dc.GradientAverager(of, self.groups[-1], reduction=self.reduction, bucket_mb=1e-4)
+
+    def act(self, action, seed):
+        if action == "replace":
+            replaced(self.net, seed)
+            self.net.zero_grad()
+            if not self.bare:
+                with pytest.raises(RuntimeError, match=r"GradientAverager: head\.weight: the module got this param"):
+                    self.backward(0, synchronizes=True)
+            self.net.zero_grad()
+            self.attach()
+        elif action == "renew":
+            self.attach()
+        elif action == "groups":
+            lead, everyone = new_group([0, self.n - 1]), new_group(range(self.n))
+            if self.r in (0, self.n - 1):  # the others make fewer averagers
+                w = nn.Parameter(torch.ones(()))
+                dc.GradientAverager([w], lead)
+                (w * self.r).backward()
+                assert w.grad == (self.n - 1) / 2
+            self.groups.append(everyone)
+            self.attach()
+        elif action == "free":
+            other = nn.Linear(2, 1)
+            dc.GradientAverager(other, self.groups[-1])
+            self.freed.append(other)
+            del other
+            if seed % (self.r + 2) == 0:
+                self.freed.clear()
+                gc.collect()
+
+    def backward(self, k, synchronizes):
+        x = batch(self.n, self.r, k)
+        if self.reduction == "weighted":
+            self.averager.set_weight(len(x))
+        with nullcontext() if synchronizes else self.averager.no_sync():
+            self.net(x).square().mean().backward()
+
+
+class Alone:
+    """The same on one process."""
+
+    def __init__(self, net, reduction, n):
+        self.net, self.reduction, self.n = net, reduction, n
+
+    def act(self, action, seed):
+        if action == "replace":
+            replaced(self.net, seed)
+            self.net.zero_grad()
+
+    def backward_of_all(self, ks):
+        of_all = [(batch(self.n, r, k), 1.0) for r in range(self.n) for k in ks]
+        if self.reduction == "weighted":
+            total = sum(len(x) for x, _ in of_all)
+            of_all = [(x, len(x) / total) for x, _ in of_all]
+        elif self.reduction == "mean":
+            of_all = [(x, 1 / self.n) for x, _ in of_all]
+        for x, weight in of_all:
+            (weight * self.net(x).square().mean()).backward()
+
+
+def run(seed):
+    """Check the gradients after each step of the loop drawn with this seed."""
+    n, reduction, bare, actions = drawn(seed)
+
+    def body(r):
+        net, twin = Net(seed), Net(seed)
+        ranks, alone = OnRanks(net, reduction, bare, r, n), Alone(twin, reduction, n)
+        for i, (action, zero, number) in enumerate(actions):
+            if action in ("convert", "memory"):
+                for model in (net, twin):
+                    {"convert": there_and_back, "memory": other_memory}[action](model)
+                if bare and reduction == "sum":
+                    net.zero_grad()
+                    twin.zero_grad()
+                continue
+            if action not in ("step", "micro"):
+                ranks.act(action, number)
+                alone.act(action, number)
+                if action in ("renew", "groups"):
+                    net.zero_grad()
+                    twin.zero_grad()
+                continue
+            if zero != "no":
+                for model in (net, twin):
+                    model.zero_grad(set_to_none=zero == "none")
+            ks = [number + j for j in range(3 if action == "micro" else 1)]
+            for k in ks:
+                ranks.backward(k, synchronizes=k == ks[-1])
+            alone.backward_of_all(ks)
+            found, wanted = [p.grad for p in net.parameters()], [p.grad for p in twin.parameters()]
+            for a, b in zip(found, wanted, strict=True):
+                assert (a - b).abs().max() <= 2e-2 * b.abs().max().clamp(min=1e-2), (seed, i, action, actions)
+            twin.load_state_dict(net.state_dict())
+            for a, b in zip(found, wanted, strict=True):
+                b.copy_(a)  # equal from here on: half precision may have rounded them differently
+            for model in (net, twin):
+                torch.optim.SGD(model.parameters(), lr=0.05).step()
+        return [p.grad.tolist() for p in net.parameters()]
+
+    found = simulate(body, range(n), rules=True)
+    assert all(gradients == found[0] for gradients in found)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_loops(seed):
+    run(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_many_random_loops():
+    for seed in range(1000, 2000):
+        run(seed)
