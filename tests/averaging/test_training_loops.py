@@ -177,7 +177,7 @@ def run(seed):
     assert all(gradients == found[0] for gradients in found)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_random_loops(seed):
     run(seed)
 
@@ -185,5 +185,5 @@ def test_random_loops(seed):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_many_random_loops():
-    for seed in range(1000, 2000):
+    for seed in range(1000, 1600):
         run(seed)
