@@ -103,14 +103,18 @@ def masks(rows: Marks, cols: Marks, rule: Rule) -> tuple[Tensor, Tensor | None]:
     return positive, same_id & ~positive  # the pair of a row with itself is one of them
 
 
-def block(q: Tensor, k: Tensor, bias: Tensor | None, rule: Rule, rows: Marks, cols: Marks) -> Sums:
-    """Return the sums over the logits of some columns."""
+def block(q: Tensor, k: Tensor, bias: Tensor | None, rule: Rule, rows: Marks, cols: Marks, observed: bool) -> Sums:
+    """Return the sums over the logits of some columns.
+
+    `observed`: whether a mode was active at the first call; a checkpoint that repeats it, in another mode or in none,
+    must save the same tensors.
+    """
     k = k.to(q.dtype)
     k = F.normalize(k, dim=-1) if rule.normalize else k
     s = q @ k.T
     traced = torch.compiler.is_compiling() or is_within_transform() or carries_tangents()
     # A selective checkpoint, which observes, may keep s, which _Softmax modifies.
-    if not (rule.sigmoid or rows.label is not None or _KEEPS_SAVED or traced or is_observed()):
+    if not (rule.sigmoid or rows.label is not None or _KEEPS_SAVED or traced or observed):
         sums = _Softmax.apply(s, rows, cols, _same_id(rows, cols), rule)  # type: ignore[no-untyped-call]
         return Sums(row_neg=sums[0], row_sum=sums[1], col_neg=sums[2] if rule.columns else None)
     positive, excluded = masks(rows, cols, rule)
@@ -198,7 +202,7 @@ def blocks(
     again = chunk is not None and torch.is_grad_enabled() and not is_within_transform()
     first = 0
     for part in (k,) if chunk is None else torch.split(k, chunk):  # an empty k has one part, so it stays in the graph
-        one = partial(block, rule=rule, rows=rows, cols=cols.part(first, len(part)))
+        one = partial(block, rule=rule, rows=rows, cols=cols.part(first, len(part)), observed=is_observed())
         first += len(part)
         if again:
             yield checkpoint(one, q, part, bias, use_reentrant=False, preserve_rng_state=False)

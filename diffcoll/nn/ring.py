@@ -22,6 +22,7 @@ from torch.autograd import Function
 
 from diffcoll.collectives.shift import shift
 from diffcoll.composed.ring import ring
+from diffcoll.core._torch import is_observed
 from diffcoll.core.arguments import Group
 from diffcoll.core.pending import Pending
 from diffcoll.nn.chunks import sums_of
@@ -104,7 +105,7 @@ class Ring:
         with torch.enable_grad(), without_autocast(q):
             xs = [None if x is None else x.detach().to(q.dtype).requires_grad_() for x in (q, k, bias)]
             assert xs[0] is not None and xs[1] is not None
-            sums = block(xs[0], xs[1], xs[2], self.rule, self.rows, cols)
+            sums = block(xs[0], xs[1], xs[2], self.rule, self.rows, cols, is_observed())
         g = Sums(
             _rescaled(g.row_neg, sums.row_neg, whole.row_neg),
             g.row_sum,

@@ -120,6 +120,29 @@ def test_selective_checkpoints_on_processes():
     spawn(body, range(3), timeout=100)
 
 
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_losses_that_checkpoint_their_chunks_within_a_selective_checkpoint(exchange):
+    """Backward repeats a chunk within the mode of the outer checkpoint, outside of any, and in another one."""
+
+    def gradient(r, mode, **options):
+        x = torch.arange(12, dtype=torch.float64).view(4, 3).add(r).sin().requires_grad_()
+
+        def loss(x):
+            return dc.nn.clip_loss(x.sin(), x.cos(), 3.0, chunk_size=2, exchange=exchange)
+
+        y = checkpoint(loss, x, use_reentrant=False, **options) if options else loss(x)
+        with mode:
+            return torch.autograd.grad(y.sin(), x)[0]
+
+    def body(r):
+        expected = gradient(r, nullcontext())
+        torch.testing.assert_close(gradient(r, FlopCounterMode(display=False)), expected)
+        for policy, options in POLICIES.items():
+            torch.testing.assert_close(gradient(r, nullcontext(), **options), expected, msg=f"{policy} {exchange}")
+
+    ranks(body, range(3))
+
+
 @pytest.mark.parametrize("checked", [False, True])
 def test_a_policy_that_differs_between_ranks_decides_nothing(checked):
     """Which ranks repeat a collective depends on no policy: every rank repeats it with its checkpoint."""
