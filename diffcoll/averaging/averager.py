@@ -204,7 +204,6 @@ class GradientAverager:
         """
         self._check_attached("synchronize")
         self._hooks.end_failed_backward()
-        self._reducer.drop_weights_of_zeroed()
         self._reducer.begin()
         self._reducer.send_rest()
         self._reducer.receive()

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcoll.core._torch import is_view, storage_uses, version
+from diffcoll.averaging.accumulated import Accumulated, state
+from diffcoll.core._torch import is_view, storage_uses
 from diffcoll.engines.engine import WIDER, Engine, Wait, done
 
 __all__ = ["Bucket", "Parameter", "cut", "is_channels_last"]
@@ -47,8 +48,9 @@ class Parameter:
         self.kept: Tensor | None = None  # `.grad`, if it is a view of the user's memory, which receives the result
         self.reduced: Tensor | None = None  # `.grad` after its reduction
         self.earlier: Tensor | None = None  # a reduced gradient to which the gradient of this step is added at the end
-        self.accumulated: Tensor | None = None  # `.grad` of this step while `earlier` is set, and its state
-        self.accumulated_state = 0, 0
+        self.accumulated = (
+            Accumulated()
+        )  # `.grad` after accumulation, recorded while `earlier` or a weight depends on it
         self.is_in_bucket = self.is_used = False
         self.is_accumulated = False  # whether autograd has accumulated a gradient since the last reduction
         # `.grad` when it was copied to or taken from its place, its state, and the version of the parameter.
@@ -67,12 +69,12 @@ class Parameter:
     def record_gradient(self) -> None:
         """Record `.grad` and its state, for `has_changed`."""
         self.recorded = self.tensor.grad
-        self.recorded_state = _state(self.recorded)
+        self.recorded_state = state(self.recorded)
 
     def has_changed(self) -> bool:
         """Whether `.grad` was replaced or modified in place since it was recorded."""
         grad = self.tensor.grad
-        return grad is not self.recorded or _state(grad) != self.recorded_state
+        return grad is not self.recorded or state(grad) != self.recorded_state
 
     def is_used_since_reduction(self) -> bool:
         """Whether autograd has accumulated a gradient since the last reduction, or the user has assigned one."""
@@ -123,9 +125,13 @@ class Parameter:
 
     def set_aside(self) -> None:
         """Move a reduced gradient to `earlier`, so that it is not reduced again; it is added back at the end."""
-        assert self.tensor.grad is not None
-        self.earlier = self.tensor.grad.clone()
+        grad = self.tensor.grad
+        assert grad is not None
+        if is_view(grad) and not grad.any():
+            return
+        self.earlier = grad.clone()
         self.zero()
+        self.record_accumulated()
 
     def zero(self) -> None:
         """Set `.grad` to None, or to zeros if it is a view of the user's memory."""
@@ -135,25 +141,18 @@ class Parameter:
         else:
             self.tensor.grad = None
 
-    def drop_earlier_if_zeroed(self) -> bool:
-        """Drop `earlier` if `.grad` was zeroed. False if it was modified otherwise since it was recorded."""
-        if self.earlier is not None and self.is_zeroed():
-            self.earlier = None
-        return self.earlier is None or not self._is_modified()
-
     def record_accumulated(self) -> None:
-        """Record `.grad` and its state after accumulation, for `drop_earlier_if_zeroed`."""
-        self.accumulated = self.tensor.grad
-        self.accumulated_state = _state(self.accumulated)
+        """Record `.grad` after accumulation, for `is_zeroed` and `is_modified`."""
+        self.accumulated.record(self.tensor.grad, keeps_copy=self.earlier is not None)
 
     def is_zeroed(self) -> bool:
         """Whether `.grad` was set to None, or modified to zeros, since `record_accumulated`."""
         grad = self.tensor.grad
-        return grad is None or (self._is_modified() and not grad.any())
+        return grad is None or (self.is_modified() and not grad.any())
 
-    def _is_modified(self) -> bool:
-        grad = self.tensor.grad
-        return self.accumulated is not grad or _state(grad) != self.accumulated_state
+    def is_modified(self) -> bool:
+        """Whether `.grad` was replaced or modified since `record_accumulated`."""
+        return self.accumulated.is_modified(self.tensor.grad)
 
     def set_gradient(self) -> Tensor:
         """Make `.grad` the contents of the place: a view, or a copy if the dtypes differ or the user has the memory."""
@@ -327,14 +326,6 @@ def is_channels_last(x: Tensor) -> bool:
     """Whether x is dense in channels-last order and not contiguous."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return not x.is_contiguous() and x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
-
-
-def _state(grad: Tensor | None) -> tuple[int, int]:
-    """Return the version of a gradient and its address, which `.data = …` changes alone; sparse ones have none."""
-    if grad is None:
-        return 0, 0
-    # A view has the version of its base, which changes with the gradients of other parameters.
-    return 0 if is_view(grad) else version(grad), grad.data_ptr() if grad.layout == torch.strided else 0
 
 
 def _as(dtype: torch.dtype, x: Tensor) -> Tensor:

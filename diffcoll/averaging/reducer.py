@@ -120,7 +120,9 @@ class Reducer:
 
         Not where the reduction keeps what is equal on all ranks.
         """
-        if not p.drop_earlier_if_zeroed():
+        if p.earlier is not None and p.is_zeroed():
+            p.earlier = None
+        if p.earlier is not None and (p.is_modified() or self._may_be_zeroed(p)):
             raise RuntimeError(
                 f"{NAME}: {p.name}: its gradient was changed while backward calls were added to a reduced gradient; "
                 "call zero_grad() before the first of them, or synchronize() before the change"
@@ -151,8 +153,22 @@ class Reducer:
 
     def drop_weights_of_zeroed(self) -> None:
         """Forget the weights of earlier batches if all of their gradients were set to None or to zero."""
-        if all(p.is_zeroed() for p in self.parameters if p.is_accumulated):
+        accumulated = [p for p in self.parameters if p.is_accumulated]
+        if not all(p.is_zeroed() or p.accumulated.is_zero_view(p.tensor.grad) for p in accumulated):
+            return
+        if not accumulated or any(p.is_zeroed() for p in accumulated):
             self.weights.total = 0.0
+        elif any(map(self._may_be_zeroed, accumulated)) and self.weights.total != 0:
+            raise RuntimeError(
+                f"{NAME}: {accumulated[0].name}, …: all gradients are zero, and views of memory that was modified "
+                "after they were accumulated, so whether the weight of their batch counts is not known; call "
+                "set_weight(0) for a batch without gradients, or do not write to that memory before the reduction"
+            )
+
+    def _may_be_zeroed(self, p: Parameter) -> bool:
+        """Whether a gradient that was zero may have been zeroed: it is a view, and its base was modified."""
+        of_all = [q.accumulated for q in self.parameters]
+        return p.accumulated.is_zero_view(p.tensor.grad) and p.accumulated.is_base_modified(of_all)
 
     def _check(self, p: Parameter) -> None:
         self.set_aside(p)
@@ -233,6 +249,8 @@ class Reducer:
     def send_rest(self) -> None:
         """Send all buckets that have not been sent; an error found here makes all ranks raise."""
         try:
+            if self.reduction == "weighted" and not self.backward.tasks:  # `synchronize`: no backward has done it
+                self.drop_weights_of_zeroed()
             if self.buffers is not None:
                 self.buffers.end_round(self.join.source)
             if self._arguments.unused == "error":
@@ -310,7 +328,8 @@ class Reducer:
         """Drop all gradients, of this step and those that it was added to."""
         for p in self.parameters:
             p.zero()
-            p.reduced = p.earlier = p.accumulated = None
+            p.reduced = p.earlier = None
+            p.accumulated.clear()
 
     def _refuse_unused(self) -> None:
         """Raise, if asked for, the names of the parameters that no rank has used; the same on all ranks."""
@@ -366,8 +385,8 @@ class Reducer:
         self.count += 1
         self.join.on_reduction()
         for p in self.parameters:
-            p.earlier = p.accumulated = None
-            p.is_accumulated = False
+            p.earlier, p.is_accumulated = None, False
+            p.accumulated.clear()
 
     # ── errors ───────────────────────────────────────────────────────────────────────────────────────────
 

@@ -68,6 +68,7 @@ __all__ = [
     "is_recomputing",
     "is_tree",
     "is_vmapped",
+    "base",
     "is_view",
     "is_within_reentrant_checkpoint",
     "is_within_transform",
@@ -585,6 +586,11 @@ def is_view(x: Tensor) -> bool:
     Gradients that autograd makes are not, even if they share the memory of the gradient that was passed to backward.
     """
     return x._is_view()
+
+
+def base(x: Tensor) -> Tensor | None:
+    """Return the tensor of which x is a view, with which it shares its version; no public API tells."""
+    return x._base
 
 
 def storage_uses(x: Tensor) -> int:

@@ -122,3 +122,168 @@ def test_gradients_that_are_views_of_a_flat_buffer(reduction, arguments):
     for of_rank in found:
         for a, b in zip(of_rank, [first, second, second + third, last], strict=True):
             torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+
+
+def flat_model(reduction, **arguments):
+    """Two parameters and a buffer for their gradients."""
+    w, v = (nn.Parameter(torch.ones(2, dtype=torch.double)) for _ in range(2))
+    averager = dc.GradientAverager([w, v], reduction=reduction, **arguments)
+    flat = torch.zeros(4, dtype=torch.double)
+
+    def backward(x, weight=1.0, reduces=False, dead=False):
+        """The gradient of w is x, that of v is 2 x, or zero if it is dead; both are used."""
+        if reduction == "weighted":
+            averager.set_weight(weight)
+        loss = (x * w).sum() + (0.0 if dead else 2.0 * x) * v.sum()
+        if reduces:
+            loss.backward()
+        else:
+            with averager.no_sync():
+                loss.backward()
+
+    return [w, v], averager, flat, backward
+
+
+ZEROS = {
+    "zero_": lambda flat, parameters: flat.zero_(),
+    "data": lambda flat, parameters: flat.data.zero_(),
+    "numpy": lambda flat, parameters: flat.numpy().fill(0.0),
+    "zero_grad": lambda flat, parameters: torch.optim.SGD(parameters).zero_grad(set_to_none=False),
+}
+WAYS = [*(("rules", zero) for zero in ZEROS), ("gloo", "zero_")]
+LOSSLESS = {"comm_hook": lambda bucket: bucket.all_reduce(bucket.row)}
+
+
+@pytest.mark.parametrize("dead", [False, True])
+@pytest.mark.parametrize(("where", "zero"), WAYS)
+def test_a_flat_buffer_that_is_zeroed_drops_the_weight(where, zero, dead):
+    """Between micro-batches, on rank 1 only; also if one of the gradients was zero before, and with synchronize."""
+
+    def body(r):
+        parameters, averager, flat, backward = flat_model("weighted")
+        for p, part in zip(parameters, flat.split(2), strict=True):
+            p.grad = part
+        found = []
+        for synchronizes in (False, True, False):
+            flat.zero_()
+            if r == 1:
+                backward(50.0, 7.0, dead=dead)
+                ZEROS[zero](flat, parameters)
+            backward(1.0 + r, 2.0 + r)
+            backward(3.0 * r, 1.0, reduces=not synchronizes)
+            if synchronizes:
+                averager.synchronize()
+            found.append(flat.tolist())
+        return found
+
+    mean = sum((2.0 + r) * (1.0 + r) + 3.0 * r for r in range(3)) / sum(3.0 + r for r in range(3))
+    assert RUNS[where](body, range(3)) == [[pytest.approx([mean, mean, 2 * mean, 2 * mean])] * 3] * 3
+
+
+@pytest.mark.parametrize(("where", "zero"), WAYS)
+def test_a_rank_that_zeroes_its_flat_buffer_and_synchronizes(where, zero):
+    """It contributes zeros of weight zero."""
+
+    def body(r):
+        parameters, averager, flat, backward = flat_model("weighted")
+        for p, part in zip(parameters, flat.split(2), strict=True):
+            p.grad = part
+        backward(1.0 + r, 2.0 + r)
+        if r == 1:
+            ZEROS[zero](flat, parameters)
+        averager.synchronize()
+        return flat.tolist()
+
+    mean = (2.0 * 1.0 + 4.0 * 3.0) / 6.0
+    assert RUNS[where](body, range(3)) == [pytest.approx([mean, mean, 2 * mean, 2 * mean])] * 3
+
+
+@pytest.mark.parametrize("modified", [False, True])
+def test_a_batch_whose_gradients_are_zero_in_a_flat_buffer(modified):
+    """It counts; if something has written to the buffer since, nobody knows whether it was dropped: all ranks raise."""
+
+    def body(r):
+        parameters, averager, flat, backward = flat_model("weighted")
+        for p, part in zip(parameters, flat.split(2), strict=True):
+            p.grad = part
+        backward(0.0, 5.0)
+        if modified and r == 1:
+            flat.zero_()
+        try:
+            averager.synchronize()
+            found = flat.tolist()
+        except RuntimeError as error:
+            found = str(error)
+        flat.zero_()
+        backward(1.0 + r, 1.0, reduces=True)
+        return found, flat.tolist()
+
+    found = simulate(body, range(3), rules=True)
+    assert [after for _, after in found] == [pytest.approx([2.0, 2.0, 4.0, 4.0])] * 3
+    if not modified:
+        assert [before for before, _ in found] == [[0.0] * 4] * 3
+        return
+    assert found[1][0] == (
+        "GradientAverager: 0, …: all gradients are zero, and views of memory that was modified after they were "
+        "accumulated, so whether the weight of their batch counts is not known; call set_weight(0) for a batch without "
+        "gradients, or do not write to that memory before the reduction"
+    )
+    assert all("a rank has left this backward by an error" in found[r][0] for r in (0, 2))
+
+
+@pytest.mark.parametrize(("where", "zero"), WAYS)
+@pytest.mark.parametrize(
+    "arguments", [{"reduction": "sum"}, {"reduction": "weighted"}, {"reduction": "mean", **LOSSLESS}]
+)
+def test_a_flat_buffer_that_is_zeroed_within_an_accumulation(where, zero, arguments):
+    """After a reduction that was not zeroed: neither its result nor the micro-batch before counts."""
+
+    def body(r):
+        parameters, _, flat, backward = flat_model(**arguments)
+        for p, part in zip(parameters, flat.split(2), strict=True):
+            p.grad = part
+        backward(1.0 + r, reduces=True)
+        found = [flat.tolist()]
+        backward(10.0 * r)  # added to it
+        backward(2.0 + r, reduces=True)
+        found.append(flat.tolist())
+        backward(20.0 * r + 1.0)
+        ZEROS[zero](flat, parameters)
+        backward(3.0 * r, reduces=True)
+        return [*found, flat.tolist()]
+
+    n = 1.0 if arguments["reduction"] == "sum" else 3.0
+    m = 2.0 if arguments["reduction"] == "weighted" else 1.0  # two micro-batches of weight one
+    steps = [6 / n, 6 / n + (30 + 9) / n / m, 9 / n]
+    assert RUNS[where](body, range(3)) == [[pytest.approx([g, g, 2 * g, 2 * g]) for g in steps]] * 3
+
+
+@pytest.mark.parametrize("dead", [False, True])
+@pytest.mark.parametrize("change", ["half", "zeros"])
+def test_a_flat_buffer_that_is_modified_within_an_accumulation(change, dead):
+    """An error if that is not to zero, or if it cannot be seen, since the gradient was zero before; on all ranks."""
+
+    def body(r):
+        parameters, _, flat, backward = flat_model("sum", bucket_mb=1e-6)
+        for p, part in zip(parameters, flat.split(2), strict=True):
+            p.grad = part
+        backward(1.0 + r, reduces=True)
+        backward(2.0 - r, dead=dead)
+        if r == 1:
+            flat.mul_(0.5 if change == "half" else 0.0)
+        if change == "zeros" and not dead:
+            backward(1.0, reduces=True)
+            return flat.tolist()
+        with pytest.raises(RuntimeError) as caught:
+            backward(1.0, reduces=True)
+            raise AssertionError(flat.tolist())
+        return str(caught.value)
+
+    found = simulate(body, range(3), rules=True)
+    if change == "zeros" and not dead:
+        assert found[1] == [3.0 + 2.0] * 2 + [6.0 + 4.0] * 2
+        return
+    assert found[1].endswith(
+        ": its gradient was changed while backward calls were added to a reduced gradient; call zero_grad() before the "
+        "first of them, or synchronize() before the change"
+    )
