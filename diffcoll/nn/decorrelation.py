@@ -19,6 +19,7 @@ from diffcoll.core.arguments import Group
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size
 from diffcoll.nn.convention import LossModule, Reduction, check_reduction, returned
+from diffcoll.nn.followers import bit, follows, needs_gradient
 from diffcoll.nn.inputs import check_number, check_rows, in_full_precision, without_autocast
 
 __all__ = ["BarlowTwinsLoss", "VICRegLoss", "barlow_twins_loss", "vicreg_loss"]
@@ -219,9 +220,12 @@ def _views(name: str, z1: Tensor, z2: Tensor) -> tuple[Tensor, Tensor]:
 def _centered(name: str, x1: Tensor, x2: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """Return both views minus their rounded means k over all ranks' rows, and the number of these rows."""
     rows = len(x1)
-    mine = (x1.detach().sum(0), x2.detach().sum(0), torch.full((), rows, dtype=x1.dtype, device=x1.device))
-    sum1, sum2, count = all_reduce(mine, group=group)
+    count = torch.full((), rows, dtype=x1.dtype, device=x1.device)
+    mine = (x1.detach().sum(0), x2.detach().sum(0), count, bit(needs_gradient(x1, x2), x1))
+    sum1, sum2, count, needs = all_reduce(mine, group=group)
     check_rows(name, rows, count, 2)
+    if follows(group, x1, x2) and needs.any():
+        x1 = x1.detach().requires_grad_()
     return x1 - sum1 / count, x2 - sum2 / count, count
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import index
 from typing import Any, Literal
 
@@ -17,9 +18,11 @@ from typing_extensions import override
 
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.core.arguments import Group
+from diffcoll.core.blocks import as_row
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size
 from diffcoll.nn.convention import LossModule, Reduction, check_reduction, returned
+from diffcoll.nn.followers import sent
 from diffcoll.nn.inputs import (
     check_fractions,
     check_number,
@@ -51,7 +54,7 @@ def dice_loss(
     """Dice loss of the whole batch, 1 − (2 Σ p t + s) / (Σ p + Σ t + s), with sums over the batch of all ranks.
 
     It is a ratio of sums, so the mean of the ranks' own Dice losses is another loss. The ranks send three sums for each
-    ratio and one number.
+    ratio and four numbers.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -274,8 +277,10 @@ def _loss(
         wrong = [no_fractions(x, rounding) for x in (p, t)]
         facts = torch.stack([torch.full((), len(p), dtype=p.dtype, device=p.device), *(w.to(p.dtype) for w in wrong)])
         if 0 in summed:
-            *sums, facts = all_reduce((*sums, facts), group=group)
-            share = (1 - ratio(*sums)).mean() / get_world_size(group)
+            row = as_row([*sums, facts])
+            total = sent(partial(all_reduce, group=group), row, row.requires_grad, group)
+            facts = total[-3:].detach()
+            share = (1 - ratio(*total[:-3].view(3, *sums[0].shape))).mean() / get_world_size(group)
         else:
             losses = 1 - ratio(*sums)
             facts = all_reduce(facts, group=group)

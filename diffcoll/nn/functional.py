@@ -13,6 +13,7 @@ note  notes/batch-norm.md
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import inf, prod
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from diffcoll.core.arguments import Group
 from diffcoll.core.blocks import as_row
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_rank, get_world_size
+from diffcoll.nn.followers import sent
 
 __all__ = ["Moments", "moments", "weighted_mean"]
 
@@ -53,7 +55,7 @@ def moments(
 ) -> Moments:
     """Normalization layers: count, mean and biased variance over all ranks and some dimensions of x.
 
-    One collective in forward, of 3 C + 1 values from each rank for C means, and one all_reduce of 2 C in backward.
+    One collective in forward, of 3 C + 2 values from each rank for C means, and one all_reduce of 2 C in backward.
     Differentiable to any order in x and in the weights.
 
     >>> import torch, diffcoll as dc
@@ -86,7 +88,7 @@ def moments(
     reduced = _dims(name, "dims", dims, x)
     shape = [1 if d in reduced else size for d, size in enumerate(x.shape)]
     row, c = row_of(x, reduced) if weight is None else _weighted_row(x, reduced, _weight(name, weight, x))
-    results = merged(gathered(row, group), c)
+    results = merged(sent(partial(gathered, group=group), row, row.requires_grad, group), c)
     if not keepdim:
         shape = [size for d, size in enumerate(x.shape) if d not in reduced]
     if weight is None:  # the count is a constant
@@ -138,7 +140,8 @@ def weighted_mean(x: Tensor, weight: Tensor | None = None, dim: int | Sequence[i
         w = _weight(name, _along(name, weight, reduced, x), x)
         sums = (w * _finite_where_it_counts(values, w)).sum(reduced)
         counts = w.expand(x.shape).sum(reduced).to(values.dtype)
-    total = all_reduce(as_row([sums, counts]), group=group)
+    row = as_row([sums, counts])
+    total = sent(partial(all_reduce, group=group), row, row.requires_grad, group)
     top, bottom = total[: sums.numel()], total[sums.numel() :]
     mean: Tensor = top / _divisor(bottom.real if x.is_complex() else bottom)
     return mean.view(sums.shape)
@@ -153,7 +156,7 @@ def gathered(row: Tensor, group: Group) -> Tensor:
     Each rank sends k, a = Σ w (x − k), b = Σ w (x − k)², n = Σ w, where the shift k is near its mean; the results of
     `merged` do not depend on k. Every rank computes them from the same rows, and sum_gradients, applied to them, adds
     up the gradients of the ranks' losses: 2 C values in backward, where the adjoint of a plain all_gather would send
-    N (3 C + 1).
+    N (3 C + 2).
     """
     if get_world_size(group) != 2:
         return all_gather(row, 0, group, stack=True, cotangent="replicated")

@@ -16,6 +16,7 @@ note  notes/batch-norm.md
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from diffcoll.core._torch import batch_norm_statistics, batch_norm_sums, is_eage
 from diffcoll.core.arguments import Group
 from diffcoll.core.checks import is_on
 from diffcoll.core.groups import collectives_only
+from diffcoll.nn.followers import bit, needs_gradient, sent
 from diffcoll.nn.functional import gathered, merged, row_of, wide
 
 __all__ = ["Track", "batch_norm"]
@@ -45,13 +47,13 @@ def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     weight = None if weight is None else weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
     parameters = [p for p in (weight, bias) if p is not None]
-    recorded = collectives_only(group)
-    if not recorded and not is_on() and x.is_cpu and is_eager(x, *parameters):
-        y: Tensor = _BatchNorm.apply(x, weight, bias, eps, group, track)  # type: ignore[no-untyped-call]
-        return y
-    if not recorded and torch.is_grad_enabled() and any(p.requires_grad for p in parameters) and not x.requires_grad:
-        x = x.detach().requires_grad_()  # sends a message in backward, as the Function does
-    return _composed(x, weight, bias, eps, group, track)
+    if collectives_only(group) or is_on() or not x.is_cpu or not is_eager(x, *parameters):
+        return _composed(x, weight, bias, eps, group, track)
+    needs = needs_gradient(x, *parameters)
+    follower, ranks = torch.is_grad_enabled() and not needs, [float(needs)]
+    x = x.detach().requires_grad_() if follower else x
+    y: Tensor = _BatchNorm.apply(x, weight, bias, eps, group, track, ranks)  # type: ignore[no-untyped-call]
+    return y.detach() if follower and not any(ranks) else y
 
 
 def _composed(
@@ -59,7 +61,8 @@ def _composed(
 ) -> Tensor:
     """Return y by differentiable operations."""
     row, c = row_of(x, _dims(x))
-    count, mean, var = merged(gathered(row, group), c)
+    needs = needs_gradient(x, weight, bias)
+    count, mean, var = merged(sent(partial(gathered, group=group), row, needs, group), c)
     if track is not None:
         with torch.no_grad():
             track(count, mean, var)
@@ -81,8 +84,8 @@ def _row(x: Tensor) -> Tensor:
 
 
 def _merged(rows: Tensor, c: int) -> tuple[float, Tensor, Tensor]:
-    """`merged` in fewer operations."""
-    k, a, b, n = rows.split_with_sizes([c, c, c, 1], 1)
+    """`merged` in fewer operations, of rows that end in another number."""
+    k, a, b, n, _ = rows.split_with_sizes([c, c, c, 1, 1], 1)
     counts: list[float] = n.view(-1).tolist()
     count, origin = sum(counts), k[counts.index(max(counts))]
     if not count:
@@ -95,13 +98,23 @@ def _merged(rows: Tensor, c: int) -> tuple[float, Tensor, Tensor]:
 
 
 class _BatchNorm(Function):
-    """(x, weight, bias) ↦ y."""
+    """(x, weight, bias) ↦ y. `ranks`: whether this rank needs a gradient; then, whether each of all ranks does."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group, track: Track
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        group: Group,
+        track: Track,
+        ranks: list[float],
     ) -> Tensor:
-        count, mean, var = _merged(gathered(_row(x), group), x.shape[1])
+        row = _row(x)
+        rows = gathered(torch.cat([row, bit(any(ranks), row)]), group)
+        ranks[:] = rows[:, -1].tolist()
+        count, mean, var = _merged(rows, x.shape[1])
         track(count, mean, var)
         ctx.save_for_backward(x, weight, mean, var)
         ctx.has_bias, ctx.count, ctx.eps, ctx.group = bias is not None, count, eps, group
@@ -111,7 +124,7 @@ class _BatchNorm(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, var = ctx.saved_tensors
         if torch.is_grad_enabled() or not is_eager(g):
-            return *_differentiable(g, x, weight, ctx.has_bias, ctx.eps, ctx.group), None, None, None
+            return *_differentiable(g, x, weight, ctx.has_bias, ctx.eps, ctx.group), None, None, None, None
         layout, dtype = _format(x), mean.dtype
         values = x.to(dtype).contiguous(memory_format=layout)
         g = g.to(dtype).contiguous(memory_format=layout)
@@ -126,7 +139,7 @@ class _BatchNorm(Function):
         if ctx.needs_input_grad[0]:
             gx = torch.batch_norm(values, gstd, gmean, mean, var, False, 0.0, ctx.eps, False)
             gx = gx.addcmul_(g, _along(s, x)).to(x.dtype)
-        return gx, None if weight is None else gw, gb if ctx.has_bias else None, None, None, None
+        return gx, None if weight is None else gw, gb if ctx.has_bias else None, None, None, None, None
 
 
 def _differentiable(

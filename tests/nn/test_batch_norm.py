@@ -200,21 +200,21 @@ def test_ranks_in_different_modes_are_named_in_check_mode():
         with dc.check_mode():
             dc.all_reduce(layer(x).sum())
 
-    with pytest.raises(dc.CollectiveMismatchError, match=r"rank 0: all_reduce\(.*\(2, 10\)[\s\S]*rank 1: all_red"):
+    with pytest.raises(dc.CollectiveMismatchError, match=r"rank 0: all_reduce\(.*\(2, 11\)[\s\S]*rank 1: all_red"):
         rules(body, [data(2, 3), data(3, 3)])
 
     def channels(x):
         with dc.check_mode():
             norm(x.shape[1])(x)
 
-    with pytest.raises(dc.CollectiveMismatchError, match=r"\(2, 10\)[\s\S]*\(2, 13\)"):
+    with pytest.raises(dc.CollectiveMismatchError, match=r"\(2, 11\)[\s\S]*\(2, 14\)"):
         rules(channels, [data(2, 3), data(3, 4)])
 
 
 def test_x_without_gradient_and_a_loss_that_ignores_the_output():
-    """Under joint_backward every rank takes part; without it check mode names the rank that does not.
+    """Under joint_backward every rank takes part; without it check mode names a rank that ignores the output.
 
-    If a parameter requires a gradient, every rank sends a message, whatever its x requires.
+    Every rank sends a message if one needs a gradient, whatever its own x requires.
     """
 
     def joint(x):
@@ -235,8 +235,8 @@ def test_x_without_gradient_and_a_loss_that_ignores_the_output():
     def checked(x):
         with dc.check_mode():
             layer = norm(affine=False)
-            y = layer(x.clone().requires_grad_(dc.get_rank() == 0))
-            (y * torch.ones((), requires_grad=True)).pow(3).sum().backward()
+            y = layer(x.clone().requires_grad_())
+            ((y if dc.get_rank() == 0 else 1) * torch.ones(1, requires_grad=True)).pow(3).sum().backward()
 
     def parameters(x, check):
         layer, x = norm(), x.clone().requires_grad_(dc.get_rank() == 0)

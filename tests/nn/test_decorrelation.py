@@ -164,7 +164,7 @@ def test_one_feature_and_no_variance(loss):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_what_is_sent(loss):
-    """Two messages forward, of 2 D + 1 and D² + 4 D numbers, and one backward, of one number."""
+    """Two messages forward, of 2 D + 2 and D² + 4 D numbers, and one backward, of one number."""
     d = 7
 
     def sent(profile):
@@ -179,7 +179,7 @@ def test_what_is_sent(loss):
         return sent(forward), sent(backward)
 
     forward, backward = spawn(body, *(z.split([5, 3]) for z in rows(8, features=d)))[0]
-    assert forward == [2 * d + 1, d * d + 4 * d]
+    assert forward == [2 * d + 2, d * d + 4 * d]
     assert backward == [1]
 
 
