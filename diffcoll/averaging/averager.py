@@ -212,11 +212,11 @@ class GradientAverager:
     def skip_step(self, failed: bool | Tensor = True) -> bool:
         """Recovery from an error on one rank, e.g. out of memory: skip this step on all ranks if it failed on one.
 
-        All ranks call it once per step, from the first step on, after the one backward of the step that is reduced and
-        before `optimizer.step()`. A rank whose forward or backward has raised calls it with True, without another
+        All ranks call it once per step, in all steps after the first call, between the one backward of the step that is
+        reduced and `optimizer.step()`. A rank whose forward or backward has raised calls it with True, without another
         backward: the others' backward then returns without gradients. If it returns True, `.grad` is None on all ranks,
-        micro-batches included, or zero if it is a view of memory of yours. Cost: one small message per step. See
-        notes/averaging.md.
+        micro-batches included, or zero if it is a view of memory of yours. Cost: one small message per step, in the
+        first call another reduction. See notes/averaging.md.
 
         Args:
             failed: whether this rank has failed, or finds another reason to skip, such as a loss that is not finite.

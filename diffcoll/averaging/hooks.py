@@ -52,7 +52,7 @@ class Hooks:
         #: Autograd has a thread per GPU, so hooks of parameters on several GPUs may run at the same time.
         self._lock = threading.RLock()
         self.no_sync_depth = 0
-        #: The number of reductions when `skip_step` was last called.
+        #: The number of reductions when `skip_step` was last called; 0: never.
         self._skipped_at = 0
 
     def attach(self) -> None:
@@ -232,10 +232,14 @@ class Hooks:
         failed = failed or reducer.backward.is_open
         if reducer.backward.is_open or (failed and not count):
             reducer.skip()
-        elif count != 1 and not (self._skipped_at == 0 and not failed and count):
+        elif count and not self._skipped_at:
+            # The first call: if this rank has failed before its backward, the others may wait in a reduction.
+            if not reducer.is_skipped and not reducer.has_mark(math.inf):
+                reducer.skip(failed)
+        elif count != 1:
             raise RuntimeError(
                 f"{name}: got {count} reductions since it was last called, expected one; call it on all ranks once per "
-                "step, from the first step on, after the only backward outside of no_sync()"
+                "step after the first call, after the only backward outside of no_sync()"
             )
         reducer.backward.tasks.clear()
         # If a rank has skipped the reduction, all ranks know that: no message, since it may have to end the reductions

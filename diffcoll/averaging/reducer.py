@@ -402,18 +402,23 @@ class Reducer:
         finally:
             self.backward.is_open = False
 
-    def skip(self) -> None:
-        """Send infinity in the place of the flags; it tells the other ranks to drop their gradients."""
+    def skip(self, failed: bool = True) -> None:
+        """Send infinity in the place of the flags if failed; it tells the other ranks to drop their gradients."""
         try:
             self._leave_pass()
+            if not failed:  # gradients stay in the memory of the last reduction
+                for bucket in self.buckets:
+                    bucket.allocate()
             if self.backward.is_checked:
                 self._compare_names()
-            self._send_mark(math.inf)
-            self.is_skipped = True
-            if self.buffers is not None:
+            self._send_mark(math.inf if failed else 0.0)
+            self.is_skipped = self.has_mark(math.inf)
+            if self.buffers is not None and self.is_skipped:
                 self.buffers.write_late()
         finally:
-            self._end()
+            if failed:
+                self._end()
+            self.backward.is_open = False
 
     def _leave_pass(self) -> None:
         """Prepare for the messages of this reduction, which its backward will not send."""

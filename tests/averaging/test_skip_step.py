@@ -196,8 +196,10 @@ def test_no_memory_for_a_bucket(monkeypatch):
     def body(r):
         net, skips = Net(), []
         averager = dc.GradientAverager(net, bucket_mb=SMALL)
-        for k in range(3):
-            if (r, k) == (1, 1):
+        for k in range(4):
+            kept = [p.grad for p in net.parameters()]  # so the bucket allocates new memory
+            net.zero_grad()
+            if (r, k) == (1, 2):
                 fails.add(threading.get_ident())
             failed = False
             try:
@@ -206,11 +208,58 @@ def test_no_memory_for_a_bucket(monkeypatch):
                 failed = True
             skips.append(averager.skip_step(failed))
         assert not fails
+        del kept
         return skips, net.out.weight.grad
 
     found = simulate(body, range(3), rules=True)
-    assert [skips for skips, _ in found] == [[False, True, False]] * 3
+    assert [skips for skips, _ in found] == [[False, False, True, False]] * 3
     equal([g for _, g in found], [found[0][1]] * 3)
+
+
+PLACES = ["nowhere", "forward", "backward", "after backward"]
+
+
+@pytest.mark.parametrize(
+    ("where", "mode", "warm_up", "fails", "check"),
+    [
+        *(("rules", mode, 1, fails, False) for mode in MODES for fails in PLACES),
+        *(("rules", "mean", 2, fails, True) for fails in PLACES),
+        *(("gloo", "mean", 1, fails, False) for fails in PLACES[:2]),
+        ("gloo", "hook", 2, "forward", True),
+    ],
+)
+def test_reductions_before_the_first_call(where, mode, warm_up, fails, check):
+    """The rank that fails has not called it before, nor has any other."""
+    arguments = MODES[mode]
+
+    def body(r):
+        net = Net()
+        averager = dc.GradientAverager(net, bucket_mb=SMALL, **arguments)
+        found = []
+        for k in range(warm_up + 3):
+            x, failed = batch(r, k), False
+            with dc.check_mode(check):
+                try:
+                    if arguments.get("reduction") == "weighted":
+                        averager.set_weight(len(x))
+                    at = fails if (r, k) == (1, warm_up) else "nowhere"
+                    net(x, at).square().mean().backward()
+                    if at == "after backward":
+                        raise torch.OutOfMemoryError
+                except torch.OutOfMemoryError:
+                    failed = True
+                before = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+                if k >= warm_up:
+                    found.append(averager.skip_step(failed))
+            if k >= warm_up and not found[-1]:
+                equal([p.grad for p in net.parameters()], before)
+            net.zero_grad()
+        return found, before
+
+    found = RUNS[where](body, range(3))
+    for skips, last in found:
+        assert skips == [fails != "nowhere", False, False]
+        equal(last, found[0][1])
 
 
 def refused(call):
@@ -255,7 +304,6 @@ def test_misuse(n):
         texts = [refused(lambda: averager.skip_step(False))]
         for _ in range(3):  # before the loop in which steps are skipped
             net(batch(r, 0)).sum().backward()
-        texts.append(refused(averager.skip_step))
         assert averager.skip_step(False) is False
         for _ in range(2):
             net(batch(r, 0)).sum().backward()
@@ -270,11 +318,11 @@ def test_misuse(n):
         texts.append(refused(other.skip_step))
         return texts
 
-    none, three, two, within, detached = simulate(body, range(n), rules=True)[0]
-    for count, text in ((0, none), (3, three), (2, two)):
+    none, two, within, detached = simulate(body, range(n), rules=True)[0]
+    for count, text in ((0, none), (2, two)):
         assert text == (
             f"GradientAverager.skip_step: got {count} reductions since it was last called, expected one; "
-            "call it on all ranks once per step, from the first step on, after the only backward outside of no_sync()"
+            "call it on all ranks once per step after the first call, after the only backward outside of no_sync()"
         )
     assert within == (
         "GradientAverager.skip_step: called within backward; call it after backward has returned or raised"
