@@ -204,7 +204,11 @@ class GradientAverager:
         """
         self._check_attached("synchronize")
         self._hooks.end_failed_backward()
-        self._reducer.begin()
+        try:
+            self._reducer.begin()
+        except BaseException:
+            self._reducer.backward.tasks.add(-1)  # the other ranks wait until the next call here
+            raise
         self._reducer.send_rest()
         self._reducer.receive()
 

@@ -423,7 +423,10 @@ class Reducer:
     def _leave_pass(self) -> None:
         """Prepare for the messages of this reduction, which its backward will not send."""
         if not self.backward.is_open:
+            is_checked = self.backward.is_checked if self.backward.tasks else None  # tasks: `begin` has raised
             self.begin()
+            if is_checked is not None:
+                self.backward.is_checked = is_checked
         self.backward.tasks.clear()
         self.backward.ends_with = -1
         if self.buffers is not None:

@@ -216,6 +216,76 @@ def test_no_memory_for_a_bucket(monkeypatch):
     equal([g for _, g in found], [found[0][1]] * 3)
 
 
+LEFT = (
+    "GradientAverager: a rank has left this backward by an error, and its gradients are missing; look at the other "
+    "ranks"
+)
+
+
+@pytest.mark.parametrize(
+    ("where", "way", "check", "step"),
+    [
+        *(("rules", way, check, step) for way in ("backward", "synchronize") for check in (0, 1) for step in (0, 1, 3)),
+        *(("gloo", way, False, 3) for way in ("backward", "synchronize")),
+    ],
+)
+@pytest.mark.parametrize("then", ["again", "detach"])
+def test_no_memory_for_a_bucket_and_no_skip_step(monkeypatch, where, way, check, step, then):
+    """The other ranks wait until the rank's next call, and raise; the reductions after it are right."""
+    allocate, fails = Bucket.allocate, {}
+
+    def fail_once(bucket):
+        rank = threading.get_ident()
+        fails[rank] = fails.get(rank, 0) - 1
+        if fails[rank] == 0:
+            raise torch.OutOfMemoryError("for a bucket")
+        allocate(bucket)
+
+    if where == "rules":
+        monkeypatch.setattr(Bucket, "allocate", fail_once)
+
+    def body(r):
+        Bucket.allocate = fail_once
+        net, found = Net(), []
+        averager = dc.GradientAverager(net, bucket_mb=SMALL, hooks=way == "backward")
+
+        def reduce(k):
+            net(batch(r, k)).sum().backward()
+            if way == "synchronize":
+                averager.synchronize()
+
+        for k in range(step + 2):
+            kept = [p.grad for p in net.parameters()]  # so all buckets allocate new memory
+            net.zero_grad()
+            if (r, k) == (1, step):
+                fails[threading.get_ident()] = 2  # at the second bucket
+                with dc.check_mode(bool(check)), pytest.raises(torch.OutOfMemoryError, match="for a bucket"):
+                    reduce(k)
+                net.zero_grad()
+                if then == "detach":
+                    averager.detach()
+                    return None
+                continue
+            with dc.check_mode(bool(check) and k == step):
+                if k == step:
+                    found.append(refused(lambda: reduce(k)))  # noqa: B023
+                    net.zero_grad()
+                    if then == "detach":
+                        return found
+                else:
+                    reduce(k)
+            del kept
+        return found, [p.grad for p in net.parameters()]
+
+    found = RUNS[where](body, range(3))
+    if then == "detach":
+        found = [(texts, []) for texts in found]
+    for texts, last in (found[0], found[2]):
+        assert len(texts) == 1
+        assert texts[0] == LEFT or (check and "which has left this backward by an error" in texts[0])
+        equal(last, found[1][1])
+
+
 PLACES = ["nowhere", "forward", "backward", "after backward"]
 
 
