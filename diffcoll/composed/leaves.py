@@ -15,10 +15,10 @@ from diffcoll.core.checks import digest
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.groups import get_rank
 
-__all__ = ["COMPILED", "batch_leaves", "lengths_and_bits", "lengths_of_ranks"]
+__all__ = ["batch_leaves", "lengths_and_bits", "lengths_of_ranks"]
 
-#: Both bits, and one more.
-COMPILED = 7
+#: Both bits.
+_COMPILED = 3
 
 
 def batch_leaves(name: str, tree: object) -> tuple[list[Tensor], Callable[[list[Any]], Any]]:
@@ -63,7 +63,7 @@ def lengths_and_bits(
 ) -> tuple[list[list[int]], list[int]]:
     """Return the lengths as `lengths_of_ranks` does, and each rank's two `bits`, which may differ.
 
-    The bits of a rank whose call is compiled are `COMPILED`. A compiled call gets no bits.
+    Both bits of a rank whose call is compiled are set. A compiled call gets both bits of every rank.
     """
     compiling = torch.compiler.is_compiling()
     facts = "" if compiling else _facts(tree, leaves)
@@ -76,7 +76,7 @@ def lengths_and_bits(
             f"{name}: tree: rank {differing[0]} differs from rank 0 in paths, dtypes or dimensions other than 0, "
             f"expected the same on all ranks; rank {get_rank(group)} has {facts}"
         )
-    all_bits = [] if compiling else [row[0] & 3 if row[0] else COMPILED for row in rows]
+    all_bits = [_COMPILED if compiling or not row[0] else row[0] & 3 for row in rows]
     if len(mine) == 1 or all(length >= 0 for _, length in rows):
         return [[length] * len(mine) for _, length in rows], all_bits
     return _of_ranks(mine, device, group), all_bits

@@ -200,9 +200,10 @@ def blocks(
     torch.func refuses the hooks of checkpoints; within its transforms the logits of all chunks are kept.
     """
     again = chunk is not None and torch.is_grad_enabled() and not is_within_transform()
+    observed = not torch.compiler.is_compiling() and is_observed()  # Dynamo does not trace it
     first = 0
     for part in (k,) if chunk is None else torch.split(k, chunk):  # an empty k has one part, so it stays in the graph
-        one = partial(block, rule=rule, rows=rows, cols=cols.part(first, len(part)), observed=is_observed())
+        one = partial(block, rule=rule, rows=rows, cols=cols.part(first, len(part)), observed=observed)
         first += len(part)
         if again:
             yield checkpoint(one, q, part, bias, use_reentrant=False, preserve_rng_state=False)

@@ -11,7 +11,8 @@ note  notes/contrastive.md
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from diffcoll.collectives.all_gather import all_gather, gathered_as
 from diffcoll.collectives.reduce_scatter import reduce_scatter
-from diffcoll.composed.leaves import COMPILED, batch_leaves, lengths_and_bits
-from diffcoll.core._torch import assume, is_vmapped, is_within_transform
+from diffcoll.composed.leaves import batch_leaves, lengths_and_bits
+from diffcoll.core._torch import assume, is_vmapped, is_within_transform, untraced
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.groups import collectives_only, get_rank
 from diffcoll.nn.chunks import sums_of
@@ -88,6 +89,31 @@ def compare(
         labels: (n,); pairs of equal labels are positives. None: pairs of the same sample are.
         ids: (n,); pairs of equal ids that are not positives are excluded.
     """
+    how = _compare_untraced if options.exchange == "ring" else _compare
+    return how(q, k, options, rule, bias, views, labels, ids)
+
+
+_NOT_COMPILED = (
+    "messages of a ring depend on the sizes of all ranks; compile without fullgraph, or use exchange='gather'"
+)
+
+
+@partial(untraced, reason=_NOT_COMPILED)
+def _compare_untraced(*arguments: Any) -> Compared:
+    """Compiled ranks send the messages of eager ones."""
+    return _compare(*arguments)
+
+
+def _compare(
+    q: Tensor,
+    k: Columns,
+    options: Options,
+    rule: Rule,
+    bias: Tensor | None,
+    views: int,
+    labels: Tensor | None,
+    ids: Tensor | None,
+) -> Compared:
     marks = {name: x for name, x in (("labels", labels), ("ids", ids)) if x is not None}
     sizes, wants = _agree(q, k, bias, marks, options)
     rank, total = get_rank(options.group), sum(sizes)
@@ -124,7 +150,7 @@ class _Wants(NamedTuple):
     k: bool
     #: Whether a rank needs any gradient.
     any: bool
-    #: Whether a ring is differentiated as a loop of shifts, because a rank's call is compiled.
+    #: Whether a ring is differentiated as a loop of shifts.
     loop: bool
 
 
@@ -150,8 +176,7 @@ def _agree(
         for size in sizes:
             assume(size >= 0)
         assume(sizes[get_rank(options.group)] == len(q))
-        return sizes, _Wants(True, True, True)
-    return sizes, _Wants(any(b & 1 for b in bits), any(b & 2 for b in bits), loop or COMPILED in bits)
+    return sizes, _Wants(any(b & 1 for b in bits), any(b & 2 for b in bits), loop)
 
 
 def _tracked(x: Tensor, wanted: bool) -> Tensor:

@@ -1,11 +1,12 @@
 """Losses within torch.compile, on processes with unequal numbers of rows."""
 
+import pytest
 import torch
 import torch._dynamo.testing
 from releases import compiles
 
 import diffcoll as dc
-from diffcoll.testing import spawn
+from diffcoll.testing import simulate, spawn
 
 LABELS = torch.tensor([0, 1, 0, 1, 2, 2, 0, 1])
 LOSSES = {
@@ -39,3 +40,33 @@ def test_two_graphs_for_all_batch_sizes_give_the_same_gradients():
             assert graphs == 2, name
             for eager, compiled in pairs:
                 torch.testing.assert_close(compiled, eager, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@compiles
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_one_rank_compiles_with_graph_breaks(exchange):
+    """Half-precision features; a tower is frozen on the compiled rank. The messages are those of eager ranks."""
+
+    def loss(a, b):
+        return dc.nn.clip_loss(a, b, 5.0, normalize=True, exchange=exchange)
+
+    def gradients(a, b, compiled, trained):
+        torch._dynamo.reset()
+        a, b = a.clone().requires_grad_(), b.clone().requires_grad_(trained)
+        value = (torch.compile(loss, backend="aot_eager") if compiled else loss)(a, b)
+        value.backward()
+        return value.detach(), a.grad, b.grad
+
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(8, 4, generator=g).bfloat16().split([3, 5]) for _ in range(2))
+    want = simulate(gradients, a, b, [False] * 2, [True] * 2, rules=True)
+    found = spawn(gradients, a, b, [True, False], [False, True], timeout=110)
+    torch.testing.assert_close(found, [(*want[0][:2], None), want[1]])
+
+
+@compiles
+def test_a_ring_is_not_one_graph():
+    x = torch.randn(4, 3)
+    compiled = torch.compile(lambda x: dc.nn.clip_loss(x, x, 5.0, exchange="ring"), fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile without fullgraph, or use exchange"):
+        compiled(x)
