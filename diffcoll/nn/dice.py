@@ -67,7 +67,8 @@ def dice_loss(
     Args:
         probabilities: p, of this rank's part of the batch, for example (b, C, H, W), in [0, 1]: after a sigmoid or
             softmax. Dim 0 is the batch, its length may differ between ranks and may be 0; the other dimensions that are
-            not summed are equal on all ranks. Half precisions are computed in float32, also under autocast.
+            not summed are equal on all ranks. Half precisions are computed in float32, also under autocast, which does
+            not include the sigmoid: `logits.float().sigmoid()` keeps the gradient of values near 1.
         targets: t, of the same shape, any dtype, in [0, 1]. For class indices: `F.one_hot(t, C).movedim(-1, 1)`.
         smooth: s, added to numerator and denominator. If it is 0, a ratio without targets and predictions is NaN.
         dims: what one ratio is of. Segmentation into several classes, p of shape (b, C, H, W): use "per class", one
