@@ -1,5 +1,7 @@
 """GradientAverager under compiled autograd, which runs no callback at the end of backward."""
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ def test_a_backward_under_compiled_autograd():
     """An error on all ranks, also if one rank alone has it; `synchronize` and later backwards work."""
 
     def body(r):
+        dynamo = importlib.import_module("torch._dynamo")  # by name: cloudpickle would send it
         texts = []
         for everywhere, reduction in ((True, "mean"), (False, "weighted")):
             w = nn.Linear(3, 2, bias=False)
@@ -30,7 +33,7 @@ def test_a_backward_under_compiled_autograd():
                     averager.synchronize()
 
             right = [[1.5 if reduction == "mean" else 5 / 3] * 3] * 2
-            with torch._dynamo.config.patch(compiled_autograd=everywhere or r == 1):
+            with dynamo.config.patch(compiled_autograd=everywhere or r == 1):
                 compiled = torch.compile(step, backend="eager")
                 with pytest.raises(RuntimeError) as caught:
                     compiled(True)
@@ -38,7 +41,7 @@ def test_a_backward_under_compiled_autograd():
                 texts.append(str(caught.value))
                 compiled(False)
                 torch.testing.assert_close(w.weight.grad, torch.tensor(right))
-            torch._dynamo.reset()
+            dynamo.reset()
             step(True)
             torch.testing.assert_close(w.weight.grad, torch.tensor(right))
             averager.detach()

@@ -562,6 +562,10 @@ def a_twin_has_the_same_ranks_and_messages_of_its_own(engine: Engine) -> Pairs:
     yield from crosswise(engine, twin)
     yield of_all(twin, 3), [3] * twin.size
     twin.close()
+    twin = engine.twin()
+    twin.later = engine.later
+    yield from crosswise(engine, twin)
+    twin.close()
 
 
 def closing_a_twin_leaves_its_engine_as_it_was(engine: Engine) -> Pairs:
