@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diffcoll.core import checks
 from diffcoll.core._torch import is_observed, is_profiling, is_transformed, is_zero_without_memory, unobserved
-from diffcoll.core.errors import Origin, user_line
+from diffcoll.core.errors import CollectiveMismatchError, Origin, user_line
 from diffcoll.core.linear import Linear, common_shape
 from diffcoll.engines.engine import Exclusive, failed
 
@@ -128,7 +128,12 @@ def _begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
     """
     engine = f.engine
     while engine.abandoned:
-        engine.abandoned.popleft()()
+        try:
+            engine.abandoned.popleft()()
+        except CollectiveMismatchError:
+            raise
+        except RuntimeError:
+            pass  # not this call's error: nobody reads the result, and a group that has failed fails again
     engine.operation, engine.later = f.name, later
     if not x.is_cpu:
         engine.connect(x.device)
