@@ -118,7 +118,8 @@ def all_reduce(
             function on all ranks and draw no random numbers, or the results differ. If each element of its result
             depends on the same element of each x only, `dc.elementwise(f)` needs as little memory and communication
             as `"max"`. Half precisions: a sum is accumulated in float32 where the library sums (gloo, MPI), else as
-            the backend does it; mean, product and logsumexp are computed in float32 and rounded once.
+            the backend does it; mean, product and logsumexp are computed in float32 and rounded once. A mean overflows
+            where the sum does, unless N is a power of two and `deterministic` and `"replicated"` are not given.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         cotangent: `"partial"`: each rank has its own loss and the objective is their sum; the backward sums the ranks'
             gradients. `"replicated"`: every rank computes the same loss from y (tensor parallelism), which counts

@@ -93,7 +93,7 @@ def reduce(
             Or a tree: nested tuples, lists and dicts of such tensors; all leaves of one dtype are sent in one message.
         dst: the rank within the group that receives.
         op: as in `all_reduce`. A function is called on every rank with the whole stack (N, *x.shape),
-            `dc.elementwise(f)` with a part of it.
+            `dc.elementwise(f)` with a part of it. A mean overflows where the sum does.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         async_op: do not block: return a `Pending`, whose `wait()` gives the result. Communication overlaps with
             computation in the backward too.

@@ -103,7 +103,7 @@ def reduce_scatter(
         x: at least one dimension, the same shape on all ranks; any dtype that `op` supports. float16 and bfloat16 are
             accumulated in float32 where the library sums (gloo, MPI), else as the backend does it.
         op: as in `all_reduce`. A function is called on every rank with the whole stack (N, *x.shape),
-            `dc.elementwise(f)` with a part of it.
+            `dc.elementwise(f)` with a part of it. A mean overflows where the sum does.
         dim: the dimension to cut along.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         sizes: None: N equal blocks. A list, the same on all ranks: each rank's size, zeros allowed.

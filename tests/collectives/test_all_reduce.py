@@ -27,6 +27,29 @@ def test_a_mean_overflows_only_if_it_is_too_large():
         assert run(body, range(2)) == [([[big], [1.5]], [[big], [2.0]])] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_where_a_mean_overflows_with_the_sum(n, dtype):
+    """The mean of numbers near the largest: finite only where the terms are divided before they are added."""
+    largest = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).max
+
+    def body(r):
+        x = torch.tensor([0.9 * largest, 1.0 + r], dtype=dtype).repeat(n, 1)
+        ways = [
+            dc.all_reduce(x, "mean"),
+            dc.all_reduce(x, "mean", deterministic=True),
+            dc.all_reduce(x, "mean", cotangent="replicated"),
+            dc.reduce(x, 0, "mean"),
+            dc.reduce_scatter(x, "mean"),
+        ]
+        assert r > 0 or all(y[0, 1] == (n + 1) / 2 for y in ways)
+        return [bool(y[0, 0].isfinite()) for y in ways]
+
+    late = [False] * 4
+    assert simulate(body, range(n), rules=True)[0] == [n != 3, *late]
+    assert simulate(body, range(n))[0] == [False, *late]
+
+
 def test_mean(gradients):
     assert gradients(lambda x, w: w * dc.all_reduce(x, "avg").sum(), XS, [3.0, 30.0, 300.0]) == [[111, 111]] * 3
 
