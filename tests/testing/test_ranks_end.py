@@ -57,7 +57,7 @@ def marked(mark):
     return found
 
 
-@pytest.mark.slow  # in one of four runs beside others its ranks did not all begin within 100 s; the cause is not known
+@pytest.mark.slow  # its ranks once did not all begin within 100 s, beside a run of the suite; the cause is not known
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_a_caller_that_is_killed(how, tmp_path):
     ready, temporary = tmp_path / "ready", tmp_path / "temporary"
