@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from diffcoll.core._torch import BatchNormBase, is_jit_tracing
+from diffcoll.core._torch import BatchNormBase, is_jit_tracing, without_transforms
 from diffcoll.core.arguments import Group
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size, resolve
@@ -173,11 +173,16 @@ def refuse_one_value(shape: torch.Size, count: float | Tensor, group: Group) -> 
     Only a rank with at most one value reads the count of all ranks, which makes the host wait for a GPU.
     """
     local = shape.numel() // max(shape[1], 1)
-    if local <= 1 and not torch.compiler.is_compiling() and count == 1:
+    if local <= 1 and not torch.compiler.is_compiling() and _is_one(count):
         got = f"one value on {get_world_size(group)} ranks, x of shape {tuple(shape)} on this one"
         remedy = "pass more samples, or call module.eval()"
         raise ValueError(message(_NAME, "x", got, "more than 1 value per channel when training", remedy))
     return local
+
+
+def _is_one(count: float | Tensor) -> bool:
+    """Whether the count is 1; in each batch of vmap it is the same."""
+    return bool((without_transforms(count) == 1).any()) if isinstance(count, Tensor) else count == 1
 
 
 def update(

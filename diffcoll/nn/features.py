@@ -10,12 +10,12 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from diffcoll.core.arguments import Group
 from diffcoll.core.errors import message
 from diffcoll.nn.convention import Reduction, check_reduction, returned
 from diffcoll.nn.inputs import FLOATS, HALF
+from diffcoll.nn.logits import normalized
 
 __all__ = ["Columns", "Exchange", "Options", "check_features", "columns_of", "per_row", "scalar", "wide"]
 
@@ -110,7 +110,7 @@ def scalar(name: str, argument: str, x: Tensor | float, like: Tensor, positive: 
 def wide(x: Tensor, normalize: bool) -> Tensor:
     """Return features in float32, or float64 if they are, and normalized rows if asked for."""
     x = x.float() if x.dtype in HALF else x
-    return F.normalize(x, dim=-1) if normalize else x
+    return normalized(x) if normalize else x
 
 
 class Columns(NamedTuple):
@@ -134,6 +134,6 @@ def columns_of(x: Tensor, normalize: bool) -> Columns:
     rounded.
     """
     k = wide(x, False)
-    here = F.normalize(k, dim=-1) if normalize else k
+    here = normalized(k) if normalize else k
     half = x.dtype in HALF
     return Columns(k if half else here, x.dtype, here, normalize and half)

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from diffcoll.core._torch import RELEASE, carries_tangents, is_batched_by_autograd, is_observed, is_within_transform
 
-__all__ = ["Marks", "Rule", "Sums", "block", "blocks", "least", "masks", "merged"]
+__all__ = ["Marks", "Rule", "Sums", "block", "blocks", "least", "masks", "merged", "normalized"]
 
 #: Torch 2.8 and before: a checkpoint keeps what a Function within it has saved until all of backward has ended.
 _KEEPS_SAVED = RELEASE < (2, 9)
@@ -84,6 +84,17 @@ def least(s: Tensor) -> float:
     return torch.finfo(s.dtype).min / 4
 
 
+def normalized(x: Tensor) -> Tensor:
+    """Return F.normalize(x, dim=-1), differentiable in any nest of transforms."""
+    if torch.compiler.is_compiling() or not carries_tangents():
+        return F.normalize(x, dim=-1)
+    # PyTorch's tangent of a norm writes in place, which the reverse mode of an outer level refuses.
+    limits = torch.finfo(x.dtype)
+    largest = x.detach().abs().amax(-1, keepdim=True).clamp(limits.tiny, limits.max)
+    squared = (x / largest).square().sum(-1, keepdim=True)
+    return x / (torch.where(squared > 0, squared, 1.0).sqrt() * largest).clamp_min(1e-12)
+
+
 def _same_id(rows: Marks, cols: Marks) -> Tensor | None:
     return None if rows.id is None or cols.id is None else _equal(rows.id, cols.id)
 
@@ -110,7 +121,7 @@ def block(q: Tensor, k: Tensor, bias: Tensor | None, rule: Rule, rows: Marks, co
     must save the same tensors.
     """
     k = k.to(q.dtype)
-    k = F.normalize(k, dim=-1) if rule.normalize else k
+    k = normalized(k) if rule.normalize else k
     s = q @ k.T
     traced = torch.compiler.is_compiling() or is_within_transform() or carries_tangents()
     # A selective checkpoint, which observes, may keep s, which _Softmax modifies.
@@ -125,12 +136,19 @@ def block(q: Tensor, k: Tensor, bias: Tensor | None, rule: Rule, rows: Marks, co
     neg = s.masked_fill(positive if excluded is None else positive | excluded, least(s))
     pos = None if rows.label is None else s.masked_fill(~positive, least(s))
     return Sums(
-        row_neg=neg.logsumexp(1),
+        row_neg=_logsumexp(neg, 1),
         row_sum=s.masked_fill(~positive, 0).sum(1),
-        row_pos=None if pos is None else pos.logsumexp(1),
-        col_neg=neg.logsumexp(0) if rule.columns else None,
-        col_pos=None if pos is None or not rule.columns else pos.logsumexp(0),
+        row_pos=None if pos is None else _logsumexp(pos, 1),
+        col_neg=_logsumexp(neg, 0) if rule.columns else None,
+        col_pos=None if pos is None or not rule.columns else _logsumexp(pos, 0),
     )
+
+
+def _logsumexp(s: Tensor, dim: int) -> Tensor:
+    """Return log Σ exp s; that of no terms is `least(s)`: its tangent is 0, which PyTorch's of −inf is not."""
+    if not torch.compiler.is_compiling() and s.shape[dim] == 0:  # while compiling a size may have no value
+        return s.sum(dim) + least(s)
+    return s.logsumexp(dim)
 
 
 class _Place:

@@ -1,9 +1,12 @@
 """joint_backward: gradients equal truth's on every rank and no rank hangs, whichever outputs the ranks' losses use."""
 
 import gc
+import random
 import weakref
 from functools import cache, partial
+from itertools import product
 
+import nests
 import pytest
 import torch
 from releases import hooks_are_shown
@@ -542,3 +545,50 @@ def test_wrong_use():
             joint(torch.tensor(1))
         with pytest.raises(Exception, match="a collective within joint_backward cannot be compiled"):
             torch.compile(dc.all_reduce, backend="eager", fullgraph=True)(torch.ones(1))
+
+
+# ── torch.func ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _in_transforms(x, r, everything):
+    """Ranks use different outputs, or all of them."""
+    with dc.joint_backward() as joint:
+        y, z = dc.all_reduce(x.sin()), dc.shift((r + 1) * x.cos())
+        m = dc.all_reduce(x, "product")
+        used = [y.square().sum(), (z * x).sum(), (m.sin() * (z + 1)).sum()]
+        return joint(sum((r + 1 + i) * u for i, u in enumerate(used)) if everything else used[r])
+
+
+def _in_transforms_on_one(xs, everything):
+    y, m, found = sum(x.sin() for x in xs), torch.stack(xs).prod(0), []
+    for r, x in enumerate(xs):
+        z = (1 + (r - 1) % len(xs)) * xs[r - 1].cos()
+        used = [y.square().sum(), (z * x).sum(), (m.sin() * (z + 1)).sum()]
+        found.append(sum((r + 1 + i) * u for i, u in enumerate(used)) if everything else used[r])
+    return found
+
+
+def _check_nests(n, drawn, everything):
+    def x_of(r):
+        return torch.tensor([0.4 + 0.5 * r, -0.7 + 0.8 * r], dtype=torch.float64)
+
+    def body(r):
+        return [nests.by_transforms(nest, lambda x: _in_transforms(x, r, everything), r)(x_of(r)) for nest in drawn]
+
+    of_ranks = simulate(body, range(n), rules=True)
+    for i, nest in enumerate(drawn):
+        defined = nests.by_definition(nest, lambda xs: _in_transforms_on_one(xs, everything))
+        for r, y in enumerate(defined([x_of(r) for r in range(n)])):
+            torch.testing.assert_close(of_ranks[r][i], y.detach(), rtol=1e-9, atol=1e-9, msg=f"{n} {r} {nest}")
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_vmap_and_forward_mode_over_losses_that_use_different_outputs(n):
+    names = ("vmap", "jacfwd", "jvp")
+    drawn = [*product(names, repeat=1), *product(names, repeat=2)]
+    _check_nests(n, drawn + [*product(names, repeat=3)][n::5], everything=False)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_nests_of_transforms_over_losses_that_use_every_output(n):
+    _check_nests(n, random.Random(n).sample(nests.NESTS, 3), everything=True)

@@ -1,0 +1,243 @@
+"""Transforms of torch.func within one another, to depth 3, over losses and layers of the batch of all ranks.
+
+Truth is one process with the batch of all ranks in PyTorch's operations, and its derivatives by reverse mode alone.
+Each rank differentiates with respect to two numbers of its own, from which its features are computed.
+"""
+
+import random
+from functools import partial
+
+import nests
+import pytest
+import torch
+import torch.nn.functional as F
+
+from diffcoll import nn
+from diffcoll.nn.functional import moments, weighted_mean
+from diffcoll.testing import simulate, spawn
+
+SIZES = {1: (3,), 2: (3, 2), 3: (2, 0, 3)}
+
+
+def features(x, r, rows):
+    """(rows, 4), of x of shape (2,)."""
+    base = (1.9 * torch.arange(4 * rows, dtype=torch.float64) + 0.7 * r + 0.3).view(rows, 4).sin()
+    return (1.3 * base * x[0] + base.cos() * x[1] + base).sin()
+
+
+def halves(z):
+    return z[:, :2], z[:, 2:]
+
+
+def labels_of(r, rows):
+    return (torch.arange(rows) + r) % 3
+
+
+# ── on one process: the value that each rank returns, from the features of all ranks ─────────────────────
+
+
+def shares(terms, sizes):
+    """From a term for each row of the whole batch, N times each rank's part of their mean."""
+    return [len(sizes) * part.sum() / len(terms) for part in terms.split(sizes)]
+
+
+def minus_log_softmax(logits, positive, excluded):
+    log_p = logits.masked_fill(excluded, -torch.inf).log_softmax(1)
+    weight = positive.to(logits.dtype) / positive.sum(1, keepdim=True).clamp(min=1)
+    return -(log_p.masked_fill(~positive, 0) * weight).sum(1)
+
+
+def eye(rows):
+    return torch.eye(rows, dtype=torch.bool)
+
+
+def clip_on_one(z, sizes):
+    logits, positive = 2 * z[:, :2] @ z[:, 2:].T, eye(len(z))
+    return shares(sum(minus_log_softmax(s, positive, ~positive & positive) for s in (logits, logits.T)) / 2, sizes)
+
+
+def info_nce_on_one(z, sizes):
+    q, k = map(F.normalize, halves(z))
+    return shares(minus_log_softmax(q @ k.T / 0.5, eye(len(z)), eye(len(z)) & ~eye(len(z))), sizes)
+
+
+def nt_xent_on_one(z, sizes):
+    v = F.normalize(torch.cat(halves(z)))
+    itself = eye(len(v))
+    terms = minus_log_softmax(v @ v.T / 0.5, itself.roll(len(z), 0), itself)
+    return shares((terms[: len(z)] + terms[len(z) :]) / 2, sizes)
+
+
+def supcon_on_one(z, sizes):
+    labels = torch.cat([labels_of(r, rows) for r, rows in enumerate(sizes)])
+    v, itself = F.normalize(z), eye(len(z))
+    return shares(minus_log_softmax(v @ v.T / 0.5, (labels[:, None] == labels) & ~itself, itself), sizes)
+
+
+def siglip_on_one(z, sizes):
+    logits = 3 * z[:, :2] @ z[:, 2:].T - 1
+    return shares(-F.logsigmoid(torch.where(eye(len(z)), logits, -logits)).sum(1), sizes)
+
+
+def barlow_on_one(z, sizes):
+    first, second = ((v - v.mean(0)) / (v.var(0, correction=0) + 1e-5).sqrt() for v in halves(z))
+    c = first.T @ second / len(z)
+    weight = torch.where(eye(len(c)), 1.0, 0.3 * c.new_ones(()))
+    return [(weight * (c - eye(len(c)).to(c)).square()).sum()] * len(sizes)
+
+
+def vicreg_on_one(z, sizes):
+    shared = 0
+    for v in halves(z):
+        cov = torch.cov(v.T)
+        shared = shared + 25 * F.relu(1 - (cov.diagonal() + 1e-4).sqrt()).mean() / 2
+        shared = shared + (cov - cov.diagonal().diag()).square().sum() / len(cov)
+    differences = 25 * (z[:, :2] - z[:, 2:]).square().mean(1)
+    return [share + shared for share in shares(differences, sizes)]
+
+
+def dice_on_one(z, sizes):
+    p, t = ((v + 1) / 2 for v in halves(z))
+    return [(1 - (2 * (p * t).sum(0) + 1) / (p.sum(0) + t.sum(0) + 1)).mean()] * len(sizes)
+
+
+def moments_on_one(z, sizes):
+    return [torch.stack([z.mean(), z.var(correction=0)])] * len(sizes)
+
+
+def moments_of_weighted_on_one(z, sizes):
+    w = z[:, :1].square()
+    mean = (w * z).sum() / (4 * w.sum())
+    return [torch.stack([mean, (w * (z - mean).square()).sum() / (4 * w.sum())])] * len(sizes)
+
+
+def weighted_mean_on_one(z, sizes):
+    w = z[:, 0].square()
+    return [(w * z[:, 1]).sum() / w.sum()] * len(sizes)
+
+
+def batch_norm_on_one(z, sizes):
+    y = (z - z.mean(0)) / (z.var(0, correction=0) + 1e-3).sqrt()
+    return [used(part) for part in y.split(sizes)]
+
+
+def used(y):
+    """Two numbers from the rows of a rank."""
+    w = (1.1 * torch.arange(y.numel(), dtype=y.dtype) + 0.2).sin().view(y.shape)
+    return torch.stack([(w * y).sum(), (w * y.sin()).sum()])
+
+
+# ── on ranks ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def weighted_moments(z, r):
+    return torch.stack([y.view(()) for y in moments(z, (0, 1), z[:, :1].square())[1:]])
+
+
+def normalized(z, r):
+    return used(nn.SyncBatchNorm(4, eps=1e-3, affine=False, track_running_stats=False)(z))
+
+
+#: name → on a rank, from its features; on one process, from all features.
+OF_ROWS = {
+    "clip": (lambda z, r, **o: nn.clip_loss(*halves(z), 2.0, **o), clip_on_one),
+    "info_nce": (lambda z, r, **o: nn.info_nce(*halves(z), temperature=0.5, **o), info_nce_on_one),
+    "nt_xent": (lambda z, r, **o: nn.nt_xent(*halves(z), temperature=0.5, **o), nt_xent_on_one),
+    "supcon": (lambda z, r, **o: nn.supcon_loss(z, labels_of(r, len(z)), temperature=0.5, **o), supcon_on_one),
+    "siglip": (lambda z, r, **o: nn.siglip_loss(*halves(z), 3.0, -1.0, **o), siglip_on_one),
+}
+OPTIONS = ({}, {"chunk_size": 2}, {"exchange": "ring"}, {"exchange": "ring", "chunk_size": 2})
+PROGRAMS = {
+    **{
+        " ".join([name, *map(str, options.values())]): (partial(ours, **options), one)
+        for name, (ours, one) in OF_ROWS.items()
+        for options in OPTIONS
+    },
+    "barlow twins": (lambda z, r: nn.barlow_twins_loss(*halves(z), lambd=0.3), barlow_on_one),
+    "vicreg": (lambda z, r: nn.vicreg_loss(*halves(z)), vicreg_on_one),
+    "dice": (lambda z, r: nn.dice_loss(*((v + 1) / 2 for v in halves(z)), dims="per class"), dice_on_one),
+    "moments": (lambda z, r: torch.stack(moments(z, (0, 1))[1:]), moments_on_one),
+    "moments of weighted": (weighted_moments, moments_of_weighted_on_one),
+    "weighted mean": (lambda z, r: weighted_mean(z[:, 1], z[:, 0].square()), weighted_mean_on_one),
+    "batch norm": (normalized, batch_norm_on_one),
+}
+
+
+def x_of(r):
+    return torch.tensor([0.4 + 0.5 * r, -0.7 + 0.8 * r], dtype=torch.float64)
+
+
+def check(pairs, n, run):
+    """Compare programs, each in its nest, with one process."""
+    sizes = SIZES[n]
+
+    def body(r):
+        found = []
+        for name, nest in pairs:
+            f = nests.by_transforms(nest, lambda x, f=PROGRAMS[name][0]: f(features(x, r, sizes[r]), r), r)
+            found.append(f(x_of(r)))
+        return found
+
+    of_ranks = run(body, range(n))
+    for i, (name, nest) in enumerate(pairs):
+
+        def on_one(xs, one=PROGRAMS[name][1]):
+            return one(torch.cat([features(x, r, sizes[r]) for r, x in enumerate(xs)]), sizes)
+
+        for r, y in enumerate(nests.by_definition(nest, on_one)([x_of(r) for r in range(n)])):
+            text = f"{name}, rank {r} of {n}, {' of '.join(nest)}: {of_ranks[r][i]} for {y}"
+            torch.testing.assert_close(of_ranks[r][i], y.detach(), rtol=1e-7, atol=1e-7, msg=text)
+
+
+def drawn(seed, depth):
+    """Every program in one nest."""
+    of = random.Random(10 * seed + depth)
+    return [(name, tuple(of.choices(nests.NAMES, k=depth))) for name in PROGRAMS]
+
+
+# torch's own, of the gradient of F.logsigmoid within vmap
+pytestmark = pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+
+
+def test_programs_in_nests_of_each_depth():
+    check([pair for depth in (1, 2, 3) for pair in drawn(0, depth)[depth::5]], 3, partial(simulate, rules=True))
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("clip ring 2", ("jvp",)),
+        ("supcon", ("vmap", "jacfwd")),
+        ("info_nce", ("grad", "jacfwd", "jacfwd")),
+        ("nt_xent ring", ("jacrev", "jvp", "grad")),
+        ("batch norm", ("jacfwd",)),
+    ],
+    ids=str,
+)
+def test_an_empty_rank_and_normalized_features(pair):
+    """The tangent of log Σ exp of no terms; that of a norm, for which PyTorch's raises; a count in a batch of vmap."""
+    check([pair], 3, partial(simulate, rules=True))
+
+
+def test_one_value_is_refused_within_vmap_too():
+    def body(r):
+        norm = nn.SyncBatchNorm(4, affine=False, track_running_stats=False, dtype=torch.float64)
+        with pytest.raises(ValueError, match="one value on 3 ranks"):
+            torch.func.vmap(lambda c: norm(c * torch.ones(int(r == 1), 4, dtype=torch.float64)))(torch.ones(2))
+
+    simulate(body, range(3), rules=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_each_program_in_nests_of_each_depth(n, seed):
+    check([pair for depth in (1, 2, 3) for pair in drawn(seed, depth)], n, partial(simulate, rules=True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_on_processes(backend):
+    check(drawn(5, 2) + drawn(5, 3), 3, partial(spawn, backend=backend, timeout=500))
