@@ -135,17 +135,21 @@ def _gradient_of_extreme(s: Tensor, y: Tensor, gy: Tensor) -> Tensor:
 
 
 def _gradient_of_logsumexp(s: Tensor, y: Tensor, gy: Tensor) -> Tensor:
+    """gy · exp(s_k − y), as gy · exp(d) · exp(d) for d = (s_k − y)/2: exp(s_k − y) may be 0 where this is not."""
     if s.is_complex() or not _may_overwrite(s, y, gy):
-        return gy * (s - y).exp().conj()
-    return (s - y).exp_().mul_(gy)
+        root = ((s - y) / 2).exp().conj()
+        return gy * root * root
+    root = torch.add(-y / 2, s, alpha=0.5).exp_()
+    return (root * gy).mul_(root)
 
 
 def _logsumexp(s: Tensor) -> Tensor:
-    if s.is_complex() or torch.compiler.is_compiling() or carries_tangents():
-        return s.logsumexp(0)
     # PyTorch's replaces infinite maxima by 0 with `where`, which takes as long as all the rest.
     limits = torch.finfo(s.dtype)
-    largest = s.amax(0).clamp(limits.min, limits.max)
+    largest = s.detach().real.amax(0).clamp(limits.min, limits.max)
+    if s.is_complex() or torch.compiler.is_compiling() or carries_tangents():
+        # Squares, so that a derivative multiplies by exp(d) twice, as the gradient does.
+        return ((s - largest) / 2).exp().square().sum(0).log() + largest
     return (s - largest).exp_().sum(0).log_().add_(largest)
 
 

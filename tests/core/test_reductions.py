@@ -271,6 +271,41 @@ def test_gy_is_multiplied_before_the_gradient_of_a_product_is_rounded(xs, gy, dt
             torch.testing.assert_close(value, right, atol=0, rtol=20 * torch.finfo(dtype).eps, msg=f"{k}: {of_rank}")
 
 
+@pytest.mark.parametrize(
+    ("xs", "gy", "dtype"),
+    [
+        ([0, -120], 1e30, torch.float32),
+        ([3, -117, -200], 1e30, torch.float32),
+        ([0, -1000], 1e300, torch.float64),
+        ([0, -120 + 1j], 1e30, torch.complex64),
+    ],
+)
+def test_gy_is_multiplied_before_the_gradient_of_a_logsumexp_is_rounded(xs, gy, dtype):
+    """exp(x_1 − y) is 0 in this dtype, gy · exp(x_1 − y) is not; in both modes, and in second order."""
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    stack = torch.tensor(xs, dtype=wide)
+    log_weight = (stack[1] - stack.logsumexp(0)).conj()
+    right = ((log_weight + math.log(gy)).exp()).to(dtype)
+    g = torch.tensor(gy, dtype=dtype)
+
+    def body(r):
+        def pulled(x):
+            return torch.func.vjp(lambda x: dc.all_reduce(x, "logsumexp"), x)[1](g if r == 0 else 0 * g)[0]
+
+        x, one = torch.tensor(xs[r], dtype=dtype).requires_grad_(), torch.tensor(float(r == 1), dtype=dtype)
+        y = dc.all_reduce(x, "logsumexp")
+        (first,) = torch.autograd.grad(y, x, g if r == 0 else 0 * g, retain_graph=True)
+        (recorded,) = torch.autograd.grad(y, x, g if r == 0 else 0 * g, create_graph=True)
+        found = [first, recorded.detach(), pulled(x.detach())]
+        found.append(torch.func.jvp(lambda x: dc.all_reduce(x, "logsumexp"), (x.detach(),), (g * one,))[1].conj())
+        # ∂gradient_1/∂x_1 = gradient_1 · (1 − exp(x_1 − y))
+        found += [torch.autograd.grad(recorded, x, one)[0], torch.func.jvp(pulled, (x.detach(),), (one,))[1]]
+        return found
+
+    for k, value in enumerate(simulate(body, range(len(xs)), rules=True)[1]):
+        torch.testing.assert_close(value, right, atol=0, rtol=300 * torch.finfo(dtype).eps, msg=f"{k}: {value} {right}")
+
+
 def test_products_of_any_size_to_second_order():
     """Against fractions: each derivative, in each mode, is right to rounding of its largest term."""
     rng = random.Random(3)
