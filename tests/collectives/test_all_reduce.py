@@ -27,27 +27,41 @@ def test_a_mean_overflows_only_if_it_is_too_large():
         assert run(body, range(2)) == [([[big], [1.5]], [[big], [2.0]])] * 2
 
 
+def means_near_the_largest(dtype, n, r):
+    """Whether the mean of numbers near the largest is finite, computed in several ways."""
+    x = torch.tensor([0.9 * torch.finfo(dtype).max, 1.0 + r], dtype=dtype).repeat(n, 1)
+    ways = [
+        dc.all_reduce(x, "mean"),
+        dc.all_reduce(x, "mean", deterministic=True),
+        dc.all_reduce(x, "mean", cotangent="replicated"),
+        dc.reduce(x, 0, "mean"),
+        dc.reduce_scatter(x, "mean"),
+    ]
+    assert r > 0 or all(y[0, 1] == (n + 1) / 2 for y in ways)
+    return [bool(y[0, 0].isfinite()) for y in ways]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_where_a_mean_overflows_with_the_sum(n, dtype):
-    """The mean of numbers near the largest: finite only where the terms are divided before they are added."""
-    largest = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).max
-
-    def body(r):
-        x = torch.tensor([0.9 * largest, 1.0 + r], dtype=dtype).repeat(n, 1)
-        ways = [
-            dc.all_reduce(x, "mean"),
-            dc.all_reduce(x, "mean", deterministic=True),
-            dc.all_reduce(x, "mean", cotangent="replicated"),
-            dc.reduce(x, 0, "mean"),
-            dc.reduce_scatter(x, "mean"),
-        ]
-        assert r > 0 or all(y[0, 1] == (n + 1) / 2 for y in ways)
-        return [bool(y[0, 0].isfinite()) for y in ways]
-
-    late = [False] * 4
+    """Finite only where the terms are divided before they are added; bfloat16 is summed in float32, of its range."""
+    body, late = partial(means_near_the_largest, dtype, n), [False] * 4
     assert simulate(body, range(n), rules=True)[0] == [n != 3, *late]
     assert simulate(body, range(n))[0] == [False, *late]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_mean_of_float16_does_not_overflow(n):
+    """It is computed in float32."""
+    body = partial(means_near_the_largest, torch.float16, n)
+    assert simulate(body, range(n), rules=True)[0] == simulate(body, range(n))[0] == [True] * 5
+
+
+def test_means_near_the_largest_on_processes():
+    dtypes = (torch.float16, torch.float32)
+    found = spawn(lambda r: [means_near_the_largest(dtype, 3, r) for dtype in dtypes], range(3))
+    assert found[0] == [[True] * 5, [False] * 5]
+    assert spawn(partial(means_near_the_largest, torch.float32, 2), range(2))[0] == [True, *[False] * 4]
 
 
 def test_mean(gradients):
