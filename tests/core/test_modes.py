@@ -177,6 +177,29 @@ def test_second_order_under_selective_checkpoints():
     ranks(body, range(3))
 
 
+@pytest.mark.parametrize("op", ["product", "logsumexp", "max"])
+def test_third_order_under_selective_checkpoints(op):
+    """Policies that keep what an operation inside a reduction writes, or everything but communication."""
+
+    def penalty(x, **options):
+        x = x.detach().requires_grad_()
+        layer = lambda x: dc.all_reduce(x.sin(), op) * dc.all_gather(x.exp()).square()[0]  # noqa: E731
+        y = checkpoint(layer, x, use_reentrant=False, **options) if options else layer(x)
+        g = y.square().sum()
+        for order in (2, 3):
+            (g,) = torch.autograd.grad(g, x, create_graph=True)
+            g = (g.sin() * (dc.get_rank() + order)).sum()
+        return torch.autograd.grad(g, x)[0]
+
+    def body(r):
+        x = torch.tensor([0.3 + r, -1.2, 0.4 * r], dtype=torch.float64)
+        expected = penalty(x)
+        for policy in ("save writes", "save communication", "save memory", "recompute all"):
+            torch.testing.assert_close(penalty(x, **POLICIES[policy]), expected, msg=policy)
+
+    ranks(body, range(3))
+
+
 def test_modes_see_nothing_inside_a_collective():
     """Also on some ranks only: they send the same messages as the others."""
     on = (0, 2)
