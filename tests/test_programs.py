@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
+import nests
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, note, settings
@@ -56,6 +57,19 @@ class Program:
             terms = [(i + 1 + r) * pool[i].sin().sum() for i in self.uses[r]]
             return joint(sum(terms, x0.sum() * 0))
 
+    def value(self, r, given, x0):
+        """A number that uses every result; as `loss`, for transforms of torch.func, in which nothing is recorded."""
+        groups = {ranks: None for ranks in dict.fromkeys(step.ranks for step in self.steps)}
+        for ranks in groups:
+            groups[ranks] = new_group(ranks)
+        pool = [x0]
+        for step, x in zip(self.steps, given, strict=True):
+            y = earlier = pool[step.source].sin().sum().tanh()
+            if x is not None:
+                y = step.case.call(x * (1.5 + earlier), step.ranks.index(r), groups[step.ranks])
+            pool.append(y)
+        return sum((i + 1 + r) * y.sin().sum() for i, y in enumerate(pool))
+
     def inputs(self):
         return [torch.linspace(-1, 1 + r, 3, dtype=torch.float64).requires_grad_() for r in range(self.n)]
 
@@ -93,6 +107,20 @@ def check(program, run=None):
         torch.testing.assert_close(got, right, rtol=1e-8, atol=1e-10, equal_nan=True, msg=f"rank {r}\n{program}")
 
 
+def check_nest(program, nest):
+    """Compare transforms of a program within one another with truth."""
+    xs, ranks, steps = [x.detach() for x in program.inputs()], range(program.n), program.steps
+    given = [[s.case.x(s.ranks.index(r), SEED) if r in s.ranks else None for s in steps] for r in ranks]
+
+    def body(r):
+        return nests.by_transforms(nest, partial(program.value, r, given[r]), r)(xs[r])
+
+    defined = nests.by_definition(nest, lambda xs: simulate(program.value, ranks, given, xs))
+    for r, (got, right) in enumerate(zip(simulate(body, ranks, rules=True), defined(xs), strict=True)):
+        text = f"rank {r} {nest}\n{program}"
+        torch.testing.assert_close(got, right.detach(), rtol=1e-7, atol=1e-8, equal_nan=True, msg=text)
+
+
 @st.composite
 def programs(draw, n=None, most=20):
     n = n or draw(st.integers(1, 4))
@@ -116,6 +144,27 @@ def fuzz(count, **more):
         check(program)
 
     holds()
+
+
+def fuzz_nests(count, **more):
+    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), **more)
+    @given(programs(most=3), st.lists(st.sampled_from(nests.NAMES), min_size=1, max_size=2))
+    def holds(program, nest):
+        note(str(program))
+        if all(None not in step.case.shapes for step in program.steps):  # an x that depends on nothing has no tangent
+            check_nest(program, nest)
+
+    holds()
+
+
+def test_programs_in_nests():
+    fuzz_nests(12, derandomize=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_many_programs_in_nests():
+    fuzz_nests(400)
 
 
 def test_two_hundred_programs():
