@@ -43,6 +43,7 @@ ADJOINT = {
 }
 #: Imported when something is first traced, as it takes time to make an op of every map, or after mpi4py.
 DEFERRED = {
+    ("collectives.scatter", "core.compiled"),
     ("core.derivatives", "core.compiled"),
     ("core.product", "core.compiled"),
     ("core.groups", "engines.mpi"),

@@ -43,9 +43,12 @@ TERMS: dict[str, Callable[[int, float, float], float]] = {
     "⌈log₂ N⌉·B": lambda n, x, block: ceil(log2(n)) * x,
     "⌈log₂ N⌉·N·B/2": lambda n, x, block: ceil(log2(n)) * n * x / 2,
     "⌈log₂ N⌉·N·b/2": lambda n, x, block: ceil(log2(n)) * n * block / 2,
-    # of int64, if x has one dimension: 1 for their number, 7 for dtype, device, shape and dim, N for sizes
-    "(N − 1)·(8·N + 64)": lambda n, x, block: (n - 1) * (8 * n + 64),
-    "⌈log₂ N⌉·(8·N + 64)": lambda n, x, block: ceil(log2(n)) * (8 * n + 64),
+    # what the ranks of a scatter agree on
+    "32 bytes": lambda n, x, block: 32,
+    "(N − 1)·32 bytes": lambda n, x, block: (n - 1) * 32,
+    # of int64, if x has one dimension: 6 for dtype, device, shape and dim, N for sizes
+    "(N − 1)·(8·N + 48)": lambda n, x, block: (n - 1) * (8 * n + 48),
+    "⌈log₂ N⌉·(8·N + 48)": lambda n, x, block: ceil(log2(n)) * (8 * n + 48),
 }
 
 
@@ -125,7 +128,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("reduce", _WHOLE, (("all_gather", "B"), ("copy", "B")), (("broadcast", "B"), ("copy", "B")), None, "N"),
     Row("gather", "", (("gather", "B"),), (("scatter", "B"),)),
-    Row("scatter", "", (("header", ""), ("scatter", "b")), (("gather", "b"),)),
+    Row("scatter", "", (("all_gather", "32 bytes"), ("header", ""), ("scatter", "b")), (("gather", "b"),)),
     Row("permute", "", (("permute", "B"),), (("permute", "B"),)),
     Row("shift", "", (("permute", "B"),), (("permute", "B"),)),
     Row("scan", "", (("scan", "B"),), (("scan", "B"),)),
@@ -148,7 +151,7 @@ WAYS: dict[Way, dict[str, tuple[str, str, str]]] = {
         "all_reduce": ("2", "2·(N − 1)", "2·(N − 1)·b"),
         "permute": ("1", "1", "S"),
         "scan": _BINOMIAL,
-        "header": ("2", "2·(N − 1)", "(N − 1)·(8·N + 64)"),
+        "header": ("1", "(N − 1)", "(N − 1)·(8·N + 48)"),
     },
     "ring": {  # all_to_all: pairwise exchange; broadcast: scatter by a tree, then all_gather; reduce: the reverse
         **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), _RING),
@@ -160,7 +163,7 @@ WAYS: dict[Way, dict[str, tuple[str, str, str]]] = {
         **dict.fromkeys(("broadcast", "reduce"), _BINOMIAL),
         "all_to_all": ("⌈log₂ N⌉", "⌈log₂ N⌉", "⌈log₂ N⌉·N·S/2"),
         "all_reduce": ("2·⌈log₂ N⌉", "2·⌈log₂ N⌉", "2·(N − 1)·b"),
-        "header": ("2·⌈log₂ N⌉", "2·⌈log₂ N⌉", "⌈log₂ N⌉·(8·N + 64)"),
+        "header": ("⌈log₂ N⌉", "⌈log₂ N⌉", "⌈log₂ N⌉·(8·N + 48)"),
     },
 }
 

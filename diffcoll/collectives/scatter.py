@@ -24,7 +24,6 @@ from diffcoll.core.arguments import Group, Parts, Tree
 from diffcoll.core.blocks import as_row, cut, pieces
 from diffcoll.core.call import Call, perform
 from diffcoll.core.checks import digest
-from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 
@@ -127,7 +126,8 @@ def scatter(
             transform, which differentiate with respect to chosen inputs: pass a tensor there.
             Or a tree: nested tuples, lists and dicts of such tensors; all leaves of one dtype are sent in one message.
             On ranks other than src a tree has the same structure, and any of its leaves may be None.
-            Under `torch.compile` x must be a tensor of the same shape on all ranks.
+            Under `torch.compile` x must be a tensor of the same shape on all ranks, and requires a gradient on all
+            ranks or on none.
         src: the rank within the group that sends.
         dim: the dimension to cut along.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
@@ -141,8 +141,8 @@ def scatter(
 
     Raises:
         TypeError, ValueError: an argument is invalid.
-        CollectiveMismatchError: on the other ranks, if an argument is invalid on rank src; on all ranks, if a tree has
-            another structure than on rank src.
+        CollectiveMismatchError: on the other ranks, if an argument is invalid on one; on all ranks, if they differ in
+            src, if a tree has another structure than on rank src, or if a compiled x is not like that of rank src.
 
     Source: notes/scatter.md.
     """
@@ -163,8 +163,6 @@ class _Block(NamedTuple):
 
 def _scatter(call: Call, x: Any) -> Any:
     root, of_tree = call.root("src"), not isinstance(x, Tensor) and is_tree(x)
-    if torch.compiler.is_compiling():
-        return trees.by_leaf(call, _scatter) if of_tree else _compiled(call, root, x)
     if not of_tree:
         return _submit(call, root, _blocks(call, root, [x], [""], 0)[0])
     try:
@@ -218,28 +216,41 @@ def _row(blocks: list[_Block], cuts: bool) -> Tensor:
 
 def _blocks(call: Call, root: int, leaves: list[Any], paths: list[str], structure: int) -> list[_Block]:
     """Return the blocks that rank src describes in a message; `structure` is 0 for a single tensor."""
-    if call.engine.rank == root:
-        try:
+    if torch.compiler.is_compiling():
+        return _compiled(call, root, leaves, paths, structure)
+    try:
+        if call.engine.rank == root:
             blocks = [_described(call.of(leaf), leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
-        except (TypeError, ValueError):
-            call.broadcast_numbers(root, [])
-            raise
-        call.broadcast_numbers(root, [structure, *(number for block in blocks for number in _header(block))])
-        _agree_on_structure(call, root, structure, structure)
+        else:
+            for leaf, path in zip(leaves, paths, strict=True):
+                if leaf is not None:
+                    _checked(call, leaf, path)
+    except (TypeError, ValueError):
+        call.header(root, [], structure, valid=False)
+        raise
+    if call.engine.rank == root:
+        call.header(root, [number for block in blocks for number in _header(block)], structure)
         return blocks
-    numbers = call.broadcast_numbers(root, None)
-    if not numbers:
-        raise CollectiveMismatchError(f"scatter: an argument is invalid on rank {root}, see the error there")
-    of_src, *numbers = numbers
-    _agree_on_structure(call, root, of_src, structure)
-    for leaf, path in zip(leaves, paths, strict=True):
-        if leaf is not None:
-            _checked(call, leaf, path)
+    numbers = call.header(root, [], structure)
     blocks = []
     for leaf in leaves:
         block, numbers = _empty(numbers, call.engine.size, leaf)
         blocks.append(block)
     return blocks
+
+
+def _compiled(call: Call, root: int, leaves: list[Any], paths: list[str], structure: int) -> list[_Block]:
+    """Return the blocks under torch.compile: shapes must be known while tracing; the graph compares them with src's."""
+    if None in leaves:
+        remedy = "pass a tensor of the shape that rank src has, whose values are not used"
+        raise call.error("x", "a tensor on every rank under torch.compile", remedy, got="None")
+    blocks = [_described(call.of(leaf), leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
+    from diffcoll.core import compiled  # registers an op for every map, which takes time
+
+    compiled.header(call.engine, root, structure, [number for block in blocks for number in _header(block)])
+    if call.engine.rank == root:
+        return blocks
+    return [block._replace(x=block.x.narrow(block.dim, 0, 0)) for block in blocks]
 
 
 def _described(call: Call, leaf: Any, path: str) -> _Block:
@@ -255,32 +266,6 @@ def _checked(call: Call, leaf: Any, path: str) -> Tensor:
         raise type(error)(str(error).replace(": x:", f": x{path}:", 1)) from None
 
 
-def _agree_on_structure(call: Call, root: int, of_src: int, mine: int) -> None:
-    """Raise if x has another structure than on rank src: on all ranks if it is a tree there."""
-    fits = [[int(of_src == mine)]] * call.engine.size if of_src == 0 else call.gather_numbers([int(of_src == mine)])
-    if all(fit for (fit,) in fits):
-        return
-    if of_src == 0:
-        got, expected, remedy = "a tree", "a tensor or None", "pass the same structure on all ranks"
-    else:
-        others = ", ".join(str(r) for r, (fit,) in enumerate(fits) if not fit)
-        got, expected = f"another structure on rank {others}", f"a tree with the paths of rank {root}'s"
-        remedy = "off src the leaves may be None, but not the whole tree"
-    raise CollectiveMismatchError(message("scatter", "x", got, expected, remedy))
-
-
-def _compiled(call: Call, root: int, x: Tensor | None) -> Any:
-    """Scatter under torch.compile: shapes must be known while tracing, so src does not send them."""
-    if x is None:
-        remedy = "pass a tensor of the shape that rank src has, whose values are not used"
-        raise call.error("x", "a tensor on every rank under torch.compile", remedy, got="None")
-    tensor = call.tensor(x)
-    d = call.dim("dim", tensor)
-    parts = call.sizes_of_parts(tensor, d)
-    mine = tensor if call.engine.rank == root else tensor.narrow(d, 0, 0)
-    return call.submit(Scatter(call.engine, root, d, parts), mine)
-
-
 # ── the header that rank src sends: dtype, shape, dim and sizes ──────────────────────────────────────────
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "npu")
@@ -290,7 +275,8 @@ _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype))
 def _header(block: _Block) -> list[int]:
     x = block.x
     device = _DEVICES.index(x.device.type) if x.device.type in _DEVICES else 0
-    return [_DTYPES.index(x.dtype), device, x.requires_grad, block.dim, x.dim(), *x.shape, *block.parts]
+    trained = x.requires_grad and torch.is_grad_enabled()
+    return [_DTYPES.index(x.dtype), device, int(trained), block.dim, x.dim(), *x.shape, *block.parts]
 
 
 def _empty(numbers: list[int], n: int, x: Tensor | None) -> tuple[_Block, list[int]]:

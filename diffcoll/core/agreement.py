@@ -11,6 +11,7 @@ from torch import Tensor
 
 from diffcoll.core import checks
 from diffcoll.core._torch import integers, is_traced, tree_paths
+from diffcoll.core.checks import digest
 from diffcoll.core.derivatives import apply
 from diffcoll.core.errors import CollectiveMismatchError, failure, user_line
 from diffcoll.core.linear import MAPS, PER_RANK, Linear, common_shape
@@ -124,16 +125,54 @@ class Agreement:
         flat = integers(apply(MAPS["AllGather"](self.engine, 0, (len(numbers),) * n), mine))
         return [flat[i * len(numbers) : (i + 1) * len(numbers)] for i in range(n)]
 
-    def broadcast_numbers(self, root: int, numbers: list[int] | None) -> list[int]:
-        """Return on all ranks the integers that the root passes; the other ranks pass None."""
-        self.exchanged = True
+    def header(self, root: int, numbers: list[int], structure: int = 0, valid: bool = True) -> list[int]:
+        """Return on all ranks the numbers by which the root describes what it sends.
+
+        Args:
+            root: the rank that sends.
+            numbers: on the root, and on a rank that requires these numbers; elsewhere none.
+            structure: a number for the structure of x.
+            valid: whether this rank's arguments are valid. If not, it returns none, and raises its own error.
+
+        Raises:
+            CollectiveMismatchError: on all ranks, if they differ in one of these.
+        """
         if self.compares():
             self._compare((self.name, root))
-        device = self.engine.control_device
-        send = MAPS["Broadcast"](self.engine, root)
-        length = int(apply(send, torch.tensor(len(numbers or ()), device=device)))
-        row = torch.tensor(numbers if numbers else [0] * length, dtype=torch.int64, device=device)
-        return integers(apply(send, row))
+        mine = self.engine.rank == root
+        state = (len(numbers) if mine else 0) if valid else -1
+        rows = self.gather_numbers([root, state, structure, digest(repr(numbers)) if numbers else 0])
+        if not valid:
+            return []
+        if (found := self._differing(root, rows)) is not None:
+            raise CollectiveMismatchError(f"{self.name}: {found}")
+        if self.compares():
+            self._compare((self.name, root))
+        row = torch.tensor(
+            numbers if mine else [0] * rows[root][1], dtype=torch.int64, device=self.engine.control_device
+        )
+        return integers(apply(MAPS["Broadcast"](self.engine, root), row))
+
+    def _differing(self, root: int, rows: list[list[int]]) -> str | None:
+        """Return in what the ranks' headers differ, from the numbers that every rank has sent; None: nothing."""
+        roots, states, structures, digests = zip(*rows, strict=True)
+        if -1 in states:
+            return f"an argument is invalid on rank {states.index(-1)}, see the error there"
+        if len(set(roots)) > 1:
+            return f"src: got {', '.join(map(str, roots))} on the ranks in order, expected the same on all"
+        if others := [r for r, structure in enumerate(structures) if structure != structures[root]]:
+            where = f"on rank {', '.join(map(str, others))}"
+            if not structures[root]:
+                return f"x: got a tree {where}, expected a tensor or None; pass the same structure on all ranks"
+            expected = f"a tree with the paths of rank {root}'s; off src the leaves may be None, but not the whole tree"
+            return f"x: got another structure {where}, expected {expected}"
+        if others := [r for r, wanted in enumerate(digests) if wanted not in (0, digests[root])]:
+            facts = "shape, dtype, device or requires_grad of x, dim or sizes"
+            return (
+                f"x: rank {others[0]} was compiled for another {facts} than rank {root} has, expected the same; under "
+                f"torch.compile pass on every rank a tensor like that of rank {root}, whose values are not used"
+            )
+        return None
 
 
 def _function_text(op: object) -> str:

@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from diffcoll.core._torch import unobserved
+from diffcoll.core._torch import constant_in_graphs, unobserved
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, failure, message, user_line
 from diffcoll.engines import local
 from diffcoll.engines.engine import Engine, Exclusive
@@ -160,6 +160,7 @@ def compare(engine: Engine, facts: object, text: str, leaves: Sequence[str] | No
     refuse(engine, text, disagree(engine))
 
 
+@constant_in_graphs
 def digest(text: str) -> int:
     """Return a 56-bit hash, equal on all ranks for equal texts."""
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")

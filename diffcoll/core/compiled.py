@@ -27,6 +27,7 @@ from torch.utils import checkpoint
 
 from diffcoll.core import checks
 from diffcoll.core._torch import COMPILES, backward_at_work, batch_last, is_differentiating, is_jit_tracing
+from diffcoll.core.agreement import Agreement
 from diffcoll.core.errors import user_line
 from diffcoll.core.groups import engine_named, key_in_graphs
 from diffcoll.core.joint import is_joint
@@ -34,8 +35,9 @@ from diffcoll.core.linear import MAPS, PER_RANK, Linear, common_shape
 from diffcoll.core.moves import InFlight, move, named
 from diffcoll.core.over_ranks import value_in_pieces
 from diffcoll.core.product import PRODUCT
+from diffcoll.engines.engine import Engine
 
-__all__ = ["apply", "product", "start", "traced", "traced_start"]
+__all__ = ["apply", "header", "product", "start", "traced", "traced_start"]
 
 if not COMPILES:
     raise NotImplementedError(
@@ -322,36 +324,6 @@ def _unflat(kind: str, value: Any) -> Any:
     return value
 
 
-# ── the product, a rule that is not linear ───────────────────────────────────────────────────────────────
-
-
-def product(s: Tensor) -> Tensor:
-    """Return the product over dim 0 as one op."""
-    y: Tensor = torch.ops.diffcoll.product(s)
-    return y
-
-
-def _save(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _product_backward(ctx: Any, gy: Tensor) -> Tensor:
-    (s,) = ctx.saved_tensors
-    return PRODUCT.gradient(s, gy, gy)  # it does not use y
-
-
-def _product_of_batch(info: Any, in_dims: tuple[int], s: Tensor) -> tuple[Tensor, int]:
-    return batch_last(product(s.movedim(in_dims[0], -1)))
-
-
-_product = torch.library.custom_op(
-    "diffcoll::product", lambda s: value_in_pieces(s, PRODUCT), mutates_args=(), schema="(Tensor s) -> Tensor"
-)
-_product.register_fake(lambda s: s.new_empty(s.shape[1:]))
-_product.register_autograd(_product_backward, setup_context=_save)
-_product.register_vmap(_product_of_batch)
-
-
 # ── restrictions on the compiler ─────────────────────────────────────────────────────────────────────────
 
 
@@ -388,6 +360,60 @@ def _keep_in_order(definition: Any, op: Any) -> None:
         return result
 
     lowering.register_lowering(op, type_promotion_kind=None)(lower)
+
+
+# ── the header of a scatter ──────────────────────────────────────────────────────────────────────────────
+
+
+def header(engine: Engine, root: int, structure: int, numbers: list[int]) -> None:
+    """Send or receive, when the graph runs, the header that eager code does; raise on all ranks if it is another."""
+    torch.ops.diffcoll.header.default(key_in_graphs(engine), root, structure, numbers)
+
+
+def _exchange_header(group: str, root: int, structure: int, numbers: list[int]) -> None:
+    _check_context("scatter")
+    Agreement("scatter", None, engine_named(group), False, {"src": root}).header(root, list(numbers), structure)
+
+
+_header = torch.library.custom_op(
+    "diffcoll::header",
+    _exchange_header,
+    mutates_args=(),
+    schema="(str group, int root, int structure, SymInt[] numbers) -> ()",
+)
+_header.register_fake(lambda *_: None)
+_keep_in_order(_header, torch.ops.diffcoll.header.default)
+_keep_in_checkpoints(torch.ops.diffcoll.header.default)
+
+
+# ── the product, a rule that is not linear ───────────────────────────────────────────────────────────────
+
+
+def product(s: Tensor) -> Tensor:
+    """Return the product over dim 0 as one op."""
+    y: Tensor = torch.ops.diffcoll.product(s)
+    return y
+
+
+def _save(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _product_backward(ctx: Any, gy: Tensor) -> Tensor:
+    (s,) = ctx.saved_tensors
+    return PRODUCT.gradient(s, gy, gy)  # it does not use y
+
+
+def _product_of_batch(info: Any, in_dims: tuple[int], s: Tensor) -> tuple[Tensor, int]:
+    return batch_last(product(s.movedim(in_dims[0], -1)))
+
+
+_product = torch.library.custom_op(
+    "diffcoll::product", lambda s: value_in_pieces(s, PRODUCT), mutates_args=(), schema="(Tensor s) -> Tensor"
+)
+_product.register_fake(lambda s: s.new_empty(s.shape[1:]))
+_product.register_autograd(_product_backward, setup_context=_save)
+_product.register_vmap(_product_of_batch)
 
 
 for _kind in MAPS.values():

@@ -64,3 +64,26 @@ def test_gradient_only_where_src_asks_for_it(run):
         return y.requires_grad, z.requires_grad
 
     assert {needs for _, needs in run(body, range(3))} == {True}
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "text"),
+    [
+        (lambda r: dc.scatter(torch.arange(3.0), src=int(r == 2)), "src: got 0, 0, 1 on the ranks in order, expected"),
+        (
+            lambda r: dc.scatter([torch.ones(3)] if r else torch.ones(3)),
+            "x: got a tree on rank 1, 2, expected a tensor",
+        ),
+        (lambda r: dc.scatter("ones" if r == 1 else torch.ones(3)), "an argument is invalid on rank 1, see the error"),
+    ],
+)
+def test_ranks_that_differ_are_told_so_on_every_rank(of_rank, text):
+    def body(r):
+        with pytest.raises((TypeError, dc.CollectiveMismatchError)) as caught:
+            of_rank(r)
+        return str(caught.value), dc.all_reduce(torch.tensor(r)).item()
+
+    for r, (found, works) in enumerate(simulate(body, range(3), rules=True)):
+        own = r == 1 and "invalid" in text
+        assert found.startswith("scatter: x: got str" if own else f"scatter: {text}")
+        assert works == 3
