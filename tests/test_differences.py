@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from releases import HOOKS_ARE_SHOWN, compiles
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import diffcoll as dc
 from diffcoll.collectives import COLLECTIVES
@@ -53,6 +53,23 @@ LOSSES = {
 }
 
 
+def _selective(saves):
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if saves(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+
+
+#: What a rank's checkpoint keeps.
+POLICIES = {
+    "": {},
+    "nothing": _selective(lambda op: False),
+    "communication": _selective(lambda op: op.namespace in ("c10d", "_c10d_functional", "diffcoll")),
+    "writes": _selective(lambda op: op._schema.is_mutable),
+    "all": _selective(lambda op: True),
+}
+
+
 @dataclass(frozen=True)
 class Way:
     """How one rank makes one call."""
@@ -63,6 +80,7 @@ class Way:
     async_op: bool = False
     requires_grad: bool = True
     thread: bool = False
+    policy: str = ""  # of the checkpoint, if there is one
     changed: str = ""  # how this rank disagrees with the others, see CHANGES
 
 
@@ -137,7 +155,10 @@ def on_rank(step, r, joint):
     def loss():
         return weighted(step, r, way, collective(step, r, way, xs))
 
-    value = checkpoint(loss, use_reentrant=False) if step.checkpointed ^ (way.changed == "checkpointed") else loss()
+    if step.checkpointed ^ (way.changed == "checkpointed"):
+        value = checkpoint(loss, use_reentrant=False, **POLICIES[way.policy])
+    else:
+        value = loss()
     value = joint(value) + sum(x.sum().real * 0 for x in xs if x is not None and x.requires_grad)
     if value.requires_grad:
         value.backward()
@@ -262,6 +283,7 @@ def steps(draw, n, where, disagree):
             alike if where == "mpi" or disagree else case.name in ASYNC and draw(st.booleans()),
             draw(st.integers(0, 3)) > 0,
             thread=where != "rules" and draw(st.integers(0, 3)) == 0,
+            policy=draw(st.sampled_from(list(POLICIES))),
         )
 
     ways = [way() for _ in range(n)]
