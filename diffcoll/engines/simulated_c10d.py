@@ -8,6 +8,7 @@ While a simulation runs, these private names of torch.distributed are replaced, 
   then simulated as well.
 - `distributed_c10d.rendezvous` and `_store_based_barrier`, which would wait for other processes.
 - `device_mesh._resolve_process_group`, by which a mesh finds its groups: its error names the way out.
+- Methods of `DeviceMesh` that answer for one rank, and its constructor: they raise on another rank than its maker.
 - C++ finds groups by name. `_set_thread_isolation_mode` makes it keep one table of names for each thread.
 
 Compiled functions run uncompiled meanwhile. Graphs have no guard for the default group, so one that was compiled
@@ -34,6 +35,7 @@ from typing_extensions import override
 from diffcoll.engines.c10d import use
 from diffcoll.engines.local import NO_GRAPHS, LocalGroup, World, engine_of, here
 from diffcoll.engines.simulated_group import SimulatedGroup
+from diffcoll.engines.simulated_mesh import MESH_REMEDY, of_makers
 from diffcoll.engines.simulated_moves import Mailbox
 
 __all__ = ["Simulation", "default_group", "installed", "is_rank"]
@@ -256,9 +258,7 @@ def _resolve(simulation: Simulation, real: Callable[..., Any], name: Any) -> Any
         return real(name)
     except RuntimeError as error:
         raise RuntimeError(
-            f"got a DeviceMesh of process group {name!r}, which this simulated rank has not made; make meshes on every "
-            "rank and do not keep them in globals or caches, which simulated ranks share; a program that keeps them "
-            'runs on processes: use spawn, or on=("gloo",)'
+            f"got a DeviceMesh of process group {name!r}, which this simulated rank has not made; {MESH_REMEDY}"
         ) from error
 
 
@@ -296,6 +296,8 @@ def _install() -> None:
     if (real := getattr(device_mesh, _RESOLVE, None)) is not None:  # torch 2.6 looks groups up by their ranks
         _before[_RESOLVE] = real
         setattr(device_mesh, _RESOLVE, _on_ranks(_resolve, real))
+    _before["meshes"] = meshes = of_makers()
+    meshes.__enter__()
     c10d._world = _GroupsOfThread(_before["_world"])  # type: ignore[assignment]
     _c._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     if "torch._dynamo" in sys.modules:  # else nothing has been compiled, and its import takes seconds
@@ -311,6 +313,7 @@ def _restore() -> None:
         setattr(c10d, name, _before[name])
     if _RESOLVE in _before:
         setattr(device_mesh, _RESOLVE, _before[_RESOLVE])
+    _before["meshes"].__exit__(None, None, None)
     sys.excepthook = _before["excepthook"]  # init_process_group on a rank replaces it
     c10d._update_default_pg(c10d._world.default_pg)  # and tells C++ its rank, for log messages
     _before.clear()

@@ -790,3 +790,41 @@ def test_private_names():
     known = {"rank", "size", "keys", "shutdown", "abort", "lower"}
     assert {m for m in called - known if not hasattr(SimulatedGroup, m)} == set()
     assert {m for m in called - known if m in dir(dist.ProcessGroup) and m not in vars(SimulatedGroup)} == set()
+
+
+# ── meshes that ranks share, as through globals ──────────────────────────────────────────────────────────
+
+
+QUESTIONS = {
+    "get_coordinate": lambda mesh: mesh.get_coordinate(),
+    "get_local_rank": lambda mesh: mesh.get_local_rank("data"),
+    "get_group": lambda mesh: mesh.get_group("data"),
+    "__getitem__": lambda mesh: mesh["data"],
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_mesh_of_another_rank(question):
+    """Raises, also in a later simulation; a mesh that each rank makes works, and slices of it."""
+    kept = {}
+
+    def body(r):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))
+        assert mesh.get_coordinate() == mesh["model", "data"].get_coordinate() == (r // 2, r % 2)
+        assert mesh["data"].get_local_rank() == r % 2
+        first = kept.setdefault("mesh", (r, mesh))[1]
+        if first is mesh:
+            return None
+        with pytest.raises(RuntimeError) as caught:
+            QUESTIONS[question](first)
+        return str(caught.value)
+
+    for runs in range(2):
+        found = simulated(body, range(4))
+        assert found.count(None) == 1 - runs
+        for r, text in enumerate(found):
+            assert text is None or text == (
+                f"DeviceMesh.{question}: got a DeviceMesh that simulated rank {kept['mesh'][0]} has made, on another "
+                f"one, rank {r}; make meshes on every rank and do not keep them in globals or caches, which simulated "
+                'ranks share; a program that keeps them runs on processes: use spawn, or on=("gloo",)'
+            )

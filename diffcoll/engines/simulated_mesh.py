@@ -1,0 +1,82 @@
+"""Meshes of simulated ranks: what depends on the rank that made a mesh raises on the others.
+
+A mesh stores the coordinates of its maker. A program that keeps meshes in globals or caches, as processes may, would
+find another rank's there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
+
+from diffcoll.engines.local import here
+
+__all__ = ["MESH_REMEDY", "of_makers"]
+
+MESH_REMEDY = (
+    "make meshes on every rank and do not keep them in globals or caches, which simulated ranks share; a program that "
+    'keeps them runs on processes: use spawn, or on=("gloo",)'
+)
+_MAKER = "_diffcoll_maker"
+
+
+class _Maker:
+    """The simulated rank that has made a mesh; a copy of the mesh has none."""
+
+    def __init__(self, rank: Any = None) -> None:
+        self.number = None if rank is None else rank.number
+        self.rank = None if rank is None else weakref.ref(rank)
+
+    @override
+    def __reduce__(self) -> Any:
+        return _Maker, ()
+
+
+def _make_mesh(real: Callable[..., None]) -> Callable[..., None]:
+    """Return the constructor of meshes, which records the rank."""
+
+    @wraps(real)
+    def init(mesh: Any, *args: Any, **more: Any) -> None:
+        mesh.__dict__[_MAKER] = _Maker(here())
+        real(mesh, *args, **more)
+
+    return init
+
+
+def _of_mesh(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of meshes that raises on another rank than the maker, which the answer would be of."""
+
+    @wraps(real)
+    def method(mesh: Any, *args: Any, **more: Any) -> Any:
+        maker, me = mesh.__dict__.get(_MAKER), here()
+        if me is not None and maker is not None and maker.rank is not None and maker.rank() is not me:
+            raise RuntimeError(
+                f"{real.__qualname__}: got a DeviceMesh that simulated rank {maker.number} has made, on another one, "
+                f"rank {me.number}; {MESH_REMEDY}"
+            )
+        return real(mesh, *args, **more)
+
+    return method
+
+
+_OF_RANK = ("get_coordinate", "get_local_rank", "get_group", "__getitem__")
+_METHODS = {"__init__": _make_mesh, **dict.fromkeys(_OF_RANK, _of_mesh)}
+
+
+@contextmanager
+def of_makers() -> Iterator[None]:
+    """Replace the methods of `DeviceMesh` within the block."""
+    before = {name: getattr(DeviceMesh, name) for name in _METHODS}
+    for name, replaced in _METHODS.items():
+        setattr(DeviceMesh, name, replaced(before[name]))
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(DeviceMesh, name, method)
