@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from diffcoll.averaging.communicating import flags_of_ranks
 from diffcoll.averaging.functions import agree, agree_on_parameters, broadcast_from_first, checked_weight
 from diffcoll.averaging.hooks import Hooks
 from diffcoll.averaging.ignoring import Ignore, checked_ignore
+from diffcoll.averaging.joined import Joined
 from diffcoll.averaging.module_buffers import ModuleBuffers, facts, named_buffers, refuse_without_memory
 from diffcoll.averaging.parameters import differentiable, named_parameters
 from diffcoll.averaging.reducer import Reducer
@@ -240,8 +241,8 @@ class GradientAverager:
         A rank that runs out of batches repeats its last one with weight zero until every rank has run out. It takes the
         same optimizer steps, so parameters, optimizer state and schedule stay equal on all ranks, but its gradients and
         weights do not count. The mean is over the ranks that still have batches. Cost: one small message per batch.
-        Each repetition is a new batch of the same tensors: dicts, lists and the like are copied. If the loop is left
-        early, by `break` on all ranks, and you keep its iterator, call its `close()`.
+        Each repetition is a new batch of the same tensors: dicts, lists and the like are copied. A `for` loop that is
+        left early, by `break` on all ranks, ends this one. If you call `next` yourself instead, call `close()` then.
 
         Args:
             batches: this rank's batches; there may be none.
@@ -250,8 +251,12 @@ class GradientAverager:
 
         Raises:
             ValueError: a rank has neither a batch nor a spare one, and no copy can be made; raised on all ranks.
-            RuntimeError: another `join` of this averager has begun before this one ended.
+            RuntimeError: another `join` of this averager has begun before this one ended; or a second loop over what
+                this returned, after one that was left early.
         """
+        return Joined(self._join(batches, spare))
+
+    def _join(self, batches: Iterable[Batch], spare: Batch | None) -> Generator[Batch, None, None]:
         self._check_attached("join")
         reducer, here = self._reducer, self._reducer.join
         iterator, nothing = iter(batches), object()

@@ -60,6 +60,58 @@ def test_after_a_loop_that_was_left_all_ranks_count(where, left, reduction):
     assert RUNS[where](body, range(3)) == [[*loop, 21.0 / divisor, 21.0 / divisor]] * 3
 
 
+class Bar:
+    """Keeps what it iterates over, as a progress bar does."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        yield from self.batches
+
+
+KEEPERS = {"variable": lambda batches: batches, "bar": Bar, "iter": iter}
+
+
+@pytest.mark.parametrize("left", ["break", "exception", "close"])
+@pytest.mark.parametrize("keep", KEEPERS)
+@pytest.mark.parametrize("where", RUNS)
+def test_a_loop_that_was_left_while_its_iterator_is_kept(where, keep, left):
+    """It has ended: all ranks count. Another loop over the same iterator raises instead of having no batch."""
+
+    def body(r):
+        w, averager = made("mean")
+        joined = averager.join([4.0 + r] * NUMBERS[r])
+        kept = KEEPERS[keep](joined)
+        found, error = [], ""
+        if left == "close":
+            next(joined), next(joined)
+            joined.close()
+        try:
+            for k, _ in enumerate(kept) if left != "close" else ():
+                if k == 1:
+                    if left == "break":
+                        break
+                    raise KeyError
+        except KeyError:
+            pass
+        found.append(step(w, averager, 3.0 * 2**r))
+        try:
+            for _ in joined:
+                raise AssertionError
+        except RuntimeError as caught:
+            error = str(caught)
+        return found, error
+
+    text = (
+        "GradientAverager.join: a second loop over an iterator whose first one was left early, by break or an error, "
+        "expected one loop; call join() again, with the batches that are left"
+    )
+    for found, error in RUNS[where](body, range(3)):
+        assert found == [7.0]
+        assert error == ("" if left == "close" else text)
+
+
 def test_micro_batches_of_a_loop_that_was_left():
     """What was accumulated in the loop is reduced as in the loop, by the plain backward or by synchronize."""
 
