@@ -17,9 +17,6 @@ from diffcoll.core.groups import get_rank
 
 __all__ = ["batch_leaves", "lengths_and_bits", "lengths_of_ranks"]
 
-#: Both bits.
-_COMPILED = 3
-
 
 def batch_leaves(name: str, tree: object) -> tuple[list[Tensor], Callable[[list[Any]], Any]]:
     """Return the leaves of a tree in the order of their paths, and the function that rebuilds it from new leaves.
@@ -61,22 +58,19 @@ def lengths_of_ranks(
 def lengths_and_bits(
     name: str, tree: object, leaves: list[Tensor], mine: list[int], device: torch.device, group: Group, bits: int = 0
 ) -> tuple[list[list[int]], list[int]]:
-    """Return the lengths as `lengths_of_ranks` does, and each rank's two `bits`, which may differ.
-
-    Both bits of a rank whose call is compiled are set. A compiled call gets both bits of every rank.
-    """
+    """Return the lengths as `lengths_of_ranks` does, and each rank's three `bits`, which may differ."""
     compiling = torch.compiler.is_compiling()
     facts = "" if compiling else _facts(tree, leaves)
     even = all(length == mine[0] for length in mine)
-    summary = [0 if compiling else digest(facts) << 2 | bits, mine[0] if even else -1]
+    summary = [bits if compiling else digest(facts) << 3 | bits, mine[0] if even else -1]
     rows = _of_ranks(summary, device, group)
-    differing = [] if compiling else [r for r, row in enumerate(rows) if 0 != row[0] >> 2 != rows[0][0] >> 2 != 0]
+    differing = [] if compiling else [r for r, row in enumerate(rows) if 0 != row[0] >> 3 != rows[0][0] >> 3 != 0]
     if differing:
         raise CollectiveMismatchError(
             f"{name}: tree: rank {differing[0]} differs from rank 0 in paths, dtypes or dimensions other than 0, "
             f"expected the same on all ranks; rank {get_rank(group)} has {facts}"
         )
-    all_bits = [_COMPILED if compiling or not row[0] else row[0] & 3 for row in rows]
+    all_bits = [row[0] % 8 for row in rows]
     if len(mine) == 1 or all(length >= 0 for _, length in rows):
         return [[length] * len(mine) for _, length in rows], all_bits
     return _of_ranks(mine, device, group), all_bits

@@ -51,8 +51,9 @@ class SyncBatchNorm(BatchNormBase):
     Training has one collective in forward, of 3 C + 2 values from each rank, and one all_reduce of 2 C in backward.
     Evaluation with running statistics has none. The ranks may have different numbers of samples, and none, but all of
     them call the layer, in the same mode. If the loss of one rank ignores its output, use `joint_backward`. If some
-    ranks train nothing, their outputs require a gradient too, and they run backward as the others. Differentiable to
-    any order.
+    ranks train nothing, their outputs require a gradient too, and they run backward as the others. A rank under
+    `no_grad` or `inference_mode`, or compiled without anything to train, is an error on all ranks if others need
+    gradients. Differentiable to any order.
 
     The gradients of weight and bias are this rank's part; reduced over the ranks as the loss is (mean, sum), they are
     those of the whole batch. Running statistics are the same on all ranks, and the running variance is unbiased. A

@@ -19,7 +19,7 @@ from diffcoll.core.arguments import Group
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size
 from diffcoll.nn.convention import LossModule, Reduction, check_reduction, returned
-from diffcoll.nn.followers import bit, follows, needs_gradient
+from diffcoll.nn.followers import bit, follows, leaf, needs_gradient, refuse_absent
 from diffcoll.nn.inputs import check_number, check_rows, in_full_precision, without_autocast
 
 __all__ = ["BarlowTwinsLoss", "VICRegLoss", "barlow_twins_loss", "vicreg_loss"]
@@ -223,9 +223,10 @@ def _centered(name: str, x1: Tensor, x2: Tensor, group: Group) -> tuple[Tensor, 
     count = torch.full((), rows, dtype=x1.dtype, device=x1.device)
     mine = (x1.detach().sum(0), x2.detach().sum(0), count, bit(needs_gradient(x1, x2), x1))
     sum1, sum2, count, needs = all_reduce(mine, group=group)
+    needs = refuse_absent(name, needs, group)
     check_rows(name, rows, count, 2)
     if follows(group, x1, x2) and needs.any():
-        x1 = x1.detach().requires_grad_()
+        x1 = leaf(x1)
     return x1 - sum1 / count, x2 - sum2 / count, count
 
 

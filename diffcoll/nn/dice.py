@@ -279,7 +279,7 @@ def _loss(
         facts = torch.stack([torch.full((), len(p), dtype=p.dtype, device=p.device), *(w.to(p.dtype) for w in wrong)])
         if 0 in summed:
             row = as_row([*sums, facts])
-            total = sent(partial(all_reduce, group=group), row, row.requires_grad, group)
+            total = sent(name, partial(all_reduce, group=group), row, row.requires_grad, group)
             facts = total[-3:].detach()
             share = (1 - ratio(*total[:-3].view(3, *sums[0].shape))).mean() / get_world_size(group)
         else:

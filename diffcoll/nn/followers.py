@@ -5,7 +5,9 @@ gradient is local to a rank, so each rank sends one number with a message of the
 rank that needs none, a follower, records its collectives before it has the numbers of the others, and drops its graph
 if these are all 0. Only a follower reads them, which on a GPU makes the host wait.
 
-Where code is traced or compiled, a number has no value, and a rank cannot follow. In joint_backward it need not.
+A rank under no_grad or inference_mode never runs backward. Where code is traced or compiled, a number has no value, and
+a rank that needs no gradient cannot follow. Such a rank is absent, and sends that instead. If others need a gradient,
+all raise an error: these would wait for it. In joint_backward no rank need follow.
 """
 
 from __future__ import annotations
@@ -15,11 +17,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from diffcoll.core._torch import is_traced
+from diffcoll.core._torch import assert_in_graph, is_traced, is_vmapped
 from diffcoll.core.arguments import Group
-from diffcoll.core.groups import collectives_only
+from diffcoll.core.errors import CollectiveMismatchError
+from diffcoll.core.groups import collectives_only, get_rank, get_world_size
+from diffcoll.core.joint import is_joint
 
-__all__ = ["bit", "follows", "needs_gradient", "sent"]
+__all__ = [
+    "ABSENT",
+    "any_needs",
+    "bit",
+    "follows",
+    "leaf",
+    "needs_gradient",
+    "number",
+    "refuse_absent",
+    "refuse_absent_of",
+    "sent",
+]
+
+#: The number of a rank that is absent. Sums over up to 4095 ranks are exact in float32.
+ABSENT = 4096
 
 
 def needs_gradient(*xs: Tensor | None) -> bool:
@@ -27,9 +45,66 @@ def needs_gradient(*xs: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in xs)
 
 
+def number(needs: bool, like: Tensor) -> float:
+    """Return the number that a rank sends: 1 if it needs a gradient, 0 if not, ABSENT if it is absent."""
+    if needs or is_joint():
+        return float(needs)
+    absent = not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_traced(like)
+    return float(ABSENT * absent)
+
+
 def bit(needs: bool, like: Tensor) -> Tensor:
     """Return the number that a rank sends, of shape (1,)."""
-    return torch.full((1,), float(needs), dtype=like.dtype, device=like.device)
+    return torch.full((1,), number(needs, like), dtype=like.dtype, device=like.device)
+
+
+def leaf(x: Tensor) -> Tensor:
+    """Return x as a new leaf that requires a gradient, also if x was made in inference mode."""
+    return (x.clone() if x.is_inference() else x.detach()).requires_grad_()
+
+
+def any_needs(numbers: list[float]) -> bool:
+    """Whether a rank needs a gradient, by the numbers of all ranks or their sum."""
+    return any(x % ABSENT for x in numbers)
+
+
+def refuse_absent(name: str, numbers: Tensor, group: Group) -> Tensor:
+    """Return which ranks need a gradient, or how many, by the numbers of all ranks or their sum.
+
+    Raise on every rank if one needs a gradient and another one is absent.
+
+    On an accelerator, and in a graph, as an assertion that the host does not wait for.
+    """
+    numbers = numbers.detach().real if numbers.is_complex() else numbers.detach()
+    needs = numbers % ABSENT
+    if is_joint() or is_vmapped(numbers):
+        return needs
+    if torch.compiler.is_compiling() or is_traced(numbers) or not numbers.is_cpu:
+        total = numbers.sum()
+        assert_in_graph((total < ABSENT) | (total % ABSENT == 0), f"{name}: {_DIFFER}")
+    else:
+        refuse_absent_of(name, numbers.reshape(-1).tolist(), group)
+    return needs
+
+
+def refuse_absent_of(name: str, numbers: list[float], group: Group) -> None:
+    """Do what `refuse_absent` does, for numbers that were read."""
+    absent = [r for r, x in enumerate(numbers) if x >= ABSENT]
+    if not (absent and any_needs(numbers)):
+        return
+    if len(numbers) == get_world_size(group):
+        who = f"rank {', '.join(map(str, absent))}"
+    else:
+        mine = "with" if torch.is_grad_enabled() else "without"
+        n = get_world_size(group)
+        who = f"{int(sum(numbers)) // ABSENT} of {n} ranks; this is rank {get_rank(group)}, {mine} grad mode"
+    raise CollectiveMismatchError(f"{name}: {_DIFFER}: {who}")
+
+
+_DIFFER = (
+    "some ranks need gradients, and others will not run backward, under no_grad, under inference_mode or compiled "
+    "without anything to train; call it on all ranks with grad mode on or on none, and compile all or none"
+)
 
 
 def follows(group: Group, *xs: Tensor) -> bool:
@@ -39,16 +114,21 @@ def follows(group: Group, *xs: Tensor) -> bool:
     return not collectives_only(group) and not any(map(is_traced, xs))
 
 
-def sent(collective: Callable[[Tensor], Tensor], row: Tensor, needs: bool, group: Group) -> Tensor:
+def sent(name: str, collective: Callable[[Tensor], Tensor], row: Tensor, needs: bool, group: Group) -> Tensor:
     """Return collective(row), recorded on every rank if a rank needs a gradient.
 
     Args:
+        name: of the public function, for errors.
         collective: sums rows, or stacks them in dim 0.
         row: 1-d.
         needs: whether this rank needs a gradient, of the row or of what is computed from the result.
         group: of the collective.
+
+    Raises:
+        CollectiveMismatchError: on all ranks, if one needs a gradient and another one cannot run backward.
     """
     follower = follows(group, row) or (needs and not row.requires_grad and not collectives_only(group))
-    y = collective(torch.cat([row.detach().requires_grad_() if follower else row, bit(needs, row)]))
+    y = collective(torch.cat([leaf(row) if follower else row, bit(needs, row)]))
+    anyone = refuse_absent(name, y[..., -1], group)
     found: Tensor = y[..., :-1]
-    return found.detach() if follower and not needs and not y.detach()[..., -1].any() else found
+    return found.detach() if follower and not needs and not anyone.any() else found

@@ -88,7 +88,7 @@ def moments(
     reduced = _dims(name, "dims", dims, x)
     shape = [1 if d in reduced else size for d, size in enumerate(x.shape)]
     row, c = row_of(x, reduced) if weight is None else _weighted_row(x, reduced, _weight(name, weight, x))
-    results = merged(sent(partial(gathered, group=group), row, row.requires_grad, group), c)
+    results = merged(sent(name, partial(gathered, group=group), row, row.requires_grad, group), c)
     if not keepdim:
         shape = [size for d, size in enumerate(x.shape) if d not in reduced]
     if weight is None:  # the count is a constant
@@ -141,7 +141,7 @@ def weighted_mean(x: Tensor, weight: Tensor | None = None, dim: int | Sequence[i
         sums = (w * _finite_where_it_counts(values, w)).sum(reduced)
         counts = w.expand(x.shape).sum(reduced).to(values.dtype)
     row = as_row([sums, counts])
-    total = sent(partial(all_reduce, group=group), row, row.requires_grad, group)
+    total = sent(name, partial(all_reduce, group=group), row, row.requires_grad, group)
     top, bottom = total[: sums.numel()], total[sums.numel() :]
     mean: Tensor = top / _divisor(bottom.real if x.is_complex() else bottom)
     return mean.view(sums.shape)

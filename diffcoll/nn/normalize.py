@@ -29,7 +29,7 @@ from diffcoll.core._torch import batch_norm_statistics, batch_norm_sums, is_eage
 from diffcoll.core.arguments import Group
 from diffcoll.core.checks import is_on
 from diffcoll.core.groups import collectives_only
-from diffcoll.nn.followers import bit, needs_gradient, sent
+from diffcoll.nn.followers import any_needs, leaf, needs_gradient, number, refuse_absent_of, sent
 from diffcoll.nn.functional import gathered, merged, row_of, wide
 
 __all__ = ["Track", "batch_norm"]
@@ -50,10 +50,10 @@ def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     if collectives_only(group) or is_on() or not x.is_cpu or not is_eager(x, *parameters):
         return _composed(x, weight, bias, eps, group, track)
     needs = needs_gradient(x, *parameters)
-    follower, ranks = torch.is_grad_enabled() and not needs, [float(needs)]
-    x = x.detach().requires_grad_() if follower else x
+    follower, ranks = torch.is_grad_enabled() and not needs, [number(needs, x)]
+    x = leaf(x) if follower else x
     y: Tensor = _BatchNorm.apply(x, weight, bias, eps, group, track, ranks)  # type: ignore[no-untyped-call]
-    return y.detach() if follower and not any(ranks) else y
+    return y.detach() if follower and not any_needs(ranks) else y
 
 
 def _composed(
@@ -62,7 +62,7 @@ def _composed(
     """Return y by differentiable operations."""
     row, c = row_of(x, _dims(x))
     needs = needs_gradient(x, weight, bias)
-    count, mean, var = merged(sent(partial(gathered, group=group), row, needs, group), c)
+    count, mean, var = merged(sent("SyncBatchNorm", partial(gathered, group=group), row, needs, group), c)
     if track is not None:
         with torch.no_grad():
             track(count, mean, var)
@@ -98,7 +98,7 @@ def _merged(rows: Tensor, c: int) -> tuple[float, Tensor, Tensor]:
 
 
 class _BatchNorm(Function):
-    """(x, weight, bias) ↦ y. `ranks`: whether this rank needs a gradient; then, whether each of all ranks does."""
+    """(x, weight, bias) ↦ y. `ranks`: what this rank sends of `followers.number`; then, what all ranks do."""
 
     @staticmethod
     def forward(
@@ -112,8 +112,9 @@ class _BatchNorm(Function):
         ranks: list[float],
     ) -> Tensor:
         row = _row(x)
-        rows = gathered(torch.cat([row, bit(any(ranks), row)]), group)
+        rows = gathered(torch.cat([row, row.new_tensor(ranks)]), group)
         ranks[:] = rows[:, -1].tolist()
+        refuse_absent_of("SyncBatchNorm", ranks, group)
         count, mean, var = _merged(rows, x.shape[1])
         track(count, mean, var)
         ctx.save_for_backward(x, weight, mean, var)

@@ -24,8 +24,10 @@ from diffcoll.composed.leaves import batch_leaves, lengths_and_bits
 from diffcoll.core._torch import assume, is_vmapped, is_within_transform, untraced
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.groups import collectives_only, get_rank
+from diffcoll.core.joint import is_joint
 from diffcoll.nn.chunks import sums_of
 from diffcoll.nn.features import Columns, Options
+from diffcoll.nn.followers import ABSENT, leaf, refuse_absent_of
 from diffcoll.nn.logits import Marks, Rule
 from diffcoll.nn.ring import Ring
 
@@ -122,6 +124,8 @@ def _compare(
         remedy = "one rank at least must have rows"
         raise ValueError(message(options.name, "features", "an empty batch on every rank", "a row", remedy))
     q, x = _tracked(q, wants.any), k.k
+    if not torch.compiler.is_compiling() and wants.any and x.is_inference():
+        x = x.clone()  # autograd does not save tensors that were made in inference mode
     if wants.k:  # makes their gradient a part of any other: autograd.grad of other tensors alone would not send it
         x = torch.cat([x, q[:0], *([] if bias is None else [bias.expand(0, x.shape[1])])])
     everyone = all_gather(marks, 0, options.group, sizes=sizes) if marks else marks
@@ -164,18 +168,23 @@ def _agree(
     grad = torch.is_grad_enabled()
     needs_k = grad and k.k.requires_grad
     needs = needs_k or (grad and (q.requires_grad or (bias is not None and bias.requires_grad)))
+    compiling, absent = torch.compiler.is_compiling(), not grad and not is_joint()
+    mine = 3 if compiling and grad else needs_k + 2 * needs + 4 * absent  # a graph always computes all gradients
     try:
-        lengths, bits = lengths_and_bits(
-            options.name, tree, leaves, [len(q)], q.device, options.group, needs_k + 2 * needs
-        )
+        lengths, bits = lengths_and_bits(options.name, tree, leaves, [len(q)], q.device, options.group, mine)
     except CollectiveMismatchError as error:
         facts = "labels or ids (given on all ranks, of one dtype), exchange, or dtype or size of the features"
         raise CollectiveMismatchError(f"{options.name}: the ranks differ in {facts}; {error}") from None
     sizes = [length for (length,) in lengths]
-    if torch.compiler.is_compiling():
+    if compiling:
         for size in sizes:
             assume(size >= 0)
         assume(sizes[get_rank(options.group)] == len(q))
+        for b in bits:
+            assume(b < 4 if grad else b % 4 == 0)
+        return sizes, _Wants(grad, grad, loop)
+    numbers = [float(ABSENT if b & 4 else b & 2) for b in bits]
+    refuse_absent_of(options.name, numbers, options.group)
     return sizes, _Wants(any(b & 1 for b in bits), any(b & 2 for b in bits), loop)
 
 
@@ -185,7 +194,7 @@ def _tracked(x: Tensor, wanted: bool) -> Tensor:
         return x
     if torch.compiler.is_compiling():  # refuses requires_grad_
         return torch.cat([x, _LEAF.to(x).expand(0, x.shape[1])])
-    return x.detach().requires_grad_()
+    return leaf(x)
 
 
 def _marks(sizes: list[int], views: int, labels: Tensor | None, ids: Tensor | None, device: torch.device) -> Marks:
