@@ -47,6 +47,7 @@ class Parameter:
         self.weighted_at = -1  # number of reductions when a gradient was last multiplied by the weight
         self.kept: Tensor | None = None  # `.grad`, if it is a view of the user's memory, which receives the result
         self.reduced: Tensor | None = None  # `.grad` after its reduction
+        self.was_replaced = False  # whether a pass has begun with another `.grad` than `reduced`, not accumulated yet
         self.earlier: Tensor | None = None  # a reduced gradient to which the gradient of this step is added at the end
         self.accumulated = (
             Accumulated()
@@ -120,6 +121,7 @@ class Parameter:
         if self.grad_view is not None and not self.is_view(grad):
             self.grad_view = None
         if self.reduced is not grad:
+            self.was_replaced = grad is not None and (self.was_replaced or self.reduced is not None)
             self.reduced = None
         self.recorded = None
 

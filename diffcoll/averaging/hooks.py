@@ -35,6 +35,7 @@ from diffcoll.core._torch import (
     has_earlier_hooks,
     is_backward_compiled,
     is_backward_nested,
+    is_view,
     nodes_after_nested_backward,
     untraced,
     version,
@@ -134,7 +135,7 @@ class Hooks:
             weight, p.weighted_at = reducer.weights.current, reducer.count
         reducer.refuse_replaced(p)
         reducer.set_aside(p)
-        p.reduced = None
+        p.reduced, p.was_replaced = None, False
         if reducer.join.ran_out:
             weight = 0.0
         (g,) = grads
@@ -171,6 +172,8 @@ class Hooks:
             reducer.accumulation_order.append(p.index)
         if tensor.grad is not None and tensor.grad.layout != torch.strided:
             return  # the bucket stays incomplete until the end of backward, where an error reaches all ranks
+        if tensor.grad is not None and is_view(tensor.grad):
+            return  # hooks of the user's may still write to the memory of the user's, which `.grad` stays a view of
         bucket = p.bucket
         if bucket.stream is not None:
             bucket.enter_stream()

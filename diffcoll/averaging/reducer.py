@@ -136,9 +136,10 @@ class Reducer:
         return self.reduction != "mean" or self._comm_hook is not None
 
     def refuse_replaced(self, p: Parameter) -> None:
-        """Raise, before another gradient is added to it, if `.grad` replaces a reduced one, and is not zero."""
+        """Raise, before it is sent or added to, if `.grad` replaces a reduced gradient, and is not zero."""
         grad = p.tensor.grad
-        if p.reduced is None or grad is None or p.reduced is grad or not self.changes_reduced:
+        is_other = p.was_replaced or (p.reduced is not None and p.reduced is not grad)
+        if grad is None or not is_other or not self.changes_reduced:
             return
         if grad.layout != torch.strided or grad.any():
             raise RuntimeError(
@@ -177,6 +178,8 @@ class Reducer:
             return
         if grad.layout != torch.strided:
             raise TypeError(f"{NAME}: {p.name}: {SPARSE}")
+        if self.backward.tasks:  # `synchronize` reduces what is in `.grad`, whoever has assigned it
+            self.refuse_replaced(p)
         if self.reduction == "weighted" and p.weighted_at != self.count:
             raise RuntimeError(
                 f"{NAME}: {p.name}: its gradient was not multiplied by the weight, since no backward has accumulated "
@@ -385,7 +388,7 @@ class Reducer:
         self.count += 1
         self.join.on_reduction()
         for p in self.parameters:
-            p.earlier, p.is_accumulated = None, False
+            p.earlier, p.is_accumulated, p.was_replaced = None, False, False
             p.accumulated.clear()
 
     # ── errors ───────────────────────────────────────────────────────────────────────────────────────────

@@ -287,3 +287,106 @@ def test_a_flat_buffer_that_is_modified_within_an_accumulation(change, dead):
         ": its gradient was changed while backward calls were added to a reduced gradient; call zero_grad() before the "
         "first of them, or synchronize() before the change"
     )
+
+
+# ── hooks of the user's, and gradients that the user assigns ─────────────────────────────────────────────
+
+
+def wide_model(n, size, **arguments):
+    """Parameters of some size, and a buffer for their gradients."""
+    parameters = [nn.Parameter(torch.ones(size, dtype=torch.double)) for _ in range(n)]
+    return parameters, torch.zeros(n * size, dtype=torch.double), partial(dc.GradientAverager, parameters, **arguments)
+
+
+HOOKS = {
+    "in place": lambda p: p.grad.mul_(p.grad[0].clone()),
+    "data": lambda p: p.grad.data.mul_(p.grad[0].clone()),
+    "replaced": lambda p: setattr(p, "grad", p.grad * p.grad[0]),
+}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("how", HOOKS)
+@pytest.mark.parametrize(("where", "size"), [("rules", 2), ("rules", 10000), ("gloo", 10000)])
+def test_a_hook_that_changes_a_gradient_in_a_flat_buffer(where, size, how, first):
+    """Registered before or after the averager, and of another parameter: as without an averager."""
+
+    def body(r):
+        parameters, flat, averager = wide_model(3, size, bucket_mb=1e-6, broadcast_parameters=False)
+        if not first:
+            averager()
+        for p in parameters:
+            p.register_post_accumulate_grad_hook(lambda p: (HOOKS[how](p), None)[1])
+        # The gradient of the first is accumulated last.
+        parameters[0].register_hook(lambda g: (flat[-size:].add_(100.0 * r), None)[1])
+        if first:
+            averager()
+        for p, part in zip(parameters, flat.split(size), strict=True):
+            p.grad = part
+        y = parameters[0].sum() * (r + 3.0)
+        y = y + parameters[1].sum() * (r + 2.0)
+        (y + parameters[2].sum() * (r + 1.0)).backward()
+        return [p.grad[1].item() for p in parameters]
+
+    squares = [sum((r + k) ** 2 for r in range(3)) / 3 for k in (3, 2, 1)]
+    for found in RUNS[where](body, range(3)):
+        assert found[:2] == pytest.approx(squares[:2])
+        assert found[2] == pytest.approx(squares[2] + (0.0 if how == "replaced" else 100.0))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "weighted"])
+@pytest.mark.parametrize("where", RUNS)
+def test_one_of_several_reduced_gradients_was_replaced(where, reduction):
+    """On one rank: an error on all ranks, unless the mean is the same; also if it is not used again."""
+
+    def body(r):
+        parameters, _, averager = wide_model(3, 2, reduction=reduction)
+        averager, found = averager(), []
+
+        def backward(*used):
+            if reduction == "weighted":
+                averager.set_weight(1)
+            sum(p.sum() * (r + 1.0) for p in used).backward()
+
+        for used in (parameters, parameters[1:]):
+            for p in parameters:
+                p.grad = None
+            backward(*parameters)
+            if r == 1:
+                parameters[0].grad = parameters[0].grad * 1.0
+            try:
+                backward(*used)
+                found.append(parameters[0].grad.tolist())
+            except RuntimeError as error:
+                found.append(str(error))
+        for p in parameters:
+            p.grad = None
+        backward(*parameters)
+        return found, parameters[0].grad.tolist()
+
+    for r, (found, after) in enumerate(RUNS[where](body, range(3))):
+        assert after == [6.0 if reduction == "sum" else 2.0] * 2
+        if reduction == "mean":
+            assert found == [pytest.approx([x] * 2) for x in (4.0, 2.0)]
+        elif r != 1:
+            assert all("a rank has left this backward by an error" in text for text in found)
+        else:
+            assert all(
+                "0: its gradient was replaced after its reduction, and would be reduced" in text for text in found
+            )
+
+
+@pytest.mark.parametrize("where", RUNS)
+def test_gradients_that_the_user_assigns_and_synchronizes(where):
+    """Whatever is in `.grad` is reduced, in each step."""
+
+    def body(r):
+        w = nn.Parameter(torch.ones(2))
+        averager, found = dc.GradientAverager([w], reduction="sum", hooks=False), []
+        for k in range(3):
+            w.grad = torch.full((2,), r + 1.0 + k)
+            averager.synchronize()
+            found.append(w.grad[0].item())
+        return found
+
+    assert RUNS[where](body, range(3)) == [[6.0, 9.0, 12.0]] * 3
