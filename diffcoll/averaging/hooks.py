@@ -194,6 +194,7 @@ class Hooks:
             what = "kept apart from the reduced gradient in .grad"
         else:
             p.value_version = version(p.tensor)
+            p.reduced, p.was_replaced = None, False
             return
         raise RuntimeError(
             f"{NAME}: {p.name}: its gradient was not {what}, since its dtype or device was changed after the last "

@@ -19,7 +19,7 @@ WHERE = {
     "copy of the parameters": "broadcast_from_first",
     "new group": "twin",
     "order of the buckets": "_agree_on_order",
-    "flags of join": "join",
+    "flags of join": "_join",
 }
 PRIMITIVES = "all_reduce", "all_gather", "broadcast", "messages"
 
