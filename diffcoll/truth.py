@@ -27,18 +27,18 @@ Tensors = list[Tensor]
 
 
 def all_reduce(
-    xs: Tensors, op: Any = "sum", *, cotangent: str = "partial", ties: str = "even", deterministic: bool = False
+    xs: Tensors, op: Any = "sum", *, grad_placement: str = "partial", ties: str = "even", deterministic: bool = False
 ) -> Tensors:
     """y_r = Σ_s x_s, or another reduction of all x."""
-    return _everywhere(_reduced(xs, op, ties, deterministic), len(xs), cotangent, deterministic)
+    return _everywhere(_reduced(xs, op, ties, deterministic), len(xs), grad_placement, deterministic)
 
 
 def all_gather(
-    xs: Tensors, dim: int = 0, *, sizes: Any = None, stack: bool = False, cotangent: str = "partial"
+    xs: Tensors, dim: int = 0, *, sizes: Any = None, stack: bool = False, grad_placement: str = "partial"
 ) -> Tensors:
     """y_r = [x_0 … x_{N-1}]."""
     y = torch.stack(xs, dim) if stack or xs[0].dim() == 0 else torch.cat(_fitting(xs, dim, sizes), dim)
-    return _everywhere(y, len(xs), cotangent)
+    return _everywhere(y, len(xs), grad_placement)
 
 
 def reduce_scatter(
@@ -62,9 +62,9 @@ def all_to_all(
     return [torch.cat([blocks[s][r] for s in range(n)], concat_dim) for r in range(n)]
 
 
-def broadcast(xs: Tensors, src: int = 0, *, cotangent: str = "partial") -> Tensors:
+def broadcast(xs: Tensors, src: int = 0, *, grad_placement: str = "partial") -> Tensors:
     """y_r = x_src."""
-    return [_instead(y, x) for y, x in zip(_everywhere(xs[src], len(xs), cotangent), xs, strict=True)]
+    return [_instead(y, x) for y, x in zip(_everywhere(xs[src], len(xs), grad_placement), xs, strict=True)]
 
 
 def reduce(xs: Tensors, dst: int = 0, op: Any = "sum") -> Tensors:
@@ -127,7 +127,7 @@ def split(xs: Tensors, dim: int = 0, *, sizes: Any = None) -> Tensors:
 def copies(y: Tensor, n: int) -> Tensors:
     """Return a copy of one variable for each of n ranks.
 
-    Each copy's cotangent is the cotangent of the variable, equal on all ranks; they are not summed.
+    The gradient that arrives at each copy is that of the variable, equal on all ranks; they are not summed.
     """
     return list(_Copies.apply(y, n))  # type: ignore[no-untyped-call]
 
@@ -165,9 +165,9 @@ class _One(Function):
                 same = torch.equal(x, xs[0])
             if not same:
                 raise ValueError(
-                    f"a tensor declared replicated, or its cotangent, differs between rank 0 and rank {r}; "
+                    f"a tensor declared replicated, or its gradient, differs between rank 0 and rank {r}; "
                     "it must be equal on all ranks (every rank computes the same loss from it, and backward is "
-                    'called on the sum of all ranks\' losses); if it is not, use cotangent="partial"'
+                    'called on the sum of all ranks\' losses); if it is not, use grad_placement="partial"'
                 )
         return xs[0].clone()
 
@@ -279,8 +279,8 @@ def _zero(x: Tensor) -> Tensor:
     return _instead(torch.zeros_like(x), x)
 
 
-def _everywhere(y: Tensor, n: int, cotangent: str, deterministic: bool = False) -> Tensors:
-    if cotangent == "replicated":
+def _everywhere(y: Tensor, n: int, grad_placement: str, deterministic: bool = False) -> Tensors:
+    if grad_placement == "replicate":
         return copies(y, n)
     return _spread(y, n) if deterministic else [y.clone() for _ in range(n)]
 

@@ -113,7 +113,7 @@ def transformed(r):
     largest = total(x, "max")
     (g,) = torch.autograd.grad(largest, x, hostile(r, (11,), torch.float32, 1))
     w, gw = torch.zeros(11, requires_grad=True), torch.zeros(11, requires_grad=True)
-    (gx,) = torch.autograd.grad(total(w, cotangent="replicated"), w, gw, create_graph=True)
+    (gx,) = torch.autograd.grad(total(w, grad_placement="replicate"), w, gw, create_graph=True)
     (replicated,) = torch.autograd.grad(gx, gw, a)
     x2 = a.clone().requires_grad_()
     with dc.joint_backward() as joint:

@@ -268,7 +268,7 @@ def changes_of(case, leaves):
 @st.composite
 def steps(draw, n, where, disagree):
     case = draw(strategies.cases(size=n))
-    arguments = {k: v for k, v in case.arguments.items() if k not in ("cotangent", "async_op")}
+    arguments = {k: v for k, v in case.arguments.items() if k not in ("grad_placement", "async_op")}
     case = replace(case, arguments=arguments, layout="contiguous")
     if draw(st.booleans()) and "op" in case.arguments:
         case = replace(case, arguments={**case.arguments, "op": "sum"})

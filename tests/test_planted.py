@@ -106,7 +106,7 @@ def test_a_wrong_forward_is_detected(monkeypatch, name, mistake):
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather", "broadcast"])
-def test_a_replicated_adjoint_of_a_partial_cotangent_is_detected(monkeypatch, name):
+def test_a_replicated_adjoint_of_a_partial_gradient_is_detected(monkeypatch, name):
     """As in a gather that detaches the other ranks' tensors: each rank gets the gradient of its own loss alone."""
     rule = rule_of(name)
     right = rule.adjoint

@@ -130,7 +130,7 @@ def programs(draw, n=None, most=20):
         if draw(st.integers(0, 3)) == 0:
             ranks = tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=1))))
         case = draw(strategies.cases(DRAWN, size=len(ranks)))
-        arguments = {k: v for k, v in case.arguments.items() if k != "cotangent"}
+        arguments = {k: v for k, v in case.arguments.items() if k != "grad_placement"}
         steps.append(Step(replace(case, arguments=arguments, dtype=torch.float64), draw(st.integers(0, i)), ranks))
     used = st.lists(st.integers(0, len(steps)), max_size=4).map(tuple)
     return Program(n, tuple(steps), tuple(draw(used) for _ in range(n)))

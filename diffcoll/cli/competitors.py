@@ -122,7 +122,7 @@ def _is_ours_alone(case: Case) -> bool:
         return True
     uneven = "sizes" in a or "auto" in case.per_rank.get("concat_sizes", []) or None in case.shapes
     two_dims = case.name == "all_to_all" and bool(case.per_rank) and "split_dim" in a
-    return a.get("cotangent") == "replicated" or uneven or two_dims
+    return a.get("grad_placement") == "replicate" or uneven or two_dims
 
 
 def _pairs(case: Case) -> list[tuple[int, int]]:

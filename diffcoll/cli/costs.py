@@ -74,7 +74,7 @@ class Row(NamedTuple):
     which: str
     forward: tuple[Stage, ...]
     backward: tuple[Stage, ...]
-    #: The backward with `cotangent="replicated"`; None: the collective has no such argument.
+    #: The backward with `grad_placement="replicate"`; None: the collective has no such argument.
     replicated: tuple[Stage, ...] | None = None
     #: Bytes of the stack that a rank reduces with `op`, in units of B: "1", "N", or "0" if there is no stack.
     stack: Literal["0", "1", "N"] = "0"

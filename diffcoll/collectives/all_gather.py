@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from diffcoll.collectives import reduce_scatter, split
 from diffcoll.core import trees
-from diffcoll.core.arguments import Cotangent, Group, Sizes, Tree
+from diffcoll.core.arguments import GradPlacement, Group, Sizes, Tree
 from diffcoll.core.blocks import join
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
@@ -84,7 +84,7 @@ def all_gather(
     *,
     sizes: Sizes = ...,
     stack: bool = ...,
-    cotangent: Cotangent = ...,
+    grad_placement: GradPlacement = ...,
     async_op: Literal[False] = ...,
 ) -> Tree: ...
 
@@ -97,7 +97,7 @@ def all_gather(
     *,
     sizes: Sizes = ...,
     stack: bool = ...,
-    cotangent: Cotangent = ...,
+    grad_placement: GradPlacement = ...,
     async_op: Literal[True],
 ) -> Pending[Tree]: ...
 
@@ -109,7 +109,7 @@ def all_gather(
     *,
     sizes: Sizes = None,
     stack: bool = False,
-    cotangent: Cotangent = "partial",
+    grad_placement: GradPlacement = "partial",
     async_op: bool = False,
 ) -> Any:
     """Concatenate all ranks' x along a dimension, in the order of ranks, on every rank.
@@ -128,10 +128,10 @@ def all_gather(
         sizes: None: x has the same size along `dim` on all ranks. A list: each rank's size, zeros allowed.
             `"auto"`: the ranks exchange their sizes first, in an additional small message.
         stack: stack along a new dimension, of size N, as `torch.stack` does.
-        cotangent: `"partial"`: each rank has its own loss and the objective is their sum; the backward sums all ranks'
-            gradients of this rank's block. `"replicated"`: every rank computes the same loss from y (tensor
-            parallelism), which counts once; the backward takes this rank's block of the gradient, without
-            communication.
+        grad_placement: of the gradient of y, in DTensor's words. `"partial"` or `Partial()`: each rank has its own loss
+            and the objective is their sum; the backward sums all ranks' gradients of this rank's block. `"replicate"`
+            or `Replicate()`: every rank computes the same loss from y (tensor parallelism), which counts once; the
+            backward takes this rank's block of the gradient, without communication.
         async_op: do not block: return a `Pending`, whose `wait()` gives the result. Communication overlaps with
             computation in the backward too.
 
@@ -144,12 +144,12 @@ def all_gather(
     Source: notes/all_gather.md.
     """
     return perform(
-        _all_gather, "all_gather", x, group, async_op, dim=dim, sizes=sizes, stack=stack, cotangent=cotangent
+        _all_gather, "all_gather", x, group, async_op, dim=dim, sizes=sizes, stack=stack, grad_placement=grad_placement
     )
 
 
 def _all_gather(call: Call, x: Any) -> Any:
-    replicated = call.cotangent()
+    replicated = call.replicated()
     if call.flag("stack") and call.arguments["sizes"] is not None:
         raise call.error("sizes", "None with stack=True, where every rank has one slice")
     if not isinstance(x, Tensor):
@@ -178,5 +178,7 @@ def gathered_as(dtype: torch.dtype, x: Tensor, sizes: list[int], group: Group) -
     def understand(call: Call, x: Tensor) -> Any:
         return call.submit(AllGather(call.engine, 0, call.sizes_of_all(x, 0), sent=dtype), x)
 
-    y: Tensor = perform(understand, "all_gather", x, group, False, dim=0, sizes=sizes, stack=False, cotangent="partial")
+    y: Tensor = perform(
+        understand, "all_gather", x, group, False, dim=0, sizes=sizes, stack=False, grad_placement="partial"
+    )
     return y

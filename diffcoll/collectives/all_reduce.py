@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from diffcoll.collectives import sum_gradients
 from diffcoll.core import trees
-from diffcoll.core.arguments import Cotangent, Group, Tree
+from diffcoll.core.arguments import GradPlacement, Group, Tree
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
@@ -71,7 +71,7 @@ def all_reduce(
     op: Op = ...,
     group: Group = ...,
     *,
-    cotangent: Cotangent = ...,
+    grad_placement: GradPlacement = ...,
     ties: Ties = ...,
     deterministic: bool = ...,
     async_op: Literal[False] = ...,
@@ -84,7 +84,7 @@ def all_reduce(
     op: Op = ...,
     group: Group = ...,
     *,
-    cotangent: Cotangent = ...,
+    grad_placement: GradPlacement = ...,
     ties: Ties = ...,
     deterministic: bool = ...,
     async_op: Literal[True],
@@ -96,7 +96,7 @@ def all_reduce(
     op: Op = "sum",
     group: Group = None,
     *,
-    cotangent: Cotangent = "partial",
+    grad_placement: GradPlacement = "partial",
     ties: Ties = "even",
     deterministic: bool = False,
     async_op: bool = False,
@@ -119,11 +119,12 @@ def all_reduce(
             depends on the same element of each x only, `dc.elementwise(f)` needs as little memory and communication
             as `"max"`. Half precisions: a sum is accumulated in float32 where the library sums (gloo, MPI), else as
             the backend does it; mean, product and logsumexp are computed in float32 and rounded once. A mean overflows
-            where the sum does, unless N is a power of two and `deterministic` and `"replicated"` are not given.
+            where the sum does, unless N is a power of two and `deterministic` and `"replicate"` are not given.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-        cotangent: `"partial"`: each rank has its own loss and the objective is their sum; the backward sums the ranks'
-            gradients. `"replicated"`: every rank computes the same loss from y (tensor parallelism), which counts
-            once; the backward has no communication.
+        grad_placement: of the gradient of y, in DTensor's words. `"partial"` or `Partial()`: each rank has its own loss
+            and the objective is their sum; the backward sums the ranks' gradients. `"replicate"` or `Replicate()`:
+            every rank computes the same loss from y (tensor parallelism), which counts once; the backward has no
+            communication.
         ties: where several ranks hold the maximum or minimum, which of them receive the gradient of `"max"` and
             `"min"`: `"even"`, all of them in equal parts, as `torch.amax`; `"first"`, the lowest of these ranks.
         deterministic: add in the order of ranks, ((x_0 + x_1) + x_2) + …, and the gradients in the backward too. Each
@@ -142,12 +143,20 @@ def all_reduce(
     """
     name = "all_reduce"
     return perform(
-        _all_reduce, name, x, group, async_op, op=op, cotangent=cotangent, ties=ties, deterministic=deterministic
+        _all_reduce,
+        name,
+        x,
+        group,
+        async_op,
+        op=op,
+        grad_placement=grad_placement,
+        ties=ties,
+        deterministic=deterministic,
     )
 
 
 def _all_reduce(call: Call, x: Any) -> Any:
-    how = call.cotangent(), call.flag("deterministic")
+    how = call.replicated(), call.flag("deterministic")
     if isinstance(x, Tensor):
         return call.reduce(AllReduce(call.engine, *how), x, lambda reducing: reducing.on_all_ranks(*how))
     return trees.for_op(call)(call, _all_reduce)

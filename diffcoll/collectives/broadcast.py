@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from diffcoll.collectives import reduce
 from diffcoll.core import trees
-from diffcoll.core.arguments import Cotangent, Group, Tree
+from diffcoll.core.arguments import GradPlacement, Group, Tree
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
@@ -86,7 +86,7 @@ def broadcast(
     src: int = ...,
     group: Group = ...,
     *,
-    cotangent: Cotangent = ...,
+    grad_placement: GradPlacement = ...,
     async_op: Literal[False] = ...,
 ) -> Tree: ...
 
@@ -97,7 +97,7 @@ def broadcast(
     src: int = ...,
     group: Group = ...,
     *,
-    cotangent: Cotangent = ...,
+    grad_placement: GradPlacement = ...,
     async_op: Literal[True],
 ) -> Pending[Tree]: ...
 
@@ -107,7 +107,7 @@ def broadcast(
     src: int = 0,
     group: Group = None,
     *,
-    cotangent: Cotangent = "partial",
+    grad_placement: GradPlacement = "partial",
     async_op: bool = False,
 ) -> Any:
     """Send rank src's x to every rank.
@@ -123,9 +123,10 @@ def broadcast(
             Or a tree: nested tuples, lists and dicts of such tensors; all leaves of one dtype are sent in one message.
         src: the rank within the group that sends.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-        cotangent: `"partial"`: each rank has its own loss and the objective is their sum; the backward sums the ranks'
-            gradients on rank src. `"replicated"`: every rank computes the same loss from y (tensor parallelism),
-            which counts once; the backward has no communication.
+        grad_placement: of the gradient of y, in DTensor's words. `"partial"` or `Partial()`: each rank has its own loss
+            and the objective is their sum; the backward sums the ranks' gradients on rank src. `"replicate"` or
+            `Replicate()`: every rank computes the same loss from y (tensor parallelism), which counts once; the
+            backward has no communication.
         async_op: do not block: return a `Pending`, whose `wait()` gives the result. Communication overlaps with
             computation in the backward too.
 
@@ -137,9 +138,9 @@ def broadcast(
 
     Source: notes/broadcast.md.
     """
-    return perform(_broadcast, "broadcast", x, group, async_op, src=src, cotangent=cotangent)
+    return perform(_broadcast, "broadcast", x, group, async_op, src=src, grad_placement=grad_placement)
 
 
 def _broadcast(call: Call, x: Any) -> Any:
-    f = Broadcast(call.engine, call.root("src"), call.cotangent())
+    f = Broadcast(call.engine, call.root("src"), call.replicated())
     return call.submit(f, x) if isinstance(x, Tensor) else trees.by_message(call, _broadcast)

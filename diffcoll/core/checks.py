@@ -49,8 +49,8 @@ class check_mode:
 
     Before each collective, forward and backward, its ranks compare operation, dtype, shape, arguments and order. If
     they differ, every rank raises the same `CollectiveMismatchError`, which lists each rank's call and its line, before
-    any data is sent. Tensors and cotangents that are declared replicated are compared by value too. The environment
-    variable `DIFFCOLL_CHECK=1` enables check mode at import. No overhead when disabled.
+    any data is sent. Tensors, and gradients of results, that are declared replicated are compared by value too. The
+    environment variable `DIFFCOLL_CHECK=1` enables check mode at import. No overhead when disabled.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -201,7 +201,7 @@ def same_everywhere(engine: Engine, x: Tensor, text: str) -> None:
             largest = (other - wide[0]).abs().max().item()
             raise CollectiveMismatchError(
                 f"{text}: declared replicated, but it differs by {largest:.3g} between rank 0 and rank {r}; "
-                'pass cotangent="partial" if each rank has its own loss'
+                'pass grad_placement="partial" if each rank has its own loss'
             )
 
 

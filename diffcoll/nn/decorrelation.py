@@ -74,7 +74,7 @@ def barlow_twins_loss(
     with without_autocast(x1):
         c1, c2, count = _centered(name, x1, x2, group)
         mine = (c1.T @ c2, c1.square().sum(0), c2.square().sum(0), c1.sum(0), c2.sum(0))
-        products, square1, square2, rest1, rest2 = all_reduce(mine, group=group, cotangent="replicated")
+        products, square1, square2, rest1, rest2 = all_reduce(mine, group=group, grad_placement="replicate")
         products = products - rest1[:, None] * rest2 / count
         scale1 = ((square1 - rest1.square() / count) / count + eps).rsqrt()
         scale2 = ((square2 - rest2.square() / count) / count + eps).rsqrt()
@@ -140,7 +140,7 @@ def vicreg_loss(
         # Both matrices are symmetric: one above the diagonal and the other below fit into one message of D × D.
         packed = (c1.T @ c1).triu(1) + (c2.T @ c2).tril(-1)
         mine = (packed, c1.square().sum(0), c2.square().sum(0), c1.sum(0), c2.sum(0))
-        products, square1, square2, rest1, rest2 = all_reduce(mine, group=group, cotangent="replicated")
+        products, square1, square2, rest1, rest2 = all_reduce(mine, group=group, grad_placement="replicate")
         products = products - (torch.outer(rest1, rest1).triu(1) + torch.outer(rest2, rest2).tril(-1)) / count
         covariances = 2 * (products / (count - 1)).square().sum() / features
         variance1 = (square1 - rest1.square() / count) / (count - 1)

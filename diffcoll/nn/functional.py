@@ -159,10 +159,10 @@ def gathered(row: Tensor, group: Group) -> Tensor:
     N (3 C + 2).
     """
     if get_world_size(group) != 2:
-        return all_gather(row, 0, group, stack=True, cotangent="replicated")
+        return all_gather(row, 0, group, stack=True, grad_placement="replicate")
     # On two ranks the sum of padded rows is the same, and gloo sends it in half the time.
     rows = [torch.zeros_like(row), row] if get_rank(group) else [row, torch.zeros_like(row)]
-    return all_reduce(torch.stack(rows), "sum", group, cotangent="replicated")
+    return all_reduce(torch.stack(rows), "sum", group, grad_placement="replicate")
 
 
 def merged(rows: Tensor, c: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -70,7 +70,7 @@ class Case:
     @property
     def shared(self) -> tuple[bool, bool]:
         """Whether the input, and whether the output, is replicated."""
-        return self.name in _REPLICATED_INPUT, self.arguments.get("cotangent") == "replicated"
+        return self.name in _REPLICATED_INPUT, self.arguments.get("grad_placement") == "replicate"
 
     @property
     def linear(self) -> bool:
@@ -309,13 +309,13 @@ def table(n: int) -> list[Case]:
         case("all_reduce", same((3, 4))),
         case("all_reduce", same((3, 4)), op="mean"),
         case("all_reduce", same(())),
-        case("all_reduce", same((3, 4)), cotangent="replicated"),
+        case("all_reduce", same((3, 4)), grad_placement="replicate"),
         *(case("all_reduce", same((3, 4)), op=op, async_op=True) for op in ("mean", "product")),
         *(case("all_reduce", same((3, 4)), op=op) for op in _OPS),
         *(case("all_reduce", same((3, 4)), few=True, op=op, ties=ties) for op, ties in _TIED),
-        case("all_reduce", same((3, 4)), op="product", cotangent="replicated"),
+        case("all_reduce", same((3, 4)), op="product", grad_placement="replicate"),
         case("all_reduce", same((3, 4)), deterministic=True),
-        case("all_reduce", same((3, 4)), deterministic=True, cotangent="replicated"),
+        case("all_reduce", same((3, 4)), deterministic=True, grad_placement="replicate"),
         case("all_reduce", same((3, 4)), op="product", deterministic=True, async_op=True),
         case("all_gather", same((2, 3))),
         case("all_gather", same((2, 3)), dim=-1),
@@ -324,7 +324,7 @@ def table(n: int) -> list[Case]:
         case("all_gather", same((2, 3)), dim=1, stack=True),
         case("all_gather", along(1, uneven), dim=1, sizes=uneven, async_op=True),
         case("all_gather", same(())),
-        case("all_gather", same((2, 3)), dim=1, cotangent="replicated"),
+        case("all_gather", same((2, 3)), dim=1, grad_placement="replicate"),
         case("reduce_scatter", same((2 * n, 3))),
         case("reduce_scatter", same((2 * n, 3)), op="mean"),
         *(case("reduce_scatter", same((2 * n, 3)), op=op, async_op=True) for op in ("sum", "max")),
@@ -343,7 +343,7 @@ def table(n: int) -> list[Case]:
         case("broadcast", same((2, 3))),
         case("broadcast", same((2, 3)), src=last),
         case("broadcast", same((2, 3)), src=last, async_op=True),
-        case("broadcast", same((2, 3)), src=last, cotangent="replicated"),
+        case("broadcast", same((2, 3)), src=last, grad_placement="replicate"),
         case("reduce", same((2, 3))),
         case("reduce", same((2, 3)), dst=last, op="mean"),
         *(case("reduce", same((2, 3)), dst=last, op=op, async_op=True) for op in ("sum", "product")),

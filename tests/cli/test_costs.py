@@ -25,8 +25,8 @@ STAGES_HEAD = "| stage | carried out by | rounds | messages | bytes |\n|---|---|
 OPS = ("sum", "mean", "product", "max", "min", "logsumexp", median_in_parts, median)
 CALLS = [
     *((name, {"op": op}) for name in ("all_reduce", "reduce_scatter", "reduce") for op in OPS),
-    *(("all_reduce", {"op": op, "cotangent": "replicated"}) for op in ("sum", "product", median)),
-    *((name, {"cotangent": "replicated"}) for name in ("all_gather", "broadcast")),
+    *(("all_reduce", {"op": op, "grad_placement": "replicate"}) for op in ("sum", "product", median)),
+    *((name, {"grad_placement": "replicate"}) for name in ("all_gather", "broadcast")),
     ("scan", {"exclusive": True}),
     *((name, {}) for name in COLLECTIVES if name not in ("all_reduce", "reduce_scatter", "reduce")),
 ]
@@ -39,7 +39,7 @@ def label(value):
 
 def expected(name, arguments, n, x, block=None, whole=False):
     row = costs.row(name, arguments.get("op", "sum"), whole=whole, exclusive="exclusive" in arguments)
-    backward = row.replicated if arguments.get("cotangent") == "replicated" else row.backward
+    backward = row.replicated if arguments.get("grad_placement") == "replicate" else row.backward
     return [tuple(costs.value(terms, n, x, block) for terms in costs.total(s)) for s in (row.forward, backward)]
 
 

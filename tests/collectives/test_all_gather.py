@@ -34,7 +34,7 @@ def test_stack_at_any_place(run):
 
 def test_replicated_takes_the_slice(gradients):
     def loss(x):
-        return paired(WS[1], dc.all_gather(x, sizes=[1, 2, 0], cotangent="replicated"))
+        return paired(WS[1], dc.all_gather(x, sizes=[1, 2, 0], grad_placement="replicate"))
 
     assert gradients(loss, XS) == [[10], [20, 30], []]
 

@@ -33,7 +33,7 @@ def means_near_the_largest(dtype, n, r):
     ways = [
         dc.all_reduce(x, "mean"),
         dc.all_reduce(x, "mean", deterministic=True),
-        dc.all_reduce(x, "mean", cotangent="replicated"),
+        dc.all_reduce(x, "mean", grad_placement="replicate"),
         dc.reduce(x, 0, "mean"),
         dc.reduce_scatter(x, "mean"),
     ]
@@ -71,7 +71,7 @@ def test_mean(gradients):
 def test_replicated_counts_once(gradients):
     # ℓ = y_0² + y_1² on all ranks; y = (-3, 2.5)
     def loss(x):
-        return dc.all_reduce(x, cotangent="replicated").square().sum()
+        return dc.all_reduce(x, grad_placement="replicate").square().sum()
 
     assert gradients(loss, XS) == [[-6, 5]] * 3
 
@@ -104,14 +104,14 @@ def test_replicated_gradients_share_no_memory():
     def body(r):
         a, b = (torch.full((3,), float(r + i), requires_grad=True) for i in range(2))
         g = torch.tensor([1.0, 2.0, 3.0])
-        (dc.all_reduce(a, cotangent="replicated") + dc.all_reduce(b, cotangent="replicated")).backward(g)
+        (dc.all_reduce(a, grad_placement="replicate") + dc.all_reduce(b, grad_placement="replicate")).backward(g)
         return len({t.data_ptr() for t in (a.grad, b.grad, g)})
 
     assert simulate(body, range(3), rules=True) == [3, 3, 3]
 
 
-def test_a_replicated_cotangent_that_differs_is_found_in_truth():
+def test_a_replicated_gradient_that_differs_is_found_in_truth():
     xs = [torch.tensor(float(r), requires_grad=True) for r in range(3)]
-    losses = simulate(lambda x, w: w * dc.all_reduce(x, cotangent="replicated"), xs, WS)
-    with pytest.raises(ValueError, match="declared replicated, or its cotangent, differs between rank 0 and rank 1"):
+    losses = simulate(lambda x, w: w * dc.all_reduce(x, grad_placement="replicate"), xs, WS)
+    with pytest.raises(ValueError, match="declared replicated, or its gradient, differs between rank 0 and rank 1"):
         torch.autograd.backward(losses)

@@ -13,7 +13,7 @@ def test_the_last_rank_sends(run, gradients):
 
 
 def test_replicated_keeps_one(gradients):
-    found = gradients(lambda x: 7 * dc.broadcast(x, src=1, cotangent="replicated").sum(), XS)
+    found = gradients(lambda x: 7 * dc.broadcast(x, src=1, grad_placement="replicate").sum(), XS)
     assert found == [[0, 0], [7, 7], [0, 0]]
 
 

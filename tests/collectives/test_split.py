@@ -18,7 +18,7 @@ def test_there_and_back(gradients):
     """Split, compute on the block, gather: the loss is one number and counts once."""
 
     def loss(x):
-        return dc.all_gather(dc.split(x).square(), cotangent="replicated").sum()
+        return dc.all_gather(dc.split(x).square(), grad_placement="replicate").sum()
 
     assert gradients(loss, X) == [[2, 4, 6]] * 3
 

@@ -17,7 +17,7 @@ def test_a_row_parallel_layer(gradients):
     parts = [torch.tensor(v, dtype=torch.double) for v in (2.0, 3.0, 5.0)]
 
     def loss(x, part):
-        return dc.all_reduce(part * dc.sum_gradients(x), cotangent="replicated").square().sum()
+        return dc.all_reduce(part * dc.sum_gradients(x), grad_placement="replicate").square().sum()
 
     assert gradients(loss, [[1.0]] * 3, parts) == [[200]] * 3  # (10 x)² has derivative 200 x
 
@@ -36,5 +36,5 @@ def test_y_is_a_copy_that_may_be_changed(gradients):
 
 def test_an_x_that_differs_is_found_in_truth():
     xs = [torch.tensor(float(r)) for r in range(3)]
-    with pytest.raises(dc.CollectiveMismatchError, match="declared replicated, or its cotangent, differs"):
+    with pytest.raises(dc.CollectiveMismatchError, match="declared replicated, or its gradient, differs"):
         simulate(dc.sum_gradients, xs)

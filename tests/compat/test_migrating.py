@@ -300,7 +300,7 @@ def test_a_factor_n():
         found = []
         for call in (
             lambda x: Pair.apply(x, summed, identity),
-            lambda x: dc.all_reduce(x, cotangent="replicated"),
+            lambda x: dc.all_reduce(x, grad_placement="replicate"),
             dc.all_reduce,
         ):
             x = torch.tensor([3.0, 5.0][r], requires_grad=True)

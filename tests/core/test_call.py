@@ -18,7 +18,7 @@ CALLS = {
     "all_gather, stack": (lambda x: dc.all_gather(x, stack=True), {"stack": [1]}),
     "reduce_scatter": (lambda x: dc.reduce_scatter(x), {"dim": [False, 0.0], "op": [None, 0], "ties": ["none"]}),
     "all_to_all": (lambda x: dc.all_to_all(x), {"split_dim": [False], "concat_dim": [0.0]}),
-    "broadcast": (lambda x: dc.broadcast(x), {"src": [False, 0.0], "cotangent": [None]}),
+    "broadcast": (lambda x: dc.broadcast(x), {"src": [False, 0.0], "grad_placement": [None]}),
     "reduce": (lambda x: dc.reduce(x), {"dst": [False, 0.0], "op": [None]}),
     "gather": (lambda x: dc.gather(x), {"dst": [False, 0.0], "dim": [False]}),
     "shift": (lambda x: dc.shift(x), {"offset": [True, 1.0], "wrap": [1]}),

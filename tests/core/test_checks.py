@@ -59,7 +59,7 @@ DISAGREEMENTS = {
     "root": (lambda odd: dc.broadcast(x_(3), src=2 if odd else 0), "src=2"),
     "root of scatter": (lambda odd: dc.scatter(x_(3), src=2 if odd else 0), "src=2"),
     "pairs": (lambda odd: dc.permute(x_(3), ring[:2] if odd else ring), r"pairs=\[\(0, 1\), \(1, 2\)\]"),
-    "cotangent": (lambda odd: dc.all_reduce(x_(3), cotangent="replicated" if odd else "partial"), "replicated"),
+    "grad_placement": (lambda odd: dc.all_reduce(x_(3), grad_placement="replicate" if odd else "partial"), "replicate"),
     "order": (lambda odd: [c(x_(3)) for c in ((dc.scan, dc.shift) if odd else (dc.shift, dc.scan))], r"rank 1: scan\("),
     "one is skipped": (lambda odd: [dc.all_reduce(x_(n)) for n in ([3] if odd else [2, 3])], r"rank 0: .*\(2,\)"),
     "sizes of all_to_all": (
@@ -124,7 +124,7 @@ def gradient_of_another_shape(odd):
 
 
 def not_replicated(odd):
-    y = dc.all_reduce(x_(3), cotangent="replicated")
+    y = dc.all_reduce(x_(3), grad_placement="replicate")
     (y.sum() * (2 if odd else 1)).backward()
 
 
@@ -135,7 +135,7 @@ def not_one_tensor(odd):
 DISAGREEMENTS |= {
     "backward of another": (backward_of_another, r"rank 1: backward of all_reduce at .*: gradient"),
     "gradient of another shape": (gradient_of_another_shape, r"rank 1: backward of all_reduce .*\(3,\)"),
-    "cotangent that differs": (
+    "gradient that differs": (
         not_replicated,
         "backward of all_reduce at .*: declared replicated, but it differs by 1",
     ),

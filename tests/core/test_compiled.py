@@ -257,7 +257,7 @@ def everything(x):
     """A sum, a gather, a product, a tree, an identity forward, and an asynchronous collective."""
     y, z = dc.all_reduce([x, 2 * x], "mean")
     y = dc.all_reduce(y * z, "product") + dc.sum_gradients(x).cos() + dc.reduce_scatter(dc.all_gather(x) ** 2)
-    return waits(y.square()).sum() + dc.all_reduce(y.t(), cotangent="replicated").t()
+    return waits(y.square()).sum() + dc.all_reduce(y.t(), grad_placement="replicate").t()
 
 
 def ignores(x):

@@ -233,7 +233,7 @@ def test_uneven_gathers():
 def test_gradients_of_partial_and_replicated_sums(gradients):
     def loss(x, w):
         tree = dc.all_reduce({"a": x, "b": [2 * x[:1]]})
-        shared = dc.all_reduce((x, x), cotangent="replicated")
+        shared = dc.all_reduce((x, x), grad_placement="replicate")
         back = dc.sum_gradients([shared[0]])[0]
         return w * (tree["a"].sum() + 10 * tree["b"][0].sum() + back[0]) + 0 * shared[1].sum()
 

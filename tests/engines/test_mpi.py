@@ -143,7 +143,7 @@ def test_a_kept_plan_is_not_used_for_other_calls():
             found["gradient"] = gx.item()
         dc.all_reduce(torch.tensor([1, 2]))
         found["other op"] = dc.all_reduce(x, "max").item()
-        found["replicated"] = torch.autograd.grad(dc.all_reduce(x, cotangent="replicated"), x)[0].item()
+        found["replicated"] = torch.autograd.grad(dc.all_reduce(x, grad_placement="replicate"), x)[0].item()
         found["parameter"] = dc.all_reduce(torch.nn.Parameter(x.detach())).item()
         found["later"] = dc.all_reduce(x, async_op=True).wait().item()
         found["vmap"] = torch.func.vmap(dc.all_reduce)(torch.ones(2, 3) * r).tolist()
@@ -154,7 +154,7 @@ def test_a_kept_plan_is_not_used_for_other_calls():
         for name, call in {
             "ties": lambda: dc.all_reduce(x, ties="none"),
             "op": lambda: dc.all_reduce(x, ["sum"]),
-            "cotangent": lambda: dc.all_reduce(x, cotangent=["partial"]),
+            "grad_placement": lambda: dc.all_reduce(x, grad_placement=["partial"]),
             "async_op": lambda: dc.all_reduce(x, async_op=0),
             "bool": lambda: dc.all_reduce(torch.tensor([True])),
             "sparse": lambda: dc.all_reduce(x.detach().to_sparse()),
@@ -188,7 +188,7 @@ def test_a_kept_plan_is_not_used_for_other_calls():
         beginnings = {
             "ties": "ValueError: all_reduce: ties: got none",
             "op": "ValueError: all_reduce: op: got ['sum']",
-            "cotangent": "ValueError: all_reduce: cotangent: got ['partial']",
+            "grad_placement": "ValueError: all_reduce: grad_placement: got ['partial']",
             "async_op": "TypeError: all_reduce: async_op: got int",
             "bool": "TypeError: all_reduce: x: got torch.bool",
             "sparse": "TypeError: all_reduce: x: got a torch.sparse_coo tensor",

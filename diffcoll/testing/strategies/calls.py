@@ -90,7 +90,7 @@ def _some(draw: Draw, **arguments: list[Any]) -> dict[str, Any]:
 
 
 _LAYOUTS = ["contiguous", "transposed", "strided", "offset"]
-_COTANGENTS = ["partial", "replicated"]
+_GRAD_PLACEMENTS = ["partial", "replicate"]
 _NOT_ASYNC = ("sum_gradients", "split")
 _TIES = ["even", "first"]
 _DETERMINISTIC = [False, True]
@@ -99,7 +99,7 @@ _OPS = ["sum", "mean", "product", "logsumexp", largest_whole, *_ORDERED]
 
 
 def _all_reduce(draw: Draw, n: int) -> _Call:
-    some = _some(draw, op=_OPS, cotangent=_COTANGENTS, ties=_TIES, deterministic=_DETERMINISTIC)
+    some = _some(draw, op=_OPS, grad_placement=_GRAD_PLACEMENTS, ties=_TIES, deterministic=_DETERMINISTIC)
     return [_shape(draw)] * n, some, {}
 
 
@@ -121,7 +121,7 @@ def _all_gather(draw: Draw, n: int) -> _Call:
     else:
         shape = _shape(draw)
         shapes, arguments = [shape] * n, {"stack": True, "dim": _dim(draw, (*shape, 1))}
-    return shapes, {**arguments, **_some(draw, cotangent=_COTANGENTS)}, {}
+    return shapes, {**arguments, **_some(draw, grad_placement=_GRAD_PLACEMENTS)}, {}
 
 
 def _cut(draw: Draw, n: int) -> _Call:
@@ -157,7 +157,7 @@ def _all_to_all(draw: Draw, n: int) -> _Call:
 
 
 def _broadcast(draw: Draw, n: int) -> _Call:
-    return [_shape(draw)] * n, _some(draw, src=list(range(n)), cotangent=_COTANGENTS), {}
+    return [_shape(draw)] * n, _some(draw, src=list(range(n)), grad_placement=_GRAD_PLACEMENTS), {}
 
 
 def _reduce(draw: Draw, n: int) -> _Call:
