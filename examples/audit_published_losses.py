@@ -38,7 +38,7 @@ class Loss:
     single: Callable[..., Any]
     batch: Callable[[int], Any]
     module: nn.Module | None = None
-    reduction: str = "any"
+    rank_reduction: str = "any"
     order: int = 1
 
     def audit(self) -> Report:
@@ -50,7 +50,7 @@ class Loss:
                 self.batch,
                 module=self.module,
                 sizes=SIZES,
-                reduction=self.reduction,
+                rank_reduction=self.rank_reduction,
                 order=self.order,
                 on=["simulated"],
             )

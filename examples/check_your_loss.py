@@ -62,7 +62,7 @@ def check(gather):
     scale = Scale()
     distributed, single = clip_loss(scale, gather), clip_loss(scale, lambda x: x)
     return assert_matches_single_process(
-        distributed, single, batch, module=scale, sizes=[(4, 4)], reduction="mean", on=["simulated"]
+        distributed, single, batch, module=scale, sizes=[(4, 4)], rank_reduction="mean", on=["simulated"]
     )
 
 

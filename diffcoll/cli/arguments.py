@@ -128,7 +128,7 @@ example, loss.py:
       return torch.randn(rows, 3, dtype=torch.float64)
 
   diffcoll check loss:variance
-  diffcoll check loss:variance --against reference --reduction sum --html report.html
+  diffcoll check loss:variance --against reference --rank-reduction sum --html report.html
 
 exit status: 0 if all is right, 1 if something is wrong, 2 if an argument is wrong or the function cannot be run"""
 
@@ -169,13 +169,13 @@ def _check_runs(add: Callable[..., object]) -> None:
     """Add the arguments that say what is run, and where the result goes."""
     sizes = "the rows of each rank, for each run; default: 4,4 5,3 5,0,3"
     on = "simulated, and backends for real processes: gloo, mpi, nccl; default: simulated gloo"
-    reduction = (
+    rank_reduction = (
         "with --against: what is done with the losses and gradients of the ranks afterwards. mean: averaged, as by "
         "DDP; sum: summed; any: one of the two must be right. Default: mean"
     )
     add("--sizes", type=_rows, nargs="+", metavar="ROWS", help=sizes)
     add("--on", type=_ranks, nargs="+", metavar="RANKS", help=on)
-    add("--reduction", choices=("mean", "sum", "any"), help=reduction)
+    add("--rank-reduction", choices=("mean", "sum", "any"), help=rank_reduction)
     add("--order", type=int, choices=(1, 2), default=1, help="2: check second-order gradients too")
     add("--double", action="store_true", help="convert the batch and the module to float64, or complex128")
     add("--seed", type=_number(0), default=0, help="of all random numbers: module, batch, ranks")
@@ -183,8 +183,8 @@ def _check_runs(add: Callable[..., object]) -> None:
 
 
 def _check_options(options: argparse.Namespace, command: argparse.ArgumentParser) -> None:
-    if options.reduction and not options.against:
-        got = f"argument --reduction: got {options.reduction!r} without --against"
+    if options.rank_reduction and not options.against:
+        got = f"argument --rank-reduction: got {options.rank_reduction!r} without --against"
         command.error(f"{got}, expected both; --against names the function on one process")
     if launcher(None):
         got = "got the environment of a launcher, such as WORLD_SIZE"

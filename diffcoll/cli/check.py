@@ -169,7 +169,7 @@ def _against(subject: _Subject, options: argparse.Namespace) -> Report:
         subject.batch,
         module=subject.module,
         sizes=subject.sizes,
-        reduction=options.reduction or _DEFAULTS["reduction"].default,
+        rank_reduction=options.rank_reduction or _DEFAULTS["rank_reduction"].default,
         order=options.order,
         on=options.on,
         seed=options.seed,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from diffcoll.core.arguments import Group
-from diffcoll.nn.convention import LossModule, Reduction
+from diffcoll.nn.convention import LossModule, RankReduction
 from diffcoll.nn.features import Exchange, Options, check_features, columns_of, per_row, scalar, wide
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.pairs import Rule, compare
@@ -29,7 +29,7 @@ def clip_loss(
     ids: Tensor | None = None,
     normalize: bool = False,
     group: Group = None,
-    reduction: Reduction = "mean",
+    rank_reduction: RankReduction = "mean",
     chunk_size: int | None = None,
     exchange: Exchange = "gather",
 ) -> Tensor:
@@ -55,8 +55,8 @@ def clip_loss(
         ids: (b,), integers: pairs of different samples with the same id are left out (equal captions).
         normalize: normalize the features first; open_clip's model has done so.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-        reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean over
-            ranks of the returned values is the loss of the whole batch. "sum": their sum is.
+        rank_reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean
+            over ranks of the returned values is the loss of the whole batch. "sum": their sum is.
         chunk_size: keep the logits of this many columns at a time and compute them again in backward. None: keep all,
             a matrix of b × B numbers.
         exchange: "gather": every rank gets all texts. "ring": one rank's texts after the other's, for features too
@@ -71,7 +71,7 @@ def clip_loss(
 
     Source: notes/contrastive.md.
     """
-    options = Options(_NAME, group, reduction, chunk_size, exchange)
+    options = Options(_NAME, group, rank_reduction, chunk_size, exchange)
     check_features(_NAME, image=image, text=text)
     labels, ids = per_row(_NAME, "labels", labels, image), per_row(_NAME, "ids", ids, image)
     with without_autocast(image):
@@ -88,7 +88,7 @@ class CLIPLoss(LossModule):
 
     >>> from diffcoll.nn import CLIPLoss
     >>> CLIPLoss(chunk_size=512)
-    CLIPLoss(normalize=False, reduction='mean', chunk_size=512, exchange='gather')
+    CLIPLoss(normalize=False, rank_reduction='mean', chunk_size=512, exchange='gather')
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class CLIPLoss(LossModule):
         *,
         normalize: bool = False,
         group: Group = None,
-        reduction: Reduction = "mean",
+        rank_reduction: RankReduction = "mean",
         chunk_size: int | None = None,
         exchange: Exchange = "gather",
     ) -> None:
         super().__init__(
-            normalize=normalize, group=group, reduction=reduction, chunk_size=chunk_size, exchange=exchange
+            normalize=normalize, group=group, rank_reduction=rank_reduction, chunk_size=chunk_size, exchange=exchange
         )
 
     def forward(

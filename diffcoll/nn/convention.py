@@ -16,21 +16,21 @@ from diffcoll.core.arguments import Group
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size
 
-__all__ = ["LossModule", "Reduction", "check_reduction", "returned"]
+__all__ = ["LossModule", "RankReduction", "check_rank_reduction", "returned"]
 
-Reduction = Literal["mean", "sum"]
+RankReduction = Literal["mean", "sum"]
 
 
-def check_reduction(name: str, reduction: object) -> None:
-    """Raise unless `reduction`, an argument of the loss `name`, is "mean" or "sum"."""
-    if reduction not in ("mean", "sum"):
+def check_rank_reduction(name: str, rank_reduction: object) -> None:
+    """Raise unless `rank_reduction`, an argument of the loss `name`, is "mean" or "sum"."""
+    if rank_reduction not in ("mean", "sum"):
         remedy = '"mean" if gradients are averaged over the ranks (DDP, GradientAverager), "sum" if they are summed'
-        raise ValueError(message(name, "reduction", repr(reduction), '"mean" or "sum"', remedy))
+        raise ValueError(message(name, "rank_reduction", repr(rank_reduction), '"mean" or "sum"', remedy))
 
 
-def returned(share: Tensor, reduction: Reduction, group: Group) -> Tensor:
+def returned(share: Tensor, rank_reduction: RankReduction, group: Group) -> Tensor:
     """Return N times the share for "mean", whose mean over the ranks is the whole loss; the share for "sum"."""
-    return share * get_world_size(group) if reduction == "mean" else share
+    return share * get_world_size(group) if rank_reduction == "mean" else share
 
 
 class LossModule(nn.Module):
@@ -38,7 +38,7 @@ class LossModule(nn.Module):
 
     def __init__(self, **options: object) -> None:
         super().__init__()
-        check_reduction(type(self).__name__, options["reduction"])
+        check_rank_reduction(type(self).__name__, options["rank_reduction"])
         self._names = tuple(options)
         for name, value in options.items():
             setattr(self, name, value)

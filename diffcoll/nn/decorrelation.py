@@ -18,7 +18,7 @@ from diffcoll.collectives.sum_gradients import sum_gradients
 from diffcoll.core.arguments import Group
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size
-from diffcoll.nn.convention import LossModule, Reduction, check_reduction, returned
+from diffcoll.nn.convention import LossModule, RankReduction, check_rank_reduction, returned
 from diffcoll.nn.followers import bit, follows, leaf, needs_gradient, refuse_absent
 from diffcoll.nn.inputs import check_number, check_rows, in_full_precision, without_autocast
 
@@ -32,7 +32,7 @@ def barlow_twins_loss(
     lambd: float = 5e-3,
     eps: float = 1e-5,
     group: Group = None,
-    reduction: Reduction = "mean",
+    rank_reduction: RankReduction = "mean",
 ) -> Tensor:
     """Barlow Twins' loss of the whole batch, Σ_i (C_ii − 1)² + λ Σ_{i≠j} C_ij².
 
@@ -55,8 +55,8 @@ def barlow_twins_loss(
         lambd: weight λ of the terms off the diagonal.
         eps: is added to the biased variance before the square root.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-        reduction: "mean" if gradients are averaged over the ranks afterwards (DDP, `GradientAverager`), "sum" if they
-            are summed.
+        rank_reduction: "mean" if gradients are averaged over the ranks afterwards (DDP, `GradientAverager`), "sum" if
+            they are summed.
 
     Returns:
         A 0-d tensor. "mean": the loss of the whole batch. "sum": 1/N of it. Gradients are exact after the named
@@ -68,7 +68,7 @@ def barlow_twins_loss(
     Source: notes/decorrelation.md.
     """
     name = "barlow_twins_loss"
-    check_reduction(name, reduction)
+    check_rank_reduction(name, rank_reduction)
     check_number(name, lambd=lambd, eps=eps)
     x1, x2 = _views(name, z1, z2)
     with without_autocast(x1):
@@ -80,7 +80,7 @@ def barlow_twins_loss(
         scale2 = ((square2 - rest2.square() / count) / count + eps).rsqrt()
         correlation = products / count * scale1[:, None] * scale2
         loss = (correlation.diagonal() - 1).square().sum() + lambd * _off_diagonal(correlation).square().sum()
-        return returned(_share(loss, group), reduction, group)
+        return returned(_share(loss, group), rank_reduction, group)
 
 
 def vicreg_loss(
@@ -92,7 +92,7 @@ def vicreg_loss(
     cov_coeff: float = 1.0,
     eps: float = 1e-4,
     group: Group = None,
-    reduction: Reduction = "mean",
+    rank_reduction: RankReduction = "mean",
 ) -> Tensor:
     """VICReg's loss of the whole batch, as the paper's code computes it.
 
@@ -118,12 +118,13 @@ def vicreg_loss(
         cov_coeff: weight of the covariances.
         eps: is added to the variance before the square root.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-        reduction: "mean" if gradients are averaged over the ranks afterwards (DDP, `GradientAverager`), "sum" if they
-            are summed.
+        rank_reduction: "mean" if gradients are averaged over the ranks afterwards (DDP, `GradientAverager`), "sum" if
+            they are summed.
 
     Returns:
-        A 0-d tensor, whose mean or sum over the ranks, as `reduction` says, is the loss of the whole batch; gradients
-        are exact after the same reduction. The ranks' values differ: the squared difference is of this rank's rows.
+        A 0-d tensor, whose mean or sum over the ranks, as `rank_reduction` says, is the loss of the whole batch;
+        gradients are exact after the same reduction. The ranks' values differ: the squared difference is of this rank's
+        rows.
 
     Raises:
         TypeError, ValueError: an argument is invalid, or all ranks together have fewer than two rows.
@@ -131,7 +132,7 @@ def vicreg_loss(
     Source: notes/decorrelation.md.
     """
     name = "vicreg_loss"
-    check_reduction(name, reduction)
+    check_rank_reduction(name, rank_reduction)
     check_number(name, sim_coeff=sim_coeff, std_coeff=std_coeff, cov_coeff=cov_coeff, eps=eps)
     x1, x2 = _views(name, z1, z2)
     with without_autocast(x1):
@@ -148,7 +149,7 @@ def vicreg_loss(
         hinges = sum(F.relu(1 - (variance + eps).sqrt()).mean() / 2 for variance in (variance1, variance2))
         shared = std_coeff * hinges + cov_coeff * covariances
         invariance = (x1 - x2).square().sum() / (count * features)
-        return returned(sim_coeff * invariance + _share(shared, group), reduction, group)
+        return returned(sim_coeff * invariance + _share(shared, group), rank_reduction, group)
 
 
 class BarlowTwinsLoss(LossModule):
@@ -156,17 +157,17 @@ class BarlowTwinsLoss(LossModule):
 
     >>> import diffcoll as dc
     >>> dc.nn.BarlowTwinsLoss(lambd=0.01)
-    BarlowTwinsLoss(lambd=0.01, eps=1e-05, reduction='mean')
+    BarlowTwinsLoss(lambd=0.01, eps=1e-05, rank_reduction='mean')
 
     Args:
-        lambd, eps, group, reduction: as of `barlow_twins_loss`.
+        lambd, eps, group, rank_reduction: as of `barlow_twins_loss`.
     """
 
     def __init__(
-        self, *, lambd: float = 5e-3, eps: float = 1e-5, group: Group = None, reduction: Reduction = "mean"
+        self, *, lambd: float = 5e-3, eps: float = 1e-5, group: Group = None, rank_reduction: RankReduction = "mean"
     ) -> None:
         check_number("BarlowTwinsLoss", lambd=lambd, eps=eps)
-        super().__init__(lambd=lambd, eps=eps, group=group, reduction=reduction)
+        super().__init__(lambd=lambd, eps=eps, group=group, rank_reduction=rank_reduction)
 
     @override
     def forward(self, z1: Tensor, z2: Tensor) -> Tensor:
@@ -178,10 +179,10 @@ class VICRegLoss(LossModule):
 
     >>> import diffcoll as dc
     >>> dc.nn.VICRegLoss(cov_coeff=2.0)
-    VICRegLoss(sim_coeff=25.0, std_coeff=25.0, cov_coeff=2.0, eps=0.0001, reduction='mean')
+    VICRegLoss(sim_coeff=25.0, std_coeff=25.0, cov_coeff=2.0, eps=0.0001, rank_reduction='mean')
 
     Args:
-        sim_coeff, std_coeff, cov_coeff, eps, group, reduction: as of `vicreg_loss`.
+        sim_coeff, std_coeff, cov_coeff, eps, group, rank_reduction: as of `vicreg_loss`.
     """
 
     def __init__(
@@ -192,11 +193,16 @@ class VICRegLoss(LossModule):
         cov_coeff: float = 1.0,
         eps: float = 1e-4,
         group: Group = None,
-        reduction: Reduction = "mean",
+        rank_reduction: RankReduction = "mean",
     ) -> None:
         check_number("VICRegLoss", sim_coeff=sim_coeff, std_coeff=std_coeff, cov_coeff=cov_coeff, eps=eps)
         super().__init__(
-            sim_coeff=sim_coeff, std_coeff=std_coeff, cov_coeff=cov_coeff, eps=eps, group=group, reduction=reduction
+            sim_coeff=sim_coeff,
+            std_coeff=std_coeff,
+            cov_coeff=cov_coeff,
+            eps=eps,
+            group=group,
+            rank_reduction=rank_reduction,
         )
 
     @override

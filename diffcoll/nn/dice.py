@@ -21,7 +21,7 @@ from diffcoll.core.arguments import Group
 from diffcoll.core.blocks import as_row
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size
-from diffcoll.nn.convention import LossModule, Reduction, check_reduction, returned
+from diffcoll.nn.convention import LossModule, RankReduction, check_rank_reduction, returned
 from diffcoll.nn.followers import sent
 from diffcoll.nn.inputs import (
     check_fractions,
@@ -49,7 +49,7 @@ def dice_loss(
     smooth: float = 1.0,
     dims: Dims = None,
     group: Group = None,
-    reduction: Reduction = "mean",
+    rank_reduction: RankReduction = "mean",
 ) -> Tensor:
     """Dice loss of the whole batch, 1 − (2 Σ p t + s) / (Σ p + Σ t + s), with sums over the batch of all ranks.
 
@@ -78,12 +78,12 @@ def dice_loss(
             class" there; (2, 3), without dim 0, is one ratio for each image and class, and the mean is over the images
             of all ranks.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-        reduction: "mean" if gradients are averaged over the ranks afterwards (DDP, `GradientAverager`), "sum" if they
-            are summed.
+        rank_reduction: "mean" if gradients are averaged over the ranks afterwards (DDP, `GradientAverager`), "sum" if
+            they are summed.
 
     Returns:
-        A 0-d tensor, whose mean or sum over the ranks, as `reduction` says, is the loss of the whole batch; gradients
-        are exact after the same reduction.
+        A 0-d tensor, whose mean or sum over the ranks, as `rank_reduction` says, is the loss of the whole batch;
+        gradients are exact after the same reduction.
 
     Raises:
         TypeError, ValueError: an argument is invalid, or the batch of all ranks together is empty. Values outside
@@ -98,7 +98,7 @@ def dice_loss(
     def ratio(overlap: Tensor, predicted: Tensor, there: Tensor) -> Tensor:
         return (2 * overlap + smooth) / (predicted + there + smooth)
 
-    return _loss("dice_loss", ratio, probabilities, targets, dims, group, reduction)
+    return _loss("dice_loss", ratio, probabilities, targets, dims, group, rank_reduction)
 
 
 def iou_loss(
@@ -108,7 +108,7 @@ def iou_loss(
     smooth: float = 1.0,
     dims: Dims = None,
     group: Group = None,
-    reduction: Reduction = "mean",
+    rank_reduction: RankReduction = "mean",
 ) -> Tensor:
     """IoU or Jaccard loss of the whole batch, 1 − (Σ p t + s) / (Σ p + Σ t − Σ p t + s).
 
@@ -124,7 +124,7 @@ def iou_loss(
         smooth: s, added to numerator and denominator.
         dims: "per class", None or the dimensions to sum over; see `dice_loss`.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-        reduction: "mean" or "sum"; see `dice_loss`.
+        rank_reduction: "mean" or "sum"; see `dice_loss`.
 
     Returns:
         As `dice_loss`.
@@ -139,7 +139,7 @@ def iou_loss(
     def ratio(overlap: Tensor, predicted: Tensor, there: Tensor) -> Tensor:
         return (overlap + smooth) / (predicted + there - overlap + smooth)
 
-    return _loss("iou_loss", ratio, probabilities, targets, dims, group, reduction)
+    return _loss("iou_loss", ratio, probabilities, targets, dims, group, rank_reduction)
 
 
 def tversky_loss(
@@ -151,7 +151,7 @@ def tversky_loss(
     smooth: float = 1.0,
     dims: Dims = None,
     group: Group = None,
-    reduction: Reduction = "mean",
+    rank_reduction: RankReduction = "mean",
 ) -> Tensor:
     """Tversky loss of the whole batch: weights false positives by alpha and false negatives by beta.
 
@@ -172,7 +172,7 @@ def tversky_loss(
         smooth: s, added to numerator and denominator.
         dims: "per class", None or the dimensions to sum over; see `dice_loss`.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-        reduction: "mean" or "sum"; see `dice_loss`.
+        rank_reduction: "mean" or "sum"; see `dice_loss`.
 
     Returns:
         As `dice_loss`.
@@ -188,7 +188,7 @@ def tversky_loss(
         wrong = alpha * (predicted - overlap) + beta * (there - overlap)
         return (overlap + smooth) / (overlap + wrong + smooth)
 
-    return _loss("tversky_loss", ratio, probabilities, targets, dims, group, reduction)
+    return _loss("tversky_loss", ratio, probabilities, targets, dims, group, rank_reduction)
 
 
 class DiceLoss(LossModule):
@@ -196,17 +196,17 @@ class DiceLoss(LossModule):
 
     >>> import diffcoll as dc
     >>> dc.nn.DiceLoss(dims="per class")
-    DiceLoss(smooth=1.0, dims='per class', reduction='mean')
+    DiceLoss(smooth=1.0, dims='per class', rank_reduction='mean')
 
     Args:
-        smooth, dims, group, reduction: as of `dice_loss`.
+        smooth, dims, group, rank_reduction: as of `dice_loss`.
     """
 
     def __init__(
-        self, *, smooth: float = 1.0, dims: Dims = None, group: Group = None, reduction: Reduction = "mean"
+        self, *, smooth: float = 1.0, dims: Dims = None, group: Group = None, rank_reduction: RankReduction = "mean"
     ) -> None:
         check_number("DiceLoss", smooth=smooth)
-        super().__init__(smooth=smooth, dims=dims, group=group, reduction=reduction)
+        super().__init__(smooth=smooth, dims=dims, group=group, rank_reduction=rank_reduction)
 
     @override
     def forward(self, probabilities: Tensor, targets: Tensor) -> Tensor:
@@ -218,17 +218,17 @@ class IoULoss(LossModule):
 
     >>> import diffcoll as dc
     >>> dc.nn.IoULoss(smooth=0.0)
-    IoULoss(smooth=0.0, dims=None, reduction='mean')
+    IoULoss(smooth=0.0, dims=None, rank_reduction='mean')
 
     Args:
-        smooth, dims, group, reduction: as of `iou_loss`.
+        smooth, dims, group, rank_reduction: as of `iou_loss`.
     """
 
     def __init__(
-        self, *, smooth: float = 1.0, dims: Dims = None, group: Group = None, reduction: Reduction = "mean"
+        self, *, smooth: float = 1.0, dims: Dims = None, group: Group = None, rank_reduction: RankReduction = "mean"
     ) -> None:
         check_number("IoULoss", smooth=smooth)
-        super().__init__(smooth=smooth, dims=dims, group=group, reduction=reduction)
+        super().__init__(smooth=smooth, dims=dims, group=group, rank_reduction=rank_reduction)
 
     @override
     def forward(self, probabilities: Tensor, targets: Tensor) -> Tensor:
@@ -240,10 +240,10 @@ class TverskyLoss(LossModule):
 
     >>> import diffcoll as dc
     >>> dc.nn.TverskyLoss(alpha=0.3, beta=0.7)
-    TverskyLoss(alpha=0.3, beta=0.7, smooth=1.0, dims=None, reduction='mean')
+    TverskyLoss(alpha=0.3, beta=0.7, smooth=1.0, dims=None, rank_reduction='mean')
 
     Args:
-        alpha, beta, smooth, dims, group, reduction: as of `tversky_loss`.
+        alpha, beta, smooth, dims, group, rank_reduction: as of `tversky_loss`.
     """
 
     def __init__(
@@ -254,10 +254,10 @@ class TverskyLoss(LossModule):
         smooth: float = 1.0,
         dims: Dims = None,
         group: Group = None,
-        reduction: Reduction = "mean",
+        rank_reduction: RankReduction = "mean",
     ) -> None:
         check_number("TverskyLoss", alpha=alpha, beta=beta, smooth=smooth)
-        super().__init__(alpha=alpha, beta=beta, smooth=smooth, dims=dims, group=group, reduction=reduction)
+        super().__init__(alpha=alpha, beta=beta, smooth=smooth, dims=dims, group=group, rank_reduction=rank_reduction)
 
     @override
     def forward(self, probabilities: Tensor, targets: Tensor) -> Tensor:
@@ -265,10 +265,16 @@ class TverskyLoss(LossModule):
 
 
 def _loss(
-    name: str, ratio: _Ratio, probabilities: Tensor, targets: Tensor, dims: Dims, group: Group, reduction: Reduction
+    name: str,
+    ratio: _Ratio,
+    probabilities: Tensor,
+    targets: Tensor,
+    dims: Dims,
+    group: Group,
+    rank_reduction: RankReduction,
 ) -> Tensor:
     """Return 1 minus the mean of the ratios, as one rank returns it."""
-    check_reduction(name, reduction)
+    check_rank_reduction(name, rank_reduction)
     p, t = _segmentation(name, probabilities, targets)
     summed = _dims(name, dims, p)
     with without_autocast(p):
@@ -288,7 +294,7 @@ def _loss(
             share = losses.sum() / (facts[0] * math.prod(losses.shape[1:]))
         check_rows(name, len(p), facts[0], 1)
         share = check_fractions(name, share, facts[1:], rounding, probabilities=(p, _LOGITS), targets=(t, _CODES))
-        return returned(share, reduction, group)
+        return returned(share, rank_reduction, group)
 
 
 def _segmentation(name: str, probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

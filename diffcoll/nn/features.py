@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diffcoll.core.arguments import Group
 from diffcoll.core.errors import message
-from diffcoll.nn.convention import Reduction, check_reduction, returned
+from diffcoll.nn.convention import RankReduction, check_rank_reduction, returned
 from diffcoll.nn.inputs import FLOATS, HALF
 from diffcoll.nn.logits import normalized
 
@@ -29,12 +29,12 @@ class Options:
 
     name: str
     group: Group
-    reduction: Reduction
+    rank_reduction: RankReduction
     chunk_size: int | None
     exchange: Exchange
 
     def __post_init__(self) -> None:
-        check_reduction(self.name, self.reduction)
+        check_rank_reduction(self.name, self.rank_reduction)
         chunk = self.chunk_size
         if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
             remedy = "the number of columns of the matrix of logits that are computed at a time, e.g. 512"
@@ -44,8 +44,8 @@ class Options:
             raise ValueError(message(self.name, "exchange", repr(self.exchange), '"gather" or "ring"', remedy))
 
     def returned(self, share: Tensor) -> Tensor:
-        """Return what `reduction` says of this rank's share of the loss of the whole batch."""
-        return returned(share, self.reduction, self.group)
+        """Return what `rank_reduction` says of this rank's share of the loss of the whole batch."""
+        return returned(share, self.rank_reduction, self.group)
 
 
 def check_features(name: str, dims: tuple[int, ...] = (2,), **features: Tensor) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from diffcoll.core.arguments import Group
-from diffcoll.nn.convention import LossModule, Reduction
+from diffcoll.nn.convention import LossModule, RankReduction
 from diffcoll.nn.features import Exchange, Options, check_features, columns_of, per_row, scalar, wide
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.pairs import Rule, compare
@@ -29,7 +29,7 @@ def info_nce(
     temperature: Tensor | float = 0.1,
     normalize: bool = True,
     group: Group = None,
-    reduction: Reduction = "mean",
+    rank_reduction: RankReduction = "mean",
     chunk_size: int | None = None,
     exchange: Exchange = "gather",
 ) -> Tensor:
@@ -51,8 +51,8 @@ def info_nce(
         temperature: a number or a tensor with one element; divides the logits.
         normalize: normalize the features first.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-        reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean over
-            ranks of the returned values is the loss of the whole batch. "sum": their sum is.
+        rank_reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean
+            over ranks of the returned values is the loss of the whole batch. "sum": their sum is.
         chunk_size: keep the logits of this many columns at a time and compute them again in backward. None: keep all,
             a matrix of b × B numbers.
         exchange: "gather": every rank gets all keys. "ring": one rank's keys after the other's.
@@ -66,7 +66,7 @@ def info_nce(
 
     Source: notes/contrastive.md.
     """
-    options = Options(_NAME, group, reduction, chunk_size, exchange)
+    options = Options(_NAME, group, rank_reduction, chunk_size, exchange)
     check_features(_NAME, query=query, positive_key=positive_key)
     labels, ids = per_row(_NAME, "labels", labels, query), per_row(_NAME, "ids", ids, query)
     with without_autocast(query):
@@ -84,7 +84,7 @@ class InfoNCELoss(LossModule):
 
     >>> from diffcoll.nn import InfoNCELoss
     >>> InfoNCELoss(temperature=0.2)
-    InfoNCELoss(temperature=0.2, normalize=True, reduction='mean', chunk_size=None, exchange='gather')
+    InfoNCELoss(temperature=0.2, normalize=True, rank_reduction='mean', chunk_size=None, exchange='gather')
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class InfoNCELoss(LossModule):
         temperature: Tensor | float = 0.1,
         normalize: bool = True,
         group: Group = None,
-        reduction: Reduction = "mean",
+        rank_reduction: RankReduction = "mean",
         chunk_size: int | None = None,
         exchange: Exchange = "gather",
     ) -> None:
@@ -101,7 +101,7 @@ class InfoNCELoss(LossModule):
             temperature=temperature,
             normalize=normalize,
             group=group,
-            reduction=reduction,
+            rank_reduction=rank_reduction,
             chunk_size=chunk_size,
             exchange=exchange,
         )

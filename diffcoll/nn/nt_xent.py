@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from diffcoll.core.arguments import Group
-from diffcoll.nn.convention import LossModule, Reduction
+from diffcoll.nn.convention import LossModule, RankReduction
 from diffcoll.nn.features import Exchange, Options, check_features, columns_of, per_row, scalar
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.pairs import Rule, compare
@@ -29,7 +29,7 @@ def nt_xent(
     temperature: Tensor | float = 0.5,
     normalize: bool = True,
     group: Group = None,
-    reduction: Reduction = "mean",
+    rank_reduction: RankReduction = "mean",
     chunk_size: int | None = None,
     exchange: Exchange = "gather",
 ) -> Tensor:
@@ -50,8 +50,8 @@ def nt_xent(
         temperature: a number or a tensor with one element; divides the logits.
         normalize: normalize the features first.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-        reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean over
-            ranks of the returned values is the loss of the whole batch. "sum": their sum is.
+        rank_reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean
+            over ranks of the returned values is the loss of the whole batch. "sum": their sum is.
         chunk_size: keep the logits of this many columns at a time and compute them again in backward. None: keep all,
             a matrix of 2b × 2B numbers.
         exchange: "gather": every rank gets all views. "ring": one rank's views after the other's.
@@ -65,7 +65,7 @@ def nt_xent(
 
     Source: notes/contrastive.md.
     """
-    options = Options(_NAME, group, reduction, chunk_size, exchange)
+    options = Options(_NAME, group, rank_reduction, chunk_size, exchange)
     check_features(_NAME, z1=z1, z2=z2)
     ids = per_row(_NAME, "ids", ids, z1)
     with without_autocast(z1):
@@ -83,7 +83,7 @@ class NTXentLoss(LossModule):
 
     >>> from diffcoll.nn import NTXentLoss
     >>> NTXentLoss(chunk_size=512)
-    NTXentLoss(temperature=0.5, normalize=True, reduction='mean', chunk_size=512, exchange='gather')
+    NTXentLoss(temperature=0.5, normalize=True, rank_reduction='mean', chunk_size=512, exchange='gather')
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class NTXentLoss(LossModule):
         temperature: Tensor | float = 0.5,
         normalize: bool = True,
         group: Group = None,
-        reduction: Reduction = "mean",
+        rank_reduction: RankReduction = "mean",
         chunk_size: int | None = None,
         exchange: Exchange = "gather",
     ) -> None:
@@ -100,7 +100,7 @@ class NTXentLoss(LossModule):
             temperature=temperature,
             normalize=normalize,
             group=group,
-            reduction=reduction,
+            rank_reduction=rank_reduction,
             chunk_size=chunk_size,
             exchange=exchange,
         )

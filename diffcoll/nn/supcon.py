@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diffcoll.core.arguments import Group
 from diffcoll.core.errors import message
-from diffcoll.nn.convention import LossModule, Reduction
+from diffcoll.nn.convention import LossModule, RankReduction
 from diffcoll.nn.features import Exchange, Options, check_features, columns_of, per_row, scalar
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.pairs import Rule, compare
@@ -29,7 +29,7 @@ def supcon_loss(
     temperature: Tensor | float = 0.1,
     normalize: bool = True,
     group: Group = None,
-    reduction: Reduction = "mean",
+    rank_reduction: RankReduction = "mean",
     chunk_size: int | None = None,
     exchange: Exchange = "gather",
 ) -> Tensor:
@@ -54,8 +54,8 @@ def supcon_loss(
         temperature: a number or a tensor with one element; divides the logits.
         normalize: normalize the features first.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-        reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean over
-            ranks of the returned values is the loss of the whole batch. "sum": their sum is.
+        rank_reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean
+            over ranks of the returned values is the loss of the whole batch. "sum": their sum is.
         chunk_size: keep the logits of this many columns at a time and compute them again in backward. None: keep all,
             a matrix of b × B numbers.
         exchange: "gather": every rank gets all features. "ring": one rank's features after the other's.
@@ -69,7 +69,7 @@ def supcon_loss(
 
     Source: notes/contrastive.md.
     """
-    options = Options(_NAME, group, reduction, chunk_size, exchange)
+    options = Options(_NAME, group, rank_reduction, chunk_size, exchange)
     check_features(_NAME, (2, 3), features=features)
     if labels is None:
         remedy = "pass the classes; nt_xent is the loss of two views without labels"
@@ -94,7 +94,7 @@ class SupConLoss(LossModule):
 
     >>> from diffcoll.nn import SupConLoss
     >>> SupConLoss(temperature=0.07)
-    SupConLoss(temperature=0.07, normalize=True, reduction='mean', chunk_size=None, exchange='gather')
+    SupConLoss(temperature=0.07, normalize=True, rank_reduction='mean', chunk_size=None, exchange='gather')
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class SupConLoss(LossModule):
         temperature: Tensor | float = 0.1,
         normalize: bool = True,
         group: Group = None,
-        reduction: Reduction = "mean",
+        rank_reduction: RankReduction = "mean",
         chunk_size: int | None = None,
         exchange: Exchange = "gather",
     ) -> None:
@@ -111,7 +111,7 @@ class SupConLoss(LossModule):
             temperature=temperature,
             normalize=normalize,
             group=group,
-            reduction=reduction,
+            rank_reduction=rank_reduction,
             chunk_size=chunk_size,
             exchange=exchange,
         )

@@ -37,7 +37,7 @@ class Witness:
 
 def diagnose(
     runs: Sequence[Run],
-    reduction: str,
+    rank_reduction: str,
     tolerance: float,
     run: Run | None = None,
     witness: Witness | None = None,
@@ -48,16 +48,16 @@ def diagnose(
 
     Args:
         runs: all runs, right and wrong.
-        reduction: "mean" or "sum".
+        rank_reduction: "mean" or "sum".
         tolerance: the largest error that is right.
         run: the run to be examined, see `subject_of`; None: all wrong runs raised errors.
         witness: makes measurements of this run.
         cuts: lines at which tensors leave the graph.
     """
-    scope = list(_scope(runs, reduction, tolerance))
+    scope = list(_scope(runs, rank_reduction, tolerance))
     if run is None or witness is None:
         return scope
-    wrong = [q for q in run.quantities if not run.is_right(q, reduction, tolerance)]
+    wrong = [q for q in run.quantities if not run.is_right(q, rank_reduction, tolerance)]
     finite = [q for q in wrong if q.got.isfinite().all()]
     if any(q.group in ("value", "output") for q in wrong) and witness.is_random():
         return [_cause("random", "one process gets other results with another seed"), *scope]
@@ -66,16 +66,16 @@ def diagnose(
         scope.insert(0, _cause("rounding", seen))
         finite = [q for q in finite if q.what not in noisy]
     causes = list(_not_finite(run, wrong))
-    if nearly := _near(run, finite, reduction):
-        off = max(run.error(q, reduction) for q in finite if q.what in nearly)
+    if nearly := _near(run, finite, rank_reduction):
+        off = max(run.error(q, rank_reduction) for q in finite if q.what in nearly)
         causes.append(_cause("nearly right", f"{', '.join(nearly)}: off by {off:.1e}, {tolerance:.1e} is allowed"))
         finite = [q for q in finite if q.what not in nearly]
     causes += _value(
-        run, [q for q in finite if q.group in ("value", "output", "buffer")], reduction, tolerance, witness.local
+        run, [q for q in finite if q.group in ("value", "output", "buffer")], rank_reduction, tolerance, witness.local
     )
     first = [q for q in finite if q.group == "gradient"]
     explained = any(c.name in ("local statistics", "another loss") for c in causes)
-    for cause in _gradients(run, first, reduction, tolerance, witness.evidence):
+    for cause in _gradients(run, first, rank_reduction, tolerance, witness.evidence):
         if cause.name in ("wrong in direction", "another loss") and explained:
             continue  # says no more than that the value is another one
         if cause.name in ("wrong in direction", "no contribution") and cuts:
@@ -96,9 +96,9 @@ def diagnose(
     return causes + scope
 
 
-def subject_of(runs: Sequence[Run], reduction: str, tolerance: float) -> Run | None:
+def subject_of(runs: Sequence[Run], rank_reduction: str, tolerance: float) -> Run | None:
     """Return the wrong run that is examined: the first one with equal sizes, or else the first one."""
-    wrong = [r for r in runs if r.quantities and not r.table(reduction, tolerance).ok]
+    wrong = [r for r in runs if r.quantities and not r.table(rank_reduction, tolerance).ok]
     return next((r for r in wrong if len(set(r.sizes)) == 1), wrong[0] if wrong else None)
 
 
@@ -106,10 +106,10 @@ def _cause(name: str, seen: str) -> Cause:
     return Cause(name, seen, *CAUSES[name])
 
 
-def _scope(runs: Sequence[Run], reduction: str, tolerance: float) -> Iterator[Cause]:
+def _scope(runs: Sequence[Run], rank_reduction: str, tolerance: float) -> Iterator[Cause]:
     """Say which runs raised errors, and in which runs alone something is wrong."""
     done = [r for r in runs if not r.skipped]
-    wrong = [r for r in done if not r.table(reduction, tolerance).ok]
+    wrong = [r for r in done if not r.table(rank_reduction, tolerance).ok]
     right = [r for r in done if r not in wrong]
     raised = [r for r in wrong if r.raised]
     if raised and all(len(set(r.sizes)) > 1 for r in raised):
@@ -145,14 +145,14 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) != 1)} {' and '.join(map(str, ranks))}"
 
 
-def _near(run: Run, wrong: Sequence[Quantity], reduction: str) -> list[str]:
+def _near(run: Run, wrong: Sequence[Quantity], rank_reduction: str) -> list[str]:
     """Return the names of what is off by little."""
     names = dict.fromkeys(q.what for q in wrong)
-    return [name for name in names if all(run.error(q, reduction) < _LITTLE for q in wrong if q.what == name)]
+    return [name for name in names if all(run.error(q, rank_reduction) < _LITTLE for q in wrong if q.what == name)]
 
 
 def _value(
-    run: Run, wrong: Sequence[Quantity], reduction: str, tolerance: float, local: Callable[[], str | None]
+    run: Run, wrong: Sequence[Quantity], rank_reduction: str, tolerance: float, local: Callable[[], str | None]
 ) -> list[Cause]:
     """Say what is wrong with the values, the outputs and the buffers."""
     if not wrong:
@@ -162,7 +162,7 @@ def _value(
     for q in wrong:
         ratio = multiple(q.got, q.wanted, tolerance) if q.group == "value" else None
         if any(is_near(ratio, float(n) ** p, tolerance) for p in (-2, -1, 0, 1, 2, 3)):
-            words = _times_the_right(ratio or 0.0, run, q, reduction, tolerance)
+            words = _times_the_right(ratio or 0.0, run, q, rank_reduction, tolerance)
             found.append(
                 _cause("value scaled", f"{q.what}: {words} the loss of one process{_exact(ratio, n, tolerance)}")
             )
@@ -175,9 +175,9 @@ def _value(
     return [_cause("another loss", f"{names}: not what one process computes on the whole batch, under any reduction")]
 
 
-def _times_the_right(ratio: float, run: Run, q: Quantity, reduction: str, tolerance: float) -> str:
-    factor = ratio_in_words(ratio * run.factor(q, reduction), len(run.sizes), max(tolerance, 1e-3))
-    return f'under "{reduction}" {factor} times'
+def _times_the_right(ratio: float, run: Run, q: Quantity, rank_reduction: str, tolerance: float) -> str:
+    factor = ratio_in_words(ratio * run.factor(q, rank_reduction), len(run.sizes), max(tolerance, 1e-3))
+    return f'under "{rank_reduction}" {factor} times'
 
 
 def _exact(ratio: float | None, n: int, tolerance: float) -> str:
@@ -188,7 +188,7 @@ def _exact(ratio: float | None, n: int, tolerance: float) -> str:
 
 
 def _gradients(
-    run: Run, wrong: Sequence[Quantity], reduction: str, tolerance: float, evidence: Callable[[], Evidence]
+    run: Run, wrong: Sequence[Quantity], rank_reduction: str, tolerance: float, evidence: Callable[[], Evidence]
 ) -> Iterator[Cause]:
     """Say what is wrong with the gradients of first order."""
     n = len(run.sizes)
@@ -205,14 +205,14 @@ def _gradients(
         yield _cause("no reduction", f"{', '.join(exact)}: no reduction is right for both")
         left = {name: None for name in left if name not in under["sum"] + under["mean"]}
     for ratio, names in _grouped({name: common[name] for name in left}, tolerance):
-        words = _times_the_right(ratio, run, of_all[0], reduction, tolerance)
-        twice = is_near(ratio * run.factor(of_all[0], reduction), n, tolerance) and len(under[reduction]) > 0
+        words = _times_the_right(ratio, run, of_all[0], rank_reduction, tolerance)
+        twice = is_near(ratio * run.factor(of_all[0], rank_reduction), n, tolerance) and len(under[rank_reduction]) > 0
         seen = f"{_list(names)}: {words} the right gradient{_exact(ratio, n, tolerance)}"
         yield _cause("reduced twice" if twice else "scaled", f"{seen}; right in direction")
     others: dict[tuple[str, str], list[str]] = {}
     for name in left:
         if not common[name]:
-            others.setdefault(_of_one(run, name, ratios[name], reduction, evidence), []).append(name)
+            others.setdefault(_of_one(run, name, ratios[name], rank_reduction, evidence), []).append(name)
     for (cause, seen), names in others.items():
         yield _cause(cause, f"{_list(names)}: {seen}")
 
@@ -231,7 +231,7 @@ def _grouped(ratios: dict[str, float | None], tolerance: float) -> list[tuple[fl
 
 
 def _of_one(
-    run: Run, name: str, ratios: dict[int | None, float | None], reduction: str, evidence: Callable[[], Evidence]
+    run: Run, name: str, ratios: dict[int | None, float | None], rank_reduction: str, evidence: Callable[[], Evidence]
 ) -> tuple[str, str]:
     """Return the cause for a gradient that is no common multiple of the right one, and words for what was seen."""
     n = len(run.sizes)
@@ -242,7 +242,7 @@ def _of_one(
         return "no contribution", f"the gradient is zero {where}"
     known = {r: ratio for r, ratio in ratios.items() if ratio is not None and r is not None}
     if known and len(known) == len(ratios):
-        total, f = sum(run.sizes), 1 / n if reduction == "mean" else 1.0
+        total, f = sum(run.sizes), 1 / n if rank_reduction == "mean" else 1.0
         if any(all(is_near(ratio * c, total / run.sizes[r] / n) for r, ratio in known.items()) for c in (1.0, f)):
             return "mean of local means", "off by (rows of all ranks) / (N · rows of the rank) on each rank"
         each = ", ".join(f"{ratio_in_words(ratio * f, n)} on rank {r}" for r, ratio in known.items())

@@ -33,7 +33,7 @@ def assert_matches_single_process(
     *,
     module: Any = None,
     sizes: Sequence[Sequence[int]] = ((4, 4), (5, 3), (5, 0, 3)),
-    reduction: str = "mean",
+    rank_reduction: str = "mean",
     order: int = 1,
     on: Sequence[str] = ("simulated", "gloo"),
     tolerance: float | None = None,
@@ -51,7 +51,7 @@ def assert_matches_single_process(
     ...     total, count = dc.all_reduce((x.sum(0), torch.full((1,), len(x), dtype=x.dtype)))
     ...     return ((x - total / count) ** 2).sum() / count.squeeze()
     >>> x = torch.randn(8, 3, dtype=torch.double)
-    >>> report = assert_matches_single_process(variance, variance, x, reduction="sum", on=["simulated"])
+    >>> report = assert_matches_single_process(variance, variance, x, rank_reduction="sum", on=["simulated"])
     >>> report.ok
     True
 
@@ -67,8 +67,8 @@ def assert_matches_single_process(
         module: an `nn.Module`, or a list of parameters, used by both functions. Each rank gets a copy of the functions
             and the module, as on real processes.
         sizes: for each run, the rows of each rank.
-        reduction: what is done with the losses and gradients of the ranks afterwards. "mean": averaged, as by DDP and
-            by `GradientAverager`. "sum": summed. "any": one of the two must be right for all gradients.
+        rank_reduction: what is done with the losses and gradients of the ranks afterwards. "mean": averaged, as by DDP
+            and by `GradientAverager`. "sum": summed. "any": one of the two must be right for all gradients.
         order: 2: check second order too.
         on: "simulated", and backends for real processes: "gloo", "mpi", "nccl". A run that is wrong on one of them is
             not repeated on the next.
@@ -85,15 +85,15 @@ def assert_matches_single_process(
         Exception: what `distributed` raised in the first run, or `single`.
     """
     _check_choices(_MATCHES, order, on)
-    if reduction not in ("mean", "sum", "any"):
-        raise ValueError(message(_MATCHES, "reduction", repr(reduction), '"mean", "sum" or "any"'))
+    if rank_reduction not in ("mean", "sum", "any"):
+        raise ValueError(message(_MATCHES, "rank_reduction", repr(rank_reduction), '"mean", "sum" or "any"'))
     each_sizes = _sizes(sizes)
     matching = Matching(
         _MATCHES,
         pack(_MATCHES, "distributed", distributed, module),
         pack(_MATCHES, "single", single, module),
         batch,
-        reduction,
+        rank_reduction,
         Plan(order=order, seed=seed),
         timeout,
     )
@@ -102,12 +102,14 @@ def assert_matches_single_process(
     runs: list[Run] = []
     for kind in on:
         for each in each_sizes:
-            wrong = [r for r in runs if r.sizes == each and not r.skipped and not _is_right(r, reduction, tolerance)]
+            wrong = [
+                r for r in runs if r.sizes == each and not r.skipped and not _is_right(r, rank_reduction, tolerance)
+            ]
             if wrong:
                 runs.append(Run(kind, each, [], [], None, skipped=f"wrong already on {wrong[0].on} ranks"))
             else:
                 runs.append(matching.attempt(kind, each) if runs else matching.run(kind, each))
-    report = _report(matching, runs, reduction, tolerance)
+    report = _report(matching, runs, rank_reduction, tolerance)
     if not report.ok:
         raise GradientMismatchError(report)
     return report
@@ -188,24 +190,24 @@ def check_gradients(
     return report
 
 
-def _is_right(run: Run, reduction: str, tolerance: float) -> bool:
-    asked = ("mean", "sum") if reduction == "any" else (reduction,)
+def _is_right(run: Run, rank_reduction: str, tolerance: float) -> bool:
+    asked = ("mean", "sum") if rank_reduction == "any" else (rank_reduction,)
     return any(run.table(one, tolerance).ok for one in asked)
 
 
-def _report(matching: Matching, runs: list[Run], reduction: str, tolerance: float) -> Report:
+def _report(matching: Matching, runs: list[Run], rank_reduction: str, tolerance: float) -> Report:
     """Return the report. What is wrong is run again for the diagnosis."""
-    asked = _closest(runs, tolerance) if reduction == "any" else reduction
+    asked = _closest(runs, tolerance) if rank_reduction == "any" else rank_reduction
     tables = tuple(run.table(asked, tolerance) for run in runs)
     words = f"gradients {'averaged' if asked == 'mean' else 'summed'} over ranks"
-    if reduction == "any" and not all(table.ok or table.raised for table in tables):
+    if rank_reduction == "any" and not all(table.ok or table.raised for table in tables):
         words = f"no reduction is right for all, shown {words}"
     title = f"{matching.name}, {words}"
     if all(table.ok for table in tables):
-        return Report(title, tables, notes=tuple(unchecked(runs, tolerance)), reduction=asked)
+        return Report(title, tables, notes=tuple(unchecked(runs, tolerance)), rank_reduction=asked)
     run = subject_of(runs, asked, tolerance)
     if run is None:
-        return Report(title, tables, tuple(diagnose(runs, asked, tolerance)), reduction=asked)
+        return Report(title, tables, tuple(diagnose(runs, asked, tolerance)), rank_reduction=asked)
     cuts, seen = matching.cuts(run)
     witness = Witness(
         cache(lambda: matching.evidence(run, seen)),
@@ -215,14 +217,14 @@ def _report(matching: Matching, runs: list[Run], reduction: str, tolerance: floa
         lambda: matching.is_random(run),
     )
     causes = diagnose(runs, asked, tolerance, run, witness, cuts=cuts)
-    return Report(title, tables, tuple(causes), tuple(cuts), reduction=asked)
+    return Report(title, tables, tuple(causes), tuple(cuts), rank_reduction=asked)
 
 
 def _closest(runs: list[Run], tolerance: float) -> str:
     """Return the reduction under which the fewest quantities are wrong, gradients of first order first."""
 
-    def wrong(reduction: str) -> tuple[int, int]:
-        right = [(q.group, r.is_right(q, reduction, tolerance)) for r in runs for q in r.quantities]
+    def wrong(rank_reduction: str) -> tuple[int, int]:
+        right = [(q.group, r.is_right(q, rank_reduction, tolerance)) for r in runs for q in r.quantities]
         return sum(not ok for group, ok in right if group == "gradient"), sum(not ok for _, ok in right)
 
     return min(("mean", "sum"), key=wrong)

@@ -149,7 +149,7 @@ def test_right_without_a_reference(run):
 
 def test_right_against_one_process(run):
     """A name without a module is looked up in that of the function; so is the default of --batch."""
-    status, out, _ = run(f"{NAME}:total --against whole --reduction mean --module parameters")
+    status, out, _ = run(f"{NAME}:total --against whole --rank-reduction mean --module parameters")
     assert status == 0
     assert out.startswith("assert_matches_single_process, gradients averaged over ranks: right\n")
     # the default sizes are those of the function, and of the text of --help
@@ -171,7 +171,7 @@ def test_wrong(run, folder):
 
 
 def test_wrong_against_one_process(run):
-    status, out, _ = run(f"{NAME}:total --against whole --reduction sum --module parameters --sizes 2,2")
+    status, out, _ = run(f"{NAME}:total --against whole --rank-reduction sum --module parameters --sizes 2,2")
     assert status == 1
     assert "gradients summed over ranks: WRONG" in out
     assert "── diagnosis ──" in out
@@ -281,8 +281,8 @@ def test_the_seed(run, monkeypatch):
         (f"{NAME}:total --sizes 0,0", "argument --sizes: got '0,0', expected the rows of each rank"),
         (f"{NAME}:total --sizes=-1,2", "argument --sizes: got '-1,2', expected the rows of each rank"),
         (f"{NAME}:total --on nowhere", "argument --on: got 'nowhere', expected one that PyTorch has here: gloo"),
-        (f"{NAME}:total --against whole --reduction max", "argument --reduction: invalid choice: 'max'"),
-        (f"{NAME}:total --reduction sum", "argument --reduction: got 'sum' without --against, expected both"),
+        (f"{NAME}:total --against whole --rank-reduction max", "argument --rank-reduction: invalid choice: 'max'"),
+        (f"{NAME}:total --rank-reduction sum", "argument --rank-reduction: got 'sum' without --against, expected both"),
         (f"{NAME}:total --html /nowhere/page.html", "'/nowhere/page.html' cannot be written"),
     ],
 )  # fmt: skip

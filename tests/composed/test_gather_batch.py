@@ -58,7 +58,7 @@ def loss(z, label):
 
 def test_gradients_are_those_of_one_process():
     batch = {"z": torch.randn(8, 3, generator=torch.Generator().manual_seed(0)).double(), "label": torch.arange(8) % 3}
-    assert_matches_single_process(loss, loss, batch, reduction="sum", order=2)
+    assert_matches_single_process(loss, loss, batch, rank_reduction="sum", order=2)
 
 
 def test_one_small_message_and_one_per_dtype():

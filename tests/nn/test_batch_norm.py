@@ -68,7 +68,7 @@ def test_equals_batch_norm_of_the_whole_batch(trailing, order):
         lambda n: 3 * data(n, 3, *trailing) + 5,
         module=module,
         sizes=SIZES,
-        reduction="sum",
+        rank_reduction="sum",
         order=order,
         on=["simulated"],
     )
@@ -83,7 +83,7 @@ def test_options(more):
         lambda n: data(n, 3, 2),
         module=module,
         sizes=((5, 0, 3),),
-        reduction="sum",
+        rank_reduction="sum",
         on=["simulated"],
     )
 

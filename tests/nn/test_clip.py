@@ -36,7 +36,7 @@ def test_it_is_the_loss_of_one_process(options):
 
 
 def test_its_sum():
-    holds(ours(reduction="sum"), reference, batch(2), scale, reduction="sum")
+    holds(ours(rank_reduction="sum"), reference, batch(2), scale, rank_reduction="sum")
 
 
 def test_on_processes():
@@ -189,7 +189,7 @@ X = torch.ones(2, 4)
         ),
         ((X, X, 1.0), {"ids": X[:, 0].half()}, TypeError, "ids: got torch.float16, expected integers or bool"),
         ((X, X, 1.0), {"ids": [1, 2]}, TypeError, "ids: got list, expected a tensor of shape (2,), one number per"),
-        ((X, X, 1.0), {"reduction": "none"}, ValueError, 'reduction: got \'none\', expected "mean" or "sum"'),
+        ((X, X, 1.0), {"rank_reduction": "none"}, ValueError, 'rank_reduction: got \'none\', expected "mean" or "sum"'),
         ((X, X, 1.0), {"chunk_size": 0}, ValueError, "chunk_size: got 0, expected None or a positive integer"),
         ((X, X, 1.0), {"exchange": "all"}, ValueError, 'exchange: got \'all\', expected "gather" or "ring"'),
     ],
@@ -201,12 +201,12 @@ def test_invalid_arguments(arguments, options, error, text):
 
 
 def test_the_module():
-    loss = CLIPLoss(reduction="sum", chunk_size=2)
-    assert repr(loss) == "CLIPLoss(normalize=False, reduction='sum', chunk_size=2, exchange='gather')"
+    loss = CLIPLoss(rank_reduction="sum", chunk_size=2)
+    assert repr(loss) == "CLIPLoss(normalize=False, rank_reduction='sum', chunk_size=2, exchange='gather')"
     x, y, marks = torch.randn(5, 4), torch.randn(5, 4), torch.tensor([0, 1, 1, 2, 0])
-    assert loss(x, y, 3.0) == clip_loss(x, y, 3.0, reduction="sum", chunk_size=2)
+    assert loss(x, y, 3.0) == clip_loss(x, y, 3.0, rank_reduction="sum", chunk_size=2)
     found = loss(x, y, 3.0, labels=marks, ids=marks)
-    assert found == clip_loss(x, y, 3.0, labels=marks, ids=marks, reduction="sum", chunk_size=2)
+    assert found == clip_loss(x, y, 3.0, labels=marks, ids=marks, rank_reduction="sum", chunk_size=2)
     assert "clip_loss" in dc.nn.__all__ and not list(loss.parameters())
 
 

@@ -49,15 +49,15 @@ def rows(n, features=4, dtype=torch.double, seed=0):
     return (first * scale + offset).to(dtype), (second * scale.flip(0) - offset).to(dtype)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("rank_reduction", ["mean", "sum"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_matches_one_process(loss, reduction):
+def test_matches_one_process(loss, rank_reduction):
     def distributed(z1, z2):
-        return loss(z1, z2, reduction=reduction)
+        return loss(z1, z2, rank_reduction=rank_reduction)
 
-    on = ["simulated", "gloo"] if reduction == "mean" else ["simulated"]
+    on = ["simulated", "gloo"] if rank_reduction == "mean" else ["simulated"]
     report = assert_matches_single_process(
-        distributed, PAPERS[loss], rows, sizes=SIZES, reduction=reduction, order=2, on=on, tolerance=1e-10
+        distributed, PAPERS[loss], rows, sizes=SIZES, rank_reduction=rank_reduction, order=2, on=on, tolerance=1e-10
     )
     assert report.ok
 
@@ -114,7 +114,7 @@ def test_values_on_each_rank():
     whole = barlow_paper(z1, z2)
     for value in simulate(barlow_twins_loss, *parts):
         torch.testing.assert_close(value, whole)
-    for value in simulate(partial(barlow_twins_loss, reduction="sum"), *parts):
+    for value in simulate(partial(barlow_twins_loss, rank_reduction="sum"), *parts):
         torch.testing.assert_close(value, whole / 3)
     values = simulate(vicreg_loss, *parts)
     torch.testing.assert_close(sum(values) / 3, vicreg_paper(z1, z2))
@@ -241,7 +241,7 @@ BAD = [
     ((X.cfloat(), X), {}, "z1: got torch.complex64, expected a floating-point tensor"),
     ((X, X), {"eps": -1.0}, "eps: got -1.0, expected a finite non-negative number"),
     ((X, X), {"eps": None}, "eps: got NoneType, expected a number"),
-    ((X, X), {"reduction": "none"}, 'reduction: got \'none\', expected "mean" or "sum"'),
+    ((X, X), {"rank_reduction": "none"}, 'rank_reduction: got \'none\', expected "mean" or "sum"'),
 ]
 
 
@@ -255,7 +255,7 @@ def test_errors(loss, arguments, options, text):
 @pytest.mark.parametrize(
     ("module", "loss", "options"),
     [
-        (BarlowTwinsLoss, barlow_twins_loss, {"lambd": 0.1, "eps": 1e-3, "reduction": "sum"}),
+        (BarlowTwinsLoss, barlow_twins_loss, {"lambd": 0.1, "eps": 1e-3, "rank_reduction": "sum"}),
         (VICRegLoss, vicreg_loss, {"sim_coeff": 2.0, "std_coeff": 3.0, "cov_coeff": 4.0, "eps": 0.1}),
     ],
 )
@@ -266,8 +266,8 @@ def test_modules(module, loss, options):
     for name, value in options.items():
         assert f"{name}={value!r}" in repr(made)
     assert isinstance(made, torch.nn.Module) and not list(made.parameters())
-    with pytest.raises(ValueError, match=f"^{module.__name__}: reduction: got 'none'"):
-        module(reduction="none")
+    with pytest.raises(ValueError, match=f"^{module.__name__}: rank_reduction: got 'none'"):
+        module(rank_reduction="none")
     with pytest.raises(ValueError, match=f"^{module.__name__}: eps: got -1"):
         module(eps=-1)
 

@@ -58,13 +58,15 @@ def test_matches_one_process(kind, dims):
 
 def test_matches_one_process_as_a_sum_and_on_mpi():
     def distributed(p, t):
-        return sum(call(kind, p, t, dims=dims, reduction="sum") for kind in LOSSES for dims in (None, (1, 2, 3)))
+        return sum(call(kind, p, t, dims=dims, rank_reduction="sum") for kind in LOSSES for dims in (None, (1, 2, 3)))
 
     def single(p, t):
         return sum(paper(kind, p, t, dims=dims) for kind in LOSSES for dims in (None, (1, 2, 3)))
 
     on = ["simulated", "mpi"]
-    assert_matches_single_process(distributed, single, segmented, sizes=[(3, 0, 4)], reduction="sum", order=2, on=on)
+    assert_matches_single_process(
+        distributed, single, segmented, sizes=[(3, 0, 4)], rank_reduction="sum", order=2, on=on
+    )
 
 
 def test_the_losses_of_the_note():
@@ -250,7 +252,7 @@ BAD = [
     ((X, X), {"dims": "hw"}, "dims: got 'hw', expected \"per class\", None, an integer or a sequence of integers"),
     ((X[:, 0, 0], X[:, 0, 0]), {"dims": "per class"}, r"dims: got 'per class' for shape \(2,\), expected \(b, C, …\)"),
     ((X, X), {"smooth": -1}, "smooth: got -1, expected a finite non-negative number"),
-    ((X, X), {"reduction": "none"}, 'reduction: got \'none\', expected "mean" or "sum"'),
+    ((X, X), {"rank_reduction": "none"}, 'rank_reduction: got \'none\', expected "mean" or "sum"'),
 ]
 
 
@@ -264,7 +266,7 @@ def test_errors(kind, arguments, options, text):
 @pytest.mark.parametrize(
     ("module", "loss", "options"),
     [
-        (DiceLoss, dice_loss, {"smooth": 0.1, "dims": "per class", "reduction": "sum"}),
+        (DiceLoss, dice_loss, {"smooth": 0.1, "dims": "per class", "rank_reduction": "sum"}),
         (IoULoss, iou_loss, {"smooth": 0.2, "dims": (2, 3)}),
         (TverskyLoss, tversky_loss, {"alpha": 0.2, "beta": 0.9, "smooth": 0.3, "dims": 0}),
     ],
@@ -275,7 +277,7 @@ def test_modules(module, loss, options):
     assert repr(pickle.loads(pickle.dumps(made))) == repr(made)
     for name, value in options.items():
         assert f"{name}={value!r}" in repr(made)
-    with pytest.raises(ValueError, match=f"^{module.__name__}: reduction: got 'none'"):
-        module(reduction="none")
+    with pytest.raises(ValueError, match=f"^{module.__name__}: rank_reduction: got 'none'"):
+        module(rank_reduction="none")
     with pytest.raises(ValueError, match=f"^{module.__name__}: smooth: got -1"):
         module(smooth=-1)

@@ -225,14 +225,14 @@ def test_it_joins_joint_backward_and_check_mode(exchange):
     def program(x, y, used):
         x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
         with dc.check_mode(), dc.joint_backward() as joint:
-            loss = clip_loss(x, y, 2.0, exchange=exchange, chunk_size=2, reduction="sum")
+            loss = clip_loss(x, y, 2.0, exchange=exchange, chunk_size=2, rank_reduction="sum")
             joint(loss if used else x.sum()).backward()
         return x.grad, y.grad
 
     parts = split(batch(8)[:2], [5, 3])
     found = simulate(program, *parts, [True, False], rules=True)
     xs, ys = ([t.clone().requires_grad_() for t in part] for part in parts)
-    losses = simulate(lambda x, y: clip_loss(x, y, 2.0, reduction="sum"), xs, ys)
+    losses = simulate(lambda x, y: clip_loss(x, y, 2.0, rank_reduction="sum"), xs, ys)
     torch.autograd.backward([losses[0], xs[1].sum()])
     torch.testing.assert_close(found, [(x.grad, y.grad) for x, y in zip(xs, ys, strict=True)])
 

@@ -42,7 +42,7 @@ def test_moments_of_uneven_and_empty_ranks(dims):
             lambda x: loss(whole(x, dims)),
             batch,
             sizes=SIZES,
-            reduction="sum",
+            rank_reduction="sum",
             order=order,
             on=["simulated"],
         )
@@ -64,7 +64,7 @@ def test_moments_of_weighted_values():
             lambda x, w: loss(whole(x, (0, 2), w)) + whole(x, (0, 2), w)[0].sum(),
             batch,
             sizes=SIZES,
-            reduction="sum",
+            rank_reduction="sum",
             order=order,
             on=["simulated"],
         )
@@ -143,7 +143,7 @@ def test_weighted_mean_equals_one_process(weighted):
         lambda x, w: whole(x, 0, w[:, None] if weighted else None)[1].pow(3).sum() + 0 * w.sum(),
         batch,
         sizes=SIZES,
-        reduction="sum",
+        rank_reduction="sum",
         order=2,
         on=["simulated"],
     )

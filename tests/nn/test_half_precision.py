@@ -44,7 +44,7 @@ def features(noise, wrong, dtype, rows=12, common=0.0):
 
 def gradients(loss, x, y, sizes, scale=1.0, transformed=False, **options):
     """Return the loss of the whole batch and scale times the gradients of all ranks' features."""
-    options["reduction"] = "sum"
+    options["rank_reduction"] = "sum"
 
     def program(x, y, n):
         def scaled(x, y):

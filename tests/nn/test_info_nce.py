@@ -82,7 +82,8 @@ def test_the_module():
     loss = InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.5)), chunk_size=2)
     assert [name for name, _ in loss.named_parameters()] == ["temperature"]
     assert (
-        repr(loss) == "InfoNCELoss(temperature=0.5, normalize=True, reduction='mean', chunk_size=2, exchange='gather')"
+        repr(loss)
+        == "InfoNCELoss(temperature=0.5, normalize=True, rank_reduction='mean', chunk_size=2, exchange='gather')"
     )
     x, y, marks = torch.randn(5, 4), torch.randn(5, 4), torch.tensor([0, 1, 1, 2, 0])
     torch.testing.assert_close(loss(x, y, ids=marks), info_nce(x, y, ids=marks, temperature=0.5))

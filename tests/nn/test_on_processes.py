@@ -93,4 +93,4 @@ def test_batch_norm_and_moments(on):
         weighted = (labels[:, None] * y.square()).sum(0) / labels.sum()
         return whole(x).pow(3).mul(y).sum() + (y.mean(0) * y.var(0, correction=0) * weighted).sum()
 
-    held(lambda *batch: model(*batch), single, features, on, module=[*model.parameters()], reduction="sum")
+    held(lambda *batch: model(*batch), single, features, on, module=[*model.parameters()], rank_reduction="sum")

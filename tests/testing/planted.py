@@ -170,7 +170,7 @@ def _sum_of_rows(reduce, power=1):
     def single(x):
         return (x.sum(0) ** power).sin().sum() + (x**3).sum()
 
-    return distributed, single, {"reduction": "sum"}
+    return distributed, single, {"rank_reduction": "sum"}
 
 
 def _barlow(local):
@@ -235,7 +235,7 @@ def _ring_sum():
         y = x.roll(4, 0) if n > 1 else x
         return (x * y.sin()).sum()
 
-    return distributed, single, {"reduction": "sum"}
+    return distributed, single, {"rank_reduction": "sum"}
 
 
 EVEN = {2: [(4, 4)], 3: [(4, 4, 4)]}
@@ -305,7 +305,7 @@ def _maximum():
         n = {8: 2, 12: 3}[len(x)]
         return n * (n + 1) / 2 * x.amax(0).sin().sum()
 
-    return distributed, single, {"reduction": "sum"}
+    return distributed, single, {"rank_reduction": "sum"}
 
 
 def _whole(gather):

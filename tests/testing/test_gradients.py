@@ -87,7 +87,7 @@ def test_the_librarys_own_messages_are_no_cuts():
     def distributed(x):
         return (dc.all_gather(x) ** 2).sum()
 
-    more = {"sizes": [(4, 4)], "on": ["gloo"], "reduction": "sum"}
+    more = {"sizes": [(4, 4)], "on": ["gloo"], "rank_reduction": "sum"}
     assert not failure(assert_matches_single_process, distributed, distributed, X, **more).cuts
 
 
@@ -126,11 +126,11 @@ def test_the_reduction_that_is_shown():
         return (x.sum(0) ** 3).sum()
 
     x = seeded(one)
-    report = failure(assert_matches_single_process, squares, single, x, reduction="any", order=2, sizes=[(4, 4)])
-    assert report.reduction == "sum" and causes(report) == ["second order"]
+    report = failure(assert_matches_single_process, squares, single, x, rank_reduction="any", order=2, sizes=[(4, 4)])
+    assert report.rank_reduction == "sum" and causes(report) == ["second order"]
     distributed, single, more = clip(dc.all_gather)
-    report = failure(assert_matches_single_process, distributed, single, seeded(pair), reduction="any", **more)
-    assert report.reduction == "mean" and causes(report) == ["raised"]
+    report = failure(assert_matches_single_process, distributed, single, seeded(pair), rank_reduction="any", **more)
+    assert report.rank_reduction == "mean" and causes(report) == ["raised"]
     assert str(report).startswith(
         "assert_matches_single_process, gradients averaged over ranks: raised an error in some"
     )
@@ -147,8 +147,8 @@ def test_which_reduction():
     distributed, single, more = clip(right_gather)
     arguments = (distributed, single, seeded(pair))
     for reduction in ("mean", "any"):
-        assert assert_matches_single_process(*arguments, reduction=reduction, **SIMULATED, **more).ok
-    report = failure(assert_matches_single_process, *arguments, sizes=[(4, 4)], reduction="sum", **more)
+        assert assert_matches_single_process(*arguments, rank_reduction=reduction, **SIMULATED, **more).ok
+    report = failure(assert_matches_single_process, *arguments, sizes=[(4, 4)], rank_reduction="sum", **more)
     assert causes(report) == ["value scaled", "scaled"]
     assert 'value: under "sum" 2 = N times the loss of one process, exact under "mean"' in str(report)
     assert 'image, text and scale: under "sum" 2 = N times the right gradient, exact under "mean"' in str(report)
@@ -169,7 +169,7 @@ def test_a_model_that_is_a_global():
     before = [p.clone() for p in MODEL.parameters()]
     for on in (["simulated"], ["gloo"]):
         report = assert_matches_single_process(
-            of_global_model, of_global_model, torch.randn(8, 3).double(), module=MODEL, reduction="sum", on=on
+            of_global_model, of_global_model, torch.randn(8, 3).double(), module=MODEL, rank_reduction="sum", on=on
         )
         assert {"gradient of weight", "gradient of bias"} <= {row.what for row in report.tables[0].rows}
     assert MODEL.weight.grad is None and all(torch.equal(a, b) for a, b in zip(before, MODEL.parameters(), strict=True))
@@ -182,7 +182,7 @@ def test_a_list_of_parameters():
         return (scale * x).sin().sum() * (1 + (dc.get_world_size() > 1))
 
     report = failure(
-        assert_matches_single_process, distributed, distributed, per_rank(8, 2)[0], module=[scale], reduction="sum"
+        assert_matches_single_process, distributed, distributed, per_rank(8, 2)[0], module=[scale], rank_reduction="sum"
     )
     assert 'x and module[0]: under "sum" 2 = N times the right gradient' in str(report)
 
@@ -210,7 +210,7 @@ def test_outputs_with_rows_and_buffers():
     for reduction in ("mean", "sum", "any"):
         distributed, single, module = batch_norm(True)
         report = assert_matches_single_process(
-            distributed, single, per_rank(8, 3)[0], module=module, order=2, reduction=reduction, **SIMULATED
+            distributed, single, per_rank(8, 3)[0], module=module, order=2, rank_reduction=reduction, **SIMULATED
         )
         assert {"output", "buffer running_var", "second order of weight"} <= {r.what for r in report.tables[2].rows}
     distributed, single, module = batch_norm(False)
@@ -229,7 +229,7 @@ def test_trees_and_keyword_arguments():
     def loss(a, labels, factor):
         return (a["left"].sum(1) * a["right"][0].prod(1) * labels).sum() * factor
 
-    report = assert_matches_single_process(loss, loss, batch, reduction="sum", sizes=[(5, 3)], **SIMULATED)
+    report = assert_matches_single_process(loss, loss, batch, rank_reduction="sum", sizes=[(5, 3)], **SIMULATED)
     names = [row.what for row in report.tables[0].rows if row.rank != 1]
     assert names == ["value", "gradient of a['left']", "gradient of a['right'][0]"]
 
@@ -240,7 +240,7 @@ def test_a_function_may_modify_its_arguments():
 
     x = per_rank(8, 2)[0]
     before, state = x.clone(), torch.get_rng_state()
-    assert assert_matches_single_process(loss, loss, x, reduction="sum", **SIMULATED).ok
+    assert assert_matches_single_process(loss, loss, x, rank_reduction="sum", **SIMULATED).ok
     assert torch.equal(x, before) and x.grad is None and not x.requires_grad
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -262,9 +262,9 @@ def test_a_function_that_is_differentiable_once():
     def fn(x):
         return OnceDifferentiable.apply(x).sin().sum()
 
-    assert assert_matches_single_process(fn, fn, X, reduction="sum", **SIMULATED).ok
+    assert assert_matches_single_process(fn, fn, X, rank_reduction="sum", **SIMULATED).ok
     with pytest.raises(RuntimeError, match="differentiate twice a function that was marked with @once_differentiable"):
-        assert_matches_single_process(fn, fn, X, reduction="sum", order=2, **SIMULATED)
+        assert_matches_single_process(fn, fn, X, rank_reduction="sum", order=2, **SIMULATED)
 
 
 def test_ranks_that_differ_in_integers_alone():
@@ -272,7 +272,7 @@ def test_ranks_that_differ_in_integers_alone():
         return (mask * ids).sum()
 
     ones = torch.ones(8, dtype=torch.double)
-    assert assert_matches_single_process(fn, fn, (ones, torch.arange(8)), reduction="sum", **SIMULATED).ok
+    assert assert_matches_single_process(fn, fn, (ones, torch.arange(8)), rank_reduction="sum", **SIMULATED).ok
 
 
 def test_in_a_mode_of_the_caller():
@@ -280,7 +280,7 @@ def test_in_a_mode_of_the_caller():
         return x.sin().sum()
 
     with torch.no_grad():
-        assert assert_matches_single_process(loss, loss, per_rank(8, 2)[0], reduction="sum", **SIMULATED).ok
+        assert assert_matches_single_process(loss, loss, per_rank(8, 2)[0], rank_reduction="sum", **SIMULATED).ok
     with torch.inference_mode():
         assert check_gradients(loss, per_rank(3), **SIMULATED).ok
 
@@ -292,7 +292,7 @@ def test_other_dtypes(dtype):
 
     x = per_rank(8, 4, dtype=dtype)[0]
     assert assert_matches_single_process(
-        distributed, lambda x: (x.sum(0).abs() ** 2).sum(), x, reduction="sum", **SIMULATED
+        distributed, lambda x: (x.sum(0).abs() ** 2).sum(), x, rank_reduction="sum", **SIMULATED
     ).ok
     wrong = failure(
         assert_matches_single_process, distributed, lambda x: (x.sum(0).abs() ** 2).sum(), x, sizes=[(5, 3)]
@@ -311,7 +311,7 @@ def test_a_tensor_whose_gradient_nothing_would_check():
     fns = [lambda x: (scale * x).sum(), lambda x: (product * x).sum(), of_a_parameter_elsewhere]
     for fn in fns:
         for check in (
-            lambda fn=fn: assert_matches_single_process(fn, fn, X, reduction="sum", sizes=[(4, 4)], **SIMULATED),
+            lambda fn=fn: assert_matches_single_process(fn, fn, X, rank_reduction="sum", sizes=[(4, 4)], **SIMULATED),
             lambda fn=fn: check_gradients(fn, per_rank(3), **SIMULATED),
         ):
             with pytest.raises(ValueError, match=r"of shape \(\) that requires a gradient"):
@@ -324,7 +324,7 @@ def test_a_tensor_whose_gradient_nothing_would_check():
         torch.manual_seed(0)
         return (torch.nn.Linear(2, 2).double()(x) + torch.zeros(2, requires_grad=True)).sin().sum()
 
-    assert assert_matches_single_process(makes_one, makes_one, X, reduction="sum", order=2, **SIMULATED).ok
+    assert assert_matches_single_process(makes_one, makes_one, X, rank_reduction="sum", order=2, **SIMULATED).ok
 
 
 def test_numbers_and_infinities_in_outputs():
@@ -332,7 +332,7 @@ def test_numbers_and_infinities_in_outputs():
         loss = (x**2).sum()
         return loss, loss.item() / 3, len(x), torch.where(x > 0, 1e8 * x, -torch.inf)
 
-    report = assert_matches_single_process(fn, fn, X, reduction="sum", **SIMULATED)
+    report = assert_matches_single_process(fn, fn, X, rank_reduction="sum", **SIMULATED)
     assert max(row.error for row in report.tables[0].rows) < 1e-14
 
 
@@ -379,7 +379,7 @@ WRONG = {
     "no sizes": (dict(sizes=[]), "sizes: got .* expected for each run the rows of each rank"),
     "all empty": (dict(sizes=[(0, 0)]), "not all zero"),
     "flat sizes": (dict(sizes=(4, 4)), "sizes: got .* expected for each run the rows of each rank"),
-    "reduction": (dict(reduction="avg"), 'reduction: got \'avg\', expected "mean", "sum" or "any"'),
+    "rank_reduction": (dict(rank_reduction="avg"), 'rank_reduction: got \'avg\', expected "mean", "sum" or "any"'),
     "order": (dict(order=3), "order: got 3, expected 1 or 2"),
     "on": (dict(on="simulated"), "on: got 'simulated', expected a sequence"),
     "module": (
@@ -391,8 +391,8 @@ WRONG = {
         "module: got parameters of which none has a gradient, expected the module, or the parameters, that single uses",
     ),
     "any": (
-        dict(distributed=lambda x: (loss(x), x), single=lambda x: (loss(x), x), reduction="any"),
-        'reduction: got "any"',
+        dict(distributed=lambda x: (loss(x), x), single=lambda x: (loss(x), x), rank_reduction="any"),
+        'rank_reduction: got "any"',
     ),
     "hooks": (
         dict(module=hooked(lambda p: p.register_hook(lambda g: 2 * g))),
@@ -438,8 +438,8 @@ def test_a_function_that_raises():
         return loss(x)
 
     with pytest.raises(KeyError, match="three"):
-        assert_matches_single_process(distributed, loss, X, reduction="sum", sizes=[(5, 3)], **SIMULATED)
-    report = failure(assert_matches_single_process, distributed, loss, X, reduction="sum")
+        assert_matches_single_process(distributed, loss, X, rank_reduction="sum", sizes=[(5, 3)], **SIMULATED)
+    report = failure(assert_matches_single_process, distributed, loss, X, rank_reduction="sum")
     assert "KeyError: 'three'" in report.tables[1].raised and report.tables[0].ok
     assert causes(report) == ["raised"]
     with pytest.raises(ZeroDivisionError):
@@ -608,7 +608,7 @@ def test_a_detach_for_logging_is_not_blamed():
     def single(x):
         return 3 * x.amax(0).sin().sum()
 
-    report = failure(assert_matches_single_process, distributed, single, X, reduction="sum", sizes=[(4, 4)])
+    report = failure(assert_matches_single_process, distributed, single, X, rank_reduction="sum", sizes=[(4, 4)])
     assert causes(report) == ["wrong in direction"] and "detach()" in report.cuts[0]
 
 
@@ -618,7 +618,7 @@ def test_what_the_precision_hides_is_noted():
     def fn(x):
         return (x.double() ** 2).sum() * 1e3 + (small.double() * x.sum()) * 1e-5 + 0 * idle
 
-    arguments = {"module": [small, idle], "reduction": "sum", **SIMULATED}
+    arguments = {"module": [small, idle], "rank_reduction": "sum", **SIMULATED}
     report = assert_matches_single_process(fn, fn, X.float(), **arguments)
     assert "gradient of module[0]: too small beside the others to be checked in this precision" in str(report)
     assert "gradient of module[1]: zero in every run" in report.notes
@@ -630,7 +630,7 @@ def test_random_numbers_that_differ_on_one_process():
     def fn(x):
         return (torch.nn.functional.dropout(x, 0.5) ** 2).sum()
 
-    assert causes(failure(assert_matches_single_process, fn, fn, X, reduction="sum")) == ["random"]
+    assert causes(failure(assert_matches_single_process, fn, fn, X, rank_reduction="sum")) == ["random"]
 
 
 def test_what_is_zero_but_for_rounding():
@@ -642,8 +642,10 @@ def test_what_is_zero_but_for_rounding():
         return centered(x).sum() + 1e-12 * (x**2).sum()
 
     x = X - X.mean(0)
-    assert assert_matches_single_process(torch.sum, lambda x: x.mean(0).sum() * 8, x, reduction="sum", **SIMULATED).ok
-    report = failure(assert_matches_single_process, noise, noise, X, reduction="sum")
+    assert assert_matches_single_process(
+        torch.sum, lambda x: x.mean(0).sum() * 8, x, rank_reduction="sum", **SIMULATED
+    ).ok
+    report = failure(assert_matches_single_process, noise, noise, X, rank_reduction="sum")
     assert "rounding" in causes(report)
 
 
@@ -654,9 +656,9 @@ def test_a_computation_of_lower_precision():
     def precise(x):
         return x.sin().sum()
 
-    report = failure(assert_matches_single_process, fn, precise, X, reduction="sum", sizes=[(4, 4)])
+    report = failure(assert_matches_single_process, fn, precise, X, rank_reduction="sum", sizes=[(4, 4)])
     assert "nearly right" in causes(report)
-    assert assert_matches_single_process(fn, precise, X, reduction="sum", tolerance=1e-5, **SIMULATED).ok
+    assert assert_matches_single_process(fn, precise, X, rank_reduction="sum", tolerance=1e-5, **SIMULATED).ok
 
 
 def test_other_peoples_collectives():

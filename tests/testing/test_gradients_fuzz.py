@@ -39,7 +39,7 @@ def passes(distributed, single, sizes, diagnose=True):
         return run.table("sum", tolerance_of(whole)).ok
     try:
         return assert_matches_single_process(
-            of_ranks, of_one, whole, module=single.module, sizes=[sizes], reduction="sum", on=["simulated"]
+            of_ranks, of_one, whole, module=single.module, sizes=[sizes], rank_reduction="sum", on=["simulated"]
         ).ok
     except GradientMismatchError as error:
         assert error.report.causes, f"{distributed}, {sizes}\n{error}"

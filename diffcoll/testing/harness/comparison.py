@@ -98,33 +98,33 @@ class Run:
         n = len(self.sizes)
         return f"{self.on}, {n} rank{'s' * (n != 1)}, rows {', '.join(map(str, self.sizes))}"
 
-    def factor(self, quantity: Quantity, reduction: str) -> float:
+    def factor(self, quantity: Quantity, rank_reduction: str) -> float:
         """Return the factor that this reduction applies to a sum over ranks."""
-        return 1 / len(self.sizes) if reduction == "mean" and quantity.is_reduced else 1.0
+        return 1 / len(self.sizes) if rank_reduction == "mean" and quantity.is_reduced else 1.0
 
-    def is_right(self, q: Quantity, reduction: str, tolerance: float) -> bool:
+    def is_right(self, q: Quantity, rank_reduction: str, tolerance: float) -> bool:
         """Whether the error under this reduction is within the tolerance."""
-        return self.error(q, reduction) <= self.allowed(q, tolerance)
+        return self.error(q, rank_reduction) <= self.allowed(q, tolerance)
 
     def allowed(self, q: Quantity, tolerance: float) -> float:
         """Return the largest error that is right; second order amplifies rounding errors."""
         return 30 * tolerance if q.group == "second order" else tolerance
 
-    def error(self, q: Quantity, reduction: str) -> float:
+    def error(self, q: Quantity, rank_reduction: str) -> float:
         """Return the error under this reduction."""
-        error = q.error(self.factor(q, reduction))
+        error = q.error(self.factor(q, rank_reduction))
         if self.any_value and q.group == "value":
             return min(error, q.error(), q.error(1 / len(self.sizes)))
         return error
 
-    def table(self, reduction: str, tolerance: float) -> Table:
+    def table(self, rank_reduction: str, tolerance: float) -> Table:
         """Return the table of the report."""
         rows = []
         for q in self.quantities:
             ratio = multiple(q.got, q.wanted, tolerance)
             if ratio is not None:
-                ratio *= self.factor(q, reduction)
-            error, allowed = self.error(q, reduction), self.allowed(q, tolerance)
+                ratio *= self.factor(q, rank_reduction)
+            error, allowed = self.error(q, rank_reduction), self.allowed(q, tolerance)
             rows.append(Row(q.what, q.rank, error, ratio, error <= allowed, allowed))
         return Table(self.title, len(self.sizes), tuple(rows), self.raised, self.skipped)
 

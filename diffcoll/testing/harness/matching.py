@@ -43,7 +43,7 @@ class Matching:
     distributed: Packed
     single: Packed
     batch: Any
-    reduction: str
+    rank_reduction: str
     plan: Plan
     timeout: float
     #: The batch by its number of rows: a function is called once for each.
@@ -55,7 +55,7 @@ class Matching:
         whole = self.whole(sizes)
         parts = split(whole, sizes)
         refuse_equal_ranks(self.name, "batch", parts)
-        plan = replace(self.plan, scale=float(n) if self.reduction == "mean" else 1.0)
+        plan = replace(self.plan, scale=float(n) if self.rank_reduction == "mean" else 1.0)
         measured: list[Measured] = self._on(on, on_rank, [self.distributed] * n, [plan] * n, range(n), parts)
         count = len(measured[0].outputs)
         if any(len(m.outputs) != count for m in measured):
@@ -68,11 +68,11 @@ class Matching:
             raise unused(self.name, "single")
         self._refuse_nothing_to_compare(reference, sizes)
         kinds = {y.dim() == 0 for y in reference.outputs if differentiable(y)}
-        if self.reduction == "any" and len(kinds) > 1:
+        if self.rank_reduction == "any" and len(kinds) > 1:
             got = '"any" for a loss and outputs with rows together'
-            raise ValueError(message(self.name, "reduction", got, '"mean" or "sum"'))
+            raise ValueError(message(self.name, "rank_reduction", got, '"mean" or "sum"'))
         quantities = list(compare(measured, reference, sizes, self.names(sizes)))
-        return Run(on, sizes, quantities, measured, reference, any_value=self.reduction == "any")
+        return Run(on, sizes, quantities, measured, reference, any_value=self.rank_reduction == "any")
 
     def _refuse_nothing_to_compare(self, reference: Measured, sizes: tuple[int, ...]) -> None:
         """Raise if there is no number to compare with. Outputs with rows may have infinities, such as masked logits."""
@@ -133,7 +133,7 @@ class Matching:
         """Measure how each rank's loss depends on each rank's tensors."""
         n, names = len(run.sizes), self.names(run.sizes)
         parts = split(self.whole(run.sizes), run.sizes)
-        plan = replace(self.plan, scale=float(n) if self.reduction == "mean" else 1.0)
+        plan = replace(self.plan, scale=float(n) if self.rank_reduction == "mean" else 1.0)
         parameters = list(self.distributed.unpack().parameters.values())
         leaves = [leaves_of(part) + parameters for part in parts]
         each = directions(leaves, few=0, random=_DIRECTIONS if len(leaves[0]) < 20 else 1)
@@ -152,10 +152,10 @@ class Matching:
         lines = dict.fromkeys(line for cuts, _ in found for line in cuts)
         return list(lines), list(dict.fromkeys(name for _, seen in found for name in seen))
 
-    def restored(self, run: Run, reduction: str, tolerance: float) -> set[str]:
+    def restored(self, run: Run, rank_reduction: str, tolerance: float) -> set[str]:
         """Return the names of the gradients that are right if the user's calls of detach() keep the graph."""
         n = len(run.sizes)
-        plan = replace(self.plan, scale=float(n) if self.reduction == "mean" else 1.0, order=1)
+        plan = replace(self.plan, scale=float(n) if self.rank_reduction == "mean" else 1.0, order=1)
         parts = split(self.whole(run.sizes), run.sizes)
         assert run.reference is not None
         try:
@@ -163,9 +163,9 @@ class Matching:
             each = list(compare(measured, replace(run.reference, second=None), run.sizes, self.names(run.sizes)))
         except Exception:
             return set()
-        return {q.what for q in each} - {q.what for q in each if not run.is_right(q, reduction, tolerance)}
+        return {q.what for q in each} - {q.what for q in each if not run.is_right(q, rank_reduction, tolerance)}
 
-    def rounding(self, run: Run, reduction: str, tolerance: float) -> set[str]:
+    def rounding(self, run: Run, rank_reduction: str, tolerance: float) -> set[str]:
         """Return the names of what changes as much on one process, if the last digit of the inputs changes."""
         whole, names = self.whole(run.sizes), self.names(run.sizes)
         leaves, rebuild = tree_flatten(whole)
@@ -175,7 +175,8 @@ class Matching:
         assert run.reference is not None
         each = compare([found], run.reference, (sum(run.sizes),), names)
         errors = {
-            q.what: run.error(q, reduction) for q in sorted(run.quantities, key=lambda q: run.error(q, reduction))
+            q.what: run.error(q, rank_reduction)
+            for q in sorted(run.quantities, key=lambda q: run.error(q, rank_reduction))
         }
         return {q.what for q in each if q.error() > max(tolerance, 0.1 * errors.get(q.what, 0.0))}
 

@@ -80,7 +80,7 @@ class Report:
     #: What the check does not cover.
     notes: tuple[str, ...] = ()
     #: "mean" or "sum": the reduction over ranks that the tables show; "": the losses are summed.
-    reduction: str = ""
+    rank_reduction: str = ""
 
     @property
     def ok(self) -> bool:
