@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.nn import functional as distributed
 
-from diffcoll.nn import clip_loss
+from diffcoll.nn.functional import clip_loss
 from diffcoll.testing import spawn
 
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h

@@ -46,7 +46,7 @@ class SimCLR(nn.Module):
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
         z1, z2 = (self.projector(self.encoder(x)) for x in (first, second))
-        return dc.nn.nt_xent(z1, z2, temperature=0.5)
+        return dc.nn.functional.nt_xent_loss(z1, z2, temperature=0.5)
 
     def features(self, x: Tensor) -> Tensor:
         return self.encoder(x)
@@ -62,7 +62,7 @@ class CLIP(nn.Module):
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
         image, text = self.upper(first[:, :32]), self.lower(second[:, 32:])
-        return dc.nn.clip_loss(image, text, self.log_scale.exp(), normalize=True)
+        return dc.nn.functional.clip_loss(image, text, self.log_scale.exp(), normalize=True)
 
     def features(self, x: Tensor) -> Tensor:
         return torch.cat([self.upper(x[:, :32]), self.lower(x[:, 32:])], 1)
@@ -77,7 +77,7 @@ class BarlowTwins(nn.Module):
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
         z1, z2 = (self.projector(self.encoder(x)) for x in (first, second))
-        return dc.nn.barlow_twins_loss(z1, z2, lambd=0.02)
+        return dc.nn.functional.barlow_twins_loss(z1, z2, lambd=0.02)
 
     def features(self, x: Tensor) -> Tensor:
         return self.encoder(x)

@@ -19,11 +19,12 @@ from typing_extensions import override
 
 from diffcoll.collectives import reduce_scatter, split
 from diffcoll.core import trees
-from diffcoll.core.arguments import GradPlacement, Group, Sizes, Tree
+from diffcoll.core.arguments import Group, Sizes, Tree
 from diffcoll.core.blocks import join
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
+from diffcoll.engines.types import GradPlacement
 
 __all__ = ["AllGather", "all_gather", "gathered_as"]
 

@@ -19,11 +19,12 @@ from typing_extensions import override
 
 from diffcoll.collectives import sum_gradients
 from diffcoll.core import trees
-from diffcoll.core.arguments import GradPlacement, Group, Tree
+from diffcoll.core.arguments import Group, Tree
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import Op, Ties
+from diffcoll.engines.types import GradPlacement
 
 __all__ = ["AllReduce", "all_reduce"]
 

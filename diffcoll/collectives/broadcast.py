@@ -19,10 +19,11 @@ from typing_extensions import override
 
 from diffcoll.collectives import reduce
 from diffcoll.core import trees
-from diffcoll.core.arguments import GradPlacement, Group, Tree
+from diffcoll.core.arguments import Group, Tree
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
+from diffcoll.engines.types import GradPlacement
 
 __all__ = ["Broadcast", "broadcast"]
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -15,8 +14,9 @@ from diffcoll.core.agreement import Agreement
 from diffcoll.core.errors import message
 from diffcoll.core.reductions import REDUCTIONS, Reduction, spelled, users
 from diffcoll.engines.engine import Engine
+from diffcoll.engines.types import word_of
 
-__all__ = ["Arguments", "GradPlacement", "Group", "Parts", "Sizes", "Tree"]
+__all__ = ["Arguments", "Group", "Parts", "Sizes", "Tree"]
 
 #: A tensor, or nested tuples, lists and dicts of tensors.
 Tree = TypeVar("Tree")
@@ -25,13 +25,6 @@ Group = Any
 #: Sizes of the blocks that x is cut into, and of the blocks that the ranks contribute.
 Parts = Sequence[int] | None
 Sizes = Sequence[int] | Literal["auto"] | None
-#: Where the gradient of a result that is the same on all ranks is whole, in DTensor's words.
-if TYPE_CHECKING:
-    from torch.distributed.tensor import Partial, Replicate
-
-    GradPlacement = Literal["partial", "replicate"] | Partial | Replicate
-else:
-    GradPlacement = Literal["partial", "replicate"]
 
 #: Collectives whose x may be a tree.
 TAKE_TREES = (
@@ -117,7 +110,7 @@ class Arguments(Agreement):
     def replicated(self) -> bool:
         """Return whether the gradient that arrives at the result is declared whole, and equal, on every rank."""
         given = self.arguments["grad_placement"]
-        value = given if isinstance(given, str) else _word(given)
+        value = given if isinstance(given, str) else word_of(given)
         if value not in ("partial", "replicate"):
             remedy = '"partial" if each rank has its own loss, "replicate" if all compute the same one'
             raise self.error("grad_placement", '"partial" or "replicate"', remedy)
@@ -296,14 +289,6 @@ def _is_dense(x: Tensor) -> bool:
     if torch.compiler.is_compiling():  # Dynamo does not trace x.layout in the backward of a user's Function
         return not (x.is_sparse or x.is_sparse_csr or x.is_mkldnn)
     return x.layout == torch.strided
-
-
-def _word(placement: object) -> str | None:
-    """Return what a placement of torch.distributed.tensor is called here; None: it is none that a gradient may have."""
-    tensor = sys.modules.get("torch.distributed.tensor")  # where it was not imported, nobody has a placement
-    if tensor is not None and placement == tensor.Partial():
-        return "partial"
-    return "replicate" if tensor is not None and placement == tensor.Replicate() else None
 
 
 def _wider(x: Tensor) -> str:

@@ -18,7 +18,7 @@ from diffcoll.core._torch import BatchNormBase, is_jit_tracing, without_transfor
 from diffcoll.core.arguments import Group
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size, resolve
-from diffcoll.nn.functional import wide
+from diffcoll.nn.moments import wide
 from diffcoll.nn.normalize import batch_norm
 
 __all__ = [

@@ -39,7 +39,7 @@ def clip_loss(
     >>> from torch.nn import functional as F
     >>> from diffcoll.testing import simulate
     >>> def loss(image, text):
-    ...     return dc.nn.clip_loss(F.normalize(image), F.normalize(text), 100.0)
+    ...     return dc.nn.functional.clip_loss(F.normalize(image), F.normalize(text), 100.0)
     >>> g = torch.Generator().manual_seed(0)
     >>> image, text = (torch.randn(8, 16, generator=g).double() for _ in range(2))
     >>> losses = simulate(loss, image.split([5, 3]), text.split([5, 3]))
@@ -52,7 +52,7 @@ def clip_loss(
         logit_scale: a number or a tensor with one element; multiplies the logits. open_clip passes `logit_scale.exp()`.
         labels: (b,), integers: the pairs of all samples of a label are positives, and the loss is averaged over the
             positives of each row and column (UniCL). None: a sample's own pair is its only positive.
-        ids: (b,), integers: pairs of different samples with the same id are left out (equal captions).
+        ids: pairs of different samples with equal ids are *left out*, e.g. of equal captions; (b,), integers.
         normalize: normalize the features first; open_clip's model has done so.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         rank_reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean

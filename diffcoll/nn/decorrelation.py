@@ -43,8 +43,8 @@ def barlow_twins_loss(
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
     >>> z1, z2 = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0))
-    >>> whole = dc.nn.barlow_twins_loss(z1, z2)
-    >>> ranks = simulate(dc.nn.barlow_twins_loss, z1.split([5, 3]), z2.split([5, 3]))
+    >>> whole = dc.nn.functional.barlow_twins_loss(z1, z2)
+    >>> ranks = simulate(dc.nn.functional.barlow_twins_loss, z1.split([5, 3]), z2.split([5, 3]))
     >>> torch.allclose(sum(ranks) / 2, whole)
     True
 
@@ -104,8 +104,8 @@ def vicreg_loss(
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
     >>> z1, z2 = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0))
-    >>> whole = dc.nn.vicreg_loss(z1, z2)
-    >>> ranks = simulate(dc.nn.vicreg_loss, z1.split([5, 3]), z2.split([5, 3]))
+    >>> whole = dc.nn.functional.vicreg_loss(z1, z2)
+    >>> ranks = simulate(dc.nn.functional.vicreg_loss, z1.split([5, 3]), z2.split([5, 3]))
     >>> torch.allclose(sum(ranks) / 2, whole)
     True
 

@@ -59,9 +59,9 @@ def dice_loss(
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
     >>> p, t = torch.tensor([0.9, 0.8, 0.6, 0.3, 0.2]), torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0])
-    >>> dc.nn.dice_loss(p, t)
+    >>> dc.nn.functional.dice_loss(p, t)
     tensor(0.2414)
-    >>> simulate(dc.nn.dice_loss, p.split([3, 2]), t.split([3, 2]))
+    >>> simulate(dc.nn.functional.dice_loss, p.split([3, 2]), t.split([3, 2]))
     [tensor(0.2414), tensor(0.2414)]
 
     Args:
@@ -115,7 +115,7 @@ def iou_loss(
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
     >>> p, t = torch.tensor([0.9, 0.8, 0.6, 0.3, 0.2]), torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0])
-    >>> simulate(dc.nn.iou_loss, p.split([3, 2]), t.split([3, 2]))
+    >>> simulate(dc.nn.functional.iou_loss, p.split([3, 2]), t.split([3, 2]))
     [tensor(0.3415), tensor(0.3415)]
 
     Args:
@@ -161,7 +161,7 @@ def tversky_loss(
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
     >>> p, t = torch.tensor([0.9, 0.8, 0.6, 0.3, 0.2]), torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0])
-    >>> simulate(lambda p, t: dc.nn.tversky_loss(p, t, smooth=0.5), p.split([3, 2]), t.split([3, 2]))
+    >>> simulate(lambda p, t: dc.nn.functional.tversky_loss(p, t, smooth=0.5), p.split([3, 2]), t.split([3, 2]))
     [tensor(0.2414), tensor(0.2414)]
 
     Args:

@@ -15,14 +15,14 @@ from diffcoll.nn.features import Exchange, Options, check_features, columns_of, 
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.pairs import Rule, compare
 
-__all__ = ["InfoNCELoss", "info_nce"]
+__all__ = ["InfoNCELoss", "info_nce_loss"]
 
-_NAME = "info_nce"
+_NAME = "info_nce_loss"
 
 
-def info_nce(
+def info_nce_loss(
     query: Tensor,
-    positive_key: Tensor,
+    positive: Tensor,
     *,
     labels: Tensor | None = None,
     ids: Tensor | None = None,
@@ -39,15 +39,15 @@ def info_nce(
     >>> from diffcoll.testing import simulate
     >>> g = torch.Generator().manual_seed(0)
     >>> query, key = (torch.randn(8, 16, generator=g).double() for _ in range(2))
-    >>> losses = simulate(dc.nn.info_nce, query.split([5, 3]), key.split([5, 3]))
-    >>> torch.testing.assert_close(sum(losses) / 2, dc.nn.info_nce(query, key))
+    >>> losses = simulate(dc.nn.functional.info_nce_loss, query.split([5, 3]), key.split([5, 3]))
+    >>> torch.testing.assert_close(sum(losses) / 2, dc.nn.functional.info_nce_loss(query, key))
 
     Args:
         query: this rank's features, (b, D), of float16, bfloat16, float32 or float64; b may differ between ranks, and
             be 0. Half precision is sent as it is; logits are computed in float32.
-        positive_key: row i is the positive of query i; all other rows of all ranks are its negatives.
+        positive: row i is the positive of query i; all other rows of all ranks are its negatives.
         labels: (b,), integers: all keys of a query's label are its positives; the loss is averaged over them (UniCL).
-        ids: (b,), integers: keys of other samples with the query's id are left out (false negatives).
+        ids: keys of other samples with the query's id are *left out*, as false negatives; (b,), integers.
         temperature: a number or a tensor with one element; divides the logits.
         normalize: normalize the features first.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
@@ -67,18 +67,18 @@ def info_nce(
     Source: notes/contrastive.md.
     """
     options = Options(_NAME, group, rank_reduction, chunk_size, exchange)
-    check_features(_NAME, query=query, positive_key=positive_key)
+    check_features(_NAME, query=query, positive=positive)
     labels, ids = per_row(_NAME, "labels", labels, query), per_row(_NAME, "ids", ids, query)
     with without_autocast(query):
         q = wide(query, normalize)
         q = q / scalar(_NAME, "temperature", temperature, q, positive=True)
-        k = columns_of(positive_key, normalize)
+        k = columns_of(positive, normalize)
         found = compare(q, k, options, Rule(normalize=k.later), labels=labels, ids=ids)
         return options.returned(found.of_rows().sum() / found.total)
 
 
 class InfoNCELoss(LossModule):
-    """`info_nce` as a module; its arguments are the options, `forward` takes the tensors.
+    """`info_nce_loss` as a module; its arguments are the options, `forward` takes the tensors.
 
     A temperature that is an `nn.Parameter` becomes a parameter of the module.
 
@@ -107,7 +107,7 @@ class InfoNCELoss(LossModule):
         )
 
     def forward(
-        self, query: Tensor, positive_key: Tensor, labels: Tensor | None = None, ids: Tensor | None = None
+        self, query: Tensor, positive: Tensor, labels: Tensor | None = None, ids: Tensor | None = None
     ) -> Tensor:
-        """Return the loss, as `info_nce` does."""
-        return info_nce(query, positive_key, labels=labels, ids=ids, **self.options)
+        """Return the loss, as `info_nce_loss` does."""
+        return info_nce_loss(query, positive, labels=labels, ids=ids, **self.options)

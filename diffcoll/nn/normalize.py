@@ -30,7 +30,7 @@ from diffcoll.core.arguments import Group
 from diffcoll.core.checks import is_on
 from diffcoll.core.groups import collectives_only
 from diffcoll.nn.followers import any_needs, leaf, needs_gradient, number, refuse_absent_of, sent
-from diffcoll.nn.functional import gathered, merged, row_of, wide
+from diffcoll.nn.moments import gathered, merged, row_of, wide
 
 __all__ = ["Track", "batch_norm"]
 

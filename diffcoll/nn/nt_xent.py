@@ -16,12 +16,12 @@ from diffcoll.nn.features import Exchange, Options, check_features, columns_of, 
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.pairs import Rule, compare
 
-__all__ = ["NTXentLoss", "nt_xent"]
+__all__ = ["NTXentLoss", "nt_xent_loss"]
 
-_NAME = "nt_xent"
+_NAME = "nt_xent_loss"
 
 
-def nt_xent(
+def nt_xent_loss(
     z1: Tensor,
     z2: Tensor,
     *,
@@ -39,14 +39,14 @@ def nt_xent(
     >>> from diffcoll.testing import simulate
     >>> g = torch.Generator().manual_seed(0)
     >>> z1, z2 = (torch.randn(8, 16, generator=g).double() for _ in range(2))
-    >>> losses = simulate(dc.nn.nt_xent, z1.split([5, 3]), z2.split([5, 3]))
-    >>> torch.testing.assert_close(sum(losses) / 2, dc.nn.nt_xent(z1, z2))
+    >>> losses = simulate(dc.nn.functional.nt_xent_loss, z1.split([5, 3]), z2.split([5, 3]))
+    >>> torch.testing.assert_close(sum(losses) / 2, dc.nn.functional.nt_xent_loss(z1, z2))
 
     Args:
         z1: features of the first view of this rank's samples, (b, D), of float16, bfloat16, float32 or float64; b may
             differ between ranks, and be 0. Half precision is sent as it is; logits are computed in float32.
         z2: features of the second view of the same samples.
-        ids: (b,), integers: views of other samples with the same id are left out (false negatives).
+        ids: views of other samples with an equal id are *left out*, as false negatives; (b,), integers.
         temperature: a number or a tensor with one element; divides the logits.
         normalize: normalize the features first.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
@@ -77,7 +77,7 @@ def nt_xent(
 
 
 class NTXentLoss(LossModule):
-    """`nt_xent` as a module; its arguments are the options, `forward` takes the tensors.
+    """`nt_xent_loss` as a module; its arguments are the options, `forward` takes the tensors.
 
     A temperature that is an `nn.Parameter` becomes a parameter of the module.
 
@@ -106,5 +106,5 @@ class NTXentLoss(LossModule):
         )
 
     def forward(self, z1: Tensor, z2: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Return the loss, as `nt_xent` does."""
-        return nt_xent(z1, z2, ids=ids, **self.options)
+        """Return the loss, as `nt_xent_loss` does."""
+        return nt_xent_loss(z1, z2, ids=ids, **self.options)

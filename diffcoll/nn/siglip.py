@@ -39,7 +39,7 @@ def siglip_loss(
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
     >>> def loss(image, text):
-    ...     return dc.nn.siglip_loss(image, text, 10.0, -10.0, normalize=True)
+    ...     return dc.nn.functional.siglip_loss(image, text, 10.0, -10.0, normalize=True)
     >>> g = torch.Generator().manual_seed(0)
     >>> image, text = (torch.randn(8, 16, generator=g).double() for _ in range(2))
     >>> losses = simulate(loss, image.split([5, 3]), text.split([5, 3]))
@@ -52,7 +52,7 @@ def siglip_loss(
         logit_scale: a number or a tensor with one element; multiplies the logits. open_clip passes `logit_scale.exp()`.
         logit_bias: a number or a tensor with one element; is added to the logits.
         labels: (b,), integers: all pairs of equal labels are positives.
-        ids: (b,), integers: pairs of equal ids that are not positives are left out (equal captions).
+        ids: pairs of equal ids that are not positives are *left out*, e.g. of equal captions; (b,), integers.
         normalize: normalize the features first; open_clip's model has done so.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         rank_reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean

@@ -42,15 +42,16 @@ def supcon_loss(
     >>> g = torch.Generator().manual_seed(0)
     >>> features = torch.randn(8, 2, 16, generator=g).double()  # two views
     >>> labels = torch.tensor([0, 1, 2, 0, 1, 2, 3, 0])
-    >>> losses = simulate(dc.nn.supcon_loss, features.split([5, 3]), labels.split([5, 3]))
-    >>> torch.testing.assert_close(sum(losses) / 2, dc.nn.supcon_loss(features, labels))
+    >>> losses = simulate(dc.nn.functional.supcon_loss, features.split([5, 3]), labels.split([5, 3]))
+    >>> torch.testing.assert_close(sum(losses) / 2, dc.nn.functional.supcon_loss(features, labels))
 
     Args:
         features: this rank's features, (b, D), or (b, views, D) as in the authors' code, of float16, bfloat16, float32
             or float64; b may differ between ranks, and be 0. Half precision is sent as it is; logits are computed in
             float32.
         labels: (b,), integers: the class of each sample. All views of all samples of a class are positives.
-        ids: (b,), integers: rows of equal id and another label are left out. Rows of equal id and label stay positives.
+        ids: rows of an equal id and another label are *left out*; (b,), integers. Those of equal id and label stay
+            positives.
         temperature: a number or a tensor with one element; divides the logits.
         normalize: normalize the features first.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
@@ -72,7 +73,7 @@ def supcon_loss(
     options = Options(_NAME, group, rank_reduction, chunk_size, exchange)
     check_features(_NAME, (2, 3), features=features)
     if labels is None:
-        remedy = "pass the classes; nt_xent is the loss of two views without labels"
+        remedy = "pass the classes; nt_xent_loss is the loss of two views without labels"
         raise TypeError(message(_NAME, "labels", "None", f"a tensor of shape ({len(features)},)", remedy))
     views = features.shape[1] if features.ndim == 3 else 1
     of_rows, ids_of_rows = (

@@ -61,7 +61,7 @@ def test_names_that_are_imported_at_their_first_use(monkeypatch):
         batch = dc.gather_batch(x)
         assert isinstance(batch, dc.GatheredBatch)
         blocks = [block * (r + 2) for r, block in dc.ring(x)]
-        pairs = dc.nn.clip_loss(x, x.flip(1), logit_scale=2.0)
+        pairs = dc.nn.functional.clip_loss(x, x.flip(1), logit_scale=2.0)
         return [batch[0] * 3, *blocks, dc.average_gradients(x * 5), *dc.truth.all_reduce([x * 7]), pairs]
 
     x = torch.randn(3, 2, generator=torch.Generator().manual_seed(SEED))

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from references import OPTIONS, SIZES, Scale, batch, holds, masks, precision, softmax
 
 import diffcoll as dc
-from diffcoll.nn import CLIPLoss, clip_loss
+from diffcoll.nn import CLIPLoss
+from diffcoll.nn.functional import clip_loss
 from diffcoll.testing import simulate, spawn
 
 scale = Scale(logit_scale=2.0)
@@ -207,7 +208,7 @@ def test_the_module():
     assert loss(x, y, 3.0) == clip_loss(x, y, 3.0, rank_reduction="sum", chunk_size=2)
     found = loss(x, y, 3.0, labels=marks, ids=marks)
     assert found == clip_loss(x, y, 3.0, labels=marks, ids=marks, rank_reduction="sum", chunk_size=2)
-    assert "clip_loss" in dc.nn.__all__ and not list(loss.parameters())
+    assert "clip_loss" in dc.nn.functional.__all__ and not list(loss.parameters())
 
 
 def test_the_messages():

@@ -10,9 +10,9 @@ from diffcoll.testing import simulate, spawn
 
 LABELS = torch.tensor([0, 1, 0, 1, 2, 2, 0, 1])
 LOSSES = {
-    "clip_loss": lambda a, b: dc.nn.clip_loss(a, b, 5.0, normalize=True, chunk_size=2),
-    "siglip_loss": lambda a, b: dc.nn.siglip_loss(a.bfloat16(), b.bfloat16(), 2.0, -1.0),
-    "supcon_loss": lambda a, b: dc.nn.supcon_loss(a, LABELS[: len(a)]),
+    "clip_loss": lambda a, b: dc.nn.functional.clip_loss(a, b, 5.0, normalize=True, chunk_size=2),
+    "siglip_loss": lambda a, b: dc.nn.functional.siglip_loss(a.bfloat16(), b.bfloat16(), 2.0, -1.0),
+    "supcon_loss": lambda a, b: dc.nn.functional.supcon_loss(a, LABELS[: len(a)]),
 }
 
 
@@ -50,7 +50,7 @@ def test_one_rank_compiles_with_graph_breaks(exchange):
     """Half-precision features; a tower is frozen on the compiled rank. The messages are those of eager ranks."""
 
     def loss(a, b):
-        return dc.nn.clip_loss(a, b, 5.0, normalize=True, exchange=exchange)
+        return dc.nn.functional.clip_loss(a, b, 5.0, normalize=True, exchange=exchange)
 
     def gradients(a, b, compiled, trained):
         torch._dynamo.reset()
@@ -69,6 +69,8 @@ def test_one_rank_compiles_with_graph_breaks(exchange):
 @compiles
 def test_a_ring_is_not_one_graph():
     x = torch.randn(4, 3)
-    compiled = torch.compile(lambda x: dc.nn.clip_loss(x, x, 5.0, exchange="ring"), fullgraph=True, backend="eager")
+    compiled = torch.compile(
+        lambda x: dc.nn.functional.clip_loss(x, x, 5.0, exchange="ring"), fullgraph=True, backend="eager"
+    )
     with pytest.raises(torch._dynamo.exc.Unsupported, match="compile without fullgraph, or use exchange"):
         compiled(x)

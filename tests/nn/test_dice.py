@@ -6,7 +6,8 @@ import pytest
 import torch
 from releases import compiles
 
-from diffcoll.nn import DiceLoss, IoULoss, TverskyLoss, dice_loss, iou_loss, tversky_loss
+from diffcoll.nn import DiceLoss, IoULoss, TverskyLoss
+from diffcoll.nn.functional import dice_loss, iou_loss, tversky_loss
 from diffcoll.testing import assert_matches_single_process, simulate, spawn
 
 SIZES = ((6,), (4, 4), (5, 3), (5, 0, 3), (0, 2, 1))

@@ -6,15 +6,19 @@ from references import Scale, holds
 from releases import compiles, hooks_are_shown
 
 import diffcoll as dc
-from diffcoll.nn import clip_loss, info_nce, nt_xent, siglip_loss, supcon_loss
+from diffcoll.nn.functional import clip_loss, info_nce_loss, nt_xent_loss, siglip_loss, supcon_loss
 from diffcoll.testing import simulate, spawn
 
 scale = Scale(scale=2.0, bias=-1.0)
 LOSSES = {
     "clip": lambda x, y, labels, ids, **o: clip_loss(x, y, scale.scale, ids=ids, **o) + 0 * scale.bias,
     "clip labels": lambda x, y, labels, ids, **o: clip_loss(x, y, scale.scale, labels=labels, **o) + 0 * scale.bias,
-    "info_nce": lambda x, y, labels, ids, **o: info_nce(x, y, ids=ids, temperature=scale.scale, **o) + 0 * scale.bias,
-    "nt_xent": lambda x, y, labels, ids, **o: nt_xent(x, y, ids=ids, temperature=scale.scale, **o) + 0 * scale.bias,
+    "info_nce_loss": lambda x, y, labels, ids, **o: (
+        info_nce_loss(x, y, ids=ids, temperature=scale.scale, **o) + 0 * scale.bias
+    ),
+    "nt_xent_loss": lambda x, y, labels, ids, **o: (
+        nt_xent_loss(x, y, ids=ids, temperature=scale.scale, **o) + 0 * scale.bias
+    ),
     "supcon": lambda x, y, labels, ids, **o: (
         supcon_loss(torch.stack([x, y], 1), labels, temperature=scale.scale, **o) + 0 * scale.bias
     ),
@@ -91,7 +95,9 @@ def test_vmap_over_labels_and_ids_of_the_same_features(options):
     parts = split((x, y), [5, 3]), marks.split([5, 3], 1)
 
     def losses(run, x, y, marks):
-        return run(lambda ids: nt_xent(x, y, ids=ids, **options) + clip_loss(x, y, 2.0, labels=ids, **options))(marks)
+        return run(lambda ids: nt_xent_loss(x, y, ids=ids, **options) + clip_loss(x, y, 2.0, labels=ids, **options))(
+            marks
+        )
 
     def each(f):
         return lambda marks: torch.stack([f(row) for row in marks])
@@ -113,8 +119,8 @@ def test_each_rank_sends_the_same_messages_whatever_it_trains(options):
         loss = {
             "clip": lambda: clip_loss(x, y, scale, **options),
             "clip labels": lambda: clip_loss(x, y, scale, labels=labels, **options),
-            "info_nce": lambda: info_nce(x, y, temperature=scale, **options),
-            "nt_xent": lambda: nt_xent(x, y, temperature=scale, **options),
+            "info_nce_loss": lambda: info_nce_loss(x, y, temperature=scale, **options),
+            "nt_xent_loss": lambda: nt_xent_loss(x, y, temperature=scale, **options),
             "supcon": lambda: supcon_loss(torch.stack([x, y], 1), labels, temperature=scale, **options),
             "siglip": lambda: siglip_loss(x, y, scale, -1.0, **options),
         }[name]()
@@ -205,7 +211,7 @@ def test_half_precision():
 
     def gradients(*x, exchange):
         xs = [t.clone().requires_grad_() for t in x[:2]]
-        loss = info_nce(*xs, temperature=0.05, exchange=exchange)
+        loss = info_nce_loss(*xs, temperature=0.05, exchange=exchange)
         return loss.detach(), *torch.autograd.grad(loss, xs)
 
     found = simulate(lambda *x: gradients(*x, exchange="ring"), *split((x, y), [5, 3]), rules=True)

@@ -26,15 +26,15 @@ def normalized(x, affine, checked=False):
 
 #: Of x, (b, 3), in (0, 1).
 PROGRAMS = {
-    "barlow_twins_loss": lambda x: dc.nn.barlow_twins_loss(x, x.sin() + 1),
-    "vicreg_loss": lambda x: dc.nn.vicreg_loss(x, x.square()),
-    "dice_loss": lambda x: dc.nn.dice_loss(x, (x.detach() > 0.4).double()),
-    "iou_loss": lambda x: dc.nn.iou_loss(x, x.detach(), dims="per class"),
-    "tversky_loss": lambda x: dc.nn.tversky_loss(x, x.detach(), dims=0),
-    "dice_loss of images": lambda x: dc.nn.dice_loss(x, x.detach(), dims=1),
+    "barlow_twins_loss": lambda x: dc.nn.functional.barlow_twins_loss(x, x.sin() + 1),
+    "vicreg_loss": lambda x: dc.nn.functional.vicreg_loss(x, x.square()),
+    "dice_loss": lambda x: dc.nn.functional.dice_loss(x, (x.detach() > 0.4).double()),
+    "iou_loss": lambda x: dc.nn.functional.iou_loss(x, x.detach(), dims="per class"),
+    "tversky_loss": lambda x: dc.nn.functional.tversky_loss(x, x.detach(), dims=0),
+    "dice_loss of images": lambda x: dc.nn.functional.dice_loss(x, x.detach(), dims=1),
     "moments": lambda x: sum((y**2).sum() for y in moments(x, 0)[1:]),
-    "moments, weights": lambda x: sum((y**2).sum() for y in moments(x, 0, half(x)[:, None])),
-    "weighted_mean": lambda x: weighted_mean(x, half(x)).square().sum(),
+    "moments, weights": lambda x: sum((y**2).sum() for y in moments(x, 0, weight=half(x)[:, None])),
+    "weighted_mean": lambda x: weighted_mean(x, weight=half(x)).square().sum(),
     "weighted_mean, complex": lambda x: weighted_mean(x * (1 + 2j)).abs().sum(),
     "SyncBatchNorm": partial(normalized, affine=True),
     "SyncBatchNorm, no parameters": partial(normalized, affine=False),

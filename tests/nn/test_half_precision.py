@@ -11,24 +11,26 @@ SCALE = 20.0
 
 
 def supcon(x, y, labels, **options):
-    return dc.nn.supcon_loss(torch.stack([x, y], 1), labels, temperature=1 / SCALE, **options)
+    return dc.nn.functional.supcon_loss(torch.stack([x, y], 1), labels, temperature=1 / SCALE, **options)
 
 
 #: With features, and numbers of the samples: labels with one positive each.
 CONTRASTIVE = {
-    "clip": lambda x, y, n, **o: dc.nn.clip_loss(x, y, SCALE, **o),
-    "clip normalize": lambda x, y, n, **o: dc.nn.clip_loss(x, y, SCALE, normalize=True, **o),
-    "clip labels": lambda x, y, n, **o: dc.nn.clip_loss(x, y, SCALE, labels=n, **o),
-    "clip two positives": lambda x, y, n, **o: dc.nn.clip_loss(x, y, SCALE, labels=n // 2, **o),
-    "info_nce": lambda x, y, n, **o: dc.nn.info_nce(x, y, temperature=1 / SCALE, **o),
-    "info_nce ids": lambda x, y, n, **o: dc.nn.info_nce(x, y, temperature=1 / SCALE, ids=n // 2, **o),
-    "nt_xent": lambda x, y, n, **o: dc.nn.nt_xent(x, y, temperature=1 / SCALE, **o),
+    "clip": lambda x, y, n, **o: dc.nn.functional.clip_loss(x, y, SCALE, **o),
+    "clip normalize": lambda x, y, n, **o: dc.nn.functional.clip_loss(x, y, SCALE, normalize=True, **o),
+    "clip labels": lambda x, y, n, **o: dc.nn.functional.clip_loss(x, y, SCALE, labels=n, **o),
+    "clip two positives": lambda x, y, n, **o: dc.nn.functional.clip_loss(x, y, SCALE, labels=n // 2, **o),
+    "info_nce_loss": lambda x, y, n, **o: dc.nn.functional.info_nce_loss(x, y, temperature=1 / SCALE, **o),
+    "info_nce_loss ids": lambda x, y, n, **o: dc.nn.functional.info_nce_loss(
+        x, y, temperature=1 / SCALE, ids=n // 2, **o
+    ),
+    "nt_xent_loss": lambda x, y, n, **o: dc.nn.functional.nt_xent_loss(x, y, temperature=1 / SCALE, **o),
     "supcon": supcon,
-    "siglip": lambda x, y, n, **o: dc.nn.siglip_loss(x, y, 3 * SCALE, -1.7 * SCALE, **o),
+    "siglip": lambda x, y, n, **o: dc.nn.functional.siglip_loss(x, y, 3 * SCALE, -1.7 * SCALE, **o),
 }
 OTHERS = {
-    "barlow twins": lambda x, y, n, **o: dc.nn.barlow_twins_loss(x, y, **o),
-    "vicreg": lambda x, y, n, **o: dc.nn.vicreg_loss(x, y, **o),
+    "barlow twins": lambda x, y, n, **o: dc.nn.functional.barlow_twins_loss(x, y, **o),
+    "vicreg": lambda x, y, n, **o: dc.nn.functional.vicreg_loss(x, y, **o),
 }
 WAYS = [{}, {"chunk_size": 4}, {"exchange": "ring", "chunk_size": 3}]
 #: Noise between the features of a pair, from equal to independent, and whether pairs are wrong.
@@ -118,7 +120,7 @@ def test_ratios_of_sums(kind, dims):
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
 def test_parts_of_ranks_that_cancel(exchange):
     """Nearly equal features at scale 100: each rank's part of a gradient is much larger than their sum."""
-    for name in ("clip", "info_nce", "nt_xent", "supcon"):
+    for name in ("clip", "info_nce_loss", "nt_xent_loss", "supcon"):
         x, y = features(0.3, 0, torch.bfloat16, rows=32, common=10.0)
         _, *right = gradients(CONTRASTIVE[name], x.double(), y.double(), [32])
         _, *found = gradients(CONTRASTIVE[name], x, y, [8] * 4, exchange=exchange)
@@ -128,7 +130,7 @@ def test_parts_of_ranks_that_cancel(exchange):
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 4}, {"exchange": "ring"}], ids=str)
 def test_within_transforms(options):
     x, y = features(0.35, 0, torch.bfloat16)
-    for name in ("clip", "nt_xent", "supcon"):
+    for name in ("clip", "nt_xent_loss", "supcon"):
         _, *right = gradients(CONTRASTIVE[name], x.double(), y.double(), [12])
         _, *found = gradients(CONTRASTIVE[name], x, y, [5, 0, 7], transformed=True, **options)
         assert all(roundings(a, b, 1, torch.bfloat16) < 3 for a, b in zip(found, right, strict=True))
@@ -141,7 +143,7 @@ def test_float32_is_as_accurate_as_cross_entropy():
         return F.cross_entropy(SCALE * x @ y.T, torch.arange(len(x)))
 
     def ours(x, y, n, **options):
-        return dc.nn.info_nce(x, y, temperature=1 / SCALE, normalize=False, **options)
+        return dc.nn.functional.info_nce_loss(x, y, temperature=1 / SCALE, normalize=False, **options)
 
     for noise, wrong in NOISE:
         x, y = features(noise, wrong, torch.float32)

@@ -31,9 +31,11 @@ def test_contrastive_losses(on):
     scale, bias = nn.Parameter(torch.tensor(3.0).double()), nn.Parameter(torch.tensor(-1.0).double())
 
     def distributed(x, y, labels):
-        pairs = dc.nn.clip_loss(x, y, scale, normalize=True) + 2 * dc.nn.siglip_loss(x, y, scale, bias)
-        rows = dc.nn.info_nce(x, y, temperature=1 / scale) + 3 * dc.nn.nt_xent(x, y)
-        return pairs + rows + 5 * dc.nn.supcon_loss(x, labels)
+        pairs = dc.nn.functional.clip_loss(x, y, scale, normalize=True) + 2 * dc.nn.functional.siglip_loss(
+            x, y, scale, bias
+        )
+        rows = dc.nn.functional.info_nce_loss(x, y, temperature=1 / scale) + 3 * dc.nn.functional.nt_xent_loss(x, y)
+        return pairs + rows + 5 * dc.nn.functional.supcon_loss(x, labels)
 
     def single(x, y, labels):
         a, b = F.normalize(x), F.normalize(y)
@@ -55,8 +57,8 @@ def test_contrastive_losses(on):
 
 def test_losses_of_sums(on):
     def distributed(x, y, labels):
-        twins = dc.nn.barlow_twins_loss(x, y, lambd=0.02) + dc.nn.vicreg_loss(x, y)
-        return twins + dc.nn.dice_loss(x.sigmoid(), y > 0, dims=0)
+        twins = dc.nn.functional.barlow_twins_loss(x, y, lambd=0.02) + dc.nn.functional.vicreg_loss(x, y)
+        return twins + dc.nn.functional.dice_loss(x.sigmoid(), y > 0, dims=0)
 
     def covariance(x):
         return (x - x.mean(0)).T @ (x - x.mean(0)) / (len(x) - 1)
@@ -82,7 +84,7 @@ def test_batch_norm_and_moments(on):
 
         def forward(self, x, y, labels):
             _, mean, variance = dc.nn.functional.moments(y, 0)
-            weighted = dc.nn.functional.weighted_mean(y.square(), labels)
+            weighted = dc.nn.functional.weighted_mean(y.square(), weight=labels)
             return self.inner(x).pow(3).mul(y).sum() + (mean * variance * weighted).sum() / dc.get_world_size()
 
     model = Both()

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from references import OPTIONS, SIZES, Scale, batch, holds, masks, precision
 
-from diffcoll.nn import SigLIPLoss, siglip_loss
+from diffcoll.nn import SigLIPLoss
+from diffcoll.nn.functional import siglip_loss
 
 scale = Scale(logit_scale=3.0, logit_bias=-2.0)
 

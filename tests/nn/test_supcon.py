@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from references import OPTIONS, SIZES, Scale, holds, precision
 
-from diffcoll.nn import SupConLoss, supcon_loss
+from diffcoll.nn import SupConLoss
+from diffcoll.nn.functional import supcon_loss
 
 scale = Scale(temperature=0.4)
 

@@ -60,7 +60,9 @@ def test_moments_of_weighted_values():
 
     for order in (1, 2):
         assert_matches_single_process(
-            lambda x, w: (loss(moments(x, (0, 2), w)) + moments(x, (0, 2), w).count.sum()) / dc.get_world_size(),
+            lambda x, w: (
+                (loss(moments(x, (0, 2), weight=w)) + moments(x, (0, 2), weight=w).count.sum()) / dc.get_world_size()
+            ),
             lambda x, w: loss(whole(x, (0, 2), w)) + whole(x, (0, 2), w)[0].sum(),
             batch,
             sizes=SIZES,
@@ -75,8 +77,8 @@ def test_gradients_by_finite_differences():
     ws = [data(k, 2, seed=9 + k).square() for k in (3, 0, 1)]
     factors = [1.0, -2.0, 3.0]  # each rank has its own loss
     check_gradients(lambda x, f: f * loss(moments(x, 0)), xs, factors, order=2, on=["simulated"])
-    check_gradients(lambda x, w, f: f * loss(moments(x, 0, w)), xs, ws, factors, on=["simulated"])
-    check_gradients(lambda x, w, f: f * weighted_mean(x, w).pow(3).sum(), xs, ws, factors, on=["simulated"])
+    check_gradients(lambda x, w, f: f * loss(moments(x, 0, weight=w)), xs, ws, factors, on=["simulated"])
+    check_gradients(lambda x, w, f: f * weighted_mean(x, weight=w).pow(3).sum(), xs, ws, factors, on=["simulated"])
 
 
 def test_a_rank_whose_weights_are_all_zero_has_the_gradient_of_its_weights():
@@ -85,7 +87,7 @@ def test_a_rank_whose_weights_are_all_zero_has_the_gradient_of_its_weights():
 
     def gradient(x, w):
         w = w.clone().requires_grad_()
-        (loss(moments(x, 0, w)) + weighted_mean(x, w).pow(2).sum()).div(dc.get_world_size()).backward()
+        (loss(moments(x, 0, weight=w)) + weighted_mean(x, weight=w).pow(2).sum()).div(dc.get_world_size()).backward()
         return w.grad
 
     want = gradient(x, w)
@@ -96,7 +98,7 @@ def test_a_rank_whose_weights_are_all_zero_has_the_gradient_of_its_weights():
 def test_nothing_at_all_gives_zeros_and_zero_gradients():
     def zeros(x, w=None):
         x = x.clone().requires_grad_()
-        found = [*moments(x, 0, w), weighted_mean(x, w)]
+        found = [*moments(x, 0, weight=w), weighted_mean(x, weight=w)]
         sum(t.sum() for t in found).backward()
         assert all((t == 0).all() for t in found) and (x.grad == 0).all()
         return True
@@ -108,9 +110,10 @@ def test_nothing_at_all_gives_zeros_and_zero_gradients():
 def test_values_of_weight_zero_may_be_nan():
     x = torch.tensor([[1.0], [float("nan")], [3.0], [float("inf")]])
     mask = torch.tensor([[True], [False], [True], [False]])
-    for _, mean, variance in rules(lambda x, w: moments(x, 0, w), x.split([2, 2]), mask.split([2, 2])):
+    for _, mean, variance in rules(lambda x, w: moments(x, 0, weight=w), x.split([2, 2]), mask.split([2, 2])):
         assert mean == 2 and variance == 1
-    assert [m.item() for m in rules(weighted_mean, x.split([1, 3]), mask.split([1, 3]))] == [2, 2]
+    means = rules(lambda x, w: weighted_mean(x, weight=w), x.split([1, 3]), mask.split([1, 3]))
+    assert [m.item() for m in means] == [2, 2]
 
 
 @pytest.mark.parametrize("many", [2, 64])
@@ -139,7 +142,7 @@ def test_weighted_mean_equals_one_process(weighted):
         return data(n, 3), data(n, seed=1).square()
 
     assert_matches_single_process(
-        lambda x, w: weighted_mean(x, w if weighted else None).pow(3).sum() / dc.get_world_size() + 0 * w.sum(),
+        lambda x, w: weighted_mean(x, weight=w if weighted else None).pow(3).sum() / dc.get_world_size() + 0 * w.sum(),
         lambda x, w: whole(x, 0, w[:, None] if weighted else None)[1].pow(3).sum() + 0 * w.sum(),
         batch,
         sizes=SIZES,
@@ -152,7 +155,9 @@ def test_weighted_mean_equals_one_process(weighted):
 def test_weighted_mean_of_complex_values_and_along_another_dimension():
     z = torch.complex(data(4), data(4, seed=1))
     assert all(torch.isclose(m, z.mean()) for m in rules(weighted_mean, z.split([3, 1])))
-    along = rules(lambda x, w: weighted_mean(x, w, dim=1), data(3, 4).split([1, 3], 1), data(4, seed=1).split([1, 3]))
+    along = rules(
+        lambda x, w: weighted_mean(x, weight=w, dim=1), data(3, 4).split([1, 3], 1), data(4, seed=1).split([1, 3])
+    )
     torch.testing.assert_close(along[0], (data(3, 4) * data(4, seed=1)).sum(1) / data(4, seed=1).sum())
 
 
@@ -197,15 +202,29 @@ def test_group_norm_whose_channels_are_split_over_a_mesh_dimension():
         (lambda: moments([1.0], 0), TypeError, "moments: x: got list, expected a floating-point tensor"),
         (lambda: moments(torch.ones(2).long(), 0), TypeError, "moments: x: got torch.int64, expected a floating-point"),
         (lambda: moments(torch.ones(2) * 1j, 0), TypeError, "pass torch.view_as_real(x)"),
-        (lambda: moments(torch.ones(2, 2), (0, -2)), ValueError, "moments: dims: got (0, -2), expected different dim"),
+        (lambda: moments(torch.ones(2, 2), (0, -2)), ValueError, "moments: dim: got (0, -2), expected different dim"),
         (lambda: moments(torch.ones(2, 2), 2), ValueError, "from -2 to 1, at least one, since x has shape (2, 2)"),
-        (lambda: moments(torch.ones(2, 2), ()), ValueError, "moments: dims: got (), expected"),
-        (lambda: moments(torch.ones(2, 2), "0"), TypeError, "moments: dims: got '0', expected an integer"),
-        (lambda: moments(torch.ones(2, 3), 0, torch.ones(2)), ValueError, "expected a shape that broadcasts to x's"),
-        (lambda: moments(torch.ones(2, 3), 0, 1.0), TypeError, "moments: weight: got float, expected a real tensor"),
+        (lambda: moments(torch.ones(2, 2), ()), ValueError, "moments: dim: got (), expected"),
+        (lambda: moments(torch.ones(2, 2), "0"), TypeError, "moments: dim: got '0', expected an integer"),
+        (
+            lambda: moments(torch.ones(2, 3), 0, weight=torch.ones(2)),
+            ValueError,
+            "expected a shape that broadcasts to x's",
+        ),
+        (
+            lambda: moments(torch.ones(2, 3), 0, weight=1.0),
+            TypeError,
+            "moments: weight: got float, expected a real tensor",
+        ),
+        (
+            lambda: weighted_mean(torch.ones(2), torch.ones(2)),
+            TypeError,
+            "dim: got Tensor, expected an integer or a sequ",
+        ),
+        (lambda: moments(torch.ones(2), torch.tensor(0)), TypeError, "integers; weights are passed as weight="),
         (lambda: weighted_mean(torch.ones(2).int()), TypeError, "weighted_mean: x: got torch.int32, expected"),
         (
-            lambda: weighted_mean(torch.ones(3, 2), torch.ones(2)),
+            lambda: weighted_mean(torch.ones(3, 2), weight=torch.ones(2)),
             ValueError,
             "weight: got shape (2,), expected shape (3,)",
         ),
