@@ -12,7 +12,7 @@ import contextlib
 import weakref
 from collections.abc import Generator, Iterable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,11 @@ from diffcoll.averaging.module_buffers import ModuleBuffers, facts, named_buffer
 from diffcoll.averaging.parameters import differentiable, named_parameters
 from diffcoll.averaging.reducer import Reducer
 from diffcoll.averaging.spare import copied_containers, copy_where_needed
-from diffcoll.averaging.state import NAME, Arguments, BroadcastBuffers, Reduction, Unused
+from diffcoll.averaging.state import NAME, Arguments, Averaging, BroadcastBuffers, Unused, read_reduction
 from diffcoll.averaging.tree import ModuleTree
 from diffcoll.averaging.twins import twin
 from diffcoll.core._torch import untraced
+from diffcoll.core.arguments import Group
 from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
 from diffcoll.engines import local
@@ -75,7 +76,8 @@ class GradientAverager:
             order, names, shapes and dtypes. Any floating-point or complex dtype; dtypes and devices may be mixed.
             Integer parameters are only broadcast. Parameters added to the module later raise an error.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-        reduction: `"mean"`: Σ_r g_r / N. `"sum"`: Σ_r g_r. `"weighted"`: Σ_r w_r g_r / Σ_r w_r, see `set_weight`.
+        reduction: `"mean"`: Σ_r g_r / N. `"sum"`: Σ_r g_r. `"weighted"`: Σ_r w_r g_r / Σ_r w_r, see `set_weight`. Other
+            spellings as in `all_reduce`: `"avg"`, `ReduceOp.SUM`.
         bucket_mb: maximum size of one message in megabytes; a single larger gradient has a message of its own.
         comm_dtype: the dtype in which gradients are sent and added; None: their own.
         deterministic: add in the order of ranks, so that gradients have the same bits on every engine and for every
@@ -109,9 +111,9 @@ class GradientAverager:
     def __init__(
         self,
         module_or_params: nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
-        group: Any = None,
         *,
-        reduction: Reduction = "mean",
+        group: Group = None,
+        reduction: Averaging | Literal["weighted"] = "mean",
         bucket_mb: float = 25.0,
         comm_dtype: torch.dtype | None = None,
         deterministic: bool = False,
@@ -124,7 +126,8 @@ class GradientAverager:
     ) -> None:
         module = module_or_params if isinstance(module_or_params, nn.Module) else None
         sends = broadcast_parameters, broadcast_buffers
-        arguments = Arguments(reduction, bucket_mb, comm_dtype, deterministic, comm_hook, unused, *sends, hooks)
+        how = read_reduction(NAME, reduction, ("mean", "sum", "weighted"))
+        arguments = Arguments(how, bucket_mb, comm_dtype, deterministic, comm_hook, unused, *sends, hooks)
         arguments.check(module)
         named, ignored = named_parameters(NAME, module_or_params, partial(checked_ignore, NAME, ignore, module))
         engine = _engine(group)

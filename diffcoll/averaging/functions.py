@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diffcoll.averaging.buckets import is_channels_last
+from diffcoll.averaging.state import Averaging, read_reduction
 from diffcoll.collectives.all_gather import all_gather
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.broadcast import broadcast
@@ -39,7 +40,7 @@ _BYTES = 64 << 20
 
 
 def average_gradients(
-    tree: Tree, op: Literal["mean", "sum"] = "mean", weight: float | Tensor | None = None, group: Group = None
+    tree: Tree, *, reduction: Averaging = "mean", weight: float | Tensor | None = None, group: Group = None
 ) -> Tree:
     """MAML, gradient penalties: average gradients over the ranks, differentiable to any order.
 
@@ -58,7 +59,7 @@ def average_gradients(
     Args:
         tree: a tensor, or nested tuples, lists and dicts of tensors; any floating-point or complex dtype; the same
             structure and shapes on all ranks.
-        op: `"mean"` or `"sum"`.
+        reduction: `"mean"` or `"sum"`, in any spelling that `all_reduce` accepts.
         weight: None: every rank counts the same. For unequal batches this rank's number of samples or tokens, a
             non-negative number or a 0-d tensor: the mean is Σ_r w_r g_r / Σ_r w_r, the sum Σ_r w_r g_r. A rank of
             weight zero contributes zero, even if its gradients are NaN. If all weights are zero, the mean is zero.
@@ -72,10 +73,9 @@ def average_gradients(
 
     Source: notes/averaging.md.
     """
-    if op not in ("mean", "sum"):
-        raise ValueError(message("average_gradients", "op", repr(op), '"mean" or "sum"'))
+    op = read_reduction("average_gradients", reduction, ("mean", "sum"))
     if weight is None:
-        reduced: Tree = all_reduce(tree, op, group)
+        reduced: Tree = all_reduce(tree, op, group=group)
         return reduced
     leaves, rebuild = tree_flatten(tree)
     tensors = [g for g in leaves if isinstance(g, Tensor)]
@@ -86,7 +86,7 @@ def average_gradients(
     dtype = torch.float64 if like is None else like.dtype
     w = _number(checked_weight("average_gradients", weight), dtype, None if near is None else near.device)
     terms = [weighted(g, w) if isinstance(g, Tensor) else g for g in leaves]  # all_reduce raises for other leaves
-    summed: list[Tensor] = all_reduce([*terms, w], "sum", group)
+    summed: list[Tensor] = all_reduce([*terms, w], "sum", group=group)
     if op == "mean":
         total = torch.where(summed[-1] == 0, 1.0, summed[-1])
         summed = [_divided(g, total) for g in summed]
@@ -94,7 +94,7 @@ def average_gradients(
     return averaged
 
 
-def global_mean(value: float | Tensor, weight: float | Tensor | None = None, group: Group = None) -> Tensor:
+def global_mean(value: float | Tensor, weight: float | Tensor | None = None, *, group: Group = None) -> Tensor:
     """Logging: mean of a value over the ranks, Σ_r w_r v_r / Σ_r w_r, without a gradient.
 
     >>> import diffcoll as dc
@@ -126,7 +126,7 @@ def global_mean(value: float | Tensor, weight: float | Tensor | None = None, gro
     w = checked_weight("global_mean", 1.0 if weight is None else weight)
     w = _number(w, torch.float64, v.device)
     with torch.no_grad():
-        total = all_reduce(torch.stack([weighted(v, w), w.to(v).expand(v.shape)]), "sum", group)
+        total = all_reduce(torch.stack([weighted(v, w), w.to(v).expand(v.shape)]), "sum", group=group)
         return total[0] / total[1]
 
 
@@ -194,7 +194,7 @@ def broadcast_from_first(tensors: Sequence[Tensor], group: Group) -> None:
         chunk.append(t.detach())
         nbytes += t.nbytes
         if nbytes >= _BYTES or i == len(tensors) - 1:
-            for mine, first in zip(chunk, broadcast(chunk, 0, group), strict=True):
+            for mine, first in zip(chunk, broadcast(chunk, 0, group=group), strict=True):
                 write(mine, first)
             chunk, nbytes = [], 0
 

@@ -10,11 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from diffcoll.core.errors import message
+from diffcoll.core.reductions import spelled
 
-__all__ = ["NAME", "Arguments", "Backward", "BroadcastBuffers", "Join", "Reduction", "Unused", "Weights", "name_of"]
+__all__ = [
+    "NAME",
+    "Arguments",
+    "Backward",
+    "Averaging",
+    "BroadcastBuffers",
+    "Join",
+    "Unused",
+    "Weights",
+    "name_of",
+    "read_reduction",
+]
 
 BroadcastBuffers = Literal["never", "once", "each forward"]
-Reduction = Literal["mean", "sum", "weighted"]
+#: How gradients are combined; `all_reduce` accepts the same spellings, and those of `torch.distributed.ReduceOp`.
+Averaging = Literal["mean", "avg", "average", "sum"]
 Unused = Literal["allow", "error"]
 
 _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -26,7 +39,7 @@ NAME = "GradientAverager"
 class Arguments:
     """Arguments of an averager that must be equal on all ranks, under the names of its signature."""
 
-    reduction: Reduction
+    reduction: str
     bucket_mb: float
     comm_dtype: torch.dtype | None
     deterministic: bool
@@ -50,8 +63,6 @@ class Arguments:
             raise TypeError(message(NAME, "comm_hook", type(self.comm_hook).__name__, expected))
 
     def _check_choices(self, module: nn.Module | None) -> None:
-        if self.reduction not in ("mean", "sum", "weighted"):
-            raise ValueError(message(NAME, "reduction", repr(self.reduction), '"mean", "sum" or "weighted"'))
         if self.deterministic is not True and self.deterministic is not False:
             raise TypeError(message(NAME, "deterministic", type(self.deterministic).__name__, "True or False"))
         if self.deterministic and self.comm_hook is not None:
@@ -75,6 +86,15 @@ class Arguments:
         if self.comm_hook is not None:
             values["comm_hook"] = name_of(self.comm_hook)
         return [f"{name}={value!r}" for name, value in values.items()]
+
+
+def read_reduction(name: str, value: object, allowed: tuple[str, ...]) -> str:
+    """Return the name that an argument `reduction` stands for, as `op` of `all_reduce` may be spelled."""
+    found, factor = spelled(value) or (None, None)
+    if found not in allowed or factor is not None:
+        *others, last = (f'"{each}"' for each in allowed)
+        raise ValueError(message(name, "reduction", repr(value), f"{', '.join(others)} or {last}"))
+    return found
 
 
 def name_of(hook: Callable[..., Any]) -> str:

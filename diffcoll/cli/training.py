@@ -68,7 +68,7 @@ SYSTEMS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def _attached(model: nn.Module, group: Any) -> nn.Module:
-    diffcoll.GradientAverager(model, group)
+    diffcoll.GradientAverager(model, group=group)
     return model
 
 

@@ -81,8 +81,8 @@ class AllGather(Linear):
 def all_gather(
     x: Tree,
     dim: int = ...,
-    group: Group = ...,
     *,
+    group: Group = ...,
     sizes: Sizes = ...,
     stack: bool = ...,
     grad_placement: GradPlacement = ...,
@@ -94,8 +94,8 @@ def all_gather(
 def all_gather(
     x: Tree,
     dim: int = ...,
-    group: Group = ...,
     *,
+    group: Group = ...,
     sizes: Sizes = ...,
     stack: bool = ...,
     grad_placement: GradPlacement = ...,
@@ -106,8 +106,8 @@ def all_gather(
 def all_gather(
     x: Tree,
     dim: int = 0,
-    group: Group = None,
     *,
+    group: Group = None,
     sizes: Sizes = None,
     stack: bool = False,
     grad_placement: GradPlacement = "partial",

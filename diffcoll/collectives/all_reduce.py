@@ -70,8 +70,8 @@ class AllReduce(Linear):
 def all_reduce(
     x: Tree,
     op: Op = ...,
-    group: Group = ...,
     *,
+    group: Group = ...,
     grad_placement: GradPlacement = ...,
     ties: Ties = ...,
     deterministic: bool = ...,
@@ -83,8 +83,8 @@ def all_reduce(
 def all_reduce(
     x: Tree,
     op: Op = ...,
-    group: Group = ...,
     *,
+    group: Group = ...,
     grad_placement: GradPlacement = ...,
     ties: Ties = ...,
     deterministic: bool = ...,
@@ -95,8 +95,8 @@ def all_reduce(
 def all_reduce(
     x: Tree,
     op: Op = "sum",
-    group: Group = None,
     *,
+    group: Group = None,
     grad_placement: GradPlacement = "partial",
     ties: Ties = "even",
     deterministic: bool = False,

@@ -85,8 +85,8 @@ class Keep(Linear):
 def broadcast(
     x: Tree,
     src: int = ...,
-    group: Group = ...,
     *,
+    group: Group = ...,
     grad_placement: GradPlacement = ...,
     async_op: Literal[False] = ...,
 ) -> Tree: ...
@@ -96,8 +96,8 @@ def broadcast(
 def broadcast(
     x: Tree,
     src: int = ...,
-    group: Group = ...,
     *,
+    group: Group = ...,
     grad_placement: GradPlacement = ...,
     async_op: Literal[True],
 ) -> Pending[Tree]: ...
@@ -106,8 +106,8 @@ def broadcast(
 def broadcast(
     x: Tree,
     src: int = 0,
-    group: Group = None,
     *,
+    group: Group = None,
     grad_placement: GradPlacement = "partial",
     async_op: bool = False,
 ) -> Any:

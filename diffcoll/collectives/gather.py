@@ -60,8 +60,8 @@ def gather(
     x: Tree,
     dst: int = ...,
     dim: int = ...,
-    group: Group = ...,
     *,
+    group: Group = ...,
     sizes: Sizes = ...,
     async_op: Literal[False] = ...,
 ) -> Tree: ...
@@ -72,8 +72,8 @@ def gather(
     x: Tree,
     dst: int = ...,
     dim: int = ...,
-    group: Group = ...,
     *,
+    group: Group = ...,
     sizes: Sizes = ...,
     async_op: Literal[True],
 ) -> Pending[Tree]: ...
@@ -83,8 +83,8 @@ def gather(
     x: Tree,
     dst: int = 0,
     dim: int = 0,
-    group: Group = None,
     *,
+    group: Group = None,
     sizes: Sizes = None,
     async_op: bool = False,
 ) -> Any:

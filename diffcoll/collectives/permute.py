@@ -61,8 +61,8 @@ class Permute(Linear):
 def permute(
     x: Tree,
     pairs: Sequence[tuple[int, int]],
-    group: Group = ...,
     *,
+    group: Group = ...,
     dim: int = ...,
     sizes: Sizes = ...,
     async_op: Literal[False] = ...,
@@ -73,8 +73,8 @@ def permute(
 def permute(
     x: Tree,
     pairs: Sequence[tuple[int, int]],
-    group: Group = ...,
     *,
+    group: Group = ...,
     dim: int = ...,
     sizes: Sizes = ...,
     async_op: Literal[True],
@@ -84,8 +84,8 @@ def permute(
 def permute(
     x: Tree,
     pairs: Sequence[tuple[int, int]],
-    group: Group = None,
     *,
+    group: Group = None,
     dim: int = 0,
     sizes: Sizes = None,
     async_op: bool = False,

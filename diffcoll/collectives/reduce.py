@@ -52,8 +52,8 @@ def reduce(
     x: Tree,
     dst: int = ...,
     op: Op = ...,
-    group: Group = ...,
     *,
+    group: Group = ...,
     async_op: Literal[False] = ...,
 ) -> Tree: ...
 
@@ -63,8 +63,8 @@ def reduce(
     x: Tree,
     dst: int = ...,
     op: Op = ...,
-    group: Group = ...,
     *,
+    group: Group = ...,
     async_op: Literal[True],
 ) -> Pending[Tree]: ...
 
@@ -73,8 +73,8 @@ def reduce(
     x: Tree,
     dst: int = 0,
     op: Op = "sum",
-    group: Group = None,
     *,
+    group: Group = None,
     async_op: bool = False,
 ) -> Any:
     """Reduce all ranks' x to their sum, mean, product, maximum, …, on rank dst; the result is zero on the others.

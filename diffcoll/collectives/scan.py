@@ -85,8 +85,8 @@ class Scan(Linear):
 @overload
 def scan(
     x: Tree,
-    group: Group = ...,
     *,
+    group: Group = ...,
     reverse: bool = ...,
     exclusive: bool = ...,
     async_op: Literal[False] = ...,
@@ -96,8 +96,8 @@ def scan(
 @overload
 def scan(
     x: Tree,
-    group: Group = ...,
     *,
+    group: Group = ...,
     reverse: bool = ...,
     exclusive: bool = ...,
     async_op: Literal[True],
@@ -106,8 +106,8 @@ def scan(
 
 def scan(
     x: Tree,
-    group: Group = None,
     *,
+    group: Group = None,
     reverse: bool = False,
     exclusive: bool = False,
     async_op: bool = False,

@@ -61,8 +61,8 @@ def scatter(
     x: None,
     src: int = ...,
     dim: int = ...,
-    group: Group = ...,
     *,
+    group: Group = ...,
     sizes: Parts = ...,
     async_op: Literal[False] = ...,
 ) -> Tensor: ...
@@ -73,8 +73,8 @@ def scatter(
     x: None,
     src: int = ...,
     dim: int = ...,
-    group: Group = ...,
     *,
+    group: Group = ...,
     sizes: Parts = ...,
     async_op: Literal[True],
 ) -> Pending[Tensor]: ...
@@ -85,8 +85,8 @@ def scatter(
     x: Tree,
     src: int = ...,
     dim: int = ...,
-    group: Group = ...,
     *,
+    group: Group = ...,
     sizes: Parts = ...,
     async_op: Literal[False] = ...,
 ) -> Tree: ...
@@ -97,8 +97,8 @@ def scatter(
     x: Tree,
     src: int = ...,
     dim: int = ...,
-    group: Group = ...,
     *,
+    group: Group = ...,
     sizes: Parts = ...,
     async_op: Literal[True],
 ) -> Pending[Tree]: ...
@@ -108,8 +108,8 @@ def scatter(
     x: Any,
     src: int = 0,
     dim: int = 0,
-    group: Group = None,
     *,
+    group: Group = None,
     sizes: Parts = None,
     async_op: bool = False,
 ) -> Any:

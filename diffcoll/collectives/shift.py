@@ -29,8 +29,8 @@ class Shift(permute.Permute):
 def shift(
     x: Tree,
     offset: int = ...,
-    group: Group = ...,
     *,
+    group: Group = ...,
     wrap: bool = ...,
     dim: int = ...,
     sizes: Sizes = ...,
@@ -42,8 +42,8 @@ def shift(
 def shift(
     x: Tree,
     offset: int = ...,
-    group: Group = ...,
     *,
+    group: Group = ...,
     wrap: bool = ...,
     dim: int = ...,
     sizes: Sizes = ...,
@@ -54,8 +54,8 @@ def shift(
 def shift(
     x: Tree,
     offset: int = 1,
-    group: Group = None,
     *,
+    group: Group = None,
     wrap: bool = True,
     dim: int = 0,
     sizes: Sizes = None,

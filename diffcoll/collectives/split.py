@@ -55,7 +55,7 @@ class Split(Linear):
         return True, False
 
 
-def split(x: Tensor, dim: int = 0, group: Group = None, *, sizes: Parts = None) -> Tensor:
+def split(x: Tensor, dim: int = 0, *, group: Group = None, sizes: Parts = None) -> Tensor:
     """Return this rank's block of x, which is equal on all ranks; the backward all-gathers the gradient.
 
     No communication in the forward.

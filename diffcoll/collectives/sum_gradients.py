@@ -53,7 +53,7 @@ class SumGradients(Linear):
         return True, False
 
 
-def sum_gradients(x: Tree, group: Group = None) -> Tree:
+def sum_gradients(x: Tree, *, group: Group = None) -> Tree:
     """Return a copy of x, which is equal on all ranks; the backward sums the gradient over ranks.
 
     For a weight or an activation that all ranks hold and each uses on its own data, or in its own part of a layer.

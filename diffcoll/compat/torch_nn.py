@@ -47,7 +47,7 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
 
     Source: notes/broadcast.md.
     """
-    return diffcoll.broadcast(tensor, rank_within(src, group, "broadcast", "src"), group)
+    return diffcoll.broadcast(tensor, rank_within(src, group, "broadcast", "src"), group=group)
 
 
 def gather(tensor: Tensor, dst: int = 0, group: Group = None) -> tuple[Tensor, ...]:
@@ -94,7 +94,7 @@ def reduce(tensor: Tensor, dst: int, op: Op = torch.distributed.ReduceOp.SUM, gr
 
     Source: notes/reduce.md.
     """
-    return diffcoll.reduce(tensor, rank_within(dst, group, "reduce", "dst"), op, group)
+    return diffcoll.reduce(tensor, rank_within(dst, group, "reduce", "dst"), op, group=group)
 
 
 def reduce_scatter(
@@ -114,7 +114,7 @@ def reduce_scatter(
     mine = diffcoll.get_rank(group)
     if mine < len(sizes):  # if not, the list is too short, which is an error below
         _check("reduce_scatter", "output", output, row, "input_list", sizes[mine])
-    return _filled(output, diffcoll.reduce_scatter(row, op, 0, group, sizes=sizes))
+    return _filled(output, diffcoll.reduce_scatter(row, op, 0, group=group, sizes=sizes))
 
 
 def all_gather(tensor: Tensor, group: Group = None) -> tuple[Tensor, ...]:
@@ -197,7 +197,7 @@ def all_reduce(tensor: Tensor, op: Op = torch.distributed.ReduceOp.SUM, group: G
 
     Source: notes/all_reduce.md.
     """
-    return diffcoll.all_reduce(tensor, op, group)
+    return diffcoll.all_reduce(tensor, op, group=group)
 
 
 def _row(name: str, argument: str, tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:

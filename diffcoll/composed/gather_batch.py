@@ -36,7 +36,7 @@ class GatheredBatch(NamedTuple, Generic[Tree]):
     total: int
 
 
-def gather_batch(tree: Tree, group: Group = None) -> GatheredBatch[Tree]:
+def gather_batch(tree: Tree, *, group: Group = None) -> GatheredBatch[Tree]:
     """Contrastive losses: gather features with their labels, masks and ids from all ranks.
 
     The ranks may have different numbers of rows, and none. They exchange these numbers first, in one small message; all
@@ -74,7 +74,7 @@ def gather_batch(tree: Tree, group: Group = None) -> GatheredBatch[Tree]:
         for size in sizes:
             assume(size >= 0)
         assume(sizes[rank] == rows)
-    gathered = all_gather(tree, 0, group, sizes=sizes)
+    gathered = all_gather(tree, 0, group=group, sizes=sizes)
     return GatheredBatch(gathered, sizes, sum(sizes[:rank]), sum(sizes))
 
 

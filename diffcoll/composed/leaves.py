@@ -78,7 +78,7 @@ def lengths_and_bits(
 
 def _of_ranks(numbers: list[int], device: torch.device, group: Group) -> list[list[int]]:
     """Return the numbers of each rank, equally many on all."""
-    flat, n = integers(all_gather(torch.tensor(numbers, device=device), 0, group)), len(numbers)
+    flat, n = integers(all_gather(torch.tensor(numbers, device=device), 0, group=group)), len(numbers)
     return [flat[i : i + n] for i in range(0, len(flat), n)]
 
 

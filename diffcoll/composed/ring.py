@@ -28,7 +28,7 @@ __all__ = ["ring"]
 _NAME = "ring"
 
 
-def ring(tree: Tree, group: Group = None) -> Iterator[tuple[int, Tree]]:
+def ring(tree: Tree, *, group: Group = None) -> Iterator[tuple[int, Tree]]:
     """Contrastive losses, attention, k-means: iterate over all ranks' blocks without gathering them.
 
     The next block is in flight while the caller works on the current one. The gradient is passed back around the ring
@@ -101,7 +101,7 @@ def _blocks(
                 for indices, row in rows:
                     held = [sum(sizes[(r - i) % n][j] * units[j] for j in indices) for r in range(n)]
                     even = held.count(held[0]) == n
-                    pending.append(shift(row, 1, group, sizes=None if even else held, async_op=True))
+                    pending.append(shift(row, 1, group=group, sizes=None if even else held, async_op=True))
             yield source, rebuild(_unpacked(rows, leaves, sizes[source], units)) if i else tree
     finally:
         for p in pending:

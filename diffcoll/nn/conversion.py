@@ -36,7 +36,7 @@ class BatchNorm(BatchNormBase):
 _CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNorm)
 
 
-def convert_sync_batchnorm(module: nn.Module, group: Group = None) -> nn.Module:
+def convert_sync_batchnorm(module: nn.Module, *, group: Group = None) -> nn.Module:
     """Models with batch norm: synchronize every BatchNorm1d, 2d, 3d, their subclasses and `torch.nn.SyncBatchNorm`.
 
     >>> import torch, diffcoll as dc

@@ -248,5 +248,5 @@ def _share(loss: Tensor, group: Group) -> Tensor:
     sum_gradients adds the ranks' gradients of this one number, so that the gradient that arrives at the replicated
     tensors is the whole one on every rank, whatever each rank does with its share.
     """
-    share: Tensor = sum_gradients(loss, group) / get_world_size(group)
+    share: Tensor = sum_gradients(loss, group=group) / get_world_size(group)
     return share

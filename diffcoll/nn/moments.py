@@ -92,9 +92,9 @@ def moments(
     if not keepdim:
         shape = [size for d, size in enumerate(x.shape) if d not in reduced]
     if weight is None:  # the count is a constant
-        mean, variance = sum_gradients(torch.stack(results[1:]), group).unbind()
+        mean, variance = sum_gradients(torch.stack(results[1:]), group=group).unbind()
         return Moments(results[0].detach().view(()), mean.view(shape), variance.view(shape))
-    return Moments(*(y.view(shape) for y in sum_gradients(torch.stack(results), group)))
+    return Moments(*(y.view(shape) for y in sum_gradients(torch.stack(results), group=group)))
 
 
 def weighted_mean(
@@ -161,10 +161,10 @@ def gathered(row: Tensor, group: Group) -> Tensor:
     N (3 C + 2).
     """
     if get_world_size(group) != 2:
-        return all_gather(row, 0, group, stack=True, grad_placement="replicate")
+        return all_gather(row, 0, group=group, stack=True, grad_placement="replicate")
     # On two ranks the sum of padded rows is the same, and gloo sends it in half the time.
     rows = [torch.zeros_like(row), row] if get_rank(group) else [row, torch.zeros_like(row)]
-    return all_reduce(torch.stack(rows), "sum", group, grad_placement="replicate")
+    return all_reduce(torch.stack(rows), "sum", group=group, grad_placement="replicate")
 
 
 def merged(rows: Tensor, c: int) -> tuple[Tensor, Tensor, Tensor]:

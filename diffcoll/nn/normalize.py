@@ -66,7 +66,7 @@ def _composed(
     if track is not None:
         with torch.no_grad():
             track(count, mean, var)
-    mean, std = sum_gradients(torch.stack([mean, (var + eps).sqrt()]), group).unbind()
+    mean, std = sum_gradients(torch.stack([mean, (var + eps).sqrt()]), group=group).unbind()
     scale = std.reciprocal() if weight is None else weight / std
     y = (x - _along(mean, x)) * _along(scale, x)
     return (y if bias is None else y + _along(bias, x)).to(x.dtype)

@@ -128,7 +128,7 @@ def _compare(
         x = x.clone()  # autograd does not save tensors that were made in inference mode
     if wants.k:  # makes their gradient a part of any other: autograd.grad of other tensors alone would not send it
         x = torch.cat([x, q[:0], *([] if bias is None else [bias.expand(0, x.shape[1])])])
-    everyone = all_gather(marks, 0, options.group, sizes=sizes) if marks else marks
+    everyone = all_gather(marks, 0, group=options.group, sizes=sizes) if marks else marks
     cols = _marks(sizes, views, everyone.get("labels"), everyone.get("ids"), q.device)
     rows = cols.part(offset, len(q))
     if options.exchange == "ring":
@@ -140,7 +140,7 @@ def _compare(
     col_neg, col_pos = sums.col_neg, sums.col_pos
     if col_neg is not None:
         both = col_neg.unsqueeze(1) if col_pos is None else torch.stack([col_neg, col_pos], 1)
-        both = reduce_scatter(both, "logsumexp", 0, options.group, sizes=sizes)
+        both = reduce_scatter(both, "logsumexp", 0, group=options.group, sizes=sizes)
         col_neg, col_pos = both[:, 0], None if col_pos is None else both[:, 1]
     count = None if cols.label is None else _counts(cols.label)[offset : offset + len(q)] - int(rule.within)
     assert sums.row_sum is not None

@@ -119,12 +119,12 @@ class Ring:
 
     def _around(self, k: Tensor, purpose: str) -> Iterator[tuple[int, Tensor]]:
         """Iterate over all ranks' k. Ranks with different purposes send different messages: all raise an error."""
-        return ((source, tree[purpose]) for source, tree in ring({purpose: k}, self.group))
+        return ((source, tree[purpose]) for source, tree in ring({purpose: k}, group=self.group))
 
     def _pass_on(self, x: Tensor, step: int) -> Pending[Tensor]:
         """Start to send to the next rank the gradient of the block that this rank holds in a step."""
         n = len(self.sizes)
-        return shift(x, 1, self.group, sizes=[self.sizes[(r - step) % n] for r in range(n)], async_op=True)
+        return shift(x, 1, group=self.group, sizes=[self.sizes[(r - step) % n] for r in range(n)], async_op=True)
 
     def _parts(self, k: Tensor, source: int) -> Iterator[tuple[Tensor, Marks, int]]:
         """Yield chunks of a rank's columns, with the number of their first column among all ranks'."""

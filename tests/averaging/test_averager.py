@@ -882,7 +882,7 @@ def test_a_peer_that_does_not_come(how, tmp_path):
     def step(r):
         group = dist.new_group(timeout=timedelta(seconds=2))
         model = mlp()
-        dc.GradientAverager(model, group)
+        dc.GradientAverager(model, group=group)
         x = torch.ones(2, 5)
         model(x).sum().backward()
         if r == 1 and how == "killed":
@@ -967,9 +967,9 @@ def test_check_mode_finds_what_one_rank_has_frozen(where):
 
 WRONG = [
     (
-        lambda: dc.GradientAverager(mlp(), reduction="average"),
+        lambda: dc.GradientAverager(mlp(), reduction="max"),
         ValueError,
-        "reduction: got 'average', expected",
+        "reduction: got 'max', expected",
     ),
     (lambda: dc.GradientAverager(mlp(), bucket_mb=0), ValueError, "bucket_mb: got 0, expected a number of megabytes"),
     (lambda: dc.GradientAverager(mlp(), bucket_mb="1"), ValueError, "bucket_mb: got '1', expected a number"),
@@ -979,7 +979,7 @@ WRONG = [
         "comm_dtype: got torch.int8, expected",
     ),
     (
-        lambda: dc.GradientAverager(mlp(), "gloo"),
+        lambda: dc.GradientAverager(mlp(), group="gloo"),
         TypeError,
         "group: got str, expected None, a torch",
     ),
@@ -1056,7 +1056,7 @@ def test_in_a_subgroup():
         if r == 1:
             return None
         model = made(mlp)
-        dc.GradientAverager(model, pair)
+        dc.GradientAverager(model, group=pair)
         (model(torch.ones(1, 5, dtype=torch.double)).sum() * (r + 1)).backward()
         return gradients(model)
 

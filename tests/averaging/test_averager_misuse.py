@@ -214,7 +214,7 @@ def test_a_new_averager_takes_over(where):
         made = [
             lambda: dc.GradientAverager(model, bucket_mb=1e-4),
             lambda: dc.GradientAverager(list(model.parameters())[::-1]),
-            lambda: dc.GradientAverager(model, new_group([0, 1])),
+            lambda: dc.GradientAverager(model, group=new_group([0, 1])),
         ]
         for make in made:
             make()

@@ -5,8 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 import diffcoll as dc
+from diffcoll.core.reductions import spelled
 from diffcoll.testing import simulate, spawn
 
 RUNS = {
@@ -58,7 +61,7 @@ def test_maml(where):
             averaged = dc.average_gradients(dict(enumerate(gs)), weight=len(x))
             gs = [averaged[k] for k in range(2)]
         else:
-            gs = dc.average_gradients(gs, op)
+            gs = dc.average_gradients(gs, reduction=op)
         outer = sum_of_squares(adapted(parameters, gs), x.flip(0), t)
         outer.backward()
         dc.GradientAverager(parameters, reduction="sum", hooks=False).synchronize()
@@ -87,10 +90,10 @@ def test_gradient_penalty(where):
         parameters = start()
         x, t = task(r)
         loss = sum_of_squares(parameters, x, t)
-        gs = dc.average_gradients(torch.autograd.grad(loss, parameters, create_graph=True), "sum")
+        gs = dc.average_gradients(torch.autograd.grad(loss, parameters, create_graph=True), reduction="sum")
         penalty = sum(g.pow(2).sum() for g in gs)
         (loss + penalty / 3).backward()  # every rank adds it, so each takes a third
-        return dc.average_gradients([p.grad for p in parameters], "sum")
+        return dc.average_gradients([p.grad for p in parameters], reduction="sum")
 
     parameters = start()
     loss = sum(sum_of_squares(parameters, *task(r)) for r in range(3))
@@ -108,7 +111,7 @@ def test_dtypes_and_weights():
         tree = {str(d): torch.full((3,), r + 1.0, dtype=d) * (1j if d.is_complex else 1) for d in dtypes}
         tree["nan"] = torch.full((2,), math.nan if r == 1 else 4.0)
         weighted = dc.average_gradients(tree, weight=[3, 0, torch.tensor(1.0)][r])
-        summed = dc.average_gradients((tree["torch.float32"],), "sum", weight=r)
+        summed = dc.average_gradients((tree["torch.float32"],), reduction="sum", weight=r)
         nothing = dc.average_gradients(tree, weight=0)
         return weighted, summed, nothing
 
@@ -172,8 +175,28 @@ def test_global_mean(where):
         assert [m.dtype for m in means[:4]] == [torch.float32, torch.float64, torch.float64, torch.float32]
 
 
+@pytest.mark.parametrize("spelling", ["avg", "average", dist.ReduceOp.AVG, "sum", dist.ReduceOp.SUM])
+def test_spellings_are_those_of_all_reduce(spelling):
+    """Also if ranks spell it in different ways."""
+
+    def body(r):
+        w = nn.Parameter(torch.ones(2))
+        averager = dc.GradientAverager([w], reduction=spelling if r else spelled(spelling)[0])
+        (w.sum() * (r + 1.0)).backward()
+        averager.detach()
+        (g,) = dc.average_gradients([torch.full((2,), r + 1.0)], reduction=spelling)
+        return [w.grad.tolist(), g.tolist(), dc.all_reduce(torch.full((2,), r + 1.0), spelling).tolist()]
+
+    for found in simulate(body, range(3), rules=True):
+        assert found == [[6.0 if spelled(spelling)[0] == "sum" else 2.0] * 2] * 3
+
+
 WRONG = [
-    (lambda: dc.average_gradients([torch.ones(1)], "max"), ValueError, "average_gradients: op: got 'max', expected"),
+    (
+        lambda: dc.average_gradients([torch.ones(1)], reduction="max"),
+        ValueError,
+        "average_gradients: reduction: got 'max', expected",
+    ),
     (lambda: dc.average_gradients(3), TypeError, "all_reduce: x: got int, expected a dense torch.Tensor"),
     (lambda: dc.average_gradients([torch.ones(1), 3], weight=2), TypeError, "all_reduce: x[1]: got int, expected a de"),
     (lambda: dc.average_gradients([torch.ones(1)], weight=-1), ValueError, "average_gradients: weight: got -1, expec"),

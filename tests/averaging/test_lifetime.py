@@ -84,7 +84,9 @@ def test_sockets_and_threads_of_averagers_that_were_freed(backend, ranks):
         kept, before = [], (0, 0)
         for k in range(6):
             model = nn.Linear(2, 1, bias=False)
-            averager = dc.GradientAverager(model, group, broadcast_buffers="each forward" if k % 3 == 0 else "never")
+            averager = dc.GradientAverager(
+                model, group=group, broadcast_buffers="each forward" if k % 3 == 0 else "never"
+            )
             (model(torch.full((1, 2), r + 1.0)).sum()).backward()
             assert model.weight.grad.tolist() == [[sum(ranks) / len(ranks) + 1] * 2]
             if k % 3 == 1:
@@ -142,7 +144,7 @@ def test_groups_that_were_made_in_different_orders():
         found = {}
         for ranks, group in made.items():
             model = nn.Linear(1, 1, bias=False)
-            averager = dc.GradientAverager(model, group)
+            averager = dc.GradientAverager(model, group=group)
             model(torch.tensor([[r + 1.0]])).sum().backward()
             found[ranks] = model.weight.grad.item()
             if r:

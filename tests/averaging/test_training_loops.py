@@ -82,7 +82,7 @@ class OnRanks:
         if self.bare and hasattr(self, "averager"):
             self.averager.detach()
         self.skips = False  # from its first call on, an averager expects skip_step in every step
-        self.averager = dc.GradientAverager(of, self.groups[-1], reduction=self.reduction, bucket_mb=1e-4)
+        self.averager = dc.GradientAverager(of, group=self.groups[-1], reduction=self.reduction, bucket_mb=1e-4)
 
     def act(self, action, seed):
         if action == "replace":
@@ -99,14 +99,14 @@ class OnRanks:
             lead, everyone = new_group([0, self.n - 1]), new_group(range(self.n))
             if self.r in (0, self.n - 1):  # the others make fewer averagers
                 w = nn.Parameter(torch.ones(()))
-                dc.GradientAverager([w], lead)
+                dc.GradientAverager([w], group=lead)
                 (w * self.r).backward()
                 assert w.grad == (self.n - 1) / 2
             self.groups.append(everyone)
             self.attach()
         elif action == "free":
             other = nn.Linear(2, 1)
-            dc.GradientAverager(other, self.groups[-1])
+            dc.GradientAverager(other, group=self.groups[-1])
             self.freed.append(other)
             del other
             if seed % (self.r + 2) == 0:

@@ -251,7 +251,7 @@ def test_wrong_trees_are_errors_of_the_call():
             dc.ring(x)
         assert str(caught.value).startswith(text)
     with pytest.raises(TypeError, match=r"ring: group: got str, expected None"):
-        dc.ring(torch.ones(2), "world")
+        dc.ring(torch.ones(2), group="world")
 
 
 @pytest.mark.parametrize("where", ["rules", "gloo"])

@@ -183,7 +183,7 @@ def test_groups_meshes_transforms_and_messages():
 
         def program(x):
             pair = dc.all_reduce(x, group=groups[r % 2])
-            row, column = dc.all_gather(x, group=mesh["b"]), dc.all_reduce(x, "max", mesh["a"])
+            row, column = dc.all_gather(x, group=mesh["b"]), dc.all_reduce(x, "max", group=mesh["a"])
             return pair.sum() + (row * (r + 1)).sum() + column.sum()
 
         x = torch.tensor([r + 1.0, -r], requires_grad=True)

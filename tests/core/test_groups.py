@@ -77,7 +77,9 @@ def test_the_order_of_ranks_is_that_of_the_list(run):
         gathered = dc.all_gather(torch.tensor(r), group=group).tolist(), dc.get_rank(group)
         m = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.constant_(m.weight, r)
-        averager = dc.GradientAverager(m, group, reduction="sum")  # uses a twin, and broadcasts rank 0's parameters
+        averager = dc.GradientAverager(
+            m, group=group, reduction="sum"
+        )  # uses a twin, and broadcasts rank 0's parameters
         m(torch.tensor([10.0**r])).backward()
         averager.detach()
         return found, gathered, m.weight.item(), m.weight.grad.item()

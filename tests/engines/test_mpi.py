@@ -107,7 +107,7 @@ def test_the_first_call_on_a_communicator_may_have_ranks_without_messages():
     """All ranks make the library's duplicate of the communicator, which is collective."""
     rows = [0, 2, 1]  # of rank 0 none
     calls = [
-        lambda x, group: dc.permute(x, [(1, 2)], group),
+        lambda x, group: dc.permute(x, [(1, 2)], group=group),
         lambda x, group: dc.gather(x[: rows[dc.get_rank()]], 1, group=group, sizes=rows),
         lambda x, group: dc.scatter(x, 1, group=group, sizes=rows),
     ]

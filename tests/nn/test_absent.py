@@ -14,8 +14,8 @@ CONTRASTIVE = {
     f"{name}, {exchange}": lambda x, loss=loss, exchange=exchange: loss(x, exchange)
     for exchange in ("gather", "ring")
     for name, loss in {
-        "clip_loss": lambda x, exchange: dc.nn.clip_loss(x, x.cos(), 2.0, exchange=exchange),
-        "siglip_loss": lambda x, exchange: dc.nn.siglip_loss(x, x.cos(), 2.0, -1.0, exchange=exchange),
+        "clip_loss": lambda x, exchange: dc.nn.functional.clip_loss(x, x.cos(), 2.0, exchange=exchange),
+        "siglip_loss": lambda x, exchange: dc.nn.functional.siglip_loss(x, x.cos(), 2.0, -1.0, exchange=exchange),
     }.items()
 }
 LOSSES = {**PROGRAMS, **CONTRASTIVE}

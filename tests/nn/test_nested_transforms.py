@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from diffcoll import nn
+from diffcoll.nn import functional
 from diffcoll.nn.functional import moments, weighted_mean
 from diffcoll.testing import simulate, spawn
 
@@ -131,7 +132,7 @@ def used(y):
 
 
 def weighted_moments(z, r):
-    return torch.stack([y.view(()) for y in moments(z, (0, 1), z[:, :1].square())[1:]])
+    return torch.stack([y.view(()) for y in moments(z, (0, 1), weight=z[:, :1].square())[1:]])
 
 
 def normalized(z, r):
@@ -140,11 +141,11 @@ def normalized(z, r):
 
 #: name → on a rank, from its features; on one process, from all features.
 OF_ROWS = {
-    "clip": (lambda z, r, **o: nn.clip_loss(*halves(z), 2.0, **o), clip_on_one),
-    "info_nce": (lambda z, r, **o: nn.info_nce(*halves(z), temperature=0.5, **o), info_nce_on_one),
-    "nt_xent": (lambda z, r, **o: nn.nt_xent(*halves(z), temperature=0.5, **o), nt_xent_on_one),
-    "supcon": (lambda z, r, **o: nn.supcon_loss(z, labels_of(r, len(z)), temperature=0.5, **o), supcon_on_one),
-    "siglip": (lambda z, r, **o: nn.siglip_loss(*halves(z), 3.0, -1.0, **o), siglip_on_one),
+    "clip": (lambda z, r, **o: functional.clip_loss(*halves(z), 2.0, **o), clip_on_one),
+    "info_nce": (lambda z, r, **o: functional.info_nce_loss(*halves(z), temperature=0.5, **o), info_nce_on_one),
+    "nt_xent": (lambda z, r, **o: functional.nt_xent_loss(*halves(z), temperature=0.5, **o), nt_xent_on_one),
+    "supcon": (lambda z, r, **o: functional.supcon_loss(z, labels_of(r, len(z)), temperature=0.5, **o), supcon_on_one),
+    "siglip": (lambda z, r, **o: functional.siglip_loss(*halves(z), 3.0, -1.0, **o), siglip_on_one),
 }
 OPTIONS = ({}, {"chunk_size": 2}, {"exchange": "ring"}, {"exchange": "ring", "chunk_size": 2})
 PROGRAMS = {
@@ -153,12 +154,12 @@ PROGRAMS = {
         for name, (ours, one) in OF_ROWS.items()
         for options in OPTIONS
     },
-    "barlow twins": (lambda z, r: nn.barlow_twins_loss(*halves(z), lambd=0.3), barlow_on_one),
-    "vicreg": (lambda z, r: nn.vicreg_loss(*halves(z)), vicreg_on_one),
-    "dice": (lambda z, r: nn.dice_loss(*((v + 1) / 2 for v in halves(z)), dims="per class"), dice_on_one),
+    "barlow twins": (lambda z, r: functional.barlow_twins_loss(*halves(z), lambd=0.3), barlow_on_one),
+    "vicreg": (lambda z, r: functional.vicreg_loss(*halves(z)), vicreg_on_one),
+    "dice": (lambda z, r: functional.dice_loss(*((v + 1) / 2 for v in halves(z)), dims="per class"), dice_on_one),
     "moments": (lambda z, r: torch.stack(moments(z, (0, 1))[1:]), moments_on_one),
     "moments of weighted": (weighted_moments, moments_of_weighted_on_one),
-    "weighted mean": (lambda z, r: weighted_mean(z[:, 1], z[:, 0].square()), weighted_mean_on_one),
+    "weighted mean": (lambda z, r: weighted_mean(z[:, 1], weight=z[:, 0].square()), weighted_mean_on_one),
     "batch norm": (normalized, batch_norm_on_one),
 }
 
