@@ -12,6 +12,7 @@ from torch import Tensor
 from diffcoll.core._torch import is_tree
 from diffcoll.core.agreement import Agreement
 from diffcoll.core.errors import message
+from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import REDUCTIONS, Reduction, spelled, users
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import word_of
@@ -78,7 +79,8 @@ class Arguments(Agreement):
         """Return x, a tensor that the engine can move."""
         expected = "a dense torch.Tensor"
         if not isinstance(x, Tensor):
-            raise TypeError(message(self.name, "x", type(x).__name__, expected, "torch.as_tensor(x) makes one"))
+            remedy = "pass the result, x.wait()" if isinstance(x, Pending) else "torch.as_tensor(x) makes one"
+            raise TypeError(message(self.name, "x", type(x).__name__, expected, remedy))
         if type(x) is not Tensor and any(c.__name__ == "DTensor" for c in type(x).__mro__):
             remedy = (
                 "pass this rank's part, x.to_local(grad_placements=…): [Partial()] if its gradient is this rank's part "

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
-from diffcoll.core._torch import is_recomputing
+from diffcoll.core._torch import is_recomputing, tree_flatten
 from diffcoll.core.errors import user_line
 
 __all__ = ["Pending"]
@@ -87,6 +87,38 @@ class Pending(Generic[T]):
     def _was_abandoned(self) -> T:
         raise RuntimeError(f"{self._name} started at {self._where}: wait() was called after abandon()")
 
+    # ── used as the tensor that it is not ────────────────────────────────────────────────────────────────────
+
+    if not TYPE_CHECKING:  # so that type checkers refuse it too
+
+        def __getattr__(self, name: str) -> Any:
+            """Name `wait()` for what only the result has."""
+            if name.startswith("_") or not hasattr(torch.Tensor, name):
+                raise AttributeError(f"'Pending' object has no attribute {name!r}")
+            raise AttributeError(self._no_tensor(f".{name}"))
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            """Refuse to be an argument of PyTorch's functions."""
+            me = next(x for x in tree_flatten((args, kwargs or {}))[0] if isinstance(x, Pending))
+            raise TypeError(me._no_tensor(getattr(func, "__name__", repr(func))))
+
+        def __eq__(self, other: object) -> bool:
+            """Be equal to itself alone, and comparable with no tensor."""
+            if isinstance(other, torch.Tensor):
+                raise TypeError(self._no_tensor("=="))
+            return self is other
+
+        __hash__ = object.__hash__
+
+        def __bool__(self) -> bool:
+            """Be there, whatever the result is."""
+            return True
+
+    def _no_tensor(self, use: str) -> str:
+        call = f"{self._name}(async_op=True) at {self._where}"
+        return f"{use}: got the Pending of {call}, expected its result; call .wait()"
+
     def __repr__(self) -> str:
         """Return the collective, its line, and whether it was waited for."""
         return f"<{self._name} started at {self._where}, {'not ' if self._wait else ''}waited for>"
@@ -99,3 +131,22 @@ class Pending(Generic[T]):
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _refuse(operator: str) -> Callable[..., Any]:
+    def refuse(self: Pending[Any], *_: object) -> Any:
+        raise TypeError(self._no_tensor(operator))
+
+    return refuse
+
+
+#: Operators of tensors, and of numbers.
+_OPERATORS = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"),
+    *("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "getitem", "setitem", "iter", "len", "contains"),
+    *("float", "int", "complex", "index"),
+)
+for _name in _OPERATORS:
+    for _method in (f"__{_name}__", f"__r{_name}__"):
+        if hasattr(torch.Tensor, _method):
+            setattr(Pending, _method, _refuse(_name))

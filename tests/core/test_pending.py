@@ -613,3 +613,52 @@ def test_after_abandon_nothing_is_left_and_wait_is_an_error():
 
     for run in RUNS.values():
         assert run(body, range(2)) == [(1, 0, 0)] * 2
+
+
+# ── used as the tensor that it is not ────────────────────────────────────────────────────────────────────
+
+USES = {
+    "add": lambda p, x: [lambda: p + 1, lambda: 1 + p, lambda: p + x, lambda: x + p],
+    "matmul": lambda p, x: [lambda: p @ x, lambda: x @ p],
+    "lt": lambda p, x: [lambda: p < x, lambda: x > p],
+    "==": lambda p, x: [lambda: p == x, lambda: x == p],
+    "neg": lambda p, x: [lambda: -p],
+    "getitem": lambda p, x: [lambda: p[0]],
+    "iter": lambda p, x: [lambda: list(p)],
+    "len": lambda p, x: [lambda: len(p)],
+    "float": lambda p, x: [lambda: float(p)],
+    ".sum": lambda p, x: [lambda: p.sum()],
+    ".shape": lambda p, x: [lambda: p.shape],
+    ".backward": lambda p, x: [lambda: p.backward()],
+    "sin": lambda p, x: [lambda: torch.sin(p)],
+    "stack": lambda p, x: [lambda: torch.stack((x, p))],
+    "relu": lambda p, x: [lambda: torch.nn.functional.relu(p)],
+    "add_": lambda p, x: [lambda: x.add_(p)],
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_it_is_no_tensor(use):
+    x = torch.ones(2)
+    pending = dc.all_reduce(x, async_op=True)
+    for attempt in USES[use](pending, x):
+        with pytest.raises((TypeError, AttributeError)) as caught:
+            attempt()
+        text = str(caught.value)
+        assert text.startswith(f"{use}: got the Pending of all_reduce(async_op=True) at {__file__}:")
+        assert text.endswith(", expected its result; call .wait()")
+    with pytest.raises(
+        TypeError, match=r"all_gather: x: got Pending, expected a dense torch.Tensor; pass the result, x.w"
+    ):
+        dc.all_gather(pending)
+    assert pending.wait().equal(x) and x.equal(torch.ones(2))
+
+
+def test_it_is_an_object_like_others():
+    pending, other = (dc.all_reduce(torch.ones(2), async_op=True) for _ in range(2))
+    assert pending and pending == pending and pending != other and {pending: 1}[pending] == 1
+    assert not hasattr(pending, "sum") and getattr(pending, "no_such", None) is None
+    with pytest.raises(AttributeError, match=r"^'Pending' object has no attribute 'no_such'$"):
+        pending.no_such  # noqa: B018
+    pending.wait()
+    other.wait()
