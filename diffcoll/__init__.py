@@ -103,5 +103,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the names of the module, those not imported yet too."""
-    return sorted(globals().keys() | _DEFERRED.keys())
+    """Return the public names, those not imported yet too."""
+    return sorted(__all__)

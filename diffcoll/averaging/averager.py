@@ -33,11 +33,11 @@ from diffcoll.averaging.state import NAME, Arguments, Averaging, BroadcastBuffer
 from diffcoll.averaging.tree import ModuleTree
 from diffcoll.averaging.twins import twin
 from diffcoll.core._torch import untraced
-from diffcoll.core.arguments import Group
 from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
 from diffcoll.engines import local
 from diffcoll.engines.engine import Engine
+from diffcoll.engines.types import Group
 
 __all__ = ["GradientAverager"]
 

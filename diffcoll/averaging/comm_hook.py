@@ -21,6 +21,7 @@ from diffcoll.averaging.state import NAME, name_of
 from diffcoll.core import checks
 from diffcoll.core.pending import Pending
 from diffcoll.engines.engine import Engine, Wait
+from diffcoll.engines.types import Group
 
 __all__ = ["CommHook", "GradientBucket", "Hook", "Waitable"]
 
@@ -60,7 +61,7 @@ class GradientBucket:
     gradients: dict[str, Tensor]
     #: The averager's `group` argument, for `get_rank(group)` and `get_world_size(group)`. Messages that the hook sends
     #: in it are not compared: if it raises on one rank, the others wait until the backend's timeout.
-    group: Any
+    group: Group
     index: int
     is_last: bool
     _ranks: Ranks = field(repr=False)

@@ -18,11 +18,13 @@ from diffcoll.collectives.all_gather import all_gather
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.broadcast import broadcast
 from diffcoll.core._torch import tree_flatten
-from diffcoll.core.arguments import Group, Tree
+from diffcoll.core.arguments import Tree
 from diffcoll.core.checks import digest, refuse
 from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
+from diffcoll.core.reductions import Op
 from diffcoll.engines.engine import WIDER
+from diffcoll.engines.types import Group
 
 __all__ = [
     "agree",
@@ -73,7 +75,7 @@ def average_gradients(
 
     Source: notes/averaging.md.
     """
-    op = read_reduction("average_gradients", reduction, ("mean", "sum"))
+    op: Op = "mean" if read_reduction("average_gradients", reduction, ("mean", "sum")) == "mean" else "sum"
     if weight is None:
         reduced: Tree = all_reduce(tree, op, group=group)
         return reduced

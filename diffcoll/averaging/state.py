@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from diffcoll.core.errors import message
 from diffcoll.core.reductions import spelled
+from diffcoll.engines.types import ReduceOp
 
 __all__ = [
     "NAME",
@@ -27,7 +28,7 @@ __all__ = [
 
 BroadcastBuffers = Literal["never", "once", "each forward"]
 #: How gradients are combined; `all_reduce` accepts the same spellings, and those of `torch.distributed.ReduceOp`.
-Averaging = Literal["mean", "avg", "average", "sum"]
+Averaging: TypeAlias = Literal["mean", "avg", "average", "sum"] | ReduceOp
 Unused = Literal["allow", "error"]
 
 _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -15,12 +15,12 @@ import diffcoll
 from diffcoll.core.groups import resolve
 from diffcoll.core.linear import MAPS
 from diffcoll.core.moves import move
-from diffcoll.core.reductions import REDUCTIONS
+from diffcoll.core.reductions import REDUCTIONS, Name
 from diffcoll.engines.engine import even_sizes
 
 __all__ = ["steps", "table"]
 
-OPS = ("product", "max", "logsumexp")
+OPS: tuple[Name, ...] = ("product", "max", "logsumexp")
 SIZES = {"1 MB": 1 << 18, "16 MB": 1 << 22}
 Steps = dict[str, Callable[[], object]]
 
@@ -43,7 +43,7 @@ def table(title: str, times: Callable[[Callable[[int], Steps]], dict[str, float]
     return grid
 
 
-def steps(op: str, numel: int) -> Steps:
+def steps(op: Name, numel: int) -> Steps:
     """Return the stages of `all_reduce(x, op)` of `numel` float32; those that send are run by all ranks together."""
     engine, of = resolve(None, "bench"), REDUCTIONS["even"][op].of
     n, x, gy = engine.size, torch.randn(numel, requires_grad=True), torch.randn(numel)
@@ -52,7 +52,7 @@ def steps(op: str, numel: int) -> Steps:
     stack = move(x.detach().view(1, -1), to_stack).requires_grad_()
     block, g = of(stack), gy[: sizes[engine.rank]].clone()
 
-    def whole(op: str) -> Tensor:
+    def whole(op: Name) -> Tensor:
         return torch.autograd.grad(diffcoll.all_reduce(x, op), x, gy)[0]
 
     return {

@@ -19,12 +19,12 @@ from typing_extensions import override
 
 from diffcoll.collectives import reduce_scatter, split
 from diffcoll.core import trees
-from diffcoll.core.arguments import Group, Sizes, Tree
+from diffcoll.core.arguments import Sizes, Tree
 from diffcoll.core.blocks import join
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
-from diffcoll.engines.types import GradPlacement
+from diffcoll.engines.types import GradPlacement, Group
 
 __all__ = ["AllGather", "all_gather", "gathered_as"]
 
@@ -103,6 +103,19 @@ def all_gather(
 ) -> Pending[Tree]: ...
 
 
+@overload
+def all_gather(
+    x: Tree,
+    dim: int = ...,
+    *,
+    group: Group = ...,
+    sizes: Sizes = ...,
+    stack: bool = ...,
+    grad_placement: GradPlacement = ...,
+    async_op: bool,
+) -> Tree | Pending[Tree]: ...
+
+
 def all_gather(
     x: Tree,
     dim: int = 0,
@@ -112,7 +125,7 @@ def all_gather(
     stack: bool = False,
     grad_placement: GradPlacement = "partial",
     async_op: bool = False,
-) -> Any:
+) -> Tree | Pending[Tree]:
     """Concatenate all ranks' x along a dimension, in the order of ranks, on every rank.
 
     >>> import torch, diffcoll as dc

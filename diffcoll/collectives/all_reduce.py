@@ -19,12 +19,12 @@ from typing_extensions import override
 
 from diffcoll.collectives import sum_gradients
 from diffcoll.core import trees
-from diffcoll.core.arguments import Group, Tree
+from diffcoll.core.arguments import Tree
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import Op, Ties
-from diffcoll.engines.types import GradPlacement
+from diffcoll.engines.types import GradPlacement, Group
 
 __all__ = ["AllReduce", "all_reduce"]
 
@@ -92,6 +92,19 @@ def all_reduce(
 ) -> Pending[Tree]: ...
 
 
+@overload
+def all_reduce(
+    x: Tree,
+    op: Op = ...,
+    *,
+    group: Group = ...,
+    grad_placement: GradPlacement = ...,
+    ties: Ties = ...,
+    deterministic: bool = ...,
+    async_op: bool,
+) -> Tree | Pending[Tree]: ...
+
+
 def all_reduce(
     x: Tree,
     op: Op = "sum",
@@ -101,7 +114,7 @@ def all_reduce(
     ties: Ties = "even",
     deterministic: bool = False,
     async_op: bool = False,
-) -> Any:
+) -> Tree | Pending[Tree]:
     """Reduce all ranks' x to their sum, mean, product, maximum, …, on every rank.
 
     >>> import torch, diffcoll as dc

@@ -16,11 +16,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.core import checks
-from diffcoll.core.arguments import Group, Parts, Sizes
+from diffcoll.core.arguments import Parts, Sizes
 from diffcoll.core.blocks import blocks_of, cut, join
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
+from diffcoll.engines.types import Group
 
 __all__ = ["AllToAll", "all_to_all"]
 
@@ -86,6 +87,19 @@ def all_to_all(
 ) -> Pending[Tensor]: ...
 
 
+@overload
+def all_to_all(
+    x: Tensor,
+    split_dim: int = ...,
+    concat_dim: int = ...,
+    *,
+    group: Group = ...,
+    split_sizes: Parts = ...,
+    concat_sizes: Sizes = ...,
+    async_op: bool,
+) -> Tensor | Pending[Tensor]: ...
+
+
 def all_to_all(
     x: Tensor,
     split_dim: int = 0,
@@ -95,7 +109,7 @@ def all_to_all(
     split_sizes: Parts = None,
     concat_sizes: Sizes = None,
     async_op: bool = False,
-) -> Any:
+) -> Tensor | Pending[Tensor]:
     """Cut x into one block per rank, send each rank its block, and concatenate the blocks received.
 
     >>> import torch, diffcoll as dc

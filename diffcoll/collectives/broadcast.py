@@ -19,11 +19,11 @@ from typing_extensions import override
 
 from diffcoll.collectives import reduce
 from diffcoll.core import trees
-from diffcoll.core.arguments import Group, Tree
+from diffcoll.core.arguments import Tree
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
-from diffcoll.engines.types import GradPlacement
+from diffcoll.engines.types import GradPlacement, Group
 
 __all__ = ["Broadcast", "broadcast"]
 
@@ -103,6 +103,17 @@ def broadcast(
 ) -> Pending[Tree]: ...
 
 
+@overload
+def broadcast(
+    x: Tree,
+    src: int = ...,
+    *,
+    group: Group = ...,
+    grad_placement: GradPlacement = ...,
+    async_op: bool,
+) -> Tree | Pending[Tree]: ...
+
+
 def broadcast(
     x: Tree,
     src: int = 0,
@@ -110,7 +121,7 @@ def broadcast(
     group: Group = None,
     grad_placement: GradPlacement = "partial",
     async_op: bool = False,
-) -> Any:
+) -> Tree | Pending[Tree]:
     """Send rank src's x to every rank.
 
     >>> import torch, diffcoll as dc

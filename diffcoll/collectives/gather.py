@@ -17,11 +17,12 @@ from typing_extensions import override
 
 from diffcoll.collectives import scatter
 from diffcoll.core import trees
-from diffcoll.core.arguments import Group, Sizes, Tree
+from diffcoll.core.arguments import Sizes, Tree
 from diffcoll.core.blocks import blocks_of, join
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
+from diffcoll.engines.types import Group
 
 __all__ = ["Gather", "gather"]
 
@@ -79,6 +80,18 @@ def gather(
 ) -> Pending[Tree]: ...
 
 
+@overload
+def gather(
+    x: Tree,
+    dst: int = ...,
+    dim: int = ...,
+    *,
+    group: Group = ...,
+    sizes: Sizes = ...,
+    async_op: bool,
+) -> Tree | Pending[Tree]: ...
+
+
 def gather(
     x: Tree,
     dst: int = 0,
@@ -87,7 +100,7 @@ def gather(
     group: Group = None,
     sizes: Sizes = None,
     async_op: bool = False,
-) -> Any:
+) -> Tree | Pending[Tree]:
     """Concatenate all ranks' x along a dimension, in the order of ranks, on rank dst; empty elsewhere.
 
     The backward is a scatter from dst. A rank takes part in it if its x requires a gradient and its loss uses y. So on

@@ -17,10 +17,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.core import trees
-from diffcoll.core.arguments import Group, Sizes, Tree
+from diffcoll.core.arguments import Sizes, Tree
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
+from diffcoll.engines.types import Group
 
 __all__ = ["Permute", "permute", "submit"]
 
@@ -81,6 +82,18 @@ def permute(
 ) -> Pending[Tree]: ...
 
 
+@overload
+def permute(
+    x: Tree,
+    pairs: Sequence[tuple[int, int]],
+    *,
+    group: Group = ...,
+    dim: int = ...,
+    sizes: Sizes = ...,
+    async_op: bool,
+) -> Tree | Pending[Tree]: ...
+
+
 def permute(
     x: Tree,
     pairs: Sequence[tuple[int, int]],
@@ -89,7 +102,7 @@ def permute(
     dim: int = 0,
     sizes: Sizes = None,
     async_op: bool = False,
-) -> Any:
+) -> Tree | Pending[Tree]:
     """Send x from src to dst for each pair (src, dst) of ranks.
 
     >>> import torch, diffcoll as dc

@@ -18,11 +18,12 @@ from typing_extensions import override
 
 from diffcoll.collectives import broadcast
 from diffcoll.core import trees
-from diffcoll.core.arguments import Group, Tree
+from diffcoll.core.arguments import Tree
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import Op
+from diffcoll.engines.types import Group
 
 __all__ = ["Reduce", "reduce"]
 
@@ -69,6 +70,17 @@ def reduce(
 ) -> Pending[Tree]: ...
 
 
+@overload
+def reduce(
+    x: Tree,
+    dst: int = ...,
+    op: Op = ...,
+    *,
+    group: Group = ...,
+    async_op: bool,
+) -> Tree | Pending[Tree]: ...
+
+
 def reduce(
     x: Tree,
     dst: int = 0,
@@ -76,7 +88,7 @@ def reduce(
     *,
     group: Group = None,
     async_op: bool = False,
-) -> Any:
+) -> Tree | Pending[Tree]:
     """Reduce all ranks' x to their sum, mean, product, maximum, …, on rank dst; the result is zero on the others.
 
     The backward is a broadcast from dst. A rank takes part in it if its x requires a gradient and its loss uses y. So

@@ -16,12 +16,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.collectives import all_gather
-from diffcoll.core.arguments import Group, Parts
+from diffcoll.core.arguments import Parts
 from diffcoll.core.blocks import row_of
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import Op, Ties
+from diffcoll.engines.types import Group
 
 __all__ = ["ReduceScatter", "reduce_scatter"]
 
@@ -81,6 +82,20 @@ def reduce_scatter(
 ) -> Pending[Tensor]: ...
 
 
+@overload
+def reduce_scatter(
+    x: Tensor,
+    op: Op = ...,
+    dim: int = ...,
+    *,
+    group: Group = ...,
+    sizes: Parts = ...,
+    ties: Ties = ...,
+    deterministic: bool = ...,
+    async_op: bool,
+) -> Tensor | Pending[Tensor]: ...
+
+
 def reduce_scatter(
     x: Tensor,
     op: Op = "sum",
@@ -91,7 +106,7 @@ def reduce_scatter(
     ties: Ties = "even",
     deterministic: bool = False,
     async_op: bool = False,
-) -> Any:
+) -> Tensor | Pending[Tensor]:
     """Reduce all ranks' x to their sum, mean, product, maximum, …; rank r receives block r along a dimension.
 
     >>> import torch, diffcoll as dc

@@ -17,11 +17,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.core import trees
-from diffcoll.core.arguments import Group, Tree
+from diffcoll.core.arguments import Tree
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear
 from diffcoll.core.pending import Pending
 from diffcoll.engines.engine import WIDER, Wait, done
+from diffcoll.engines.types import Group
 
 __all__ = ["Scan", "scan"]
 
@@ -104,6 +105,17 @@ def scan(
 ) -> Pending[Tree]: ...
 
 
+@overload
+def scan(
+    x: Tree,
+    *,
+    group: Group = ...,
+    reverse: bool = ...,
+    exclusive: bool = ...,
+    async_op: bool,
+) -> Tree | Pending[Tree]: ...
+
+
 def scan(
     x: Tree,
     *,
@@ -111,7 +123,7 @@ def scan(
     reverse: bool = False,
     exclusive: bool = False,
     async_op: bool = False,
-) -> Any:
+) -> Tree | Pending[Tree]:
     """Return the inclusive prefix sum over ranks (MPI_Scan): the sum of x on ranks 0 to r.
 
     >>> import torch, diffcoll as dc

@@ -20,12 +20,13 @@ from typing_extensions import override
 from diffcoll.collectives import gather
 from diffcoll.core import trees
 from diffcoll.core._torch import is_tree, tree_flatten, tree_paths
-from diffcoll.core.arguments import Group, Parts, Tree
+from diffcoll.core.arguments import Parts, Tensors, Tree
 from diffcoll.core.blocks import as_row, cut, pieces
 from diffcoll.core.call import Call, perform
 from diffcoll.core.checks import digest
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
+from diffcoll.engines.types import Group
 
 __all__ = ["Scatter", "scatter"]
 
@@ -104,15 +105,39 @@ def scatter(
 ) -> Pending[Tree]: ...
 
 
+@overload
 def scatter(
-    x: Any,
+    x: None,
+    src: int = ...,
+    dim: int = ...,
+    *,
+    group: Group = ...,
+    sizes: Parts = ...,
+    async_op: bool,
+) -> Tensor | Pending[Tensor]: ...
+
+
+@overload
+def scatter(
+    x: Tree,
+    src: int = ...,
+    dim: int = ...,
+    *,
+    group: Group = ...,
+    sizes: Parts = ...,
+    async_op: bool,
+) -> Tree | Pending[Tree]: ...
+
+
+def scatter(
+    x: Tensors | None,
     src: int = 0,
     dim: int = 0,
     *,
     group: Group = None,
     sizes: Parts = None,
     async_op: bool = False,
-) -> Any:
+) -> Tensors | Pending[Any]:
     """Send block r of rank src's x, along a dimension, to each rank r.
 
     >>> import torch, diffcoll as dc

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, overload
 
 from diffcoll.collectives import permute
-from diffcoll.core.arguments import Group, Sizes, Tree
+from diffcoll.core.arguments import Sizes, Tree
 from diffcoll.core.call import Call, perform
 from diffcoll.core.pending import Pending
+from diffcoll.engines.types import Group
 
 __all__ = ["Shift", "shift"]
 
@@ -51,6 +52,19 @@ def shift(
 ) -> Pending[Tree]: ...
 
 
+@overload
+def shift(
+    x: Tree,
+    offset: int = ...,
+    *,
+    group: Group = ...,
+    wrap: bool = ...,
+    dim: int = ...,
+    sizes: Sizes = ...,
+    async_op: bool,
+) -> Tree | Pending[Tree]: ...
+
+
 def shift(
     x: Tree,
     offset: int = 1,
@@ -60,7 +74,7 @@ def shift(
     dim: int = 0,
     sizes: Sizes = None,
     async_op: bool = False,
-) -> Any:
+) -> Tree | Pending[Tree]:
     """Send x from each rank r to rank r + offset.
 
     >>> import torch, diffcoll as dc

@@ -17,9 +17,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.collectives import all_gather
-from diffcoll.core.arguments import Group, Parts
+from diffcoll.core.arguments import Parts
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear
+from diffcoll.engines.types import Group
 
 __all__ = ["Split", "split"]
 

@@ -18,9 +18,10 @@ from typing_extensions import override
 
 from diffcoll.collectives import all_reduce
 from diffcoll.core import trees
-from diffcoll.core.arguments import Group, Tree
+from diffcoll.core.arguments import Tree
 from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear
+from diffcoll.engines.types import Group
 
 __all__ = ["SumGradients", "sum_gradients"]
 
@@ -80,8 +81,7 @@ def sum_gradients(x: Tree, *, group: Group = None) -> Tree:
 
     Source: notes/sum_gradients.md.
     """
-    y: Any = perform(_sum_gradients, "sum_gradients", x, group)
-    return y  # type: ignore[no-any-return]
+    return perform(_sum_gradients, "sum_gradients", x, group)
 
 
 def _sum_gradients(call: Call, x: Any) -> Any:

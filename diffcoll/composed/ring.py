@@ -17,11 +17,12 @@ from diffcoll.collectives.shift import shift
 from diffcoll.composed.leaves import batch_leaves, lengths_of_ranks
 from diffcoll.core import trees
 from diffcoll.core._torch import tree_paths
-from diffcoll.core.arguments import Group, Tree
+from diffcoll.core.arguments import Tree
 from diffcoll.core.blocks import pieces
 from diffcoll.core.call import Call
 from diffcoll.core.groups import resolve
 from diffcoll.engines.engine import Engine
+from diffcoll.engines.types import Group
 
 __all__ = ["ring"]
 

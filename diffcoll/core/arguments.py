@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Any, Literal, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,12 +17,11 @@ from diffcoll.core.reductions import REDUCTIONS, Reduction, spelled, users
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import word_of
 
-__all__ = ["Arguments", "Group", "Parts", "Sizes", "Tree"]
+__all__ = ["Arguments", "Parts", "Sizes", "Tensors", "Tree"]
 
 #: A tensor, or nested tuples, lists and dicts of tensors.
-Tree = TypeVar("Tree")
-#: What `group` may be, see `diffcoll.core.groups`.
-Group = Any
+Tensors: TypeAlias = Tensor | Sequence["Tensors"] | Mapping[Any, "Tensors"]
+Tree = TypeVar("Tree", bound=Tensors)
 #: Sizes of the blocks that x is cut into, and of the blocks that the ranks contribute.
 Parts = Sequence[int] | None
 Sizes = Sequence[int] | Literal["auto"] | None

@@ -22,13 +22,14 @@ from torch.nn import Parameter
 from diffcoll.core import checks
 from diffcoll.core._torch import divide_, times
 from diffcoll.core.agreement import kind
-from diffcoll.core.arguments import ADDED, Arguments, Group
+from diffcoll.core.arguments import ADDED, Arguments
 from diffcoll.core.derivatives import Started, apply, start
 from diffcoll.core.groups import resolve
 from diffcoll.core.linear import Linear
 from diffcoll.core.pending import Pending
 from diffcoll.core.reducing import Reducing, Steps
 from diffcoll.engines.engine import WIDER, Engine
+from diffcoll.engines.types import Group
 
 __all__ = ["Call", "perform"]
 

@@ -28,6 +28,7 @@ from diffcoll.engines import c10d, local
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.named import Facts, NamedEngine, facts
 from diffcoll.engines.solo import SoloEngine
+from diffcoll.engines.types import Group
 
 __all__ = [
     "collectives_only",
@@ -173,7 +174,7 @@ def collectives_only(group: Any) -> bool:
     return engine.joint or engine.compiling or is_joint() or is_within_transform() or carries_tangents()
 
 
-def get_rank(group: Any = None) -> int:
+def get_rank(group: Group = None) -> int:
     """Return this process's rank within the group, from 0 to N − 1.
 
     >>> import diffcoll as dc
@@ -189,7 +190,7 @@ def get_rank(group: Any = None) -> int:
     return resolve(group, "get_rank").rank
 
 
-def get_world_size(group: Any = None) -> int:
+def get_world_size(group: Group = None) -> int:
     """Return N, the number of ranks in the group.
 
     >>> import diffcoll as dc
@@ -230,7 +231,7 @@ class set_default_group:
         TypeError, ValueError: not a group, or one without this process. The default is unchanged then.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group) -> None:
         if group is not None:
             resolve(group, "set_default_group")
         self._before = _set_default(group)

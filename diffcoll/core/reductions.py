@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from diffcoll.core.errors import message
 from diffcoll.core.over_ranks import LARGEST, LOGSUMEXP, SMALLEST, over_ranks
 from diffcoll.core.product import product
 from diffcoll.engines.engine import WIDER
+from diffcoll.engines.types import ReduceOp
 
 __all__ = [
     "REDUCTIONS",
@@ -32,8 +33,13 @@ __all__ = [
     "users",
 ]
 
+#: The names of reductions, in the spellings of PyTorch and NumPy.
+Name: TypeAlias = Literal[
+    "sum", "mean", "avg", "average", "product", "prod", "logsumexp",
+    "max", "maximum", "amax", "min", "minimum", "amin",
+]  # fmt: skip
 #: What `op` may be: a name, a `torch.distributed.ReduceOp`, or a function that reduces dim 0 of a stack.
-Op = Any
+Op: TypeAlias = Name | ReduceOp | Callable[[Tensor], Tensor]
 Ties = Literal["even", "first"]
 Over = Callable[[Tensor], Tensor]
 
@@ -106,7 +112,7 @@ SPELLINGS = {name: name for name in REDUCTIONS["even"]} | {
 }
 
 
-def spelled(op: Op) -> tuple[str, Any] | None:
+def spelled(op: Any) -> tuple[str, Any] | None:
     """Return the name that a string or a `torch.distributed.ReduceOp` stands for, and its factor; None: op is neither.
 
     A ReduceOp is recognised by its attributes, because torch.distributed may not be available.

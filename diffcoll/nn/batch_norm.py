@@ -15,9 +15,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from diffcoll.core._torch import BatchNormBase, is_jit_tracing, without_transforms
-from diffcoll.core.arguments import Group
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size, resolve
+from diffcoll.engines.types import Group
 from diffcoll.nn.moments import wide
 from diffcoll.nn.normalize import batch_norm
 

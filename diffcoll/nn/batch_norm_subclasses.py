@@ -20,8 +20,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from diffcoll.core.arguments import Group
 from diffcoll.core.errors import message
+from diffcoll.engines.types import Group
 from diffcoll.nn.batch_norm import InGroup, check_input, check_scripted, node_of, refuse_one_value, update
 from diffcoll.nn.normalize import batch_norm
 

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from diffcoll.core.arguments import Group
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size
+from diffcoll.engines.types import Group
 
 __all__ = ["LossModule", "RankReduction", "check_rank_reduction", "returned"]
 

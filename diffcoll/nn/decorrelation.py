@@ -15,9 +15,9 @@ from typing_extensions import override
 
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.sum_gradients import sum_gradients
-from diffcoll.core.arguments import Group
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size
+from diffcoll.engines.types import Group
 from diffcoll.nn.convention import LossModule, RankReduction, check_rank_reduction, returned
 from diffcoll.nn.followers import bit, follows, leaf, needs_gradient, refuse_absent
 from diffcoll.nn.inputs import check_number, check_rows, in_full_precision, without_autocast

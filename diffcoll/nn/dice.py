@@ -17,10 +17,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.collectives.all_reduce import all_reduce
-from diffcoll.core.arguments import Group
 from diffcoll.core.blocks import as_row
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size
+from diffcoll.engines.types import Group
 from diffcoll.nn.convention import LossModule, RankReduction, check_rank_reduction, returned
 from diffcoll.nn.followers import sent
 from diffcoll.nn.inputs import (

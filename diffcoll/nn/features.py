@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from diffcoll.core.arguments import Group
 from diffcoll.core.errors import message
+from diffcoll.engines.types import Group
 from diffcoll.nn.convention import RankReduction, check_rank_reduction, returned
 from diffcoll.nn.inputs import FLOATS, HALF
 from diffcoll.nn.logits import normalized

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from diffcoll.core._torch import assert_in_graph, is_traced, is_vmapped
-from diffcoll.core.arguments import Group
 from diffcoll.core.errors import CollectiveMismatchError
 from diffcoll.core.groups import collectives_only, get_rank, get_world_size
 from diffcoll.core.joint import is_joint
+from diffcoll.engines.types import Group
 
 __all__ = [
     "ABSENT",

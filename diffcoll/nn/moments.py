@@ -23,10 +23,10 @@ from torch import Tensor
 from diffcoll.collectives.all_gather import all_gather
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.sum_gradients import sum_gradients
-from diffcoll.core.arguments import Group
 from diffcoll.core.blocks import as_row
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_rank, get_world_size
+from diffcoll.engines.types import Group
 from diffcoll.nn.followers import sent
 
 __all__ = ["Moments", "moments", "weighted_mean"]

@@ -23,8 +23,8 @@ from torch.autograd import Function
 from diffcoll.collectives.shift import shift
 from diffcoll.composed.ring import ring
 from diffcoll.core._torch import is_observed
-from diffcoll.core.arguments import Group
 from diffcoll.core.pending import Pending
+from diffcoll.engines.types import Group
 from diffcoll.nn.chunks import sums_of
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.logits import Marks, Rule, Sums, block, merged

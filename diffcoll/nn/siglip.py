@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from diffcoll.core.arguments import Group
+from diffcoll.engines.types import Group
 from diffcoll.nn.convention import LossModule, RankReduction
 from diffcoll.nn.features import Exchange, Options, check_features, columns_of, per_row, scalar, wide
 from diffcoll.nn.inputs import without_autocast

@@ -8,6 +8,7 @@ from operator import index
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from diffcoll.core._torch import tree_flatten
 from diffcoll.core.errors import message
@@ -31,7 +32,7 @@ def assert_matches_single_process(
     single: Callable[..., Any],
     batch: Any,
     *,
-    module: Any = None,
+    module: nn.Module | Sequence[nn.Module | Tensor] | None = None,
     sizes: Sequence[Sequence[int]] = ((4, 4), (5, 3), (5, 0, 3)),
     rank_reduction: str = "mean",
     order: int = 1,
@@ -119,7 +120,7 @@ def check_gradients(
     fn: Callable[..., Any],
     *per_rank: Sequence[Any],
     order: int = 1,
-    module: Any = None,
+    module: nn.Module | Sequence[nn.Module | Tensor] | None = None,
     on: Sequence[str] = ("simulated", "gloo"),
     seed: int = 0,
     timeout: float = 60,

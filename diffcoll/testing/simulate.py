@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import index
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -19,14 +19,16 @@ from diffcoll.testing._calls import per_rank_arguments
 
 __all__ = ["simulate"]
 
+T = TypeVar("T")
+
 
 def simulate(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     *per_rank: Sequence[Any],
     rules: bool = False,
     torch_distributed: bool | Literal["gloo", "nccl"] = False,
     seed: int = 0,
-) -> list[Any]:
+) -> list[T]:
     """Tests without processes: run fn on N simulated ranks, like `map`; returns the list of all ranks' results.
 
     The ranks are threads; one runs at a time, and the next one runs when it reaches a collective. A run is

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,14 +24,16 @@ from diffcoll.testing.processes import GRACE, Forked, Processes, RanksFailedErro
 
 __all__ = ["RanksFailedError", "spawn"]
 
+T = TypeVar("T")
+
 
 def spawn(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     *per_rank: Sequence[Any],
     backend: str = "gloo",
     timeout: float = 60,
     seed: int = 0,
-) -> list[Any]:
+) -> list[T]:
     """Run fn on N real processes of this machine, as `simulate` does on simulated ranks.
 
     >>> import torch, diffcoll as dc

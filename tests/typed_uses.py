@@ -1,0 +1,113 @@
+"""Uses that type checkers accept, with the types they find, and uses that they refuse: a comment is an error expected.
+
+Checked by mypy and pyright (`make types`), which also report comments that expect an error where there is none.
+It is not run.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate
+from typing_extensions import assert_type
+
+import diffcoll as dc
+from diffcoll.testing import simulate, spawn
+
+
+class Views(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+def trees(x: Tensor, p: nn.Parameter, xs: list[Tensor], views: Views, named: dict[str, list[Tensor]]) -> None:
+    ordered: OrderedDict[str, Tensor] = OrderedDict(a=x)
+    assert_type(dc.all_reduce(x), Tensor)
+    assert_type(dc.all_reduce(xs), list[Tensor])
+    assert_type(dc.all_gather(views), Views)
+    assert_type(dc.broadcast(named, src=1), dict[str, list[Tensor]])
+    assert_type(dc.broadcast((x, xs)), tuple[Tensor, list[Tensor]])
+    assert_type(dc.scan(ordered), OrderedDict[str, Tensor])
+    assert_type(dc.scatter(None), Tensor)
+    assert_type(dc.sum_gradients(xs), list[Tensor])
+    dc.all_reduce(p).relu()
+    dc.all_reduce(3.0)  # type: ignore
+    dc.all_gather([1, 2])  # type: ignore
+    dc.reduce_scatter(xs)  # type: ignore
+    dc.all_reduce({"a": 3})  # type: ignore
+
+
+def later(x: Tensor, xs: list[Tensor], flag: bool) -> None:
+    assert_type(dc.all_reduce(x, async_op=True), dc.Pending[Tensor])
+    assert_type(dc.all_reduce(x, async_op=False), Tensor)
+    assert_type(dc.all_reduce(x, async_op=flag), Tensor | dc.Pending[Tensor])
+    assert_type(dc.reduce_scatter(x, async_op=True).wait(), Tensor)
+    assert_type(dc.all_gather(xs, async_op=True).wait(), list[Tensor])
+    for collective in (dc.broadcast, dc.gather, dc.scan, dc.shift):
+        collective(x, async_op=flag)
+    dc.all_reduce(x, async_op=True).sum()  # type: ignore
+    dc.all_reduce(x, async_op=True) + x  # type: ignore
+    torch.sin(dc.all_reduce(x, async_op=True))  # type: ignore
+
+
+def operations(x: Tensor) -> None:
+    dc.all_reduce(x, "avg")
+    dc.all_reduce(x, ReduceOp.SUM)
+    dc.all_reduce(x, lambda s: s.median(0).values)
+    dc.reduce(x, 0, dc.elementwise(lambda s: s.amax(0)))
+    dc.all_reduce(x, "maxx")  # type: ignore
+    dc.all_reduce(x, 3)  # type: ignore
+    dc.all_reduce(x, ties="all")  # type: ignore
+    dc.all_reduce(x, deterministic="yes")  # type: ignore
+
+
+def groups(x: Tensor, group: ProcessGroup, mesh: DeviceMesh) -> None:
+    dc.all_reduce(x, group=group)
+    dc.all_reduce(x, group=mesh["tensor"])
+    dc.all_reduce(x, group=None)
+    with dc.set_default_group(mesh):
+        dc.get_rank(group)
+    dc.all_reduce(x, group=3)  # type: ignore
+    dc.all_reduce(x, "sum", group)  # type: ignore
+    dc.get_world_size("world")  # type: ignore
+
+
+def placements(x: Tensor) -> None:
+    dc.all_gather(x, grad_placement="replicate")
+    dc.all_reduce(x, grad_placement=Replicate())
+    dc.broadcast(x, grad_placement=Partial())
+    dc.all_gather(x, grad_placement="replicated")  # type: ignore
+
+
+def losses(x: Tensor, y: Tensor) -> None:
+    assert_type(dc.nn.functional.clip_loss(x, y, 3.0, exchange="ring"), Tensor)
+    dc.nn.CLIPLoss(chunk_size=512)
+    dc.nn.functional.clip_loss(x, y, 3.0, rank_reduction="none")  # type: ignore
+    dc.nn.functional.clip_loss(x, y, 3.0, reduction="mean")  # type: ignore
+    dc.nn.functional.moments(x, 0, y)  # type: ignore
+
+
+def averaging(model: nn.Module, gs: list[Tensor], loader: list[Tensor]) -> None:
+    averager = dc.GradientAverager(model, reduction="avg", broadcast_buffers="each forward")
+    assert_type(averager.join(loader), Iterator[Tensor])
+    assert_type(dc.average_gradients(gs, reduction=ReduceOp.SUM), list[Tensor])
+    assert_type(dc.global_mean(3.0), Tensor)
+    dc.GradientAverager(model, reduction="max")  # type: ignore
+    dc.GradientAverager(model, broadcast_buffers=True)  # type: ignore
+    dc.average_gradients(gs, "sum")  # type: ignore
+
+
+def rank_of(x: Tensor) -> tuple[int, Tensor]:
+    return dc.get_rank(), x
+
+
+def harness(xs: list[Tensor]) -> None:
+    assert_type(simulate(rank_of, xs), list[tuple[int, Tensor]])
+    assert_type(spawn(rank_of, xs, backend="mpi"), list[tuple[int, Tensor]])
+    assert_type([y for _, y in dc.ring(xs)], list[list[Tensor]])
+    assert_type(dc.gather_batch(xs).tree, list[Tensor])
+    simulate(3, xs)  # type: ignore
