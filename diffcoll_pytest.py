@@ -145,5 +145,5 @@ def _per_rank(ranks: Ranks | None, name: str) -> Any:
         pytest.fail(_NO_MARKER.format(name), pytrace=False)
     from diffcoll.testing import rank_body
 
-    make: Callable[[str], Any] = rank_body.PerRank
+    make: Callable[[str], Any] = rank_body.RankFixture
     return make(name)

@@ -1,4 +1,4 @@
-"""What type checkers and `help` show is what is accepted. `typed_uses.py` is what the type checkers themselves check."""
+"""What type checkers and `help` show is what is accepted. `typed_uses.py` is what type checkers themselves check."""
 
 from typing import get_args
 

@@ -29,7 +29,7 @@ from diffcoll.averaging.module_buffers import ModuleBuffers, facts, named_buffer
 from diffcoll.averaging.parameters import differentiable, named_parameters
 from diffcoll.averaging.reducer import Reducer
 from diffcoll.averaging.spare import copied_containers, copy_where_needed
-from diffcoll.averaging.state import NAME, Arguments, Averaging, BroadcastBuffers, Unused, read_reduction
+from diffcoll.averaging.state import NAME, Averaging, BroadcastBuffers, Settings, Unused, read_reduction
 from diffcoll.averaging.tree import ModuleTree
 from diffcoll.averaging.twins import twin
 from diffcoll.core._torch import untraced
@@ -127,7 +127,7 @@ class GradientAverager:
         module = module_or_params if isinstance(module_or_params, nn.Module) else None
         sends = broadcast_parameters, broadcast_buffers
         how = read_reduction(NAME, reduction, ("mean", "sum", "weighted"))
-        arguments = Arguments(how, bucket_mb, comm_dtype, deterministic, comm_hook, unused, *sends, hooks)
+        arguments = Settings(how, bucket_mb, comm_dtype, deterministic, comm_hook, unused, *sends, hooks)
         arguments.check(module)
         named, ignored = named_parameters(NAME, module_or_params, partial(checked_ignore, NAME, ignore, module))
         engine = _engine(group)
@@ -324,7 +324,7 @@ class GradientAverager:
 
 def _engine(group: Any) -> Engine:
     engine = resolve(group, NAME)
-    if engine.joint:
+    if engine.in_one_graph:
         remedy = "simulate(…, rules=True), with backward inside"
         got = "simulated ranks that share one autograd graph"
         raise RuntimeError(message(NAME, "group", got, "ranks that call backward themselves", remedy))

@@ -18,7 +18,7 @@ from diffcoll.averaging.comm_hook import CommHook
 from diffcoll.averaging.communicating import ABSENT, communicating, refuse_ended
 from diffcoll.averaging.module_buffers import ModuleBuffers
 from diffcoll.averaging.parameters import SPARSE
-from diffcoll.averaging.state import NAME, Arguments, Backward, Join, Weights
+from diffcoll.averaging.state import NAME, Backward, Join, Settings, Weights
 from diffcoll.averaging.tree import ModuleTree
 from diffcoll.core import checks
 from diffcoll.core._torch import versions
@@ -39,7 +39,7 @@ class Reducer:
         self,
         parameters: list[Parameter],
         engine: Engine,
-        arguments: Arguments,
+        arguments: Settings,
         tree: ModuleTree | None,
         buffers: ModuleBuffers | None,
         comm_hook: CommHook | None,

@@ -15,7 +15,7 @@ from diffcoll.engines.types import ReduceOp
 
 __all__ = [
     "NAME",
-    "Arguments",
+    "Settings",
     "Backward",
     "Averaging",
     "BroadcastBuffers",
@@ -37,7 +37,7 @@ NAME = "GradientAverager"
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Settings:
     """Arguments of an averager that must be equal on all ranks, under the names of its signature."""
 
     reduction: str

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from diffcoll.testing.cases import Case
 
-__all__ = ["SYSTEMS", "Adapter", "Call"]
+__all__ = ["SYSTEMS", "Adapter", "CompetitorCall"]
 
-Call = Callable[[Any], Any]
+CompetitorCall = Callable[[Any], Any]
 #: The ops that they have, by their names.
 _OPS = {"sum": "sum", "mean": "avg", "product": "product", "max": "max", "min": "min"}
-Adapter = Callable[[Case, int], Call | None]
+Adapter = Callable[[Case, int], CompetitorCall | None]
 
 
-def _nn_functional(case: Case, rank: int) -> Call | None:
+def _nn_functional(case: Case, rank: int) -> CompetitorCall | None:
     """torch.distributed.nn.functional."""
     nn: Any = import_module("torch.distributed.nn.functional")
     a, n = case.arguments, case.size
@@ -60,7 +60,7 @@ def _nn_functional(case: Case, rank: int) -> Call | None:
         blocks = [b.contiguous() for b in x.chunk(n, d)]
         return torch.cat(nn.all_to_all([torch.empty_like(b) for b in blocks], blocks), c)
 
-    calls: dict[str, Call] = {
+    calls: dict[str, CompetitorCall] = {
         "all_reduce": lambda x: nn.all_reduce(x, op),
         "all_gather": lambda x: joined(nn.all_gather(x)),
         "reduce_scatter": reduce_scatter,
@@ -73,7 +73,7 @@ def _nn_functional(case: Case, rank: int) -> Call | None:
     return calls.get(case.name)
 
 
-def _functional_collectives(case: Case, rank: int) -> Call | None:
+def _functional_collectives(case: Case, rank: int) -> CompetitorCall | None:
     """torch.distributed._functional_collectives."""
     ft: Any = import_module("torch.distributed._functional_collectives")
     a, n, world = case.arguments, case.size, dist.group.WORLD
@@ -96,7 +96,7 @@ def _functional_collectives(case: Case, rank: int) -> Call | None:
         targets = [dst for _, dst in sorted(_pairs(case))]
         return plain(ft.permute_tensor(x.flatten(), targets, world)).view(x.shape)
 
-    calls: dict[str, Call] = {
+    calls: dict[str, CompetitorCall] = {
         "all_reduce": lambda x: plain(ft.all_reduce(x, op, world)),
         "all_gather": lambda x: plain(all_gather(x, dim % x.dim(), world)),
         "reduce_scatter": lambda x: plain(reduce_scatter(x, op, dim % x.dim(), world)),

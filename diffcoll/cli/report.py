@@ -17,7 +17,7 @@ from rich.text import Text
 
 from diffcoll.cli.page import document
 
-__all__ = ["TOLERANCE", "Outcome", "Row", "Training", "memory_of_process", "page", "progress", "show", "wide_console"]
+__all__ = ["TOLERANCE", "Errors", "Row", "Training", "memory_of_process", "page", "progress", "show", "wide_console"]
 
 #: Tolerance: the largest relative error at which a collective passes.
 TOLERANCE = 1e-10
@@ -27,7 +27,7 @@ TRAINING_TOLERANCE = 1e-9
 WRONG = 1e-6
 
 #: The result of one system on one call: errors by name, or the reason why there are none.
-Outcome = dict[str, float] | str
+Errors = dict[str, float] | str
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Row:
     collective: str
     call: str
     world_size: int
-    systems: dict[str, Outcome] = field(default_factory=dict)
+    systems: dict[str, Errors] = field(default_factory=dict)
 
     def passes(self) -> bool:
         """Whether all errors of diffcoll are within the tolerance."""
@@ -140,7 +140,7 @@ class _Merged:
     def __init__(self, rows: list[Row]) -> None:
         self.collective, self.call = rows[-1].collective, rows[-1].call
         self.sizes = " ".join(str(row.world_size) for row in rows)
-        self.systems: dict[str, Outcome] = {}
+        self.systems: dict[str, Errors] = {}
         for system in rows[0].systems:
             outcomes = [row.systems[system] for row in rows]
             words = [o for o in outcomes if isinstance(o, str)]
@@ -170,14 +170,14 @@ def _short(system: str) -> str:
     return short if short == system else f"{short} of torch {torch.__version__}"
 
 
-def _text(outcome: Outcome) -> str:
+def _text(outcome: Errors) -> str:
     return outcome if isinstance(outcome, str) else " ".join(f"{value:.0e}" for value in outcome.values())
 
 
 _STYLES = {"right": "green", "wrong": "red", "none": "dim"}
 
 
-def _verdict(outcome: Outcome) -> str:
+def _verdict(outcome: Errors) -> str:
     if isinstance(outcome, str):
         return "none" if outcome == "not offered" else "wrong"
     return "wrong" if max(outcome.values()) > WRONG else "right"

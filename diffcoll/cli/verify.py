@@ -27,9 +27,9 @@ import torch.distributed as dist
 import diffcoll
 from diffcoll.cli import digits, report
 from diffcoll.cli.arguments import TRAINING
-from diffcoll.cli.competitors import SYSTEMS, Adapter, Call
+from diffcoll.cli.competitors import SYSTEMS, Adapter, CompetitorCall
 from diffcoll.cli.launch import gloo_beside_mpi
-from diffcoll.cli.report import Outcome, Row, Training
+from diffcoll.cli.report import Errors, Row, Training
 from diffcoll.core._torch import COMPILES
 from diffcoll.core.errors import CollectiveFailedError
 from diffcoll.engines.c10d import destroy
@@ -53,9 +53,9 @@ TIMEOUT, TIMEOUT_COMPILED = 30.0, 150.0
 LATE = 60.0
 
 #: Calls a function that measures errors, and returns the errors or the reason of a failure; None: not offered.
-Attempt = Callable[[Callable[[], dict[str, float]] | None], Outcome]
+Attempt = Callable[[Callable[[], dict[str, float]] | None], Errors]
 #: (rank, cases, adapter, whether the system is diffcoll, seed, attempt) → an outcome for each row.
-Program = Callable[[int, list[Case], Adapter, bool, int, Attempt], list[Outcome]]
+Program = Callable[[int, list[Case], Adapter, bool, int, Attempt], list[Errors]]
 Piece = tuple[Program, list[Case]]
 T = TypeVar("T")
 
@@ -139,34 +139,34 @@ def _compiled_rows(world: _World, n: int, names: list[str], seed: int, advance: 
 # ── measurements on one rank ─────────────────────────────────────────────────────────────────────────────
 
 
-def _calls(rank: int, cases: list[Case], adapter: Adapter, ours: bool, seed: int, attempt: Attempt) -> list[Outcome]:
+def _calls(rank: int, cases: list[Case], adapter: Adapter, ours: bool, seed: int, attempt: Attempt) -> list[Errors]:
     """Measure each case in reverse mode, then all cases in forward mode."""
     return [*_orders(rank, cases, adapter, ours, seed, attempt), *_tangents(rank, cases, adapter, ours, seed, attempt)]
 
 
-def _orders(rank: int, cases: list[Case], adapter: Adapter, ours: bool, seed: int, attempt: Attempt) -> list[Outcome]:
+def _orders(rank: int, cases: list[Case], adapter: Adapter, ours: bool, seed: int, attempt: Attempt) -> list[Errors]:
     calls = [(case, adapter(case, rank)) for case in cases]
     return [attempt(call and partial(_by_order, case, rank, seed, call)) for case, call in calls]
 
 
-def _tangents(rank: int, cases: list[Case], adapter: Adapter, ours: bool, seed: int, attempt: Attempt) -> list[Outcome]:
+def _tangents(rank: int, cases: list[Case], adapter: Adapter, ours: bool, seed: int, attempt: Attempt) -> list[Errors]:
     calls = [(case, adapter(case, rank)) for case in _whole(cases)]
     return [_all([attempt(call and partial(_forward, case, rank, seed, call)) for case, call in calls])]
 
 
-def _by_order(case: Case, rank: int, seed: int, call: Call) -> dict[str, float]:
+def _by_order(case: Case, rank: int, seed: int, call: CompetitorCall) -> dict[str, float]:
     return errors(on_rank(case, rank, seed, call), in_truth(case, seed), rank)
 
 
-def _forward(case: Case, rank: int, seed: int, call: Call) -> dict[str, float]:
+def _forward(case: Case, rank: int, seed: int, call: CompetitorCall) -> dict[str, float]:
     return errors(tangent_on_rank(case, rank, seed, call), tangents_in_truth(case, seed), rank)
 
 
-def _compiled(rank: int, cases: list[Case], adapter: Adapter, ours: bool, seed: int, attempt: Attempt) -> list[Outcome]:
+def _compiled(rank: int, cases: list[Case], adapter: Adapter, ours: bool, seed: int, attempt: Attempt) -> list[Errors]:
     """Compile all cases in one graph; of PyTorch's own collectives only the sums."""
     calls = [(case, adapter(case, rank)) for case in cases]
     offered = [(case, call) for case, call in calls if call and (ours or "op" not in case.arguments)]
-    found: dict[str, list[Outcome]] = {name: [] for name in _names(cases)}
+    found: dict[str, list[Errors]] = {name: [] for name in _names(cases)}
 
     def program(xs: list[torch.Tensor]) -> list[torch.Tensor]:
         return [call(x) for (_, call), x in zip(offered, xs, strict=True)]
@@ -210,12 +210,12 @@ COMPILED = Measure(_compiled, TIMEOUT_COMPILED, _rows_compiled)
 # ── failures ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _must(measure: Callable[[], dict[str, float]] | None) -> Outcome:
+def _must(measure: Callable[[], dict[str, float]] | None) -> Errors:
     """Measure; an error ends this rank, since the other ranks may wait in any call after it."""
     return "not offered" if measure is None else measure()
 
 
-def _may_raise(measure: Callable[[], dict[str, float]] | None) -> Outcome:
+def _may_raise(measure: Callable[[], dict[str, float]] | None) -> Errors:
     """Measure, and continue after an error: PyTorch's own collectives raise on all ranks."""
     try:
         return _must(measure)
@@ -236,7 +236,7 @@ def _reason(error: BaseException) -> str:
     return (said or str(error).splitlines())[0]
 
 
-def _all(outcomes: list[Outcome]) -> Outcome:
+def _all(outcomes: list[Errors]) -> Errors:
     """Return one outcome for several calls: the largest errors, or a reason if an offered call failed."""
     offered = [o for o in outcomes if o != "not offered"] or ["not offered"]
     words = [o for o in offered if isinstance(o, str)]
@@ -245,7 +245,7 @@ def _all(outcomes: list[Outcome]) -> Outcome:
     return words[0] if words else {key: max(o[key] for o in numbers) for key in numbers[0]}
 
 
-def _worst(of_ranks: list[list[Outcome]]) -> list[Outcome]:
+def _worst(of_ranks: list[list[Errors]]) -> list[Errors]:
     """Return one outcome for each row from those of all ranks."""
     return [_all(list(outcomes)) for outcomes in zip(*of_ranks, strict=True)]
 
@@ -261,14 +261,14 @@ class _Spawned:
         #: The reason why no processes can be started.
         self.broken = ""
 
-    def outcomes(self, n: int, measure: Measure, cases: list[Case], system: str, seed: int) -> list[Outcome]:
+    def outcomes(self, n: int, measure: Measure, cases: list[Case], system: str, seed: int) -> list[Errors]:
         adapter, ours = SYSTEMS[system], system == "diffcoll"
         rows = measure.rows(cases)
         if not ours and all(adapter(case, 0) is None for case in cases):
             return ["not offered"] * len(rows)
 
-        def run(program: Program, cases: list[Case]) -> list[Outcome]:
-            def body(rank: int) -> list[Outcome]:
+        def run(program: Program, cases: list[Case]) -> list[Errors]:
+            def body(rank: int) -> list[Errors]:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # PyTorch's own warn of their deprecation at every call
                     return program(rank, cases, adapter, ours, seed, _must if ours else _may_raise)
@@ -276,7 +276,7 @@ class _Spawned:
             backend = "gloo" if self.backend == "mpi" and not ours else self.backend
             return _worst(self._spawned(body, n, measure.timeout, backend, seed=seed))
 
-        def alone(program: Program, cases: list[Case]) -> Outcome:
+        def alone(program: Program, cases: list[Case]) -> Errors:
             try:
                 return run(program, cases)[0]
             except Exception as error:
@@ -355,19 +355,19 @@ class _Launched:
         """Make a new group the default: a group is not usable after a failure."""
         diffcoll.set_default_group(dist.new_group(timeout=timedelta(seconds=TIMEOUT_COMPILED)))
 
-    def outcomes(self, n: int, measure: Measure, cases: list[Case], system: str, seed: int) -> list[Outcome]:
+    def outcomes(self, n: int, measure: Measure, cases: list[Case], system: str, seed: int) -> list[Errors]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ours = system == "diffcoll"
             mine = measure.program(self.rank, cases, SYSTEMS[system], ours, seed, partial(self._attempt, ours))
         return _worst(self._gathered(mine))
 
-    def _attempt(self, ours: bool, measure: Callable[[], dict[str, float]] | None) -> Outcome:
+    def _attempt(self, ours: bool, measure: Callable[[], dict[str, float]] | None) -> Errors:
         """Measure; after an error continue when all ranks have finished the call."""
         if self.broken or measure is None:
             return self.broken or "not offered"
         try:
-            mine: Outcome = measure()
+            mine: Errors = measure()
         except Exception as error:
             mine = _reason(error) if ours else f"raises {type(error).__name__}"
         well = self._gathered(isinstance(mine, dict))
@@ -425,7 +425,7 @@ class _LaunchedByMpi(_Launched):
 
 
 _World = _Spawned | _Launched
-#: Outcome on a rank where a call succeeded that raised on another.
+#: Errors on a rank where a call succeeded that raised on another.
 ELSEWHERE = "raises on another rank"
 
 

@@ -167,7 +167,7 @@ def _all_gather(call: Call, x: Any) -> Any:
     if call.flag("stack") and call.arguments["sizes"] is not None:
         raise call.error("sizes", "None with stack=True, where every rank has one slice")
     if not isinstance(x, Tensor):
-        if call.engine.joint:
+        if call.engine.in_one_graph:
             return trees.by_leaf(call, _all_gather)
         ranks = list(range(call.engine.size))
         return trees.by_blocks(call, _block, lambda call, sizes: AllGather(call.engine, 0, sizes, replicated), ranks)

@@ -137,7 +137,7 @@ def gather(
 def _gather(call: Call, x: Any) -> Any:
     root = call.root("dst")
     if not isinstance(x, Tensor):
-        if call.engine.joint:
+        if call.engine.in_one_graph:
             return trees.by_leaf(call, _gather)
         received = list(range(call.engine.size)) if call.engine.rank == root else []
         return trees.by_blocks(call, _block, lambda call, sizes: Gather(call.engine, root, 0, sizes), received)

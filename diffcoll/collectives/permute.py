@@ -146,7 +146,7 @@ def submit(call: Call, x: Any, kind: type[Permute], pairs: tuple[tuple[int, int]
     if isinstance(x, Tensor):
         d = call.dim("dim", x, new=x.dim() == 0 and call.arguments["sizes"] is None)
         return call.submit(_map(call, kind, pairs, d, _sizes(call, x, d)), x)
-    if call.engine.joint:
+    if call.engine.in_one_graph:
         return trees.by_leaf(call, lambda call, x: submit(call, x, kind, pairs))
     if call.arguments["sizes"] is None:
         for leaf in trees.checked(call)[0]:

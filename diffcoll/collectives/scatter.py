@@ -196,7 +196,7 @@ def _scatter(call: Call, x: Any) -> Any:
         raise TypeError(f"{call.name}: x: {error}") from None
     paths = tree_paths(x)
     blocks = _blocks(call, root, leaves, paths, 1 + digest(repr(paths)))
-    if call.engine.joint:
+    if call.engine.in_one_graph:
         found = [_submit(call.of(leaf), root, block) for leaf, block in zip(leaves, blocks, strict=True)]
         return trees.delivered(call, lambda: rebuild([y.wait() if call.async_op else y for y in found]), found)
     return _rows(call, root, blocks, rebuild)

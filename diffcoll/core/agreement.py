@@ -55,10 +55,10 @@ class Agreement:
     def agree_on_leaves(self, shapes: Sequence[object], leaves: Sequence[Tensor]) -> None:
         """In check mode, compare the leaves of a tree, which have these shapes, with those of the other ranks.
 
-        In joint simulation compare paths and dtypes, check mode or not: there each leaf is a separate call.
+        In a simulation of one graph compare paths and dtypes, check mode or not: there each leaf is a separate call.
         """
         engine = self.engine
-        if engine.joint:
+        if engine.in_one_graph:
             shapes = [""] * len(leaves)
         elif not self.compares():
             return
@@ -82,13 +82,13 @@ class Agreement:
     def compares(self) -> bool:
         """Whether the ranks compare this call."""
         engine = self.engine
-        if not checks.is_on() or engine.joint or engine.compiling or engine.size == 1:
+        if not checks.is_on() or engine.in_one_graph or engine.compiling or engine.size == 1:
             return False
         return not (isinstance(self.x, Tensor) and is_traced(self.x))  # the op is compared when it runs
 
     def _compare(self, facts: tuple[object, ...], leaves: Sequence[str] | None = None) -> None:
         try:
-            later = self.async_op and not self.engine.joint  # where `async_op` changes nothing
+            later = self.async_op and not self.engine.in_one_graph  # where `async_op` changes nothing
             checks.compare(self.engine, (*facts, later), self._text(), leaves)
         except CollectiveMismatchError:
             raise

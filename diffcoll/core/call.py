@@ -3,7 +3,7 @@
 The public function reads its arguments and submits a map, which is executed by:
 
     group                 async_op
-    joint simulation      both        `diffcoll.truth`, in one autograd graph of all ranks
+    simulated, no rules   both        `diffcoll.truth`, in one autograd graph of all ranks
     within torch.compile  False       one op in the graph
     within torch.compile  True        two ops, start and wait
     any other             False       `derivatives.apply`
@@ -67,7 +67,7 @@ def perform(
     """
     engine = resolve(group, name)
     key = None
-    if type(x) in _TYPES and not (engine.joint or engine.compiling or checks.is_on() or x.is_nested):
+    if type(x) in _TYPES and not (engine.in_one_graph or engine.compiling or checks.is_on() or x.is_nested):
         key = (name, x.dtype, x.layout, x.shape, x.device, *map(id, (async_op, *arguments.values())))
         plan = engine.plans.get(key)
         if plan is not None:
@@ -115,7 +115,7 @@ class Call(Arguments):
         block = x if before is None else before(x)
         if checks.is_on():
             self.agree(f, block)
-        if self.engine.joint:
+        if self.engine.in_one_graph:
             return self._in_truth(f, block)
         y = _eager(f, block, after, self.name, self.async_op)
         self._keep(Plan(f, before, after, self.given), x)
@@ -138,7 +138,7 @@ class Call(Arguments):
             x = times(x, factor)
         if checks.is_on():
             self.agree(f, x)
-        if self.engine.joint:
+        if self.engine.in_one_graph:
             self.x = x
             return self._in_truth(f, x)
         if reduction.name == "sum":

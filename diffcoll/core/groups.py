@@ -167,11 +167,11 @@ def _refuse_lonely_launch(operation: str) -> None:
 def collectives_only(group: Any) -> bool:
     """Whether code that is differentiated now may not call collectives within an autograd Function of its own.
 
-    So in a joint simulation, whose graph contains the collectives, in graphs that are compiled, in transforms, which
+    So in a simulation of one graph, which contains the collectives, in graphs that are compiled, in transforms, which
     differentiate the calls themselves, and in joint_backward, which records them.
     """
     engine = resolve(group, "collectives_only")
-    return engine.joint or engine.compiling or is_joint() or is_within_transform() or carries_tangents()
+    return engine.in_one_graph or engine.compiling or is_joint() or is_within_transform() or carries_tangents()
 
 
 def get_rank(group: Group = None) -> int:

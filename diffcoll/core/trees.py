@@ -20,7 +20,7 @@ __all__ = ["by_blocks", "by_leaf", "by_message", "checked", "delivered", "for_op
 
 def by_message(call: Call, understand: Callable[[Call, Tensor], Any]) -> Any:
     """Apply an elementwise collective: one call for all leaves of a dtype and device, flattened and concatenated."""
-    if call.engine.joint:
+    if call.engine.in_one_graph:
         return by_leaf(call, understand)
     leaves, rebuild = checked(call)
     call.agree_on_leaves([tuple(leaf.shape) for leaf in leaves], leaves)

@@ -65,7 +65,7 @@ class Engine(ABC):
     #: Whether it stands for another engine while Dynamo traces.
     compiling: bool = False
     #: Whether the ranks share one autograd graph, in which collectives are computed by `diffcoll.truth`.
-    joint: bool = False
+    in_one_graph: bool = False
     #: Set before each call, equal on all ranks: whether the caller does something else between the call and its Wait.
     #: If False, a primitive may block until its result is there.
     later: bool = False

@@ -373,7 +373,7 @@ class LocalEngine(Engine):
         self.world = world
         self.group = group
         self.description = f"a simulated group of {self.size} ranks"
-        self.joint = world.truth is not None
+        self.in_one_graph = world.truth is not None
         self._meetings = 0  # how many this rank has joined
         self._made: dict[tuple[int, ...], int] = {}  # how many twins and sub-groups, by their ranks
 

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from diffcoll.nn.logits import Marks, Rule, Sums, blocks, least, masks, merged
+from diffcoll.nn.logits import LossRule, Marks, Sums, blocks, least, masks, merged
 
 __all__ = ["sums_of"]
 
 
-def sums_of(q: Tensor, k: Tensor, bias: Tensor | None, rule: Rule, rows: Marks, cols: Marks, chunk: int | None) -> Sums:
+def sums_of(
+    q: Tensor, k: Tensor, bias: Tensor | None, rule: LossRule, rows: Marks, cols: Marks, chunk: int | None
+) -> Sums:
     """Return the sums over all these columns."""
     if chunk is None or not torch.compiler.is_compiling():
         return merged(list(blocks(q, k, bias, rule, rows, cols, chunk)))
@@ -43,9 +45,9 @@ _GRADIENTS = ", ".join(f"Tensor? g_{name}" for name in Sums._fields)
 _TENSORS = 11
 
 
-def _read(inputs: tuple[Any, ...]) -> tuple[Rule, Marks, Marks, int]:
+def _read(inputs: tuple[Any, ...]) -> tuple[LossRule, Marks, Marks, int]:
     *flags, chunk = inputs[_TENSORS:]
-    return Rule(*flags), Marks(*inputs[3:7]), Marks(*inputs[7:_TENSORS]), chunk
+    return LossRule(*flags), Marks(*inputs[3:7]), Marks(*inputs[7:_TENSORS]), chunk
 
 
 def _sums(*inputs: Any) -> tuple[Tensor, ...]:
@@ -88,7 +90,7 @@ def _columns(sums: Sums, part: slice) -> Sums:
 
 
 def _gradient(
-    q: Tensor, k: Tensor, bias: Tensor | None, rule: Rule, rows: Marks, cols: Marks, whole: Sums, g: Sums
+    q: Tensor, k: Tensor, bias: Tensor | None, rule: LossRule, rows: Marks, cols: Marks, whole: Sums, g: Sums
 ) -> Tensor:
     """Return the gradient of the logits of some columns."""
     s = q @ k.T

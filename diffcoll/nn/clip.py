@@ -13,7 +13,7 @@ from diffcoll.engines.types import Group
 from diffcoll.nn.convention import LossModule, RankReduction
 from diffcoll.nn.features import Exchange, Options, check_features, columns_of, per_row, scalar, wide
 from diffcoll.nn.inputs import without_autocast
-from diffcoll.nn.pairs import Rule, compare
+from diffcoll.nn.pairs import LossRule, compare
 
 __all__ = ["CLIPLoss", "clip_loss"]
 
@@ -78,7 +78,7 @@ def clip_loss(
         q = wide(image, normalize)
         q = q * scalar(_NAME, "logit_scale", logit_scale, q)
         k = columns_of(text, normalize)
-        found = compare(q, k, options, Rule(columns=True, normalize=k.later), labels=labels, ids=ids)
+        found = compare(q, k, options, LossRule(columns=True, normalize=k.later), labels=labels, ids=ids)
         share = (found.of_rows() + found.of_columns()).sum() / (2 * found.total)
         return options.returned(share)
 

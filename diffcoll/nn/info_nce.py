@@ -13,7 +13,7 @@ from diffcoll.engines.types import Group
 from diffcoll.nn.convention import LossModule, RankReduction
 from diffcoll.nn.features import Exchange, Options, check_features, columns_of, per_row, scalar, wide
 from diffcoll.nn.inputs import without_autocast
-from diffcoll.nn.pairs import Rule, compare
+from diffcoll.nn.pairs import LossRule, compare
 
 __all__ = ["InfoNCELoss", "info_nce_loss"]
 
@@ -73,7 +73,7 @@ def info_nce_loss(
         q = wide(query, normalize)
         q = q / scalar(_NAME, "temperature", temperature, q, positive=True)
         k = columns_of(positive, normalize)
-        found = compare(q, k, options, Rule(normalize=k.later), labels=labels, ids=ids)
+        found = compare(q, k, options, LossRule(normalize=k.later), labels=labels, ids=ids)
         return options.returned(found.of_rows().sum() / found.total)
 
 

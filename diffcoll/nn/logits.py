@@ -26,13 +26,13 @@ from torch.utils.checkpoint import checkpoint
 
 from diffcoll.core._torch import RELEASE, carries_tangents, is_batched_by_autograd, is_observed, is_within_transform
 
-__all__ = ["Marks", "Rule", "Sums", "block", "blocks", "least", "masks", "merged", "normalized"]
+__all__ = ["Marks", "LossRule", "Sums", "block", "blocks", "least", "masks", "merged", "normalized"]
 
 #: Torch 2.8 and before: a checkpoint keeps what a Function within it has saved until all of backward has ended.
 _KEEPS_SAVED = RELEASE < (2, 9)
 
 
-class Rule(NamedTuple):
+class LossRule(NamedTuple):
     """What a loss needs to know of the logits."""
 
     #: The sum of −log σ(±s_ij) instead of softmax sums.
@@ -99,7 +99,7 @@ def _same_id(rows: Marks, cols: Marks) -> Tensor | None:
     return None if rows.id is None or cols.id is None else _equal(rows.id, cols.id)
 
 
-def masks(rows: Marks, cols: Marks, rule: Rule) -> tuple[Tensor, Tensor | None]:
+def masks(rows: Marks, cols: Marks, rule: LossRule) -> tuple[Tensor, Tensor | None]:
     """Return which pairs are positive and which are excluded; None: none."""
     if rows.label is not None and cols.label is not None:
         positive = _equal(rows.label, cols.label)
@@ -114,7 +114,7 @@ def masks(rows: Marks, cols: Marks, rule: Rule) -> tuple[Tensor, Tensor | None]:
     return positive, same_id & ~positive  # the pair of a row with itself is one of them
 
 
-def block(q: Tensor, k: Tensor, bias: Tensor | None, rule: Rule, rows: Marks, cols: Marks, observed: bool) -> Sums:
+def block(q: Tensor, k: Tensor, bias: Tensor | None, rule: LossRule, rows: Marks, cols: Marks, observed: bool) -> Sums:
     """Return the sums over the logits of some columns.
 
     `observed`: whether a mode was active at the first call; a checkpoint that repeats it, in another mode or in none,
@@ -181,7 +181,9 @@ class _Softmax(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, s: Tensor, rows: Marks, cols: Marks, same_id: Tensor | None, rule: Rule) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any, s: Tensor, rows: Marks, cols: Marks, same_id: Tensor | None, rule: LossRule
+    ) -> tuple[Any, ...]:
         ctx.positive = _Place(rows.partner, cols)
         memory = s.detach()
         row_sum = ctx.positive.take(memory)
@@ -211,7 +213,7 @@ class _Softmax(Function):
 
 
 def blocks(
-    q: Tensor, k: Tensor, bias: Tensor | None, rule: Rule, rows: Marks, cols: Marks, chunk: int | None
+    q: Tensor, k: Tensor, bias: Tensor | None, rule: LossRule, rows: Marks, cols: Marks, chunk: int | None
 ) -> Iterator[Sums]:
     """Yield the sums over `chunk` columns at a time, whose logits backward computes again.
 

@@ -14,7 +14,7 @@ from diffcoll.engines.types import Group
 from diffcoll.nn.convention import LossModule, RankReduction
 from diffcoll.nn.features import Exchange, Options, check_features, columns_of, per_row, scalar
 from diffcoll.nn.inputs import without_autocast
-from diffcoll.nn.pairs import Rule, compare
+from diffcoll.nn.pairs import LossRule, compare
 
 __all__ = ["NTXentLoss", "nt_xent_loss"]
 
@@ -71,7 +71,7 @@ def nt_xent_loss(
     with without_autocast(z1):
         z = columns_of(torch.cat([z1, z2]), normalize)
         q = z.here / scalar(_NAME, "temperature", temperature, z.here, positive=True)
-        rule = Rule(within=True, normalize=z.later)
+        rule = LossRule(within=True, normalize=z.later)
         found = compare(q, z, options, rule, views=2, ids=None if ids is None else ids.repeat(2))
         return options.returned(found.of_rows().sum() / found.total)
 

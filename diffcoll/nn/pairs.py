@@ -28,10 +28,10 @@ from diffcoll.core.joint import is_joint
 from diffcoll.nn.chunks import sums_of
 from diffcoll.nn.features import Columns, Options
 from diffcoll.nn.followers import ABSENT, leaf, refuse_absent_of
-from diffcoll.nn.logits import Marks, Rule
+from diffcoll.nn.logits import LossRule, Marks
 from diffcoll.nn.ring import Ring
 
-__all__ = ["Compared", "Rule", "compare"]
+__all__ = ["Compared", "LossRule", "compare"]
 
 #: A parameter without elements.
 _LEAF = torch.zeros(0, 1, device="cpu", requires_grad=True)
@@ -72,7 +72,7 @@ def compare(
     q: Tensor,
     k: Columns,
     options: Options,
-    rule: Rule,
+    rule: LossRule,
     *,
     bias: Tensor | None = None,
     views: int = 1,
@@ -110,7 +110,7 @@ def _compare(
     q: Tensor,
     k: Columns,
     options: Options,
-    rule: Rule,
+    rule: LossRule,
     bias: Tensor | None,
     views: int,
     labels: Tensor | None,

@@ -27,7 +27,7 @@ from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
 from diffcoll.nn.chunks import sums_of
 from diffcoll.nn.inputs import without_autocast
-from diffcoll.nn.logits import Marks, Rule, Sums, block, merged
+from diffcoll.nn.logits import LossRule, Marks, Sums, block, merged
 
 __all__ = ["Ring"]
 
@@ -38,7 +38,7 @@ _FIRST_ORDER, _ALL_ORDERS = "backward without create_graph", "backward with crea
 class Ring:
     """The computation of one call."""
 
-    rule: Rule
+    rule: LossRule
     rows: Marks
     #: Of all ranks' columns.
     cols: Marks

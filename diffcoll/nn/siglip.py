@@ -13,7 +13,7 @@ from diffcoll.engines.types import Group
 from diffcoll.nn.convention import LossModule, RankReduction
 from diffcoll.nn.features import Exchange, Options, check_features, columns_of, per_row, scalar, wide
 from diffcoll.nn.inputs import without_autocast
-from diffcoll.nn.pairs import Rule, compare
+from diffcoll.nn.pairs import LossRule, compare
 
 __all__ = ["SigLIPLoss", "siglip_loss"]
 
@@ -78,7 +78,7 @@ def siglip_loss(
         q = q * scalar(_NAME, "logit_scale", logit_scale, q)
         bias = scalar(_NAME, "logit_bias", logit_bias, q)
         k = columns_of(text, normalize)
-        rule = Rule(sigmoid=True, normalize=k.later)
+        rule = LossRule(sigmoid=True, normalize=k.later)
         found = compare(q, k, options, rule, bias=bias, labels=labels, ids=ids)
         return options.returned(found.row_sum.sum() / found.total)
 

@@ -14,7 +14,7 @@ from diffcoll.engines.types import Group
 from diffcoll.nn.convention import LossModule, RankReduction
 from diffcoll.nn.features import Exchange, Options, check_features, columns_of, per_row, scalar
 from diffcoll.nn.inputs import without_autocast
-from diffcoll.nn.pairs import Rule, compare
+from diffcoll.nn.pairs import LossRule, compare
 
 __all__ = ["SupConLoss", "supcon_loss"]
 
@@ -83,7 +83,7 @@ def supcon_loss(
     with without_autocast(features):
         z = columns_of(features.flatten(0, -2), normalize)
         q = z.here / scalar(_NAME, "temperature", temperature, z.here, positive=True)
-        rule = Rule(within=True, normalize=z.later)
+        rule = LossRule(within=True, normalize=z.later)
         found = compare(q, z, options, rule, labels=of_rows, ids=ids_of_rows)
         return options.returned(found.of_rows().sum() / found.total)
 

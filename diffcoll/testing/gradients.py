@@ -17,7 +17,7 @@ from diffcoll.testing.diagnosis import Witness, diagnose, subject_of
 from diffcoll.testing.harness.checking import Checking
 from diffcoll.testing.harness.comparison import Run, tolerance_of, unchecked
 from diffcoll.testing.harness.matching import Matching, refuse_equal_ranks
-from diffcoll.testing.harness.measure import Plan, input_names, leaves_of
+from diffcoll.testing.harness.measure import MeasurementPlan, input_names, leaves_of
 from diffcoll.testing.harness.packing import pack
 from diffcoll.testing.harness.report import GradientMismatchError, Report
 
@@ -95,7 +95,7 @@ def assert_matches_single_process(
         pack(_MATCHES, "single", single, module),
         batch,
         rank_reduction,
-        Plan(order=order, seed=seed),
+        MeasurementPlan(order=order, seed=seed),
         timeout,
     )
     if tolerance is None:
@@ -178,7 +178,7 @@ def check_gradients(
             remedy = "finite differences need the precision: pass x.double(), and module.double()"
             raise ValueError(message(_CHECK, "per_rank", str(t.dtype), "float64 or complex128", remedy))
     refuse_equal_ranks(_CHECK, "per_rank", parts)
-    checking = Checking(_CHECK, packed, parts, names, Plan(order=order, seed=seed), timeout)
+    checking = Checking(_CHECK, packed, parts, names, MeasurementPlan(order=order, seed=seed), timeout)
     seen = checking.look(on[0])
     for kind in on:
         if all(table.ok for table in checking.tables):

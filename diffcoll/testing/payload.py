@@ -20,7 +20,7 @@ import pytest
 
 from diffcoll.testing._calls import missing
 from diffcoll.testing.pickling import dumps
-from diffcoll.testing.rank_body import Call, PerRank
+from diffcoll.testing.rank_body import Body, RankFixture
 
 __all__ = ["payload_of"]
 
@@ -41,7 +41,7 @@ _LOCAL = {
 }
 
 
-def payload_of(item: pytest.Function, call: Call, kind: str) -> bytes:
+def payload_of(item: pytest.Function, call: Body, kind: str) -> bytes:
     """Return a pickled call, and the filters of warnings.
 
     Fails the test if it uses something that cannot be copied.
@@ -51,7 +51,7 @@ def payload_of(item: pytest.Function, call: Call, kind: str) -> bytes:
     for value in item.funcargs.values():
         if isinstance(value, pytest.MonkeyPatch):
             _refuse_patches(value, kind)
-    patches: dict[int, PerRank] = {}
+    patches: dict[int, RankFixture] = {}
     call.kwargs = _checked(item, call.kwargs, kind, patches)
     for fixture in call.fixtures:
         fixture.arguments = _checked(item, fixture.arguments, kind, patches)
@@ -81,7 +81,7 @@ def _given(*_: Any, **__: Any) -> NoReturn:
 
 
 def _checked(
-    item: pytest.Function, arguments: dict[str, Any], kind: str, patches: dict[int, PerRank]
+    item: pytest.Function, arguments: dict[str, Any], kind: str, patches: dict[int, RankFixture]
 ) -> dict[str, Any]:
     """Return arguments without fixtures that act on this process; each rank makes a monkeypatch of its own."""
     checked = dict(arguments)
@@ -89,7 +89,7 @@ def _checked(
         if name in _LOCAL and name in item.fixturenames and not hasattr(value, "param"):
             _fail(kind, f"fixture {name!r} acts on the process of pytest, and the ranks are others; {_LOCAL[name]}")
         if isinstance(value, pytest.MonkeyPatch):
-            checked[name] = patches.setdefault(id(value), PerRank(name, _monkeypatch))
+            checked[name] = patches.setdefault(id(value), RankFixture(name, _monkeypatch))
     return checked
 
 
@@ -130,9 +130,9 @@ def _file(module: ModuleType) -> str:
     return os.path.basename(getattr(module, "__file__", None) or "")
 
 
-def _refuse(call: Call, kind: str, error: Exception) -> NoReturn:
+def _refuse(call: Body, kind: str, error: Exception) -> NoReturn:
     """Fail the test, and name what cannot be pickled."""
-    own = {name: value for name, value in call.kwargs.items() if not isinstance(value, PerRank)}
+    own = {name: value for name, value in call.kwargs.items() if not isinstance(value, RankFixture)}
     found = [(f"fixture or argument {name!r}", value) for name, value in own.items()]
     for fixture in call.fixtures:
         found += [(f"fixture {name!r}, used by {fixture.name!r},", value) for name, value in fixture.arguments.items()]

@@ -16,7 +16,7 @@ from diffcoll.engines.simulated_c10d import default_group
 from diffcoll.testing.payload import payload_of
 from diffcoll.testing.pool import Pool
 from diffcoll.testing.processes import preload
-from diffcoll.testing.rank_body import Call, Copies, Outcome, PerRank, attempt, chained
+from diffcoll.testing.rank_body import Body, BodyEnd, Copies, RankFixture, attempt, chained
 from diffcoll.testing.simulate import simulate
 from diffcoll.testing.verdict import conclude, report_of
 from diffcoll.testing.worker import STREAMS
@@ -35,7 +35,7 @@ class Plugin:
         modules = [name.strip() for name in config.getoption("--ranks-preload").split(",") if name.strip()]
         preload("pytest", "diffcoll.testing.worker", *modules)
         self._pool = Pool(modules)
-        self._outcomes: list[Outcome] = []  # of the last run of the current test's body
+        self._outcomes: list[BodyEnd] = []  # of the last run of the current test's body
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Generator[None, Any, Any]:
@@ -44,7 +44,7 @@ class Plugin:
             return (yield)
         names = [name for name in fixturedef.argnames if name != "request"]
         arguments = {name: request.getfixturevalue(name) for name in names}
-        if not any(isinstance(value, PerRank) for value in arguments.values()):
+        if not any(isinstance(value, RankFixture) for value in arguments.values()):
             return (yield)
         if "request" in fixturedef.argnames:
             arguments["request"] = _Parameter(fixturedef.argname, getattr(request, "param", None))
@@ -52,7 +52,7 @@ class Plugin:
         if isinstance(function, MethodType) and request.instance is not None:
             function = MethodType(function.__func__, request.instance)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fixturedef, "func", lambda **_: PerRank(fixturedef.argname, function, arguments))
+            patch.setattr(fixturedef, "func", lambda **_: RankFixture(fixturedef.argname, function, arguments))
             return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -106,8 +106,8 @@ class Plugin:
         self, item: pytest.Function, ranks: Ranks, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> None:
         """Run one function on all ranks, and raise what it has raised."""
-        own = [value for value in item.funcargs.values() if isinstance(value, PerRank) and value.function]
-        call = Call(function, args, kwargs, own, _style(item.config))
+        own = [value for value in item.funcargs.values() if isinstance(value, RankFixture) and value.function]
+        call = Body(function, args, kwargs, own, _style(item.config))
         if ranks.kind == "simulated":
             captured = item.config.getoption("capture", "fd") != "no" and not _CAPTURING & set(item.fixturenames)
             self._outcomes = _on_simulated_ranks(call, ranks.size, captured, item.instance)
@@ -195,8 +195,8 @@ def _style(config: pytest.Config) -> dict[str, Any]:
     }
 
 
-def _on_simulated_ranks(call: Call, n: int, captured: bool, instance: object) -> list[Outcome]:
-    outcomes: dict[int, Outcome] = {}
+def _on_simulated_ranks(call: Body, n: int, captured: bool, instance: object) -> list[BodyEnd]:
+    outcomes: dict[int, BodyEnd] = {}
     contexts = _contexts_of_hypothesis()
 
     def body(rank: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from diffcoll.testing.launched import Launched
 from diffcoll.testing.lifetime import temporary_folder
 from diffcoll.testing.processes import GRACE, Processes, surroundings
-from diffcoll.testing.rank_body import Outcome, text_of, unpacked
+from diffcoll.testing.rank_body import BodyEnd, text_of, unpacked
 from diffcoll.testing.spawn import stacks
 from diffcoll.testing.worker import STREAMS, Seat, Worker, serve
 
@@ -72,7 +72,7 @@ class Pool:
             self._forked += _begin(Worker(), [()])
         return self._forked[:n]
 
-    def run(self, kind: str, n: int, timeout: float, payload: bytes, verbosity: int = 0) -> list[Outcome]:
+    def run(self, kind: str, n: int, timeout: float, payload: bytes, verbosity: int = 0) -> list[BodyEnd]:
         """Run one test on n ranks. The payload is a pickled `Call` and the filters of warnings."""
         members = self.members(kind, n)
         assert self._folder is not None
@@ -124,9 +124,9 @@ def _begin(crew: Processes, setups: list[Any]) -> list[_Member]:
     return [_Member(crew, number) for number in range(len(setups))]
 
 
-def _outcomes(members: list[_Member], folder: str, timeout: float) -> list[Outcome]:
+def _outcomes(members: list[_Member], folder: str, timeout: float) -> list[BodyEnd]:
     """Wait for the outcome of every rank. One that died or hangs has the kind "lost"."""
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, BodyEnd] = {}
     end = time.monotonic() + timeout
     try:
         while len(outcomes) < len(members):
@@ -151,7 +151,7 @@ def _outcomes(members: list[_Member], folder: str, timeout: float) -> list[Outco
     return [outcomes[r] for r in range(len(members))]
 
 
-def _outcome(rank: int, member: _Member) -> Outcome:
+def _outcome(rank: int, member: _Member) -> BodyEnd:
     """Receive the outcome of one rank, and give its warnings in this process."""
     try:
         if not member.pipe.poll():
@@ -159,7 +159,7 @@ def _outcome(rank: int, member: _Member) -> Outcome:
         outcome, error, words = pickle.loads(member.pipe.recv_bytes())
     except (EOFError, OSError):
         return _lost(rank, member.crew.last_words(member.number))
-    assert isinstance(outcome, Outcome)
+    assert isinstance(outcome, BodyEnd)
     if error is not None:
         with contextlib.suppress(Exception):  # its class cannot be imported here
             outcome.error = unpacked(pickle.loads(error))
@@ -169,8 +169,8 @@ def _outcome(rank: int, member: _Member) -> Outcome:
     return outcome
 
 
-def _lost(rank: int, text: str) -> Outcome:
-    return Outcome(rank, "lost", None, text_of(text.rstrip()), time.monotonic())
+def _lost(rank: int, text: str) -> BodyEnd:
+    return BodyEnd(rank, "lost", None, text_of(text.rstrip()), time.monotonic())
 
 
 def _leave(members: list[_Member]) -> list[_Member]:

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from diffcoll.engines.process_state import copies_end_here
 
 __all__ = [
-    "Call",
+    "Body",
     "Copies",
-    "Outcome",
-    "PerRank",
+    "BodyEnd",
+    "RankFixture",
     "attempt",
     "chained",
     "packed",
@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 
-class PerRank:
+class RankFixture:
     """Stands for a value that each rank has for itself: rank, group, or a fixture that uses one of these.
 
     Args:
         name: of the fixture.
         function: the fixture function, which each rank calls; None for rank and group.
-        arguments: of the fixture function; some of them are PerRank too.
+        arguments: of the fixture function; some of them are RankFixture too.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class PerRank:
 
 
 @dataclass
-class Call:
+class Body:
     """A test body, its arguments, and how to format a traceback."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    fixtures: list[PerRank] = field(default_factory=list)  # those of this test, in the order of their setup
+    fixtures: list[RankFixture] = field(default_factory=list)  # those of this test, in the order of their setup
     style: dict[str, Any] = field(default_factory=dict)  # arguments of ExceptionInfo.getrepr
 
 
 @dataclass
-class Outcome:
+class BodyEnd:
     """How the test body ended on one rank."""
 
     rank: int
@@ -105,7 +105,7 @@ class Copies:
         return x
 
 
-def attempt(call: Call, rank: int, known: Mapping[str, Any], copied: Callable[[Any], Any] | None = None) -> Outcome:
+def attempt(call: Body, rank: int, known: Mapping[str, Any], copied: Callable[[Any], Any] | None = None) -> BodyEnd:
     """Run the test body on this rank.
 
     Args:
@@ -125,8 +125,8 @@ def attempt(call: Call, rank: int, known: Mapping[str, Any], copied: Callable[[A
     except BaseException as error:
         *_, (frame, number) = traceback.walk_tb(error.__traceback__)
         line = frame.f_code.co_filename, number
-        return Outcome(rank, _kind(error), error, traceback_of(error, call), time.monotonic(), line)
-    return Outcome(rank, "passed", at=time.monotonic())
+        return BodyEnd(rank, _kind(error), error, traceback_of(error, call), time.monotonic(), line)
+    return BodyEnd(rank, "passed", at=time.monotonic())
 
 
 def _value_of(
@@ -137,7 +137,7 @@ def _value_of(
     copied: Callable[[Any], Any],
 ) -> Any:
     """Return this rank's value of an argument; set a fixture up at its first use."""
-    if not isinstance(x, PerRank):
+    if not isinstance(x, RankFixture):
         return copied(x)
     if x.function is None:
         return known[x.name]
@@ -175,7 +175,7 @@ def _kind(error: BaseException) -> str:
     return "failed"
 
 
-def traceback_of(error: BaseException, call: Call) -> list[Any]:
+def traceback_of(error: BaseException, call: Body) -> list[Any]:
     """Return the error's traceback, formatted as pytest does in the test's own process."""
     try:
         info = pytest.ExceptionInfo.from_exception(error)

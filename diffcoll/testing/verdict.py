@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import pytest
 
 from diffcoll.testing.processes import RanksFailedError
-from diffcoll.testing.rank_body import Outcome, text_of
+from diffcoll.testing.rank_body import BodyEnd, text_of
 
 __all__ = ["Report", "conclude", "report_of"]
 
@@ -25,7 +25,7 @@ class Report:
     notes: int  # how many notes the error had when its traceback was formatted
 
 
-def conclude(outcomes: list[Outcome]) -> None:
+def conclude(outcomes: list[BodyEnd]) -> None:
     """Raise what the test has raised, if it has not passed on all ranks."""
     by_time = sorted((o for o in outcomes if o.kind != "passed"), key=lambda o: o.at)
     if not by_time:
@@ -50,7 +50,7 @@ def conclude(outcomes: list[Outcome]) -> None:
     )
 
 
-def _raise(outcome: Outcome) -> NoReturn:
+def _raise(outcome: BodyEnd) -> NoReturn:
     """Raise the error of one rank as if the test had raised it."""
     error = outcome.error
     if error is None:
@@ -68,7 +68,7 @@ def _raise(outcome: Outcome) -> NoReturn:
     raise AssertionError("unreachable")
 
 
-def _fail(failed: list[Outcome], outcomes: list[Outcome]) -> NoReturn:
+def _fail(failed: list[BodyEnd], outcomes: list[BodyEnd]) -> NoReturn:
     """Raise the first error, with a report of all."""
     first, n = failed[0], len(outcomes)
     if first.error is None:
@@ -85,9 +85,9 @@ def _fail(failed: list[Outcome], outcomes: list[Outcome]) -> NoReturn:
     _raise(first)
 
 
-def _alike(failed: list[Outcome]) -> Iterator[tuple[list[int], list[Any]]]:
+def _alike(failed: list[BodyEnd]) -> Iterator[tuple[list[int], list[Any]]]:
     """Yield ranks and their common traceback; that of the first failure is last, as in a chain of exceptions."""
-    groups: dict[object, list[Outcome]] = {}
+    groups: dict[object, list[BodyEnd]] = {}
     for outcome in sorted(failed[1:], key=lambda o: o.rank) + failed[:1]:
         shown, crash, _ = outcome.chain[-1]
         same = (crash.path, crash.lineno, crash.message) if outcome.line and crash else str(shown)
@@ -100,7 +100,7 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _reason(outcomes: list[Outcome], kind: str) -> str:
+def _reason(outcomes: list[BodyEnd], kind: str) -> str:
     error = next(o.error for o in outcomes if o.kind == kind)
     return f" ({error})" if str(error or "") else ""
 

@@ -32,7 +32,7 @@ from typing_extensions import override
 from diffcoll.core.checks import is_on
 from diffcoll.engines.process_state import seed_rank
 from diffcoll.testing.processes import GRACE, Forked, join, leave, surround, surroundings
-from diffcoll.testing.rank_body import Call, Outcome, attempt, packed, text_of, traceback_of
+from diffcoll.testing.rank_body import Body, BodyEnd, attempt, packed, text_of, traceback_of
 
 __all__ = ["STREAMS", "Worker", "Seat", "serve"]
 
@@ -86,7 +86,7 @@ def _one_test(pipe: Connection, seat: Seat, payload: bytes) -> None:
         groups: list[Any] = []
         outcome, log = _run(pipe, seat, payload, groups)
         pipe.send_bytes(_pickled(outcome, log))
-        failed, outcome = outcome.kind != "passed", Outcome(seat.rank, "")  # tracebacks refer to the group
+        failed, outcome = outcome.kind != "passed", BodyEnd(seat.rank, "")  # tracebacks refer to the group
         if failed and seat.kind != "mpi":
             gc.collect()  # tracebacks are circular
             leave()  # closes the connections, so that ranks that wait for this one raise
@@ -99,9 +99,9 @@ def _one_test(pipe: Connection, seat: Seat, payload: bytes) -> None:
     pipe.send_bytes(pickle.dumps(_difference(before)))
 
 
-def _run(pipe: Connection, seat: Seat, payload: bytes, groups: list[Any]) -> tuple[Outcome, list[Any]]:
+def _run(pipe: Connection, seat: Seat, payload: bytes, groups: list[Any]) -> tuple[BodyEnd, list[Any]]:
     """Run the test body. Returns its outcome, and the warnings that it gave."""
-    call = Call(_run, (), {})
+    call = Body(_run, (), {})
     with warnings.catch_warnings(record=True) as log:
         try:
             for module in seat.preload:
@@ -117,7 +117,7 @@ def _run(pipe: Connection, seat: Seat, payload: bytes, groups: list[Any]) -> tup
             warnings.filters[:] = filters  # type: ignore[index]
             warnings.simplefilter("ignore", _hypothesis_deprecation())
         except BaseException as error:
-            return Outcome(seat.rank, "failed", error, traceback_of(error, call), time.monotonic()), []
+            return BodyEnd(seat.rank, "failed", error, traceback_of(error, call), time.monotonic()), []
         outcome = attempt(call, seat.rank, {"rank": seat.rank, "group": group})
     return outcome, [(w.message, w.category, w.filename, w.lineno) for w in log]
 
@@ -129,7 +129,7 @@ def _own_communicator(world: Any) -> Any:
     return group
 
 
-def _pickled(outcome: Outcome, log: list[Any]) -> bytes:
+def _pickled(outcome: BodyEnd, log: list[Any]) -> bytes:
     """Pickle an outcome and warnings, without what cannot be pickled."""
     import cloudpickle
 

@@ -10,7 +10,7 @@ from programs import WIDTH, Program
 from diffcoll.testing import GradientMismatchError, assert_matches_single_process, simulate
 from diffcoll.testing.harness.comparison import tolerance_of
 from diffcoll.testing.harness.matching import Matching
-from diffcoll.testing.harness.measure import Plan
+from diffcoll.testing.harness.measure import MeasurementPlan
 from diffcoll.testing.harness.packing import pack
 
 #: Programs of each kind in the long run.
@@ -35,7 +35,7 @@ def passes(distributed, single, sizes, diagnose=True):
     whole = batch(sum(sizes), single.seed)
     if not diagnose:
         packed = [pack("fuzz", "fn", fn, single.module) for fn in (of_ranks, of_one)]
-        run = Matching("fuzz", *packed, whole, "sum", Plan(), 60).run("simulated", sizes)
+        run = Matching("fuzz", *packed, whole, "sum", MeasurementPlan(), 60).run("simulated", sizes)
         return run.table("sum", tolerance_of(whole)).ok
     try:
         return assert_matches_single_process(

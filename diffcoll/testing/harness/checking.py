@@ -29,8 +29,8 @@ from diffcoll.testing.harness.evidence import Evidence
 from diffcoll.testing.harness.matching import cuts_on_rank, unused
 from diffcoll.testing.harness.measure import (
     Gradients,
-    Measured,
-    Plan,
+    Measurement,
+    MeasurementPlan,
     leaves_of,
     objective,
     on_rank,
@@ -62,7 +62,7 @@ class Checking:
     parts: list[Any]
     #: Names of a rank's inputs, followed by those of its parameters.
     names: list[str]
-    plan: Plan
+    plan: MeasurementPlan
     timeout: float
     cuts: list[str] = field(default_factory=list)
     #: Whether some of them are calls of detach() or `.data`.
@@ -88,7 +88,7 @@ class Checking:
     def check(self, on: str, seen: list[str]) -> None:
         """Check on one kind of ranks."""
         plan = replace(self.plan, lengths=self._lengths())
-        measured: list[Measured] = self._on(on, on_rank, range(self.size), self.parts, plan)
+        measured: list[Measurement] = self._on(on, on_rank, range(self.size), self.parts, plan)
         parameters = list(self.packed.unpack().parameters.values())
         leaves = [leaves_of(part) + parameters for part in self.parts]
         each = directions(leaves, few=_FEW, random=2 if len(leaves[0]) < 20 else 1)
@@ -119,7 +119,7 @@ class Checking:
                 causes = [Cause("detached", words, *CAUSES["detached"])]
         self.causes += [cause for cause in causes if cause not in self.causes]
 
-    def _refuse_unused(self, measured: Sequence[Measured], found: Sequence[Difference]) -> None:
+    def _refuse_unused(self, measured: Sequence[Measurement], found: Sequence[Difference]) -> None:
         """Raise if the losses depend on no tensor, or on no parameter of the module."""
         count = len(measured[0].first.inputs)
         every = [g for m in measured for g in m.first.inputs + m.first.parameters]
@@ -194,11 +194,11 @@ class Checking:
 
     # ── second order ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _second(self, on: str, measured: Sequence[Measured]) -> Iterator[Row]:
+    def _second(self, on: str, measured: Sequence[Measurement]) -> Iterator[Row]:
         """Compare the Hessian-vector products with finite differences of the gradients."""
         h = step(torch.float64)
         plans = [replace(self.plan, order=1, move=k * h, lengths=self._lengths()) for k in STEPS]
-        moved: list[list[Measured]] = [self._on(on, on_rank, range(self.size), self.parts, plan) for plan in plans]
+        moved: list[list[Measurement]] = [self._on(on, on_rank, range(self.size), self.parts, plan) for plan in plans]
         count = len(measured[0].first.inputs)
         wanted = [
             Gradients(
@@ -224,7 +224,7 @@ class Checking:
 
     # ── the joint graph ──────────────────────────────────────────────────────────────────────────────────
 
-    def _joint_graph(self, measured: Sequence[Measured]) -> None:
+    def _joint_graph(self, measured: Sequence[Measurement]) -> None:
         """Compare with the gradients that PyTorch derives from the graph of all ranks, if the function allows it."""
         try:
             found = simulate(
@@ -266,14 +266,14 @@ class Checking:
     def _on(self, on: str, fn: Callable[..., Any], *per_rank: Any) -> list[Any]:
         """Run fn on all ranks with the packed function and these arguments; a plan is passed to every rank."""
         *sequences, last = per_rank
-        if isinstance(last, Plan):
+        if isinstance(last, MeasurementPlan):
             sequences = [[last] * self.size, *sequences]
         else:
             sequences = [*sequences, last]
         return run_on(on, fn, [self.packed] * self.size, *sequences, seed=self.plan.seed, timeout=self.timeout)
 
 
-def _in_truth(packed: Packed, plan: Plan, rank: int, part: Any) -> tuple[Tensor, list[Tensor]]:
+def _in_truth(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> tuple[Tensor, list[Tensor]]:
     """Return this rank's objective and the tensors it is differentiated by."""
     subject = packed.unpack()
     with torch.inference_mode(False), torch.enable_grad():

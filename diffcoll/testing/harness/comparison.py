@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffcoll.testing.harness.measure import Gradients, Measured, differentiable
+from diffcoll.testing.harness.measure import Gradients, Measurement, differentiable
 from diffcoll.testing.harness.report import Row, Table
 
 __all__ = [
@@ -80,8 +80,8 @@ class Run:
     on: str
     sizes: tuple[int, ...]
     quantities: list[Quantity]
-    measured: list[Measured]
-    reference: Measured | None
+    measured: list[Measurement]
+    reference: Measurement | None
     raised: str = ""
     skipped: str = ""
     #: Whether the value may be right under another reduction than the gradients.
@@ -129,7 +129,7 @@ class Run:
         return Table(self.title, len(self.sizes), tuple(rows), self.raised, self.skipped)
 
 
-def rows_of(measured: Sequence[Measured]) -> tuple[tuple[int, ...], ...]:
+def rows_of(measured: Sequence[Measurement]) -> tuple[tuple[int, ...], ...]:
     """Return the rows of each output on each rank; −1 for a 0-d one."""
     each = zip(*(m.outputs for m in measured), strict=True)
     return tuple(tuple(len(y) if y.dim() else -1 for y in ys) for ys in each)
@@ -174,7 +174,7 @@ def multiple(got: Tensor, wanted: Tensor, tolerance: float) -> float | None:
     return ratio if close else None
 
 
-def compare(measured: list[Measured], whole: Measured, sizes: Sequence[int], names: Names) -> Iterator[Quantity]:
+def compare(measured: list[Measurement], whole: Measurement, sizes: Sequence[int], names: Names) -> Iterator[Quantity]:
     """Return every quantity of a run beside that of one process on the whole batch."""
     yield from _outputs(measured, whole)
     yield from _gradients([m.first for m in measured], whole.first, sizes, names, "gradient")
@@ -187,7 +187,7 @@ def compare(measured: list[Measured], whole: Measured, sizes: Sequence[int], nam
             yield Quantity(f"buffer {name}", "buffer", r, m.buffers[i], wanted, _largest([wanted]))
 
 
-def _outputs(measured: list[Measured], whole: Measured) -> Iterator[Quantity]:
+def _outputs(measured: list[Measurement], whole: Measurement) -> Iterator[Quantity]:
     many = len(whole.outputs) > 1
     for i, wanted in enumerate(whole.outputs):
         ys = [m.outputs[i] for m in measured]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from diffcoll.engines.process_state import seed_rank
 from diffcoll.testing.cases import numbers, real_inner
-from diffcoll.testing.harness.measure import Plan, leaves_of, objective, with_leaves
+from diffcoll.testing.harness.measure import MeasurementPlan, leaves_of, objective, with_leaves
 from diffcoll.testing.harness.packing import Packed, Subject
 
 __all__ = ["Difference", "Direction", "STEPS", "along", "central", "directions", "losses_along", "partials", "step"]
@@ -99,7 +99,9 @@ def step(dtype: torch.dtype) -> float:
     return 1e-4 if dtype in (torch.float64, torch.complex128) else 2e-2
 
 
-def losses_along(packed: Packed, plan: Plan, each: Sequence[Direction], rank: int, part: object) -> list[float]:
+def losses_along(
+    packed: Packed, plan: MeasurementPlan, each: Sequence[Direction], rank: int, part: object
+) -> list[float]:
     """Evaluate this rank's loss at the point itself, and at each step along each direction; all ranks run it."""
     subject = packed.unpack()
     points = leaves_of(part) + list(subject.parameters.values())
@@ -122,7 +124,7 @@ def size(x: Tensor) -> float:
 
 def _loss(
     subject: Subject,
-    plan: Plan,
+    plan: MeasurementPlan,
     rank: int,
     part: object,
     move: tuple[int, Tensor] | None,

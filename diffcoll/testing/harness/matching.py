@@ -17,8 +17,8 @@ from diffcoll.testing.harness.cuts import GraphCuts, Undetached
 from diffcoll.testing.harness.differences import Direction, directions, losses_along, partials, size
 from diffcoll.testing.harness.evidence import Evidence
 from diffcoll.testing.harness.measure import (
-    Measured,
-    Plan,
+    Measurement,
+    MeasurementPlan,
     differentiable,
     input_names,
     leaves_of,
@@ -44,7 +44,7 @@ class Matching:
     single: Packed
     batch: Any
     rank_reduction: str
-    plan: Plan
+    plan: MeasurementPlan
     timeout: float
     #: The batch by its number of rows: a function is called once for each.
     _wholes: dict[int, Any] = field(default_factory=dict)
@@ -56,13 +56,13 @@ class Matching:
         parts = split(whole, sizes)
         refuse_equal_ranks(self.name, "batch", parts)
         plan = replace(self.plan, scale=float(n) if self.rank_reduction == "mean" else 1.0)
-        measured: list[Measured] = self._on(on, on_rank, [self.distributed] * n, [plan] * n, range(n), parts)
+        measured: list[Measurement] = self._on(on, on_rank, [self.distributed] * n, [plan] * n, range(n), parts)
         count = len(measured[0].outputs)
         if any(len(m.outputs) != count for m in measured):
             counts = [len(m.outputs) for m in measured]
             raise ValueError(f"{self.name}: distributed: returned {counts} outputs on the ranks, expected equally many")
         of_one = replace(self.plan, outputs=rows_of(measured), inputs=sizes)
-        reference: Measured
+        reference: Measurement
         (reference,) = self._on("simulated", on_rank, [self.single], [of_one], [0], [whole])
         if reference.first.parameters and not any(g.any() for g in reference.first.parameters):
             raise unused(self.name, "single")
@@ -74,7 +74,7 @@ class Matching:
         quantities = list(compare(measured, reference, sizes, self.names(sizes)))
         return Run(on, sizes, quantities, measured, reference, any_value=self.rank_reduction == "any")
 
-    def _refuse_nothing_to_compare(self, reference: Measured, sizes: tuple[int, ...]) -> None:
+    def _refuse_nothing_to_compare(self, reference: Measurement, sizes: tuple[int, ...]) -> None:
         """Raise if there is no number to compare with. Outputs with rows may have infinities, such as masked logits."""
         names = self.names(sizes)
         named = [(f"value[{i}]", y) for i, y in enumerate(reference.outputs) if y.dim() == 0]
@@ -299,7 +299,7 @@ def cuts_on_rank(packed: Packed, part: Any) -> tuple[list[str], list[str]]:
     return [*cuts.collectives.values(), *cuts.detached.values()], cuts.seen
 
 
-def _undetached(packed: Packed, plan: Plan, rank: int, part: Any) -> Measured:
+def _undetached(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> Measurement:
     with Undetached():
         return on_rank(packed, plan, rank, part)
 

@@ -27,8 +27,8 @@ from diffcoll.testing.spawn import spawn
 
 __all__ = [
     "Gradients",
-    "Measured",
-    "Plan",
+    "Measurement",
+    "MeasurementPlan",
     "differentiable",
     "input_names",
     "leaves_of",
@@ -68,7 +68,7 @@ class Gradients:
 
 
 @dataclass
-class Measured:
+class Measurement:
     """One rank's results."""
 
     outputs: list[Tensor]
@@ -81,7 +81,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeasurementPlan:
     """What is measured, the same on all ranks."""
 
     #: 1, or 2 with second order.
@@ -167,7 +167,7 @@ def with_leaves(part: Any, inputs: Sequence[Tensor]) -> Any:
     return rebuild([next(given).clone() if differentiable(leaf) else leaf for leaf in leaves])
 
 
-def on_rank(packed: Packed, plan: Plan, rank: int, part: Any) -> Measured:
+def on_rank(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> Measurement:
     """Measure on this rank; all ranks run it."""
     subject = packed.unpack()
     with torch.inference_mode(False), torch.enable_grad():
@@ -194,7 +194,7 @@ def on_rank(packed: Packed, plan: Plan, rank: int, part: Any) -> Measured:
     others.refuse()
     xs = [x.detach().cpu() for x in inputs + parameters]
     scale = sum(float((g * x).abs().sum()) for g, x in zip(first.inputs + first.parameters, xs, strict=True))
-    return Measured(outputs, first, second, buffers, scale)
+    return Measurement(outputs, first, second, buffers, scale)
 
 
 class _Others:
