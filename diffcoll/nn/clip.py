@@ -86,14 +86,21 @@ def clip_loss(
 class CLIPLoss(LossModule):
     """`clip_loss` as a module; its arguments are the options, `forward` takes the tensors.
 
+    The scale is passed to `forward`, or here: a number, a parameter of yours, or with `learnable=True` a number to
+    start with, 1/0.07 by default. The module's parameter is then its logarithm, `log_scale`.
+
     >>> from diffcoll.nn import CLIPLoss
     >>> CLIPLoss(chunk_size=512)
     CLIPLoss(normalize=False, rank_reduction='mean', chunk_size=512, exchange='gather')
+    >>> [name for name, _ in CLIPLoss(learnable=True).named_parameters()]
+    ['log_scale']
     """
 
     def __init__(
         self,
         *,
+        logit_scale: Tensor | float | None = None,
+        learnable: bool = False,
         normalize: bool = False,
         group: Group = None,
         rank_reduction: RankReduction = "mean",
@@ -101,16 +108,22 @@ class CLIPLoss(LossModule):
         exchange: Exchange = "gather",
     ) -> None:
         super().__init__(
-            normalize=normalize, group=group, rank_reduction=rank_reduction, chunk_size=chunk_size, exchange=exchange
+            learnable=learnable,
+            logit_scale=1 / 0.07 if learnable and logit_scale is None else logit_scale,
+            normalize=normalize,
+            group=group,
+            rank_reduction=rank_reduction,
+            chunk_size=chunk_size,
+            exchange=exchange,
         )
 
     def forward(
         self,
         image: Tensor,
         text: Tensor,
-        logit_scale: Tensor | float,
+        logit_scale: Tensor | float | None = None,
         labels: Tensor | None = None,
         ids: Tensor | None = None,
     ) -> Tensor:
         """Return the loss, as `clip_loss` does."""
-        return clip_loss(image, text, logit_scale, labels=labels, ids=ids, **self.options)
+        return clip_loss(image, text, labels=labels, ids=ids, **self._called_with(logit_scale=logit_scale))

@@ -80,7 +80,8 @@ def info_nce_loss(
 class InfoNCELoss(LossModule):
     """`info_nce_loss` as a module; its arguments are the options, `forward` takes the tensors.
 
-    A temperature that is an `nn.Parameter` becomes a parameter of the module.
+    A temperature that is an `nn.Parameter` becomes a parameter of the module. With `learnable=True` the temperature is
+    a number to start with, and the module's parameter its logarithm, `log_temperature`.
 
     >>> from diffcoll.nn import InfoNCELoss
     >>> InfoNCELoss(temperature=0.2)
@@ -91,6 +92,7 @@ class InfoNCELoss(LossModule):
         self,
         *,
         temperature: Tensor | float = 0.1,
+        learnable: bool = False,
         normalize: bool = True,
         group: Group = None,
         rank_reduction: RankReduction = "mean",
@@ -98,6 +100,7 @@ class InfoNCELoss(LossModule):
         exchange: Exchange = "gather",
     ) -> None:
         super().__init__(
+            learnable=learnable,
             temperature=temperature,
             normalize=normalize,
             group=group,

@@ -86,6 +86,9 @@ def siglip_loss(
 class SigLIPLoss(LossModule):
     """`siglip_loss` as a module; its arguments are the options, `forward` takes the tensors.
 
+    Scale and bias are passed to `forward`, or here: numbers, parameters of yours, or with `learnable=True` numbers to
+    start with, 10 and −10 by default. The module's parameters are then `log_scale`, the logarithm, and `logit_bias`.
+
     >>> from diffcoll.nn import SigLIPLoss
     >>> SigLIPLoss(exchange="ring")
     SigLIPLoss(normalize=False, rank_reduction='mean', chunk_size=None, exchange='ring')
@@ -94,6 +97,9 @@ class SigLIPLoss(LossModule):
     def __init__(
         self,
         *,
+        logit_scale: Tensor | float | None = None,
+        logit_bias: Tensor | float | None = None,
+        learnable: bool = False,
         normalize: bool = False,
         group: Group = None,
         rank_reduction: RankReduction = "mean",
@@ -101,17 +107,25 @@ class SigLIPLoss(LossModule):
         exchange: Exchange = "gather",
     ) -> None:
         super().__init__(
-            normalize=normalize, group=group, rank_reduction=rank_reduction, chunk_size=chunk_size, exchange=exchange
+            learnable=learnable,
+            logit_scale=10.0 if learnable and logit_scale is None else logit_scale,
+            logit_bias=-10.0 if learnable and logit_bias is None else logit_bias,
+            normalize=normalize,
+            group=group,
+            rank_reduction=rank_reduction,
+            chunk_size=chunk_size,
+            exchange=exchange,
         )
 
     def forward(
         self,
         image: Tensor,
         text: Tensor,
-        logit_scale: Tensor | float,
-        logit_bias: Tensor | float,
+        logit_scale: Tensor | float | None = None,
+        logit_bias: Tensor | float | None = None,
         labels: Tensor | None = None,
         ids: Tensor | None = None,
     ) -> Tensor:
         """Return the loss, as `siglip_loss` does."""
-        return siglip_loss(image, text, logit_scale, logit_bias, labels=labels, ids=ids, **self.options)
+        options = self._called_with(logit_scale=logit_scale, logit_bias=logit_bias)
+        return siglip_loss(image, text, labels=labels, ids=ids, **options)

@@ -1,0 +1,104 @@
+"""Modules of losses that hold scale, bias or temperature."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from diffcoll.nn import CLIPLoss, InfoNCELoss, SigLIPLoss
+from diffcoll.nn.functional import clip_loss, info_nce_loss, siglip_loss
+from diffcoll.testing import assert_matches_single_process
+
+X, Y = (torch.randn(8, 3, generator=torch.Generator().manual_seed(k)).double() for k in (1, 2))
+LEARNABLE = {
+    "clip": (
+        lambda: CLIPLoss(learnable=True).double(),
+        lambda x, y, p: clip_loss(x, y, p["log_scale"].exp()),
+        {"log_scale": torch.tensor(1 / 0.07).log()},
+    ),
+    "siglip": (
+        lambda: SigLIPLoss(learnable=True, logit_scale=3.0, normalize=True).double(),
+        lambda x, y, p: siglip_loss(x, y, p["log_scale"].exp(), p["logit_bias"], normalize=True),
+        {"log_scale": torch.tensor(3.0).log(), "logit_bias": torch.tensor(-10.0)},
+    ),
+    "info_nce": (
+        lambda: InfoNCELoss(learnable=True, temperature=0.2, chunk_size=3).double(),
+        lambda x, y, p: info_nce_loss(x, y, temperature=p["log_temperature"].exp()),
+        {"log_temperature": torch.tensor(0.2).log()},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEARNABLE)
+def test_learnable(name):
+    """On uneven ranks with one process on the whole batch, and with the function, also after an optimizer's step."""
+    make, function, starts = LEARNABLE[name]
+    module = make()
+    assert {key: pytest.approx(p.item()) for key, p in module.named_parameters()} == {
+        key: start.item() for key, start in starts.items()
+    }
+    other = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = module(X, Y)
+        loss.backward()
+        parameters = {key: p.detach().clone().requires_grad_() for key, p in module.named_parameters()}
+        expected = function(X, Y, parameters)
+        expected.backward()
+        torch.testing.assert_close(loss, expected)
+        for key, p in module.named_parameters():
+            torch.testing.assert_close(p.grad, parameters[key].grad)
+        optimizer.step()
+    assert all(not a.equal(b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+    assert_matches_single_process(module, module, (X, Y), module=module, sizes=[(4, 4), (5, 0, 3)], on=["simulated"])
+    make().load_state_dict(module.state_dict())
+
+
+def test_held_and_not_learned():
+    """A number, or a parameter of the user's; by default no parameter."""
+    mine = nn.Parameter(torch.tensor(4.0))
+    assert not [*CLIPLoss().parameters(), *SigLIPLoss().parameters(), *InfoNCELoss().parameters()]
+    assert [*CLIPLoss(logit_scale=mine).parameters()] == [mine]
+    torch.testing.assert_close(CLIPLoss(logit_scale=4.0)(X, Y), clip_loss(X, Y, 4.0))
+    torch.testing.assert_close(CLIPLoss(logit_scale=mine)(X, Y), clip_loss(X, Y, 4.0))
+    torch.testing.assert_close(SigLIPLoss(logit_bias=-1.0)(X, Y, 2.0), siglip_loss(X, Y, 2.0, -1.0))
+
+
+def test_how_they_are_shown():
+    assert repr(CLIPLoss(logit_scale=4.0, learnable=True)) == (
+        "CLIPLoss(logit_scale=4, normalize=False, rank_reduction='mean', chunk_size=None, exchange='gather', "
+        "learnable=True)"
+    )
+    assert "temperature=0.2, normalize=True" in repr(InfoNCELoss(temperature=0.2, learnable=True))
+
+
+WRONG = [
+    (lambda: CLIPLoss()(X, Y), ValueError, "CLIPLoss: logit_scale: got none, expected one; pass logit_scale, make the"),
+    (
+        lambda: CLIPLoss(learnable=True)(X, Y, 3.0),
+        ValueError,
+        "CLIPLoss: logit_scale: got one in the call and one of the module, expected one",
+    ),
+    (lambda: SigLIPLoss(logit_scale=3.0)(X, Y), ValueError, "SigLIPLoss: logit_bias: got none, expected one"),
+    (lambda: CLIPLoss(learnable=1), TypeError, "CLIPLoss: learnable: got int, expected True or False"),
+    (
+        lambda: CLIPLoss(logit_scale=0.0, learnable=True),
+        ValueError,
+        "CLIPLoss: logit_scale: got 0.0, expected a number above 0 to start with; with learnable=False a parameter of",
+    ),
+    (
+        lambda: InfoNCELoss(temperature=nn.Parameter(torch.tensor(0.1)), learnable=True),
+        ValueError,
+        "InfoNCELoss: temperature: got Parameter containing",
+    ),
+    (lambda: SigLIPLoss(logit_bias="0", learnable=True), ValueError, "logit_bias: got '0', expected a number to start"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), WRONG)
+def test_wrong_arguments(call, error, text):
+    with pytest.raises(error) as caught:
+        call()
+    assert text in str(caught.value)
