@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from diffcoll.core._torch import assert_in_graph, is_traced, is_vmapped
+from diffcoll.core._torch import assert_in_graph, is_traced, is_vmapped, is_within_transform
 from diffcoll.core.errors import CollectiveMismatchError
 from diffcoll.core.groups import collectives_only, get_rank, get_world_size
 from diffcoll.core.joint import is_joint
@@ -77,9 +77,10 @@ def refuse_absent(name: str, numbers: Tensor, group: Group) -> Tensor:
     """
     numbers = numbers.detach().real if numbers.is_complex() else numbers.detach()
     needs = numbers % ABSENT
-    if is_joint() or is_vmapped(numbers):
+    compiling = torch.compiler.is_compiling()
+    if is_joint() or (is_within_transform() if compiling else is_vmapped(numbers)):  # no assertion can be traced there
         return needs
-    if torch.compiler.is_compiling() or is_traced(numbers) or not numbers.is_cpu:
+    if compiling or is_traced(numbers) or not numbers.is_cpu:
         total = numbers.sum()
         assert_in_graph((total < ABSENT) | (total % ABSENT == 0), f"{name}: {_DIFFER}")
     else:

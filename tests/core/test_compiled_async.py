@@ -127,14 +127,14 @@ def test_a_ticket_keeps_alive_what_was_started():
     assert spawn(body, range(2), timeout=200) == [(1, 0, [[3, 4], [-3, -4]], [3, 4])] * 2
 
 
-def drawn(seed):
+def drawn(seed, calls):
     """Return a random program on tensors (6, 2), the same for all ranks."""
     draw = random.Random(seed)
     steps, tensors, flying = [], 1, []
     for _ in range(draw.randint(4, 10)):
         kind = draw.choice(("start", "start", "wait", "wait", "call", "mix"))
         if kind in ("start", "call"):
-            steps.append((kind, draw.choice(list(CALLS)), draw.randrange(tensors)))
+            steps.append((kind, draw.choice(calls), draw.randrange(tensors)))
             flying += [len(steps) - 1] * (kind == "start")
             tensors += kind == "call"
         elif kind == "mix":
@@ -169,12 +169,14 @@ def run(steps, x, r):
 @pytest.mark.parametrize(("backend", "compiler"), [("gloo", "aot_eager"), ("gloo", "inductor"), ("mpi", "aot_eager")])
 def test_random_programs_on_mixed_ranks(backend, compiler):
     seeds = range(40 if compiler == "aot_eager" else 8)
+    # Inductor refuses to slice the result of a wait whose size is known at run time only.
+    calls = [name for name in CALLS if compiler == "aot_eager" or name != "asked for sizes"]
 
     def body(r):
         errors = []
         for seed in seeds:
             torch.compiler.reset()
-            x, steps = numbers(r), drawn(seed)
+            x, steps = numbers(r), drawn(seed, calls)
             eager = lambda x, steps=steps: run(steps, x, r)  # noqa: E731
             expected = gradient(eager, x)
             compiled = torch.compile(eager, fullgraph=True, backend=compiler)

@@ -98,7 +98,7 @@ def test_ratios_of_sums(kind, dims):
     noise = torch.randn(12, 8, generator=g) / 2
 
     def of_probabilities(p, _, n, **options):
-        return getattr(dc.nn, kind)(p, targets[n], dims=dims, **options)
+        return getattr(dc.nn.functional, kind)(p, targets[n], dims=dims, **options)
 
     def of_logits(z, _, n, **options):
         wide = z if z.dtype == torch.double else z.float()

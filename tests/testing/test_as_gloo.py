@@ -323,7 +323,9 @@ def test_a_mesh_in_a_global_names_the_way_out():
         dist.barrier()
         return dc.all_reduce(torch.ones(1), group=kept[0]["model"])
 
-    with pytest.raises(RuntimeError, match=r"got a DeviceMesh of process group .* use spawn, or on=\(\"gloo\",\)"):
+    with pytest.raises(
+        RuntimeError, match=r"got a DeviceMesh that simulated rank 3 has .* use spawn, or on=\(\"gloo\",\)"
+    ):
         simulate(body, range(4), torch_distributed=True)
     assert device_mesh._resolve_process_group is torch._C._distributed_c10d._resolve_process_group
 
