@@ -332,13 +332,13 @@ def together(where, count, disagree, n, **more):
 
 @pytest.mark.parametrize("disagree", [False, True])
 def test_simulated(disagree):
-    one_by_one(250, disagree, derandomize=True)
+    one_by_one(120, disagree, derandomize=True)
 
 
 @pytest.mark.parametrize("disagree", [False, True])
 @pytest.mark.parametrize("where", ["gloo", "mpi"])
 def test_on_processes(where, disagree):
-    together(where, 100, disagree, 3, derandomize=True)
+    together(where, 60, disagree, 3, derandomize=True)
 
 
 @pytest.mark.slow
@@ -362,9 +362,9 @@ def test_on_processes_at_length(where, disagree, seed):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("where", ["gloo", "mpi"])
 def test_compiled_on_one_rank_only(where):
-    """Compiled and eager ranks send the same messages, except in scatter, whose eager source sends its shape."""
+    """Compiled and eager ranks send the same messages. In graphs every rank passes an x to scatter."""
     n = 2
-    table = [case for case in cases.table(n) if "async_op" not in case.arguments and case.name != "scatter"]
+    table = [case for case in cases.table(n) if "async_op" not in case.arguments and None not in case.shapes]
 
     def body(r):
         found = []

@@ -12,28 +12,29 @@ from torch import Tensor
 
 from diffcoll.core._torch import base, is_view, version
 
-__all__ = ["Accumulated", "state"]
+__all__ = ["Accumulated", "is_readable", "state"]
 
 
 class Accumulated:
     """One gradient after its last accumulation.
 
     A view of the user's memory is compared by its values: its version is that of its base, which also changes with the
-    gradients of other parameters, and not with writes through `.data`.
+    gradients of other parameters, and not with writes through `.data`. So are a witness, and gradients of which a copy
+    is asked for, if the CPU can read them at once.
     """
 
     grad: Tensor | None = None
     _state = 0, 0
-    #: Of a view: whether it was not zero, a copy if one was asked for, and the version of its base.
+    #: Of one that is compared by values: whether it was not zero, a copy if one was asked for, the version of its base.
     _any: Tensor | None = None
     _copy: Tensor | None = None
     _version = 0
 
-    def record(self, grad: Tensor | None, *, keeps_copy: bool) -> None:
-        """Record a gradient; without a copy of a view, `is_modified` only tells zero from not zero."""
+    def record(self, grad: Tensor | None, *, keeps_copy: bool, is_witness: bool = False) -> None:
+        """Record a gradient; without a copy `is_modified` only tells zero from not zero."""
         self.clear()
         self.grad, self._state = grad, state(grad)
-        if grad is not None and is_view(grad):
+        if grad is not None and (is_view(grad) or ((keeps_copy or is_witness) and is_readable(grad))):
             self._any, self._version = grad.detach().any(), version(grad)
             self._copy = grad.detach().clone() if keeps_copy else None
 
@@ -53,7 +54,8 @@ class Accumulated:
 
     def is_zero_view(self, grad: Tensor | None) -> bool:
         """Whether the gradient is a view that was zero when recorded, and is zero now."""
-        return self._any is not None and not self._any and not self.is_modified(grad)
+        is_zero = self._any is not None and not self._any and not self.is_modified(grad)
+        return is_zero and grad is not None and is_view(grad)
 
     def is_base_modified(self, others: Iterable[Accumulated]) -> bool:
         """Whether the base of a view was modified by anything but the recorded accumulations."""
@@ -61,6 +63,11 @@ class Accumulated:
         mine = base(self.grad)
         recorded = [a._version for a in others if a.grad is not None and a._any is not None and base(a.grad) is mine]
         return version(self.grad) > max(recorded, default=self._version)
+
+
+def is_readable(grad: Tensor) -> bool:
+    """Whether the values can be read without a wait for a device."""
+    return grad.is_cpu and grad.layout == torch.strided
 
 
 def state(grad: Tensor | None) -> tuple[int, int]:

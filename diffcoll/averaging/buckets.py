@@ -143,9 +143,9 @@ class Parameter:
         else:
             self.tensor.grad = None
 
-    def record_accumulated(self) -> None:
+    def record_accumulated(self, is_witness: bool = False) -> None:
         """Record `.grad` after accumulation, for `is_zeroed` and `is_modified`."""
-        self.accumulated.record(self.tensor.grad, keeps_copy=self.earlier is not None)
+        self.accumulated.record(self.tensor.grad, keeps_copy=self.earlier is not None, is_witness=is_witness)
 
     def is_zeroed(self) -> bool:
         """Whether `.grad` was set to None, or modified to zeros, since `record_accumulated`."""

@@ -153,7 +153,7 @@ class Hooks:
         p.is_accumulated, p.is_prepared = True, False
         reducer.join.on_gradient()
         if p.earlier is not None or reducer.reduction == "weighted":
-            p.record_accumulated()
+            p.record_accumulated(is_witness=reducer.is_witness(p))
         if self.no_sync_depth:
             return
         task = backward_at_work()

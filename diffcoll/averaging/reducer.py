@@ -12,6 +12,7 @@ import math
 
 import torch
 
+from diffcoll.averaging.accumulated import is_readable
 from diffcoll.averaging.buckets import Bucket, Parameter, cut
 from diffcoll.averaging.changes import refuse_changes
 from diffcoll.averaging.comm_hook import CommHook
@@ -51,6 +52,7 @@ class Reducer:
         #: Indices of parameters in order of accumulation, recorded until the ranks have agreed on an order; then None.
         self.accumulation_order: list[int] | None = []
         self.backward, self.weights, self.join = Backward(), Weights(), Join()
+        self._witness: Parameter | None = None  # see `is_witness`
         #: Number of reductions.
         self.count = 0
         #: Whether another rank has called `skip_step` in the last reduction, and this one has not yet.
@@ -155,16 +157,27 @@ class Reducer:
     def drop_weights_of_zeroed(self) -> None:
         """Forget the weights of earlier batches if all of their gradients were set to None or to zero."""
         accumulated = [p for p in self.parameters if p.is_accumulated]
-        if not all(p.is_zeroed() or p.accumulated.is_zero_view(p.tensor.grad) for p in accumulated):
+        if self._witness is not None and self._witness.is_zeroed():  # perhaps through `.data`, as all others then
+            rest = [p.tensor.grad for p in accumulated if p.tensor.grad is not None]
+            if any(g.layout != torch.strided or g.any() for g in rest):
+                return
+        elif not all(p.is_zeroed() or p.accumulated.is_zero_view(p.tensor.grad) for p in accumulated):
             return
         if not accumulated or any(p.is_zeroed() for p in accumulated):
-            self.weights.total = 0.0
+            self.weights.total, self._witness = 0.0, None
         elif any(map(self._may_be_zeroed, accumulated)) and self.weights.total != 0:
             raise RuntimeError(
                 f"{NAME}: {accumulated[0].name}, …: all gradients are zero, and views of memory that was modified "
                 "after they were accumulated, so whether the weight of their batch counts is not known; call "
                 "set_weight(0) for a batch without gradients, or do not write to that memory before the reduction"
             )
+
+    def is_witness(self, p: Parameter) -> bool:
+        """Whether the gradient of p tells whether gradients were zeroed through `.data`: the first that is not zero."""
+        grad = p.tensor.grad
+        if self._witness is None and self.reduction == "weighted" and grad is not None and is_readable(grad):
+            self._witness = p if grad.any() else None
+        return self._witness is p
 
     def _may_be_zeroed(self, p: Parameter) -> bool:
         """Whether a gradient that was zero may have been zeroed: it is a view, and its base was modified."""
@@ -387,6 +400,7 @@ class Reducer:
             self._tree.is_checked = False
         self.count += 1
         self.join.on_reduction()
+        self._witness = None
         for p in self.parameters:
             p.earlier, p.is_accumulated, p.was_replaced = None, False, False
             p.accumulated.clear()

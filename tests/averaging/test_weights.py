@@ -79,14 +79,27 @@ def retried_backward(model, averager, r):
     loss(model, r, 1).backward()
 
 
-def dropped(set_to_none, weight_first):
+def zeroed_by_data(model):
+    for p in model.parameters():
+        p.grad.data.zero_()
+
+
+#: How a user drops what was accumulated.
+DROPS = {
+    "in place": lambda model: model.zero_grad(set_to_none=False),
+    "to None": lambda model: model.zero_grad(),
+    "data": zeroed_by_data,
+}
+
+
+def dropped(how, weight_first):
     """A micro-batch is dropped, before or after the weight of the next is set."""
 
     def program(model, averager, r):
         micro_batch(model, averager, r, 5)
         if weight_first:
             averager.set_weight(of(r, 0)[1])
-        model.zero_grad(set_to_none)
+        DROPS[how](model)
         if not weight_first:
             averager.set_weight(of(r, 0)[1])
         with averager.no_sync():
@@ -109,7 +122,7 @@ PROGRAMS = {
     "retry": retry,
     "retried backward": retried_backward,
     "never used": never_used,
-    **{f"dropped, {none}, {first}": dropped(none, first) for none in (False, True) for first in (False, True)},
+    **{f"dropped, {how}, {first}": dropped(how, first) for how in DROPS for first in (False, True)},
 }
 
 
@@ -136,16 +149,60 @@ def test_a_weight_counts_when_its_gradient_is_accumulated(where, program):
     assert RUNS[where](body, range(3)) == [[expected] * 2] * 3
 
 
-def test_a_rank_that_drops_all_and_synchronizes():
+@pytest.mark.parametrize("how", DROPS)
+def test_a_rank_that_drops_all_and_synchronizes(how):
     def body(r):
         model, averager = made()
         micro_batch(model, averager, r, 0)
         if r == 1:
-            model.zero_grad(set_to_none=False)
+            DROPS[how](model)
         averager.synchronize()
         return model.weight.grad[0, 0].item()
 
     assert simulate(body, range(3), rules=True) == [pytest.approx(mean([of(0, 0), of(2, 0)]))] * 3
+
+
+@pytest.mark.parametrize("how", DROPS)
+def test_one_of_several_gradients_that_is_zero_or_dropped(how):
+    """Rank 1: the first that is accumulated is zero; all are dropped. Rank 2: one of three is dropped."""
+
+    def body(r):
+        layers = [nn.Linear(2, 1, bias=False, dtype=torch.double) for _ in range(3)]
+        model = nn.ModuleList(layers)
+        averager = dc.GradientAverager(model, reduction="weighted")
+        x = torch.ones(1, 2, dtype=torch.double)
+        averager.set_weight(3.0 + r)
+        with averager.no_sync():
+            sum(k * layer(x).sum() * (r + 1) for k, layer in enumerate(reversed(layers))).backward()
+        if r == 1:
+            DROPS[how](model)
+        elif r == 2:
+            DROPS[how](layers[0])
+        averager.set_weight(1.0)
+        sum(layer(x).sum() for layer in layers).backward()
+        return [layer.weight.grad[0, 0].item() for layer in layers]
+
+    def expected(k, kept_on_2):
+        dropped, counted = [False, True, not kept_on_2], [3.0, 0.0, 5.0]
+        sums = [1.0 + (0.0 if d else w * k * (r + 1)) for r, (d, w) in enumerate(zip(dropped, counted, strict=True))]
+        return pytest.approx(sum(sums) / (sum(counted) + 3))
+
+    assert simulate(body, range(3), rules=True) == [[expected(2, False), expected(1, True), expected(0, True)]] * 3
+
+
+@pytest.mark.parametrize("how", DROPS)
+def test_what_is_zeroed_after_it_was_added_to_a_reduced_gradient_is_gone(how):
+    def body(r):
+        model = nn.Linear(2, 1, bias=False, dtype=torch.double)
+        averager = dc.GradientAverager(model, reduction="sum")
+        loss(model, r, 0).backward()
+        with averager.no_sync():
+            loss(model, r, 1).backward()
+        DROPS[how](model)
+        loss(model, r, 2).backward()
+        return model.weight.grad[0, 0].item()
+
+    assert simulate(body, range(3), rules=True) == [sum(of(r, 2)[0] for r in range(3))] * 3
 
 
 def test_a_batch_whose_gradient_is_zero_counts():
