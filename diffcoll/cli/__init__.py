@@ -1,4 +1,4 @@
-"""The command `diffcoll`: `verify` and `check` check gradients, `bench` measures time, bytes and memory."""
+"""The command `diffcoll`: `verify` and `check` check gradients."""
 
 from __future__ import annotations
 

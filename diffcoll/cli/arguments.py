@@ -18,88 +18,47 @@ import diffcoll
 from diffcoll.cli.launch import ENGINES, launcher
 from diffcoll.collectives import COLLECTIVES
 
-__all__ = ["TRAINING", "checked"]
+__all__ = ["TRAINING", "checked", "name_of", "names_of", "need", "number_from", "writable"]
 
 TRAINING = "digits"
 _VERIFIED = (*COLLECTIVES, TRAINING)
-_MEASURED = (*COLLECTIVES, "trees", "overlap", "stages", "averager", "simulate")
-_PICTURES = ".png, .svg or .pdf"
 
 
 def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the checked options; exits with status 2 if one is wrong or a package is missing."""
     parser = argparse.ArgumentParser(
         prog="diffcoll",
-        description="verify: are the library's gradients right? check: are those of my code? bench: what do they cost?",
+        description="verify: are the library's gradients right? check: are those of my code?",
     )
     parser.add_argument("--version", action="version", version=f"diffcoll {diffcoll.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     verify = commands.add_parser("verify", help="check every collective against a reference gradient, on processes")
     add = verify.add_argument
-    add("--world-size", type=_number(1), nargs="+", metavar="N", help="default: 2 3; digits runs on the largest")
-    add("--only", type=_names(_VERIFIED), default=[], metavar="NAMES", help=f"of {', '.join(_VERIFIED)}")
-    add("--seed", type=_number(0), default=0)
+    add("--world-size", type=number_from(1), nargs="+", metavar="N", help="default: 2 3; digits runs on the largest")
+    add("--only", type=names_of(_VERIFIED), default=[], metavar="NAMES", help=f"of {', '.join(_VERIFIED)}")
+    add("--seed", type=number_from(0), default=0)
     add("--engine", choices=ENGINES, help="default: torch, and under mpiexec mpi")
     add("--backend", type=_backend, default="gloo", help="backend of torch.distributed; default: gloo")
-    add("--json", type=_file, metavar="FILE")
-    add("--html", type=_file, metavar="FILE", help="one self-contained page")
+    add("--json", type=writable, metavar="FILE")
+    add("--html", type=writable, metavar="FILE", help="one self-contained page")
 
     check = _check_parser(commands)
-    bench = _bench_parser(commands)
     options = parser.parse_args(arguments)
-    if options.command == "bench":
-        _bench_options(options, bench)
-        options.launched, command = None, bench
-    elif options.command == "check":
+    if options.command == "check":
         _check_options(options, check)
         return options
-    else:
-        options.names = options.only or [*_VERIFIED]
-        options.launched, command = launcher(options.engine), verify
+    options.names, options.launched = options.only or [*_VERIFIED], launcher(options.engine)
     if options.launched and options.world_size:
-        command.error("argument --world-size: the launcher has set it already; leave it out")
-    _need(command, "rich", "test")
+        verify.error("argument --world-size: the launcher has set it already; leave it out")
+    need(verify, "rich", "test")
     if not options.launched:
-        _need(command, "cloudpickle", "test")
+        need(verify, "cloudpickle", "test")
     if TRAINING in options.names:
-        _need(command, "sklearn", "test")
+        need(verify, "sklearn", "test")
     if "mpi" in (options.engine, options.launched):
-        _need(command, "mpi4py", "mpi")
-    if options.command == "bench" and options.plot:
-        _need(command, "matplotlib", "examples")
+        need(verify, "mpi4py", "mpi")
     return options
-
-
-def _bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    bench = commands.add_parser("bench", help="time, bytes and memory of forward + backward, next to PyTorch's own")
-    add = bench.add_argument
-    add("names", nargs="*", type=_name(_MEASURED), metavar="NAME", help=f"of {', '.join(_MEASURED)}; default: all")
-    add("--engine", choices=ENGINES, default="torch", help="mpi: run diffcoll on MPI; baselines on gloo")
-    add("--world-size", type=_number(1), default=2, metavar="N")
-    add("--only", type=_names(_MEASURED), default=[], metavar="NAMES", help="the same, separated by commas")
-    add("--rounds", type=_number(1), default=15)
-    add("--fit", action="store_true", help="fit latency and bandwidth of collectives; predict a size, and more ranks")
-    add("--json", type=_file, metavar="FILE", help="what was measured of collectives; schema: notes/costs.md")
-    add("--plot", type=_picture, metavar="FILE", help=f"a picture of the ratios over size; ends in {_PICTURES}")
-    return bench
-
-
-def _bench_options(options: argparse.Namespace, command: argparse.ArgumentParser) -> None:
-    options.names = options.names + options.only or [*(COLLECTIVES if options.fit else _MEASURED)]
-    if options.json and options.plot and options.json.resolve() == options.plot.resolve():
-        command.error(f"argument --plot: got {str(options.plot)!r}, the file of --json too; pass another file")
-    others = [name for name in options.names if name not in COLLECTIVES]
-    if options.fit and others:
-        command.error(f"argument --fit: got {', '.join(others)} too, expected collectives only")
-    if options.fit and options.world_size == 1:
-        command.error("argument --fit: got --world-size 1, expected at least 2: one rank sends no messages")
-    if options.fit and options.plot:
-        command.error("argument --plot: got --fit too, expected one of them; --fit measures no other system")
-    for name, file in (("--json", options.json), ("--plot", options.plot)):
-        if file and len(others) == len(options.names):
-            got = f"argument {name}: got only {', '.join(others)}"
-            command.error(f"{got}, expected a collective among the names; only those are written")
 
 
 #: The text of `diffcoll check --help` above and below its options.
@@ -178,8 +137,8 @@ def _check_runs(add: Callable[..., object]) -> None:
     add("--rank-reduction", choices=("mean", "sum", "any"), help=rank_reduction)
     add("--order", type=int, choices=(1, 2), default=1, help="2: check second-order gradients too")
     add("--double", action="store_true", help="convert the batch and the module to float64, or complex128")
-    add("--seed", type=_number(0), default=0, help="of all random numbers: module, batch, ranks")
-    add("--html", type=_file, metavar="FILE", help="one self-contained page, with a picture of the errors")
+    add("--seed", type=number_from(0), default=0, help="of all random numbers: module, batch, ranks")
+    add("--html", type=writable, metavar="FILE", help="one self-contained page, with a picture of the errors")
 
 
 def _check_options(options: argparse.Namespace, command: argparse.ArgumentParser) -> None:
@@ -190,25 +149,22 @@ def _check_options(options: argparse.Namespace, command: argparse.ArgumentParser
         got = "got the environment of a launcher, such as WORLD_SIZE"
         command.error(f"{got}, expected none: the ranks are those of --on; run it without torchrun or mpiexec")
     options.on = list(dict.fromkeys(options.on or ["simulated", "gloo"]))
-    _need(command, "rich", "test")
-    _need(command, "cloudpickle", "test")
+    need(command, "rich", "test")
+    need(command, "cloudpickle", "test")
     if "mpi" in options.on:
-        _need(command, "mpi4py", "mpi")
+        need(command, "mpi4py", "mpi")
 
 
-def _need(command: argparse.ArgumentParser, module: str, extra: str) -> None:
+def need(command: argparse.ArgumentParser, module: str, extra: str) -> None:
+    """Exit with status 2 if a module is missing."""
     if find_spec(module) is None:
         remedy = f"from a checkout of diffcoll: pip install '.[{extra}]'"
         command.exit(2, f"{command.prog}: error: the module {module} is missing; {remedy}\n")
 
 
-def _picture(text: str) -> Path:
-    if not text.endswith((".png", ".svg", ".pdf")):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a file name that ends in {_PICTURES}")
-    return _file(text)
+def number_from(least: int) -> Callable[[str], int]:
+    """Return a type of arguments: integers that are not below `least`."""
 
-
-def _number(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         most = 2**31 - 1
         try:
@@ -222,7 +178,9 @@ def _number(least: int) -> Callable[[str], int]:
     return number
 
 
-def _name(known: Sequence[str]) -> Callable[[str], str]:
+def name_of(known: Sequence[str]) -> Callable[[str], str]:
+    """Return a type of arguments: one of these names."""
+
     def name(text: str) -> str:
         if text not in known:
             raise argparse.ArgumentTypeError(f"got {text!r}, expected names of {', '.join(known)}")
@@ -231,8 +189,9 @@ def _name(known: Sequence[str]) -> Callable[[str], str]:
     return name
 
 
-def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    one = _name(known)
+def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return a type of arguments: several of these names, separated by commas."""
+    one = name_of(known)
     return lambda text: list(dict.fromkeys(one(word.strip()) for word in text.split(",") if word.strip()))
 
 
@@ -262,7 +221,7 @@ def _backend(text: str) -> str:
     return text
 
 
-def _file(text: str) -> Path:
+def writable(text: str) -> Path:
     """Return the path of a writable file; checked on rank 0 only, since the others may run on other hosts."""
     path = Path(text)
     ranks = [os.environ.get(name, "0") for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")]

@@ -29,9 +29,9 @@ from diffcoll.engines.watch import watch
 __all__ = ["C10dEngine", "destroy", "engine_of", "is_running", "new_group", "use"]
 
 # The primitives that use the backend's own collective. The others use the defaults of `Engine`, that is, point-to-point
-# messages. Measured on gloo (`diffcoll bench`): its all_gather and reduce_scatter are slow, and messages are received
-# directly in the result, which saves a copy into newly allocated memory. Backends that are not listed use all of their
-# own collectives. NCCL was not measured.
+# messages. Measured on gloo (`python -m benchmarks`): its all_gather and reduce_scatter are slow, and messages are
+# received directly in the result, which saves a copy into newly allocated memory. Backends that are not listed use all
+# of their own collectives. NCCL was not measured.
 NATIVE = {"gloo": {"all_reduce", "broadcast"}}
 # Tensors of at most this many bytes on all ranks together are reduced by an all-gather and a local reduction, see
 # `Engine.small`.

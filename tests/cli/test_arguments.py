@@ -18,7 +18,7 @@ sys.modules.update(dict.fromkeys({[e for e in EXTRAS if e != "numpy"]}))  # cann
 import diffcoll
 before = set(sys.modules)
 from diffcoll.cli import main
-helps = [[command, "--help"] for command in ("verify", "check", "bench")]
+helps = [[command, "--help"] for command in ("verify", "check")]
 for arguments in (["--version"], ["--help"], *helps, ["verify", "--only", "scan"]):
     try:
         main(arguments)
@@ -32,7 +32,7 @@ def test_help_needs_torch_alone():
     environment = {**os.environ, "PYTHONPATH": str(Path(diffcoll.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.startswith(f"diffcoll {diffcoll.__version__}\n")
-    assert [line for line in done.stdout.splitlines() if line.startswith("status")] == ["status 0"] * 5 + ["status 2"]
+    assert [line for line in done.stdout.splitlines() if line.startswith("status")] == ["status 0"] * 4 + ["status 2"]
     assert done.stderr == (
         "diffcoll verify: error: the module rich is missing; from a checkout of diffcoll: pip install '.[test]'\n"
     )
@@ -53,8 +53,6 @@ def test_help_needs_torch_alone():
         ("check a:b", "rich", "test"),
         ("check a:b", "cloudpickle", "test"),
         ("check a:b --on mpi", "mpi4py", "mpi"),
-        ("bench", "cloudpickle", "test"),
-        ("bench --engine mpi", "mpi4py", "mpi"),
     ],
 )
 def test_an_extra_that_is_missing(arguments, module, extra, monkeypatch, capsys):

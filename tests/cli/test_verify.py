@@ -14,7 +14,7 @@ import torch
 from releases import compiles
 
 import diffcoll
-from diffcoll.cli import bench, competitors, main, report, training, verify
+from diffcoll.cli import competitors, main, report, verify
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.core._torch import COMPILES
 from diffcoll.testing import RanksFailedError, cases
@@ -285,10 +285,6 @@ def test_a_file_that_can_no_longer_be_written(tmp_path, monkeypatch, capsys):
         ("verify --json missing/report.json", "argument --json: 'missing/report.json' cannot be written: No such file"),
         ("verify --html .", "argument --html: '.' cannot be written: Is a directory"),
         ("verify --engine gloo", "argument --engine: invalid choice: 'gloo'"),
-        ("bench x", "argument NAME: got 'x', expected names of all_reduce"),
-        ("bench all_reduce --only averager,x", "argument --only: got 'x', expected names of all_reduce"),
-        ("bench --world-size 0", "argument --world-size: got '0', expected an integer from 1"),
-        ("bench --rounds 0", "argument --rounds: got '0', expected an integer from 1"),
         ("", "the following arguments are required: command"),
     ],
 )
@@ -345,24 +341,3 @@ def test_on_mpi(tmp_path, monkeypatch):
     assert status == 0
     assert "mpi processes on this machine" in found["about"]
     assert found["rows"][0]["systems"]["torch.distributed.nn.functional"]["gradient"] < 1e-10  # on gloo
-
-
-@pytest.mark.parametrize(
-    "engine", [pytest.param([], id="gloo"), pytest.param(["--engine", "mpi"], id="mpi", marks=pytest.mark.slow)]
-)
-def test_bench(capsys, monkeypatch, engine):
-    monkeypatch.setattr(bench, "SIZES", {"1 MB": 1 << 18})
-    monkeypatch.setattr(training, "MODELS", {"tiny": (lambda: torch.nn.Linear(3, 3), (2, 3))})
-    if engine:  # starting MPI processes takes seconds
-        whole, ours = training.memory, training.OURS_ON_MPI
-        monkeypatch.setattr(training, "memory", lambda model, *of: whole(model, *of) if of[0] == ours else 0.0)
-    names = "all_gather,overlap" if engine else "all_gather,trees,overlap"
-    assert main(["bench", "averager", *engine, "--only", names, "--rounds", "2"]) == 0
-    printed = capsys.readouterr().out
-    assert ("diffcoll.all_reduce(list)" in printed) == ("trees" in names)
-    assert "async_op=True" in printed
-    assert "DDP, bucket views, static" in printed
-    assert printed.count("geometric mean") == (2 if engine else 1)
-    assert ("diffcoll on MPI" in printed) == ("diffcoll on gloo" in printed) == bool(engine)
-    assert "1 MB" in printed
-    assert "×" in printed

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 import diffcoll as dc
-from diffcoll.cli import bench
+from benchmarks import bench
 from diffcoll.core.product import product
 from diffcoll.core.reductions import REDUCTIONS
 from diffcoll.engines.local import LocalEngine

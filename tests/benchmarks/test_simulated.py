@@ -1,9 +1,9 @@
-"""`diffcoll bench simulate` with few ranks; times are not asserted."""
+"""`python -m benchmarks simulate` with few ranks; times are not asserted."""
 
 import pytest
 import torch
 
-from diffcoll.cli import main, simulated
+from benchmarks import main, simulated
 from diffcoll.testing import simulate
 
 
@@ -12,7 +12,7 @@ def test_table(capsys, monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert main(["bench", "simulate", "--rounds", "1"]) == 0
+        assert main(["simulate", "--rounds", "1"]) == 0
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""`diffcoll bench stages`: where the time of a reduction that is not linear goes.
+"""`benchmarks stages`: where the time of a reduction that is not linear goes.
 
 Each stage of a forward and backward is measured alone, on all ranks at once, beside the whole and beside a sum.
 """

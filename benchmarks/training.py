@@ -1,4 +1,4 @@
-"""`diffcoll bench averager`: a training step with GradientAverager, with DistributedDataParallel, and with neither."""
+"""`benchmarks averager`: a training step with GradientAverager, with DistributedDataParallel, and with neither."""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
-"""`diffcoll bench`: the fit, the JSON file and the picture; times are not asserted."""
+"""`python -m benchmarks`: the fit, the JSON file and the picture; times are not asserted."""
 
 import json
 import math
 import sys
 
 import pytest
+import torch
 from matplotlib.image import imread
+from rich.console import Console
 
-from diffcoll.cli import bench, costs, fit, main, plot
-from diffcoll.cli.rows import OURS, Row, Times
+from benchmarks import bench, costs, fit, main, plot, training
+from benchmarks.rows import OURS, Row, Times
 
 KIB = 1 << 10
 
@@ -80,7 +82,7 @@ def test_fit_on_processes(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "OPS", {"reduce_scatter": ("sum", "max")})
     file = tmp_path / "fit.json"
     names = "reduce_scatter,scan"
-    assert main(["bench", "--fit", "--only", names, "--rounds", "2", "--json", str(file)]) == 0
+    assert main(["--fit", "--only", names, "--rounds", "2", "--json", str(file)]) == 0
     printed = capsys.readouterr().out
     assert "t = m·α + v·β + s·γ, fitted to 4 KB and 64 KB" in printed
     assert "EXTRAPOLATED, not measured: forward + backward of 64 KB" in printed
@@ -110,7 +112,7 @@ def test_files(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "SIZES", {"4 B": 1, "4 KB": 1 << 10})
     data, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     arguments = ["--rounds", "1", "--json", str(data), "--plot", str(picture)]
-    assert main(["bench", "all_gather", "scan", *arguments]) == 0
+    assert main(["all_gather", "scan", *arguments]) == 0
     printed = capsys.readouterr().out
     assert "4 B, cold" in printed
     content = json.loads(data.read_text())
@@ -174,14 +176,18 @@ def test_what_the_picture_shows(tmp_path):
 def test_a_file_that_cannot_be_written_in_the_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench._Bench, "costs", lambda self, names: (tmp_path / "made").rmdir() or [])
     (tmp_path / "made").mkdir()
-    assert main(["bench", "scan", "--json", str(tmp_path / "made" / "bench.json")]) == 1
-    assert "diffcoll bench: [Errno 2]" in capsys.readouterr().err
+    assert main(["scan", "--json", str(tmp_path / "made" / "bench.json")]) == 1
+    assert "benchmarks: [Errno 2]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ("--plot x.txt", "argument --plot: got 'x.txt', expected a file name that ends in .png, .svg or .pdf"),
+        ("x", "argument NAME: got 'x', expected names of all_reduce"),
+        ("all_reduce --only averager,x", "argument --only: got 'x', expected names of all_reduce"),
+        ("--world-size 0", "argument --world-size: got '0', expected an integer from 1"),
+        ("--rounds 0", "argument --rounds: got '0', expected an integer from 1"),
         ("--plot missing/x.png", "argument --plot: 'missing/x.png' cannot be written: No such file"),
         ("--json missing/x.json", "argument --json: 'missing/x.json' cannot be written: No such file"),
         ("trees overlap --json x.json", "argument --json: got only trees, overlap, expected a collective among"),
@@ -195,17 +201,48 @@ def test_a_file_that_cannot_be_written_in_the_end(tmp_path, monkeypatch, capsys)
 def test_wrong_arguments(arguments, said, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
-        main(["bench", *arguments.split()])
+        main([*arguments.split()])
     assert caught.value.code == 2
     assert f"error: {said}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_without_matplotlib(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "module", "extra"),
+    [
+        ("scan --plot x.png", "matplotlib", "examples"),
+        ("", "rich", "test"),
+        ("", "cloudpickle", "test"),
+        ("--engine mpi", "mpi4py", "mpi"),
+    ],
+)
+def test_an_extra_that_is_missing(arguments, module, extra, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SystemExit) as caught:
-        main(["bench", "scan", "--plot", "x.png"])
+        main(arguments.split())
     assert caught.value.code == 2
-    said = "the module matplotlib is missing; from a checkout of diffcoll: pip install '.[examples]'\n"
+    said = f"the module {module} is missing; from a checkout of diffcoll: pip install '.[{extra}]'\n"
     assert capsys.readouterr().err.endswith(said)
+
+
+@pytest.mark.parametrize(
+    "engine", [pytest.param([], id="gloo"), pytest.param(["--engine", "mpi"], id="mpi", marks=pytest.mark.slow)]
+)
+def test_bench(capsys, monkeypatch, engine):
+    monkeypatch.setattr(bench, "SIZES", {"1 MB": 1 << 18})
+    monkeypatch.setattr(training, "MODELS", {"tiny": (lambda: torch.nn.Linear(3, 3), (2, 3))})
+    if engine:  # starting MPI processes takes seconds
+        whole, ours = training.memory, training.OURS_ON_MPI
+        monkeypatch.setattr(training, "memory", lambda model, *of: whole(model, *of) if of[0] == ours else 0.0)
+    monkeypatch.setattr(bench, "wide_console", lambda: Console(width=400))  # names of columns in one line
+    names = "all_gather,overlap" if engine else "all_gather,trees,overlap"
+    assert main(["averager", *engine, "--only", names, "--rounds", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert ("diffcoll.all_reduce(list)" in printed) == ("trees" in names)
+    assert "async_op=True" in printed
+    assert "DDP, bucket views, static" in printed
+    assert printed.count("geometric mean") == (2 if engine else 1)
+    assert ("diffcoll on MPI" in printed) == ("diffcoll on gloo" in printed) == bool(engine)
+    assert "1 MB" in printed
+    assert "×" in printed

@@ -1,4 +1,4 @@
-"""`diffcoll bench`: what a forward and backward costs, in time, bytes and memory, beside what PyTorch offers.
+"""`benchmarks`: what a forward and backward costs, in time, bytes and memory, beside what PyTorch offers.
 
 All systems take turns within one run, in an order that changes. A turn is two steps: the first follows a step of
 another system, so caches are cold; the second follows a step of its own. The second is reported, and for 4 B the
@@ -27,13 +27,13 @@ from rich.table import Table
 from torch import Tensor
 
 import diffcoll
-from diffcoll.cli import fit, rows, simulated, stages, training
+from benchmarks import fit, rows, simulated, stages, training
+from benchmarks.counting import bytes_sent
+from benchmarks.floor import floor
+from benchmarks.rows import Row, Times
 from diffcoll.cli.competitors import SYSTEMS
-from diffcoll.cli.counting import bytes_sent
-from diffcoll.cli.floor import floor
 from diffcoll.cli.launch import gloo_beside_mpi
 from diffcoll.cli.report import memory_of_process, wide_console
-from diffcoll.cli.rows import Row, Times
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.testing.cases import Case, median_in_parts
 from diffcoll.testing.spawn import spawn
@@ -95,11 +95,11 @@ def _write(options: argparse.Namespace, measured: list[Row], fits: list[fit.Fit]
         if options.json:
             options.json.write_text(json.dumps(content, indent=1) + "\n")
         if options.plot:
-            from diffcoll.cli import plot  # needs matplotlib
+            from benchmarks import plot  # needs matplotlib
 
             plot.save(measured, options.plot)
     except OSError as error:  # the file was writable when the run began
-        print(f"diffcoll bench: {error}", file=sys.stderr)
+        print(f"benchmarks: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""`diffcoll bench --plot`: a picture of the library's time as a ratio to that of the other systems, over size."""
+"""`benchmarks --plot`: a picture of the library's time as a ratio to that of the other systems, over size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from diffcoll.cli.rows import OURS, Row
+from benchmarks.rows import OURS, Row
 
 __all__ = ["drawn", "save"]
 

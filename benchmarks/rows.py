@@ -1,4 +1,4 @@
-"""What `diffcoll bench` has measured of collectives, as data for the table, the JSON file and the picture."""
+"""What `benchmarks` has measured of collectives, as data for the table, the JSON file and the picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`diffcoll bench --fit`: latency and bandwidth of a collective, and what they predict for other sizes and ranks.
+"""`benchmarks --fit`: latency and bandwidth of a collective, and what they predict for other sizes and ranks.
 
 The model is that of Hockney, 1994, with what Thakur, Rabenseifner and Gropp, 2005, add for reductions. For a forward
 and backward of x of B bytes on N ranks it is
@@ -23,7 +23,7 @@ import torch
 from rich.table import Table
 
 import diffcoll
-from diffcoll.cli import costs
+from benchmarks import costs
 from diffcoll.core.reductions import REDUCTIONS, users
 from diffcoll.testing.cases import Case
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import diffcoll
-from diffcoll.cli import costs
-from diffcoll.cli.bench import peak_memory
-from diffcoll.cli.counting import bytes_sent, traffic
+from benchmarks import costs
+from benchmarks.bench import peak_memory
+from benchmarks.counting import bytes_sent, traffic
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.engines import c10d, mpi
 from diffcoll.engines.engine import even_sizes

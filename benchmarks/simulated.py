@@ -1,4 +1,4 @@
-"""`diffcoll bench simulate`: seconds that `diffcoll.testing.simulate` takes for many ranks, in both modes."""
+"""`benchmarks simulate`: seconds that `diffcoll.testing.simulate` takes for many ranks, in both modes."""
 
 from __future__ import annotations
 
