@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, ClassVar, Literal, NamedTuple, overload
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
 
 __all__ = ["Scatter", "scatter"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -187,19 +189,33 @@ class _Block(NamedTuple):
 
 
 def _scatter(call: Call, x: Any) -> Any:
-    root, of_tree = call.root("src"), not isinstance(x, Tensor) and is_tree(x)
-    if not of_tree:
+    if isinstance(x, Tensor) or not is_tree(x):
+        root = _told(call, lambda: call.root("src"))
         return _submit(call, root, _blocks(call, root, [x], [""], 0)[0])
-    try:
-        leaves, rebuild = tree_flatten(x)
-    except TypeError as error:
-        raise TypeError(f"{call.name}: x: {error}") from None
+    root, (leaves, rebuild) = _told(call, lambda: (call.root("src"), _flat(call, x)))
     paths = tree_paths(x)
     blocks = _blocks(call, root, leaves, paths, 1 + digest(repr(paths)))
     if call.engine.in_one_graph:
         found = [_submit(call.of(leaf), root, block) for leaf, block in zip(leaves, blocks, strict=True)]
         return trees.delivered(call, lambda: rebuild([y.wait() if call.async_op else y for y in found]), found)
     return _rows(call, root, blocks, rebuild)
+
+
+def _told(call: Call, read: Callable[[], T]) -> T:
+    """Return what `read` does, or raise its error, after the other ranks have been told that there is one."""
+    try:
+        return read()
+    except (TypeError, ValueError):
+        if not torch.compiler.is_compiling():
+            call.header(0, [], valid=False)
+        raise
+
+
+def _flat(call: Call, x: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    try:
+        return tree_flatten(x)
+    except TypeError as error:
+        raise TypeError(f"{call.name}: x: {error}") from None
 
 
 def _submit(call: Call, root: int, block: _Block) -> Any:

@@ -57,6 +57,35 @@ def test_wrong_arguments_on_src_are_told_to_all(x):
             )
 
 
+class _Nameless:
+    def __repr__(self):
+        return "key"
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize(
+    ("x", "src", "got"),
+    [
+        (torch.ones(3), -1, "scatter: src: got -1, expected a rank within the group, from 0 to 2"),
+        ([torch.ones(3)], "1", "scatter: src: got str, expected an integer"),
+        ({_Nameless(): torch.ones(3), _Nameless(): None}, 1, "scatter: x: [key] is the path of two leaves"),
+    ],
+    ids=["src", "src of a tree", "tree"],
+)
+def test_what_one_rank_alone_gets_wrong_before_it_reads_x_is_told_to_all(x, src, got, rank, checked):
+    def body(r):
+        other = torch.ones(3) if isinstance(x, torch.Tensor) else [torch.ones(3)]
+        with dc.check_mode(checked), pytest.raises((TypeError, ValueError, dc.CollectiveMismatchError)) as caught:
+            dc.scatter(x if r == rank else other, src if r == rank else 1)
+        return str(caught.value), dc.all_reduce(torch.tensor(r)).item()
+
+    told = f"scatter: an argument is invalid on rank {rank}, see the error there"
+    for r, (text, works) in enumerate(simulate(body, range(3), rules=True)):
+        assert works == 3  # the group is usable afterwards
+        assert text.startswith(got if r == rank else told) or (checked and "disagree" in text)
+
+
 def test_gradient_only_where_src_asks_for_it(run):
     def body(r):
         y = dc.scatter(torch.ones(3, requires_grad=r == 1) * (r + 1), src=0)
