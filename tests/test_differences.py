@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
-from releases import HOOKS_ARE_SHOWN, compiles
+from releases import compiles
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import diffcoll as dc
@@ -247,7 +247,7 @@ CHANGES = {"op": _other_op, "rank": _other_rank, "collective": _other_collective
 
 
 def changes_of(case, leaves):
-    found = ["absent", "checkpointed"] if HOOKS_ARE_SHOWN else ["absent"]
+    found = ["absent", "checkpointed"]
     if case.name != "scatter":  # the source's dtype is used there
         found.append("dtype")
     if case.name in ("all_reduce", "reduce", "reduce_scatter") and not case.dtype.is_complex:
@@ -290,7 +290,7 @@ def steps(draw, n, where, disagree):
     if disagree and draw(st.booleans()):
         odd = draw(st.integers(0, n - 1))
         ways[odd] = replace(ways[odd], changed=draw(st.sampled_from(changes_of(case, leaves))), requires_grad=True)
-    return Step(case, leaves, tuple(ways), HOOKS_ARE_SHOWN and draw(st.integers(0, 3)) == 0)
+    return Step(case, leaves, tuple(ways), draw(st.integers(0, 3)) == 0)
 
 
 @st.composite

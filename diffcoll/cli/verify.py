@@ -32,7 +32,6 @@ from diffcoll.cli.launch import gloo_beside_mpi
 from diffcoll.cli.report import Errors, Row, Training
 from diffcoll.core._torch import COMPILES
 from diffcoll.core.errors import CollectiveFailedError
-from diffcoll.engines.c10d import destroy
 from diffcoll.testing.cases import (
     Case,
     errors,
@@ -406,7 +405,7 @@ class _Launched:
 
     def close(self) -> None:
         if not self.broken:
-            destroy()
+            dist.destroy_process_group()
             return
         sys.stdout.flush()
         time.sleep(0 if self.speaks else 10)  # the launcher ends all ranks when one exits; rank 0 must report first

@@ -481,7 +481,7 @@ def nodes_after_nested_backward() -> list[Any]:
 
 def is_within_reentrant_checkpoint() -> bool:
     """Whether code runs in the first forward of `checkpoint(…, use_reentrant=True)`; only the stack tells."""
-    # Not imported here: PyTorch 2.7 and before import it, with sympy, at the first checkpoint; it takes 0.3 s.
+    # Not imported here: it takes time, and where it was not imported nobody has called checkpoint.
     reentrant = getattr(sys.modules.get("torch.utils.checkpoint"), "CheckpointFunction", None)
     if reentrant is None:
         return False
@@ -528,10 +528,6 @@ def save_under_each_hook(save: Callable[[], None], context: Callable[[], Abstrac
     PyTorch calls the innermost pair only. From now on their unpack hooks run within the context, and so does a
     checkpoint's recomputation. No public API returns the hooks that other code has entered.
     """
-    if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
-        _refuse_saved_tensors_hooks("joint_backward: a collective within")
-        save()
-        return
     top, pop = torch._C._autograd._top_saved_tensors_default_hooks, torch._C._autograd._pop_saved_tensors_default_hooks
     push = torch._C._autograd._push_saved_tensors_default_hooks
     entered: list[_SavedTensorsHooks] = []
@@ -553,16 +549,6 @@ def save_under_each_hook(save: Callable[[], None], context: Callable[[], Abstrac
         while entered:
             hooks = entered.pop()
             push(hooks.pack, hooks.unpack)
-
-
-def _refuse_saved_tensors_hooks(where: str) -> None:
-    """Raise if a pair of hooks for saved tensors is in force, on releases that have no API for that pair."""
-    error = (
-        f"{where} a checkpoint or other hooks for saved tensors: torch {torch.__version__} does not expose them, "
-        "torch 2.8 and later do; use one of these, or remove the hooks here"
-    )
-    with graph.disable_saved_tensors_hooks(error):  # raises if there is such a pair
-        pass
 
 
 def registries(module: nn.Module) -> list[dict[str, Any]]:
@@ -611,10 +597,6 @@ def unfaked(x: Any) -> Any:
 # torch's pytrees, which its transforms and torch.compile use, have no public module in some supported releases.
 
 
-#: torch 2.7 and before have no public name for it.
-_is_leaf: Callable[[Any], bool] = getattr(_pytree, "tree_is_leaf", None) or _pytree._is_leaf
-
-
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Apply fn to every leaf of a tree."""
     return _pytree.tree_map(fn, tree)
@@ -659,7 +641,7 @@ def _leaves_with_paths(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def _paths(tree: Any) -> Iterator[tuple[Any, ...]]:
-    if _is_leaf(tree):
+    if _pytree.tree_is_leaf(tree):
         yield ()
         return
     node = _pytree.SUPPORTED_NODES[_pytree._get_node_type(tree)]
@@ -686,7 +668,7 @@ def _place(entry: Any) -> tuple[Any, ...]:
 
 def is_tree(x: Any) -> bool:
     """Whether x is a tree and not a leaf."""
-    return not isinstance(x, Tensor) and not _is_leaf(x)
+    return not isinstance(x, Tensor) and not _pytree.tree_is_leaf(x)
 
 
 # Forward mode has one level, kept in globals of the process, not of the thread. Simulated ranks are threads that
@@ -759,11 +741,12 @@ def ambient() -> Callable[[], contextlib.AbstractContextManager[None]]:
             "and ranks are other threads; trace, or make fake tensors, in the function that each rank runs"
         )
     autocast = [
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _autocast_devices()
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in torch._C._autocast_supported_devices()
     ]
     cached = torch.is_autocast_cache_enabled()
     recording = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled(), torch.is_inference_mode_enabled()
-    hooks = _innermost_saved_tensors_hooks()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     no_hooks = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     threads, replay = torch._C._is_multithreading_enabled(), torch._C._is_view_replay_enabled()
     has_layout_policy = hasattr(grad_mode, "enforce_grad_layout_policy")  # since torch 2.13
@@ -802,22 +785,6 @@ def ambient() -> Callable[[], contextlib.AbstractContextManager[None]]:
             yield
 
     return entered
-
-
-def _autocast_devices() -> list[str]:
-    if hasattr(torch._C, "_autocast_supported_devices"):  # since torch 2.9
-        return torch._C._autocast_supported_devices()
-    return [device for device in _AUTOCAST_DEVICES if torch.amp.is_autocast_available(device)]
-
-
-_AUTOCAST_DEVICES = ("cpu", "cuda", "mtia", "maia", "xpu", "ipu", "hpu", "xla", "mps", "privateuseone")
-
-
-def _innermost_saved_tensors_hooks() -> Any:
-    if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):  # since torch 2.8
-        return torch._C._autograd._top_saved_tensors_default_hooks(True)
-    _refuse_saved_tensors_hooks("simulate: called within")
-    return None
 
 
 def _pop_modes() -> None:

@@ -42,9 +42,8 @@ ADDED = frozenset(
 MOVED = (
     ADDED
     | {torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e4m3fnuz}
-    | {torch.float8_e5m2, torch.float8_e5m2fnuz}
-    # since torch 2.7 and 2.15
-    | {getattr(torch, name) for name in ("float8_e8m0fnu", "bcomplex32") if hasattr(torch, name)}
+    | {torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu}
+    | {getattr(torch, name) for name in ("bcomplex32",) if hasattr(torch, name)}  # since torch 2.15
 )
 
 _OPS = '"sum", "mean", "product", "max", "min", "logsumexp", a function that reduces dim 0 of a stack, or a ReduceOp'

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
-from diffcoll.engines.c10d_groups import destroy, new_group
+from diffcoll.engines.c10d_groups import new_group
 from diffcoll.engines.engine import Blocks, Engine, Exclusive, Wait, is_even
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
 
-__all__ = ["C10dEngine", "destroy", "engine_of", "is_running", "new_group", "use"]
+__all__ = ["C10dEngine", "engine_of", "is_running", "new_group", "use"]
 
 # The primitives that use the backend's own collective. The others use the defaults of `Engine`, that is, point-to-point
 # messages. Measured on gloo (`python -m benchmarks`): its all_gather and reduce_scatter are slow, and messages are
@@ -153,7 +153,7 @@ class C10dEngine(MessageEngine):
     @override
     def close(self) -> None:
         if self._ends and not self.ended:
-            destroy(self.group)
+            dist.destroy_process_group(self.group)
 
     @override
     def absent(self) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,22 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from diffcoll.core._torch import RELEASE
-
-__all__ = ["destroy", "new_group"]
+__all__ = ["new_group"]
 
 _naming = threading.Lock()
-
-
-def destroy(group: Any = None) -> None:
-    """Destroy a group after its last collective; None: all groups.
-
-    Before torch 2.8 the group's destructor holds the GIL while it joins gloo's threads. A thread that still waits for
-    the GIL, to release a tensor, makes that a deadlock. There is no way to ask whether they are done, so this sleeps.
-    """
-    if RELEASE < (2, 8):
-        time.sleep(0.2)
-    dist.destroy_process_group(group)
 
 
 def new_group(ranks: list[int], name: str | None = None, **more: Any) -> Any:

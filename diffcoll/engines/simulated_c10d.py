@@ -293,9 +293,8 @@ def _install() -> None:
     _before.update({name: getattr(c10d, name) for name in _KEPT}, excepthook=sys.excepthook)
     for name, simulated in _REPLACED.items():
         setattr(c10d, name, _on_ranks(simulated, _before[name]))
-    if (real := getattr(device_mesh, _RESOLVE, None)) is not None:  # torch 2.6 looks groups up by their ranks
-        _before[_RESOLVE] = real
-        setattr(device_mesh, _RESOLVE, _on_ranks(_resolve, real))
+    _before[_RESOLVE] = real = getattr(device_mesh, _RESOLVE)
+    setattr(device_mesh, _RESOLVE, _on_ranks(_resolve, real))
     _before["meshes"] = meshes = of_makers()
     meshes.__enter__()
     c10d._world = _GroupsOfThread(_before["_world"])  # type: ignore[assignment]
@@ -311,8 +310,7 @@ def _restore() -> None:
         _before["stance"].__exit__(None, None, None)
     for name in _KEPT:
         setattr(c10d, name, _before[name])
-    if _RESOLVE in _before:
-        setattr(device_mesh, _RESOLVE, _before[_RESOLVE])
+    setattr(device_mesh, _RESOLVE, _before[_RESOLVE])
     _before["meshes"].__exit__(None, None, None)
     sys.excepthook = _before["excepthook"]  # init_process_group on a rank replaces it
     c10d._update_default_pg(c10d._world.default_pg)  # and tells C++ its rank, for log messages

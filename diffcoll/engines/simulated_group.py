@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffcoll.core._torch import RELEASE
 from diffcoll.core.errors import message, user_line
 from diffcoll.engines.local import LocalEngine, here
 from diffcoll.engines.simulated_moves import (
@@ -59,7 +58,6 @@ class SimulatedGroup(dist.ProcessGroup):
         self._name = name
         self._mailboxes = mailboxes
         self._owner = here()
-        self._works: list[SimulatedWork] = []
         self._coalesced: list[SimulatedWork] | None = None
 
     @property
@@ -128,8 +126,6 @@ class SimulatedGroup(dist.ProcessGroup):
         work = SimulatedWork(finish, outputs)
         if self._coalesced is not None:
             self._coalesced.append(work)
-        if RELEASE < (2, 7):  # C++ does not keep the Python part of a Work alive there, and would wait for ever
-            self._works.append(work)
         return work
 
     def _everybody(self, x: Tensor | None) -> list[Tensor | None]:

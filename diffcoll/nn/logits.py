@@ -24,12 +24,9 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from diffcoll.core._torch import RELEASE, carries_tangents, is_batched_by_autograd, is_observed, is_within_transform
+from diffcoll.core._torch import carries_tangents, is_batched_by_autograd, is_observed, is_within_transform
 
 __all__ = ["Marks", "LossRule", "Sums", "block", "blocks", "least", "masks", "merged", "normalized"]
-
-#: Torch 2.8 and before: a checkpoint keeps what a Function within it has saved until all of backward has ended.
-_KEEPS_SAVED = RELEASE < (2, 9)
 
 
 class LossRule(NamedTuple):
@@ -125,7 +122,7 @@ def block(q: Tensor, k: Tensor, bias: Tensor | None, rule: LossRule, rows: Marks
     s = q @ k.T
     traced = torch.compiler.is_compiling() or is_within_transform() or carries_tangents()
     # A selective checkpoint, which observes, may keep s, which _Softmax modifies.
-    if not (rule.sigmoid or rows.label is not None or _KEEPS_SAVED or traced or observed):
+    if not (rule.sigmoid or rows.label is not None or traced or observed):
         sums = _Softmax.apply(s, rows, cols, _same_id(rows, cols), rule)  # type: ignore[no-untyped-call]
         return Sums(row_neg=sums[0], row_sum=sums[1], col_neg=sums[2] if rule.columns else None)
     positive, excluded = masks(rows, cols, rule)

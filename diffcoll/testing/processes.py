@@ -27,7 +27,6 @@ from typing_extensions import override
 
 from diffcoll.core._torch import LAZY_MODULES, tree_map
 from diffcoll.core.groups import set_default_group
-from diffcoll.engines.c10d import destroy
 from diffcoll.engines.process_state import copies_end_here, seed_rank
 from diffcoll.testing._calls import missing
 from diffcoll.testing.lifetime import end_with
@@ -247,7 +246,7 @@ def call(pipe: Connection, setup: tuple[Any, ...], payload: bytes) -> bool:
                 mpi_world().Barrier()
             if dist.is_initialized():
                 dist.barrier()
-                destroy()
+                dist.destroy_process_group()
             word: tuple[str, Any] = "result", buffer.getvalue()
         except BaseException:
             word = "raised", traceback.format_exc()
@@ -278,7 +277,7 @@ def leave() -> None:
     """Destroy torch's process groups, and forget the default group."""
     set_default_group(None)
     if dist.is_initialized():
-        destroy()
+        dist.destroy_process_group()
 
 
 def mpi_world() -> Any:

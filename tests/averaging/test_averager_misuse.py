@@ -12,7 +12,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from releases import RELEASE
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -329,7 +328,6 @@ def test_with_distributed_data_parallel():
             )
 
 
-@pytest.mark.skipif(RELEASE < (2, 7), reason="FSDP runs on the CPU since torch 2.7")
 def test_with_fsdp():
     def body(r):
         from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

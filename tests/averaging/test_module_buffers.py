@@ -66,7 +66,7 @@ def test_as_torchs_own(n=3):
     def body(r, ours):
         net, before = made(r), []
         net.forward = lambda x: net.out(net.norm(x))
-        for name in ("phase", "seen", "brief"):  # of dtypes that DistributedDataParallel does not send on torch 2.6
+        for name in ("phase", "seen", "brief"):
             delattr(net, name)
         model = averager = net if ours else DistributedDataParallel(net)
         if ours:

@@ -129,9 +129,7 @@ def test_gradients_by_release():
             system = head.split()[0].strip("`,")
             first, last = releases(head)
             if first <= RELEASE <= last:
-                # gloo supports mean since 2.8
-                expected = RAISES if name == "mean" and RELEASE < (2, 8) else cell.strip("*")
-                assert said(system) == expected, (name, head)
+                assert said(system) == cell.strip("*"), (name, head)
                 compared += 1
     if RELEASE <= (2, 15):
         assert compared == 2 * len(rows)
@@ -313,7 +311,7 @@ def test_a_factor_n():
 
 def test_dtensors_placements():
     """Each row of the note's table: gradients of DTensor equal those of the diffcoll call in the same row."""
-    rows = [row for row in table("DTensor") if RELEASE >= (2, 8) or "mean" not in row["DTensor"]]  # no mean on gloo
+    rows = table("DTensor")
 
     def body(r):
         warnings.simplefilter("ignore")

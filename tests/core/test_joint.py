@@ -9,7 +9,6 @@ from itertools import product
 import nests
 import pytest
 import torch
-from releases import hooks_are_shown
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -343,7 +342,6 @@ def test_a_region_sends_no_further_bytes():
         pytest.param(
             lambda x: checkpoint(lambda t: dc.all_reduce(t * 2).square(), x, use_reentrant=False),
             id="checkpoint",
-            marks=hooks_are_shown,
         ),
     ],
 )
@@ -442,7 +440,6 @@ def backward_of(program, again, ignored_by, inside, r):
     return x.grad
 
 
-@hooks_are_shown
 @pytest.mark.parametrize("where", ["rules", "gloo"])
 def test_checkpoints(where):
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -466,7 +463,6 @@ def test_checkpoints(where):
                 torch.testing.assert_close(got[r][i], 2 * expected, msg=lambda text: f"{why}: {text}")  # noqa: B023
 
 
-@hooks_are_shown
 def test_a_checkpoint_of_higher_order():
     def gradients(x, r, again, joint):
         y = again(lambda t: dc.all_reduce(t.sin()).square() * (t if r else 1), x)
@@ -513,7 +509,6 @@ def test_a_reentrant_checkpoint_is_an_error_on_every_rank(where, nested):
     assert RUNS[where](body, range(N)) == [True] * N
 
 
-@hooks_are_shown
 def test_hooks_for_saved_tensors_stay_in_order():
     """The user's hooks are still called, and a checkpoint that fails leaves no hooks behind."""
 

@@ -6,7 +6,6 @@ import threading
 import laws
 import pytest
 import torch
-from releases import gloo_scatters_sums
 
 from diffcoll.core.groups import resolve
 from diffcoll.engines import c10d
@@ -65,7 +64,6 @@ ENGINES = {
     "nccl": ([1], lambda n: spawn(on_rank, range(n), backend="nccl", timeout=TIMEOUT)),  # one rank per GPU
 }
 MARKS = {
-    "gloo-as-nccl": [gloo_scatters_sums],
     "nccl": [pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")],
 }
 RUNS = [

@@ -5,7 +5,6 @@ For NCCL this tests which calls are made, not their results on a GPU.
 
 import torch
 import torch.distributed as dist
-from releases import gloo_scatters_sums
 
 import diffcoll as dc
 from diffcoll.collectives.permute import Permute
@@ -23,7 +22,6 @@ def under_another_name(**backends):
     return engine
 
 
-@gloo_scatters_sums
 def test_the_table():
     """Values and gradients; messages are sent by torch.distributed.batch_isend_irecv."""
     n = 3

@@ -22,5 +22,5 @@ def test_the_peak_of_a_step():
         return [example.memory(name, b, dims, chunk) for name in ("clip_loss", f"chunk_size={chunk}")]
 
     whole, chunked = spawn(peaks, range(2))[0]
-    assert 2 * b * 2 * b * 4 / mega < whole < 6 * b * 2 * b * 4 / mega  # most of it until torch 2.8
+    assert 2 * b * 2 * b * 4 / mega < whole < 6 * b * 2 * b * 4 / mega
     assert chunked < whole / 5

@@ -10,7 +10,6 @@ import numpy as np
 import properties
 import pytest
 import torch
-from releases import hooks_are_shown
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -382,7 +381,6 @@ class CountingOps(Counting, TorchDispatchMode):
     pass
 
 
-@hooks_are_shown
 @both
 def test_what_pytorch_keeps_for_each_thread(run):
     """Thread-local state of torch that is copied to the ranks; this fails if torch changes it."""
@@ -439,7 +437,6 @@ def autocast_of_one_rank(r):
     return mine, (torch.eye(2) @ torch.eye(2)).dtype
 
 
-@hooks_are_shown
 @both
 def test_hooks_for_saved_tensors(run):
     packed, unpacked = [], []
@@ -468,7 +465,6 @@ def test_hooks_for_saved_tensors(run):
         run(lambda x: checkpoint(torch.sin, x, use_reentrant=False), xs)
 
 
-@hooks_are_shown
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_around_a_call(reentrant):
     """The whole simulation is recomputed, with new ranks."""

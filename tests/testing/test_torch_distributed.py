@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 import torch.distributed.nn.functional as dist_nn
-from releases import RELEASE
 from torch import nn
 from torch.distributed import all_gather as imported_all_gather
 from torch.distributed import distributed_c10d
@@ -85,8 +84,6 @@ def reductions(r):
 
 def means(r):
     """In a graph: autograd records gloo's division."""
-    if RELEASE < (2, 8):  # gloo has no mean
-        return []
     x, plain = numbers(r, 3).requires_grad_(), numbers(r, 3)
     y = x * 6
     dist.all_reduce(y, dist.ReduceOp.AVG)
@@ -270,9 +267,7 @@ def layers(r):
         gradient_of(dist_nn.all_gather, r, 3),
         gradient_of(lambda x: dist_nn.broadcast(x, n - 1), r, 3),
         gradient_of(lambda x: dist_nn.all_to_all_single(torch.empty_like(x), x), r, 2 * n),
-        gradient_of(lambda x: dist_nn.reduce_scatter(torch.empty(2).double(), list(x)), r, n, 2)
-        if RELEASE >= (2, 8)
-        else [],
+        gradient_of(lambda x: dist_nn.reduce_scatter(torch.empty(2).double(), list(x)), r, n, 2),
     ]
 
 
@@ -284,7 +279,7 @@ def functional(r):
         fc.all_reduce(fc.all_reduce(numbers(r, 3), "max", group), "sum", list(range(n))) + 0,
         [y + 0 for y in fc.all_reduce_coalesced([numbers(r, 3), numbers(r + 1, 2)], "sum", group)],
         fc.broadcast(numbers(r, 2), n - 1, group) + 0,
-        gradient_of(lambda x: fc.all_gather_tensor_autograd(x, 0, group), r, 2, 3) if RELEASE >= (2, 8) else [],
+        gradient_of(lambda x: fc.all_gather_tensor_autograd(x, 0, group), r, 2, 3),
         gradient_of(lambda x: fc.all_to_all_single_autograd(x, [2] * n, [2] * n, group), r, 2 * n),
     ]
 
