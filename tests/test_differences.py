@@ -9,6 +9,7 @@ import threading
 from dataclasses import dataclass, replace
 from functools import partial
 
+import calls
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, note, settings
@@ -20,7 +21,7 @@ import diffcoll as dc
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.core.arguments import TAKE_TREES
 from diffcoll.engines import c10d, mpi
-from diffcoll.testing import cases, simulate, spawn, strategies
+from diffcoll.testing import cases, simulate, spawn
 from diffcoll.testing.cases import Case
 from diffcoll.testing.layouts import with_layout
 
@@ -267,7 +268,7 @@ def changes_of(case, leaves):
 
 @st.composite
 def steps(draw, n, where, disagree):
-    case = draw(strategies.cases(size=n))
+    case = draw(calls.cases(size=n))
     arguments = {k: v for k, v in case.arguments.items() if k not in ("grad_placement", "async_op")}
     case = replace(case, arguments=arguments, layout="contiguous")
     if draw(st.booleans()) and "op" in case.arguments:

@@ -3,6 +3,7 @@
 import re
 from functools import partial
 
+import calls
 import pytest
 import torch
 
@@ -10,7 +11,6 @@ import diffcoll as dc
 from diffcoll.core import arguments
 from diffcoll.testing import cases, simulate, spawn
 from diffcoll.testing.cases import Case
-from diffcoll.testing.strategies import calls
 
 N = 3
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]

@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 from functools import partial
 
+import calls
 import nests
 import pytest
 import torch
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 import diffcoll as dc
-from diffcoll.testing import cases, simulate, spawn, strategies
+from diffcoll.testing import cases, simulate, spawn
 
 SEED = 2
 OPS = ("product", "max", "min", "logsumexp")
@@ -115,7 +116,7 @@ def test_every_nest_of_every_reduction(n, outermost):
 @pytest.mark.timeout(3600)
 def test_random_calls():
     @settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(strategies.cases(), st.integers(0, 1 << 16))
+    @given(calls.cases(), st.integers(0, 1 << 16))
     def hold(case, seed):
         if not case.dtype.is_complex and None not in case.shapes:
             check(drawn([case], seed), case.size, partial(simulate, rules=True))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
+import calls
 import nests
 import pytest
 import torch
@@ -13,7 +14,7 @@ import diffcoll as dc
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.collectives.scan import Scan
 from diffcoll.testing import cases as _cases
-from diffcoll.testing import new_group, simulate, spawn, strategies
+from diffcoll.testing import new_group, simulate, spawn
 from diffcoll.testing.cases import Case
 
 # Collectives that need a replicated input cannot take an arbitrary result.
@@ -129,7 +130,7 @@ def programs(draw, n=None, most=20):
         ranks = tuple(range(n))
         if draw(st.integers(0, 3)) == 0:
             ranks = tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=1))))
-        case = draw(strategies.cases(DRAWN, size=len(ranks)))
+        case = draw(calls.cases(DRAWN, size=len(ranks)))
         arguments = {k: v for k, v in case.arguments.items() if k != "grad_placement"}
         steps.append(Step(replace(case, arguments=arguments, dtype=torch.float64), draw(st.integers(0, i)), ranks))
     used = st.lists(st.integers(0, len(steps)), max_size=4).map(tuple)

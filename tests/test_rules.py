@@ -2,13 +2,14 @@
 
 from functools import partial
 
+import calls
 import properties
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diffcoll.collectives import COLLECTIVES
-from diffcoll.testing import cases, simulate, spawn, strategies
+from diffcoll.testing import cases, simulate, spawn
 
 
 def simulated(*call):
@@ -21,7 +22,7 @@ def test_in_simulated_worlds(name, holds):
     @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def check(data):
-        case = data.draw(strategies.cases(name))
+        case = data.draw(calls.cases(name))
         properties.hold([(holds, case)], case.size, simulated)
 
     check()
@@ -50,7 +51,7 @@ def test_at_length(name):
     @settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def check(data):
-        case = data.draw(strategies.cases(name, most=9))
+        case = data.draw(calls.cases(name, most=9))
         properties.hold([(holds, case) for holds in properties.ALL], case.size, simulated)
 
     check()

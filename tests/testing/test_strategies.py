@@ -3,6 +3,7 @@
 import re
 from functools import partial
 
+import calls
 import pytest
 import torch
 from hypothesis import Phase, find, given, settings
@@ -228,11 +229,11 @@ def test_gradients_of_every_layout():
 
 
 def test_calls_of_all_collectives():
-    found = drawn(strategies.cases())
+    found = drawn(calls.cases())
     assert {case.name for case in found} == set(COLLECTIVES)
     assert {case.layout for case in found} == {"contiguous", "transposed", "strided", "offset"}
-    assert {case.name for case in drawn(strategies.cases(["scan", "shift"], size=4), 20)} == {"scan", "shift"}
-    assert {case.size for case in drawn(strategies.cases("scan", most=2), 20)} == {1, 2}
+    assert {case.name for case in drawn(calls.cases(["scan", "shift"], size=4), 20)} == {"scan", "shift"}
+    assert {case.size for case in drawn(calls.cases("scan", most=2), 20)} == {1, 2}
 
 
 def test_ranges():
@@ -251,11 +252,11 @@ def test_ranges():
         (lambda: strategies.sizes(2, least=-1), "sizes: least: got -1, expected an integer of at least 0"),
         (lambda: strategies.pairs("3"), "pairs: n: got '3', expected an integer of at least 1"),
         (
-            lambda: strategies.cases("allgather"),
+            lambda: calls.cases("allgather"),
             "cases: names: got 'allgather', expected names among all_reduce, ",
         ),
-        (lambda: strategies.cases([]), "cases: names: got [], expected names among all_reduce"),
-        (lambda: strategies.cases(size=0), "cases: size: got 0, expected an integer of at least 1"),
+        (lambda: calls.cases([]), "cases: names: got [], expected names among all_reduce"),
+        (lambda: calls.cases(size=0), "cases: size: got 0, expected an integer of at least 1"),
         (lambda: per_rank_tensors(0), "per_rank_tensors: n: got 0, expected an integer of at least 1"),
         (lambda: per_rank_tensors(least=4), "per_rank_tensors: least: got 4, expected at most 3, the value of most"),
         (lambda: per_rank_tensors(shape=3), "shape: got 3, expected a sequence of sizes of at least 0"),

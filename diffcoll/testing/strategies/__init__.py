@@ -1,4 +1,4 @@
-"""Hypothesis strategies for property tests of distributed losses and layers, and of calls of collectives.
+"""Hypothesis strategies for property tests of distributed losses and layers.
 
 `per_rank_tensors` draws a list with one tensor per rank: uneven and empty batches, ties, zeros, memory layouts, and
 values that differ from rank to rank. With equal data on all ranks most wrong gradients cannot be seen.
@@ -26,8 +26,7 @@ except ModuleNotFoundError as error:
     raise missing("diffcoll.testing.strategies", "hypothesis", "test") from error
 
 from diffcoll.testing.layouts import LAYOUTS, with_layout
-from diffcoll.testing.strategies.calls import cases
 from diffcoll.testing.strategies.sizes import pairs, sizes, worlds
 from diffcoll.testing.strategies.tensors import per_rank_tensors
 
-__all__ = ["LAYOUTS", "cases", "pairs", "per_rank_tensors", "sizes", "with_layout", "worlds"]
+__all__ = ["LAYOUTS", "pairs", "per_rank_tensors", "sizes", "with_layout", "worlds"]

@@ -18,10 +18,11 @@ __all__ = ["cases"]
 def cases(names: str | Sequence[str] | None = None, most: int = 6, size: int | None = None) -> st.SearchStrategy[Case]:
     """Calls of collectives with valid arguments, for tests of a group, an engine or a wrapper.
 
+    >>> import calls
     >>> from hypothesis import given, settings
-    >>> from diffcoll.testing import simulate, strategies
+    >>> from diffcoll.testing import simulate
     >>> @settings(max_examples=20, deadline=None)
-    ... @given(strategies.cases("all_gather"))
+    ... @given(calls.cases("all_gather"))
     ... def test_shapes(case):
     ...     expected = case.truth([case.x(r, seed=0) for r in range(case.size)])
     ...     got = simulate(lambda r: case.call(case.x(r, seed=0), r), range(case.size), rules=True)
