@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import diffcoll as dc
-from diffcoll.engines.c10d import destroy
 from diffcoll.testing import cases, simulate, spawn
 
 pytestmark = [pytest.mark.timeout(300), compiles]
@@ -391,7 +390,7 @@ def test_a_graph_refuses_to_run_where_it_would_be_wrong():
             joint(y + dc.all_reduce(leaf).sum()).backward()
         values.append(leaf.grad)
 
-        destroy()
+        dist.destroy_process_group()
         after = [refusal(lambda: mean(x)), refusal(lambda: exported(x))]
         alone = torch.compile(lambda x: dc.all_reduce(x), fullgraph=True, backend="aot_eager")
         assert alone(x).tolist() == x.tolist()

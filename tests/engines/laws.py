@@ -528,7 +528,7 @@ def a_wait_may_be_called_in_another_thread(engine: Engine) -> Pairs:
 def destroy(group: Any) -> bool:
     """Destroy a group with its backend's own function; return False if there is none."""
     if isinstance(group, dist.ProcessGroup):
-        c10d.destroy(group)
+        dist.destroy_process_group(group)
         return True
     if hasattr(group, "Free"):
         group.Free()
