@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from diffcoll.collectives import gather
 from diffcoll.core import trees
-from diffcoll.core._torch import is_tree, tree_flatten, tree_paths
+from diffcoll.core._torch import is_tree, is_within_transform, tree_flatten, tree_paths
 from diffcoll.core.arguments import Parts, Tensors, Tree
 from diffcoll.core.blocks import as_row, cut, pieces
 from diffcoll.core.call import Call, perform
@@ -149,8 +149,9 @@ def scatter(
 
     Args:
         x: at least one dimension; any dtype. On ranks other than src it may be None, or a tensor, whose gradient is
-            zero. With None the rank takes part in `backward()`, but not in `torch.autograd.grad` or a `torch.func`
-            transform, which differentiate with respect to chosen inputs: pass a tensor there.
+            zero. With None the rank takes part in `backward()`, but not in `torch.autograd.grad`, which
+            differentiates with respect to chosen inputs, nor in a `torch.func` transform, where it is an error: pass
+            a tensor there.
             Or a tree: nested tuples, lists and dicts of such tensors; all leaves of one dtype are sent in one message.
             On ranks other than src a tree has the same structure, and any of its leaves may be None.
             Under `torch.compile` x must be a tensor of the same shape on all ranks, and requires a gradient on all
@@ -266,6 +267,9 @@ def _blocks(call: Call, root: int, leaves: list[Any], paths: list[str], structur
             for leaf, path in zip(leaves, paths, strict=True):
                 if leaf is not None:
                     _checked(call, leaf, path)
+                elif is_within_transform() and not call.engine.in_one_graph:
+                    remedy = "pass a tensor that depends on the arguments of the function as on rank src"
+                    raise call.error("x" + path, "a tensor on every rank in a torch.func transform", remedy, "None")
     except (TypeError, ValueError):
         call.header(root, [], structure, valid=False)
         raise

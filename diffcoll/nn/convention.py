@@ -68,6 +68,14 @@ class LossModule(nn.Module):
         value = getattr(self, learned)
         return value if learned == name else value.exp()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse to set an option of which the module has a parameter: the loss would not use what was set."""
+        if name in self.__dict__.get("_learned", ()) and name != self._learned[name]:
+            parameter, expected = self._learned[name], "it learned, with learnable=True"
+            remedy = f"set the parameter, module.{parameter}.data.fill_(math.log({name}))"
+            raise AttributeError(message(type(self).__name__, name, repr(value), expected, remedy))
+        super().__setattr__(name, value)
+
     def _called_with(self, **given: Tensor | float | None) -> dict[str, Any]:
         """Return the options, with scales and biases from the call where the module has none."""
         options = self.options

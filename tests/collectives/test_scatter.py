@@ -86,6 +86,27 @@ def test_what_one_rank_alone_gets_wrong_before_it_reads_x_is_told_to_all(x, src,
         assert text.startswith(got if r == rank else told) or (checked and "disagree" in text)
 
 
+@pytest.mark.parametrize("transform", ["vmap", "grad"])
+@pytest.mark.parametrize("tree", [False, True])
+def test_none_in_a_transform_is_an_error_on_all_ranks(transform, tree):
+    def scattered(x, r):
+        x = x if r == 1 else None
+        return dc.scatter([x], src=1)[0] if tree else dc.scatter(x, src=1)
+
+    def body(r):
+        call = torch.vmap(lambda x: scattered(x, r)) if transform == "vmap" else None
+        call = call or torch.func.grad(lambda x: scattered(x[0], r).sum())
+        with pytest.raises((ValueError, dc.CollectiveMismatchError)) as caught:
+            call(torch.ones(2, 3))
+        return str(caught.value), dc.all_reduce(torch.tensor(r)).item()
+
+    path = "[0]" * tree
+    expected = f"scatter: x{path}: got None, expected a tensor on every rank in a torch.func transform; pass a tensor"
+    for r, (text, works) in enumerate(simulate(body, range(3), rules=True)):
+        assert text.startswith("scatter: an argument is invalid on rank 0" if r == 1 else expected)
+        assert works == 3
+
+
 def test_gradient_only_where_src_asks_for_it(run):
     def body(r):
         y = dc.scatter(torch.ones(3, requires_grad=r == 1) * (r + 1), src=0)

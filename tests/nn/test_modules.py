@@ -93,6 +93,13 @@ WRONG = [
         ValueError,
         "InfoNCELoss: temperature: got Parameter containing",
     ),
+    (
+        lambda: setattr(InfoNCELoss(learnable=True), "temperature", 0.2),
+        AttributeError,
+        "InfoNCELoss: temperature: got 0.2, expected it learned, with learnable=True; set the parameter, "
+        "module.log_temperature.data.fill_(math.log(temperature))",
+    ),
+    (lambda: setattr(SigLIPLoss(learnable=True), "logit_scale", 3), AttributeError, "logit_scale: got 3, expected it"),
     (lambda: SigLIPLoss(logit_bias="0", learnable=True), ValueError, "logit_bias: got '0', expected a number to start"),
 ]
 
@@ -102,3 +109,9 @@ def test_wrong_arguments(call, error, text):
     with pytest.raises(error) as caught:
         call()
     assert text in str(caught.value)
+
+
+def test_an_option_that_is_no_parameter_may_be_set():
+    loss = InfoNCELoss()
+    loss.temperature = 0.7
+    torch.testing.assert_close(loss(X, Y), InfoNCELoss(temperature=0.7)(X, Y))
