@@ -111,10 +111,6 @@ class Pending(Generic[T]):
 
         __hash__ = object.__hash__
 
-        def __bool__(self) -> bool:
-            """Be there, whatever the result is."""
-            return True
-
     def _no_tensor(self, use: str) -> str:
         call = f"{self._name}(async_op=True) at {self._where}"
         return f"{use}: got the Pending of {call}, expected its result; call .wait()"
@@ -144,7 +140,7 @@ def _refuse(operator: str) -> Callable[..., Any]:
 _OPERATORS = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"),
     *("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "getitem", "setitem", "iter", "len", "contains"),
-    *("float", "int", "complex", "index"),
+    *("bool", "float", "int", "complex", "index", "array", "reversed"),
 )
 for _name in _OPERATORS:
     for _method in (f"__{_name}__", f"__r{_name}__"):

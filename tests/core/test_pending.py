@@ -7,6 +7,7 @@ import warnings
 from datetime import timedelta
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -626,7 +627,9 @@ USES = {
     "getitem": lambda p, x: [lambda: p[0]],
     "iter": lambda p, x: [lambda: list(p)],
     "len": lambda p, x: [lambda: len(p)],
+    "bool": lambda p, x: [lambda: bool(p), lambda: not p],
     "float": lambda p, x: [lambda: float(p)],
+    "array": lambda p, x: [lambda: np.asarray(p)],
     ".sum": lambda p, x: [lambda: p.sum()],
     ".shape": lambda p, x: [lambda: p.shape],
     ".backward": lambda p, x: [lambda: p.backward()],
@@ -656,7 +659,7 @@ def test_it_is_no_tensor(use):
 
 def test_it_is_an_object_like_others():
     pending, other = (dc.all_reduce(torch.ones(2), async_op=True) for _ in range(2))
-    assert pending and pending == pending and pending != other and {pending: 1}[pending] == 1
+    assert pending == pending and pending != other and {pending: 1}[pending] == 1
     assert not hasattr(pending, "sum") and getattr(pending, "no_such", None) is None
     with pytest.raises(AttributeError, match=r"^'Pending' object has no attribute 'no_such'$"):
         pending.no_such  # noqa: B018
