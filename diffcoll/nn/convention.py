@@ -112,7 +112,12 @@ _LEARNED = {"temperature": "log_temperature", "logit_scale": "log_scale", "logit
 def _start(module: str, name: str, value: object) -> Tensor:
     """Return the value with which a learned option starts."""
     in_log = _LEARNED[name] != name
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or (in_log and not value > 0):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or (in_log and value <= 0)
+    ):
         expected = "a number above 0 to start with" if in_log else "a number to start with"
         remedy = "with learnable=False a parameter of your own may be passed"
         raise ValueError(message(module, name, repr(value), expected, remedy))

@@ -1,6 +1,7 @@
 """Modules of losses that hold scale, bias or temperature."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -100,6 +101,12 @@ WRONG = [
         "module.log_temperature.data.fill_(math.log(temperature))",
     ),
     (lambda: setattr(SigLIPLoss(learnable=True), "logit_scale", 3), AttributeError, "logit_scale: got 3, expected it"),
+    (
+        lambda: InfoNCELoss(temperature=math.inf, learnable=True),
+        ValueError,
+        "temperature: got inf, expected a number ab",
+    ),
+    (lambda: SigLIPLoss(logit_bias=math.nan, learnable=True), ValueError, "logit_bias: got nan, expected a number to"),
     (lambda: SigLIPLoss(logit_bias="0", learnable=True), ValueError, "logit_bias: got '0', expected a number to start"),
 ]
 
