@@ -41,7 +41,8 @@ class Pending(Generic[T]):
     >>> simulate(f, [torch.tensor(1.0), torch.tensor(2.0)])
     [tensor(4.), tensor(7.)]
 
-    If `wait()` is never called, a RuntimeWarning names the line of the call.
+    If `wait()` is never called, a RuntimeWarning names the line of the call. Where its result is meant (`pending + 1`,
+    `pending.sum()`, `torch.sin(pending)`, `if pending:`) it raises a TypeError or AttributeError that says `.wait()`.
     """
 
     def __init__(self, name: str, wait: Callable[[], T], flights: Sequence[Flight] = ()) -> None:
