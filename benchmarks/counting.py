@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from diffcoll.core import moves
-from diffcoll.core._torch import TorchDispatchMode
 from diffcoll.core.groups import resolve
+from diffcoll.core.torch_private.tracing import TorchDispatchMode
 from diffcoll.engines.engine import Blocks, Engine, Wait
 from diffcoll.engines.local import LocalEngine
 from diffcoll.testing.cases import Case

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import diffcoll
-from diffcoll.core._torch import COMPILES, RELEASE
+from diffcoll.core.torch_private.release import COMPILES, RELEASE
 from diffcoll.testing import processes, simulate, spawn
 
 torch.set_num_threads(1)

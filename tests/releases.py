@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffcoll.core._torch import COMPILES, RELEASE
+from diffcoll.core.torch_private.release import COMPILES, RELEASE
 
 compiles = pytest.mark.skipif(not COMPILES, reason="collectives are compiled on torch 2.12 and later")
 

@@ -104,7 +104,7 @@ def test_the_table_of_the_reducer_names_what_there_is():
     rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", text.split("| event | here | in DDP |")[1], re.MULTILINE)
     assert len(rows) == 7
     ours = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "diffcoll" / "averaging").glob("*.py"))
-    ours += (ROOT / "diffcoll" / "core" / "_torch.py").read_text(encoding="utf-8")
+    ours += (ROOT / "diffcoll" / "core" / "torch_private" / "autograd.py").read_text(encoding="utf-8")
     include = Path(torch.__path__[0], "include", "torch", "csrc")
     headers = [include / "distributed" / "c10d" / "reducer.hpp", include / "autograd" / "engine.h"]
     theirs = "".join(path.read_text(encoding="utf-8") for path in headers)

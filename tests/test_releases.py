@@ -9,7 +9,7 @@ from releases import RELEASE
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import diffcoll as dc
-from diffcoll.core import _torch
+from diffcoll.core.torch_private import tracing
 from diffcoll.testing import new_group, spawn
 
 VERSION = torch.__version__.replace("+", ".")
@@ -43,7 +43,7 @@ def test_groups_of_ranks_in_another_order_before_2_12():
 
 def test_each_switch_finds_one_of_its_ways():
     """A private name that is missing in both its forms fails here, and not at its first use."""
-    assert hasattr(_torch.eval_frame, "set_code_exec_strategy") or hasattr(_torch.eval_frame, "skip_code")
+    assert hasattr(tracing.eval_frame, "set_code_exec_strategy")
     assert hasattr(torch.utils._pytree, "tree_is_leaf")
     assert hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
     assert set(torch._C._autocast_supported_devices()) >= {"cpu", "cuda"}

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from diffcoll.core._torch import base, is_view, version
+from diffcoll.core.torch_private.tensors import base, is_view, version
 
 __all__ = ["Accumulated", "is_readable", "state"]
 

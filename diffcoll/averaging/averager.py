@@ -32,9 +32,9 @@ from diffcoll.averaging.spare import copied_containers, copy_where_needed
 from diffcoll.averaging.state import NAME, Averaging, BroadcastBuffers, Settings, Unused, read_reduction
 from diffcoll.averaging.tree import ModuleTree
 from diffcoll.averaging.twins import twin
-from diffcoll.core._torch import untraced
 from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
+from diffcoll.core.torch_private.tracing import untraced
 from diffcoll.engines import local
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diffcoll.averaging.accumulated import Accumulated, state
-from diffcoll.core._torch import is_view, storage_uses
+from diffcoll.core.torch_private.tensors import is_view, storage_uses
 from diffcoll.engines.engine import WIDER, Engine, Wait, done
 
 __all__ = ["Bucket", "Parameter", "cut", "is_channels_last"]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from diffcoll.averaging.buckets import Parameter
 from diffcoll.averaging.parameters import find_ddp
 from diffcoll.averaging.state import NAME, Backward
-from diffcoll.core._torch import versions
+from diffcoll.core.torch_private.tensors import versions
 
 __all__ = ["refuse_changes", "refuse_second_average"]
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from diffcoll.averaging.state import NAME
-from diffcoll.core._torch import is_profiling
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
+from diffcoll.core.torch_private.tracing import is_profiling
 from diffcoll.engines.engine import Engine, Exclusive
 
 __all__ = ["ABSENT", "communicating", "flags_of_ranks", "refuse_ended"]

@@ -17,12 +17,12 @@ from diffcoll.averaging.state import Averaging, read_reduction
 from diffcoll.collectives.all_gather import all_gather
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.broadcast import broadcast
-from diffcoll.core._torch import tree_flatten
 from diffcoll.core.arguments import Tree
 from diffcoll.core.checks import digest, refuse
 from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
 from diffcoll.core.reductions import Op
+from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.engines.engine import WIDER
 from diffcoll.engines.types import Group
 

@@ -29,18 +29,16 @@ from diffcoll.averaging.communicating import flags_of_ranks
 from diffcoll.averaging.functions import weighted
 from diffcoll.averaging.reducer import Reducer
 from diffcoll.averaging.state import NAME
-from diffcoll.core._torch import (
+from diffcoll.core.errors import message
+from diffcoll.core.torch_private.autograd import (
     after_backward,
     backward_at_work,
-    has_earlier_hooks,
     is_backward_compiled,
     is_backward_nested,
-    is_view,
     nodes_after_nested_backward,
-    untraced,
-    version,
 )
-from diffcoll.core.errors import message
+from diffcoll.core.torch_private.tensors import has_earlier_hooks, is_view, version
+from diffcoll.core.torch_private.tracing import untraced
 
 __all__ = ["Hooks"]
 

@@ -21,8 +21,9 @@ from diffcoll.averaging.functions import write
 from diffcoll.averaging.ignoring import Ignored
 from diffcoll.averaging.parameters import ForwardHook
 from diffcoll.averaging.state import NAME
-from diffcoll.core._torch import backward_at_work, is_within_transform
 from diffcoll.core.errors import message
+from diffcoll.core.torch_private.autograd import backward_at_work
+from diffcoll.core.torch_private.transforms import is_within_transform
 from diffcoll.engines.engine import Engine
 
 __all__ = ["ModuleBuffers", "facts", "named_buffers", "refuse_without_memory"]

@@ -20,8 +20,8 @@ from torch.nn.parameter import is_lazy
 
 from diffcoll.averaging.ignoring import Ignored
 from diffcoll.averaging.state import NAME
-from diffcoll.core._torch import registries
 from diffcoll.core.errors import message
+from diffcoll.core.torch_private.tensors import registries
 
 __all__ = ["SPARSE", "ForwardHook", "Watch", "differentiable", "find_ddp", "is_sharded", "named_parameters"]
 

@@ -22,8 +22,8 @@ from diffcoll.averaging.parameters import SPARSE
 from diffcoll.averaging.state import NAME, Backward, Join, Settings, Weights
 from diffcoll.averaging.tree import ModuleTree
 from diffcoll.core import checks
-from diffcoll.core._torch import versions
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
+from diffcoll.core.torch_private.tensors import versions
 from diffcoll.engines.engine import Engine, Exclusive, done
 
 __all__ = ["Reducer"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from diffcoll.averaging.ignoring import Ignored
 from diffcoll.averaging.parameters import Watch, is_sharded
 from diffcoll.averaging.state import NAME
-from diffcoll.core._torch import untraced
+from diffcoll.core.torch_private.tracing import untraced
 
 __all__ = ["ModuleTree"]
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from diffcoll.cli.check_page import page
 from diffcoll.cli.named import NotUsableError, called, named, place
-from diffcoll.core._torch import tree_flatten
 from diffcoll.core.errors import is_users_file
+from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.engines.process_state import seed_rank
 from diffcoll.testing.gradients import assert_matches_single_process, check_gradients
 from diffcoll.testing.harness.matching import refuse_equal_ranks

@@ -30,8 +30,8 @@ from diffcoll.cli.arguments import TRAINING
 from diffcoll.cli.competitors import SYSTEMS, Adapter, CompetitorCall
 from diffcoll.cli.launch import gloo_beside_mpi
 from diffcoll.cli.report import Errors, Row, Training
-from diffcoll.core._torch import COMPILES
 from diffcoll.core.errors import CollectiveFailedError
+from diffcoll.core.torch_private.release import COMPILES
 from diffcoll.testing.cases import (
     Case,
     errors,

@@ -19,13 +19,14 @@ from typing_extensions import override
 
 from diffcoll.collectives import gather
 from diffcoll.core import trees
-from diffcoll.core._torch import is_tree, is_within_transform, tree_flatten, tree_paths
 from diffcoll.core.arguments import Parts, Tensors, Tree
 from diffcoll.core.blocks import as_row, cut, pieces
 from diffcoll.core.call import Call, perform
 from diffcoll.core.checks import digest
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
+from diffcoll.core.torch_private.transforms import is_within_transform
+from diffcoll.core.torch_private.trees import is_tree, tree_flatten, tree_paths
 from diffcoll.engines.types import Group
 
 __all__ = ["Scatter", "scatter"]

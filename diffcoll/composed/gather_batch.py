@@ -13,10 +13,11 @@ from torch import Tensor
 
 from diffcoll.collectives.all_gather import all_gather
 from diffcoll.composed.leaves import batch_leaves, lengths_of_ranks
-from diffcoll.core._torch import assume, tree_paths
 from diffcoll.core.arguments import Tree
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_rank
+from diffcoll.core.torch_private.tracing import assume
+from diffcoll.core.torch_private.trees import tree_paths
 from diffcoll.engines.types import Group
 
 __all__ = ["GatheredBatch", "gather_batch"]

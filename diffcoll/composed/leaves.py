@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from diffcoll.collectives.all_gather import all_gather
-from diffcoll.core._torch import integers, tree_flatten, tree_paths
 from diffcoll.core.checks import digest
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.groups import get_rank
+from diffcoll.core.torch_private.tracing import integers
+from diffcoll.core.torch_private.trees import tree_flatten, tree_paths
 from diffcoll.engines.types import Group
 
 __all__ = ["batch_leaves", "lengths_and_bits", "lengths_of_ranks"]

@@ -16,11 +16,11 @@ from torch import Tensor
 from diffcoll.collectives.shift import shift
 from diffcoll.composed.leaves import batch_leaves, lengths_of_ranks
 from diffcoll.core import trees
-from diffcoll.core._torch import tree_paths
 from diffcoll.core.arguments import Tree
 from diffcoll.core.blocks import pieces
 from diffcoll.core.call import Call
 from diffcoll.core.groups import resolve
+from diffcoll.core.torch_private.trees import tree_paths
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from diffcoll.core import checks
-from diffcoll.core._torch import integers, is_traced, tree_paths
 from diffcoll.core.checks import digest
 from diffcoll.core.derivatives import apply
 from diffcoll.core.errors import CollectiveMismatchError, failure, user_line
 from diffcoll.core.linear import MAPS, PER_RANK, Linear, common_shape
 from diffcoll.core.reductions import Reduction, elementwise
+from diffcoll.core.torch_private.tracing import integers, is_traced
+from diffcoll.core.torch_private.trees import tree_paths
 from diffcoll.engines.engine import Engine
 
 __all__ = ["Agreement", "kind"]

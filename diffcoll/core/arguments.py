@@ -9,11 +9,11 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
-from diffcoll.core._torch import is_tree
 from diffcoll.core.agreement import Agreement
 from diffcoll.core.errors import message
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import REDUCTIONS, Reduction, spelled, users
+from diffcoll.core.torch_private.trees import is_tree
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import word_of
 

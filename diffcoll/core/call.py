@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from diffcoll.core import checks
-from diffcoll.core._torch import divide_, times
 from diffcoll.core.agreement import kind
 from diffcoll.core.arguments import ADDED, Arguments
 from diffcoll.core.derivatives import Started, apply, start
@@ -28,6 +27,7 @@ from diffcoll.core.groups import resolve
 from diffcoll.core.linear import Linear
 from diffcoll.core.pending import Pending
 from diffcoll.core.reducing import Reducing, Steps
+from diffcoll.core.torch_private.tensors import divide_, times
 from diffcoll.engines.engine import WIDER, Engine
 from diffcoll.engines.types import Group
 

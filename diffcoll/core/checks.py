@@ -12,8 +12,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from diffcoll.core._torch import constant_in_graphs, unobserved
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, failure, message, user_line
+from diffcoll.core.torch_private.tracing import constant_in_graphs, unobserved
 from diffcoll.engines import local
 from diffcoll.engines.engine import Engine, Exclusive
 

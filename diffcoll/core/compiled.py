@@ -26,7 +26,6 @@ from torch.fx import traceback
 from torch.utils import checkpoint
 
 from diffcoll.core import checks
-from diffcoll.core._torch import COMPILES, backward_at_work, batch_last, is_differentiating, is_jit_tracing
 from diffcoll.core.agreement import Agreement
 from diffcoll.core.errors import user_line
 from diffcoll.core.groups import engine_named, key_in_graphs
@@ -35,6 +34,10 @@ from diffcoll.core.linear import MAPS, PER_RANK, Linear, common_shape
 from diffcoll.core.moves import InFlight, move, named
 from diffcoll.core.over_ranks import value_in_pieces
 from diffcoll.core.product import PRODUCT
+from diffcoll.core.torch_private.autograd import backward_at_work
+from diffcoll.core.torch_private.release import COMPILES
+from diffcoll.core.torch_private.tracing import is_jit_tracing
+from diffcoll.core.torch_private.transforms import batch_last, is_differentiating
 from diffcoll.engines.engine import Engine
 
 __all__ = ["apply", "header", "product", "start", "traced", "traced_start"]

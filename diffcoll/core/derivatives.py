@@ -21,20 +21,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from diffcoll.core import checks, joint
-from diffcoll.core._torch import (
-    apply_rule,
-    backward_at_work,
-    batch_last,
-    is_batched_by_autograd,
-    is_plain,
-    is_traced,
-    over_batch,
-    untraced,
-)
 from diffcoll.core.errors import Origin, user_line
 from diffcoll.core.joint import record
 from diffcoll.core.linear import Linear
 from diffcoll.core.moves import InFlight, move, named
+from diffcoll.core.torch_private.autograd import backward_at_work
+from diffcoll.core.torch_private.tracing import is_traced, untraced
+from diffcoll.core.torch_private.transforms import apply_rule, batch_last, is_batched_by_autograd, is_plain, over_batch
 
 __all__ = ["Started", "apply", "start"]
 

@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 
 import torch
 
-from diffcoll.core._torch import backward_at_work
+from diffcoll.core.torch_private.autograd import backward_at_work
 
 __all__ = [
     "NOT_MADE",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcoll.core._torch import is_eager, tangents_ignored
+from diffcoll.core.torch_private.transforms import is_eager, tangents_ignored
 
 __all__ = ["Polynomial", "factors", "number"]
 

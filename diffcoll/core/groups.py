@@ -14,16 +14,10 @@ from typing import Any
 
 import torch
 
-from diffcoll.core._torch import (
-    carries_tangents,
-    constant_in_graphs,
-    control_flow,
-    is_differentiating,
-    is_within_transform,
-    unfaked,
-)
 from diffcoll.core.errors import message
 from diffcoll.core.joint import is_joint
+from diffcoll.core.torch_private.tracing import constant_in_graphs, control_flow, unfaked
+from diffcoll.core.torch_private.transforms import carries_tangents, is_differentiating, is_within_transform
 from diffcoll.engines import c10d, local
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.named import Facts, NamedEngine, facts

@@ -20,17 +20,15 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from diffcoll.core import checks
-from diffcoll.core._torch import (
+from diffcoll.core.errors import message, user_line
+from diffcoll.core.torch_private.autograd import backward_at_work, is_within_reentrant_checkpoint, save_under_each_hook
+from diffcoll.core.torch_private.transforms import (
     apply_rule,
-    backward_at_work,
     carries_tangents,
     is_batched_by_autograd,
-    is_within_reentrant_checkpoint,
     is_within_transform,
-    save_under_each_hook,
     tangents_ignored,
 )
-from diffcoll.core.errors import message, user_line
 
 __all__ = ["is_joint", "joint_backward", "record", "recording", "recording_again"]
 

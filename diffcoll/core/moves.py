@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from diffcoll.core import checks
-from diffcoll.core._torch import is_observed, is_profiling, is_transformed, is_zero_without_memory, unobserved
 from diffcoll.core.errors import CollectiveMismatchError, Origin, user_line
 from diffcoll.core.linear import Linear, common_shape
+from diffcoll.core.torch_private.tensors import is_zero_without_memory
+from diffcoll.core.torch_private.tracing import is_observed, is_profiling, unobserved
+from diffcoll.core.torch_private.transforms import is_transformed
 from diffcoll.engines.engine import Exclusive, failed
 
 __all__ = ["InFlight", "move", "named"]

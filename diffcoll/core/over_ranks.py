@@ -14,16 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from diffcoll.core._torch import (
-    apply_rule,
-    batch_last,
-    carries_tangents,
-    is_eager,
-    is_observed,
-    is_plain,
-    is_traced,
-    unobserved,
-)
+from diffcoll.core.torch_private.tracing import is_observed, is_traced, unobserved
+from diffcoll.core.torch_private.transforms import apply_rule, batch_last, carries_tangents, is_eager, is_plain
 
 __all__ = ["LARGEST", "LOGSUMEXP", "SMALLEST", "Rule", "gradient_in_pieces", "over_ranks", "value_in_pieces"]
 

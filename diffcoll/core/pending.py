@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
-from diffcoll.core._torch import is_recomputing, tree_flatten
 from diffcoll.core.errors import user_line
+from diffcoll.core.torch_private.autograd import is_recomputing
+from diffcoll.core.torch_private.trees import tree_flatten
 
 __all__ = ["Pending"]
 

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from diffcoll.core._torch import apply_rule, batch_last, carries_tangents, is_batched_by_autograd
 from diffcoll.core.factors import Polynomial, factors, number
 from diffcoll.core.over_ranks import Rule, gradient_in_pieces, value_in_pieces
+from diffcoll.core.torch_private.transforms import apply_rule, batch_last, carries_tangents, is_batched_by_autograd
 
 __all__ = ["PRODUCT", "product"]
 

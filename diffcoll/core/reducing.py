@@ -21,13 +21,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from diffcoll.core._torch import is_known, is_within_transform, unobserved
 from diffcoll.core.blocks import concatenated
 from diffcoll.core.derivatives import apply
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.linear import MAPS, Linear
 from diffcoll.core.moves import move
 from diffcoll.core.reductions import Reduction
+from diffcoll.core.torch_private.tracing import is_known, unobserved
+from diffcoll.core.torch_private.transforms import is_within_transform
 from diffcoll.engines.engine import Engine, even_sizes
 
 __all__ = ["Reducing", "Steps"]

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcoll.core._torch import tree_flatten, tree_paths
 from diffcoll.core.blocks import as_row, concatenated, pieces
 from diffcoll.core.call import Call
 from diffcoll.core.linear import Linear
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import elementwise
+from diffcoll.core.torch_private.trees import tree_flatten, tree_paths
 
 __all__ = ["by_blocks", "by_leaf", "by_message", "checked", "delivered", "for_op", "rows"]
 

@@ -26,23 +26,21 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from diffcoll.core._torch import (
-    after_backward,
-    ambient,
-    backward_at_work,
-    before_node,
-    forward_mode,
-    is_traced,
-    set_forward_mode,
-    shared_forward_mode,
-    tree_flatten,
-    wrapped_backward_code,
-)
 from diffcoll.core.errors import CollectiveMismatchError, Origin, not_run, within_backward
+from diffcoll.core.torch_private.autograd import after_backward, backward_at_work, before_node
+from diffcoll.core.torch_private.tracing import is_traced
+from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.engines import delivery
 from diffcoll.engines.engine import Blocks, Engine, Wait
 from diffcoll.engines.one_profiler import one_profiler
 from diffcoll.engines.process_state import copies_end_here, process_state, set_process_state, states_of_ranks
+from diffcoll.engines.rank_threads import (
+    ambient,
+    forward_mode,
+    set_forward_mode,
+    shared_forward_mode,
+    wrapped_backward_code,
+)
 
 __all__ = [
     "LocalEngine",

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.futures import Future
 from typing_extensions import override
 
-from diffcoll.core._torch import is_traced, is_transformed
 from diffcoll.core.errors import CollectiveMismatchError, message
+from diffcoll.core.torch_private.tracing import is_traced
+from diffcoll.core.torch_private.transforms import is_transformed
 from diffcoll.engines.engine import Wait
 from diffcoll.engines.local import NO_GRAPHS
 

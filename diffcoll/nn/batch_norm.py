@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from diffcoll.core._torch import BatchNormBase, is_jit_tracing, without_transforms
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size, resolve
+from diffcoll.core.torch_private.tensors import BatchNormBase
+from diffcoll.core.torch_private.tracing import is_jit_tracing
+from diffcoll.core.torch_private.transforms import without_transforms
 from diffcoll.engines.types import Group
 from diffcoll.nn.moments import wide
 from diffcoll.nn.normalize import batch_norm

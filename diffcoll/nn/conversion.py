@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from diffcoll.core._torch import BatchNormBase
 from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
+from diffcoll.core.torch_private.tensors import BatchNormBase
 from diffcoll.engines.types import Group
 from diffcoll.nn.batch_norm import InGroup, SyncBatchNorm
 from diffcoll.nn.batch_norm_subclasses import Synchronized, synchronized_class

@@ -17,10 +17,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from diffcoll.core._torch import assert_in_graph, is_traced, is_vmapped, is_within_transform
 from diffcoll.core.errors import CollectiveMismatchError
 from diffcoll.core.groups import collectives_only, get_rank, get_world_size
 from diffcoll.core.joint import is_joint
+from diffcoll.core.torch_private.tracing import assert_in_graph, is_traced
+from diffcoll.core.torch_private.transforms import is_vmapped, is_within_transform
 from diffcoll.engines.types import Group
 
 __all__ = [

@@ -8,8 +8,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from diffcoll.core._torch import assert_in_graph, is_traced, is_vmapped, is_within_transform, without_transforms
 from diffcoll.core.errors import message
+from diffcoll.core.torch_private.tracing import assert_in_graph, is_traced
+from diffcoll.core.torch_private.transforms import is_vmapped, is_within_transform, without_transforms
 
 __all__ = [
     "FLOATS",

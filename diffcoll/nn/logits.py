@@ -24,7 +24,8 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from diffcoll.core._torch import carries_tangents, is_batched_by_autograd, is_observed, is_within_transform
+from diffcoll.core.torch_private.tracing import is_observed
+from diffcoll.core.torch_private.transforms import carries_tangents, is_batched_by_autograd, is_within_transform
 
 __all__ = ["Marks", "LossRule", "Sums", "block", "blocks", "least", "masks", "merged", "normalized"]
 

@@ -25,9 +25,10 @@ from torch.autograd import Function
 
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.sum_gradients import sum_gradients
-from diffcoll.core._torch import batch_norm_statistics, batch_norm_sums, is_eager
 from diffcoll.core.checks import is_on
 from diffcoll.core.groups import collectives_only
+from diffcoll.core.torch_private.tensors import batch_norm_statistics, batch_norm_sums
+from diffcoll.core.torch_private.transforms import is_eager
 from diffcoll.engines.types import Group
 from diffcoll.nn.followers import any_needs, leaf, needs_gradient, number, refuse_absent_of, sent
 from diffcoll.nn.moments import gathered, merged, row_of, wide

@@ -21,10 +21,11 @@ from torch import Tensor
 from diffcoll.collectives.all_gather import all_gather, gathered_as
 from diffcoll.collectives.reduce_scatter import reduce_scatter
 from diffcoll.composed.leaves import batch_leaves, lengths_and_bits
-from diffcoll.core._torch import assume, is_vmapped, is_within_transform, untraced
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.groups import collectives_only, get_rank
 from diffcoll.core.joint import is_joint
+from diffcoll.core.torch_private.tracing import assume, untraced
+from diffcoll.core.torch_private.transforms import is_vmapped, is_within_transform
 from diffcoll.nn.chunks import sums_of
 from diffcoll.nn.features import Columns, Options
 from diffcoll.nn.followers import ABSENT, leaf, refuse_absent_of

@@ -22,8 +22,8 @@ from torch.autograd import Function
 
 from diffcoll.collectives.shift import shift
 from diffcoll.composed.ring import ring
-from diffcoll.core._torch import is_observed
 from diffcoll.core.pending import Pending
+from diffcoll.core.torch_private.tracing import is_observed
 from diffcoll.engines.types import Group
 from diffcoll.nn.chunks import sums_of
 from diffcoll.nn.inputs import without_autocast

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from diffcoll.core._torch import is_within_transform
 from diffcoll.core.errors import message
 from diffcoll.core.joint import is_joint
+from diffcoll.core.torch_private.transforms import is_within_transform
 
 __all__ = ["missing", "per_rank_arguments", "seconds"]
 

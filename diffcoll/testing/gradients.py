@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffcoll.core._torch import tree_flatten
 from diffcoll.core.errors import message
+from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing._calls import per_rank_arguments
 from diffcoll.testing.diagnosis import Witness, diagnose, subject_of
 from diffcoll.testing.harness.checking import Checking

@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from diffcoll.core._torch import LAZY_MODULES, tree_map
 from diffcoll.core.groups import set_default_group
+from diffcoll.core.torch_private.release import LAZY_MODULES
+from diffcoll.core.torch_private.trees import tree_map
 from diffcoll.engines.process_state import copies_end_here, seed_rank
 from diffcoll.testing._calls import missing
 from diffcoll.testing.lifetime import end_with

@@ -10,9 +10,9 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from diffcoll import truth
-from diffcoll.core._torch import is_transformed
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.groups import resolve
+from diffcoll.core.torch_private.transforms import is_transformed
 from diffcoll.engines import c10d, simulated_c10d
 from diffcoll.engines.local import LocalEngine, World, backward_starts
 from diffcoll.testing._calls import per_rank_arguments

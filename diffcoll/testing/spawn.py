@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from diffcoll.core._torch import forward_mode
+from diffcoll.engines.rank_threads import forward_mode
 from diffcoll.testing._calls import missing, per_rank_arguments, seconds
 from diffcoll.testing.launched import Launched
 from diffcoll.testing.lifetime import temporary_folder

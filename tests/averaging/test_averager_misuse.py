@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import diffcoll as dc
-from diffcoll.core._torch import storage_uses
+from diffcoll.core.torch_private.tensors import storage_uses
 from diffcoll.testing import new_group, simulate, spawn
 
 RUNS = {
@@ -625,7 +625,7 @@ def test_a_compiled_step_with_backward_in_it(backend):
 
 def test_a_hook_is_not_traced():
     """Dynamo does not trace a marked hook or its callees; the mark is set without importing Dynamo."""
-    from diffcoll.core._torch import untraced
+    from diffcoll.core.torch_private.tracing import untraced
 
     calls = []
 

@@ -16,7 +16,7 @@ from releases import compiles
 import diffcoll
 from diffcoll.cli import competitors, main, report, verify
 from diffcoll.collectives import COLLECTIVES
-from diffcoll.core._torch import COMPILES
+from diffcoll.core.torch_private.release import COMPILES
 from diffcoll.testing import RanksFailedError, cases
 from diffcoll.testing.launched import Launched
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import diffcoll as dc
-from diffcoll.core._torch import is_observed, unobserved
+from diffcoll.core.torch_private.tracing import is_observed, unobserved
 from diffcoll.testing import cases, simulate, spawn
 from diffcoll.testing.cases import real_inner
 

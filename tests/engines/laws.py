@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffcoll.core._torch import RELEASE
 from diffcoll.core.groups import resolve
+from diffcoll.core.torch_private.release import RELEASE
 from diffcoll.engines import c10d, mpi
 from diffcoll.engines.engine import WIDER, Engine, Wait, even_sizes
 from diffcoll.engines.messages import MessageEngine

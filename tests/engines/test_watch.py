@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import diffcoll as dc
-from diffcoll.core._torch import COMPILES
 from diffcoll.core.groups import resolve
+from diffcoll.core.torch_private.release import COMPILES
 from diffcoll.engines import watch
 from diffcoll.testing import spawn
 

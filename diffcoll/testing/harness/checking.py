@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from diffcoll.core._torch import nodes_of_graph
 from diffcoll.core.errors import message
+from diffcoll.core.torch_private.autograd import nodes_of_graph
 from diffcoll.testing.diagnosis import CAUSES
 from diffcoll.testing.harness.comparison import SMALL, multiple
 from diffcoll.testing.harness.differences import (

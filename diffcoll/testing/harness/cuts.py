@@ -21,8 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 import diffcoll
 from diffcoll.collectives import COLLECTIVES
-from diffcoll.core._torch import TorchDispatchMode, backward_at_work
 from diffcoll.core.errors import Origin
+from diffcoll.core.torch_private.autograd import backward_at_work
+from diffcoll.core.torch_private.tracing import TorchDispatchMode
 from diffcoll.engines.local import here
 from diffcoll.engines.simulated_group import SimulatedGroup
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcoll.core._torch import tree_flatten
 from diffcoll.core.errors import message
+from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing.cases import numbers
 from diffcoll.testing.harness.comparison import Names, Run, compare, rows_of
 from diffcoll.testing.harness.cuts import GraphCuts, Undetached

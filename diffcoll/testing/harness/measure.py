@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffcoll.core._torch import leaves_of_graph, tree_flatten, tree_paths
+from diffcoll.core.torch_private.autograd import leaves_of_graph
+from diffcoll.core.torch_private.trees import tree_flatten, tree_paths
 from diffcoll.testing.cases import numbers, real_inner
 from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.simulate import simulate

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from diffcoll.core._torch import has_hooks, tree_flatten
 from diffcoll.core.errors import is_users_file, message
+from diffcoll.core.torch_private.tensors import has_hooks
+from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing._calls import missing
 from diffcoll.testing.pickling import dumps
 

@@ -1,0 +1,157 @@
+"""The backward that runs, its graph, and checkpoints; private torch API."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable, graph
+from torch.autograd.function import BackwardCFunction
+
+_RUN_BACKWARD = graph._engine_run_backward.__code__
+
+_NODE = BackwardCFunction.apply.__code__
+
+
+def before_node(y: Tensor, do: Callable[[], None]) -> None:
+    """Call `do` in every backward before the node that made y; the hook is not listed in y's own hooks."""
+    if y.grad_fn is not None:
+        y.grad_fn.register_prehook(lambda grads: do())
+
+
+def after_backward(do: Callable[[], None]) -> None:
+    """Call `do` at the end of the current backward, before its call returns; DDP uses the same API."""
+    Variable._execution_engine.queue_callback(do)
+
+
+def backward_at_work() -> int:
+    """Return the graph task id of the current backward, -1: none; a nested backward has its own id."""
+    return torch._C._current_graph_task_id()
+
+
+def is_backward_compiled() -> bool:
+    """Whether compiled autograd runs the current backward: then `after_backward` never calls its function."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.in_compiled_autograd_region)
+
+
+def is_recomputing() -> bool:
+    """Whether a checkpoint recomputes its function, which may stop in the middle.
+
+    No API tells. Grad mode is on within a backward only in a recomputation, or with create_graph=True.
+    """
+    return backward_at_work() >= 0 and torch.is_grad_enabled()
+
+
+def is_backward_nested() -> bool:
+    """Whether the current backward was called by a node of another one, as reentrant checkpoints do.
+
+    The engine does not expose it, so its calls on the stack are counted. The outer call is on this stack, unless the
+    engine runs the outer pass in a thread of its own; the stack of such a thread begins with a node.
+    """
+    frame: FrameType = sys._getframe()
+    runs = 0
+    while frame.f_back is not None:
+        frame = frame.f_back
+        runs += frame.f_code is _RUN_BACKWARD
+    return runs > (frame.f_code is not _NODE)
+
+
+def nodes_after_nested_backward() -> list[Any]:
+    """Return the nodes that follow the current one in the outer backward, after the nested backward has ended."""
+    node = torch._C._current_autograd_node()
+    return [] if node is None else [following for following, _ in node.next_functions if following is not None]
+
+
+def nodes_of_graph(x: Tensor) -> list[Any]:
+    """Return all nodes of the autograd graph of x."""
+    seen: dict[Any, None] = {}
+    waiting = [x.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen[node] = None
+            waiting += [following for following, _ in node.next_functions]
+    return list(seen)
+
+
+def leaves_of_graph(x: Tensor) -> list[Tensor]:
+    """Return the leaf tensors that the gradient of x is accumulated in. No public API names a node's leaf."""
+    return [node.variable for node in nodes_of_graph(x) if node.name().endswith("AccumulateGrad")]
+
+
+def is_within_reentrant_checkpoint() -> bool:
+    """Whether code runs in the first forward of `checkpoint(…, use_reentrant=True)`; only the stack tells."""
+    # Not imported here: it takes time, and where it was not imported nobody has called checkpoint.
+    reentrant = getattr(sys.modules.get("torch.utils.checkpoint"), "CheckpointFunction", None)
+    if reentrant is None:
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not reentrant.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _stop_recomputation() -> type[BaseException]:
+    """Return the class of the exception by which a checkpoint stops its recomputation."""
+    from torch.utils.checkpoint import _StopRecomputationError  # deferred: see is_within_reentrant_checkpoint
+
+    return _StopRecomputationError
+
+
+class _SavedTensorsHooks:
+    """A pair of hooks for saved tensors that is in force, e.g. a checkpoint's, with a context for its unpack hook."""
+
+    def __init__(
+        self,
+        pack: Callable[[Tensor], Any],
+        unpack: Callable[[Any], Tensor],
+        context: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._pack, self._unpack, self._context = pack, unpack, context
+        # An outer checkpoint that has recomputed all it needs stops at the next tensor it would save. Stopping at once
+        # would leave the inner checkpoint by an exception, whose hooks PyTorch removes only later.
+        self.complete = False
+
+    def pack(self, x: Tensor) -> Any:
+        if self.complete:
+            raise _stop_recomputation()
+        return self._pack(x)
+
+    def unpack(self, packed: Any) -> Tensor:
+        with self._context():
+            return self._unpack(packed)
+
+
+def save_under_each_hook(save: Callable[[], None], context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Call save once for each pair of hooks for saved tensors that is in force, the outermost first.
+
+    PyTorch calls the innermost pair only. From now on their unpack hooks run within the context, and so does a
+    checkpoint's recomputation. No public API returns the hooks that other code has entered.
+    """
+    top, pop = torch._C._autograd._top_saved_tensors_default_hooks, torch._C._autograd._pop_saved_tensors_default_hooks
+    push = torch._C._autograd._push_saved_tensors_default_hooks
+    entered: list[_SavedTensorsHooks] = []
+    while (pair := top(True)) is not None:
+        owner = getattr(pair[0], "__self__", None)
+        entered.append(owner if isinstance(owner, _SavedTensorsHooks) else _SavedTensorsHooks(*pair, context))
+        pop()
+    try:
+        while entered:
+            hooks = entered.pop()
+            push(hooks.pack, hooks.unpack)
+            try:
+                save()
+            except _stop_recomputation():
+                if not entered:
+                    raise
+                hooks.complete = True
+    finally:
+        while entered:
+            hooks = entered.pop()
+            push(hooks.pack, hooks.unpack)

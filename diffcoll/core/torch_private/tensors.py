@@ -1,0 +1,109 @@
+"""Facts about tensors and modules, and kernels, that have no public name in torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import batchnorm
+
+from diffcoll.core.torch_private.tracing import is_observed
+
+#: Libraries recognize batch norm by this class.
+BatchNormBase = batchnorm._BatchNorm
+
+
+def batch_norm_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance over all dimensions but 1, by torch's kernel of batch norm.
+
+    It allocates nothing of the size of x and adds up in float64 on the CPU; not documented.
+    """
+    mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+    return mean, var
+
+
+def batch_norm_sums(g: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return Σ g x̂ and Σ g over all dimensions but 1.
+
+    By the backward of torch's kernel of batch norm in evaluation, which has no public name. It reads g and x once and
+    allocates nothing of their size.
+    """
+    kernel = torch.ops.aten.native_batch_norm_backward.default
+    _, sum_gx, sum_g = kernel(g, x, None, mean, var, None, None, False, eps, [False, True, True])
+    return sum_gx, sum_g
+
+
+# Python's operators convert a number to a tensor and save it for backward. Backward frees it, so a second one raises.
+# These overloads, which have no public name, save the number.
+
+
+def divide_(x: Tensor, divisor: float) -> Tensor:
+    """Divide x by a number, in place unless a mode observes it; saves no tensor for backward.
+
+    A selective checkpoint that replaces an operation in place by its earlier result leaves x as it is.
+    """
+    in_place = torch.compiler.is_compiling() or not is_observed()
+    y: Tensor = torch.ops.aten.div_.Scalar(x, divisor) if in_place else torch.ops.aten.div.Scalar(x, divisor)
+    return y
+
+
+def times(x: Tensor, factor: float | Tensor) -> Tensor:
+    """Return x · factor; saves no tensor for backward if factor is a number."""
+    y: Tensor = x * factor if isinstance(factor, Tensor) else torch.ops.aten.mul.Scalar(x, factor)
+    return y
+
+
+def is_zero_without_memory(x: Tensor) -> bool:
+    """Whether x is a ZeroTensor, which has no memory; autograd makes them in forward mode."""
+    return x._is_zerotensor()
+
+
+def has_earlier_hooks(p: Tensor) -> bool:
+    """Whether p has post-accumulate hooks that run before the one registered last."""
+    return len(p._post_accumulate_grad_hooks or ()) > 1
+
+
+def has_hooks(x: Tensor) -> bool:
+    """Whether hooks are registered on this leaf tensor; pickling drops them without a word."""
+    return bool(x._backward_hooks or x._post_accumulate_grad_hooks)
+
+
+def registries(module: nn.Module) -> list[dict[str, Any]]:
+    """Return the dicts of parameters and submodules of a module and all submodules; nn.Module's iterators are slow."""
+    return [registry for m in module.modules() for registry in (m._parameters, m._modules)]
+
+
+def versions(xs: Iterable[Tensor]) -> list[int]:
+    """Return the `version` of each tensor."""
+    return [x._version for x in xs]
+
+
+def version(x: Tensor) -> int:
+    """Return autograd's version counter of x, which every in-place modification increments."""
+    return x._version
+
+
+def is_view(x: Tensor) -> bool:
+    """Whether x was made as a view of another tensor, as a slice of a buffer; no public API tells.
+
+    Gradients that autograd makes are not, even if they share the memory of the gradient that was passed to backward.
+    """
+    return x._is_view()
+
+
+def base(x: Tensor) -> Tensor | None:
+    """Return the tensor of which x is a view, with which it shares its version; no public API tells."""
+    return x._base
+
+
+def storage_uses(x: Tensor) -> int:
+    """Return the number of references to the storage of x, its own included; no public API tells.
+
+    Every tensor on the storage counts, views too; NumPy arrays and DLPack capsules hold the tensor they were made from.
+    Python code that holds the storage itself shares one object, whose references count as well.
+    """
+    storage = x.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)

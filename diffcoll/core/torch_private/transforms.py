@@ -1,0 +1,137 @@
+"""Which transforms of torch.func, vmap of autograd and levels of forward mode are active; private torch API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function, forward_ad
+
+
+def is_transformed(x: Tensor) -> bool:
+    """Whether a torch.func transform has wrapped x; no public API tells.
+
+    Simulated ranks in one graph must refuse such tensors: the levels of a transform belong to one thread.
+    """
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
+
+
+def without_transforms(x: Tensor) -> Tensor:
+    """Return the tensor that torch.func transforms have wrapped, with all batches of vmap; no public API does."""
+    while is_transformed(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
+def is_vmapped(x: Tensor) -> bool:
+    """Whether torch.func.vmap has batched x, also below torch.func.grad, so that it has no single value to read.
+
+    No public API tells, and reading raises an error on this rank alone.
+    """
+    while is_transformed(x):
+        if torch._C._functorch.is_batchedtensor(x):
+            return True
+        x = torch._C._functorch.get_unwrapped(x)
+    return False
+
+
+def is_within_transform() -> bool:
+    """Whether code runs within a transform of torch.func, vmap included."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def is_differentiating() -> bool:
+    """Whether code runs within torch.func.grad, vjp, jvp and the like, or a level of forward mode.
+
+    Ops of torch.library have no rules for these; they drop tangents silently.
+    """
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    within = any(i.key() != torch._C._functorch.TransformType.Vmap for i in stack)
+    return within or forward_ad._current_level >= 0
+
+
+def apply_rule(rule: Any, x: Tensor, *more: object) -> Tensor:
+    """Return rule.apply(x, *more) of a Function, with less overhead if no torch.func transform is active.
+
+    Function.apply binds its arguments to the signature of forward, which takes as long as a small message. If nothing
+    records x, as in a first-order backward, calling forward alone is equivalent.
+    """
+    y: Tensor
+    if torch._C._are_functorch_transforms_active():
+        y = rule.apply(x, *more)
+    elif x.requires_grad or (forward_ad._current_level >= 0 and not is_batched_by_autograd(x)):
+        y = super(Function, rule).apply(x, *more)
+    else:
+        y = rule.forward(x, *more)
+    return y
+
+
+def is_batched_by_autograd(x: Tensor) -> bool:
+    """Whether x is a batch in the vmap of `is_grads_batched` and `functional.jacobian(vectorize=True)`.
+
+    That vmap is older than torch.func's. It ignores the vmap rule of a Function and runs its forward on the batched
+    tensor. It is dispatched before autograd: graph and tangents belong to the tensor inside the batch, so a Function
+    that is applied to the batch would lose them.
+    """
+    return bool(torch._C._functorch.is_legacy_batchedtensor(x))
+
+
+def over_batch(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return function(x) of such a batch; input and output of function have the batch as last dimension.
+
+    No public API returns the tensor inside a batch.
+    """
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    inner = torch._remove_batch_dim(x, level, 0, x.dim())
+    while inner.shape[-1] == 0:  # x is a batch of an outer level
+        level -= 1
+        inner = torch._remove_batch_dim(x, level, 0, x.dim())
+    # Autograd lays out gradients by as_strided, whose rule in this vmap needs the batch first in memory.
+    y = function(inner).movedim(-1, 0).contiguous()
+    return torch._add_batch_dim(y, 0, level)
+
+
+def batch_last(y: Tensor) -> tuple[Tensor, int]:
+    """Return the result of a vmap rule, (y, batch dimension), if the batch is y's last dimension.
+
+    The dimension is not -1, because torch 2.9 and before shift a bit by it.
+    """
+    return y, y.dim() - 1
+
+
+def carries_tangents() -> bool:
+    """Whether operations propagate tangents: within a level of forward mode, outside jvp rules and inference mode."""
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+
+
+def tangents_ignored() -> AbstractContextManager[None]:
+    """Return a context in which operations do not propagate tangents, as within a jvp rule."""
+    context: AbstractContextManager[None] = forward_ad._set_fwd_grad_enabled(False)
+    return context
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether x is an ordinary tensor with memory, neither traced nor batched; a fast check made in every call.
+
+    If False, use `is_traced` and `is_batched_by_autograd` to tell: a Parameter, for example, is not plain either.
+    """
+    return (
+        type(x) is Tensor
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._is_tracing()
+        and not torch._C._functorch.is_legacy_batchedtensor(x)
+    )
+
+
+def is_eager(*xs: Tensor) -> bool:
+    """Whether operations on xs are computed at once, with no derivative but reverse mode outside torch.func.
+
+    Then a Function without rules for vmap and forward mode may be applied, which calls kernels and writes in place.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    return all(is_plain(x.detach() if type(x) is nn.Parameter else x) for x in xs)
