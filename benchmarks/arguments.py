@@ -10,8 +10,6 @@ from diffcoll.cli.arguments import name_of, names_of, need, number_from, writabl
 from diffcoll.cli.launch import ENGINES
 from diffcoll.collectives import COLLECTIVES
 
-__all__ = ["checked"]
-
 _MEASURED = (*COLLECTIVES, "trees", "overlap", "stages", "averager", "simulate")
 _PICTURES = ".png, .svg or .pdf"
 

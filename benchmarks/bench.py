@@ -38,8 +38,6 @@ from diffcoll.collectives import COLLECTIVES
 from diffcoll.testing.cases import Case, median_in_parts
 from diffcoll.testing.spawn import spawn
 
-__all__ = ["bytes_sent", "peak_memory", "run"]
-
 RAW = "raw calls and copies"
 #: Under `--engine mpi`: the library on gloo, beside itself on MPI.
 OURS_ON_GLOO = "diffcoll on gloo"

@@ -21,8 +21,6 @@ from typing import Literal, NamedTuple
 
 from diffcoll.core.reductions import elementwise
 
-__all__ = ["ENGINES", "ROWS", "WAYS", "Cost", "Row", "Stage", "Sum", "Way", "row", "text", "total", "value"]
-
 #: A collective or part of one, and the size of what a rank passes to each other rank in it: B, b.
 Stage = tuple[str, str]
 #: How a stage is carried out: by a message to each other rank, or by ranks that pass on what they have received.

@@ -20,8 +20,6 @@ from diffcoll.engines.local import LocalEngine
 from diffcoll.testing.cases import Case
 from diffcoll.testing.simulate import simulate
 
-__all__ = ["Traffic", "bytes_sent", "traffic"]
-
 
 class Traffic(NamedTuple):
     """What a collective sends in one direction, forward or backward."""

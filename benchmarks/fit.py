@@ -27,8 +27,6 @@ from benchmarks import costs
 from diffcoll.core.reductions import REDUCTIONS, users
 from diffcoll.testing.cases import Case
 
-__all__ = ["SIZES", "Fit", "Model", "measure", "solve", "tables"]
-
 #: In numbers of float32. α and β are those of the first and the third size; the others are predicted. The first is more
 #: than gloo gathers whole, so that all sizes are sent in the same way. The third fits caches, the last may not.
 SIZES = {"128 KB": 1 << 15, "512 KB": 1 << 17, "2 MB": 1 << 19, "16 MB": 1 << 22}

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-__all__ = ["floor"]
-
 Raw = Callable[[Tensor], Tensor]
 #: The adjoint of each collective that has a floor.
 _ADJOINTS = {

@@ -12,8 +12,6 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLo
 
 from benchmarks.rows import OURS, Row
 
-__all__ = ["drawn", "save"]
-
 #: Okabe and Ito's colours, which people with any colour vision can tell apart; and a marker each.
 _STYLES = [
     ("#0072B2", "o"),

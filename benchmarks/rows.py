@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-__all__ = ["OURS", "Row", "Times", "table"]
-
 OURS = "diffcoll"
 
 

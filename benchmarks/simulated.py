@@ -14,8 +14,6 @@ from torch import Tensor
 import diffcoll
 from diffcoll.testing.simulate import simulate
 
-__all__ = ["PROGRAMS", "seconds", "table"]
-
 
 class Program(NamedTuple):
     """A loss of one rank, and for how many ranks it is measured."""

@@ -18,8 +18,6 @@ from diffcoll.core.moves import move
 from diffcoll.core.reductions import REDUCTIONS, Name
 from diffcoll.engines.engine import even_sizes
 
-__all__ = ["steps", "table"]
-
 OPS: tuple[Name, ...] = ("product", "max", "logsumexp")
 SIZES = {"1 MB": 1 << 18, "16 MB": 1 << 22}
 Steps = dict[str, Callable[[], object]]

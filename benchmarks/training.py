@@ -20,8 +20,6 @@ from diffcoll.cli.launch import gloo_beside_mpi
 from diffcoll.cli.report import memory_of_process
 from diffcoll.testing.spawn import spawn
 
-__all__ = ["MODELS", "SYSTEMS", "memory", "table"]
-
 Step = Callable[[], object]
 
 

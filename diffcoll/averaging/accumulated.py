@@ -12,8 +12,6 @@ from torch import Tensor
 
 from diffcoll.core.torch_private.tensors import base, is_view, version
 
-__all__ = ["Accumulated", "is_readable", "state"]
-
 
 class Accumulated:
     """One gradient after its last accumulation.

@@ -39,8 +39,6 @@ from diffcoll.engines import local
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group
 
-__all__ = ["GradientAverager"]
-
 Batch = TypeVar("Batch")
 _REPLACED = f"{NAME}.join: another join() has begun since, expected one loop at a time; end this loop before the next"
 

@@ -12,8 +12,6 @@ from diffcoll.averaging.accumulated import Accumulated, state
 from diffcoll.core.torch_private.tensors import is_view, storage_uses
 from diffcoll.engines.engine import WIDER, Engine, Wait, done
 
-__all__ = ["Bucket", "Parameter", "cut", "is_channels_last"]
-
 #: Gradients of fewer bytes are copied into the bucket by one call: for them a call takes longer than the copy.
 SMALL = 64 << 10
 #: `storage_uses` of a tensor whose storage nothing else references.

@@ -12,8 +12,6 @@ from diffcoll.averaging.parameters import find_ddp
 from diffcoll.averaging.state import NAME, Backward
 from diffcoll.core.torch_private.tensors import versions
 
-__all__ = ["refuse_changes", "refuse_second_average"]
-
 _DDP = (
     "DistributedDataParallel averages this parameter, too; remove one of the two: call detach(), or use the module "
     "without DistributedDataParallel"

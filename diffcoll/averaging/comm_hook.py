@@ -23,8 +23,6 @@ from diffcoll.core.pending import Pending
 from diffcoll.engines.engine import Engine, Wait
 from diffcoll.engines.types import Group
 
-__all__ = ["CommHook", "GradientBucket", "Hook", "Waitable"]
-
 _REMEDY = "died or hangs"
 
 
@@ -105,6 +103,7 @@ class Ranks:
 
     @torch.no_grad()
     def all_reduce(self, x: Tensor) -> Pending[Tensor]:
+        """Start the sum of x over ranks, in this bucket's place among the messages of all ranks."""
         if not isinstance(x, Tensor) or x.dtype == torch.bool or x.layout != torch.strided:
             got = f"{x.dtype}, {x.layout}" if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"bucket.all_reduce: x: got {got}, expected a strided tensor of a dtype other than bool")

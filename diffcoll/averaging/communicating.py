@@ -12,8 +12,6 @@ from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
 from diffcoll.core.torch_private.tracing import is_profiling
 from diffcoll.engines.engine import Engine, Exclusive
 
-__all__ = ["ABSENT", "communicating", "flags_of_ranks", "refuse_ended"]
-
 #: Why a rank may not have joined a reduction, and the remedy.
 ABSENT = (
     "died, hangs, has not called backward, or its loss uses none of the parameters; call backward equally often on all "

@@ -26,17 +26,6 @@ from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.engines.engine import WIDER
 from diffcoll.engines.types import Group
 
-__all__ = [
-    "agree",
-    "agree_on_parameters",
-    "average_gradients",
-    "broadcast_from_first",
-    "checked_weight",
-    "global_mean",
-    "weighted",
-    "write",
-]
-
 #: Approximate size of one message of `broadcast_from_first`.
 _BYTES = 64 << 20
 

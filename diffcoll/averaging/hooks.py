@@ -40,8 +40,6 @@ from diffcoll.core.torch_private.autograd import (
 from diffcoll.core.torch_private.tensors import has_earlier_hooks, is_view, version
 from diffcoll.core.torch_private.tracing import untraced
 
-__all__ = ["Hooks"]
-
 
 class Hooks:
     """The hooks of one averager; parameters hold it weakly."""

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from diffcoll.core.errors import message
 
-__all__ = ["Ignore", "Ignored", "checked_ignore"]
-
 #: The argument of the user.
 Ignore: TypeAlias = Iterable[str] | Callable[[str, Tensor], bool] | None
 #: Whether the parameter or buffer of this name is left out.

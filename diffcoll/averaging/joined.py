@@ -12,8 +12,6 @@ from typing_extensions import override
 
 from diffcoll.averaging.state import NAME
 
-__all__ = ["Joined"]
-
 Batch = TypeVar("Batch")
 
 

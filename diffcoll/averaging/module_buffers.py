@@ -26,8 +26,6 @@ from diffcoll.core.torch_private.autograd import backward_at_work
 from diffcoll.core.torch_private.transforms import is_within_transform
 from diffcoll.engines.engine import Engine
 
-__all__ = ["ModuleBuffers", "facts", "named_buffers", "refuse_without_memory"]
-
 #: Buffers begin at multiples of as many bytes in a message, a multiple of every item size.
 _ALIGNMENT = 16
 _REMEDY = (

@@ -23,8 +23,6 @@ from diffcoll.averaging.state import NAME
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.tensors import registries
 
-__all__ = ["SPARSE", "ForwardHook", "Watch", "differentiable", "find_ddp", "is_sharded", "named_parameters"]
-
 SPARSE = "got sparse gradients, expected dense ones; use sparse=False in nn.Embedding, or leave it out by ignore=…"
 Pairs: TypeAlias = list[tuple[str, Tensor]]
 _EXPECTED = "a module, parameters, or pairs (name, parameter)"

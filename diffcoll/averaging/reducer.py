@@ -26,8 +26,6 @@ from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
 from diffcoll.core.torch_private.tensors import versions
 from diffcoll.engines.engine import Engine, Exclusive, done
 
-__all__ = ["Reducer"]
-
 #: Numbers after the flags: NaN from a rank that failed, infinity from one that skips the step; the weight; whether the
 #: rank has taken part.
 EXTRA = 3

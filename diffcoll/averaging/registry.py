@@ -20,8 +20,6 @@ from diffcoll.averaging.state import NAME
 from diffcoll.core.errors import message
 from diffcoll.engines import local
 
-__all__ = ["Claim", "averaged", "claims", "claims_on", "detach_replaced", "enter", "leave", "refuse_shared", "status"]
-
 Named = list[tuple[str, Tensor]]
 
 

@@ -19,8 +19,6 @@ from diffcoll.averaging.state import NAME
 from diffcoll.core.errors import message
 from diffcoll.engines.engine import Engine
 
-__all__ = ["copied_containers", "copy_where_needed"]
-
 _REMEDY = "died, hangs, or has not entered join"
 _SCALARS = (bool, int, float, str, type(None))
 

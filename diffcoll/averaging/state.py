@@ -13,19 +13,6 @@ from diffcoll.core.errors import message
 from diffcoll.core.reductions import spelled
 from diffcoll.engines.types import ReduceOp
 
-__all__ = [
-    "NAME",
-    "Settings",
-    "Backward",
-    "Averaging",
-    "BroadcastBuffers",
-    "Join",
-    "Unused",
-    "Weights",
-    "name_of",
-    "read_reduction",
-]
-
 BroadcastBuffers = Literal["never", "once", "each forward"]
 #: How gradients are combined; `all_reduce` accepts the same spellings, and those of `torch.distributed.ReduceOp`.
 Averaging: TypeAlias = Literal["mean", "avg", "average", "sum"] | ReduceOp

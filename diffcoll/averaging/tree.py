@@ -13,8 +13,6 @@ from diffcoll.averaging.parameters import Watch, is_sharded
 from diffcoll.averaging.state import NAME
 from diffcoll.core.torch_private.tracing import untraced
 
-__all__ = ["ModuleTree"]
-
 
 class ModuleTree:
     """Checks that every parameter of a module that requires a gradient is averaged.

@@ -13,8 +13,6 @@ import torch
 from diffcoll.averaging.state import NAME
 from diffcoll.engines.engine import Engine, Exclusive
 
-__all__ = ["twin"]
-
 
 def twin(engine: Engine, owner: object) -> Engine:
     """Return a duplicate of the user's group for an averager; close those that were freed on all ranks.

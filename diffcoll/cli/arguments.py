@@ -18,8 +18,6 @@ import diffcoll
 from diffcoll.cli.launch import ENGINES, launcher
 from diffcoll.collectives import COLLECTIVES
 
-__all__ = ["TRAINING", "checked", "name_of", "names_of", "need", "number_from", "writable"]
-
 TRAINING = "digits"
 _VERIFIED = (*COLLECTIVES, TRAINING)
 

@@ -25,9 +25,7 @@ from diffcoll.engines.process_state import seed_rank
 from diffcoll.testing.gradients import assert_matches_single_process, check_gradients
 from diffcoll.testing.harness.matching import refuse_equal_ranks
 from diffcoll.testing.harness.report import GradientMismatchError, Report, Table
-from diffcoll.testing.spawn import RanksFailedError
-
-__all__ = ["run"]
+from diffcoll.testing.processes import RanksFailedError
 
 _DEFAULTS = inspect.signature(assert_matches_single_process).parameters
 

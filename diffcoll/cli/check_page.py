@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from diffcoll.cli.page import document
 from diffcoll.testing.harness.report import Cause, Report, Row, Table, ratio_in_words
 
-__all__ = ["page"]
-
 #: Decimal exponents of the errors at the left and the right end of a bar, and those that are labelled.
 _LEAST, _MOST = -18, 2
 _TICKS = range(-16, 1, 4)

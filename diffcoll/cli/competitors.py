@@ -19,8 +19,6 @@ from torch import Tensor
 
 from diffcoll.testing.cases import Case
 
-__all__ = ["SYSTEMS", "Adapter", "CompetitorCall"]
-
 CompetitorCall = Callable[[Any], Any]
 #: The ops that they have, by their names.
 _OPS = {"sum": "sum", "mean": "avg", "product": "product", "max": "max", "min": "min"}

@@ -19,8 +19,6 @@ from torch import Tensor
 
 import diffcoll as dc
 
-__all__ = ["Trained", "detached", "difference", "differentiable", "load", "train"]
-
 BATCH, STEPS, TEMPERATURE = 96, 30, 0.1
 
 #: (this rank's keys, each rank's number of them) → all ranks' keys

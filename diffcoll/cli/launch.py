@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 import diffcoll
 
-__all__ = ["ENGINES", "gloo_beside_mpi", "launcher"]
-
 #: Values of `--engine`: a process group of torch.distributed, or an MPI communicator.
 ENGINES = ("torch", "mpi")
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["NotUsableError", "called", "named", "place"]
-
 
 class NotUsableError(Exception):
     """What an argument of the command line names cannot be used; the text says why, and what to do."""

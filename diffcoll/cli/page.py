@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import html
 
-__all__ = ["document"]
-
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --right: #1a7f37; --wrong: #cf222e; --none: #8888 }
 @media (prefers-color-scheme: dark) { :root { --right: #3fb950; --wrong: #ff7b72 } }

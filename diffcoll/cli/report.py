@@ -17,8 +17,6 @@ from rich.text import Text
 
 from diffcoll.cli.page import document
 
-__all__ = ["TOLERANCE", "Errors", "Row", "Training", "memory_of_process", "page", "progress", "show", "wide_console"]
-
 #: Tolerance: the largest relative error at which a collective passes.
 TOLERANCE = 1e-10
 #: The same for the training on real input.

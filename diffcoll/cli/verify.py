@@ -42,9 +42,8 @@ from diffcoll.testing.cases import (
     tangents_in_truth,
     together_on_rank,
 )
-from diffcoll.testing.spawn import RanksFailedError, spawn
-
-__all__ = ["run"]
+from diffcoll.testing.processes import RanksFailedError
+from diffcoll.testing.spawn import spawn
 
 #: Timeouts in seconds: for one collective, and for compiling several.
 TIMEOUT, TIMEOUT_COMPILED = 30.0, 150.0

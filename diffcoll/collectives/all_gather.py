@@ -26,8 +26,6 @@ from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import GradPlacement, Group
 
-__all__ = ["AllGather", "all_gather", "gathered_as"]
-
 
 @dataclass(frozen=True)
 class AllGather(Linear):

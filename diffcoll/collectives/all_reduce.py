@@ -26,8 +26,6 @@ from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import Op, Ties
 from diffcoll.engines.types import GradPlacement, Group
 
-__all__ = ["AllReduce", "all_reduce"]
-
 
 @dataclass(frozen=True)
 class AllReduce(Linear):

@@ -23,8 +23,6 @@ from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
 
-__all__ = ["AllToAll", "all_to_all"]
-
 
 @dataclass(frozen=True)
 class AllToAll(Linear):

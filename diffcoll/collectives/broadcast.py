@@ -25,8 +25,6 @@ from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import GradPlacement, Group
 
-__all__ = ["Broadcast", "broadcast"]
-
 
 @dataclass(frozen=True)
 class Broadcast(Linear):

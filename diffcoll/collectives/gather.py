@@ -24,8 +24,6 @@ from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
 
-__all__ = ["Gather", "gather"]
-
 
 @dataclass(frozen=True)
 class Gather(Linear):

@@ -23,8 +23,6 @@ from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
 
-__all__ = ["Permute", "permute", "submit"]
-
 
 @dataclass(frozen=True)
 class Permute(Linear):

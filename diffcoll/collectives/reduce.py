@@ -25,8 +25,6 @@ from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import Op
 from diffcoll.engines.types import Group
 
-__all__ = ["Reduce", "reduce"]
-
 
 @dataclass(frozen=True)
 class Reduce(Linear):

@@ -24,8 +24,6 @@ from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import Op, Ties
 from diffcoll.engines.types import Group
 
-__all__ = ["ReduceScatter", "reduce_scatter"]
-
 
 @dataclass(frozen=True)
 class ReduceScatter(Linear):

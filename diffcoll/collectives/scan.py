@@ -24,8 +24,6 @@ from diffcoll.core.pending import Pending
 from diffcoll.engines.engine import WIDER, Wait, done
 from diffcoll.engines.types import Group
 
-__all__ = ["Scan", "scan"]
-
 
 @dataclass(frozen=True)
 class Scan(Linear):

@@ -29,8 +29,6 @@ from diffcoll.core.torch_private.transforms import is_within_transform
 from diffcoll.core.torch_private.trees import is_tree, tree_flatten, tree_paths
 from diffcoll.engines.types import Group
 
-__all__ = ["Scatter", "scatter"]
-
 T = TypeVar("T")
 
 

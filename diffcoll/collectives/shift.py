@@ -16,8 +16,6 @@ from diffcoll.core.call import Call, perform
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
 
-__all__ = ["Shift", "shift"]
-
 
 @dataclass(frozen=True)
 class Shift(permute.Permute):

@@ -22,8 +22,6 @@ from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear
 from diffcoll.engines.types import Group
 
-__all__ = ["Split", "split"]
-
 
 @dataclass(frozen=True)
 class Split(Linear):

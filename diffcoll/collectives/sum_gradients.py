@@ -23,8 +23,6 @@ from diffcoll.core.call import Call, perform
 from diffcoll.core.linear import Linear
 from diffcoll.engines.types import Group
 
-__all__ = ["SumGradients", "sum_gradients"]
-
 
 @dataclass(frozen=True)
 class SumGradients(Linear):

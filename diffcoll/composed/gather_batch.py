@@ -20,8 +20,6 @@ from diffcoll.core.torch_private.tracing import assume
 from diffcoll.core.torch_private.trees import tree_paths
 from diffcoll.engines.types import Group
 
-__all__ = ["GatheredBatch", "gather_batch"]
-
 _NAME = "gather_batch"
 
 

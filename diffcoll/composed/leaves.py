@@ -16,8 +16,6 @@ from diffcoll.core.torch_private.tracing import integers
 from diffcoll.core.torch_private.trees import tree_flatten, tree_paths
 from diffcoll.engines.types import Group
 
-__all__ = ["batch_leaves", "lengths_and_bits", "lengths_of_ranks"]
-
 
 def batch_leaves(name: str, tree: object) -> tuple[list[Tensor], Callable[[list[Any]], Any]]:
     """Return the leaves of a tree in the order of their paths, and the function that rebuilds it from new leaves.

@@ -24,8 +24,6 @@ from diffcoll.core.torch_private.trees import tree_paths
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group
 
-__all__ = ["ring"]
-
 _NAME = "ring"
 
 

@@ -19,8 +19,6 @@ from diffcoll.core.torch_private.tracing import integers, is_traced
 from diffcoll.core.torch_private.trees import tree_paths
 from diffcoll.engines.engine import Engine
 
-__all__ = ["Agreement", "kind"]
-
 
 class Agreement:
     """One call of a collective, as its ranks compare it.

@@ -17,8 +17,6 @@ from diffcoll.core.torch_private.trees import is_tree
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import word_of
 
-__all__ = ["Arguments", "Parts", "Sizes", "Tensors", "Tree"]
-
 #: A tensor, or nested tuples, lists and dicts of tensors.
 Tensors: TypeAlias = Tensor | Sequence["Tensors"] | Mapping[Any, "Tensors"]
 Tree = TypeVar("Tree", bound=Tensors)

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from diffcoll.engines.engine import Engine
 
-__all__ = ["as_row", "blocks_of", "concatenated", "cut", "join", "pieces", "row_of"]
-
 
 def concatenated(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Return torch.cat(parts, dim), which depends on every part, the empty ones too."""

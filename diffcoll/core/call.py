@@ -31,8 +31,6 @@ from diffcoll.core.torch_private.tensors import divide_, times
 from diffcoll.engines.engine import WIDER, Engine
 from diffcoll.engines.types import Group
 
-__all__ = ["Call", "perform"]
-
 #: Immutable types. Arguments are compared by identity; a plan keeps its arguments alive, so identities are not reused.
 _ATOMS = frozenset((str, int, bool, type(None)))
 #: Types of x for which plans are used. Other subclasses of Tensor may override the attributes that a plan depends on.

@@ -17,8 +17,6 @@ from diffcoll.core.torch_private.tracing import constant_in_graphs, unobserved
 from diffcoll.engines import local
 from diffcoll.engines.engine import Engine, Exclusive
 
-__all__ = ["check_mode", "compare", "digest", "disagree", "is_on", "refuse", "same_everywhere"]
-
 
 class _State:
     """Whether check mode is on, and the groups that were compared within the innermost block, in order of first use.

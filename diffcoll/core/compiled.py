@@ -40,8 +40,6 @@ from diffcoll.core.torch_private.tracing import is_jit_tracing
 from diffcoll.core.torch_private.transforms import batch_last, is_differentiating
 from diffcoll.engines.engine import Engine
 
-__all__ = ["apply", "header", "product", "start", "traced", "traced_start"]
-
 if not COMPILES:
     raise NotImplementedError(
         f"collectives in torch.compile, torch.export, make_fx and the like need torch 2.12 or later, and this is torch "

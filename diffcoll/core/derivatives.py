@@ -29,8 +29,6 @@ from diffcoll.core.torch_private.autograd import backward_at_work
 from diffcoll.core.torch_private.tracing import is_traced, untraced
 from diffcoll.core.torch_private.transforms import apply_rule, batch_last, is_batched_by_autograd, is_plain, over_batch
 
-__all__ = ["Started", "apply", "start"]
-
 
 def apply(f: Linear, x: Tensor) -> Tensor:
     """Return f(x), differentiable to any order and in both modes; in a graph that is compiled, as one op."""

@@ -16,19 +16,6 @@ import torch
 
 from diffcoll.core.torch_private.autograd import backward_at_work
 
-__all__ = [
-    "NOT_MADE",
-    "CollectiveFailedError",
-    "CollectiveMismatchError",
-    "Origin",
-    "failure",
-    "is_users_file",
-    "message",
-    "not_run",
-    "user_line",
-    "within_backward",
-]
-
 #: Folders of the library, of torch and of Python. Installed packages may be below Python's folder, and are users' code.
 _OURS = tuple(os.path.dirname(str(path)) + os.sep for path in (os.path.dirname(__file__), torch.__file__))
 _PYTHON = os.path.dirname(os.__file__) + os.sep

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from diffcoll.core.torch_private.transforms import is_eager, tangents_ignored
 
-__all__ = ["Polynomial", "factors", "number"]
-
 
 def factors(*stacks: Sequence[Tensor | None], most: int) -> list[list[Any]]:
     """Return the factors in each stack, which can be multiplied in any order.

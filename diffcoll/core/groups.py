@@ -24,17 +24,6 @@ from diffcoll.engines.named import Facts, NamedEngine, facts
 from diffcoll.engines.solo import SoloEngine
 from diffcoll.engines.types import Group
 
-__all__ = [
-    "collectives_only",
-    "engine_named",
-    "get_rank",
-    "get_world_size",
-    "key_in_graphs",
-    "rank_within",
-    "resolve",
-    "set_default_group",
-]
-
 _default: Any = None
 _solo = SoloEngine()
 

@@ -30,8 +30,6 @@ from diffcoll.core.torch_private.transforms import (
     tangents_ignored,
 )
 
-__all__ = ["is_joint", "joint_backward", "record", "recording", "recording_again"]
-
 
 class _Chain:
     """The last token of a region, which the next collective of this rank takes as input; its gradient is zero."""

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from diffcoll.engines.engine import Engine, Wait, done
 
-__all__ = ["MAPS", "PER_RANK", "Linear", "common_shape", "then"]
-
 #: Maps whose x may differ from rank to rank in its size along `dim`, if the map has `sizes`.
 UNEVEN = ("all_gather", "gather", "scatter", "permute", "shift")
 #: Fields of maps, and arguments of calls, whose value may differ from rank to rank.

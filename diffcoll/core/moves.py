@@ -17,8 +17,6 @@ from diffcoll.core.torch_private.tracing import is_observed, is_profiling, unobs
 from diffcoll.core.torch_private.transforms import is_transformed
 from diffcoll.engines.engine import Exclusive, failed
 
-__all__ = ["InFlight", "move", "named"]
-
 T = TypeVar("T")
 
 

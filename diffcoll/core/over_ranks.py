@@ -17,8 +17,6 @@ from torch.autograd import Function
 from diffcoll.core.torch_private.tracing import is_observed, is_traced, unobserved
 from diffcoll.core.torch_private.transforms import apply_rule, batch_last, carries_tangents, is_eager, is_plain
 
-__all__ = ["LARGEST", "LOGSUMEXP", "SMALLEST", "Rule", "gradient_in_pieces", "over_ranks", "value_in_pieces"]
-
 
 class Rule(NamedTuple):
     """A function y of a stack s, in which each position of y depends on the same position of each s_k only."""

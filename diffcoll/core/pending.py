@@ -12,8 +12,6 @@ from diffcoll.core.errors import user_line
 from diffcoll.core.torch_private.autograd import is_recomputing
 from diffcoll.core.torch_private.trees import tree_flatten
 
-__all__ = ["Pending"]
-
 T = TypeVar("T")
 
 

@@ -31,8 +31,6 @@ from diffcoll.core.factors import Polynomial, factors, number
 from diffcoll.core.over_ranks import Rule, gradient_in_pieces, value_in_pieces
 from diffcoll.core.torch_private.transforms import apply_rule, batch_last, carries_tangents, is_batched_by_autograd
 
-__all__ = ["PRODUCT", "product"]
-
 #: The coefficients a^A of all factors; the bits of the index are A. None: zero.
 Parts = Sequence[Tensor | None]
 

@@ -31,8 +31,6 @@ from diffcoll.core.torch_private.tracing import is_known, unobserved
 from diffcoll.core.torch_private.transforms import is_within_transform
 from diffcoll.engines.engine import Engine, even_sizes
 
-__all__ = ["Reducing", "Steps"]
-
 #: The last collective of the reduction, the tensor to apply it to, and the local function of its result.
 Steps = tuple[Linear, Tensor, Callable[[Tensor], Tensor]]
 #: Splits a stack (m, …) of tensors like x into stacks of parts of them.

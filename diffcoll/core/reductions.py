@@ -22,17 +22,6 @@ from diffcoll.core.product import product
 from diffcoll.engines.engine import WIDER
 from diffcoll.engines.types import ReduceOp
 
-__all__ = [
-    "REDUCTIONS",
-    "SPELLINGS",
-    "Op",
-    "Reduction",
-    "Ties",
-    "elementwise",
-    "spelled",
-    "users",
-]
-
 #: The names of reductions, in the spellings of PyTorch and NumPy.
 Name: TypeAlias = Literal[
     "sum", "mean", "avg", "average", "product", "prod", "logsumexp",

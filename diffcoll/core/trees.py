@@ -15,8 +15,6 @@ from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import elementwise
 from diffcoll.core.torch_private.trees import tree_flatten, tree_paths
 
-__all__ = ["by_blocks", "by_leaf", "by_message", "checked", "delivered", "for_op", "rows"]
-
 
 def by_message(call: Call, understand: Callable[[Call, Tensor], Any]) -> Any:
     """Apply an elementwise collective: one call for all leaves of a dtype and device, flattened and concatenated."""

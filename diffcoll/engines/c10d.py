@@ -26,8 +26,6 @@ from diffcoll.engines.engine import Blocks, Engine, Exclusive, Wait, is_even
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
 
-__all__ = ["C10dEngine", "engine_of", "is_running", "new_group", "use"]
-
 # The primitives that use the backend's own collective. The others use the defaults of `Engine`, that is, point-to-point
 # messages. Measured on gloo (`python -m benchmarks`): its all_gather and reduce_scatter are slow, and messages are
 # received directly in the result, which saves a copy into newly allocated memory. Backends that are not listed use all

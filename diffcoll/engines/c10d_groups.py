@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["new_group"]
-
 _naming = threading.Lock()
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from diffcoll.core.errors import CollectiveMismatchError
 from diffcoll.engines.engine import Blocks, add_up
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "exchange", "reduce", "reduce_scatter"]
-
 
 def exchange(*ranks: tuple[Blocks, Blocks]) -> None:
     """Copy every block from its sender to its receiver."""

@@ -22,8 +22,6 @@ from torch import Tensor
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, message
 from diffcoll.engines.scratch import Scratch
 
-__all__ = ["WIDER", "Doing", "Engine", "Exclusive", "Wait", "add_up", "done", "even_sizes", "failed", "is_even"]
-
 Wait = Callable[[], object]
 
 #: The dtype in which the library adds up half precisions.

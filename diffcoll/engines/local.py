@@ -42,17 +42,6 @@ from diffcoll.engines.rank_threads import (
     wrapped_backward_code,
 )
 
-__all__ = [
-    "LocalEngine",
-    "LocalGroup",
-    "World",
-    "backward_starts",
-    "engine_of",
-    "here",
-    "involved",
-    "refuse_in_backward",
-]
-
 #: (name of the collective, each rank's tensor, arguments and facts, see `Engine.run_truth`) → each rank's result.
 Truth = Callable[[str, list[Any], list[dict[str, Any]], list[tuple[object, object]]], list[Any]]
 

@@ -10,8 +10,6 @@ from typing_extensions import override
 
 from diffcoll.engines.engine import Blocks, Engine, Wait, done
 
-__all__ = ["MessageEngine", "Messages"]
-
 #: For each message the other rank, and the tensor that is sent or filled.
 Messages = list[tuple[int, Tensor]]
 

@@ -27,8 +27,6 @@ from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.mpi_requests import Deferred, Duplicate, Polled
 from diffcoll.engines.watch import watch
 
-__all__ = ["MpiEngine", "engine_named", "engine_of", "finalize"]
-
 #: MPI counts in 32-bit ints. Larger tensors are sent in pieces of this many bytes, equal on all ranks.
 PIECE = 1 << 30
 #: Blocking sums are split into pieces of this many bytes, which fit the caches: on two ranks of one host, sums of 12 MB

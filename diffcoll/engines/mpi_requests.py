@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["Deferred", "Duplicate", "Polled", "Wanted"]
-
 #: The rank that sends a message, and its size in bytes.
 Wanted = Sequence[tuple[int, int]]
 #: The first of the tags of `Create_group`. Every MPI has tags up to 32767; a user's own calls may use small ones.

@@ -7,8 +7,6 @@ from typing_extensions import override
 
 from diffcoll.engines.engine import Blocks, Engine, Wait
 
-__all__ = ["NamedEngine", "facts"]
-
 Facts = tuple[str, int, int, str, tuple[str, ...] | None, str, tuple[tuple[str, int], ...], tuple[int, ...]]
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from torch.autograd import profiler
 
-__all__ = ["one_profiler"]
-
 _REPLACED = ("_prepare_profiler", "_disable_profiler")
 _lock = threading.Lock()
 _simulations = 0

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["copies_end_here", "process_state", "seed_rank", "set_process_state", "states_of_ranks"]
-
 #: What `warnings.catch_warnings` saves and restores; a rank may be in such a block when another one runs.
 _WARNINGS = ("filters", "showwarning", "_showwarnmsg_impl")
 _STREAMS = ("stdout", "stderr")

@@ -7,8 +7,6 @@ from collections import deque
 import torch
 from torch import Tensor
 
-__all__ = ["Scratch"]
-
 #: An engine keeps at most this much between two calls.
 KEPT_BYTES = 64 << 20
 

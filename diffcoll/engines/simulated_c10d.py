@@ -38,8 +38,6 @@ from diffcoll.engines.simulated_group import SimulatedGroup
 from diffcoll.engines.simulated_mesh import MESH_REMEDY, of_makers
 from diffcoll.engines.simulated_moves import Mailbox
 
-__all__ = ["Simulation", "default_group", "installed", "is_rank"]
-
 _NAME = "diffcoll_simulated"
 _RESOLVE = "_resolve_process_group"
 _c = torch._C._distributed_c10d

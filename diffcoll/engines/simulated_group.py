@@ -36,8 +36,6 @@ from diffcoll.engines.simulated_moves import (
     warn_in_backward,
 )
 
-__all__ = ["SimulatedGroup"]
-
 Tensors = list[Tensor]
 
 

@@ -17,8 +17,6 @@ from typing_extensions import override
 
 from diffcoll.engines.local import here
 
-__all__ = ["MESH_REMEDY", "of_makers"]
-
 MESH_REMEDY = (
     "make meshes on every rank and do not keep them in globals or caches, which simulated ranks share; a program that "
     'keeps them runs on processes: use spawn, or on=("gloo",)'

@@ -20,23 +20,6 @@ from diffcoll.core.torch_private.transforms import is_transformed
 from diffcoll.engines.engine import Wait
 from diffcoll.engines.local import NO_GRAPHS
 
-__all__ = [
-    "AS_NCCL",
-    "Mailbox",
-    "Message",
-    "Part",
-    "SimulatedWork",
-    "carry_out",
-    "check_dtypes",
-    "contiguous",
-    "deliver",
-    "divide",
-    "layout",
-    "plain",
-    "reduction",
-    "warn_in_backward",
-]
-
 _MEMORY = "backends read and write its memory in order, whatever the strides"
 
 #: The remedy if gloo refuses what other backends do.

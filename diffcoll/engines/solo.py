@@ -6,8 +6,6 @@ from typing_extensions import override
 
 from diffcoll.engines.engine import Blocks, Engine, Wait
 
-__all__ = ["SoloEngine"]
-
 
 class SoloEngine(Engine):
     """Rank 0 of 1. Every collective is its N = 1 case."""

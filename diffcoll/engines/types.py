@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-__all__ = ["Communicator", "GradPlacement", "Group", "ReduceOp", "word_of"]
-
 
 class Communicator(Protocol):
     """An `mpi4py.MPI.Comm`; mpi4py may not be installed."""

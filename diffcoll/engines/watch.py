@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from diffcoll.core.errors import NOT_MADE, Origin, message, not_run
 from diffcoll.engines.engine import Doing, Engine
 
-__all__ = ["watch"]
-
 #: Environment variable for the seconds after which to warn (0: never), and its default.
 _VARIABLE, _DEFAULT = "DIFFCOLL_WARN_AFTER", "30"
 

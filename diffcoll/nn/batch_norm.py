@@ -23,16 +23,6 @@ from diffcoll.engines.types import Group
 from diffcoll.nn.moments import wide
 from diffcoll.nn.normalize import batch_norm
 
-__all__ = [
-    "InGroup",
-    "SyncBatchNorm",
-    "check_input",
-    "check_scripted",
-    "node_of",
-    "refuse_one_value",
-    "update",
-]
-
 _NAME = "SyncBatchNorm"
 
 

@@ -25,8 +25,6 @@ from diffcoll.engines.types import Group
 from diffcoll.nn.batch_norm import InGroup, check_input, check_scripted, node_of, refuse_one_value, update
 from diffcoll.nn.normalize import batch_norm
 
-__all__ = ["Synchronized", "synchronized_class"]
-
 _CONVERT = "convert_sync_batchnorm"
 _REMEDY = "replace this module yourself"
 

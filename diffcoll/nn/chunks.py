@@ -19,8 +19,6 @@ from torch.nn import functional as F
 
 from diffcoll.nn.logits import LossRule, Marks, Sums, blocks, least, masks, merged
 
-__all__ = ["sums_of"]
-
 
 def sums_of(
     q: Tensor, k: Tensor, bias: Tensor | None, rule: LossRule, rows: Marks, cols: Marks, chunk: int | None

@@ -18,8 +18,6 @@ from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size
 from diffcoll.engines.types import Group
 
-__all__ = ["LossModule", "RankReduction", "check_rank_reduction", "returned"]
-
 RankReduction = Literal["mean", "sum"]
 
 

@@ -14,9 +14,6 @@ from diffcoll.engines.types import Group
 from diffcoll.nn.batch_norm import InGroup, SyncBatchNorm
 from diffcoll.nn.batch_norm_subclasses import Synchronized, synchronized_class
 
-__all__ = ["BatchNorm", "convert_sync_batchnorm", "revert_sync_batchnorm"]
-
-
 _Module = TypeVar("_Module", bound=nn.Module)
 
 

@@ -22,8 +22,6 @@ from diffcoll.nn.convention import LossModule, RankReduction, check_rank_reducti
 from diffcoll.nn.followers import bit, follows, leaf, needs_gradient, refuse_absent
 from diffcoll.nn.inputs import check_number, check_rows, in_full_precision, without_autocast
 
-__all__ = ["BarlowTwinsLoss", "VICRegLoss", "barlow_twins_loss", "vicreg_loss"]
-
 
 def barlow_twins_loss(
     z1: Tensor,

@@ -32,8 +32,6 @@ from diffcoll.nn.inputs import (
     without_autocast,
 )
 
-__all__ = ["DiceLoss", "IoULoss", "TverskyLoss", "dice_loss", "iou_loss", "tversky_loss"]
-
 Dims = int | Sequence[int] | Literal["per class"] | None
 #: (overlap T, sum of probabilities P, sum of targets Q) → similarity
 _Ratio = Callable[[Tensor, Tensor, Tensor], Tensor]

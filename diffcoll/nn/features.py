@@ -17,8 +17,6 @@ from diffcoll.nn.convention import RankReduction, check_rank_reduction, returned
 from diffcoll.nn.inputs import FLOATS, HALF
 from diffcoll.nn.logits import normalized
 
-__all__ = ["Columns", "Exchange", "Options", "check_features", "columns_of", "per_row", "scalar", "wide"]
-
 #: How ranks get the other ranks' features: all at once, or one rank's block after the other.
 Exchange = Literal["gather", "ring"]
 

@@ -24,19 +24,6 @@ from diffcoll.core.torch_private.tracing import assert_in_graph, is_traced
 from diffcoll.core.torch_private.transforms import is_vmapped, is_within_transform
 from diffcoll.engines.types import Group
 
-__all__ = [
-    "ABSENT",
-    "any_needs",
-    "bit",
-    "follows",
-    "leaf",
-    "needs_gradient",
-    "number",
-    "refuse_absent",
-    "refuse_absent_of",
-    "sent",
-]
-
 #: The number of a rank that is absent. Sums over up to 4095 ranks are exact in float32.
 ABSENT = 4096
 

@@ -13,9 +13,8 @@ from diffcoll.engines.types import Group
 from diffcoll.nn.convention import LossModule, RankReduction
 from diffcoll.nn.features import Exchange, Options, check_features, columns_of, per_row, scalar, wide
 from diffcoll.nn.inputs import without_autocast
-from diffcoll.nn.pairs import LossRule, compare
-
-__all__ = ["InfoNCELoss", "info_nce_loss"]
+from diffcoll.nn.logits import LossRule
+from diffcoll.nn.pairs import compare
 
 _NAME = "info_nce_loss"
 

@@ -12,17 +12,6 @@ from diffcoll.core.errors import message
 from diffcoll.core.torch_private.tracing import assert_in_graph, is_traced
 from diffcoll.core.torch_private.transforms import is_vmapped, is_within_transform, without_transforms
 
-__all__ = [
-    "FLOATS",
-    "HALF",
-    "check_fractions",
-    "check_number",
-    "check_rows",
-    "in_full_precision",
-    "no_fractions",
-    "without_autocast",
-]
-
 #: Dtypes whose sums are computed in float32.
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (*HALF, torch.float32, torch.float64)

@@ -27,8 +27,6 @@ from torch.utils.checkpoint import checkpoint
 from diffcoll.core.torch_private.tracing import is_observed
 from diffcoll.core.torch_private.transforms import carries_tangents, is_batched_by_autograd, is_within_transform
 
-__all__ = ["Marks", "LossRule", "Sums", "block", "blocks", "least", "masks", "merged", "normalized"]
-
 
 class LossRule(NamedTuple):
     """What a loss needs to know of the logits."""

@@ -29,8 +29,6 @@ from diffcoll.core.groups import get_rank, get_world_size
 from diffcoll.engines.types import Group
 from diffcoll.nn.followers import sent
 
-__all__ = ["Moments", "moments", "weighted_mean"]
-
 _HALF = (torch.float16, torch.bfloat16)
 
 

@@ -33,8 +33,6 @@ from diffcoll.engines.types import Group
 from diffcoll.nn.followers import any_needs, leaf, needs_gradient, number, refuse_absent_of, sent
 from diffcoll.nn.moments import gathered, merged, row_of, wide
 
-__all__ = ["Track", "batch_norm"]
-
 #: Is called, without grad mode, with count (a number or a 1-d tensor), mean and biased variance of all ranks' values.
 Track = Callable[[float | Tensor, Tensor, Tensor], None]
 

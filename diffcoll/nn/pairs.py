@@ -32,8 +32,6 @@ from diffcoll.nn.followers import ABSENT, leaf, refuse_absent_of
 from diffcoll.nn.logits import LossRule, Marks
 from diffcoll.nn.ring import Ring
 
-__all__ = ["Compared", "LossRule", "compare"]
-
 #: A parameter without elements.
 _LEAF = torch.zeros(0, 1, device="cpu", requires_grad=True)
 

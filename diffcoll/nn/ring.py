@@ -29,8 +29,6 @@ from diffcoll.nn.chunks import sums_of
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.logits import LossRule, Marks, Sums, block, merged
 
-__all__ = ["Ring"]
-
 _FIRST_ORDER, _ALL_ORDERS = "backward without create_graph", "backward with create_graph=True"
 
 

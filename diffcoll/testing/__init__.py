@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from diffcoll.testing.gradients import assert_matches_single_process, check_gradients
 from diffcoll.testing.harness.report import GradientMismatchError, Report
+from diffcoll.testing.processes import RanksFailedError
 from diffcoll.testing.simulate import new_group, simulate
-from diffcoll.testing.spawn import RanksFailedError, spawn
+from diffcoll.testing.spawn import spawn
 
 __all__ = [
     "GradientMismatchError",

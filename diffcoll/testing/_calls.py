@@ -12,8 +12,6 @@ from diffcoll.core.errors import message
 from diffcoll.core.joint import is_joint
 from diffcoll.core.torch_private.transforms import is_within_transform
 
-__all__ = ["missing", "per_rank_arguments", "seconds"]
-
 _EXPECTED = "a sequence with one element for each rank"
 #: Iterators with more elements are taken to be endless, e.g. itertools.count().
 _MOST = 1 << 16

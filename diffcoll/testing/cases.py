@@ -24,22 +24,6 @@ import diffcoll
 from diffcoll import truth
 from diffcoll.testing.layouts import with_layout
 
-__all__ = [
-    "Case",
-    "Measured",
-    "error",
-    "errors",
-    "in_truth",
-    "leaf_of",
-    "numbers",
-    "on_rank",
-    "real_inner",
-    "table",
-    "tangent_on_rank",
-    "tangents_in_truth",
-    "together_on_rank",
-]
-
 Shape = tuple[int, ...]
 
 #: Collectives whose input is replicated.

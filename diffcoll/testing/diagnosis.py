@@ -17,8 +17,6 @@ from diffcoll.testing.harness.report import Cause, ratio_in_words
 #: A quantity is nearly right if its relative error is below this.
 _LITTLE = 5e-3
 
-__all__ = ["CAUSES", "Witness", "diagnose", "subject_of"]
-
 
 @dataclass(frozen=True)
 class Witness:

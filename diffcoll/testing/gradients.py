@@ -21,8 +21,6 @@ from diffcoll.testing.harness.measure import MeasurementPlan, input_names, leave
 from diffcoll.testing.harness.packing import pack
 from diffcoll.testing.harness.report import GradientMismatchError, Report
 
-__all__ = ["assert_matches_single_process", "check_gradients"]
-
 _MATCHES, _CHECK = "assert_matches_single_process", "check_gradients"
 _LIMIT = "a tensor that is detached on purpose, such as a target, looks like a lost gradient to finite differences"
 

@@ -25,8 +25,6 @@ from diffcoll.engines.mpi import finalize
 from diffcoll.testing._calls import missing
 from diffcoll.testing.processes import GRACE, Forked, RanksFailedError, call, mpi_world, surround
 
-__all__ = ["Launched"]
-
 #: The program that mpiexec starts once per rank. It does not import PyTorch, so it starts in milliseconds. It sends
 #: its output streams, the socket that MPICH's mpiexec opened for it, and its environment to the rank's process, and
 #: exits when that process does.

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from diffcoll.core.errors import message
 
-__all__ = ["LAYOUTS", "PerRank", "layouts_of", "same", "with_layout"]
-
 #: Names for `with_layout`.
 LAYOUTS = ("contiguous", "transposed", "strided", "offset", "expanded", "channels_last")
 

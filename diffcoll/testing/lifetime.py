@@ -14,8 +14,6 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import get_temp_dir
 
-__all__ = ["end_with", "temporary_folder"]
-
 #: Removes the first folder when it receives a line, or all when its standard input is closed because the process that
 #: uses them has ended. Ranks that are being killed may still write to the first one.
 _REMOVE = """

@@ -22,8 +22,6 @@ from diffcoll.testing._calls import missing
 from diffcoll.testing.pickling import dumps
 from diffcoll.testing.rank_body import Body, RankFixture
 
-__all__ = ["payload_of"]
-
 #: Fixtures that act on the test's own process, and what to use instead.
 _LOCAL = {
     **dict.fromkeys(

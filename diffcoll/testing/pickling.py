@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["dumps"]
-
 #: Dtypes of which PyTorch's tensors can be pickled by `pickle`; of the others (float8, uint16, complex32) only the
 #: pickling succeeds. torch.save and torch.load handle all.
 _PICKLED = (

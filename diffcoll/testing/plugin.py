@@ -22,8 +22,6 @@ from diffcoll.testing.verdict import conclude, report_of
 from diffcoll.testing.worker import STREAMS
 from diffcoll_pytest import Ranks, ranks_of
 
-__all__ = ["Plugin"]
-
 _CAPTURING = {"capsys", "capsysbinary", "capteesys", "capfd", "capfdbinary"}
 _OURS = {"rank", "group", "world_size"}
 

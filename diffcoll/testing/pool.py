@@ -21,8 +21,6 @@ from diffcoll.testing.rank_body import BodyEnd, text_of, unpacked
 from diffcoll.testing.spawn import stacks
 from diffcoll.testing.worker import STREAMS, Seat, Worker, serve
 
-__all__ = ["Pool"]
-
 #: Seconds until an MPI job must have started.
 _START = 60
 

@@ -32,20 +32,6 @@ from diffcoll.engines.process_state import copies_end_here, seed_rank
 from diffcoll.testing._calls import missing
 from diffcoll.testing.lifetime import end_with
 
-__all__ = [
-    "GRACE",
-    "Forked",
-    "Processes",
-    "RanksFailedError",
-    "call",
-    "join",
-    "leave",
-    "mpi_world",
-    "preload",
-    "surround",
-    "surroundings",
-]
-
 #: When one rank has failed, the others may need this long to say why (s); the same for the last words of
 #: ranks that hang.
 GRACE = 3.0

@@ -20,19 +20,6 @@ from torch.optim import Optimizer
 
 from diffcoll.engines.process_state import copies_end_here
 
-__all__ = [
-    "Body",
-    "Copies",
-    "BodyEnd",
-    "RankFixture",
-    "attempt",
-    "chained",
-    "packed",
-    "text_of",
-    "traceback_of",
-    "unpacked",
-]
-
 
 class RankFixture:
     """Stands for a value that each rank has for itself: rank, group, or a fixture that uses one of these.

@@ -13,11 +13,9 @@ from diffcoll import truth
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.transforms import is_transformed
-from diffcoll.engines import c10d, simulated_c10d
+from diffcoll.engines import c10d_groups, simulated_c10d
 from diffcoll.engines.local import LocalEngine, World, backward_starts
 from diffcoll.testing._calls import per_rank_arguments
-
-__all__ = ["simulate"]
 
 T = TypeVar("T")
 
@@ -180,5 +178,5 @@ def new_group(ranks: Sequence[int]) -> Any:
     if not numbers or len(set(numbers)) < len(numbers) or not all(0 <= r < engine.size for r in numbers):
         raise ValueError(message("new_group", "ranks", numbers, expected))
     if simulated_c10d.is_rank() and isinstance(engine, LocalEngine):
-        return c10d.new_group([engine.group.ranks[r] for r in numbers])
+        return c10d_groups.new_group([engine.group.ranks[r] for r in numbers])
     return engine.subgroup(numbers)

@@ -22,8 +22,6 @@ from diffcoll.testing.lifetime import temporary_folder
 from diffcoll.testing.pickling import dumps
 from diffcoll.testing.processes import GRACE, Forked, Processes, RanksFailedError, surroundings
 
-__all__ = ["RanksFailedError", "spawn"]
-
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ import pytest
 from diffcoll.testing.processes import RanksFailedError
 from diffcoll.testing.rank_body import BodyEnd, text_of
 
-__all__ = ["Report", "conclude", "report_of"]
-
 _ATTRIBUTE = "_diffcoll_report"
 
 

@@ -34,8 +34,6 @@ from diffcoll.engines.process_state import seed_rank
 from diffcoll.testing.processes import GRACE, Forked, join, leave, surround, surroundings
 from diffcoll.testing.rank_body import Body, BodyEnd, attempt, packed, text_of, traceback_of
 
-__all__ = ["STREAMS", "Worker", "Seat", "serve"]
-
 STREAMS = ("stdout", "stderr")
 #: Threads of the library that stay.
 _OURS = {"diffcoll watch"}

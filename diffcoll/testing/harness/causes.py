@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CAUSES"]
-
 #: Each cause: the usual bug behind it, and the fix.
 CAUSES = {
     "raised": (

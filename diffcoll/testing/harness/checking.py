@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.autograd import nodes_of_graph
-from diffcoll.testing.diagnosis import CAUSES
+from diffcoll.testing.harness.causes import CAUSES
 from diffcoll.testing.harness.comparison import SMALL, multiple
 from diffcoll.testing.harness.differences import (
     STEPS,
@@ -40,8 +40,6 @@ from diffcoll.testing.harness.measure import (
 from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.harness.report import Cause, Row, Table
 from diffcoll.testing.simulate import simulate
-
-__all__ = ["Checking"]
 
 #: All elements are moved one by one if the ranks have at most this many in all; else along random directions.
 _FEW = 48

@@ -12,19 +12,6 @@ from torch import Tensor
 from diffcoll.testing.harness.measure import Gradients, Measurement, differentiable
 from diffcoll.testing.harness.report import Row, Table
 
-__all__ = [
-    "SMALL",
-    "Names",
-    "Quantity",
-    "Run",
-    "compare",
-    "is_near",
-    "multiple",
-    "rows_of",
-    "tolerance_of",
-    "unchecked",
-]
-
 #: A gradient smaller than this part of the largest one is compared with that part: what is zero by cancellation, such
 #: as the gradient of a bias before a batch norm, has a relative error of 1.
 SMALL = 1e-3

@@ -27,8 +27,6 @@ from diffcoll.core.torch_private.tracing import TorchDispatchMode
 from diffcoll.engines.local import here
 from diffcoll.engines.simulated_group import SimulatedGroup
 
-__all__ = ["GraphCuts", "Undetached"]
-
 #: Dispatcher namespaces of torch.distributed's collectives.
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 #: Operators of these namespaces that move no data.

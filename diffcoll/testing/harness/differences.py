@@ -22,8 +22,6 @@ from diffcoll.testing.cases import numbers, real_inner
 from diffcoll.testing.harness.measure import MeasurementPlan, leaves_of, objective, with_leaves
 from diffcoll.testing.harness.packing import Packed, Subject
 
-__all__ = ["Difference", "Direction", "STEPS", "along", "central", "directions", "losses_along", "partials", "step"]
-
 #: Distances in steps at which the losses are evaluated, after the point itself.
 STEPS = (1, -1, 2, -2)
 

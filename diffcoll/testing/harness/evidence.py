@@ -23,8 +23,6 @@ from diffcoll.testing.harness.comparison import is_near, multiple
 from diffcoll.testing.harness.differences import Difference, along
 from diffcoll.testing.harness.report import ratio_in_words
 
-__all__ = ["Evidence"]
-
 #: Relative error at which a finite difference confirms a cause.
 _SURE = {torch.float64: 1e-5, torch.complex128: 1e-5}
 

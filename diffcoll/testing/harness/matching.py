@@ -29,8 +29,6 @@ from diffcoll.testing.harness.measure import (
 from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.processes import RanksFailedError
 
-__all__ = ["Matching", "cuts_on_rank", "refuse_equal_ranks", "unused"]
-
 #: Random directions of each tensor along which finite differences are taken for the diagnosis.
 _DIRECTIONS = 4
 

@@ -26,19 +26,6 @@ from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.simulate import simulate
 from diffcoll.testing.spawn import spawn
 
-__all__ = [
-    "Gradients",
-    "Measurement",
-    "MeasurementPlan",
-    "differentiable",
-    "input_names",
-    "leaves_of",
-    "objective",
-    "on_rank",
-    "run_on",
-    "with_leaves",
-]
-
 #: Streams of random numbers, see `cases.numbers`: weights of the outputs, directions of second order.
 WEIGHTS, DIRECTIONS = 1, 2
 

@@ -20,8 +20,6 @@ from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing._calls import missing
 from diffcoll.testing.pickling import dumps
 
-__all__ = ["Packed", "Subject", "pack"]
-
 
 @dataclass(frozen=True)
 class Subject:

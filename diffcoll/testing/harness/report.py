@@ -6,8 +6,6 @@ import math
 import textwrap
 from dataclasses import dataclass
 
-__all__ = ["Cause", "GradientMismatchError", "Report", "Row", "Table", "ratio_in_words"]
-
 
 @dataclass(frozen=True)
 class Row:

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from diffcoll.core.errors import message
 
-__all__ = ["Draw", "integer", "integers", "pairs", "sizes", "worlds"]
-
 Draw = Callable[..., Any]
 
 

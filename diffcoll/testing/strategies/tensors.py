@@ -14,8 +14,6 @@ from diffcoll.core.errors import message
 from diffcoll.testing.layouts import LAYOUTS, PerRank, layouts_of, same, with_layout
 from diffcoll.testing.strategies.sizes import Draw, integer, integers, worlds
 
-__all__ = ["per_rank_tensors"]
-
 _NAME = "per_rank_tensors"
 #: Number of values drawn for one tensor; larger tensors repeat them. A prime: rows of other lengths do not repeat.
 _DRAWN = 61
