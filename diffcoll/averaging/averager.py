@@ -20,15 +20,13 @@ from torch import Tensor, nn
 from diffcoll.averaging import registry
 from diffcoll.averaging.buckets import Parameter
 from diffcoll.averaging.comm_hook import CommHook, Hook
-from diffcoll.averaging.communicating import flags_of_ranks
 from diffcoll.averaging.functions import agree, agree_on_parameters, broadcast_from_first, checked_weight
 from diffcoll.averaging.hooks import Hooks
 from diffcoll.averaging.ignoring import Ignore, checked_ignore
-from diffcoll.averaging.joined import Joined
+from diffcoll.averaging.joined import Joined, joined
 from diffcoll.averaging.module_buffers import ModuleBuffers, facts, named_buffers, refuse_without_memory
 from diffcoll.averaging.parameters import differentiable, named_parameters
 from diffcoll.averaging.reducer import Reducer
-from diffcoll.averaging.spare import copied_containers, copy_where_needed
 from diffcoll.averaging.state import NAME, Averaging, BroadcastBuffers, Settings, Unused, read_reduction
 from diffcoll.averaging.tree import ModuleTree
 from diffcoll.averaging.twins import twin
@@ -40,7 +38,6 @@ from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group
 
 Batch = TypeVar("Batch")
-_REPLACED = f"{NAME}.join: another join() has begun since, expected one loop at a time; end this loop before the next"
 
 
 class GradientAverager:
@@ -155,7 +152,7 @@ class GradientAverager:
         self._number = registry.enter(self._claim)
         self._is_attached = True
         if self._tree is not None:
-            self._tree.attach(self, registry.averaged, self._hooks.renew, self._hooks.after_new_parameter)
+            self._tree.attach(self, registry.averaged, self._hooks.after_new_parameter)
         if self._buffers is not None:
             self._buffers.attach(self._hooks.end_failed_backward)
         if not hooks:
@@ -190,7 +187,6 @@ class GradientAverager:
         Raises:
             ValueError, TypeError: the weight is not such a number, or the reduction is not `"weighted"`.
         """
-        self._hooks.renew()
         reducer, name = self._reducer, f"{NAME}.set_weight"
         if reducer.reduction != "weighted":
             raise ValueError(message(name, "weight", repr(weight), "none", 'say reduction="weighted"'))
@@ -247,11 +243,10 @@ class GradientAverager:
 
         Args:
             batches: this rank's batches; there may be none.
-            spare: what this rank repeats if it has no batch at all. None: a copy of another rank's first batch, which
-                must consist of tensors, numbers, strings and None in tuples, lists and dicts.
+            spare: what this rank repeats if it has no batch at all: a batch in the form of the others', of any values.
 
         Raises:
-            ValueError: a rank has neither a batch nor a spare one, and no copy can be made; raised on all ranks.
+            ValueError: a rank has neither a batch nor a spare one, and another has a batch; raised on all ranks.
             RuntimeError: another `join` of this averager has begun before this one ended; or a second loop over what
                 this returned, after one that was left early.
         """
@@ -259,37 +254,7 @@ class GradientAverager:
 
     def _join(self, batches: Iterable[Batch], spare: Batch | None) -> Generator[Batch, None, None]:
         self._check_attached("join")
-        reducer, here = self._reducer, self._reducer.join
-        iterator, nothing = iter(batches), object()
-        mine: Any = next(iterator, nothing)
-        last, needs_copy, yielded_at = spare, mine is nothing and spare is None, -1
-        loop = here.enter()
-        try:
-            while any(have := flags_of_ranks(mine is not nothing, reducer.engine)):
-                if mine is not nothing:
-                    last, here.took_part = copied_containers(mine), True  # the loop may modify its own
-                if yielded_at < 0:
-                    last = copy_where_needed(last, needs_copy, have, reducer.engine)
-                if mine is nothing and not here.ran_out:
-                    here.run_out(any(p.is_accumulated and p.tensor.grad is not None for p in reducer.parameters))
-                    self._hooks.hook_before()
-                here.source = have.index(1)
-                yielded_at = reducer.count
-                yield copied_containers(last) if here.ran_out else mine
-                if here.loop is not loop:
-                    raise RuntimeError(_REPLACED)
-                if not here.ran_out:
-                    mine = next(iterator, nothing)
-            if self._buffers is not None:
-                exchanged = flags_of_ranks(self._buffers.is_exchanged, reducer.engine)
-                here.source = 0
-                self._buffers.synchronize(resets_source=len(set(exchanged)) == 1)
-        finally:
-            if here.loop is loop:
-                here.ran_out = False
-                here.is_leaving = True  # keep the loop's weighting until gradients accumulated in it are reduced
-                if reducer.count != yielded_at:
-                    here.leave()
+        yield from joined(batches, spare, self._hooks, self._reducer, self._buffers)
 
     @untraced
     def detach(self) -> None:

@@ -36,10 +36,8 @@ class Parameter:
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.strides = tensor.stride() if is_channels_last(tensor) else None  # of its place; None: contiguous
         self.hooks: list[Any] = []
-        self.node: Any = None  # AccumulateGrad, kept alive for its pre-hook
-        self.storage: weakref.ref[Any] | None = None  # of the parameter when the pre-hook was registered
+        self.has_pre_hook = False
         self.reference: weakref.ref[Tensor] | None = None  # makes swap_tensors refuse the parameter, see `Hooks.attach`
-        self.is_prepared = False  # whether the pre-hook has run, and the post-accumulate hook has not
         self.pass_number = -1  # number of the backward pass in which its gradient was last accumulated
         self.grad_view: Tensor | None = None  # the view of its place that was assigned to `.grad`
         self.weighted_at = -1  # number of reductions when a gradient was last multiplied by the weight

@@ -28,7 +28,7 @@ def refuse_changes(trainable: Sequence[Parameter], backward: Backward) -> None:
             why = "its gradient was set to None"
         elif p.is_in_bucket and p.has_changed():
             why = "its gradient was changed"
-        elif now != (before if p.node is None else p.value_version):
+        elif now != (p.value_version if p.has_pre_hook else before):
             why = "its value was changed"
         else:
             continue

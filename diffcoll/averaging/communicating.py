@@ -57,11 +57,11 @@ def refuse_ended(engine: Engine) -> None:
         )
 
 
-def flags_of_ranks(flag: bool, engine: Engine) -> list[int]:
-    """Return the flag of each rank, 0 or 1."""
-    flags = [0] * engine.size
-    flags[engine.rank] = int(flag)
-    total = torch.tensor(flags, device=engine.control_device)
+def numbers_of_ranks(number: int, engine: Engine) -> list[int]:
+    """Return the number of each rank."""
+    numbers = [0] * engine.size
+    numbers[engine.rank] = int(number)
+    total = torch.tensor(numbers, device=engine.control_device)
     if engine.size > 1:
         engine.operation, engine.later = NAME, False
         with Exclusive(engine, NAME):

@@ -2,6 +2,7 @@
 
 | autograd event | hook |
 |---|---|
+| hook of the parameter | `_on_gradient`: register the pre-hook |
 | pre-hook of AccumulateGrad | `_before_accumulate`: multiply by the weight |
 | post-accumulate hook of the parameter | `_after_accumulate`: copy into the bucket; a complete bucket is sent |
 | first post-accumulate hook in a pass | `on_backward_start` |
@@ -11,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 import weakref
@@ -20,12 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import unserializable_hook
 
 from diffcoll.averaging import registry
 from diffcoll.averaging.buckets import Parameter
 from diffcoll.averaging.changes import refuse_second_average
-from diffcoll.averaging.communicating import flags_of_ranks
+from diffcoll.averaging.communicating import numbers_of_ranks
 from diffcoll.averaging.functions import weighted
 from diffcoll.averaging.reducer import Reducer
 from diffcoll.averaging.state import NAME
@@ -35,10 +37,14 @@ from diffcoll.core.torch_private.autograd import (
     backward_at_work,
     is_backward_compiled,
     is_backward_nested,
+    is_backward_returned,
+    node_at_work,
     nodes_after_nested_backward,
 )
-from diffcoll.core.torch_private.tensors import has_earlier_hooks, is_view, version
+from diffcoll.core.torch_private.tensors import has_earlier_hooks, is_last_hook, is_view, version
 from diffcoll.core.torch_private.tracing import untraced
+
+_numbers = itertools.count()
 
 
 class Hooks:
@@ -49,6 +55,8 @@ class Hooks:
         #: Autograd has a thread per GPU, so hooks of parameters on several GPUs may run at the same time.
         self._lock = threading.RLock()
         self.no_sync_depth = 0
+        #: Marks nodes that have the pre-hook.
+        self._key = f"diffcoll {next(_numbers)}"
         #: The number of reductions when `skip_step` was last called; 0: never.
         self._skipped_at = 0
 
@@ -66,37 +74,22 @@ class Hooks:
             if self._reducer.changes_reduced or has_earlier_hooks(p.tensor):
                 self._hook_before(p)
 
-    def renew(self) -> None:
-        """Register pre-hooks again on parameters that have another AccumulateGrad, as after a change of dtype."""
-        for p in self._reducer.parameters:
-            if p.node is not None:
-                self._hook_before(p)
-
     def hook_before(self) -> None:
-        """Register `_before_accumulate` on the parameters that do not have it yet."""
+        """Let `_before_accumulate` run for all parameters."""
         for p in self._reducer.parameters:
             self._hook_before(p)
 
     def _hook_before(self, p: Parameter) -> None:
-        """Use a pre-hook of AccumulateGrad: a hook of the tensor would also run in torch.autograd.grad.
-
-        A parameter with another AccumulateGrad has another storage, which takes less time to find out.
-        """
-        storage = p.tensor.untyped_storage()
-        if not p.hooks or (p.storage is not None and p.storage() is storage):
-            return
-        with _requiring_grad(p.tensor):
-            node = get_gradient_edge(p.tensor).node
-        p.storage = weakref.ref(storage)
-        if node is not p.node:
-            p.node = node
-            p.hooks.append(node.register_prehook(self._hook(Hooks._before_accumulate, p)))
+        if p.hooks and not p.has_pre_hook:
+            with _requiring_grad(p.tensor):
+                p.hooks.append(p.tensor.register_hook(self._hook(Hooks._on_gradient, p)))  # type: ignore[no-untyped-call]
+            p.has_pre_hook = True
 
     def detach(self) -> None:
         """Remove the hooks."""
         for p in self._reducer.parameters:
             handles, p.hooks = p.hooks, []
-            p.node = p.storage = p.reference = None
+            p.reference, p.has_pre_hook = None, False
             for handle in handles:
                 handle.remove()
 
@@ -105,20 +98,49 @@ class Hooks:
         hooks, parameter = weakref.ref(self), weakref.ref(p)
 
         def hook(given: Any) -> Any:
-            alive = hooks()
-            if alive is None:
+            alive, of = hooks(), parameter()
+            if alive is None or of is None or not of.hooks:
                 return None
             with alive._lock:
-                return method(alive, parameter(), given)
+                return method(alive, of, given)
 
-        return untraced(hook)
+        unserializable_hook(untraced(hook))  # type: ignore[no-untyped-call]
+        return hook
 
     # ── events of autograd ───────────────────────────────────────────────────────────────────────────────
+
+    def _on_gradient(self, p: Parameter, grad: Tensor) -> Tensor | None:
+        """Register `_before_accumulate` on the AccumulateGrad that runs, after this and all other hooks of the tensor.
+
+        The hook of the tensor also runs in torch.autograd.grad, the pre-hook does not. A node that is held for its
+        pre-hook owns the parameter where the garbage collector does not see it, and would keep alive what the hooks of
+        the parameter refer to.
+        """
+        node = node_at_work()
+        if node is None:
+            return self._in_compiled_autograd(p, grad)
+        if self._key not in node.metadata:
+            node.metadata[self._key] = None
+            node.register_prehook(self._hook(Hooks._before_accumulate, p))
+        return None
+
+    def _in_compiled_autograd(self, p: Parameter, grad: Tensor) -> Tensor | None:
+        """Do here what `_before_accumulate` does: no node runs."""
+        if is_backward_returned():
+            return None
+        if not is_last_hook(p.tensor, p.hooks[-1]):
+            raise RuntimeError(
+                f"{NAME}: {p.name}: compiled autograd runs this backward, and the parameter has a hook that was "
+                f"registered after the averager's, which would not get this rank's own gradient; make the {NAME} after "
+                "the hook, or turn compiled autograd off (torch._dynamo.config.compiled_autograd)"
+            )
+        changed = self._before_accumulate(p, (grad,))
+        return None if changed is None else changed[0]
 
     def _before_accumulate(self, p: Parameter, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         """Multiply a gradient by the weight; set a reduced `.grad` aside, so that it is not reduced again."""
         reducer = self._reducer
-        p.value_version, p.is_prepared = version(p.tensor), True
+        p.value_version = version(p.tensor)
         weight: float | Tensor = 1.0
         if reducer.reduction == "weighted":
             if reducer.weights.set_at != reducer.count:
@@ -144,9 +166,7 @@ class Hooks:
     def _after_accumulate(self, p: Parameter, tensor: Tensor) -> None:
         """Copy a gradient into its bucket, and send the bucket if it is complete."""
         reducer, now = self._reducer, self._reducer.backward
-        if p.node is not None and not p.is_prepared:
-            self._check_unprepared(p)
-        p.is_accumulated, p.is_prepared = True, False
+        p.is_accumulated = True
         reducer.join.on_gradient()
         if p.earlier is not None or reducer.reduction == "weighted":
             p.record_accumulated(is_witness=reducer.is_witness(p))
@@ -180,23 +200,6 @@ class Hooks:
             reducer.put(p)
         if bucket.pending == 0:
             reducer.send_ready()
-
-    def _check_unprepared(self, p: Parameter) -> None:
-        """Raise if `_before_accumulate`, which did not run, had something to do, see `renew`."""
-        reducer = self._reducer
-        if reducer.reduction == "weighted" or reducer.join.ran_out:
-            what = "multiplied by the weight"
-        elif p.reduced is not None and p.reduced is p.tensor.grad:
-            what = "kept apart from the reduced gradient in .grad"
-        else:
-            p.value_version = version(p.tensor)
-            p.reduced, p.was_replaced = None, False
-            return
-        raise RuntimeError(
-            f"{NAME}: {p.name}: its gradient was not {what}, since its dtype or device was changed after the last "
-            f"reduction, before which no forward of the module and no set_weight has followed; call zero_grad() and "
-            f"set_weight(w) after the change, or make a new {NAME}, which replaces this one"
-        )
 
     def on_backward_start(self, task: int) -> None:
         """Prepare the buckets at the first gradient of a backward pass, or of a pass nested in it."""
@@ -244,7 +247,7 @@ class Hooks:
         reducer.backward.tasks.clear()
         # If a rank has skipped the reduction, all ranks know that: no message, since it may have to end the reductions
         # of other averagers in this pass, for which ranks wait, before those call this.
-        skips = reducer.is_skipped or reducer.has_mark(math.inf) or any(flags_of_ranks(failed, reducer.engine))
+        skips = reducer.is_skipped or reducer.has_mark(math.inf) or any(numbers_of_ranks(failed, reducer.engine))
         reducer.is_skipped = False
         self._skipped_at = reducer.count
         if skips:

@@ -36,7 +36,6 @@ class ModuleTree:
         self,
         averager: object,
         averaged: Callable[[], set[int]],
-        on_forward: Callable[[], None],
         on_gradient: Callable[[], None],
     ) -> None:
         """Check the module before each forward.
@@ -44,12 +43,11 @@ class ModuleTree:
         Args:
             averager: kept alive by the module.
             averaged: returns the ids of the parameters of all averagers.
-            on_forward: called before each forward that is not compiled.
             on_gradient: called when a gradient of an unaveraged parameter is accumulated.
         """
         module = self._module()
         assert module is not None
-        self._averaged, self._on_forward, self._on_gradient = averaged, on_forward, on_gradient
+        self._averaged, self._on_gradient = averaged, on_gradient
         watch = Watch(module, self._before_forward, averager)
         self._watch = weakref.ref(watch)  # the module holds it
         self._handles.append(module.register_forward_pre_hook(watch))
@@ -90,9 +88,8 @@ class ModuleTree:
         return [(name, t) for name, t in unaveraged if t.requires_grad]
 
     def _before_forward(self) -> None:
-        """Renew hooks, and hook new parameters: if all were replaced, no averager's hook would run in backward."""
+        """Hook new parameters: if all were replaced, no averager's hook would run in backward."""
         self.is_checked = False
-        self._on_forward()
         for _, t in self._unaveraged():
             if not any(t is p for p in self._hooked) and isinstance(t, nn.Parameter) and t.is_leaf:
                 self._hooked.append(t)

@@ -69,7 +69,7 @@ def steps(r, hook, reduction="mean", **arguments):
         found += [None if p.grad is None else p.grad.clone() for p in net.parameters()]
         if k != 1:  # a second backward adds to the first
             net.zero_grad()
-    for k in averager.join(range(r)):
+    for k in averager.join(range(r), spare=0):
         backward(k)
         found += [None if p.grad is None else p.grad.clone() for p in net.parameters()]
     return found

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import diffcoll as dc
-from diffcoll.averaging.spare import copied_containers
+from diffcoll.averaging.joined import copied_containers
 from diffcoll.testing import simulate, spawn
 
 RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn}
@@ -39,7 +39,7 @@ def test_after_a_loop_that_was_left_all_ranks_count(where, left, reduction):
         w, averager = made(reduction)
         found = []
         try:
-            for k, x in enumerate(averager.join([4.0 + r] * NUMBERS[r])):
+            for k, x in enumerate(averager.join([4.0 + r] * NUMBERS[r], spare=1.0)):
                 if left == "evaluation":
                     with torch.no_grad():
                         w * x
@@ -81,7 +81,7 @@ def test_a_loop_that_was_left_while_its_iterator_is_kept(where, keep, left):
 
     def body(r):
         w, averager = made("mean")
-        joined = averager.join([4.0 + r] * NUMBERS[r])
+        joined = averager.join([4.0 + r] * NUMBERS[r], spare=1.0)
         kept = KEEPERS[keep](joined)
         found, error = [], ""
         if left == "close":
@@ -117,7 +117,7 @@ def test_micro_batches_of_a_loop_that_was_left():
 
     def body(r, how):
         w, averager = made("mean")
-        for k, x in enumerate(averager.join([4.0 + r] * NUMBERS[r])):
+        for k, x in enumerate(averager.join([4.0 + r] * NUMBERS[r], spare=1.0)):
             if k == 2:
                 break
             with averager.no_sync():
@@ -140,7 +140,7 @@ def test_two_reductions_in_one_iteration(where, reduction):
     def body(r):
         w, averager = made(reduction)
         found = []
-        for k, x in enumerate(averager.join([4.0 + r] * NUMBERS[r])):
+        for k, x in enumerate(averager.join([4.0 + r] * NUMBERS[r], spare=1.0)):
             if k == 0:
                 with averager.no_sync():
                     step(w, averager, 0.0)
@@ -164,7 +164,7 @@ def test_gradients_accumulated_before_and_between_loops():
         for numbers in (NUMBERS, [1, 1, 0]):
             with averager.no_sync():
                 (w * 10.0).backward()
-            for x in averager.join([1.0] * numbers[r]):
+            for x in averager.join([1.0] * numbers[r], spare=1.0):
                 (w * x).backward()
                 found.append(w.grad.item())
                 w.grad = None
@@ -234,13 +234,14 @@ def test_batches_that_the_loop_modifies(kind):
     assert simulate(body, range(3), [None, containers(7)[kind], None], rules=True) == [[2.0, 1.0, 1.0]] * 3
 
 
-def test_a_copied_batch_that_the_loop_modifies():
+def test_a_spare_batch_that_the_loop_modifies():
     def body(r):
         _, averager = made("mean")
-        batches = [containers(r)["dict"] for _ in range(NUMBERS[r])]
-        return [take("dict", batch).item() for batch in averager.join(batches)]
+        batches, spare = [containers(r)["dict"] for _ in range(NUMBERS[r])], containers(0)["dict"]
+        found = [take("dict", batch).item() for batch in averager.join(batches, spare=spare)]
+        return found, "x" in spare
 
-    assert simulate(body, range(3), rules=True) == [[1.0] * 3, [1.0] * 3, [3.0] * 3]
+    assert simulate(body, range(3), rules=True) == [([1.0] * 3, True), ([1.0] * 3, True), ([3.0] * 3, True)]
 
 
 def test_what_is_copied():

@@ -37,6 +37,33 @@ def raised(model, r):
 
 
 @pytest.mark.parametrize("where", RUNS)
+@pytest.mark.parametrize("how", ["mean", "sum", "weighted", "join"])
+def test_a_model_is_freed_although_hooks_of_its_parameters_refer_to_it(how, where):
+    """As with DistributedDataParallel, without detach(): hooks that were registered before and after the averager's."""
+
+    def body(r):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        model[0].weight.register_hook(refer(model))
+        averager = dc.GradientAverager(model, reduction="mean" if how == "join" else how)
+        model[0].bias.register_hook(refer(model))
+        left = weakref.ref(model), weakref.ref(averager)
+        for k in averager.join(range(1 + r)) if how == "join" else range(2):
+            if how == "weighted":
+                averager.set_weight(1 + r)
+            loss = model(torch.full((2, 3), r + 1.0)).sum()
+            torch.autograd.grad(loss, model[0].weight, retain_graph=True)
+            loss.backward()
+            if k:
+                model.zero_grad()
+            del loss
+        del model, averager
+        gc.collect()
+        assert [ref() for ref in left] == [None] * 2
+
+    RUNS[where](body, range(2))
+
+
+@pytest.mark.parametrize("where", RUNS)
 @pytest.mark.parametrize("use", [hooked, raised])
 def test_a_model_is_freed_with_its_averager(use, where):
     """Also if a hook refers to it or a backward has raised; a new model with new averager works."""

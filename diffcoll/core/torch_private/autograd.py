@@ -40,6 +40,14 @@ def is_backward_compiled() -> bool:
     return module is not None and bool(module.in_compiled_autograd_region)
 
 
+def is_backward_returned() -> bool:
+    """Whether the current backward is a call of torch.autograd.grad; the engine does not expose it."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _RUN_BACKWARD:
+        frame = frame.f_back
+    return frame is not None and frame.f_back is not None and frame.f_back.f_code is torch.autograd.grad.__code__
+
+
 def is_recomputing() -> bool:
     """Whether a checkpoint recomputes its function, which may stop in the middle.
 
@@ -62,9 +70,14 @@ def is_backward_nested() -> bool:
     return runs > (frame.f_code is not _NODE)
 
 
+def node_at_work() -> Any:
+    """Return the node that the current backward runs; None: compiled autograd runs it. No public API tells."""
+    return torch._C._current_autograd_node()
+
+
 def nodes_after_nested_backward() -> list[Any]:
     """Return the nodes that follow the current one in the outer backward, after the nested backward has ended."""
-    node = torch._C._current_autograd_node()
+    node = node_at_work()
     return [] if node is None else [following for following, _ in node.next_functions if following is not None]
 
 

@@ -66,6 +66,11 @@ def has_earlier_hooks(p: Tensor) -> bool:
     return len(p._post_accumulate_grad_hooks or ()) > 1
 
 
+def is_last_hook(x: Tensor, handle: Any) -> bool:
+    """Whether the hook of this handle is the one that was registered last on x; no public API lists hooks."""
+    return bool(next(reversed(x._backward_hooks or {}), None) == handle.id)
+
+
 def has_hooks(x: Tensor) -> bool:
     """Whether hooks are registered on this leaf tensor; pickling drops them without a word."""
     return bool(x._backward_hooks or x._post_accumulate_grad_hooks)
