@@ -235,7 +235,7 @@ def steps(model, r, averager=None):
     found = []
     for step in range(3):
         optimizer.zero_grad()
-        if averager is not None and averager._reducer.reduction == "weighted":
+        if averager is not None and averager._reducer.policy.is_weighted:
             averager.set_weight(1.0)
         model(batch(r, step), step < 2).square().mean().backward()
         optimizer.step()

@@ -11,25 +11,23 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Generator, Iterable, Iterator
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from diffcoll.averaging import registry
-from diffcoll.averaging.buckets import Parameter
+from diffcoll.averaging import ownership
 from diffcoll.averaging.comm_hook import CommHook, Hook
-from diffcoll.averaging.functions import agree, agree_on_parameters, broadcast_from_first, checked_weight
+from diffcoll.averaging.functions import checked_weight
+from diffcoll.averaging.gradient import Parameter, is_channels_last
 from diffcoll.averaging.hooks import Hooks
-from diffcoll.averaging.ignoring import Ignore, checked_ignore
 from diffcoll.averaging.joined import Joined, joined
+from diffcoll.averaging.messages import agree, broadcast_from_first, twin
 from diffcoll.averaging.module_buffers import ModuleBuffers, facts, named_buffers, refuse_without_memory
-from diffcoll.averaging.parameters import differentiable, named_parameters
+from diffcoll.averaging.ownership import Ignore, Named, differentiable, named_parameters
+from diffcoll.averaging.policy import NAME, Averaging, BroadcastBuffers, Settings, Unused, read_reduction
 from diffcoll.averaging.reducer import Reducer
-from diffcoll.averaging.state import NAME, Averaging, BroadcastBuffers, Settings, Unused, read_reduction
-from diffcoll.averaging.tree import ModuleTree
-from diffcoll.averaging.twins import twin
+from diffcoll.averaging.watch import ModuleTree
 from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import untraced
@@ -124,35 +122,40 @@ class GradientAverager:
         how = read_reduction(NAME, reduction, ("mean", "sum", "weighted"))
         arguments = Settings(how, bucket_mb, comm_dtype, deterministic, comm_hook, unused, *sends, hooks)
         arguments.check(module)
-        named, ignored = named_parameters(NAME, module_or_params, partial(checked_ignore, NAME, ignore, module))
+        named, ignored = named_parameters(module_or_params, ignore)
         engine = _engine(group)
-        registry.refuse_shared(named)
-        claims = registry.claims_on(named)
-        agree_on_parameters(NAME, named, group, [registry.status(p, claims, module, named) for _, p in named])
+        ownership.refuse_shared(named)
+        claims = ownership.claims_on(named)
+        agree(
+            NAME,
+            "parameters",
+            [_fact(*pair) + ownership.status(pair[1], claims, module, named) for pair in named],
+            group,
+        )
         buffers = named_buffers(module, ignored) if module is not None and broadcast_buffers != "never" else {}
         agree(NAME, "arguments", [*arguments.facts(), *facts(buffers)], group)
         refuse_without_memory(buffers)
-        registry.detach_replaced(claims, module, named)
+        ownership.detach_replaced(claims, module, named)
         broadcast_from_first([*(p for _, p in named if broadcast_parameters), *buffers.values()], group)
         repeats = module if broadcast_buffers == "each forward" else None
         self._buffers = None if repeats is None else ModuleBuffers(repeats, ignored, twin(engine, self))
         engine = twin(engine, self)
-        registry.refuse_shared(named)  # again: another simulated rank may have made its averager since
+        ownership.refuse_shared(named)  # again: another simulated rank may have made its averager since
         self._rank = local.here()  # a simulated rank is a thread
-        self._tree = None if module is None else ModuleTree(module, named, ignored)
+        self._tree = None if module is None else ModuleTree(module, named, ignored, self)
         hook = None if comm_hook is None else CommHook(comm_hook, engine, group)
         parameters = [Parameter(i, *pair) for i, pair in enumerate(differentiable(named))]
         self._reducer = Reducer(parameters, engine, arguments, self._tree, self._buffers, hook)
         self._hooks = Hooks(self._reducer)
         self._attach(module, named, hooks)
 
-    def _attach(self, module: nn.Module | None, named: list[tuple[str, Tensor]], hooks: bool) -> None:
+    def _attach(self, module: nn.Module | None, named: Named, hooks: bool) -> None:
         owner = None if module is None else weakref.ref(module)
-        self._claim = registry.Claim(named, self._reducer, owner, self._rank, self.detach)
-        self._number = registry.enter(self._claim)
+        self._claim = ownership.Claim(named, self._reducer, owner, self._rank, self.detach)
+        self._number = ownership.enter(self._claim)
         self._is_attached = True
         if self._tree is not None:
-            self._tree.attach(self, registry.averaged, self._hooks.after_new_parameter)
+            self._tree.attach(self._hooks.after_new_parameter)
         if self._buffers is not None:
             self._buffers.attach(self._hooks.end_failed_backward)
         if not hooks:
@@ -187,12 +190,12 @@ class GradientAverager:
         Raises:
             ValueError, TypeError: the weight is not such a number, or the reduction is not `"weighted"`.
         """
-        reducer, name = self._reducer, f"{NAME}.set_weight"
-        if reducer.reduction != "weighted":
+        policy, name = self._reducer.policy, f"{NAME}.set_weight"
+        if not policy.is_weighted:
             raise ValueError(message(name, "weight", repr(weight), "none", 'say reduction="weighted"'))
         weight = checked_weight(name, weight)
         self._check_attached("set_weight")
-        reducer.weights.set(0.0 if reducer.join.ran_out else weight, reducer.count)
+        policy.set_weight(weight)
 
     @untraced
     def synchronize(self) -> None:
@@ -202,13 +205,8 @@ class GradientAverager:
         """
         self._check_attached("synchronize")
         self._hooks.end_failed_backward()
-        try:
-            self._reducer.begin()
-        except BaseException:
-            self._reducer.backward.tasks.add(-1)  # the other ranks wait until the next call here
-            raise
-        self._reducer.send_rest()
-        self._reducer.receive()
+        self._reducer.begin()
+        self._reducer.receive(self._reducer.send_rest())
 
     @untraced
     def skip_step(self, failed: bool | Tensor = True) -> bool:
@@ -265,12 +263,12 @@ class GradientAverager:
         if not self._is_attached:
             return
         self._is_attached = False
-        registry.leave(self._number)
+        ownership.leave(self._number)
         if self._tree is not None:
             self._tree.detach()
         self._hooks.detach()
         engine = self._reducer.engine
-        if self._reducer.backward.tasks and not engine.ended and self._rank is local.here():
+        if self._reducer.now is not None and not engine.ended and self._rank is local.here():
             with contextlib.suppress(RuntimeError):  # the group has failed: no rank waits
                 self._reducer.abandon()
         if self._buffers is not None:
@@ -283,6 +281,10 @@ class GradientAverager:
             raise RuntimeError(
                 f"{NAME}.{what}: this averager was detached, or a newer one has taken over; use that one"
             )
+
+
+def _fact(name: str, p: Tensor) -> str:
+    return f"{name} {tuple(p.shape)} {p.dtype}{' channels_last' * is_channels_last(p)}"
 
 
 def _engine(group: Any) -> Engine:

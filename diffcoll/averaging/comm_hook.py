@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from diffcoll.averaging.buckets import Bucket
-from diffcoll.averaging.communicating import communicating
-from diffcoll.averaging.state import NAME, name_of
+from diffcoll.averaging.messages import communicating
+from diffcoll.averaging.policy import NAME, name_of
 from diffcoll.core import checks
 from diffcoll.core.pending import Pending
 from diffcoll.engines.engine import Engine, Wait
@@ -112,8 +112,7 @@ class Ranks:
         y = x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         engine, key, at = self._engine, object(), self.at
         if engine.size > 1:
-            engine.operation, engine.later = NAME, engine.overlaps(y)
-            with communicating(engine, at, y.nbytes, what, _REMEDY):
+            with communicating(engine, at, y.nbytes, what, _REMEDY, later=engine.overlaps(y)):
                 self._waits[key] = engine.all_reduce(y, y)
 
         def wait() -> Tensor:
@@ -169,7 +168,7 @@ class CommHook:
     def _call(self, ranks: Ranks, i: int, buckets: Sequence[Bucket]) -> Any:
         ranks.at = self._at(i, buckets)
         # Tensors of their own: the bucket counts them, and allocates new memory if the hook keeps one.
-        row, gradients = buckets[i].row.detach(), {p.name: p.place.detach() for p in buckets[i].parameters}
+        row, gradients = buckets[i].row.detach(), {p.name: p.place.memory.detach() for p in buckets[i].parameters}
         return self._hook(GradientBucket(row, gradients, self._group, i, i == len(buckets) - 1, ranks))
 
 

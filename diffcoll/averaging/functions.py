@@ -1,4 +1,4 @@
-"""Averages over ranks as functions; checks and broadcasts of parameters before training.
+"""Averages over ranks as functions.
 
 note  notes/averaging.md
 """
@@ -6,28 +6,19 @@ note  notes/averaging.md
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffcoll.averaging.buckets import is_channels_last
-from diffcoll.averaging.state import Averaging, read_reduction
-from diffcoll.collectives.all_gather import all_gather
+from diffcoll.averaging.policy import Averaging, read_reduction
 from diffcoll.collectives.all_reduce import all_reduce
-from diffcoll.collectives.broadcast import broadcast
 from diffcoll.core.arguments import Tree
-from diffcoll.core.checks import digest, refuse
 from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
 from diffcoll.core.reductions import Op
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.engines.engine import WIDER
 from diffcoll.engines.types import Group
-
-#: Approximate size of one message of `broadcast_from_first`.
-_BYTES = 64 << 20
 
 
 def average_gradients(
@@ -151,48 +142,3 @@ def checked_weight(name: str, weight: float | Tensor) -> float | Tensor:
     if not 0 <= weight < math.inf:
         raise ValueError(message(name, "weight", repr(weight), "a finite non-negative number"))
     return weight
-
-
-# ── before training ──────────────────────────────────────────────────────────────────────────────────────
-
-
-@torch.no_grad()
-def agree_on_parameters(name: str, named: Sequence[tuple[str, Tensor]], group: Group, states: Sequence[str]) -> None:
-    """Raise on all ranks, with the first difference, if their parameters or the states of these differ."""
-    facts = [f"{n} {tuple(p.shape)} {p.dtype}{' channels_last' * is_channels_last(p)}" for n, p in named]
-    agree(name, "parameters", [fact + state for fact, state in zip(facts, states, strict=True)], group)
-
-
-def agree(name: str, what: str, facts: Sequence[str], group: Group) -> None:
-    """Raise on all ranks, with the first difference, if their facts differ."""
-    engine = resolve(group, name)
-    digests = torch.tensor([digest(fact) for fact in facts], dtype=torch.int64, device=engine.control_device)
-    lengths = all_gather(torch.tensor(len(facts), device=engine.control_device), group=group).tolist()
-    of_ranks = all_gather(digests, group=group, sizes=lengths).split_with_sizes(lengths)
-    rows = [row.tolist() for row in of_ranks]
-    first = next((i for i in range(max(lengths)) if len({tuple(row[i : i + 1]) for row in rows}) > 1), None)
-    if first is not None:
-        fact = facts[first] if first < len(facts) else "nothing"
-        refuse(engine, fact, f"{name}: the ranks' {what} differ; the first difference is at index {first}:")
-
-
-@torch.no_grad()
-def broadcast_from_first(tensors: Sequence[Tensor], group: Group) -> None:
-    """Copy rank 0's values to all ranks, in place."""
-    chunk: list[Any] = []
-    nbytes = 0
-    for i, t in enumerate(tensors):
-        chunk.append(t.detach())
-        nbytes += t.nbytes
-        if nbytes >= _BYTES or i == len(tensors) - 1:
-            for mine, first in zip(chunk, broadcast(chunk, 0, group=group), strict=True):
-                write(mine, first)
-            chunk, nbytes = [], 0
-
-
-def write(x: Tensor, value: Tensor) -> None:
-    """Write a value of the same shape into x; an expanded dimension once, since PyTorch refuses to write it whole."""
-    if 0 in x.stride():
-        at = tuple(slice(None) if stride else slice(1) for stride in x.stride())
-        x, value = x[at], value[at]
-    x.copy_(value)

@@ -13,25 +13,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
-from diffcoll.averaging import registry
-from diffcoll.averaging.buckets import Parameter
-from diffcoll.averaging.changes import refuse_second_average
-from diffcoll.averaging.communicating import numbers_of_ranks
-from diffcoll.averaging.functions import weighted
+from diffcoll.averaging import ownership
+from diffcoll.averaging.collecting import Collecting, refuse_second_average
+from diffcoll.averaging.gradient import Parameter
+from diffcoll.averaging.messages import numbers_of_ranks
+from diffcoll.averaging.policy import NAME
 from diffcoll.averaging.reducer import Reducer
-from diffcoll.averaging.state import NAME
-from diffcoll.core.errors import message
 from diffcoll.core.torch_private.autograd import (
     after_backward,
     backward_at_work,
@@ -41,7 +37,7 @@ from diffcoll.core.torch_private.autograd import (
     node_at_work,
     nodes_after_nested_backward,
 )
-from diffcoll.core.torch_private.tensors import has_earlier_hooks, is_last_hook, is_view, version
+from diffcoll.core.torch_private.tensors import has_earlier_hooks, is_last_hook
 from diffcoll.core.torch_private.tracing import untraced
 
 _numbers = itertools.count()
@@ -71,7 +67,7 @@ class Hooks:
             with _requiring_grad(p.tensor):
                 hook = self._hook(Hooks._after_accumulate, p)
                 p.hooks.append(p.tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-            if self._reducer.changes_reduced or has_earlier_hooks(p.tensor):
+            if self._reducer.policy.changes_reduced or has_earlier_hooks(p.tensor):
                 self._hook_before(p)
 
     def hook_before(self) -> None:
@@ -134,83 +130,37 @@ class Hooks:
                 f"registered after the averager's, which would not get this rank's own gradient; make the {NAME} after "
                 "the hook, or turn compiled autograd off (torch._dynamo.config.compiled_autograd)"
             )
-        changed = self._before_accumulate(p, (grad,))
-        return None if changed is None else changed[0]
+        return self._reducer.accumulation.before(p, grad)
 
     def _before_accumulate(self, p: Parameter, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-        """Multiply a gradient by the weight; set a reduced `.grad` aside, so that it is not reduced again."""
-        reducer = self._reducer
-        p.value_version = version(p.tensor)
-        weight: float | Tensor = 1.0
-        if reducer.reduction == "weighted":
-            if reducer.weights.set_at != reducer.count:
-                remedy = (
-                    "call set_weight(w) before the backward of each batch, and take all losses of one in one backward"
-                )
-                raise RuntimeError(message(NAME, "weight", "none for this batch", "one", remedy))
-            if reducer.weights.is_pending:
-                reducer.count_weight()
-            weight, p.weighted_at = reducer.weights.current, reducer.count
-        reducer.refuse_replaced(p)
-        reducer.set_aside(p)
-        p.reduced, p.was_replaced = None, False
-        if reducer.join.ran_out:
-            weight = 0.0
-        (g,) = grads
-        if g is None or g.layout != torch.strided or (isinstance(weight, float) and weight == 1.0):
-            return None  # the reducer raises for sparse gradients, at the end of backward
-        if isinstance(weight, Tensor):
-            return (weighted(g, weight),)
-        return (g * weight if weight else torch.zeros_like(g),)
+        changed = self._reducer.accumulation.before(p, grads[0])
+        return None if changed is grads[0] else (changed,)
 
     def _after_accumulate(self, p: Parameter, tensor: Tensor) -> None:
         """Copy a gradient into its bucket, and send the bucket if it is complete."""
-        reducer, now = self._reducer, self._reducer.backward
-        p.is_accumulated = True
-        reducer.join.on_gradient()
-        if p.earlier is not None or reducer.reduction == "weighted":
-            p.record_accumulated(is_witness=reducer.is_witness(p))
+        reducer = self._reducer
+        reducer.accumulation.after(p)
         if self.no_sync_depth:
             return
-        task = backward_at_work()
-        if task not in now.tasks:
-            self.on_backward_start(task)
-        if p.is_in_bucket:
+        task, now = backward_at_work(), reducer.now
+        if now is None or task not in now.tasks:
+            now = self.on_backward_start(task)
+        if p.place.is_filled:
             raise RuntimeError(
                 f"{NAME}: {p.name}: a second gradient in one backward, after the first was put into its bucket; "
                 "checkpoints with use_reentrant=True share the parameter: use use_reentrant=False, or no_sync() and "
                 "synchronize()"
             )
-        if p.pass_number == now.number:
-            return  # a nested pass has accumulated it before
-        p.pass_number = now.number
-        if reducer.accumulation_order is not None:
-            reducer.accumulation_order.append(p.index)
-        if tensor.grad is not None and tensor.grad.layout != torch.strided:
-            return  # the bucket stays incomplete until the end of backward, where an error reaches all ranks
-        if tensor.grad is not None and is_view(tensor.grad):
-            return  # hooks of the user's may still write to the memory of the user's, which `.grad` stays a view of
-        bucket = p.bucket
-        if bucket.stream is not None:
-            bucket.enter_stream()
-        bucket.pending -= 1
-        if now.is_nested:
-            return
-        if not p.is_small:  # while it is in the cache; its own memory is free for the next gradient
-            reducer.put(p)
-        if bucket.pending == 0:
-            reducer.send_ready()
+        reducer.collect(p, now)
 
-    def on_backward_start(self, task: int) -> None:
+    def on_backward_start(self, task: int) -> Collecting:
         """Prepare the buckets at the first gradient of a backward pass, or of a pass nested in it."""
-        reducer, now = self._reducer, self._reducer.backward
+        reducer = self._reducer
         nested = is_backward_nested()
         # A larger id that is not nested is a new pass: an error ended the earlier one. An outer pass has a smaller id.
-        if now.tasks and not nested and task > max(now.tasks):
+        if reducer.now is not None and not nested and task > max(reducer.now.tasks, default=-1):
             reducer.abandon()
-        if not now.tasks:
-            now.tasks.add(task)
-            reducer.begin()
+        now = reducer.begin(task) if reducer.now is None else reducer.now
         if is_backward_compiled():
             raise RuntimeError(
                 f"{NAME}: compiled autograd runs this backward, which does not tell when it ends, so gradients would "
@@ -219,11 +169,12 @@ class Hooks:
             )
         now.tasks.add(task)
         now.is_nested = now.is_nested or nested
-        self._register_end_callback(nested)
+        self._register_end_callback(nested, now)
+        return now
 
     def end_failed_backward(self) -> None:
         """Tell the ranks that still wait in a backward pass that this rank has left it by an error."""
-        if self._reducer.backward.tasks:
+        if self._reducer.now is not None:
             self._reducer.abandon()
 
     def skip_step(self, failed: bool) -> bool:
@@ -232,49 +183,50 @@ class Hooks:
         if backward_at_work() >= 0:
             raise RuntimeError(f"{name}: called within backward; call it after backward has returned or raised")
         count = reducer.count - self._skipped_at
-        failed = failed or reducer.backward.is_open
-        if reducer.backward.is_open or (failed and not count):
+        is_open = reducer.now is not None and reducer.now.is_prepared
+        failed = failed or is_open
+        if is_open or (failed and not count):
             reducer.skip()
         elif count and not self._skipped_at:
             # The first call: if this rank has failed before its backward, the others may wait in a reduction.
-            if not reducer.is_skipped and not reducer.has_mark(math.inf):
+            if not reducer.is_skipped and not reducer.was_skipped():
                 reducer.skip(failed)
         elif count != 1:
             raise RuntimeError(
                 f"{name}: got {count} reductions since it was last called, expected one; call it on all ranks once per "
                 "step after the first call, after the only backward outside of no_sync()"
             )
-        reducer.backward.tasks.clear()
+        reducer.now = None
         # If a rank has skipped the reduction, all ranks know that: no message, since it may have to end the reductions
         # of other averagers in this pass, for which ranks wait, before those call this.
-        skips = reducer.is_skipped or reducer.has_mark(math.inf) or any(numbers_of_ranks(failed, reducer.engine))
+        skips = reducer.is_skipped or reducer.was_skipped() or any(numbers_of_ranks(failed, reducer.engine))
         reducer.is_skipped = False
         self._skipped_at = reducer.count
         if skips:
-            reducer.drop()
+            reducer.accumulation.drop()
         return skips
 
     def after_new_parameter(self) -> None:
         """Register the callback at the end of the pass, which raises for parameters that no averager averages."""
-        if not self.no_sync_depth and not self._reducer.backward.tasks:
+        if not self.no_sync_depth and self._reducer.now is None:
             self.on_backward_start(backward_at_work())
 
-    def _register_end_callback(self, nested: bool) -> None:
+    def _register_end_callback(self, nested: bool, now: Collecting) -> None:
         """Register `_on_backward_end` at the end of the outermost pass; in a nested pass register `_on_nested_end`."""
-        if self._reducer.backward.ends_with >= 0:
+        if now.ends_with >= 0:
             return
         if nested:
-            after_backward(self._on_nested_end)
+            after_backward(partial(self._on_nested_end, now))
             return
         task = backward_at_work()
         if not _reducers_of(task):
             after_backward(partial(_on_backward_end, task))
-        self._reducer.backward.ends_with = task
+        now.ends_with = task
 
     @untraced
-    def _on_nested_end(self) -> None:
+    def _on_nested_end(self, now: Collecting) -> None:
         """Register the callback of the outer pass as soon as its next node runs, where it can be registered."""
-        if self._reducer.backward.ends_with >= 0:
+        if now.ends_with >= 0 or now is not self._reducer.now:
             return
         following = nodes_after_nested_backward()
         if not following:
@@ -288,14 +240,15 @@ class Hooks:
             for handle in handles:
                 handle.remove()
             handles.clear()
-            self._register_end_callback(is_backward_nested())
+            self._register_end_callback(is_backward_nested(), now)
 
         handles += [node.register_prehook(untraced(before_next_node)) for node in following]
 
 
 def _reducers_of(task: int) -> list[Reducer]:
     """Return the reducers that end with this pass, in order of construction, which is equal on all ranks."""
-    return [claim.reducer for claim in registry.claims() if claim.reducer.backward.ends_with == task]
+    reducers = [claim.reducer for claim in ownership.claims()]
+    return [reducer for reducer in reducers if reducer.now is not None and reducer.now.ends_with == task]
 
 
 @untraced
@@ -303,16 +256,15 @@ def _on_backward_end(task: int) -> None:
     """Finish the reductions of all averagers of this pass."""
     reducers = _reducers_of(task)
     errors: list[Exception] = []
-    sent: list[Reducer] = []
+    sent: list[tuple[Reducer, Collecting]] = []
     for reducer in reducers:
         try:
-            reducer.send_rest()
-            sent.append(reducer)
+            sent.append((reducer, reducer.send_rest()))
         except Exception as error:  # the other averagers must still receive what they have sent
             errors.append(error)
-    for reducer in sent:
+    for reducer, now in sent:
         try:
-            reducer.receive()
+            reducer.receive(now)
         except Exception as error:
             errors.append(error)
     if errors:

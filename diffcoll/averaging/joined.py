@@ -10,11 +10,11 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 from typing_extensions import override
 
-from diffcoll.averaging.communicating import numbers_of_ranks
 from diffcoll.averaging.hooks import Hooks
+from diffcoll.averaging.messages import numbers_of_ranks
 from diffcoll.averaging.module_buffers import ModuleBuffers
+from diffcoll.averaging.policy import NAME
 from diffcoll.averaging.reducer import Reducer
-from diffcoll.averaging.state import NAME
 from diffcoll.core.errors import message
 
 Batch = TypeVar("Batch")
@@ -27,7 +27,7 @@ def joined(
     batches: Iterable[Batch], spare: Batch | None, hooks: Hooks, reducer: Reducer, buffers: ModuleBuffers | None
 ) -> Generator[Batch, None, None]:
     """Yield this rank's batches, then its last one again until every rank has run out."""
-    state, engine = reducer.join, reducer.engine
+    state, engine = reducer.policy.join, reducer.engine
     iterator, nothing = iter(batches), object()
     mine: Any = next(iterator, nothing)
     last, yielded_at = nothing if spare is None else spare, -1
@@ -42,7 +42,7 @@ def joined(
             if mine is not nothing:
                 last, state.took_part = copied_containers(mine), True  # the loop may modify its own
             elif not state.ran_out:
-                state.run_out(any(p.is_accumulated and p.tensor.grad is not None for p in reducer.parameters))
+                state.run_out(reducer.accumulation.has_gradients())
                 hooks.hook_before()
             state.source = of_ranks.index(_HAS_BATCH)
             yielded_at = reducer.count

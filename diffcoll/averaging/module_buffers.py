@@ -9,18 +9,15 @@ note  notes/averaging.md
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from diffcoll.averaging.communicating import communicating, refuse_ended
-from diffcoll.averaging.functions import write
-from diffcoll.averaging.ignoring import Ignored
-from diffcoll.averaging.parameters import ForwardHook
-from diffcoll.averaging.state import NAME
+from diffcoll.averaging.messages import communicating, refuse_ended, write
+from diffcoll.averaging.ownership import Ignored
+from diffcoll.averaging.policy import NAME
+from diffcoll.averaging.watch import ForwardHook
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.autograd import backward_at_work
 from diffcoll.core.torch_private.transforms import is_within_transform
@@ -64,7 +61,7 @@ def _without_memory(b: Tensor) -> str:
     return "" if b.layout == torch.strided else str(b.layout)
 
 
-class ModuleBuffers:
+class ModuleBuffers(ForwardHook):
     """The buffers of a module, and the messages that copy them.
 
     Args:
@@ -74,8 +71,8 @@ class ModuleBuffers:
     """
 
     def __init__(self, module: nn.Module, ignored: Ignored, engine: Engine) -> None:
-        self.engine = engine
-        self._module, self._ignored = weakref.ref(module), ignored
+        super().__init__(module)
+        self.engine, self._ignored = engine, ignored
         buffers = named_buffers(module, ignored)
         self._facts = facts(buffers)
         self._rows, self._views = _allocate(buffers)
@@ -86,7 +83,6 @@ class ModuleBuffers:
         #: Buffers to be written at the end of backward.
         self._late: dict[str, Tensor] = {}
         self._difference = ""
-        self._handle: Any = None
 
     def attach(self, before_exchange: Callable[[], None]) -> None:
         """Copy rank 0's buffers now, and again before forward passes.
@@ -94,20 +90,17 @@ class ModuleBuffers:
         Args:
             before_exchange: ends a backward pass that was left by an error, for which other ranks wait.
         """
-        module = self._module()
-        assert module is not None
         self._write(self._exchange())
         self._before_exchange = before_exchange
-        self._handle = module.register_forward_pre_hook(ForwardHook(self._before_forward))
+        self.register()
 
     def detach(self) -> None:
         """Remove the hook."""
-        if self._handle is not None:
-            self._handle.remove()
+        super().detach()
         if self.engine.size > 1:
             self.engine.close()
 
-    def _before_forward(self) -> None:
+    def before_forward(self) -> None:
         """Copy the buffers before the first training forward since the last reduction.
 
         Not in a recomputation, nor within a transform of torch.func, which refuses writes to these tensors.
@@ -180,9 +173,8 @@ class ModuleBuffers:
         if engine.rank == self._source:
             for name, buffer in buffers.items():
                 self._views[name].copy_(buffer)
-        engine.operation, engine.later = NAME, False
         for row in self._rows:
-            with communicating(engine, "buffers", row.nbytes, f"{len(self._facts)} buffers", _REMEDY):
+            with communicating(engine, "buffers", row.nbytes, f"{len(self._facts)} buffers", _REMEDY, later=False):
                 engine.broadcast(row, self._source)()
         return buffers
 

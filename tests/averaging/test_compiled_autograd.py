@@ -55,3 +55,35 @@ def test_a_backward_under_compiled_autograd():
                 assert "call backward within no_sync() and synchronize() after it" in text
             else:
                 assert text.startswith("GradientAverager: a rank has left this backward by an error")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_hooks_of_the_user_under_compiled_autograd(first):
+    """Registered before the averager a hook gets this rank's own gradient; registered after it, backward raises."""
+
+    def body(r):
+        dynamo = importlib.import_module("torch._dynamo")
+        w = nn.Linear(3, 1, bias=False)
+        if first:
+            w.weight.register_hook(lambda g: g.clamp(max=1.5))
+        averager = dc.GradientAverager(w, reduction="weighted")
+        if not first:
+            w.weight.register_hook(lambda g: g.clamp(max=1.5))
+
+        def step():
+            averager.set_weight(r + 1)
+            loss = w(torch.full((1, 3), r + 1.0)).sum()
+            with averager.no_sync():
+                loss.backward()
+
+        with dynamo.config.patch(compiled_autograd=True):
+            if not first:
+                with pytest.raises(RuntimeError, match="the parameter has a hook that was registered after the averag"):
+                    torch.compile(step, backend="eager")()
+                return None
+            torch.compile(step, backend="eager")()
+        averager.synchronize()
+        return w.weight.grad.tolist()
+
+    wanted = [[pytest.approx((1 * 1.0 + 2 * 1.5) / 3)] * 3] if first else None
+    assert spawn(body, range(2), timeout=200) == [wanted] * 2

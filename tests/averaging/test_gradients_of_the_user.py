@@ -390,3 +390,86 @@ def test_gradients_that_the_user_assigns_and_synchronizes(where):
         return found
 
     assert RUNS[where](body, range(3)) == [[6.0, 9.0, 12.0]] * 3
+
+
+@pytest.mark.parametrize("where", RUNS)
+def test_a_zero_gradient_of_an_unused_parameter_needs_no_weight(where):
+    """As in a flat buffer that was zeroed; one that is not zero is an error on all ranks."""
+
+    def body(r):
+        w, unused = (nn.Parameter(torch.ones(2)) for _ in range(2))
+        averager = dc.GradientAverager([w, unused], reduction="weighted")
+        unused.grad = torch.zeros(2)
+        averager.set_weight(1 + 2 * r)
+        (w.sum() * (r + 1)).backward()
+        found = w.grad.tolist(), unused.grad.tolist()
+        averager = dc.GradientAverager([w, unused], reduction="weighted")
+        w.grad, unused.grad = None, torch.full((2,), float(r))
+        averager.set_weight(1)
+        with pytest.raises(RuntimeError) as caught:
+            w.sum().backward()
+        return found, str(caught.value)
+
+    results = RUNS[where](body, range(2))
+    assert [found for found, _ in results] == [([1.75] * 2, [0.0] * 2)] * 2
+    assert "a rank has left this backward by an error" in results[0][1]
+    assert "1: its gradient was not multiplied by the weight" in results[1][1]
+
+
+# ── hooks of the user's ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("where", RUNS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
+def test_hooks_of_the_user_get_this_ranks_own_gradient(where, reduction):
+    """Also if they were registered after the averager, in torch.autograd.grad, and in a graph that is used again."""
+
+    def body(r):
+        w, averager, _ = made(reduction)
+        seen = []
+        w.register_hook(lambda g: seen.append(g[0].item()) or g * 2)
+        weight = 1 + 2 * r
+        if reduction == "weighted":
+            averager.set_weight(weight)
+        loss = w.sum() * (r + 1)
+        own = [torch.autograd.grad(loss, w, retain_graph=True)[0][0].item() for _ in range(2)]
+        with averager.no_sync():
+            loss.backward(retain_graph=True)
+        own += [torch.autograd.grad(loss, w, retain_graph=True)[0][0].item()]
+        loss.backward(retain_graph=True)
+        reduced = w.grad[0].item()
+        averager.detach()
+        w.grad = None
+        loss.backward()
+        return seen, own, reduced, w.grad[0].item()
+
+    total = {"mean": 1.5, "sum": 3.0, "weighted": (1 * 1 + 3 * 2) / 4}[reduction]
+    for r, found in enumerate(RUNS[where](body, range(2))):
+        g = r + 1.0
+        assert found == ([g] * 6, [2 * g] * 3, pytest.approx(2 * 2 * total), 2 * g)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "weighted"])
+def test_a_backward_within_a_hook_of_the_same_parameter(reduction):
+    """The pre-hook belongs to each AccumulateGrad: both gradients are multiplied by the weight once."""
+
+    def body(r):
+        w, averager, _ = made(reduction)
+        inner = []
+
+        def nested(g):
+            if not inner:
+                inner.append(True)
+                with torch.enable_grad(), averager.no_sync():
+                    (w.double().sum() * 10.0).backward()
+
+        w.register_hook(nested)
+        if reduction == "weighted":
+            averager.set_weight(r + 1)
+        with averager.no_sync():
+            (w.sum() * (r + 1)).backward()
+        averager.synchronize()
+        return w.grad[0].item()
+
+    total = {"sum": 1 + 10 + 2 + 10, "weighted": (1 * 11 + 2 * 12) / 3}[reduction]
+    assert simulate(body, range(2), rules=True) == [pytest.approx(total)] * 2

@@ -24,7 +24,7 @@ def made(reduction):
 
 def step(w, averager, x, **how):
     """Backward of a gradient x of weight 1; returns the reduced gradient."""
-    if averager._reducer.reduction == "weighted":
+    if averager._reducer.policy.is_weighted:
         averager.set_weight(1)
     (w * x).backward()
     gradient, w.grad = w.grad.item(), None

@@ -15,7 +15,7 @@ from diffcoll.testing import RanksFailedError, spawn
 N = 3
 #: What is between the call of a function of the library and the message in which rank 1 dies.
 WHERE = {
-    "comparison of the parameters": "agree_on_parameters",
+    "comparison of the parameters": "agree",
     "copy of the parameters": "broadcast_from_first",
     "new group": "twin",
     "order of the buckets": "_agree_on_order",

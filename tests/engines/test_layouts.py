@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import diffcoll as dc
-from diffcoll.averaging.buckets import Bucket, Parameter
+from diffcoll.averaging.buckets import Bucket
+from diffcoll.averaging.gradient import Parameter
 from diffcoll.core.groups import resolve
 from diffcoll.engines import c10d, mpi
 from diffcoll.engines.engine import Engine
@@ -189,6 +190,6 @@ def test_places_in_a_bucket_are_the_same_on_all_ranks():
         parameters = [Parameter(i, str(i), t) for i, t in enumerate(tensors)]
         engine: Engine = resolve(None, "test")
         Bucket(parameters, torch.float32, torch.device("cpu"), engine)
-        return [p.place.storage_offset() for p in parameters]
+        return [p.place.memory.storage_offset() for p in parameters]
 
     assert places(True) == places(False)

@@ -1,0 +1,166 @@
+"""Messages of an averager: small numbers, what the ranks must agree on before training, and a group of its own.
+
+note  notes/averaging.md
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcoll.averaging.policy import NAME
+from diffcoll.collectives.all_gather import all_gather
+from diffcoll.collectives.broadcast import broadcast
+from diffcoll.core.checks import digest, refuse
+from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
+from diffcoll.core.groups import resolve
+from diffcoll.core.torch_private.tracing import is_profiling
+from diffcoll.engines.engine import Engine, Exclusive
+from diffcoll.engines.types import Group
+
+#: Why a rank may not have joined a reduction, and the remedy.
+ABSENT = (
+    "died, hangs, has not called backward, or its loss uses none of the parameters; call backward equally often on all "
+    "ranks, see join() for unequal numbers of batches"
+)
+#: Approximate size of one message of `broadcast_from_first`.
+_BYTES = 64 << 20
+
+
+@contextlib.contextmanager
+def communicating(
+    engine: Engine, at: str, nbytes: int, what: str, remedy: str, *, later: bool | None = None
+) -> Iterator[None]:
+    """Take the engine's turn, label the profile, and add the message and the absent ranks to an error of the backend.
+
+    Args:
+        engine: which sends the message.
+        at: which message it is, for errors and profiles.
+        nbytes: its size.
+        what: its contents, for errors.
+        remedy: what an absent rank may have done, and what to do, for errors.
+        later: whether what starts here is waited for later; None: nothing starts here.
+    """
+    if later is not None:
+        engine.operation, engine.later = NAME, later
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(Exclusive(engine, f"{NAME}, {at}"))
+            if is_profiling():
+                label = f"diffcoll.{NAME} {at}: {engine.description}, {nbytes} B"
+                stack.enter_context(torch.profiler.record_function(label))
+            yield
+    except CollectiveMismatchError:
+        raise
+    except RuntimeError as failed:
+        error = failed.__cause__ or failed  # the backend's
+        absent = engine.absent()
+        who = f"rank {', '.join(map(str, absent))} did not join: it" if absent else "a rank"
+        said = " ".join(str(error).split())
+        text = f"{NAME}, {at} ({what}): failed on rank {engine.rank} of {engine.description}: {said}; {who} {remedy}"
+        raise CollectiveFailedError(text) from error
+
+
+def refuse_ended(engine: Engine) -> None:
+    """Raise if the averager's group was destroyed."""
+    if engine.ended:
+        raise RuntimeError(
+            f"{NAME}: its group was destroyed; call detach(), or make a {NAME} on another group, which replaces "
+            "this one"
+        )
+
+
+def write(x: Tensor, value: Tensor) -> None:
+    """Write a value of the same shape into x; an expanded dimension once, since PyTorch refuses to write it whole."""
+    if 0 in x.stride():
+        at = tuple(slice(None) if stride else slice(1) for stride in x.stride())
+        x, value = x[at], value[at]
+    x.copy_(value)
+
+
+# ── numbers ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def numbers_of_ranks(number: int, engine: Engine) -> list[int]:
+    """Return the number of each rank."""
+    return [first for (first,) in _rows_of_ranks([int(number)], engine)]
+
+
+def _rows_of_ranks(numbers: list[int], engine: Engine) -> list[list[int]]:
+    """Return the numbers of each rank, equally many on all."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=engine.control_device)
+    row = mine.repeat(engine.size)
+    if engine.size > 1:
+        engine.operation, engine.later = NAME, False
+        with Exclusive(engine, NAME):
+            engine.all_gather(mine, row, [len(numbers)] * engine.size)()
+    rows: list[list[int]] = row.view(engine.size, -1).tolist()
+    return rows
+
+
+def numbers_of_first(numbers: list[int], engine: Engine) -> list[int]:
+    """Return the numbers of rank 0, equally many on all."""
+    sent = torch.tensor(numbers, device=engine.control_device)
+    if engine.size > 1:
+        engine.operation, engine.later = NAME, False
+        with Exclusive(engine, NAME):
+            engine.broadcast(sent, 0)()
+    return sent.tolist()
+
+
+# ── before training, in the user's group ─────────────────────────────────────────────────────────────────
+
+
+@torch.no_grad()
+def agree(name: str, what: str, facts: Sequence[str], group: Group) -> None:
+    """Raise on all ranks, with the first difference, if their facts differ."""
+    engine = resolve(group, name)
+    digests = torch.tensor([digest(fact) for fact in facts], dtype=torch.int64, device=engine.control_device)
+    lengths = all_gather(torch.tensor(len(facts), device=engine.control_device), group=group).tolist()
+    of_ranks = all_gather(digests, group=group, sizes=lengths).split_with_sizes(lengths)
+    rows = [row.tolist() for row in of_ranks]
+    first = next((i for i in range(max(lengths)) if len({tuple(row[i : i + 1]) for row in rows}) > 1), None)
+    if first is not None:
+        fact = facts[first] if first < len(facts) else "nothing"
+        refuse(engine, fact, f"{name}: the ranks' {what} differ; the first difference is at index {first}:")
+
+
+@torch.no_grad()
+def broadcast_from_first(tensors: Sequence[Tensor], group: Group) -> None:
+    """Copy rank 0's values to all ranks, in place."""
+    chunk: list[Any] = []
+    nbytes = 0
+    for i, t in enumerate(tensors):
+        chunk.append(t.detach())
+        nbytes += t.nbytes
+        if nbytes >= _BYTES or i == len(tensors) - 1:
+            for mine, first in zip(chunk, broadcast(chunk, 0, group=group), strict=True):
+                write(mine, first)
+            chunk, nbytes = [], 0
+
+
+def twin(engine: Engine, owner: object) -> Engine:
+    """Return a duplicate of the user's group for an averager, whose messages cannot match others; all ranks call it.
+
+    Closes the duplicates of averagers that were freed without `detach()` on all ranks: the garbage collector frees
+    them at different times on different ranks, and closing may be a collective call.
+    """
+    if engine.size == 1:
+        return engine
+    freed = [*engine.twins_freed]
+    most = max(numbers_of_ranks(len(freed), engine))
+    if most:
+        rows = _rows_of_ranks([*freed, *[-1] * (most - len(freed))], engine)
+        for number in sorted(set.intersection(*map(set, rows)) - {-1}):
+            engine.twins_freed.remove(number)
+            engine.twins.pop(number).close()
+    made, number = engine.twin(), engine.twins_made
+    engine.twins[number] = made
+    engine.twins_made += 1
+    weakref.finalize(owner, engine.twins_freed.append, number).atexit = False
+    return made
