@@ -45,7 +45,7 @@ ADJOINT = {
 DEFERRED = {
     ("collectives.scatter", "core.compiled"),
     ("core.derivatives", "core.compiled"),
-    ("core.product", "core.compiled"),
+    ("core.product", "core.compiled_product"),
     ("core.groups", "engines.mpi"),
 }
 

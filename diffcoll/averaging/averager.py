@@ -31,7 +31,7 @@ from diffcoll.averaging.watch import ModuleTree
 from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import untraced
-from diffcoll.engines import local
+from diffcoll.engines import guards
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group
 
@@ -141,7 +141,7 @@ class GradientAverager:
         self._buffers = None if repeats is None else ModuleBuffers(repeats, ignored, twin(engine, self))
         engine = twin(engine, self)
         ownership.refuse_shared(named)  # again: another simulated rank may have made its averager since
-        self._rank = local.here()  # a simulated rank is a thread
+        self._rank = guards.here()  # a simulated rank is a thread
         self._tree = None if module is None else ModuleTree(module, named, ignored, self)
         hook = None if comm_hook is None else CommHook(comm_hook, engine, group)
         parameters = [Parameter(i, *pair) for i, pair in enumerate(differentiable(named))]
@@ -268,7 +268,7 @@ class GradientAverager:
             self._tree.detach()
         self._hooks.detach()
         engine = self._reducer.engine
-        if self._reducer.now is not None and not engine.ended and self._rank is local.here():
+        if self._reducer.now is not None and not engine.ended and self._rank is guards.here():
             with contextlib.suppress(RuntimeError):  # the group has failed: no rank waits
                 self._reducer.abandon()
         if self._buffers is not None:

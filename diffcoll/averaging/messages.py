@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from diffcoll.averaging.policy import NAME
-from diffcoll.collectives.all_gather import all_gather
 from diffcoll.collectives.broadcast import broadcast
-from diffcoll.core.checks import digest, refuse
+from diffcoll.core.control import Control
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import is_profiling
-from diffcoll.engines.engine import Engine, Exclusive
+from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group
 
 #: Why a rank may not have joined a reduction, and the remedy.
@@ -34,7 +33,7 @@ _BYTES = 64 << 20
 
 @contextlib.contextmanager
 def communicating(
-    engine: Engine, at: str, nbytes: int, what: str, remedy: str, *, later: bool | None = None
+    engine: Engine, at: str, nbytes: int, what: str, remedy: str, *, later: bool = False
 ) -> Iterator[None]:
     """Take the engine's turn, label the profile, and add the message and the absent ranks to an error of the backend.
 
@@ -44,13 +43,11 @@ def communicating(
         nbytes: its size.
         what: its contents, for errors.
         remedy: what an absent rank may have done, and what to do, for errors.
-        later: whether what starts here is waited for later; None: nothing starts here.
+        later: whether what starts here is waited for later.
     """
-    if later is not None:
-        engine.operation, engine.later = NAME, later
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(Exclusive(engine, f"{NAME}, {at}"))
+            stack.enter_context(engine.turn(f"{NAME}, {at}", later=later))
             if is_profiling():
                 label = f"diffcoll.{NAME} {at}: {engine.description}, {nbytes} B"
                 stack.enter_context(torch.profiler.record_function(label))
@@ -88,29 +85,12 @@ def write(x: Tensor, value: Tensor) -> None:
 
 def numbers_of_ranks(number: int, engine: Engine) -> list[int]:
     """Return the number of each rank."""
-    return [first for (first,) in _rows_of_ranks([int(number)], engine)]
-
-
-def _rows_of_ranks(numbers: list[int], engine: Engine) -> list[list[int]]:
-    """Return the numbers of each rank, equally many on all."""
-    mine = torch.tensor(numbers, dtype=torch.int64, device=engine.control_device)
-    row = mine.repeat(engine.size)
-    if engine.size > 1:
-        engine.operation, engine.later = NAME, False
-        with Exclusive(engine, NAME):
-            engine.all_gather(mine, row, [len(numbers)] * engine.size)()
-    rows: list[list[int]] = row.view(engine.size, -1).tolist()
-    return rows
+    return [first for (first,) in Control(engine, NAME).numbers([int(number)])]
 
 
 def numbers_of_first(numbers: list[int], engine: Engine) -> list[int]:
     """Return the numbers of rank 0, equally many on all."""
-    sent = torch.tensor(numbers, device=engine.control_device)
-    if engine.size > 1:
-        engine.operation, engine.later = NAME, False
-        with Exclusive(engine, NAME):
-            engine.broadcast(sent, 0)()
-    return sent.tolist()
+    return Control(engine, NAME).numbers_of_first(numbers)
 
 
 # ── before training, in the user's group ─────────────────────────────────────────────────────────────────
@@ -119,15 +99,7 @@ def numbers_of_first(numbers: list[int], engine: Engine) -> list[int]:
 @torch.no_grad()
 def agree(name: str, what: str, facts: Sequence[str], group: Group) -> None:
     """Raise on all ranks, with the first difference, if their facts differ."""
-    engine = resolve(group, name)
-    digests = torch.tensor([digest(fact) for fact in facts], dtype=torch.int64, device=engine.control_device)
-    lengths = all_gather(torch.tensor(len(facts), device=engine.control_device), group=group).tolist()
-    of_ranks = all_gather(digests, group=group, sizes=lengths).split_with_sizes(lengths)
-    rows = [row.tolist() for row in of_ranks]
-    first = next((i for i in range(max(lengths)) if len({tuple(row[i : i + 1]) for row in rows}) > 1), None)
-    if first is not None:
-        fact = facts[first] if first < len(facts) else "nothing"
-        refuse(engine, fact, f"{name}: the ranks' {what} differ; the first difference is at index {first}:")
+    Control(resolve(group, name), name).agree_on_each(facts, what)
 
 
 @torch.no_grad()
@@ -155,7 +127,7 @@ def twin(engine: Engine, owner: object) -> Engine:
     freed = [*engine.twins_freed]
     most = max(numbers_of_ranks(len(freed), engine))
     if most:
-        rows = _rows_of_ranks([*freed, *[-1] * (most - len(freed))], engine)
+        rows = Control(engine, NAME).numbers([*freed, *[-1] * (most - len(freed))])
         for number in sorted(set.intersection(*map(set, rows)) - {-1}):
             engine.twins_freed.remove(number)
             engine.twins.pop(number).close()

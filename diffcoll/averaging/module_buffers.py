@@ -174,7 +174,7 @@ class ModuleBuffers(ForwardHook):
             for name, buffer in buffers.items():
                 self._views[name].copy_(buffer)
         for row in self._rows:
-            with communicating(engine, "buffers", row.nbytes, f"{len(self._facts)} buffers", _REMEDY, later=False):
+            with communicating(engine, "buffers", row.nbytes, f"{len(self._facts)} buffers", _REMEDY):
                 engine.broadcast(row, self._source)()
         return buffers
 

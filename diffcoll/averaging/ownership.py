@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from diffcoll.averaging.policy import NAME
 from diffcoll.core.errors import message
-from diffcoll.engines import local
+from diffcoll.engines import guards
 
 #: The argument of the user.
 Ignore: TypeAlias = Iterable[str] | Callable[[str, Tensor], bool] | None
@@ -213,7 +213,7 @@ def claims_on(named: Named) -> list[Claim]:
 
 def refuse_shared(named: Named) -> None:
     """Raise if another simulated rank, a thread of this process, averages the same parameters."""
-    me: Any = local.here()
+    me: Any = guards.here()
     for claim in claims_on(named) if me is not None else ():
         if claim.rank is not None and claim.rank is not me and claim.rank.world is me.world:
             remedy = "make the module in the function that each rank runs"

@@ -233,7 +233,7 @@ class Reducer:
 
     def _wait(self, now: Collecting) -> None:
         for bucket, wait in zip(self.buckets, now.waits, strict=True):
-            with self._communicating(bucket, later=None):
+            with self._communicating(bucket):
                 wait()
 
     def _must_skip(self) -> bool:
@@ -342,6 +342,6 @@ class Reducer:
             self._start(bucket, now)
         self._wait(now)
 
-    def _communicating(self, bucket: Bucket, later: bool | None) -> contextlib.AbstractContextManager[None]:
+    def _communicating(self, bucket: Bucket, later: bool = False) -> contextlib.AbstractContextManager[None]:
         at = f"bucket {self.buckets.index(bucket)} of {len(self.buckets)}"
         return communicating(self.engine, at, bucket.row.nbytes, str(bucket), ABSENT, later=later)

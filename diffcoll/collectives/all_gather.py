@@ -50,9 +50,10 @@ class AllGather(Linear):
     def _start(self, x: Tensor) -> Callable[[], Tensor]:
         engine = self.engine
         row, counts, joined = join(x, x.shape, self.dim, self.sizes, engine)
-        if engine.later:  # x may change
-            row.split_with_sizes(counts)[engine.rank].view(x.shape).copy_(x)
-        return then(engine.all_gather(None if engine.later else x.contiguous(), row, counts), joined)
+        if not engine.now.later:
+            return then(engine.all_gather(x.contiguous(), row, counts), joined)
+        row.split_with_sizes(counts)[engine.rank].view(x.shape).copy_(x)  # x may change
+        return then(engine.all_gather(None, row, counts), joined)
 
     @override
     def shape(self, x: Sequence[int]) -> list[int]:

@@ -22,7 +22,7 @@ from diffcoll.core import trees
 from diffcoll.core.arguments import Parts, Tensors, Tree
 from diffcoll.core.blocks import as_row, cut, pieces
 from diffcoll.core.call import Call, perform
-from diffcoll.core.checks import digest
+from diffcoll.core.control import digest
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.core.torch_private.transforms import is_within_transform
@@ -219,7 +219,7 @@ def _flat(call: Call, x: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
 
 def _submit(call: Call, root: int, block: _Block) -> Any:
-    call.arguments.update(dim=block.dim, sizes=list(block.parts))  # those of rank src
+    call = call.of(call.x, dim=block.dim, sizes=list(block.parts))  # those of rank src
     return call.submit(Scatter(call.engine, root, block.dim, block.parts), block.x)
 
 

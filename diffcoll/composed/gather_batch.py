@@ -68,7 +68,7 @@ def gather_batch(tree: Tree, *, group: Group = None) -> GatheredBatch[Tree]:
     """
     leaves, _ = batch_leaves(_NAME, tree)
     rows = _rows(tree, leaves)
-    sizes = [size for (size,) in lengths_of_ranks(_NAME, tree, leaves, [rows], leaves[0].device, group)]
+    sizes = [size for (size,) in lengths_of_ranks(_NAME, tree, leaves, [rows], group)]
     rank = get_rank(group)
     if torch.compiler.is_compiling():
         for size in sizes:

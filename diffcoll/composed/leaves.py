@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcoll.collectives.all_gather import all_gather
-from diffcoll.core.checks import digest
+from diffcoll.core.agreement import Agreement
+from diffcoll.core.control import digest
 from diffcoll.core.errors import CollectiveMismatchError, message
-from diffcoll.core.groups import get_rank
-from diffcoll.core.torch_private.tracing import integers
+from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.trees import tree_flatten, tree_paths
 from diffcoll.engines.types import Group
 
@@ -39,9 +38,7 @@ def batch_leaves(name: str, tree: object) -> tuple[list[Tensor], Callable[[list[
     return leaves, rebuild
 
 
-def lengths_of_ranks(
-    name: str, tree: object, leaves: list[Tensor], mine: list[int], device: torch.device, group: Group
-) -> list[list[int]]:
+def lengths_of_ranks(name: str, tree: object, leaves: list[Tensor], mine: list[int], group: Group) -> list[list[int]]:
     """Return each rank's list of lengths, this rank's being `mine`, one for each leaf or one for all.
 
     One small message of two numbers, so that ranks with different trees can compare them. A second one if the lengths
@@ -51,34 +48,29 @@ def lengths_of_ranks(
         CollectiveMismatchError: on all ranks, if their trees differ in paths, dtypes or dimensions other than 0. A
             compiled function cannot compare numbers that it receives, and sends 0.
     """
-    return lengths_and_bits(name, tree, leaves, mine, device, group)[0]
+    return lengths_and_bits(name, tree, leaves, mine, group)[0]
 
 
 def lengths_and_bits(
-    name: str, tree: object, leaves: list[Tensor], mine: list[int], device: torch.device, group: Group, bits: int = 0
+    name: str, tree: object, leaves: list[Tensor], mine: list[int], group: Group, bits: int = 0
 ) -> tuple[list[list[int]], list[int]]:
     """Return the lengths as `lengths_of_ranks` does, and each rank's three `bits`, which may differ."""
     compiling = torch.compiler.is_compiling()
+    call = Agreement(name, leaves[0], resolve(group, name), False, {})
     facts = "" if compiling else _facts(tree, leaves)
     even = all(length == mine[0] for length in mine)
     summary = [bits if compiling else digest(facts) << 3 | bits, mine[0] if even else -1]
-    rows = _of_ranks(summary, device, group)
+    rows = call.gather_numbers(summary)
     differing = [] if compiling else [r for r, row in enumerate(rows) if 0 != row[0] >> 3 != rows[0][0] >> 3 != 0]
     if differing:
         raise CollectiveMismatchError(
             f"{name}: tree: rank {differing[0]} differs from rank 0 in paths, dtypes or dimensions other than 0, "
-            f"expected the same on all ranks; rank {get_rank(group)} has {facts}"
+            f"expected the same on all ranks; rank {call.engine.rank} has {facts}"
         )
     all_bits = [row[0] % 8 for row in rows]
     if len(mine) == 1 or all(length >= 0 for _, length in rows):
         return [[length] * len(mine) for _, length in rows], all_bits
-    return _of_ranks(mine, device, group), all_bits
-
-
-def _of_ranks(numbers: list[int], device: torch.device, group: Group) -> list[list[int]]:
-    """Return the numbers of each rank, equally many on all."""
-    flat, n = integers(all_gather(torch.tensor(numbers, device=device), 0, group=group)), len(numbers)
-    return [flat[i : i + n] for i in range(0, len(flat), n)]
+    return call.gather_numbers(mine), all_bits
 
 
 def _facts(tree: object, leaves: list[Tensor]) -> str:

@@ -67,14 +67,14 @@ def ring(tree: Tree, *, group: Group = None) -> Iterator[tuple[int, Tree]]:
         _check(engine, path, leaf)
     mine = [len(leaf) for leaf in leaves]
     alone = engine.size == 1
-    sizes = [mine] if alone else lengths_of_ranks(_NAME, tree, leaves, mine, engine.control_device, group)
+    sizes = [mine] if alone else lengths_of_ranks(_NAME, tree, leaves, mine, group)
     return _blocks(tree, leaves, rebuild, sizes, engine, group)
 
 
 def _check(engine: Engine, path: str, leaf: Tensor) -> None:
     """Raise if the engine cannot move this leaf."""
     try:
-        Call(_NAME, leaf, engine, False, {})
+        Call(_NAME, leaf, engine, False, {}).tensor(leaf)
     except (TypeError, ValueError) as error:
         raise type(error)(str(error).replace(": x:", f": tree{path}:", 1)) from None
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from diffcoll.core import checks
-from diffcoll.core.checks import digest
+from diffcoll.core.control import Control, digest
 from diffcoll.core.derivatives import apply
 from diffcoll.core.errors import CollectiveMismatchError, failure, user_line
 from diffcoll.core.linear import MAPS, PER_RANK, Linear, common_shape
@@ -20,36 +20,26 @@ from diffcoll.core.torch_private.trees import tree_paths
 from diffcoll.engines.engine import Engine
 
 
+@dataclass(frozen=True, eq=False)
 class Agreement:
-    """One call of a collective, as its ranks compare it.
+    """One call of a collective, as its ranks compare it."""
 
-    Attributes:
-        name: of the collective.
-        x: as the user passed it.
-        engine: the group.
-        arguments: the others by name; each is replaced by its normalised value once it is read.
-        async_op: whether the call returns before the result is ready.
-        reduction: the one that `op` names, if the collective has an `op`.
-        exchanged: whether the ranks have exchanged sizes for this call.
-    """
-
-    def __init__(self, name: str, x: Any, engine: Engine, async_op: bool, arguments: dict[str, Any]) -> None:
-        self.name = name
-        self.x = x
-        self.engine = engine
-        self.async_op = async_op
-        self.arguments = arguments
-        self.reduction: Reduction | None = None
-        self.exchanged = False
-        self._agreed = False
+    #: Of the collective.
+    name: str
+    #: As the user passed it.
+    x: Any
+    engine: Engine
+    #: Whether the call returns before the result is ready.
+    async_op: bool
+    #: The others by name, as the user passed them.
+    arguments: dict[str, Any]
 
     # ── compared in check mode ───────────────────────────────────────────────────────────────────────────
 
-    def agree(self, f: Linear, x: Tensor) -> None:
+    def agree(self, f: Linear, x: Tensor, reduction: Reduction | None = None) -> None:
         """In check mode, compare this call, which applies f to x, with those of the other ranks."""
-        if not self._agreed and self.compares():
-            self._agreed = True
-            self._compare((*self.meaning(f), *kind(f, x)))
+        if self.compares():
+            self._compare((*self.meaning(f, reduction), *kind(f, x)), self.settled(f, reduction))
 
     def agree_on_leaves(self, shapes: Sequence[object], leaves: Sequence[Tensor]) -> None:
         """In check mode, compare the leaves of a tree, which have these shapes, with those of the other ranks.
@@ -62,7 +52,8 @@ class Agreement:
         elif not self.compares():
             return
         rows = zip(tree_paths(self.x), leaves, shapes, strict=True)
-        self._compare((self.name, "a tree"), [f"x{path}: {x.dtype} {shape}" for path, x, shape in rows])
+        leaves_in_words = [f"x{path}: {x.dtype} {shape}" for path, x, shape in rows]
+        self._compare((self.name, "a tree"), self.arguments, leaves_in_words)
 
     def agree_on_blocks(self, sent: list[list[int]], expected: list[list[int]]) -> None:
         """In check mode, compare the shapes of the blocks for and from each rank."""
@@ -76,7 +67,9 @@ class Agreement:
                 block, expects = shapes[r][0][s], shapes[s][1][r]
                 if block != expects:
                     why = f"rank {r} sends {tuple(block)} to rank {s}, which expects {tuple(expects)}"
-                    checks.refuse(self.engine, self._text(), f"{checks.disagree(self.engine)} {why}")
+                    Control(self.engine).refuse(
+                        self._text(self.arguments), f"the ranks of {self.engine.description} disagree: {why}"
+                    )
 
     def compares(self) -> bool:
         """Whether the ranks compare this call."""
@@ -85,28 +78,42 @@ class Agreement:
             return False
         return not (isinstance(self.x, Tensor) and is_traced(self.x))  # the op is compared when it runs
 
-    def _compare(self, facts: tuple[object, ...], leaves: Sequence[str] | None = None) -> None:
+    def _compare(
+        self, facts: tuple[object, ...], arguments: dict[str, Any], leaves: Sequence[str] | None = None
+    ) -> None:
         try:
             later = self.async_op and not self.engine.in_one_graph  # where `async_op` changes nothing
-            checks.compare(self.engine, (*facts, later), self._text(), leaves)
+            checks.compare(self.engine, (*facts, later), self._text(arguments), leaves)
         except CollectiveMismatchError:
             raise
         except RuntimeError as error:
             raise failure(self.name, self.engine.description, self.engine.rank, None, error) from error
 
-    def meaning(self, f: Linear) -> tuple[object, ...]:
-        """Return the normalised arguments, which must be equal on all ranks; their spelling may differ."""
+    def meaning(self, f: Linear, reduction: Reduction | None) -> tuple[object, ...]:
+        """Return what the arguments mean, which must be equal on all ranks; their spelling may differ."""
         values = [getattr(f, field.name) for field in fields(f) if field.name not in ("engine", *PER_RANK)]
         op: list[object] = []
-        if self.reduction is not None:
-            op = [v for field in fields(self.reduction) if not callable(v := getattr(self.reduction, field.name))]
-            op.append(self.arguments.get("ties") if self.reduction.name in ("max", "min") else None)
+        if reduction is not None:
+            op = [v for field in fields(reduction) if not callable(v := getattr(reduction, field.name))]
+            op.append(self.arguments.get("ties") if reduction.name in ("max", "min") else None)
         return self.name, *values, *op
 
-    def _text(self) -> str:
+    def settled(self, f: Linear, reduction: Reduction | None) -> dict[str, Any]:
+        """Return the arguments of the call of f in one spelling, which truth accepts and errors show."""
+        found, of_map = dict(self.arguments), vars(f)
+        if reduction is not None and not reduction.users:
+            found["op"] = reduction.name
+        if "grad_placement" in found:
+            found["grad_placement"] = "replicate" if of_map["replicated"] else "partial"
+        for name in ("dim", "split_dim", "concat_dim"):
+            if found.get(name, 0) < 0:
+                found[name] = of_map[name]
+        return found
+
+    def _text(self, arguments: dict[str, Any]) -> str:
         """Return the description of this call for an error."""
         x = f"{self.x.dtype} {tuple(self.x.shape)}" if isinstance(self.x, Tensor) else type(self.x).__name__
-        given = {k: _function_text(v) if callable(v) else v for k, v in self.arguments.items()}
+        given = {k: _function_text(v) if callable(v) else v for k, v in arguments.items()}
         if self.async_op:
             given["async_op"] = True
         words = ", ".join([x, *(f"{k}={v!r}" for k, v in given.items())])
@@ -116,13 +123,9 @@ class Agreement:
 
     def gather_numbers(self, numbers: list[int], what: str = "sizes") -> list[list[int]]:
         """Exchange a few integers, equally many on each rank; return one list per rank, in order."""
-        self.exchanged = True
         if self.compares():
-            self._compare((self.name, what, len(numbers)))
-        n = self.engine.size
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self.engine.control_device)
-        flat = integers(apply(MAPS["AllGather"](self.engine, 0, (len(numbers),) * n), mine))
-        return [flat[i * len(numbers) : (i + 1) * len(numbers)] for i in range(n)]
+            self._compare((self.name, what, len(numbers)), self.arguments)
+        return exchange(self.engine, numbers)
 
     def header(self, root: int, numbers: list[int], structure: int = 0, valid: bool = True) -> list[int]:
         """Return on all ranks the numbers by which the root describes what it sends.
@@ -137,7 +140,7 @@ class Agreement:
             CollectiveMismatchError: on all ranks, if they differ in one of these.
         """
         if self.compares():
-            self._compare((self.name, root))
+            self._compare((self.name, root), self.arguments)
         mine = self.engine.rank == root
         state = (len(numbers) if mine else 0) if valid else -1
         rows = self.gather_numbers([root, state, structure, digest(repr(numbers)) if numbers else 0])
@@ -146,7 +149,7 @@ class Agreement:
         if (found := self._differing(root, rows)) is not None:
             raise CollectiveMismatchError(f"{self.name}: {found}")
         if self.compares():
-            self._compare((self.name, root))
+            self._compare((self.name, root), self.arguments)
         row = torch.tensor(
             numbers if mine else [0] * rows[root][1], dtype=torch.int64, device=self.engine.control_device
         )
@@ -172,6 +175,14 @@ class Agreement:
                 f"torch.compile pass on every rank a tensor like that of rank {root}, whose values are not used"
             )
         return None
+
+
+def exchange(engine: Engine, numbers: list[int]) -> list[list[int]]:
+    """Return each rank's integers, equally many on all, which the program computes with: graphs contain the message."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=engine.control_device)
+    n = len(numbers)
+    flat = integers(apply(MAPS["AllGather"](engine, 0, (n,) * engine.size), mine))
+    return [flat[i : i + n] for i in range(0, len(flat), n)]
 
 
 def _function_text(op: object) -> str:

@@ -14,7 +14,6 @@ from diffcoll.core.errors import message
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import REDUCTIONS, Reduction, spelled, users
 from diffcoll.core.torch_private.trees import is_tree
-from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import word_of
 
 #: A tensor, or nested tuples, lists and dicts of tensors.
@@ -54,14 +53,15 @@ class Arguments(Agreement):
         TypeError, ValueError: one of them is invalid. Each method that reads one raises these too.
     """
 
-    def __init__(self, name: str, x: Any, engine: Engine, async_op: bool, arguments: dict[str, Any]) -> None:
-        super().__init__(name, x, engine, async_op, arguments)
-        if async_op is not True and async_op is not False:
-            raise self._not_a_flag("async_op", async_op)
+    def check(self) -> None:
+        """Raise unless x and `async_op` are valid, and no argument holds tensors that torch.distributed would take."""
+        name, x = self.name, self.x
+        if self.async_op is not True and self.async_op is not False:
+            raise self._not_a_flag("async_op", self.async_op)
         if not isinstance(x, Tensor):  # a list of output tensors would be taken for a tree
-            for argument in arguments:
+            for argument in self.arguments:
                 self._refuse_tensors(argument)
-        elif "op" in arguments:
+        elif "op" in self.arguments:
             self._refuse_tensors("op")
         if name not in CHECK_X_THEMSELVES and (isinstance(x, Tensor) or not (name in TAKE_TREES and is_tree(x))):
             self.tensor(x)
@@ -112,7 +112,6 @@ class Arguments(Agreement):
         if value not in ("partial", "replicate"):
             remedy = '"partial" if each rank has its own loss, "replicate" if all compute the same one'
             raise self.error("grad_placement", '"partial" or "replicate"', remedy)
-        self.arguments["grad_placement"] = value  # the word that ranks compare and that truth accepts
         return bool(value == "replicate")
 
     def op(self, x: Tensor) -> tuple[Reduction, Any]:
@@ -134,7 +133,6 @@ class Arguments(Agreement):
             raise TypeError(message(self.name, "op", f"the bitwise {name.upper()}", _OPS, remedy))
         if reduction is None:
             raise self.error("op", _OPS)
-        self.arguments["op"] = name  # the spelling that ranks compare and that truth accepts
         if reduction.needs == "numbers":
             self.adds(x)
         got = f'"{name}" of {x.dtype}'
@@ -176,7 +174,6 @@ class Arguments(Agreement):
             raise self.error("x", "at least one dimension", "x.reshape(1) has one", got="a 0-d tensor")
         if not -n <= value < n:
             raise self.error(argument, f"a dimension from {-n} to {n - 1}, since x has shape {tuple(x.shape)}")
-        self.arguments[argument] = value % n  # the value that ranks compare
         return value % n
 
     def root(self, argument: str) -> int:
@@ -254,7 +251,6 @@ class Arguments(Agreement):
             raise self.error(argument, f"{n} sizes, one per rank")
         if any(size < 0 for size in sizes):
             raise self.error(argument, "sizes of zero or more")
-        self.arguments[argument] = list(sizes)
         return sizes
 
     def _integer(self, argument: str, value: Any) -> int:

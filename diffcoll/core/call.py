@@ -13,7 +13,7 @@ The public function reads its arguments and submits a map, which is executed by:
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,14 +21,15 @@ from torch.nn import Parameter
 
 from diffcoll.core import checks
 from diffcoll.core.agreement import kind
-from diffcoll.core.arguments import ADDED, Arguments
+from diffcoll.core.arguments import ADDED, CHECK_X_THEMSELVES, Arguments
 from diffcoll.core.derivatives import Started, apply, start
 from diffcoll.core.groups import resolve
 from diffcoll.core.linear import Linear
 from diffcoll.core.pending import Pending
 from diffcoll.core.reducing import Reducing, Steps
+from diffcoll.core.reductions import Reduction
 from diffcoll.core.torch_private.tensors import divide_, times
-from diffcoll.engines.engine import WIDER, Engine
+from diffcoll.engines.engine import WIDER
 from diffcoll.engines.types import Group
 
 #: Immutable types. Arguments are compared by identity; a plan keeps its arguments alive, so identities are not reused.
@@ -70,9 +71,9 @@ def perform(
         plan = engine.plans.get(key)
         if plan is not None:
             return _eager(plan.f, x if plan.before is None else plan.before(x), plan.after, name, async_op)
-    made = Call(name, x, engine, async_op, arguments)
-    made.key = key
-    return understand(made, x)
+    call = Call(name, x, engine, async_op, arguments, key)
+    call.check()
+    return understand(call, x)
 
 
 def _eager(f: Linear, x: Tensor, after: Callable[[Tensor], Tensor] | None, name: str, async_op: bool) -> Any:
@@ -84,22 +85,16 @@ def _eager(f: Linear, x: Tensor, after: Callable[[Tensor], Tensor] | None, name:
     return y if after is None else after(y)
 
 
+@dataclass(frozen=True, eq=False)
 class Call(Arguments):
-    """One call: reads the arguments, compares them with those of the other ranks, and submits the map."""
+    """One call. A collective reads its arguments and submits a map, which is compared and executed here."""
 
     #: The key of this call's plan in `engine.plans`; None: no plan is kept.
     key: tuple[Any, ...] | None = None
 
-    def __init__(self, name: str, x: Any, engine: Engine, async_op: bool, arguments: dict[str, Any]) -> None:
-        self.given = async_op, *arguments.values()
-        super().__init__(name, x, engine, async_op, arguments)
-
-    def of(self, leaf: Tensor) -> Call:
-        """Return the same call for one leaf of a tree, or for several leaves concatenated."""
-        call = copy(self)
-        call._agreed, call.key = False, None
-        call.x, call.arguments = leaf, dict(self.arguments)
-        return call
+    def of(self, x: Any, **arguments: Any) -> Call:
+        """Return the same call for a leaf of a tree, for several leaves concatenated, or with other arguments."""
+        return Call(self.name, x, self.engine, self.async_op, {**self.arguments, **arguments})
 
     def submit(
         self,
@@ -114,44 +109,50 @@ class Call(Arguments):
         if checks.is_on():
             self.agree(f, block)
         if self.engine.in_one_graph:
-            return self._in_truth(f, block)
-        y = _eager(f, block, after, self.name, self.async_op)
-        self._keep(Plan(f, before, after, self.given), x)
-        return y
-
-    def _keep(self, plan: Plan, x: Tensor) -> None:
-        """Keep the plan of this call, which raised no error, for the next one."""
-        if self.key is None or self.exchanged or x.dtype not in ADDED or not _ATOMS.issuperset(map(type, self.given)):
-            return
-        plans = self.engine.plans
-        if len(plans) >= _PLANS:
-            plans.clear()
-        plans[self.key] = plan
+            return self._in_truth(self.x, f, block)
+        return self._by_rules(Plan(f, before, after, self._given), x, block)
 
     def reduce(self, f: Linear, x: Tensor, steps: Callable[[Reducing], Steps]) -> Any:
         """Return the reduction of x that `op` names: f(x) for the sum, the result of `steps` if it is not linear."""
-        self.reduction, factor = self.op(x)
-        reduction = self.reduction
+        reduction, factor = self.op(x)
         if factor is not None:
             x = times(x, factor)
         if checks.is_on():
-            self.agree(f, x)
+            self.agree(f, x, reduction)
         if self.engine.in_one_graph:
-            self.x = x
-            return self._in_truth(f, x)
-        if reduction.name == "sum":
-            return self.submit(f, x)
+            return self._in_truth(x, f, x, reduction)
         if reduction.over is not None:
-            self.key = None
             last, block, after = steps(Reducing(self.name, reduction, self.engine, x, checked=self.compares()))
-            return self.submit(last, block, after=after)
-        # The mean is the sum divided by N. In half precision the sum may overflow where the mean does not.
+            return _eager(last, block, after, self.name, self.async_op)
+        plan = Plan(f, None, None, self._given) if reduction.name == "sum" else self._mean(f, x)
+        return self._by_rules(plan, x, x if plan.before is None else plan.before(x))
+
+    def _mean(self, f: Linear, x: Tensor) -> Plan:
+        """Return the sum f divided by N. In half precision the sum may overflow where the mean does not."""
         n, dtype, wide = self.engine.size, x.dtype, WIDER.get(x.dtype)
         before = None if wide is None else lambda x: x.to(wide)
         if (mean := f.averaging) is not None:
-            return self.submit(mean, x, before=before, after=None if wide is None else lambda y: y.to(dtype))
-        return self.submit(f, x, before=before, after=lambda y: divide_(y, n).to(dtype))
+            return Plan(mean, before, None if wide is None else lambda y: y.to(dtype), self._given)
+        return Plan(f, before, lambda y: divide_(y, n).to(dtype), self._given)
 
-    def _in_truth(self, f: Linear, x: Tensor) -> Any:
-        y: Tensor = self.engine.run_truth(self.name, self.x, self.arguments, (self.meaning(f), kind(f, x)))
+    @property
+    def _given(self) -> tuple[Any, ...]:
+        return self.async_op, *self.arguments.values()
+
+    def _by_rules(self, plan: Plan, x: Tensor, block: Tensor) -> Any:
+        """Apply the map; keep the plan for the next call if nothing in it is of other ranks or may change."""
+        y = _eager(plan.f, block, plan.after, self.name, self.async_op)
+        if self.key is None or self.name in CHECK_X_THEMSELVES or x.dtype not in ADDED:
+            return y
+        if _ATOMS.issuperset(map(type, plan.arguments)) and "auto" not in plan.arguments:
+            plans = self.engine.plans
+            if len(plans) >= _PLANS:
+                plans.clear()
+            plans[self.key] = plan
+        return y
+
+    def _in_truth(self, x: Any, f: Linear, block: Tensor, reduction: Reduction | None = None) -> Any:
+        y: Tensor = self.engine.run_truth(
+            self.name, x, self.settled(f, reduction), (self.meaning(f, reduction), kind(f, block))
+        )
         return Pending(self.name, lambda: y) if self.async_op else y

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from hashlib import blake2b
-from itertools import zip_longest
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
+from diffcoll.core.control import Control
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, failure, message, user_line
-from diffcoll.core.torch_private.tracing import constant_in_graphs, unobserved
-from diffcoll.engines import local
-from diffcoll.engines.engine import Engine, Exclusive
+from diffcoll.core.torch_private.tracing import unobserved
+from diffcoll.engines import guards
+from diffcoll.engines.engine import Engine
 
 
 class _State:
@@ -123,7 +122,7 @@ def _compare_end(used: dict[Engine, bool], error: BaseException | None) -> None:
 
 def _state() -> _State:
     """Return the state of this simulated rank, or of this process."""
-    if _rank.state is None and local.here() is not None:
+    if _rank.state is None and guards.here() is not None:
         _rank.state = _State(_process.on)
     return _rank.state or _process
 
@@ -133,62 +132,24 @@ def is_on() -> bool:
     return _ever_on and (_rank.state or _process).on
 
 
-@unobserved()
 def compare(engine: Engine, facts: object, text: str, leaves: Sequence[str] | None = None) -> None:
-    """Raise on all ranks unless facts are equal on all; text describes this rank's call.
-
-    If x is a tree, `leaves` describes each of its leaves; the error names the first that differs.
-    """
-    engine.operation, engine.later = "check mode", False
-    if (used := _state().used) is not None:
-        used[engine] = False
-    mine = digest(repr((facts, leaves)))
-    rows = _gathered(engine, _numbers(engine, [mine, -1 if leaves is None else len(leaves)]), [2] * engine.size)
-    if all(row[0] == mine for row in rows):
-        return
+    """Do what `Control.agree` does, and record that the group was used, for the end of a `with` block."""
+    used = _state().used
     if used is not None:
-        used[engine] = True
-    counts = [int(row[1]) for row in rows]
-    if leaves is not None and -1 not in counts:
-        digests = _gathered(engine, _numbers(engine, [digest(leaf) for leaf in leaves]), counts)
-        of_ranks = zip_longest(*(row.tolist() for row in digests))
-        first = next((i for i, of_leaf in enumerate(of_ranks) if len(set(of_leaf)) > 1), None)
-        if first is not None:
-            text += f"\n    the first leaf that differs: {leaves[first] if first < len(leaves) else 'missing'}"
-    refuse(engine, text, disagree(engine))
-
-
-@constant_in_graphs
-def digest(text: str) -> int:
-    """Return a 56-bit hash, equal on all ranks for equal texts."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
-
-
-def disagree(engine: Engine) -> str:
-    """Return the beginning of an error."""
-    return f"the ranks of {engine.description} disagree:"
-
-
-@unobserved()
-def refuse(engine: Engine, text: str, why: str) -> None:
-    """Raise on all ranks, which all call this for the same reason `why`; text describes this rank's call."""
-    engine.operation, engine.later = "check mode", False
-    words = torch.tensor(list(text.encode()), dtype=torch.uint8, device=engine.control_device)
-    lengths = _gathered(engine, _numbers(engine, [len(words)]), [1] * engine.size)
-    texts = _gathered(engine, words, [int(length) for length in lengths])
-    calls = "\n".join(f"  rank {r}: {bytes(text.tolist()).decode()}" for r, text in enumerate(texts))
-    raise CollectiveMismatchError(f"{why}\n{calls}")
-
-
-def _numbers(engine: Engine, numbers: list[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device=engine.control_device)
+        used[engine] = False
+    try:
+        Control(engine).agree(facts, text, leaves)
+    except CollectiveMismatchError:
+        if used is not None:
+            used[engine] = True
+        raise
 
 
 @unobserved()
 def same_everywhere(engine: Engine, x: Tensor, text: str) -> None:
     """Raise on all ranks if x, which is declared replicated, differs between ranks by more than rounding."""
-    engine.operation, engine.later = "check mode", False
-    xs = _gathered(engine, x.detach().resolve_conj().resolve_neg().contiguous().view(-1), [x.numel()] * engine.size)
+    row = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    xs = Control(engine).gather(row, [x.numel()] * engine.size)
     inexact = x.is_floating_point() or x.is_complex()
     tolerance = min(torch.finfo(x.dtype).eps ** 0.5, 0.5) if inexact else 0.0  # float8_e8m0fnu has an eps of 1
     # PyTorch neither compares nor subtracts all dtypes that it moves; in these two it does, on the CPU.
@@ -201,10 +162,3 @@ def same_everywhere(engine: Engine, x: Tensor, text: str) -> None:
                 f"{text}: declared replicated, but it differs by {largest:.3g} between rank 0 and rank {r}; "
                 'pass grad_placement="partial" if each rank has its own loss'
             )
-
-
-def _gathered(engine: Engine, mine: Tensor, lengths: list[int]) -> list[Tensor]:
-    row = mine.new_empty(sum(lengths))
-    with Exclusive(engine, "check mode"):
-        engine.all_gather(mine, row, lengths)()
-    return list(row.split_with_sizes(lengths))

@@ -20,10 +20,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.effects import _EffectType
-from torch._inductor import lowering, virtualized
 from torch.fx import traceback
-from torch.utils import checkpoint
 
 from diffcoll.core import checks
 from diffcoll.core.agreement import Agreement
@@ -32,9 +29,8 @@ from diffcoll.core.groups import engine_named, key_in_graphs
 from diffcoll.core.joint import is_joint
 from diffcoll.core.linear import MAPS, PER_RANK, Linear, common_shape
 from diffcoll.core.moves import InFlight, move, named
-from diffcoll.core.over_ranks import value_in_pieces
-from diffcoll.core.product import PRODUCT
 from diffcoll.core.torch_private.autograd import backward_at_work
+from diffcoll.core.torch_private.compiler import keep_in_checkpoints, keep_in_order
 from diffcoll.core.torch_private.release import COMPILES
 from diffcoll.core.torch_private.tracing import is_jit_tracing
 from diffcoll.core.torch_private.transforms import batch_last, is_differentiating
@@ -294,7 +290,7 @@ def _define(name: str, op: Any, more: str) -> Any:
     """Register an op of a map."""
 
     def fake(*inputs: Any) -> Tensor:
-        traceback.get_current_meta().pop("recompute", None)  # see `_keep_in_checkpoints`
+        traceback.get_current_meta().pop("recompute", None)  # see `keep_in_checkpoints`
         y: Tensor = op.fake(*inputs)
         return y
 
@@ -311,8 +307,8 @@ def _define(name: str, op: Any, more: str) -> Any:
     definition.register_autograd(op.backward, setup_context=op.setup_context)
     definition.register_vmap(op.vmap)
     overload = getattr(torch.ops.diffcoll, name).default
-    _keep_in_order(definition, overload)
-    _keep_in_checkpoints(overload)
+    keep_in_order(definition, overload)
+    keep_in_checkpoints(overload)
     return overload
 
 
@@ -323,44 +319,6 @@ def _unflat(kind: str, value: Any) -> Any:
     if kind == "tuple[tuple[int, int], ...]":
         return tuple(zip(value[::2], value[1::2], strict=True))
     return value
-
-
-# ── restrictions on the compiler ─────────────────────────────────────────────────────────────────────────
-
-
-def _keep_in_checkpoints(op: Any) -> None:
-    """Make a compiled checkpoint save the result of a collective instead of recomputing it.
-
-    An op with an effect cannot be moved from the forward graph to the backward graph (torch 2.13: an assertion in its
-    partitioner). Checkpoints tag all nodes twice: by the metadata that `torch.fx.traceback` gives to new nodes, from
-    which `fake` removes the tag, and once more afterwards, except for the ops listed here.
-    """
-    checkpoint.SAC_IGNORED_OPS.add(op)
-
-
-def _keep_in_order(definition: Any, op: Any) -> None:
-    """Keep the compiler from dropping a collective whose result this rank ignores, and from reordering collectives.
-
-    No data dependency forbids either, and every rank compiles its own graph. There is no public API for this:
-    AOTAutograd supports effects, and Inductor turns them into dependencies. Until torch 2.14 Inductor stores these in
-    `additional_star_deps` by the names of buffers, but its scheduler looks them up by the names of operations, so a
-    later pass reorders the collectives to save memory. The lowering here therefore adds the dependencies again. Torch
-    2.15 stores them correctly and lacks that attribute; the lowering adds nothing there.
-    """
-    definition.register_effect(_EffectType.ORDERED)
-    fall_back = lowering.fallback_handler(op)  # type: ignore[no-untyped-call]
-
-    def lower(*args: Any, **kwargs: Any) -> Any:
-        graph = virtualized.V.graph
-        before = len(graph.operations)
-        result = fall_back(*args, **kwargs)
-        last = graph.effectful_ops.get(_EffectType.ORDERED)
-        if last is not None and hasattr(graph, "additional_star_deps"):
-            for operation in graph.operations[before:]:
-                graph.additional_star_deps[operation.get_operation_name()].add(last.get_name())
-        return result
-
-    lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
 
 # ── the header of a scatter ──────────────────────────────────────────────────────────────────────────────
@@ -383,38 +341,8 @@ _header = torch.library.custom_op(
     schema="(str group, int root, int structure, SymInt[] numbers) -> ()",
 )
 _header.register_fake(lambda *_: None)
-_keep_in_order(_header, torch.ops.diffcoll.header.default)
-_keep_in_checkpoints(torch.ops.diffcoll.header.default)
-
-
-# ── the product, a rule that is not linear ───────────────────────────────────────────────────────────────
-
-
-def product(s: Tensor) -> Tensor:
-    """Return the product over dim 0 as one op."""
-    y: Tensor = torch.ops.diffcoll.product(s)
-    return y
-
-
-def _save(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _product_backward(ctx: Any, gy: Tensor) -> Tensor:
-    (s,) = ctx.saved_tensors
-    return PRODUCT.gradient(s, gy, gy)  # it does not use y
-
-
-def _product_of_batch(info: Any, in_dims: tuple[int], s: Tensor) -> tuple[Tensor, int]:
-    return batch_last(product(s.movedim(in_dims[0], -1)))
-
-
-_product = torch.library.custom_op(
-    "diffcoll::product", lambda s: value_in_pieces(s, PRODUCT), mutates_args=(), schema="(Tensor s) -> Tensor"
-)
-_product.register_fake(lambda s: s.new_empty(s.shape[1:]))
-_product.register_autograd(_product_backward, setup_context=_save)
-_product.register_vmap(_product_of_batch)
+keep_in_order(_header, torch.ops.diffcoll.header.default)
+keep_in_checkpoints(torch.ops.diffcoll.header.default)
 
 
 for _kind in MAPS.values():

@@ -27,25 +27,24 @@ from diffcoll.core.linear import Linear
 from diffcoll.core.moves import InFlight, move, named
 from diffcoll.core.torch_private.autograd import backward_at_work
 from diffcoll.core.torch_private.tracing import is_traced, untraced
-from diffcoll.core.torch_private.transforms import apply_rule, batch_last, is_batched_by_autograd, is_plain, over_batch
+from diffcoll.core.torch_private.transforms import batch_last, is_batched_by_autograd, is_plain, over_batch
 
 
 def apply(f: Linear, x: Tensor) -> Tensor:
     """Return f(x), differentiable to any order and in both modes; in a graph that is compiled, as one op."""
-    if f.engine.compiling:
-        from diffcoll.core import compiled  # registers an op for every map, which takes time
-
-        return compiled.apply(f, x)
-    return (record if joint.here.chain else apply_rule)(_Apply, x, f, None)
+    return _compiled().apply(f, x) if f.engine.compiling else record(_Apply, x, f, None)
 
 
 def start(f: Linear, x: Tensor) -> Callable[[], Tensor]:
     """Start f on x; the returned function, to be called once, waits for f(x), differentiable as `apply` is."""
-    if torch.compiler.is_compiling():
-        from diffcoll.core import compiled  # as in `apply`
+    return _compiled().start(f, x) if f.engine.compiling else Started(f, x)
 
-        return compiled.start(f, x)
-    return Started(f, x)
+
+def _compiled() -> Any:
+    """Import the ops; an op is registered for every map, which takes time."""
+    from diffcoll.core import compiled
+
+    return compiled
 
 
 _EAGER = "eager code started the collective; call wait() before the compiled function, or compile without fullgraph"
@@ -88,9 +87,8 @@ def _forward(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
         if is_batched_by_autograd(x):
             return over_batch(lambda x: record(_Apply, x, f, origin), x)
         if is_traced(x):
-            from diffcoll.core import compiled  # registers an op for every map, which takes time
-
-            return compiled.traced(f, x)
+            y: Tensor = _compiled().traced(f, x)
+            return y
     return move(x, f, origin)
 
 
@@ -113,7 +111,7 @@ class _Apply(Function):
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
-        return (record if joint.here.chain else apply_rule)(_Apply, gy, ctx.f.adjoint, ctx.origin), None, None
+        return record(_Apply, gy, ctx.f.adjoint, ctx.origin), None, None
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor, *_: None) -> Tensor:
@@ -160,9 +158,7 @@ class _Start(Function):
             y = _forward(x, f, origin)
             request.wait = lambda: y
         elif not is_plain(x) and is_traced(x):
-            from diffcoll.core import compiled  # as in `apply`
-
-            request.wait = compiled.traced_start(f, x)
+            request.wait = _compiled().traced_start(f, x)
         else:
             request.wait = named(f, origin, x, lambda: InFlight(x, f, origin))
         return x.new_empty(0)

@@ -18,7 +18,7 @@ from diffcoll.core.errors import message
 from diffcoll.core.joint import is_joint
 from diffcoll.core.torch_private.tracing import constant_in_graphs, control_flow, unfaked
 from diffcoll.core.torch_private.transforms import carries_tangents, is_differentiating, is_within_transform
-from diffcoll.engines import c10d, local
+from diffcoll.engines import c10d, guards, local
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.named import Facts, NamedEngine, facts
 from diffcoll.engines.solo import SoloEngine
@@ -33,13 +33,14 @@ _LAUNCHED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 def resolve(group: Any, operation: str) -> Engine:
     """Return the engine of `group` for this rank; errors are prefixed with `operation`."""
+    compiling = torch.compiler.is_compiling()
     if group is None:
-        if local.involved() and not torch.compiler.is_compiling():
-            local.refuse_in_backward(operation)
-        me = local.here()
+        if not compiling:
+            guards.refuse_in_backward(operation)
+        me = guards.HERE.rank
         group = me.default_group if me else _default
     try:
-        engine = _named(group) if torch.compiler.is_compiling() else _find(group)
+        engine = _named(group) if compiling else _find(group)
     except ValueError as error:
         raise ValueError(f"{operation}: group: {error}") from None
     if engine is not None:
@@ -50,7 +51,7 @@ def resolve(group: Any, operation: str) -> Engine:
             "a one-dimensional DeviceMesh or an mpi4py.MPI.Comm"
         )
     _refuse_lonely_launch(operation)
-    return NamedEngine(facts(_solo)) if torch.compiler.is_compiling() else _solo
+    return NamedEngine(facts(_solo)) if compiling else _solo
 
 
 def _find(group: Any) -> Engine | None:
@@ -129,10 +130,9 @@ def _engine_of_name(name: str) -> Engine | None:
 
 
 def _refuse_simulated() -> None:
-    if local.involved():
-        local.refuse_in_backward("a compiled collective")
-    if local.here() is not None:
-        raise RuntimeError(local.NO_GRAPHS)
+    guards.refuse_in_backward("a compiled collective")
+    if guards.here() is not None:
+        raise RuntimeError(guards.NO_GRAPHS)
 
 
 def _refuse_lonely_launch(operation: str) -> None:
@@ -231,7 +231,7 @@ class set_default_group:
 
 def _set_default(group: Any) -> Any:
     global _default
-    me = local.here()
+    me = guards.here()
     if me is not None:
         me.default_group, before = group, me.default_group
     else:

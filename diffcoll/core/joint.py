@@ -165,7 +165,7 @@ def recording_again(chain: _Chain | None, backward: int) -> AbstractContextManag
 
 def record(rule: Any, x: Tensor, *more: Any) -> Tensor:
     """Return rule.apply(x, *more), recorded on the region's chain if there is one."""
-    chain = here.chain and recording()
+    chain = None if here.chain is None else recording()
     if chain is None or is_within_transform() or is_batched_by_autograd(x):
         return apply_rule(rule, x, *more)
     differentiable = x.is_floating_point() or x.is_complex()

@@ -15,7 +15,7 @@ from diffcoll.core.linear import Linear, common_shape
 from diffcoll.core.torch_private.tensors import is_zero_without_memory
 from diffcoll.core.torch_private.tracing import is_observed, is_profiling, unobserved
 from diffcoll.core.torch_private.transforms import is_transformed
-from diffcoll.engines.engine import Exclusive, failed
+from diffcoll.engines.turn import Turn
 
 T = TypeVar("T")
 
@@ -29,26 +29,17 @@ def move(x: Tensor, f: Linear, origin: Origin | None = None, compare: Callable[[
         origin: the forward call whose backward this is; None: this is a forward call.
         compare: called in check mode instead of the comparison of f and origin.
     """
-    engine = f.engine
-    # A shorter version of `exclusive` below. Runs several times per training step with cold caches, where every Python
-    # statement counts (notes/engines.md).
-    usual = not (is_profiling() or is_observed() or checks.is_on() or engine.unwaited)
-    if usual and engine.lock.acquire(False):
-        engine.doing = f.name, origin, get_ident()
-        try:
-            return _begin(f, x)()
-        except RuntimeError as error:
-            raise _failed(f, origin, error)  # noqa: B904
-        finally:
-            engine.doing = None
-            engine.lock.release()
+    # Runs several times per training step with cold caches, where every Python statement counts (notes/engines.md).
+    if is_profiling() or is_observed() or checks.is_on():
+        return named(f, origin, x, lambda: _compared(x, f, origin, compare))
+    with Turn(f.engine, f.name, origin):
+        return _begin(f, x)()
 
-    def exclusive() -> Tensor:
-        _compare(f, origin, x, compare)
-        with Exclusive(engine, f.name, origin):
-            return _begin(f, x)()
 
-    return named(f, origin, x, exclusive)
+def _compared(x: Tensor, f: Linear, origin: Origin | None, compare: Callable[[], None] | None) -> Tensor:
+    _compare(f, origin, x, compare)
+    with Turn(f.engine, f.name, origin):
+        return _begin(f, x)()
 
 
 class InFlight:
@@ -65,7 +56,7 @@ class InFlight:
         self._f, self._origin, self._engine = f, origin, f.engine
         self._polls: list[Callable[[], bool]] = []
         _compare(f, origin, x, compare)
-        with Exclusive(f.engine, f.name, origin), f.engine.polled_by(self._polls):
+        with f.engine.turn(f.name, origin, later=True, polls=self._polls):
             wait = _begin(f, x, later=True)
             self._wait = _wait_across_streams(wait, x.device) if x.is_cuda else wait
         if self._engine.size > 1:
@@ -73,12 +64,10 @@ class InFlight:
 
     def __call__(self) -> Tensor:
         """Wait for f(x)."""
-        with Exclusive(self._engine, self._f.name, self._origin, waits=True):
+        with self._engine.turn(self._f.name, self._origin, waits=True):
             if self._wait is None:
                 raise RuntimeError("an earlier wait() of this call failed; see its error")
-            self._engine.operation = self._f.name
-            wait = self._take_wait()
-            return wait()
+            return self._take_wait()()
 
     def done(self) -> bool:
         """Whether a wait would return at once, or raise; False if another thread uses the group."""
@@ -106,18 +95,15 @@ class InFlight:
 
 
 def named(f: Linear, origin: Origin | None, x: Tensor, step: Callable[[], T]) -> T:
-    """Return step(), which sends x or waits for it; name it in profiles and in errors of the backend."""
+    """Return step(), which sends x or waits for it; name it in profiles, and hide it from modes."""
     if is_observed():
         with unobserved():
             return named(f, origin, x, step)
-    try:
-        if not is_profiling():
-            return step()
-        call = f.name if origin is None else f"{origin.name} backward"
-        with torch.profiler.record_function(f"diffcoll.{call}: {f.engine.description}, {f.bytes(x)} B"):
-            return step()
-    except RuntimeError as error:
-        raise _failed(f, origin, error)  # noqa: B904
+    if not is_profiling():
+        return step()
+    call = f.name if origin is None else f"{origin.name} backward"
+    with torch.profiler.record_function(f"diffcoll.{call}: {f.engine.description}, {f.bytes(x)} B"):
+        return step()
 
 
 def _begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
@@ -134,7 +120,6 @@ def _begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
             raise
         except RuntimeError:
             pass  # not this call's error: nobody reads the result, and a group that has failed fails again
-    engine.operation, engine.later = f.name, later
     if not x.is_cpu:
         engine.connect(x.device)
     if x.is_conj() or x.is_neg() or is_transformed(x):  # both calls unwrap what an ended transform has left
@@ -187,12 +172,3 @@ def _compare(f: Linear, origin: Origin | None, x: Tensor, compare: Callable[[], 
         checks.compare(engine, facts, f"{what}: {gradient}")
     if f.shared[0]:
         checks.same_everywhere(engine, x, what)
-
-
-def _failed(f: Linear, origin: Origin | None, error: RuntimeError) -> RuntimeError:
-    """Return the error to raise for an error of the backend; return other errors unchanged."""
-    found = failed(f.name, f.engine, origin, error)
-    if found is None:
-        return error
-    found.__cause__ = error
-    return found

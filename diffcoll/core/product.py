@@ -40,9 +40,9 @@ def product(s: Tensor) -> Tensor:
     if not (s.is_floating_point() or s.is_complex()):
         return s.prod(0, dtype=s.dtype)
     if torch.compiler.is_compiling():
-        from diffcoll.core import compiled  # imports this module
+        from diffcoll.core import compiled_product  # imports this module
 
-        return compiled.product(s)
+        return compiled_product.product(s)
     return apply_rule(_Product, s)
 
 

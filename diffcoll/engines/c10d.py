@@ -6,9 +6,7 @@ ranks in others (pytorch#130515), so methods of the group, or the arguments `gro
 
 from __future__ import annotations
 
-import atexit
 import itertools
-import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -19,10 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from diffcoll.engines.c10d_groups import new_group
-from diffcoll.engines.engine import Blocks, Engine, Exclusive, Wait, is_even
+from diffcoll.engines.c10d_polling import InThread, wait_for
+from diffcoll.engines.engine import Blocks, Engine, Wait, is_even
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
 
@@ -48,9 +48,6 @@ _numbers = itertools.count()  # of groups that the library has made
 
 # How long the ranks of a failed group wait for each other to report. All of them fail at about the same time.
 ABSENT_SECONDS = 2.0
-
-# How long a process waits at exit for messages that were polled and never waited for.
-EXIT_SECONDS = 5.0
 
 # Tags of the library's messages, so that they are not received by the user's calls in the same group. gloo ends the
 # process if a message is longer than its receiver expects, and accepts a shorter one. So the size is part of the tag:
@@ -88,7 +85,7 @@ class C10dEngine(MessageEngine):
         """The group. Only a weak reference is kept: else its threads would survive destroy_process_group()."""
         group = self._group()
         if group is None:
-            raise RuntimeError(f"{self.operation}: the process group was destroyed; set up a new one")
+            raise RuntimeError(f"{self.now.name}: the process group was destroyed; set up a new one")
         return group
 
     @property
@@ -127,7 +124,7 @@ class C10dEngine(MessageEngine):
         twin = C10dEngine(self._new_group(dist.get_process_group_ranks(group), timeout=timeout, backend=backend))
         twin._ends = True
         x = torch.zeros(1, device=twin.control_device)
-        with Exclusive(twin, "making a group"):
+        with twin.turn("making a group"):
             twin.all_reduce(x, x)()  # so that no rank destroys the group while another still connects to it
         return twin
 
@@ -137,8 +134,7 @@ class C10dEngine(MessageEngine):
         torch names groups by how many the process has made, so the names differ if the ranks have made different ones.
         """
         number = torch.tensor([next(_numbers)], device=self.control_device)
-        self.operation, self.later = "making a group", False
-        with Exclusive(self, self.operation):
+        with self.turn("making a group"):
             self.broadcast(number, 0)()
             # If this is not the whole world, the processes outside do not call new_group.
             more["use_local_synchronization"] = self.size < dist.get_world_size()
@@ -196,13 +192,13 @@ class C10dEngine(MessageEngine):
             ops = [dist.P2POp(dist.irecv, _bytes(t), group=self.group, group_peer=s) for s, t in recvs]
             ops += [dist.P2POp(dist.isend, _bytes(t), group=self.group, group_peer=s) for s, t in sends]
             works = dist.batch_isend_irecv(ops)
-            if self.polls is not None:
-                self.polls += [work.is_completed for work in works]
-            return partial(_wait_for, works)
-        if self.polls is None:
-            return partial(_wait_for, works)
-        in_thread = _InThread(works)
-        self.polls.append(in_thread.done)
+            if self.now.polls is not None:
+                self.now.polls += [work.is_completed for work in works]
+            return partial(wait_for, works)
+        if self.now.polls is None:
+            return partial(wait_for, works)
+        in_thread = InThread(works)
+        self.now.polls.append(in_thread.done)
         return in_thread
 
     @override
@@ -252,8 +248,8 @@ class C10dEngine(MessageEngine):
     def _wait(self, work: dist.Work | None) -> Wait:
         if work is None:
             return lambda: None
-        if self.polls is not None:
-            self.polls.append(work.is_completed)
+        if self.now.polls is not None:
+            self.now.polls.append(work.is_completed)
         return partial(work.wait)
 
     def _backend(self, x: Tensor) -> str:
@@ -282,59 +278,6 @@ def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
-def _wait_for(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
-
-
-class _InThread:
-    """The Wait for gloo's point-to-point messages, which complete in a wait only: `is_completed()` is False until then.
-
-    So the first poll starts a thread that waits. A work cannot be waited for twice, so the Wait then joins the thread.
-    At exit threads are given time to end: std::terminate ends the process (exit code -6) if a thread returns from
-    torch while the interpreter shuts down.
-    """
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def done(self) -> bool:
-        """Whether all messages have completed or failed; the first call takes up to a millisecond."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True, name="diffcoll poll")
-            _polling.add(self._thread)
-            self._thread.start()
-            self._thread.join(0.001)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            _wait_for(self._works)
-        except BaseException as error:
-            self._error = error
-
-    def __call__(self) -> None:
-        """Wait for all messages."""
-        if self._thread is None:
-            _wait_for(self._works)
-            return
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-
-_polling: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-
-@atexit.register
-def _join_polling() -> None:
-    end = time.monotonic() + EXIT_SECONDS
-    for thread in list(_polling):
-        thread.join(max(0.0, end - time.monotonic()))
-
-
 # ── from a group to its engine ───────────────────────────────────────────────────────────────────────────
 
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, Engine] = weakref.WeakKeyDictionary()
@@ -358,16 +301,12 @@ def engine_of(group: object) -> Engine | None:
     Raises:
         ValueError: this process is not in the group, or the mesh has several dimensions.
     """
-    if group is None and is_running():
+    if group is None:
+        if not is_running():
+            return None
         group = dist.group.WORLD
-    elif (mesh := _as_mesh(group)) is not None:
-        if mesh.ndim != 1:
-            names = mesh.mesh_dim_names
-            remedy = f'one of its dimensions, e.g. mesh["{names[0]}"]' if names else "mesh.get_group(dim)"
-            raise ValueError(f"got a DeviceMesh of {mesh.ndim} dimensions, expected one; pass {remedy}")
-        if mesh.get_coordinate() is None:
-            raise ValueError("got a DeviceMesh that this process is not in; call it on the mesh's ranks only")
-        group = mesh.get_group(0)
+    elif isinstance(group, DeviceMesh):
+        group = _group_of(group)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("got a group that this process is not in; call it on the group's ranks only")
     if not isinstance(group, dist.ProcessGroup):
@@ -399,5 +338,11 @@ def _exists(group: dist.ProcessGroup) -> bool:
     return True
 
 
-def _as_mesh(group: object) -> dist.device_mesh.DeviceMesh | None:
-    return group if isinstance(group, dist.device_mesh.DeviceMesh) else None
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        remedy = f'one of its dimensions, e.g. mesh["{names[0]}"]' if names else "mesh.get_group(dim)"
+        raise ValueError(f"got a DeviceMesh of {mesh.ndim} dimensions, expected one; pass {remedy}")
+    if mesh.get_coordinate() is None:
+        raise ValueError("got a DeviceMesh that this process is not in; call it on the mesh's ranks only")
+    return mesh.get_group(0)

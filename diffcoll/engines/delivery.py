@@ -26,7 +26,7 @@ def exchange(*ranks: tuple[Blocks, Blocks]) -> None:
                 _fits(r, into, s, block)
                 into.copy_(block)
             elif any(b is not None and b.numel() for b in (block, into)):
-                raise _unlike(r, into, s, block)
+                raise unlike(r, into, s, block)
 
 
 def all_gather(*ranks: tuple[Tensor | None, Tensor, list[int]]) -> None:
@@ -90,10 +90,11 @@ def _sum(xs: Sequence[Tensor]) -> Tensor:
 def _fits(r: int, into: Tensor, s: int, block: Tensor) -> None:
     """Raise unless the block that rank s sends is like the one that rank r expects."""
     if into.shape != block.shape or into.dtype != block.dtype:
-        raise _unlike(r, into, s, block)
+        raise unlike(r, into, s, block)
 
 
-def _unlike(r: int, into: Tensor | None, s: int, block: Tensor | None) -> CollectiveMismatchError:
+def unlike(r: int, into: Tensor | None, s: int, block: Tensor | None) -> CollectiveMismatchError:
+    """Return the error if rank r expects another block from rank s than that one sends."""
     return CollectiveMismatchError(f"rank {r} expects {_of(into)} from rank {s}, which sends {_of(block)}")
 
 

@@ -12,23 +12,21 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, message
+from diffcoll.core.errors import Origin
 from diffcoll.engines.scratch import Scratch
+from diffcoll.engines.turn import IDLE, Turn
 
 Wait = Callable[[], object]
 
 #: The dtype in which the library adds up half precisions.
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 Blocks = Sequence[Tensor | None]
-#: The collective in progress, the forward call whose backward it is (None: it is a forward call), and its thread.
-Doing = tuple[str, Origin | None, int]
 
 
 class Engine(ABC):
@@ -58,26 +56,18 @@ class Engine(ABC):
     key: str = ""
     #: Types of the devices whose tensors this engine moves; None: any device but meta.
     devices: tuple[str, ...] | None = None
-    #: The collective in progress, for error messages.
-    operation: str = "nothing"
     #: Whether it stands for another engine while Dynamo traces.
     compiling: bool = False
     #: Whether the ranks share one autograd graph, in which collectives are computed by `diffcoll.truth`.
     in_one_graph: bool = False
-    #: Set before each call, equal on all ranks: whether the caller does something else between the call and its Wait.
-    #: If False, a primitive may block until its result is there.
-    later: bool = False
-    #: While a collective is started that may be polled: functions that return whether a message of it has completed.
-    #: They neither block nor raise. An engine appends one for each message, or for several; True where it cannot wait.
-    polls: list[Callable[[], bool]] | None = None
-    #: What this rank is executing; None: nothing. Read by the thread that warns of long waits, see `engines.watch`.
-    doing: Doing | None = None
+    #: The collective in progress on this rank.
+    now: Turn = IDLE
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self.scratch = Scratch()
-        self.lock = threading.Lock()  # held by the thread that executes a collective in this group
+        self.lock = threading.Lock()  # held by the thread whose turn it is
         self.unwaited: dict[int, int] = {}  # id of a collective that was started and not waited for → its thread
         self.abandoned: deque[Wait] = deque()  # Waits whose caller dropped them; the next call in the group calls them
         # Twins of averagers by their number, which is equal on all ranks; those whose averager was freed on this rank.
@@ -155,14 +145,17 @@ class Engine(ABC):
         """
         return []
 
-    @contextmanager
-    def polled_by(self, polls: list[Callable[[], bool]]) -> Iterator[None]:
-        """Collect in `polls` the functions by which what is started in this context can be polled."""
-        self.polls = polls
-        try:
-            yield
-        finally:
-            self.polls = None
+    def turn(
+        self,
+        name: str,
+        origin: Origin | None = None,
+        later: bool = False,
+        *,
+        waits: bool = False,
+        polls: list[Callable[[], bool]] | None = None,
+    ) -> Turn:
+        """Return the context in which this thread calls primitives or their Waits; see `Turn`."""
+        return Turn(self, name, origin, later, waits=waits, polls=polls)
 
     @abstractmethod
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
@@ -275,74 +268,6 @@ class Engine(ABC):
             self.scratch.give(memory)
 
         return finish
-
-
-class Exclusive:
-    """Context manager: this thread starts a collective in the group or waits for one, and no other thread does.
-
-    Args:
-        engine: of the group.
-        name: of the collective.
-        origin: the forward call, if the collective is part of its backward.
-        waits: whether this thread only waits. A Wait sends no messages, so it may be for what another thread started.
-
-    Raises:
-        ValueError: on entry, if another thread is inside, or, unless `waits`, has started a collective that is not yet
-            waited for.
-        CollectiveFailedError: on exit, for an error of the backend.
-    """
-
-    __slots__ = ("_doing", "_engine", "_waits")
-
-    def __init__(self, engine: Engine, name: str, origin: Origin | None = None, *, waits: bool = False) -> None:
-        self._engine = engine
-        self._doing: Doing = (name, origin, threading.get_ident())
-        self._waits = waits
-
-    def __enter__(self) -> None:
-        """Acquire the group's lock, or raise."""
-        engine = self._engine
-        if engine.size == 1:
-            return
-        if not engine.lock.acquire(False):
-            raise self._refused(f"is in {engine.operation}")
-        if engine.unwaited and not self._waits and self._is_anothers():
-            engine.lock.release()
-            raise self._refused("has started a collective that is not yet waited for")
-        engine.doing = self._doing
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Release it, and name the collective in an error of the backend."""
-        engine, (name, origin, _) = self._engine, self._doing
-        if engine.size > 1:
-            engine.doing = None
-            engine.lock.release()
-        if error is not None and (found := failed(name, engine, origin, error)) is not None:
-            raise found from error
-
-    def _is_anothers(self) -> bool:
-        """Whether another thread of the user's has started something.
-
-        Autograd's own threads do not count: the user's thread that called backward is blocked until they are done.
-        """
-        me, starters = self._doing[2], set(self._engine.unwaited.values())
-        if starters == {me}:
-            return False
-        users = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
-        return me in users and not (starters & users) <= {me}
-
-    def _refused(self, does: str) -> ValueError:
-        remedy = "give each thread a group of its own, or let one thread make all calls"
-        got = f"{self._engine.description}, in which another thread {does}"
-        return ValueError(message(self._doing[0], "group", got, "one that is used by one thread at a time", remedy))
-
-
-def failed(name: str, engine: Engine, origin: Origin | None, error: BaseException) -> CollectiveFailedError | None:
-    """Return the error to raise for an error of the backend; None for other errors, which name the collective."""
-    ours = CollectiveFailedError, CollectiveMismatchError, torch.OutOfMemoryError
-    if not isinstance(error, RuntimeError) or isinstance(error, ours):
-        return None
-    return failure(name, engine.description, engine.rank, origin, error)
 
 
 def add_up(terms: Sequence[Tensor], out: Tensor) -> None:

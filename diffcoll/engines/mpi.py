@@ -7,15 +7,10 @@ memory. Messages are sent on a duplicate of the user's communicator, so that the
 from __future__ import annotations
 
 import atexit
-import ctypes
-import os
 import sys
-import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import accumulate, count
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,6 +19,7 @@ from typing_extensions import override
 
 from diffcoll.engines.engine import Blocks, Wait, add_up, done, is_even
 from diffcoll.engines.messages import MessageEngine, Messages
+from diffcoll.engines.mpi_library import end_the_job_on_errors, mpi_library, reads_cuda
 from diffcoll.engines.mpi_requests import Deferred, Duplicate, Polled
 from diffcoll.engines.watch import watch
 
@@ -70,7 +66,7 @@ class MpiEngine(MessageEngine):
         self._twins: list[MpiEngine] = []
         self._twins_made = 0
         self._twin_of: MpiEngine | None = None
-        self._mpi = _mpi()
+        self._mpi = mpi_library()
         self._kinds = {dtype: getattr(self._mpi, name) for dtype, name in SUMS.items()}
         watch(self)
 
@@ -79,7 +75,7 @@ class MpiEngine(MessageEngine):
         """The duplicate of the user's communicator. The first call makes it, on all ranks together."""
         if self._duplicate is None:
             if self.size > 1:
-                _end_the_job_on_errors()
+                end_the_job_on_errors()
             self._duplicate = self._making.get()
         return self._duplicate
 
@@ -113,7 +109,7 @@ class MpiEngine(MessageEngine):
     @property
     @override
     def global_ranks(self) -> tuple[int, ...]:
-        mpi, mine = _mpi(), self.users.Get_group()
+        mpi, mine = mpi_library(), self.users.Get_group()
         world = mpi.COMM_WORLD.Get_group()
         return tuple(mpi.Group.Translate_ranks(mine, list(range(self.size)), world))  # in mpi4py 3 a class method
 
@@ -123,7 +119,7 @@ class MpiEngine(MessageEngine):
 
     @override
     def reaches(self, x: Tensor) -> bool:
-        return x.is_cpu or _reads_cuda()
+        return x.is_cpu or reads_cuda()
 
     @override
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
@@ -149,7 +145,7 @@ class MpiEngine(MessageEngine):
     @override
     def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
         kind, nbytes = self._kinds.get(y.dtype), y.nbytes
-        if kind is not None and 0 < nbytes <= SMALL and y.is_cpu and not self.later:
+        if kind is not None and 0 < nbytes <= SMALL and y.is_cpu and not self.now.later:
             # As below, for one piece. A small sum takes about as long as a few Python statements.
             mpi, x = self._mpi, x.contiguous()
             at = mpi.buffer.fromaddress
@@ -158,14 +154,14 @@ class MpiEngine(MessageEngine):
             return done
         if kind is None or not self.reaches(y):
             return super().all_reduce(x, y)
-        if self.later:  # x must have been read when this returns
+        if self.now.later:  # x must have been read when this returns
             x = y.copy_(x)
         spare = None
         if not x.is_contiguous():  # not y.copy_(x): MPI wants all ranks to sum in place, or none
             spare = self.scratch.take(x.numel(), like=x)
             x = spare.view(x.shape).copy_(x)
         calls: list[tuple[Any, Any]] = []
-        size = PIECE if self.later else min(ADDED, PIECE)
+        size = PIECE if self.now.later else min(ADDED, PIECE)
         for a, b in zip(self._pieces(x, size), self._pieces(y, size), strict=True):
             calls.append((self._mpi.IN_PLACE if x is y else [a, kind], [b, kind]))
         wait = self._do("Allreduce", calls, y)
@@ -194,7 +190,7 @@ class MpiEngine(MessageEngine):
     @override
     def reduce_scatter_in_order(self, row: Tensor, counts: list[int], out: Tensor) -> Wait:
         nbytes = row.nbytes
-        if not (0 < nbytes <= SMALL and is_even(counts) and row.is_cpu) or self.later:
+        if not (0 < nbytes <= SMALL and is_even(counts) and row.is_cpu) or self.now.later:
             return super().reduce_scatter_in_order(row, counts, out)
         # One call instead of two messages per rank.
         at, byte, terms = self._mpi.buffer.fromaddress, self._mpi.BYTE, torch.empty_like(row)
@@ -207,7 +203,7 @@ class MpiEngine(MessageEngine):
     @override
     def broadcast(self, y: Tensor, src: int) -> Wait:
         mpi, nbytes = self._mpi, y.nbytes
-        if 0 < nbytes <= SMALL and y.is_cpu and not self.later:  # as below, for one piece
+        if 0 < nbytes <= SMALL and y.is_cpu and not self.now.later:  # as below, for one piece
             (self._duplicate or self.comm).Bcast([mpi.buffer.fromaddress(y.data_ptr(), nbytes), mpi.BYTE], src)
             return done
         if not self.reaches(y):
@@ -217,7 +213,7 @@ class MpiEngine(MessageEngine):
     @override
     def reduce(self, y: Tensor, dst: int) -> Wait:
         kind, mpi, nbytes = self._kinds.get(y.dtype), self._mpi, y.nbytes
-        if kind is not None and 0 < nbytes <= SMALL and y.is_cpu and not self.later:  # as below, for one piece
+        if kind is not None and 0 < nbytes <= SMALL and y.is_cpu and not self.now.later:  # as below, for one piece
             memory, comm = [mpi.buffer.fromaddress(y.data_ptr(), nbytes), kind], self._duplicate or self.comm
             if self.rank == dst:
                 comm.Reduce(mpi.IN_PLACE, memory, mpi.SUM, dst)
@@ -234,7 +230,7 @@ class MpiEngine(MessageEngine):
 
     def _do(self, name: str, calls: Iterable[tuple[Any, ...]], memory: object) -> Wait:
         """Call a collective of MPI once for each piece; with `later`, its non-blocking variant."""
-        if self.later:
+        if self.now.later:
             name = "I" + name.lower()
             return self._begin(lambda comm: Polled(memory, [getattr(comm, name)(*call) for call in calls]))
         call = getattr(self._duplicate or self.comm, name)
@@ -245,14 +241,14 @@ class MpiEngine(MessageEngine):
     def _begin(self, start: Callable[[Any], Polled]) -> Wait:
         """Start requests in the library's communicator: with `later`, without waiting for it."""
         wait: Polled | Deferred
-        if self._duplicate is None and self.later and self.size > 1:
-            _end_the_job_on_errors()
+        if self._duplicate is None and self.now.later and self.size > 1:
+            end_the_job_on_errors()
             self._making.defer(wait := Deferred(start))
             self._duplicate = self._making.comm
         else:
             wait = start(self._duplicate or self.comm)
-        if self.polls is not None:
-            self.polls.append(wait.done)
+        if self.now.polls is not None:
+            self.now.polls.append(wait.done)
         return wait
 
     def _pieces(self, x: Tensor, size: int = 0) -> list[Any]:
@@ -269,27 +265,6 @@ class MpiEngine(MessageEngine):
 def _settle(x: Tensor) -> None:
     """Wait for the current stream of x's device, because MPI does not use PyTorch's streams."""
     torch.cuda.current_stream(x.device).synchronize()
-
-
-def _mpi() -> Any:
-    return sys.modules["mpi4py.MPI"]
-
-
-@cache
-def _reads_cuda() -> bool:
-    """Whether this MPI reads and writes GPU memory, according to itself or to DIFFCOLL_MPI_CUDA; warns if not."""
-    said = os.environ.get("DIFFCOLL_MPI_CUDA", "")
-    try:
-        aware = said == "1" if said else bool(ctypes.CDLL(_mpi().__file__).MPIX_Query_cuda_support())
-    except AttributeError:
-        aware = False
-    if not aware:
-        warnings.warn(
-            "diffcoll: this MPI library does not report that it reads CUDA memory, so CUDA tensors are copied through "
-            "pinned memory of the CPU; if it does, set DIFFCOLL_MPI_CUDA=1",
-            stacklevel=2,
-        )
-    return aware
 
 
 # ── from a communicator to its engine ────────────────────────────────────────────────────────────────────
@@ -344,7 +319,7 @@ def engine_named(key: str) -> MpiEngine | None:
 @cache
 def _attribute() -> int:
     atexit.register(_close_all)  # runs before mpi4py's MPI_Finalize, which was registered earlier
-    key: int = _mpi().Comm.Create_keyval(delete_fn=lambda comm, key, handle: _close(handle))
+    key: int = mpi_library().Comm.Create_keyval(delete_fn=lambda comm, key, handle: _close(handle))
     return key
 
 
@@ -362,24 +337,4 @@ def _close_all() -> None:
 def finalize() -> None:
     """End MPI in a process that skips what runs at exit, as those of multiprocessing do."""
     _close_all()
-    _mpi().Finalize()
-
-
-@cache
-def _end_the_job_on_errors() -> None:
-    """Call MPI_Abort on an uncaught exception.
-
-    Without it the rank would wait in MPI_Finalize for the other ranks, which wait for this one in a collective.
-    """
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
-        world = _mpi().COMM_WORLD
-        if not _mpi().Is_finalized():
-            words = "the other ranks may wait for this one, so it ends the job (MPI_Abort)"
-            print(f"diffcoll: rank {world.Get_rank()} of {world.Get_size()}: {words}", file=sys.stderr, flush=True)
-            time.sleep(0.5)  # some launchers drop output that they have not read before the abort
-            world.Abort(1)
-
-    sys.excepthook = hook
+    mpi_library().Finalize()

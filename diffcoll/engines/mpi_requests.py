@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from diffcoll.engines.mpi_library import mpi_library
+
 #: The rank that sends a message, and its size in bytes.
 Wanted = Sequence[tuple[int, int]]
 #: The first of the tags of `Create_group`. Every MPI has tags up to 32767; a user's own calls may use small ones.
 _TAG = 1 << 14
-
-
-def _mpi() -> Any:
-    return sys.modules["mpi4py.MPI"]
 
 
 class Polled:
@@ -26,7 +23,7 @@ class Polled:
 
     def __init__(self, memory: object, requests: Sequence[Any], wanted: Wanted = ()) -> None:
         self._memory, self._requests, self._wanted = memory, requests, wanted
-        self._statuses = [_mpi().Status() for _ in requests] if wanted else None
+        self._statuses = [mpi_library().Status() for _ in requests] if wanted else None
         self._error: Exception | None = None
         self._is_complete = False
 
@@ -34,7 +31,7 @@ class Polled:
         """Whether all requests have completed or failed."""
         if self._error is None and not self._is_complete:
             try:
-                self._is_complete = bool(_mpi().Request.Testall(self._requests, self._statuses))
+                self._is_complete = bool(mpi_library().Request.Testall(self._requests, self._statuses))
                 return self._is_complete
             except Exception as error:  # MPI has released the request, so a wait would not report it again
                 self._error = error
@@ -45,7 +42,7 @@ class Polled:
         if self._error is not None:
             raise self._error
         if not self._is_complete:  # completed requests have empty statuses
-            _mpi().Request.Waitall(self._requests, self._statuses)
+            mpi_library().Request.Waitall(self._requests, self._statuses)
         _refuse_shorter(self._statuses, self._wanted)
         return self._memory
 
@@ -53,7 +50,7 @@ class Polled:
 def _refuse_shorter(statuses: list[Any] | None, wanted: Wanted) -> None:
     """Raise if a message was shorter than its memory: MPI reports an error for longer ones only."""
     for status, (s, nbytes) in zip(statuses or (), wanted, strict=False):
-        got = status.Get_count(_mpi().BYTE)
+        got = status.Get_count(mpi_library().BYTE)
         if got != nbytes:
             raise RuntimeError(f"got a message of {got} bytes from rank {s}, expected {nbytes}")
 
@@ -142,11 +139,11 @@ class Duplicate:
     @staticmethod
     def has_threads() -> bool:
         """Whether MPI may be called in several threads at once. If not, a first call waits for the other ranks."""
-        return bool(_mpi().Query_thread() == _mpi().THREAD_MULTIPLE)
+        return bool(mpi_library().Query_thread() == mpi_library().THREAD_MULTIPLE)
 
     def free(self) -> None:
         """Free the communicator, if there is one."""
-        if (self._thread is not None or self.comm is not None) and not _mpi().Is_finalized():
+        if (self._thread is not None or self.comm is not None) and not mpi_library().Is_finalized():
             self.get().Free()
         self.comm = None
 

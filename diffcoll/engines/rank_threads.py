@@ -145,6 +145,10 @@ def wrapped_backward_code(wrapper: Callable[[], Callable[[_Code], _Code] | None]
     recomputation of a checkpoint. PyTorch does not record in which thread or context a node was made, so the three
     places where Python code enters the graph are patched. `wrapper` is called by the thread that builds the graph; it
     returns the decorator, or None to leave the code as it is. All callers pass the same wrapper.
+
+    It is not enough to mark the backward passes that begin at a result of `simulate`: tensors leave ranks by closures,
+    too, and a checkpoint, Function or hook in their graphs would then run its collectives on one rank, as most cases of
+    tests/testing/test_simulated_backward.py.
     """
     global _patches
     with _patching:

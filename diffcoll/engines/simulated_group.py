@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diffcoll.core.errors import message, user_line
-from diffcoll.engines.local import LocalEngine, here
+from diffcoll.engines.guards import here
+from diffcoll.engines.local import LocalEngine
 from diffcoll.engines.simulated_moves import (
     AS_NCCL,
     Mailbox,

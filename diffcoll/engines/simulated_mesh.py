@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from diffcoll.engines.local import here
+from diffcoll.engines.guards import here
 
 MESH_REMEDY = (
     "make meshes on every rank and do not keep them in globals or caches, which simulated ranks share; a program that "

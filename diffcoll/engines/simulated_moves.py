@@ -17,8 +17,9 @@ from typing_extensions import override
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.torch_private.tracing import is_traced
 from diffcoll.core.torch_private.transforms import is_transformed
+from diffcoll.engines.delivery import unlike
 from diffcoll.engines.engine import Wait
-from diffcoll.engines.local import NO_GRAPHS
+from diffcoll.engines.guards import NO_GRAPHS
 
 _MEMORY = "backends read and write its memory in order, whatever the strides"
 
@@ -130,7 +131,7 @@ class Mailbox:
 def deliver(source: int, destination: int, sent: Message, expected: Message) -> None:
     """Move a message to its receiver, and let both sides go on."""
     if (sent.x.numel(), sent.x.dtype) != (expected.x.numel(), expected.x.dtype):
-        error = _unequal(destination, expected.x, source, sent.x)
+        error = unlike(destination, expected.x, source, sent.x)
         lines = f"  rank {source} is in {sent.what}\n  rank {destination} is in {expected.what}"
         raise CollectiveMismatchError(f"simulated ranks cannot go on: {error}\n{lines}")
     with torch.inference_mode():
@@ -164,7 +165,7 @@ def _exchanged(parts: Sequence[Part], outputs: set[int]) -> list[tuple[int, Tens
             if out is None or (out.numel() == 0 and block is None):
                 continue
             if block is None or (block.numel(), block.dtype) != (out.numel(), out.dtype):
-                raise _unequal(r, out, s, block)
+                raise unlike(r, out, s, block)
             written = block.untyped_storage().data_ptr() in outputs
             writes.append((r, out, block.clone() if written else block))
     return writes
@@ -179,7 +180,7 @@ def _reduced(op: str, parts: Sequence[Part]) -> list[tuple[int, Tensor, Tensor]]
         blocks = [p.sends[r] for p in parts]
         for s, block in enumerate(blocks):
             if block is None or (block.numel(), block.dtype) != (part.total.numel(), part.total.dtype):
-                raise _unequal(r, part.total, s, block)
+                raise unlike(r, part.total, s, block)
         key = tuple(map(id, blocks))
         if key not in totals:
             totals[key] = _total(op, [b for b in blocks if b is not None])
@@ -248,11 +249,6 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
     used = torch.zeros(max(_span(x), offset + _span(y)), dtype=torch.bool, device="cpu")
     used.as_strided(x.shape, x.stride()).fill_(True)
     return bool(used.as_strided(y.shape, y.stride(), offset).any())
-
-
-def _unequal(r: int, out: Tensor, s: int, block: Tensor | None) -> CollectiveMismatchError:
-    got = "nothing" if block is None else f"{block.dtype} {tuple(block.shape)}"
-    return CollectiveMismatchError(f"rank {r} expects {out.dtype} {tuple(out.shape)} from rank {s}, which sends {got}")
 
 
 def check_dtypes(name: str, parts: Sequence[Part]) -> None:

@@ -1,7 +1,7 @@
 """One thread per process that warns, once per call, when this rank has waited long for the others.
 
 A rank whose peers do not call the same collective waits until the group's timeout: half an hour by default on gloo,
-for ever on MPI. Calls only set `Engine.doing`, which this thread reads about once a second.
+for ever on MPI. Calls only set `Engine.now`, which this thread reads about once a second.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import weakref
 from dataclasses import dataclass
 
 from diffcoll.core.errors import NOT_MADE, Origin, message, not_run
-from diffcoll.engines.engine import Doing, Engine
+from diffcoll.engines.engine import Engine
+from diffcoll.engines.turn import IDLE, Turn
 
 #: Environment variable for the seconds after which to warn (0: never), and its default.
 _VARIABLE, _DEFAULT = "DIFFCOLL_WARN_AFTER", "30"
@@ -26,11 +27,11 @@ _thread: threading.Thread | None = None
 
 @dataclass
 class _Watched:
-    """An engine, the process that created it, the last value of its `doing`, and when that was first seen."""
+    """An engine, the process that created it, the last value of its `now`, and when that was first seen."""
 
     engine: weakref.ref[Engine]
     pid: int  # a forked process inherits the engines, but not the threads that execute collectives in them
-    doing: Doing | None = None
+    turn: Turn = IDLE
     since: float = 0.0
 
 
@@ -72,19 +73,19 @@ def _look(watched: _Watched, seconds: float) -> None:
     if engine is None or watched.pid != os.getpid():
         _watched.remove(watched)
         return
-    doing = engine.doing  # every call sets a new tuple
-    if doing is None or doing is not watched.doing:
-        watched.doing, watched.since = doing, now
+    turn = engine.now  # a new object in every call
+    if turn is IDLE or turn is not watched.turn:
+        watched.turn, watched.since = turn, now
     elif now - watched.since >= seconds:
         with contextlib.suppress(OSError, ValueError):  # stderr is closed
-            print(_words(engine, doing, now - watched.since), file=sys.stderr, flush=True)
+            print(_words(engine, turn, now - watched.since), file=sys.stderr, flush=True)
         watched.since = math.inf
 
 
-def _words(engine: Engine, doing: Doing, waited: float) -> str:
-    name, origin, thread = doing
+def _words(engine: Engine, turn: Turn, waited: float) -> str:
+    name, origin = turn.name, turn.origin
     if origin is None:
-        frame = sys._current_frames().get(thread)
+        frame = sys._current_frames().get(turn.thread)
         what = f"{name}, called at {Origin(name, frame=frame).line}" if frame is not None else name
         others = NOT_MADE
     else:

@@ -170,7 +170,7 @@ def _agree(
     compiling, absent = torch.compiler.is_compiling(), not grad and not is_joint()
     mine = 3 if compiling and grad else needs_k + 2 * needs + 4 * absent  # a graph always computes all gradients
     try:
-        lengths, bits = lengths_and_bits(options.name, tree, leaves, [len(q)], q.device, options.group, mine)
+        lengths, bits = lengths_and_bits(options.name, tree, leaves, [len(q)], options.group, mine)
     except CollectiveMismatchError as error:
         facts = "labels or ids (given on all ranks, of one dtype), exchange, or dtype or size of the features"
         raise CollectiveMismatchError(f"{options.name}: the ranks differ in {facts}; {error}") from None

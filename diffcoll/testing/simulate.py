@@ -14,7 +14,9 @@ from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.transforms import is_transformed
 from diffcoll.engines import c10d_groups, simulated_c10d
-from diffcoll.engines.local import LocalEngine, World, backward_starts
+from diffcoll.engines.guards import backward_starts
+from diffcoll.engines.local import LocalEngine
+from diffcoll.engines.world import World
 from diffcoll.testing._calls import per_rank_arguments
 
 T = TypeVar("T")

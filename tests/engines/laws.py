@@ -22,6 +22,7 @@ from diffcoll.core.torch_private.release import RELEASE
 from diffcoll.engines import c10d, mpi
 from diffcoll.engines.engine import WIDER, Engine, Wait, even_sizes
 from diffcoll.engines.messages import MessageEngine
+from diffcoll.engines.turn import IDLE, Turn
 
 Pairs = Iterator[tuple[Any, Any]]
 Law = Callable[[Engine], Pairs]
@@ -407,7 +408,7 @@ def nothing_but_the_outputs_is_written(engine: Engine) -> Pairs:
 
 def all_reduce_has_read_x_when_it_returns(engine: Engine) -> Pairs:
     """With `later`, x may be modified after the call; the result is right after the Wait."""
-    if not engine.later:
+    if not engine.now.later:
         yield True, True
         return
     for layout in LAYOUTS:
@@ -557,13 +558,13 @@ def a_twin_has_the_same_ranks_and_messages_of_its_own(engine: Engine) -> Pairs:
     other = resolve(group, "test")
     twin = other.twin()
     yield (twin.rank, twin.size), (engine.rank, engine.size)
-    other.later = twin.later = engine.later
+    other.now = twin.now = engine.now
     yield from crosswise(other, twin)
     yield from crosswise(engine, twin)
     yield of_all(twin, 3), [3] * twin.size
     twin.close()
     twin = engine.twin()
-    twin.later = engine.later
+    twin.now = engine.now
     yield from crosswise(engine, twin)
     twin.close()
 
@@ -594,13 +595,13 @@ def subgroups_have_their_ranks_in_the_order_given(engine: Engine) -> Pairs:
                 yield "is not in" in str(error), True
             continue
         sub = resolve(group, "test")
-        sub.later = engine.later
+        sub.now = engine.now
         yield (sub.rank, sub.size), (ranks.index(r), len(ranks))
         yield of_all(sub, r), ranks
         if len(ranks) == n:
             yield from crosswise(engine, sub)
             again = resolve(engine.subgroup(ranks), "test")
-            again.later = engine.later
+            again.now = engine.now
             yield from crosswise(sub, again)
     for primitive in (*MOVES, *SUMS):
         yield from outcome(primitive, engine, Data())
@@ -665,7 +666,7 @@ def overlaps_is_equal_on_all_ranks(engine: Engine) -> Pairs:
 def what_overlaps_needs_no_further_call(engine: Engine) -> Pairs:
     """Rank 0 starts before the other ranks; they get the result before rank 0 waits."""
     call = all_reduce(engine, Data(numel=LARGE))
-    if not (engine.later and engine.overlaps(call.writes[0][0])):
+    if not (engine.now.later and engine.overlaps(call.writes[0][0])):
         call.start()()
         yield from call.writes
         return
@@ -726,9 +727,9 @@ ALL = [*CALLS, *GROUPS]
 # ── on one rank ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def broken(law: Law, engine: Engine) -> str:
+def broken(law: Law, engine: Engine, later: bool) -> str:
     """Return how a law is broken on this rank; "" if it holds."""
-    engine.operation = law.__name__
+    engine.now = Turn(engine, law.__name__, later=later)
     try:
         found = list(law(engine))
     except Exception as error:
@@ -779,10 +780,10 @@ def hold(engine: Engine, chosen: Sequence[Law] = ALL) -> dict[str, str]:
     found = dict.fromkeys([law.__name__ for law in chosen], "")
 
     def note(how: str, laws: Sequence[Law], laters: Sequence[bool] = (False, True)) -> None:
-        for engine.later in laters:
+        for later in laters:
             for law in laws:
-                if problem := broken(law, engine):
-                    found[law.__name__] += f"{how}, later={engine.later}: {problem}\n"
+                if problem := broken(law, engine, later):
+                    found[law.__name__] += f"{how}, later={later}: {problem}\n"
 
     note("as it is", chosen)
     own = type(engine)
@@ -793,5 +794,5 @@ def hold(engine: Engine, chosen: Sequence[Law] = ALL) -> dict[str, str]:
         note("by default", CALLS, [True])
         engine.__class__ = type("ThroughCpu", (own,), {"reaches": lambda self, x: False})
         note("through the CPU", CALLS, [True])
-    engine.__class__, engine.later = own, False
+    engine.__class__, engine.now = own, IDLE
     return found

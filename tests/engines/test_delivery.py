@@ -45,8 +45,10 @@ def test_bits_of_the_defaults(n, dtype):
 
     def body(r):
         engine = resolve(None, "test")
-        for engine.later in (False, True):
-            for got, expected in zip(results(engine, type(engine)), results(engine, Engine), strict=True):
+        for later in (False, True):
+            with engine.turn("test", later=later):
+                pairs = zip(results(engine, type(engine)), results(engine, Engine), strict=True)
+            for got, expected in pairs:
                 assert laws.same(got, expected)
 
     simulate(body, range(n), rules=True)

@@ -370,8 +370,8 @@ def test_a_planted_fault_is_detected(law, fault):
     def body(r):
         engine = resolve(None, "test")
         engine.__class__ = fault
-        for engine.later in (False, True):
-            found.add(laws.broken(law, engine))
+        for later in (False, True):
+            found.add(laws.broken(law, engine, later))
 
     try:
         simulate(body, range(3), rules=True)

@@ -165,11 +165,11 @@ def test_mpi_calls_the_same_collectives_for_all_layouts():
         mpi.MpiEngine._do = noting
         mpi.SMALL = 0
         for later in (False, True):
-            engine.later = later
             x = torch.arange(12.0).view(3, 4) + r
             mine = x.t().contiguous().t() if r else x
             y = torch.empty(3, 4)
-            engine.all_reduce(mine, y)()
+            with engine.turn("test", later=later):
+                engine.all_reduce(mine, y)()
             assert torch.equal(y, 2 * torch.arange(12.0).view(3, 4) + 1)
             z = dc.all_gather(mine, 1, async_op=later)
             assert torch.equal(z.wait() if later else z, torch.cat([x - r, x - r + 1], 1))

@@ -267,11 +267,11 @@ def test_whether_mpi_reads_cuda_memory(monkeypatch):
     def body(r):
         text = r"diffcoll: this MPI library does not report that it reads CUDA memory, .* set DIFFCOLL_MPI_CUDA=1"
         with pytest.warns(UserWarning, match=text):
-            assert not mpi._reads_cuda()  # the MPI wheel reports no CUDA support
-        mpi._reads_cuda()  # warns once
-        mpi._reads_cuda.cache_clear()
+            assert not mpi.reads_cuda()  # the MPI wheel reports no CUDA support
+        mpi.reads_cuda()  # warns once
+        mpi.reads_cuda.cache_clear()
         os.environ["DIFFCOLL_MPI_CUDA"] = "1"
-        return mpi._reads_cuda()
+        return mpi.reads_cuda()
 
     assert on_mpi(body, range(1)) == [True]
 

@@ -116,7 +116,7 @@ kept = Some(0, 2)
 watch.watch(kept)
 watch.watch(kept)
 assert running() == wanted, (after, running())
-kept.doing = "all_reduce", None, threading.get_ident()
+kept.turn("all_reduce").__enter__()
 if os.fork() == 0:
     assert not running()
     watch.watch(other := Some(1, 2))  # of the child

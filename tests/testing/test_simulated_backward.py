@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
-from diffcoll.engines import local
+from diffcoll.engines import guards
 from diffcoll.testing import simulate, spawn
 
 
@@ -249,13 +249,13 @@ def test_a_thread_that_a_rank_starts():
 def test_torch_is_left_as_it_was():
     """The patched private API, through which Python code enters a graph, is restored."""
     before = [vars(BackwardCFunction).get("__init__"), saved_tensors_hooks.__init__, torch.Tensor.register_hook]
-    noted = set(local._backwards)
+    noted = set(guards._backwards)
     losses = simulate(lambda x: Identity.apply(x).sum(), leaves(2))
     assert before == [vars(BackwardCFunction).get("__init__"), saved_tensors_hooks.__init__, torch.Tensor.register_hook]
     with pytest.raises(RuntimeError, match="joint graph"):
         losses[0].backward()
-    assert set(local._backwards) > noted
+    assert set(guards._backwards) > noted
     del losses
     gc.collect()  # exceptions create reference cycles
-    assert set(local._backwards) <= noted
+    assert set(guards._backwards) <= noted
     assert before == [vars(BackwardCFunction).get("__init__"), saved_tensors_hooks.__init__, torch.Tensor.register_hook]

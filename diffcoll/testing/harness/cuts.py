@@ -24,7 +24,7 @@ from diffcoll.collectives import COLLECTIVES
 from diffcoll.core.errors import Origin
 from diffcoll.core.torch_private.autograd import backward_at_work
 from diffcoll.core.torch_private.tracing import TorchDispatchMode
-from diffcoll.engines.local import here
+from diffcoll.engines.guards import here
 from diffcoll.engines.simulated_group import SimulatedGroup
 
 #: Dispatcher namespaces of torch.distributed's collectives.

@@ -1,0 +1,95 @@
+"""Small messages between the ranks of a group, beside the data of its collectives: numbers, and agreement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import zip_longest
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from diffcoll.core.errors import CollectiveMismatchError
+from diffcoll.core.torch_private.tracing import constant_in_graphs, unobserved
+from diffcoll.engines.engine import Engine
+
+
+class Control:
+    """The small messages of a group. All ranks call the same methods; autograd, tracers and modes do not see it.
+
+    Numbers that a program computes with, such as sizes, are exchanged by `agreement.exchange`, which graphs contain.
+
+    Args:
+        engine: of the group.
+        name: what sends them, for errors of the backend.
+    """
+
+    def __init__(self, engine: Engine, name: str = "check mode") -> None:
+        self._engine, self._name = engine, name
+
+    def agree(self, facts: object, text: str, leaves: Sequence[str] | None = None) -> None:
+        """Raise on all ranks unless facts are equal on all; text describes this rank's call.
+
+        If x is a tree, `leaves` describes each of its leaves; the error names the first that differs.
+        """
+        mine = digest(repr((facts, leaves)))
+        digests, counts = zip(*self.numbers([mine, -1 if leaves is None else len(leaves)]), strict=True)
+        if set(digests) == {mine}:
+            return
+        if leaves is not None and -1 not in counts and (first := self._first_difference(leaves, counts)) is not None:
+            text += f"\n    the first leaf that differs: {leaves[first] if first < len(leaves) else 'missing'}"
+        self.refuse(text, f"the ranks of {self._engine.description} disagree:")
+
+    def agree_on_each(self, facts: Sequence[str], what: str) -> None:
+        """Raise on all ranks, with the first difference, unless these facts, `what` in words, are equal on all."""
+        first = self._first_difference(facts, [count for (count,) in self.numbers([len(facts)])])
+        if first is not None:
+            fact = facts[first] if first < len(facts) else "nothing"
+            self.refuse(fact, f"{self._name}: the ranks' {what} differ; the first difference is at index {first}:")
+
+    @unobserved()
+    def _first_difference(self, facts: Sequence[str], counts: Sequence[int]) -> int | None:
+        """Return the index of the first fact that differs between ranks, which have so many."""
+        mine = self._integers([digest(fact) for fact in facts])
+        of_ranks = zip_longest(*(row.tolist() for row in self.gather(mine, counts)))
+        return next((i for i, of_fact in enumerate(of_ranks) if len(set(of_fact)) > 1), None)
+
+    @unobserved()
+    def refuse(self, text: str, why: str) -> NoReturn:
+        """Raise on all ranks, which all call this for the same reason `why`; text describes this rank's call."""
+        words = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self._engine.control_device)
+        texts = self.gather(words, [length for (length,) in self.numbers([len(words)])])
+        calls = "\n".join(f"  rank {r}: {bytes(text.tolist()).decode()}" for r, text in enumerate(texts))
+        raise CollectiveMismatchError(f"{why}\n{calls}")
+
+    @unobserved()
+    def numbers(self, mine: Sequence[int]) -> list[list[int]]:
+        """Return each rank's integers, equally many on all."""
+        return [row.tolist() for row in self.gather(self._integers(mine), [len(mine)] * self._engine.size)]
+
+    @unobserved()
+    def numbers_of_first(self, mine: Sequence[int]) -> list[int]:
+        """Return rank 0's integers, equally many on all."""
+        numbers = self._integers(mine)
+        if self._engine.size > 1:
+            with self._engine.turn(self._name):
+                self._engine.broadcast(numbers, 0)()
+        return numbers.tolist()
+
+    @unobserved()
+    def gather(self, mine: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """Return each rank's row, of these lengths."""
+        row = mine.new_empty(sum(lengths))
+        with self._engine.turn(self._name):
+            self._engine.all_gather(mine, row, list(lengths))()
+        return list(row.split_with_sizes(list(lengths)))
+
+    def _integers(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self._engine.control_device)
+
+
+@constant_in_graphs
+def digest(text: str) -> int:
+    """Return a 56-bit hash, equal on all ranks for equal texts."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")

@@ -1,0 +1,68 @@
+"""Polls gloo's point-to-point messages, which PyTorch cannot."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+# How long a process waits at exit for messages that were polled and never waited for.
+EXIT_SECONDS = 5.0
+
+
+def wait_for(works: Sequence[dist.Work]) -> None:
+    """Wait for all of them."""
+    for work in works:
+        work.wait()
+
+
+class InThread:
+    """The Wait for gloo's point-to-point messages, which complete in a wait only: `is_completed()` is False until then.
+
+    So the first poll starts a thread that waits. A work cannot be waited for twice, so the Wait then joins the thread.
+    At exit threads are given time to end: std::terminate ends the process (exit code -6) if a thread returns from
+    torch while the interpreter shuts down.
+    """
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether all messages have completed or failed; the first call takes up to a millisecond."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="diffcoll poll")
+            _polling.add(self._thread)
+            self._thread.start()
+            self._thread.join(0.001)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            wait_for(self._works)
+        except BaseException as error:
+            self._error = error
+
+    def __call__(self) -> None:
+        """Wait for all messages."""
+        if self._thread is None:
+            wait_for(self._works)
+            return
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+_polling: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _join_polling() -> None:
+    end = time.monotonic() + EXIT_SECONDS
+    for thread in list(_polling):
+        thread.join(max(0.0, end - time.monotonic()))

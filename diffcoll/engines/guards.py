@@ -1,0 +1,144 @@
+"""Which simulated rank a thread is, which world a backward belongs to, and errors where ranks cannot meet."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from diffcoll.core.torch_private.autograd import after_backward, backward_at_work
+from diffcoll.engines.rank_threads import wrapped_backward_code
+
+#: A graph is compiled or traced for one rank, but simulated ranks share one cache of graphs, or one autograd graph.
+NO_GRAPHS = (
+    "torch.compile, export, make_fx and linearize do not work within a simulated world: its ranks share compiled and "
+    "traced graphs; call the function without them, or compile on real processes (testing.spawn)"
+)
+
+
+class _Here(threading.local):
+    #: The simulated rank that it is.
+    rank: Any = None
+    #: The world whose ranks registered the backward code that this thread executes.
+    backward_of: Any = None
+
+
+#: Of this thread.
+HERE = _Here()
+
+
+def here() -> Any:
+    """Return the simulated rank that this thread is; None if it is not one."""
+    return HERE.rank
+
+
+def current(world: Any) -> Any:
+    """Return the rank of this world that this thread is; raise if it is none."""
+    me = HERE.rank
+    if not world.running:
+        raise RuntimeError(
+            "a collective of a simulated world was used after the world had ended; "
+            "under simulate(rules=True) call backward inside the function, and wait there for what it has started"
+        )
+    if me is None or me.world is not world:
+        raise RuntimeError(
+            "a collective of a simulated world was called from a thread that is not one of its ranks "
+            "(the backward of CUDA tensors runs on such a thread); simulate on CPU tensors"
+        )
+    if os.getpid() != world.process:
+        raise RuntimeError(
+            "a collective of a simulated world was called in a child process of a rank, such as a worker of a "
+            "DataLoader, which cannot reach the other ranks; call it in the rank itself"
+        )
+    return me
+
+
+# ── the backward of a world ──────────────────────────────────────────────────────────────────────────────
+#
+# When `simulate` has returned, its ranks have ended. A backward of their graph may still call a collective: when a
+# checkpoint is recomputed, in the backward of a Function, or in a hook. There `group=None` would mean a group of the
+# caller's, such as a single rank. So functions that a rank registers with autograd store its world, and so does each
+# backward pass, by its id, when it reaches a result of the world.
+
+_running = 0  # how many worlds are running, nested
+_backwards: dict[int, weakref.ref[Any]] = {}
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """While a world runs, bind to it the backward code that its ranks register."""
+    global _running
+    _running += 1
+    try:
+        with wrapped_backward_code(_wrapper):
+            yield
+    finally:
+        _running -= 1
+
+
+def backward_starts(world: Any) -> None:
+    """Record, until it ends, that the current backward pass belongs to this world."""
+    task = backward_at_work()
+    if task not in _backwards:
+        _backwards[task] = weakref.ref(world, lambda _: _forget(task))  # a backward that fails calls no callback
+        after_backward(lambda: _forget(task))
+
+
+def _forget(task: int) -> None:
+    _backwards.pop(task, None)
+
+
+@contextmanager
+def _in_backward_of(world: Any) -> Iterator[None]:
+    before, HERE.backward_of = HERE.backward_of, world
+    try:
+        with wrapped_backward_code(_wrapper):  # for higher-order derivatives and recomputed checkpoints
+            yield
+    finally:
+        HERE.backward_of = before
+
+
+def _wrapper() -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+    """Return a decorator that binds backward code to this thread's world; None outside of worlds."""
+    world = HERE.backward_of if HERE.rank is None else HERE.backward_of or HERE.rank.world
+    if world is None:
+        return None
+
+    def decorate(code: Callable[..., Any]) -> Callable[..., Any]:
+        def within(*args: Any, **more: Any) -> Any:
+            with _in_backward_of(world):
+                return code(*args, **more)
+
+        return within
+
+    return decorate
+
+
+def refuse_in_backward(operation: str) -> None:
+    """Raise if this thread runs a backward of ranks that cannot take part, or is no rank while a world runs."""
+    me, world = HERE.rank, HERE.backward_of
+    if me is None and world is None and not (_running or _backwards):
+        return
+    if me is None and world is None and _running:
+        raise RuntimeError(
+            f"{operation}: called while a simulated world runs, from a thread that is not one of its ranks; call "
+            "collectives in the rank's own thread"
+        )
+    if world is None and (task := backward_at_work()) != -1:
+        noted = _backwards.get(task)
+        world = noted() if noted else me.world if me else None
+    if world is None or (world.truth is None and me is not None and me.world is world):
+        return
+    if world.truth is None:
+        raise RuntimeError(
+            f"{operation}: called in a backward of simulated ranks that have ended; under simulate(rules=True) call "
+            "backward inside the function"
+        )
+    raise RuntimeError(
+        f"{operation}: called in the backward of a joint graph (by a checkpoint that is recomputed, the backward of an "
+        "autograd.Function, or a hook), where the ranks cannot meet; use simulate(rules=True) and call backward inside "
+        "the function"
+    )
