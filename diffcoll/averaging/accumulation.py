@@ -26,7 +26,7 @@ class Accumulation:
 
     def before(self, p: Parameter, g: Tensor | None) -> Tensor | None:
         """Prepare `.grad` for a gradient that autograd is about to add to it, and return that times its weight."""
-        p.value_version = version(p.tensor)
+        p.value_version, p.is_prepared = version(p.tensor), True
         weight = self._policy.weight(before_first=self.drop_weights_of_zeroed)
         p.is_weighted = True
         self._refuse_replaced(p)
@@ -40,7 +40,12 @@ class Accumulation:
 
     def after(self, p: Parameter) -> None:
         """Record that autograd has accumulated a gradient."""
-        p.is_accumulated = True
+        if p.has_pre_hook and not p.is_prepared:
+            raise RuntimeError(
+                f"{NAME}: {p.name}: its gradient was accumulated without the averager's tensor hook, which was "
+                f"removed; make a new {NAME}, which replaces this one"
+            )
+        p.is_accumulated, p.is_prepared = True, False
         self._policy.join.on_gradient()
         if p.earlier is not None or self._policy.is_weighted:
             p.record(is_witness=self._is_witness(p))

@@ -201,7 +201,8 @@ class Parameter:
     value_version = 0
     #: Keeps swap_tensors, which would drop the hooks, from accepting the parameter.
     reference: weakref.ref[Tensor] | None = None
-    has_pre_hook = False
+    #: Whether `Accumulation.before` is called before each accumulation, and was called before the current one.
+    has_pre_hook = is_prepared = False
 
     def __init__(self, index: int, name: str, tensor: Tensor) -> None:
         self.index, self.name, self.tensor = index, name, tensor

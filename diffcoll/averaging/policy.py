@@ -87,7 +87,8 @@ class Policy:
     def set_weight(self, weight: float | Tensor) -> None:
         """Set the weight of the next batch."""
         if isinstance(weight, Tensor):  # sums of half precision and small integers would overflow
-            weight = weight.to(torch.float64 if weight.device.type in ("cpu", "cuda") else torch.float32)
+            wide = torch.float64 if weight.device.type in ("cpu", "cuda") else torch.float32
+            weight = weight.to(wide, copy=True)  # a counter of the user's may be reset before backward
         self._of_batch = 0.0 if self.join.ran_out else weight
         self._is_set = self._is_new = True
 

@@ -473,3 +473,19 @@ def test_a_backward_within_a_hook_of_the_same_parameter(reduction):
 
     total = {"sum": 1 + 10 + 2 + 10, "weighted": (1 * 11 + 2 * 12) / 3}[reduction]
     assert simulate(body, range(2), rules=True) == [pytest.approx(total)] * 2
+
+
+@pytest.mark.parametrize("reduction", ["sum", "weighted"])
+def test_the_averagers_hook_was_removed(reduction):
+    """An error, not a gradient without its weight, or with the reduced one in it."""
+
+    def body(r):
+        w, _, backward = made(reduction)
+        backward(1.0 + r)
+        w._backward_hooks.clear()
+        with pytest.raises(RuntimeError, match="without the averager's tensor hook, which was removed; make a new"):
+            backward(1.0 + r)
+        w, _, backward = made(reduction)
+        return backward(1.0 + r)
+
+    assert simulate(body, range(2), rules=True) == [{"sum": 3.0, "weighted": 1.5}[reduction]] * 2

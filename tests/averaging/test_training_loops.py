@@ -61,8 +61,7 @@ def drawn(seed):
     for _ in range(of.randrange(4, 9)):
         action = of.choice([*STEPS, *STEPS, "skip", *CONVERSIONS, *CONVERSIONS, "replace", "renew", "groups", "free"])
         if action in CONVERSIONS or action in STEPS:
-            # bare parameters under "sum" refuse gradients that are converted and not zeroed
-            zeroed = of.choice(["none", "zeros", "no"]) if not (bare and reduction == "sum") else "none"
+            zeroed = of.choice(["none", "zeros", "no"])
         if action == "drop" and zeroed == "no":
             zeroed = "zeros"  # what one rank drops must be its own
         actions.append((action, zeroed, of.randrange(100)))

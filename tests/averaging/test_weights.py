@@ -218,3 +218,22 @@ def test_a_batch_whose_gradient_is_zero_counts():
         return model.weight.grad[0, 0].item()
 
     assert simulate(body, range(2), rules=True) == [pytest.approx(mean([(0, 5), (2, 1), (0, 5), (12, 1)]))] * 2
+
+
+def test_a_counter_that_is_reset_before_backward():
+    def body(r):
+        w = nn.Parameter(torch.ones(()))
+        averager = dc.GradientAverager([w], reduction="weighted")
+        samples = torch.zeros((), dtype=torch.float64)
+        found = []
+        for _ in range(2):
+            samples += 1 + 2 * r
+            averager.set_weight(samples)
+            loss = w * (r + 1)
+            samples.zero_()
+            loss.backward()
+            found.append(w.grad.item())
+            w.grad = None
+        return found
+
+    assert simulate(body, range(2), rules=True) == [[1.75, 1.75]] * 2
