@@ -4,15 +4,15 @@
     mpiexec -n 3 python examples/digits_launched.py
     python examples/digits_launched.py
 
-Only `connect` depends on the launcher. The training, in `diffcoll/cli/digits.py`, splits its batch over the ranks.
+Only `connect` depends on the launcher. The training, in `digits_contrastive.py`, splits its batch over the ranks.
 """
 
 import os
 
 import torch.distributed as dist
+from digits_contrastive import difference, differentiable, load, train
 
 import diffcoll as dc
-from diffcoll.cli import digits
 
 
 def connect() -> str:
@@ -32,9 +32,9 @@ def connect() -> str:
 
 def main() -> None:
     engine = connect()
-    images = digits.load()
-    trained = digits.train(images, digits.differentiable)
-    loss, parameters = digits.difference(trained, digits.train(images, None))
+    images = load()
+    trained = train(images, differentiable)
+    loss, parameters = difference(trained, train(images, None))
     assert max(loss, parameters) < 1e-9  # the same as on one process
     if dc.get_rank() == 0:
         print(f"{dc.get_world_size()} ranks on {engine}: loss {trained.losses[0]:.6f} → {trained.losses[-1]:.6f}")

@@ -18,9 +18,6 @@ import diffcoll
 from diffcoll.cli.launch import ENGINES, launcher
 from diffcoll.collectives import COLLECTIVES
 
-TRAINING = "digits"
-_VERIFIED = (*COLLECTIVES, TRAINING)
-
 
 def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the checked options; exits with status 2 if one is wrong or a package is missing."""
@@ -33,8 +30,8 @@ def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     verify = commands.add_parser("verify", help="check every collective against a reference gradient, on processes")
     add = verify.add_argument
-    add("--world-size", type=number_from(1), nargs="+", metavar="N", help="default: 2 3; digits runs on the largest")
-    add("--only", type=names_of(_VERIFIED), default=[], metavar="NAMES", help=f"of {', '.join(_VERIFIED)}")
+    add("--world-size", type=number_from(1), nargs="+", metavar="N", help="default: 2 3")
+    add("--only", type=names_of(COLLECTIVES), default=[], metavar="NAMES", help=f"of {', '.join(COLLECTIVES)}")
     add("--seed", type=number_from(0), default=0)
     add("--engine", choices=ENGINES, help="default: torch, and under mpiexec mpi")
     add("--backend", type=_backend, default="gloo", help="backend of torch.distributed; default: gloo")
@@ -46,14 +43,12 @@ def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.command == "check":
         _check_options(options, check)
         return options
-    options.names, options.launched = options.only or [*_VERIFIED], launcher(options.engine)
+    options.names, options.launched = options.only or [*COLLECTIVES], launcher(options.engine)
     if options.launched and options.world_size:
         verify.error("argument --world-size: the launcher has set it already; leave it out")
     need(verify, "rich", "test")
     if not options.launched:
         need(verify, "cloudpickle", "test")
-    if TRAINING in options.names:
-        need(verify, "sklearn", "test")
     if "mpi" in (options.engine, options.launched):
         need(verify, "mpi4py", "mpi")
     return options

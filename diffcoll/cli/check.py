@@ -7,7 +7,6 @@ import functools
 import inspect
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,13 +18,12 @@ from torch import Tensor, nn
 
 from diffcoll.cli.check_page import page
 from diffcoll.cli.named import NotUsableError, called, named, place
-from diffcoll.core.errors import is_users_file
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.engines.process_state import seed_rank
 from diffcoll.testing.gradients import assert_matches_single_process, check_gradients
 from diffcoll.testing.harness.matching import refuse_equal_ranks
 from diffcoll.testing.harness.report import GradientMismatchError, Report, Table
-from diffcoll.testing.processes import RanksFailedError
+from diffcoll.testing.processes import in_words
 
 _DEFAULTS = inspect.signature(assert_matches_single_process).parameters
 
@@ -42,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         except GradientMismatchError as error:
             report = error.report
     except (Exception, SystemExit) as error:  # a function that ends the program has not been checked
-        print(f"diffcoll check: error: {_in_words(error)}", file=sys.stderr)
+        print(f"diffcoll check: error: {_refusal(error)}", file=sys.stderr)
         return 2
     finally:
         sys.path[:] = path
@@ -192,7 +190,7 @@ def _alone(subject: _Subject, options: argparse.Namespace) -> Report:
             except Exception as error:
                 if not tables:
                     raise
-                tables.append(replace(table, raised=_in_words(error)))
+                tables.append(replace(table, raised=in_words(error)))
                 wrong[rows] = kind
                 continue
             tables += [replace(t, title=t.title + of_rows) for t in found.tables]
@@ -258,27 +256,8 @@ def _by_position(fn: Callable[..., Any], names: Sequence[str]) -> Callable[..., 
 # ── output ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _in_words(error: Exception | SystemExit) -> str:
-    """Return an error without traceback, but with the line of the user's code that raised it."""
-    if isinstance(error, NotUsableError):
-        return str(error)
-    if isinstance(error, RanksFailedError):
-        return "\n".join(f"rank {r}: {_in_report(text)}" for r, text in error.reports.items() if text)
-    what = "".join(traceback.format_exception_only(error)).strip()
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users_file(f.filename)]
-    if not frames:
-        return what
-    return f"{what}\nraised at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}"
-
-
-def _in_report(text: str) -> str:
-    """Return the same for the traceback of a process, or where it hung."""
-    lines = [f"{file}:{line}" for file, line in re.findall(r'File "(.+?)", line (\d+)', text) if is_users_file(file)]
-    if "Traceback" not in text:  # it hung, and the stack begins with the last call, or it died
-        return text.partition("\n")[0] + (f" {lines[0]}" if lines else "")
-    what = text.rpartition('\n  File "')[2].partition("\n")[2]
-    what = re.sub(r"\A(?: .*\n)*", "", what).strip()
-    return what + (f"\nraised at {lines[-1]}" if lines else "")
+def _refusal(error: BaseException) -> str:
+    return str(error) if isinstance(error, NotUsableError) else in_words(error)
 
 
 def _written(options: argparse.Namespace, report: Report) -> bool:

@@ -19,8 +19,6 @@ from diffcoll.cli.page import document
 
 #: Tolerance: the largest relative error at which a collective passes.
 TOLERANCE = 1e-10
-#: The same for the training on real input.
-TRAINING_TOLERANCE = 1e-9
 #: A larger error is shown as wrong; a smaller one may be rounding.
 WRONG = 1e-6
 
@@ -43,23 +41,6 @@ class Row:
         return isinstance(own, dict) and max(own.values()) <= TOLERANCE
 
 
-@dataclass
-class Training:
-    """Loss curves of a training on one process and, for each gather of the keys, on several."""
-
-    world_size: int
-    one_process: list[float]
-    curves: dict[str, list[float]] = field(default_factory=dict)
-    #: The largest differences from one process, of the loss and of the final parameters.
-    differences: dict[str, tuple[float, float]] = field(default_factory=dict)
-    #: The reason why there are none.
-    error: str = ""
-
-    def passes(self) -> bool:
-        """Whether the training with diffcoll equals that of one process."""
-        return not self.error and max(self.differences["diffcoll.all_gather"]) <= TRAINING_TOLERANCE
-
-
 @contextmanager
 def progress(total: int, quiet: bool) -> Iterator[Callable[[str], None]]:
     """Show a progress bar; yields a function that advances it by one and sets its description."""
@@ -80,21 +61,17 @@ def wide_console() -> Console:
     return console if known else Console(width=160)
 
 
-def show(rows: list[Row], training: Training | None, about: str) -> None:
+def show(rows: list[Row], about: str) -> None:
     """Print the table; a call at several world sizes is one line, with the larger error."""
     console = wide_console()
-    if rows:
-        console.print(_matrix(rows, about))
-    if training is not None:
-        console.print(_training(training))
+    console.print(_matrix(rows, about))
     failed = [row for row in rows if not row.passes()]
     for row in failed:
         own = row.systems["diffcoll"]
         why = own if isinstance(own, str) else "error above tolerance"
         console.print(Text(f"{why}: {row.collective}({row.call}), N = {row.world_size}", style="red"))
-    if rows:
-        style = "red" if failed else "green"
-        console.print(f"diffcoll: {len(rows) - len(failed)} of {len(rows)} calls are right", style=style)
+    style = "red" if failed else "green"
+    console.print(f"diffcoll: {len(rows) - len(failed)} of {len(rows)} calls are right", style=style)
 
 
 def _matrix(rows: list[Row], about: str) -> Table:
@@ -116,19 +93,6 @@ def _matrix(rows: list[Row], about: str) -> Table:
         before = row.collective
         cells = [Text(_text(row.systems[system]), style=_STYLES[_verdict(row.systems[system])]) for system in systems]
         grid.add_row(name, Text(row.call), row.sizes, *cells)
-    return grid
-
-
-def _training(training: Training) -> Table:
-    n, steps = training.world_size, len(training.one_process)
-    grid = Table(title=f"digits with InfoNCE, {steps} steps: {n} processes against one process with the whole batch")
-    for name in ("gather", "loss curve differs by", "final parameters differ by"):
-        grid.add_column(name)
-    for way, differences in training.differences.items():
-        style = _STYLES["wrong" if max(differences) > WRONG else "right"]
-        grid.add_row(way, *(Text(f"{value:.0e}", style=style) for value in differences))
-    if training.error:
-        grid.add_row("diffcoll.all_gather", Text(training.error, style=_STYLES["wrong"]))
     return grid
 
 
@@ -184,7 +148,7 @@ def _verdict(outcome: Errors) -> str:
 # ── the page ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def page(rows: list[Row], training: Training | None, about: str) -> str:
+def page(rows: list[Row], about: str) -> str:
     """Return the page as HTML, without references to other files."""
     systems = _systems(rows)
     failed = sum(not row.passes() for row in rows)
@@ -209,41 +173,8 @@ output and gradient. The columns of PyTorch's own collectives hold for torch {ht
 <thead><tr><th>collective<th>call<th>N{head}
 <tbody>
 {chr(10).join(body)}
-</table>
-{_section(training) if training else ""}"""
+</table>"""
     return document("diffcoll verify", verdict, not failed, text)
-
-
-def _section(training: Training) -> str:
-    n = training.world_size
-    rows = "".join(
-        f'<tr><td>{html.escape(way)}<td class="n {"wrong" if max(d) > WRONG else "right"}">{d[0]:.0e} {d[1]:.0e}'
-        for way, d in training.differences.items()
-    )
-    if training.error:
-        rows = f'<tr><td>diffcoll.all_gather<td class="wrong">{html.escape(training.error)}'
-    return f"""<h2>Training on real input</h2>
-<p>An encoder of handwritten digits with InfoNCE: the loss of the whole batch at each step, on one process and on {n}.
-{_chart({"one process": training.one_process, **training.curves})}
-<table><thead><tr><th>gather<th>loss curve and final parameters differ from one process by<tbody>{rows}</table>"""
-
-
-def _chart(curves: dict[str, list[float]]) -> str:
-    width, height, left, bottom = 640, 300, 40, 30
-    top = max(max(curve) for curve in curves.values())
-    colours = ("currentColor", "var(--right)", "var(--wrong)")
-    lines = []
-    for i, (name, curve) in enumerate(curves.items()):
-        across = (width - left) / (len(curve) - 1)
-        heights = [5 + (height - bottom) * (1 - value / top) for value in curve]
-        points = " ".join(f"{left + k * across:.1f},{y:.1f}" for k, y in enumerate(heights))
-        dashes = "2 6" if i == 1 else "none"  # it coincides with the first curve
-        look = f'style="stroke:{colours[i]}" stroke-dasharray="{dashes}" stroke-width="{4 if i == 1 else 1.5}"'
-        lines.append(f'<polyline points="{points}" fill="none" {look}/>')
-        lines.append(f'<text x="{width - 230}" y="{20 + 18 * i}" style="fill:{colours[i]}">{html.escape(name)}</text>')
-    axis = f'<path d="M{left} 5V{height - bottom + 5}H{width}" fill="none" stroke="currentColor" opacity=".4"/>'
-    labels = f'<text x="0" y="14">{top:.1f}</text><text x="{left}" y="{height - 6}">step 0</text>'
-    return f'<svg viewBox="0 0 {width} {height}">{axis}{labels}{"".join(lines)}</svg>'
 
 
 def memory_of_process(key: str) -> float:

@@ -14,16 +14,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, ClassVar
 
-from typing_extensions import override
-
 from diffcoll.engines.mpi import finalize
 from diffcoll.testing._calls import missing
-from diffcoll.testing.processes import GRACE, Forked, RanksFailedError, call, mpi_world, surround
+from diffcoll.testing.processes import GRACE, Member, RankFailure, RanksFailedError, surroundings
+from diffcoll.testing.worker import mpi_world, serve, surround
 
 #: The program that mpiexec starts once per rank. It does not import PyTorch, so it starts in milliseconds. It sends
 #: its output streams, the socket that MPICH's mpiexec opened for it, and its environment to the rank's process, and
@@ -39,8 +38,8 @@ os._exit(line.recv(1) != b"0")
 """
 
 
-class Launched(Forked):
-    """Forked processes as the ranks of a job of mpiexec.
+class Launched:
+    """A job of mpiexec whose ranks are forked processes.
 
     mpiexec starts a stand-in for each rank. The rank uses its environment, by which MPI identifies processes, and its
     output streams. A socket connects the two, so that each ends when the other does: mpiexec notices a rank that
@@ -62,23 +61,28 @@ class Launched(Forked):
     #: one process reading the memory of another, which takes longer in a virtual machine (notes/engines.md).
     PREFERRED: ClassVar = {"OMPI_MCA_smsc": "^cma", "OMPI_MCA_btl_sm_max_send_size": str(256 << 10)}
 
-    def __init__(self, work: Callable[[Connection, str, int], bool] | None = None) -> None:
-        super().__init__()
-        self._launcher: Any = None
-        self._work = work or _call_in_file
-
-    @override
-    def begin(self, setups: list[Any], payloads: list[bytes], timeout: float) -> None:
+    def __init__(self, n: int, folder: str) -> None:
         if importlib.util.find_spec("mpi4py") is None:
             raise missing('spawn: backend="mpi"', "mpi4py", "mpi")
-        n, folder, around = len(setups), setups[0][5], setups[0][6]
-        for rank, payload in enumerate(payloads):
-            Path(folder, f"call-{rank}").write_bytes(pickle.dumps((setups[rank], payload)))
+        self._n, self._folder = n, folder
+        self._members: list[Member] = []
+        self._launcher: Any = None
+        self._words = Path(folder, "mpiexec")
+
+    def begin(self, timeout: float) -> list[Member]:
+        """Start the processes; returns them in the order of ranks."""
+        try:
+            return self._begin(timeout)
+        except BaseException:
+            self.end()
+            raise
+
+    def _begin(self, timeout: float) -> list[Member]:
+        n, folder = self._n, self._folder
         environment = {**self.PREFERRED, **os.environ, **self.SETTINGS}
         if n > (os.cpu_count() or 1):
             environment["OMPI_MCA_mpi_yield_when_idle"] = "1"  # ranks that wait are in the others' way
         command = [_mpiexec(), "-n", str(n), sys.executable, "-IS", "-c", _STAND_IN, folder]
-        self._words = Path(folder, "mpiexec")
         end = time.monotonic() + timeout
         ranks: list[int] = []
         try:
@@ -90,21 +94,19 @@ class Launched(Forked):
                 for _ in range(n):
                     self._await(door, end)
                     with door.accept()[0] as line:
-                        self._fork(n, _launched_main, line, folder, around, self._work)
-            for pipe in self.pipes:
-                self._await(pipe, end)
-                ranks.append(pickle.loads(pipe.recv_bytes()))
+                        self._members.append(Member(n, _main, line, surroundings(), job=self))
+            for member in self._members:
+                self._await(member.pipe, end)
+                ranks.append(pickle.loads(member.pipe.recv_bytes()))
         except EOFError:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._launcher.wait(GRACE)
             code, said = self._launcher.poll(), self._words.read_text()
             how = "does not end" if code is None else f"ended with exit code {code}"
             text = f"spawn: {len(ranks)} of {n} ranks began within {timeout:g} s, and mpiexec {how}\n{said}"
-            raise RanksFailedError(text, dict.fromkeys(range(n), said)) from None
+            raise RanksFailedError(text, dict.fromkeys(range(n), RankFailure("died", said))) from None
         order = sorted(range(n), key=ranks.__getitem__)  # stand-ins connect in any order
-        self.pipes = [self.pipes[i] for i in order]
-        self.pids = [self.pids[i] for i in order]
-        self._processes = [self._processes[i] for i in order]
+        return [self._members[i] for i in order]
 
     def _await(self, sender: Any, end: float) -> None:
         """Wait until something can be received. EOFError: mpiexec ended before that, or it is too late."""
@@ -112,24 +114,21 @@ class Launched(Forked):
             if self._launcher.poll() is not None or time.monotonic() > end:
                 raise EOFError
 
-    @override
-    def last_words(self, rank: int) -> str:
-        how = super().last_words(rank).rstrip()
-        if self._processes[rank].exitcode == -signal.SIGIO:
-            how = "ended by mpiexec"
+    def last_words(self, exitcode: int | None) -> str:
+        """Say how a rank's process ended that has this exit code."""
+        how = f"the process ended with exit code {exitcode}" if exitcode != -signal.SIGIO else "ended by mpiexec"
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(GRACE)
         return f"{how}; mpiexec says\n{self._words.read_text()}"
 
-    @override
     def leave(self) -> None:
-        super().leave()
+        """Wait a while for mpiexec to end, whose ranks have ended, and print what it says."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(GRACE)
         sys.stderr.write(self._words.read_text())
 
-    @override
     def end(self) -> None:
+        """Leave nothing behind."""
         if self._launcher is not None and self._launcher.poll() is None:
             self._launcher.terminate()  # it ends the stand-ins
             try:
@@ -137,7 +136,9 @@ class Launched(Forked):
             except subprocess.TimeoutExpired:
                 self._launcher.kill()
                 self._launcher.wait()
-        super().end()
+        for member in self._members:
+            member.end()
+        self._members = []
 
 
 def _mpiexec() -> str:
@@ -163,13 +164,8 @@ def _short(folder: str) -> Iterator[str]:
 # ── the other side ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _launched_main(
-    pipe: Connection,
-    line: socket.socket,
-    folder: str,
-    around: tuple[Any, ...],
-    work: Callable[[Connection, str, int], bool],
-) -> None:
+def _main(pipe: Connection, line: socket.socket, around: tuple[str, list[str], dict[str, str]]) -> None:
+    """Run in a rank's process: become the rank of the stand-in at the other end of the line, and serve."""
     _, files, *_ = socket.recv_fds(line, 1, 3)
     environment = {os.fsdecode(name): os.fsdecode(value) for name, value in marshal.load(line.makefile("rb")).items()}
     for file, stream in zip(files, (1, 2), strict=False):
@@ -177,22 +173,15 @@ def _launched_main(
         os.close(file)
     if "PMI_FD" in environment:
         environment["PMI_FD"] = str(files[2])
-    here, path, _ = around
+    here, path, callers = around
     surround(here, path, environment)
     # From here on the kernel sends SIGIO, which ends this process, when the stand-in ends.
     fcntl.fcntl(line, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(line, fcntl.F_SETFL, os.O_ASYNC)
     if wait([line], timeout=0):  # it ended before
         os.kill(os.getpid(), signal.SIGIO)
-    rank = mpi_world().Get_rank()
-    pipe.send_bytes(pickle.dumps(rank))
-    if not work(pipe, folder, rank):
-        time.sleep(2 * GRACE)  # mpiexec would end the others before they have said a word
-        os._exit(1)
+    pipe.send_bytes(pickle.dumps(mpi_world().Get_rank()))
+    serve(pipe, {name: value for name, value in environment.items() if callers.get(name) != value})
     finalize()
     fcntl.fcntl(line, fcntl.F_SETFL, 0)  # no SIGIO: the stand-in ends first
     line.sendall(b"0")
-
-
-def _call_in_file(pipe: Connection, folder: str, rank: int) -> bool:
-    return call(pipe, *pickle.loads(Path(folder, f"call-{rank}").read_bytes()))

@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ import pytest
 
 from diffcoll.testing._calls import missing
 from diffcoll.testing.pickling import dumps
-from diffcoll.testing.rank_body import Body, RankFixture
+from diffcoll.testing.rank_body import Body, RankFixture, run_in_process
 
 #: Fixtures that act on the test's own process, and what to use instead.
 _LOCAL = {
@@ -39,8 +39,8 @@ _LOCAL = {
 }
 
 
-def payload_of(item: pytest.Function, call: Body, kind: str) -> bytes:
-    """Return a pickled call, and the filters of warnings.
+def payload_of(item: pytest.Function, call: Body, kind: str, preload: Sequence[str]) -> bytes:
+    """Return a pickled call of `run_in_process`.
 
     Fails the test if it uses something that cannot be copied.
     """
@@ -54,7 +54,7 @@ def payload_of(item: pytest.Function, call: Body, kind: str) -> bytes:
     for fixture in call.fixtures:
         fixture.arguments = _checked(item, fixture.arguments, kind, patches)
     with _by_value(item):
-        data, error = _dumped((call, warnings.filters))
+        data, error = _dumped((run_in_process, (call, warnings.filters, preload, item.config.get_verbosity())))
         if error is None:
             return data
         _refuse(call, kind, error)

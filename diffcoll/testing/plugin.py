@@ -14,9 +14,9 @@ import pytest
 
 from diffcoll.engines.simulated_c10d import default_group
 from diffcoll.testing.payload import payload_of
-from diffcoll.testing.pool import Pool
+from diffcoll.testing.pool import Pool, RankEnd
 from diffcoll.testing.processes import preload
-from diffcoll.testing.rank_body import Body, BodyEnd, Copies, RankFixture, attempt, chained
+from diffcoll.testing.rank_body import Body, BodyEnd, Copies, RankFixture, attempt, chained, text_of, unpacked
 from diffcoll.testing.simulate import simulate
 from diffcoll.testing.verdict import conclude, report_of
 from diffcoll.testing.worker import STREAMS
@@ -32,7 +32,7 @@ class Plugin:
     def __init__(self, config: pytest.Config) -> None:
         modules = [name.strip() for name in config.getoption("--ranks-preload").split(",") if name.strip()]
         preload("pytest", "diffcoll.testing.worker", *modules)
-        self._pool = Pool(modules)
+        self._modules, self._pool = modules, Pool()
         self._outcomes: list[BodyEnd] = []  # of the last run of the current test's body
 
     @pytest.hookimpl(wrapper=True)
@@ -110,9 +110,9 @@ class Plugin:
             captured = item.config.getoption("capture", "fd") != "no" and not _CAPTURING & set(item.fixturenames)
             self._outcomes = _on_simulated_ranks(call, ranks.size, captured, item.instance)
         else:
-            payload = payload_of(item, call, ranks.kind)
-            verbosity = item.config.get_verbosity()
-            self._outcomes = self._pool.run(ranks.kind, ranks.size, ranks.timeout, payload, verbosity)
+            payload = payload_of(item, call, ranks.kind, self._modules)
+            ends = self._pool.run(ranks.kind, ranks.timeout, [payload] * ranks.size, captured=True)
+            self._outcomes = [_outcome(rank, end, ends, ranks.timeout) for rank, end in enumerate(ends)]
         conclude(self._outcomes)
 
     def _show_output(self, item: pytest.Item) -> None:
@@ -154,6 +154,22 @@ class _Parameter:
             f"fixture {self._name!r}: request.{attribute}: a fixture that uses rank or group runs on each rank, where "
             "request has param only; use request in another fixture, of which this one takes the value"
         )
+
+
+def _outcome(rank: int, end: RankEnd, ends: list[RankEnd], timeout: float) -> BodyEnd:
+    """Return how the body ended on one rank; a rank that died or hung has the kind "lost"."""
+    failure = end.answer.failure
+    if failure is None:
+        outcome = unpacked(end.answer.data)
+    else:
+        text = failure.text.rstrip()
+        if failure.kind == "hung":
+            others = any(e.answer.failed and not (e.answer.failure and e.answer.failure.kind == "hung") for e in ends)
+            when = "when another rank had ended" if others else f"after {timeout:g} s"
+            text = f"the rank had not ended {when}; it {text}"
+        outcome = BodyEnd(rank, "lost", None, text_of(text), end.answer.at)
+    outcome.output = end.output
+    return outcome
 
 
 def _is_given(item: pytest.Item) -> bool:

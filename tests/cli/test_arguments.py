@@ -48,7 +48,6 @@ def test_help_needs_torch_alone():
     [
         ("verify", "rich", "test"),
         ("verify --only scan", "cloudpickle", "test"),
-        ("verify --only digits", "sklearn", "test"),
         ("verify --engine mpi --only scan", "mpi4py", "mpi"),
         ("check a:b", "rich", "test"),
         ("check a:b", "cloudpickle", "test"),

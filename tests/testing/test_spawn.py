@@ -1,6 +1,7 @@
 """Real processes, called like simulated ones."""
 
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -68,6 +69,17 @@ def test_all_tracebacks_in_one_error(backend):
     text, reports = str(caught.value), caught.value.reports
     assert list(reports) == [0, 1, 2]
     assert "ValueError: mine alone" in reports[1]
+    failure = caught.value.failures[1]
+    assert (failure.kind, failure.type, failure.message, failure.text) == (
+        "raised",
+        "ValueError",
+        "mine alone",
+        reports[1],
+    )
+    assert failure.line == f"{__file__}:{body.__code__.co_firstlineno + 2}"
+    assert caught.value.first is failure
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.reports) == (text, reports)
     assert all(f"── rank {r} of 3 ──" in text for r in range(3))
     assert "all_reduce.py" in reports[0]  # it failed, or hung, there
 
@@ -97,6 +109,7 @@ def test_a_hang_ends_with_every_stack(backend):
     for report in caught.value.reports.values():
         assert report.startswith("hung in")
         assert "in waits_for_ever" in report
+    assert all(failure.line.startswith(f"{__file__}:") for failure in caught.value.failures.values())
     assert "all_gather" in caught.value.reports[0]
 
 

@@ -27,7 +27,7 @@ from diffcoll.testing.harness.measure import (
     with_leaves,
 )
 from diffcoll.testing.harness.packing import Packed
-from diffcoll.testing.processes import RanksFailedError
+from diffcoll.testing.processes import in_words
 
 #: Random directions of each tensor along which finite differences are taken for the diagnosis.
 _DIRECTIONS = 4
@@ -278,15 +278,6 @@ def _same_rows(a: Tensor, b: Tensor) -> bool:
         return torch.equal(a, b)
     rows = min(len(a), len(b))
     return torch.equal(a[:rows], b[:rows])
-
-
-def in_words(error: Exception) -> str:
-    """Return an error of user code, with the lines of the ranks that failed."""
-    if isinstance(error, RanksFailedError):
-        last = {r: text.strip().splitlines()[-1] for r, text in error.reports.items() if text.strip()}
-        return "\n".join(f"rank {r}: {line}" for r, line in last.items())
-    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-    return f"{type(error).__name__}: {error}{notes}"
 
 
 def cuts_on_rank(packed: Packed, part: Any) -> tuple[list[str], list[str]]:
