@@ -122,10 +122,13 @@ class Agreement:
     # ── exchanged ────────────────────────────────────────────────────────────────────────────────────────
 
     def gather_numbers(self, numbers: list[int], what: str = "sizes") -> list[list[int]]:
-        """Exchange a few integers, equally many on each rank; return one list per rank, in order."""
+        """Return each rank's integers, equally many on all; a graph that is compiled or traced contains the message."""
         if self.compares():
             self._compare((self.name, what, len(numbers)), self.arguments)
-        return exchange(self.engine, numbers)
+        n, of_all = len(numbers), (len(numbers),) * self.engine.size
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.engine.control_device)
+        flat = integers(apply(MAPS["AllGather"](self.engine, 0, of_all), mine))
+        return [flat[i : i + n] for i in range(0, len(flat), n)]
 
     def header(self, root: int, numbers: list[int], structure: int = 0, valid: bool = True) -> list[int]:
         """Return on all ranks the numbers by which the root describes what it sends.
@@ -175,14 +178,6 @@ class Agreement:
                 f"torch.compile pass on every rank a tensor like that of rank {root}, whose values are not used"
             )
         return None
-
-
-def exchange(engine: Engine, numbers: list[int]) -> list[list[int]]:
-    """Return each rank's integers, equally many on all, which the program computes with: graphs contain the message."""
-    mine = torch.tensor(numbers, dtype=torch.int64, device=engine.control_device)
-    n = len(numbers)
-    flat = integers(apply(MAPS["AllGather"](engine, 0, (n,) * engine.size), mine))
-    return [flat[i : i + n] for i in range(0, len(flat), n)]
 
 
 def _function_text(op: object) -> str:

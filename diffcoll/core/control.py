@@ -18,7 +18,7 @@ from diffcoll.engines.engine import Engine
 class Control:
     """The small messages of a group. All ranks call the same methods; autograd, tracers and modes do not see it.
 
-    Numbers that a program computes with, such as sizes, are exchanged by `agreement.exchange`, which graphs contain.
+    Numbers that a program computes with, such as sizes, go through `Agreement.gather_numbers`: graphs contain those.
 
     Args:
         engine: of the group.

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from diffcoll.engines.c10d_groups import new_group
 from diffcoll.engines.c10d_polling import InThread, wait_for
-from diffcoll.engines.engine import Blocks, Engine, Wait, is_even
+from diffcoll.engines.engine import Blocks, Engine, Wait, done, is_even
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
 
@@ -247,7 +247,7 @@ class C10dEngine(MessageEngine):
 
     def _wait(self, work: dist.Work | None) -> Wait:
         if work is None:
-            return lambda: None
+            return done
         if self.now.polls is not None:
             self.now.polls.append(work.is_completed)
         return partial(work.wait)

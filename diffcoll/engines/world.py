@@ -62,8 +62,9 @@ class Entry:
     origin: Origin | None  # the forward call, if this is its backward
 
     def __post_init__(self) -> None:
-        self.line = Origin(self.what)  # where the call was made
-        self.within = within_backward()  # words, if this is a forward call that a backward makes
+        self.within = ""  # words, if this is a forward call that a backward makes
+        if self.origin is None:
+            self.line, self.within = Origin(self.what), within_backward()
 
     def __str__(self) -> str:
         if self.origin is None:
