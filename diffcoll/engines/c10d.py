@@ -305,6 +305,8 @@ def engine_of(group: object) -> Engine | None:
         if not is_running():
             return None
         group = dist.group.WORLD
+        if group is not None and group in _engines:  # the usual case; it has not been destroyed
+            return _engines[group]
     elif isinstance(group, DeviceMesh):
         group = _group_of(group)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
