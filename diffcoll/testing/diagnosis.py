@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from diffcoll.testing.harness.causes import CAUSES
+from diffcoll.testing.harness.causes import Kind, cause_of
 from diffcoll.testing.harness.comparison import Quantity, Run, is_near, multiple
+from diffcoll.testing.harness.cuts import Cuts
 from diffcoll.testing.harness.evidence import Evidence
 from diffcoll.testing.harness.report import Cause, ratio_in_words
 
@@ -40,7 +41,7 @@ def diagnose(
     run: Run | None = None,
     witness: Witness | None = None,
     *,
-    cuts: Sequence[str] = (),
+    cuts: Cuts | None = None,
 ) -> list[Cause]:
     """Return the causes of what is wrong in these runs.
 
@@ -58,39 +59,40 @@ def diagnose(
     wrong = [q for q in run.quantities if not run.is_right(q, rank_reduction, tolerance)]
     finite = [q for q in wrong if q.got.isfinite().all()]
     if any(q.group in ("value", "output") for q in wrong) and witness.is_random():
-        return [_cause("random", "one process gets other results with another seed"), *scope]
+        return [cause_of(Kind.RANDOM, "one process gets other results with another seed"), *scope]
     if noisy := [name for name in dict.fromkeys(q.what for q in finite) if name in witness.rounding()]:
         seen = f"{', '.join(noisy)}: changes as much on one process, if the last digits of the batch change"
-        scope.insert(0, _cause("rounding", seen))
+        scope.insert(0, cause_of(Kind.ROUNDING, seen))
         finite = [q for q in finite if q.what not in noisy]
     causes = list(_not_finite(run, wrong))
     if nearly := _near(run, finite, rank_reduction):
         off = max(run.error(q, rank_reduction) for q in finite if q.what in nearly)
-        causes.append(_cause("nearly right", f"{', '.join(nearly)}: off by {off:.1e}, {tolerance:.1e} is allowed"))
+        causes.append(cause_of(Kind.NEARLY_RIGHT, f"{', '.join(nearly)}: off by {off:.1e}, {tolerance:.1e} is allowed"))
         finite = [q for q in finite if q.what not in nearly]
     causes += _value(
         run, [q for q in finite if q.group in ("value", "output", "buffer")], rank_reduction, tolerance, witness.local
     )
     first = [q for q in finite if q.group == "gradient"]
-    explained = any(c.name in ("local statistics", "another loss") for c in causes)
+    explained = any(c.name in (Kind.LOCAL_STATISTICS, Kind.ANOTHER_LOSS) for c in causes)
     for cause in _gradients(run, first, rank_reduction, tolerance, witness.evidence):
-        if cause.name in ("wrong in direction", "another loss") and explained:
+        if cause.name in (Kind.WRONG_IN_DIRECTION, Kind.ANOTHER_LOSS) and explained:
             continue  # says no more than that the value is another one
-        if cause.name in ("wrong in direction", "no contribution") and cuts:
+        if cause.name in (Kind.WRONG_IN_DIRECTION, Kind.NO_CONTRIBUTION) and cuts is not None and cuts.lines:
             # Many a detach() is for logging alone.
-            by_collective = any("takes a tensor out of the graph" not in cut for cut in cuts)
-            if by_collective or witness.restored() & {q.what for q in first}:
-                cause = _cause("graph cut", cause.seen)
+            if cuts.collectives or witness.restored() & {q.what for q in first}:
+                cause = cause_of(Kind.GRAPH_CUT, cause.seen)
         causes.append(cause)
-    if any(c.name == "mean of local means" for c in causes):
+    if any(c.name == Kind.MEAN_OF_LOCAL_MEANS for c in causes):
         causes = [
-            c for c in causes if c.name != "local statistics"
+            c for c in causes if c.name != Kind.LOCAL_STATISTICS
         ]  # a mean of a rank's rows is one of their statistics
-    if any(c.name == "not finite" for c in causes):
-        scope = [c for c in scope if c.name != "empty"]
+    if any(c.name == Kind.NOT_FINITE for c in causes):
+        scope = [c for c in scope if c.name != Kind.EMPTY]
     if not causes and any(q.group == "second order" for q in finite):
         names = ", ".join(dict.fromkeys(q.what.removeprefix("second order of ") for q in finite))
-        causes.append(_cause("second order", f"the first order is right, and the second order is wrong for {names}"))
+        causes.append(
+            cause_of(Kind.SECOND_ORDER, f"the first order is right, and the second order is wrong for {names}")
+        )
     return causes + scope
 
 
@@ -100,10 +102,6 @@ def subject_of(runs: Sequence[Run], rank_reduction: str, tolerance: float) -> Ru
     return next((r for r in wrong if len(set(r.sizes)) == 1), wrong[0] if wrong else None)
 
 
-def _cause(name: str, seen: str) -> Cause:
-    return Cause(name, seen, *CAUSES[name])
-
-
 def _scope(runs: Sequence[Run], rank_reduction: str, tolerance: float) -> Iterator[Cause]:
     """Say which runs raised errors, and in which runs alone something is wrong."""
     done = [r for r in runs if not r.skipped]
@@ -111,18 +109,18 @@ def _scope(runs: Sequence[Run], rank_reduction: str, tolerance: float) -> Iterat
     right = [r for r in done if r not in wrong]
     raised = [r for r in wrong if r.raised]
     if raised and all(len(set(r.sizes)) > 1 for r in raised):
-        yield _cause("raised", f"raised an error with rows {_sizes_of(raised)}, and none with equal ranks")
+        yield cause_of(Kind.RAISED, f"raised an error with rows {_sizes_of(raised)}, and none with equal ranks")
     elif raised:
-        yield Cause("raised", f"raised an error with rows {_sizes_of(raised)}")
+        yield Cause(Kind.RAISED.value, f"raised an error with rows {_sizes_of(raised)}")
     even = any(len(set(r.sizes)) == 1 < len(r.sizes) for r in right) and all(len(set(r.sizes)) > 1 for r in wrong)
     if even and len(raised) < len(wrong):
         if all(0 in r.sizes for r in wrong):
-            yield _cause("empty", f"wrong only with empty ranks: rows {_sizes_of(wrong)}")
+            yield cause_of(Kind.EMPTY, f"wrong only with empty ranks: rows {_sizes_of(wrong)}")
         else:
-            yield _cause("uneven", f"right with equal ranks, wrong with rows {_sizes_of(wrong)}")
+            yield cause_of(Kind.UNEVEN, f"right with equal ranks, wrong with rows {_sizes_of(wrong)}")
     if any(r.on == "simulated" for r in right) and not any(r.on == "simulated" for r in wrong):
         kinds = ", ".join(dict.fromkeys(r.on for r in wrong))
-        yield _cause("on processes", f"right on simulated ranks, wrong on {kinds}")
+        yield cause_of(Kind.ON_PROCESSES, f"right on simulated ranks, wrong on {kinds}")
 
 
 def _sizes_of(runs: Sequence[Run]) -> str:
@@ -136,7 +134,7 @@ def _not_finite(run: Run, wrong: Sequence[Quantity]) -> Iterator[Cause]:
         of = f"; the value is not finite on {_ranks(ranks)}" if ranks else ""
         empty = [r for r, rows in enumerate(run.sizes) if rows == 0]
         rows = f"; {_ranks(empty)} {'has' if len(empty) == 1 else 'have'} no rows" if empty else ""
-        yield _cause("not finite", f"{', '.join(dict.fromkeys(q.what for q in bad))}: NaN or infinite{of}{rows}")
+        yield cause_of(Kind.NOT_FINITE, f"{', '.join(dict.fromkeys(q.what for q in bad))}: NaN or infinite{of}{rows}")
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -162,15 +160,17 @@ def _value(
         if any(is_near(ratio, float(n) ** p, tolerance) for p in (-2, -1, 0, 1, 2, 3)):
             words = _times_the_right(ratio or 0.0, run, q, rank_reduction, tolerance)
             found.append(
-                _cause("value scaled", f"{q.what}: {words} the loss of one process{_exact(ratio, n, tolerance)}")
+                cause_of(Kind.VALUE_SCALED, f"{q.what}: {words} the loss of one process{_exact(ratio, n, tolerance)}")
             )
     if found:
         return found
     if (statistics := local()) is not None:
-        return [_cause("local statistics", statistics)]
+        return [cause_of(Kind.LOCAL_STATISTICS, statistics)]
     if all(q.group == "buffer" for q in wrong):
-        return [_cause("local statistics", f"{names}: not updated with the rows of the whole batch")]
-    return [_cause("another loss", f"{names}: not what one process computes on the whole batch, under any reduction")]
+        return [cause_of(Kind.LOCAL_STATISTICS, f"{names}: not updated with the rows of the whole batch")]
+    return [
+        cause_of(Kind.ANOTHER_LOSS, f"{names}: not what one process computes on the whole batch, under any reduction")
+    ]
 
 
 def _times_the_right(ratio: float, run: Run, q: Quantity, rank_reduction: str, tolerance: float) -> str:
@@ -200,19 +200,19 @@ def _gradients(
     }
     if n > 1 and under["sum"] and under["mean"] and left:
         exact = [f'{_list(names)} exact under "{what}"' for what, names in under.items()]
-        yield _cause("no reduction", f"{', '.join(exact)}: no reduction is right for both")
+        yield cause_of(Kind.NO_REDUCTION, f"{', '.join(exact)}: no reduction is right for both")
         left = {name: None for name in left if name not in under["sum"] + under["mean"]}
     for ratio, names in _grouped({name: common[name] for name in left}, tolerance):
         words = _times_the_right(ratio, run, of_all[0], rank_reduction, tolerance)
         twice = is_near(ratio * run.factor(of_all[0], rank_reduction), n, tolerance) and len(under[rank_reduction]) > 0
         seen = f"{_list(names)}: {words} the right gradient{_exact(ratio, n, tolerance)}"
-        yield _cause("reduced twice" if twice else "scaled", f"{seen}; right in direction")
-    others: dict[tuple[str, str], list[str]] = {}
+        yield cause_of(Kind.REDUCED_TWICE if twice else Kind.SCALED, f"{seen}; right in direction")
+    others: dict[tuple[Kind, str], list[str]] = {}
     for name in left:
         if not common[name]:
             others.setdefault(_of_one(run, name, ratios[name], rank_reduction, evidence), []).append(name)
     for (cause, seen), names in others.items():
-        yield _cause(cause, f"{_list(names)}: {seen}")
+        yield cause_of(cause, f"{_list(names)}: {seen}")
 
 
 def _grouped(ratios: dict[str, float | None], tolerance: float) -> list[tuple[float, list[str]]]:
@@ -230,26 +230,26 @@ def _grouped(ratios: dict[str, float | None], tolerance: float) -> list[tuple[fl
 
 def _of_one(
     run: Run, name: str, ratios: dict[int | None, float | None], rank_reduction: str, evidence: Callable[[], Evidence]
-) -> tuple[str, str]:
+) -> tuple[Kind, str]:
     """Return the cause for a gradient that is no common multiple of the right one, and words for what was seen."""
     n = len(run.sizes)
     none = [r for r, ratio in ratios.items() if ratio == 0]
     others = [ratio for ratio in ratios.values() if ratio != 0]
     if none and (not others or (None not in others and len(set(map(_rounded, others))) == 1)):
         where = "on every rank" if not others else f"on rank {', '.join(map(str, none))}"
-        return "no contribution", f"the gradient is zero {where}"
+        return Kind.NO_CONTRIBUTION, f"the gradient is zero {where}"
     known = {r: ratio for r, ratio in ratios.items() if ratio is not None and r is not None}
     if known and len(known) == len(ratios):
         total, f = sum(run.sizes), 1 / n if rank_reduction == "mean" else 1.0
         if any(all(is_near(ratio * c, total / run.sizes[r] / n) for r, ratio in known.items()) for c in (1.0, f)):
-            return "mean of local means", "off by (rows of all ranks) / (N · rows of the rank) on each rank"
+            return Kind.MEAN_OF_LOCAL_MEANS, "off by (rows of all ranks) / (N · rows of the rank) on each rank"
         each = ", ".join(f"{ratio_in_words(ratio * f, n)} on rank {r}" for r, ratio in known.items())
-        return "scaled differently", f"right in direction on each rank, off by {each}"
+        return Kind.SCALED_DIFFERENTLY, f"right in direction on each rank, off by {each}"
     found = evidence().cause(_short(name))
     if found is None:
-        return "wrong in direction", "no multiple of the right gradient"
-    if found[0] == "consistent":
-        return "another loss", f"not the gradient of one process; {found[1]}, so the forward is what differs"
+        return Kind.WRONG_IN_DIRECTION, "no multiple of the right gradient"
+    if found[0] == Kind.CONSISTENT:
+        return Kind.ANOTHER_LOSS, f"not the gradient of one process; {found[1]}, so the forward is what differs"
     return found
 
 

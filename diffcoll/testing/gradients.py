@@ -177,13 +177,13 @@ def check_gradients(
             raise ValueError(message(_CHECK, "per_rank", str(t.dtype), "float64 or complex128", remedy))
     refuse_equal_ranks(_CHECK, "per_rank", parts)
     checking = Checking(_CHECK, packed, parts, names, MeasurementPlan(order=order, seed=seed), timeout)
-    seen = checking.look(on[0])
+    checking.look(on[0])
     for kind in on:
         if all(table.ok for table in checking.tables):
-            checking.check(kind, seen)
-    notes = [*checking.notes, *([_LIMIT] if checking.cuts else [])]
+            checking.check(kind)
+    notes = [*checking.notes, *([_LIMIT] if checking.cuts.lines else [])]
     title = f"{_CHECK}, {len(parts)} ranks"
-    report = Report(title, tuple(checking.tables), tuple(checking.causes), tuple(checking.cuts), tuple(notes))
+    report = Report(title, tuple(checking.tables), tuple(checking.causes), checking.cuts.lines, tuple(notes))
     if not report.ok:
         raise GradientMismatchError(report)
     return report
@@ -207,16 +207,16 @@ def _report(matching: Matching, runs: list[Run], rank_reduction: str, tolerance:
     run = subject_of(runs, asked, tolerance)
     if run is None:
         return Report(title, tables, tuple(diagnose(runs, asked, tolerance)), rank_reduction=asked)
-    cuts, seen = matching.cuts(run)
+    cuts = matching.cuts(run)
     witness = Witness(
-        cache(lambda: matching.evidence(run, seen)),
+        cache(lambda: matching.evidence(run, cuts.seen)),
         cache(lambda: matching.local_statistics(run)),
         cache(lambda: matching.rounding(run, asked, tolerance)),
         cache(lambda: matching.restored(run, asked, tolerance)),
         lambda: matching.is_random(run),
     )
     causes = diagnose(runs, asked, tolerance, run, witness, cuts=cuts)
-    return Report(title, tables, tuple(causes), tuple(cuts), rank_reduction=asked)
+    return Report(title, tables, tuple(causes), cuts.lines, rank_reduction=asked)
 
 
 def _closest(runs: list[Run], tolerance: float) -> str:

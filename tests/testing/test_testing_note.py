@@ -11,7 +11,7 @@ import pytest
 import diffcoll
 import diffcoll.testing.plugin
 import diffcoll.testing.strategies  # pytester forgets what a run inside this process has imported
-from diffcoll.testing.diagnosis import CAUSES
+from diffcoll.testing.harness.causes import CAUSES
 
 pytest_plugins = ["pytester"]
 ROOT = Path(diffcoll.__file__).parent.parent

@@ -2,102 +2,148 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
+from diffcoll.testing.harness.report import Cause
+
+
+class Kind(str, Enum):
+    """The kind of a cause; its value is the name that reports show."""
+
+    RAISED = "raised"
+    NOT_FINITE = "not finite"
+    VALUE_SCALED = "value scaled"
+    ROUNDING = "rounding"
+    RANDOM = "random"
+    NEARLY_RIGHT = "nearly right"
+    SCALED = "scaled"
+    REDUCED_TWICE = "reduced twice"
+    GRAPH_CUT = "graph cut"
+    NO_REDUCTION = "no reduction"
+    SCALED_DIFFERENTLY = "scaled differently"
+    MEAN_OF_LOCAL_MEANS = "mean of local means"
+    NO_CONTRIBUTION = "no contribution"
+    LOCAL_SLICE = "local slice"
+    NOT_REDUCED = "not reduced"
+    RANK_MISSING = "rank missing"
+    RANKS_SWAPPED = "ranks swapped"
+    LOCAL_STATISTICS = "local statistics"
+    ANOTHER_LOSS = "another loss"
+    WRONG_IN_DIRECTION = "wrong in direction"
+    SECOND_ORDER = "second order"
+    UNEVEN = "uneven"
+    EMPTY = "empty"
+    DETACHED = "detached"
+    KINK = "kink"
+    ON_PROCESSES = "on processes"
+    #: No bug of the backward: the gradient is that of the losses which the ranks return.
+    CONSISTENT = "consistent"
+
+    def __str__(self) -> str:
+        return self.value
+
+
 #: Each cause: the usual bug behind it, and the fix.
 CAUSES = {
-    "raised": (
+    Kind.RAISED: (
         "the collectives expect blocks of equal size",
         'gather with sizes="auto", or give every rank equally many rows',
     ),
-    "not finite": ("a mean over no rows is 0/0", "divide a sum by the number of rows of all ranks instead"),
-    "value scaled": (
+    Kind.NOT_FINITE: ("a mean over no rows is 0/0", "divide a sum by the number of rows of all ranks instead"),
+    Kind.VALUE_SCALED: (
         "every rank returns the loss of the whole batch where a share is expected, or the other way round; or the loss "
         "is multiplied by N to make up for a mean",
         "average or sum the values where the number is shown (diffcoll.global_mean)",
     ),
-    "rounding": (
+    Kind.ROUNDING: (
         "a value or gradient that is zero but for rounding, such as the mean of centered rows, or a small difference "
         "of large numbers",
         "choose other data or another weighting, so that there is a number to compare",
     ),
-    "random": (
+    Kind.RANDOM: (
         "dropout or other random numbers, which differ between the ranks and one process",
         "call module.eval(), or pass the random numbers in the batch",
     ),
-    "nearly right": (
+    Kind.NEARLY_RIGHT: (
         "the computation has a lower precision than its inputs, as under autocast, or a small term is missing",
         "check without autocast and in float64; pass tolerance= if the precision is intended",
     ),
-    "scaled": (
+    Kind.SCALED: (
         "the loss and the later reduction of gradients do not agree on who divides by N",
         "use the reduction under which it is exact, or multiply the returned loss by the missing factor",
     ),
-    "reduced twice": (
+    Kind.REDUCED_TWICE: (
         "the gradient of this tensor is reduced within the loss and again by the averager, or the loss is multiplied "
         "by N and is the whole loss for this tensor on every rank",
         "reduce it once: no all_reduce of a parameter's gradient in the loss",
     ),
-    "graph cut": (
+    Kind.GRAPH_CUT: (
         "the tensor leaves the autograd graph at the lines listed below, so the gradient through other ranks is lost",
         "use a collective that has a gradient there, such as diffcoll.all_gather",
     ),
-    "no reduction": (
+    Kind.NO_REDUCTION: (
         "the gather passes on this rank's share of the gradient only, while the loss's own parameters get the whole",
         "gather with a backward that sums over ranks (diffcoll.all_gather); then all gradients follow one convention",
     ),
-    "scaled differently": ("a factor depends on the rank", "look for a division by a size or a count of this rank"),
-    "mean of local means": (
+    Kind.SCALED_DIFFERENTLY: ("a factor depends on the rank", "look for a division by a size or a count of this rank"),
+    Kind.MEAN_OF_LOCAL_MEANS: (
         "each rank divides by its own number of rows, so rows of small ranks count more",
         "divide by the number of rows of all ranks (diffcoll.global_mean, or GradientAverager with weights)",
     ),
-    "no contribution": (
+    Kind.NO_CONTRIBUTION: (
         "the tensor is detached on this rank, or replaced by its gathered copy, which has no gradient",
         "gather with a collective that has a gradient, on every rank",
     ),
-    "local slice": (
+    Kind.LOCAL_SLICE: (
         "the backward of the gather returns this rank's slice of its own gradient, without the sum over ranks",
         "sum the gradients over ranks before taking the slice: diffcoll.all_gather",
     ),
-    "not reduced": (
+    Kind.NOT_REDUCED: (
         "the collective has the backward of the identity, as torch.distributed.all_reduce in a graph has",
         "use diffcoll.all_reduce, whose backward sums over ranks",
     ),
-    "rank missing": (
+    Kind.RANK_MISSING: (
         "a loop or a mask leaves a rank out, such as range(1, N)",
         "look at which blocks the backward of the collective adds up",
     ),
-    "ranks swapped": (
+    Kind.RANKS_SWAPPED: (
         "the backward sends to the rank that it should receive from, or blocks are ordered otherwise than ranks",
         "the adjoint of a permutation is its reverse: diffcoll.permute, diffcoll.shift",
     ),
-    "local statistics": (
+    Kind.LOCAL_STATISTICS: (
         "a mean, a variance or a set of negatives is taken over this rank's rows alone, or labels and masks lack the "
         "rank's offset",
         "take it over all ranks' rows: diffcoll.all_reduce of sums and counts, or diffcoll.all_gather of the rows; add "
         "the number of rows of lower ranks to indices",
     ),
-    "another loss": ("", "compare the two functions' values first; the gradient follows"),
-    "wrong in direction": (
+    Kind.ANOTHER_LOSS: ("", "compare the two functions' values first; the gradient follows"),
+    Kind.WRONG_IN_DIRECTION: (
         "a backward that is not the adjoint of the forward: the reduction is ignored (max, product), statistics are "
         "taken as constants, or a collective cuts the graph",
         "use diffcoll's collectives, or derive the backward from the forward of all ranks",
     ),
-    "second order": (
+    Kind.SECOND_ORDER: (
         "a custom autograd.Function calls a collective in its backward that autograd does not see, or treats what "
         "depends on the input as a constant there",
         "write the backward with differentiable collectives",
     ),
-    "uneven": ("a count or an offset is that of equal ranks", "use the sizes that the ranks have"),
-    "empty": ("an empty rank skips a collective or divides by zero", "let every rank make the same calls"),
-    "detached": (
+    Kind.UNEVEN: ("a count or an offset is that of equal ranks", "use the sizes that the ranks have"),
+    Kind.EMPTY: ("an empty rank skips a collective or divides by zero", "let every rank make the same calls"),
+    Kind.DETACHED: (
         "a tensor is detached, see the lines below, on purpose or not",
         "if on purpose, compare with one process instead: assert_matches_single_process",
     ),
-    "kink": (
+    Kind.KINK: (
         "two elements that a maximum compares are equal, or a value is where a clamp or ReLU bends",
         "choose other data: at a kink finite differences do not say what the gradient is",
     ),
-    "on processes": (
+    Kind.ON_PROCESSES: (
         "the function depends on something that simulated ranks share or that differs between processes",
         "look at devices, globals, environment variables and random numbers",
     ),
 }
+
+
+def cause_of(kind: Kind, seen: str) -> Cause:
+    """Return a cause, with the usual bug and the fix, and what was seen."""
+    return Cause(kind.value, seen, *CAUSES[kind])

@@ -12,8 +12,9 @@ from torch.autograd.function import BackwardCFunction
 
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.autograd import nodes_of_graph
-from diffcoll.testing.harness.causes import CAUSES
+from diffcoll.testing.harness.causes import Kind, cause_of
 from diffcoll.testing.harness.comparison import SMALL, multiple
+from diffcoll.testing.harness.cuts import Cuts
 from diffcoll.testing.harness.differences import (
     STEPS,
     Difference,
@@ -62,9 +63,7 @@ class Checking:
     names: list[str]
     plan: MeasurementPlan
     timeout: float
-    cuts: list[str] = field(default_factory=list)
-    #: Whether some of them are calls of detach() or `.data`.
-    detached: bool = False
+    cuts: Cuts = field(default_factory=Cuts)
     tables: list[Table] = field(default_factory=list)
     #: The comparison with the joint graph of all ranks; None: it is no witness.
     joint: Table | None = None
@@ -76,14 +75,11 @@ class Checking:
         """N."""
         return len(self.parts)
 
-    def look(self, on: str) -> list[str]:
-        """Run the forward and record the graph cuts. Returns the names of the collectives that were called."""
-        found = self._on(on, cuts_on_rank, self.parts)
-        self.cuts = list(dict.fromkeys(line for cuts, _ in found for line in cuts))
-        self.detached = any("takes a tensor out of the graph" in cut for cut in self.cuts)
-        return list(dict.fromkeys(name for _, seen in found for name in seen))
+    def look(self, on: str) -> None:
+        """Run the forward and record the graph cuts."""
+        self.cuts = Cuts.of_all(self._on(on, cuts_on_rank, self.parts))
 
-    def check(self, on: str, seen: list[str]) -> None:
+    def check(self, on: str) -> None:
         """Check on one kind of ranks."""
         plan = replace(self.plan, lengths=self._lengths())
         measured: list[Measurement] = self._on(on, on_rank, range(self.size), self.parts, plan)
@@ -93,7 +89,7 @@ class Checking:
         losses = self._on(on, losses_along, [each] * self.size, range(self.size), self.parts, self.plan)
         found = partials(each, losses, lambda d: size(leaves[d.rank][d.leaf]))
         evidence = Evidence(
-            (1,) * self.size, self.names, [m.first.inputs + m.first.parameters for m in measured], found, seen
+            (1,) * self.size, self.names, [m.first.inputs + m.first.parameters for m in measured], found, self.cuts.seen
         )
         self._refuse_unused(measured, found)
         if on == "simulated":
@@ -105,16 +101,14 @@ class Checking:
             second = list(self._second(on, measured))
             if all(row.ok for row in rows) and not all(row.ok for row in second):
                 wrong = ", ".join(dict.fromkeys(row.what for row in second if not row.ok))
-                causes.append(
-                    Cause("second order", f"the first order is right, wrong is {wrong}", *CAUSES["second order"])
-                )
+                causes.append(cause_of(Kind.SECOND_ORDER, f"the first order is right, wrong is {wrong}"))
             rows += second
         self.tables.append(Table(f"{on}, {self.size} rank{'s' * (self.size != 1)}", self.size, tuple(rows)))
         if on == "simulated" and self.joint is not None:
             self.tables.append(self.joint)
-            if not self.tables[0].ok and self.joint.ok and self.detached:
+            if not self.tables[0].ok and self.joint.ok and self.cuts.detached:
                 words = "backward agrees with the joint graph of all ranks, and not with finite differences"
-                causes = [Cause("detached", words, *CAUSES["detached"])]
+                causes = [cause_of(Kind.DETACHED, words)]
         self.causes += [cause for cause in causes if cause not in self.causes]
 
     def _refuse_unused(self, measured: Sequence[Measurement], found: Sequence[Difference]) -> None:
@@ -156,32 +150,32 @@ class Checking:
                 yield Row(f"gradient of {name}", r, max(errors, default=0.0), ratio, right, allowed)
 
     def _causes(self, evidence: Evidence, rows: Sequence[Row]) -> Iterator[Cause]:
-        found: dict[tuple[str, str], list[str]] = {}
+        found: dict[tuple[Kind, str], list[str]] = {}
         for name in dict.fromkeys(row.what for row in rows if not row.ok):
             short = name.removeprefix("gradient of ")
             found.setdefault(self._cause(evidence, short, [row for row in rows if row.what == name]), []).append(short)
         for (cause, seen), names in found.items():
-            if cause in ("wrong in direction", "no contribution") and self.cuts:
-                cause = "graph cut"
-            yield Cause(cause, f"{', '.join(names)}: {seen}", *CAUSES[cause])
+            if cause in (Kind.WRONG_IN_DIRECTION, Kind.NO_CONTRIBUTION) and self.cuts.lines:
+                cause = Kind.GRAPH_CUT
+            yield cause_of(cause, f"{', '.join(names)}: {seen}")
 
-    def _cause(self, evidence: Evidence, name: str, rows: Sequence[Row]) -> tuple[str, str]:
+    def _cause(self, evidence: Evidence, name: str, rows: Sequence[Row]) -> tuple[Kind, str]:
         leaf = evidence.names.index(name)
         each = [d for d in evidence.differences if d.direction.leaf == leaf]
         if any(d.kink for d in each):
-            return "kink", "the sum of the losses is not differentiable here"
+            return Kind.KINK, "the sum of the losses is not differentiable here"
         none = [row.rank for row in rows if not row.ok and not evidence.gradients[row.rank or 0][leaf].any()]
         if none and all(row.ok or row.rank in none for row in rows):
             where = "every rank" if len(none) == self.size else f"rank {', '.join(map(str, none))}"
-            return "no contribution", f"the gradient is zero on {where}"
+            return Kind.NO_CONTRIBUTION, f"the gradient is zero on {where}"
         found = evidence.cause(name)
         if found is None:
             ratios = {row.rank: row.ratio for row in rows if any(d.direction.rank == row.rank for d in each)}
             if all(ratio is not None for ratio in ratios.values()):
                 words = ", ".join(f"{ratio:.4g} on rank {r}" for r, ratio in ratios.items())
-                return "scaled differently", f"right in direction on each rank, off by {words}"
-            return "wrong in direction", "no multiple of the derivative of the sum of the losses"
-        return ("scaled", found[1]) if found[0] == "consistent" else found
+                return Kind.SCALED_DIFFERENTLY, f"right in direction on each rank, off by {words}"
+            return Kind.WRONG_IN_DIRECTION, "no multiple of the derivative of the sum of the losses"
+        return (Kind.SCALED, found[1]) if found[0] == Kind.CONSISTENT else found
 
     def _lengths(self) -> tuple[float, ...]:
         """Return the size of each tensor, so that a step moves each by a small part of itself."""

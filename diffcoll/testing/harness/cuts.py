@@ -9,8 +9,10 @@ PyTorch's dispatcher, and on simulated ranks at the methods of their process gro
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -65,6 +67,29 @@ _BETWEEN = ("diffcoll.engines.simulated_group", __name__)
 _WRAPPERS = ("torch._compile", "torch._dynamo.eval_frame", "torch.overrides", __name__)
 
 
+@dataclass(frozen=True)
+class Cuts:
+    """The graph cuts of all ranks, in words, each once."""
+
+    #: Calls of collectives that lost a gradient.
+    collectives: tuple[str, ...] = ()
+    #: Calls of `detach()` and `.data`.
+    detached: tuple[str, ...] = ()
+    #: Names of the collectives that ran in the forward.
+    seen: tuple[str, ...] = ()
+
+    @classmethod
+    def of_all(cls, each: Iterable[Cuts]) -> Cuts:
+        """Return those of several ranks together."""
+        columns = zip(*((cuts.collectives, cuts.detached, cuts.seen) for cuts in each), strict=True)
+        return cls(*(tuple(dict.fromkeys(itertools.chain(*column))) for column in columns))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """All of them, for the report."""
+        return self.collectives + self.detached
+
+
 class GraphCuts:
     """Context manager: records the lines at which this thread takes tensors out of the autograd graph."""
 
@@ -76,6 +101,11 @@ class GraphCuts:
         #: Names of the collectives that ran in the forward, of torch.distributed and of this library.
         self.seen: list[str] = []
         self._modes = contextlib.ExitStack()
+
+    @property
+    def found(self) -> Cuts:
+        """What was recorded."""
+        return Cuts(tuple(self.collectives.values()), tuple(self.detached.values()), tuple(self.seen))
 
     def __enter__(self) -> GraphCuts:
         """Begin to record."""

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from diffcoll.testing.harness.causes import Kind
 from diffcoll.testing.harness.comparison import is_near, multiple
 from diffcoll.testing.harness.differences import Difference, along
 from diffcoll.testing.harness.report import ratio_in_words
@@ -38,9 +39,9 @@ class Evidence:
     gradients: list[list[Tensor]]
     differences: list[Difference]
     #: Names of the collectives that ran in the forward.
-    seen: list[str] = field(default_factory=list)
+    seen: Sequence[str] = ()
 
-    def cause(self, name: str) -> tuple[str, str] | None:
+    def cause(self, name: str) -> tuple[Kind, str] | None:
         """Return the name of the cause that explains the gradient of this leaf, and words for what was seen."""
         each = [d for d in self.differences if self.names[d.direction.leaf] == name and not d.kink]
         if not each:
@@ -57,22 +58,22 @@ class Evidence:
         ratio = explains(d.total for d in each)
         if ratio is not None:
             return (
-                "consistent",
+                Kind.CONSISTENT,
                 f"it is {ratio_in_words(ratio, n)} times the derivative of the losses that the ranks return",
             )
         ratio = explains(float(d.partials[d.direction.rank]) for d in each)
         if ratio is not None:
             of_one = "it is the derivative of the rank's own loss alone"
-            return ("local slice" if any("gather" in s for s in self.seen) else "not reduced"), of_one + _times(
+            return (Kind.LOCAL_SLICE if any("gather" in s for s in self.seen) else Kind.NOT_REDUCED), of_one + _times(
                 ratio, n
             )
         for q in range(n):
             ratio = explains(d.total - float(d.partials[q]) for d in each)
             if ratio is not None:
-                return "rank missing", f"it lacks the loss of rank {q}{_times(ratio, n)}"
+                return Kind.RANK_MISSING, f"it lacks the loss of rank {q}{_times(ratio, n)}"
         return self._swapped(each, leaf, sure)
 
-    def _swapped(self, each: Sequence[Difference], leaf: int, sure: float) -> tuple[str, str] | None:
+    def _swapped(self, each: Sequence[Difference], leaf: int, sure: float) -> tuple[Kind, str] | None:
         """Whether ranks have each other's gradients, or each other's parts of them from other ranks' losses."""
         n = len(self.sizes)
         if n == 1 or n > 6 or len({tuple(g[leaf].shape) for g in self.gradients}) > 1:
@@ -89,7 +90,7 @@ class Evidence:
                 if ratio is not None and order != list(range(n)):
                     where = ", ".join(f"rank {q} has that of rank {r}" for r, q in enumerate(order) if r != q)
                     part = "" if a is got else "of the gradient that comes from other ranks' losses, "
-                    return "ranks swapped", part + where + _times(ratio, n)
+                    return Kind.RANKS_SWAPPED, part + where + _times(ratio, n)
         return None
 
 

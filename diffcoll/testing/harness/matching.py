@@ -13,7 +13,7 @@ from diffcoll.core.errors import message
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing.cases import numbers
 from diffcoll.testing.harness.comparison import Names, Run, compare, rows_of
-from diffcoll.testing.harness.cuts import GraphCuts, Undetached
+from diffcoll.testing.harness.cuts import Cuts, GraphCuts, Undetached
 from diffcoll.testing.harness.differences import Direction, directions, losses_along, partials, size
 from diffcoll.testing.harness.evidence import Evidence
 from diffcoll.testing.harness.measure import (
@@ -127,7 +127,7 @@ class Matching:
 
     # ── diagnosis ────────────────────────────────────────────────────────────────────────────────────────
 
-    def evidence(self, run: Run, seen: list[str]) -> Evidence:
+    def evidence(self, run: Run, seen: Sequence[str]) -> Evidence:
         """Measure how each rank's loss depends on each rank's tensors."""
         n, names = len(run.sizes), self.names(run.sizes)
         parts = split(self.whole(run.sizes), run.sizes)
@@ -143,12 +143,10 @@ class Matching:
         gradients = [m.first.inputs + m.first.parameters for m in run.measured]
         return Evidence(run.sizes, names.inputs + names.parameters, gradients, partials(each, losses, step), seen)
 
-    def cuts(self, run: Run) -> tuple[list[str], list[str]]:
-        """Run the forward again. Returns the graph cuts, and the names of the collectives that were called."""
+    def cuts(self, run: Run) -> Cuts:
+        """Run the forward again, and return the graph cuts."""
         parts, n = split(self.whole(run.sizes), run.sizes), len(run.sizes)
-        found = self._on(run.on, cuts_on_rank, [self.distributed] * n, parts)
-        lines = dict.fromkeys(line for cuts, _ in found for line in cuts)
-        return list(lines), list(dict.fromkeys(name for _, seen in found for name in seen))
+        return Cuts.of_all(self._on(run.on, cuts_on_rank, [self.distributed] * n, parts))
 
     def restored(self, run: Run, rank_reduction: str, tolerance: float) -> set[str]:
         """Return the names of the gradients that are right if the user's calls of detach() keep the graph."""
@@ -280,12 +278,12 @@ def _same_rows(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a[:rows], b[:rows])
 
 
-def cuts_on_rank(packed: Packed, part: Any) -> tuple[list[str], list[str]]:
-    """Run the forward on this rank; returns the graph cuts, and the names of torch.distributed's collectives."""
+def cuts_on_rank(packed: Packed, part: Any) -> Cuts:
+    """Run the forward on this rank, and return its graph cuts."""
     subject = packed.unpack()
     with torch.inference_mode(False), torch.enable_grad(), GraphCuts() as cuts:
         subject.call(with_leaves(part, leaves_of(part)))
-    return [*cuts.collectives.values(), *cuts.detached.values()], cuts.seen
+    return cuts.found
 
 
 def _undetached(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> Measurement:

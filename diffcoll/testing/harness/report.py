@@ -49,7 +49,7 @@ class Table:
 class Cause:
     """Why something is wrong."""
 
-    #: A short name, one of `diagnosis.CAUSES`.
+    #: A short name, the value of a `causes.Kind`.
     name: str
     #: What was seen.
     seen: str
