@@ -39,7 +39,7 @@ class Agreement:
     def agree(self, f: Linear, x: Tensor, reduction: Reduction | None = None) -> None:
         """In check mode, compare this call, which applies f to x, with those of the other ranks."""
         if self.compares():
-            self._compare((*self.meaning(f, reduction), *kind(f, x)), self.settled(f, reduction))
+            self._compare((*self.meaning(f, reduction), *kind(f, x)), self.settled(f, x, reduction))
 
     def agree_on_leaves(self, shapes: Sequence[object], leaves: Sequence[Tensor]) -> None:
         """In check mode, compare the leaves of a tree, which have these shapes, with those of the other ranks.
@@ -98,16 +98,16 @@ class Agreement:
             op.append(self.arguments.get("ties") if reduction.name in ("max", "min") else None)
         return self.name, *values, *op
 
-    def settled(self, f: Linear, reduction: Reduction | None) -> dict[str, Any]:
-        """Return the arguments of the call of f in one spelling, which truth accepts and errors show."""
-        found, of_map = dict(self.arguments), vars(f)
+    def settled(self, f: Linear, x: Tensor, reduction: Reduction | None) -> dict[str, Any]:
+        """Return the arguments of the call, which applies f to x, in one spelling: truth accepts it, errors show it."""
+        found = dict(self.arguments)
         if reduction is not None and not reduction.users:
             found["op"] = reduction.name
         if "grad_placement" in found:
-            found["grad_placement"] = "replicate" if of_map["replicated"] else "partial"
+            found["grad_placement"] = "replicate" if vars(f)["replicated"] else "partial"
         for name in ("dim", "split_dim", "concat_dim"):
             if found.get(name, 0) < 0:
-                found[name] = of_map[name]
+                found[name] %= max(1, x.dim())
         return found
 
     def _text(self, arguments: dict[str, Any]) -> str:

@@ -153,6 +153,6 @@ class Call(Arguments):
 
     def _in_truth(self, x: Any, f: Linear, block: Tensor, reduction: Reduction | None = None) -> Any:
         y: Tensor = self.engine.run_truth(
-            self.name, x, self.settled(f, reduction), (self.meaning(f, reduction), kind(f, block))
+            self.name, x, self.settled(f, block, reduction), (self.meaning(f, reduction), kind(f, block))
         )
         return Pending(self.name, lambda: y) if self.async_op else y
