@@ -40,7 +40,7 @@ class Accumulation:
 
     def after(self, p: Parameter) -> None:
         """Record that autograd has accumulated a gradient."""
-        if p.has_pre_hook and not p.is_prepared:
+        if p.pre_hook is not None and not p.is_prepared:
             raise RuntimeError(
                 f"{NAME}: {p.name}: its gradient was accumulated without the averager's tensor hook, which was "
                 f"removed; make a new {NAME}, which replaces this one"

@@ -63,7 +63,7 @@ def refuse_changes(trainable: Sequence[Parameter], now: Collecting) -> None:
             why = "its gradient was set to None"
         elif p.place.is_filled and p.place.has_changed():
             why = "its gradient was changed"
-        elif value != (p.value_version if p.has_pre_hook else before):
+        elif value != (before if p.pre_hook is None else p.value_version):
             why = "its value was changed"
         else:
             continue

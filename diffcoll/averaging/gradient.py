@@ -6,7 +6,7 @@ note  notes/averaging.md
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -197,12 +197,14 @@ class Parameter:
     reduced: Tensor | None = None
     #: Whether a pass has begun with another `.grad` than `reduced`, which autograd has not added to yet.
     was_replaced = False
-    #: The version of the parameter when a gradient was last accumulated; with a pre-hook only.
+    #: The version of the parameter when a gradient was last accumulated, if there is a pre-hook.
     value_version = 0
     #: Keeps swap_tensors, which would drop the hooks, from accepting the parameter.
     reference: weakref.ref[Tensor] | None = None
-    #: Whether `Accumulation.before` is called before each accumulation, and was called before the current one.
-    has_pre_hook = is_prepared = False
+    #: Calls `Accumulation.before` before each accumulation; None: nothing is to be done then.
+    pre_hook: Callable[..., Any] | None = None
+    #: Whether that was called before the current accumulation.
+    is_prepared = False
 
     def __init__(self, index: int, name: str, tensor: Tensor) -> None:
         self.index, self.name, self.tensor = index, name, tensor

@@ -76,16 +76,16 @@ class Hooks:
             self._hook_before(p)
 
     def _hook_before(self, p: Parameter) -> None:
-        if p.hooks and not p.has_pre_hook:
+        if p.hooks and p.pre_hook is None:
+            p.pre_hook = self._hook(Hooks._before_accumulate, p)
             with _requiring_grad(p.tensor):
                 p.hooks.append(p.tensor.register_hook(self._hook(Hooks._on_gradient, p)))  # type: ignore[no-untyped-call]
-            p.has_pre_hook = True
 
     def detach(self) -> None:
         """Remove the hooks."""
         for p in self._reducer.parameters:
             handles, p.hooks = p.hooks, []
-            p.reference, p.has_pre_hook = None, False
+            p.reference = p.pre_hook = None
             for handle in handles:
                 handle.remove()
 
@@ -117,7 +117,7 @@ class Hooks:
             return self._in_compiled_autograd(p, grad)
         if self._key not in node.metadata:
             node.metadata[self._key] = None
-            node.register_prehook(self._hook(Hooks._before_accumulate, p))
+            node.register_prehook(p.pre_hook)
         return None
 
     def _in_compiled_autograd(self, p: Parameter, grad: Tensor) -> Tensor | None:
