@@ -247,6 +247,24 @@ ALL = [
 ]
 
 
+#: Nested transforms run a call many times, on tensors of all ranks' positions.
+IN_TRANSFORMS = (transforms_nest, every_transform_gives_the_gradients_of_truth, forward_mode_and_jacobians_agree)
+
+
+def once(table: Iterable[Case]) -> list[Case]:
+    """Return the first case of each collective, reduction, and async_op or not."""
+    found: dict[tuple[str, ...], Case] = {}
+    for case in table:
+        found.setdefault((case.name, str(case.arguments.get("op")), str(case.arguments.get("async_op"))), case)
+    return list(found.values())
+
+
+def pairs(table: Sequence[Case]) -> list[tuple[Property, Case]]:
+    """Return every property with every case, but nested transforms only with the cases of `once`."""
+    several = [(holds, case) for case in table for holds in ALL if holds not in IN_TRANSFORMS]
+    return several + [(holds, case) for case in once(filter(_is_small, table)) for holds in IN_TRANSFORMS]
+
+
 def hold(pairs: Iterable[tuple[Property, Case]], n: int, run: Callable[..., list[Any]]) -> set[Property]:
     """Assert properties of cases on n ranks, all in one run; return the properties that apply to a case."""
     started = [(p, g, body) for p, case in pairs if (body := next(g := p(case), None)) is not None]

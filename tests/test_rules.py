@@ -19,7 +19,12 @@ def simulated(*call):
 @pytest.mark.parametrize("holds", properties.ALL, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_in_simulated_worlds(name, holds):
-    @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=6 if holds in properties.IN_TRANSFORMS else 15,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.data())
     def check(data):
         case = data.draw(calls.cases(name))
@@ -28,21 +33,36 @@ def test_in_simulated_worlds(name, holds):
     check()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("n", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_the_table_in_simulated_worlds(name, n):
     table = [case for case in cases.table(n) if case.name == name]
-    held = properties.hold([(holds, case) for case in table for holds in properties.ALL], n, simulated)
+    every = [(holds, case) for case in table for holds in properties.ALL]
+    held = properties.hold(every if n != 3 else properties.pairs(table), n, simulated)
     if n == 2:  # where calls are small enough for all of them
         not_held = {properties.forward_mode_and_jacobians_agree} if all(any(case.shared) for case in table) else set()
         assert held == set(properties.ALL) - not_held
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
-@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_the_table_on_processes(n, backend):
+def test_the_table_on_processes(backend):
+    properties.hold(properties.pairs(cases.table(3)), 3, partial(spawn, backend=backend, timeout=240))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_every_property_of_the_table_on_processes(n, backend):
     pairs = [(holds, case) for case in cases.table(n) for holds in properties.ALL]
-    properties.hold(pairs, n, partial(spawn, backend=backend, timeout=240))
+    properties.hold(pairs, n, partial(spawn, backend=backend, timeout=600))
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_the_table_on_five_ranks(name):
+    """Without nested transforms, whose rules are those of fewer ranks."""
+    table = [case for case in cases.table(5) if case.name == name]
+    several = [(holds, case) for holds, case in properties.pairs(table) if holds not in properties.IN_TRANSFORMS]
+    properties.hold(several, 5, simulated)
 
 
 @pytest.mark.slow
