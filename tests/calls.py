@@ -9,8 +9,9 @@ import torch
 from hypothesis import strategies as st
 
 from diffcoll.core.errors import message
+from diffcoll.core.expect import integer
 from diffcoll.testing.cases import Case, Shape, largest_whole, median, median_in_parts
-from diffcoll.testing.strategies.sizes import Draw, integer, pairs, sizes, worlds
+from diffcoll.testing.strategies.sizes import Draw, pairs, sizes, worlds
 
 __all__ = ["cases"]
 

@@ -5,8 +5,6 @@ note  notes/averaging.md
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -14,6 +12,7 @@ from diffcoll.averaging.policy import Averaging, read_reduction
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.core.arguments import Tree
 from diffcoll.core.errors import message
+from diffcoll.core.expect import is_number, not_negative
 from diffcoll.core.groups import resolve
 from diffcoll.core.reductions import Op
 from diffcoll.core.torch_private.trees import tree_flatten
@@ -99,7 +98,7 @@ def global_mean(value: float | Tensor, weight: float | Tensor | None = None, *, 
 
     Source: notes/averaging.md.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
+    if not isinstance(value, Tensor) and not is_number(value):
         raise TypeError(message("global_mean", "value", type(value).__name__, "a number or a tensor"))
     # A number is put on the group's control device: not every backend can send CPU tensors.
     device = resolve(group, "global_mean").control_device
@@ -137,8 +136,5 @@ def checked_weight(name: str, weight: float | Tensor) -> float | Tensor:
         if weight.numel() != 1:
             raise ValueError(message(name, "weight", f"a tensor of {tuple(weight.shape)}", expected))
         return weight.detach().reshape(())
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-        raise TypeError(message(name, "weight", type(weight).__name__, expected))
-    if not 0 <= weight < math.inf:
-        raise ValueError(message(name, "weight", repr(weight), "a finite non-negative number"))
+    not_negative(name, expected, weight=weight)
     return weight

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from diffcoll.core import expect
 from diffcoll.core.errors import message
 from diffcoll.core.reductions import spelled
 from diffcoll.engines.types import ReduceOp
@@ -161,19 +162,13 @@ class Settings:
             raise TypeError(message(NAME, "comm_hook", type(self.comm_hook).__name__, expected))
 
     def _check_choices(self, module: nn.Module | None) -> None:
-        if self.deterministic is not True and self.deterministic is not False:
-            raise TypeError(message(NAME, "deterministic", type(self.deterministic).__name__, "True or False"))
-        if self.deterministic and self.comm_hook is not None:
+        if expect.flag(NAME, "deterministic", self.deterministic) and self.comm_hook is not None:
             got, remedy = "True with a comm_hook", "let the hook add in the order of ranks"
             raise ValueError(message(NAME, "deterministic", got, "False, since the hook replaces the sum", remedy))
-        if self.unused not in ("allow", "error"):
-            raise ValueError(message(NAME, "unused", repr(self.unused), '"allow" or "error"'))
+        expect.choice(NAME, "unused", self.unused, ("allow", "error"))
         given: object = self.broadcast_buffers
-        if given not in ("never", "once", "each forward"):
-            remedy = 'True of DistributedDataParallel is "each forward", its False is "never"'
-            expected = '"never", "once" or "each forward"'
-            args = ("broadcast_buffers", repr(given), expected, *([remedy] if isinstance(given, bool) else []))
-            raise ValueError(message(NAME, *args))
+        remedy = 'True of DistributedDataParallel is "each forward", its False is "never"' * isinstance(given, bool)
+        expect.choice(NAME, "broadcast_buffers", given, ("never", "once", "each forward"), remedy)
         if given == "each forward" and module is None:
             raise TypeError(message(NAME, "broadcast_buffers", repr(given), "a module, which has buffers"))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from functools import partial
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from diffcoll.core import expect
 from diffcoll.core.agreement import Agreement
 from diffcoll.core.errors import message
 from diffcoll.core.pending import Pending
@@ -56,8 +57,7 @@ class Arguments(Agreement):
     def check(self) -> None:
         """Raise unless x and `async_op` are valid, and no argument holds tensors that torch.distributed would take."""
         name, x = self.name, self.x
-        if self.async_op is not True and self.async_op is not False:
-            raise self._not_a_flag("async_op", self.async_op)
+        expect.flag(name, "async_op", self.async_op)
         if not isinstance(x, Tensor):  # a list of output tensors would be taken for a tree
             for argument in self.arguments:
                 self._refuse_tensors(argument)
@@ -156,15 +156,12 @@ class Arguments(Agreement):
 
     def flag(self, argument: str) -> bool:
         """Return a boolean argument."""
-        value = self.arguments[argument]
-        if value is not True and value is not False:
-            raise self._not_a_flag(argument, value)
-        return value
+        return expect.flag(self.name, argument, self.arguments[argument])
 
     def integer(self, argument: str) -> int:
         """Return an integer argument."""
         self._refuse_tensors(argument)
-        return self._integer(argument, self.arguments[argument])
+        return expect.integer(self.name, argument, self.arguments[argument])
 
     def dim(self, argument: str, x: Tensor, new: bool = False) -> int:
         """Return a dimension counted from the front; `new`: of the result, which has one dimension more than x."""
@@ -192,7 +189,8 @@ class Arguments(Agreement):
             raise TypeError(message(self.name, argument, repr(value), expected))
         if any(isinstance(p, str) or not isinstance(p, Sequence) or len(p) != 2 for p in value):
             raise TypeError(message(self.name, argument, repr(value), expected))
-        pairs = tuple(sorted((self._integer(argument, src), self._integer(argument, dst)) for src, dst in value))
+        read = partial(expect.integer, self.name, argument)
+        pairs = tuple(sorted((read(src), read(dst)) for src, dst in value))
         for end, ranks in (("src", [p[0] for p in pairs]), ("dst", [p[1] for p in pairs])):
             if any(not 0 <= rank < n for rank in ranks):
                 raise self.error(argument, f"ranks within the group, from 0 to {n - 1}")
@@ -246,26 +244,12 @@ class Arguments(Agreement):
         either = ', "auto" or None' if auto else " or None"
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise self.error(argument, f"a list of {n} sizes, one per rank{either}")
-        sizes = tuple(self._integer(argument, v) for v in value)
+        sizes = tuple(expect.integer(self.name, argument, v) for v in value)
         if len(sizes) != n:
             raise self.error(argument, f"{n} sizes, one per rank")
         if any(size < 0 for size in sizes):
             raise self.error(argument, "sizes of zero or more")
         return sizes
-
-    def _integer(self, argument: str, value: Any) -> int:
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            if isinstance(value, torch.SymInt) or (torch.compiler.is_compiling() and isinstance(value, int)):
-                return cast(int, value)  # index() would turn a symbol into a constant
-            return operator.index(value)
-        except TypeError:
-            got = type(value).__name__
-            raise TypeError(message(self.name, argument, got, "an integer")) from None
-
-    def _not_a_flag(self, argument: str, value: object) -> TypeError:
-        return TypeError(message(self.name, argument, type(value).__name__, "True or False"))
 
     def _refuse_tensors(self, argument: str) -> None:
         """Raise if an argument holds tensors, outputs or inputs, as torch.distributed expects in its place."""

@@ -10,8 +10,9 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from diffcoll.core import expect
 from diffcoll.core.control import Control
-from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, failure, message, user_line
+from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, failure, user_line
 from diffcoll.core.torch_private.tracing import unobserved
 from diffcoll.engines import guards
 from diffcoll.engines.engine import Engine
@@ -72,8 +73,7 @@ class check_mode:
     """
 
     def __init__(self, on: bool = True) -> None:
-        if not isinstance(on, bool):
-            raise TypeError(message("check_mode", "on", type(on).__name__, "True or False"))
+        expect.flag("check_mode", "on", on)
         global _ever_on
         state = _state()
         self._before, state.on = state.on, on

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from diffcoll.core import checks
+from diffcoll.core import checks, expect
 from diffcoll.core.errors import message, user_line
 from diffcoll.core.torch_private.autograd import backward_at_work, is_within_reentrant_checkpoint, save_under_each_hook
 from diffcoll.core.torch_private.transforms import (
@@ -134,10 +134,9 @@ class joint_backward:
 
     def __call__(self, loss: Tensor) -> Tensor:
         """Return the loss as a function of all collectives of the region so far."""
-        if not isinstance(loss, Tensor) or not (loss.is_floating_point() or loss.is_complex()):
-            got = loss.dtype if isinstance(loss, Tensor) else type(loss).__name__
-            remedy = "torch.tensor(0.0) is a loss that uses nothing"
-            raise TypeError(message("joint_backward", "loss", got, "a floating-point or complex tensor", remedy))
+        expect.floating(
+            "joint_backward", "loss", loss, "torch.tensor(0.0) is a loss that uses nothing", or_complex=True
+        )
         if self._chain is None:
             remedy = "`with dc.joint_backward() as joint:` before the collectives"
             raise RuntimeError(message("joint_backward", "loss", "a loss before the region", "one within it", remedy))

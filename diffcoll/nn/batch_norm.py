@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from diffcoll.core import expect
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size, resolve
 from diffcoll.core.torch_private.tensors import BatchNormBase
@@ -146,9 +147,7 @@ def check_scripted(training: bool, tracked: bool) -> None:
 
 def check_input(x: object, c: int | None, **own: Tensor | None) -> None:
     """Raise unless x has c channels and can be normalized with the module's own tensors."""
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(message(_NAME, "x", got, "a floating-point tensor", "x.float() is one"))
+    x = expect.floating(_NAME, "x", x, "x.float() is one")
     if x.dim() < 2:
         raise ValueError(message(_NAME, "x", f"a {x.dim()}-d tensor", "(N, C, …), at least 2 dimensions"))
     if c is not None and x.shape[1] != c:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from diffcoll.core import expect
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size
 from diffcoll.engines.types import Group
@@ -23,9 +24,8 @@ RankReduction = Literal["mean", "sum"]
 
 def check_rank_reduction(name: str, rank_reduction: object) -> None:
     """Raise unless `rank_reduction`, an argument of the loss `name`, is "mean" or "sum"."""
-    if rank_reduction not in ("mean", "sum"):
-        remedy = '"mean" if gradients are averaged over the ranks (DDP, GradientAverager), "sum" if they are summed'
-        raise ValueError(message(name, "rank_reduction", repr(rank_reduction), '"mean" or "sum"', remedy))
+    remedy = '"mean" if gradients are averaged over the ranks (DDP, GradientAverager), "sum" if they are summed'
+    expect.choice(name, "rank_reduction", rank_reduction, ("mean", "sum"), remedy)
 
 
 def returned(share: Tensor, rank_reduction: RankReduction, group: Group) -> Tensor:
@@ -45,8 +45,7 @@ class LossModule(nn.Module):
         super().__init__()
         name_of_module = type(self).__name__
         check_rank_reduction(name_of_module, options["rank_reduction"])
-        if learnable is not True and learnable is not False:
-            raise TypeError(message(name_of_module, "learnable", type(learnable).__name__, "True or False"))
+        expect.flag(name_of_module, "learnable", learnable)
         self._learned = {name: _LEARNED[name] for name in options if learnable and name in _LEARNED}
         self._names = tuple(options)
         for name, value in options.items():
@@ -107,15 +106,10 @@ class LossModule(nn.Module):
 _LEARNED = {"temperature": "log_temperature", "logit_scale": "log_scale", "logit_bias": "logit_bias"}
 
 
-def _start(module: str, name: str, value: object) -> Tensor:
+def _start(module: str, name: str, value: Any) -> Tensor:
     """Return the value with which a learned option starts."""
     in_log = _LEARNED[name] != name
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or (in_log and value <= 0)
-    ):
+    if not expect.is_number(value) or not math.isfinite(value) or (in_log and value <= 0):
         expected = "a number above 0 to start with" if in_log else "a number to start with"
         remedy = "with learnable=False a parameter of your own may be passed"
         raise ValueError(message(module, name, repr(value), expected, remedy))

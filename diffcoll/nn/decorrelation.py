@@ -16,11 +16,12 @@ from typing_extensions import override
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.sum_gradients import sum_gradients
 from diffcoll.core.errors import message
+from diffcoll.core.expect import not_negative
 from diffcoll.core.groups import get_world_size
 from diffcoll.engines.types import Group
 from diffcoll.nn.convention import LossModule, RankReduction, check_rank_reduction, returned
 from diffcoll.nn.followers import bit, follows, leaf, needs_gradient, refuse_absent
-from diffcoll.nn.inputs import check_number, check_rows, in_full_precision, without_autocast
+from diffcoll.nn.inputs import check_rows, in_full_precision, without_autocast
 
 
 def barlow_twins_loss(
@@ -67,7 +68,7 @@ def barlow_twins_loss(
     """
     name = "barlow_twins_loss"
     check_rank_reduction(name, rank_reduction)
-    check_number(name, lambd=lambd, eps=eps)
+    not_negative(name, lambd=lambd, eps=eps)
     x1, x2 = _views(name, z1, z2)
     with without_autocast(x1):
         c1, c2, count = _centered(name, x1, x2, group)
@@ -131,7 +132,7 @@ def vicreg_loss(
     """
     name = "vicreg_loss"
     check_rank_reduction(name, rank_reduction)
-    check_number(name, sim_coeff=sim_coeff, std_coeff=std_coeff, cov_coeff=cov_coeff, eps=eps)
+    not_negative(name, sim_coeff=sim_coeff, std_coeff=std_coeff, cov_coeff=cov_coeff, eps=eps)
     x1, x2 = _views(name, z1, z2)
     with without_autocast(x1):
         features = x1.shape[1]
@@ -164,7 +165,7 @@ class BarlowTwinsLoss(LossModule):
     def __init__(
         self, *, lambd: float = 5e-3, eps: float = 1e-5, group: Group = None, rank_reduction: RankReduction = "mean"
     ) -> None:
-        check_number("BarlowTwinsLoss", lambd=lambd, eps=eps)
+        not_negative("BarlowTwinsLoss", lambd=lambd, eps=eps)
         super().__init__(lambd=lambd, eps=eps, group=group, rank_reduction=rank_reduction)
 
     @override
@@ -193,7 +194,7 @@ class VICRegLoss(LossModule):
         group: Group = None,
         rank_reduction: RankReduction = "mean",
     ) -> None:
-        check_number("VICRegLoss", sim_coeff=sim_coeff, std_coeff=std_coeff, cov_coeff=cov_coeff, eps=eps)
+        not_negative("VICRegLoss", sim_coeff=sim_coeff, std_coeff=std_coeff, cov_coeff=cov_coeff, eps=eps)
         super().__init__(
             sim_coeff=sim_coeff,
             std_coeff=std_coeff,

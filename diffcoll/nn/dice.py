@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import index
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.collectives.all_reduce import all_reduce
+from diffcoll.core import expect
 from diffcoll.core.blocks import as_row
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size
@@ -25,7 +25,6 @@ from diffcoll.nn.convention import LossModule, RankReduction, check_rank_reducti
 from diffcoll.nn.followers import sent
 from diffcoll.nn.inputs import (
     check_fractions,
-    check_number,
     check_rows,
     in_full_precision,
     no_fractions,
@@ -91,7 +90,7 @@ def dice_loss(
 
     Source: notes/data-parallel.md#dice-and-iou.
     """
-    check_number("dice_loss", smooth=smooth)
+    expect.not_negative("dice_loss", smooth=smooth)
 
     def ratio(overlap: Tensor, predicted: Tensor, there: Tensor) -> Tensor:
         return (2 * overlap + smooth) / (predicted + there + smooth)
@@ -132,7 +131,7 @@ def iou_loss(
 
     Source: notes/data-parallel.md#dice-and-iou.
     """
-    check_number("iou_loss", smooth=smooth)
+    expect.not_negative("iou_loss", smooth=smooth)
 
     def ratio(overlap: Tensor, predicted: Tensor, there: Tensor) -> Tensor:
         return (overlap + smooth) / (predicted + there - overlap + smooth)
@@ -180,7 +179,7 @@ def tversky_loss(
 
     Source: notes/data-parallel.md#dice-and-iou.
     """
-    check_number("tversky_loss", alpha=alpha, beta=beta, smooth=smooth)
+    expect.not_negative("tversky_loss", alpha=alpha, beta=beta, smooth=smooth)
 
     def ratio(overlap: Tensor, predicted: Tensor, there: Tensor) -> Tensor:
         wrong = alpha * (predicted - overlap) + beta * (there - overlap)
@@ -203,7 +202,7 @@ class DiceLoss(LossModule):
     def __init__(
         self, *, smooth: float = 1.0, dims: Dims = None, group: Group = None, rank_reduction: RankReduction = "mean"
     ) -> None:
-        check_number("DiceLoss", smooth=smooth)
+        expect.not_negative("DiceLoss", smooth=smooth)
         super().__init__(smooth=smooth, dims=dims, group=group, rank_reduction=rank_reduction)
 
     @override
@@ -225,7 +224,7 @@ class IoULoss(LossModule):
     def __init__(
         self, *, smooth: float = 1.0, dims: Dims = None, group: Group = None, rank_reduction: RankReduction = "mean"
     ) -> None:
-        check_number("IoULoss", smooth=smooth)
+        expect.not_negative("IoULoss", smooth=smooth)
         super().__init__(smooth=smooth, dims=dims, group=group, rank_reduction=rank_reduction)
 
     @override
@@ -254,7 +253,7 @@ class TverskyLoss(LossModule):
         group: Group = None,
         rank_reduction: RankReduction = "mean",
     ) -> None:
-        check_number("TverskyLoss", alpha=alpha, beta=beta, smooth=smooth)
+        expect.not_negative("TverskyLoss", alpha=alpha, beta=beta, smooth=smooth)
         super().__init__(alpha=alpha, beta=beta, smooth=smooth, dims=dims, group=group, rank_reduction=rank_reduction)
 
     @override
@@ -319,13 +318,5 @@ def _dims(name: str, dims: Dims, p: Tensor) -> tuple[int, ...]:
             got, expected = f"'per class' for shape {tuple(p.shape)}", "(b, C, …), with the classes in dim 1"
             raise ValueError(message(name, "dims", got, expected))
         return tuple(d for d in range(p.ndim) if d != 1)
-    several: Sequence[Any] = dims if isinstance(dims, Sequence) else (dims,)
-    try:
-        given = [index(d) for d in several]
-    except TypeError:
-        expected = '"per class", None, an integer or a sequence of integers'
-        raise TypeError(message(name, "dims", repr(dims), expected)) from None
-    found = tuple(d + p.ndim if d < 0 else d for d in given)
-    if not found or len(set(found)) < len(found) or not all(0 <= d < p.ndim for d in found):
-        raise ValueError(message(name, "dims", repr(dims), f"different dimensions of {tuple(p.shape)}, at least one"))
-    return found
+    types = '"per class", None, an integer or a sequence of integers'
+    return expect.dims(name, "dims", dims, p, types, "different dimensions of {2}, at least one")

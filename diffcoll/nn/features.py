@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from diffcoll.core import expect
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
 from diffcoll.nn.convention import RankReduction, check_rank_reduction, returned
@@ -37,9 +38,8 @@ class Options:
         if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
             remedy = "the number of columns of the matrix of logits that are computed at a time, e.g. 512"
             raise ValueError(message(self.name, "chunk_size", repr(chunk), "None or a positive integer", remedy))
-        if self.exchange not in ("gather", "ring"):
-            remedy = '"ring" keeps the features of one other rank at a time instead of those of all ranks'
-            raise ValueError(message(self.name, "exchange", repr(self.exchange), '"gather" or "ring"', remedy))
+        remedy = '"ring" keeps the features of one other rank at a time instead of those of all ranks'
+        expect.choice(self.name, "exchange", self.exchange, ("gather", "ring"), remedy)
 
     def returned(self, share: Tensor) -> Tensor:
         """Return what `rank_reduction` says of this rank's share of the loss of the whole batch."""
@@ -98,7 +98,7 @@ def scalar(name: str, argument: str, x: Tensor | float, like: Tensor, positive: 
             got = f"a {x.dtype} tensor of shape {tuple(x.shape)}"
             raise ValueError(message(name, argument, got, expected, "one value serves all pairs"))
         return x.reshape(()).to(like.device, like.dtype)
-    if isinstance(x, bool) or not isinstance(x, (int, float)):
+    if not expect.is_number(x):
         raise TypeError(message(name, argument, type(x).__name__, expected))
     if positive and not x > 0:
         raise ValueError(message(name, argument, repr(x), "a number above 0", "logits are divided by it"))

@@ -17,15 +17,6 @@ HALF = (torch.float16, torch.bfloat16)
 FLOATS = (*HALF, torch.float32, torch.float64)
 
 
-def check_number(name: str, **arguments: float) -> None:
-    """Raise unless all these arguments of the loss `name` are finite numbers, not negative."""
-    for argument, value in arguments.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(message(name, argument, type(value).__name__, "a number"))
-        if not 0 <= value < math.inf:
-            raise ValueError(message(name, argument, repr(value), "a finite non-negative number"))
-
-
 def in_full_precision(name: str, **arguments: Tensor) -> list[Tensor]:
     """Return these arguments of the loss `name` in their common dtype, which is float32 or float64."""
     for argument, x in arguments.items():

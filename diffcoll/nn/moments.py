@@ -23,6 +23,7 @@ from torch import Tensor
 from diffcoll.collectives.all_gather import all_gather
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.sum_gradients import sum_gradients
+from diffcoll.core import expect
 from diffcoll.core.blocks import as_row
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_rank, get_world_size
@@ -128,9 +129,7 @@ def weighted_mean(
     Source: notes/batch-norm.md.
     """
     name = "weighted_mean"
-    if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
-        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(message(name, "x", got, "a floating-point or complex tensor", "x.float() is one"))
+    expect.floating(name, "x", x, "x.float() is one", or_complex=True)
     reduced = _dims(name, dim, x)
     values = x.to(wide(x))
     if weight is None:
@@ -226,23 +225,15 @@ def _check_real(name: str, x: object) -> None:
     if isinstance(x, Tensor) and x.is_complex():
         remedy = "pass torch.view_as_real(x) for the moments of both parts"
         raise TypeError(message(name, "x", x.dtype, "a floating-point tensor", remedy))
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(message(name, "x", got, "a floating-point tensor", "x.float() is one"))
+    expect.floating(name, "x", x, "x.float() is one")
 
 
-def _dims(name: str, dims: int | Sequence[int], x: Tensor) -> tuple[int, ...]:
+def _dims(name: str, dims: object, x: Tensor) -> tuple[int, ...]:
     """Return the dimensions to reduce, counted from the front."""
-    listed = [dims] if isinstance(dims, int) else dims
-    if isinstance(dims, (bool, str)) or not isinstance(listed, Sequence) or not all(type(d) is int for d in listed):
-        tensor = isinstance(dims, Tensor)
-        got, remedy = ("Tensor", "weights are passed as weight=…") if tensor else (repr(dims), "")
-        raise TypeError(message(name, "dim", got, "an integer or a sequence of integers", remedy))
-    n = x.dim()
-    if not listed or not all(-n <= d < n for d in listed) or len({d % n for d in listed}) < len(listed):
-        expected = f"different dimensions from {-n} to {n - 1}, at least one, since x has shape {tuple(x.shape)}"
-        raise ValueError(message(name, "dim", repr(dims), expected))
-    return tuple(sorted(d % n for d in listed))
+    if isinstance(dims, Tensor):
+        expected, remedy = "an integer or a sequence of integers", "weights are passed as weight=…"
+        raise TypeError(message(name, "dim", "Tensor", expected, remedy))
+    return expect.dims(name, "dim", dims, x)
 
 
 def _weight(name: str, weight: object, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diffcoll.core import expect
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing._calls import per_rank_arguments
@@ -84,8 +85,7 @@ def assert_matches_single_process(
         Exception: what `distributed` raised in the first run, or `single`.
     """
     _check_choices(_MATCHES, order, on)
-    if rank_reduction not in ("mean", "sum", "any"):
-        raise ValueError(message(_MATCHES, "rank_reduction", repr(rank_reduction), '"mean", "sum" or "any"'))
+    expect.choice(_MATCHES, "rank_reduction", rank_reduction, ("mean", "sum", "any"))
     each_sizes = _sizes(sizes)
     matching = Matching(
         _MATCHES,
@@ -230,8 +230,7 @@ def _closest(runs: list[Run], tolerance: float) -> str:
 
 
 def _check_choices(name: str, order: object, on: Sequence[str]) -> None:
-    if order not in (1, 2):
-        raise ValueError(message(name, "order", repr(order), "1 or 2"))
+    expect.choice(name, "order", order, (1, 2))
     if isinstance(on, str) or not on or not all(isinstance(kind, str) for kind in on):
         raise TypeError(message(name, "on", repr(on), 'a sequence of "simulated" and backends, such as ["simulated"]'))
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from diffcoll import truth
+from diffcoll.core import expect
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.transforms import is_transformed
@@ -91,9 +92,7 @@ def simulate(
             backward inside fn.
         Exception: the first exception that fn raised on any rank.
     """
-    if torch_distributed not in (True, False, "gloo", "nccl"):
-        expected = 'True, False, "gloo" or "nccl"'
-        raise ValueError(message("simulate", "torch_distributed", repr(torch_distributed), expected))
+    expect.choice("simulate", "torch_distributed", torch_distributed, (True, False, "gloo", "nccl"))
     arguments = per_rank_arguments("simulate", per_rank)
     world = World(len(arguments), seed=seed, truth=None)
     bodies = [partial(fn, *a) for a in arguments]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import index
 from typing import Any
 
 from hypothesis import strategies as st
 
 from diffcoll.core.errors import message
+from diffcoll.core.expect import integer
 
 Draw = Callable[..., Any]
 
@@ -61,18 +61,6 @@ def _pairs(draw: Draw, n: int) -> list[tuple[int, int]]:
     count = draw(st.integers(0, n))
     sources, targets = draw(st.permutations(range(n))), draw(st.permutations(range(n)))
     return list(zip(sources[:count], targets[:count], strict=True))
-
-
-def integer(name: str, argument: str, value: Any, floor: int) -> int:
-    """Return an argument that must be an integer of at least `floor`."""
-    expected = f"an integer of at least {floor}"
-    try:
-        number = index(value)
-    except TypeError:
-        raise TypeError(message(name, argument, repr(value), expected)) from None
-    if number < floor:
-        raise ValueError(message(name, argument, number, expected))
-    return number
 
 
 def integers(name: str, least: Any, most: Any, floor: int) -> st.SearchStrategy[int]:

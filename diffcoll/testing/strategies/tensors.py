@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diffcoll.core.errors import message
+from diffcoll.core.expect import integer
 from diffcoll.testing.layouts import LAYOUTS, PerRank, layouts_of, same, with_layout
-from diffcoll.testing.strategies.sizes import Draw, integer, integers, worlds
+from diffcoll.testing.strategies.sizes import Draw, integers, worlds
 
 _NAME = "per_rank_tensors"
 #: Number of values drawn for one tensor; larger tensors repeat them. A prime: rows of other lengths do not repeat.
