@@ -9,7 +9,7 @@ from releases import compiles
 
 import diffcoll as dc
 from diffcoll import truth
-from diffcoll.engines.engine import WIDER
+from diffcoll.core.dtypes import wider
 from diffcoll.testing import simulate, spawn
 
 RUNS = {
@@ -33,7 +33,7 @@ def hostile(s, shape, dtype, stream=0):
 
 def fold(xs):
     """The sum on one process, in the order of the list; half precisions in float32, rounded once."""
-    return functools.reduce(torch.add, [x.to(WIDER.get(x.dtype, x.dtype)) for x in xs]).to(xs[0].dtype)
+    return functools.reduce(torch.add, [x.to(wider(x.dtype)) for x in xs]).to(xs[0].dtype)
 
 
 def same(got, expected):

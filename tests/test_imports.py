@@ -17,7 +17,7 @@ ROOT = Path(diffcoll.__file__).parent
 #: Lowest first. The modules of "ground" import nothing else of the library.
 LAYERS = {
     "truth": {"truth"},
-    "ground": {"core.torch_private", "core.errors"},
+    "ground": {"core.torch_private", "core.errors", "core.dtypes"},
     "engines": {"engines"},
     "core": {"core"},
     "collectives": {"collectives"},

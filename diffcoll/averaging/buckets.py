@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from diffcoll.averaging.gradient import Parameter, Place, as_summed
+from diffcoll.core.dtypes import wider
 from diffcoll.core.torch_private.tensors import is_view, storage_uses
-from diffcoll.engines.engine import WIDER, Engine
+from diffcoll.engines.engine import Engine
 
 
 class Bucket:
@@ -108,7 +109,7 @@ class Bucket:
 
     def divide(self, divisor: Tensor) -> None:
         """Divide the reduced gradients; half precision is divided in float32, which can represent the divisor."""
-        wide = WIDER.get(self.body.dtype, self.body.dtype)
+        wide = wider(self.body.dtype)
         body = self.body.to(wide)
         body /= divisor.to(body)
         if body is not self.body:

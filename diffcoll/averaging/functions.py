@@ -11,12 +11,12 @@ from torch import Tensor
 from diffcoll.averaging.policy import Averaging, read_reduction
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.core.arguments import Tree
+from diffcoll.core.dtypes import wider
 from diffcoll.core.errors import message
 from diffcoll.core.expect import is_number, not_negative
 from diffcoll.core.groups import resolve
 from diffcoll.core.reductions import Op
 from diffcoll.core.torch_private.trees import tree_flatten
-from diffcoll.engines.engine import WIDER
 from diffcoll.engines.types import Group
 
 
@@ -119,13 +119,13 @@ def _number(value: float | Tensor, dtype: torch.dtype, device: torch.device | No
 
 
 def _divided(x: Tensor, total: Tensor) -> Tensor:
-    wide = x.to(WIDER.get(x.dtype, x.dtype))
+    wide = x.to(wider(x.dtype))
     return (wide / total.to(wide)).to(x.dtype)
 
 
 def weighted(x: Tensor, w: Tensor) -> Tensor:
     """Return w · x, computed in float32 for half precision; zeros if w is zero, even if x is NaN."""
-    wide = x.to(WIDER.get(x.dtype, x.dtype))
+    wide = x.to(wider(x.dtype))
     return torch.where(w.to(x.device) == 0, torch.zeros_like(x), (wide * w.to(wide)).to(x.dtype))
 
 

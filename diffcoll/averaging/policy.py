@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcoll.core import expect
+from diffcoll.core.dtypes import FLOATS
 from diffcoll.core.errors import message
 from diffcoll.core.reductions import spelled
 from diffcoll.engines.types import ReduceOp
@@ -22,7 +23,6 @@ BroadcastBuffers = Literal["never", "once", "each forward"]
 Averaging: TypeAlias = Literal["mean", "avg", "average", "sum"] | ReduceOp
 Unused = Literal["allow", "error"]
 
-_SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: Name in errors, profiles and check mode.
 NAME = "GradientAverager"
 
@@ -154,8 +154,8 @@ class Settings:
         if not isinstance(self.bucket_mb, (int, float)) or not self.bucket_mb > 0:
             raise ValueError(message(NAME, "bucket_mb", repr(self.bucket_mb), "a number of megabytes above zero"))
         dtype = self.comm_dtype
-        if dtype is not None and dtype not in _SUMMED:
-            expected = f"{', '.join(map(str, _SUMMED))}, in which gradients can be added, or None"
+        if dtype is not None and dtype not in FLOATS:
+            expected = f"{', '.join(map(str, FLOATS))}, in which gradients can be added, or None"
             raise TypeError(message(NAME, "comm_dtype", repr(dtype), expected))
         if self.comm_hook is not None and not callable(self.comm_hook):
             expected = "a function of a bucket, or None"

@@ -19,9 +19,10 @@ from typing_extensions import override
 from diffcoll.core import trees
 from diffcoll.core.arguments import Tree
 from diffcoll.core.call import Call, perform
+from diffcoll.core.dtypes import wider
 from diffcoll.core.linear import Linear
 from diffcoll.core.pending import Pending
-from diffcoll.engines.engine import WIDER, Wait, done
+from diffcoll.engines.engine import Wait, done
 from diffcoll.engines.types import Group
 
 
@@ -37,7 +38,7 @@ class Scan(Linear):
     @override
     def start(self, x: Tensor) -> Callable[[], Tensor]:
         # ⌈log₂ N⌉ rounds. After round k, y_r is the sum of the last 2^k terms. The last round may be in flight.
-        y = x.to(WIDER.get(x.dtype, x.dtype), copy=True, memory_format=torch.contiguous_format)
+        y = x.to(wider(x.dtype), copy=True, memory_format=torch.contiguous_format)
         memory = self.engine.scratch.take(y.numel(), like=y)
         wait: Wait = done
         if self.exclusive:

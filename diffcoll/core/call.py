@@ -23,13 +23,13 @@ from diffcoll.core import checks
 from diffcoll.core.agreement import kind
 from diffcoll.core.arguments import ADDED, CHECK_X_THEMSELVES, Arguments
 from diffcoll.core.derivatives import Started, apply, start
+from diffcoll.core.dtypes import wider
 from diffcoll.core.groups import resolve
 from diffcoll.core.linear import Linear
 from diffcoll.core.pending import Pending
 from diffcoll.core.reducing import Reducing, Steps
 from diffcoll.core.reductions import Reduction
 from diffcoll.core.torch_private.tensors import divide_, times
-from diffcoll.engines.engine import WIDER
 from diffcoll.engines.types import Group
 
 #: Immutable types. Arguments are compared by identity; a plan keeps its arguments alive, so identities are not reused.
@@ -129,10 +129,10 @@ class Call(Arguments):
 
     def _mean(self, f: Linear, x: Tensor) -> Plan:
         """Return the sum f divided by N. In half precision the sum may overflow where the mean does not."""
-        n, dtype, wide = self.engine.size, x.dtype, WIDER.get(x.dtype)
-        before = None if wide is None else lambda x: x.to(wide)
+        n, dtype, wide = self.engine.size, x.dtype, wider(x.dtype)
+        before = None if wide == dtype else lambda x: x.to(wide)
         if (mean := f.averaging) is not None:
-            return Plan(mean, before, None if wide is None else lambda y: y.to(dtype), self._given)
+            return Plan(mean, before, None if wide == dtype else lambda y: y.to(dtype), self._given)
         return Plan(f, before, lambda y: divide_(y, n).to(dtype), self._given)
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diffcoll.core import expect
 from diffcoll.core.control import Control
+from diffcoll.core.dtypes import rounding
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, failure, user_line
 from diffcoll.core.torch_private.tracing import unobserved
 from diffcoll.engines import guards
@@ -150,8 +151,7 @@ def same_everywhere(engine: Engine, x: Tensor, text: str) -> None:
     """Raise on all ranks if x, which is declared replicated, differs between ranks by more than rounding."""
     row = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     xs = Control(engine).gather(row, [x.numel()] * engine.size)
-    inexact = x.is_floating_point() or x.is_complex()
-    tolerance = min(torch.finfo(x.dtype).eps ** 0.5, 0.5) if inexact else 0.0  # float8_e8m0fnu has an eps of 1
+    tolerance = rounding(x.dtype)
     # PyTorch neither compares nor subtracts all dtypes that it moves; in these two it does, on the CPU.
     wide = [t.cpu().to(torch.complex128 if t.is_complex() else torch.float64) for t in xs]
     for r, other in enumerate(wide):

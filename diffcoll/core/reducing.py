@@ -23,6 +23,7 @@ from torch import Tensor
 
 from diffcoll.core.blocks import concatenated
 from diffcoll.core.derivatives import apply
+from diffcoll.core.dtypes import rounding
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.linear import MAPS, Linear
 from diffcoll.core.moves import move
@@ -186,9 +187,9 @@ def _copy(y: Tensor) -> Tensor:
 
 def _near(a: Tensor, b: Tensor) -> bool:
     """Whether a and b differ only by rounding."""
-    if a.dtype != b.dtype or not (a.is_floating_point() or a.is_complex()):
+    tolerance = rounding(a.dtype)
+    if a.dtype != b.dtype or not tolerance:
         return torch.equal(a, b)
-    tolerance = torch.finfo(a.dtype).eps ** 0.5
     finite = b[b.isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance * largest, equal_nan=True)

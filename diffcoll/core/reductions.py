@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
+from diffcoll.core.dtypes import wider
 from diffcoll.core.errors import message
 from diffcoll.core.over_ranks import LARGEST, LOGSUMEXP, SMALLEST, over_ranks
 from diffcoll.core.product import product
-from diffcoll.engines.engine import WIDER
 from diffcoll.engines.types import ReduceOp
 
 #: The names of reductions, in the spellings of PyTorch and NumPy.
@@ -57,7 +57,7 @@ class Reduction:
         assert self.over is not None
         if not self.widened:
             return self.over(stack)
-        return self.over(stack.to(WIDER.get(stack.dtype, stack.dtype))).to(stack.dtype)
+        return self.over(stack.to(wider(stack.dtype))).to(stack.dtype)
 
 
 # ── the table ────────────────────────────────────────────────────────────────────────────────────────────

@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffcoll.core.dtypes import wider
 from diffcoll.core.errors import Origin
 from diffcoll.engines.scratch import Scratch
 from diffcoll.engines.turn import IDLE, Turn
 
 Wait = Callable[[], object]
 
-#: The dtype in which the library adds up half precisions.
-WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 Blocks = Sequence[Tensor | None]
 
 
@@ -275,7 +274,7 @@ def add_up(terms: Sequence[Tensor], out: Tensor) -> None:
 
     `out` may be one of the terms.
     """
-    wide = WIDER.get(out.dtype, out.dtype)
+    wide = wider(out.dtype)
     if wide != out.dtype or len(terms) == 1 or any(t is out for t in terms[2:]):
         total = terms[0].to(wide, copy=True)
         for t in terms[1:]:

@@ -15,13 +15,13 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from diffcoll.core import expect
+from diffcoll.core.dtypes import wider
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size, resolve
 from diffcoll.core.torch_private.tensors import BatchNormBase
 from diffcoll.core.torch_private.tracing import is_jit_tracing
 from diffcoll.core.torch_private.transforms import without_transforms
 from diffcoll.engines.types import Group
-from diffcoll.nn.moments import wide
 from diffcoll.nn.normalize import batch_norm
 
 _NAME = "SyncBatchNorm"
@@ -154,7 +154,7 @@ def check_input(x: object, c: int | None, **own: Tensor | None) -> None:
         got, expected = f"{x.shape[1]} channels in shape {tuple(x.shape)}", f"num_features = {c} in dim 1"
         raise ValueError(message(_NAME, "x", got, expected))
     for name, tensor in own.items():
-        if tensor is not None and tensor.dtype not in (x.dtype, wide(x)):
+        if tensor is not None and tensor.dtype not in (x.dtype, wider(x.dtype)):
             remedy = "x.to(module.weight.dtype), or module.to(x.dtype)"
             raise TypeError(message(_NAME, "x", x.dtype, f"{tensor.dtype}, the dtype of {name}", remedy))
 

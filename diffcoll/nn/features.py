@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from diffcoll.core import expect
+from diffcoll.core.dtypes import FLOATS, wider
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
 from diffcoll.nn.convention import RankReduction, check_rank_reduction, returned
-from diffcoll.nn.inputs import FLOATS, HALF
 from diffcoll.nn.logits import normalized
 
 #: How ranks get the other ranks' features: all at once, or one rank's block after the other.
@@ -107,7 +107,7 @@ def scalar(name: str, argument: str, x: Tensor | float, like: Tensor, positive: 
 
 def wide(x: Tensor, normalize: bool) -> Tensor:
     """Return features in float32, or float64 if they are, and normalized rows if asked for."""
-    x = x.float() if x.dtype in HALF else x
+    x = x.to(wider(x.dtype))
     return normalized(x) if normalize else x
 
 
@@ -133,5 +133,5 @@ def columns_of(x: Tensor, normalize: bool) -> Columns:
     """
     k = wide(x, False)
     here = normalized(k) if normalize else k
-    half = x.dtype in HALF
+    half = k.dtype != x.dtype
     return Columns(k if half else here, x.dtype, here, normalize and half)

@@ -8,13 +8,10 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from diffcoll.core.dtypes import FLOATS
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.tracing import assert_in_graph, is_traced
 from diffcoll.core.torch_private.transforms import is_vmapped, is_within_transform, without_transforms
-
-#: Dtypes whose sums are computed in float32.
-HALF = (torch.float16, torch.bfloat16)
-FLOATS = (*HALF, torch.float32, torch.float64)
 
 
 def in_full_precision(name: str, **arguments: Tensor) -> list[Tensor]:

@@ -25,12 +25,11 @@ from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.sum_gradients import sum_gradients
 from diffcoll.core import expect
 from diffcoll.core.blocks import as_row
+from diffcoll.core.dtypes import wider
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_rank, get_world_size
 from diffcoll.engines.types import Group
 from diffcoll.nn.followers import sent
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class Moments(NamedTuple):
@@ -131,7 +130,7 @@ def weighted_mean(
     name = "weighted_mean"
     expect.floating(name, "x", x, "x.float() is one", or_complex=True)
     reduced = _dims(name, dim, x)
-    values = x.to(wide(x))
+    values = x.to(wider(x.dtype))
     if weight is None:
         n = prod([x.shape[d] for d in reduced])
         sums, counts = values.sum(reduced), torch.full((), n, dtype=values.dtype, device=x.device)
@@ -180,7 +179,7 @@ def merged(rows: Tensor, c: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def row_of(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, int]:
     """Return k, a, b and n of this rank in one 1-d tensor, and the number of means."""
-    dtype, count = wide(x), prod([x.shape[d] for d in dims])
+    dtype, count = wider(x.dtype), prod([x.shape[d] for d in dims])
     with torch.no_grad():
         k = x.sum(dims, keepdim=True, dtype=dtype) / max(count, 1)
     k = k.detach()
@@ -204,11 +203,6 @@ def _weighted_row(x: Tensor, dims: tuple[int, ...], weight: Tensor) -> tuple[Ten
 
 
 # ── arguments ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def wide(x: Tensor) -> torch.dtype:
-    """Return the dtype in which sums of x are computed."""
-    return torch.float32 if x.dtype in _HALF else x.dtype
 
 
 def _divisor(total: Tensor) -> Tensor:
@@ -248,7 +242,7 @@ def _weight(name: str, weight: object, x: Tensor) -> Tensor:
     if not broadcasts:
         got, expected = f"shape {tuple(weight.shape)}", f"a shape that broadcasts to x's, {tuple(x.shape)}"
         raise ValueError(message(name, "weight", got, expected, "weight.unsqueeze(-1) adds a dimension"))
-    dtype = wide(x)
+    dtype = wider(x.dtype)
     return weight.to(dtype.to_real() if dtype.is_complex else dtype)
 
 

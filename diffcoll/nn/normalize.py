@@ -26,12 +26,13 @@ from torch.autograd import Function
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.sum_gradients import sum_gradients
 from diffcoll.core.checks import is_on
+from diffcoll.core.dtypes import wider
 from diffcoll.core.groups import collectives_only
 from diffcoll.core.torch_private.tensors import batch_norm_statistics, batch_norm_sums
 from diffcoll.core.torch_private.transforms import is_eager
 from diffcoll.engines.types import Group
 from diffcoll.nn.followers import any_needs, leaf, needs_gradient, number, refuse_absent_of, sent
-from diffcoll.nn.moments import gathered, merged, row_of, wide
+from diffcoll.nn.moments import gathered, merged, row_of
 
 #: Is called, without grad mode, with count (a number or a 1-d tensor), mean and biased variance of all ranks' values.
 Track = Callable[[float | Tensor, Tensor, Tensor], None]
@@ -42,7 +43,7 @@ _FAR = 16
 
 def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group, track: Track) -> Tensor:
     """Return y in the dtype of x; `track` is called before y is computed, where a checkpoint repeats it."""
-    dtype = wide(x)
+    dtype = wider(x.dtype)
     weight = None if weight is None else weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
     parameters = [p for p in (weight, bias) if p is not None]
@@ -75,7 +76,7 @@ def _row(x: Tensor) -> Tensor:
     """Return k, a, b and n of this rank in one tensor, as `row_of`."""
     c = x.shape[1]
     if x.numel():
-        k, var = batch_norm_statistics(x.to(wide(x)))
+        k, var = batch_norm_statistics(x.to(wider(x.dtype)))
         if torch.addcmul(var, k, k, value=-1 / _FAR**2).min().item() >= 0:
             n = x.numel() // c
             return torch.cat([k, torch.zeros_like(k), var.mul_(n), k.new_full((1,), n)])
@@ -150,7 +151,7 @@ def _differentiable(
     with torch.enable_grad():
         # Views, so that the gradient of weight does not include what reaches it through x. Every rank sends gradients,
         # also if its own x requires none.
-        bias = torch.zeros(x.shape[1], dtype=wide(x), device=x.device) if has_bias else None
+        bias = torch.zeros(x.shape[1], dtype=wider(x.dtype), device=x.device) if has_bias else None
         xs = [None if t is None else _view(t) for t in (x, weight, bias)]
         assert xs[0] is not None
         y = _composed(xs[0], xs[1], xs[2], eps, group)

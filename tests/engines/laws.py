@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from diffcoll.core.dtypes import wider
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.release import RELEASE
 from diffcoll.engines import c10d, mpi
-from diffcoll.engines.engine import WIDER, Engine, Wait, even_sizes
+from diffcoll.engines.engine import Engine, Wait, even_sizes
 from diffcoll.engines.messages import MessageEngine
 from diffcoll.engines.turn import IDLE, Turn
 
@@ -357,7 +358,7 @@ def sums_in_order_are_added_in_the_order_of_ranks(engine: Engine) -> Pairs:
                 own = torch.Generator().manual_seed(s)
                 x = torch.randn(shape, generator=own) * 10.0 ** torch.randint(-3, 4, shape, generator=own)
                 xs.append(x.to(dtype).to(engine.control_device))
-            total = xs[0].to(WIDER.get(dtype, dtype), copy=True)
+            total = xs[0].to(wider(dtype), copy=True)
             for x in xs[1:]:
                 total = total + x
             total = total.to(dtype)
