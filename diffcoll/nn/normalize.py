@@ -33,6 +33,7 @@ from diffcoll.core.torch_private.transforms import is_eager
 from diffcoll.engines.types import Group
 from diffcoll.nn.followers import any_needs, leaf, needs_gradient, number, refuse_absent_of, sent
 from diffcoll.nn.moments import gathered, merged, row_of
+from diffcoll.nn.recomputed import gradients
 
 #: Is called, without grad mode, with count (a number or a 1-d tensor), mean and biased variance of all ranks' values.
 Track = Callable[[float | Tensor, Tensor, Tensor], None]
@@ -125,7 +126,9 @@ class _BatchNorm(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, var = ctx.saved_tensors
         if torch.is_grad_enabled() or not is_eager(g):
-            return *_differentiable(g, x, weight, ctx.has_bias, ctx.eps, ctx.group), None, None, None, None
+            bias = torch.zeros(x.shape[1], dtype=mean.dtype, device=x.device) if ctx.has_bias else None
+            repeated = partial(_composed, eps=ctx.eps, group=ctx.group)  # sends the forward message again
+            return *gradients(repeated, (x, weight, bias), g), None, None, None, None
         layout, dtype = _format(x), mean.dtype
         values = x.to(dtype).contiguous(memory_format=layout)
         g = g.to(dtype).contiguous(memory_format=layout)
@@ -141,26 +144,6 @@ class _BatchNorm(Function):
             gx = torch.batch_norm(values, gstd, gmean, mean, var, False, 0.0, ctx.eps, False)
             gx = gx.addcmul_(g, _along(s, x)).to(x.dtype)
         return gx, None if weight is None else gw, gb if ctx.has_bias else None, None, None, None, None
-
-
-def _differentiable(
-    g: Tensor, x: Tensor, weight: Tensor | None, has_bias: bool, eps: float, group: Group
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, weight and bias as functions of g, x and weight; this repeats the forward message."""
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Views, so that the gradient of weight does not include what reaches it through x. Every rank sends gradients,
-        # also if its own x requires none.
-        bias = torch.zeros(x.shape[1], dtype=wider(x.dtype), device=x.device) if has_bias else None
-        xs = [None if t is None else _view(t) for t in (x, weight, bias)]
-        assert xs[0] is not None
-        y = _composed(xs[0], xs[1], xs[2], eps, group)
-    found = iter(torch.autograd.grad(y, [t for t in xs if t is not None], g, create_graph=create_graph))
-    return tuple(None if t is None else next(found) for t in xs)
-
-
-def _view(x: Tensor) -> Tensor:
-    return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
 
 
 def _dims(x: Tensor) -> tuple[int, ...]:

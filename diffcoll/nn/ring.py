@@ -28,6 +28,7 @@ from diffcoll.engines.types import Group
 from diffcoll.nn.chunks import sums_of
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.logits import LossRule, Marks, Sums, block, merged
+from diffcoll.nn.recomputed import gradients
 
 _FIRST_ORDER, _ALL_ORDERS = "backward without create_graph", "backward with create_graph=True"
 
@@ -70,6 +71,11 @@ class Ring:
             cols = self.cols.part(sum(self.sizes[:source]), len(held))
             found[source] = sums_of(q, held, bias, self.rule, self.rows, cols, self.chunk)
         return merged([found[source] for source in range(len(self.sizes))])
+
+    def repeated(self, q: Tensor, k: Tensor, bias: Tensor | None) -> list[Tensor]:
+        """Return the sums that are needed, differentiable to any order, in backward."""
+        with without_autocast(q):
+            return [x for x in self.forward(q, k, bias, _ALL_ORDERS) if x is not None]
 
     def backward(
         self, q: Tensor, k: Tensor, bias: Tensor | None, whole: Sums, g: Sums
@@ -147,30 +153,12 @@ class _Ring(Function):
         work: Ring = ctx.work
         q, k, bias, row_neg, row_pos = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_differentiable(work, q, k, bias, gys), None
+            return *gradients(work.repeated, (q, k, bias), gys), None
         g = iter(gys)
         gs = Sums(*(next(g) if needed else None for needed in work.needed))
         return *work.backward(q, k, bias, Sums(row_neg=row_neg, row_pos=row_pos), gs), None
 
 
-def _differentiable(
-    work: Ring, q: Tensor, k: Tensor, bias: Tensor | None, gys: tuple[Tensor, ...]
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of q, k and bias as functions of all tensors involved."""
-    # Views, so that the gradient of k does not include what reaches it through q, which may be a function of k. Every
-    # rank sends gradients, also if its own columns require none: messages depend on nothing that ranks differ in.
-    xs = [None if x is None else _view(x) for x in (q, k, bias)]
-    assert xs[0] is not None and xs[1] is not None
-    with without_autocast(q):
-        ys = [y for y in work.forward(xs[0], xs[1], xs[2], _ALL_ORDERS) if y is not None]
-    found = iter(torch.autograd.grad(ys, [x for x in xs if x is not None], gys, create_graph=True))
-    return tuple(None if x is None else next(found) for x in xs)
-
-
 def _rescaled(g: Tensor | None, part: Tensor | None, whole: Tensor | None) -> Tensor | None:
     """Return the gradient of a log-sum-exp over a part of the columns."""
     return None if g is None or part is None or whole is None else g * (part.detach() - whole).exp()
-
-
-def _view(x: Tensor) -> Tensor:
-    return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
