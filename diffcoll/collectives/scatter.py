@@ -20,13 +20,13 @@ from typing_extensions import override
 from diffcoll.collectives import gather
 from diffcoll.core import trees
 from diffcoll.core.arguments import Parts, Tensors, Tree
-from diffcoll.core.blocks import as_row, cut, pieces
+from diffcoll.core.blocks import as_row, cut
 from diffcoll.core.call import Call, perform
 from diffcoll.core.control import digest
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.core.torch_private.transforms import is_within_transform
-from diffcoll.core.torch_private.trees import is_tree, tree_flatten, tree_paths
+from diffcoll.core.torch_private.trees import is_tree, tree_paths
 from diffcoll.engines.types import Group
 
 T = TypeVar("T")
@@ -192,7 +192,7 @@ def _scatter(call: Call, x: Any) -> Any:
     if isinstance(x, Tensor) or not is_tree(x):
         root = _told(call, lambda: call.root("src"))
         return _submit(call, root, _blocks(call, root, [x], [""], 0)[0])
-    root, (leaves, rebuild) = _told(call, lambda: (call.root("src"), _flat(call, x)))
+    root, (leaves, rebuild) = _told(call, lambda: (call.root("src"), trees.flattened(call.name, "x", x)))
     paths = tree_paths(x)
     blocks = _blocks(call, root, leaves, paths, 1 + digest(repr(paths)))
     if call.engine.in_one_graph:
@@ -211,13 +211,6 @@ def _told(call: Call, read: Callable[[], T]) -> T:
         raise
 
 
-def _flat(call: Call, x: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    try:
-        return tree_flatten(x)
-    except TypeError as error:
-        raise TypeError(f"{call.name}: x: {error}") from None
-
-
 def _submit(call: Call, root: int, block: _Block) -> Any:
     call = call.of(call.x, dim=block.dim, sizes=list(block.parts))  # those of rank src
     return call.submit(Scatter(call.engine, root, block.dim, block.parts), block.x)
@@ -226,25 +219,18 @@ def _submit(call: Call, root: int, block: _Block) -> Any:
 def _rows(call: Call, root: int, blocks: list[_Block], rebuild: Callable[[list[Tensor]], Any]) -> Any:
     """Scatter one row for each dtype and device: its leaves' blocks for rank 0, then those for rank 1, and so on."""
     ranks = range(call.engine.size)
-    groups: dict[tuple[torch.dtype, torch.device], list[_Block]] = {}
-    for block in blocks:
-        groups.setdefault((block.x.dtype, block.x.device), []).append(block)
     started = []
-    for of_row in groups.values():
+    for indices in trees.by_dtype(block.x for block in blocks):
+        of_row = [blocks[i] for i in indices]
         sizes = tuple(sum(prod(block.shape(r)) for block in of_row) for r in ranks)
         row = _row(of_row, cuts=call.engine.rank == root)
-        started.append(call.of(row).submit(Scatter(call.engine, root, 0, sizes), row))
+        started.append((indices, call.of(row).submit(Scatter(call.engine, root, 0, sizes), row)))
 
     def unpack() -> Any:
-        found: dict[int, Tensor] = {}
-        for of_row, y in zip(groups.values(), started, strict=True):
-            shapes = [block.shape(call.engine.rank) for block in of_row]
-            parts = pieces(y.wait() if call.async_op else y, [prod(shape) for shape in shapes])
-            for block, part, shape in zip(of_row, parts, shapes, strict=True):
-                found[id(block)] = part.view(shape).clone()
-        return rebuild([found[id(block)] for block in blocks])
+        rows = [(indices, y.wait() if call.async_op else y) for indices, y in started]
+        return rebuild(trees.unpacked(rows, [block.shape(call.engine.rank) for block in blocks]))
 
-    return trees.delivered(call, unpack, started)
+    return trees.delivered(call, unpack, [y for _, y in started])
 
 
 def _row(blocks: list[_Block], cuts: bool) -> Tensor:
@@ -265,7 +251,7 @@ def _blocks(call: Call, root: int, leaves: list[Any], paths: list[str], structur
         else:
             for leaf, path in zip(leaves, paths, strict=True):
                 if leaf is not None:
-                    _checked(call, leaf, path)
+                    call.tensor(leaf, "x" + path)
                 elif is_within_transform() and not call.engine.in_one_graph:
                     remedy = "pass a tensor that depends on the arguments of the function as on rank src"
                     raise call.error("x" + path, "a tensor on every rank in a torch.func transform", remedy, "None")
@@ -298,16 +284,9 @@ def _compiled(call: Call, root: int, leaves: list[Any], paths: list[str], struct
 
 
 def _described(call: Call, leaf: Any, path: str) -> _Block:
-    x = _checked(call, leaf, path)
+    x = call.tensor(leaf, "x" + path)
     d = call.dim("dim", x)
     return _Block(d, call.sizes_of_parts(x, d), x)
-
-
-def _checked(call: Call, leaf: Any, path: str) -> Tensor:
-    try:
-        return call.tensor(leaf)
-    except (TypeError, ValueError) as error:
-        raise type(error)(str(error).replace(": x:", f": x{path}:", 1)) from None
 
 
 # ── the header that rank src sends: dtype, shape, dim and sizes ──────────────────────────────────────────

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffcoll.core import trees
 from diffcoll.core.agreement import Agreement
 from diffcoll.core.control import digest
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.groups import resolve
-from diffcoll.core.torch_private.trees import tree_flatten, tree_paths
+from diffcoll.core.torch_private.trees import tree_paths
 from diffcoll.engines.types import Group
 
 
@@ -22,12 +23,9 @@ def batch_leaves(name: str, tree: object) -> tuple[list[Tensor], Callable[[list[
     Raises:
         TypeError, ValueError: a leaf is not a tensor with a dim 0, or there is none; `name` is the function's.
     """
-    try:
-        leaves, rebuild = tree_flatten(tree)
-    except TypeError as error:
-        raise TypeError(f"{name}: tree: {error}") from None
-    for i, leaf in enumerate(leaves):
-        argument = f"tree{tree_paths(tree)[i]}"
+    leaves, rebuild = trees.flattened(name, "tree", tree)
+    for path, leaf in zip(tree_paths(tree), leaves, strict=True):
+        argument = f"tree{path}"
         if not isinstance(leaf, Tensor):
             raise TypeError(message(name, argument, type(leaf).__name__, "a tensor", "torch.as_tensor(x) makes one"))
         if leaf.ndim == 0:

@@ -17,7 +17,6 @@ from diffcoll.collectives.shift import shift
 from diffcoll.composed.leaves import batch_leaves, lengths_of_ranks
 from diffcoll.core import trees
 from diffcoll.core.arguments import Tree
-from diffcoll.core.blocks import pieces
 from diffcoll.core.call import Call
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.trees import tree_paths
@@ -64,19 +63,11 @@ def ring(tree: Tree, *, group: Group = None) -> Iterator[tuple[int, Tree]]:
     engine = resolve(group, _NAME)
     leaves, rebuild = batch_leaves(_NAME, tree)
     for path, leaf in zip(tree_paths(tree), leaves, strict=True):
-        _check(engine, path, leaf)
+        Call(_NAME, leaf, engine, False, {}).tensor(leaf, f"tree{path}")
     mine = [len(leaf) for leaf in leaves]
     alone = engine.size == 1
     sizes = [mine] if alone else lengths_of_ranks(_NAME, tree, leaves, mine, group)
     return _blocks(tree, leaves, rebuild, sizes, engine, group)
-
-
-def _check(engine: Engine, path: str, leaf: Tensor) -> None:
-    """Raise if the engine cannot move this leaf."""
-    try:
-        Call(_NAME, leaf, engine, False, {}).tensor(leaf)
-    except (TypeError, ValueError) as error:
-        raise type(error)(str(error).replace(": x:", f": tree{path}:", 1)) from None
 
 
 def _blocks(
@@ -101,23 +92,8 @@ def _blocks(
                     held = [sum(sizes[(r - i) % n][j] * units[j] for j in indices) for r in range(n)]
                     even = held.count(held[0]) == n
                     pending.append(shift(row, 1, group=group, sizes=None if even else held, async_op=True))
-            yield source, rebuild(_unpacked(rows, leaves, sizes[source], units)) if i else tree
+            shapes = [[size, *leaf.shape[1:]] for size, leaf in zip(sizes[source], leaves, strict=True)]
+            yield source, rebuild(trees.unpacked(rows, shapes)) if i else tree
     finally:
         for p in pending:
             p.abandon()
-
-
-def _unpacked(
-    rows: list[tuple[list[int], Tensor]], leaves: list[Tensor], sizes: list[int], units: list[int]
-) -> list[Tensor]:
-    """Return the leaves of a block, of these sizes along dim 0; they share no memory with one another."""
-    shapes = [[size, *leaf.shape[1:]] for size, leaf in zip(sizes, leaves, strict=True)]
-    found = [*leaves]
-    for indices, row in rows:
-        if len(indices) == 1:
-            found[indices[0]] = row.view(shapes[indices[0]])
-            continue
-        parts = pieces(row, [sizes[j] * units[j] for j in indices])
-        for j, part in zip(indices, parts, strict=True):
-            found[j] = part.view(shapes[j]).clone()
-    return found

@@ -71,38 +71,42 @@ class Arguments(Agreement):
         got = self.arguments.get(argument) if got is None else got
         return ValueError(message(self.name, argument, got if isinstance(got, str) else repr(got), expected, remedy))
 
-    def tensor(self, x: Any) -> Tensor:
-        """Return x, a tensor that the engine can move."""
+    def tensor(self, x: Any, argument: object = "x") -> Tensor:
+        """Return x, a tensor that the engine can move; `argument` is what errors call it."""
         expected = "a dense torch.Tensor"
         if not isinstance(x, Tensor):
             remedy = "pass the result, x.wait()" if isinstance(x, Pending) else "torch.as_tensor(x) makes one"
-            raise TypeError(message(self.name, "x", type(x).__name__, expected, remedy))
+            raise TypeError(message(self.name, argument, type(x).__name__, expected, remedy))
         if type(x) is not Tensor and any(c.__name__ == "DTensor" for c in type(x).__mro__):
             remedy = (
                 "pass this rank's part, x.to_local(grad_placements=…): [Partial()] if its gradient is this rank's part "
                 "of a sum, [Replicate()] if it is the whole gradient; without grad_placements DTensor assumes the "
                 "placements of x"
             )
-            raise TypeError(message(self.name, "x", "a DTensor", expected, remedy))
+            raise TypeError(message(self.name, argument, "a DTensor", expected, remedy))
         if x.is_nested:
             remedy = "pass x.values() and the lengths, or x.to_padded_tensor(0.0)"
-            raise TypeError(message(self.name, "x", "a nested tensor", expected, remedy))
+            raise TypeError(message(self.name, argument, "a nested tensor", expected, remedy))
         if not _is_dense(x):
             layout = "quantized" if x.is_quantized else str(x.layout)
-            raise TypeError(message(self.name, "x", f"a {layout} tensor", expected, "pass x.to_dense() or dequantize"))
+            raise TypeError(
+                message(self.name, argument, f"a {layout} tensor", expected, "pass x.to_dense() or dequantize")
+            )
         if x.dtype not in MOVED:
             remedy = "pass x.view(torch.uint8), and view the result as x.dtype"
-            raise TypeError(message(self.name, "x", str(x.dtype), "a dtype that PyTorch can copy and join", remedy))
+            raise TypeError(
+                message(self.name, argument, str(x.dtype), "a dtype that PyTorch can copy and join", remedy)
+            )
         if x.requires_grad and x.dtype not in ADDED and torch.is_grad_enabled():
             got, remedy = f"{x.dtype} that requires a gradient", "pass x.detach() or x.to(torch.bfloat16)"
-            raise TypeError(message(self.name, "x", got, "a dtype whose gradients can be added", remedy))
+            raise TypeError(message(self.name, argument, got, "a dtype whose gradients can be added", remedy))
         devices = self.engine.devices
         device = "cpu" if x.is_cpu else x.device.type
         if device == "meta" or (devices is not None and device not in devices):
             where = "tensors with memory" if devices is None else f"a tensor on {' or '.join(devices)}"
             text = f"{where}, which is what {self.engine.description} moves"
             remedy = "move x there, or pass another group"
-            raise ValueError(message(self.name, "x", f"a tensor on {device}", text, remedy))
+            raise ValueError(message(self.name, argument, f"a tensor on {device}", text, remedy))
         return x
 
     def replicated(self) -> bool:

@@ -37,7 +37,7 @@ class CollectiveMismatchError(RuntimeError):
     """The ranks of a group made different calls, or one call with different arguments."""
 
 
-def message(operation: str, argument: str, got: object, expected: str, remedy: str = "") -> str:
+def message(operation: str, argument: object, got: object, expected: str, remedy: str = "") -> str:
     """Return the text of an error about one argument of one operation."""
     text = f"{operation}: {argument}: got {got}, expected {expected}"
     return f"{text}; {remedy}" if remedy else text

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from diffcoll.core.blocks import as_row, concatenated, pieces
 from diffcoll.core.call import Call
@@ -122,24 +124,54 @@ def _joined(parts: list[Tensor], y: Tensor, like: torch.Size, dim: int) -> Tenso
 
 def checked(call: Call) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
     """Return the leaves of x in the order of their paths, and the function that rebuilds the tree from new leaves."""
-    try:
-        leaves, rebuild = tree_flatten(call.x)
-    except TypeError as error:
-        raise TypeError(f"{call.name}: x: {error}") from None
+    leaves, rebuild = flattened(call.name, "x", call.x)
     for i, leaf in enumerate(leaves):
-        try:
-            call.tensor(leaf)
-        except (TypeError, ValueError) as error:
-            raise type(error)(str(error).replace(": x:", f": x{tree_paths(call.x)[i]}:", 1)) from None
+        call.tensor(leaf, _Leaf(call.x, i))
     return leaves, rebuild
+
+
+def flattened(name: str, argument: str, tree: object) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Do what `tree_flatten` does; the error is that of an argument of the operation `name`."""
+    try:
+        return tree_flatten(tree)
+    except TypeError as error:
+        raise TypeError(f"{name}: {argument}: {error}") from None
+
+
+class _Leaf(NamedTuple):
+    """A leaf of x in an error, by its path, which is computed only then."""
+
+    tree: Any
+    number: int
+
+    @override
+    def __str__(self) -> str:
+        return f"x{tree_paths(self.tree)[self.number]}"
+
+
+def by_dtype(leaves: Iterable[Tensor]) -> list[list[int]]:
+    """Return the indices of the leaves of each dtype and device, which are sent in one row."""
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        groups.setdefault((leaf.dtype, leaf.device), []).append(i)
+    return list(groups.values())
 
 
 def rows(leaves: list[Tensor]) -> list[tuple[list[int], Tensor]]:
     """Return one row of numbers for each dtype and device, with the indices of its leaves."""
-    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        groups.setdefault((leaf.dtype, leaf.device), []).append(i)
-    return [(indices, _row([leaves[i] for i in indices])) for indices in groups.values()]
+    return [(indices, _row([leaves[i] for i in indices])) for indices in by_dtype(leaves)]
+
+
+def unpacked(rows: Iterable[tuple[list[int], Tensor]], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return the leaves of these shapes from such rows; they share no memory with one another."""
+    found: dict[int, Tensor] = {}
+    for indices, row in rows:
+        if len(indices) == 1:
+            found[indices[0]] = row.view(shapes[indices[0]])
+            continue
+        parts = pieces(row, [prod(shapes[i]) for i in indices])
+        found |= {i: part.view(shapes[i]).clone() for i, part in zip(indices, parts, strict=True)}
+    return [found[i] for i in range(len(shapes))]
 
 
 def _row(leaves: list[Tensor]) -> Tensor:
