@@ -203,6 +203,10 @@ def _is_fractional(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
+class LostGradientWarning(UserWarning):
+    """A backward passes a gradient on through values that a collective has replaced."""
+
+
 def warn_in_backward(call: str, y: Tensor) -> None:
     """Warn in a backward through y, whose values a collective has replaced; torch does so on processes."""
     if not (torch.is_grad_enabled() and y.requires_grad):
@@ -212,6 +216,7 @@ def warn_in_backward(call: str, y: Tensor) -> None:
         warnings.warn(
             f"{call} has replaced the values of a tensor of an autograd graph, and backward passes its gradient on as "
             "if it had not; diffcoll's collectives have gradients, see notes/which-gradient.md",
+            LostGradientWarning,
             stacklevel=2,
         )
 

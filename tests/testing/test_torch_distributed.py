@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 import diffcoll as dc
 from diffcoll.engines import simulated_c10d
 from diffcoll.engines.simulated_group import SimulatedGroup
+from diffcoll.engines.simulated_moves import LostGradientWarning
 from diffcoll.testing import new_group, simulate, spawn
 
 pytestmark = [  # releases of torch since 2.13 name some of its functions deprecated
@@ -413,7 +414,7 @@ def test_a_backward_that_takes_no_notice_warns():
             dist.all_reduce(x.detach())
         line = re.escape("torch.distributed.all_reduce, called at ") + r"\S*test_torch_distributed.py:\d+,"
         words = " has replaced the values of a tensor of an autograd graph, and backward passes its gradient on as if"
-        with pytest.warns(UserWarning, match=line + words):
+        with pytest.warns(LostGradientWarning, match=line + words):
             y.sum().backward()
         return x.grad.tolist()
 

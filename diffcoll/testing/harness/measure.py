@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from diffcoll.core.torch_private.autograd import leaves_of_graph
 from diffcoll.core.torch_private.trees import tree_flatten, tree_paths
+from diffcoll.engines.simulated_moves import LostGradientWarning
 from diffcoll.testing.cases import numbers, real_inner
 from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.simulate import simulate
@@ -40,7 +41,7 @@ def run_on(kind: str, fn: Callable[..., Any], *per_rank: Sequence[Any], seed: in
 def _without_warnings(fn: Callable[..., Any], *arguments: Any) -> Any:
     """Call fn without warnings of lost gradients, which the report names."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed.* has replaced the values of a tensor")
+        warnings.simplefilter("ignore", LostGradientWarning)
         return fn(*arguments)
 
 
