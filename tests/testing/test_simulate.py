@@ -163,6 +163,52 @@ def test_arguments_that_differ():
     simulate(lambda r: dc.all_gather(torch.ones(2, r + 1), dim=[1, -1][r], sizes=[[1, 2], (1, 2)][r]), range(2))
 
 
+DIMENSIONS = {
+    "all_gather": lambda x, i, j, k: dc.all_gather(x, dim=k),
+    "stack": lambda x, i, j, k: dc.all_gather(x[..., 0], dim=k, stack=True),
+    "reduce_scatter": lambda x, i, j, k: dc.reduce_scatter(x, dim=j),
+    "reduce_scatter max": lambda x, i, j, k: dc.reduce_scatter(x, "max", dim=j),
+    "all_to_all": lambda x, i, j, k: dc.all_to_all(x, split_dim=j, concat_dim=k),
+    "gather": lambda x, i, j, k: dc.gather(x, dim=k),
+    "scatter": lambda x, i, j, k: dc.scatter(x, dim=j, sizes=[0, 1, 2]),
+    "permute": lambda x, i, j, k: dc.permute(x, [(0, 1)], dim=k, sizes=[4, 4, 4]),
+    "shift": lambda x, i, j, k: dc.shift(x, dim=k),
+    "split": lambda x, i, j, k: dc.split(x * 0, dim=j, sizes=[1, 0, 2]),
+}
+
+
+@both
+@pytest.mark.parametrize("name", DIMENSIONS)
+def test_dimensions_counted_from_either_end(run, name):
+    """Values and gradients do not depend on it, also where rank 1 counts otherwise than the others."""
+
+    def gradients(from_the_back):
+        def body(r, x):
+            y = DIMENSIONS[name](x, *((-3, -2, -1) if r in from_the_back else (0, 1, 2)))
+            return y.detach(), (y.sin() * (torch.arange(y.numel()).view(y.shape) + r)).sum()
+
+        xs = [x.clone().requires_grad_() for x in torch.randn(3, 2, 3, 4, generator=torch.Generator().manual_seed(1))]
+        if run is simulate:
+            ys, losses = zip(*run(body, range(3), xs), strict=True)
+            return [*ys, *torch.autograd.grad(losses, xs)]
+        ys, gs = zip(
+            *run(lambda r, x: ((b := body(r, x))[0], *torch.autograd.grad(b[1], x)), range(3), xs), strict=True
+        )
+        return [*ys, *gs]
+
+    expected = gradients({})
+    for from_the_back in ({1}, {0, 1, 2}):
+        torch.testing.assert_close(gradients(from_the_back), expected, rtol=0, atol=0)
+
+
+def test_a_dimension_spelled_otherwise_is_not_what_differs():
+    def body(r):
+        dc.all_gather(torch.zeros(2, 3), dim=(1, -1)[r], grad_placement=("partial", "replicate")[r])
+
+    with pytest.raises(dc.CollectiveMismatchError, match="grad_placement='partial' on rank 0, 'replicate' on rank 1"):
+        simulate(body, range(2))
+
+
 @both
 def test_an_error_that_the_ranks_catch_leaves_the_world_usable(run):
     def body(r):
