@@ -363,6 +363,28 @@ def test_batched_gradients():
     rules(body, data(6, 3).split([4, 2]), data(2, 6, 3, seed=1).split([4, 2], 1))
 
 
+def test_a_weight_that_depends_on_x_to_second_order():
+    def gradients(layer, x, weight):
+        layer.weight = weight
+        (g,) = torch.autograd.grad((layer(x) * x.detach().cos()).sum(), x, create_graph=True)
+        (h,) = torch.autograd.grad((g * x.detach().sin()).sum(), x)
+        return g.detach(), h
+
+    def body(x):
+        x = x.clone().requires_grad_()
+        layer = norm(3)
+        del layer.weight
+        return gradients(layer, x, dc.all_reduce(x.square().sum((0, 2, 3))))
+
+    whole = data(9, 3, 2, 2).requires_grad_()
+    layer = nn.BatchNorm2d(3, dtype=torch.double)
+    del layer.weight
+    expected = gradients(layer, whole, whole.square().sum((0, 2, 3)))
+    found = simulate(body, whole.detach().split([4, 0, 5]), rules=True)
+    for each, of_ranks in zip(expected, zip(*found, strict=True), strict=True):
+        torch.testing.assert_close(torch.cat(of_ranks), each)
+
+
 @pytest.mark.parametrize("needed", [True, False])
 def test_a_rank_that_observes_its_operations_sends_the_same_messages(needed):
     """A dispatch mode disables the Function on its rank alone; x requires a gradient on all ranks or on none."""

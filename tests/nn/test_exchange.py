@@ -281,3 +281,20 @@ def test_it_compiles(options):
     compiled = torch.compile(loss, backend="aot_eager")  # breaks the graph where sizes are exchanged
     found, right = (torch.autograd.grad(f(x, y), (x, y)) for f in (compiled, loss))
     torch.testing.assert_close(found, right)
+
+
+def test_features_that_depend_on_one_another():
+    """To second order: the gradient of the queries does not include what reaches them through the keys."""
+
+    def gradients(exchange):
+        def body(r, x):
+            x = x.clone().requires_grad_()
+            loss = (r + 1) * dc.nn.functional.info_nce_loss(x, x.sin(), normalize=False, exchange=exchange)
+            (g,) = torch.autograd.grad(loss, x, create_graph=True)
+            (h,) = torch.autograd.grad((g * (x.detach() + r).cos()).sum(), x)
+            return g.detach(), h
+
+        xs = torch.randn(9, 4, generator=torch.Generator().manual_seed(3)).double().split([4, 0, 5])
+        return simulate(body, range(3), xs, rules=True)
+
+    torch.testing.assert_close(gradients("ring"), gradients("gather"))
