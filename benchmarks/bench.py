@@ -28,12 +28,12 @@ from torch import Tensor
 
 import diffcoll
 from benchmarks import fit, rows, simulated, stages, training
-from benchmarks.counting import bytes_sent
+from benchmarks.counting import bytes_sent, memory_of_process
 from benchmarks.floor import floor
 from benchmarks.rows import Row, Times
 from diffcoll.cli.competitors import SYSTEMS
 from diffcoll.cli.launch import gloo_beside_mpi
-from diffcoll.cli.report import memory_of_process, wide_console
+from diffcoll.cli.report import wide_console
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.testing.cases import Case, median_in_parts
 from diffcoll.testing.spawn import spawn

@@ -6,6 +6,7 @@ These are messages between two ranks. A backend's own collectives, such as gloo'
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -178,3 +179,9 @@ def _busiest(ranks: tuple[_Counted, ...]) -> Traffic:
         most, longest = (max(side[i] for of_rank in of_ranks for side in of_rank) for i in (0, 1))
         rounds, messages, nbytes = rounds + bool(most), messages + most, nbytes + longest
     return Traffic(rounds, messages, nbytes, max(copied for _, copied in ranks))
+
+
+def memory_of_process(key: str) -> float:
+    """Return one of this process's memory counts, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith(key))

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -175,9 +174,3 @@ output and gradient. The columns of PyTorch's own collectives hold for torch {ht
 {chr(10).join(body)}
 </table>"""
     return document("diffcoll verify", verdict, not failed, text)
-
-
-def memory_of_process(key: str) -> float:
-    """Return one of this process's memory counts, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith(key))
