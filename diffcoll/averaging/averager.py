@@ -239,6 +239,17 @@ class GradientAverager:
         Each repetition is a new batch of the same tensors: dicts, lists and the like are copied. A `for` loop that is
         left early, by `break` on all ranks, ends this one. If you call `next` yourself instead, call `close()` then.
 
+        >>> import torch, diffcoll as dc
+        >>> from diffcoll.testing import simulate
+        >>> def train(batches, spare):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     averager = dc.GradientAverager(model)
+        ...     for x in averager.join(batches, spare=spare):
+        ...         model(x).sum().backward()
+        ...     return model.weight.grad.item()
+        >>> simulate(train, [[torch.tensor([3.0])], []], [None, torch.zeros(1)], rules=True)
+        [3.0, 3.0]
+
         Args:
             batches: this rank's batches; there may be none.
             spare: what this rank repeats if it has no batch at all: a batch in the form of the others', of any values.

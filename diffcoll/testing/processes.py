@@ -61,7 +61,15 @@ class RankFailure:
 
 
 class RanksFailedError(RuntimeError):
-    """One rank or several failed; the message has every rank's traceback, or where it hung."""
+    """One rank or several failed; the message has every rank's traceback, or where it hung.
+
+    >>> from diffcoll.testing import RanksFailedError, spawn
+    >>> try:
+    ...     spawn(lambda r: 1 / r, range(2))
+    ... except RanksFailedError as error:
+    ...     print(error.failures[0].type, error.failures[0].message, error.failures[1])
+    ZeroDivisionError division by zero None
+    """
 
     def __init__(self, text: str, failures: dict[int, RankFailure | None] | None = None) -> None:
         super().__init__(text)
