@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from operator import index
 from typing import Any
 
@@ -14,16 +14,16 @@ from diffcoll.core import expect
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing._calls import per_rank_arguments
-from diffcoll.testing.diagnosis import Witness, diagnose, subject_of
+from diffcoll.testing.harness.causes import Kind, cause_of
 from diffcoll.testing.harness.checking import Checking
 from diffcoll.testing.harness.comparison import Run, tolerance_of, unchecked
+from diffcoll.testing.harness.hypotheses import diagnose
 from diffcoll.testing.harness.matching import Matching, refuse_equal_ranks
 from diffcoll.testing.harness.measure import MeasurementPlan, input_names, leaves_of
 from diffcoll.testing.harness.packing import pack
-from diffcoll.testing.harness.report import GradientMismatchError, Report
+from diffcoll.testing.harness.report import Cause, GradientMismatchError, Report
 
 _MATCHES, _CHECK = "assert_matches_single_process", "check_gradients"
-_LIMIT = "a tensor that is detached on purpose, such as a target, looks like a lost gradient to finite differences"
 
 
 def assert_matches_single_process(
@@ -98,17 +98,15 @@ def assert_matches_single_process(
     )
     if tolerance is None:
         tolerance = tolerance_of([*tree_flatten(matching.whole(each_sizes[0]))[0], *matching.single.unpack().tensors])
+    matching = replace(matching, tolerance=tolerance)
     runs: list[Run] = []
     for kind in on:
         for each in each_sizes:
-            wrong = [
-                r for r in runs if r.sizes == each and not r.skipped and not _is_right(r, rank_reduction, tolerance)
-            ]
-            if wrong:
+            if wrong := [r for r in runs if r.sizes == each and not r.skipped and not _is_right(r, rank_reduction)]:
                 runs.append(Run(kind, each, [], [], None, skipped=f"wrong already on {wrong[0].on} ranks"))
             else:
                 runs.append(matching.attempt(kind, each) if runs else matching.run(kind, each))
-    report = _report(matching, runs, rank_reduction, tolerance)
+    report = _report(matching, runs)
     if not report.ok:
         raise GradientMismatchError(report)
     return report
@@ -176,57 +174,70 @@ def check_gradients(
             remedy = "finite differences need the precision: pass x.double(), and module.double()"
             raise ValueError(message(_CHECK, "per_rank", str(t.dtype), "float64 or complex128", remedy))
     refuse_equal_ranks(_CHECK, "per_rank", parts)
-    checking = Checking(_CHECK, packed, parts, names, MeasurementPlan(order=order, seed=seed), timeout)
-    checking.look(on[0])
-    for kind in on:
-        if all(table.ok for table in checking.tables):
-            checking.check(kind)
-    notes = [*checking.notes, *([_LIMIT] if checking.cuts.lines else [])]
-    title = f"{_CHECK}, {len(parts)} ranks"
-    report = Report(title, tuple(checking.tables), tuple(checking.causes), checking.cuts.lines, tuple(notes))
+    report = Checking(_CHECK, packed, parts, names, MeasurementPlan(order=order, seed=seed), timeout).report(on)
     if not report.ok:
         raise GradientMismatchError(report)
     return report
 
 
-def _is_right(run: Run, rank_reduction: str, tolerance: float) -> bool:
+def _is_right(run: Run, rank_reduction: str) -> bool:
     asked = ("mean", "sum") if rank_reduction == "any" else (rank_reduction,)
-    return any(run.table(one, tolerance).ok for one in asked)
+    return any(run.ok(each) for each in asked)
 
 
-def _report(matching: Matching, runs: list[Run], rank_reduction: str, tolerance: float) -> Report:
-    """Return the report. What is wrong is run again for the diagnosis."""
-    asked = _closest(runs, tolerance) if rank_reduction == "any" else rank_reduction
-    tables = tuple(run.table(asked, tolerance) for run in runs)
+def _report(matching: Matching, runs: list[Run]) -> Report:
+    """Return the report. The run that is diagnosed is the first wrong one with equal sizes, or else the first."""
+    asked = _closest(runs) if matching.rank_reduction == "any" else matching.rank_reduction
+    tables = tuple(run.table(asked) for run in runs)
     words = f"gradients {'averaged' if asked == 'mean' else 'summed'} over ranks"
-    if rank_reduction == "any" and not all(table.ok or table.raised for table in tables):
+    if matching.rank_reduction == "any" and not all(table.ok or table.raised for table in tables):
         words = f"no reduction is right for all, shown {words}"
-    title = f"{matching.name}, {words}"
-    if all(table.ok for table in tables):
-        return Report(title, tables, notes=tuple(unchecked(runs, tolerance)), rank_reduction=asked)
-    run = subject_of(runs, asked, tolerance)
-    if run is None:
-        return Report(title, tables, tuple(diagnose(runs, asked, tolerance)), rank_reduction=asked)
-    cuts = matching.cuts(run)
-    witness = Witness(
-        cache(lambda: matching.evidence(run, cuts.seen)),
-        cache(lambda: matching.local_statistics(run)),
-        cache(lambda: matching.rounding(run, asked, tolerance)),
-        cache(lambda: matching.restored(run, asked, tolerance)),
-        lambda: matching.is_random(run),
-    )
-    causes = diagnose(runs, asked, tolerance, run, witness, cuts=cuts)
-    return Report(title, tables, tuple(causes), cuts.lines, rank_reduction=asked)
+    report = Report(f"{matching.name}, {words}", tables, rank_reduction=asked)
+    if report.ok:
+        return replace(report, notes=tuple(unchecked(runs, matching.tolerance)))
+    scope = tuple(_scope([run for run in runs if not run.skipped], asked))
+    wrong = sorted((run for run in runs if run.quantities and not run.ok(asked)), key=lambda run: not run.even)
+    if not wrong:
+        return replace(report, causes=scope)
+    case = matching.case(wrong[0], asked)
+    causes = diagnose(case)
+    if any(cause.name == Kind.NOT_FINITE for cause in causes):
+        scope = tuple(cause for cause in scope if cause.name != Kind.EMPTY)
+    return replace(report, causes=(*causes, *scope), cuts=case.cuts.lines)
 
 
-def _closest(runs: list[Run], tolerance: float) -> str:
+def _closest(runs: list[Run]) -> str:
     """Return the reduction under which the fewest quantities are wrong, gradients of first order first."""
 
     def wrong(rank_reduction: str) -> tuple[int, int]:
-        right = [(q.group, r.is_right(q, rank_reduction, tolerance)) for r in runs for q in r.quantities]
-        return sum(not ok for group, ok in right if group == "gradient"), sum(not ok for _, ok in right)
+        groups = [q.group for run in runs for q in run.under(rank_reduction) if not q.ok]
+        return groups.count("gradient"), len(groups)
 
     return min(("mean", "sum"), key=wrong)
+
+
+def _scope(runs: Sequence[Run], rank_reduction: str) -> Iterator[Cause]:
+    """Say which runs raised errors, and in which runs alone something is wrong."""
+
+    def sizes(of: Sequence[Run]) -> str:
+        return ", ".join(dict.fromkeys(str(run.sizes) for run in of))
+
+    wrong = [run for run in runs if not run.ok(rank_reduction)]
+    right = [run for run in runs if run not in wrong]
+    raised = [run for run in wrong if run.raised]
+    if raised and not any(run.even for run in raised):
+        yield cause_of(Kind.RAISED, f"raised an error with rows {sizes(raised)}, and none with equal ranks")
+    elif raised:
+        yield Cause(Kind.RAISED.value, f"raised an error with rows {sizes(raised)}")
+    even = any(run.even and len(run.sizes) > 1 for run in right) and not any(run.even for run in wrong)
+    if even and len(raised) < len(wrong):
+        if all(0 in run.sizes for run in wrong):
+            yield cause_of(Kind.EMPTY, f"wrong only with empty ranks: rows {sizes(wrong)}")
+        else:
+            yield cause_of(Kind.UNEVEN, f"right with equal ranks, wrong with rows {sizes(wrong)}")
+    if any(run.on == "simulated" for run in right) and not any(run.on == "simulated" for run in wrong):
+        kinds = ", ".join(dict.fromkeys(run.on for run in wrong))
+        yield cause_of(Kind.ON_PROCESSES, f"right on simulated ranks, wrong on {kinds}")
 
 
 def _check_choices(name: str, order: object, on: Sequence[str]) -> None:

@@ -35,8 +35,8 @@ def passes(distributed, single, sizes, diagnose=True):
     whole = batch(sum(sizes), single.seed)
     if not diagnose:
         packed = [pack("fuzz", "fn", fn, single.module) for fn in (of_ranks, of_one)]
-        run = Matching("fuzz", *packed, whole, "sum", MeasurementPlan(), 60).run("simulated", sizes)
-        return run.table("sum", tolerance_of(whole)).ok
+        matching = Matching("fuzz", *packed, whole, "sum", MeasurementPlan(), 60, tolerance_of(whole))
+        return matching.run("simulated", sizes).ok("sum")
     try:
         return assert_matches_single_process(
             of_ranks, of_one, whole, module=single.module, sizes=[sizes], rank_reduction="sum", on=["simulated"]

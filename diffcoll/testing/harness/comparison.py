@@ -1,10 +1,11 @@
-"""Compares what the ranks measured with what one process measured on the whole batch."""
+"""Compares what the ranks measured with what is right."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,9 +27,9 @@ class Names:
     buffers: list[str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Quantity:
-    """One quantity, as the ranks have it under a sum over ranks, and as one process has it."""
+    """One quantity, as the ranks have it, and as it should be."""
 
     what: str
     #: "value", "output", "gradient", "second order" or "buffer".
@@ -37,35 +38,61 @@ class Quantity:
     rank: int | None
     got: Tensor
     wanted: Tensor
-    #: The largest |wanted| that the error is relative to.
+    #: What an error is relative to: the largest |wanted|.
     unit: float
+    #: The largest relative error that is right, of all elements or of each; below zero: none is, at a kink.
+    allowed: float | Tensor
+
+    @cached_property
+    def errors(self) -> Tensor:
+        """|got − wanted| / unit; inf if shapes differ or a value is not finite."""
+        if self.got.shape != self.wanted.shape:
+            return torch.full((1,), math.inf)
+        if not differentiable(self.wanted):
+            return torch.where(self.got == self.wanted.to(self.got.dtype), 0.0, math.inf)
+        # Equal infinities are right, and so are NaNs in the same places.
+        same = (self.got == self.wanted) | (self.got.isnan() & self.wanted.isnan())
+        difference = torch.where(same, 0, self.got - self.wanted).abs().double() / (self.unit or 1.0)
+        return difference.nan_to_num(nan=math.inf, posinf=math.inf)
 
     @property
-    def is_reduced(self) -> bool:
-        """Whether the reduction over ranks applies to it: not to outputs with rows, and not to buffers."""
-        return self.group not in ("output", "buffer")
+    def error(self) -> float:
+        """The largest of the errors."""
+        return float(self.errors.max()) if self.errors.numel() else 0.0
 
-    def error(self, factor: float = 1.0) -> float:
-        """Return max |factor · got − wanted| / unit; inf if shapes differ or a value is not finite."""
-        if self.got.shape != self.wanted.shape:
-            return math.inf
-        if not self.got.numel():
-            return 0.0
-        if not differentiable(self.wanted):
-            return 0.0 if torch.equal(self.got, self.wanted.to(self.got.dtype)) else math.inf
-        # Equal infinities are right, and so are NaNs in the same places.
-        got = self.got * factor
-        same = (got == self.wanted) | (got.isnan() & self.wanted.isnan())
-        difference = float(torch.where(same, 0, got - self.wanted).abs().max())
-        return math.inf if math.isnan(difference) else difference / (self.unit or 1.0) if difference else 0.0
+    @cached_property
+    def ok(self) -> bool:
+        """Whether every error is allowed."""
+        return bool((self.errors <= self.allowed).all())
+
+    @property
+    def most_allowed(self) -> float | None:
+        """The largest error that is right for any element; None: the quantity cannot be compared."""
+        allowed = torch.as_tensor(self.allowed)
+        return None if (allowed < 0).any() else float(allowed.max()) if allowed.numel() else 0.0
+
+    @cached_property
+    def ratio(self) -> float | None:
+        """got / wanted, if one is a multiple of the other."""
+        return multiple(self.got, self.wanted, self.most_allowed or 0.0)
+
+    @property
+    def row(self) -> Row:
+        """The row of the report."""
+        return Row(self.what, self.rank, self.error, self.ratio, self.ok, self.most_allowed)
+
+    def times(self, factor: float) -> Quantity:
+        """Return the quantity with what the ranks have multiplied by a factor."""
+        return self if factor == 1 else replace(self, got=self.got * factor)
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Run:
     """The results of one run."""
 
     on: str
     sizes: tuple[int, ...]
+    #: Under a sum over ranks.
     quantities: list[Quantity]
     measured: list[Measurement]
     reference: Measurement | None
@@ -75,45 +102,38 @@ class Run:
     any_value: bool = False
 
     @property
-    def rows(self) -> tuple[tuple[int, ...], ...]:
-        """The rows of each output on each rank; −1 for a 0-d one."""
-        return rows_of(self.measured)
-
-    @property
     def title(self) -> str:
         """The kind of ranks and their rows, in words."""
         n = len(self.sizes)
         return f"{self.on}, {n} rank{'s' * (n != 1)}, rows {', '.join(map(str, self.sizes))}"
 
-    def factor(self, quantity: Quantity, rank_reduction: str) -> float:
+    @property
+    def even(self) -> bool:
+        """Whether all ranks have equally many rows."""
+        return len(set(self.sizes)) == 1
+
+    def factor(self, rank_reduction: str) -> float:
         """Return the factor that this reduction applies to a sum over ranks."""
-        return 1 / len(self.sizes) if rank_reduction == "mean" and quantity.is_reduced else 1.0
+        return 1 / len(self.sizes) if rank_reduction == "mean" else 1.0
 
-    def is_right(self, q: Quantity, rank_reduction: str, tolerance: float) -> bool:
-        """Whether the error under this reduction is within the tolerance."""
-        return self.error(q, rank_reduction) <= self.allowed(q, tolerance)
-
-    def allowed(self, q: Quantity, tolerance: float) -> float:
-        """Return the largest error that is right; second order amplifies rounding errors."""
-        return 30 * tolerance if q.group == "second order" else tolerance
-
-    def error(self, q: Quantity, rank_reduction: str) -> float:
-        """Return the error under this reduction."""
-        error = q.error(self.factor(q, rank_reduction))
-        if self.any_value and q.group == "value":
-            return min(error, q.error(), q.error(1 / len(self.sizes)))
-        return error
-
-    def table(self, rank_reduction: str, tolerance: float) -> Table:
-        """Return the table of the report."""
-        rows = []
+    def under(self, rank_reduction: str) -> list[Quantity]:
+        """Return the quantities under this reduction; it applies neither to outputs with rows nor to buffers."""
+        factor, found = self.factor(rank_reduction), []
         for q in self.quantities:
-            ratio = multiple(q.got, q.wanted, tolerance)
-            if ratio is not None:
-                ratio *= self.factor(q, rank_reduction)
-            error, allowed = self.error(q, rank_reduction), self.allowed(q, tolerance)
-            rows.append(Row(q.what, q.rank, error, ratio, error <= allowed, allowed))
-        return Table(self.title, len(self.sizes), tuple(rows), self.raised, self.skipped)
+            reduced = q if q.group in ("output", "buffer") else q.times(factor)
+            if self.any_value and q.group == "value":
+                reduced = min((reduced, q, q.times(1 / len(self.sizes))), key=lambda each: each.error)
+            found.append(reduced)
+        return found
+
+    def ok(self, rank_reduction: str) -> bool:
+        """Whether nothing was raised, and every quantity is right under this reduction."""
+        return self.table(rank_reduction).ok
+
+    def table(self, rank_reduction: str) -> Table:
+        """Return the table of the report."""
+        rows = tuple(q.row for q in self.under(rank_reduction))
+        return Table(self.title, len(self.sizes), rows, self.raised, self.skipped)
 
 
 def rows_of(measured: Sequence[Measurement]) -> tuple[tuple[int, ...], ...]:
@@ -134,10 +154,10 @@ def unchecked(runs: Sequence[Run], tolerance: float) -> Iterator[str]:
         yield f"errors below {tolerance:.1g} pass, because of the precision of the tensors: pass float64"
     each = [q for run in runs for q in run.quantities if q.group == "gradient" and q.wanted.numel()]
     for name in dict.fromkeys(q.what for q in each):
-        largest = max(_largest([q.wanted]) / (q.unit or 1.0) for q in each if q.what == name)
-        if largest == 0:
+        most = max(largest(q.wanted) / (q.unit or 1.0) for q in each if q.what == name)
+        if most == 0:
             yield f"{name}: zero in every run"
-        elif largest < 10 * tolerance:
+        elif most < 10 * tolerance:
             yield f"{name}: too small beside the others to be checked in this precision: pass float64"
 
 
@@ -155,53 +175,46 @@ def multiple(got: Tensor, wanted: Tensor, tolerance: float) -> float | None:
     if not (a.isfinite().all() and b.isfinite().all()) or not b.abs().max():
         return None
     ratio = float(a @ b / (b @ b))
-    close = float((a - ratio * b).abs().max()) <= max(tolerance, 1e-9) * 10 * float(b.abs().max()) * max(
-        abs(ratio), 1e-3
-    )
-    return ratio if close else None
+    close = max(tolerance, 1e-9) * 10 * float(b.abs().max()) * max(abs(ratio), 1e-3)
+    return ratio if float((a - ratio * b).abs().max()) <= close else None
 
 
-def compare(measured: list[Measurement], whole: Measurement, sizes: Sequence[int], names: Names) -> Iterator[Quantity]:
-    """Return every quantity of a run beside that of one process on the whole batch."""
-    yield from _outputs(measured, whole)
-    yield from _gradients([m.first for m in measured], whole.first, sizes, names, "gradient")
-    if whole.second is not None:
-        second = [m.second for m in measured if m.second is not None]
-        yield from _gradients(second, whole.second, sizes, names, "second order")
-    for i, name in enumerate(names.buffers):
-        for r, m in enumerate(measured):
-            wanted = whole.buffers[i]
-            yield Quantity(f"buffer {name}", "buffer", r, m.buffers[i], wanted, _largest([wanted]))
+def compare(
+    measured: Sequence[Measurement], whole: Measurement, sizes: Sequence[int], names: Names, tolerance: float
+) -> list[Quantity]:
+    """Return every quantity of a run under a sum over ranks, beside that of one process on the whole batch."""
+
+    def quantities() -> Iterator[Quantity]:
+        for i, wanted in enumerate(whole.outputs):
+            ys = [m.outputs[i] for m in measured]
+            number = f"[{i}]" if len(whole.outputs) > 1 else ""
+            if any(y.dim() for y in ys):
+                yield Quantity(f"output{number}", "output", None, torch.cat(ys), wanted, largest(wanted), tolerance)
+            elif differentiable(wanted):
+                unit = max(largest(wanted), SMALL * whole.scale)
+                yield Quantity(f"value{number}", "value", None, torch.stack(ys).sum(), wanted, unit, tolerance)
+        yield from gradients([m.first for m in measured], whole.first, "gradient", tolerance)
+        if whole.second is not None:  # rounding errors are amplified
+            yield from gradients([m.second for m in measured if m.second], whole.second, "second order", 30 * tolerance)
+        for i, name in enumerate(names.buffers):
+            for r, m in enumerate(measured):
+                wanted = whole.buffers[i]
+                yield Quantity(f"buffer {name}", "buffer", r, m.buffers[i], wanted, largest(wanted), tolerance)
+
+    def gradients(ranks: Sequence[Gradients], wanted: Gradients, group: str, allowed: float) -> Iterator[Quantity]:
+        most = largest(*wanted.inputs, *wanted.parameters)
+        for i, name in enumerate(names.inputs):
+            unit = max(largest(wanted.inputs[i]), SMALL * most)
+            for r, piece in enumerate(torch.split_with_sizes(wanted.inputs[i], list(sizes))):
+                yield Quantity(f"{group} of {name}", group, r, ranks[r].inputs[i], piece, unit, allowed)
+        for i, name in enumerate(names.parameters):
+            got, total = torch.stack([g.parameters[i] for g in ranks]).sum(0), wanted.parameters[i]
+            yield Quantity(f"{group} of {name}", group, None, got, total, max(largest(total), SMALL * most), allowed)
+
+    return list(quantities())
 
 
-def _outputs(measured: list[Measurement], whole: Measurement) -> Iterator[Quantity]:
-    many = len(whole.outputs) > 1
-    for i, wanted in enumerate(whole.outputs):
-        ys = [m.outputs[i] for m in measured]
-        number = f"[{i}]" if many else ""
-        if all(y.dim() == 0 for y in ys):
-            if differentiable(wanted):
-                unit = max(_largest([wanted]), SMALL * whole.scale)
-                yield Quantity(f"value{number}", "value", None, torch.stack(ys).sum(), wanted, unit)
-        else:
-            yield Quantity(f"output{number}", "output", None, torch.cat(ys), wanted, _largest([wanted]))
-
-
-def _gradients(
-    ranks: Sequence[Gradients], whole: Gradients, sizes: Sequence[int], names: Names, group: str
-) -> Iterator[Quantity]:
-    largest = _largest([*whole.inputs, *whole.parameters])
-    for i, name in enumerate(names.inputs):
-        parts = torch.split_with_sizes(whole.inputs[i], list(sizes))
-        unit = max(_largest([whole.inputs[i]]), SMALL * largest)
-        for r, wanted in enumerate(parts):
-            yield Quantity(f"{group} of {name}", group, r, ranks[r].inputs[i], wanted, unit)
-    for i, name in enumerate(names.parameters):
-        wanted = whole.parameters[i]
-        got = torch.stack([g.parameters[i] for g in ranks]).sum(0)
-        yield Quantity(f"{group} of {name}", group, None, got, wanted, max(_largest([wanted]), SMALL * largest))
-
-
-def _largest(tensors: Sequence[Tensor]) -> float:
-    finite = [t.abs()[t.isfinite()] for t in tensors if t.dtype != torch.bool]
+def largest(*tensors: Tensor) -> float:
+    """Return the largest finite |x| of these tensors, 0 if there is none."""
+    finite = [t.detach().abs()[t.isfinite()] for t in tensors if t.dtype != torch.bool]
     return max((float(x.max()) for x in finite if x.numel()), default=0.0)

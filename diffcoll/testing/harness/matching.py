@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing.cases import numbers
+from diffcoll.testing.harness.case import Case, Witness
 from diffcoll.testing.harness.comparison import Names, Run, compare, rows_of
 from diffcoll.testing.harness.cuts import Cuts, GraphCuts, Undetached
-from diffcoll.testing.harness.differences import Direction, directions, losses_along, partials, size
+from diffcoll.testing.harness.differences import directions, losses_along, partials, size
 from diffcoll.testing.harness.evidence import Evidence
 from diffcoll.testing.harness.measure import (
     Measurement,
@@ -44,24 +46,26 @@ class Matching:
     rank_reduction: str
     plan: MeasurementPlan
     timeout: float
+    #: The largest relative error that is right.
+    tolerance: float = 0.0
     #: The batch by its number of rows: a function is called once for each.
     _wholes: dict[int, Any] = field(default_factory=dict)
 
     def run(self, on: str, sizes: tuple[int, ...]) -> Run:
         """Measure on ranks with these numbers of rows, and on one process."""
-        n = len(sizes)
-        whole = self.whole(sizes)
+        n, whole = len(sizes), self.whole(sizes)
         parts = split(whole, sizes)
         refuse_equal_ranks(self.name, "batch", parts)
-        plan = replace(self.plan, scale=float(n) if self.rank_reduction == "mean" else 1.0)
-        measured: list[Measurement] = self._on(on, on_rank, [self.distributed] * n, [plan] * n, range(n), parts)
+        measured: list[Measurement] = self.on(
+            on, on_rank, [self.distributed] * n, [self.plan_of(n)] * n, range(n), parts
+        )
         count = len(measured[0].outputs)
         if any(len(m.outputs) != count for m in measured):
             counts = [len(m.outputs) for m in measured]
             raise ValueError(f"{self.name}: distributed: returned {counts} outputs on the ranks, expected equally many")
         of_one = replace(self.plan, outputs=rows_of(measured), inputs=sizes)
         reference: Measurement
-        (reference,) = self._on("simulated", on_rank, [self.single], [of_one], [0], [whole])
+        (reference,) = self.on("simulated", on_rank, [self.single], [of_one], [0], [whole])
         if reference.first.parameters and not any(g.any() for g in reference.first.parameters):
             raise unused(self.name, "single")
         self._refuse_nothing_to_compare(reference, sizes)
@@ -69,7 +73,7 @@ class Matching:
         if self.rank_reduction == "any" and len(kinds) > 1:
             got = '"any" for a loss and outputs with rows together'
             raise ValueError(message(self.name, "rank_reduction", got, '"mean" or "sum"'))
-        quantities = list(compare(measured, reference, sizes, self.names(sizes)))
+        quantities = compare(measured, reference, sizes, self.names(sizes), self.tolerance)
         return Run(on, sizes, quantities, measured, reference, any_value=self.rank_reduction == "any")
 
     def _refuse_nothing_to_compare(self, reference: Measurement, sizes: tuple[int, ...]) -> None:
@@ -125,85 +129,109 @@ class Matching:
         names = input_names(subject.fn, self.whole(sizes))
         return Names(names, list(subject.parameters), list(subject.buffers))
 
-    # ── diagnosis ────────────────────────────────────────────────────────────────────────────────────────
+    def plan_of(self, n: int) -> MeasurementPlan:
+        """Return what n ranks measure."""
+        return replace(self.plan, scale=float(n) if self.rank_reduction == "mean" else 1.0)
 
-    def evidence(self, run: Run, seen: Sequence[str]) -> Evidence:
-        """Measure how each rank's loss depends on each rank's tensors."""
-        n, names = len(run.sizes), self.names(run.sizes)
-        parts = split(self.whole(run.sizes), run.sizes)
-        plan = replace(self.plan, scale=float(n) if self.rank_reduction == "mean" else 1.0)
-        parameters = list(self.distributed.unpack().parameters.values())
-        leaves = [leaves_of(part) + parameters for part in parts]
-        each = directions(leaves, few=0, random=_DIRECTIONS if len(leaves[0]) < 20 else 1)
-        losses = self._on(run.on, losses_along, [self.distributed] * n, [plan] * n, [each] * n, range(n), parts)
+    def case(self, run: Run, rank_reduction: str) -> Case:
+        """Return a wrong run for the diagnosis, with the graph cuts of its forward, which runs again."""
+        witness = _OneProcess(self, run, rank_reduction)
+        cuts = Cuts.of_all(self.on(run.on, cuts_on_rank, [self.distributed] * len(run.sizes), witness.parts))
+        witness.seen = cuts.seen
+        bad = [r for r, m in enumerate(run.measured) if not all(y.isfinite().all() for y in m.outputs)]
+        return Case(run.under(rank_reduction), run.sizes, rank_reduction, self.tolerance, bad, cuts, witness)
 
-        def step(direction: Direction) -> float:
-            return size(leaves[direction.rank][direction.leaf])
+    def outputs(self, packed: Packed, part: Any) -> list[Tensor]:
+        """Return the results of one process."""
+        found: list[Tensor] = self.on("simulated", _outputs, [packed], [part])[0]
+        return found
 
-        gradients = [m.first.inputs + m.first.parameters for m in run.measured]
-        return Evidence(run.sizes, names.inputs + names.parameters, gradients, partials(each, losses, step), seen)
+    def on(self, kind: str, fn: Callable[..., Any], *per_rank: Sequence[Any]) -> list[Any]:
+        """Run fn once per rank on one kind of ranks."""
+        return run_on(kind, fn, *per_rank, seed=self.plan.seed, timeout=self.timeout)
 
-    def cuts(self, run: Run) -> Cuts:
-        """Run the forward again, and return the graph cuts."""
-        parts, n = split(self.whole(run.sizes), run.sizes), len(run.sizes)
-        return Cuts.of_all(self._on(run.on, cuts_on_rank, [self.distributed] * n, parts))
 
-    def restored(self, run: Run, rank_reduction: str, tolerance: float) -> set[str]:
-        """Return the names of the gradients that are right if the user's calls of detach() keep the graph."""
-        n = len(run.sizes)
-        plan = replace(self.plan, scale=float(n) if self.rank_reduction == "mean" else 1.0, order=1)
-        parts = split(self.whole(run.sizes), run.sizes)
+class _OneProcess(Witness):
+    """Measures more of a run that differs from one process."""
+
+    def __init__(self, matching: Matching, run: Run, rank_reduction: str) -> None:
         assert run.reference is not None
+        self._matching, self._run, self._rank_reduction, self._reference = matching, run, rank_reduction, run.reference
+        self._size, self._whole = len(run.sizes), matching.whole(run.sizes)
+        self._names = matching.names(run.sizes)
+        self.parts = split(self._whole, run.sizes)
+        #: Names of the collectives that ran in the forward.
+        self.seen: Sequence[str] = ()
+
+    @cached_property
+    def evidence(self) -> Evidence:
+        """Finite differences of each rank's loss by each rank's tensors."""
+        run, n = self._run, self._size
+        parameters = list(self._matching.distributed.unpack().parameters.values())
+        leaves = [leaves_of(part) + parameters for part in self.parts]
+        each = directions(leaves, few=0, random=_DIRECTIONS if len(leaves[0]) < 20 else 1)
+        losses = self._on_ranks(losses_along, [self._matching.plan_of(n)] * n, [each] * n, range(n), self.parts)
+        found = partials(each, losses, lambda d: size(leaves[d.rank][d.leaf]))
+        gradients = [m.first.inputs + m.first.parameters for m in run.measured]
+        return Evidence(run.sizes, self._names.inputs + self._names.parameters, gradients, found, self.seen)
+
+    @cached_property
+    def restored(self) -> set[str]:
+        """The names of the gradients that are right if the user's calls of detach() keep the graph."""
+        run, n = self._run, self._size
+        plan = replace(self._matching.plan_of(n), order=1)
         try:
-            measured = self._on(run.on, _undetached, [self.distributed] * n, [plan] * n, range(n), parts)
-            each = list(compare(measured, replace(run.reference, second=None), run.sizes, self.names(run.sizes)))
+            measured = self._on_ranks(undetached, [plan] * n, range(n), self.parts)
+            first = replace(self._reference, second=None)
+            again = replace(run, quantities=compare(measured, first, run.sizes, self._names, self._matching.tolerance))
         except Exception:
             return set()
-        return {q.what for q in each} - {q.what for q in each if not run.is_right(q, rank_reduction, tolerance)}
+        each = again.under(self._rank_reduction)
+        return {q.what for q in each} - {q.what for q in each if not q.ok}
 
-    def rounding(self, run: Run, rank_reduction: str, tolerance: float) -> set[str]:
-        """Return the names of what changes as much on one process, if the last digit of the inputs changes."""
-        whole, names = self.whole(run.sizes), self.names(run.sizes)
-        leaves, rebuild = tree_flatten(whole)
+    @cached_property
+    def rounding(self) -> set[str]:
+        """The names of what changes as much on one process, if the last digit of the inputs changes."""
+        run, matching = self._run, self._matching
+        leaves, rebuild = tree_flatten(self._whole)
         moved = [x + torch.finfo(x.dtype).eps * x * noise(x) if differentiable(x) else x for x in leaves]
-        plan = replace(self.plan, outputs=run.rows, inputs=run.sizes)
-        (found,) = self._on("simulated", on_rank, [self.single], [plan], [0], [rebuild(moved)])
-        assert run.reference is not None
-        each = compare([found], run.reference, (sum(run.sizes),), names)
-        errors = {
-            q.what: run.error(q, rank_reduction)
-            for q in sorted(run.quantities, key=lambda q: run.error(q, rank_reduction))
-        }
-        return {q.what for q in each if q.error() > max(tolerance, 0.1 * errors.get(q.what, 0.0))}
+        plan = replace(matching.plan, outputs=rows_of(run.measured), inputs=run.sizes)
+        (found,) = matching.on("simulated", on_rank, [matching.single], [plan], [0], [rebuild(moved)])
+        errors: dict[str, float] = {}
+        for q in run.under(self._rank_reduction):
+            errors[q.what] = max(q.error, errors.get(q.what, 0.0))
+        each = compare([found], self._reference, (sum(run.sizes),), self._names, matching.tolerance)
+        return {q.what for q in each if q.error > max(matching.tolerance, 0.1 * errors.get(q.what, 0.0))}
 
-    def is_random(self, run: Run) -> bool:
+    @cached_property
+    def is_random(self) -> bool:
         """Whether one process gets other results with another seed."""
-        whole = self.whole(run.sizes)
-        seeds = (self.plan.seed, self.plan.seed + 1)
-        a, b = (run_on("simulated", _outputs, [self.single], [whole], seed=s, timeout=self.timeout)[0] for s in seeds)
+        matching, seed = self._matching, self._matching.plan.seed
+        a, b = (
+            run_on("simulated", _outputs, [matching.single], [self._whole], seed=s, timeout=matching.timeout)[0]
+            for s in (seed, seed + 1)
+        )
         return not _close([a], [b])
 
-    def local_statistics(self, run: Run) -> str | None:
-        """Say whether the distributed code takes statistics of each rank's rows alone; None: it does not.
+    @cached_property
+    def local_statistics(self) -> str | None:
+        """Whether the distributed code takes statistics of each rank's rows alone, in words; None: it does not.
 
         Either each rank returns what one process returns for the rank's rows, or the results are right as soon as all
         ranks have the same rows, and so the same statistics.
         """
-        whole, n = self.whole(run.sizes), len(run.sizes)
+        run, matching, n = self._run, self._matching, self._size
         losses = [i for i, y in enumerate(run.measured[0].outputs) if y.dim() == 0]
         rows = min(k for k in run.sizes if k > 0)
-        first = split(whole, (rows, sum(run.sizes) - rows))[0]
+        first = split(self._whole, (rows, sum(run.sizes) - rows))[0]
         try:
-            locals_ = [
-                self._outputs(self.single, part)
-                for part, k in zip(split(whole, run.sizes), run.sizes, strict=True)
-                if k
+            alone = [
+                matching.outputs(matching.single, part) for part, k in zip(self.parts, run.sizes, strict=True) if k
             ]
-            of_ranks = [m.outputs for m, k in zip(run.measured, run.sizes, strict=True) if k]
-            if _close(locals_, of_ranks):
+            if _close(alone, [m.outputs for m, k in zip(run.measured, run.sizes, strict=True) if k]):
                 return "each rank returns what one process returns for the rank's own rows"
-            together = self._on("simulated", _outputs, [self.distributed] * n, [first] * n)
-            expected = self._outputs(self.single, repeated(first, n))
+            together = matching.on("simulated", _outputs, [matching.distributed] * n, [first] * n)
+            expected = matching.outputs(matching.single, repeated(first, n))
         except Exception:
             return None
         for i, y in enumerate(expected):
@@ -213,12 +241,8 @@ class Matching:
                 return None
         return "right if all ranks have the same rows, wrong if they differ"
 
-    def _outputs(self, packed: Packed, part: Any) -> list[Tensor]:
-        found: list[Tensor] = self._on("simulated", _outputs, [packed], [part])[0]
-        return found
-
-    def _on(self, kind: str, fn: Callable[..., Any], *per_rank: Sequence[Any]) -> list[Any]:
-        return run_on(kind, fn, *per_rank, seed=self.plan.seed, timeout=self.timeout)
+    def _on_ranks(self, fn: Callable[..., Any], *per_rank: Sequence[Any]) -> list[Any]:
+        return self._matching.on(self._run.on, fn, [self._matching.distributed] * self._size, *per_rank)
 
 
 def unused(name: str, functions: str) -> ValueError:
@@ -286,7 +310,8 @@ def cuts_on_rank(packed: Packed, part: Any) -> Cuts:
     return cuts.found
 
 
-def _undetached(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> Measurement:
+def undetached(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> Measurement:
+    """Measure on this rank, where the user's calls of `detach()` keep the graph."""
     with Undetached():
         return on_rank(packed, plan, rank, part)
 

@@ -1,0 +1,133 @@
+"""A wrong run, and what can be measured of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from diffcoll.testing.harness.causes import Kind
+from diffcoll.testing.harness.comparison import Quantity, is_near
+from diffcoll.testing.harness.cuts import Cuts
+from diffcoll.testing.harness.evidence import Evidence
+from diffcoll.testing.harness.report import ratio_in_words
+
+#: Powers of N that a missing or repeated reduction multiplies by.
+_POWERS = (-2, -1, 0, 1, 2, 3)
+
+
+class Witness:
+    """Further measurements of the run that is examined, made when they are asked for."""
+
+    #: What the gradients are compared with, in words.
+    reference = "the right gradient"
+
+    @cached_property
+    def evidence(self) -> Evidence:
+        """Finite differences."""
+        raise NotImplementedError
+
+    @cached_property
+    def detached(self) -> str | None:
+        """Words if the graph of all ranks has these gradients too, so that something is detached."""
+        return None
+
+    @cached_property
+    def local_statistics(self) -> str | None:
+        """Words if the run takes statistics of each rank's rows alone."""
+        return None
+
+    @cached_property
+    def rounding(self) -> set[str]:
+        """The names of what is rounding error."""
+        return set()
+
+    @cached_property
+    def restored(self) -> set[str]:
+        """The names of the gradients that are right without the user's calls of detach()."""
+        return set()
+
+    @cached_property
+    def is_random(self) -> bool:
+        """Whether the reference changes with the seed."""
+        return False
+
+
+class Finding(NamedTuple):
+    """What a hypothesis explains."""
+
+    kind: Kind
+    #: The names of the quantities that need no other explanation.
+    names: list[str]
+    #: What was seen, in words.
+    seen: str
+
+
+@dataclass
+class Case:
+    """A wrong run."""
+
+    #: Under the reduction that was asked for.
+    quantities: Sequence[Quantity]
+    #: The rows of each rank; without rows 1.
+    sizes: tuple[int, ...]
+    #: "mean" or "sum"; "": the losses are summed and nothing is reduced afterwards.
+    rank_reduction: str
+    tolerance: float
+    #: The ranks that returned NaN or infinity.
+    not_finite: list[int]
+    cuts: Cuts
+    witness: Witness
+    found: list[Finding] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """N."""
+        return len(self.sizes)
+
+    @property
+    def factor(self) -> float:
+        """What the reduction multiplies a sum over ranks by."""
+        return 1 / self.size if self.rank_reduction == "mean" else 1.0
+
+    def of(self, name: str) -> list[Quantity]:
+        """Return the quantities of one name, on all ranks."""
+        return [q for q in self.quantities if q.what == name]
+
+    def left(self, *groups: str) -> list[str]:
+        """Return the names in these groups, or in all, of which something is wrong and not explained."""
+        known = {name for finding in self.found for name in finding.names}
+        wrong = [q.what for q in self.quantities if not q.ok and (not groups or q.group in groups)]
+        return [name for name in dict.fromkeys(wrong) if name not in known]
+
+    def has(self, *kinds: Kind) -> bool:
+        """Whether one of these causes was found."""
+        return any(finding.kind in kinds for finding in self.found)
+
+    def ratios(self, name: str) -> dict[int | None, float | None]:
+        """Return got / wanted by rank, without ranks whose wanted gradient is zero or empty if theirs is right."""
+        found: dict[int | None, float | None] = {}
+        for q in self.of(name):
+            idle = q.got.shape == q.wanted.shape and not (q.wanted.abs() > self.tolerance * q.unit).any()
+            if not (idle and q.ok):
+                found[q.rank] = 0.0 if q.got.shape == q.wanted.shape and not q.got.any() else q.ratio
+        return found
+
+    def ratio(self, name: str) -> float | None:
+        """Return the ratio that all ranks have; None: they have none in common."""
+        first, *others = self.ratios(name).values() or [None]
+        return first if all(is_near(other, first or 0.0, self.tolerance) for other in others) else None
+
+    def is_power(self, ratio: float | None) -> bool:
+        """Whether a ratio is a power of N, as a sum or a mean over ranks too many or too few gives."""
+        return any(is_near(ratio, float(self.size) ** p, self.tolerance) for p in _POWERS)
+
+    def scaled(self, ratio: float, of: str) -> str:
+        """Say in words that something is scaled, and under which reduction it would be exact."""
+        number = ratio_in_words(ratio, self.size, max(self.tolerance, 1e-3))
+        if not self.rank_reduction:
+            return f"it is {number} times {of}"
+        under_sum = ratio / self.factor
+        exact = [what for what, right in (("sum", 1), ("mean", self.size)) if is_near(under_sum, right, self.tolerance)]
+        return f'under "{self.rank_reduction}" {number} times {of}' + "".join(f', exact under "{w}"' for w in exact[:1])

@@ -1,0 +1,236 @@
+"""Names the causes of what is wrong.
+
+`HYPOTHESES` are tried in their order. Each is tested on the numbers of a run, finds what it explains, and is followed
+by those that explain the rest; so the strict ones stand first. What nothing explains is "wrong in direction".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from diffcoll.testing.harness.case import Case, Finding
+from diffcoll.testing.harness.causes import Kind, cause_of
+from diffcoll.testing.harness.comparison import Quantity, is_near
+from diffcoll.testing.harness.report import Cause
+
+#: A quantity is nearly right if its relative error is below this.
+_LITTLE = 5e-3
+
+
+def diagnose(case: Case) -> list[Cause]:
+    """Return the causes of what is wrong in this run."""
+    for hypothesis in HYPOTHESES:
+        for finding in hypothesis(case):
+            case.found.append(_or_graph_cut(case, finding))
+    return list(dict.fromkeys(cause_of(finding.kind, finding.seen) for finding in case.found))
+
+
+def _or_graph_cut(case: Case, finding: Finding) -> Finding:
+    """Blame the lines that take tensors out of the graph for a lost gradient; many a detach() is for logging alone."""
+    lost = finding.kind in (Kind.WRONG_IN_DIRECTION, Kind.NO_CONTRIBUTION)
+    if lost and case.cuts.lines and (case.cuts.collectives or case.witness.restored & set(finding.names)):
+        return finding._replace(kind=Kind.GRAPH_CUT)
+    return finding
+
+
+# ── the whole run ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _kinks(case: Case) -> Iterator[Finding]:
+    if names := [name for name in case.left() if any(q.most_allowed is None for q in case.of(name))]:
+        yield Finding(Kind.KINK, names, f"{_list(names)}: the sum of the losses is not differentiable here")
+
+
+def _detached(case: Case) -> Iterator[Finding]:
+    if case.cuts.detached and case.left() and (seen := case.witness.detached):
+        yield Finding(Kind.DETACHED, case.left(), seen)
+
+
+def _random(case: Case) -> Iterator[Finding]:
+    if case.left("value", "output") and case.witness.is_random:
+        yield Finding(Kind.RANDOM, case.left(), "one process gets other results with another seed")
+
+
+def _not_finite(case: Case) -> Iterator[Finding]:
+    def lost(q: Quantity) -> bool:
+        return bool(q.wanted.isfinite().all() and not q.got.isfinite().all())
+
+    if names := [name for name in case.left() if any(map(lost, case.of(name)))]:
+        empty = [r for r, rows in enumerate(case.sizes) if rows == 0]
+        of = f"; the value is not finite on {_ranks(case.not_finite)}" if case.not_finite else ""
+        rows = f"; {_ranks(empty)} {'has' if len(empty) == 1 else 'have'} no rows" if empty else ""
+        yield Finding(Kind.NOT_FINITE, names, f"{_list(names)}: NaN or infinite{of}{rows}")
+
+
+def _rounding(case: Case) -> Iterator[Finding]:
+    if case.left() and (names := [name for name in case.left() if name in case.witness.rounding]):
+        words = "changes as much on one process, if the last digits of the batch change"
+        yield Finding(Kind.ROUNDING, names, f"{_list(names)}: {words}")
+
+
+# ── factors ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _no_reduction(case: Case) -> Iterator[Finding]:
+    """One gradient is exact under a sum and another one under a mean."""
+    if case.size == 1 or not case.rank_reduction or not case.left("gradient"):
+        return
+    names = dict.fromkeys(q.what for q in case.quantities if q.group == "gradient")
+    ratios = {name: (case.ratio(name) or 0.0) / case.factor for name in names}
+    exact = {
+        what: [name for name, ratio in ratios.items() if is_near(ratio, right, case.tolerance)]
+        for what, right in (("sum", 1.0), ("mean", float(case.size)))
+    }
+    if exact["sum"] and exact["mean"]:
+        words = ", ".join(f'{_list(names)} exact under "{what}"' for what, names in exact.items())
+        yield Finding(Kind.NO_REDUCTION, exact["sum"] + exact["mean"], f"{words}: no reduction is right for both")
+
+
+def _scaled(case: Case) -> Iterator[Finding]:
+    """A gradient is the right one times a number, the same on all ranks; a single number must be a power of N."""
+    groups: dict[float, list[str]] = {}
+    for name in case.left("gradient"):
+        ratio = case.ratio(name)
+        single = sum(q.got.numel() for q in case.of(name)) == 1
+        if ratio and (case.is_power(ratio / case.factor) if single else not is_near(ratio, 1.0, _LITTLE)):
+            like = next((other for other in groups if is_near(ratio, other, case.tolerance)), ratio)
+            groups.setdefault(like, []).append(name)
+    right = any(q.ok and q.wanted.any() for q in case.quantities if q.group == "gradient")
+    for ratio, names in groups.items():
+        twice = bool(case.rank_reduction) and right and is_near(ratio, case.size, case.tolerance)
+        words = f"{_list(names)}: {case.scaled(ratio, case.witness.reference)}; right in direction"
+        yield Finding(Kind.REDUCED_TWICE if twice else Kind.SCALED, names, words)
+
+
+def _value_scaled(case: Case) -> Iterator[Finding]:
+    for name in case.left("value"):
+        (q,) = case.of(name)
+        if q.ratio and case.is_power(q.ratio / case.factor):
+            yield Finding(Kind.VALUE_SCALED, [name], f"{name}: {case.scaled(q.ratio, 'the loss of one process')}")
+
+
+def _nearly_right(case: Case) -> Iterator[Finding]:
+    names = [name for name in case.left() if all(q.ok or q.error < _LITTLE for q in case.of(name))]
+    if names:
+        off = max(q.error for name in names for q in case.of(name))
+        yield Finding(Kind.NEARLY_RIGHT, names, f"{_list(names)}: off by {off:.1e}, {case.tolerance:.1e} is allowed")
+
+
+def _zero(case: Case) -> Iterator[Finding]:
+    """A gradient is zero on some ranks, and on the others right but for a common factor."""
+    groups: dict[str, list[str]] = {}
+    for name in case.left("gradient"):
+        ratios = case.ratios(name)
+        others = [ratio for ratio in ratios.values() if ratio != 0]
+        none = [str(r) for r, ratio in ratios.items() if ratio == 0]
+        if none and all(is_near(ratio, others[0] or 0.0, case.tolerance) for ratio in others):
+            groups.setdefault("every rank" if not others else f"rank {', '.join(none)}", []).append(name)
+    for where, names in groups.items():
+        yield Finding(Kind.NO_CONTRIBUTION, names, f"{_list(names)}: the gradient is zero on {where}")
+
+
+def _mean_of_local_means(case: Case) -> Iterator[Finding]:
+    """Rank r's gradient is off by (rows of all ranks) / (N · rows of rank r)."""
+
+    def is_off(name: str) -> bool:
+        ratios, total = case.ratios(name), sum(case.sizes) / case.size
+        return None not in ratios and any(
+            all(is_near((ratio or 0.0) * c * case.sizes[r or 0], total) for r, ratio in ratios.items())
+            for c in (1.0, 1 / case.factor)
+        )
+
+    names = [name for name in case.left("gradient") if len(set(case.sizes)) > 1 and is_off(name)]
+    if names:  # such a mean is a value of the rank's rows
+        words = f"{_list(names)}: off by (rows of all ranks) / (N · rows of the rank) on each rank"
+        yield Finding(Kind.MEAN_OF_LOCAL_MEANS, names + case.left("value", "output"), words)
+
+
+# ── another computation ──────────────────────────────────────────────────────────────────────────────────
+
+
+def _other_values(case: Case) -> Iterator[Finding]:
+    """Values, outputs or buffers are not those of one process."""
+    names = case.left("value", "output", "buffer")
+    if not names:
+        return
+    if (statistics := case.witness.local_statistics) is not None:
+        yield Finding(Kind.LOCAL_STATISTICS, names, statistics)
+    elif not case.left("value", "output"):
+        yield Finding(Kind.LOCAL_STATISTICS, names, f"{_list(names)}: not updated with the rows of the whole batch")
+    else:
+        words = "not what one process computes on the whole batch, under any reduction"
+        yield Finding(Kind.ANOTHER_LOSS, names, f"{_list(names)}: {words}")
+
+
+def _mistakes(case: Case) -> Iterator[Finding]:
+    """Compare with what common mistakes give, by finite differences."""
+    groups: dict[tuple[Kind, str], list[str]] = {}
+    for name in case.left("gradient"):
+        if found := case.witness.evidence.cause(_short(name)):
+            groups.setdefault(found, []).append(name)
+    for (kind, seen), names in groups.items():
+        if kind != Kind.CONSISTENT:
+            yield Finding(kind, names, f"{_list(names)}: {seen}")
+        elif not case.rank_reduction:
+            yield Finding(Kind.SCALED, names, f"{_list(names)}: {seen}")
+        elif not case.has(*_OTHER):
+            words = f"not the gradient of one process; {seen}, so the forward is what differs"
+            yield Finding(Kind.ANOTHER_LOSS, names, f"{_list(names)}: {words}")
+
+
+def _scaled_differently(case: Case) -> Iterator[Finding]:
+    for name in case.left("gradient"):
+        ratios = case.ratios(name)
+        if None not in ratios and all(ratio is not None for ratio in ratios.values()):
+            each = ", ".join(f"{ratio:.4g} on rank {r}" for r, ratio in ratios.items())
+            seen = f"{_short(name)}: right in direction on each rank, off by {each}"
+            yield Finding(Kind.SCALED_DIFFERENTLY, [name], seen)
+
+
+def _wrong_in_direction(case: Case) -> Iterator[Finding]:
+    if (names := case.left("gradient")) and not case.has(*_OTHER):
+        yield Finding(Kind.WRONG_IN_DIRECTION, names, f"{_list(names)}: no multiple of {case.witness.reference}")
+
+
+def _second_order(case: Case) -> Iterator[Finding]:
+    if not case.found and (names := case.left("second order")):
+        short = _list([name.removeprefix("second order of ") for name in names])
+        words = f"the first order is right, and the second order is wrong for {short}"
+        yield Finding(Kind.SECOND_ORDER, names, words)
+
+
+#: Where values are others, gradients are too, and need no further words.
+_OTHER = (Kind.LOCAL_STATISTICS, Kind.ANOTHER_LOSS)
+
+HYPOTHESES: Sequence[Callable[[Case], Iterator[Finding]]] = (
+    _detached,
+    _kinks,
+    _random,
+    _not_finite,
+    _rounding,
+    _value_scaled,
+    _no_reduction,
+    _scaled,
+    _nearly_right,
+    _zero,
+    _mean_of_local_means,
+    _other_values,
+    _mistakes,
+    _scaled_differently,
+    _wrong_in_direction,
+    _second_order,
+)
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("gradient of ")
+
+
+def _list(names: Sequence[str]) -> str:
+    """Return names in words, those of gradients by their tensor."""
+    short = list(map(_short, names))
+    return short[0] if len(short) == 1 else f"{', '.join(short[:-1])} and {short[-1]}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) != 1)} {' and '.join(map(str, ranks))}"
