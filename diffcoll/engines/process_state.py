@@ -1,4 +1,4 @@
-"""State of the process that each rank has for itself: random number generators, handling of warnings, output streams.
+"""State of the process that each rank has for itself: random numbers, warnings, output streams, the environment.
 
 Simulated ranks take turns. Each keeps its own state while the others run. A copy of the process that a rank forks is
 not a rank.
@@ -22,6 +22,12 @@ _WARNINGS = ("filters", "showwarning", "_showwarnmsg_impl")
 _STREAMS = ("stdout", "stderr")
 
 
+def launched_as(rank: int, size: int) -> dict[str, str]:
+    """Return the variables of the environment that torchrun sets for a rank on one host."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": 29500}
+    return {**{name: str(number) for name, number in numbers.items()}, "MASTER_ADDR": "127.0.0.1"}
+
+
 def seed_rank(seed: int, rank: int) -> None:
     """Seed the generators, those of other devices too, for one rank: torch's, Python's, and NumPy's if imported."""
     torch.manual_seed(_stream(seed, rank))
@@ -29,7 +35,7 @@ def seed_rank(seed: int, rank: int) -> None:
 
 
 def states_of_ranks(seed: int, size: int) -> Iterator[Any]:
-    """Yield the process's state for each rank, with the generators as `seed_rank` leaves them.
+    """Yield the process's state for each rank, with the generators as `seed_rank` leaves them, and its environment.
 
     The generators of other devices are shared by all ranks and seeded once: `torch.manual_seed` formats a stack trace
     for each device that is not in use yet.
@@ -37,19 +43,26 @@ def states_of_ranks(seed: int, size: int) -> Iterator[Any]:
     torch.manual_seed(_stream(seed, size - 1))
     for rank in range(size):
         _seed_cpu(_stream(seed, rank))
-        yield process_state()
+        *state, environment = process_state()
+        own = {os.environ.encodekey(k): os.environ.encodevalue(v) for k, v in launched_as(rank, size).items()}
+        yield *state, {**environment, **own}
 
 
 def process_state() -> Any:
-    """Return the state of the generators of the CPU, of warnings and of streams."""
+    """Return the state of the generators of the CPU, of warnings and of streams, and the environment itself.
+
+    The environment is the dict behind `os.environ`, whatever has imported that; ranks must not change the caller's.
+    """
     numpy = sys.modules.get("numpy")
     generators = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
-    return generators, [getattr(warnings, w, None) for w in _WARNINGS], [getattr(sys, s) for s in _STREAMS]
+    handling = [getattr(warnings, w, None) for w in _WARNINGS]
+    return generators, handling, [getattr(sys, s) for s in _STREAMS], os.environ._data  # type: ignore[attr-defined]
 
 
 def set_process_state(state: Any) -> None:
     """Restore a state returned by `process_state`."""
-    generators, handling, streams = state
+    generators, handling, streams, environment = state
+    os.environ._data = environment  # type: ignore[attr-defined]
     torch.set_rng_state(generators[0])
     random.setstate(generators[1])
     if generators[2] is not None:

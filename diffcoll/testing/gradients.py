@@ -42,8 +42,9 @@ def assert_matches_single_process(
 ) -> Report:
     """Tests of a distributed loss or layer: check that N ranks compute what one process computes on the whole batch.
 
-    Compared are the value, the gradients of the inputs and of the parameters, the buffers, and with `order=2` a
-    Hessian-vector product. A failure names the cause and the line of code that loses a gradient.
+    Compared are the value, the gradients of the inputs and of the parameters, the buffers and the values of parameters
+    after the call, and with `order=2` a Hessian-vector product. A failure names the cause and the line of code that
+    loses a gradient.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import assert_matches_single_process
@@ -59,13 +60,14 @@ def assert_matches_single_process(
 
     Args:
         distributed: called on each rank as distributed(*part) with the rank's rows of the batch. It may use diffcoll or
-            torch.distributed. Returns a loss (0-d), or a tree of outputs with one row for each row of its input.
+            torch.distributed. Returns a loss (0-d), or a tree of outputs with one row for each row of its input, in
+            tuples, dicts, dataclasses; None and strings in it are left out.
         single: called as single(*whole) on one process, in a group of one rank.
         batch: a tensor, or a tuple (positional arguments) or dict (keyword arguments) of trees of tensors, which are
             split along dim 0; or a function that returns one for a number of rows. Other values are passed on as they
             are. All floating-point tensors get gradients.
-        module: an `nn.Module`, or a list of parameters, used by both functions. Each rank gets a copy of the functions
-            and the module, as on real processes.
+        module: an `nn.Module`, or a list of modules and parameters, used by both functions. Each rank gets a copy of
+            the functions and the module, as on real processes.
         sizes: for each run, the rows of each rank.
         rank_reduction: what is done with the losses and gradients of the ranks afterwards. "mean": averaged, as by DDP
             and by `GradientAverager`. "sum": summed. "any": one of the two must be right for all gradients.
@@ -142,8 +144,9 @@ def check_gradients(
         per_rank: one or more sequences with one element for each rank, as for `simulate`. Floating-point tensors in
             them, in trees too, get gradients. They must be float64 or complex128.
         order: 2: check a Hessian-vector product too.
-        module: an `nn.Module`, or a list of parameters, used by fn. Each rank gets a copy of fn and the module. The
-            gradient of a rank's parameters is compared with finite differences that move this rank's copy alone.
+        module: an `nn.Module`, or a list of modules and parameters, used by fn. Each rank gets a copy of fn and the
+            module. The gradient of a rank's parameters is compared with finite differences that move this rank's copy
+            alone.
         on: "simulated", and backends for real processes: "gloo", "mpi".
         seed: of the random numbers of the ranks, which start anew for each evaluation, and of directions.
         timeout: seconds that a run on real processes may take.

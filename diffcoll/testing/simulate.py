@@ -74,7 +74,8 @@ def simulate(
 
     The ranks run in the modes of the caller: grad mode, autocast, `with torch.device(…)`, hooks for saved tensors, and
     PyTorch's other thread-local state. The caller's `torch.get_num_threads()` is divided among the ranks, at least one
-    each.
+    each. Each rank has an `os.environ` of its own, with the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK,
+    MASTER_ADDR, …).
 
     Returns:
         The ranks' results, in order.

@@ -42,6 +42,9 @@ def spawn(
         timeout: seconds until the whole call ends at the latest, also if ranks hang; at most a million.
         seed: rank r starts its streams of random numbers from (seed, r), the same as under `simulate`.
 
+    Each rank has the caller's environment, and the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK,
+    MASTER_ADDR, …).
+
     Returns:
         The ranks' results, in order; tensors in them come detached, on the CPU.
 

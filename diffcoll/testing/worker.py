@@ -33,7 +33,7 @@ from typing_extensions import override
 from diffcoll.core.checks import is_on
 from diffcoll.core.groups import set_default_group
 from diffcoll.core.torch_private.trees import tree_map
-from diffcoll.engines.process_state import copies_end_here, seed_rank
+from diffcoll.engines.process_state import copies_end_here, launched_as, seed_rank
 from diffcoll.testing._calls import missing
 from diffcoll.testing.processes import GRACE, RankFailure
 
@@ -102,7 +102,7 @@ def serve(pipe: Connection, own: Mapping[str, str] | None = None) -> None:
         while True:
             seat, payload = pickle.loads(pipe.recv_bytes()), pipe.recv_bytes()
             here, path, environment = seat.around
-            surround(here, path, {**environment, **(own or {})})
+            surround(here, path, {**environment, **launched_as(seat.rank, seat.size), **(own or {})})
             _one_call(pipe, seat, payload)
 
 

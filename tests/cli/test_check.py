@@ -271,7 +271,7 @@ def test_the_seed(run, monkeypatch):
         (f"{NAME}:total --batch single", "argument --batch: got torch.float32, expected float64 or complex128, the "
             "precision that finite differences need; pass --double"),
         (f"{NAME}:total --module layer", "argument --module: got torch.float32, expected float64"),
-        (f"{NAME}:total --module number", "module: got int, expected an nn.Module, or a list of leaf tensors"),
+        (f"{NAME}:total --module number", "module: got int, expected an nn.Module, or a list of modules and of leaf"),
         (f"{NAME}:holder --against whole", "argument --module: got nothing, for a TARGET with parameters, expected"),
         (f"{NAME}:total --batch bad_batch", "error: RuntimeError: no data\nraised at "),
         (f"{NAME}:raises", "KeyError: '<lost>\\nand more'\nraised on simulated rank 0 of 2; rank 1 raised KeyError\n"

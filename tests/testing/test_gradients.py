@@ -218,7 +218,7 @@ def test_outputs_with_rows_and_buffers():
         assert_matches_single_process, distributed, single, per_rank(8, 3)[0], module=module, sizes=[(5, 3)]
     )
     assert causes(report)[0] == "local statistics"
-    assert "each rank returns what one process returns for the rank's own rows" in str(report)
+    assert "each rank returns what one process returns for the rank's own rows" in report.causes[0].seen
     report = failure(assert_matches_single_process, lambda x: single(x), single, per_rank(8, 3)[0], module=module)
     assert not any(row.ok for row in report.tables[0].rows if row.what == "buffer running_mean")
 
@@ -411,7 +411,8 @@ WRONG = {
         dict(single=lambda x: x),
         "output 0: distributed returned a 0-d loss on all ranks together, single 8 rows",
     ),
-    "no tensor": (dict(single=lambda x: "loss"), "returned str, expected a loss"),
+    "no tensor": (dict(single=lambda x: {1}), "returned set, expected a loss"),
+    "no result": (dict(single=lambda x: "loss"), "distributed returned 1 outputs, single 0"),
     "numbers of outputs": (dict(distributed=lambda x: [loss(x)] * (1 + dc.get_rank())), r"returned \[1, 2\] outputs"),
     "not picklable": (
         dict(distributed=lambda x, lock=threading.Lock(): loss(x)),  # noqa: B008

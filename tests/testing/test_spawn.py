@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 import diffcoll as dc
 from diffcoll.core.arguments import MOVED
-from diffcoll.testing import RanksFailedError, spawn
+from diffcoll.testing import RanksFailedError, simulate, spawn
 
 on_both = pytest.mark.parametrize("backend", ["gloo", "mpi"])
 
@@ -151,6 +152,27 @@ def test_surroundings(backend, monkeypatch, tmp_path):
         monkeypatch.setenv("DIFFCOLL_TEST", value)
         found = value, os.environ.get("PYTHONPATH"), str(tmp_path), sys.path
         assert spawn(body, range(1), backend=backend) == [found]
+
+
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.mark.parametrize("run", [simulate, spawn, partial(spawn, backend="mpi")], ids=["simulated", "gloo", "mpi"])
+def test_ranks_have_the_variables_of_a_launcher(run, monkeypatch):
+    """Each its own; what a rank sets is its own too."""
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("DIFFCOLL_TEST", "caller")
+    before = dict(os.environ)
+
+    def body(r):
+        found = [os.environ[name] for name in LAUNCHER]
+        os.environ["DIFFCOLL_TEST"] += str(r)
+        dc.all_reduce(torch.ones(1))
+        return found, os.environ["DIFFCOLL_TEST"], os.getenv("RANK")
+
+    found = run(body, range(3))
+    assert found == [([str(r), str(r), "3", "3", "127.0.0.1", "29500"], f"caller{r}", str(r)) for r in range(3)]
+    assert dict(os.environ) == before
 
 
 def in_another_process(tmp_path, code, **modules):

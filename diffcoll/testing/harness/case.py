@@ -49,6 +49,11 @@ class Witness:
         return set()
 
     @cached_property
+    def unstopped(self) -> set[str]:
+        """The names of the gradients that the reference has too without its calls of detach()."""
+        return set()
+
+    @cached_property
     def is_random(self) -> bool:
         """Whether the reference changes with the seed."""
         return False

@@ -28,7 +28,11 @@ class Kind(str, Enum):
     RANK_MISSING = "rank missing"
     RANKS_SWAPPED = "ranks swapped"
     LOCAL_STATISTICS = "local statistics"
+    ANOTHER_STATE = "another state"
     ANOTHER_LOSS = "another loss"
+    STOP_GRADIENT = "stop-gradient"
+    ANOTHER_GRADIENT = "another gradient"
+    AVERAGED = "averaged"
     WRONG_IN_DIRECTION = "wrong in direction"
     SECOND_ORDER = "second order"
     UNEVEN = "uneven"
@@ -116,7 +120,24 @@ CAUSES = {
         "take it over all ranks' rows: diffcoll.all_reduce of sums and counts, or diffcoll.all_gather of the rows; add "
         "the number of rows of lower ranks to indices",
     ),
+    Kind.ANOTHER_STATE: (
+        "a buffer, queue or codebook is updated with this rank's rows, on some ranks only, or by another formula",
+        "update it on every rank with the numbers of all ranks: reduce sums and counts, or gather the rows",
+    ),
     Kind.ANOTHER_LOSS: ("", "compare the two functions' values first; the gradient follows"),
+    Kind.STOP_GRADIENT: (
+        "the function for one process detaches a tensor, such as a target, that the distributed one does not",
+        "detach it in both",
+    ),
+    Kind.ANOTHER_GRADIENT: (
+        "one of the functions detaches a tensor that the other does not, or the values agree at this point alone",
+        "look for detach(), no_grad and .data in both, and try other data",
+    ),
+    Kind.AVERAGED: (
+        "the gradient is reduced over ranks in the backward, as by DDP or a GradientAverager: its tensors are one "
+        "variable for all ranks",
+        "compare with one process instead: assert_matches_single_process",
+    ),
     Kind.WRONG_IN_DIRECTION: (
         "a backward that is not the adjoint of the forward: the reduction is ignored (max, product), statistics are "
         "taken as constants, or a collective cuts the graph",

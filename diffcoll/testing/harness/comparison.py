@@ -24,7 +24,8 @@ class Names:
 
     inputs: list[str]
     parameters: list[str]
-    buffers: list[str]
+    #: `Subject.state` before the call.
+    state: dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +33,7 @@ class Quantity:
     """One quantity, as the ranks have it, and as it should be."""
 
     what: str
-    #: "value", "output", "gradient", "second order" or "buffer".
+    #: "value", "output", "gradient", "second order" or "state".
     group: str
     #: None: reduced over ranks.
     rank: int | None
@@ -117,10 +118,10 @@ class Run:
         return 1 / len(self.sizes) if rank_reduction == "mean" else 1.0
 
     def under(self, rank_reduction: str) -> list[Quantity]:
-        """Return the quantities under this reduction; it applies neither to outputs with rows nor to buffers."""
+        """Return the quantities under this reduction; it applies neither to outputs with rows nor to the state."""
         factor, found = self.factor(rank_reduction), []
         for q in self.quantities:
-            reduced = q if q.group in ("output", "buffer") else q.times(factor)
+            reduced = q if q.group in ("output", "state") else q.times(factor)
             if self.any_value and q.group == "value":
                 reduced = min((reduced, q, q.times(1 / len(self.sizes))), key=lambda each: each.error)
             found.append(reduced)
@@ -152,6 +153,8 @@ def unchecked(runs: Sequence[Run], tolerance: float) -> Iterator[str]:
     """Say which wrong gradients would pass, because of the precision or because there is nothing to compare."""
     if tolerance > 1e-3:
         yield f"errors below {tolerance:.1g} pass, because of the precision of the tensors: pass float64"
+    for name in dict.fromkeys(name for run in runs for m in run.measured for name in m.attributes):
+        yield f"{name}: an attribute that the call changed is not compared: register it as a buffer"
     each = [q for run in runs for q in run.quantities if q.group == "gradient" and q.wanted.numel()]
     for name in dict.fromkeys(q.what for q in each):
         most = max(largest(q.wanted) / (q.unit or 1.0) for q in each if q.what == name)
@@ -190,16 +193,21 @@ def compare(
             number = f"[{i}]" if len(whole.outputs) > 1 else ""
             if any(y.dim() for y in ys):
                 yield Quantity(f"output{number}", "output", None, torch.cat(ys), wanted, largest(wanted), tolerance)
-            elif differentiable(wanted):
+            elif not differentiable(wanted):  # a count is summed over ranks, or the same on each
+                same = all(torch.equal(y, wanted) for y in ys)
+                got = wanted if same else torch.stack(ys).sum()
+                yield Quantity(f"output{number}", "output", None, got, wanted, 1.0, tolerance)
+            else:
                 unit = max(largest(wanted), SMALL * whole.scale)
                 yield Quantity(f"value{number}", "value", None, torch.stack(ys).sum(), wanted, unit, tolerance)
         yield from gradients([m.first for m in measured], whole.first, "gradient", tolerance)
         if whole.second is not None:  # rounding errors are amplified
             yield from gradients([m.second for m in measured if m.second], whole.second, "second order", 30 * tolerance)
-        for i, name in enumerate(names.buffers):
-            for r, m in enumerate(measured):
-                wanted = whole.buffers[i]
-                yield Quantity(f"buffer {name}", "buffer", r, m.buffers[i], wanted, largest(wanted), tolerance)
+        for name, before in names.state.items():
+            if any(name in m.state for m in (whole, *measured)):
+                wanted = whole.state.get(name, before)
+                for r, m in enumerate(measured):
+                    yield Quantity(name, "state", r, m.state.get(name, before), wanted, largest(wanted), tolerance)
 
     def gradients(ranks: Sequence[Gradients], wanted: Gradients, group: str, allowed: float) -> Iterator[Quantity]:
         most = largest(*wanted.inputs, *wanted.parameters)

@@ -10,7 +10,7 @@ At a kink the two sides differ: |ℓ(h) − 2ℓ(0) + ℓ(−h)| falls as h, not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,11 @@ class Difference:
     kink: bool
 
     @property
+    def uncertainty(self) -> float:
+        """How far their sum may be from the derivative."""
+        return 0.1 * self.error + self.rounding
+
+    @property
     def total(self) -> float:
         """∂(Σ_s ℓ_s)/∂v."""
         return float(self.partials.sum())
@@ -98,9 +103,12 @@ def step(dtype: torch.dtype) -> float:
 
 
 def losses_along(
-    packed: Packed, plan: MeasurementPlan, each: Sequence[Direction], rank: int, part: object
+    packed: Packed, plan: MeasurementPlan, each: Sequence[Direction], rank: int, part: object, scale: float = 1.0
 ) -> list[float]:
-    """Evaluate this rank's loss at the point itself, and at each step along each direction; all ranks run it."""
+    """Evaluate this rank's loss at the point itself, and at each step along each direction; all ranks run it.
+
+    The steps are multiplied by the scale.
+    """
     subject = packed.unpack()
     points = leaves_of(part) + list(subject.parameters.values())
     found = [_loss(subject, plan, rank, part, None)]
@@ -109,7 +117,7 @@ def losses_along(
         for k in STEPS:
             move = None
             if mine is not None:
-                move = direction.leaf, k * size(mine) * direction.vector(mine.detach())
+                move = direction.leaf, scale * k * size(mine) * direction.vector(mine.detach())
             found.append(_loss(packed.unpack(), plan, rank, part, move))
     return found
 
@@ -138,16 +146,13 @@ def _loss(
         return float(objective(plan.weights(rank, outputs), outputs).detach())
 
 
-def partials(
-    each: Sequence[Direction], losses: Sequence[Sequence[float]], sizes: Callable[[Direction], float]
-) -> list[Difference]:
-    """Return the derivatives along each direction from all ranks' `losses_along`."""
+def partials(each: Sequence[Direction], losses: Sequence[Sequence[float]], steps: Sequence[float]) -> list[Difference]:
+    """Return the derivatives along each direction from all ranks' `losses_along` with these steps."""
     table = torch.tensor(losses, dtype=torch.float64)  # [rank, evaluation]
     zero = table[:, 0]
     found = []
-    for i, direction in enumerate(each):
+    for i, (direction, h) in enumerate(zip(each, steps, strict=True)):
         plus, minus, plus2, minus2 = (table[:, 1 + 4 * i + k] for k in range(4))
-        h = sizes(direction)
         second = (plus - minus) / (2 * h)
         fourth = central((plus, minus, plus2, minus2), h)
         bend, bend2 = (float((p - 2 * zero + m).sum().abs()) for p, m in ((plus, minus), (plus2, minus2)))

@@ -84,13 +84,19 @@ class Evidence:
         got = torch.tensor([[along(self.gradients[r][leaf], d.direction) for d in of[r]] for r in range(n)]).double()
         total = torch.tensor([[d.total for d in ds] for ds in of]).double()
         own = torch.tensor([[float(d.partials[r]) for d in of[r]] for r in range(n)]).double()
-        for order in map(list, itertools.permutations(range(n))):
-            for a, b in ((got, total), (got - own, total - own)):
-                ratio = multiple(a[order], b, sure / 10)
-                if ratio is not None and order != list(range(n)):
-                    where = ", ".join(f"rank {q} has that of rank {r}" for r, q in enumerate(order) if r != q)
-                    part = "" if a is got else "of the gradient that comes from other ranks' losses, "
-                    return Kind.RANKS_SWAPPED, part + where + _times(ratio, n)
+        same = [d.direction.element for d in of[0]] == [d.direction.element for d in of[-1]]
+        if same and (ratio := multiple(got, total.mean(0).expand_as(got), sure / 10)) is not None:
+            return Kind.AVERAGED, f"it is the mean of all ranks' gradients on every rank{_times(ratio, n)}"
+        for a, b, part in (
+            (got, total, ""),
+            (got - own, total - own, "of the part that comes from other ranks' losses, "),
+        ):
+            ratios = {order: multiple(a[list(order)], b, sure / 10) for order in itertools.permutations(range(n))}
+            found = [(order, ratio) for order, ratio in ratios.items() if ratio is not None]
+            if len(found) == 1 and found[0][0] != tuple(range(n)):  # else they are equal, and do not say whose they are
+                ((order, ratio),) = found
+                where = ", ".join(f"rank {q} has that of rank {r}" for r, q in enumerate(order) if r != q)
+                return Kind.RANKS_SWAPPED, part + where + _times(ratio, n)
         return None
 
 

@@ -105,7 +105,7 @@ def _scaled(case: Case) -> Iterator[Finding]:
 def _value_scaled(case: Case) -> Iterator[Finding]:
     for name in case.left("value"):
         (q,) = case.of(name)
-        if q.ratio and case.is_power(q.ratio / case.factor):
+        if q.ratio and not is_near(q.ratio, 1.0) and case.is_power(q.ratio / case.factor):
             yield Finding(Kind.VALUE_SCALED, [name], f"{name}: {case.scaled(q.ratio, 'the loss of one process')}")
 
 
@@ -149,17 +149,20 @@ def _mean_of_local_means(case: Case) -> Iterator[Finding]:
 
 
 def _other_values(case: Case) -> Iterator[Finding]:
-    """Values, outputs or buffers are not those of one process."""
-    names = case.left("value", "output", "buffer")
+    """Values, outputs, buffers or the values of parameters are not those of one process."""
+    names = case.left("value", "output", "state")
     if not names:
         return
     if (statistics := case.witness.local_statistics) is not None:
-        yield Finding(Kind.LOCAL_STATISTICS, names, statistics)
-    elif not case.left("value", "output"):
-        yield Finding(Kind.LOCAL_STATISTICS, names, f"{_list(names)}: not updated with the rows of the whole batch")
-    else:
+        yield Finding(Kind.LOCAL_STATISTICS, names, f"{_list(names)}: {statistics}")
+        return
+    if state := case.left("state"):
+        ranks = {q.rank for name in state for q in case.of(name) if not q.ok}
+        where = "every rank" if len(ranks) == case.size else _ranks(sorted(r for r in ranks if r is not None))
+        yield Finding(Kind.ANOTHER_STATE, state, f"{_list(state)}: not as after the whole batch on {where}")
+    if values := case.left("value", "output"):
         words = "not what one process computes on the whole batch, under any reduction"
-        yield Finding(Kind.ANOTHER_LOSS, names, f"{_list(names)}: {words}")
+        yield Finding(Kind.ANOTHER_LOSS, values, f"{_list(values)}: {words}")
 
 
 def _mistakes(case: Case) -> Iterator[Finding]:
@@ -174,8 +177,12 @@ def _mistakes(case: Case) -> Iterator[Finding]:
         elif not case.rank_reduction:
             yield Finding(Kind.SCALED, names, f"{_list(names)}: {seen}")
         elif not case.has(*_OTHER):
-            words = f"not the gradient of one process; {seen}, so the forward is what differs"
-            yield Finding(Kind.ANOTHER_LOSS, names, f"{_list(names)}: {words}")
+            words = f"{_list(names)}: not the gradient of one process; {seen}"
+            if any(not q.ok for q in case.quantities if q.group in ("value", "output")):
+                yield Finding(Kind.ANOTHER_LOSS, names, f"{words}, so the forward is what differs")
+            else:
+                stopped = case.witness.unstopped.issuperset(names)
+                yield Finding(Kind.STOP_GRADIENT if stopped else Kind.ANOTHER_GRADIENT, names, words)
 
 
 def _scaled_differently(case: Case) -> Iterator[Finding]:

@@ -110,9 +110,9 @@ class Matching:
         for kind in {type(leaf) for leaf in tree_flatten(whole)[0] if _hides_tensors(leaf)}:
             got, remedy = f"a {kind.__name__} with tensors inside", "use dict(…) or torch.utils._pytree's registration"
             raise ValueError(message(self.name, "batch", got, "a tree of tuples, lists, dicts and namedtuples", remedy))
-        if not any(differentiable(t) for t in tensors):
+        if not any(differentiable(t) for t in tensors) and not self.single.unpack().parameters:
             got = f"{len(tensors)} tensors, none with floating-point numbers"
-            raise ValueError(message(self.name, "batch", got, "at least one tensor that can have a gradient"))
+            raise ValueError(message(self.name, "batch", got, "a tensor that can have a gradient, or a module"))
         for t in tensors:
             if t.dim() == 0:
                 remedy = "pass parameters by module=, and other numbers as Python numbers"
@@ -127,7 +127,7 @@ class Matching:
         """Return the names of the tensors that are compared."""
         subject = self.distributed.unpack()
         names = input_names(subject.fn, self.whole(sizes))
-        return Names(names, list(subject.parameters), list(subject.buffers))
+        return Names(names, list(subject.parameters), subject.state)
 
     def plan_of(self, n: int) -> MeasurementPlan:
         """Return what n ranks measure."""
@@ -140,11 +140,6 @@ class Matching:
         witness.seen = cuts.seen
         bad = [r for r, m in enumerate(run.measured) if not all(y.isfinite().all() for y in m.outputs)]
         return Case(run.under(rank_reduction), run.sizes, rank_reduction, self.tolerance, bad, cuts, witness)
-
-    def outputs(self, packed: Packed, part: Any) -> list[Tensor]:
-        """Return the results of one process."""
-        found: list[Tensor] = self.on("simulated", _outputs, [packed], [part])[0]
-        return found
 
     def on(self, kind: str, fn: Callable[..., Any], *per_rank: Sequence[Any]) -> list[Any]:
         """Run fn once per rank on one kind of ranks."""
@@ -171,7 +166,7 @@ class _OneProcess(Witness):
         leaves = [leaves_of(part) + parameters for part in self.parts]
         each = directions(leaves, few=0, random=_DIRECTIONS if len(leaves[0]) < 20 else 1)
         losses = self._on_ranks(losses_along, [self._matching.plan_of(n)] * n, [each] * n, range(n), self.parts)
-        found = partials(each, losses, lambda d: size(leaves[d.rank][d.leaf]))
+        found = partials(each, losses, [size(leaves[d.rank][d.leaf]) for d in each])
         gradients = [m.first.inputs + m.first.parameters for m in run.measured]
         return Evidence(run.sizes, self._names.inputs + self._names.parameters, gradients, found, self.seen)
 
@@ -184,6 +179,19 @@ class _OneProcess(Witness):
             measured = self._on_ranks(undetached, [plan] * n, range(n), self.parts)
             first = replace(self._reference, second=None)
             again = replace(run, quantities=compare(measured, first, run.sizes, self._names, self._matching.tolerance))
+        except Exception:
+            return set()
+        each = again.under(self._rank_reduction)
+        return {q.what for q in each} - {q.what for q in each if not q.ok}
+
+    @cached_property
+    def unstopped(self) -> set[str]:
+        """The names of the gradients that one process has too, if its calls of detach() keep the graph."""
+        run, matching = self._run, self._matching
+        plan = replace(matching.plan, order=1, outputs=rows_of(run.measured), inputs=run.sizes)
+        try:
+            (one,) = matching.on("simulated", undetached, [matching.single], [plan], [0], [self._whole])
+            again = replace(run, quantities=compare(run.measured, one, run.sizes, self._names, matching.tolerance))
         except Exception:
             return set()
         each = again.under(self._rank_reduction)
@@ -217,29 +225,37 @@ class _OneProcess(Witness):
     def local_statistics(self) -> str | None:
         """Whether the distributed code takes statistics of each rank's rows alone, in words; None: it does not.
 
-        Either each rank returns what one process returns for the rank's rows, or the results are right as soon as all
-        ranks have the same rows, and so the same statistics.
+        Either each rank returns what one process returns for the rank's rows alone, or what is wrong with equally many
+        rows on all ranks is right as soon as all ranks have the same rows, each in another order.
         """
         run, matching, n = self._run, self._matching, self._size
-        losses = [i for i, y in enumerate(run.measured[0].outputs) if y.dim() == 0]
-        rows = min(k for k in run.sizes if k > 0)
-        first = split(self._whole, (rows, sum(run.sizes) - rows))[0]
+        wrong = {
+            q.what for q in run.under(self._rank_reduction) if not q.ok and q.group in ("value", "output", "state")
+        }
+        plan = replace(matching.plan_of(n), order=1)
+        of_one = replace(matching.plan, order=1)
         try:
             alone = [
-                matching.outputs(matching.single, part) for part, k in zip(self.parts, run.sizes, strict=True) if k
+                matching.on("simulated", on_rank, [matching.single], [of_one], [0], [part])[0]
+                for part, k in zip(self.parts, run.sizes, strict=True)
+                if k
             ]
-            if _close(alone, [m.outputs for m, k in zip(run.measured, run.sizes, strict=True) if k]):
+            busy = [m for m, k in zip(run.measured, run.sizes, strict=True) if k]
+            if all(_same(mine, other, wrong) for mine, other in zip(busy, alone, strict=True)):
                 return "each rank returns what one process returns for the rank's own rows"
-            together = matching.on("simulated", _outputs, [matching.distributed] * n, [first] * n)
-            expected = matching.outputs(matching.single, repeated(first, n))
+            if not run.even:
+                return None
+            first = self.parts[0]
+            parts = [rolled(first, r) for r in range(n)]
+            together = matching.on("simulated", on_rank, [matching.distributed] * n, [plan] * n, range(n), parts)
+            of_one = replace(of_one, outputs=rows_of(together), inputs=run.sizes)
+            (one,) = matching.on("simulated", on_rank, [matching.single], [of_one], [0], [joined(parts)])
+            again = replace(run, quantities=compare(together, one, run.sizes, self._names, matching.tolerance))
         except Exception:
             return None
-        for i, y in enumerate(expected):
-            ys = [outputs[i] for outputs in together]
-            got = [torch.stack(ys).sum(), torch.stack(ys).mean()] if i in losses else [torch.cat(ys)]
-            if not any(_close([[g]], [[y]]) for g in got):
-                return None
-        return "right if all ranks have the same rows, wrong if they differ"
+        if any(all(q.ok for q in again.under(kind) if q.what in wrong) for kind in ("mean", "sum")):
+            return "right if all ranks have the same rows, wrong if they differ"
+        return None
 
     def _on_ranks(self, fn: Callable[..., Any], *per_rank: Sequence[Any]) -> list[Any]:
         return self._matching.on(self._run.on, fn, [self._matching.distributed] * self._size, *per_rank)
@@ -265,10 +281,17 @@ def split(whole: Any, sizes: Sequence[int]) -> list[Any]:
     ]
 
 
-def repeated(part: Any, n: int) -> Any:
-    """Return the tree with the rows of every tensor n times."""
+def rolled(part: Any, by: int) -> Any:
+    """Return the tree with the rows of every tensor in another order."""
     leaves, rebuild = tree_flatten(part)
-    return rebuild([torch.cat([leaf] * n) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    return rebuild([leaf.roll(by, 0) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Return the tree with the rows of all ranks."""
+    leaves = [tree_flatten(part)[0] for part in parts]
+    rebuild = tree_flatten(parts[0])[1]
+    return rebuild([torch.cat(of) if isinstance(of[0], Tensor) else of[0] for of in zip(*leaves, strict=True)])
 
 
 def _hides_tensors(leaf: Any) -> bool:
@@ -325,6 +348,15 @@ def _outputs(packed: Packed, part: Any) -> list[Tensor]:
     """Run the forward on this rank."""
     with torch.inference_mode(False), torch.enable_grad():
         return [y.detach() for y in packed.unpack().call(with_leaves(part, leaves_of(part)))]
+
+
+def _same(mine: Measurement, other: Measurement, wrong: set[str]) -> bool:
+    """Whether two measurements agree in these values, outputs and pieces of state."""
+    named = [name for name in wrong if name in mine.state or name in other.state]
+    if any(name not in each.state for name in named for each in (mine, other)):
+        return False
+    states = [[each.state[name] for name in named] for each in (mine, other)]
+    return _close(states[:1], states[1:]) and (len(named) == len(wrong) or _close([mine.outputs], [other.outputs]))
 
 
 def _close(got: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:

@@ -64,7 +64,10 @@ class Measurement:
     first: Gradients
     #: Gradients of h_r = ⟨v_r, first_r⟩, with directions v_r of this rank; None: not measured.
     second: Gradients | None
-    buffers: list[Tensor]
+    #: `Subject.state` after the call: buffers, and parameters that it changed.
+    state: dict[str, Tensor]
+    #: Names of plain attributes of modules that the call changed.
+    attributes: tuple[str, ...]
     #: Σ |g · x| of first order: how large the value's changes are, also where the value itself cancels out.
     scale: float
 
@@ -166,6 +169,7 @@ def on_rank(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> Meas
                 at = Gradients(inputs, parameters)
                 for x, v in zip(inputs + parameters, plan.directions(rank, at), strict=True):
                     x += plan.move * v
+        before, held = subject.state, {name: x.clone() for name, x in subject.attributes.items()}
         outputs = subject.call(with_leaves(part, inputs))
         total = objective(plan.weights(rank, outputs), outputs)
         others = _Others(total, inputs + parameters)
@@ -176,14 +180,22 @@ def on_rank(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> Meas
             following = objective(plan.directions(rank, first), gs)
             second = _gradients(following, inputs, parameters)
             del following, gs
-    buffers = [b.detach().cpu().clone() for b in subject.buffers.values()]
+    state = {name: x for name, x in subject.state.items() if name.startswith("buffer") or differs(x, before.get(name))}
+    changed = tuple(name for name, x in subject.attributes.items() if differs(x, held.get(name)))
     outputs = [y.detach().cpu() for y in outputs]
     first, second = _detached(first), second and _detached(second)
     del total
     others.refuse()
     xs = [x.detach().cpu() for x in inputs + parameters]
     scale = sum(float((g * x).abs().sum()) for g, x in zip(first.inputs + first.parameters, xs, strict=True))
-    return Measurement(outputs, first, second, buffers, scale)
+    return Measurement(outputs, first, second, state, changed, scale)
+
+
+def differs(x: Tensor, y: Tensor | None) -> bool:
+    """Whether two tensors have other numbers; NaNs are equal."""
+    if y is None or x.shape != y.shape or x.dtype != y.dtype:
+        return True
+    return not bool(((x == y) | ((x != x) & (y != y))).all())
 
 
 class _Others:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import pickle
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn.utils.parametrize import is_parametrized
 
 from diffcoll.core.errors import is_users_file, message
 from diffcoll.core.torch_private.tensors import has_hooks
@@ -26,24 +28,49 @@ class Subject:
     """A copy of the user's function, and of the module or the tensors that it uses."""
 
     fn: Callable[..., Any]
-    module: Any
+    #: Modules and tensors, by the prefix of their names.
+    modules: dict[str, nn.Module | Tensor]
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """The parameters that require gradients, by name."""
-        if isinstance(self.module, nn.Module):
-            return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        return {f"module[{i}]": p for i, p in enumerate(self.module or ())}
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All parameters and buffers."""
-        return [*self.parameters.values(), *self.buffers.values()]
+        return {name: p for name, p in self._named("named_parameters") if p.requires_grad}
 
     @property
     def buffers(self) -> dict[str, Tensor]:
         """The buffers, by name."""
-        return dict(self.module.named_buffers()) if isinstance(self.module, nn.Module) else {}
+        return dict(self._named("named_buffers"))
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Copies of what a call may change: buffers and parameters, frozen ones too, by what they are."""
+        every = [("buffer", each) for each in self._named("named_buffers")]
+        every += [("parameter", each) for each in self._named("named_parameters")]
+        return {f"{kind} {name}": x.detach().cpu().clone() for kind, (name, x) in every}
+
+    @property
+    def attributes(self) -> dict[str, Tensor]:
+        """Tensors that modules hold as plain attributes, by name."""
+        return {
+            f"{prefix}{name}{'.' * bool(name)}{attribute}": x
+            for prefix, module in self.modules.items()
+            if isinstance(module, nn.Module)
+            for name, each in module.named_modules()
+            for attribute, x in vars(each).items()
+            if isinstance(x, Tensor)
+        }
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All parameters that require gradients, and buffers."""
+        return [*self.parameters.values(), *self.buffers.values()]
+
+    def _named(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        for prefix, module in self.modules.items():
+            if isinstance(module, nn.Module):
+                yield from ((f"{prefix}{name}", x) for name, x in getattr(module, kind)())
+            elif kind == "named_parameters":
+                yield prefix.removesuffix("."), module
 
     def call(self, part: Any) -> list[Tensor]:
         """Call the function on one rank's part of the batch. Returns the leaves of its result as tensors."""
@@ -51,7 +78,7 @@ class Subject:
             y = self.fn(*part)
         else:
             y = self.fn(**part) if isinstance(part, dict) else self.fn(part)
-        return [leaf if isinstance(leaf, Tensor) else _number(leaf) for leaf in tree_flatten(y)[0]]
+        return list(_results(y))
 
 
 @dataclass(frozen=True)
@@ -62,8 +89,8 @@ class Packed:
 
     def unpack(self) -> Subject:
         """Return a new copy."""
-        fn, module = pickle.loads(self.data)
-        return Subject(fn, module)
+        fn, modules = pickle.loads(self.data)
+        return Subject(fn, modules)
 
 
 def pack(name: str, argument: str, fn: Callable[..., Any], module: Any) -> Packed:
@@ -78,12 +105,11 @@ def pack(name: str, argument: str, fn: Callable[..., Any], module: Any) -> Packe
         raise missing(name, "cloudpickle", "test") from error
     if not callable(fn):
         raise TypeError(message(name, argument, type(fn).__name__, "a function"))
-    if not isinstance(module, nn.Module) and module is not None:
-        module = _parameters(name, module)
-    _refuse_hooks(name, module)
+    modules = _modules(name, module)
+    _refuse_hooks(name, modules)
     with _by_value(cloudpickle, fn):
         try:
-            return Packed(dumps((fn, module), _reduce))
+            return Packed(dumps((fn, modules), _reduce))
         except Exception as error:
             raise ValueError(
                 f"{name}: {argument}: cannot be copied for each rank ({type(error).__name__}: {error}); create what "
@@ -95,31 +121,36 @@ def _reduce(obj: Any) -> Any:
     """Pickle by name what users' autograd Functions refer to."""
     if obj is torch._C._functions:  # what `once_differentiable` uses; no module that can be imported
         return getattr, (torch._C, "_functions")
+    if isinstance(obj, nn.Module) and is_parametrized(obj):  # PyTorch refuses to, because such classes have no name
+        return copyreg.__newobj__, (type(obj),), dict(vars(obj))  # type: ignore[attr-defined]
     cls = getattr(obj, "__self__", None)
     if isinstance(cls, type) and issubclass(cls, Function) and getattr(obj, "__name__", "") == "apply":
         return getattr, (cls, "apply")  # else its code is copied, which some releases cannot
     return NotImplemented
 
 
-def _parameters(name: str, module: Any) -> list[Tensor]:
-    expected = "an nn.Module, or a list of leaf tensors that require gradients"
+def _modules(name: str, module: Any) -> dict[str, nn.Module | Tensor]:
+    """Return the modules and tensors of the argument `module`, by the prefix of their names."""
+    expected = "an nn.Module, or a list of modules and of leaf tensors that require gradients"
+    if module is None or isinstance(module, nn.Module):
+        return {} if module is None else {"": module}
     try:
-        tensors = list(module)
+        held = {f"module[{i}].": each for i, each in enumerate(module)}
     except TypeError:
         raise TypeError(message(name, "module", type(module).__name__, expected)) from None
-    for i, p in enumerate(tensors):
-        if not (isinstance(p, Tensor) and p.is_leaf and p.requires_grad):
+    for prefix, p in held.items():
+        if not isinstance(p, nn.Module) and not (isinstance(p, Tensor) and p.is_leaf and p.requires_grad):
             kind = type(p).__name__
             if isinstance(p, Tensor):
                 kind = "a tensor that requires no gradient" if not p.requires_grad else "a non-leaf tensor"
-            raise TypeError(message(name, f"module[{i}]", kind, expected, "module.parameters() is such a list"))
-    return tensors
+            remedy = "module.parameters() is such a list"
+            raise TypeError(message(name, prefix.removesuffix("."), kind, expected, remedy))
+    return held
 
 
-def _refuse_hooks(name: str, module: Any) -> None:
+def _refuse_hooks(name: str, modules: dict[str, nn.Module | Tensor]) -> None:
     """Raise if a parameter has hooks, such as those of a GradientAverager: the copies would not have them."""
-    named = module.named_parameters() if isinstance(module, nn.Module) else enumerate(module or ())
-    for which, p in named:
+    for which, p in Subject(id, modules).parameters.items():
         if has_hooks(p):
             got, expected = f"parameter {which} with hooks on its gradient", "none, since copies have no such hooks"
             remedy = "register them in the function, or pass the module before a GradientAverager is attached"
@@ -149,12 +180,19 @@ def _by_value(cloudpickle: Any, fn: Callable[..., Any]) -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def _number(leaf: Any) -> Tensor:
-    """Return a result that is not a tensor as one, without gradient."""
-    if isinstance(leaf, (bool, int, float, complex)):
-        wide = {float: torch.float64, complex: torch.complex128}.get(type(leaf))
-        return torch.tensor(leaf, dtype=wide)
-    raise TypeError(
-        f"the function returned {type(leaf).__name__}, expected a loss (a 0-d tensor), or a tree of tensors with one "
-        "row for each row of its input"
-    )
+def _results(y: Any) -> Iterator[Tensor]:
+    """Yield what a function returned as tensors, numbers without gradient; None and words are no results."""
+    for leaf in tree_flatten(y)[0]:
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, (bool, int, float, complex)):
+            yield torch.tensor(leaf, dtype={float: torch.float64, complex: torch.complex128}.get(type(leaf)))
+        elif isinstance(leaf, Mapping):  # such as an output of Transformers, which is a dataclass too
+            yield from _results(list(leaf.values()))
+        elif is_dataclass(leaf):
+            yield from _results([getattr(leaf, part.name) for part in fields(leaf)])
+        elif leaf is not None and not isinstance(leaf, str):
+            raise TypeError(
+                f"the function returned {type(leaf).__name__}, expected a loss (a 0-d tensor), or a tree of tensors "
+                "with one row for each row of its input"
+            )

@@ -1,0 +1,331 @@
+"""Verdicts of the check against one process: right programs pass, wrong ones are caught, and named if it is certain.
+
+Each program is made by a function that returns (distributed, single, batch, further arguments). The wrong ones have the
+causes that must be named, and those that must not be, because something else is wrong.
+"""
+
+import dataclasses
+import os
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+import diffcoll as dc
+from diffcoll.testing import GradientMismatchError, assert_matches_single_process, check_gradients
+
+EVEN, UNEVEN = [(4, 4)], [(4, 4), (5, 3), (5, 0, 3)]
+
+
+def rows(n, width=3, seed=0, dtype=torch.double):
+    return torch.randn(n, width, generator=torch.Generator().manual_seed(seed + n), dtype=dtype)
+
+
+def layer(*shape, seed=0, kind=nn.Linear, **more):
+    torch.manual_seed(seed)
+    return kind(*shape, dtype=torch.double, **more)
+
+
+def count(x):
+    """The number of rows of all ranks."""
+    return dc.all_reduce(torch.tensor(float(len(x)), dtype=torch.double))
+
+
+def summed(distributed, single=None, batch=rows, **more):
+    return distributed, single or distributed, batch, {"rank_reduction": "sum", **more}
+
+
+# ── right programs ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def token_ids_alone():
+    table = layer(7, 3, kind=nn.Embedding)
+
+    def loss(ids):
+        return table(ids).sin().sum()
+
+    return summed(loss, batch=lambda n: torch.arange(n) % 7, module=table)
+
+
+def _dictionary(kind):
+    def loss(x):
+        return kind(loss=(x**3).sum(), logits=x.sin(), cache=None, name="a model")
+
+    return loss
+
+
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+    cache: object = None
+    name: str = ""
+
+
+class ModelOutput(OrderedDict):
+    """As Transformers has it."""
+
+
+def two_modules():
+    first, second = layer(3, 4), layer(4, 2, seed=1)
+
+    def loss(x):
+        return second(first(x).tanh()).square().sum()
+
+    return summed(loss, module=(first, second))
+
+
+def parametrized(how):
+    module = how(layer(3, 4))
+
+    def loss(x):
+        return module(x).square().sum()
+
+    return summed(loss, module=module)
+
+
+def counted():
+    def loss(x):
+        return (x**2).sum(), (x > 0).sum(), int((x < 0).sum()), len(x)
+
+    return summed(loss)
+
+
+def a_frozen_table():
+    module = layer(3, 4)
+    module.weight.requires_grad_(False)
+
+    def loss(x):
+        return module(x).square().sum()
+
+    return summed(loss, module=module)
+
+
+def a_queue_of_all_rows():
+    class Queue(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = nn.Parameter(torch.zeros(16, 3, dtype=torch.double), requires_grad=False)
+            self.weight = nn.Parameter(torch.ones(3, dtype=torch.double))
+
+    queue = Queue()
+
+    def loss(x):
+        every = dc.all_gather(x.detach(), sizes="auto")
+        value = (x * queue.weight).sum() + (x @ queue.rows.T.clone()).sum()
+        with torch.no_grad():
+            queue.rows[: len(every)] = every
+        return value
+
+    return summed(loss, module=queue)
+
+
+def the_launchers_variables():
+    """Divides by what torchrun says, as code of Accelerate does."""
+
+    def distributed(x):
+        size = int(os.environ["WORLD_SIZE"])
+        assert 0 <= int(os.environ["RANK"]) == dc.get_rank() < size == dc.get_world_size()
+        return (x**2).sum() * size / count(x)
+
+    return distributed, lambda x: (x**2).sum() / len(x), rows, {}
+
+
+RIGHT = {
+    "token ids alone": token_ids_alone,
+    "a dictionary": lambda: summed(_dictionary(dict)),
+    "a dataclass": lambda: summed(_dictionary(Output)),
+    "an output of a model": lambda: summed(_dictionary(ModelOutput)),
+    "two modules": two_modules,
+    "weight norm": lambda: parametrized(nn.utils.parametrizations.weight_norm),
+    "orthogonal": lambda: parametrized(nn.utils.parametrizations.orthogonal),
+    "counts": counted,
+    "a frozen table": a_frozen_table,
+    "a queue of all rows": a_queue_of_all_rows,
+    "the launcher's variables": the_launchers_variables,
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_program_passes(name):
+    distributed, single, batch, more = RIGHT[name]()
+    report = assert_matches_single_process(distributed, single, batch, **{"on": ["simulated"], **more})
+    assert report.ok and not report.causes
+
+
+# ── wrong programs ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def a_queue_of_local_rows():
+    _, single, batch, more = a_queue_of_all_rows()
+    queue = more["module"]
+
+    def local(x):
+        value = (x * queue.weight).sum() + (x @ queue.rows.T.clone()).sum()
+        with torch.no_grad():
+            queue.rows[: len(x)] = x
+        return value
+
+    return local, single, batch, more
+
+
+def a_wrong_count():
+    def distributed(x):
+        return (x**2).sum(), len(x) + 1000
+
+    return summed(distributed, lambda x: ((x**2).sum(), len(x)))
+
+
+def _normalized(running):
+    """Batch norm of all rows, with a rule for the running variance."""
+    norm = nn.BatchNorm1d(3).double()
+
+    def distributed(x):
+        n = count(x)
+        mean = dc.all_reduce(x.sum(0)) / n
+        variance = dc.all_reduce(((x - mean) ** 2).sum(0)) / n
+        with torch.no_grad():
+            norm.num_batches_tracked += 1
+            norm.running_mean.lerp_(mean, 0.1)
+            running(norm.running_var, variance, n)
+        return (x - mean) / (variance + norm.eps).sqrt() * norm.weight + norm.bias
+
+    return summed(distributed, norm, module=norm, sizes=EVEN)
+
+
+def _biased(running, variance, n):
+    running.lerp_(variance, 0.1)
+
+
+def _on_rank_zero(running, variance, n):
+    if dc.get_rank() == 0:
+        running.lerp_(variance * n / (n - 1), 0.1)
+
+
+def _local(transform):
+    """A loss of the rows of all ranks, of which the ranks get others."""
+
+    def loss(x, every):
+        return (x @ every.T).sin().sum()
+
+    return summed(lambda x: loss(x, transform(dc.all_gather(x, sizes="auto"))), lambda x: loss(x, x), sizes=EVEN)
+
+
+def _without_the_last_row(every):
+    return every[:-1] if dc.get_world_size() > 1 else every
+
+
+def _local_mean():
+    def distributed(x):
+        return ((x - x.mean(0)) ** 2).sum()
+
+    return summed(distributed, sizes=EVEN)
+
+
+def tiny_and_twice():
+    """One gradient is a million times smaller than the other, and exactly N times too large."""
+    large, small = (nn.Parameter(torch.tensor([k, 2 * k], dtype=torch.double)) for k in (1.0, 3.0))
+
+    def distributed(x):
+        return (x[:, :2] * large).pow(2).sum() * 1e3 + dc.get_world_size() * (1e-3 * (x[:, 1:] * small)).sin().sum()
+
+    def single(x):
+        return (x[:, :2] * large).pow(2).sum() * 1e3 + (1e-3 * (x[:, 1:] * small)).sin().sum()
+
+    return summed(distributed, single, module=[large, small], sizes=EVEN)
+
+
+def a_number_with_a_detached_part():
+    scale = nn.Parameter(torch.tensor(0.7, dtype=torch.double))
+
+    def loss(x, keep):
+        return (scale * x).sin().sum() + keep(scale) * (x**2).sum()
+
+    return summed(lambda x: loss(x, lambda s: s.detach()), lambda x: loss(x, lambda s: s), module=[scale], sizes=EVEN)
+
+
+def a_target_that_is_not_stopped():
+    def loss(x, stop):
+        target = stop(dc.all_reduce(x.sum(0)) / count(x))
+        return ((x - target) ** 3).sum()
+
+    return summed(lambda x: loss(x, lambda y: y), lambda x: loss(x, lambda y: y.detach()), sizes=EVEN)
+
+
+#: name: (program, causes that must be named, causes that must not be)
+WRONG = {
+    "a queue of local rows": (a_queue_of_local_rows, ["local statistics"], []),
+    "a wrong count": (a_wrong_count, ["another loss"], ["local statistics"]),
+    "a biased running variance": (lambda: _normalized(_biased), ["another state"], ["local statistics"]),
+    "a buffer of rank 0": (lambda: _normalized(_on_rank_zero), ["another state"], ["local statistics"]),
+    "a row is dropped": (lambda: _local(_without_the_last_row), [], ["local statistics"]),
+    "local mean": (_local_mean, ["local statistics"], []),
+    "tiny and N times": (tiny_and_twice, ["no reduction"], ["scaled"]),
+    "part of a number is detached": (a_number_with_a_detached_part, ["graph cut"], ["scaled"]),
+    "a target that is not stopped": (a_target_that_is_not_stopped, ["stop-gradient"], ["another loss"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_program_is_caught(name):
+    make, named, not_named = WRONG[name]
+    distributed, single, batch, more = make()
+    with pytest.raises(GradientMismatchError) as error:
+        assert_matches_single_process(distributed, single, batch, **{"on": ["simulated"], **more})
+    causes = [cause.name for cause in error.value.report.causes]
+    assert set(named) <= set(causes) and not set(not_named) & set(causes), str(error.value)
+
+
+# ── without a reference ──────────────────────────────────────────────────────────────────────────────────
+
+
+def per_rank(*shape, n=3):
+    return [torch.randn(*shape, generator=torch.Generator().manual_seed(r), dtype=torch.double) for r in range(n)]
+
+
+@pytest.mark.parametrize("speed", [1e3, 1e4, 1e5])
+def test_a_smooth_function_that_varies_fast_has_no_kink(speed):
+    assert check_gradients(lambda x: (speed * dc.all_reduce(x)).sin().sum() / speed, per_rank(2), on=["simulated"]).ok
+
+
+@pytest.mark.parametrize("at", [0.0, 1e-3, -2e-5])
+def test_a_kink_and_a_point_beside_one(at):
+    xs = [torch.tensor([at if r == 1 else 0.0, r + 1.0], dtype=torch.double) for r in range(3)]
+
+    def fn(x):
+        return (dc.all_reduce(x).relu() * torch.tensor([1.0, 2.0])).sum()
+
+    if at:
+        assert check_gradients(fn, xs, on=["simulated"]).ok
+    else:
+        with pytest.raises(GradientMismatchError, match="not differentiable here"):
+            check_gradients(fn, xs, on=["simulated"])
+
+
+def test_gradients_that_ddp_has_averaged_are_named():
+    model, kept = layer(3, 2), []
+
+    def fn(x):
+        kept.append(nn.parallel.DistributedDataParallel(model))
+        return kept[-1](x).sin().sum()
+
+    with pytest.raises(GradientMismatchError) as error:
+        check_gradients(fn, per_rank(2, 3, n=2), module=model, on=["gloo"])
+    causes = [cause.name for cause in error.value.report.causes]
+    assert causes == ["averaged"], str(error.value)
+
+
+def test_equal_gradients_are_not_swapped():
+    class Noise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return dc.all_reduce(x)
+
+        @staticmethod
+        def backward(ctx, g):
+            return torch.ones_like(g) * torch.tensor([3.0, -1.0])
+
+    with pytest.raises(GradientMismatchError) as error:
+        check_gradients(lambda x: Noise.apply(x).sin().sum(), per_rank(2), on=["simulated"])
+    assert [cause.name for cause in error.value.report.causes] == ["wrong in direction"], str(error.value)
