@@ -21,7 +21,7 @@ from diffcoll.cli.named import NotUsableError, called, named, place
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.engines.process_state import seed_rank
 from diffcoll.testing.gradients import assert_matches_single_process, check_gradients
-from diffcoll.testing.harness.matching import refuse_equal_ranks
+from diffcoll.testing.harness.parts import refuse_equal_ranks
 from diffcoll.testing.harness.report import GradientMismatchError, Report, Table
 from diffcoll.testing.processes import in_words
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from operator import index
+from operator import index, methodcaller
 from typing import Any
 
 import torch
@@ -18,12 +18,17 @@ from diffcoll.testing.harness.causes import Kind, cause_of
 from diffcoll.testing.harness.checking import Checking
 from diffcoll.testing.harness.comparison import Run, tolerance_of, unchecked
 from diffcoll.testing.harness.hypotheses import diagnose
-from diffcoll.testing.harness.matching import Matching, refuse_equal_ranks
+from diffcoll.testing.harness.matching import Matching
 from diffcoll.testing.harness.measure import MeasurementPlan, input_names, leaves_of
 from diffcoll.testing.harness.packing import pack
+from diffcoll.testing.harness.parts import marked, refuse_equal_ranks
 from diffcoll.testing.harness.report import Cause, GradientMismatchError, Report
 
 _MATCHES, _CHECK = "assert_matches_single_process", "check_gradients"
+#: pytest shows the line of the test and the report, and not the code of a check that failed.
+_hidden = methodcaller("errisinstance", GradientMismatchError)
+#: What `compare` names, and the groups of quantities.
+_COMPARED = {"values": ("value", "output"), "gradients": ("gradient", "second order"), "state": ("state",)}
 
 
 def assert_matches_single_process(
@@ -35,6 +40,8 @@ def assert_matches_single_process(
     sizes: Sequence[Sequence[int]] = ((4, 4), (5, 3), (5, 0, 3)),
     rank_reduction: str = "mean",
     order: int = 1,
+    constant: Sequence[str] = (),
+    compare: Sequence[str] = ("values", "gradients", "state"),
     on: Sequence[str] = ("simulated", "gloo"),
     tolerance: float | None = None,
     seed: int = 0,
@@ -72,6 +79,9 @@ def assert_matches_single_process(
         rank_reduction: what is done with the losses and gradients of the ranks afterwards. "mean": averaged, as by DDP
             and by `GradientAverager`. "sum": summed. "any": one of the two must be right for all gradients.
         order: 2: check second order too.
+        constant: names of arguments whose tensors get no gradients, such as masks, weights or a teacher's logits.
+        compare: what is compared: "values" and outputs, "gradients", and the "state" of the module after the call. A
+            loss whose value is N times too large while its gradients are exact passes with ["gradients"].
         on: "simulated", and backends for real processes: "gloo", "mpi", "nccl". A run that is wrong on one of them is
             not repeated on the next.
         tolerance: the largest relative error that is right; by default 4e-10 for float64 and 2e-4 for float32.
@@ -86,6 +96,7 @@ def assert_matches_single_process(
         TypeError, ValueError: an argument is wrong, or two ranks have the same rows, which hides wrong gradients.
         Exception: what `distributed` raised in the first run, or `single`.
     """
+    __tracebackhide__ = _hidden
     _check_choices(_MATCHES, order, on)
     expect.choice(_MATCHES, "rank_reduction", rank_reduction, ("mean", "sum", "any"))
     each_sizes = _sizes(sizes)
@@ -97,6 +108,8 @@ def assert_matches_single_process(
         rank_reduction,
         MeasurementPlan(order=order, seed=seed),
         timeout,
+        constant,
+        _groups(compare),
     )
     if tolerance is None:
         tolerance = tolerance_of([*tree_flatten(matching.whole(each_sizes[0]))[0], *matching.single.unpack().tensors])
@@ -118,6 +131,7 @@ def check_gradients(
     fn: Callable[..., Any],
     *per_rank: Sequence[Any],
     order: int = 1,
+    constant: Sequence[str] = (),
     module: nn.Module | Sequence[nn.Module | Tensor] | None = None,
     on: Sequence[str] = ("simulated", "gloo"),
     seed: int = 0,
@@ -144,6 +158,7 @@ def check_gradients(
         per_rank: one or more sequences with one element for each rank, as for `simulate`. Floating-point tensors in
             them, in trees too, get gradients. They must be float64 or complex128.
         order: 2: check a Hessian-vector product too.
+        constant: names of arguments whose tensors get no gradients, such as masks.
         module: an `nn.Module`, or a list of modules and parameters, used by fn. Each rank gets a copy of fn and the
             module. The gradient of a rank's parameters is compared with finite differences that move this rank's copy
             alone.
@@ -159,8 +174,10 @@ def check_gradients(
         TypeError, ValueError: an argument is wrong, or two ranks have the same tensors, which hides wrong gradients.
         Exception: what fn raised.
     """
+    __tracebackhide__ = _hidden
     _check_choices(_CHECK, order, on)
     parts: list[Any] = per_rank_arguments(_CHECK, per_rank)
+    parts = [marked(_CHECK, fn, part, constant) for part in parts]
     packed = pack(_CHECK, "fn", fn, module)
     names = input_names(fn, parts[0])
     subject = packed.unpack()
@@ -241,6 +258,15 @@ def _scope(runs: Sequence[Run], rank_reduction: str) -> Iterator[Cause]:
     if any(run.on == "simulated" for run in right) and not any(run.on == "simulated" for run in wrong):
         kinds = ", ".join(dict.fromkeys(run.on for run in wrong))
         yield cause_of(Kind.ON_PROCESSES, f"right on simulated ranks, wrong on {kinds}")
+
+
+def _groups(compare: Sequence[str]) -> list[str]:
+    """Return the groups of quantities of the argument `compare`."""
+    if isinstance(compare, str) or not compare:
+        raise TypeError(message(_MATCHES, "compare", repr(compare), f"a sequence of {', '.join(_COMPARED)}"))
+    for each in compare:
+        expect.choice(_MATCHES, "compare", each, tuple(_COMPARED))
+    return [group for each in compare for group in _COMPARED[each]]
 
 
 def _check_choices(name: str, order: object, on: Sequence[str]) -> None:

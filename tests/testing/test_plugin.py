@@ -680,3 +680,26 @@ def test_a_killed_session_leaves_nothing(pytester, kind):
     _, left = pytest_of_its_own(pytester)
     assert left == []
     assert (pytester.path / "pid-0").exists()
+
+
+WRONG_GRADIENT = """
+from diffcoll.testing import assert_matches_single_process, check_gradients
+
+def half(x): return (x.sin().sum() + x.detach().sin().sum()) / 2
+
+def test_against_one_process():
+    x = torch.randn(8, 2, dtype=torch.double)
+    assert_matches_single_process(half, lambda x: x.sin().sum(), x, rank_reduction="sum", on=["simulated"])
+
+def test_alone(): check_gradients(half, list(torch.randn(2, 3, dtype=torch.double)), on=["simulated"])
+
+def test_wrong_argument(): check_gradients(half, [torch.ones(2)] * 2, on=["simulated"])
+"""
+
+
+def test_a_failed_check_shows_the_test_and_the_report_alone(run):
+    reports = run(WRONG_GRADIENT)
+    for name in ("test_against_one_process", "test_alone"):
+        text = str(reports[name].longrepr)
+        assert "WRONG" in text and "test_it.py" in text and "gradients.py:" not in text
+    assert "gradients.py:" in str(reports["test_wrong_argument"].longrepr)

@@ -10,6 +10,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import diffcoll as dc
@@ -132,7 +133,40 @@ def the_launchers_variables():
     return distributed, lambda x: (x**2).sum() / len(x), rows, {}
 
 
+def a_mask_gathered_without_a_gradient():
+    """Floats that are no variables: torch.distributed gathers them, and they need no gradient."""
+
+    def distributed(x, mask):
+        every = [torch.empty_like(mask) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, mask)
+        return (x**2 * mask).sum() / torch.cat(every).sum()
+
+    def single(x, mask):
+        return (x**2 * mask).sum() / mask.sum()
+
+    return summed(
+        distributed, single, lambda n: (rows(n), (rows(n, seed=5) > 0).double()), constant=["mask"], sizes=EVEN
+    )
+
+
+def a_value_that_is_n_times_too_large():
+    class Whole(torch.autograd.Function):
+        """The loss of the whole batch on every rank; the gradient is the share of this rank."""
+
+        @staticmethod
+        def forward(ctx, share):
+            return dc.all_reduce(share)
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    return summed(lambda x: Whole.apply((x**2).sum()), lambda x: (x**2).sum(), compare=["gradients", "state"])
+
+
 RIGHT = {
+    "a mask": a_mask_gathered_without_a_gradient,
+    "a value N times too large": a_value_that_is_n_times_too_large,
     "token ids alone": token_ids_alone,
     "a dictionary": lambda: summed(_dictionary(dict)),
     "a dataclass": lambda: summed(_dictionary(Output)),
@@ -329,3 +363,36 @@ def test_equal_gradients_are_not_swapped():
     with pytest.raises(GradientMismatchError) as error:
         check_gradients(lambda x: Noise.apply(x).sin().sum(), per_rank(2), on=["simulated"])
     assert [cause.name for cause in error.value.report.causes] == ["wrong in direction"], str(error.value)
+
+
+def test_constants_and_what_is_compared():
+    """The same programs are wrong without; check_gradients has constants too."""
+    for make, left_out in (
+        (a_mask_gathered_without_a_gradient, "constant"),
+        (a_value_that_is_n_times_too_large, "compare"),
+    ):
+        distributed, single, batch, more = make()
+        del more[left_out]
+        with pytest.raises(GradientMismatchError):
+            assert_matches_single_process(distributed, single, batch, on=["simulated"], **more)
+
+    def fn(x, mask):
+        return (dc.all_reduce(x * mask).sin() * mask.detach()).sum()
+
+    xs, masks = per_rank(4), [torch.tensor([1.0, r, 0.5, 1.0]) for r in range(3)]  # float32 is no matter
+    report = check_gradients(fn, xs, masks, constant=["mask"], on=["simulated"])
+    assert {row.what for row in report.tables[0].rows} == {"gradient of x"}
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"constant": "x"}, r"constant: got 'x', expected names of arguments"),
+        ({"constant": ["w"]}, r"constant: got 'w', expected arguments with floating-point tensors: x"),
+        ({"compare": "values"}, r"compare: got 'values', expected a sequence of values, gradients, state"),
+        ({"compare": ["value"]}, r"compare: got 'value', expected \"values\", \"gradients\" or \"state\""),
+    ],
+)
+def test_wrong_names(more, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        assert_matches_single_process(lambda x: x.sum(), lambda x: x.sum(), rows(8), on=["simulated"], **more)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -29,6 +29,7 @@ from diffcoll.testing.harness.measure import (
     with_leaves,
 )
 from diffcoll.testing.harness.packing import Packed
+from diffcoll.testing.harness.parts import hides_tensors, joined, marked, refuse_equal_ranks, rolled, split
 from diffcoll.testing.processes import in_words
 
 #: Random directions of each tensor along which finite differences are taken for the diagnosis.
@@ -46,6 +47,10 @@ class Matching:
     rank_reduction: str
     plan: MeasurementPlan
     timeout: float
+    #: Names of arguments without gradients.
+    constant: Sequence[str] = ()
+    #: What is compared: groups of quantities.
+    groups: Sequence[str] = ("value", "output", "gradient", "second order", "state")
     #: The largest relative error that is right.
     tolerance: float = 0.0
     #: The batch by its number of rows: a function is called once for each.
@@ -74,6 +79,7 @@ class Matching:
             got = '"any" for a loss and outputs with rows together'
             raise ValueError(message(self.name, "rank_reduction", got, '"mean" or "sum"'))
         quantities = compare(measured, reference, sizes, self.names(sizes), self.tolerance)
+        quantities = [q for q in quantities if q.group in self.groups]
         return Run(on, sizes, quantities, measured, reference, any_value=self.rank_reduction == "any")
 
     def _refuse_nothing_to_compare(self, reference: Measurement, sizes: tuple[int, ...]) -> None:
@@ -107,7 +113,7 @@ class Matching:
         whole = self.batch(total) if callable(self.batch) else self.batch
         tensors = [leaf for leaf in tree_flatten(whole)[0] if isinstance(leaf, Tensor)]
         expected = f"tensors with {total} rows, the sum of sizes={tuple(sizes)}"
-        for kind in {type(leaf) for leaf in tree_flatten(whole)[0] if _hides_tensors(leaf)}:
+        for kind in {type(leaf) for leaf in tree_flatten(whole)[0] if hides_tensors(leaf)}:
             got, remedy = f"a {kind.__name__} with tensors inside", "use dict(…) or torch.utils._pytree's registration"
             raise ValueError(message(self.name, "batch", got, "a tree of tuples, lists, dicts and namedtuples", remedy))
         if not any(differentiable(t) for t in tensors) and not self.single.unpack().parameters:
@@ -120,8 +126,8 @@ class Matching:
             if len(t) != total:
                 remedy = "pass other sizes, or the batch as a function of its number of rows"
                 raise ValueError(message(self.name, "batch", f"a tensor with {len(t)} rows", expected, remedy))
-        self._wholes[total] = whole
-        return whole
+        self._wholes[total] = marked(self.name, self.distributed.unpack().fn, whole, self.constant)
+        return self._wholes[total]
 
     def names(self, sizes: Sequence[int]) -> Names:
         """Return the names of the tensors that are compared."""
@@ -268,61 +274,6 @@ def unused(name: str, functions: str) -> ValueError:
         "a model that is a global of another module than the function is copied apart from it: pass it in a closure"
     )
     return ValueError(message(name, "module", "parameters of which none has a gradient", expected, remedy))
-
-
-def split(whole: Any, sizes: Sequence[int]) -> list[Any]:
-    """Return the part of each rank: its rows of every tensor, and other leaves as they are."""
-    leaves, rebuild = tree_flatten(whole)
-    n = len(sizes)
-    parts = [torch.split_with_sizes(x.detach(), list(sizes)) if isinstance(x, Tensor) else [x] * n for x in leaves]
-    return [
-        rebuild([part[r].clone() if isinstance(part[r], Tensor) else part[r] for part in parts])
-        for r in range(len(sizes))
-    ]
-
-
-def rolled(part: Any, by: int) -> Any:
-    """Return the tree with the rows of every tensor in another order."""
-    leaves, rebuild = tree_flatten(part)
-    return rebuild([leaf.roll(by, 0) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-
-
-def joined(parts: Sequence[Any]) -> Any:
-    """Return the tree with the rows of all ranks."""
-    leaves = [tree_flatten(part)[0] for part in parts]
-    rebuild = tree_flatten(parts[0])[1]
-    return rebuild([torch.cat(of) if isinstance(of[0], Tensor) else of[0] for of in zip(*leaves, strict=True)])
-
-
-def _hides_tensors(leaf: Any) -> bool:
-    """Whether a leaf holds tensors that would not be split, such as a dataclass or a `UserDict`."""
-    held = leaf.values() if isinstance(leaf, Mapping) else vars(leaf).values() if hasattr(leaf, "__dict__") else ()
-    return not isinstance(leaf, Tensor) and any(isinstance(x, Tensor) for x in held)
-
-
-def refuse_equal_ranks(name: str, argument: str, parts: Sequence[Any]) -> None:
-    """Raise if two ranks have the same rows, as far as both have rows."""
-    tensors = [[t for t in tree_flatten(part)[0] if isinstance(t, Tensor) and t.numel()] for part in parts]
-    for r, mine in enumerate(tensors):
-        for s in range(r):
-            pairs = [(a, b) for a, b in zip(mine, tensors[s], strict=False) if a.shape[1:] == b.shape[1:]]
-            if pairs and all(_same_rows(a, b) for a, b in pairs):
-                raise ValueError(
-                    message(
-                        name,
-                        argument,
-                        f"the same numbers on ranks {s} and {r}",
-                        "different ones on every rank, since equal ranks hide wrong gradients",
-                        "pass random numbers",
-                    )
-                )
-
-
-def _same_rows(a: Tensor, b: Tensor) -> bool:
-    if a.dim() == 0:
-        return torch.equal(a, b)
-    rows = min(len(a), len(b))
-    return torch.equal(a[:rows], b[:rows])
 
 
 def cuts_on_rank(packed: Packed, part: Any) -> Cuts:

@@ -138,6 +138,13 @@ def _check_outputs(of_ranks: Sequence[Sequence[int]], outputs: Sequence[Tensor])
             raise ValueError(f"output {i}: distributed returned {got} on all ranks together, single {expected}")
 
 
+@dataclass(frozen=True)
+class Constant:
+    """A tensor of the batch that gets no gradient, such as a mask."""
+
+    tensor: Tensor
+
+
 def differentiable(x: Any) -> bool:
     """Whether x is a tensor that can have a gradient."""
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
@@ -156,7 +163,8 @@ def with_leaves(part: Any, inputs: Sequence[Tensor]) -> Any:
     """
     leaves, rebuild = tree_flatten(part)
     given = iter(inputs)
-    return rebuild([next(given).clone() if differentiable(leaf) else leaf for leaf in leaves])
+    held = [leaf.tensor.clone() if isinstance(leaf, Constant) else leaf for leaf in leaves]
+    return rebuild([next(given).clone() if differentiable(leaf) else x for leaf, x in zip(leaves, held, strict=True)])
 
 
 def on_rank(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> Measurement:

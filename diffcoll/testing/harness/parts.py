@@ -1,0 +1,94 @@
+"""The batch, and the part of it that each rank gets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcoll.core.errors import message
+from diffcoll.core.torch_private.trees import tree_flatten
+from diffcoll.testing.harness.measure import Constant, differentiable, input_names
+
+
+def marked(name: str, fn: Callable[..., Any], batch: Any, constant: Sequence[str]) -> Any:
+    """Return the batch with the tensors of these arguments as constants."""
+    if isinstance(constant, str) or not all(isinstance(each, str) for each in constant):
+        raise TypeError(message(name, "constant", repr(constant), 'names of arguments, such as ("mask",)'))
+    if not constant:
+        return batch
+    leaves, rebuild = tree_flatten(batch)
+    names = iter(input_names(fn, batch))
+    of_leaves = [next(names) if differentiable(leaf) else "" for leaf in leaves]
+    held = [re.split(r"[.\[]", each)[0] for each in of_leaves]
+    if missing := set(constant).difference(of_leaves, held):
+        expected = f"arguments with floating-point tensors: {', '.join(dict.fromkeys(filter(None, held)))}"
+        raise ValueError(message(name, "constant", repr(min(missing)), expected))
+    chosen = [bool({which, top} & set(constant)) for which, top in zip(of_leaves, held, strict=True)]
+    return rebuild([Constant(leaf) if is_one else leaf for leaf, is_one in zip(leaves, chosen, strict=True)])
+
+
+def split(whole: Any, sizes: Sequence[int]) -> list[Any]:
+    """Return the part of each rank: its rows of every tensor, and other leaves as they are."""
+    ends = accumulate(sizes)
+    return [
+        _of_tensors(lambda x, k=k, end=end: x.detach()[end - k : end].clone(), whole)
+        for k, end in zip(sizes, ends, strict=True)
+    ]
+
+
+def rolled(part: Any, by: int) -> Any:
+    """Return the tree with the rows of every tensor in another order."""
+    return _of_tensors(lambda x: x.roll(by, 0), part)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Return the tree with the rows of all ranks."""
+    return _of_tensors(lambda *xs: torch.cat(xs), *parts)
+
+
+def _of_tensors(f: Callable[..., Tensor], *trees: Any) -> Any:
+    """Return the tree of f of the tensors of trees, constants too; other leaves are those of the first."""
+
+    def of_leaf(*xs: Any) -> Any:
+        if isinstance(xs[0], Constant):
+            return Constant(f(*(x.tensor for x in xs)))
+        return f(*xs) if isinstance(xs[0], Tensor) else xs[0]
+
+    leaves, rebuild = zip(*map(tree_flatten, trees), strict=True)
+    return rebuild[0](list(map(of_leaf, *leaves)))
+
+
+def hides_tensors(leaf: Any) -> bool:
+    """Whether a leaf holds tensors that would not be split, such as a dataclass or a `UserDict`."""
+    held = leaf.values() if isinstance(leaf, Mapping) else vars(leaf).values() if hasattr(leaf, "__dict__") else ()
+    return not isinstance(leaf, Tensor) and any(isinstance(x, Tensor) for x in held)
+
+
+def refuse_equal_ranks(name: str, argument: str, parts: Sequence[Any]) -> None:
+    """Raise if two ranks have the same rows, as far as both have rows."""
+    tensors = [[t for t in tree_flatten(part)[0] if isinstance(t, Tensor) and t.numel()] for part in parts]
+    for r, mine in enumerate(tensors):
+        for s in range(r):
+            pairs = [(a, b) for a, b in zip(mine, tensors[s], strict=False) if a.shape[1:] == b.shape[1:]]
+            if pairs and all(_same_rows(a, b) for a, b in pairs):
+                raise ValueError(
+                    message(
+                        name,
+                        argument,
+                        f"the same numbers on ranks {s} and {r}",
+                        "different ones on every rank, since equal ranks hide wrong gradients",
+                        "pass random numbers",
+                    )
+                )
+
+
+def _same_rows(a: Tensor, b: Tensor) -> bool:
+    if a.dim() == 0:
+        return torch.equal(a, b)
+    rows = min(len(a), len(b))
+    return torch.equal(a[:rows], b[:rows])
