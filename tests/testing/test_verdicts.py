@@ -88,7 +88,8 @@ def parametrized(how):
 
 def counted():
     def loss(x):
-        return (x**2).sum(), (x > 0).sum(), int((x < 0).sum()), len(x)
+        flags = bool((x > 1).any()), (x > -0.1).all(), int(torch.cat([x.flatten(), torch.zeros(1)]).max() * 100)
+        return (x**2).sum(), (x > 0).sum(), int((x < 0).sum()), len(x), *flags
 
     return summed(loss)
 
@@ -164,7 +165,34 @@ def a_value_that_is_n_times_too_large():
     return summed(lambda x: Whole.apply((x**2).sum()), lambda x: (x**2).sum(), compare=["gradients", "state"])
 
 
+def lazy():
+    module = nn.Sequential(nn.LazyLinear(4), nn.Tanh()).double()
+    module(rows(2))
+    return summed(lambda x: module(x).square().sum(), module=module)
+
+
+class Graph(nn.Module):
+    """Keeps a sparse matrix, and a tensor of its last call, as attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.double))
+        self.neighbours = torch.eye(3, dtype=torch.double).to_sparse()
+        self.last = torch.zeros(3)
+
+    def forward(self, x):
+        self.last = x.detach().sum(0)
+        return torch.sparse.mm(self.neighbours, (x * self.weight).T).sin().sum()
+
+
+def attributes():
+    module = Graph()
+    return summed(module, module=module)
+
+
 RIGHT = {
+    "a lazy module": lazy,
+    "attributes": attributes,
     "a mask": a_mask_gathered_without_a_gradient,
     "a value N times too large": a_value_that_is_n_times_too_large,
     "token ids alone": token_ids_alone,
@@ -387,12 +415,22 @@ def test_constants_and_what_is_compared():
 @pytest.mark.parametrize(
     ("more", "words"),
     [
+        (
+            {"module": nn.LazyLinear(2)},
+            r"module: got a lazy module, whose weight has no numbers yet, .* call the module once",
+        ),
         ({"constant": "x"}, r"constant: got 'x', expected names of arguments"),
         ({"constant": ["w"]}, r"constant: got 'w', expected arguments with floating-point tensors: x"),
         ({"compare": "values"}, r"compare: got 'values', expected a sequence of values, gradients, state"),
         ({"compare": ["value"]}, r"compare: got 'value', expected \"values\", \"gradients\" or \"state\""),
     ],
 )
-def test_wrong_names(more, words):
+def test_wrong_arguments(more, words):
     with pytest.raises((TypeError, ValueError), match=words):
         assert_matches_single_process(lambda x: x.sum(), lambda x: x.sum(), rows(8), on=["simulated"], **more)
+
+
+def test_an_attribute_that_changed_is_noted():
+    distributed, single, batch, more = attributes()
+    report = assert_matches_single_process(distributed, single, batch, on=["simulated"], **more)
+    assert "last: an attribute that the call changed is not compared: register it as a buffer" in report.notes

