@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -179,28 +180,27 @@ class _OneProcess(Witness):
     @cached_property
     def restored(self) -> set[str]:
         """The names of the gradients that are right if the user's calls of detach() keep the graph."""
-        run, n = self._run, self._size
-        plan = replace(self._matching.plan_of(n), order=1)
-        try:
-            measured = self._on_ranks(undetached, [plan] * n, range(n), self.parts)
-            first = replace(self._reference, second=None)
-            again = replace(run, quantities=compare(measured, first, run.sizes, self._names, self._matching.tolerance))
-        except Exception:
-            return set()
-        each = again.under(self._rank_reduction)
-        return {q.what for q in each} - {q.what for q in each if not q.ok}
+        plan = replace(self._matching.plan_of(self._size), order=1)
+        with contextlib.suppress(Exception):
+            measured = self._on_ranks(undetached, [plan] * self._size, range(self._size), self.parts)
+            return self._agree(measured, replace(self._reference, second=None))
+        return set()
 
     @cached_property
     def unstopped(self) -> set[str]:
         """The names of the gradients that one process has too, if its calls of detach() keep the graph."""
         run, matching = self._run, self._matching
         plan = replace(matching.plan, order=1, outputs=rows_of(run.measured), inputs=run.sizes)
-        try:
+        with contextlib.suppress(Exception):
             (one,) = matching.on("simulated", undetached, [matching.single], [plan], [0], [self._whole])
-            again = replace(run, quantities=compare(run.measured, one, run.sizes, self._names, matching.tolerance))
-        except Exception:
-            return set()
-        each = again.under(self._rank_reduction)
+            return self._agree(run.measured, one)
+        return set()
+
+    def _agree(self, measured: Sequence[Measurement], reference: Measurement) -> set[str]:
+        """Return the names of what agrees on all ranks."""
+        run = self._run
+        quantities = compare(measured, reference, run.sizes, self._names, self._matching.tolerance)
+        each = replace(run, quantities=quantities).under(self._rank_reduction)
         return {q.what for q in each} - {q.what for q in each if not q.ok}
 
     @cached_property
