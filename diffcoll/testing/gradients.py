@@ -67,8 +67,8 @@ def assert_matches_single_process(
 
     Args:
         distributed: called on each rank as distributed(*part) with the rank's rows of the batch. It may use diffcoll or
-            torch.distributed. Returns a loss (0-d), or a tree of outputs with one row for each row of its input, in
-            tuples, dicts, dataclasses; None and strings in it are left out.
+            torch.distributed. Returns a loss (0-d or of shape (1,)), or a tree of outputs with one row for each row of
+            its input, in tuples, dicts, dataclasses; None and strings in it are left out.
         single: called as single(*whole) on one process, in a group of one rank.
         batch: a tensor, or a tuple (positional arguments) or dict (keyword arguments) of trees of tensors, which are
             split along dim 0; or a function that returns one for a number of rows. Other values are passed on as they
@@ -113,7 +113,7 @@ def assert_matches_single_process(
     )
     if tolerance is None:
         tolerance = tolerance_of([*tree_flatten(matching.whole(each_sizes[0]))[0], *matching.single.unpack().tensors])
-    matching = replace(matching, tolerance=tolerance)
+    matching = replace(matching, tolerance=tolerance).with_losses(each_sizes[0])
     runs: list[Run] = []
     for kind in on:
         for each in each_sizes:

@@ -136,6 +136,13 @@ class Matching:
         names = input_names(subject.fn, self.whole(sizes))
         return Names(names, list(subject.parameters), subject.state)
 
+    def with_losses(self, sizes: Sequence[int]) -> Matching:
+        """Take results of shape (1,) as losses, where one process has more rows than one."""
+        (found,) = self.on("simulated", _outputs, [self.single], [self.whole(sizes)])
+        losses = tuple(i for i, y in enumerate(found) if y.shape == (1,) and sum(sizes) > 1)
+        distributed, single = (replace(packed, losses=losses) for packed in (self.distributed, self.single))
+        return replace(self, distributed=distributed, single=single)
+
     def plan_of(self, n: int) -> MeasurementPlan:
         """Return what n ranks measure."""
         return replace(self.plan, scale=float(n) if self.rank_reduction == "mean" else 1.0)

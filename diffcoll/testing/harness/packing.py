@@ -31,6 +31,8 @@ class Subject:
     fn: Callable[..., Any]
     #: Modules and tensors, by the prefix of their names.
     modules: dict[str, nn.Module | Tensor]
+    #: Indices of the results that are losses if they have shape (1,), and no row.
+    losses: tuple[int, ...] = ()
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -79,7 +81,7 @@ class Subject:
             y = self.fn(*part)
         else:
             y = self.fn(**part) if isinstance(part, dict) else self.fn(part)
-        return list(_results(y))
+        return [y[0] if i in self.losses and y.shape == (1,) else y for i, y in enumerate(_results(y))]
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,12 @@ class Packed:
     """A function and its module, pickled together, so that a copy of one refers to the copy of the other."""
 
     data: bytes
+    losses: tuple[int, ...] = ()
 
     def unpack(self) -> Subject:
         """Return a new copy."""
         fn, modules = pickle.loads(self.data)
-        return Subject(fn, modules)
+        return Subject(fn, modules, self.losses)
 
 
 def pack(name: str, argument: str, fn: Callable[..., Any], module: Any) -> Packed:
