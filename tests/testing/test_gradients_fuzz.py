@@ -35,7 +35,7 @@ def passes(distributed, single, sizes, diagnose=True):
     whole = batch(sum(sizes), single.seed)
     if not diagnose:
         packed = [pack("fuzz", "fn", fn, single.module) for fn in (of_ranks, of_one)]
-        matching = Matching("fuzz", *packed, whole, "sum", MeasurementPlan(), 60, tolerance_of(whole))
+        matching = Matching("fuzz", *packed, whole, "sum", MeasurementPlan(), 60, tolerance=tolerance_of(whole))
         return matching.run("simulated", sizes).ok("sum")
     try:
         return assert_matches_single_process(
