@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -113,8 +112,8 @@ class Call(Arguments):
             return self._in_truth(self.x, f, block)
         return self._by_rules(Plan(f, before, after, self._given), x, block)
 
-    def reduce(self, f: Linear, x: Tensor, ways: Callable[[Reducing], list[Steps]]) -> Any:
-        """Return the reduction of x that `op` names: f(x) for the sum, the result of `ways` if it is not linear."""
+    def reduce(self, f: Linear, x: Tensor, steps: Callable[[Reducing], Steps]) -> Any:
+        """Return the reduction of x that `op` names: f(x) for the sum, the result of `steps` if it is not linear."""
         reduction, factor = self.op(x)
         if factor is not None:
             x = times(x, factor)
@@ -123,17 +122,10 @@ class Call(Arguments):
         if self.engine.in_one_graph:
             return self._in_truth(x, f, x, reduction)
         if reduction.over is not None:
-            reducing = Reducing(self.name, reduction, self.engine, x, checked=self.compares())
-            results = [_eager(*way, self.name, self.async_op) for way in ways(reducing)]
-            return results[0] if len(results) == 1 else self._joined(results)
+            last, block, after = steps(Reducing(self.name, reduction, self.engine, x, checked=self.compares()))
+            return _eager(last, block, after, self.name, self.async_op)
         plan = Plan(f, None, None, self._given) if reduction.name == "sum" else self._mean(f, x)
         return self._by_rules(plan, x, x if plan.before is None else plan.before(x))
-
-    def _joined(self, results: list[Any]) -> Any:
-        """Return the one of two results (on, *y.shape) that is not empty."""
-        if self.async_op:
-            return Pending(self.name, lambda: torch.cat([y.wait() for y in results])[0])
-        return torch.cat(results)[0]
 
     def _mean(self, f: Linear, x: Tensor) -> Plan:
         """Return the sum f divided by N. In half precision the sum may overflow where the mean does not."""

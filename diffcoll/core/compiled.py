@@ -35,7 +35,6 @@ from diffcoll.core.torch_private.release import COMPILES
 from diffcoll.core.torch_private.tracing import is_jit_tracing
 from diffcoll.core.torch_private.transforms import batch_last, is_differentiating
 from diffcoll.engines.engine import Engine
-from diffcoll.engines.named import only_if
 
 if not COMPILES:
     raise NotImplementedError(
@@ -87,9 +86,7 @@ def _wait_for(f: Linear, ticket: Tensor, shape: Sequence[int], like: Tensor) -> 
 
 
 def _arguments(f: Linear) -> list[Any]:
-    on = getattr(f.engine, "on", None)
-    given = [key_in_graphs(f.engine), *[_flat(getattr(f, name)) for name in _names[type(f)]]]
-    return given if on is None else [*given, on]
+    return [key_in_graphs(f.engine), *[_flat(getattr(f, name)) for name in _names[type(f)]]]
 
 
 class _Caller(threading.local):
@@ -185,19 +182,18 @@ def _flight(f: Linear, ticket: Tensor) -> InFlight:
 def _register(kind: type[Linear]) -> None:
     arguments = [(f.name, str(f.type)) for f in fields(kind) if f.name != "engine"]
     _names[kind] = tuple(name for name, _ in arguments)
-    schema = ", ".join(["str group", *(f"{_SCHEMA[t]} {name}" for name, t in arguments), "SymInt on=1"])
-    nothing = [None] * (2 + len(arguments))
+    schema = ", ".join(["str group", *(f"{_SCHEMA[t]} {name}" for name, t in arguments)])
+    nothing = [None] * (1 + len(arguments))
 
     def build(group: str, *values: Any) -> Linear:
-        row, on = zip(arguments, values, strict=False), values[len(arguments) :]
-        engine = engine_named(group)
-        return kind(only_if(engine, *on) if on else engine, *(_unflat(t, value) for (_, t), value in row))
+        row = zip(arguments, values, strict=True)
+        return kind(engine_named(group), *(_unflat(t, value) for (_, t), value in row))
 
-    def checked(group: str, *values: Any) -> Linear | None:
-        f = build(group, *values[: len(arguments)])
+    def checked(*values: Any) -> Linear:
+        f = build(*values)
         if not _caller.is_function:
             _check_context(f.name)
-        return f if all(values[len(arguments) :]) else None
+        return f
 
     class Run:
         """y of x; the gradient is that of the adjoint."""
@@ -207,7 +203,7 @@ def _register(kind: type[Linear]) -> None:
         @staticmethod
         def kernel(x: Tensor, *values: Any) -> Tensor:
             f = checked(*values)
-            return Run.fake(x, *values) if f is None else move(x, f, compare=lambda: _compare(f, x))
+            return move(x, f, compare=lambda: _compare(f, x))
 
         @staticmethod
         def fake(x: Tensor, *values: Any) -> Tensor:
@@ -234,8 +230,6 @@ def _register(kind: type[Linear]) -> None:
         @staticmethod
         def kernel(x: Tensor, shape: Sequence[int], *values: Any) -> Tensor:
             f = checked(*values)
-            if f is None:
-                return Start.fake(x, shape)
             flight = named(f, None, x, lambda: InFlight(x, f, None, lambda: _compare(f, x, later=True)))
             return _ticket(flight, shape)
 
@@ -266,7 +260,7 @@ def _register(kind: type[Linear]) -> None:
         @staticmethod
         def kernel(ticket: Tensor, shape: Any, dtype: Any, device: Any, *values: Any) -> Tensor:
             f = checked(*values)
-            return Wait.fake(ticket, shape, dtype, device) if f is None else named(f, None, ticket, _flight(f, ticket))
+            return named(f, None, ticket, _flight(f, ticket))
 
         @staticmethod
         def fake(ticket: Tensor, shape: Any, dtype: Any, device: Any, *values: Any) -> Tensor:

@@ -31,12 +31,9 @@ from diffcoll.core.reductions import Reduction
 from diffcoll.core.torch_private.tracing import is_known, unobserved
 from diffcoll.core.torch_private.transforms import is_within_transform
 from diffcoll.engines.engine import Engine, even_sizes
-from diffcoll.engines.named import only_if
 
 #: The last collective of the reduction, the tensor to apply it to, and the local function of its result.
 Steps = tuple[Linear, Tensor, Callable[[Tensor], Tensor]]
-#: One way to the steps of a reduction.
-Way = Callable[["Reducing"], Steps]
 #: Splits a stack (m, …) of tensors like x into stacks of parts of them.
 Cut = Callable[[Tensor], Sequence[Tensor]]
 
@@ -60,79 +57,53 @@ class Reducing:
     ) -> None:
         self.operation, self.reduction, self.engine, self.x = operation, reduction, engine, x
         self.checked = checked and reduction.users and not is_within_transform()
-        self.batched = False  # whether x is one of the two tensors of `_if`
 
-    def on_all_ranks(self, replicated: bool, deterministic: bool = False) -> list[Steps]:
+    def on_all_ranks(self, replicated: bool, deterministic: bool = False) -> Steps:
         """y on every rank; `deterministic`: gradients are added in the order of ranks."""
         sizes = even_sizes(self.x.numel(), self.engine.size)
         self._check(lambda stack: _row(stack).split_with_sizes(list(sizes), 1))
+        # Sizes without a value yet are not taken to be small: the graph of every rank must be the same.
+        small = self.x.numel() * self.x.element_size() <= self.engine.small(self.x.device.type)
+        if is_known(small) or self._in_one_stack(sizes):
+            if replicated:
+                return self._whole(self._result)
+            return self._whole(self._then(MAPS["SumGradients"](self.engine, deterministic)))
+        last = MAPS["AllGather"](self.engine, 0, sizes, replicated, deterministic)
+        return last, self._row_block(sizes), lambda y: y.view(self.x.shape)
 
-        def whole(it: Reducing) -> Steps:
-            return it._whole(it._result if replicated else it._then(MAPS["SumGradients"](it.engine, deterministic)))
-
-        def in_parts(it: Reducing) -> Steps:
-            sizes = even_sizes(it.x.numel(), it.engine.size)
-            last = MAPS["AllGather"](it.engine, 0, sizes, replicated, deterministic)
-            return last, it._row_block(sizes), lambda y: y.view(it.x.shape)
-
-        return self._either(sizes, whole, in_parts, self.engine.small(self.x.device.type))
-
-    def on_rank(self, dst: int) -> list[Steps]:
+    def on_rank(self, dst: int) -> Steps:
         """y on rank dst, zeros elsewhere."""
         sizes = even_sizes(self.x.numel(), self.engine.size)
         self._check(lambda stack: _row(stack).split_with_sizes(list(sizes), 1))
         here = self.engine.rank == dst
 
-        def in_parts(it: Reducing) -> Steps:
-            def shaped(y: Tensor) -> Tensor:
-                if not here:  # y is empty, and stays in the graph
-                    y = concatenated([y, y.new_zeros(it.x.numel())])
-                return y.view(it.x.shape)
+        def shaped(y: Tensor) -> Tensor:
+            if not here:  # y is empty, and stays in the graph
+                y = concatenated([y, y.new_zeros(self.x.numel())])
+            return y.view(self.x.shape)
 
-            sizes = even_sizes(it.x.numel(), it.engine.size)
-            return MAPS["Gather"](it.engine, dst, 0, sizes), it._row_block(sizes), shaped
+        if self._in_one_stack(sizes):
+            return self._whole(self._then(MAPS["Keep"](self.engine, dst)))
+        return MAPS["Gather"](self.engine, dst, 0, sizes), self._row_block(sizes), shaped
 
-        return self._either(sizes, lambda it: it._whole(it._then(MAPS["Keep"](it.engine, dst))), in_parts)
-
-    def blocks(self, dim: int, sizes: tuple[int, ...], deterministic: bool = False) -> list[Steps]:
+    def blocks(self, dim: int, sizes: tuple[int, ...], deterministic: bool = False) -> Steps:
         """Block r of y along dim, on rank r; `deterministic` as in `on_all_ranks`."""
         self._check(lambda stack: stack.split_with_sizes(list(sizes), dim + 1))
-
-        def whole(it: Reducing) -> Steps:
-            return it._whole(it._then(MAPS["Split"](it.engine, dim + it.batched, sizes, deterministic)))
-
-        def in_parts(it: Reducing) -> Steps:
-            f = MAPS["AllToAll"](it.engine, dim + it.batched + 1, 0, sizes, it._ones)
-            return f, it.x.unsqueeze(0), it._result
-
-        return self._either(sizes, whole, in_parts)
-
-    def _either(self, sizes: Sequence[int], whole: Way, in_parts: Way, small: int = -1) -> list[Steps]:
-        """Return the steps of one way, or of both if only the values of sizes at run time tell which.
-
-        Every rank reduces the whole stack if it is needed, if x has at most so many bytes, and if a part would be empty
-        in which a user's function reduces: called with an empty part it might build another graph than on other ranks.
-        """
-        if self.reduction.whole:
-            return [whole(self)]
-        parts: int = min(1, self.x.numel() * self.x.element_size() // (small + 1)) if small >= 0 else 1
-        if self.reduction.users:
-            for size in sizes:
-                parts = parts * min(1, size)
-        if is_known(parts == 0):
-            return [whole(self)]
-        return [in_parts(self)] if is_known(parts == 1) else [whole(self._if(1 - parts)), in_parts(self._if(parts))]
-
-    def _if(self, on: int) -> Reducing:
-        """Return the reduction of a tensor (on, *x.shape) within a graph. If `on` is 0, it sends nothing."""
-        x = self.x.unsqueeze(0).narrow(0, 0, on)
-        found = Reducing(self.operation, self.reduction, only_if(self.engine, on), x)
-        found.batched = True
-        return found
+        if self._in_one_stack(sizes):
+            return self._whole(self._then(MAPS["Split"](self.engine, dim, sizes, deterministic)))
+        return MAPS["AllToAll"](self.engine, dim + 1, 0, sizes, self._ones), self.x.unsqueeze(0), self._result
 
     def _row_block(self, sizes: tuple[int, ...]) -> Tensor:
         """Block r of y as one row, on rank r."""
         return self._reduced(apply(MAPS["AllToAll"](self.engine, 1, 0, sizes, self._ones), self.x.reshape(1, -1)))
+
+    def _in_one_stack(self, sizes: tuple[int, ...]) -> bool:
+        """Whether every rank reduces the stack of all ranks' whole x.
+
+        A user's function is not called with an empty part if other ranks' parts are not empty: it might build a
+        different graph.
+        """
+        return self.reduction.whole or (self.reduction.users and any(is_known(size == 0) for size in sizes))
 
     def _whole(self, after: Callable[[Tensor], Tensor]) -> Steps:
         """Every rank reduces the stack of all ranks' x. So the stack and y are replicated."""
@@ -156,9 +127,6 @@ class Reducing:
 
     def _reduced(self, stack: Tensor) -> Tensor:
         """Reduce dim 0; may return a view of the stack, or a tensor that autograd has saved."""
-        if self.batched and self.reduction.users:  # which may not accept an empty stack
-            row = torch.cat([_row(stack), stack.new_ones(len(stack), 1)], 1)
-            return self.reduction.of(row)[:-1].view(stack.shape[1:])
         y = self.reduction.of(stack)
         if not isinstance(y, Tensor) or y.shape != stack.shape[1:]:
             got = f"a function that returns {tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__}"

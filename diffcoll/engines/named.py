@@ -14,8 +14,6 @@ class NamedEngine(Engine):
     """Stands for an engine while Dynamo traces. The graph's ops find the engine by its key and move the data."""
 
     compiling = True
-    #: None, or a number whose value at run time tells whether the ops of this group run, see `only_if`.
-    on: int | None = None
 
     def __init__(self, facts: Facts) -> None:
         # Not super().__init__: this engine needs no locks and buffers, and Dynamo would have to trace their creation.
@@ -47,10 +45,3 @@ def facts(engine: Engine) -> Facts:
     control = str(engine.control_device)
     ranks = engine.global_ranks
     return engine.key, engine.rank, engine.size, engine.description, engine.devices, control, small, ranks
-
-
-def only_if(engine: Engine, on: int) -> Engine:
-    """Return a group for ops of a graph that send nothing if `on` is 0 at run time; x and y are empty then."""
-    found = NamedEngine(facts(engine))
-    found.on = on
-    return found
