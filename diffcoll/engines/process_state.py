@@ -22,9 +22,9 @@ _WARNINGS = ("filters", "showwarning", "_showwarnmsg_impl")
 _STREAMS = ("stdout", "stderr")
 
 
-def launched_as(rank: int, size: int) -> dict[str, str]:
+def launched_as(rank: int, size: int, port: int = 29500) -> dict[str, str]:
     """Return the variables of the environment that torchrun sets for a rank on one host."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": 29500}
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     return {**{name: str(number) for name, number in numbers.items()}, "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -34,8 +34,10 @@ def seed_rank(seed: int, rank: int) -> None:
     _seed_cpu(_stream(seed, rank))
 
 
-def states_of_ranks(seed: int, size: int) -> Iterator[Any]:
+def states_of_ranks(seed: int, size: int, launched: bool) -> Iterator[Any]:
     """Yield the process's state for each rank, with the generators as `seed_rank` leaves them, and its environment.
+
+    If the ranks are launched, that has a launcher's variables.
 
     The generators of other devices are shared by all ranks and seeded once: `torch.manual_seed` formats a stack trace
     for each device that is not in use yet.
@@ -44,8 +46,11 @@ def states_of_ranks(seed: int, size: int) -> Iterator[Any]:
     for rank in range(size):
         _seed_cpu(_stream(seed, rank))
         *state, environment = process_state()
-        own = {os.environ.encodekey(k): os.environ.encodevalue(v) for k, v in launched_as(rank, size).items()}
-        yield *state, {**environment, **own}
+        environment = dict(environment)
+        if launched:
+            for name, value in launched_as(rank, size).items():
+                environment[os.environ.encodekey(name)] = os.environ.encodevalue(value)
+        yield *state, environment
 
 
 def process_state() -> Any:
@@ -74,6 +79,17 @@ def set_process_state(state: Any) -> None:
             pass
     for name, stream in zip(_STREAMS, streams, strict=True):
         setattr(sys, name, stream)
+
+
+def forget_environment(state: Any) -> None:
+    """Undo what a rank with this state has set or deleted in the environment that new processes inherit."""
+    *_, of_rank = state
+    mine = os.environ._data  # type: ignore[attr-defined]
+    for name in of_rank.keys() | mine.keys():
+        if name not in mine:
+            os.unsetenv(name)
+        elif mine[name] != of_rank.get(name):
+            os.putenv(name, mine[name])
 
 
 def _stream(seed: int, rank: int) -> int:

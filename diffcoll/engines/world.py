@@ -27,7 +27,13 @@ from diffcoll.core.torch_private.autograd import before_node
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.engines import guards
 from diffcoll.engines.one_profiler import one_profiler
-from diffcoll.engines.process_state import copies_end_here, process_state, set_process_state, states_of_ranks
+from diffcoll.engines.process_state import (
+    copies_end_here,
+    forget_environment,
+    process_state,
+    set_process_state,
+    states_of_ranks,
+)
 from diffcoll.engines.rank_threads import ambient, forward_mode, set_forward_mode, shared_forward_mode
 
 #: (name of the collective, each rank's tensor, arguments and facts, see `Engine.run_truth`) → each rank's result.
@@ -125,6 +131,7 @@ class World:
         self.truth = truth
         self.group = LocalGroup(tuple(range(size)))  # all ranks
         self.threads = 1  # for one operation of a rank
+        self.launched = False  # whether ranks have the variables of a launcher
         self.running = False
         self.process = os.getpid()
         self.failures: list[tuple[int, BaseException]] = []
@@ -140,7 +147,8 @@ class World:
         # A thread pool for each rank would take as many threads as ranks times cores.
         self.threads = max(1, threads // self.size)
         entered = ambient()
-        for number, (body, state) in enumerate(zip(bodies, states_of_ranks(self.seed, len(bodies)), strict=True)):
+        states = list(states_of_ranks(self.seed, len(bodies), self.launched))
+        for number, (body, state) in enumerate(zip(bodies, states, strict=True)):
             context = contextvars.copy_context()
             rank = _Rank(self, number, partial(context.run, _within, entered(), body))
             rank.state = state
@@ -156,6 +164,8 @@ class World:
                 self.running = False
                 self._meetings.clear()  # those called off refer to tensors, whose graph refers to the world
                 set_process_state(keep)
+                for state in states:
+                    forget_environment(state)
                 set_forward_mode(level)
                 torch.set_num_threads(threads)  # is a default of the process, too
         ranks, self._ranks = self._ranks, []  # results may refer to the world, which must not refer to them

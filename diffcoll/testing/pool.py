@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import socket
 import sys
 import tempfile
 import time
@@ -95,8 +96,10 @@ class Pool:
         assert self._folder is not None
         try:
             with tempfile.TemporaryDirectory(prefix=f"{next(self._calls)}-", dir=self._folder) as folder:
+                with socket.create_server(("127.0.0.1", 0)) as free:
+                    port = free.getsockname()[1]
                 for rank, (member, payload) in enumerate(zip(members, payloads, strict=True)):
-                    seat = Seat(kind, rank, n, timeout, seed, folder, surroundings(), captured, self._once)
+                    seat = Seat(kind, rank, n, timeout, seed, folder, port, surroundings(), captured, self._once)
                     member.send(pickle.dumps(seat), payload)
                 ends = [RankEnd(answer) for answer in _answers(members, folder, timeout, captured)]
                 for rank, end in enumerate(ends):

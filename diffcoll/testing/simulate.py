@@ -74,8 +74,8 @@ def simulate(
 
     The ranks run in the modes of the caller: grad mode, autocast, `with torch.device(…)`, hooks for saved tensors, and
     PyTorch's other thread-local state. The caller's `torch.get_num_threads()` is divided among the ranks, at least one
-    each. Each rank has an `os.environ` of its own, with the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK,
-    MASTER_ADDR, …).
+    each. Each rank has an `os.environ` of its own, with `torch_distributed` with the variables that torchrun sets
+    (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, …). Processes that a rank starts inherit the caller's.
 
     Returns:
         The ranks' results, in order.
@@ -98,6 +98,7 @@ def simulate(
     world = World(len(arguments), seed=seed, truth=None)
     bodies = [partial(fn, *a) for a in arguments]
     if torch_distributed:
+        world.launched = True
         simulation = simulated_c10d.Simulation(world, "nccl" if torch_distributed == "nccl" else "gloo")
         with simulated_c10d.installed():
             return world.run([simulation.body(body) for body in bodies])

@@ -43,7 +43,7 @@ def spawn(
         seed: rank r starts its streams of random numbers from (seed, r), the same as under `simulate`.
 
     Each rank has the caller's environment, and the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK,
-    MASTER_ADDR, …).
+    MASTER_ADDR, …) with a free port.
 
     Returns:
         The ranks' results, in order; tensors in them come detached, on the CPU.

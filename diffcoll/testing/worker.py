@@ -54,6 +54,7 @@ class Seat:
     timeout: float
     seed: int
     folder: str  # for files of this call
+    port: int  # a free one
     around: tuple[str, list[str], dict[str, str]]
     captured: bool  # whether the output goes to files
     once: bool  # whether this is the process's only call
@@ -102,7 +103,7 @@ def serve(pipe: Connection, own: Mapping[str, str] | None = None) -> None:
         while True:
             seat, payload = pickle.loads(pipe.recv_bytes()), pipe.recv_bytes()
             here, path, environment = seat.around
-            surround(here, path, {**environment, **launched_as(seat.rank, seat.size), **(own or {})})
+            surround(here, path, {**environment, **launched_as(seat.rank, seat.size, seat.port), **(own or {})})
             _one_call(pipe, seat, payload)
 
 

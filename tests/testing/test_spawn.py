@@ -155,24 +155,55 @@ def test_surroundings(backend, monkeypatch, tmp_path):
 
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RUNS = {
+    "simulated": partial(simulate, torch_distributed=True),
+    "gloo": spawn,
+    "mpi": partial(spawn, backend="mpi"),
+}
 
 
-@pytest.mark.parametrize("run", [simulate, spawn, partial(spawn, backend="mpi")], ids=["simulated", "gloo", "mpi"])
-def test_ranks_have_the_variables_of_a_launcher(run, monkeypatch):
-    """Each its own; what a rank sets is its own too."""
-    monkeypatch.setenv("RANK", "7")
-    monkeypatch.setenv("DIFFCOLL_TEST", "caller")
+@pytest.mark.parametrize("kind", RUNS)
+def test_ranks_have_the_variables_of_a_launcher(kind, monkeypatch):
+    """Each its own; what a rank sets or deletes is its own too, and is forgotten."""
+    for name in ("RANK", "DIFFCOLL_TEST", "DIFFCOLL_GONE"):
+        monkeypatch.setenv(name, "caller")
     before = dict(os.environ)
 
     def body(r):
         found = [os.environ[name] for name in LAUNCHER]
         os.environ["DIFFCOLL_TEST"] += str(r)
+        os.environ["DIFFCOLL_NEW"] = "new"
+        del os.environ["DIFFCOLL_GONE"]
         dc.all_reduce(torch.ones(1))
         return found, os.environ["DIFFCOLL_TEST"], os.getenv("RANK")
 
-    found = run(body, range(3))
-    assert found == [([str(r), str(r), "3", "3", "127.0.0.1", "29500"], f"caller{r}", str(r)) for r in range(3)]
+    found = RUNS[kind](body, range(3))
+    port = found[0][0][-1]
+    assert port.isdigit()
+    assert found == [([str(r), str(r), "3", "3", "127.0.0.1", port], f"caller{r}", str(r)) for r in range(3)]
     assert dict(os.environ) == before
+    named = ("RANK", "DIFFCOLL_TEST", "DIFFCOLL_GONE", "DIFFCOLL_NEW")
+    code = f"import os; print([os.getenv(name, '') for name in {named}])"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout == "['caller', 'caller', 'caller', '']\n"
+
+
+def test_setting_up_torch_distributed_does_not_wait_for_ranks_that_never_come():
+    """One that was destroyed can be made again; without torch.distributed, simulated ranks are not launched."""
+
+    def alone(r):
+        dist.init_process_group("gloo")
+
+    def again(r):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")
+        return dc.all_reduce(torch.tensor(r + 1.0)).item()
+
+    with pytest.raises(ValueError, match="RANK expected"):
+        simulate(alone, range(2))
+    for run in RUNS.values():
+        if run is not RUNS["mpi"]:
+            assert run(again, range(3)) == [6.0] * 3
 
 
 def in_another_process(tmp_path, code, **modules):
