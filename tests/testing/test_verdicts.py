@@ -10,7 +10,6 @@ from collections import OrderedDict
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import diffcoll as dc
@@ -88,7 +87,7 @@ def parametrized(how):
 
 def counted():
     def loss(x):
-        flags = bool((x > 1).any()), (x > -0.1).all(), int(torch.cat([x.flatten(), torch.zeros(1)]).max() * 100)
+        flags = bool((x > 1).any()), (x > -0.1).all(), 7
         return (x**2).sum(), (x > 0).sum(), int((x < 0).sum()), len(x), *flags
 
     return summed(loss)
@@ -135,12 +134,10 @@ def the_launchers_variables():
 
 
 def a_mask_gathered_without_a_gradient():
-    """Floats that are no variables: torch.distributed gathers them, and they need no gradient."""
+    """Floats that are no variables, and need no gradient."""
 
     def distributed(x, mask):
-        every = [torch.empty_like(mask) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, mask)
-        return (x**2 * mask).sum() / torch.cat(every).sum()
+        return (x**2 * mask).sum() / dc.all_reduce(mask.sum().detach())
 
     def single(x, mask):
         return (x**2 * mask).sum() / mask.sum()
@@ -210,10 +207,14 @@ RIGHT = {
 }
 
 
+ON = ["simulated", pytest.param("gloo", marks=pytest.mark.slow), pytest.param("mpi", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_right_program_passes(name):
+def test_a_right_program_passes(name, on):
     distributed, single, batch, more = RIGHT[name]()
-    report = assert_matches_single_process(distributed, single, batch, **{"on": ["simulated"], **more})
+    report = assert_matches_single_process(distributed, single, batch, **{"on": [on], **more})
     assert report.ok and not report.causes
 
 
@@ -238,6 +239,20 @@ def a_wrong_count():
         return (x**2).sum(), len(x) + 1000
 
     return summed(distributed, lambda x: ((x**2).sum(), len(x)))
+
+
+def a_count_on_rank_0_alone():
+    def distributed(x):
+        every = int(count(x))
+        return (x**2).sum(), every if dc.get_rank() == 0 else len(x)
+
+    return summed(distributed, lambda x: ((x**2).sum(), len(x)))
+
+
+def another_loss_whose_gradients_alone_are_compared():
+    return summed(
+        lambda x: (x**3).sum() + dc.all_reduce(x.sum()), lambda x: (x**3).sum(), compare=["gradients"], sizes=EVEN
+    )
 
 
 def _normalized(running):
@@ -286,6 +301,23 @@ def _local_mean():
     return summed(distributed, sizes=EVEN)
 
 
+def a_ring_in_the_other_direction():
+    """Each rank gets the rows of the next rank, and not of the one before."""
+
+    def single(x):
+        return (x.sin() * x.roll(4, 0)).sum()
+
+    return summed(lambda x: (x.sin() * dc.shift(x, -1)).sum(), single, sizes=[(4, 4, 4)])
+
+
+def an_offset_of_equal_ranks():
+    def distributed(x):
+        first = dc.get_rank() * len(x)
+        return (x.sum(1) * torch.arange(first, first + len(x))).sum()
+
+    return summed(distributed, lambda x: (x.sum(1) * torch.arange(len(x))).sum())
+
+
 def tiny_and_twice():
     """One gradient is a million times smaller than the other, and exactly N times too large."""
     large, small = (nn.Parameter(torch.tensor([k, 2 * k], dtype=torch.double)) for k in (1.0, 3.0))
@@ -319,9 +351,17 @@ def a_target_that_is_not_stopped():
 #: name: (program, causes that must be named, causes that must not be)
 WRONG = {
     "a queue of local rows": (a_queue_of_local_rows, ["local statistics"], []),
+    "a count on rank 0 alone": (a_count_on_rank_0_alone, ["another loss"], []),
+    "only gradients are compared": (
+        another_loss_whose_gradients_alone_are_compared,
+        ["another loss"],
+        ["another gradient", "stop-gradient"],
+    ),
     "a wrong count": (a_wrong_count, ["another loss"], ["local statistics"]),
     "a biased running variance": (lambda: _normalized(_biased), ["another state"], ["local statistics"]),
     "a buffer of rank 0": (lambda: _normalized(_on_rank_zero), ["another state"], ["local statistics"]),
+    "a ring in the other direction": (a_ring_in_the_other_direction, [], ["local statistics"]),
+    "an offset of equal ranks": (an_offset_of_equal_ranks, ["uneven"], ["local statistics"]),
     "a row is dropped": (lambda: _local(_without_the_last_row), [], ["local statistics"]),
     "local mean": (_local_mean, ["local statistics"], []),
     "tiny and N times": (tiny_and_twice, ["no reduction"], ["scaled"]),
@@ -330,12 +370,13 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_program_is_caught(name):
+def test_a_wrong_program_is_caught(name, on):
     make, named, not_named = WRONG[name]
     distributed, single, batch, more = make()
     with pytest.raises(GradientMismatchError) as error:
-        assert_matches_single_process(distributed, single, batch, **{"on": ["simulated"], **more})
+        assert_matches_single_process(distributed, single, batch, **{"on": [on], **more})
     causes = [cause.name for cause in error.value.report.causes]
     assert set(named) <= set(causes) and not set(not_named) & set(causes), str(error.value)
 
@@ -352,12 +393,12 @@ def test_a_smooth_function_that_varies_fast_has_no_kink(speed):
     assert check_gradients(lambda x: (speed * dc.all_reduce(x)).sin().sum() / speed, per_rank(2), on=["simulated"]).ok
 
 
-@pytest.mark.parametrize("at", [0.0, 1e-3, -2e-5])
-def test_a_kink_and_a_point_beside_one(at):
+@pytest.mark.parametrize(("at", "offset"), [(0.0, 0.0), (1e-3, 0.0), (-2e-5, 0.0), (0.0, 1e10), (1e-3, 1e8)])
+def test_a_kink_and_a_point_beside_one(at, offset):
     xs = [torch.tensor([at if r == 1 else 0.0, r + 1.0], dtype=torch.double) for r in range(3)]
 
     def fn(x):
-        return (dc.all_reduce(x).relu() * torch.tensor([1.0, 2.0])).sum()
+        return (dc.all_reduce(x).relu() * torch.tensor([1.0, 2.0])).sum() + offset
 
     if at:
         assert check_gradients(fn, xs, on=["simulated"]).ok
@@ -379,19 +420,87 @@ def test_gradients_that_ddp_has_averaged_are_named():
     assert causes == ["averaged"], str(error.value)
 
 
-def test_equal_gradients_are_not_swapped():
-    class Noise(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return dc.all_reduce(x)
+class Noise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return dc.all_reduce(x)
 
-        @staticmethod
-        def backward(ctx, g):
-            return torch.ones_like(g) * torch.tensor([3.0, -1.0])
+    @staticmethod
+    def backward(ctx, g):
+        return torch.ones_like(g) * torch.tensor([3.0, -1.0])[: len(g)]
 
+
+def causes_alone(fn, *per_rank, **more):
     with pytest.raises(GradientMismatchError) as error:
-        check_gradients(lambda x: Noise.apply(x).sin().sum(), per_rank(2), on=["simulated"])
-    assert [cause.name for cause in error.value.report.causes] == ["wrong in direction"], str(error.value)
+        check_gradients(fn, *per_rank, **{"on": ["simulated"], **more})
+    return [cause.name for cause in error.value.report.causes]
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_equal_gradients_are_neither_swapped_nor_averaged(width):
+    def fn(x, r):
+        return ((r + 1) * Noise.apply(x).sin() * x).sum()
+
+    assert causes_alone(fn, per_rank(width), range(3)) == ["wrong in direction"]
+
+
+class Ruled(torch.autograd.Function):
+    """A function with a rule for the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, of, rule):
+        ctx.rule = rule
+        return of(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.rule(g), None, None
+
+
+def test_equal_numbers_on_all_ranks_are_no_average():
+    constant = causes_alone(lambda x: Ruled.apply(x, lambda x: x**3, lambda g: 3 * g).sum(), per_rank(1))
+    assert constant == ["wrong in direction"]
+
+
+def test_ranks_with_equal_gradients_are_not_told_apart():
+    """3 x² of two ranks is equal, so it is not known whose the third one has."""
+    xs = [torch.tensor([a, 2.0], dtype=torch.double) for a in (0.5, -0.5, 1.5)]
+
+    def fn(x):
+        y = Ruled.apply(x, lambda x: x**3, lambda g: g * 3 * dc.permute(x, [(2, 0), (0, 2), (1, 1)]).square())
+        return y.sum()
+
+    assert causes_alone(fn, xs) == ["wrong in direction"]
+
+
+def test_a_gradient_with_the_wrong_sign_is_not_another_ranks():
+    """On two ranks the part that comes from the other one is missing, and that of this rank is there with a minus."""
+
+    def fn(x):
+        return (Ruled.apply(x, dc.all_reduce, lambda g: 0 * g) * x).sin().sum()
+
+    assert causes_alone(fn, per_rank(2, n=2)) == ["wrong in direction"]
+
+
+def test_a_detach_is_blamed_if_the_gradient_is_right_without_it():
+    def logs(x):
+        dc.all_reduce(x.detach())
+        return ((dc.get_rank() + 1) * Noise.apply(x).sin() * x).sum()
+
+    def loses(x):
+        total = dc.all_reduce(x)
+        return ((x + (total - x).detach()).sin() * (dc.get_rank() + 1)).sum()
+
+    assert causes_alone(logs, per_rank(2)) == ["wrong in direction"]
+    assert causes_alone(loses, per_rank(2, n=2), on=["gloo"]) == ["graph cut"]
+
+
+def test_a_loss_without_a_number():
+    xs = [-torch.ones(2, dtype=torch.double), torch.rand(2, dtype=torch.double)]
+    with pytest.raises(ValueError, match=r"fn: got NaN or infinity in the results of rank 0, expected a finite loss"):
+        check_gradients(lambda x: x.log().sum(), xs, on=["simulated"])
+    with pytest.raises(ValueError, match="fn: got results that depend on no tensor"):
+        check_gradients(lambda x: dc.all_reduce(x).sum(), [x[:0] for x in xs], on=["simulated"])
 
 
 def test_constants_and_what_is_compared():
@@ -416,12 +525,15 @@ def test_constants_and_what_is_compared():
 @pytest.mark.parametrize(
     ("more", "words"),
     [
+        ({"module": nn.LazyBatchNorm1d(affine=False)}, "module: got a lazy module, whose running_mean has no numbers"),
         (
             {"module": nn.LazyLinear(2)},
             r"module: got a lazy module, whose weight has no numbers yet, .* call the module once",
         ),
         ({"constant": "x"}, r"constant: got 'x', expected names of arguments"),
         ({"constant": ["w"]}, r"constant: got 'w', expected arguments with floating-point tensors: x"),
+        ({"constant": None}, r"constant: got None, expected names of arguments"),
+        ({"compare": ["state"]}, r"compare: got only state, of which there is nothing, expected something to compare"),
         ({"compare": "values"}, r"compare: got 'values', expected a sequence of values, gradients, state"),
         ({"compare": ["value"]}, r"compare: got 'value', expected \"values\", \"gradients\" or \"state\""),
     ],

@@ -82,6 +82,8 @@ class Case:
     tolerance: float
     #: The ranks that returned NaN or infinity.
     not_finite: list[int]
+    #: Whether the values or outputs are not those of the reference, compared or not.
+    values_differ: bool
     cuts: Cuts
     witness: Witness
     found: list[Finding] = field(default_factory=list)
@@ -135,4 +137,4 @@ class Case:
             return f"it is {number} times {of}"
         under_sum = ratio / self.factor
         exact = [what for what, right in (("sum", 1), ("mean", self.size)) if is_near(under_sum, right, self.tolerance)]
-        return f'under "{self.rank_reduction}" {number} times {of}' + "".join(f', exact under "{w}"' for w in exact[:1])
+        return f'under "{self.rank_reduction}" {number} times {of}' + (f', exact under "{exact[0]}"' if exact else "")

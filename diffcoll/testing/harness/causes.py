@@ -70,7 +70,8 @@ CAUSES = {
     ),
     Kind.NEARLY_RIGHT: (
         "the computation has a lower precision than its inputs, as under autocast, or a small term is missing",
-        "check without autocast and in float64; pass tolerance= if the precision is intended",
+        "check without autocast and in float64; if the precision is intended, pass tolerance= to "
+        "assert_matches_single_process",
     ),
     Kind.SCALED: (
         "the loss and the later reduction of gradients do not agree on who divides by N",

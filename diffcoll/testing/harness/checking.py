@@ -96,6 +96,7 @@ class Checking:
         lengths = tuple(max(x, 1e-5) if x else 1.0 for x in (largest(*of) for of in zip(*self.leaves, strict=True)))
         plan = replace(self.plan, lengths=lengths)
         measured: list[Measurement] = self.on(on, on_rank, [plan] * self.size, range(self.size), self.parts)
+        self._refuse_not_finite(measured)
         found = self._differences(on)
         self._refuse_unused(measured, found)
         joint = JointGraph(self, measured) if on == "simulated" else None
@@ -108,7 +109,7 @@ class Checking:
         causes = []
         if not tables[0].ok:
             witness = _Differences(self, on, measured, found, cuts, joint)
-            causes = diagnose(Case(quantities, (1,) * self.size, "", _TOLERANCE, [], cuts, witness))
+            causes = diagnose(Case(quantities, (1,) * self.size, "", _TOLERANCE, [], False, cuts, witness))
         notes = (joint.note,) if joint is not None and joint.note else ()
         if joint is not None and joint.quantities:
             tables.append(Table("the joint graph of all ranks", self.size, tuple(q.row for q in joint.quantities)))
@@ -118,19 +119,26 @@ class Checking:
 
     def _differences(self, on: str) -> list[Difference]:
         """Move every rank's tensors; where there seems to be a kink, by less: a smooth function may vary fast."""
-        n, best = self.size, dict[Direction, Difference]()
+        n, tried = self.size, dict[Direction, list[Difference]]()
         each = directions(self.leaves, few=_FEW, random=2 if len(self.names) < 20 else 1)
         for scale in _SCALES:
             losses = self.on(on, losses_along, [self.plan] * n, [each] * n, range(n), self.parts, [scale] * n)
-            steps = [scale * size(self.leaves[d.rank][d.leaf]) for d in each]
-            for d in partials(each, losses, steps):
-                best[d.direction] = min(best.get(d.direction, d), d, key=lambda d: (d.kink, d.uncertainty))
-            floor = _DOUBTFUL * SMALL * max(abs(d.total) for d in best.values())
-            doubtful = [d for d in best.values() if d.kink or d.uncertainty > max(_DOUBTFUL * abs(d.total), floor)]
+            for d in partials(each, losses, [scale * size(self.leaves[d.rank][d.leaf]) for d in each]):
+                tried.setdefault(d.direction, []).append(d)
+            best = list(map(_best, tried.values()))
+            floor = _DOUBTFUL * SMALL * max((abs(d.total) for d in best), default=0.0)
+            doubtful = [d for d in best if d.kink or d.uncertainty > max(_DOUBTFUL * abs(d.total), floor)]
             each = [d.direction for d in doubtful]
             if not each:
                 break
-        return list(best.values())
+        return best
+
+    def _refuse_not_finite(self, measured: Sequence[Measurement]) -> None:
+        """Raise if a rank's loss is NaN or infinite, and has no differences."""
+        losses = [objective(self.plan.weights(r, m.outputs), m.outputs) for r, m in enumerate(measured)]
+        if bad := [r for r, loss in enumerate(losses) if not loss.isfinite()]:
+            got = f"NaN or infinity in the results of rank {', '.join(map(str, bad))}"
+            raise ValueError(message(self.name, "fn", got, "a finite loss", "choose other data"))
 
     def _refuse_unused(self, measured: Sequence[Measurement], found: Sequence[Difference]) -> None:
         """Raise if the losses depend on no tensor, or on no parameter of the module."""
@@ -160,14 +168,11 @@ class Checking:
             of_leaf = [d for d in found if d.direction.leaf == leaf]
             unit = max([abs(d.total) for d in of_leaf] + [_SMALL * most]) or 1.0
             for r, m in enumerate(measured):
-                gradient, each = (
-                    (m.first.inputs + m.first.parameters)[leaf],
-                    [d for d in of_leaf if d.direction.rank == r],
-                )
-                got, wanted = [along(gradient, d.direction) for d in each], [d.total for d in each]
-                allowed = torch.tensor([_allowed(d, unit) for d in each])
-                a, b = (torch.tensor(numbers, dtype=torch.float64) for numbers in (got, wanted))
-                yield Quantity(f"gradient of {name}", "gradient", r, a, b, unit, allowed)
+                gradient = (m.first.inputs + m.first.parameters)[leaf]
+                each = [d for d in of_leaf if d.direction.rank == r]
+                numbers = [(along(gradient, d.direction), d.total, _allowed(d, unit)) for d in each]
+                got, wanted, allowed = torch.tensor(numbers, dtype=torch.float64).view(-1, 3).unbind(1)
+                yield Quantity(f"gradient of {name}", "gradient", r, got, wanted, unit, allowed)
 
     def _second_order(self, on: str, measured: Sequence[Measurement], plan: MeasurementPlan) -> Iterator[Quantity]:
         """Compare the Hessian-vector products with finite differences of the gradients."""
@@ -289,6 +294,12 @@ def _in_truth(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> tu
         inputs = leaves_of(part)
         outputs = subject.call(with_leaves(part, inputs))
         return objective(plan.weights(rank, outputs), outputs), inputs + list(subject.parameters.values())
+
+
+def _best(tried: Sequence[Difference]) -> Difference:
+    """Return the surest of the differences along one direction. Rounding hides a kink from a small step."""
+    most = max(abs(d.total) for d in tried)
+    return min(tried, key=lambda d: (d.kink or d.rounding > 0.1 * most, d.uncertainty))
 
 
 def _allowed(difference: Difference, unit: float) -> float:

@@ -97,6 +97,8 @@ class Run:
     quantities: list[Quantity]
     measured: list[Measurement]
     reference: Measurement | None
+    #: What is compared: groups of quantities.
+    groups: Sequence[str] = ("value", "output", "gradient", "second order", "state")
     raised: str = ""
     skipped: str = ""
     #: Whether the value may be right under another reduction than the gradients.
@@ -118,12 +120,14 @@ class Run:
         return 1 / len(self.sizes) if rank_reduction == "mean" else 1.0
 
     def under(self, rank_reduction: str) -> list[Quantity]:
-        """Return the quantities under this reduction; it applies neither to outputs with rows nor to the state."""
+        """Return what is compared under this reduction; it applies neither to outputs with rows nor to the state."""
         factor, found = self.factor(rank_reduction), []
         for q in self.quantities:
+            if q.group not in self.groups:
+                continue
             reduced = q if q.group in ("output", "state") else q.times(factor)
             if self.any_value and q.group == "value":
-                reduced = min((reduced, q, q.times(1 / len(self.sizes))), key=lambda each: each.error)
+                reduced = next((each for each in (q, q.times(1 / len(self.sizes))) if each.ok), reduced)
             found.append(reduced)
         return found
 
@@ -155,7 +159,7 @@ def unchecked(runs: Sequence[Run], tolerance: float) -> Iterator[str]:
         yield f"errors below {tolerance:.1g} pass, because of the precision of the tensors: pass float64"
     for name in dict.fromkeys(name for run in runs for m in run.measured for name in m.attributes):
         yield f"{name}: an attribute that the call changed is not compared: register it as a buffer"
-    each = [q for run in runs for q in run.quantities if q.group == "gradient" and q.wanted.numel()]
+    each = [q for run in runs for q in run.under("sum") if q.group == "gradient" and q.wanted.numel()]
     for name in dict.fromkeys(q.what for q in each):
         most = max(largest(q.wanted) / (q.unit or 1.0) for q in each if q.what == name)
         if most == 0:
@@ -193,10 +197,12 @@ def compare(
             number = f"[{i}]" if len(whole.outputs) > 1 else ""
             if any(y.dim() for y in ys):
                 yield Quantity(f"output{number}", "output", None, torch.cat(ys), wanted, largest(wanted), tolerance)
-            elif not differentiable(wanted):  # a count, a flag or a largest index: nothing says how it is reduced
+            elif not differentiable(wanted):  # a flag is one of any rank or of all
                 every = torch.stack(ys)
-                reduced = every.sum(), every.max(), every.min()
-                got = next((y for y in reduced if y == wanted), reduced[0])
+                if wanted.dtype == torch.bool:
+                    got = every.any() if wanted else every.all()
+                else:
+                    got = wanted if bool((every == wanted).all()) else every.sum()  # a count, or the same on all
                 yield Quantity(f"output{number}", "output", None, got, wanted, 1.0, tolerance)
             else:
                 unit = max(largest(wanted), SMALL * whole.scale)

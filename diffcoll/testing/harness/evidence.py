@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -79,24 +79,26 @@ class Evidence:
         if n == 1 or n > 6 or len({tuple(g[leaf].shape) for g in self.gradients}) > 1:
             return None
         of = [[d for d in each if d.direction.rank == r] for r in range(n)]
-        if len({len(ds) for ds in of}) > 1:
+        if len({tuple(replace(d.direction, rank=0) for d in ds) for ds in of}) > 1:
             return None
         got = torch.tensor([[along(self.gradients[r][leaf], d.direction) for d in of[r]] for r in range(n)]).double()
         total = torch.tensor([[d.total for d in ds] for ds in of]).double()
         own = torch.tensor([[float(d.partials[r]) for d in of[r]] for r in range(n)]).double()
-        same = [d.direction.element for d in of[0]] == [d.direction.element for d in of[-1]]
-        if same and (ratio := multiple(got, total.mean(0).expand_as(got), sure / 10)) is not None:
-            return Kind.AVERAGED, f"it is the mean of all ranks' gradients on every rank{_times(ratio, n)}"
-        for a, b, part in (
-            (got, total, ""),
-            (got - own, total - own, "of the part that comes from other ranks' losses, "),
+        ratio = multiple(got, total.mean(0).expand_as(got), sure / 10)
+        for right, word in ((1.0, "mean"), (float(n), "sum")):
+            if is_near(ratio, right):
+                return Kind.AVERAGED, f"it is the {word} of all ranks' gradients on every rank"
+        powers = (1.0, float(n), 1.0 / n)
+        for a, b, part, known in (
+            (got, total, "", powers),
+            (got - own, total - own, "of the part that comes from other ranks' losses, ", powers[:1]),
         ):
             ratios = {order: multiple(a[list(order)], b, sure / 10) for order in itertools.permutations(range(n))}
-            found = [(order, ratio) for order, ratio in ratios.items() if ratio is not None]
+            found = [(order, ratio) for order, ratio in ratios.items() if any(is_near(ratio, x) for x in known)]
             if len(found) == 1 and found[0][0] != tuple(range(n)):  # else they are equal, and do not say whose they are
                 ((order, ratio),) = found
                 where = ", ".join(f"rank {q} has that of rank {r}" for r, q in enumerate(order) if r != q)
-                return Kind.RANKS_SWAPPED, part + where + _times(ratio, n)
+                return Kind.RANKS_SWAPPED, part + where + _times(ratio or 0.0, n)
         return None
 
 

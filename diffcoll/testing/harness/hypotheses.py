@@ -42,7 +42,7 @@ def _kinks(case: Case) -> Iterator[Finding]:
 
 
 def _detached(case: Case) -> Iterator[Finding]:
-    if case.cuts.detached and case.left() and (seen := case.witness.detached):
+    if case.cuts.detached and case.left("gradient") and (seen := case.witness.detached):
         yield Finding(Kind.DETACHED, case.left(), seen)
 
 
@@ -112,8 +112,9 @@ def _value_scaled(case: Case) -> Iterator[Finding]:
 def _nearly_right(case: Case) -> Iterator[Finding]:
     names = [name for name in case.left() if all(q.ok or q.error < _LITTLE for q in case.of(name))]
     if names:
-        off = max(q.error for name in names for q in case.of(name))
-        yield Finding(Kind.NEARLY_RIGHT, names, f"{_list(names)}: off by {off:.1e}, {case.tolerance:.1e} is allowed")
+        most = max((q for name in names for q in case.of(name) if not q.ok), key=lambda q: q.error)
+        words = f"{_list(names)}: off by {most.error:.1e}, {most.most_allowed or 0.0:.1e} is allowed"
+        yield Finding(Kind.NEARLY_RIGHT, names, words)
 
 
 def _zero(case: Case) -> Iterator[Finding]:
@@ -143,6 +144,11 @@ def _mean_of_local_means(case: Case) -> Iterator[Finding]:
     if names:  # such a mean is a value of the rank's rows
         words = f"{_list(names)}: off by (rows of all ranks) / (N · rows of the rank) on each rank"
         yield Finding(Kind.MEAN_OF_LOCAL_MEANS, names + case.left("value", "output"), words)
+
+
+def _restored(case: Case) -> Iterator[Finding]:
+    if case.cuts.detached and (names := [name for name in case.left("gradient") if name in case.witness.restored]):
+        yield Finding(Kind.GRAPH_CUT, names, f"{_list(names)}: right if the calls of detach() keep the graph")
 
 
 # ── another computation ──────────────────────────────────────────────────────────────────────────────────
@@ -178,7 +184,7 @@ def _mistakes(case: Case) -> Iterator[Finding]:
             yield Finding(Kind.SCALED, names, f"{_list(names)}: {seen}")
         elif not case.has(*_OTHER):
             words = f"{_list(names)}: not the gradient of one process; {seen}"
-            if any(not q.ok for q in case.quantities if q.group in ("value", "output")):
+            if case.values_differ:
                 yield Finding(Kind.ANOTHER_LOSS, names, f"{words}, so the forward is what differs")
             else:
                 stopped = case.witness.unstopped.issuperset(names)
@@ -188,7 +194,8 @@ def _mistakes(case: Case) -> Iterator[Finding]:
 def _scaled_differently(case: Case) -> Iterator[Finding]:
     for name in case.left("gradient"):
         ratios = case.ratios(name)
-        if None not in ratios and all(ratio is not None for ratio in ratios.values()):
+        several = any(q.got.numel() > 1 for q in case.of(name))  # a single number is a multiple of any other
+        if several and None not in ratios and all(ratio is not None for ratio in ratios.values()):
             each = ", ".join(f"{ratio:.4g} on rank {r}" for r, ratio in ratios.items())
             seen = f"{_short(name)}: right in direction on each rank, off by {each}"
             yield Finding(Kind.SCALED_DIFFERENTLY, [name], seen)
@@ -220,6 +227,7 @@ HYPOTHESES: Sequence[Callable[[Case], Iterator[Finding]]] = (
     _scaled,
     _nearly_right,
     _zero,
+    _restored,
     _mean_of_local_means,
     _other_values,
     _mistakes,

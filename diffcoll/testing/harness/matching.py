@@ -50,8 +50,7 @@ class Matching:
     timeout: float
     #: Names of arguments without gradients.
     constant: Sequence[str] = ()
-    #: What is compared: groups of quantities.
-    groups: Sequence[str] = ("value", "output", "gradient", "second order", "state")
+    groups: Sequence[str] = Run.groups
     #: The largest relative error that is right.
     tolerance: float = 0.0
     #: The batch by its number of rows: a function is called once for each.
@@ -80,8 +79,10 @@ class Matching:
             got = '"any" for a loss and outputs with rows together'
             raise ValueError(message(self.name, "rank_reduction", got, '"mean" or "sum"'))
         quantities = compare(measured, reference, sizes, self.names(sizes), self.tolerance)
-        quantities = [q for q in quantities if q.group in self.groups]
-        return Run(on, sizes, quantities, measured, reference, any_value=self.rank_reduction == "any")
+        if not any(q.group in self.groups for q in quantities):
+            got, remedy = f"only {', '.join(self.groups)}, of which there is nothing", "compare gradients too"
+            raise ValueError(message(self.name, "compare", got, "something to compare", remedy))
+        return Run(on, sizes, quantities, measured, reference, self.groups, any_value=self.rank_reduction == "any")
 
     def _refuse_nothing_to_compare(self, reference: Measurement, sizes: tuple[int, ...]) -> None:
         """Raise if there is no number to compare with. Outputs with rows may have infinities, such as masked logits."""
@@ -153,7 +154,9 @@ class Matching:
         cuts = Cuts.of_all(self.on(run.on, cuts_on_rank, [self.distributed] * len(run.sizes), witness.parts))
         witness.seen = cuts.seen
         bad = [r for r, m in enumerate(run.measured) if not all(y.isfinite().all() for y in m.outputs)]
-        return Case(run.under(rank_reduction), run.sizes, rank_reduction, self.tolerance, bad, cuts, witness)
+        values = replace(run, groups=("value", "output")).under(rank_reduction)
+        other = any(not q.ok for q in values)
+        return Case(run.under(rank_reduction), run.sizes, rank_reduction, self.tolerance, bad, other, cuts, witness)
 
     def on(self, kind: str, fn: Callable[..., Any], *per_rank: Sequence[Any]) -> list[Any]:
         """Run fn once per rank on one kind of ranks."""

@@ -37,19 +37,20 @@ class Subject:
     @property
     def parameters(self) -> dict[str, Tensor]:
         """The parameters that require gradients, by name."""
-        return {name: p for name, p in self._named("named_parameters") if p.requires_grad}
+        return {name: p for name, p in self.named("named_parameters") if p.requires_grad}
 
     @property
     def buffers(self) -> dict[str, Tensor]:
         """The buffers, by name."""
-        return dict(self._named("named_buffers"))
+        return dict(self.named("named_buffers"))
 
     @property
     def state(self) -> dict[str, Tensor]:
         """Copies of what a call may change: buffers and parameters, frozen ones too, by what they are."""
-        every = [("buffer", each) for each in self._named("named_buffers")]
-        every += [("parameter", each) for each in self._named("named_parameters")]
-        return {f"{kind} {name}": x.detach().cpu().clone() for kind, (name, x) in every}
+        every = [("buffer", each) for each in self.named("named_buffers")]
+        every += [("parameter", each) for each in self.named("named_parameters")]
+        found = {f"{kind} {name}": x.detach().cpu().clone() for kind, (name, x) in every}
+        return {name: x if x.layout == torch.strided else x.to_dense() for name, x in found.items()}
 
     @property
     def attributes(self) -> dict[str, Tensor]:
@@ -68,7 +69,8 @@ class Subject:
         """All parameters that require gradients, and buffers."""
         return [*self.parameters.values(), *self.buffers.values()]
 
-    def _named(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+    def named(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield what this method of modules yields, "named_parameters" or "named_buffers"."""
         for prefix, module in self.modules.items():
             if isinstance(module, nn.Module):
                 yield from ((f"{prefix}{name}", x) for name, x in getattr(module, kind)())
@@ -153,11 +155,13 @@ def _modules(name: str, module: Any) -> dict[str, nn.Module | Tensor]:
 
 
 def _refuse(name: str, modules: dict[str, nn.Module | Tensor]) -> None:
-    """Raise if a parameter has no numbers yet, or hooks, such as those of a GradientAverager, which copies have not."""
-    for which, p in Subject(id, modules).parameters.items():
-        if is_lazy(p):
+    """Raise if a tensor has no numbers yet, or a parameter hooks, as of a GradientAverager, which copies have not."""
+    subject = Subject(id, modules)
+    for which, x in {**subject.buffers, **dict(subject.named("named_parameters"))}.items():
+        if is_lazy(x):
             got, expected = f"a lazy module, whose {which} has no numbers yet", "the same numbers on all ranks"
             raise ValueError(message(name, "module", got, expected, "call the module once before"))
+    for which, p in subject.parameters.items():
         if has_hooks(p):
             got, expected = f"parameter {which} with hooks on its gradient", "none, since copies have no such hooks"
             remedy = "register them in the function, or pass the module before a GradientAverager is attached"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import accumulate
 from typing import Any
 
@@ -17,7 +17,7 @@ from diffcoll.testing.harness.measure import Constant, differentiable, input_nam
 
 def marked(name: str, fn: Callable[..., Any], batch: Any, constant: Sequence[str]) -> Any:
     """Return the batch with the tensors of these arguments as constants."""
-    if isinstance(constant, str) or not all(isinstance(each, str) for each in constant):
+    if not isinstance(constant, (Sequence, Set)) or isinstance(constant, str):
         raise TypeError(message(name, "constant", repr(constant), 'names of arguments, such as ("mask",)'))
     if not constant:
         return batch
