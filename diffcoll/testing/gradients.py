@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import index, methodcaller
 from typing import Any
@@ -23,12 +23,15 @@ from diffcoll.testing.harness.measure import MeasurementPlan, input_names, leave
 from diffcoll.testing.harness.packing import pack
 from diffcoll.testing.harness.parts import marked, refuse_equal_ranks
 from diffcoll.testing.harness.report import Cause, GradientMismatchError, Report
+from diffcoll.testing.sharding.program import Sharding, program
+from diffcoll.testing.sharding.report import sharded_report
 
 _MATCHES, _CHECK = "assert_matches_single_process", "check_gradients"
 #: pytest shows the line of the test and the report, and not the code of a check that failed.
 _hidden = methodcaller("errisinstance", GradientMismatchError)
 #: What `compare` names, and the groups of quantities.
 _COMPARED = {"values": ("value", "output"), "gradients": ("gradient", "second order"), "state": ("state",)}
+_SIZES = ((4, 4), (5, 3), (5, 0, 3))
 
 
 def assert_matches_single_process(
@@ -37,8 +40,11 @@ def assert_matches_single_process(
     batch: Any,
     *,
     module: nn.Module | Sequence[nn.Module | Tensor] | None = None,
-    sizes: Sequence[Sequence[int]] = ((4, 4), (5, 3), (5, 0, 3)),
-    rank_reduction: str = "mean",
+    sizes: Sequence[Sequence[int]] = _SIZES,
+    mesh: Mapping[str, int] | Sequence[Mapping[str, int]] | None = None,
+    shard: Callable[[Any, Any], nn.Module] | None = None,
+    placements: Mapping[str, Any] | None = None,
+    rank_reduction: str | Mapping[str, str] | None = None,
     order: int = 1,
     constant: Sequence[str] = (),
     compare: Sequence[str] = ("values", "gradients", "state"),
@@ -76,8 +82,18 @@ def assert_matches_single_process(
         module: an `nn.Module`, or a list of modules and parameters, used by both functions. Each rank gets a copy of
             the functions and the module, as on real processes.
         sizes: for each run, the rows of each rank.
-        rank_reduction: what is done with the losses and gradients of the ranks afterwards. "mean": averaged, as by DDP
-            and by `GradientAverager`. "sum": summed. "any": one of the two must be right for all gradients.
+        mesh: for a sharded program, the sizes of the axes, such as {"dp": 2, "tp": 2}, or a list of such, each a run;
+            instead of `sizes`.
+        shard: called on each rank as shard(copy of module, DeviceMesh), returns the rank's module. Its tensors have the
+            names that they have in the whole, and get the rank's pieces of the whole's numbers. Both functions are
+            called with the module as their first argument.
+        placements: what each rank has of an input, parameter, buffer or of the "output" (or "output[1]"), by its name
+            or a pattern: `Shard`, `Replicate` or `Partial` of `torch.distributed.tensor`, or a function (whole, {axis:
+            coordinate}) -> piece, by axis. An axis that is not named is Replicate. By default a batch is replicated,
+            and the others are what their shapes and DTensors say. `Partial`: somebody sums it over the axis later.
+        rank_reduction: what is done with the losses and gradients of the ranks afterwards. "mean", the default:
+            averaged, as by DDP and by `GradientAverager`. "sum": summed. "any": one of the two must be right for all
+            gradients. With a mesh: "mean" or "sum" by axis; along others every rank has the same loss.
         order: 2: check second order too.
         constant: names of arguments whose tensors get no gradients, such as masks, weights or a teacher's logits.
         compare: what is compared: "values" and outputs, "gradients", and the "state" of the module after the call. A
@@ -98,30 +114,21 @@ def assert_matches_single_process(
     """
     __tracebackhide__ = _hidden
     _check_choices(_MATCHES, order, on)
-    expect.choice(_MATCHES, "rank_reduction", rank_reduction, ("mean", "sum", "any"))
-    each_sizes = _sizes(sizes)
-    matching = Matching(
-        _MATCHES,
-        pack(_MATCHES, "distributed", distributed, module),
-        pack(_MATCHES, "single", single, module),
-        batch,
-        rank_reduction,
-        MeasurementPlan(order=order, seed=seed),
-        timeout,
-        constant,
-        _groups(compare),
-    )
-    if tolerance is None:
-        tolerance = tolerance_of([*tree_flatten(matching.whole(each_sizes[0]))[0], *matching.single.unpack().tensors])
-    matching = replace(matching, tolerance=tolerance).with_losses(max(each_sizes, key=sum))
-    runs: list[Run] = []
-    for kind in on:
-        for each in each_sizes:
-            if wrong := [r for r in runs if r.sizes == each and not r.skipped and not _is_right(r, rank_reduction)]:
-                runs.append(Run(kind, each, [], [], None, skipped=f"wrong already on {wrong[0].on} ranks"))
-            else:
-                runs.append(matching.attempt(kind, each) if runs else matching.run(kind, each))
-    report = _report(matching, runs)
+    groups, plan = _groups(compare), MeasurementPlan(order=order, seed=seed)
+    if mesh is not None:
+        _refuse_with_mesh(order, on, sizes)
+        functions = program(distributed, single, module, shard)
+        sharding = Sharding(*functions, batch, plan, timeout, constant, groups, tolerance)
+        report = sharded_report(sharding, mesh, placements, rank_reduction, on)
+    else:
+        for argument, given in (("shard", shard), ("placements", placements)):
+            if given is not None:
+                raise TypeError(message(_MATCHES, argument, "no mesh with it", 'mesh= too, such as {"tp": 2}'))
+        rank_reduction = "mean" if rank_reduction is None else rank_reduction
+        expect.choice(_MATCHES, "rank_reduction", rank_reduction, ("mean", "sum", "any"))
+        functions = pack(_MATCHES, "distributed", distributed, module), pack(_MATCHES, "single", single, module)
+        matching = Matching(_MATCHES, *functions, batch, str(rank_reduction), plan, timeout, constant, groups)
+        report = _of_parts(matching, tolerance, _sizes(sizes), on)
     if not report.ok:
         raise GradientMismatchError(report)
     return report
@@ -198,6 +205,34 @@ def check_gradients(
     if not report.ok:
         raise GradientMismatchError(report)
     return report
+
+
+def _refuse_with_mesh(order: int, on: Sequence[str], sizes: object) -> None:
+    """Raise for arguments that mean nothing with a mesh."""
+    if sizes is not _SIZES:
+        raise TypeError(message(_MATCHES, "sizes", "sizes with mesh=", "one of the two", "a mesh says how many ranks"))
+    if order != 1:
+        raise ValueError(message(_MATCHES, "order", f"{order} with mesh=", "1: second order is not checked there"))
+    if "mpi" in on:
+        raise ValueError(message(_MATCHES, "on", '"mpi" with mesh=', '"simulated", "gloo" or "nccl"'))
+
+
+def _of_parts(
+    matching: Matching, tolerance: float | None, each_sizes: Sequence[tuple[int, ...]], on: Sequence[str]
+) -> Report:
+    """Return the report of ranks that have parts of the batch."""
+    if tolerance is None:
+        tolerance = tolerance_of([*tree_flatten(matching.whole(each_sizes[0]))[0], *matching.single.unpack().tensors])
+    matching = replace(matching, tolerance=tolerance).with_losses(max(each_sizes, key=sum))
+    runs: list[Run] = []
+    for kind in on:
+        for each in each_sizes:
+            known = [r for r in runs if r.sizes == each and not r.skipped]
+            if wrong := [r for r in known if not _is_right(r, matching.rank_reduction)]:
+                runs.append(Run(kind, each, [], [], None, skipped=f"wrong already on {wrong[0].on} ranks"))
+            else:
+                runs.append(matching.attempt(kind, each) if runs else matching.run(kind, each))
+    return _report(matching, runs)
 
 
 def _is_right(run: Run, rank_reduction: str) -> bool:

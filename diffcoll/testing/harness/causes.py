@@ -37,6 +37,14 @@ class Kind(str, Enum):
     SECOND_ORDER = "second order"
     UNEVEN = "uneven"
     EMPTY = "empty"
+    PART_OF_SUM = "part of a sum"
+    NOT_AVERAGED = "not averaged"
+    SCALED_OVER_AXIS = "scaled over an axis"
+    WRONG_AXES = "wrong axes"
+    ANOTHER_PIECE = "another piece"
+    BIAS_REPEATED = "bias repeated"
+    LOG_OF_SIZE = "off by log N"
+    PADDING = "padding counted"
     DETACHED = "detached"
     KINK = "kink"
     ON_PROCESSES = "on processes"
@@ -92,8 +100,8 @@ CAUSES = {
     ),
     Kind.SCALED_DIFFERENTLY: ("a factor depends on the rank", "look for a division by a size or a count of this rank"),
     Kind.MEAN_OF_LOCAL_MEANS: (
-        "each rank divides by its own number of rows, so rows of small ranks count more",
-        "divide by the number of rows of all ranks (diffcoll.global_mean, or GradientAverager with weights)",
+        "each rank divides by its own number of rows or tokens, so those of small ranks count more",
+        "divide by the number of all ranks (diffcoll.global_mean, or GradientAverager with weights)",
     ),
     Kind.NO_CONTRIBUTION: (
         "the tensor is detached on this rank, or replaced by its gathered copy, which has no gradient",
@@ -151,6 +159,41 @@ CAUSES = {
     ),
     Kind.UNEVEN: ("a count or an offset is that of equal ranks", "use the sizes that the ranks have"),
     Kind.EMPTY: ("an empty rank skips a collective or divides by zero", "let every rank make the same calls"),
+    Kind.PART_OF_SUM: (
+        "nobody sums it over the axis: an all_reduce is missing, in the forward, or in the backward of what the ranks "
+        "of the axis share (the input of a column-parallel layer, the weights of a norm on parts of a sequence)",
+        "sum it over the axis (diffcoll.all_reduce); if somebody does so later, say Partial() in placements=",
+    ),
+    Kind.NOT_AVERAGED: (
+        "the axis is one of data, and nobody averages over it",
+        'average over it, or say so: rank_reduction={axis: "mean"}',
+    ),
+    Kind.SCALED_OVER_AXIS: (
+        "a reduction over the axis too many or too few, in the forward or in the backward, or nobody divides by the "
+        "number of its ranks",
+        "look at each collective over the axis: where all ranks have the same loss, the backward of a sum is the "
+        "identity (grad_placement='replicate')",
+    ),
+    Kind.WRONG_AXES: (
+        "a sum over ranks is divided by the number of ranks of other axes than it was taken over",
+        "divide by the ranks that the sum is taken over",
+    ),
+    Kind.ANOTHER_PIECE: (
+        "an offset or a rank is that of another rank, or the pieces are in another order than placements= says",
+        "compare the order of the ranks in the group with that of the pieces",
+    ),
+    Kind.BIAS_REPEATED: (
+        "every rank of the axis adds the bias before the sum over the axis",
+        "add it after the sum, or on one rank",
+    ),
+    Kind.LOG_OF_SIZE: (
+        "the sum of exponentials has each term N times",
+        "sum over the pieces of the axis once",
+    ),
+    Kind.PADDING: (
+        "elements that a mask or an ignored label leaves out are counted where the loss is divided",
+        "divide by the number of elements that count, on all ranks",
+    ),
     Kind.DETACHED: (
         "a tensor is detached, see the lines below, on purpose or not",
         "if on purpose, compare with one process instead: assert_matches_single_process",

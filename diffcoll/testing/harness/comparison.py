@@ -197,13 +197,8 @@ def compare(
             number = f"[{i}]" if len(whole.outputs) > 1 else ""
             if any(y.dim() for y in ys):
                 yield Quantity(f"output{number}", "output", None, torch.cat(ys), wanted, largest(wanted), tolerance)
-            elif not differentiable(wanted):  # a flag is one of any rank or of all
-                every = torch.stack(ys)
-                if wanted.dtype == torch.bool:
-                    got = every.any() if wanted else every.all()
-                else:
-                    got = wanted if bool((every == wanted).all()) else every.sum()  # a count, or the same on all
-                yield Quantity(f"output{number}", "output", None, got, wanted, 1.0, tolerance)
+            elif not differentiable(wanted):
+                yield Quantity(f"output{number}", "output", None, together(ys, wanted), wanted, 1.0, tolerance)
             else:
                 unit = max(largest(wanted), SMALL * whole.scale)
                 yield Quantity(f"value{number}", "value", None, torch.stack(ys).sum(), wanted, unit, tolerance)
@@ -227,6 +222,14 @@ def compare(
             yield Quantity(f"{group} of {name}", group, None, got, total, max(largest(total), SMALL * most), allowed)
 
     return list(quantities())
+
+
+def together(ys: Sequence[Tensor], wanted: Tensor) -> Tensor:
+    """Return the integer or flag of all ranks that is compared with that of one process."""
+    every = torch.stack(list(ys))
+    if wanted.dtype == torch.bool:  # of any rank, or of all
+        return every.any(0) if wanted.any() else every.all(0)
+    return wanted if bool((every == wanted).all()) else every.sum(0)  # the same on all, or a count
 
 
 def largest(*tensors: Tensor) -> float:

@@ -17,9 +17,9 @@ from diffcoll.testing.harness.report import Cause
 _LITTLE = 5e-3
 
 
-def diagnose(case: Case) -> list[Cause]:
+def diagnose(case: Case, hypotheses: Sequence[Callable[[Case], Iterator[Finding]]] | None = None) -> list[Cause]:
     """Return the causes of what is wrong in this run."""
-    for hypothesis in HYPOTHESES:
+    for hypothesis in hypotheses or HYPOTHESES:
         for finding in hypothesis(case):
             case.found.append(_or_graph_cut(case, finding))
     return list(dict.fromkeys(cause_of(finding.kind, finding.seen) for finding in case.found))
@@ -38,7 +38,7 @@ def _or_graph_cut(case: Case, finding: Finding) -> Finding:
 
 def _kinks(case: Case) -> Iterator[Finding]:
     if names := [name for name in case.left() if any(q.most_allowed is None for q in case.of(name))]:
-        yield Finding(Kind.KINK, names, f"{_list(names)}: the sum of the losses is not differentiable here")
+        yield Finding(Kind.KINK, names, f"{in_list(names)}: the sum of the losses is not differentiable here")
 
 
 def _detached(case: Case) -> Iterator[Finding]:
@@ -46,12 +46,15 @@ def _detached(case: Case) -> Iterator[Finding]:
         yield Finding(Kind.DETACHED, case.left(), seen)
 
 
-def _random(case: Case) -> Iterator[Finding]:
+def random(case: Case) -> Iterator[Finding]:
+    """One process gets other results with another seed."""
     if case.left("value", "output") and case.witness.is_random:
         yield Finding(Kind.RANDOM, case.left(), "one process gets other results with another seed")
 
 
-def _not_finite(case: Case) -> Iterator[Finding]:
+def not_finite(case: Case) -> Iterator[Finding]:
+    """NaN or infinity where one process has numbers."""
+
     def lost(q: Quantity) -> bool:
         return bool(q.wanted.isfinite().all() and not q.got.isfinite().all())
 
@@ -59,13 +62,14 @@ def _not_finite(case: Case) -> Iterator[Finding]:
         empty = [r for r, rows in enumerate(case.sizes) if rows == 0]
         of = f"; the value is not finite on {_ranks(case.not_finite)}" if case.not_finite else ""
         rows = f"; {_ranks(empty)} {'has' if len(empty) == 1 else 'have'} no rows" if empty else ""
-        yield Finding(Kind.NOT_FINITE, names, f"{_list(names)}: NaN or infinite{of}{rows}")
+        yield Finding(Kind.NOT_FINITE, names, f"{in_list(names)}: NaN or infinite{of}{rows}")
 
 
-def _rounding(case: Case) -> Iterator[Finding]:
+def rounding(case: Case) -> Iterator[Finding]:
+    """One process has errors of this size."""
     if case.left() and (names := [name for name in case.left() if name in case.witness.rounding]):
         words = "changes as much on one process, if the last digits of the batch change"
-        yield Finding(Kind.ROUNDING, names, f"{_list(names)}: {words}")
+        yield Finding(Kind.ROUNDING, names, f"{in_list(names)}: {words}")
 
 
 # ── factors ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -82,7 +86,7 @@ def _no_reduction(case: Case) -> Iterator[Finding]:
         for what, right in (("sum", 1.0), ("mean", float(case.size)))
     }
     if exact["sum"] and exact["mean"]:
-        words = ", ".join(f'{_list(names)} exact under "{what}"' for what, names in exact.items())
+        words = ", ".join(f'{in_list(names)} exact under "{what}"' for what, names in exact.items())
         yield Finding(Kind.NO_REDUCTION, exact["sum"] + exact["mean"], f"{words}: no reduction is right for both")
 
 
@@ -98,7 +102,7 @@ def _scaled(case: Case) -> Iterator[Finding]:
     right = any(q.ok and q.wanted.any() for q in case.quantities if q.group == "gradient")
     for ratio, names in groups.items():
         twice = bool(case.rank_reduction) and right and is_near(ratio, case.size, case.tolerance)
-        words = f"{_list(names)}: {case.scaled(ratio, case.witness.reference)}; right in direction"
+        words = f"{in_list(names)}: {case.scaled(ratio, case.witness.reference)}; right in direction"
         yield Finding(Kind.REDUCED_TWICE if twice else Kind.SCALED, names, words)
 
 
@@ -109,15 +113,16 @@ def _value_scaled(case: Case) -> Iterator[Finding]:
             yield Finding(Kind.VALUE_SCALED, [name], f"{name}: {case.scaled(q.ratio, 'the loss of one process')}")
 
 
-def _nearly_right(case: Case) -> Iterator[Finding]:
+def nearly_right(case: Case) -> Iterator[Finding]:
+    """The error is small."""
     names = [name for name in case.left() if all(q.ok or q.error < _LITTLE for q in case.of(name))]
     if names:
         most = max((q for name in names for q in case.of(name) if not q.ok), key=lambda q: q.error)
-        words = f"{_list(names)}: off by {most.error:.1e}, {most.most_allowed or 0.0:.1e} is allowed"
+        words = f"{in_list(names)}: off by {most.error:.1e}, {most.most_allowed or 0.0:.1e} is allowed"
         yield Finding(Kind.NEARLY_RIGHT, names, words)
 
 
-def _zero(case: Case) -> Iterator[Finding]:
+def zero(case: Case) -> Iterator[Finding]:
     """A gradient is zero on some ranks, and on the others right but for a common factor."""
     groups: dict[str, list[str]] = {}
     for name in case.left("gradient"):
@@ -127,7 +132,7 @@ def _zero(case: Case) -> Iterator[Finding]:
         if none and all(is_near(ratio, others[0] or 0.0, case.tolerance) for ratio in others):
             groups.setdefault("every rank" if not others else f"rank {', '.join(none)}", []).append(name)
     for where, names in groups.items():
-        yield Finding(Kind.NO_CONTRIBUTION, names, f"{_list(names)}: the gradient is zero on {where}")
+        yield Finding(Kind.NO_CONTRIBUTION, names, f"{in_list(names)}: the gradient is zero on {where}")
 
 
 def _mean_of_local_means(case: Case) -> Iterator[Finding]:
@@ -142,13 +147,14 @@ def _mean_of_local_means(case: Case) -> Iterator[Finding]:
 
     names = [name for name in case.left("gradient") if len(set(case.sizes)) > 1 and is_off(name)]
     if names:  # such a mean is a value of the rank's rows
-        words = f"{_list(names)}: off by (rows of all ranks) / (N · rows of the rank) on each rank"
+        words = f"{in_list(names)}: off by (rows of all ranks) / (N · rows of the rank) on each rank"
         yield Finding(Kind.MEAN_OF_LOCAL_MEANS, names + case.left("value", "output"), words)
 
 
-def _restored(case: Case) -> Iterator[Finding]:
+def restored(case: Case) -> Iterator[Finding]:
+    """Right if the user's calls of detach() keep the graph."""
     if case.cuts.detached and (names := [name for name in case.left("gradient") if name in case.witness.restored]):
-        yield Finding(Kind.GRAPH_CUT, names, f"{_list(names)}: right if the calls of detach() keep the graph")
+        yield Finding(Kind.GRAPH_CUT, names, f"{in_list(names)}: right if the calls of detach() keep the graph")
 
 
 # ── another computation ──────────────────────────────────────────────────────────────────────────────────
@@ -160,15 +166,15 @@ def _other_values(case: Case) -> Iterator[Finding]:
     if not names:
         return
     if (statistics := case.witness.local_statistics) is not None:
-        yield Finding(Kind.LOCAL_STATISTICS, names, f"{_list(names)}: {statistics}")
+        yield Finding(Kind.LOCAL_STATISTICS, names, f"{in_list(names)}: {statistics}")
         return
     if state := case.left("state"):
         ranks = {q.rank for name in state for q in case.of(name) if not q.ok}
         where = "every rank" if len(ranks) == case.size else _ranks(sorted(r for r in ranks if r is not None))
-        yield Finding(Kind.ANOTHER_STATE, state, f"{_list(state)}: not as after the whole batch on {where}")
+        yield Finding(Kind.ANOTHER_STATE, state, f"{in_list(state)}: not as after the whole batch on {where}")
     if values := case.left("value", "output"):
         words = "not what one process computes on the whole batch, under any reduction"
-        yield Finding(Kind.ANOTHER_LOSS, values, f"{_list(values)}: {words}")
+        yield Finding(Kind.ANOTHER_LOSS, values, f"{in_list(values)}: {words}")
 
 
 def _mistakes(case: Case) -> Iterator[Finding]:
@@ -179,11 +185,11 @@ def _mistakes(case: Case) -> Iterator[Finding]:
             groups.setdefault(found, []).append(name)
     for (kind, seen), names in groups.items():
         if kind != Kind.CONSISTENT:
-            yield Finding(kind, names, f"{_list(names)}: {seen}")
+            yield Finding(kind, names, f"{in_list(names)}: {seen}")
         elif not case.rank_reduction:
-            yield Finding(Kind.SCALED, names, f"{_list(names)}: {seen}")
+            yield Finding(Kind.SCALED, names, f"{in_list(names)}: {seen}")
         elif not case.has(*_OTHER):
-            words = f"{_list(names)}: not the gradient of one process; {seen}"
+            words = f"{in_list(names)}: not the gradient of one process; {seen}"
             if case.values_differ:
                 yield Finding(Kind.ANOTHER_LOSS, names, f"{words}, so the forward is what differs")
             else:
@@ -203,12 +209,12 @@ def _scaled_differently(case: Case) -> Iterator[Finding]:
 
 def _wrong_in_direction(case: Case) -> Iterator[Finding]:
     if (names := case.left("gradient")) and not case.has(*_OTHER):
-        yield Finding(Kind.WRONG_IN_DIRECTION, names, f"{_list(names)}: no multiple of {case.witness.reference}")
+        yield Finding(Kind.WRONG_IN_DIRECTION, names, f"{in_list(names)}: no multiple of {case.witness.reference}")
 
 
 def _second_order(case: Case) -> Iterator[Finding]:
     if not case.found and (names := case.left("second order")):
-        short = _list([name.removeprefix("second order of ") for name in names])
+        short = in_list([name.removeprefix("second order of ") for name in names])
         words = f"the first order is right, and the second order is wrong for {short}"
         yield Finding(Kind.SECOND_ORDER, names, words)
 
@@ -219,15 +225,15 @@ _OTHER = (Kind.LOCAL_STATISTICS, Kind.ANOTHER_LOSS)
 HYPOTHESES: Sequence[Callable[[Case], Iterator[Finding]]] = (
     _detached,
     _kinks,
-    _random,
-    _not_finite,
-    _rounding,
+    random,
+    not_finite,
+    rounding,
     _value_scaled,
     _no_reduction,
     _scaled,
-    _nearly_right,
-    _zero,
-    _restored,
+    nearly_right,
+    zero,
+    restored,
     _mean_of_local_means,
     _other_values,
     _mistakes,
@@ -241,7 +247,7 @@ def _short(name: str) -> str:
     return name.removeprefix("gradient of ")
 
 
-def _list(names: Sequence[str]) -> str:
+def in_list(names: Sequence[str]) -> str:
     """Return names in words, those of gradients by their tensor."""
     short = list(map(_short, names))
     return short[0] if len(short) == 1 else f"{', '.join(short[:-1])} and {short[-1]}"

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.trees import tree_flatten
-from diffcoll.testing.cases import numbers
 from diffcoll.testing.harness.case import Case, Witness
 from diffcoll.testing.harness.comparison import Names, Run, compare, rows_of
 from diffcoll.testing.harness.cuts import Cuts, GraphCuts, Undetached
@@ -25,6 +24,7 @@ from diffcoll.testing.harness.measure import (
     differentiable,
     input_names,
     leaves_of,
+    noise,
     on_rank,
     run_on,
     with_leaves,
@@ -298,11 +298,6 @@ def undetached(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> M
     """Measure on this rank, where the user's calls of `detach()` keep the graph."""
     with Undetached():
         return on_rank(packed, plan, rank, part)
-
-
-def noise(x: Tensor) -> Tensor:
-    """Return random numbers for a tensor."""
-    return numbers(tuple(x.shape), x.dtype, 0, 0, 0).to(x.device)
 
 
 def _outputs(packed: Packed, part: Any) -> list[Tensor]:

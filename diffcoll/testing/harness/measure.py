@@ -150,6 +150,11 @@ def differentiable(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
+def noise(x: Tensor) -> Tensor:
+    """Return random numbers for a tensor."""
+    return numbers(tuple(x.shape), x.dtype, 0, 0, 0).to(x.device)
+
+
 def leaves_of(part: Any) -> list[Tensor]:
     """Return a new leaf tensor for each differentiable leaf of a tree."""
     return [leaf.detach().clone().requires_grad_() for leaf in tree_flatten(part)[0] if differentiable(leaf)]
@@ -267,8 +272,17 @@ def _detached(gradients: Gradients) -> Gradients:
 
 def input_names(fn: Callable[..., Any], part: Any) -> list[str]:
     """Return a name for each differentiable leaf: that of the function's argument, and the path within it."""
+    return _names_of(fn, part, differentiable)
+
+
+def tensor_names(fn: Callable[..., Any], part: Any) -> list[str]:
+    """Return a name for each tensor, in the same way."""
+    return _names_of(fn, part, lambda leaf: isinstance(leaf, Tensor))
+
+
+def _names_of(fn: Callable[..., Any], part: Any, which: Callable[[Any], bool]) -> list[str]:
     leaves = tree_flatten(part)[0]
-    paths = [path for path, leaf in zip(tree_paths(part), leaves, strict=True) if differentiable(leaf)]
+    paths = [path for path, leaf in zip(tree_paths(part), leaves, strict=True) if which(leaf)]
     try:
         called = fn.forward if isinstance(fn, nn.Module) else fn
         arguments = [p.name for p in inspect.signature(called).parameters.values() if p.kind < p.VAR_POSITIONAL]

@@ -66,6 +66,22 @@ class Cause:
 
 
 @dataclass(frozen=True)
+class First:
+    """The first submodules, of the same name on one process, where something differs; None: there is none."""
+
+    #: In forward order, whose output has no placement of the whole's.
+    output: str | None = None
+    #: In backward order, whose output's gradient has none.
+    gradient: str | None = None
+
+    def __str__(self) -> str:
+        each = (("output", self.output), ("gradient in backward order", self.gradient))
+        return "; ".join(
+            f"first {what} that differs: {name or 'the module'}" for what, name in each if name is not None
+        )
+
+
+@dataclass(frozen=True)
 class Report:
     """What a check of gradients found. `print(report)` shows it; `report.ok` says whether all is right."""
 
@@ -79,6 +95,8 @@ class Report:
     notes: tuple[str, ...] = ()
     #: "mean" or "sum": the reduction over ranks that the tables show; "": the losses are summed.
     rank_reduction: str = ""
+    #: With a mesh: the first submodules where something differs.
+    first: First | None = None
 
     @property
     def ok(self) -> bool:
@@ -88,6 +106,7 @@ class Report:
     def __str__(self) -> str:
         raised = all(table.ok or table.raised for table in self.tables) and any(table.ok for table in self.tables)
         lines = [f"{self.title}: {'right' if self.ok else 'raised an error in some runs' if raised else 'WRONG'}"]
+        lines += [f"  {self.first}"] if str(self.first or "") else []
         for table in self.tables:
             lines += _lines(table)
         for title, entries in (("diagnosis", self.causes), ("graph cuts", self.cuts), ("notes", self.notes)):

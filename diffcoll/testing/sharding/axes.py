@@ -1,0 +1,259 @@
+"""The causes of what is wrong in a sharded program, axis by axis of its mesh.
+
+A cause is named if the numbers follow from it: a factor that is made of the sizes of axes, a sum over an axis that is
+right where its parts are not, another rank's piece, a weighting by the counts of the ranks; or if the outputs are right
+once the program is changed accordingly and run again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from diffcoll.testing.harness.case import Case, Finding, Witness
+from diffcoll.testing.harness.causes import Kind
+from diffcoll.testing.harness.comparison import Quantity, is_near
+from diffcoll.testing.harness.hypotheses import in_list, nearly_right, not_finite, random, restored, rounding, zero
+from diffcoll.testing.sharding.placements import REPLICATE, SHARD, Mesh, near
+from diffcoll.testing.sharding.rank import Piece
+from diffcoll.testing.sharding.trace import Change
+
+
+class OfMesh(Witness):
+    """What can be measured of a sharded program."""
+
+    reference = "that of one process"
+    mesh: Mesh
+    #: "mean" or "sum" of axes.
+    reduction: Mapping[str, str]
+    #: What each rank has, before anything is reduced: by name and rank.
+    pieces: Mapping[str, Mapping[int, Piece]]
+    #: Numbers of each rank that a loss may divide by: the rows of an input, the ones of a mask, the labels of a batch.
+    counts: Mapping[str, Sequence[int]]
+    #: The part of the whole's elements that these counts are.
+    shares: Mapping[str, float]
+
+    def inputs_along(self, axes: Sequence[str]) -> set[str]:
+        """Return the gradients of the inputs that are spread over one of these axes."""
+        each = ((name, next(iter(pieces.values()))) for name, pieces in self.pieces.items())
+        return {name for name, piece in each if piece.of_input and any(piece.kinds[axis] == SHARD for axis in axes)}
+
+    @cached_property
+    def change(self) -> Change | None:
+        """The experiment after which all outputs are right."""
+        raise NotImplementedError
+
+
+def _of(case: Case) -> OfMesh:
+    assert isinstance(case.witness, OfMesh)
+    return case.witness
+
+
+# ── values and outputs ───────────────────────────────────────────────────────────────────────────────────
+
+
+def log_of_size(case: Case) -> Iterator[Finding]:
+    """A value is off by the logarithm of the size of an axis."""
+    for name in case.left("value", "output"):
+        differences = [(q.got - q.wanted).double() for q in case.of(name) if q.got.shape == q.wanted.shape]
+        for axis, n in _of(case).mesh.sizes.items():
+            right = [torch.full_like(d, math.log(n)) for d in differences]
+            if n > 1 and differences and all(map(near, differences, right)):
+                words = f"larger than that of one process by {math.log(n):.4g}, the logarithm of the size of {axis}"
+                yield Finding(Kind.LOG_OF_SIZE, [name], f"{name}: {words}")
+                break
+
+
+def experiments(case: Case) -> Iterator[Finding]:
+    """All outputs are right after a change of what one submodule returns."""
+    names = case.left("value", "output")
+    if names and (change := _of(case).change) is not None:
+        kind = Kind.PART_OF_SUM if change.summed else Kind.BIAS_REPEATED if change.added else Kind.SCALED_OVER_AXIS
+        yield Finding(kind, names + case.left("gradient", "state"), f"{in_list(names)}: right if {change}")
+
+
+# ── factors ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def factors(case: Case) -> Iterator[Finding]:
+    """A value, output or gradient is the right one times a number that is made of the sizes of axes or of counts."""
+    groups: dict[float, list[str]] = {}
+    for name in case.left("value", "output", "gradient"):
+        ratio = case.ratio(name)
+        if ratio and not is_near(ratio, 1.0):
+            like = next((other for other in groups if is_near(ratio, other, case.tolerance)), ratio)
+            groups.setdefault(like, []).append(name)
+    for ratio, names in groups.items():
+        several = any(q.wanted.numel() > 1 for name in names for q in case.of(name))
+        of_axes = powers(_of(case).mesh, ratio, case.tolerance)
+        shares = [count for count, k in _of(case).shares.items() if is_near(ratio, k) or is_near(ratio, 1 / k)]
+        if not of_axes and not shares and not several:
+            continue  # a single number is a multiple of any other
+        words = [_power_in_words(each) for each in of_axes]
+        words += [f"the part of all elements that {count} counts" for count in shares]
+        seen = f"{in_list(names)}: {ratio:.4g} times that of one process"
+        seen += f", which is {' or '.join(words)}" if words else ""
+        if shares and not of_axes:
+            kind = Kind.PADDING
+        elif shares or not of_axes:
+            kind = Kind.SCALED
+        else:
+            both = all(min(each.values()) < 0 < max(each.values()) for each in of_axes)
+            kind = Kind.WRONG_AXES if both else Kind.SCALED_OVER_AXIS
+        yield Finding(kind, names, seen)
+
+
+def powers(mesh: Mesh, ratio: float, tolerance: float = 0.0) -> list[dict[str, int]]:
+    """Return the products of powers of the axes' sizes that a number is, of the fewest factors."""
+    axes = [axis for axis, n in mesh.sizes.items() if n > 1]
+    found = []
+    for exponents in itertools.product(range(-2, 3), repeat=len(axes)):
+        each = {axis: e for axis, e in zip(axes, exponents, strict=True) if e}
+        if each and is_near(ratio, math.prod(mesh.sizes[axis] ** e for axis, e in each.items()), tolerance):
+            found.append(each)
+    fewest = min((sum(map(abs, each.values())) for each in found), default=0)
+    return [each for each in found if sum(map(abs, each.values())) == fewest]
+
+
+def _power_in_words(exponents: Mapping[str, int]) -> str:
+    each = {axis + "²" * (abs(e) > 1): e > 0 for axis, e in exponents.items()}
+    above, below = ([axis for axis, up in each.items() if up == wanted] for wanted in (True, False))
+    number = f"the size of {' times that of '.join(above)}" if above else "1"
+    return number + (f" divided by the size of {' and that of '.join(below)}" if below else "")
+
+
+# ── counts ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def local_counts(case: Case) -> Iterator[Finding]:
+    """Weighted by the counts of the ranks, the average over an axis is right."""
+    witness = _of(case)
+    for count, of_ranks in witness.counts.items():
+        names = [name for name in case.left("value", "gradient") if _is_weighted(case, name, of_ranks)]
+        if names:
+            seen = f"{in_list(names)}: right if the ranks are weighted with {count} on each rank"
+            yield Finding(Kind.MEAN_OF_LOCAL_MEANS, names + case.left("value", "output"), seen)
+            return
+
+
+def _is_weighted(case: Case, name: str, counts: Sequence[int]) -> bool:
+    """Whether the sum over the axes that are reduced is right with these weights; of an input, its own gradient."""
+    witness = _of(case)
+    pieces, mesh = witness.pieces[name], witness.mesh
+    own = next(iter(pieces.values())).of_input
+    if not witness.reduction or len(pieces) < mesh.size:
+        return False
+    for r, piece in pieces.items():
+        group = mesh.along([axis for axis in witness.reduction if own or piece.kinds[axis] == REPLICATE], r)
+        total = sum(counts[s] for s in group)
+        among = [r] if own else group
+        if not total or len(group) < 2 or any(pieces[s].got.shape != piece.wanted.shape for s in among):
+            return False
+        weighted = torch.stack([pieces[s].got * (counts[s] / total) for s in among]).sum(0)
+        if not _close(weighted, pieces[r], case.tolerance):
+            return False
+    return True
+
+
+# ── gradients ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def part_of_sum(case: Case) -> Iterator[Finding]:
+    """Each rank has a part, and the sum or mean over an axis is right."""
+    witness, mesh = _of(case), _of(case).mesh
+    groups: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for name in case.left("gradient", "output", "value"):
+        pieces = witness.pieces[name]
+        done = [axis for axis in mesh.sizes if axis in witness.reduction or mesh.sizes[axis] == 1]
+        kinds = next(iter(pieces.values())).kinds
+        free = [axis for axis in mesh.sizes if axis not in done and kinds[axis] == REPLICATE]
+        for axes in [some for k in range(1, len(free) + 1) for some in itertools.combinations(free, k)]:
+            each = {"sum": 1.0, "mean": 1 / math.prod(mesh.sizes[axis] for axis in axes)}
+            if right := [what for what, factor in each.items() if _sums(case, name, axes, factor)]:
+                groups.setdefault((axes, right[0]), []).append(name)
+                break
+    for (axes, how), names in groups.items():
+        over = " and ".join(axes)
+        if how == "mean" and (inputs := witness.inputs_along(axes)):  # an axis of data
+            also = [name for name in case.left("gradient") if name in inputs and _is_not_averaged(case, name, axes)]
+            seen = f"{in_list(names + also)}: that of each rank's data along {over}; the mean is right"
+            yield Finding(Kind.NOT_AVERAGED, names + also, seen)
+        else:
+            seen = f"{in_list(names)}: one rank's part of a {how} over {over}; the {how} is right"
+            yield Finding(Kind.PART_OF_SUM, names, seen)
+
+
+def _is_not_averaged(case: Case, name: str, axes: Sequence[str]) -> bool:
+    """Whether the gradient of an input is too large by what the mean over these axes divides by."""
+    return is_near(case.ratio(name), math.prod(_of(case).mesh.sizes[axis] for axis in axes), case.tolerance)
+
+
+def _sums(case: Case, name: str, axes: Sequence[str], factor: float) -> bool:
+    """Whether what is compared is right after a sum over axes, times a factor."""
+    held = {q.rank: q for q in case.of(name)}
+    if None in held:
+        return False
+    got = {r: held[r] for r in held if r is not None}
+    mesh = _of(case).mesh
+    for r, q in got.items():
+        group = [got[s].got for s in mesh.along(axes, r) if s in got]
+        if len(group) < 2 or any(x.shape != q.wanted.shape for x in group):
+            return False
+        if not _close(torch.stack(group).sum(0) * factor, q, case.tolerance):
+            return False
+    return bool(got)
+
+
+def another_piece(case: Case) -> Iterator[Finding]:
+    """A rank has the piece that belongs to another one."""
+    for name in case.left("gradient", "output"):
+        each = {q.rank: q for q in case.of(name) if q.rank is not None}
+        where = []
+        for r, q in each.items():
+            if not q.ok:
+                found = [s for s, other in each.items() if s != r and near_piece(q.got, other, case.tolerance)]
+                where += [f"rank {r} has that of rank {found[0]}"] if len(found) == 1 else []
+        if where and len(where) == sum(not q.ok for q in each.values()):
+            yield Finding(Kind.ANOTHER_PIECE, [name], f"{in_list([name])}: {', '.join(where)}")
+
+
+def near_piece(got: Tensor, other: Quantity, tolerance: float) -> bool:
+    """Whether a tensor is what another rank should have; one without numbers is nobody's."""
+    return got.shape == other.wanted.shape and bool(other.wanted.any()) and _close(got, other, tolerance)
+
+
+def observed(case: Case) -> Iterator[Finding]:
+    """Nothing explains the rest."""
+    if names := case.left("value", "output"):
+        words = "not that of one process, under any placement"
+        yield Finding(Kind.ANOTHER_LOSS, names + case.left("gradient"), f"{in_list(names)}: {words}")
+    if state := case.left("state"):
+        yield Finding(Kind.ANOTHER_STATE, state, f"{in_list(state)}: not as on one process after the call")
+    if (names := case.left("gradient")) and not case.values_differ:  # else they are those of another function
+        yield Finding(Kind.WRONG_IN_DIRECTION, names, f"{in_list(names)}: no multiple of {case.witness.reference}")
+
+
+def _close(got: Tensor, right: Quantity | Piece, tolerance: float) -> bool:
+    return bool(((got - right.wanted).abs().double() <= 10 * tolerance * (right.unit or 1.0)).all())
+
+
+MESH_HYPOTHESES: Sequence[Callable[[Case], Iterator[Finding]]] = (
+    random,
+    not_finite,
+    rounding,
+    log_of_size,
+    part_of_sum,
+    factors,
+    local_counts,
+    another_piece,
+    experiments,
+    nearly_right,
+    zero,
+    restored,
+    observed,
+)

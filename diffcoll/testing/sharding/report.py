@@ -1,0 +1,268 @@
+"""The report of a sharded program: runs on each mesh, and the causes of what is wrong on the first wrong one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcoll.core.torch_private.trees import tree_flatten
+from diffcoll.testing.harness.case import Case
+from diffcoll.testing.harness.comparison import Quantity
+from diffcoll.testing.harness.cuts import Cuts, GraphCuts, Undetached
+from diffcoll.testing.harness.hypotheses import diagnose
+from diffcoll.testing.harness.measure import differentiable, noise, on_rank, run_on
+from diffcoll.testing.harness.packing import Packed
+from diffcoll.testing.harness.report import First, Report
+from diffcoll.testing.sharding.axes import MESH_HYPOTHESES, OfMesh
+from diffcoll.testing.sharding.placements import SHARD, parsed_mesh, parsed_placements, parsed_reduction
+from diffcoll.testing.sharding.program import MeshRun, Sharding, forward, reduced
+from diffcoll.testing.sharding.rank import (
+    MeshPlan,
+    OfRank,
+    Piece,
+    modules_by_name,
+    named_tensors,
+    on_mesh,
+    outputs_on_mesh,
+    trace_of_one,
+)
+from diffcoll.testing.sharding.trace import Change, Trace, first_difference, suspects
+
+_NAME = "assert_matches_single_process"
+
+
+def sharded_report(
+    sharding: Sharding, mesh: object, placements: object, rank_reduction: object, on: Sequence[str]
+) -> Report:
+    """Run on each mesh and each kind of ranks."""
+    meshes = parsed_mesh(mesh)
+    sharding = replace(
+        sharding,
+        placements=parsed_placements(placements, meshes[0]),
+        reduction=parsed_reduction(rank_reduction, meshes[0]),
+    ).with_losses()
+    runs: list[MeshRun] = []
+    for kind in on:
+        for each in meshes:
+            if wrong := [run for run in runs if run.mesh == each and not run.skipped and not run.ok]:
+                runs.append(MeshRun(kind, each, skipped=f"wrong already on {wrong[0].on} ranks"))
+            else:
+                runs.append(sharding.attempt(kind, each) if runs else sharding.run(kind, each))
+    how = [f"{how} over {axis}" for axis, how in sharding.reduction.items()]
+    report = Report(f"{_NAME}, {', '.join(how) or 'nothing reduced afterwards'}", tuple(run.table for run in runs))
+    changed = dict.fromkeys(name for run in runs for rank in run.ranks for name in rank.attributes)
+    words = "an attribute that the call changed is not compared: register it as a buffer"
+    notes = [f"{name}: {words}" for name in changed]
+    wrong = [run for run in runs if run.quantities and not run.ok]
+    if wrong:
+        witness = _Mesh(sharding, wrong[0])
+        found = {name: said for rank in wrong[0].ranks for name, said in rank.found.items()}
+        notes += [
+            f"{name}: taken to be {said}, by its shape; placements= may say otherwise" for name, said in found.items()
+        ]
+        report = replace(
+            report, causes=tuple(diagnose(witness.case, MESH_HYPOTHESES)), cuts=witness.cuts.lines, first=witness.first
+        )
+    return replace(report, notes=tuple(notes))
+
+
+class _Mesh(OfMesh):
+    """Measures more of a wrong run."""
+
+    def __init__(self, sharding: Sharding, run: MeshRun) -> None:
+        self._sharding, self._run = sharding, run
+        self.mesh, self.reduction = run.mesh, sharding.reduction
+        self._parts = sharding.parts(run.mesh)
+        self._plan = sharding.plan_of(run.on, run.mesh)
+        self.pieces: dict[str, dict[int, Piece]] = {}
+        for r, rank in enumerate(run.ranks):
+            for piece in rank.pieces:
+                self.pieces.setdefault(piece.what, {})[r] = piece
+        of_ranks = [_counts(named_tensors(sharding.fn, part)) for part in self._parts]
+        whole = _counts(sharding.inputs)
+        self.counts = {name: [each[name] for each in of_ranks] for name in whole}
+        elements = {name: x.numel() for name, x in sharding.inputs.items()}
+        ones = {name: k / elements[name.split(" of ", 1)[1]] for name, k in whole.items() if "rows" not in name}
+        self.shares = {name: share for name, share in ones.items() if 0 < share < 1}
+
+    @cached_property
+    def case(self) -> Case:
+        """The run for the diagnosis."""
+        n, run = self.mesh.size, self._run
+        bad = [r for r, rank in enumerate(run.ranks) if not all(_is_finite(piece) for piece in rank.pieces)]
+        return Case(run.quantities, (1,) * n, "", self._sharding.tolerance, bad, run.values_differ, self.cuts, self)
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        """Where tensors leave the graph of a forward."""
+        return Cuts.of_all(self._on_ranks(_cuts, [self._plan] * self.mesh.size, range(self.mesh.size), self._parts))
+
+    @cached_property
+    def restored(self) -> set[str]:
+        """The names of the gradients that are right if the user's calls of detach() keep the graph."""
+        with contextlib.suppress(Exception):
+            n = self.mesh.size
+            ranks = self._on_ranks(_undetached, [self._plan] * n, range(n), self._parts)
+            return self._right(ranks)
+        return set()
+
+    @cached_property
+    def rounding(self) -> set[str]:
+        """The names of what changes as much on one process, if the last digit of the inputs changes."""
+        sharding = self._sharding
+        leaves, rebuild = tree_flatten(sharding.whole_batch)
+        moved = [x + torch.finfo(x.dtype).eps * x * noise(x) if differentiable(x) else x for x in leaves]
+        (found,) = sharding.on("simulated", on_rank, [sharding.single], [sharding.plan], [0], [rebuild(moved)])
+        other = sharding.whole_from(found)
+        errors: dict[str, float] = {}
+        for q in self._run.quantities:
+            errors[q.what] = max(q.error, errors.get(q.what, 0.0))
+        named = [(f"gradient of {name}", g, other.gradients[name]) for name, g in sharding.whole.gradients.items()]
+        named += [
+            (name, y, z)
+            for name, y, z in zip(_values(sharding.whole.outputs), sharding.whole.outputs, other.outputs, strict=True)
+        ]
+        units = {q.what: q.unit for q in self._run.quantities}
+        return {
+            what
+            for what, x, y in named
+            if what in errors
+            and differentiable(x)
+            and x.numel()
+            and what in units
+            and float((x - y).abs().max()) / (units[what] or 1.0) > max(sharding.tolerance, 0.1 * errors[what])
+        }
+
+    @cached_property
+    def is_random(self) -> bool:
+        """Whether one process gets other results with another seed."""
+        sharding, seed = self._sharding, self._sharding.plan.seed
+        a, b = (
+            run_on("simulated", forward, [sharding.single], [sharding.whole_batch], seed=s, timeout=sharding.timeout)[0]
+            for s in (seed, seed + 1)
+        )
+        return any(not torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+    # ── submodules ──
+
+    @cached_property
+    def _traces(self) -> tuple[Trace, list[Trace]]:
+        sharding, n = self._sharding, self.mesh.size
+        (whole,) = sharding.on("simulated", trace_of_one, [sharding.single], [sharding.plan], [sharding.whole_batch])
+        plan = replace(self._plan, traced=True)
+        ranks: list[OfRank] = self._on_ranks(on_mesh, [plan] * n, range(n), self._parts)
+        return whole, [rank.trace for rank in ranks]
+
+    @cached_property
+    def _functions(self) -> list[Callable[..., Any]]:
+        """The functions among the placements."""
+        each = [
+            p
+            for said in self._sharding.placements.values()
+            for p in (said.values() if isinstance(said, Mapping) else [said])
+        ]
+        return [p for p in each if callable(p)]
+
+    @cached_property
+    def first(self) -> First:
+        """The first submodules whose output and whose gradient differ."""
+        with contextlib.suppress(Exception):  # a program that does not bear being watched has no such line
+            whole, ranks = self._traces
+            means = [self.mesh.sizes[axis] for axis, how in self.reduction.items() if how == "mean"]
+            factors = (1.0, float(torch.tensor(means).prod())) if means else (1.0,)
+            outputs, gradients = [trace.outputs for trace in ranks], [trace.gradients for trace in ranks]
+            return First(
+                first_difference(whole.outputs, outputs, self.mesh, self._functions),
+                first_difference(whole.gradients, gradients, self.mesh, self._functions, factors),
+            )
+        return First()
+
+    @cached_property
+    def change(self) -> Change | None:
+        """The experiment after which all outputs are right."""
+        if self.first.output is None:
+            return None
+        whole, ranks = self._traces
+        names = suspects(self.first.output, whole.outputs, [t.outputs for t in ranks], self.mesh, self._functions)
+        modules = modules_by_name(self._sharding.single.unpack())
+        for name in names[-_MOST:]:
+            for change in _changes(name, modules.get(name), whole.outputs[name], self.mesh.sizes):
+                if self._is_right(change):
+                    return change
+        return None
+
+    def _is_right(self, change: Change) -> bool:
+        n = self.mesh.size
+        with contextlib.suppress(Exception):
+            ranks = self._on_ranks(outputs_on_mesh, [self._plan] * n, [change] * n, range(n), self._parts)
+            return all(q.ok for q in reduced(ranks, self._plan, self._sharding.tolerance))
+        return False
+
+    def _right(self, ranks: Sequence[OfRank]) -> set[str]:
+        quantities = list(reduced([rank.pieces for rank in ranks], self._plan, self._sharding.tolerance))
+        return {q.what for q in quantities} - {q.what for q in quantities if not q.ok}
+
+    def _on_ranks(self, fn: Callable[..., Any], *per_rank: Sequence[Any]) -> list[Any]:
+        return self._sharding.on(self._run.on, fn, [self._sharding.distributed] * self.mesh.size, *per_rank)
+
+
+#: How many submodules experiments are made on.
+_MOST = 4
+
+
+def _changes(name: str, module: Any, y: Tensor, sizes: Mapping[str, int]) -> Iterator[Change]:
+    own = {} if module is None else dict(module.named_parameters(recurse=False))
+    added = [each for each, p in own.items() if p.dim() == 1 and y.dim() and len(p) == y.shape[-1]]
+    for axis in [axis for axis, n in sizes.items() if n > 1]:
+        yield Change(name, axis, summed=True)
+        for each in added:
+            yield Change(name, axis, summed=True, added=each)
+            yield Change(name, axis, added=each)
+        yield Change(name, axis, divided=True)
+
+
+def _counts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the numbers of a rank's part that a loss may divide by."""
+    found = {}
+    for name, x in tensors.items():
+        if x.dim():
+            found[f"the rows of {name}"] = len(x)
+        if x.dtype == torch.bool or (differentiable(x) and bool(((x == 0) | (x == 1)).all())):
+            found[f"the ones of {name}"] = int((x != 0).sum())
+        elif not differentiable(x):
+            found[f"the labels of {name}"] = int((x >= 0).sum())
+    return found
+
+
+def _values(outputs: Sequence[Tensor]) -> list[str]:
+    many = len(outputs) > 1
+    return [
+        f"{'output' if y.dim() or not differentiable(y) else 'value'}{f'[{i}]' if many else ''}"
+        for i, y in enumerate(outputs)
+    ]
+
+
+def _is_finite(piece: Piece) -> bool:
+    return not differentiable(piece.got) or bool(piece.got.isfinite().all())
+
+
+def _cuts(packed: Packed, plan: MeshPlan, rank: int, part: Any) -> Cuts:
+    """Run this rank, and return its graph cuts."""
+    with GraphCuts() as cuts:
+        on_mesh(packed, plan, rank, part)
+    return cuts.found
+
+
+def _undetached(packed: Packed, plan: MeshPlan, rank: int, part: Any) -> OfRank:
+    """Measure on this rank, where the user's calls of `detach()` keep the graph."""
+    with Undetached():
+        return on_mesh(packed, plan, rank, part)
+
+
+__all__ = ["SHARD", "Quantity"]

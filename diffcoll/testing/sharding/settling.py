@@ -1,0 +1,144 @@
+"""Settles which piece of a whole tensor each rank holds: what is said, what a DTensor says, else what shapes say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diffcoll.core.errors import message
+from diffcoll.testing.sharding.placements import (
+    PARTIAL,
+    REPLICATE,
+    SHARD,
+    Layout,
+    Mesh,
+    Placement,
+    by_function,
+    chosen,
+    fitting,
+    in_words,
+    near,
+    said_of,
+)
+
+_NAME = "assert_matches_single_process"
+
+
+def whole_of(y: Tensor) -> Tensor:
+    """Return a tensor with the numbers of all ranks of its own mesh, if it has one."""
+    from torch.distributed.tensor import DTensor
+
+    return y.full_tensor() if isinstance(y, DTensor) else y
+
+
+def local(x: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor."""
+    from torch.distributed.tensor import DTensor
+
+    return (x.to_local() if isinstance(x, DTensor) else x).detach()
+
+
+@dataclass
+class _Fact:
+    """What one rank knows of a tensor that it holds."""
+
+    shape: tuple[int, ...]
+    #: The candidates that fit, by shape and by numbers.
+    fits: tuple[set[int], set[int]] | None = None
+    #: Which elements of the whole it has, as a DTensor says.
+    elements: bytes = b""
+    index: Tensor | None = field(default=None, repr=False)
+
+
+def settled(
+    wholes: Mapping[str, Tensor], held: Mapping[str, Tensor], placements: Mapping[str, Placement], mesh: Mesh, rank: int
+) -> dict[str, Layout]:
+    """Return the layout of each tensor that this rank holds; all ranks call it, and may hold others."""
+    from torch.distributed.tensor import DTensor
+
+    mine: dict[str, _Fact] = {}
+    for name, x in held.items():
+        said = said_of(placements, name.split(" ", 1)[-1])
+        mine[name] = _Fact(tuple(local(x).shape))
+        if isinstance(x, DTensor):
+            index = _elements(x)
+            mine[name] = replace(mine[name], elements=index.numpy().tobytes(), index=index)
+        elif said is None:
+            short = name.split(" ", 1)[-1]
+            mine[name].fits = fitting(short, wholes[name], x.detach().cpu(), mesh, rank)
+    every: list[dict[str, _Fact]] = [{}] * mesh.size
+    dist.all_gather_object(every, {name: replace(fact, index=None) for name, fact in mine.items()})
+    found = {}
+    for name, fact in mine.items():
+        short = name.split(" ", 1)[-1]
+        others = [facts.get(name) for facts in every]
+        said = said_of(placements, short)
+        if fact.index is not None:
+            found[name] = _of_dtensor(short, fact.index, others, said, mesh, wholes[name])
+        elif said is not None:
+            found[name] = by_function(short, said, wholes[name], mesh, rank)
+        else:
+            holding = [other for other in others if other is not None and other.fits is not None]
+            fits = [other.fits for other in holding if other.fits is not None]
+            said = chosen(short, fits, [other.shape for other in holding], wholes[name], mesh)
+            found[name] = replace(by_function(short, said, wholes[name], mesh, rank), found=in_words(said) * bool(said))
+        expected = tuple(found[name].piece(wholes[name]).shape)
+        if expected != fact.shape:
+            got = f"shape {fact.shape} on rank {rank}"
+            whole = tuple(wholes[name].shape)
+            remedy = f"see placements[{short!r}]" if said is not None else ""
+            raise ValueError(message(_NAME, short, got, f"{expected}, the piece of {whole}", remedy))
+    return found
+
+
+def _elements(x: Any) -> Tensor:
+    """Return which elements of the whole this rank has of a DTensor, as PyTorch places them."""
+    from torch.distributed.tensor import Partial, Replicate, distribute_tensor
+
+    index = torch.arange(x.numel(), device=x.device_mesh.device_type).view(x.shape)
+    placements = [Replicate() if isinstance(p, Partial) else p for p in x.placements]
+    return distribute_tensor(index, x.device_mesh, placements, src_data_rank=None).to_local().cpu()
+
+
+def _of_dtensor(
+    name: str, index: Tensor, others: list[_Fact | None], said: Placement | None, mesh: Mesh, whole: Tensor
+) -> Layout:
+    """Return the layout of a DTensor; an axis along which ranks have other elements is sharded."""
+    kinds: dict[str, str] = {}
+    for axis in mesh.sizes:
+        rows = [[others[r] for r in mesh.along([axis], s)] for s in range(mesh.size)]
+        differ = any(len({fact.elements for fact in row if fact is not None}) > 1 for row in rows)
+        kinds[axis] = SHARD if differ else REPLICATE
+    if isinstance(said, Mapping):
+        for axis, kind in by_function(name, said, whole, mesh, 0).kinds.items():
+            if kind == PARTIAL:
+                kinds[axis] = PARTIAL
+    return Layout(kinds, lambda x: x.flatten()[index.to(x.device).flatten()].view(index.shape))
+
+
+def refuse_another_order(
+    mine: Mapping[str, Tensor], wholes: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh
+) -> None:
+    """Raise if the ranks together have the numbers of a whole, but not those of the placement found by its shape."""
+    facts = {}
+    for name, layout in layouts.items():
+        if layout.found:
+            x, whole = local(mine[name]), wholes[name]
+            copies = mesh.size // math.prod(mesh.sizes[axis] for axis in layout.has(SHARD))
+            facts[name] = near(x, layout.piece(whole)), bool(torch.isin(x, whole).all()), float(x.sum()) / copies
+    every: list[dict[str, tuple[bool, bool, float]]] = [{}] * mesh.size
+    dist.all_gather_object(every, facts)
+    for name in facts:
+        held = [each[name] for each in every if name in each]
+        equal, within, sums = zip(*held, strict=True)
+        if not all(equal) and all(within) and near(torch.tensor(sum(sums)), wholes[name].sum().float()):
+            short = name.split(" ", 1)[-1]
+            got = f"numbers of the whole in another order than {layouts[name].found}, which its shape may mean"
+            remedy = f"say placements[{short!r}], such as a function (whole, {{axis: coordinate}}) -> piece"
+            raise ValueError(message(_NAME, short, got, "a placement", remedy))

@@ -1,0 +1,648 @@
+"""Sharded programs, right ones and the same with planted bugs.
+
+Each is made by a function of the name of a bug, and is (distributed, single, batch, further arguments) of
+`assert_matches_single_process`. `PROGRAMS` has the bugs of each, with the cause that must be named, if one must.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import diffcoll as dc
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
+
+
+def parameter(*shape, seed=0):
+    return nn.Parameter(numbers(*shape, seed=seed))
+
+
+# ── what Megatron-LM calls f and g ───────────────────────────────────────────────────────────────────────
+
+
+class Copied(torch.autograd.Function):
+    """f: the same input for all ranks of a group, whose gradients are summed."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        g = g.clone()
+        dist.all_reduce(g, group=ctx.group)
+        return g, None
+
+
+class Summed(torch.autograd.Function):
+    """g: the sum over a group, whose gradient all ranks have already."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None
+
+
+class Joined(torch.autograd.Function):
+    """The rows of all ranks of a group. The gradient is this rank's part of the sum, or its slice."""
+
+    @staticmethod
+    def forward(ctx, x, group, summed):
+        ctx.group, ctx.summed = group, summed
+        return dc.all_gather(x, group=group)
+
+    @staticmethod
+    def backward(ctx, g):
+        if ctx.summed:
+            return dc.reduce_scatter(g, group=ctx.group), None, None
+        return dc.split(g, group=ctx.group), None, None
+
+
+class Scattered(torch.autograd.Function):
+    """This rank's rows of the sum over a group."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return dc.reduce_scatter(x, group=group)
+
+    @staticmethod
+    def backward(ctx, g):
+        return dc.all_gather(g, group=ctx.group), None
+
+
+# ── tensor parallelism ───────────────────────────────────────────────────────────────────────────────────
+
+
+class Linear(nn.Module):
+    def __init__(self, inputs, outputs, seed=0):
+        super().__init__()
+        self.weight, self.bias = parameter(outputs, inputs, seed=seed), parameter(outputs, seed=seed + 1)
+
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = Linear(3, 8), Linear(8, 3, seed=2)
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh())
+
+
+class Column(Linear):
+    def __init__(self, inputs, outputs, group, bug):
+        super().__init__(inputs, outputs // group.size())
+        self.group, self.bug = group, bug
+
+    def forward(self, x):
+        return super().forward(x if self.bug == "f" else Copied.apply(x, self.group))
+
+
+class Row(Linear):
+    def __init__(self, inputs, outputs, group, bug):
+        super().__init__(inputs // group.size(), outputs)
+        self.group, self.bug = group, bug
+
+    def forward(self, x):
+        y = x @ self.weight.T
+        if self.bug == "bias":
+            y = y + self.bias
+        if self.bug != "g":
+            y = Summed.apply(y, self.group)
+        return y if self.bug == "bias" else y + self.bias
+
+
+class ShardedMLP(MLP):
+    def __init__(self, mesh, bug):
+        nn.Module.__init__(self)
+        group = mesh["tp"].get_group()
+        self.up, self.down = Column(3, 8, group, bug), Row(8, 3, group, bug)
+
+
+def loss(module, x):
+    return module(x).sin().mean()
+
+
+def layer(module, x):
+    return module(x)
+
+
+def mlp(bug, what=loss):
+    more = {"module": MLP(), "shard": lambda whole, mesh: ShardedMLP(mesh, bug), "mesh": [{"tp": 2}, {"tp": 4}]}
+    return what, what, numbers(5, 3), more
+
+
+def data_and_tensor(bug, what=loss):
+    """Rows along one axis, features along the other."""
+    distributed, single, x, more = mlp(bug, what)
+    more |= {"mesh": {"dp": 3, "tp": 2}, "placements": {"x": {"dp": Shard(0)}}, "rank_reduction": {"dp": "mean"}}
+    if bug == "not averaged":
+        del more["rank_reduction"]
+        more["compare"] = ["gradients"]
+    return distributed, single, numbers(6, 3) if what is loss else x, more
+
+
+class Vocabulary(nn.Module):
+    def __init__(self, count=6, width=3):
+        super().__init__()
+        self.embed, self.head = parameter(count, width), parameter(count, width, seed=1)
+
+    def forward(self, ids, labels):
+        return F.cross_entropy(self.embed[ids] @ self.head.T, labels, label_smoothing=0.3)
+
+
+class ShardedVocabulary(Vocabulary):
+    def __init__(self, group, bug):
+        super().__init__(6 // group.size())
+        self.group, self.bug = group, bug
+
+    def forward(self, ids, labels):
+        group, mine = self.group, len(self.head)
+        first = group.rank() * mine
+        h = Summed.apply(self.embed[(ids - first).clamp(0, mine - 1)] * self.has(ids)[:, None], group)
+        logits = (h if self.bug == "f" else Copied.apply(h, group)) @ self.head.T
+        most = logits.detach().amax(1)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group)
+        exponentials = (logits - most[:, None]).exp().sum(1)
+        if self.bug == "logits counted N times":
+            exponentials = Summed.apply(exponentials, group)
+        total = Summed.apply(exponentials, group).log() + most
+        own = logits.gather(1, (labels - first).clamp(0, mine - 1)[:, None]).squeeze(1) * self.has(labels)
+        own = Summed.apply(own, group)
+        smooth = logits.sum(1)
+        if self.bug == "local mean":
+            smooth = smooth / mine
+        elif self.bug == "local vocabulary size":
+            smooth = Summed.apply(smooth, group) / mine
+        else:
+            smooth = Summed.apply(smooth, group) / (mine * group.size())
+        return (total - 0.7 * own - 0.3 * smooth).mean()
+
+    def has(self, ids):
+        first = self.group.rank() * len(self.head)
+        return (ids >= first) & (ids < first + len(self.head))
+
+
+def vocabulary(bug):
+    def predict(module, ids, labels):
+        return module(ids, labels)
+
+    ids = torch.tensor([0, 5, 2, 2, 4]), torch.tensor([1, 0, 5, 3, 3])
+    more = {"module": Vocabulary(), "shard": lambda whole, mesh: ShardedVocabulary(mesh["tp"].get_group(), bug)}
+    return predict, predict, ids, {**more, "mesh": {"tp": 3}}
+
+
+class Block(nn.Module):
+    """A norm and an MLP over a sequence (S, E)."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(3, dtype=torch.double)
+        with torch.no_grad():
+            self.norm.weight.copy_(numbers(3, seed=5))
+            self.norm.bias.copy_(numbers(3, seed=6))
+        self.mlp = MLP()
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class ShardedBlock(Block):
+    """The norm is applied to this rank's part of the sequence."""
+
+    def __init__(self, group, bug):
+        super().__init__()
+        n = group.size()
+        self.mlp.up, self.mlp.down = Linear(3, 8 // n), Linear(8 // n, 3)
+        self.group, self.bug = group, bug
+        shared = {"norm": self.norm.parameters(), "bias": [self.mlp.down.bias]}
+        for which, parameters in shared.items():
+            for p in parameters if bug != which else ():
+                p.register_hook(self.summed)
+
+    def summed(self, g):
+        return dc.all_reduce(g, group=self.group)
+
+    def forward(self, x):
+        every = Joined.apply(self.norm(x), self.group, self.bug != "slice")
+        y = self.mlp.up(every).tanh() @ self.mlp.down.weight.T
+        return x + Scattered.apply(y, self.group) + self.mlp.down.bias
+
+
+def sequence(bug):
+    more = {
+        "module": Block(),
+        "shard": lambda whole, mesh: ShardedBlock(mesh["tp"].get_group(), bug),
+        "mesh": {"tp": 2},
+    }
+    said = {"x": {"tp": Shard(0)}}
+    if bug == "said to be partial":  # somebody sums them later
+        more["shard"] = lambda whole, mesh: ShardedBlock(mesh["tp"].get_group(), "norm")
+        said["norm.*"] = {"tp": Partial()}
+    return layer, layer, numbers(6, 3), {**more, "placements": said}
+
+
+def torchs_tensor_parallel(bug):
+    class Model(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(3, 8, dtype=torch.double), nn.Tanh(), nn.Linear(8, 3, dtype=torch.double))
+
+    def shard(whole, mesh):
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        if bug == "a row-parallel layer alone":
+            plan = {"0": ColwiseParallel(output_layouts=Replicate()), "2": RowwiseParallel(input_layouts=Replicate())}
+        return parallelize_module(whole, mesh["tp"], plan)
+
+    torch.manual_seed(0)
+    return loss, loss, numbers(5, 3), {"module": Model(), "shard": shard, "mesh": {"tp": 2}}
+
+
+# ── context parallelism ──────────────────────────────────────────────────────────────────────────────────
+
+
+def attention(q, k, v, positions=None, of_keys=None):
+    """Causal attention of (S, E)."""
+    rows = torch.arange(len(q)) if positions is None else positions
+    columns = rows if of_keys is None else of_keys
+    scores = (q @ k.T / math.sqrt(q.shape[-1])).masked_fill(rows[:, None] < columns, -math.inf)
+    return scores.softmax(1) @ v
+
+
+def ring_attention(q, k, v, positions, bug=""):
+    """Blocks of keys and values go around; the sums of exponentials are joined."""
+    n, rank = dc.get_world_size(), dc.get_rank()
+    scores, values = [], []
+    for step in range(n):
+        of_keys = positions((rank - step) % n)
+        if bug == "wrong offset":
+            of_keys = positions((rank + step) % n)
+        if bug != "wrong mask" or step == 0:
+            hidden = positions(rank)[:, None] < of_keys
+        else:
+            hidden = torch.zeros(len(q), len(k), dtype=torch.bool)
+        scores.append((q @ k.T / math.sqrt(q.shape[-1])).masked_fill(hidden, -math.inf))
+        values.append(v)
+        k, v = (dc.shift(k), dc.shift(v)) if bug != "stale keys" else (k, dc.shift(v))
+    return torch.cat(scores, 1).softmax(1) @ torch.cat(values)
+
+
+def context(bug):
+    def positions(rank, each=2):
+        return torch.arange(each) + each * rank
+
+    def distributed(q, k, v):
+        return ring_attention(q, k, v, positions, bug)
+
+    return (
+        distributed,
+        attention,
+        tuple(numbers(3, 6, 4)),
+        {
+            "mesh": {"cp": 3},
+            "placements": {name: {"cp": Shard(0)} for name in "qkv"},
+        },
+    )
+
+
+def zigzag(whole, at):
+    """The first and the last of what is left, so that all ranks have as much to do."""
+    blocks = whole.chunk(2 * at.mesh["cp"])
+    return torch.cat([blocks[at["cp"]], blocks[-1 - at["cp"]]])
+
+
+def zigzag_context(bug):
+    def positions(rank):
+        if bug == "contiguous":
+            return torch.arange(4) + 4 * rank
+        return torch.cat([torch.arange(2) + 2 * rank, torch.arange(2) + 2 * (2 * dc.get_world_size() - 1 - rank)])
+
+    def distributed(q, k, v):
+        return ring_attention(q, k, v, positions, bug)
+
+    placements = dict.fromkeys(("q", "k", "v", "output"), zigzag if bug != "not said" else {"cp": Shard(0)})
+    return distributed, attention, tuple(numbers(3, 8, 4)), {"mesh": {"cp": 2}, "placements": placements}
+
+
+def ulysses(bug):
+    """(S, H, E): parts of the sequence become heads."""
+
+    def whole(q, k, v):
+        return torch.stack([attention(q[:, h], k[:, h], v[:, h]) * (h + 1) for h in range(q.shape[1])], 1)
+
+    def distributed(q, k, v):
+        q, k, v = (exchange(x, 1, 0) for x in (q, k, v))
+        first = 0 if bug == "wrong head" else dc.get_rank() * q.shape[1]
+        y = torch.stack([attention(q[:, h], k[:, h], v[:, h]) * (first + h + 1) for h in range(q.shape[1])], 1)
+        return exchange(y, 0, 1)
+
+    def exchange(x, split, concat):
+        if bug == "no gradient":
+            return exchanged(x, split, concat)
+        y = dc.all_to_all(x, split, concat)
+        return y.flip(concat) if bug == "order" and concat else y
+
+    def exchanged(x, split, concat):
+        blocks = torch.stack(x.chunk(dc.get_world_size(), split))
+        found = torch.empty_like(blocks)
+        dist.all_to_all_single(found, blocks)
+        return torch.cat(list(found), concat)
+
+    placements = {name: {"cp": Shard(0)} for name in "qkv"}
+    return distributed, whole, tuple(numbers(3, 6, 2, 4)), {"mesh": {"cp": 2}, "placements": placements}
+
+
+def tokens(bug, axes=("dp", "cp")):
+    """A mean over the tokens that a mask selects, of parts of rows and of sequences."""
+
+    def single(w, x, mask):
+        return ((x @ w).sin() * mask).sum() / mask.sum()
+
+    def distributed(w, x, mask):
+        mine = mask.sum()
+        count = mine.double()
+        if bug == "padding":
+            count = torch.tensor(float(mask.numel()))
+        if bug != "local counts":
+            count = dc.all_reduce(count.detach())
+        return (
+            dc.get_world_size() * ((x @ w).sin() * mask).sum() / count
+            if bug != "local counts"
+            else (((x @ w).sin() * mask).sum() / mine)
+        )
+
+    x = numbers(4, 4, 3)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 1], [1, 0, 1, 0], [1, 0, 0, 0]], dtype=torch.bool)
+    return (
+        distributed,
+        single,
+        (numbers(3, seed=7), x, mask),
+        {
+            "mesh": {"dp": 2, "cp": 2},
+            "placements": {"x": {"dp": Shard(0), "cp": Shard(1)}, "mask": {"dp": Shard(0), "cp": Shard(1)}},
+            "rank_reduction": {"dp": "mean", "cp": "mean"},
+        },
+    )
+
+
+# ── experts ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.weight = parameter(3, 6), parameter(6, 3, 3, seed=1)
+
+    def forward(self, x):
+        chances = (x @ self.gate).softmax(1)
+        y = torch.einsum("te,tf,efg->tg", chances, x, self.weight)
+        return y.sin().sum(1).mean() + 0.1 * (chances.mean(0) ** 2).sum()
+
+
+class ShardedExperts(Experts):
+    """Every rank applies its experts to the tokens of all."""
+
+    def __init__(self, mesh, bug):
+        super().__init__()
+        self.group, self.bug = mesh["ep"].get_group(), bug
+        self.weight = parameter(6 // self.group.size(), 3, 3)
+        divisor = mesh["dp"].size() if bug == "wrong axes" else 1 if bug == "nobody divides" else self.group.size()
+        self.weight.register_hook(lambda g: g / divisor)
+
+    def forward(self, x):
+        n, first = self.group.size(), self.group.rank() * len(self.weight)
+        chances = (x @ self.gate).softmax(1)
+        every, each = dc.all_gather((x, chances), group=self.group)
+        if self.bug == "dropped tokens":
+            each = each * (torch.arange(len(each)) < len(each) - 1)[:, None]
+        y = torch.einsum("te,tf,efg->tg", each[:, first : first + len(self.weight)], every, self.weight)
+        y = dc.reduce_scatter(y, group=self.group)
+        load = dc.all_reduce(chances.mean(0), "mean", group=dist.group.WORLD)
+        auxiliary = 0.1 * (load**2).sum()
+        return y.sin().sum(1).mean() + (n * auxiliary if self.bug == "auxiliary" else auxiliary)
+
+
+def experts(bug):
+    return (
+        loss_of_module,
+        loss_of_module,
+        numbers(12, 3),
+        {
+            "module": Experts(),
+            "shard": lambda whole, mesh: ShardedExperts(mesh, bug),
+            "mesh": {"dp": 2, "ep": 3},
+            "placements": {"x": rows_of_both, "weight": {"ep": Shard(0)}},
+            "rank_reduction": {"dp": "mean", "ep": "mean"},
+        },
+    )
+
+
+def rows_of_both(whole, at):
+    return whole.chunk(at.mesh["dp"] * at.mesh["ep"])[at["dp"] * at.mesh["ep"] + at["ep"]]
+
+
+def loss_of_module(module, x):
+    return module(x)
+
+
+# ── pipelines ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Sent(torch.autograd.Function):
+    """Sends x, and receives its gradient; the result stands for what the other rank computes."""
+
+    @staticmethod
+    def forward(ctx, x, to):
+        ctx.to, ctx.like = to, torch.empty_like(x)
+        dist.send(x.detach().contiguous(), to)
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, g):
+        dist.recv(ctx.like, ctx.to)
+        return ctx.like, None
+
+
+class Received(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, like, source, factor):
+        ctx.source, ctx.factor = source, factor
+        x = torch.empty_like(like)
+        dist.recv(x, source)
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        dist.send(g.contiguous() * ctx.factor, ctx.source)
+        return None, None, None
+
+
+def pipeline(bug):
+    """The first layer is on rank 0, the second on rank 1."""
+
+    def shard(whole, mesh):
+        stage = nn.Module()
+        name = "up" if mesh.get_rank() == 0 else "down"
+        setattr(stage, name, getattr(whole, name))
+        return stage
+
+    def distributed(module, x):
+        if dist.get_rank() == 0:
+            y = module.up(x).tanh()
+            return Sent.apply(y * (2 if bug == "twice" else 1), 1)
+        like = torch.zeros(len(x), 8, dtype=torch.double, requires_grad=True)
+        y = module.down(Received.apply(like, 0, 0 if bug == "zeros" else 1)).sin().mean()
+        return y * 2 if bug == "value twice" else y
+
+    def counted(module, x):
+        return loss(module, x)
+
+    more = {"module": MLP(), "shard": shard, "mesh": {"pp": 2}}
+    return (
+        distributed,
+        counted,
+        numbers(5, 3),
+        {**more, "placements": {"output": {"pp": Partial()}, "x": {"pp": Partial()}}},
+    )
+
+
+# ── PyTorch's own ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(3, 8, dtype=torch.double), nn.Linear(8, 3, dtype=torch.double)
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh())
+
+
+def fully_sharded(bug, mesh=("dp",)):
+    from torch.distributed.fsdp import fully_shard
+
+    def shard(whole, mesh):
+        for each in (whole.up, whole):
+            fully_shard(each, mesh=mesh)
+        if bug == "summed":
+            whole.set_gradient_divide_factor(1.0)
+            whole.up.set_gradient_divide_factor(1.0)
+        return whole
+
+    return (
+        loss,
+        loss,
+        numbers(6, 3),
+        {
+            "module": Plain(),
+            "shard": shard,
+            "mesh": {"dp": 2},
+            "placements": {"x": {"dp": Shard(0)}},
+            "rank_reduction": {"dp": "mean"},
+        },
+    )
+
+
+def hybrid_sharded(bug):
+    from torch.distributed.fsdp import fully_shard
+
+    def shard(whole, mesh):
+        return fully_shard(whole, mesh=mesh["shard"] if bug == "not replicated" else mesh)
+
+    return (
+        loss,
+        loss,
+        numbers(12, 3),
+        {
+            "module": Plain(),
+            "shard": shard,
+            "mesh": {"replicate": 2, "shard": 3},
+            "placements": {"x": lambda whole, at: whole.chunk(6)[3 * at["replicate"] + at["shard"]]},
+            "rank_reduction": {"shard": "mean"} if bug else {"replicate": "mean", "shard": "mean"},
+            **({"compare": ["gradients"]} if bug else {}),
+        },
+    )
+
+
+def data_parallel(bug):
+    def shard(whole, mesh):
+        return nn.parallel.DistributedDataParallel(whole, process_group=mesh.get_group())
+
+    def doubled(module, x):
+        return loss(module, x) * (dist.get_world_size() if bug == "times N" else 1)
+
+    return (
+        doubled,
+        loss,
+        numbers(6, 3),
+        {
+            "module": Plain(),
+            "shard": shard,
+            "mesh": {"dp": 2},
+            "placements": {"x": {"dp": Shard(0)}},
+            "rank_reduction": {"dp": "mean"},
+        },
+    )
+
+
+def mapped(bug):
+    from torch.distributed.tensor.experimental import local_map
+
+    def single(x, w):
+        return (x @ w).sin().sum(0)
+
+    def distributed(x, w):
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+        placed = [Partial()] if bug != "wrong placement" else [Replicate()]
+        of_gradients = None if bug == "gradients placed as inputs" else ([Shard(0)], [Partial()])
+        f = local_map(single, placed, ([Shard(0)], [Replicate()]), of_gradients, mesh)
+        x, w = (DTensor.from_local(t, mesh, [Replicate()]) for t in (x, w))
+        return f(x.redistribute(mesh, [Shard(0)]), w)
+
+    return distributed, single, (numbers(4, 3), numbers(3, 2, seed=1)), {"mesh": {"tp": 2}}
+
+
+#: program: {bug: the cause that must be named; None: that it is wrong is all}
+PROGRAMS = {
+    mlp: {"f": "part of a sum", "g": "part of a sum", "bias": "bias repeated"},
+    data_and_tensor: {"f": "part of a sum", "bias": "bias repeated", "not averaged": "not averaged"},
+    vocabulary: {
+        "local mean": "part of a sum",
+        "local vocabulary size": None,
+        "logits counted N times": "off by log N",
+        "f": None,
+    },
+    sequence: {"norm": "part of a sum", "bias": "part of a sum", "slice": None},
+    torchs_tensor_parallel: {},
+    context: {"stale keys": None, "wrong mask": None, "wrong offset": None},
+    zigzag_context: {"contiguous": None, "not said": None, "stale keys": None},
+    ulysses: {"wrong head": None, "order": None, "no gradient": "graph cut"},
+    tokens: {"local counts": "mean of local means", "padding": "padding counted"},
+    experts: {
+        "nobody divides": "scaled over an axis",
+        "wrong axes": "wrong axes",
+        "dropped tokens": None,
+        "auxiliary": None,
+    },
+    pipeline: {"zeros": "no contribution", "twice": None, "value twice": "scaled over an axis"},
+    fully_sharded: {"summed": "scaled over an axis"},
+    hybrid_sharded: {"not replicated": "not averaged"},
+    data_parallel: {"times N": "scaled over an axis"},
+    mapped: {"wrong placement": "part of a sum", "gradients placed as inputs": "part of a sum"},
+}
