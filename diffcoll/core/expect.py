@@ -17,7 +17,8 @@ def choice(name: str, argument: str, value: object, allowed: Sequence[object], r
     """Raise unless the value is one of those allowed."""
     if value not in allowed:
         *others, last = (f'"{each}"' if isinstance(each, str) else str(each) for each in allowed)
-        raise ValueError(message(name, argument, repr(value), f"{', '.join(others)} or {last}", remedy))
+        expected = f"{', '.join(others)} or {last}" if others else last
+        raise ValueError(message(name, argument, repr(value), expected, remedy))
 
 
 def flag(name: str, argument: str, value: object) -> bool:

@@ -4,6 +4,7 @@ A program is a list of steps that the rows of a batch go through. On one rank ea
 so the program itself is what one process computes. A wrong rule changes the backward alone, and only for N > 1.
 """
 
+import functools
 import random
 
 import torch
@@ -11,6 +12,12 @@ import torch
 import diffcoll as dc
 
 WIDTH = 3
+
+
+@functools.lru_cache
+def cached_rank():
+    """The rank that came first, as packages keep it that are written for one rank in a process."""
+    return dc.get_rank()
 
 
 # ── rules: what a collective's backward does with the gradient ───────────────────────────────────────────

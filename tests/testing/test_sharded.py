@@ -1,7 +1,24 @@
 """Verdicts of the check of sharded programs."""
 
 import pytest
-from sharded_programs import PROGRAMS
+import torch
+from programs import cached_rank
+from sharded_programs import (
+    MLP,
+    PROGRAMS,
+    Plain,
+    ShardedMLP,
+    data_and_tensor,
+    layer,
+    loss,
+    mlp,
+    numbers,
+    pipeline,
+    sequence,
+)
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from diffcoll.testing import GradientMismatchError, assert_matches_single_process
 
@@ -25,3 +42,205 @@ def test_a_wrong_program_is_caught(make, bug, cause, on):
         assert_matches_single_process(distributed, single, batch, **{"on": [on], **more})
     found = [each.name for each in error.value.report.causes]
     assert found == [cause] if cause else set(found) <= {"another loss", "wrong in direction"}, str(error.value)
+
+
+def checked(make, bug="", **more):
+    distributed, single, batch, given = make(bug)
+    return assert_matches_single_process(distributed, single, batch, **{"on": ["simulated"], **given, **more})
+
+
+def failure(make, bug="", **more):
+    with pytest.raises(GradientMismatchError) as error:
+        checked(make, bug, **more)
+    return error.value.report
+
+
+def test_somebody_may_sum_later():
+    assert checked(sequence, "said to be partial").ok
+
+
+def test_the_first_submodule_that_differs():
+    report = failure(mlp, "g")
+    assert report.first.output == "down"
+    assert (
+        str(report).splitlines()[1]
+        == "  first output that differs: down; first gradient in backward order that differs: down"
+    )
+    report = failure(mlp, "f")
+    assert (report.first.output, report.first.gradient) == (None, None) and "first" not in str(report).splitlines()[1]
+    assert checked(mlp).first is None
+
+
+def test_what_was_taken_from_shapes_is_said():
+    notes = failure(mlp, "f").notes
+    assert "down.weight: taken to be Shard(1) on tp, by its shape; placements= may say otherwise" in notes
+    assert not checked(mlp).notes
+
+
+def test_numbers_settle_what_shapes_leave_open():
+    """With axes of the same size a shape may be a piece of either; the numbers that a module holds say which."""
+    more = {"mesh": {"dp": 2, "tp": 2}, "placements": {"x": {"dp": Shard(0)}}}
+
+    def copied(whole, mesh):
+        module = ShardedMLP(mesh, "")
+        group = mesh["tp"].get_group()
+        with torch.no_grad():
+            module.up.weight.copy_(whole.up.weight.chunk(2)[group.rank()])
+            module.up.bias.copy_(whole.up.bias.chunk(2)[group.rank()])
+            module.down.weight.copy_(whole.down.weight.chunk(2, 1)[group.rank()])
+        return module
+
+    x = numbers(6, 3)
+    assert checked(lambda bug: (*data_and_tensor("")[:2], x, {**data_and_tensor("")[3], **more, "shard": copied})).ok
+    words = r"up.weight: got shapes \(4, 3\) of \(8, 3\) on the ranks of dp=2, tp=2, which may be Shard\(0\) on tp or "
+    with pytest.raises(ValueError, match=words):
+        checked(data_and_tensor, mesh=more["mesh"])
+
+
+def test_numbers_in_another_order_are_asked_for():
+    """A layer that is divided otherwise than its shape suggests, and filled from the whole, would be called wrong."""
+
+    def interleaved(whole, at):
+        return whole[at["tp"] :: at.mesh["tp"]]
+
+    def shard(whole, mesh):
+        module, rank = ShardedMLP(mesh, ""), mesh.get_local_rank("tp")
+        with torch.no_grad():
+            module.up.weight.copy_(whole.up.weight[rank::2])
+            module.up.bias.copy_(whole.up.bias[rank::2])
+            module.down.weight.copy_(whole.down.weight[:, rank::2])
+        return module
+
+    more = {"module": MLP(), "shard": shard, "mesh": {"tp": 2}, "on": ["simulated"]}
+    with pytest.raises(ValueError, match=r"up.weight: got numbers of the whole in another order than Shard\(0\) on tp"):
+        assert_matches_single_process(loss, loss, numbers(5, 3), **more)
+    said = {"up.*": interleaved, "down.weight": {"tp": lambda whole, at: interleaved(whole.T, at).T}}
+    assert assert_matches_single_process(loss, loss, numbers(5, 3), placements=said, **more).ok
+
+
+def test_two_axes_of_pytorchs_own():
+    """FSDP of a model that tensor parallelism has divided: rows are divided twice."""
+    from torch.distributed.fsdp import fully_shard
+
+    def shard(whole, mesh):
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel(use_local_output=False)}
+        return fully_shard(parallelize_module(whole, mesh["tp"], plan), mesh=mesh["dp"])
+
+    more = {"placements": {"x": {"dp": Shard(0)}}, "rank_reduction": {"dp": "mean"}, "on": ["simulated"]}
+    model = Plain()
+    model.up.bias.requires_grad_(False)
+    for dtype in (torch.double, torch.float):
+        of_dtype = {"module": model.to(dtype), "shard": shard, "mesh": {"dp": 2, "tp": 2}, **more}
+        assert assert_matches_single_process(loss, loss, numbers(6, 3).to(dtype), **of_dtype).ok
+
+
+def test_tied_parameters_buffers_and_integers():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (nn.Linear(3, 3, bias=False, dtype=torch.double) for _ in range(2))
+            self.second.weight = self.first.weight
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.second(self.first(x).tanh())
+
+    def results(module, x):
+        return loss(module, x), len(x), x > 0
+
+    more = {"module": Model(), "shard": lambda whole, mesh: whole, "on": ["simulated"]}
+    more |= {"mesh": {"dp": 2}, "placements": {"x": {"dp": Shard(0)}}, "rank_reduction": {"dp": "mean"}}
+    report = assert_matches_single_process(results, results, numbers(6, 3), **more)
+    rows = [row.what for row in report.tables[0].rows]
+    assert {"gradient of second.weight", "buffer calls", "value[0]", "output[1]", "output[2]"} <= set(rows)
+
+    def untied(whole, mesh):
+        whole.second.weight = nn.Parameter(whole.first.weight.detach().clone())
+        return whole
+
+    with pytest.raises(GradientMismatchError):
+        assert_matches_single_process(results, results, numbers(6, 3), **{**more, "shard": untied})
+
+
+def test_state_that_simulated_ranks_share():
+    def distributed(module, x):
+        return layer(module, x) * (cached_rank() + 1)
+
+    def single(module, x):
+        return layer(module, x) * (1 + torch.arange(len(x)) // 3)[:, None]
+
+    more = {"module": Plain(), "shard": lambda whole, mesh: whole, "rank_reduction": {"dp": "sum"}}
+    more |= {"mesh": {"dp": 2}, "placements": {"x": {"dp": Shard(0)}}, "on": ["simulated", "gloo"]}
+    cached_rank.cache_clear()
+    with pytest.raises(GradientMismatchError) as error:
+        assert_matches_single_process(distributed, single, numbers(6, 3), **more)
+    assert [cause.name for cause in error.value.report.causes] == ["shared state"], str(error.value)
+
+
+MLP_ARGUMENTS = {"module": MLP(), "shard": lambda whole, mesh: ShardedMLP(mesh, ""), "mesh": {"tp": 2}}
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"mesh": 2}, r"mesh: got 2, expected the sizes of the axes by name"),
+        ({"mesh": []}, r"mesh: got \[\], expected the sizes"),
+        ({"mesh": {"tp": 0}}, r"mesh: got 'tp': 0, expected .* at least 1"),
+        ({"mesh": [{"tp": 2}, {"dp": 2}]}, r"mesh: got axes \['dp'\], expected those of the first mesh, \['tp'\]"),
+        ({"mesh": None}, r"shard: got no mesh with it, expected mesh= too"),
+        ({"sizes": [(2, 3)]}, r"sizes: got sizes with mesh=, expected one of the two"),
+        ({"order": 2}, r"order: got 2 with mesh=, expected 1"),
+        ({"on": ["mpi"]}, r'on: got "mpi" with mesh=, expected "simulated", "gloo" or "nccl"'),
+        (
+            {"rank_reduction": "mean"},
+            r'rank_reduction: got \'mean\', expected "mean" or "sum" by axis, such as {"tp": "mean"}',
+        ),
+        ({"rank_reduction": {"dp": "mean"}}, r"rank_reduction: got 'dp', expected \"tp\""),
+        ({"rank_reduction": {"tp": "max"}}, r"rank_reduction\['tp'\]: got 'max', expected \"mean\" or \"sum\""),
+        ({"placements": [Shard(0)]}, r"placements: got .*, expected placements by the name of a tensor"),
+        ({"placements": {"x": Shard(0)}}, r"placements\['x'\]: got .*, expected placements by axis, or one function"),
+        ({"placements": {"x": {"dp": Shard(0)}}}, r"placements\['x'\]: got 'dp', expected \"tp\""),
+        ({"placements": {"x": {"tp": 0}}}, r"placements\['x'\]\['tp'\]: got 0, expected Shard\(dim\), Replicate"),
+        ({"placements": {"y": {"tp": Shard(0)}}}, r"placements: got 'y', expected one of x, up.weight, .*, output"),
+        (
+            {"placements": {"x": {"tp": Shard(2)}}},
+            r"placements\['x'\]: got Shard.* on tp of a tensor of shape \(5, 3\)",
+        ),
+        ({"placements": {"x": lambda whole, at: None}}, r"placements\['x'\]: got a function that returned NoneType"),
+        ({"placements": {"up.*": {"tp": Replicate()}}}, r"up.weight: got shape \(4, 3\) on rank 0, expected \(8, 3\)"),
+        ({"shard": lambda whole, mesh: None}, r"shard: got a function that returned NoneType, expected a module"),
+        ({"shard": lambda whole, mesh: nn.Linear(3, 3)}, r"shard: got a module with parameter weight, expected those"),
+        ({"shard": lambda whole, mesh: nn.Tanh()}, r"shard: got no up.weight on any rank, expected every parameter"),
+        ({"shard": 3}, r"shard: got int, expected a function"),
+        ({"module": None}, r"module: got NoneType, expected an nn.Module, which shard= gets"),
+    ],
+)
+def test_wrong_arguments(more, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        assert_matches_single_process(loss, loss, numbers(5, 3), **{"on": ["simulated"], **MLP_ARGUMENTS, **more})
+
+
+def test_wrong_batches():
+    more = {**MLP_ARGUMENTS, "on": ["simulated"]}
+    with pytest.raises(TypeError, match=r"batch: got a function with mesh=, expected the whole batch"):
+        assert_matches_single_process(loss, loss, lambda rows: numbers(rows, 3), **more)
+    equal = torch.ones(4, 3, dtype=torch.double)
+    with pytest.raises(ValueError, match=r"batch: got the same pieces of x on ranks 0 and 1, expected different ones"):
+        assert_matches_single_process(loss, loss, equal, placements={"x": {"tp": Shard(0)}}, **more)
+    with pytest.raises(ValueError, match=r"single: got gradients that are all zero"):
+        assert_matches_single_process(loss, lambda module, x: x.detach().sum() + 0 * x.sum(), numbers(5, 3), **more)
+
+
+def test_nothing_of_the_users_is_modified():
+    module, x = MLP(), numbers(5, 3)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    kept = x.clone()
+    assert_matches_single_process(loss, loss, x, **{**MLP_ARGUMENTS, "module": module, "on": ["simulated", "gloo"]})
+    assert torch.equal(x, kept) and all(p.grad is None for p in module.parameters())
+    assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
+
+
+def test_a_pipeline_has_each_parameter_on_one_rank():
+    rows = [(row.what, row.rank) for row in checked(pipeline).tables[0].rows if "weight" in row.what]
+    assert rows == [("gradient of up.weight", 0), ("gradient of down.weight", 1)]

@@ -10,6 +10,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from programs import cached_rank
 from torch import nn
 
 import diffcoll as dc
@@ -379,6 +380,30 @@ def test_a_wrong_program_is_caught(name, on):
         assert_matches_single_process(distributed, single, batch, **{"on": [on], **more})
     causes = [cause.name for cause in error.value.report.causes]
     assert set(named) <= set(causes) and not set(not_named) & set(causes), str(error.value)
+
+
+def with_a_cached_rank():
+    """Right on processes; simulated ranks are one process."""
+    weights = torch.arange(1.0, 9.0)
+
+    def distributed(x):
+        return (x.sum(1).sin() * weights[len(x) * cached_rank() :][: len(x)]).sum()
+
+    return summed(distributed, lambda x: (x.sum(1).sin() * weights).sum(), sizes=EVEN)
+
+
+def test_state_that_simulated_ranks_share():
+    distributed, single, batch, more = with_a_cached_rank()
+    cached_rank.cache_clear()
+    with pytest.raises(GradientMismatchError) as error:
+        assert_matches_single_process(distributed, single, batch, on=["simulated", "gloo"], **more)
+    assert [cause.name for cause in error.value.report.causes] == ["shared state"], str(error.value)
+    assert [table.ok for table in error.value.report.tables] == [False, True]
+    assert assert_matches_single_process(distributed, single, batch, on=["gloo"], **more).ok
+    cached_rank.cache_clear()
+    with pytest.raises(GradientMismatchError) as error:  # wrong on both
+        assert_matches_single_process(lambda x: distributed(x.flip(0)), single, batch, on=["simulated", "gloo"], **more)
+    assert "shared state" not in str(error.value) and not error.value.report.tables[1].ok
 
 
 # ── without a reference ──────────────────────────────────────────────────────────────────────────────────

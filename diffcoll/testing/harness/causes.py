@@ -48,6 +48,7 @@ class Kind(str, Enum):
     DETACHED = "detached"
     KINK = "kink"
     ON_PROCESSES = "on processes"
+    SHARED_STATE = "shared state"
     #: No bug of the backward: the gradient is that of the losses which the ranks return.
     CONSISTENT = "consistent"
 
@@ -206,6 +207,24 @@ CAUSES = {
         "the function depends on something that simulated ranks share or that differs between processes",
         "look at devices, globals, environment variables and random numbers",
     ),
+    Kind.SHARED_STATE: (
+        "simulated ranks are threads of one process: what an imported module keeps, such as a rank, a group or a cache "
+        "that is computed once, is that of the rank that came first",
+        'compute it in the function, or check on real processes alone: on=["gloo"]',
+    ),
+}
+#: Names that say what was observed; state that simulated ranks share may be behind each.
+OBSERVED = {
+    kind.value
+    for kind in (
+        Kind.ANOTHER_LOSS,
+        Kind.ANOTHER_STATE,
+        Kind.ANOTHER_GRADIENT,
+        Kind.ANOTHER_PIECE,
+        Kind.LOCAL_STATISTICS,
+        Kind.RANKS_SWAPPED,
+        Kind.WRONG_IN_DIRECTION,
+    )
 }
 
 

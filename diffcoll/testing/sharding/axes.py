@@ -91,7 +91,10 @@ def factors(case: Case) -> Iterator[Finding]:
     for ratio, names in groups.items():
         several = any(q.wanted.numel() > 1 for name in names for q in case.of(name))
         of_axes = powers(_of(case).mesh, ratio, case.tolerance)
-        shares = [count for count, k in _of(case).shares.items() if is_near(ratio, k) or is_near(ratio, 1 / k)]
+        inexact = any(not q.ok for q in case.quantities if q.group in ("value", "output"))
+        shares = [
+            count for count, k in _of(case).shares.items() if inexact and (is_near(ratio, k) or is_near(ratio, 1 / k))
+        ]
         if not of_axes and not shares and not several:
             continue  # a single number is a multiple of any other
         words = [_power_in_words(each) for each in of_axes]
@@ -199,14 +202,15 @@ def _sums(case: Case, name: str, axes: Sequence[str], factor: float) -> bool:
     if None in held:
         return False
     got = {r: held[r] for r in held if r is not None}
-    mesh = _of(case).mesh
+    mesh, differ = _of(case).mesh, False
     for r, q in got.items():
         group = [got[s].got for s in mesh.along(axes, r) if s in got]
         if len(group) < 2 or any(x.shape != q.wanted.shape for x in group):
             return False
         if not _close(torch.stack(group).sum(0) * factor, q, case.tolerance):
             return False
-    return bool(got)
+        differ = differ or not all(near(x, group[0]) for x in group)
+    return differ  # equal ones are the right one times a number
 
 
 def another_piece(case: Case) -> Iterator[Finding]:

@@ -102,7 +102,7 @@ def parsed_reduction(rank_reduction: object, mesh: Mesh) -> dict[str, str]:
     if rank_reduction is None:
         return {}
     if not isinstance(rank_reduction, Mapping):
-        expected = f'"mean" or "sum" by axis, such as {{{next(iter(mesh.sizes))!r}: "mean"}}'
+        expected = f'"mean" or "sum" by axis, such as {{"{next(iter(mesh.sizes))}": "mean"}}'
         raise TypeError(message(_NAME, "rank_reduction", repr(rank_reduction), expected))
     for axis, how in rank_reduction.items():
         expect.choice(_NAME, "rank_reduction", axis, tuple(mesh.sizes))
@@ -250,7 +250,7 @@ def _placed(name: str, placement: Placement | None, x: Tensor, axis: str, n: int
     if not isinstance(placement, Shard):
         return _called(name, placement, x, at)
     if not -x.dim() <= placement.dim < x.dim():
-        got = f"{placement} on {axis} of a tensor of shape {tuple(x.shape)}"
+        got = f"Shard({placement.dim}) on {axis} of a tensor of shape {tuple(x.shape)}"
         raise ValueError(message(_NAME, f"placements[{name!r}]", got, f"a dim of {x.dim()}"))
     length = x.shape[placement.dim]
     most = -(-length // n)

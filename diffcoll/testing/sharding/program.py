@@ -119,6 +119,11 @@ class Sharding:
 
     def with_losses(self) -> Sharding:
         """Refuse wrong names, and take results of shape (1,) as losses."""
+        if callable(self.batch) and not isinstance(self.batch, Tensor):
+            got, remedy = "a function with mesh=", "call it"
+            raise TypeError(
+                message(_NAME, "batch", got, "the whole batch, of which placements= says the pieces", remedy)
+            )
         subject = self.distributed.unpack()
         (outputs,) = self.on("simulated", forward, [self.single], [self.whole_batch])
         names = [*self.inputs, *(name.split(" ", 1)[1] for name in copies(subject)), *output_names(len(outputs))]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing.harness.case import Case
+from diffcoll.testing.harness.causes import OBSERVED, Kind, cause_of
 from diffcoll.testing.harness.comparison import Quantity
 from diffcoll.testing.harness.cuts import Cuts, GraphCuts, Undetached
 from diffcoll.testing.harness.hypotheses import diagnose
@@ -66,9 +67,17 @@ def sharded_report(
         notes += [
             f"{name}: taken to be {said}, by its shape; placements= may say otherwise" for name, said in found.items()
         ]
-        report = replace(
-            report, causes=tuple(diagnose(witness.case, MESH_HYPOTHESES)), cuts=witness.cuts.lines, first=witness.first
-        )
+        causes = diagnose(witness.case, MESH_HYPOTHESES)
+        skipped = [i for i, run in enumerate(runs) if run.skipped and run.mesh == wrong[0].mesh]
+        if skipped and wrong[0].on == "simulated" and OBSERVED.issuperset(cause.name for cause in causes):
+            (i, *_), kind = skipped, runs[skipped[0]].on
+            runs[i] = sharding.attempt(kind, wrong[0].mesh)
+            report = replace(report, tables=tuple(run.table for run in runs))
+            if runs[i].ok:
+                causes = [cause_of(Kind.SHARED_STATE, f"wrong on simulated ranks, right on {kind}")]
+        elif wrong[0].on != "simulated" and any(run.on == "simulated" and run.ok for run in runs):
+            causes.append(cause_of(Kind.ON_PROCESSES, f"right on simulated ranks, wrong on {wrong[0].on}"))
+        report = replace(report, causes=tuple(causes), cuts=witness.cuts.lines, first=witness.first)
     return replace(report, notes=tuple(notes))
 
 
