@@ -16,6 +16,7 @@ from diffcoll.core.errors import CollectiveMismatchError, failure, user_line
 from diffcoll.core.linear import MAPS, PER_RANK, Linear, common_shape
 from diffcoll.core.reductions import Reduction, elementwise
 from diffcoll.core.torch_private.tracing import integers, is_traced
+from diffcoll.core.torch_private.transforms import batch_sizes
 from diffcoll.core.torch_private.trees import tree_paths
 from diffcoll.engines.engine import Engine
 
@@ -112,7 +113,9 @@ class Agreement:
 
     def _text(self, arguments: dict[str, Any]) -> str:
         """Return the description of this call for an error."""
-        x = f"{self.x.dtype} {tuple(self.x.shape)}" if isinstance(self.x, Tensor) else type(self.x).__name__
+        x = type(self.x).__name__
+        if isinstance(self.x, Tensor):
+            x = f"{self.x.dtype} {tuple(self.x.shape)}" + "".join(f", batched by {n}" for n in batch_sizes(self.x))
         given = {k: _function_text(v) if callable(v) else v for k, v in arguments.items()}
         if self.async_op:
             given["async_op"] = True
@@ -187,4 +190,4 @@ def _function_text(op: object) -> str:
 
 def kind(f: Linear, x: Tensor) -> tuple[object, ...]:
     """Return the properties of f's x that must be equal on all ranks."""
-    return x.dtype, common_shape(f, x)
+    return x.dtype, common_shape(f, x), batch_sizes(x)

@@ -105,6 +105,14 @@ DISAGREEMENTS = {
     ),
     "a tree or a tensor": (lambda odd: dc.all_gather(x_(3) if odd else [x_(3)]), r"rank 1: all_gather\(torch.float64"),
     "an empty tree": (lambda odd: dc.all_gather([x_(3)] if odd else []), r"rank 1: .*\n.* differs: x\[0\]"),
+    "batched by vmap": (
+        lambda odd: torch.vmap(lambda x: dc.all_reduce(x_(3) if odd else x) + x)(x_(2, 3)),
+        r"rank 0: all_reduce\(torch.float64 \(3,\), batched by 2, .*\n  rank 1: all_reduce\(torch.float64 \(3,\), op",
+    ),
+    "batches of other sizes": (
+        lambda odd: torch.vmap(torch.func.grad(lambda x: dc.scan(x).sum()))(x_(2 + odd, 3)),
+        r"rank 1: scan\(torch.float64 \(3,\), batched by 3, ",
+    ),
     "an average": (lambda odd: dc.average_gradients([x_(3 + odd)], weight=1.0), r"differs: x\[0\]: .*\(3,\)"),
     "a mean": (lambda odd: dc.global_mean(x_(3 + odd)), r"\(2, 4\)"),
 }
@@ -326,6 +334,31 @@ def test_valid_programs_pass(where):
         half = len(of_rank) // 2
         for plain, checked in zip(of_rank[:half], of_rank[half:], strict=True):
             assert torch.equal(plain, checked)
+
+
+#: Within these a new tensor has no memory of its own; the messages of check mode need one.
+TRANSFORMED = {
+    "grad": lambda x: torch.func.grad(lambda x: dc.scan(x).square().sum())(x),
+    "jvp": lambda x: torch.func.jvp(lambda x: dc.all_reduce(x, "max").sin(), (x,), (x.cos(),))[1],
+    "hessian": lambda x: torch.func.hessian(lambda x: dc.all_reduce(x, "logsumexp").square().sum())(x),
+    "vmap of grad": lambda x: torch.vmap(torch.func.grad(lambda x: dc.scatter(x, sizes=[1, 2, 0]).sum()))(x),
+    "grad of a tree": lambda x: torch.func.grad(lambda x: dc.all_gather([x, x.sin()], sizes="auto")[1].sum())(x),
+    "grad of what is replicated": lambda x: torch.func.grad(lambda x: dc.split(x.detach() * 0 + x * 0, 1).sum())(x),
+}
+
+
+@pytest.mark.parametrize("where", RUNS)
+def test_within_transforms(where):
+    def body(r):
+        x = x_(2, 3).detach() / (r + 1)
+        found = []
+        for on in (False, True):
+            with dc.check_mode(on):
+                found.append([call(x) for call in TRANSFORMED.values()])
+        return found
+
+    for plain, checked in RUNS[where](body, range(N)):
+        assert all(map(torch.equal, plain, checked))
 
 
 def leaves_early(r):

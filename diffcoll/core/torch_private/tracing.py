@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._C._dynamo import eval_frame
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.autograd import profiler
 from torch.overrides import _pop_mode, _push_mode
@@ -86,11 +87,12 @@ def is_observed() -> bool:
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """Hide operations from the modes of `is_observed`.
+    """Hide operations from the modes of `is_observed`, and from transforms of torch.func.
 
     A collective consists of messages and of writes to memory that these fill. A mode may replace any operation by an
     earlier result, as selective checkpoints do when they recompute, also on one rank only. PyTorch's own function for
-    this, `_disable_current_modes`, hides operations from dispatch modes only.
+    this, `_disable_current_modes`, hides operations from dispatch modes only. Within torch.func.grad and jvp a new
+    tensor is a wrapper without memory; no public API makes one outside.
     """
     functions, dispatched = [], []
     while torch._C._len_torch_function_stack():
@@ -98,7 +100,8 @@ def unobserved() -> Iterator[None]:
     while torch._C._len_torch_dispatch_stack():
         dispatched.append(_pop_dispatch_mode())
     try:
-        yield
+        with temporarily_clear_interpreter_stack():
+            yield
     finally:
         for mode in reversed(dispatched):
             _push_dispatch_mode(mode)

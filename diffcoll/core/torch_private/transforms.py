@@ -38,6 +38,16 @@ def is_vmapped(x: Tensor) -> bool:
     return False
 
 
+def batch_sizes(x: Tensor) -> list[int]:
+    """Return the sizes of the batches of torch.func.vmap, which x.shape lacks; no public API tells."""
+    sizes = []
+    while is_transformed(x):
+        dim = torch._C._functorch.maybe_get_bdim(x)
+        x = torch._C._functorch.get_unwrapped(x)
+        sizes += [x.shape[dim]] if dim >= 0 else []
+    return sizes
+
+
 def is_within_transform() -> bool:
     """Whether code runs within a transform of torch.func, vmap included."""
     return bool(torch._C._are_functorch_transforms_active())
