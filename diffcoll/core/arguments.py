@@ -69,7 +69,11 @@ class Arguments(Agreement):
     def error(self, argument: str, expected: str, remedy: str = "", got: object = None) -> ValueError:
         """Return the ValueError about one argument."""
         got = self.arguments.get(argument) if got is None else got
-        return ValueError(message(self.name, argument, got if isinstance(got, str) else repr(got), expected, remedy))
+        if not isinstance(got, str):
+            # Dynamo cannot trace the repr of an object of a class with a base in C++, such as Partial("avg").
+            traces = torch.compiler.is_compiling() and not isinstance(got, (int, float, tuple, list, type(None)))
+            got = type(got).__name__ if traces else repr(got)
+        return ValueError(message(self.name, argument, got, expected, remedy))
 
     def tensor(self, x: Any, argument: object = "x") -> Tensor:
         """Return x, a tensor that the engine can move; `argument` is what errors call it."""
