@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from typing_extensions import override
 
 from diffcoll.collectives import gather
@@ -25,7 +26,7 @@ from diffcoll.core.call import Call, perform
 from diffcoll.core.control import digest
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
-from diffcoll.core.torch_private.transforms import is_within_transform
+from diffcoll.core.torch_private.transforms import carries_tangents, has_tangent, is_within_transform
 from diffcoll.core.torch_private.trees import is_tree, tree_paths
 from diffcoll.engines.types import Group
 
@@ -259,9 +260,10 @@ def _blocks(call: Call, root: int, leaves: list[Any], paths: list[str], structur
         call.header(root, [], structure, valid=False)
         raise
     if call.engine.rank == root:
-        call.header(root, [number for block in blocks for number in _header(block)], structure)
+        numbers = [number for block in blocks for number in _header(block)]
+        call.header(root, numbers, structure, forward=any(has_tangent(block.x) for block in blocks))
         return blocks
-    numbers = call.header(root, [], structure)
+    numbers = call.header(root, [], structure, forward=carries_tangents())
     blocks = []
     for leaf in leaves:
         block, numbers = _empty(numbers, call.engine.size, leaf)
@@ -298,13 +300,14 @@ _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype))
 def _header(block: _Block) -> list[int]:
     x = block.x
     device = _DEVICES.index(x.device.type) if x.device.type in _DEVICES else 0
-    trained = x.requires_grad and torch.is_grad_enabled()
-    return [_DTYPES.index(x.dtype), device, int(trained), block.dim, x.dim(), *x.shape, *block.parts]
+    trained, moving = x.requires_grad and torch.is_grad_enabled(), has_tangent(x)
+    return [_DTYPES.index(x.dtype), device, trained + 2 * moving, block.dim, x.dim(), *x.shape, *block.parts]
 
 
 def _empty(numbers: list[int], n: int, x: Tensor | None) -> tuple[_Block, list[int]]:
     """Return this rank's block of size 0 along dim by the first header in `numbers`, and the numbers after it."""
-    dtype, device, requires_grad, dim, dims, *rest = numbers
+    dtype, device, derivatives, dim, dims, *rest = numbers
+    requires_grad, moving = derivatives % 2, derivatives // 2
     shape, sizes, following = rest[:dims], rest[dims : dims + n], rest[dims + n :]
     shape[dim] = 0
     if x is not None and (x.requires_grad or not requires_grad):
@@ -313,4 +316,8 @@ def _empty(numbers: list[int], n: int, x: Tensor | None) -> tuple[_Block, list[i
     else:  # a new leaf, so that this rank takes part in the gather of the backward
         none = torch.empty(shape, dtype=_DTYPES[dtype], device=_DEVICES[device])
         none = none.requires_grad_() if requires_grad else none
+    if moving and not has_tangent(none):  # so that this rank takes part in the scatter of the tangent
+        none = forward_ad.make_dual(none, torch.zeros_like(none))  # type: ignore[no-untyped-call]
+    elif has_tangent(none) and not moving:
+        none = forward_ad.unpack_dual(none).primal  # type: ignore[no-untyped-call]
     return _Block(dim, tuple(sizes), none), following

@@ -133,7 +133,9 @@ class Agreement:
         flat = integers(apply(MAPS["AllGather"](self.engine, 0, of_all), mine))
         return [flat[i : i + n] for i in range(0, len(flat), n)]
 
-    def header(self, root: int, numbers: list[int], structure: int = 0, valid: bool = True) -> list[int]:
+    def header(
+        self, root: int, numbers: list[int], structure: int = 0, valid: bool = True, forward: bool = False
+    ) -> list[int]:
         """Return on all ranks the numbers by which the root describes what it sends.
 
         Args:
@@ -141,6 +143,7 @@ class Agreement:
             numbers: on the root, and on a rank that requires these numbers; elsewhere none.
             structure: a number for the structure of x.
             valid: whether this rank's arguments are valid. If not, it returns none, and raises its own error.
+            forward: on the root, whether it sends a tangent; elsewhere, whether this rank can.
 
         Raises:
             CollectiveMismatchError: on all ranks, if they differ in one of these.
@@ -148,7 +151,7 @@ class Agreement:
         if self.compares():
             self._compare((self.name, root), self.arguments)
         mine = self.engine.rank == root
-        state = (len(numbers) if mine else 0) if valid else -1
+        state = 2 * (len(numbers) if mine else 0) + forward if valid else -1
         rows = self.gather_numbers([root, state, structure, digest(repr(numbers)) if numbers else 0])
         if not valid:
             return []
@@ -157,7 +160,7 @@ class Agreement:
         if self.compares():
             self._compare((self.name, root), self.arguments)
         row = torch.tensor(
-            numbers if mine else [0] * rows[root][1], dtype=torch.int64, device=self.engine.control_device
+            numbers if mine else [0] * (rows[root][1] // 2), dtype=torch.int64, device=self.engine.control_device
         )
         return integers(apply(MAPS["Broadcast"](self.engine, root), row))
 
@@ -174,6 +177,9 @@ class Agreement:
                 return f"x: got a tree {where}, expected a tensor or None; pass the same structure on all ranks"
             expected = f"a tree with the paths of rank {root}'s; off src the leaves may be None, but not the whole tree"
             return f"x: got another structure {where}, expected {expected}"
+        if states[root] % 2 and (others := [r for r, state in enumerate(states) if not state % 2]):
+            where = f"on rank {', '.join(map(str, others))}"
+            return f"x: got a tangent on rank {root}, expected it within forward_ad.dual_level, also {where}"
         if others := [r for r, wanted in enumerate(digests) if wanted not in (0, digests[root])]:
             facts = "shape, dtype, device or requires_grad of x, dim or sizes"
             return (

@@ -1,5 +1,9 @@
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import diffcoll as dc
 from diffcoll.testing import simulate, spawn
@@ -105,6 +109,45 @@ def test_none_in_a_transform_is_an_error_on_all_ranks(transform, tree):
     for r, (text, works) in enumerate(simulate(body, range(3), rules=True)):
         assert text.startswith("scatter: an argument is invalid on rank 0" if r == 1 else expected)
         assert works == 3
+
+
+def along(r, src, pass_, later):
+    """Return y² and its tangent, and what they must be; off src the ranks pass_ something else."""
+    xs = [torch.tensor([1.0, 2.0, 3.0]) + 10 * s for s in range(3)]
+    with forward_ad.dual_level():
+        x = xs[r] if r == src else pass_(xs[r])
+        x = forward_ad.make_dual(x, x.cos()) if r == src and pass_ is not without else x
+        y = dc.scatter(x, src, async_op=later)
+        y = forward_ad.unpack_dual((y.wait() if later else y).square())
+        found = y.primal, torch.zeros(1) if pass_ is without else y.tangent
+    x = xs[src][r : r + 1]
+    return found, (x**2, torch.zeros(1) if pass_ is without else 2 * x * x.cos())
+
+
+def without(x):
+    """Return a tensor with a tangent, where rank src has none."""
+    return forward_ad.make_dual(x, x.sin())
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("pass_", [lambda x: None, lambda x: x, without], ids=["None", "no tangent", "a tangent"])
+def test_the_tangent_of_src_alone(pass_, later):
+    for run in (partial(simulate, rules=True), simulate, spawn):
+        for found, right in run(lambda r: along(r, 1, pass_, later), range(3)):
+            torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_rank_outside_of_the_level_of_a_tangent(tree):
+    def body(r):
+        with forward_ad.dual_level() if r < 2 else nullcontext():
+            x = torch.ones(3)
+            x = forward_ad.make_dual(x, x) if r == 0 else None
+            with pytest.raises(dc.CollectiveMismatchError, match=r"tangent on rank 0, expected .*, also on rank 2"):
+                dc.scatter([x] if tree else x)
+        return dc.all_reduce(torch.tensor(r)).item()
+
+    assert simulate(body, range(3), rules=True) == [3] * 3
 
 
 def test_gradient_only_where_src_asks_for_it(run):

@@ -118,6 +118,13 @@ def carries_tangents() -> bool:
     return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
+def has_tangent(x: Tensor) -> bool:
+    """Whether x has a tangent in a level of forward_ad, outside transforms of torch.func."""
+    if not carries_tangents() or is_within_transform() or torch.compiler.is_compiling():
+        return False
+    return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+
+
 def tangents_ignored() -> AbstractContextManager[None]:
     """Return a context in which operations do not propagate tangents, as within a jvp rule."""
     context: AbstractContextManager[None] = forward_ad._set_fwd_grad_enabled(False)
