@@ -79,5 +79,5 @@ def test_in_a_graph():
 @pytest.mark.parametrize("placement", [Partial("avg"), Shard(0)])
 def test_other_placements_are_refused_in_a_graph(placement):
     compiled = torch.compile(lambda x: dc.all_reduce(x, grad_placement=placement), backend="aot_eager")
-    with pytest.raises(Exception, match='all_reduce: grad_placement: got .*, expected "partial" or "replicate"'):
+    with pytest.raises(Exception, match=r'all_reduce: grad_placement: got .*, expected "partial" or "replicate"'):
         compiled(torch.ones(2))
