@@ -70,7 +70,7 @@ def refuse_absent(name: str, numbers: Tensor, group: Group) -> Tensor:
         return needs
     if compiling or is_traced(numbers) or not numbers.is_cpu:
         total = numbers.sum()
-        assert_in_graph((total < ABSENT) | (total % ABSENT == 0), f"{name}: {_DIFFER}")
+        assert_in_graph((total < ABSENT) | (total % ABSENT == 0), f"{name}: {DIFFER}")
     else:
         refuse_absent_of(name, numbers.reshape(-1).tolist(), group)
     return needs
@@ -87,10 +87,11 @@ def refuse_absent_of(name: str, numbers: list[float], group: Group) -> None:
         mine = "with" if torch.is_grad_enabled() else "without"
         n = get_world_size(group)
         who = f"{int(sum(numbers)) // ABSENT} of {n} ranks; this is rank {get_rank(group)}, {mine} grad mode"
-    raise CollectiveMismatchError(f"{name}: {_DIFFER}: {who}")
+    raise CollectiveMismatchError(f"{name}: {DIFFER}: {who}")
 
 
-_DIFFER = (
+#: Why ranks cannot go on, one of which is absent.
+DIFFER = (
     "some ranks need gradients, and others will not run backward, under no_grad, under inference_mode or compiled "
     "without anything to train; call it on all ranks with grad mode on or on none, and compile all or none"
 )

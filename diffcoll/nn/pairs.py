@@ -24,11 +24,11 @@ from diffcoll.composed.leaves import batch_leaves, lengths_and_bits
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.groups import collectives_only, get_rank
 from diffcoll.core.joint import is_joint
-from diffcoll.core.torch_private.tracing import assume, untraced
+from diffcoll.core.torch_private.tracing import assert_in_graph, assume, untraced
 from diffcoll.core.torch_private.transforms import is_vmapped, is_within_transform
 from diffcoll.nn.chunks import sums_of
 from diffcoll.nn.features import Columns, Options
-from diffcoll.nn.followers import ABSENT, leaf, refuse_absent_of
+from diffcoll.nn.followers import ABSENT, DIFFER, leaf, refuse_absent_of
 from diffcoll.nn.logits import LossRule, Marks
 from diffcoll.nn.ring import Ring
 
@@ -180,7 +180,11 @@ def _agree(
             assume(size >= 0)
         assume(sizes[get_rank(options.group)] == len(q))
         for b in bits:
-            assume(b < 4 if grad else b % 4 == 0)
+            if is_within_transform():  # no assertion with a text can be traced there
+                assume(b < 4 if grad else b % 4 == 0)
+            else:
+                of_rank = torch.full((), b)
+                assert_in_graph(of_rank < 4 if grad else of_rank % 4 == 0, f"{options.name}: {DIFFER}")
         return sizes, _Wants(grad, grad, loop)
     numbers = [float(ABSENT if b & 4 else b & 2) for b in bits]
     refuse_absent_of(options.name, numbers, options.group)
