@@ -92,6 +92,11 @@ def _forward(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
     return move(x, f, origin)
 
 
+def _dense(gy: Tensor) -> Tensor:
+    """Return a gradient that engines can send: that of an embedding may be sparse, on some ranks only."""
+    return gy if gy.layout is torch.strided else gy.to_dense()
+
+
 def _agree_on_tangent(f: Linear, tx: Tensor) -> None:
     """In check mode, compare that all ranks send a tangent: a rank whose x has none would not."""
     if checks.is_on() and f.engine.size > 1:
@@ -111,7 +116,7 @@ class _Apply(Function):
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
-        return record(_Apply, gy, ctx.f.adjoint, ctx.origin), None, None
+        return record(_Apply, _dense(gy), ctx.f.adjoint, ctx.origin), None, None
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor, *_: None) -> Tensor:
@@ -215,7 +220,7 @@ class _Wait(Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
         ctx.request.adjoints[backward_at_work()] = adjoint = _Request(ctx.origin)
-        return record(_Start, gy, ctx.f.adjoint, adjoint), None, None
+        return record(_Start, _dense(gy), ctx.f.adjoint, adjoint), None, None
 
     @staticmethod
     def jvp(ctx: Any, tempty: Tensor, *_: None) -> Tensor:

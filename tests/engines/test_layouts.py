@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import diffcoll as dc
 from diffcoll.averaging.buckets import Bucket
@@ -193,3 +194,29 @@ def test_places_in_a_bucket_are_the_same_on_all_ranks():
         return [p.place.memory.storage_offset() for p in parameters]
 
     assert places(True) == places(False)
+
+
+def embedded(weights, r, sparse):
+    """Look rows of gathered and other weights up, and return the gradient of this rank's weight."""
+    w = torch.arange(6.0).view(3, 2).add(r).requires_grad_()
+    rows = torch.tensor([1, r, r])
+    sum((r + 1) * F.embedding(rows, y, sparse=sparse).square().sum() for y in weights(w)).backward()
+    return w.grad.to_dense()
+
+
+#: Weights of an embedding, whose gradient may be sparse.
+WEIGHTS = {
+    "at once": lambda w: [dc.all_gather(w), dc.broadcast(w, 1), dc.all_reduce(w), dc.scan(w), dc.shift(w)],
+    "later": lambda w: [y.wait() for y in [dc.all_gather(w, async_op=True), dc.all_reduce(w, async_op=True)]],
+}
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("of_ranks", [(0, 1, 2), (1,)], ids=["all", "one rank"])
+def test_sparse_gradients(weights, of_ranks):
+    def body(r):
+        return [embedded(WEIGHTS[weights], r, sparse) for sparse in (False, r in of_ranks)]
+
+    for run in (partial(simulate, rules=True), spawn):
+        for dense, sparse in run(body, range(3)):
+            torch.testing.assert_close(dense, sparse)
