@@ -10,7 +10,7 @@ import torch
 
 from diffcoll.core.errors import user_line
 from diffcoll.core.torch_private.autograd import is_recomputing
-from diffcoll.core.torch_private.trees import tree_flatten
+from diffcoll.core.torch_private.trees import tree_leaves
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ class Pending(Generic[T]):
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             """Refuse to be an argument of PyTorch's functions."""
-            me = next(x for x in tree_flatten((args, kwargs or {}))[0] if isinstance(x, Pending))
+            me = next(x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Pending))
             raise TypeError(me._no_tensor(getattr(func, "__name__", repr(func))))
 
         def __eq__(self, other: object) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from diffcoll.core.errors import CollectiveMismatchError, Origin, not_run, within_backward
 from diffcoll.core.torch_private.autograd import before_node
-from diffcoll.core.torch_private.trees import tree_flatten
+from diffcoll.core.torch_private.trees import tree_leaves
 from diffcoll.engines import guards
 from diffcoll.engines.one_profiler import one_profiler
 from diffcoll.engines.process_state import (
@@ -178,7 +178,7 @@ class World:
                 error.add_note(f"raised on simulated rank {number} of {self.size}{''.join(others[:8])}")
             raise error
         results = [rank.result for rank in ranks]
-        for y in tree_flatten(results)[0]:
+        for y in tree_leaves(results):
             if isinstance(y, Tensor):
                 before_node(y, partial(guards.backward_starts, self))
         return results

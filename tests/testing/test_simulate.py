@@ -523,3 +523,10 @@ def test_a_checkpoint_around_a_call(reentrant):
     checkpoint(total, *xs, use_reentrant=reentrant).backward()
     for x, gx in zip(xs, direct, strict=True):
         assert torch.equal(x.grad, gx)
+
+
+@pytest.mark.parametrize("rules", [False, True])
+def test_results_may_be_dicts_with_any_keys(rules):
+    xs = [torch.ones(2), torch.ones(2)]
+    found = simulate(lambda x: {x: dc.all_reduce(x), object: 1, frozenset(): [2]}, xs, rules=rules)
+    assert all(y[x].tolist() == [2, 2] for x, y in zip(xs, found, strict=True))

@@ -14,6 +14,11 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     return _pytree.tree_map(fn, tree)
 
 
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return the leaves of a tree of one rank alone: dicts may have any keys, in any order."""
+    return _pytree.tree_leaves(tree)
+
+
 def tree_flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Return the leaves of a tree in the order of their paths, and the function that rebuilds it from new leaves.
 
