@@ -266,3 +266,24 @@ def test_rare_dtypes_are_moved(where):
             for y, expected in zip(found, case.truth(xs), strict=True):
                 assert y[i].dtype == dtype
                 assert torch.equal(y[i].to(torch.complex64), expected), case
+
+
+@pytest.mark.parametrize("to", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("run", [partial(simulate, rules=True), spawn], ids=["rules", "gloo"])
+def test_autocast_to_the_other_half_precision(run, to):
+    """Of which PyTorch's cat gives an error, on some ranks only."""
+    other = torch.bfloat16 if to == torch.float16 else torch.float16
+
+    def body(r):
+        found = []
+        for enabled in (False, r != 1):
+            x = torch.arange(4.0).add(r).to(other).requires_grad_()
+            with torch.autocast("cpu", to, enabled=enabled):
+                ys = dc.all_reduce([x, x.sum()]), dc.all_gather([x], sizes="auto"), [dc.all_reduce(x, "max")]
+                y = torch.cat([y.view(-1).float() for y in (*ys[0], *ys[1], *ys[2])])
+            y.square().sum().backward()
+            found.append((y.detach(), x.grad))
+        return found
+
+    for plain, cast in run(body, range(3)):
+        torch.testing.assert_close(plain, cast)

@@ -19,12 +19,21 @@ from diffcoll.engines.engine import Engine
 
 def concatenated(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Return torch.cat(parts, dim), which depends on every part, the empty ones too."""
-    return as_row(parts) if parts[0].ndim == 1 else torch.cat(list(parts), dim)
+    return as_row(parts) if parts[0].ndim == 1 else _cat(list(parts), dim)
 
 
 def as_row(tensors: Sequence[Tensor]) -> Tensor:
     """Return the numbers of all tensors in one row, which depends on every tensor, the empty ones too."""
-    return torch.cat([t.reshape(-1, 1) for t in tensors]).view(-1)
+    return _cat([t.reshape(-1, 1) for t in tensors], 0).view(-1)
+
+
+def _cat(parts: list[Tensor], dim: int) -> Tensor:
+    """Return torch.cat(parts, dim), which autocast to one half precision refuses for parts of the other."""
+    kind = parts[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return torch.cat(parts, dim)
+    with torch.autocast(kind, enabled=False):
+        return torch.cat(parts, dim)
 
 
 def pieces(row: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:

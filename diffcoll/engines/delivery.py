@@ -37,7 +37,7 @@ def all_gather(*ranks: tuple[Tensor | None, Tensor, list[int]]) -> None:
         if counts != sizes or dtypes != {row.dtype}:
             for s, (into, block) in enumerate(zip(row.split_with_sizes(counts), blocks, strict=True)):
                 _fits(r, into, s, block)
-    whole = torch.cat(blocks)
+    whole = torch.cat(blocks, out=blocks[0].new_empty(sum(sizes)))  # `out`: which autocast of a rank does not see
     for _, row, _ in ranks:
         row.copy_(whole)
 
