@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,6 +16,8 @@ from diffcoll.testing.harness.report import Row, Table
 #: A gradient smaller than this part of the largest one is compared with that part: what is zero by cancellation, such
 #: as the gradient of a bias before a batch norm, has a relative error of 1.
 SMALL = 1e-3
+#: An error below so many times what is allowed may be rounding.
+_DOUBT = 30.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Quantity:
     @property
     def most_allowed(self) -> float | None:
         """The largest error that is right for any element; None: the quantity cannot be compared."""
-        allowed = torch.as_tensor(self.allowed)
+        allowed = torch.as_tensor(self.allowed, dtype=torch.float64)
         return None if (allowed < 0).any() else float(allowed.max()) if allowed.numel() else 0.0
 
     @cached_property
@@ -160,12 +162,37 @@ def unchecked(runs: Sequence[Run], tolerance: float) -> Iterator[str]:
     for name in dict.fromkeys(name for run in runs for m in run.measured for name in m.attributes):
         yield f"{name}: an attribute that the call changed is not compared: register it as a buffer"
     each = [q for run in runs for q in run.under("sum") if q.group == "gradient" and q.wanted.numel()]
+    for name in dict.fromkeys(q.what for q in each if (q.most_allowed or 0.0) > tolerance):
+        yield f"{name}: rounding on one process is larger than the tolerance: pass float64"
     for name in dict.fromkeys(q.what for q in each):
         most = max(largest(q.wanted) / (q.unit or 1.0) for q in each if q.what == name)
         if most == 0:
             yield f"{name}: zero in every run"
         elif most < 10 * tolerance:
             yield f"{name}: too small beside the others to be checked in this precision: pass float64"
+
+
+def in_doubt(quantities: Sequence[Quantity]) -> set[str]:
+    """Return the gradients that are wrong by little, of which rounding on one process is to be measured."""
+    gradients = [q for q in quantities if q.group in ("gradient", "second order") and not q.ok]
+    return {q.what for q in gradients if q.error < _DOUBT * (q.most_allowed or 0.0)}
+
+
+def with_noise(quantities: Sequence[Quantity], doubtful: set[str], noise: Mapping[str, float]) -> list[Quantity]:
+    """Allow errors of ten times what rounding is on one process, as of a bias before a batch norm."""
+
+    def allowed(q: Quantity) -> float:
+        return max(q.most_allowed or 0.0, min(10 * noise.get(q.what, 0.0), _DOUBT * (q.most_allowed or 0.0)))
+
+    return [replace(q, allowed=allowed(q)) if q.what in doubtful else q for q in quantities]
+
+
+def largest_errors(quantities: Sequence[Quantity]) -> dict[str, float]:
+    """Return the largest error of each name."""
+    errors: dict[str, float] = {}
+    for q in quantities:
+        errors[q.what] = max(q.error, errors.get(q.what, 0.0))
+    return errors
 
 
 def is_near(a: float | None, b: float, tolerance: float = 0.0) -> bool:

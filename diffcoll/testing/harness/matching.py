@@ -14,7 +14,7 @@ from torch import Tensor
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing.harness.case import Case, Witness
-from diffcoll.testing.harness.comparison import Names, Run, compare, rows_of
+from diffcoll.testing.harness.comparison import Names, Run, compare, in_doubt, largest_errors, rows_of, with_noise
 from diffcoll.testing.harness.cuts import Cuts, GraphCuts, Undetached
 from diffcoll.testing.harness.differences import directions, losses_along, partials, size
 from diffcoll.testing.harness.evidence import Evidence
@@ -82,7 +82,18 @@ class Matching:
         if not any(q.group in self.groups for q in quantities):
             got, remedy = f"only {', '.join(self.groups)}, of which there is nothing", "compare gradients too"
             raise ValueError(message(self.name, "compare", got, "something to compare", remedy))
-        return Run(on, sizes, quantities, measured, reference, self.groups, any_value=self.rank_reduction == "any")
+        run = Run(on, sizes, quantities, measured, reference, self.groups, any_value=self.rank_reduction == "any")
+        if self.rank_reduction != "any" and (doubtful := in_doubt(run.under(self.rank_reduction))):
+            run = replace(run, quantities=with_noise(quantities, doubtful, self.noise(run, reference)))
+        return run
+
+    def noise(self, run: Run, reference: Measurement) -> dict[str, float]:
+        """Return by how much each quantity changes on one process, if the last digit of the inputs changes."""
+        leaves, rebuild = tree_flatten(self.whole(run.sizes))
+        moved = [x + torch.finfo(x.dtype).eps * x * noise(x) if differentiable(x) else x for x in leaves]
+        plan = replace(self.plan, outputs=rows_of(run.measured), inputs=run.sizes)
+        (found,) = self.on("simulated", on_rank, [self.single], [plan], [0], [rebuild(moved)])
+        return largest_errors(compare([found], reference, (sum(run.sizes),), self.names(run.sizes), self.tolerance))
 
     def _refuse_nothing_to_compare(self, reference: Measurement, sizes: tuple[int, ...]) -> None:
         """Raise if there is no number to compare with. Outputs with rows may have infinities, such as masked logits."""
@@ -216,16 +227,9 @@ class _OneProcess(Witness):
     @cached_property
     def rounding(self) -> set[str]:
         """The names of what changes as much on one process, if the last digit of the inputs changes."""
-        run, matching = self._run, self._matching
-        leaves, rebuild = tree_flatten(self._whole)
-        moved = [x + torch.finfo(x.dtype).eps * x * noise(x) if differentiable(x) else x for x in leaves]
-        plan = replace(matching.plan, outputs=rows_of(run.measured), inputs=run.sizes)
-        (found,) = matching.on("simulated", on_rank, [matching.single], [plan], [0], [rebuild(moved)])
-        errors: dict[str, float] = {}
-        for q in run.under(self._rank_reduction):
-            errors[q.what] = max(q.error, errors.get(q.what, 0.0))
-        each = compare([found], self._reference, (sum(run.sizes),), self._names, matching.tolerance)
-        return {q.what for q in each if q.error > max(matching.tolerance, 0.1 * errors.get(q.what, 0.0))}
+        run = self._run
+        least, errors = self._matching.noise(run, self._reference), largest_errors(run.under(self._rank_reduction))
+        return {name for name, k in least.items() if k > max(self._matching.tolerance, 0.1 * errors.get(name, 0.0))}
 
     @cached_property
     def is_random(self) -> bool:

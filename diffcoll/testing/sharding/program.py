@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.trees import tree_flatten
-from diffcoll.testing.harness.comparison import Quantity, together, tolerance_of
+from diffcoll.testing.harness.comparison import Quantity, in_doubt, together, tolerance_of, with_noise
 from diffcoll.testing.harness.measure import (
     Measurement,
     MeasurementPlan,
     differentiable,
     input_names,
     leaves_of,
+    noise,
     on_rank,
     run_on,
     with_leaves,
@@ -40,6 +41,7 @@ from diffcoll.testing.sharding.rank import (
     named_tensors,
     on_mesh,
     output_names,
+    piece_name,
     tensors_by_name,
 )
 
@@ -198,6 +200,8 @@ class Sharding:
             got, expected = f"no {missing[0]} on any rank", "every parameter of the whole on some rank"
             raise ValueError(message(_NAME, "shard", got, expected, "let it keep its name, or freeze it in the whole"))
         every = list(reduced([rank.pieces for rank in ranks], plan, self.tolerance))
+        if doubtful := in_doubt(every):
+            every = with_noise(every, doubtful, self.noise(every))
         differ = any(not q.ok for q in every if q.group in ("value", "output"))
         return MeshRun(on, mesh, [q for q in every if q.group in self.groups], differ, ranks)
 
@@ -205,6 +209,22 @@ class Sharding:
         """Return what the ranks of a mesh measure."""
         device = "cuda" if on == "nccl" else "cpu"
         return MeshPlan(mesh, self.placements, self.reduction, self.plan, self.whole, device)
+
+    def noise(self, quantities: Sequence[Quantity]) -> dict[str, float]:
+        """Return by how much each quantity changes on one process, if the last digit of the inputs changes."""
+        leaves, rebuild = tree_flatten(self.whole_batch)
+        moved = [x + torch.finfo(x.dtype).eps * x * noise(x) if differentiable(x) else x for x in leaves]
+        (found,) = self.on("simulated", on_rank, [self.single], [self.plan], [0], [rebuild(moved)])
+        other, whole = self.whole_from(found), self.whole
+        pairs = {f"gradient of {name}": (g, other.gradients[name]) for name, g in whole.gradients.items()}
+        names = [piece_name(*each) for each in zip(output_names(len(whole.outputs)), whole.outputs, strict=True)]
+        pairs |= dict(zip(names, zip(whole.outputs, other.outputs, strict=True), strict=True))
+        units = {q.what: q.unit for q in quantities}
+        return {
+            what: float((x - y).abs().max()) / (units[what] or 1.0)
+            for what, (x, y) in pairs.items()
+            if what in units and differentiable(x) and x.numel()
+        }
 
     def attempt(self, on: str, mesh: Mesh) -> MeshRun:
         """Do the same, and keep the error if one is raised."""

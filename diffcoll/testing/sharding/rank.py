@@ -230,10 +230,9 @@ def _weights(layouts: Mapping[str, Layout], outputs: list[Tensor], plan: MeshPla
 
 def _outputs(layouts: Mapping[str, Layout], outputs: list[Tensor], plan: MeshPlan) -> Iterator[Piece]:
     for (name, layout), y, whole in zip(layouts.items(), outputs, plan.whole.outputs, strict=True):
-        is_value = whole.dim() == 0 and differentiable(whole)
+        what, got = piece_name(name, whole), y.detach().cpu()
+        is_value = what.startswith("value")
         unit = max(largest(whole), SMALL * plan.whole.scale) if is_value else largest(whole)
-        what = name.replace("output", "value") if is_value else name
-        got = y.detach().cpu()
         yield Piece(what, "value" if is_value else "output", layout.kinds, got, layout.piece(whole), unit)
 
 
@@ -324,6 +323,11 @@ def _gradient_of(p: Tensor) -> Tensor:
 def output_names(count: int) -> list[str]:
     """Return the names of outputs in placements."""
     return ["output"] if count == 1 else [f"output[{i}]" for i in range(count)]
+
+
+def piece_name(name: str, whole: Tensor) -> str:
+    """Return what reports call an output: a number is a value."""
+    return name.replace("output", "value") if whole.dim() == 0 and differentiable(whole) else name
 
 
 def layout_of_input(name: str, whole: Tensor, placements: Mapping[str, Placement], mesh: Mesh, rank: int) -> Layout:

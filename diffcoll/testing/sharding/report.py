@@ -11,17 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing.harness.case import Case
 from diffcoll.testing.harness.causes import OBSERVED, Kind, cause_of
-from diffcoll.testing.harness.comparison import Quantity
+from diffcoll.testing.harness.comparison import largest_errors
 from diffcoll.testing.harness.cuts import Cuts, GraphCuts, Undetached
 from diffcoll.testing.harness.hypotheses import diagnose
-from diffcoll.testing.harness.measure import differentiable, noise, on_rank, run_on
+from diffcoll.testing.harness.measure import differentiable, run_on
 from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.harness.report import First, Report
 from diffcoll.testing.sharding.axes import MESH_HYPOTHESES, OfMesh
-from diffcoll.testing.sharding.placements import SHARD, parsed_mesh, parsed_placements, parsed_reduction
+from diffcoll.testing.sharding.placements import parsed_mesh, parsed_placements, parsed_reduction
 from diffcoll.testing.sharding.program import MeshRun, Sharding, forward, reduced
 from diffcoll.testing.sharding.rank import (
     MeshPlan,
@@ -124,29 +123,9 @@ class _Mesh(OfMesh):
     @cached_property
     def rounding(self) -> set[str]:
         """The names of what changes as much on one process, if the last digit of the inputs changes."""
-        sharding = self._sharding
-        leaves, rebuild = tree_flatten(sharding.whole_batch)
-        moved = [x + torch.finfo(x.dtype).eps * x * noise(x) if differentiable(x) else x for x in leaves]
-        (found,) = sharding.on("simulated", on_rank, [sharding.single], [sharding.plan], [0], [rebuild(moved)])
-        other = sharding.whole_from(found)
-        errors: dict[str, float] = {}
-        for q in self._run.quantities:
-            errors[q.what] = max(q.error, errors.get(q.what, 0.0))
-        named = [(f"gradient of {name}", g, other.gradients[name]) for name, g in sharding.whole.gradients.items()]
-        named += [
-            (name, y, z)
-            for name, y, z in zip(_values(sharding.whole.outputs), sharding.whole.outputs, other.outputs, strict=True)
-        ]
-        units = {q.what: q.unit for q in self._run.quantities}
-        return {
-            what
-            for what, x, y in named
-            if what in errors
-            and differentiable(x)
-            and x.numel()
-            and what in units
-            and float((x - y).abs().max()) / (units[what] or 1.0) > max(sharding.tolerance, 0.1 * errors[what])
-        }
+        quantities, tolerance = self._run.quantities, self._sharding.tolerance
+        errors = largest_errors(quantities)
+        return {name for name, k in self._sharding.noise(quantities).items() if k > max(tolerance, 0.1 * errors[name])}
 
     @cached_property
     def is_random(self) -> bool:
@@ -249,14 +228,6 @@ def _counts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return found
 
 
-def _values(outputs: Sequence[Tensor]) -> list[str]:
-    many = len(outputs) > 1
-    return [
-        f"{'output' if y.dim() or not differentiable(y) else 'value'}{f'[{i}]' if many else ''}"
-        for i, y in enumerate(outputs)
-    ]
-
-
 def _is_finite(piece: Piece) -> bool:
     return not differentiable(piece.got) or bool(piece.got.isfinite().all())
 
@@ -272,6 +243,3 @@ def _undetached(packed: Packed, plan: MeshPlan, rank: int, part: Any) -> OfRank:
     """Measure on this rank, where the user's calls of `detach()` keep the graph."""
     with Undetached():
         return on_mesh(packed, plan, rank, part)
-
-
-__all__ = ["SHARD", "Quantity"]
