@@ -48,8 +48,9 @@ class check_mode:
 
     Before each collective, forward and backward, its ranks compare operation, dtype, shape, arguments and order. If
     they differ, every rank raises the same `CollectiveMismatchError`, which lists each rank's call and its line, before
-    any data is sent. Tensors, and gradients of results, that are declared replicated are compared by value too. The
-    environment variable `DIFFCOLL_CHECK=1` enables check mode at import. No overhead when disabled.
+    any data is sent. The losses of `diffcoll.nn` compare their options. Tensors, and gradients of results, that are
+    declared replicated are compared by value too. The environment variable `DIFFCOLL_CHECK=1` enables check mode at
+    import. No overhead when disabled.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate

@@ -70,7 +70,9 @@ def clip_loss(
 
     Source: notes/contrastive.md.
     """
-    options = Options(_NAME, group, rank_reduction, chunk_size, exchange)
+    options = Options(
+        _NAME, group, rank_reduction, chunk_size, exchange, {"normalize": normalize, "logit_scale": logit_scale}
+    )
     check_features(_NAME, image=image, text=text)
     labels, ids = per_row(_NAME, "labels", labels, image), per_row(_NAME, "ids", ids, image)
     with without_autocast(image):

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from diffcoll.core import expect
-from diffcoll.core.errors import message
-from diffcoll.core.groups import get_world_size
+from diffcoll.core import checks, expect
+from diffcoll.core.errors import message, user_line
+from diffcoll.core.groups import get_world_size, resolve
 from diffcoll.engines.types import Group
 
 RankReduction = Literal["mean", "sum"]
@@ -26,6 +26,20 @@ def check_rank_reduction(name: str, rank_reduction: object) -> None:
     """Raise unless `rank_reduction`, an argument of the loss `name`, is "mean" or "sum"."""
     remedy = '"mean" if gradients are averaged over the ranks (DDP, GradientAverager), "sum" if they are summed'
     expect.choice(name, "rank_reduction", rank_reduction, ("mean", "sum"), remedy)
+
+
+def check_options(name: str, group: Group, rank_reduction: object, **options: object) -> None:
+    """Raise unless `rank_reduction` is "mean" or "sum", and in check mode unless all ranks have the same options.
+
+    Ranks whose options differ send the same messages, and compute parts of different losses. The numbers of tensors are
+    not compared.
+    """
+    check_rank_reduction(name, rank_reduction)
+    if checks.is_on() and not torch.compiler.is_compiling():
+        options["rank_reduction"] = rank_reduction
+        facts = {key: "tensor" if isinstance(x, Tensor) else x for key, x in options.items()}
+        words = ", ".join(f"{key}={x!r}" for key, x in facts.items())
+        checks.compare(resolve(group, name), (name, facts), f"{name}({words}) at {user_line()}")
 
 
 def returned(share: Tensor, rank_reduction: RankReduction, group: Group) -> Tensor:

@@ -19,7 +19,7 @@ from diffcoll.core.errors import message
 from diffcoll.core.expect import not_negative
 from diffcoll.core.groups import get_world_size
 from diffcoll.engines.types import Group
-from diffcoll.nn.convention import LossModule, RankReduction, check_rank_reduction, returned
+from diffcoll.nn.convention import LossModule, RankReduction, check_options, returned
 from diffcoll.nn.followers import bit, follows, leaf, needs_gradient, refuse_absent
 from diffcoll.nn.inputs import check_rows, in_full_precision, without_autocast
 
@@ -67,7 +67,7 @@ def barlow_twins_loss(
     Source: notes/decorrelation.md.
     """
     name = "barlow_twins_loss"
-    check_rank_reduction(name, rank_reduction)
+    check_options(name, group, rank_reduction, lambd=lambd, eps=eps)
     not_negative(name, lambd=lambd, eps=eps)
     x1, x2 = _views(name, z1, z2)
     with without_autocast(x1):
@@ -131,7 +131,8 @@ def vicreg_loss(
     Source: notes/decorrelation.md.
     """
     name = "vicreg_loss"
-    check_rank_reduction(name, rank_reduction)
+    coefficients = {"sim_coeff": sim_coeff, "std_coeff": std_coeff, "cov_coeff": cov_coeff}
+    check_options(name, group, rank_reduction, eps=eps, **coefficients)
     not_negative(name, sim_coeff=sim_coeff, std_coeff=std_coeff, cov_coeff=cov_coeff, eps=eps)
     x1, x2 = _views(name, z1, z2)
     with without_autocast(x1):

@@ -21,7 +21,7 @@ from diffcoll.core.blocks import as_row
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size
 from diffcoll.engines.types import Group
-from diffcoll.nn.convention import LossModule, RankReduction, check_rank_reduction, returned
+from diffcoll.nn.convention import LossModule, RankReduction, check_options, returned
 from diffcoll.nn.followers import sent
 from diffcoll.nn.inputs import (
     check_fractions,
@@ -95,7 +95,7 @@ def dice_loss(
     def ratio(overlap: Tensor, predicted: Tensor, there: Tensor) -> Tensor:
         return (2 * overlap + smooth) / (predicted + there + smooth)
 
-    return _loss("dice_loss", ratio, probabilities, targets, dims, group, rank_reduction)
+    return _loss("dice_loss", ratio, probabilities, targets, dims, group, rank_reduction, smooth=smooth)
 
 
 def iou_loss(
@@ -136,7 +136,7 @@ def iou_loss(
     def ratio(overlap: Tensor, predicted: Tensor, there: Tensor) -> Tensor:
         return (overlap + smooth) / (predicted + there - overlap + smooth)
 
-    return _loss("iou_loss", ratio, probabilities, targets, dims, group, rank_reduction)
+    return _loss("iou_loss", ratio, probabilities, targets, dims, group, rank_reduction, smooth=smooth)
 
 
 def tversky_loss(
@@ -185,7 +185,18 @@ def tversky_loss(
         wrong = alpha * (predicted - overlap) + beta * (there - overlap)
         return (overlap + smooth) / (overlap + wrong + smooth)
 
-    return _loss("tversky_loss", ratio, probabilities, targets, dims, group, rank_reduction)
+    return _loss(
+        "tversky_loss",
+        ratio,
+        probabilities,
+        targets,
+        dims,
+        group,
+        rank_reduction,
+        smooth=smooth,
+        alpha=alpha,
+        beta=beta,
+    )
 
 
 class DiceLoss(LossModule):
@@ -269,9 +280,10 @@ def _loss(
     dims: Dims,
     group: Group,
     rank_reduction: RankReduction,
+    **numbers: float,
 ) -> Tensor:
     """Return 1 minus the mean of the ratios, as one rank returns it."""
-    check_rank_reduction(name, rank_reduction)
+    check_options(name, group, rank_reduction, dims=dims, **numbers)
     p, t = _segmentation(name, probabilities, targets)
     summed = _dims(name, dims, p)
     with without_autocast(p):

@@ -5,6 +5,7 @@ note  notes/contrastive.md
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -15,7 +16,7 @@ from diffcoll.core import expect
 from diffcoll.core.dtypes import FLOATS, wider
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
-from diffcoll.nn.convention import RankReduction, check_rank_reduction, returned
+from diffcoll.nn.convention import RankReduction, check_options, returned
 from diffcoll.nn.logits import normalized
 
 #: How ranks get the other ranks' features: all at once, or one rank's block after the other.
@@ -31,9 +32,11 @@ class Options:
     rank_reduction: RankReduction
     chunk_size: int | None
     exchange: Exchange
+    #: Of this loss alone.
+    own: Mapping[str, object]
 
     def __post_init__(self) -> None:
-        check_rank_reduction(self.name, self.rank_reduction)
+        check_options(self.name, self.group, self.rank_reduction, exchange=self.exchange, **self.own)
         chunk = self.chunk_size
         if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
             remedy = "the number of columns of the matrix of logits that are computed at a time, e.g. 512"

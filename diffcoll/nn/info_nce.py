@@ -65,7 +65,9 @@ def info_nce_loss(
 
     Source: notes/contrastive.md.
     """
-    options = Options(_NAME, group, rank_reduction, chunk_size, exchange)
+    options = Options(
+        _NAME, group, rank_reduction, chunk_size, exchange, {"normalize": normalize, "temperature": temperature}
+    )
     check_features(_NAME, query=query, positive=positive)
     labels, ids = per_row(_NAME, "labels", labels, query), per_row(_NAME, "ids", ids, query)
     with without_autocast(query):

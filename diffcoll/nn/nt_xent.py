@@ -64,7 +64,9 @@ def nt_xent_loss(
 
     Source: notes/contrastive.md.
     """
-    options = Options(_NAME, group, rank_reduction, chunk_size, exchange)
+    options = Options(
+        _NAME, group, rank_reduction, chunk_size, exchange, {"normalize": normalize, "temperature": temperature}
+    )
     check_features(_NAME, z1=z1, z2=z2)
     ids = per_row(_NAME, "ids", ids, z1)
     with without_autocast(z1):

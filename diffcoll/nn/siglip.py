@@ -69,7 +69,8 @@ def siglip_loss(
 
     Source: notes/contrastive.md.
     """
-    options = Options(_NAME, group, rank_reduction, chunk_size, exchange)
+    own = {"normalize": normalize, "logit_scale": logit_scale, "logit_bias": logit_bias}
+    options = Options(_NAME, group, rank_reduction, chunk_size, exchange, own)
     check_features(_NAME, image=image, text=text)
     labels, ids = per_row(_NAME, "labels", labels, image), per_row(_NAME, "ids", ids, image)
     with without_autocast(image):

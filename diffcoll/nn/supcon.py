@@ -69,7 +69,9 @@ def supcon_loss(
 
     Source: notes/contrastive.md.
     """
-    options = Options(_NAME, group, rank_reduction, chunk_size, exchange)
+    options = Options(
+        _NAME, group, rank_reduction, chunk_size, exchange, {"normalize": normalize, "temperature": temperature}
+    )
     check_features(_NAME, (2, 3), features=features)
     if labels is None:
         remedy = "pass the classes; nt_xent_loss is the loss of two views without labels"

@@ -139,6 +139,24 @@ def not_one_tensor(odd):
     dc.sum_gradients(x_(3) * (2 if odd else 1))
 
 
+F = dc.nn.functional
+DISAGREEMENTS |= {
+    "option of a loss": (
+        lambda odd: F.clip_loss(x_(3, 2), -x_(3, 2), 2.0, normalize=odd),
+        "rank 1: clip_loss.*normalize=True",
+    ),
+    "number of a loss": (lambda odd: F.barlow_twins_loss(x_(4, 2), -x_(4, 2), lambd=1.0 + odd), "lambd=2.0"),
+    "rank_reduction": (
+        lambda odd: F.info_nce_loss(x_(3, 2), -x_(3, 2), rank_reduction="sum" if odd else "mean"),
+        r"rank 1: info_nce_loss.*rank_reduction='sum'",
+    ),
+    "another loss": (
+        lambda odd: (F.iou_loss if odd else F.dice_loss)(x_(3, 2).abs() / 99, x_(3, 2) * 0),
+        r"rank 1: iou_loss\(.*smooth=1.0",
+    ),
+    "number of a module": (lambda odd: dc.nn.VICRegLoss(eps=1e-4 * (1 + odd))(x_(4, 2), -x_(4, 2)), "eps=0.0002"),
+}
+
 DISAGREEMENTS |= {
     "backward of another": (backward_of_another, r"rank 1: backward of all_reduce at .*: gradient"),
     "gradient of another shape": (gradient_of_another_shape, r"rank 1: backward of all_reduce .*\(3,\)"),
