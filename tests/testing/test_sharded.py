@@ -213,6 +213,7 @@ MLP_ARGUMENTS = {"module": MLP(), "shard": lambda whole, mesh: ShardedMLP(mesh, 
         ({"shard": lambda whole, mesh: nn.Linear(3, 3)}, r"shard: got a module with parameter weight, expected those"),
         ({"shard": lambda whole, mesh: nn.Tanh()}, r"shard: got no up.weight on any rank, expected every parameter"),
         ({"shard": 3}, r"shard: got int, expected a function"),
+        ({"compare": ["state"]}, r"compare: got only state, of which there is nothing"),
         ({"module": None}, r"module: got NoneType, expected an nn.Module, which shard= gets"),
     ],
 )
@@ -230,6 +231,14 @@ def test_wrong_batches():
         assert_matches_single_process(loss, loss, equal, placements={"x": {"tp": Shard(0)}}, **more)
     with pytest.raises(ValueError, match=r"single: got gradients that are all zero"):
         assert_matches_single_process(loss, lambda module, x: x.detach().sum() + 0 * x.sum(), numbers(5, 3), **more)
+
+
+def test_a_module_that_the_functions_do_not_use():
+    def without(x):
+        return x.sin().mean()
+
+    with pytest.raises(ValueError, match=r"module: got parameters of which none has a gradient"):
+        assert_matches_single_process(without, without, numbers(5, 3), module=Plain(), mesh={"tp": 2})
 
 
 def test_nothing_of_the_users_is_modified():

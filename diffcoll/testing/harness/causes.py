@@ -163,7 +163,8 @@ CAUSES = {
     Kind.PART_OF_SUM: (
         "nobody sums it over the axis: an all_reduce is missing, in the forward, or in the backward of what the ranks "
         "of the axis share (the input of a column-parallel layer, the weights of a norm on parts of a sequence)",
-        "sum it over the axis (diffcoll.all_reduce); if somebody does so later, say Partial() in placements=",
+        "sum it over the axis (diffcoll.all_reduce); if somebody does so later, say Partial() in placements=, or "
+        'rank_reduction={axis: "sum"}',
     ),
     Kind.NOT_AVERAGED: (
         "the axis is one of data, and nobody averages over it",

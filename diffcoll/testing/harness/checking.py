@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.autograd import nodes_of_graph
 from diffcoll.testing.harness.case import Case, Witness
-from diffcoll.testing.harness.comparison import SMALL, Quantity, largest
+from diffcoll.testing.harness.comparison import SMALL, Quantity, largest, unused
 from diffcoll.testing.harness.cuts import Cuts
 from diffcoll.testing.harness.differences import (
     STEPS,
@@ -30,7 +30,7 @@ from diffcoll.testing.harness.differences import (
 )
 from diffcoll.testing.harness.evidence import Evidence
 from diffcoll.testing.harness.hypotheses import diagnose
-from diffcoll.testing.harness.matching import cuts_on_rank, undetached, unused
+from diffcoll.testing.harness.matching import cuts_on_rank, undetached
 from diffcoll.testing.harness.measure import (
     Measurement,
     MeasurementPlan,

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from diffcoll.core.errors import message
 from diffcoll.testing.harness.measure import Gradients, Measurement, differentiable
 from diffcoll.testing.harness.report import Row, Table
 
@@ -263,3 +264,18 @@ def largest(*tensors: Tensor) -> float:
     """Return the largest finite |x| of these tensors, 0 if there is none."""
     finite = [t.detach().abs()[t.isfinite()] for t in tensors if t.dtype != torch.bool]
     return max((float(x.max()) for x in finite if x.numel()), default=0.0)
+
+
+def unused(name: str, functions: str) -> ValueError:
+    """Return the error for a module that the functions do not use."""
+    expected = f"the module, or the parameters, that {functions} uses"
+    remedy = (
+        "a model that is a global of another module than the function is copied apart from it: pass it in a closure"
+    )
+    return ValueError(message(name, "module", "parameters of which none has a gradient", expected, remedy))
+
+
+def nothing_compared(name: str, groups: Sequence[str]) -> ValueError:
+    """Return the error for a check that would compare nothing."""
+    got, remedy = f"only {', '.join(groups)}, of which there is nothing", "compare gradients too"
+    return ValueError(message(name, "compare", got, "something to compare", remedy))

@@ -14,7 +14,17 @@ from torch import Tensor
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing.harness.case import Case, Witness
-from diffcoll.testing.harness.comparison import Names, Run, compare, in_doubt, largest_errors, rows_of, with_noise
+from diffcoll.testing.harness.comparison import (
+    Names,
+    Run,
+    compare,
+    in_doubt,
+    largest_errors,
+    nothing_compared,
+    rows_of,
+    unused,
+    with_noise,
+)
 from diffcoll.testing.harness.cuts import Cuts, GraphCuts, Undetached
 from diffcoll.testing.harness.differences import directions, losses_along, partials, size
 from diffcoll.testing.harness.evidence import Evidence
@@ -80,8 +90,7 @@ class Matching:
             raise ValueError(message(self.name, "rank_reduction", got, '"mean" or "sum"'))
         quantities = compare(measured, reference, sizes, self.names(sizes), self.tolerance)
         if not any(q.group in self.groups for q in quantities):
-            got, remedy = f"only {', '.join(self.groups)}, of which there is nothing", "compare gradients too"
-            raise ValueError(message(self.name, "compare", got, "something to compare", remedy))
+            raise nothing_compared(self.name, self.groups)
         run = Run(on, sizes, quantities, measured, reference, self.groups, any_value=self.rank_reduction == "any")
         if self.rank_reduction != "any" and (doubtful := in_doubt(run.under(self.rank_reduction))):
             run = replace(run, quantities=with_noise(quantities, doubtful, self.noise(run, reference)))
@@ -279,15 +288,6 @@ class _OneProcess(Witness):
 
     def _on_ranks(self, fn: Callable[..., Any], *per_rank: Sequence[Any]) -> list[Any]:
         return self._matching.on(self._run.on, fn, [self._matching.distributed] * self._size, *per_rank)
-
-
-def unused(name: str, functions: str) -> ValueError:
-    """Return the error for a module that the functions do not use."""
-    expected = f"the module, or the parameters, that {functions} uses"
-    remedy = (
-        "a model that is a global of another module than the function is copied apart from it: pass it in a closure"
-    )
-    return ValueError(message(name, "module", "parameters of which none has a gradient", expected, remedy))
 
 
 def cuts_on_rank(packed: Packed, part: Any) -> Cuts:

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.trees import tree_flatten
-from diffcoll.testing.harness.comparison import Quantity, in_doubt, together, tolerance_of, with_noise
+from diffcoll.testing.harness.comparison import (
+    Quantity,
+    in_doubt,
+    nothing_compared,
+    together,
+    tolerance_of,
+    unused,
+    with_noise,
+)
 from diffcoll.testing.harness.measure import (
     Measurement,
     MeasurementPlan,
@@ -156,6 +164,8 @@ class Sharding:
         (measured,) = self.on("simulated", on_rank, [self.single], [self.plan], [0], [self.whole_batch])
         whole = self.whole_from(measured)
         self._refuse(measured, whole.gradients)
+        if measured.first.parameters and not any(g.any() for g in measured.first.parameters):
+            raise unused(_NAME, "single")
         return whole
 
     def whole_from(self, measured: Measurement) -> Whole:
@@ -203,7 +213,10 @@ class Sharding:
         if doubtful := in_doubt(every):
             every = with_noise(every, doubtful, self.noise(every))
         differ = any(not q.ok for q in every if q.group in ("value", "output"))
-        return MeshRun(on, mesh, [q for q in every if q.group in self.groups], differ, ranks)
+        compared = [q for q in every if q.group in self.groups]
+        if not compared:
+            raise nothing_compared(_NAME, self.groups)
+        return MeshRun(on, mesh, compared, differ, ranks)
 
     def plan_of(self, on: str, mesh: Mesh) -> MeshPlan:
         """Return what the ranks of a mesh measure."""
