@@ -259,18 +259,17 @@ def sequence(bug):
 
 
 def torchs_tensor_parallel(bug):
-    class Model(nn.Sequential):
-        def __init__(self):
-            super().__init__(nn.Linear(3, 8, dtype=torch.double), nn.Tanh(), nn.Linear(8, 3, dtype=torch.double))
-
     def shard(whole, mesh):
-        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        if bug == "a row-parallel layer alone":
-            plan = {"0": ColwiseParallel(output_layouts=Replicate()), "2": RowwiseParallel(input_layouts=Replicate())}
-        return parallelize_module(whole, mesh["tp"], plan)
+        return parallelize_module(whole, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
-    torch.manual_seed(0)
-    return loss, loss, numbers(5, 3), {"module": Model(), "shard": shard, "mesh": {"tp": 2}}
+    def distributed(module, x):
+        y = module(x * (dist.get_rank() + 1) if bug == "another input" else x)
+        if bug == "summed again":
+            y = Summed.apply(y, None)
+        y = y.sin().mean()
+        return y * dist.get_world_size() if bug == "times N" else y
+
+    return distributed, loss, numbers(5, 3), {"module": Plain(), "shard": shard, "mesh": {"tp": 2}}
 
 
 # ── context parallelism ──────────────────────────────────────────────────────────────────────────────────
@@ -534,29 +533,26 @@ class Plain(nn.Module):
         return self.down(self.up(x).tanh())
 
 
-def fully_sharded(bug, mesh=("dp",)):
+def rows_of_ranks(shard, distributed=loss, rows=6, **more):
+    """A model whose ranks have rows of the batch, and whose gradients are averaged."""
+    common = {"module": Plain(), "shard": shard, "mesh": {"dp": 2}, "placements": {"x": {"dp": Shard(0)}}}
+    return distributed, loss, numbers(rows, 3), {**common, "rank_reduction": {"dp": "mean"}, **more}
+
+
+def fully_sharded(bug):
     from torch.distributed.fsdp import fully_shard
 
     def shard(whole, mesh):
         for each in (whole.up, whole):
             fully_shard(each, mesh=mesh)
-        if bug == "summed":
-            whole.set_gradient_divide_factor(1.0)
-            whole.up.set_gradient_divide_factor(1.0)
+            if bug == "summed":
+                each.set_gradient_divide_factor(1.0)
         return whole
 
-    return (
-        loss,
-        loss,
-        numbers(6, 3),
-        {
-            "module": Plain(),
-            "shard": shard,
-            "mesh": {"dp": 2},
-            "placements": {"x": {"dp": Shard(0)}},
-            "rank_reduction": {"dp": "mean"},
-        },
-    )
+    def negative(module, x):
+        return loss(module, -x if bug == "another input" else x)
+
+    return rows_of_ranks(shard, negative, 5 if bug == "uneven" else 6)
 
 
 def hybrid_sharded(bug):
@@ -582,23 +578,17 @@ def hybrid_sharded(bug):
 
 def data_parallel(bug):
     def shard(whole, mesh):
-        return nn.parallel.DistributedDataParallel(whole, process_group=mesh.get_group())
+        return (
+            whole
+            if bug == "not wrapped"
+            else nn.parallel.DistributedDataParallel(whole, process_group=mesh.get_group())
+        )
 
-    def doubled(module, x):
+    def multiplied(module, x):
         return loss(module, x) * (dist.get_world_size() if bug == "times N" else 1)
 
-    return (
-        doubled,
-        loss,
-        numbers(6, 3),
-        {
-            "module": Plain(),
-            "shard": shard,
-            "mesh": {"dp": 2},
-            "placements": {"x": {"dp": Shard(0)}},
-            "rank_reduction": {"dp": "mean"},
-        },
-    )
+    alone = {"rank_reduction": None, "compare": ["gradients"]} if bug == "not wrapped" else {}
+    return rows_of_ranks(shard, multiplied, 5 if bug == "uneven" else 6, **alone)
 
 
 def mapped(bug):
@@ -629,7 +619,7 @@ PROGRAMS = {
         "f": None,
     },
     sequence: {"norm": "part of a sum", "bias": "part of a sum", "slice": None},
-    torchs_tensor_parallel: {},
+    torchs_tensor_parallel: {"another input": None, "summed again": None, "times N": "scaled over an axis"},
     context: {"stale keys": None, "wrong mask": None, "wrong offset": None},
     zigzag_context: {"contiguous": None, "not said": None, "stale keys": None},
     ulysses: {"wrong head": None, "order": None, "no gradient": "graph cut"},
@@ -641,8 +631,12 @@ PROGRAMS = {
         "auxiliary": None,
     },
     pipeline: {"zeros": "no contribution", "twice": None, "value twice": "scaled over an axis"},
-    fully_sharded: {"summed": "scaled over an axis"},
+    fully_sharded: {"summed": "scaled over an axis", "uneven": "mean of local means", "another input": None},
     hybrid_sharded: {"not replicated": "not averaged"},
-    data_parallel: {"times N": "scaled over an axis"},
+    data_parallel: {
+        "times N": "scaled over an axis",
+        "uneven": "mean of local means",
+        "not wrapped": "not averaged",
+    },
     mapped: {"wrong placement": "part of a sum", "gradients placed as inputs": "part of a sum"},
 }
