@@ -18,8 +18,9 @@ from sharded_programs import (
 )
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
+import diffcoll as dc
 from diffcoll.testing import GradientMismatchError, assert_matches_single_process
 
 ON = ["simulated", pytest.param("gloo", marks=pytest.mark.slow)]
@@ -132,6 +133,83 @@ def test_two_axes_of_pytorchs_own():
     for dtype in (torch.double, torch.float):
         of_dtype = {"module": model.to(dtype), "shard": shard, "mesh": {"dp": 2, "tp": 2}, **more}
         assert assert_matches_single_process(loss, loss, numbers(6, 3).to(dtype), **of_dtype).ok
+
+
+def test_a_layer_of_data_and_tensor_parallelism():
+    """Outputs whose rows are spread over an axis on which gradients are averaged."""
+    distributed, single, _, more = data_and_tensor("", layer)
+    assert assert_matches_single_process(distributed, single, numbers(6, 3), on=["simulated"], **more).ok
+
+
+def test_wrapped_layers_of_pytorch():
+    """A norm of a part of the sequence, whose gradient DTensor leaves as parts of a sum, and a checkpoint's wrapper."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    class Model(Plain):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(3, dtype=torch.double)
+
+        def forward(self, x):
+            return super().forward(self.norm(x))
+
+    def shard(whole, mesh):
+        plan = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1))}
+        parallelize_module(whole, mesh["tp"], {**plan, "down": RowwiseParallel(output_layouts=Shard(1))})
+        whole.up = checkpoint_wrapper(whole.up)
+        return whole
+
+    more = {"module": Model(), "shard": shard, "mesh": {"tp": 2}, "placements": {"x": {"tp": Shard(1)}}}
+    assert assert_matches_single_process(layer, layer, numbers(2, 6, 3), on=["simulated"], **more).ok
+
+
+class Twice(torch.autograd.Function):
+    """The identity, with twice the gradient on more ranks than one."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * min(2, dc.get_world_size())
+
+
+def causes_of(distributed, single, batch, **more):
+    with pytest.raises(GradientMismatchError) as error:
+        assert_matches_single_process(distributed, single, batch, **{"on": ["simulated"], **more})
+    return {cause.name for cause in error.value.report.causes}, " ".join(str(error.value).split())
+
+
+def test_what_two_causes_explain_is_not_named():
+    """Equal parts of a sum are a factor; a factor of two axes is said of both; a mask explains no right value."""
+    more = data_and_tensor("")[3] | {"mesh": {"dp": 2, "tp": 2}}
+    more["placements"] |= {"up.*": {"tp": Shard(0)}, "down.weight": {"tp": Shard(1)}}
+    names, text = causes_of(lambda module, x: loss(module, x) / 2, loss, numbers(6, 3), **more)
+    assert names == {"scaled over an axis"} and "1 divided by the size of dp or 1 divided by the size of tp" in text
+
+    def masked(x, mask):
+        return (Twice.apply(x).sin() * mask).sum()
+
+    mask = torch.tensor([True, False] * 3)[:, None]
+    names, text = causes_of(masked, masked, (numbers(6, 2), mask), mesh={"tp": 3})
+    assert names == {"scaled"} and "mask" not in text.partition("diagnosis")[2]
+
+
+def test_the_piece_of_another_rank():
+    x = numbers(6, 2)
+    placed = {"x": {"cp": Shard(0)}}
+    names, text = causes_of(dc.shift, lambda x: x * 1, x, mesh={"cp": 3}, placements=placed)
+    assert names == {"another piece"} and "output: rank 0 has that of rank 2, rank 1 has that of rank 0" in text
+
+    def doubled(x):  # two ranks should have the same
+        return torch.cat([x[:4], x[:2]])
+
+    def of_the_next(x):
+        return dc.permute(x, [(0, 1), (1, 0), (2, 2)])
+
+    names, _ = causes_of(of_the_next, doubled, x, mesh={"cp": 3}, placements=placed)
+    assert "another piece" not in names
 
 
 def test_tied_parameters_buffers_and_integers():
