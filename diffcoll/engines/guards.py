@@ -29,10 +29,35 @@ class _Here(threading.local):
 #: Of this thread.
 HERE = _Here()
 
+#: Held while a world runs that is in no other; how long a thread waits for it, in seconds.
+_one_world = threading.Lock()
+_PATIENCE = 600
+
 
 def here() -> Any:
     """Return the simulated rank that this thread is; None if it is not one."""
     return HERE.rank
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Wait while another thread runs a world: the state that ranks save and restore is the process's.
+
+    A world within a world belongs to it and does not wait.
+    """
+    if HERE.rank is not None or HERE.backward_of is not None:
+        yield
+        return
+    if not _one_world.acquire(timeout=_PATIENCE):
+        raise RuntimeError(
+            f"simulated ranks in another thread have not ended for {_PATIENCE} s; simulations take turns, since random "
+            "numbers and the environment are the process's; call simulate in the thread of a rank, not in one that it "
+            "starts and waits for"
+        )
+    try:
+        yield
+    finally:
+        _one_world.release()
 
 
 def current(world: Any) -> Any:

@@ -143,6 +143,10 @@ class World:
 
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function per rank. Returns their results in the order of ranks, or raises the first error."""
+        with guards.one_at_a_time():
+            return self._run(bodies)
+
+    def _run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         keep, level, threads = process_state(), forward_mode(), torch.get_num_threads()
         # A thread pool for each rank would take as many threads as ranks times cores.
         self.threads = max(1, threads // self.size)

@@ -3,9 +3,11 @@
 import contextlib
 import gc
 import inspect
+import os
 import re
 import sys
 import threading
+import time
 import weakref
 from functools import cache
 
@@ -21,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 
 import diffcoll as dc
-from diffcoll.engines import simulated_c10d
+from diffcoll.engines import guards, simulated_c10d
 from diffcoll.engines.simulated_group import SimulatedGroup
 from diffcoll.engines.simulated_moves import LostGradientWarning
 from diffcoll.testing import new_group, simulate, spawn
@@ -736,11 +738,44 @@ def test_nested_and_concurrent():
         return total(r), inner, rules, dist.get_rank(), dist.get_world_size()
 
     assert simulated(body, range(2)) == [(3, [6] * 3, [(False, 1)] * 2, r, 2) for r in range(2)]
-    found = []
-    threads = [threading.Thread(target=lambda n=n: found.append(simulated(total, range(n)))) for n in (2, 3, 4)]
+    assert in_threads(lambda n: simulated(total, range(n)), (2, 3, 4)) == {2: [3] * 2, 3: [6] * 3, 4: [10] * 4}
+
+
+def in_threads(call, values):
+    """Call a function with each value in a thread of its own, at the same time; return the results by value."""
+    found = {}
+    threads = [threading.Thread(target=lambda v=v: found.update({v: call(v)})) for v in values]
     [t.start() for t in threads]
     [t.join() for t in threads]
-    assert sorted(found) == [[3] * 2, [6] * 3, [10] * 4]
+    return found
+
+
+def test_what_is_the_process_s_is_each_world_s_own():
+    """Simulations in several threads at once: random numbers and the environment are neither mixed nor left changed."""
+    before = dict(os.environ)
+
+    def body(r):
+        drawn = [torch.rand(()).item()]
+        for _ in range(20):
+            dist.barrier()
+            time.sleep(0.0005)  # another thread's turn
+            drawn.append(torch.rand(()).item())
+        return os.environ["WORLD_SIZE"], drawn
+
+    alone = {n: simulated(body, range(n)) for n in (2, 3, 4)}
+    assert in_threads(lambda n: simulated(body, range(n)), (2, 3, 4)) == alone
+    assert dict(os.environ) == before
+
+
+def test_a_world_in_a_thread_that_a_rank_waits_for_is_an_error(monkeypatch):
+    monkeypatch.setattr(guards, "_PATIENCE", 0.2)
+
+    def inner():
+        with pytest.raises(RuntimeError, match=r"another thread have not ended for 0\.2 s; simulations take turns"):
+            simulated(lambda r: r, range(2))
+        return True
+
+    assert simulated(lambda r: in_threads(lambda n: inner(), [r]), range(2)) == [{0: True}, {1: True}]
 
 
 def test_within_real_processes():
