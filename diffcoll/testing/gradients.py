@@ -23,6 +23,7 @@ from diffcoll.testing.harness.measure import MeasurementPlan, input_names, leave
 from diffcoll.testing.harness.packing import pack
 from diffcoll.testing.harness.parts import marked, refuse_equal_ranks
 from diffcoll.testing.harness.report import Cause, GradientMismatchError, Report
+from diffcoll.testing.harness.variables import variables
 from diffcoll.testing.sharding.program import Sharding, program
 from diffcoll.testing.sharding.report import sharded_report
 
@@ -140,6 +141,7 @@ def check_gradients(
     order: int = 1,
     constant: Sequence[str] = (),
     module: nn.Module | Sequence[nn.Module | Tensor] | None = None,
+    placements: Mapping[str, Any] | None = None,
     on: Sequence[str] = ("simulated", "gloo"),
     seed: int = 0,
     timeout: float = 60,
@@ -169,6 +171,12 @@ def check_gradients(
         module: an `nn.Module`, or a list of modules and parameters, used by fn. Each rank gets a copy of fn and the
             module. The gradient of a rank's parameters is compared with finite differences that move this rank's copy
             alone.
+        placements: what all ranks share, by the name of an input or parameter, or a pattern, in the words of
+            `torch.distributed.tensor`. `Replicate()`: one variable, which has the same numbers on all ranks, and of
+            which each rank should have the whole gradient. `Partial()`: one variable, of which the sum of the ranks'
+            gradients is the gradient. {"output": Replicate()}: every rank returns the same loss, as in tensor
+            parallelism, and it counts once. By default each rank's tensors are variables of their own, and the losses
+            are summed.
         on: "simulated", and backends for real processes: "gloo", "mpi".
         seed: of the random numbers of the ranks, which start anew for each evaluation, and of directions.
         timeout: seconds that a run on real processes may take.
@@ -183,8 +191,10 @@ def check_gradients(
     """
     __tracebackhide__ = _hidden
     _check_choices(_CHECK, order, on)
-    parts: list[Any] = per_rank_arguments(_CHECK, per_rank)
-    parts = [marked(_CHECK, fn, part, constant) for part in parts]
+    if placements is not None and order != 1:
+        raise ValueError(message(_CHECK, "order", f"{order} with placements=", "1: second order is not checked there"))
+    given: list[Any] = per_rank_arguments(_CHECK, per_rank)
+    parts = [marked(_CHECK, fn, part, constant) for part in given]
     packed = pack(_CHECK, "fn", fn, module)
     names = input_names(fn, parts[0])
     subject = packed.unpack()
@@ -200,8 +210,10 @@ def check_gradients(
         if t.dtype not in (torch.float64, torch.complex128):
             remedy = "finite differences need the precision: pass x.double(), and module.double()"
             raise ValueError(message(_CHECK, "per_rank", str(t.dtype), "float64 or complex128", remedy))
-    refuse_equal_ranks(_CHECK, "per_rank", parts)
-    report = Checking(_CHECK, packed, parts, names, MeasurementPlan(order=order, seed=seed), timeout).report(on)
+    shared = variables(_CHECK, placements, fn, given, list(subject.parameters))
+    refuse_equal_ranks(_CHECK, "per_rank", shared.own(fn, parts) if shared else parts)
+    plan = MeasurementPlan(order=order, seed=seed, alike=shared.once)
+    report = Checking(_CHECK, packed, parts, names, plan, timeout, shared).report(on)
     if not report.ok:
         raise GradientMismatchError(report)
     return report

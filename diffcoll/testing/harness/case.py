@@ -53,6 +53,16 @@ class Witness:
         """The names of the gradients that the reference has too without its calls of detach()."""
         return set()
 
+    @property
+    def one_loss(self) -> bool:
+        """Whether all ranks should return the same loss, which counts once."""
+        return False
+
+    @cached_property
+    def replicated(self) -> set[str]:
+        """The names of the gradients of one variable that every rank should have whole."""
+        return set()
+
     @cached_property
     def is_random(self) -> bool:
         """Whether the reference changes with the seed."""

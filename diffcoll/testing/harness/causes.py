@@ -37,6 +37,7 @@ class Kind(str, Enum):
     SECOND_ORDER = "second order"
     UNEVEN = "uneven"
     EMPTY = "empty"
+    NOT_REPLICATED = "not replicated"
     PART_OF_SUM = "part of a sum"
     NOT_AVERAGED = "not averaged"
     SCALED_OVER_AXIS = "scaled over an axis"
@@ -160,6 +161,10 @@ CAUSES = {
     ),
     Kind.UNEVEN: ("a count or an offset is that of equal ranks", "use the sizes that the ranks have"),
     Kind.EMPTY: ("an empty rank skips a collective or divides by zero", "let every rank make the same calls"),
+    Kind.NOT_REPLICATED: (
+        "a sum over the ranks is missing in the forward, or the ranks draw other random numbers",
+        "reduce it (diffcoll.all_reduce); or, if each rank has a loss of its own, say no placement of the output",
+    ),
     Kind.PART_OF_SUM: (
         "nobody sums it over the axis: an all_reduce is missing, in the forward, or in the backward of what the ranks "
         "of the axis share (the input of a column-parallel layer, the weights of a norm on parts of a sequence)",

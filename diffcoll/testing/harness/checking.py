@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from diffcoll.core.errors import message
-from diffcoll.core.torch_private.autograd import nodes_of_graph
 from diffcoll.testing.harness.case import Case, Witness
 from diffcoll.testing.harness.comparison import SMALL, Quantity, largest, unused
 from diffcoll.testing.harness.cuts import Cuts
@@ -29,7 +27,8 @@ from diffcoll.testing.harness.differences import (
     step,
 )
 from diffcoll.testing.harness.evidence import Evidence
-from diffcoll.testing.harness.hypotheses import diagnose
+from diffcoll.testing.harness.hypotheses import HYPOTHESES, diagnose, not_replicated, part_of_sum
+from diffcoll.testing.harness.joint import JointGraph
 from diffcoll.testing.harness.matching import cuts_on_rank, undetached
 from diffcoll.testing.harness.measure import (
     Measurement,
@@ -38,11 +37,11 @@ from diffcoll.testing.harness.measure import (
     objective,
     on_rank,
     run_on,
-    with_leaves,
 )
 from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.harness.report import Report, Table
-from diffcoll.testing.simulate import simulate
+from diffcoll.testing.harness.variables import Variables
+from diffcoll.testing.sharding.placements import PARTIAL, REPLICATE
 
 #: All elements are moved one by one if the ranks have at most this many in all; else along random directions.
 _FEW = 48
@@ -50,8 +49,8 @@ _FEW = 48
 _SCALES = (1.0, 1 / 16, 1 / 256)
 #: A finite difference is taken again with smaller steps if its relative error may be larger.
 _DOUBTFUL = 1e-4
-#: The relative errors of a finite difference, of one of second order, and of the joint graph, that are right.
-_TOLERANCE, _SECOND, _JOINT = 1e-6, 1e-5, 1e-9
+#: The relative errors of a finite difference, and of one of second order, that are right.
+_TOLERANCE, _SECOND = 1e-6, 1e-5
 #: Gradients are not compared with finite differences whose relative error may be larger.
 _PRECISE = 1e-2
 #: A derivative smaller than this part of the largest one is compared with that part.
@@ -70,6 +69,7 @@ class Checking:
     names: list[str]
     plan: MeasurementPlan
     timeout: float
+    variables: Variables
 
     @property
     def size(self) -> int:
@@ -99,8 +99,13 @@ class Checking:
         self._refuse_not_finite(measured)
         found = self._differences(on)
         self._refuse_unused(measured, found)
-        joint = JointGraph(self, measured) if on == "simulated" else None
-        quantities = list(self.first_order(measured, found))
+        # The joint graph differentiates the sum of all losses by each rank's tensors.
+        joint = (
+            JointGraph(self.packed, self.parts, self.names, self.plan, measured)
+            if on == "simulated" and not self.variables
+            else None
+        )
+        quantities = [*self._outputs(measured), *self.first_order(measured, found)]
         self._refuse_imprecise(quantities, joint)
         if self.plan.order > 1:
             quantities += self._second_order(on, measured, plan)
@@ -109,7 +114,8 @@ class Checking:
         causes = []
         if not tables[0].ok:
             witness = _Differences(self, on, measured, found, cuts, joint)
-            causes = diagnose(Case(quantities, (1,) * self.size, "", _TOLERANCE, [], False, cuts, witness))
+            case = Case(quantities, (1,) * self.size, "", _TOLERANCE, [], False, cuts, witness)
+            causes = diagnose(case, [not_replicated, part_of_sum, *HYPOTHESES])
         notes = (joint.note,) if joint is not None and joint.note else ()
         if joint is not None and joint.quantities:
             tables.append(Table("the joint graph of all ranks", self.size, tuple(q.row for q in joint.quantities)))
@@ -120,7 +126,8 @@ class Checking:
     def _differences(self, on: str) -> list[Difference]:
         """Move every rank's tensors; where there seems to be a kink, by less: a smooth function may vary fast."""
         n, tried = self.size, dict[Direction, list[Difference]]()
-        each = directions(self.leaves, few=_FEW, random=2 if len(self.names) < 20 else 1)
+        shared = {leaf for leaf, name in enumerate(self.names) if name in self.variables.shared}
+        each = directions(self.leaves, _FEW, 2 if len(self.names) < 20 else 1, shared)
         for scale in _SCALES:
             losses = self.on(on, losses_along, [self.plan] * n, [each] * n, range(n), self.parts, [scale] * n)
             for d in partials(each, losses, [scale * size(self.leaves[d.rank][d.leaf]) for d in each]):
@@ -131,7 +138,37 @@ class Checking:
             each = [d.direction for d in doubtful]
             if not each:
                 break
-        return best
+        return [d for each in best for d in self._of_ranks(each)]
+
+    def _of_ranks(self, d: Difference) -> Iterator[Difference]:
+        """Yield the difference for each rank whose gradient should be this derivative of the objective."""
+        if self.variables.once:
+            n = self.size
+            d = replace(d, partials=d.partials / n, error=d.error / n, rounding=d.rounding / n)
+        every = self.variables.shared.get(self.names[d.direction.leaf]) == REPLICATE
+        for r in range(self.size) if every else [d.direction.rank]:
+            yield replace(d, direction=replace(d.direction, rank=r))
+
+    def gradients(self, measured: Sequence[Measurement]) -> list[list[Tensor]]:
+        """Return the gradients of each rank; of a variable whose gradient is spread over the ranks, their sum."""
+        each = [m.first.inputs + m.first.parameters for m in measured]
+        for leaf, name in enumerate(self.names):
+            if self.variables.shared.get(name) == PARTIAL:
+                total = torch.stack([of_rank[leaf] for of_rank in each]).sum(0)
+                for of_rank in each:
+                    of_rank[leaf] = total
+        return each
+
+    def _outputs(self, measured: Sequence[Measurement]) -> Iterator[Quantity]:
+        """Compare the outputs of the ranks, if they should be the same."""
+        first, *others = measured if self.variables.once else measured[:1]
+        for r, m in enumerate(others, 1):
+            if len(m.outputs) != len(first.outputs):
+                got = f"{len(m.outputs)} outputs on rank {r}, {len(first.outputs)} on rank 0"
+                raise ValueError(message(self.name, "fn", got, "the same on every rank, as placements= says"))
+            for i, (y, wanted) in enumerate(zip(m.outputs, first.outputs, strict=True)):
+                what = f"output[{i}]" if len(m.outputs) > 1 else "output"
+                yield Quantity(what, "output", r, y, wanted, largest(wanted), _TOLERANCE)
 
     def _refuse_not_finite(self, measured: Sequence[Measurement]) -> None:
         """Raise if a rank's loss is NaN or infinite, and has no differences."""
@@ -163,16 +200,17 @@ class Checking:
 
     def first_order(self, measured: Sequence[Measurement], found: Sequence[Difference]) -> Iterator[Quantity]:
         """Compare each tensor of each rank along its directions."""
-        most = max((abs(d.total) for d in found), default=0.0)
+        most, gradients = max((abs(d.total) for d in found), default=0.0), self.gradients(measured)
         for leaf, name in enumerate(self.names):
             of_leaf = [d for d in found if d.direction.leaf == leaf]
             unit = max([abs(d.total) for d in of_leaf] + [_SMALL * most]) or 1.0
-            for r, m in enumerate(measured):
-                gradient = (m.first.inputs + m.first.parameters)[leaf]
+            is_sum = self.variables.shared.get(name) == PARTIAL
+            for r, of_rank in enumerate(gradients[:1] if is_sum else gradients):
                 each = [d for d in of_leaf if d.direction.rank == r]
-                numbers = [(along(gradient, d.direction), d.total, _allowed(d, unit)) for d in each]
+                numbers = [(along(of_rank[leaf], d.direction), d.total, _allowed(d, unit)) for d in each]
                 got, wanted, allowed = torch.tensor(numbers, dtype=torch.float64).view(-1, 3).unbind(1)
-                yield Quantity(f"gradient of {name}", "gradient", r, got, wanted, unit, allowed)
+                what, rank = f"gradient of {name}", None if is_sum else r
+                yield Quantity(what, "gradient", rank, got, wanted, unit, allowed)
 
     def _second_order(self, on: str, measured: Sequence[Measurement], plan: MeasurementPlan) -> Iterator[Quantity]:
         """Compare the Hessian-vector products with finite differences of the gradients."""
@@ -200,51 +238,6 @@ class Checking:
         return run_on(on, fn, [self.packed] * self.size, *per_rank, seed=self.plan.seed, timeout=self.timeout)
 
 
-class JointGraph:
-    """The gradients that PyTorch derives from the graph of all ranks, if the function allows it."""
-
-    def __init__(self, checking: Checking, measured: Sequence[Measurement]) -> None:
-        self.quantities: list[Quantity] = []
-        #: Why there are none.
-        self.note = ""
-        n, plan = checking.size, checking.plan
-        try:
-            found = simulate(_in_truth, [checking.packed] * n, [plan] * n, range(n), checking.parts)
-            total = torch.stack([loss for loss, _ in found]).sum()
-            own = [type(node).__name__ for node in nodes_of_graph(total) if isinstance(node, BackwardCFunction)]
-            leaves = [leaf for _, leaves in found for leaf in leaves]
-            given = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
-        except Exception as error:
-            self._no_witness((str(error).strip().splitlines() or [type(error).__name__])[0])
-            return
-        got = [objective(plan.weights(r, m.outputs), m.outputs) for r, m in enumerate(measured)]
-        if own:
-            self._no_witness(f"it contains the backward of {own[0]}")
-        elif not torch.allclose(torch.stack(got).sum(), total.detach(), rtol=1e-9, atol=1e-12):
-            self._no_witness("it has another loss, so fn does not use diffcoll alone")
-        else:
-            self.quantities = list(_beside(checking.names, measured, given))
-
-    @property
-    def ok(self) -> bool:
-        """Whether it is a witness that all gradients are right."""
-        return bool(self.quantities) and all(q.ok for q in self.quantities)
-
-    def _no_witness(self, why: str) -> None:
-        self.note = f"the joint graph of all ranks is no witness: {why}"
-
-
-def _beside(names: Sequence[str], measured: Sequence[Measurement], given: Sequence[Tensor]) -> Iterator[Quantity]:
-    """Return the measured gradients beside those given for each rank's tensors in turn."""
-    most, count = largest(*given), len(names)
-    for i, name in enumerate(names):
-        of_ranks = given[i::count]
-        unit = max(largest(*of_ranks), SMALL * most)
-        for r, (m, wanted) in enumerate(zip(measured, of_ranks, strict=True)):
-            mine = (m.first.inputs + m.first.parameters)[i]
-            yield Quantity(f"gradient of {name}", "gradient", r, mine, wanted, unit, _JOINT)
-
-
 class _Differences(Witness):
     """Finite differences of the losses, and what the joint graph says."""
 
@@ -265,8 +258,19 @@ class _Differences(Witness):
     @cached_property
     def evidence(self) -> Evidence:
         """The differences that the gradients were compared with."""
-        gradients = [m.first.inputs + m.first.parameters for m in self._measured]
+        gradients = self._checking.gradients(self._measured)
         return Evidence((1,) * len(gradients), self._checking.names, gradients, list(self._found), self._seen)
+
+    @property
+    def one_loss(self) -> bool:
+        """Whether all ranks return the same loss."""
+        return self._checking.variables.once
+
+    @cached_property
+    def replicated(self) -> set[str]:
+        """The names of the gradients that every rank should have whole."""
+        shared = self._checking.variables.shared
+        return {f"gradient of {name}" for name, kind in shared.items() if kind == REPLICATE}
 
     @cached_property
     def detached(self) -> str | None:
@@ -285,15 +289,6 @@ class _Differences(Witness):
         except Exception:
             return set()
         return {q.what for q in each} - {q.what for q in each if not q.ok}
-
-
-def _in_truth(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> tuple[Tensor, list[Tensor]]:
-    """Return this rank's objective and the tensors it is differentiated by."""
-    subject = packed.unpack()
-    with torch.inference_mode(False), torch.enable_grad():
-        inputs = leaves_of(part)
-        outputs = subject.call(with_leaves(part, inputs))
-        return objective(plan.weights(rank, outputs), outputs), inputs + list(subject.parameters.values())
 
 
 def _best(tried: Sequence[Difference]) -> Difference:

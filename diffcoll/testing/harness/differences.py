@@ -10,7 +10,7 @@ At a kink the two sides differ: |ℓ(h) − 2ℓ(0) + ℓ(−h)| falls as h, not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ class Direction:
     element: int | None
     unit: complex = 1.0
     number: int = 0
+    #: Whether the tensors of all ranks are one variable, and are moved together.
+    together: bool = False
 
     def vector(self, x: Tensor) -> Tensor:
         """Return the direction; its largest component is 1. The same on ranks whose tensors have the same shape."""
@@ -72,17 +74,26 @@ class Difference:
         return float(self.partials.sum())
 
 
-def directions(leaves: Sequence[Sequence[Tensor]], few: int, random: int) -> list[Direction]:
-    """Return directions for all ranks' tensors: each element if they are few in all, else random directions."""
+def directions(
+    leaves: Sequence[Sequence[Tensor]], few: int, random: int, shared: Collection[int] = ()
+) -> list[Direction]:
+    """Return directions for all ranks' tensors: each element if they are few in all, else random directions.
+
+    Those with a shared index are one variable of all ranks, and have directions once, as of rank 0.
+    """
     every = sum(x.numel() * (1 + x.is_complex()) for xs in leaves for x in xs) <= few
     found: list[Direction] = []
     for rank, xs in enumerate(leaves):
         for leaf, x in enumerate(xs):
+            if rank > 0 and leaf in shared:
+                continue
             if every:
                 units = (1.0, 1j) if x.is_complex() else (1.0,)
-                found += [Direction(rank, leaf, e, unit) for e in range(x.numel()) for unit in units]
+                found += [
+                    Direction(rank, leaf, e, unit, together=leaf in shared) for e in range(x.numel()) for unit in units
+                ]
             elif x.numel():
-                found += [Direction(rank, leaf, None, number=k) for k in range(random)]
+                found += [Direction(rank, leaf, None, number=k, together=leaf in shared) for k in range(random)]
     return found
 
 
@@ -113,7 +124,7 @@ def losses_along(
     points = leaves_of(part) + list(subject.parameters.values())
     found = [_loss(subject, plan, rank, part, None)]
     for direction in each:
-        mine = points[direction.leaf] if direction.rank == rank else None
+        mine = points[direction.leaf] if direction.together or direction.rank == rank else None
         for k in STEPS:
             move = None
             if mine is not None:

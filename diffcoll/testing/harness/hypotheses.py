@@ -7,6 +7,9 @@ by those that explain the rest; so the strict ones stand first. What nothing exp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
 
 from diffcoll.testing.harness.case import Case, Finding
 from diffcoll.testing.harness.causes import Kind, cause_of
@@ -72,6 +75,33 @@ def rounding(case: Case) -> Iterator[Finding]:
         yield Finding(Kind.ROUNDING, names, f"{in_list(names)}: {words}")
 
 
+# ── what the ranks share ─────────────────────────────────────────────────────────────────────────────────
+
+
+def not_replicated(case: Case) -> Iterator[Finding]:
+    """The ranks return other outputs, which should be the same."""
+    if names := case.left("output"):
+        where = sorted({q.rank for name in names for q in case.of(name) if not q.ok and q.rank is not None})
+        words = f"other numbers on {_ranks(where)} than on rank 0"
+        yield Finding(Kind.NOT_REPLICATED, [*names, *case.left("gradient")], f"{in_list(names)}: {words}")
+
+
+def part_of_sum(case: Case) -> Iterator[Finding]:
+    """The gradient of a variable that all ranks have is right once it is summed over them."""
+    names = []
+    for name in case.left("gradient"):
+        if name not in case.witness.replicated:
+            continue
+        each = case.of(name)
+        got, wanted = torch.stack([q.got for q in each]), each[0].wanted
+        summed = replace(each[0], got=got.sum(0), allowed=10 * torch.as_tensor(each[0].allowed))
+        if wanted.any() and summed.ok and not all(is_near(r, 1 / case.size) for r in case.ratios(name).values()):
+            names.append(name)
+    if names:
+        seen = f"{in_list(names)}: one rank's part of a sum over the ranks; the sum is right"
+        yield Finding(Kind.PART_OF_SUM, names, seen)
+
+
 # ── factors ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -103,7 +133,9 @@ def _scaled(case: Case) -> Iterator[Finding]:
     for ratio, names in groups.items():
         twice = bool(case.rank_reduction) and right and is_near(ratio, case.size, case.tolerance)
         words = f"{in_list(names)}: {case.scaled(ratio, case.witness.reference)}; right in direction"
-        yield Finding(Kind.REDUCED_TWICE if twice else Kind.SCALED, names, words)
+        of_ranks = case.witness.one_loss and case.is_power(ratio)
+        kind = Kind.SCALED_OVER_AXIS if of_ranks else Kind.REDUCED_TWICE if twice else Kind.SCALED
+        yield Finding(kind, names, words)
 
 
 def _value_scaled(case: Case) -> Iterator[Finding]:

@@ -87,6 +87,8 @@ class MeasurementPlan:
     lengths: tuple[float, ...] = ()
     #: For one process with the rows of all ranks: the rows of each rank, for each output and each input.
     outputs: tuple[tuple[int, ...], ...] | None = None
+    #: Whether all ranks return the same outputs, and weight them alike.
+    alike: bool = False
     inputs: tuple[int, ...] | None = None
 
     def weights(self, rank: int, outputs: list[Tensor]) -> list[Tensor | None]:
@@ -104,7 +106,7 @@ class MeasurementPlan:
                 )
             else:
                 counts = None if self.outputs is None else self.outputs[i]
-                found.append(self.scale * self._rows(y, rank, counts, self.seed + i, WEIGHTS))
+                found.append(self.scale * self._rows(y, 0 if self.alike else rank, counts, self.seed + i, WEIGHTS))
         return found
 
     def directions(self, rank: int, first: Gradients) -> list[Tensor]:

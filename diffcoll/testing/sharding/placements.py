@@ -139,11 +139,11 @@ def said_of(placements: Mapping[str, Placement], name: str) -> Placement | None:
     return next((said for key, said in placements.items() if fnmatchcase(name, key)), None)
 
 
-def refuse_unused(placements: Mapping[str, Placement], names: Sequence[str]) -> None:
+def refuse_unused(operation: str, placements: Mapping[str, Placement], names: Sequence[str]) -> None:
     """Raise if nothing has one of these names."""
     for key in placements:
         if not any(said_of({key: key}, name) for name in names):
-            raise ValueError(message(_NAME, "placements", repr(key), f"one of {', '.join(dict.fromkeys(names))}"))
+            raise ValueError(message(operation, "placements", repr(key), f"one of {', '.join(dict.fromkeys(names))}"))
 
 
 def by_function(name: str, said: Placement, whole: Tensor, mesh: Mesh, rank: int) -> Layout:
@@ -157,7 +157,7 @@ def by_function(name: str, said: Placement, whole: Tensor, mesh: Mesh, rank: int
         return x
 
     if isinstance(said, Mapping):
-        kinds = {axis: _kind(said.get(axis)) for axis in mesh.sizes}
+        kinds = {axis: kind_of(said.get(axis)) for axis in mesh.sizes}
     else:  # an axis is sharded if the pieces along it differ
         index = torch.arange(1.0, whole.numel() + 1, dtype=torch.double).view(whole.shape)
         pieces = [cut(index, mesh.at(r)) for r in range(mesh.size)]
@@ -233,7 +233,8 @@ def _is_placement(x: object) -> bool:
     return isinstance(x, Known) or callable(x)
 
 
-def _kind(placement: Placement | None) -> str:
+def kind_of(placement: Placement | None) -> str:
+    """Return what a placement says of a tensor along its axis."""
     from torch.distributed.tensor import Partial, Replicate
 
     if placement is None or isinstance(placement, Replicate):
@@ -245,7 +246,7 @@ def _placed(name: str, placement: Placement | None, x: Tensor, axis: str, n: int
     """Return the piece along one axis. Shard divides as `torch.chunk` does, so the last ranks may have less."""
     from torch.distributed.tensor import Shard
 
-    if placement is None or _kind(placement) != SHARD:
+    if placement is None or kind_of(placement) != SHARD:
         return x
     if not isinstance(placement, Shard):
         return _called(name, placement, x, at)

@@ -137,7 +137,7 @@ class Sharding:
         subject = self.distributed.unpack()
         (outputs,) = self.on("simulated", forward, [self.single], [self.whole_batch])
         names = [*self.inputs, *(name.split(" ", 1)[1] for name in copies(subject)), *output_names(len(outputs))]
-        refuse_unused(self.placements, names)
+        refuse_unused(_NAME, self.placements, names)
         losses = tuple(i for i, y in enumerate(outputs) if y.shape == (1,))
         distributed, single = (replace(packed, losses=losses) for packed in (self.distributed, self.single))
         return replace(self, distributed=distributed, single=single)

@@ -1,0 +1,80 @@
+"""The gradients that PyTorch derives from the joint graph of all ranks, beside those that the ranks measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from diffcoll.core.torch_private.autograd import nodes_of_graph
+from diffcoll.testing.harness.comparison import SMALL, Quantity, largest
+from diffcoll.testing.harness.measure import Measurement, MeasurementPlan, leaves_of, objective, with_leaves
+from diffcoll.testing.harness.packing import Packed
+from diffcoll.testing.simulate import simulate
+
+#: The relative error that is right.
+_JOINT = 1e-9
+
+
+class JointGraph:
+    """The gradients that PyTorch derives from the graph of all ranks, if the function allows it."""
+
+    def __init__(
+        self,
+        packed: Packed,
+        parts: Sequence[Any],
+        names: Sequence[str],
+        plan: MeasurementPlan,
+        measured: Sequence[Measurement],
+    ) -> None:
+        self.quantities: list[Quantity] = []
+        #: Why there are none.
+        self.note = ""
+        n = len(parts)
+        try:
+            found = simulate(_in_truth, [packed] * n, [plan] * n, range(n), parts)
+            total = torch.stack([loss for loss, _ in found]).sum()
+            own = [type(node).__name__ for node in nodes_of_graph(total) if isinstance(node, BackwardCFunction)]
+            leaves = [leaf for _, leaves in found for leaf in leaves]
+            given = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+        except Exception as error:
+            self._no_witness((str(error).strip().splitlines() or [type(error).__name__])[0])
+            return
+        got = [objective(plan.weights(r, m.outputs), m.outputs) for r, m in enumerate(measured)]
+        if own:
+            self._no_witness(f"it contains the backward of {own[0]}")
+        elif not torch.allclose(torch.stack(got).sum(), total.detach(), rtol=1e-9, atol=1e-12):
+            self._no_witness("it has another loss, so fn does not use diffcoll alone")
+        else:
+            self.quantities = list(_beside(names, measured, given))
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is a witness that all gradients are right."""
+        return bool(self.quantities) and all(q.ok for q in self.quantities)
+
+    def _no_witness(self, why: str) -> None:
+        self.note = f"the joint graph of all ranks is no witness: {why}"
+
+
+def _beside(names: Sequence[str], measured: Sequence[Measurement], given: Sequence[Tensor]) -> Iterator[Quantity]:
+    """Return the measured gradients beside those given for each rank's tensors in turn."""
+    most, count = largest(*given), len(names)
+    for i, name in enumerate(names):
+        of_ranks = given[i::count]
+        unit = max(largest(*of_ranks), SMALL * most)
+        for r, (m, wanted) in enumerate(zip(measured, of_ranks, strict=True)):
+            mine = (m.first.inputs + m.first.parameters)[i]
+            yield Quantity(f"gradient of {name}", "gradient", r, mine, wanted, unit, _JOINT)
+
+
+def _in_truth(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> tuple[Tensor, list[Tensor]]:
+    """Return this rank's objective and the tensors it is differentiated by."""
+    subject = packed.unpack()
+    with torch.inference_mode(False), torch.enable_grad():
+        inputs = leaves_of(part)
+        outputs = subject.call(with_leaves(part, inputs))
+        return objective(plan.weights(rank, outputs), outputs), inputs + list(subject.parameters.values())

@@ -1,0 +1,78 @@
+"""Which tensors of the ranks are one variable, and whether the ranks return one loss, for `check_gradients`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcoll.core.errors import message
+from diffcoll.core.torch_private.trees import tree_flatten
+from diffcoll.testing.harness.measure import tensor_names
+from diffcoll.testing.sharding.placements import REPLICATE, SHARD, kind_of, refuse_unused, said_of
+
+OUTPUT = "output"
+_EXPECTED = "Replicate(), Partial() or Shard(dim) of torch.distributed.tensor"
+
+
+@dataclass(frozen=True)
+class Variables:
+    """What the ranks share. Without an entry a tensor of each rank is a variable of its own."""
+
+    #: REPLICATE or PARTIAL, by the name of an input or parameter: what the ranks' gradients of the variable are.
+    shared: Mapping[str, str]
+    #: Whether all ranks return the same outputs, which count once.
+    once: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.shared) or self.once
+
+    def own(self, fn: Callable[..., Any], parts: Sequence[Any]) -> list[list[Tensor]]:
+        """Return the tensors of each rank's part that are not shared, for the comparison of ranks."""
+        return [[x for name, x in _named(fn, part) if name not in self.shared] for part in parts]
+
+
+def variables(
+    name: str, placements: object, fn: Callable[..., Any], parts: Sequence[Any], parameters: Sequence[str]
+) -> Variables:
+    """Return what the argument `placements` of a check says, after a comparison of the ranks' inputs.
+
+    Raises:
+        TypeError, ValueError: it is no placement, nothing has this name, or the ranks of a variable have other numbers.
+    """
+    if placements is None:
+        return Variables({})
+    if not isinstance(placements, Mapping):
+        raise TypeError(message(name, "placements", repr(placements), "placements by the name of a tensor"))
+    from torch.distributed.tensor.placement_types import Placement
+
+    for which, said in placements.items():
+        if not isinstance(said, Placement):
+            raise TypeError(message(name, f"placements[{which!r}]", repr(said), _EXPECTED))
+    each = [dict(_named(fn, part)) for part in parts]
+    known = [*each[0], *parameters, OUTPUT]
+    refuse_unused(name, placements, known)
+    found = {which: said_of(placements, which) for which in known[:-1]}
+    shared = {which: kind_of(said) for which, said in found.items() if said is not None and kind_of(said) != SHARD}
+    output = placements.get(OUTPUT)  # a pattern for all tensors says nothing about the losses
+    if output is not None and kind_of(output) != REPLICATE:
+        remedy = "leave it out where each rank has a loss of its own: they are summed"
+        raise ValueError(message(name, f"placements[{OUTPUT!r}]", repr(output), "Replicate(), for one loss", remedy))
+    for which in shared.keys() & each[0].keys():
+        if differ := [r for r, mine in enumerate(each) if not _equal(mine[which], each[0][which])]:
+            got = f"other numbers on rank {differ[0]} than on rank 0"
+            raise ValueError(message(name, which, got, "the same on every rank, as placements= says"))
+    return Variables(shared, output is not None)
+
+
+def _named(fn: Callable[..., Any], part: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a part by name."""
+    tensors = [leaf for leaf in tree_flatten(part)[0] if isinstance(leaf, Tensor)]
+    return list(zip(tensor_names(fn, part), tensors, strict=True))
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
