@@ -114,7 +114,14 @@ def _check_names(add: Callable[..., object]) -> None:
     add("target", metavar="TARGET", help=target)
     add("--against", metavar="NAME", help=against)
     add("--batch", metavar="NAME", help=batch)
+    placements = (
+        "a dict: what each rank has of a tensor, as in the argument placements= of assert_matches_single_process (with "
+        "--mesh) or of check_gradients. Default with --mesh: what DTensors and shapes say"
+    )
+    shard = "with --mesh: a function of a copy of the module and the DeviceMesh that returns the rank's module"
     add("--module", metavar="NAME", help=module)
+    add("--placements", metavar="NAME", help=placements)
+    add("--shard", metavar="NAME", help=shard)
 
 
 def _check_runs(add: Callable[..., object]) -> None:
@@ -123,21 +130,35 @@ def _check_runs(add: Callable[..., object]) -> None:
     on = "simulated, and backends for real processes: gloo, mpi, nccl; default: simulated gloo"
     rank_reduction = (
         "with --against: what is done with the losses and gradients of the ranks afterwards. mean: averaged, as by "
-        "DDP; sum: summed; any: one of the two must be right. Default: mean"
+        "DDP; sum: summed; any: one of the two must be right. Default: mean. With --mesh: mean or sum by axis, such as "
+        "dp=mean; along others all ranks have the same loss"
+    )
+    mesh = (
+        "with --against, for a sharded program: the sizes of the axes, such as dp=2,tp=2, for each run; --sizes is "
+        "then the rows of the whole batch, by default 8"
     )
     add("--sizes", type=_rows, nargs="+", metavar="ROWS", help=sizes)
     add("--on", type=_ranks, nargs="+", metavar="RANKS", help=on)
-    add("--rank-reduction", choices=("mean", "sum", "any"), help=rank_reduction)
+    add("--mesh", type=_axes, nargs="+", metavar="AXES", help=mesh)
+    add("--rank-reduction", metavar="HOW", help=rank_reduction)
+    add("--constant", nargs="+", default=(), metavar="NAME", help="arguments that get no gradients, such as masks")
     add("--order", type=int, choices=(1, 2), default=1, help="2: check second-order gradients too")
     add("--double", action="store_true", help="convert the batch and the module to float64, or complex128")
     add("--seed", type=number_from(0), default=0, help="of all random numbers: module, batch, ranks")
+    add("--timeout", type=number_from(1), default=60, metavar="S", help="seconds that each run may take; default: 60")
     add("--html", type=writable, metavar="FILE", help="one self-contained page, with a picture of the errors")
 
 
 def _check_options(options: argparse.Namespace, command: argparse.ArgumentParser) -> None:
-    if options.rank_reduction and not options.against:
-        got = f"argument --rank-reduction: got {options.rank_reduction!r} without --against"
-        command.error(f"{got}, expected both; --against names the function on one process")
+    for name in ("rank_reduction", "mesh", "shard"):
+        if getattr(options, name) and not options.against:
+            got = f"argument --{name.replace('_', '-')}: got {getattr(options, name)!r} without --against"
+            command.error(f"{got}, expected both; --against names the function on one process")
+    if options.shard and not options.mesh:
+        command.error(f"argument --shard: got {options.shard!r} without --mesh, expected both, such as --mesh tp=2")
+    if options.against and options.placements and not options.mesh:
+        command.error(f"argument --placements: got {options.placements!r} without --mesh, expected both")
+    _check_reduction(options, command)
     if launcher(None):
         got = "got the environment of a launcher, such as WORLD_SIZE"
         command.error(f"{got}, expected none: the ranks are those of --on; run it without torchrun or mpiexec")
@@ -146,6 +167,22 @@ def _check_options(options: argparse.Namespace, command: argparse.ArgumentParser
     need(command, "cloudpickle", "test")
     if "mpi" in options.on:
         need(command, "mpi4py", "mpi")
+
+
+def _check_reduction(options: argparse.Namespace, command: argparse.ArgumentParser) -> None:
+    """Check --rank-reduction, and with --mesh replace it by a dict."""
+    said = options.rank_reduction
+    if said is None:
+        return
+    if options.mesh:
+        pairs = [part.partition("=") for part in said.split(",")]
+        axes = list(options.mesh[0])
+        if not all(axis in axes and how in ("mean", "sum") for axis, _, how in pairs):
+            expected = f"mean or sum by axis of {', '.join(axes)}, such as {axes[0]}=mean"
+            command.error(f"argument --rank-reduction: got {said!r} with --mesh, expected {expected}")
+        options.rank_reduction = {axis: how for axis, _, how in pairs}
+    elif said not in ("mean", "sum", "any"):
+        command.error(f"argument --rank-reduction: got {said!r}, expected mean, sum or any")
 
 
 def need(command: argparse.ArgumentParser, module: str, extra: str) -> None:
@@ -197,6 +234,13 @@ def _rows(text: str) -> tuple[int, ...]:
         expected = "the rows of each rank, such as 4,4 or 5,0,3, not negative, not all zero"
         raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
     return rows
+
+
+def _axes(text: str) -> dict[str, int]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(axis and n.isdecimal() and int(n) > 0 for axis, _, n in pairs):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected sizes of axes, such as tp=2 or dp=2,tp=2")
+    return {axis: int(n) for axis, _, n in pairs}
 
 
 def _ranks(text: str) -> str:

@@ -23,6 +23,7 @@ from diffcoll.engines.process_state import seed_rank
 from diffcoll.testing.gradients import assert_matches_single_process, check_gradients
 from diffcoll.testing.harness.parts import refuse_equal_ranks
 from diffcoll.testing.harness.report import GradientMismatchError, Report, Table
+from diffcoll.testing.harness.variables import shared
 from diffcoll.testing.processes import in_words
 
 _DEFAULTS = inspect.signature(assert_matches_single_process).parameters
@@ -62,6 +63,8 @@ class _Subject:
     module: Any
     batch: Callable[[int], Any]
     sizes: Sequence[tuple[int, ...]]
+    placements: Any = None
+    shard: Callable[..., Any] | None = None
 
 
 def _subject(options: argparse.Namespace) -> _Subject:
@@ -76,6 +79,11 @@ def _subject(options: argparse.Namespace) -> _Subject:
         module = list(module) if isinstance(module, Iterator) else module  # such as model.parameters()
     else:
         module = _own_module(fn, single)
+    more = {
+        name: named(given, f"--{name}", home)[1]
+        for name in ("placements", "shard")
+        if (given := getattr(options, name))
+    }
     if not options.batch and not hasattr(home, "batch"):
         remedy = (
             f"define it, such as `def batch(rows): return torch.randn(rows, 3)` for {called(fn)}(x), or pass --batch"
@@ -88,7 +96,8 @@ def _subject(options: argparse.Namespace) -> _Subject:
         for tensor in _tensors(module):  # in place, since the function may refer to them
             tensor.data = tensor.data.to(_double(tensor.dtype))
     sizes = options.sizes or _DEFAULTS["sizes"].default
-    return _Subject(fn, single, module, functools.partial(_data, fn, batch, options.double), sizes)
+    first = (None,) if options.shard else ()  # the module
+    return _Subject(fn, single, module, functools.partial(_data, fn, first, batch, options.double), sizes, **more)
 
 
 def _expect_function(found: Any, argument: str, text: str) -> None:
@@ -111,7 +120,7 @@ def _own_module(fn: Any, single: Any) -> nn.Module | None:
     return None
 
 
-def _data(fn: Callable[..., Any], batch: Callable[[int], Any], double: bool, rows: int) -> Any:
+def _data(fn: Callable[..., Any], first: tuple[Any, ...], batch: Callable[[int], Any], double: bool, rows: int) -> Any:
     """Return the user's batch, as arguments that fn can be called with."""
     found = batch(rows)
     if double:
@@ -120,7 +129,7 @@ def _data(fn: Callable[..., Any], batch: Callable[[int], Any], double: bool, row
     args, kwargs = _arguments(found)
     signature = _signature(fn)
     try:
-        signature.bind(*args, **kwargs)
+        signature.bind(*first, *args, **kwargs)
     except TypeError as error:
         words = [type(a).__name__ for a in args] + [f"{key}={type(a).__name__}" for key, a in kwargs.items()]
         expected = f"the arguments of {called(fn)}{signature}"
@@ -159,16 +168,23 @@ def _tensors(module: Any) -> list[Tensor]:
 
 def _against(subject: _Subject, options: argparse.Namespace) -> Report:
     assert subject.single is not None
+    if options.mesh:
+        batch = subject.batch(sum(subject.sizes[0]))
+        more = {"mesh": options.mesh, "shard": subject.shard, "placements": subject.placements}
+    else:
+        batch, more = subject.batch, {"sizes": subject.sizes}
     return assert_matches_single_process(
         subject.fn,
         subject.single,
-        subject.batch,
+        batch,
+        **more,
         module=subject.module,
-        sizes=subject.sizes,
-        rank_reduction=options.rank_reduction or _DEFAULTS["rank_reduction"].default,
+        rank_reduction=options.rank_reduction,
         order=options.order,
+        constant=options.constant,
         on=options.on,
         seed=options.seed,
+        timeout=options.timeout,
     )
 
 
@@ -186,7 +202,7 @@ def _alone(subject: _Subject, options: argparse.Namespace) -> Report:
                 tables.append(replace(table, skipped=f"wrong already on {wrong[rows]} ranks"))
                 continue
             try:
-                found = each.report(options.order, kind, options.seed)
+                found = each.report(options, kind)
             except Exception as error:
                 if not tables:
                     raise
@@ -209,6 +225,7 @@ class _Calls:
     """The calls of all ranks for one run of `check_gradients`, with what it refuses in terms of the command line."""
 
     def __init__(self, parts: list[Any], subject: _Subject) -> None:
+        parts = shared(subject.placements, subject.fn, parts)
         given = [_arguments(part) for part in parts]
         shapes = {(len(args), *sorted(kwargs)) for args, kwargs in given}
         if len(shapes) > 1:
@@ -216,7 +233,8 @@ class _Calls:
         _expect_double("--batch", [leaf for part in parts for leaf in tree_flatten(part)[0]])
         _expect_double("--module", _tensors(subject.module))
         try:
-            refuse_equal_ranks("check", "batch", parts)
+            if subject.placements is None:  # else check_gradients knows which may be equal
+                refuse_equal_ranks("check", "batch", parts)
         except ValueError:
             got, expected = "the same numbers on two ranks", "different ones, since equal ranks hide wrong gradients"
             remedy = "do not seed in the function: it is called once for each rank, after --seed"
@@ -224,12 +242,22 @@ class _Calls:
         names = list(given[0][1])
         self.fn = _by_position(subject.fn, names) if names else subject.fn
         self.per_rank = list(zip(*([*args, *(kwargs[n] for n in names)] for args, kwargs in given), strict=True))
-        self.module = subject.module
+        self.module, self.placements = subject.module, subject.placements
 
-    def report(self, order: int, on: str, seed: int) -> Report:
+    def report(self, options: argparse.Namespace, on: str) -> Report:
         """Return the report, right or wrong."""
         try:
-            return check_gradients(self.fn, *self.per_rank, order=order, module=self.module, on=[on], seed=seed)
+            return check_gradients(
+                self.fn,
+                *self.per_rank,
+                order=options.order,
+                constant=options.constant,
+                module=self.module,
+                placements=self.placements,
+                on=[on],
+                seed=options.seed,
+                timeout=options.timeout,
+            )
         except GradientMismatchError as error:
             return error.report
 
@@ -288,6 +316,8 @@ def _about(options: argparse.Namespace) -> str:
     """Return in words what was compared, and where."""
     against = f"against {options.against}" if options.against else "against finite differences"
     more = [f"module {options.module}"] if options.module else []
+    more += [f"mesh {', '.join(f'{axis}={n}' for axis, n in mesh.items())}" for mesh in options.mesh or ()]
+    more += [f"placements {options.placements}"] if options.placements else []
     more += ["second order"] if options.order > 1 else []
     more += [f"on {', '.join(options.on)}", f"torch {torch.__version__}", f"seed {options.seed}"]
     return f"{options.target} {against}, data from {options.batch or 'batch'}, {', '.join(more)}"

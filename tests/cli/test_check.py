@@ -1,14 +1,13 @@
 """`diffcoll check`: reports right and wrong functions of the user's, and says what it cannot run."""
 
 import re
-import sys
 from html.parser import HTMLParser
 from inspect import signature
 from pathlib import Path
 
 import pytest
 
-from diffcoll.cli import arguments, check, check_page, main
+from diffcoll.cli import arguments, check, check_page
 from diffcoll.testing.gradients import assert_matches_single_process
 from diffcoll.testing.harness.report import Cause, Report, Row, Table
 from diffcoll.testing.processes import RankFailure, RanksFailedError, in_words
@@ -109,31 +108,8 @@ NAME = "user_losses"
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """The current directory, with a module in it."""
-    (tmp_path / f"{NAME}.py").write_text(CODE)
-    monkeypatch.chdir(tmp_path)
-    before, path = set(sys.modules), list(sys.path)
-    yield tmp_path
-    assert sys.path == path
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
-            del sys.modules[name]
-
-
-@pytest.fixture
-def run(capsys):
-    def run(words, *more):
-        """Return the exit status and the output, on simulated ranks unless the words say otherwise."""
-        where = [] if "--on" in words else ["--on", "simulated"]
-        try:
-            status = main(["check", *words.split(), *where, *map(str, more)])
-        except SystemExit as end:
-            status = end.code
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return run
+def code(folder):
+    (folder / f"{NAME}.py").write_text(CODE)
 
 
 # ── right and wrong ──────────────────────────────────────────────────────────────────────────────────────
@@ -282,7 +258,7 @@ def test_the_seed(run, monkeypatch):
         (f"{NAME}:total --sizes 0,0", "argument --sizes: got '0,0', expected the rows of each rank"),
         (f"{NAME}:total --sizes=-1,2", "argument --sizes: got '-1,2', expected the rows of each rank"),
         (f"{NAME}:total --on nowhere", "argument --on: got 'nowhere', expected one that PyTorch has here: gloo"),
-        (f"{NAME}:total --against whole --rank-reduction max", "argument --rank-reduction: invalid choice: 'max'"),
+        (f"{NAME}:total --against whole --rank-reduction max", "argument --rank-reduction: got 'max', expected mean"),
         (f"{NAME}:total --rank-reduction sum", "argument --rank-reduction: got 'sum' without --against, expected both"),
         (f"{NAME}:total --html /nowhere/page.html", "'/nowhere/page.html' cannot be written"),
     ],

@@ -12,7 +12,7 @@ from torch import Tensor
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing.harness.measure import tensor_names
-from diffcoll.testing.sharding.placements import REPLICATE, SHARD, kind_of, refuse_unused, said_of
+from diffcoll.testing.sharding.placements import REPLICATE, SHARD, is_placement, kind_of, refuse_unused, said_of
 
 OUTPUT = "output"
 _EXPECTED = "Replicate(), Partial() or Shard(dim) of torch.distributed.tensor"
@@ -47,10 +47,8 @@ def variables(
         return Variables({})
     if not isinstance(placements, Mapping):
         raise TypeError(message(name, "placements", repr(placements), "placements by the name of a tensor"))
-    from torch.distributed.tensor.placement_types import Placement
-
     for which, said in placements.items():
-        if not isinstance(said, Placement):
+        if not is_placement(said):
             raise TypeError(message(name, f"placements[{which!r}]", repr(said), _EXPECTED))
     each = [dict(_named(fn, part)) for part in parts]
     known = [*each[0], *parameters, OUTPUT]
@@ -66,6 +64,20 @@ def variables(
             got = f"other numbers on rank {differ[0]} than on rank 0"
             raise ValueError(message(name, which, got, "the same on every rank, as placements= says"))
     return Variables(shared, output is not None)
+
+
+def shared(placements: object, fn: Callable[..., Any], parts: Sequence[Any]) -> list[Any]:
+    """Return the ranks' parts with rank 0's numbers in the tensors that are one variable."""
+    if not isinstance(placements, Mapping):
+        return list(parts)
+    each = {name: (x, said_of(placements, name)) for name, x in _named(fn, parts[0])}
+    first = {name: x for name, (x, said) in each.items() if said is not None and kind_of(said) != SHARD}
+    found = []
+    for part in parts:
+        leaves, rebuild = tree_flatten(part)
+        names = iter(tensor_names(fn, part))
+        found.append(rebuild([first.get(next(names), x) if isinstance(x, Tensor) else x for x in leaves]))
+    return found
 
 
 def _named(fn: Callable[..., Any], part: Any) -> list[tuple[str, Tensor]]:

@@ -123,7 +123,7 @@ def parsed_placements(placements: object, mesh: Mesh) -> dict[str, Placement]:
         if isinstance(said, Mapping):
             for axis, placement in said.items():
                 expect.choice(_NAME, where, axis, tuple(mesh.sizes))
-                if not _is_placement(placement):
+                if not (is_placement(placement) or callable(placement)):
                     raise TypeError(message(_NAME, f"{where}[{axis!r}]", repr(placement), _EXPECTED))
         elif not callable(said):
             expected = "placements by axis, or one function for all axes"
@@ -227,10 +227,11 @@ def near(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b.to(a.dtype), rtol=10 * eps, atol=eps * float(b.abs().max() if b.numel() else 0))
 
 
-def _is_placement(x: object) -> bool:
+def is_placement(x: object) -> bool:
+    """Whether this is a placement of torch.distributed.tensor."""
     from torch.distributed.tensor.placement_types import Placement as Known
 
-    return isinstance(x, Known) or callable(x)
+    return isinstance(x, Known)
 
 
 def kind_of(placement: Placement | None) -> str:
