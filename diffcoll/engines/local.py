@@ -18,7 +18,8 @@ from diffcoll.core.torch_private.tracing import is_traced
 from diffcoll.engines import delivery
 from diffcoll.engines.engine import Blocks, Engine, Wait
 from diffcoll.engines.guards import HERE, NO_GRAPHS
-from diffcoll.engines.world import Entry, LocalGroup, World
+from diffcoll.engines.meeting import Entry, LocalGroup
+from diffcoll.engines.world import World
 
 
 class LocalEngine(Engine):

@@ -35,10 +35,11 @@ from typing_extensions import override
 from diffcoll.engines.c10d import use
 from diffcoll.engines.guards import NO_GRAPHS, here
 from diffcoll.engines.local import engine_of
+from diffcoll.engines.meeting import LocalGroup
 from diffcoll.engines.simulated_group import SimulatedGroup
 from diffcoll.engines.simulated_mesh import MESH_REMEDY, of_makers
 from diffcoll.engines.simulated_moves import Mailbox
-from diffcoll.engines.world import LocalGroup, World
+from diffcoll.engines.world import World
 
 _NAME = "diffcoll_simulated"
 _RESOLVE = "_resolve_process_group"

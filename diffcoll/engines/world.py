@@ -15,17 +15,17 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffcoll.core.errors import CollectiveMismatchError, Origin, not_run, within_backward
+from diffcoll.core.errors import CollectiveMismatchError, not_run
 from diffcoll.core.torch_private.autograd import before_node
 from diffcoll.core.torch_private.trees import tree_leaves
 from diffcoll.engines import guards
+from diffcoll.engines.meeting import Entry, LocalGroup, Meeting
 from diffcoll.engines.one_profiler import one_profiler
 from diffcoll.engines.process_state import (
     copies_end_here,
@@ -35,56 +35,14 @@ from diffcoll.engines.process_state import (
     states_of_ranks,
 )
 from diffcoll.engines.rank_threads import ambient, forward_mode, set_forward_mode, shared_forward_mode
+from diffcoll.engines.stopping import Stopped, place_of, stop
 
 #: (name of the collective, each rank's tensor, arguments and facts, see `Engine.run_truth`) → each rank's result.
 Truth = Callable[[str, list[Any], list[dict[str, Any]], list[tuple[object, object]]], list[Any]]
 
 
-@dataclass(frozen=True)
-class LocalGroup:
-    """Some ranks of a simulated world, in order. Users pass it as `group=`."""
-
-    ranks: tuple[int, ...]
-    #: Tells groups of the same ranks apart.
-    number: tuple[int, ...] = ()
-    _hash: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Compute the hash once: it is used in every call, and takes time proportional to the number of ranks."""
-        object.__setattr__(self, "_hash", hash((self.ranks, self.number)))
-
-    def __hash__(self) -> int:
-        """Return the hash."""
-        return self._hash
-
-
-@dataclass
-class Entry:
-    """What one rank brings to a meeting."""
-
-    what: str  # the collective
-    step: str  # the primitive of the engine, if one of those
-    payload: Any
-    origin: Origin | None  # the forward call, if this is its backward
-
-    def __post_init__(self) -> None:
-        self.within = ""  # words, if this is a forward call that a backward makes
-        if self.origin is None:
-            self.line, self.within = Origin(self.what), within_backward()
-
-    def __str__(self) -> str:
-        if self.origin is None:
-            return f"waits in {self.what} at {self.line.line}{self.within}"
-        return f"waits in {self.origin.backward} of {self.origin.name} called at {self.origin.line}"
-
-
-@dataclass
-class _Meeting:
-    ranks: tuple[int, ...]
-    entries: dict[int, Entry] = field(default_factory=dict)
-    results: dict[int, Any] | None = None
-    off: str = ""  # why it was called off; ranks that join later raise the same error
-    is_work: bool = False  # whether its Wait is that of a Work of torch.distributed
+#: Seconds that a stopped rank has to end.
+_GRACE = 5.0
 
 
 class _Rank(threading.Thread):
@@ -99,7 +57,7 @@ class _Rank(threading.Thread):
         self.engines: dict[LocalGroup, Any] = {}
         self.default_group: object = None
         self.has_group: Callable[[], bool] | None = None  # whether torch's default group is set up, if that matters
-        self.waits_for: _Meeting | None = None
+        self.waits_for: Meeting | None = None
         self.error: BaseException | None = None  # to be raised where this rank waits
         self.outcome: str = ""  # "returned" or "raised …", once it has ended
         self.result: Any = None
@@ -108,6 +66,9 @@ class _Rank(threading.Thread):
 
     def run(self) -> None:
         self.turn.acquire()
+        if self.world.stopped:
+            self.world.leave(self)
+            return
         guards.HERE.rank = self
         set_process_state(self.state)
         set_forward_mode(self.forward_mode)
@@ -132,14 +93,17 @@ class World:
         self.group = LocalGroup(tuple(range(size)))  # all ranks
         self.threads = 1  # for one operation of a rank
         self.launched = False  # whether ranks have the variables of a launcher
+        self.timeout: float | None = None  # seconds after which ranks that have not ended are stopped
+        self.stopped = False
         self.running = False
         self.process = os.getpid()
         self.failures: list[tuple[int, BaseException]] = []
         self._ranks: list[_Rank] = []
         self._ended: set[int] = set()
         self._ready: deque[_Rank] = deque()
+        self._running: _Rank | None = None  # the rank whose turn it is
         self._over = _closed_lock()
-        self._meetings: dict[tuple[LocalGroup, int], _Meeting] = {}
+        self._meetings: dict[tuple[LocalGroup, int], Meeting] = {}
 
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function per rank. Returns their results in the order of ranks, or raises the first error."""
@@ -162,8 +126,8 @@ class World:
         self._ready.extend(self._ranks)
         with shared_forward_mode(), guards.running(), one_profiler(guards.here):
             try:
-                self._ready.popleft().turn.release()
-                self._over.acquire()
+                self._give_turn()
+                self._until_over()
             finally:
                 self.running = False
                 self._meetings.clear()  # those called off refer to tensors, whose graph refers to the world
@@ -172,6 +136,7 @@ class World:
                     forget_environment(state)
                 set_forward_mode(level)
                 torch.set_num_threads(threads)  # is a default of the process, too
+        self._running = None
         ranks, self._ranks = self._ranks, []  # results may refer to the world, which must not refer to them
         for rank in ranks:
             rank.join()
@@ -186,6 +151,22 @@ class World:
             if isinstance(y, Tensor):
                 before_node(y, partial(guards.backward_starts, self))
         return results
+
+    def _until_over(self) -> None:
+        """Wait until all ranks have ended, or until their time is over."""
+        if self._over.acquire(timeout=-1 if self.timeout is None else self.timeout):
+            return
+        places = {r: place_of(r) for r in self._ranks if not r.outcome and r.waits_for is None}
+        lines = [
+            f"  rank {r.number} {f'runs {place}' if (place := places.get(r)) else self._doing(r, None)}"
+            for r in self._ranks
+        ]
+        self.stopped = True
+        if self._running is not None:
+            stop(self._running)
+        self._over.acquire(timeout=_GRACE)  # one that does not execute Python code, such as a sleep, is left behind
+        self._ranks, self._running = [], None
+        raise TimeoutError("\n".join([f"simulated ranks had not ended after {self.timeout:g} s", *lines]))
 
     # ── meetings ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -202,7 +183,7 @@ class World:
         ranks = group.ranks
         meeting = self._meetings.get((group, number))
         if meeting is None:
-            meeting = self._meetings[group, number] = _Meeting(ranks, is_work=not entry.step)
+            meeting = self._meetings[group, number] = Meeting(ranks, is_work=not entry.step)
         meeting.entries[me.number] = entry
         first_rank, first = next(iter(meeting.entries.items()))
         gone = self._ended and [r for r in ranks if r not in meeting.entries and r in self._ended]
@@ -233,7 +214,7 @@ class World:
             polls.append(partial(self.poll, me, meeting))
         return partial(self._wait, me, meeting)
 
-    def poll(self, me: _Rank, meeting: _Meeting) -> bool:
+    def poll(self, me: _Rank, meeting: Meeting) -> bool:
         """Whether the wait for a meeting would return or raise at once; if not, let the other ranks run first."""
         if meeting.results is None and not meeting.off and me.error is None and self.running:
             if guards.HERE.rank is me and self._ready:
@@ -244,7 +225,7 @@ class World:
     def suspend(self, what: str) -> tuple[Callable[[], None], Callable[[], None]]:
         """For a message between two ranks. Returns what the other rank calls, and what waits until it has."""
         me = guards.current(self)
-        meeting = _Meeting((me.number,), {me.number: Entry(what, "", None, None)}, is_work=True)
+        meeting = Meeting((me.number,), {me.number: Entry(what, "", None, None)}, is_work=True)
 
         def finish() -> None:
             meeting.results = {me.number: None}
@@ -252,7 +233,7 @@ class World:
 
         return finish, partial(self._wait, me, meeting)
 
-    def _wait(self, me: _Rank, meeting: _Meeting) -> Any:
+    def _wait(self, me: _Rank, meeting: Meeting) -> Any:
         while meeting.results is None:
             # An engine's Wait may be called in any thread, while the rank's own thread does nothing else. A Work of
             # torch.distributed promises no such thing, and two threads of one rank would both go on.
@@ -271,12 +252,14 @@ class World:
         """Let the next rank that can run do so. Returns when it is this rank's turn again."""
         if not self._ready:
             self._call_off(None, "no rank can go on")
-        following = self._ready.popleft()
-        if following is me:
+        if self._ready[0] is me:
+            self._ready.popleft()
             return
         me.state, me.forward_mode = process_state(), forward_mode()
-        following.turn.release()
+        self._give_turn()
         me.turn.acquire()
+        if self.stopped:
+            raise Stopped
         set_process_state(me.state)
         set_forward_mode(me.forward_mode)
 
@@ -288,16 +271,23 @@ class World:
                 self._call_off(meeting, f"rank {me.number} has ended")
         if not self._ready and any(r.waits_for for r in self._ranks):
             self._call_off(None, "no rank can go on")
-        (self._ready.popleft().turn if self._ready else self._over).release()
+        if self._ready:
+            self._give_turn()
+        else:
+            self._over.release()
 
-    def _wake(self, meeting: _Meeting) -> None:
+    def _give_turn(self) -> None:
+        self._running = self._ready.popleft()
+        self._running.turn.release()
+
+    def _wake(self, meeting: Meeting) -> None:
         for number in meeting.ranks:
             rank = self._ranks[number]
             if rank.waits_for is meeting:
                 rank.waits_for = None
                 self._ready.append(rank)
 
-    def _call_off(self, meeting: _Meeting | None, why: str) -> None:
+    def _call_off(self, meeting: Meeting | None, why: str) -> None:
         """Raise the same error on all ranks of this meeting; None: on all ranks that wait."""
         text = f"simulated ranks cannot go on: {why}\n" + "\n".join(
             f"  rank {r.number} {self._doing(r, meeting)}" for r in self._ranks
@@ -316,7 +306,7 @@ class World:
                 rank.waits_for = None
                 self._ready.append(rank)
 
-    def _doing(self, rank: _Rank, meeting: _Meeting | None) -> str:
+    def _doing(self, rank: _Rank, meeting: Meeting | None) -> str:
         if rank.outcome:
             return rank.outcome
         if meeting is not None and rank.number in meeting.entries:

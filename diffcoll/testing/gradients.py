@@ -103,7 +103,7 @@ def assert_matches_single_process(
             not repeated on the next.
         tolerance: the largest relative error that is right; by default 4e-10 for float64 and 2e-4 for float32.
         seed: of the random numbers of the ranks, of cotangents and of directions.
-        timeout: seconds that a run on real processes may take.
+        timeout: seconds that each run may take.
 
     Returns:
         The report; `print(report)` shows it.
@@ -179,7 +179,7 @@ def check_gradients(
             are summed.
         on: "simulated", and backends for real processes: "gloo", "mpi".
         seed: of the random numbers of the ranks, which start anew for each evaluation, and of directions.
-        timeout: seconds that a run on real processes may take.
+        timeout: seconds that each run may take.
 
     Returns:
         The report; `print(report)` shows it.

@@ -1,6 +1,8 @@
 """Simulated ranks: deterministic, deadlocks detected at once, cheap with many ranks."""
 
+import contextlib
 import itertools
+import os
 import random
 import re
 import threading
@@ -19,11 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import diffcoll as dc
-from diffcoll.testing import cases, new_group, simulate, spawn
+from diffcoll.engines import world
+from diffcoll.testing import cases, check_gradients, new_group, simulate, spawn
 
 
-def simulated(*call):
-    return simulate(*call, rules=True)
+def simulated(*call, **more):
+    return simulate(*call, rules=True, **more)
 
 
 both = pytest.mark.parametrize("run", [simulate, simulated], ids=["truth", "rules"])
@@ -530,3 +533,76 @@ def test_results_may_be_dicts_with_any_keys(rules):
     xs = [torch.ones(2), torch.ones(2)]
     found = simulate(lambda x: {x: dc.all_reduce(x), object: 1, frozenset(): [2]}, xs, rules=rules)
     assert all(y[x].tolist() == [2, 2] for x, y in zip(xs, found, strict=True))
+
+
+# ── a time limit ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def loops_alone(r):
+    if r == 1:
+        while True:
+            pass
+    return dc.all_reduce(torch.ones(1))
+
+
+def loops_together(r):
+    while True:
+        dc.all_reduce(torch.ones(1))
+
+
+def loops_and_catches(r):
+    with contextlib.suppress(Exception):
+        loops_alone(r)
+    while r == 0:
+        with contextlib.suppress(Exception):
+            dc.all_reduce(torch.ones(1))
+
+
+@both
+@pytest.mark.parametrize("body", [loops_alone, loops_together, loops_and_catches])
+def test_a_loop_that_does_not_end(run, body):
+    threads = threading.active_count()
+    with pytest.raises(TimeoutError) as caught:
+        run(body, range(3), timeout=0.3)
+    text = str(caught.value)
+    assert text.startswith("simulated ranks had not ended after 0.3 s\n  rank 0 ")
+    if body is loops_alone:
+        assert re.search(rf"rank 1 runs at {__file__}:\d+, in loops_alone: (pass|while True)", text)
+        assert re.search(rf"rank 0 waits in all_reduce at {__file__}:\d+\n", text)
+        assert text.endswith("rank 2 is in no collective")
+    assert re.search(r"rank \d runs at .*, in loops", text)
+    for _ in range(100):  # threads that were stopped end
+        if threading.active_count() <= threads:
+            break
+        time.sleep(0.02)
+    assert threading.active_count() <= threads
+    assert run(lambda r: dc.all_reduce(torch.tensor(r)).item(), range(3)) == [3, 3, 3]
+
+
+def test_a_rank_that_sleeps_is_left_behind(monkeypatch):
+    monkeypatch.setattr(world, "_GRACE", 0.05)
+    state = torch.get_rng_state()
+
+    def body(r):
+        dc.all_reduce(torch.ones(1))
+        time.sleep(1)
+        dc.all_reduce(torch.ones(1))
+
+    with pytest.raises(TimeoutError, match=r"rank \d runs at .*, in body: time\.sleep"):
+        simulate(body, range(2), timeout=0.1)
+    assert simulate(lambda r: dc.all_reduce(torch.tensor(r)).item(), range(2)) == [1, 1]
+    environment = os.environ._data
+    time.sleep(1.2)  # it wakes up, and ends
+    assert torch.equal(torch.get_rng_state(), state) and os.environ._data is environment
+    assert not any(thread.name.startswith("rank ") for thread in threading.enumerate())
+
+
+def test_a_time_limit_that_is_no_number():
+    with pytest.raises(ValueError, match="simulate: timeout: got -1"):
+        simulate(lambda r: r, range(2), timeout=-1)
+
+
+def test_the_checks_have_a_time_limit():
+    x = [torch.ones(2).double(), torch.zeros(2).double()]
+    with pytest.raises(TimeoutError, match=r"in loops_together: dc\.all_reduce"):
+        check_gradients(lambda x: loops_together(0), x, on=["simulated"], timeout=3)

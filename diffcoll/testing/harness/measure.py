@@ -34,7 +34,7 @@ WEIGHTS, DIRECTIONS = 1, 2
 def run_on(kind: str, fn: Callable[..., Any], *per_rank: Sequence[Any], seed: int, timeout: float) -> list[Any]:
     """Run fn once per rank, on simulated ranks or on real processes with a backend."""
     if kind == "simulated":
-        return simulate(partial(_without_warnings, fn), *per_rank, torch_distributed=True, seed=seed)
+        return simulate(partial(_without_warnings, fn), *per_rank, torch_distributed=True, seed=seed, timeout=timeout)
     return spawn(fn, *per_rank, backend=kind, timeout=timeout, seed=seed)
 
 
