@@ -2,12 +2,13 @@
 
     python examples/batch_norm_cost.py               # 4 images per rank, few steps
     python examples/batch_norm_cost.py 4 16 32       # other batches, more steps
+    python examples/batch_norm_cost.py 4 --steps 3   # 3 steps
 
 The baseline is BatchNorm, which normalizes with local statistics, plus two all_reduces of torch.distributed for each
 layer, of the same size as those of SyncBatchNorm. Steps alternate; times are the first quartile.
 """
 
-import sys
+import argparse
 import time
 from statistics import quantiles
 
@@ -95,15 +96,18 @@ def times(batch, layout, steps):
     return [[quantiles(each)[0] for each in both] for both in found]
 
 
-def main(*batches):
+def main(batches, steps):
     print(f"{'':24}wall time, ms: baseline, SyncBatchNorm    ratio    CPU time: ratio")
     for batch in batches or (4,):
         for layout in (torch.contiguous_format, torch.channels_last):
-            steps = 30 if batches else 12
             (wall, cpu), (ours, cpu_ours) = spawn(times, [batch] * 2, [layout] * 2, [steps] * 2, timeout=600)[0]
             name = f"{batch:3} {str(layout).removeprefix('torch.').removesuffix('_format')}"
             print(f"{name:24}{wall:24.1f}{ours:15.1f}{ours / wall:9.2f}{cpu_ours / cpu:19.2f}")
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("batches", nargs="*", type=int)
+    parser.add_argument("--steps", type=int)
+    options = parser.parse_args()
+    main(options.batches, options.steps or (30 if options.batches else 12))

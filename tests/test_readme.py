@@ -145,9 +145,9 @@ def test_an_example_without_mpi():
 
 #: Arguments of examples that take half a minute by default; `make test-slow` runs the first of them whole.
 SMALLER = {
-    "self_supervised.py": ["--steps", "10"],
+    "self_supervised.py": ["--steps", "4"],
     "contrastive_cost.py": ["128", "32", "32"],
-    "batch_norm_cost.py": ["2"],
+    "batch_norm_cost.py": ["2", "--steps", "2"],
 }
 
 

@@ -315,12 +315,12 @@ def test_a_size_that_the_launcher_has_set(monkeypatch, capsys):
 
 def test_under_torchrun(tmp_path):
     file = tmp_path / "report.json"
-    done = torchrun("-m", "diffcoll", "verify", "--only", "permute,scatter", "--json", file)
+    done = torchrun("-m", "diffcoll", "verify", "--only", "split,sum_gradients", "--json", file)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
     assert found["passed"]
     assert "2 launched gloo processes" in found["about"]
-    count = sum(case.name in ("permute", "scatter") for case in cases.table(2)) + 2 * (1 + COMPILES)
+    count = sum(case.name in ("split", "sum_gradients") for case in cases.table(2)) + 2 * (1 + COMPILES)
     assert done.stdout.count(f"{count} of {count} calls are right") == 1  # rank 0 reports
     assert {row["world_size"] for row in found["rows"]} == {2}
 
@@ -328,7 +328,7 @@ def test_under_torchrun(tmp_path):
 def test_under_mpiexec(tmp_path):
     file = tmp_path / "report.json"
     command = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", sys.executable, "-m", "diffcoll", "verify"]
-    command += ["--only", "permute", "--json", str(file)]
+    command += ["--only", "split", "--json", str(file)]
     environment = {**os.environ, **Launched.SETTINGS, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
     assert done.returncode == 0, done.stderr
