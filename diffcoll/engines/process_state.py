@@ -30,7 +30,7 @@ def launched_as(rank: int, size: int, port: int = 29500) -> dict[str, str]:
 
 def seed_rank(seed: int, rank: int) -> None:
     """Seed the generators, those of other devices too, for one rank: torch's, Python's, and NumPy's if imported."""
-    torch.manual_seed(_stream(seed, rank))
+    _seed_devices(_stream(seed, rank))
     _seed_cpu(_stream(seed, rank))
 
 
@@ -39,10 +39,9 @@ def states_of_ranks(seed: int, size: int, launched: bool) -> Iterator[Any]:
 
     If the ranks are launched, that has a launcher's variables.
 
-    The generators of other devices are shared by all ranks and seeded once: `torch.manual_seed` formats a stack trace
-    for each device that is not in use yet.
+    The generators of other devices are shared by all ranks and seeded once.
     """
-    torch.manual_seed(_stream(seed, size - 1))
+    _seed_devices(_stream(seed, size - 1))
     for rank in range(size):
         _seed_cpu(_stream(seed, rank))
         *state, environment = process_state()
@@ -94,6 +93,12 @@ def forget_environment(state: Any) -> None:
 
 def _stream(seed: int, rank: int) -> int:
     return seed * 1_000_003 + rank
+
+
+def _seed_devices(stream: int) -> None:
+    """Seed the generators of other devices. Without any, `torch.manual_seed` formats a stack trace for each kind."""
+    if torch.accelerator.is_available():
+        torch.manual_seed(stream)
 
 
 def _seed_cpu(stream: int) -> None:
