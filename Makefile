@@ -9,6 +9,8 @@ TORCH ?=
 VENV = $(if $(TORCH),.venv-torch,.venv)
 BIN = $(VENV)/bin
 READY = $(VENV)/ready$(TORCH)
+# Where images set it, every process that a test starts would compile the modules anew: a third of the suite's time.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: verify test test-slow lint types format clean
 
