@@ -417,6 +417,71 @@ def test_a_bias_before_batch_norm_in_single_precision(seed):
         assert_matches_single_process(off_by_little, loss, x, **{**more, "compare": ["gradients"]})
 
 
+class Embedded(nn.Module):
+    """Token ids, most of which are rare; a bias before a normalization, whose gradient is zero but for rounding."""
+
+    def __init__(self, seed, width=16):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.table, self.out = nn.Embedding(30, width), nn.Linear(width, width)
+        chances = torch.rand(30) ** 4
+        self.ids = torch.multinomial(chances, 2 * 24 * 6, replacement=True).view(2, 24, 6)
+
+    def forward(self, ids):
+        return self.out(torch.tanh(self.table(ids).mean(1)))
+
+
+@pytest.mark.parametrize("seed", [2, 6, 10, 14])
+def test_token_ids_in_single_precision(seed):
+    """No input has digits that could be changed: rounding is that of the parameters."""
+    model = Embedded(seed)
+
+    def loss(first, second):
+        return dc.nn.functional.vicreg_loss(model(first), model(second))
+
+    sizes = [(12, 12), (16, 0, 8)]
+    assert assert_matches_single_process(loss, loss, tuple(model.ids), module=model, sizes=sizes, on=["simulated"]).ok
+
+
+class Times(torch.autograd.Function):
+    """The gradient of one row, or of a part of each row, is multiplied."""
+
+    @staticmethod
+    def forward(ctx, x, row, factor):
+        ctx.row, ctx.factor = row, factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        g = g.clone()
+        g[ctx.row] *= ctx.factor or dc.get_world_size()
+        return g, None, None
+
+
+@pytest.mark.parametrize(("row", "factor", "named"), [(15, 0, "2 = N"), (15, 1.5, "1.5"), (3, 0, "2 = N")])
+def test_a_rare_row_is_not_lost_beside_the_others(row, factor, named):
+    """It is 1e-4 of the largest row, and N times too large on each rank: less than the tolerance of the largest."""
+    torch.manual_seed(0)
+    table, ids = nn.Embedding(20, 4), torch.randint(10, (64,))
+    ids[::16], ids[1::16] = 15, 3
+    weights = torch.where((ids == 15) | (ids == 3), 3e-5, 1.0)
+
+    def loss(ids, weights):
+        return (table.weight[ids] ** 3).sum(1) @ weights
+
+    def wrong(ids, weights):
+        rows = table.weight if dc.get_world_size() == 1 else Times.apply(table.weight, row, factor)
+        return (rows[ids] ** 3).sum(1) @ weights
+
+    more = {"module": table, "constant": ("weights",), "rank_reduction": "sum", "sizes": [(32, 32)]}
+    assert assert_matches_single_process(loss, loss, (ids, weights), on=["simulated"], **more).ok
+    with pytest.raises(GradientMismatchError) as caught:
+        assert_matches_single_process(wrong, loss, (ids, weights), on=["simulated"], **more)
+    (cause,) = caught.value.report.causes
+    assert cause.name == "some rows"
+    assert cause.seen == f"weight: row {row}: wrong, {named} times the right one; the larger rows are right"
+
+
 def test_state_that_simulated_ranks_share():
     distributed, single, batch, more = with_a_cached_rank()
     cached_rank.cache_clear()

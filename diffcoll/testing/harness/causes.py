@@ -16,6 +16,7 @@ class Kind(str, Enum):
     ROUNDING = "rounding"
     RANDOM = "random"
     NEARLY_RIGHT = "nearly right"
+    SOME_ROWS = "some rows"
     SCALED = "scaled"
     REDUCED_TWICE = "reduced twice"
     GRAPH_CUT = "graph cut"
@@ -82,6 +83,10 @@ CAUSES = {
         "the computation has a lower precision than its inputs, as under autocast, or a small term is missing",
         "check without autocast and in float64; if the precision is intended, pass tolerance= to "
         "assert_matches_single_process",
+    ),
+    Kind.SOME_ROWS: (
+        "rows that few look up, or that several ranks have, are added or divided otherwise than the others",
+        "look at what these rows have in common: a rare index, an index on several ranks, the last row, padding",
     ),
     Kind.SCALED: (
         "the loss and the later reduction of gradients do not agree on who divides by N",

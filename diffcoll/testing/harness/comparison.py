@@ -17,8 +17,10 @@ from diffcoll.testing.harness.report import Row, Table
 #: A gradient smaller than this part of the largest one is compared with that part: what is zero by cancellation, such
 #: as the gradient of a bias before a batch norm, has a relative error of 1.
 SMALL = 1e-3
+#: A row of a gradient that is smaller than this part of the largest one is compared with that part.
+_SMALL_ROW = 1e-2
 #: An error below so many times what is allowed may be rounding.
-_DOUBT = 30.0
+_DOUBT = 300.0
 
 
 @dataclass(frozen=True)
@@ -46,17 +48,19 @@ class Quantity:
     unit: float
     #: The largest relative error that is right, of all elements or of each; below zero: none is, at a kink.
     allowed: float | Tensor
+    #: The part of the unit that an error in each row is relative to.
+    rows: float | Tensor = 1.0
 
     @cached_property
     def errors(self) -> Tensor:
-        """|got − wanted| / unit; inf if shapes differ or a value is not finite."""
+        """|got − wanted| / (unit · rows); inf if shapes differ or a value is not finite."""
         if self.got.shape != self.wanted.shape:
             return torch.full((1,), math.inf)
         if not differentiable(self.wanted):
             return torch.where(self.got == self.wanted.to(self.got.dtype), 0.0, math.inf)
         # Equal infinities are right, and so are NaNs in the same places.
         same = (self.got == self.wanted) | (self.got.isnan() & self.wanted.isnan())
-        difference = torch.where(same, 0, self.got - self.wanted).abs().double() / (self.unit or 1.0)
+        difference = torch.where(same, 0, self.got - self.wanted).abs().double() / ((self.unit or 1.0) * self.rows)
         return difference.nan_to_num(nan=math.inf, posinf=math.inf)
 
     @property
@@ -244,12 +248,22 @@ def compare(
         for i, name in enumerate(names.inputs):
             unit = max(largest(wanted.inputs[i]), SMALL * most)
             for r, piece in enumerate(torch.split_with_sizes(wanted.inputs[i], list(sizes))):
-                yield Quantity(f"{group} of {name}", group, r, ranks[r].inputs[i], piece, unit, allowed)
+                mine = ranks[r].inputs[i]
+                yield Quantity(f"{group} of {name}", group, r, mine, piece, unit, allowed, rows(piece, unit))
         for i, name in enumerate(names.parameters):
             got, total = torch.stack([g.parameters[i] for g in ranks]).sum(0), wanted.parameters[i]
-            yield Quantity(f"{group} of {name}", group, None, got, total, max(largest(total), SMALL * most), allowed)
+            unit = max(largest(total), SMALL * most)
+            yield Quantity(f"{group} of {name}", group, None, got, total, unit, allowed, rows(total, unit))
 
     return list(quantities())
+
+
+def rows(wanted: Tensor, unit: float) -> float | Tensor:
+    """Return what part of the unit each row's largest element is: rare rows are small beside the others."""
+    if wanted.dim() < 2 or not wanted.numel() or not unit:
+        return 1.0
+    of_rows = wanted.detach().abs().double().flatten(1).amax(1) / unit
+    return of_rows.clamp(_SMALL_ROW, 1.0).view(-1, *[1] * (wanted.dim() - 1))
 
 
 def together(ys: Sequence[Tensor], wanted: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ import torch
 
 from diffcoll.testing.harness.case import Case, Finding
 from diffcoll.testing.harness.causes import Kind, cause_of
-from diffcoll.testing.harness.comparison import Quantity, is_near
-from diffcoll.testing.harness.report import Cause
+from diffcoll.testing.harness.comparison import Quantity, is_near, multiple
+from diffcoll.testing.harness.report import Cause, ratio_in_words
 
 #: A quantity is nearly right if its relative error is below this.
 _LITTLE = 5e-3
@@ -71,7 +71,7 @@ def not_finite(case: Case) -> Iterator[Finding]:
 def rounding(case: Case) -> Iterator[Finding]:
     """One process has errors of this size."""
     if case.left() and (names := [name for name in case.left() if name in case.witness.rounding]):
-        words = "changes as much on one process, if the last digits of the batch change"
+        words = "changes as much on one process, if the last digits of the batch and the parameters change"
         yield Finding(Kind.ROUNDING, names, f"{in_list(names)}: {words}")
 
 
@@ -152,6 +152,31 @@ def nearly_right(case: Case) -> Iterator[Finding]:
         most = max((q for name in names for q in case.of(name) if not q.ok), key=lambda q: q.error)
         words = f"{in_list(names)}: off by {most.error:.1e}, {most.most_allowed or 0.0:.1e} is allowed"
         yield Finding(Kind.NEARLY_RIGHT, names, words)
+
+
+def some_rows(case: Case) -> Iterator[Finding]:
+    """Some rows of a gradient are wrong, all by the same factor or not, and those that are large are right."""
+    groups: dict[float | None, list[str]] = {}
+    of_names: dict[str, str] = {}
+    for name in case.left("gradient"):
+        wrong = [q for q in case.of(name) if not q.ok]
+        if not all(isinstance(q.rows, torch.Tensor) and is_near(q.ratio, 1.0, case.tolerance) for q in wrong):
+            continue
+        each = [
+            (q, row) for q in wrong for row in (q.errors > q.allowed).flatten(1).any(1).nonzero().flatten().tolist()
+        ]
+        ratios = [multiple(q.got[row], q.wanted[row], 30 * case.tolerance) for q, row in each]
+        same = all(is_near(ratio, ratios[0] or 0.0, 30 * case.tolerance) for ratio in ratios)
+        ratio = ratios[0] if same else None
+        if all(q.error < _LITTLE for q in wrong) and (ratio is None or is_near(ratio, 1.0, _LITTLE)):
+            continue
+        groups.setdefault(ratio, []).append(name)
+        where = [f"{row}" if q.rank is None else f"{row} on rank {q.rank}" for q, row in each]
+        of_names[name] = f"{_short(name)}: row{'s' * (len(where) > 1)} {', '.join(where[:5])}{', …' * (len(where) > 5)}"
+    for ratio, names in groups.items():
+        words = "; ".join(of_names[name] for name in names)
+        factor = "" if ratio is None else f", {ratio_in_words(ratio, case.size)} times the right one"
+        yield Finding(Kind.SOME_ROWS, names, f"{words}: wrong{factor}; the larger rows are right")
 
 
 def zero(case: Case) -> Iterator[Finding]:
@@ -263,6 +288,7 @@ HYPOTHESES: Sequence[Callable[[Case], Iterator[Finding]]] = (
     _value_scaled,
     _no_reduction,
     _scaled,
+    some_rows,
     nearly_right,
     zero,
     restored,

@@ -34,7 +34,6 @@ from diffcoll.testing.harness.measure import (
     differentiable,
     input_names,
     leaves_of,
-    noise,
     on_rank,
     run_on,
     with_leaves,
@@ -97,11 +96,9 @@ class Matching:
         return run
 
     def noise(self, run: Run, reference: Measurement) -> dict[str, float]:
-        """Return by how much each quantity changes on one process, if the last digit of the inputs changes."""
-        leaves, rebuild = tree_flatten(self.whole(run.sizes))
-        moved = [x + torch.finfo(x.dtype).eps * x * noise(x) if differentiable(x) else x for x in leaves]
-        plan = replace(self.plan, outputs=rows_of(run.measured), inputs=run.sizes)
-        (found,) = self.on("simulated", on_rank, [self.single], [plan], [0], [rebuild(moved)])
+        """Return by how much each quantity changes on one process with the last digits of inputs and parameters."""
+        plan = replace(self.plan, outputs=rows_of(run.measured), inputs=run.sizes, jitter=True)
+        (found,) = self.on("simulated", on_rank, [self.single], [plan], [0], [self.whole(run.sizes)])
         return largest_errors(compare([found], reference, (sum(run.sizes),), self.names(run.sizes), self.tolerance))
 
     def _refuse_nothing_to_compare(self, reference: Measurement, sizes: tuple[int, ...]) -> None:
@@ -235,7 +232,7 @@ class _OneProcess(Witness):
 
     @cached_property
     def rounding(self) -> set[str]:
-        """The names of what changes as much on one process, if the last digit of the inputs changes."""
+        """The names of what changes as much on one process with the last digits of inputs and parameters."""
         run = self._run
         least, errors = self._matching.noise(run, self._reference), largest_errors(run.under(self._rank_reduction))
         return {name for name, k in least.items() if k > max(self._matching.tolerance, 0.1 * errors.get(name, 0.0))}

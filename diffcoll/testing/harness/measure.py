@@ -83,6 +83,8 @@ class MeasurementPlan:
     scale: float = 1.0
     #: How far the tensors are moved along the directions of second order before anything is measured.
     move: float = 0.0
+    #: Whether the last digits of the inputs and parameters are changed, to see how large rounding is.
+    jitter: bool = False
     #: Lengths of these directions, for each input and parameter; (): 1.
     lengths: tuple[float, ...] = ()
     #: For one process with the rows of all ranks: the rows of each rank, for each output and each input.
@@ -184,6 +186,10 @@ def on_rank(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> Meas
                 at = Gradients(inputs, parameters)
                 for x, v in zip(inputs + parameters, plan.directions(rank, at), strict=True):
                     x += plan.move * v
+        if plan.jitter:
+            with torch.no_grad():
+                for x in inputs + parameters:
+                    x += torch.finfo(x.dtype).eps * x * noise(x)
         before, held = subject.state, {name: x.clone() for name, x in subject.attributes.items()}
         outputs = subject.call(with_leaves(part, inputs))
         total = objective(plan.weights(rank, outputs), outputs)

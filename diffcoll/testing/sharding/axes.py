@@ -18,7 +18,16 @@ from torch import Tensor
 from diffcoll.testing.harness.case import Case, Finding, Witness
 from diffcoll.testing.harness.causes import Kind
 from diffcoll.testing.harness.comparison import Quantity, is_near
-from diffcoll.testing.harness.hypotheses import in_list, nearly_right, not_finite, random, restored, rounding, zero
+from diffcoll.testing.harness.hypotheses import (
+    in_list,
+    nearly_right,
+    not_finite,
+    random,
+    restored,
+    rounding,
+    some_rows,
+    zero,
+)
 from diffcoll.testing.sharding.placements import REPLICATE, SHARD, Mesh, near
 from diffcoll.testing.sharding.rank import Piece
 from diffcoll.testing.sharding.trace import Change
@@ -256,6 +265,7 @@ MESH_HYPOTHESES: Sequence[Callable[[Case], Iterator[Finding]]] = (
     local_counts,
     another_piece,
     experiments,
+    some_rows,
     nearly_right,
     zero,
     restored,

@@ -17,6 +17,7 @@ from diffcoll.testing.harness.comparison import (
     Quantity,
     in_doubt,
     nothing_compared,
+    rows,
     together,
     tolerance_of,
     unused,
@@ -28,7 +29,6 @@ from diffcoll.testing.harness.measure import (
     differentiable,
     input_names,
     leaves_of,
-    noise,
     on_rank,
     run_on,
     with_leaves,
@@ -224,10 +224,9 @@ class Sharding:
         return MeshPlan(mesh, self.placements, self.reduction, self.plan, self.whole, device)
 
     def noise(self, quantities: Sequence[Quantity]) -> dict[str, float]:
-        """Return by how much each quantity changes on one process, if the last digit of the inputs changes."""
-        leaves, rebuild = tree_flatten(self.whole_batch)
-        moved = [x + torch.finfo(x.dtype).eps * x * noise(x) if differentiable(x) else x for x in leaves]
-        (found,) = self.on("simulated", on_rank, [self.single], [self.plan], [0], [rebuild(moved)])
+        """Return by how much each quantity changes on one process with the last digits of inputs and parameters."""
+        plan = replace(self.plan, jitter=True)
+        (found,) = self.on("simulated", on_rank, [self.single], [plan], [0], [self.whole_batch])
         other, whole = self.whole_from(found), self.whole
         pairs = {f"gradient of {name}": (g, other.gradients[name]) for name, g in whole.gradients.items()}
         names = [piece_name(*each) for each in zip(output_names(len(whole.outputs)), whole.outputs, strict=True)]
@@ -286,7 +285,8 @@ def reduced(ranks: Sequence[Sequence[Piece]], plan: MeshPlan, tolerance: float) 
             seen.update(group if axes else [r])
             got = _combined([holders[s].got for s in group], piece, plan)
             rank = None if len(group) == mesh.size and axes else r
-            yield Quantity(what, piece.group, rank, got, piece.wanted, piece.unit, tolerance)
+            of_rows = rows(piece.wanted, piece.unit) if piece.group == "gradient" else 1.0
+            yield Quantity(what, piece.group, rank, got, piece.wanted, piece.unit, tolerance, of_rows)
 
 
 def reduced_axes(piece: Piece, plan: MeshPlan) -> list[str]:

@@ -122,7 +122,7 @@ class _Mesh(OfMesh):
 
     @cached_property
     def rounding(self) -> set[str]:
-        """The names of what changes as much on one process, if the last digit of the inputs changes."""
+        """The names of what changes as much on one process with the last digits of inputs and parameters."""
         quantities, tolerance = self._run.quantities, self._sharding.tolerance
         errors = largest_errors(quantities)
         return {name for name, k in self._sharding.noise(quantities).items() if k > max(tolerance, 0.1 * errors[name])}
