@@ -34,6 +34,15 @@ _one_world = threading.Lock()
 _PATIENCE = 600
 
 
+def _renew() -> None:
+    """In a copy of the process the thread that holds the lock does not exist."""
+    global _one_world
+    _one_world = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
 def here() -> Any:
     """Return the simulated rank that this thread is; None if it is not one."""
     return HERE.rank
@@ -48,7 +57,8 @@ def one_at_a_time() -> Iterator[None]:
     if HERE.rank is not None or HERE.backward_of is not None:
         yield
         return
-    if not _one_world.acquire(timeout=_PATIENCE):
+    lock = _one_world
+    if not lock.acquire(timeout=_PATIENCE):
         raise RuntimeError(
             f"simulated ranks in another thread have not ended for {_PATIENCE} s; simulations take turns, since random "
             "numbers and the environment are the process's; call simulate in the thread of a rank, not in one that it "
@@ -57,7 +67,7 @@ def one_at_a_time() -> Iterator[None]:
     try:
         yield
     finally:
-        _one_world.release()
+        lock.release()
 
 
 def current(world: Any) -> Any:

@@ -96,8 +96,12 @@ def _stream(seed: int, rank: int) -> int:
 
 
 def _seed_devices(stream: int) -> None:
-    """Seed the generators of other devices. Without any, `torch.manual_seed` formats a stack trace for each kind."""
-    if torch.accelerator.is_available():
+    """Seed the generators of other devices, if PyTorch is built for one.
+
+    `torch.manual_seed` formats a stack trace for each kind of device that is not in use yet. Whether there is a device
+    is not asked: on CUDA that would keep copies of the process from using it.
+    """
+    if torch.accelerator.current_accelerator() is not None:
         torch.manual_seed(stream)
 
 

@@ -164,8 +164,9 @@ class World:
         self.stopped = True
         if self._running is not None:
             stop(self._running)
-        self._over.acquire(timeout=_GRACE)  # one that does not execute Python code, such as a sleep, is left behind
-        self._ranks, self._running = [], None
+        self._over.acquire(timeout=_GRACE)  # one that does not execute Python code, such as a sleep, ends later
+        for r in self._ranks:
+            r.result = None  # its graph may refer to the world
         raise TimeoutError("\n".join([f"simulated ranks had not ended after {self.timeout:g} s", *lines]))
 
     # ── meetings ─────────────────────────────────────────────────────────────────────────────────────────
@@ -266,6 +267,10 @@ class World:
     def leave(self, me: _Rank) -> None:
         """End a rank: call off the meetings that it will not join, and let the next rank run."""
         self._ended.add(me.number)
+        if self.stopped:  # each of the others raises Stopped when it has its turn
+            self._ready.extend(r for r in self._ranks if r.waits_for is not None)
+            for r in self._ranks:
+                r.waits_for = None
         for meeting in list(self._meetings.values()):
             if me.number in meeting.ranks and me.number not in meeting.entries and not meeting.off:
                 self._call_off(meeting, f"rank {me.number} has ended")

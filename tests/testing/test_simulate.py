@@ -5,6 +5,7 @@ import itertools
 import os
 import random
 import re
+import signal
 import threading
 import time
 
@@ -562,10 +563,11 @@ def loops_and_catches(r):
 @pytest.mark.parametrize("body", [loops_alone, loops_together, loops_and_catches])
 def test_a_loop_that_does_not_end(run, body):
     threads = threading.active_count()
+    seconds = 1 if body is loops_alone else 0.3
     with pytest.raises(TimeoutError) as caught:
-        run(body, range(3), timeout=0.3)
+        run(body, range(3), timeout=seconds)
     text = str(caught.value)
-    assert text.startswith("simulated ranks had not ended after 0.3 s\n  rank 0 ")
+    assert text.startswith(f"simulated ranks had not ended after {seconds} s\n  rank 0 ")
     if body is loops_alone:
         assert re.search(rf"rank 1 runs at {__file__}:\d+, in loops_alone: (pass|while True)", text)
         assert re.search(rf"rank 0 waits in all_reduce at {__file__}:\d+\n", text)
@@ -585,16 +587,45 @@ def test_a_rank_that_sleeps_is_left_behind(monkeypatch):
 
     def body(r):
         dc.all_reduce(torch.ones(1))
-        time.sleep(1)
-        dc.all_reduce(torch.ones(1))
+        if r < 2:
+            time.sleep(1)
+        dc.all_reduce(torch.ones(1))  # where rank 2 waits when the time is over
 
-    with pytest.raises(TimeoutError, match=r"rank \d runs at .*, in body: time\.sleep"):
-        simulate(body, range(2), timeout=0.1)
+    with pytest.raises(TimeoutError, match=r"(?s)rank \d runs at .*, in body: time\.sleep.*rank 2 waits in all_reduce"):
+        simulate(body, range(3), timeout=0.3)
     assert simulate(lambda r: dc.all_reduce(torch.tensor(r)).item(), range(2)) == [1, 1]
     environment = os.environ._data
-    time.sleep(1.2)  # it wakes up, and ends
-    assert torch.equal(torch.get_rng_state(), state) and os.environ._data is environment
+    for _ in range(500):  # it wakes up, and all end
+        if not any(thread.name.startswith("rank ") for thread in threading.enumerate()):
+            break
+        time.sleep(0.02)
     assert not any(thread.name.startswith("rank ") for thread in threading.enumerate())
+    assert torch.equal(torch.get_rng_state(), state) and os.environ._data is environment
+
+
+def test_a_copy_of_the_process_does_not_wait_for_ranks_that_it_lacks():
+    started = threading.Event()
+
+    def body(r):
+        started.set()
+        time.sleep(1)
+
+    thread = threading.Thread(target=lambda: simulate(body, range(1)))
+    thread.start()
+    started.wait()
+    child = os.fork()
+    if child == 0:  # simulates at once
+        os._exit(simulate(lambda r: dc.all_reduce(torch.tensor(r)).item(), range(3))[0])
+    for _ in range(250):
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            break
+        time.sleep(0.02)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    thread.join()
+    assert found and os.waitstatus_to_exitcode(status) == 3
 
 
 def test_a_time_limit_that_is_no_number():
@@ -604,5 +635,5 @@ def test_a_time_limit_that_is_no_number():
 
 def test_the_checks_have_a_time_limit():
     x = [torch.ones(2).double(), torch.zeros(2).double()]
-    with pytest.raises(TimeoutError, match=r"in loops_together: dc\.all_reduce"):
+    with pytest.raises(TimeoutError, match=r"simulated ranks had not ended after 3 s\n"):
         check_gradients(lambda x: loops_together(0), x, on=["simulated"], timeout=3)
