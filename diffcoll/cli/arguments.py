@@ -158,6 +158,8 @@ def _check_options(options: argparse.Namespace, command: argparse.ArgumentParser
         command.error(f"argument --shard: got {options.shard!r} without --mesh, expected both, such as --mesh tp=2")
     if options.against and options.placements and not options.mesh:
         command.error(f"argument --placements: got {options.placements!r} without --mesh, expected both")
+    if options.mesh and len(options.sizes or [()]) > 1:
+        command.error("argument --sizes: got several runs with --mesh, expected the rows of the whole batch, such as 8")
     _check_reduction(options, command)
     if launcher(None):
         got = "got the environment of a launcher, such as WORLD_SIZE"
@@ -177,10 +179,10 @@ def _check_reduction(options: argparse.Namespace, command: argparse.ArgumentPars
     if options.mesh:
         pairs = [part.partition("=") for part in said.split(",")]
         axes = list(options.mesh[0])
-        if not all(axis in axes and how in ("mean", "sum") for axis, _, how in pairs):
-            expected = f"mean or sum by axis of {', '.join(axes)}, such as {axes[0]}=mean"
+        options.rank_reduction = {axis: how for axis, _, how in pairs if axis in axes and how in ("mean", "sum")}
+        if len(options.rank_reduction) < len(pairs):
+            expected = f"mean or sum once by axis of {', '.join(axes)}, such as {axes[0]}=mean"
             command.error(f"argument --rank-reduction: got {said!r} with --mesh, expected {expected}")
-        options.rank_reduction = {axis: how for axis, _, how in pairs}
     elif said not in ("mean", "sum", "any"):
         command.error(f"argument --rank-reduction: got {said!r}, expected mean, sum or any")
 
@@ -238,9 +240,11 @@ def _rows(text: str) -> tuple[int, ...]:
 
 def _axes(text: str) -> dict[str, int]:
     pairs = [part.partition("=") for part in text.split(",")]
-    if not all(axis and n.isdecimal() and int(n) > 0 for axis, _, n in pairs):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected sizes of axes, such as tp=2 or dp=2,tp=2")
-    return {axis: int(n) for axis, _, n in pairs}
+    sizes = {axis: int(n) for axis, _, n in pairs if axis and n.isdecimal() and int(n) > 0}
+    if len(sizes) < len(pairs):
+        expected = "the size of each axis once, such as tp=2 or dp=2,tp=2"
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
+    return sizes
 
 
 def _ranks(text: str) -> str:
