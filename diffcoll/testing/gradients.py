@@ -211,7 +211,7 @@ def check_gradients(
             remedy = "finite differences need the precision: pass x.double(), and module.double()"
             raise ValueError(message(_CHECK, "per_rank", str(t.dtype), "float64 or complex128", remedy))
     shared = variables(_CHECK, placements, fn, given, list(subject.parameters))
-    refuse_equal_ranks(_CHECK, "per_rank", shared.own(fn, parts) if shared else parts)
+    refuse_equal_ranks(_CHECK, "per_rank", shared.own(fn, parts))
     plan = MeasurementPlan(order=order, seed=seed, alike=shared.once)
     report = Checking(_CHECK, packed, parts, names, plan, timeout, shared).report(on)
     if not report.ok:

@@ -77,6 +77,10 @@ def test_right_programs(n):
     right(lambda x: reduced(x), rows, module=reduced, placements={"*.weight": Replicate(), "norm.bias": Replicate()})
     ids = [torch.tensor([0, 1, 3, 3, 2])] * n
     right(Labelled(), x, per_rank(3, 4, n=n), ids, placements={**both, "ids": Replicate()})
+    mask = [torch.ones(5, 4, dtype=torch.double)] * n  # a constant may be the same on all ranks
+    right(lambda x, m: (dc.all_reduce(x * m)).sin().sum(), per_rank(5, 4, n=n), mask, constant=["m"], placements={})
+    other = {"constant": ["m"], "placements": {"x": Partial()}}
+    right(lambda x, w, m: (norm(x, w, same) * m).sum(), alike(5, 4, n=n), per_rank(4, n=n), mask, **other)
     right(lambda x: dc.all_reduce(x.sin()).sum() * x.sum(), alike((), n=n), placements={"x": Partial()})
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from programs import cached_rank
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import diffcoll as dc
 from diffcoll.testing import GradientMismatchError, assert_matches_single_process, check_gradients
@@ -458,8 +459,9 @@ class Times(torch.autograd.Function):
         return g, None, None
 
 
-@pytest.mark.parametrize(("row", "factor", "named"), [(15, 0, "2 = N"), (15, 1.5, "1.5"), (3, 0, "2 = N")])
-def test_a_rare_row_is_not_lost_beside_the_others(row, factor, named):
+@pytest.mark.parametrize("on", ["simulated", "gloo"])
+@pytest.mark.parametrize(("row", "factor", "named"), [(15, 0, "3 = N"), (15, 1.5, "1.5"), (3, 0, "3 = N")])
+def test_a_rare_row_is_not_lost_beside_the_others(row, factor, named, on):
     """It is 1e-4 of the largest row, and N times too large on each rank: less than the tolerance of the largest."""
     torch.manual_seed(0)
     table, ids = nn.Embedding(20, 4), torch.randint(10, (64,))
@@ -473,13 +475,41 @@ def test_a_rare_row_is_not_lost_beside_the_others(row, factor, named):
         rows = table.weight if dc.get_world_size() == 1 else Times.apply(table.weight, row, factor)
         return (rows[ids] ** 3).sum(1) @ weights
 
-    more = {"module": table, "constant": ("weights",), "rank_reduction": "sum", "sizes": [(32, 32)]}
-    assert assert_matches_single_process(loss, loss, (ids, weights), on=["simulated"], **more).ok
+    more = {"module": table, "constant": ("weights",), "rank_reduction": "sum", "sizes": [(30, 14, 20)], "on": [on]}
+    assert assert_matches_single_process(loss, loss, (ids, weights), **more).ok
     with pytest.raises(GradientMismatchError) as caught:
-        assert_matches_single_process(wrong, loss, (ids, weights), on=["simulated"], **more)
+        assert_matches_single_process(wrong, loss, (ids, weights), **more)
     (cause,) = caught.value.report.causes
     assert cause.name == "some rows"
     assert cause.seen == f"weight: row {row}: wrong, {named} times the right one; the larger rows are right"
+
+
+def test_rare_rows_of_one_rank_and_of_a_sharded_program():
+    """Rank 1's row 2 of the input, and of the piece that rank 1 has of the table."""
+    torch.manual_seed(0)
+    x = torch.randn(12, 4)
+    weights = torch.ones(12)
+    weights[6] = 3e-5  # row 2 of the second of three ranks
+
+    def loss(x, weights):
+        return (x**3).sum(1) @ weights
+
+    def wrong(x, weights):
+        return loss(Times.apply(x, 2, 2.0) if dc.get_rank() == 1 else x, weights)
+
+    more = {"constant": ("weights",), "rank_reduction": "sum", "sizes": [(4, 4, 4)], "on": ["simulated"]}
+    assert assert_matches_single_process(loss, loss, (x, weights), **more).ok
+    with pytest.raises(GradientMismatchError) as caught:
+        assert_matches_single_process(wrong, loss, (x, weights), **more)
+    assert [cause.name for cause in caught.value.report.causes] == ["some rows"]
+    assert "x: row 2 on rank 1: wrong, 2 times the right one" in str(caught.value)
+
+    placed = {"mesh": {"tp": 3}, "placements": {"x": {"tp": Shard(0)}, "weights": {"tp": Shard(0)}}}
+    more = {"constant": ("weights",), "rank_reduction": {"tp": "sum"}, "on": ["simulated"], **placed}
+    assert assert_matches_single_process(loss, loss, (x, weights), **more).ok
+    with pytest.raises(GradientMismatchError) as caught:
+        assert_matches_single_process(wrong, loss, (x, weights), **more)
+    assert [cause.name for cause in caught.value.report.causes] == ["some rows"]
 
 
 def test_state_that_simulated_ranks_share():

@@ -284,8 +284,14 @@ def input_names(fn: Callable[..., Any], part: Any) -> list[str]:
 
 
 def tensor_names(fn: Callable[..., Any], part: Any) -> list[str]:
-    """Return a name for each tensor, in the same way."""
-    return _names_of(fn, part, lambda leaf: isinstance(leaf, Tensor))
+    """Return a name for each tensor, constants too, in the same way."""
+    return _names_of(fn, part, lambda leaf: isinstance(leaf, (Tensor, Constant)))
+
+
+def named_tensors(fn: Callable[..., Any], part: Any) -> dict[str, Tensor]:
+    """Return the tensors by these names."""
+    leaves = [leaf.tensor if isinstance(leaf, Constant) else leaf for leaf in tree_flatten(part)[0]]
+    return dict(zip(tensor_names(fn, part), [leaf for leaf in leaves if isinstance(leaf, Tensor)], strict=True))
 
 
 def _names_of(fn: Callable[..., Any], part: Any, which: Callable[[Any], bool]) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.trees import tree_flatten
-from diffcoll.testing.harness.measure import tensor_names
+from diffcoll.testing.harness.measure import Constant, named_tensors, tensor_names
 from diffcoll.testing.sharding.placements import REPLICATE, SHARD, is_placement, kind_of, refuse_unused, said_of
 
 OUTPUT = "output"
@@ -30,9 +30,9 @@ class Variables:
     def __bool__(self) -> bool:
         return bool(self.shared) or self.once
 
-    def own(self, fn: Callable[..., Any], parts: Sequence[Any]) -> list[list[Tensor]]:
-        """Return the tensors of each rank's part that are not shared, for the comparison of ranks."""
-        return [[x for name, x in _named(fn, part) if name not in self.shared] for part in parts]
+    def own(self, fn: Callable[..., Any], parts: Sequence[Any]) -> list[Any]:
+        """Return each rank's part without what is shared, for the comparison of ranks."""
+        return [_replaced(fn, part, dict.fromkeys(self.shared)) for part in parts]
 
 
 def variables(
@@ -50,7 +50,7 @@ def variables(
     for which, said in placements.items():
         if not is_placement(said):
             raise TypeError(message(name, f"placements[{which!r}]", repr(said), _EXPECTED))
-    each = [dict(_named(fn, part)) for part in parts]
+    each = [named_tensors(fn, part) for part in parts]
     known = [*each[0], *parameters, OUTPUT]
     refuse_unused(name, placements, known)
     found = {which: said_of(placements, which) for which in known[:-1]}
@@ -60,7 +60,7 @@ def variables(
         remedy = "leave it out where each rank has a loss of its own: they are summed"
         raise ValueError(message(name, f"placements[{OUTPUT!r}]", repr(output), "Replicate(), for one loss", remedy))
     for which in shared.keys() & each[0].keys():
-        if differ := [r for r, mine in enumerate(each) if not _equal(mine[which], each[0][which])]:
+        if differ := [r for r, mine in enumerate(each) if not _equal(mine.get(which), each[0][which])]:
             got = f"other numbers on rank {differ[0]} than on rank 0"
             raise ValueError(message(name, which, got, "the same on every rank, as placements= says"))
     return Variables(shared, output is not None)
@@ -70,21 +70,17 @@ def shared(placements: object, fn: Callable[..., Any], parts: Sequence[Any]) -> 
     """Return the ranks' parts with rank 0's numbers in the tensors that are one variable."""
     if not isinstance(placements, Mapping):
         return list(parts)
-    each = {name: (x, said_of(placements, name)) for name, x in _named(fn, parts[0])}
+    each = {name: (x, said_of(placements, name)) for name, x in named_tensors(fn, parts[0]).items()}
     first = {name: x for name, (x, said) in each.items() if said is not None and kind_of(said) != SHARD}
-    found = []
-    for part in parts:
-        leaves, rebuild = tree_flatten(part)
-        names = iter(tensor_names(fn, part))
-        found.append(rebuild([first.get(next(names), x) if isinstance(x, Tensor) else x for x in leaves]))
-    return found
+    return [_replaced(fn, part, first) for part in parts]
 
 
-def _named(fn: Callable[..., Any], part: Any) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a part by name."""
-    tensors = [leaf for leaf in tree_flatten(part)[0] if isinstance(leaf, Tensor)]
-    return list(zip(tensor_names(fn, part), tensors, strict=True))
+def _replaced(fn: Callable[..., Any], part: Any, by: Mapping[str, Any]) -> Any:
+    """Return a part with something in the place of the tensors of some names."""
+    leaves, rebuild = tree_flatten(part)
+    names = iter(tensor_names(fn, part))
+    return rebuild([by.get(next(names), x) if isinstance(x, (Tensor, Constant)) else x for x in leaves])
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+def _equal(a: Tensor | None, b: Tensor) -> bool:
+    return a is not None and a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

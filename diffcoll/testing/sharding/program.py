@@ -29,6 +29,7 @@ from diffcoll.testing.harness.measure import (
     differentiable,
     input_names,
     leaves_of,
+    named_tensors,
     on_rank,
     run_on,
     with_leaves,
@@ -46,7 +47,6 @@ from diffcoll.testing.sharding.rank import (
     Whole,
     copies,
     layout_of_input,
-    named_tensors,
     on_mesh,
     output_names,
     piece_name,
@@ -233,7 +233,7 @@ class Sharding:
         pairs |= dict(zip(names, zip(whole.outputs, other.outputs, strict=True), strict=True))
         units = {q.what: q.unit for q in quantities}
         return {
-            what: float((x - y).abs().max()) / (units[what] or 1.0)
+            what: Quantity(what, "", None, y, x, units[what], 0.0, rows(x, units[what])).error
             for what, (x, y) in pairs.items()
             if what in units and differentiable(x) and x.numel()
         }

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from diffcoll.core.errors import message
-from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing.harness.comparison import SMALL, largest
 from diffcoll.testing.harness.measure import (
     MeasurementPlan,
@@ -26,7 +25,6 @@ from diffcoll.testing.harness.measure import (
     input_names,
     leaves_of,
     objective,
-    tensor_names,
     with_leaves,
 )
 from diffcoll.testing.harness.packing import Packed, Subject
@@ -334,9 +332,3 @@ def layout_of_input(name: str, whole: Tensor, placements: Mapping[str, Placement
     """Return the layout of a tensor of the batch: what is said, else Replicate."""
     said = said_of(placements, name)
     return by_function(name, {} if said is None else said, whole, mesh, rank)
-
-
-def named_tensors(fn: Callable[..., Any], batch: Any) -> dict[str, Tensor]:
-    """Return the tensors of a batch by name."""
-    leaves = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
-    return dict(zip(tensor_names(fn, batch), leaves, strict=True))

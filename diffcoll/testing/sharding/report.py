@@ -16,7 +16,7 @@ from diffcoll.testing.harness.causes import OBSERVED, Kind, cause_of
 from diffcoll.testing.harness.comparison import largest_errors
 from diffcoll.testing.harness.cuts import Cuts, GraphCuts, Undetached
 from diffcoll.testing.harness.hypotheses import diagnose
-from diffcoll.testing.harness.measure import differentiable, run_on
+from diffcoll.testing.harness.measure import differentiable, named_tensors, run_on
 from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.harness.report import First, Report
 from diffcoll.testing.sharding.axes import MESH_HYPOTHESES, OfMesh
@@ -27,7 +27,6 @@ from diffcoll.testing.sharding.rank import (
     OfRank,
     Piece,
     modules_by_name,
-    named_tensors,
     on_mesh,
     outputs_on_mesh,
     trace_of_one,
@@ -178,6 +177,7 @@ class _Mesh(OfMesh):
             return None
         whole, ranks = self._traces
         names = suspects(self.first.output, whole.outputs, [t.outputs for t in ranks], self.mesh, self._functions)
+        names = [name for name in names if all(name in t.outputs for t in ranks)]  # else a sum over an axis would wait
         modules = modules_by_name(self._sharding.single.unpack())
         for name in names[-_MOST:]:
             for change in _changes(name, modules.get(name), whole.outputs[name], self.mesh.sizes):
