@@ -101,7 +101,10 @@ def assert_matches_single_process(
             loss whose value is N times too large while its gradients are exact passes with ["gradients"].
         on: "simulated", and backends for real processes: "gloo", "mpi", "nccl". A run that is wrong on one of them is
             not repeated on the next.
-        tolerance: the largest relative error that is right; by default 4e-10 for float64 and 2e-4 for float32.
+        tolerance: the largest relative error that is right; by default 4e-10 for float64 and 2e-4 for float32. An
+            error is relative to the largest element of a value, and of a gradient's row: rows below 1/100 of the
+            largest one, and gradients below 1/1000 of the largest one, count as that. Where the last
+            digits of its inputs change a gradient of one process by more, more is allowed.
         seed: of the random numbers of the ranks, of cotangents and of directions.
         timeout: seconds that each run may take.
 
