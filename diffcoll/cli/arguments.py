@@ -126,7 +126,7 @@ def _check_names(add: Callable[..., object]) -> None:
 
 def _check_runs(add: Callable[..., object]) -> None:
     """Add the arguments that say what is run, and where the result goes."""
-    sizes = "the rows of each rank, for each run; default: 4,4 5,3 5,0,3"
+    sizes = "the rows of each rank, for each run; default: 4,4 5,3 0,5,3 2,2,2,2"
     on = "simulated, and backends for real processes: gloo, mpi, nccl; default: simulated gloo"
     rank_reduction = (
         "with --against: what is done with the losses and gradients of the ranks afterwards. mean: averaged, as by "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from operator import index, methodcaller
 from typing import Any
 
@@ -12,17 +11,15 @@ from torch import Tensor, nn
 
 from diffcoll.core import expect
 from diffcoll.core.errors import message
-from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing._calls import per_rank_arguments
-from diffcoll.testing.harness.causes import OBSERVED, Kind, cause_of
 from diffcoll.testing.harness.checking import Checking
-from diffcoll.testing.harness.comparison import Run, tolerance_of, unchecked
-from diffcoll.testing.harness.hypotheses import diagnose
 from diffcoll.testing.harness.matching import Matching
-from diffcoll.testing.harness.measure import MeasurementPlan, input_names, leaves_of
+from diffcoll.testing.harness.measure import MeasurementPlan, leaves_of
+from diffcoll.testing.harness.names import input_names
 from diffcoll.testing.harness.packing import pack
 from diffcoll.testing.harness.parts import marked, refuse_equal_ranks
-from diffcoll.testing.harness.report import Cause, GradientMismatchError, Report
+from diffcoll.testing.harness.report import GradientMismatchError, Report
+from diffcoll.testing.harness.runs import report_of
 from diffcoll.testing.harness.variables import variables
 from diffcoll.testing.sharding.program import Sharding, program
 from diffcoll.testing.sharding.report import sharded_report
@@ -32,7 +29,7 @@ _MATCHES, _CHECK = "assert_matches_single_process", "check_gradients"
 _hidden = methodcaller("errisinstance", GradientMismatchError)
 #: What `compare` names, and the groups of quantities.
 _COMPARED = {"values": ("value", "output"), "gradients": ("gradient", "second order"), "state": ("state",)}
-_SIZES = ((4, 4), (5, 3), (5, 0, 3))
+_SIZES = ((4, 4), (5, 3), (0, 5, 3), (2, 2, 2, 2))
 
 
 def assert_matches_single_process(
@@ -42,6 +39,7 @@ def assert_matches_single_process(
     *,
     module: nn.Module | Sequence[nn.Module | Tensor] | None = None,
     sizes: Sequence[Sequence[int]] = _SIZES,
+    steps: int = 1,
     mesh: Mapping[str, int] | Sequence[Mapping[str, int]] | None = None,
     shard: Callable[[Any, Any], nn.Module] | None = None,
     placements: Mapping[str, Any] | None = None,
@@ -82,7 +80,11 @@ def assert_matches_single_process(
             are. All floating-point tensors get gradients.
         module: an `nn.Module`, or a list of modules and parameters, used by both functions. Each rank gets a copy of
             the functions and the module, as on real processes.
-        sizes: for each run, the rows of each rank.
+        sizes: for each run, the rows of each rank. The default has equal, uneven and empty ranks, two to four. Code
+            that works in chunks needs larger ones, so that a rank has several.
+        steps: how many calls in a row are checked, each with other rows, as the steps of a training loop: what a call
+            keeps, such as a queue, shows in the next. The batch has so many times the rows, those of the first step
+            first. Parameters are not updated between the steps, unless the functions do.
         mesh: for a sharded program, the sizes of the axes, such as {"dp": 2, "tp": 2}, or a list of such, each a run;
             instead of `sizes`.
         shard: called on each rank as shard(copy of module, DeviceMesh), returns the rank's module. Its tensors have the
@@ -120,7 +122,7 @@ def assert_matches_single_process(
     _check_choices(_MATCHES, order, on)
     groups, plan = _groups(compare), MeasurementPlan(order=order, seed=seed)
     if mesh is not None:
-        _refuse_with_mesh(order, on, sizes)
+        _refuse_with_mesh(order, on, sizes, steps)
         functions = program(distributed, single, module, shard)
         sharding = Sharding(*functions, batch, plan, timeout, constant, groups, tolerance)
         report = sharded_report(sharding, mesh, placements, rank_reduction, on)
@@ -131,8 +133,9 @@ def assert_matches_single_process(
         rank_reduction = "mean" if rank_reduction is None else rank_reduction
         expect.choice(_MATCHES, "rank_reduction", rank_reduction, ("mean", "sum", "any"))
         functions = pack(_MATCHES, "distributed", distributed, module), pack(_MATCHES, "single", single, module)
-        matching = Matching(_MATCHES, *functions, batch, str(rank_reduction), plan, timeout, constant, groups)
-        report = _of_parts(matching, tolerance, _sizes(sizes), on)
+        how = _MATCHES, *functions, batch, str(rank_reduction), plan, timeout, constant, groups
+        matching = Matching(*how, steps=expect.integer(_MATCHES, "steps", steps, 1))
+        report = report_of(matching, tolerance, _sizes(sizes), on)
     if not report.ok:
         raise GradientMismatchError(report)
     return report
@@ -222,99 +225,16 @@ def check_gradients(
     return report
 
 
-def _refuse_with_mesh(order: int, on: Sequence[str], sizes: object) -> None:
+def _refuse_with_mesh(order: int, on: Sequence[str], sizes: object, steps: int) -> None:
     """Raise for arguments that mean nothing with a mesh."""
     if sizes is not _SIZES:
         raise TypeError(message(_MATCHES, "sizes", "sizes with mesh=", "one of the two", "a mesh says how many ranks"))
+    if steps != 1:
+        raise ValueError(message(_MATCHES, "steps", f"{steps} with mesh=", "1: one call is checked there"))
     if order != 1:
         raise ValueError(message(_MATCHES, "order", f"{order} with mesh=", "1: second order is not checked there"))
     if "mpi" in on:
         raise ValueError(message(_MATCHES, "on", '"mpi" with mesh=', '"simulated", "gloo" or "nccl"'))
-
-
-def _of_parts(
-    matching: Matching, tolerance: float | None, each_sizes: Sequence[tuple[int, ...]], on: Sequence[str]
-) -> Report:
-    """Return the report of ranks that have parts of the batch."""
-    if tolerance is None:
-        tolerance = tolerance_of([*tree_flatten(matching.whole(each_sizes[0]))[0], *matching.single.unpack().tensors])
-    matching = replace(matching, tolerance=tolerance).with_losses(max(each_sizes, key=sum))
-    runs: list[Run] = []
-    for kind in on:
-        for each in each_sizes:
-            known = [r for r in runs if r.sizes == each and not r.skipped]
-            if wrong := [r for r in known if not _is_right(r, matching.rank_reduction)]:
-                runs.append(Run(kind, each, [], [], None, skipped=f"wrong already on {wrong[0].on} ranks"))
-            else:
-                runs.append(matching.attempt(kind, each) if runs else matching.run(kind, each))
-    return _report(matching, runs)
-
-
-def _is_right(run: Run, rank_reduction: str) -> bool:
-    asked = ("mean", "sum") if rank_reduction == "any" else (rank_reduction,)
-    return any(run.ok(each) for each in asked)
-
-
-def _report(matching: Matching, runs: list[Run]) -> Report:
-    """Return the report. The run that is diagnosed is the first wrong one with equal sizes, or else the first."""
-    asked = _closest(runs) if matching.rank_reduction == "any" else matching.rank_reduction
-    tables = tuple(run.table(asked) for run in runs)
-    words = f"gradients {'averaged' if asked == 'mean' else 'summed'} over ranks"
-    if matching.rank_reduction == "any" and not all(table.ok or table.raised for table in tables):
-        words = f"no reduction is right for all, shown {words}"
-    report = Report(f"{matching.name}, {words}", tables, rank_reduction=asked)
-    if report.ok:
-        return replace(report, notes=tuple(unchecked(runs, matching.tolerance)))
-    scope = tuple(_scope([run for run in runs if not run.skipped], asked))
-    wrong = sorted((run for run in runs if run.quantities and not run.ok(asked)), key=lambda run: not run.even)
-    if not wrong:
-        return replace(report, causes=scope)
-    case = matching.case(wrong[0], asked)
-    causes = diagnose(case)
-    skipped = [i for i, run in enumerate(runs) if run.skipped and run.sizes == wrong[0].sizes]
-    if skipped and wrong[0].on == "simulated" and OBSERVED.issuperset(cause.name for cause in causes):
-        (i, *_), kind = skipped, runs[skipped[0]].on
-        runs[i] = matching.attempt(kind, wrong[0].sizes)
-        report = replace(report, tables=tuple(run.table(asked) for run in runs))
-        if runs[i].ok(asked):
-            causes, scope = [cause_of(Kind.SHARED_STATE, f"wrong on simulated ranks, right on {kind}")], ()
-    if any(cause.name == Kind.NOT_FINITE for cause in causes):
-        scope = tuple(cause for cause in scope if cause.name != Kind.EMPTY)
-    return replace(report, causes=(*causes, *scope), cuts=case.cuts.lines)
-
-
-def _closest(runs: list[Run]) -> str:
-    """Return the reduction under which the fewest quantities are wrong, gradients of first order first."""
-
-    def wrong(rank_reduction: str) -> tuple[int, int]:
-        groups = [q.group for run in runs for q in run.under(rank_reduction) if not q.ok]
-        return groups.count("gradient"), len(groups)
-
-    return min(("mean", "sum"), key=wrong)
-
-
-def _scope(runs: Sequence[Run], rank_reduction: str) -> Iterator[Cause]:
-    """Say which runs raised errors, and in which runs alone something is wrong."""
-
-    def sizes(of: Sequence[Run]) -> str:
-        return ", ".join(dict.fromkeys(str(run.sizes) for run in of))
-
-    wrong = [run for run in runs if not run.ok(rank_reduction)]
-    right = [run for run in runs if run not in wrong]
-    raised = [run for run in wrong if run.raised]
-    if raised and not any(run.even for run in raised):
-        yield cause_of(Kind.RAISED, f"raised an error with rows {sizes(raised)}, and none with equal ranks")
-    elif raised:
-        yield Cause(Kind.RAISED.value, f"raised an error with rows {sizes(raised)}")
-    even = any(run.even and len(run.sizes) > 1 for run in right) and not any(run.even for run in wrong)
-    if even and len(raised) < len(wrong):
-        if all(0 in run.sizes for run in wrong):
-            yield cause_of(Kind.EMPTY, f"wrong only with empty ranks: rows {sizes(wrong)}")
-        else:
-            yield cause_of(Kind.UNEVEN, f"right with equal ranks, wrong with rows {sizes(wrong)}")
-    if any(run.on == "simulated" for run in right) and not any(run.on == "simulated" for run in wrong):
-        kinds = ", ".join(dict.fromkeys(run.on for run in wrong))
-        yield cause_of(Kind.ON_PROCESSES, f"right on simulated ranks, wrong on {kinds}")
 
 
 def _groups(compare: Sequence[str]) -> list[str]:

@@ -206,7 +206,7 @@ def test_right_without_a_reference(run):
     status, out, err = run(f"{NAME}:total --module parameters --order 2")
     assert (status, err) == (0, "")
     assert out.startswith("check_gradients: right\n── simulated, 2 ranks, rows 4, 4: right; largest error")
-    for title in ("simulated, 2 ranks, rows 5, 3", "the joint graph of all ranks, rows 5, 0, 3"):
+    for title in ("simulated, 2 ranks, rows 5, 3", "the joint graph of all ranks, rows 0, 5, 3"):
         assert f"── {title}: right" in out
     assert "gradient of" not in out
 

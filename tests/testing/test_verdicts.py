@@ -692,3 +692,140 @@ def test_an_attribute_that_changed_is_noted():
     distributed, single, batch, more = attributes()
     report = assert_matches_single_process(distributed, single, batch, on=["simulated"], **more)
     assert "last: an attribute that the call changed is not compared: register it as a buffer" in report.notes
+
+
+# ── more steps, more ranks ───────────────────────────────────────────────────────────────────────────────
+
+
+def queue_of_two_steps(kept):
+    """A queue with the rows of the last call, as negatives; what of them the ranks keep."""
+    queue = nn.Module()
+    queue.register_buffer("rows", torch.zeros(8, 3, dtype=torch.double))
+
+    def loss(x):
+        value = (x @ queue.rows.T.clone()).exp().sum()
+        with torch.no_grad():
+            every = dc.all_gather(x, sizes="auto") if dc.get_world_size() > 1 else x
+            queue.rows[: len(every)] = kept(every) if dc.get_world_size() > 1 else every
+        return value
+
+    return summed(loss, batch=lambda n: rows(n) / 3, module=queue, steps=2)
+
+
+def cached_first_gather():
+    """Rows of all ranks, gathered in the first call and never again: a cache that a reader took for a constant."""
+
+    module = layer(3, 3)
+    module.every = None
+
+    def distributed(x):
+        if module.every is None:
+            module.every = dc.all_gather(x.detach(), sizes="auto").tolist()
+        return (module(x) @ torch.tensor(module.every, dtype=x.dtype).T).sin().sum()
+
+    return summed(distributed, lambda x: (module(x) @ x.detach().T).sin().sum(), module=module, steps=2)
+
+
+@pytest.mark.parametrize("on", ["simulated", "gloo"])
+def test_what_a_call_keeps_shows_in_the_next(on):
+    distributed, single, batch, more = queue_of_two_steps(lambda every: every)
+    report = assert_matches_single_process(distributed, single, batch, **more, sizes=[(5, 3)], on=[on])
+    assert [t.title for t in report.tables] == [f"{on}, 2 ranks, rows 5, 3", f"{on}, 2 ranks, rows 5, 3, step 2"]
+    distributed, single, batch, more = cached_first_gather()
+    one_step = {**more, "steps": 1}
+    assert assert_matches_single_process(distributed, single, batch, **one_step, sizes=[(4, 4)], on=[on]).ok
+    with pytest.raises(GradientMismatchError) as error:
+        assert_matches_single_process(distributed, single, batch, **more, sizes=[(4, 4)], on=[on])
+    assert [table.ok for table in error.value.report.tables] == [True, False]
+    causes = error.value.report.causes
+    assert causes[-1].name == "later step" and causes[-1].seen.endswith("wrong in step 2")
+
+
+def test_a_wrong_step_is_not_followed_by_another():
+    distributed, single, batch, more = queue_of_two_steps(lambda every: every.flip(0))
+    with pytest.raises(GradientMismatchError) as error:
+        assert_matches_single_process(distributed, single, batch, **{**more, "steps": 3}, sizes=[(5, 3)])
+    words = ["", "wrong already in the step before", "wrong already in the step before"]
+    assert [table.skipped for table in error.value.report.tables[:3]] == words
+    assert [cause.name for cause in error.value.report.causes] == ["another state"]
+
+
+def test_steps_take_rows_and_finite_differences():
+    """A batch of a fixed number of rows has those of every step; the diagnosis runs the steps before, too."""
+    x = rows(16)
+
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.double))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.calls += 1
+            wrong = self.calls > 1 and dc.get_world_size() > 1
+            total = Ruled.apply(x.sum(0), dc.all_reduce, lambda g: g) if wrong else dc.all_reduce(x.sum(0))
+            return (total**2).sum() * self.calls / dc.get_world_size()
+
+    module = Counter()
+    more = {"module": module, "rank_reduction": "sum", "sizes": [(4, 4), (5, 3)], "on": ["simulated"]}
+    with pytest.raises(GradientMismatchError) as error:
+        assert_matches_single_process(module, lambda x: module(x), x, steps=2, **more)
+    causes = [cause.name for cause in error.value.report.causes]
+    assert causes == ["scaled", "later step"] or causes == ["not reduced", "later step"], str(error.value)
+    with pytest.raises(ValueError, match="16 rows, expected tensors with 8 rows, the sum of sizes"):
+        assert_matches_single_process(module, lambda x: module(x), x, **more)
+    with pytest.raises(ValueError, match=r"8 rows, expected tensors with 16 rows, .* for each of 2 steps"):
+        assert_matches_single_process(module, lambda x: module(x), x[:8], steps=2, **more)
+    for steps, words in ((0, "steps: got 0, expected"), (1.5, "steps: got 1.5, expected")):
+        with pytest.raises((ValueError, TypeError), match=words):
+            assert_matches_single_process(module, lambda x: module(x), x, steps=steps, **more)
+    with pytest.raises(ValueError, match="steps: got 2 with mesh="):
+        assert_matches_single_process(module, module, x, steps=2, module=module, mesh={"dp": 2})
+
+
+def test_a_partner_that_is_right_for_two_and_three_ranks():
+    """The rows of the previous rank: for two ranks, of the other; for three, of the one after the next."""
+
+    def distributed(x):
+        n = dc.get_world_size()
+        pairs = [(r, (r + 1) % n) for r in range(n)] if n < 4 else [(r, r ^ 1) for r in range(n)]
+        return (x.sum() * dc.permute(x.sum(), pairs)).sin()
+
+    def single(x):
+        n = {8: 2, 12: 3, 16: 4}[len(x)]
+        sums = x.view(n, 4, 3).sum((1, 2))
+        return (sums * sums.roll(1)).sin().sum()
+
+    more = {"rank_reduction": "sum", "on": ["simulated"]}
+    assert assert_matches_single_process(distributed, single, rows, sizes=[(4, 4), (4, 4, 4)], **more).ok
+    with pytest.raises(GradientMismatchError) as error:
+        assert_matches_single_process(distributed, single, rows, sizes=[(4, 4), (4, 4, 4), (4,) * 4], **more)
+    cause = error.value.report.causes[-1]
+    assert cause.name == "more ranks" and cause.seen == "right with equal ranks up to 3, wrong with rows (4, 4, 4, 4)"
+
+
+def test_rows_in_another_order_hide_local_statistics():
+    """Moments of permuted rows are equal, and those of mirrored ones to second order."""
+    half = rows(4)
+
+    def local(x):
+        return ((x - x.mean(0)) ** 2).mean(0).sum() * len(x)
+
+    def whole(x):
+        return ((x - x.mean(0)) ** 2).mean(0).sum() * len(x)
+
+    for other in (half.flip(0), -half, -half.roll(1, 0)):
+        for batch in (torch.cat([half, other]), (torch.cat([half, other]), torch.arange(8) % 4 // 4)):
+            with pytest.raises(ValueError, match="the same rows, in another order or mirrored, on ranks 0 and 1"):
+                assert_matches_single_process(lambda x, *_: local(x), lambda x, *_: whole(x), batch, sizes=[(4, 4)])
+    # labels that are permuted beside other rows, or equal weights of permuted token ids, hide nothing
+    table = layer(4, 3, kind=nn.Embedding)
+
+    def loss(ids, weights):
+        return table(ids).sin().sum(1) @ weights
+
+    ids, ones = torch.tensor([0, 1, 2, 3, 3, 2, 1, 0]), torch.ones(8, dtype=torch.double)
+    more = {"rank_reduction": "sum", "sizes": [(4, 4)], "on": ["simulated"]}
+    assert assert_matches_single_process(loss, loss, (ids, ones), module=table, **more).ok
+    signs = torch.tensor([1.0, 1, -1, -1, 1, -1, -1, -1], dtype=torch.double)
+    assert assert_matches_single_process(lambda x: (x**3).sum(), lambda x: (x**3).sum(), signs, **more).ok

@@ -36,6 +36,8 @@ class Kind(str, Enum):
     AVERAGED = "averaged"
     WRONG_IN_DIRECTION = "wrong in direction"
     SECOND_ORDER = "second order"
+    LATER_STEP = "later step"
+    MORE_RANKS = "more ranks"
     UNEVEN = "uneven"
     EMPTY = "empty"
     NOT_REPLICATED = "not replicated"
@@ -163,6 +165,14 @@ CAUSES = {
         "a custom autograd.Function calls a collective in its backward that autograd does not see, or treats what "
         "depends on the input as a constant there",
         "write the backward with differentiable collectives",
+    ),
+    Kind.LATER_STEP: (
+        "what the first call keeps, such as a queue, a cache or running statistics, is not what one process keeps",
+        "look at what the call writes to the module, to attributes and to globals",
+    ),
+    Kind.MORE_RANKS: (
+        "neighbours, partners or offsets are right for few ranks alone: with two, each rank has one other",
+        "look at each index that is computed from the rank and the number of ranks",
     ),
     Kind.UNEVEN: ("a count or an offset is that of equal ranks", "use the sizes that the ranks have"),
     Kind.EMPTY: ("an empty rank skips a collective or divides by zero", "let every rank make the same calls"),

@@ -29,14 +29,15 @@ from diffcoll.testing.harness.differences import (
 from diffcoll.testing.harness.evidence import Evidence
 from diffcoll.testing.harness.hypotheses import HYPOTHESES, diagnose, not_replicated, part_of_sum
 from diffcoll.testing.harness.joint import JointGraph
-from diffcoll.testing.harness.matching import cuts_on_rank, undetached
 from diffcoll.testing.harness.measure import (
     Measurement,
     MeasurementPlan,
+    cuts_on_rank,
     leaves_of,
     objective,
     on_rank,
     run_on,
+    undetached,
 )
 from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.harness.report import Report, Table

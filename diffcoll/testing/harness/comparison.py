@@ -110,12 +110,15 @@ class Run:
     skipped: str = ""
     #: Whether the value may be right under another reduction than the gradients.
     any_value: bool = False
+    #: How many steps come before.
+    step: int = 0
 
     @property
     def title(self) -> str:
         """The kind of ranks and their rows, in words."""
         n = len(self.sizes)
-        return f"{self.on}, {n} rank{'s' * (n != 1)}, rows {', '.join(map(str, self.sizes))}"
+        step = f", step {self.step + 1}" if self.step else ""
+        return f"{self.on}, {n} rank{'s' * (n != 1)}, rows {', '.join(map(str, self.sizes))}{step}"
 
     @property
     def even(self) -> bool:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from diffcoll.engines.process_state import seed_rank
 from diffcoll.testing.cases import numbers, real_inner
-from diffcoll.testing.harness.measure import MeasurementPlan, leaves_of, objective, with_leaves
-from diffcoll.testing.harness.packing import Packed, Subject
+from diffcoll.testing.harness.measure import MeasurementPlan, leaves_of, objective, started, with_leaves
+from diffcoll.testing.harness.packing import Packed
 
 #: Distances in steps at which the losses are evaluated, after the point itself.
 STEPS = (1, -1, 2, -2)
@@ -120,16 +120,15 @@ def losses_along(
 
     The steps are multiplied by the scale.
     """
-    subject = packed.unpack()
-    points = leaves_of(part) + list(subject.parameters.values())
-    found = [_loss(subject, plan, rank, part, None)]
+    points = leaves_of(part) + list(packed.unpack().parameters.values())
+    found = [_loss(packed, plan, rank, part, None)]
     for direction in each:
         mine = points[direction.leaf] if direction.together or direction.rank == rank else None
         for k in STEPS:
             move = None
             if mine is not None:
                 move = direction.leaf, scale * k * size(mine) * direction.vector(mine.detach())
-            found.append(_loss(packed.unpack(), plan, rank, part, move))
+            found.append(_loss(packed, plan, rank, part, move))
     return found
 
 
@@ -140,7 +139,7 @@ def size(x: Tensor) -> float:
 
 
 def _loss(
-    subject: Subject,
+    packed: Packed,
     plan: MeasurementPlan,
     rank: int,
     part: object,
@@ -148,6 +147,7 @@ def _loss(
 ) -> float:
     """Evaluate the objective of this rank, with one of its tensors moved, on a new copy of a function with state."""
     seed_rank(plan.seed, rank)
+    subject = started(packed, plan, rank)
     with torch.inference_mode(False), torch.enable_grad():
         inputs = leaves_of(part)
         if move is not None:

@@ -8,7 +8,6 @@ row, so every rank has other cotangents.
 from __future__ import annotations
 
 import gc
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,13 +16,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diffcoll.core.torch_private.autograd import leaves_of_graph
-from diffcoll.core.torch_private.trees import tree_flatten, tree_paths
+from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.engines.simulated_moves import LostGradientWarning
 from diffcoll.testing.cases import numbers, real_inner
-from diffcoll.testing.harness.packing import Packed
+from diffcoll.testing.harness.cuts import Cuts, GraphCuts, Undetached
+from diffcoll.testing.harness.packing import Packed, Subject
 from diffcoll.testing.simulate import simulate
 from diffcoll.testing.spawn import spawn
 
@@ -178,7 +178,7 @@ def with_leaves(part: Any, inputs: Sequence[Tensor]) -> Any:
 
 def on_rank(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> Measurement:
     """Measure on this rank; all ranks run it."""
-    subject = packed.unpack()
+    subject = started(packed, plan, rank)
     with torch.inference_mode(False), torch.enable_grad():
         inputs, parameters = leaves_of(part), list(subject.parameters.values())
         if plan.move:
@@ -190,7 +190,8 @@ def on_rank(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> Meas
             with torch.no_grad():
                 for x in inputs + parameters:
                     x += torch.finfo(x.dtype).eps * x * noise(x)
-        before, held = subject.state, {name: x.clone() for name, x in subject.attributes.items()}
+        before = (packed.unpack() if packed.before else subject).state
+        held = {name: x.clone() for name, x in subject.attributes.items()}
         outputs = subject.call(with_leaves(part, inputs))
         total = objective(plan.weights(rank, outputs), outputs)
         others = _Others(total, inputs + parameters)
@@ -210,6 +211,24 @@ def on_rank(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> Meas
     xs = [x.detach().cpu() for x in inputs + parameters]
     scale = sum(float((g * x).abs().sum()) for g, x in zip(first.inputs + first.parameters, xs, strict=True))
     return Measurement(outputs, first, second, state, changed, scale)
+
+
+def started(packed: Packed, plan: MeasurementPlan, rank: int) -> Subject:
+    """Return a new copy after the steps that come before, each with its backward; all ranks run it."""
+    subject = packed.unpack()
+    parameters = list(subject.parameters.values())
+    for part in packed.before:
+        with torch.inference_mode(False), torch.enable_grad():
+            inputs = leaves_of(part)
+            outputs = subject.call(with_leaves(part, inputs))
+            total = objective(plan.weights(rank, outputs), outputs)
+            others = _Others(total, inputs + parameters)
+            _gradients(total, inputs, parameters)
+        del total, outputs
+        others.refuse()
+        for p in parameters:
+            p.grad = None
+    return subject
 
 
 def differs(x: Tensor, y: Tensor | None) -> bool:
@@ -278,39 +297,22 @@ def _detached(gradients: Gradients) -> Gradients:
     return Gradients([g.detach().cpu() for g in gradients.inputs], [g.detach().cpu() for g in gradients.parameters])
 
 
-def input_names(fn: Callable[..., Any], part: Any) -> list[str]:
-    """Return a name for each differentiable leaf: that of the function's argument, and the path within it."""
-    return _names_of(fn, part, differentiable)
+def cuts_on_rank(packed: Packed, part: Any) -> Cuts:
+    """Run the forward on this rank, and return its graph cuts."""
+    subject = started(packed, MeasurementPlan(), 0)
+    with torch.inference_mode(False), torch.enable_grad(), GraphCuts() as cuts:
+        subject.call(with_leaves(part, leaves_of(part)))
+    return cuts.found
 
 
-def tensor_names(fn: Callable[..., Any], part: Any) -> list[str]:
-    """Return a name for each tensor, constants too, in the same way."""
-    return _names_of(fn, part, lambda leaf: isinstance(leaf, (Tensor, Constant)))
+def undetached(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> Measurement:
+    """Measure on this rank, where the user's calls of `detach()` keep the graph."""
+    with Undetached():
+        return on_rank(packed, plan, rank, part)
 
 
-def named_tensors(fn: Callable[..., Any], part: Any) -> dict[str, Tensor]:
-    """Return the tensors by these names."""
-    leaves = [leaf.tensor if isinstance(leaf, Constant) else leaf for leaf in tree_flatten(part)[0]]
-    return dict(zip(tensor_names(fn, part), [leaf for leaf in leaves if isinstance(leaf, Tensor)], strict=True))
-
-
-def _names_of(fn: Callable[..., Any], part: Any, which: Callable[[Any], bool]) -> list[str]:
-    leaves = tree_flatten(part)[0]
-    paths = [path for path, leaf in zip(tree_paths(part), leaves, strict=True) if which(leaf)]
-    try:
-        called = fn.forward if isinstance(fn, nn.Module) else fn
-        arguments = [p.name for p in inspect.signature(called).parameters.values() if p.kind < p.VAR_POSITIONAL]
-    except (TypeError, ValueError):
-        arguments = []
-    if isinstance(part, (tuple, list)):
-        known = {f"[{i}]": name for i, name in enumerate(arguments)}
-        return [_named(path, known) for path in paths]
-    if isinstance(part, dict):
-        return [_named(path, {f"[{key!r}]": str(key) for key in part}) for path in paths]
-    return [f"{arguments[0] if arguments else 'x'}{path}" for path in paths]
-
-
-def _named(path: str, known: dict[str, str]) -> str:
-    """Replace the first index of a path by the name of an argument."""
-    head, bracket, rest = path.partition("]")
-    return known.get(head + bracket, f"argument{head + bracket}") + rest
+def outputs_on_rank(packed: Packed, part: Any) -> list[Tensor]:
+    """Run the forward on this rank."""
+    subject = started(packed, MeasurementPlan(), 0)
+    with torch.inference_mode(False), torch.enable_grad():
+        return [y.detach() for y in subject.call(with_leaves(part, leaves_of(part)))]

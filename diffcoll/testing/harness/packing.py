@@ -92,6 +92,8 @@ class Packed:
 
     data: bytes
     losses: tuple[int, ...] = ()
+    #: The parts of the batch of the steps that come before what is measured.
+    before: tuple[Any, ...] = ()
 
     def unpack(self) -> Subject:
         """Return a new copy."""

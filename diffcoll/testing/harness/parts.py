@@ -12,7 +12,8 @@ from torch import Tensor
 
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.trees import tree_flatten
-from diffcoll.testing.harness.measure import Constant, differentiable, input_names
+from diffcoll.testing.harness.measure import Constant, differentiable
+from diffcoll.testing.harness.names import input_names
 
 
 def marked(name: str, fn: Callable[..., Any], batch: Any, constant: Sequence[str]) -> Any:
@@ -69,22 +70,21 @@ def hides_tensors(leaf: Any) -> bool:
     return not isinstance(leaf, Tensor) and any(isinstance(x, Tensor) for x in held)
 
 
-def refuse_equal_ranks(name: str, argument: str, parts: Sequence[Any]) -> None:
-    """Raise if two ranks have the same rows, as far as both have rows."""
+def refuse_equal_ranks(name: str, argument: str, parts: Sequence[Any], in_any_order: bool = False) -> None:
+    """Raise if two ranks have the same rows, as far as both have rows; in_any_order: or mirrored or permuted ones."""
     tensors = [[t for t in tree_flatten(part)[0] if isinstance(t, Tensor) and t.numel()] for part in parts]
     for r, mine in enumerate(tensors):
         for s in range(r):
             pairs = [(a, b) for a, b in zip(mine, tensors[s], strict=False) if a.shape[1:] == b.shape[1:]]
-            if pairs and all(_same_rows(a, b) for a, b in pairs):
-                raise ValueError(
-                    message(
-                        name,
-                        argument,
-                        f"the same numbers on ranks {s} and {r}",
-                        "different ones on every rank, since equal ranks hide wrong gradients",
-                        "pass random numbers",
-                    )
+            same = bool(pairs) and all(_same_rows(a, b) for a, b in pairs)
+            moved = in_any_order and any(differentiable(a) and not _same_rows(a, b) for a, b in pairs)
+            alike = moved and all(_same_but_for_order(a, b) for a, b in pairs)
+            if same or alike:
+                got = f"the same {'numbers' if same else 'rows, in another order or mirrored,'} on ranks {s} and {r}"
+                expected = (
+                    f"different ones on every rank, since {'equal' if same else 'such'} ranks hide wrong gradients"
                 )
+                raise ValueError(message(name, argument, got, expected, "pass random numbers"))
 
 
 def _same_rows(a: Tensor, b: Tensor) -> bool:
@@ -92,3 +92,13 @@ def _same_rows(a: Tensor, b: Tensor) -> bool:
         return torch.equal(a, b)
     rows = min(len(a), len(b))
     return torch.equal(a[:rows], b[:rows])
+
+
+def _same_but_for_order(a: Tensor, b: Tensor) -> bool:
+    """Whether b has the rows of a, or their negatives, in any order."""
+
+    def ordered(x: Tensor) -> list[list[float]]:
+        x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
+        return sorted(x.unsqueeze(-1).flatten(1).double().tolist())
+
+    return a.shape == b.shape and a.dim() > 0 and ordered(b) in (ordered(a), ordered(-1.0 * a))

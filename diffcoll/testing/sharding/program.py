@@ -27,13 +27,12 @@ from diffcoll.testing.harness.measure import (
     Measurement,
     MeasurementPlan,
     differentiable,
-    input_names,
     leaves_of,
-    named_tensors,
     on_rank,
     run_on,
     with_leaves,
 )
+from diffcoll.testing.harness.names import input_names, named_tensors
 from diffcoll.testing.harness.packing import Packed, pack
 from diffcoll.testing.harness.parts import marked
 from diffcoll.testing.harness.report import Table

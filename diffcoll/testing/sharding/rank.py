@@ -22,11 +22,11 @@ from diffcoll.testing.harness.measure import (
     MeasurementPlan,
     differentiable,
     differs,
-    input_names,
     leaves_of,
     objective,
     with_leaves,
 )
+from diffcoll.testing.harness.names import input_names
 from diffcoll.testing.harness.packing import Packed, Subject
 from diffcoll.testing.sharding.placements import (
     SHARD,

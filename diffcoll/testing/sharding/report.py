@@ -16,7 +16,8 @@ from diffcoll.testing.harness.causes import OBSERVED, Kind, cause_of
 from diffcoll.testing.harness.comparison import largest_errors
 from diffcoll.testing.harness.cuts import Cuts, GraphCuts, Undetached
 from diffcoll.testing.harness.hypotheses import diagnose
-from diffcoll.testing.harness.measure import differentiable, named_tensors, run_on
+from diffcoll.testing.harness.measure import differentiable, run_on
+from diffcoll.testing.harness.names import named_tensors
 from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.harness.report import First, Report
 from diffcoll.testing.sharding.axes import MESH_HYPOTHESES, OfMesh
