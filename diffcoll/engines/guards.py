@@ -18,6 +18,11 @@ NO_GRAPHS = (
     "traced graphs; call the function without them, or compile on real processes (testing.spawn)"
 )
 
+#: What to do about a collective in a thread that a rank has started.
+OWN_THREAD = (
+    'call collectives in the rank\'s own thread, or run on real processes alone (testing.spawn; on=["gloo"] in checks)'
+)
+
 
 class _Here(threading.local):
     #: The simulated rank that it is.
@@ -41,6 +46,28 @@ def _renew() -> None:
 
 
 os.register_at_fork(after_in_child=_renew)
+
+
+class NotARankError(RuntimeError):
+    """A thread that is no rank called a collective while a world runs."""
+
+
+@contextmanager
+def uncaught() -> Iterator[list[NotARankError]]:
+    """Collect what ends a thread that a rank has started, and would be printed alone."""
+    found: list[NotARankError] = []
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if isinstance(args.exc_value, NotARankError):
+            found.append(args.exc_value)
+        else:
+            before(args)
+
+    before, threading.excepthook = threading.excepthook, hook
+    try:
+        yield found
+    finally:
+        threading.excepthook = before
 
 
 def here() -> Any:
@@ -79,7 +106,7 @@ def current(world: Any) -> Any:
             "under simulate(rules=True) call backward inside the function, and wait there for what it has started"
         )
     if me is None or me.world is not world:
-        raise RuntimeError(
+        raise NotARankError(
             "a collective of a simulated world was called from a thread that is not one of its ranks "
             "(the backward of CUDA tensors runs on such a thread); simulate on CPU tensors"
         )
@@ -158,9 +185,8 @@ def refuse_in_backward(operation: str) -> None:
     if me is None and world is None and not (_running or _backwards):
         return
     if me is None and world is None and _running:
-        raise RuntimeError(
-            f"{operation}: called while a simulated world runs, from a thread that is not one of its ranks; call "
-            "collectives in the rank's own thread"
+        raise NotARankError(
+            f"{operation}: called while simulated ranks run, from a thread that is not one of them; {OWN_THREAD}"
         )
     if world is None and (task := backward_at_work()) != -1:
         noted = _backwards.get(task)

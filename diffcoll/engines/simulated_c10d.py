@@ -33,7 +33,7 @@ from torch.distributed import distributed_c10d as c10d
 from typing_extensions import override
 
 from diffcoll.engines.c10d import use
-from diffcoll.engines.guards import NO_GRAPHS, here
+from diffcoll.engines.guards import NO_GRAPHS, OWN_THREAD, NotARankError, here
 from diffcoll.engines.local import engine_of
 from diffcoll.engines.meeting import LocalGroup
 from diffcoll.engines.simulated_group import SimulatedGroup
@@ -155,9 +155,9 @@ class _GroupsOfThread:
                 raise RuntimeError(f"torch.distributed: {NO_GRAPHS}")
             return _here.groups
         if here() is None and threading.current_thread() not in self._threads:
-            raise RuntimeError(
+            raise NotARankError(
                 "torch.distributed: called while simulate(torch_distributed=True) runs, from a thread that is not one "
-                "of its ranks; call it in the rank's own thread"
+                f"of its ranks; {OWN_THREAD}"
             )
         return self._before
 

@@ -124,7 +124,7 @@ class World:
             rank.start()
         self.running = True
         self._ready.extend(self._ranks)
-        with shared_forward_mode(), guards.running(), one_profiler(guards.here):
+        with shared_forward_mode(), guards.running(), one_profiler(guards.here), guards.uncaught() as of_threads:
             try:
                 self._give_turn()
                 self._until_over()
@@ -140,6 +140,8 @@ class World:
         ranks, self._ranks = self._ranks, []  # results may refer to the world, which must not refer to them
         for rank in ranks:
             rank.join()
+        if of_threads:
+            raise of_threads[0]
         if self.failures:
             number, error = self.failures[0]
             if hasattr(error, "add_note"):  # Python 3.11 and later

@@ -415,7 +415,7 @@ WRONG = {
     "no result": (dict(single=lambda x: "loss"), "distributed returned 1 outputs, single 0"),
     "numbers of outputs": (dict(distributed=lambda x: [loss(x)] * (1 + dc.get_rank())), r"returned \[1, 2\] outputs"),
     "not picklable": (
-        dict(distributed=lambda x, lock=threading.Lock(): loss(x)),  # noqa: B008
+        dict(distributed=lambda x, each=(i for i in range(3)): loss(x)),
         "distributed: cannot be copied for each rank .* create what cannot be pickled",
     ),
 }

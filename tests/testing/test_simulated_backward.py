@@ -233,7 +233,7 @@ def test_a_thread_that_a_rank_starts():
     said = []
 
     def other():
-        with pytest.raises(RuntimeError, match="all_reduce: called while a simulated world runs, from a thread"):
+        with pytest.raises(RuntimeError, match="all_reduce: called while simulated ranks run, from a thread"):
             dc.all_reduce(torch.ones(1))
         said.append(True)
 

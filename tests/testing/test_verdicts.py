@@ -6,16 +6,19 @@ causes that must be named, and those that must not be, because something else is
 
 import dataclasses
 import os
+import threading
+import weakref
 from collections import OrderedDict
 
 import pytest
 import torch
+import torch.distributed as dist
 from programs import cached_rank
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Partial, Shard
 
 import diffcoll as dc
-from diffcoll.testing import GradientMismatchError, assert_matches_single_process, check_gradients
+from diffcoll.testing import GradientMismatchError, assert_matches_single_process, check_gradients, simulate
 
 EVEN, UNEVEN = [(4, 4)], [(4, 4), (5, 3), (5, 0, 3)]
 
@@ -829,3 +832,106 @@ def test_rows_in_another_order_hide_local_statistics():
     assert assert_matches_single_process(loss, loss, (ids, ones), module=table, **more).ok
     signs = torch.tensor([1.0, 1, -1, -1, 1, -1, -1, -1], dtype=torch.double)
     assert assert_matches_single_process(lambda x: (x**3).sum(), lambda x: (x**3).sum(), signs, **more).ok
+
+
+# ── what simulated ranks cannot run, and what is stated otherwise ────────────────────────────────────────
+
+
+def test_a_collective_in_a_thread_that_a_rank_starts():
+    """Its error would be lost, and the check would find a wrong number; on processes the program is right."""
+
+    def distributed(x):
+        total = [x.detach().sum(0)]
+        thread = threading.Thread(target=lambda: dist.all_reduce(total[0]))
+        thread.start()
+        thread.join()
+        return (x * total[0]).sum()
+
+    def single(x):
+        return (x * x.detach().sum(0)).sum()
+
+    more = {"rank_reduction": "sum", "sizes": [(4, 4)]}
+    with pytest.raises(RuntimeError, match=r"from a thread that is not one of its ranks; .*on=\[\"gloo\"\]"):
+        assert_matches_single_process(distributed, single, rows, **more, on=["simulated"])
+    assert assert_matches_single_process(distributed, single, rows, **more, on=["gloo"]).ok
+
+    def library(x):
+        thread = threading.Thread(target=lambda: dc.all_reduce(x))
+        thread.start()
+        thread.join()
+
+    before = threading.excepthook
+    with pytest.raises(RuntimeError, match=r"all_reduce: called while simulated ranks run, from a thread that is not"):
+        simulate(library, [torch.ones(2), torch.ones(2)], rules=True)
+    assert threading.excepthook is before
+
+
+def test_the_error_of_another_thread_is_printed_as_ever(monkeypatch):
+    """What ends a thread for another reason is the affair of whoever looks at it."""
+    seen = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_value))
+
+    def fn(x):
+        thread = threading.Thread(target=lambda: 1 / 0)
+        thread.start()
+        thread.join()
+        return dc.all_reduce(x)
+
+    assert [float(y) for y in simulate(fn, [torch.tensor(1.0), torch.tensor(2.0)])] == [3.0, 3.0]
+    assert [type(error) for error in seen] == [ZeroDivisionError] * 2
+
+
+class Held(nn.Module):
+    """Holds what pickle refuses."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = layer(3, 2)
+        self.lock, self.again, self.event = threading.Lock(), threading.RLock(), threading.Event()
+        self.parent, self.gone = weakref.ref(self), weakref.ref(nn.Linear(1, 1))
+
+    def forward(self, x):
+        with self.lock, self.again:
+            assert self.parent() is self and self.gone() is None and not self.event.is_set()
+            return self.linear(x)
+
+
+@pytest.mark.parametrize("on", ["simulated", "gloo"])
+@pytest.mark.parametrize("make", [Held, lambda: torch.jit.script(layer(3, 2))], ids=["locks", "script"])
+def test_modules_that_pickle_refuses(make, on):
+    module = make()
+
+    def loss(x):
+        return module(x).sin().sum()
+
+    more = {"module": module, "rank_reduction": "sum", "sizes": [(5, 3)]}
+    report = assert_matches_single_process(loss, loss, rows, **more, on=[on])
+    assert any(row.what.endswith("weight") for row in report.tables[0].rows)
+
+
+def test_programs_that_a_mesh_states():
+    """Outputs that every rank has whole, tensors that no rank has a part of, and one loss on all ranks."""
+    with pytest.raises(ValueError, match="16 rows on all ranks together, single 8 rows; if every rank returns"):
+        assert_matches_single_process(
+            lambda x: dc.all_gather(x, sizes="auto"), lambda x: x * 1, rows, sizes=[(4, 4)], on=["simulated"]
+        )
+    with pytest.raises(ValueError, match=r"a tensor with 3 rows, .* or, with mesh=, in placements="):
+        assert_matches_single_process(
+            lambda x, w: (x @ w).sum(), lambda x, w: (x @ w).sum(), (rows(8), rows(3)), sizes=[(4, 4)]
+        )
+    first, second = layer(3, 4), layer(4, 3, bias=False)
+
+    def parallel(x):
+        """Half of the hidden units on each rank; what its ranks sum belongs to the same rows."""
+        n, r = dc.get_world_size(), dc.get_rank()
+        w, b, v = first.weight.chunk(n)[r], first.bias.chunk(n)[r], second.weight.chunk(n, 1)[r]
+        return dc.all_reduce((x @ w.T + b).tanh() @ v.T, grad_placement="replicate").square().sum()
+
+    def whole(x):
+        return second(first(x).tanh()).square().sum()
+
+    more = {"module": (first, second), "on": ["simulated"]}
+    with pytest.raises(GradientMismatchError, match=r"tensor parallelism\), state it with mesh="):
+        assert_matches_single_process(parallel, whole, rows, **more, sizes=[(4, 4)])
+    sums = {"x": {"tp": Partial()}, **{f"module[{i}].*": {"tp": Partial()} for i in range(2)}}
+    assert assert_matches_single_process(parallel, whole, rows(8), **more, mesh={"tp": 2}, placements=sums).ok

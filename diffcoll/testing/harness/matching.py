@@ -143,7 +143,10 @@ class Matching:
                 remedy = "pass parameters by module=, and other numbers as Python numbers"
                 raise ValueError(message(self.name, "batch", "a 0-d tensor", expected, remedy))
             if len(t) != total:
-                remedy = "pass other sizes, or the batch as a function of its number of rows"
+                remedy = (
+                    "pass other sizes, or the batch as a function of its number of rows; what has no row for each row "
+                    "of the batch belongs in a closure, in module=, or, with mesh=, in placements="
+                )
                 raise ValueError(message(self.name, "batch", f"a tensor with {len(t)} rows", expected, remedy))
         self._wholes[total] = marked(self.name, self.distributed.unpack().fn, whole, self.constant)
         return self._wholes[total]

@@ -139,7 +139,10 @@ def _check_outputs(of_ranks: Sequence[Sequence[int]], outputs: Sequence[Tensor])
         got = "a 0-d loss" if max(rows) < 0 else f"{sum(rows)} rows"
         expected = f"{len(y)} rows" if y.dim() else "a 0-d loss"
         if min(rows) < 0 <= max(rows) or got != expected:
-            raise ValueError(f"output {i}: distributed returned {got} on all ranks together, single {expected}")
+            hint = ""
+            if y.dim() and set(rows) == {len(y)}:
+                hint = "; if every rank returns the whole output, state it with mesh= and placements="
+            raise ValueError(f"output {i}: distributed returned {got} on all ranks together, single {expected}{hint}")
 
 
 @dataclass(frozen=True)

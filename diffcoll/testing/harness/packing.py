@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import io
 import pickle
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from types import ModuleType
@@ -22,6 +25,9 @@ from diffcoll.core.torch_private.tensors import has_hooks
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing._calls import missing
 from diffcoll.testing.pickling import dumps
+
+#: Types of locks, and what makes a new one.
+_LOCKS: dict[type, Callable[[], Any]] = {type(make()): make for make in (threading.Lock, threading.RLock)}
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,24 @@ def _reduce(obj: Any) -> Any:
     cls = getattr(obj, "__self__", None)
     if isinstance(cls, type) and issubclass(cls, Function) and getattr(obj, "__name__", "") == "apply":
         return getattr, (cls, "apply")  # else its code is copied, which some releases cannot
+    # What modules hold beside tensors: each rank's copy has locks of its own, and refers to its own copies.
+    if type(obj) in _LOCKS:
+        return _LOCKS[type(obj)], ()
+    if type(obj) is weakref.ref:
+        return weakref.ref, (obj() if obj() is not None else _Gone(),)
+    if isinstance(obj, torch.jit.ScriptModule):
+        buffer = io.BytesIO()
+        torch.jit.save(obj, buffer)
+        return _scripted, (buffer.getvalue(),)
     return NotImplemented
+
+
+class _Gone:
+    """What a dead reference refers to: it is collected at once."""
+
+
+def _scripted(data: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]
 
 
 def _modules(name: str, module: Any) -> dict[str, nn.Module | Tensor]:

@@ -132,11 +132,14 @@ def parsed_placements(placements: object, mesh: Mesh) -> dict[str, Placement]:
 
 
 def said_of(placements: Mapping[str, Placement], name: str) -> Placement | None:
-    """Return what is said of a tensor: by its name, by the argument that holds it, else by the first pattern."""
+    """Return what is said of a tensor: by its name, by the argument that holds it, else by the first pattern.
+
+    In patterns * and ? are special; brackets are those of names, such as module[0].weight.
+    """
     for key in (name, name.partition("[")[0], name.partition(".")[0]):
         if key in placements:
             return placements[key]
-    return next((said for key, said in placements.items() if fnmatchcase(name, key)), None)
+    return next((said for key, said in placements.items() if fnmatchcase(name, key.replace("[", "[[]"))), None)
 
 
 def refuse_unused(operation: str, placements: Mapping[str, Placement], names: Sequence[str]) -> None:
