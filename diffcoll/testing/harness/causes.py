@@ -23,6 +23,7 @@ class Kind(str, Enum):
     NO_REDUCTION = "no reduction"
     SCALED_DIFFERENTLY = "scaled differently"
     MEAN_OF_LOCAL_MEANS = "mean of local means"
+    LEFT_OUT = "left out"
     NO_CONTRIBUTION = "no contribution"
     LOCAL_SLICE = "local slice"
     NOT_REDUCED = "not reduced"
@@ -111,6 +112,10 @@ CAUSES = {
     Kind.MEAN_OF_LOCAL_MEANS: (
         "each rank divides by its own number of rows or tokens, so those of small ranks count more",
         "divide by the number of all ranks (diffcoll.global_mean, or GradientAverager with weights)",
+    ),
+    Kind.LEFT_OUT: (
+        "a slice, a mask or a loop over ranks leaves rows out, or another rank's rows stand in their place",
+        "look at which rows of each rank enter the loss",
     ),
     Kind.NO_CONTRIBUTION: (
         "the tensor is detached on this rank, or replaced by its gathered copy, which has no gradient",

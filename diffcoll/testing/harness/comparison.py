@@ -51,10 +51,15 @@ class Quantity:
     #: The part of the unit that an error in each row is relative to.
     rows: float | Tensor = 1.0
 
+    @property
+    def mismatched(self) -> bool:
+        """Whether the shapes differ."""
+        return self.got.shape != self.wanted.shape
+
     @cached_property
     def errors(self) -> Tensor:
         """|got − wanted| / (unit · rows); inf if shapes differ or a value is not finite."""
-        if self.got.shape != self.wanted.shape:
+        if self.mismatched:
             return torch.full((1,), math.inf)
         if not differentiable(self.wanted):
             return torch.where(self.got == self.wanted.to(self.got.dtype), 0.0, math.inf)
@@ -267,6 +272,11 @@ def rows(wanted: Tensor, unit: float) -> float | Tensor:
         return 1.0
     of_rows = wanted.detach().abs().double().flatten(1).amax(1) / unit
     return of_rows.clamp(_SMALL_ROW, 1.0).view(-1, *[1] * (wanted.dim() - 1))
+
+
+def busy(gradient: Tensor) -> Tensor:
+    """Return which rows are not zero."""
+    return gradient.flatten(1).any(1) if gradient.dim() > 1 else gradient != 0
 
 
 def together(ys: Sequence[Tensor], wanted: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from diffcoll.testing.harness.case import Case, Finding
 from diffcoll.testing.harness.causes import Kind, cause_of
-from diffcoll.testing.harness.comparison import Quantity, is_near, multiple
+from diffcoll.testing.harness.comparison import Quantity, busy, is_near, multiple
 from diffcoll.testing.harness.report import Cause, ratio_in_words
 
 #: A quantity is nearly right if its relative error is below this.
@@ -125,11 +125,15 @@ def _scaled(case: Case) -> Iterator[Finding]:
     groups: dict[float, list[str]] = {}
     for name in case.left("gradient"):
         ratio = case.ratio(name)
-        single = sum(q.got.numel() for q in case.of(name)) == 1
-        if ratio and (case.is_power(ratio / case.factor) if single else not is_near(ratio, 1.0, _LITTLE)):
+        # A single number is a multiple of any other, and the gradient of another loss may be one.
+        single = sum(int(((q.got != 0) | (q.wanted != 0)).sum()) for q in case.of(name) if not q.mismatched) == 1
+        if ratio and (
+            case.is_power(ratio / case.factor) if single or case.values_differ else not is_near(ratio, 1.0, _LITTLE)
+        ):
             like = next((other for other in groups if is_near(ratio, other, case.tolerance)), ratio)
             groups.setdefault(like, []).append(name)
-    right = any(q.ok and q.wanted.any() for q in case.quantities if q.group == "gradient")
+    # A gradient that is zero but for rounding is right whatever it is multiplied by.
+    right = any(q.ok and not q.times(case.size).ok for q in case.quantities if q.group == "gradient")
     for ratio, names in groups.items():
         twice = bool(case.rank_reduction) and right and is_near(ratio, case.size, case.tolerance)
         words = f"{in_list(names)}: {case.scaled(ratio, case.witness.reference)}; right in direction"
@@ -146,9 +150,10 @@ def _value_scaled(case: Case) -> Iterator[Finding]:
 
 
 def nearly_right(case: Case) -> Iterator[Finding]:
-    """The error is small."""
-    names = [name for name in case.left() if all(q.ok or q.error < _LITTLE for q in case.of(name))]
-    if names:
+    """All errors are small; beside a large one, a small one has the same cause."""
+    names = case.left()
+    little = all(q.ok or q.error < _LITTLE for name in names for q in case.of(name))
+    if names and little and not (case.left("value", "output") and case.witness.local_statistics):
         most = max((q for name in names for q in case.of(name) if not q.ok), key=lambda q: q.error)
         words = f"{in_list(names)}: off by {most.error:.1e}, {most.most_allowed or 0.0:.1e} is allowed"
         yield Finding(Kind.NEARLY_RIGHT, names, words)
@@ -177,6 +182,25 @@ def some_rows(case: Case) -> Iterator[Finding]:
         words = "; ".join(of_names[name] for name in names)
         factor = "" if ratio is None else f", {ratio_in_words(ratio, case.size)} times the right one"
         yield Finding(Kind.SOME_ROWS, names, f"{words}: wrong{factor}; the larger rows are right")
+
+
+def _left_out(case: Case) -> Iterator[Finding]:
+    """Rows that count on one process have no effect on the losses of the ranks."""
+    names: list[str] = []
+    where: list[str] = []
+    for name in case.left("gradient") if case.values_differ else []:
+        lost = [
+            f"row {row} on rank {q.rank}"
+            for q in case.of(name)
+            if q.rank is not None and not q.mismatched
+            for row in (busy(q.wanted) & ~busy(q.got)).nonzero().flatten().tolist()
+        ]
+        if lost and (found := case.witness.evidence.cause(_short(name))) and found[0] == Kind.CONSISTENT:
+            names.append(name)
+            where = where or [*lost[:5], *["…"] * (len(lost) > 5)]
+    if names and case.witness.local_statistics is None:
+        seen = f"{in_list(names)}: no effect on the losses of the ranks: {', '.join(where)}"
+        yield Finding(Kind.LEFT_OUT, names + case.left("value", "output"), seen)
 
 
 def zero(case: Case) -> Iterator[Finding]:
@@ -236,14 +260,17 @@ def _other_values(case: Case) -> Iterator[Finding]:
 
 def _mistakes(case: Case) -> Iterator[Finding]:
     """Compare with what common mistakes give, by finite differences."""
-    groups: dict[tuple[Kind, str], list[str]] = {}
-    for name in case.left("gradient"):
-        if found := case.witness.evidence.cause(_short(name)):
-            groups.setdefault(found, []).append(name)
-    for (kind, seen), names in groups.items():
+    for (kind, seen), names in _by_evidence(case).items():
         if kind != Kind.CONSISTENT:
             yield Finding(kind, names, f"{in_list(names)}: {seen}")
-        elif not case.rank_reduction:
+
+
+def _consistent(case: Case) -> Iterator[Finding]:
+    """The gradient is that of the losses which the ranks return."""
+    for (kind, seen), names in _by_evidence(case).items():
+        if kind != Kind.CONSISTENT:
+            continue
+        if not case.rank_reduction:
             yield Finding(Kind.SCALED, names, f"{in_list(names)}: {seen}")
         elif not case.has(*_OTHER):
             words = f"{in_list(names)}: not the gradient of one process; {seen}"
@@ -254,8 +281,16 @@ def _mistakes(case: Case) -> Iterator[Finding]:
                 yield Finding(Kind.STOP_GRADIENT if stopped else Kind.ANOTHER_GRADIENT, names, words)
 
 
-def _scaled_differently(case: Case) -> Iterator[Finding]:
+def _by_evidence(case: Case) -> dict[tuple[Kind, str], list[str]]:
+    groups: dict[tuple[Kind, str], list[str]] = {}
     for name in case.left("gradient"):
+        if found := case.witness.evidence.cause(_short(name)):
+            groups.setdefault(found, []).append(name)
+    return groups
+
+
+def _scaled_differently(case: Case) -> Iterator[Finding]:
+    for name in case.left("gradient") if not case.has(*_OTHER) else []:
         ratios = case.ratios(name)
         several = any(q.got.numel() > 1 for q in case.of(name))  # a single number is a multiple of any other
         if several and None not in ratios and all(ratio is not None for ratio in ratios.values()):
@@ -277,7 +312,7 @@ def _second_order(case: Case) -> Iterator[Finding]:
 
 
 #: Where values are others, gradients are too, and need no further words.
-_OTHER = (Kind.LOCAL_STATISTICS, Kind.ANOTHER_LOSS)
+_OTHER = (Kind.LOCAL_STATISTICS, Kind.ANOTHER_LOSS, Kind.LEFT_OUT)
 
 HYPOTHESES: Sequence[Callable[[Case], Iterator[Finding]]] = (
     _detached,
@@ -289,12 +324,14 @@ HYPOTHESES: Sequence[Callable[[Case], Iterator[Finding]]] = (
     _no_reduction,
     _scaled,
     some_rows,
-    nearly_right,
+    _left_out,
     zero,
     restored,
     _mean_of_local_means,
-    _other_values,
     _mistakes,
+    nearly_right,
+    _other_values,
+    _consistent,
     _scaled_differently,
     _wrong_in_direction,
     _second_order,

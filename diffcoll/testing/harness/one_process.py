@@ -116,7 +116,8 @@ class _OneProcess(Witness):
         """Whether the distributed code takes statistics of each rank's rows alone, in words; None: it does not.
 
         Either each rank returns what one process returns for the rank's rows alone, or what is wrong with equally many
-        rows on all ranks is right as soon as all ranks have the same rows, each in another order.
+        rows on all ranks is right as soon as all ranks have the same rows, each in another order, and each rank's
+        result is that of its own rows, wherever they are: with the ranks in reverse order it is the same.
         """
         run, matching, n = self._run, self._matching, self._size
         if run.step:
@@ -136,6 +137,9 @@ class _OneProcess(Witness):
             if all(_same(mine, other, wrong) for mine, other in zip(busy, alone, strict=True)):
                 return "each rank returns what one process returns for the rank's own rows"
             if not run.even:
+                return None
+            swapped = self._on_ranks(on_rank, [plan] * n, range(n), self.parts[::-1])
+            if not all(_same(mine, other, wrong) for mine, other in zip(swapped[::-1], run.measured, strict=True)):
                 return None
             first = self.parts[0]
             parts = [rolled(first, r) for r in range(n)]
