@@ -222,9 +222,9 @@ def _counts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     for name, x in tensors.items():
         if x.dim():
             found[f"the rows of {name}"] = len(x)
-        if x.dtype == torch.bool or (differentiable(x) and bool(((x == 0) | (x == 1)).all())):
+        if bool(((x == 0) | (x == 1)).all()):  # a mask
             found[f"the ones of {name}"] = int((x != 0).sum())
-        elif not differentiable(x):
+        if not differentiable(x) and x.dtype != torch.bool:
             found[f"the labels of {name}"] = int((x >= 0).sum())
     return found
 
