@@ -22,6 +22,7 @@ from diffcoll.core.torch_private.tensors import BatchNormBase
 from diffcoll.core.torch_private.tracing import is_jit_tracing
 from diffcoll.core.torch_private.transforms import without_transforms
 from diffcoll.engines.types import Group
+from diffcoll.nn.convention import same_options
 from diffcoll.nn.normalize import batch_norm
 
 _NAME = "SyncBatchNorm"
@@ -116,6 +117,8 @@ class SyncBatchNorm(BatchNormBase):
             return functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
+        options = {"eps": self.eps, "momentum": self.momentum, "weight": self.weight, "bias": self.bias}
+        same_options("SyncBatchNorm", self.group, **options)
         track = partial(self._track, x.shape)
         return batch_norm(x, self.weight, self.bias, self.eps, self.group, track)
 

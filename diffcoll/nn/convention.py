@@ -29,14 +29,18 @@ def check_rank_reduction(name: str, rank_reduction: object) -> None:
 
 
 def check_options(name: str, group: Group, rank_reduction: object, **options: object) -> None:
-    """Raise unless `rank_reduction` is "mean" or "sum", and in check mode unless all ranks have the same options.
-
-    Ranks whose options differ send the same messages, and compute parts of different losses. The numbers of tensors are
-    not compared.
-    """
+    """Raise unless `rank_reduction` is "mean" or "sum", and in check mode unless all ranks have the same options."""
     check_rank_reduction(name, rank_reduction)
+    same_options(name, group, **options, rank_reduction=rank_reduction)
+
+
+def same_options(name: str, group: Group, **options: object) -> None:
+    """In check mode, raise unless all ranks have the same options.
+
+    Ranks whose options differ send the same messages, and compute parts of different results. The numbers of tensors
+    are not compared.
+    """
     if checks.is_on() and not torch.compiler.is_compiling():
-        options["rank_reduction"] = rank_reduction
         facts = {key: "tensor" if isinstance(x, Tensor) else x for key, x in options.items()}
         words = ", ".join(f"{key}={x!r}" for key, x in facts.items())
         checks.compare(resolve(group, name), (name, facts), f"{name}({words}) at {user_line()}")

@@ -15,6 +15,7 @@ from torch import Tensor
 from diffcoll.core import expect
 from diffcoll.core.dtypes import FLOATS, wider
 from diffcoll.core.errors import message
+from diffcoll.core.torch_private.transforms import is_eager
 from diffcoll.engines.types import Group
 from diffcoll.nn.convention import RankReduction, check_options, returned
 from diffcoll.nn.logits import normalized
@@ -100,6 +101,11 @@ def scalar(name: str, argument: str, x: Tensor | float, like: Tensor, positive: 
         if x.numel() != 1 or not x.is_floating_point():
             got = f"a {x.dtype} tensor of shape {tuple(x.shape)}"
             raise ValueError(message(name, argument, got, expected, "one value serves all pairs"))
+        # Reading a number of another device would wait for it, and one that is traced has none.
+        readable = positive and x.device.type == "cpu" and not torch.compiler.is_compiling() and is_eager(x)
+        if readable and float(x.detach()) <= 0:
+            got = f"a tensor with {float(x.detach())}"
+            raise ValueError(message(name, argument, got, "a number above 0", "logits are divided by it"))
         return x.reshape(()).to(like.device, like.dtype)
     if not expect.is_number(x):
         raise TypeError(message(name, argument, type(x).__name__, expected))

@@ -29,6 +29,7 @@ from diffcoll.core.dtypes import wider
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_rank, get_world_size
 from diffcoll.engines.types import Group
+from diffcoll.nn.convention import same_options
 from diffcoll.nn.followers import sent
 
 
@@ -84,6 +85,7 @@ def moments(
     name = "moments"
     _check_real(name, x)
     reduced = _dims(name, dim, x)
+    same_options(name, group, dim=reduced, weight=weight, keepdim=keepdim)
     shape = [1 if d in reduced else size for d, size in enumerate(x.shape)]
     row, c = row_of(x, reduced) if weight is None else _weighted_row(x, reduced, _weight(name, weight, x))
     results = merged(sent(name, partial(gathered, group=group), row, row.requires_grad, group), c)
@@ -130,6 +132,7 @@ def weighted_mean(
     name = "weighted_mean"
     expect.floating(name, "x", x, "x.float() is one", or_complex=True)
     reduced = _dims(name, dim, x)
+    same_options(name, group, dim=reduced, weight=weight)
     values = x.to(wider(x.dtype))
     if weight is None:
         n = prod([x.shape[d] for d in reduced])

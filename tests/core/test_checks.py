@@ -155,6 +155,15 @@ DISAGREEMENTS |= {
         r"rank 1: iou_loss\(.*smooth=1.0",
     ),
     "number of a module": (lambda odd: dc.nn.VICRegLoss(eps=1e-4 * (1 + odd))(x_(4, 2), -x_(4, 2)), "eps=0.0002"),
+    "eps of a layer": (
+        lambda odd: dc.nn.SyncBatchNorm(2, eps=1e-3 if odd else 1e-5).double()(x_(4, 2)),
+        r"rank 1: SyncBatchNorm\(eps=0.001, momentum=0.1, weight='tensor', bias='tensor'\)",
+    ),
+    "dims of moments": (lambda odd: F.moments(x_(3, 3), int(odd)), r"rank 1: moments\(dim=\(1,\), weight=None"),
+    "weights of a mean": (
+        lambda odd: F.weighted_mean(x_(3), weight=torch.ones(3) if odd else None),
+        r"rank 1: weighted_mean\(dim=\(0,\), weight='tensor'\)",
+    ),
 }
 
 DISAGREEMENTS |= {

@@ -73,6 +73,11 @@ def test_invalid_arguments():
         ValueError, match=r"info_nce_loss: temperature: got 0, expected a number above 0; logits are divided"
     ):
         info_nce_loss(x, x, temperature=0)
+    with pytest.raises(ValueError, match=r"temperature: got a tensor with -0\.5, expected a number above 0"):
+        info_nce_loss(x, x, temperature=torch.tensor([-0.5], requires_grad=True))
+    assert info_nce_loss(x, x, temperature=torch.tensor(float("nan"))).isnan()
+    gradient = torch.func.grad(lambda t: info_nce_loss(x, x, temperature=t))(torch.tensor(0.5))
+    assert gradient.isfinite()  # a number that is differentiated so is not read
     with pytest.raises(
         ValueError, match=r"info_nce_loss: positive: got shape \(1, 3\), expected shape \(2, 3\), as query"
     ):
