@@ -63,16 +63,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("ranks")
     if marker is None:
         return
-    name = metafunc.definition.nodeid
-    if inspect.iscoroutinefunction(metafunc.function) or inspect.isasyncgenfunction(metafunc.function):
-        pytest.fail(
-            f"{name}: ranks: got an async test, expected a plain function; call asyncio.run() in its body",
-            pytrace=False,
-        )
     try:
-        runs = _runs(*marker.args, option=metafunc.config.getoption("--ranks"), **marker.kwargs)
-    except (TypeError, ValueError) as error:
-        pytest.fail(f"{name}: pytest.mark.ranks: {error}", pytrace=False)
+        runs = _runs(marker, metafunc.function, metafunc.config)
+    except ValueError:
+        return  # pytest_runtest_setup raises it: here it would keep the tests of the whole file from running
     pinned = len({run.kind for run in runs}) > 1
     ids = [f"{run.size} rank{'s' * (run.size > 1)}{f' on {run.kind}' * pinned}" for run in runs]
     metafunc.fixturenames.append("_ranks")
@@ -84,13 +78,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         plugins.register(plugin.Plugin(metafunc.config), "diffcoll.testing.plugin")
 
 
-def _runs(*sizes: Any, option: str, on: Any = None, timeout: float = 60) -> list[Ranks]:
-    """Return what the arguments of a marker mean."""
+def _runs(marker: pytest.Mark, function: Callable[..., Any], config: pytest.Config) -> list[Ranks]:
+    """Return what a marker means; ValueError: its arguments or the function are wrong."""
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise ValueError("got an async test, expected a plain function; call asyncio.run() in its body")
+    sizes, more = marker.args, {"on": None, "timeout": 60, **marker.kwargs}
+    on, timeout = more.pop("on"), more.pop("timeout")
+    if more:
+        got = ", ".join(f"{name}={value!r}" for name, value in more.items())
+        raise ValueError(f"got {got}, expected numbers of ranks, on= and timeout=, e.g. ranks(2, 3, on='gloo')")
     if not sizes or not all(type(n) is int and n > 0 for n in sizes):
         raise ValueError(f"got sizes {list(sizes)}, expected one or more numbers of ranks, e.g. ranks(2, 3)")
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 1e6:
         raise ValueError(f"timeout: got {timeout!r}, expected a number of seconds above 0, at most a million")
-    kinds = [option] if on is None else [on] if isinstance(on, str) else list(on)
+    kinds = config.getoption("--ranks") if on is None else on
+    kinds = list(kinds) if isinstance(kinds, (list, tuple)) else [kinds]
     if not kinds or any(kind not in KINDS for kind in kinds):
         raise ValueError(f"on: got {on!r}, expected one or more of {', '.join(map(repr, KINDS))}")
     return [Ranks(n, kind, timeout) for n in dict.fromkeys(sizes) for kind in dict.fromkeys(kinds)]
@@ -99,14 +101,18 @@ def _runs(*sizes: Any, option: str, on: Any = None, timeout: float = 60) -> list
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Refuse what carries the marker and would run once, without ranks."""
-    if item.get_closest_marker("ranks") is None or ranks_of(item) is not None:
+    marker = item.get_closest_marker("ranks")
+    if marker is None or ranks_of(item) is not None or not isinstance(item, pytest.Function):
         return
-    if isinstance(item, pytest.Function):
-        pytest.fail(
-            "pytest.mark.ranks: got a method of unittest.TestCase, or a marker that was added after collection or "
-            "with pytest.param, expected a decorator of a test function, of a plain class, or pytestmark",
-            pytrace=False,
-        )
+    text = (
+        "got a method of unittest.TestCase, or a marker that was added after collection or with pytest.param, expected "
+        "a decorator of a test function, of a plain class, or pytestmark"
+    )
+    try:
+        _runs(marker, item.function, item.config)
+    except ValueError as error:
+        text = str(error)
+    pytest.fail(f"pytest.mark.ranks: {text}", pytrace=False)
 
 
 def ranks_of(item: pytest.Item) -> Ranks | None:

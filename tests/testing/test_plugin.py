@@ -2,7 +2,6 @@
 
 import multiprocessing.popen_forkserver
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -539,20 +538,25 @@ def test_wide(wide): pass
     assert "ScopeMismatch" in text["test_wide[2 ranks]"]
 
 
-@pytest.mark.parametrize(
-    ("marker", "error"),
-    [
-        ("ranks()\n", r"got sizes \[\], expected one or more numbers of ranks, e.g. ranks\(2, 3\)"),
-        ("ranks(2, 0)\n", r"got sizes \[2, 0\]"),
-        ("ranks(2, on='tcp')\n", "on: got 'tcp', expected one or more of 'simulated', 'gloo', 'mpi', 'nccl'"),
-        ("ranks(2, timeout=0)\n", "timeout: got 0, expected a number of seconds"),
-        ("ranks(2, kind='gloo')\n", "unexpected keyword argument 'kind'"),
-        ("ranks(2)\nasync ", "got an async test, expected a plain function; call asyncio.run"),
-    ],
-)
-def test_wrong_arguments_of_markers(run, marker, error):
-    reports = run(f"@pytest.mark.{marker}def test_x(): pass")
-    assert re.search(error, next(r.longreprtext for r in reports.values() if r.failed))
+WRONG_ARGUMENTS = {
+    "ranks()\n": "got sizes [], expected one or more numbers of ranks, e.g. ranks(2, 3)",
+    "ranks(2, 0)\n": "got sizes [2, 0]",
+    "ranks(2, on='tcp')\n": "on: got 'tcp', expected one or more of 'simulated', 'gloo', 'mpi', 'nccl'",
+    "ranks(2, on=3)\n": "on: got 3, expected one or more of 'simulated', 'gloo', 'mpi', 'nccl'",
+    "ranks(2, timeout=0)\n": "timeout: got 0, expected a number of seconds",
+    "ranks(2, kind='gloo')\n": "got kind='gloo', expected numbers of ranks, on= and timeout=",
+    "ranks(2)\nasync ": "got an async test, expected a plain function; call asyncio.run() in its body",
+}
+
+
+def test_a_wrong_marker_is_an_error_of_its_test_alone(run):
+    tests = [f"@pytest.mark.{marker}def test_{i}(rank): pass" for i, marker in enumerate(WRONG_ARGUMENTS)]
+    reports = run("\n".join([*tests, "@pytest.mark.ranks(1)\ndef test_good(rank): pass", "def test_other(): pass"]))
+    expected = dict.fromkeys([f"test_{i}" for i in range(len(tests))], "failed")
+    assert outcomes(reports) == {**expected, "test_good[1 rank]": "passed", "test_other": "passed"}
+    for i, text in enumerate(WRONG_ARGUMENTS.values()):
+        report = reports[f"test_{i}"]
+        assert report.when == "setup" and report.longreprtext.startswith(f"pytest.mark.ranks: {text}")
 
 
 def test_kinds_of_one_test_and_preloading(run, pytester):
