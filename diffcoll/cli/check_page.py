@@ -31,9 +31,11 @@ Rounding errors are near 1e-16 in float64 and near 1e-7 in float32; finite diffe
 
 def page(report: Report, target: str, about: str) -> str:
     """Return the page as HTML, without references to other files."""
-    wrong = sum(not table.ok for table in report.tables)
-    runs = f"{len(report.tables)} run{'s' * (len(report.tables) != 1)}"
-    verdict = f"{runs}, all right" if report.ok else f"{wrong} of {runs} wrong"
+    run = [table for table in report.tables if not table.skipped]
+    wrong, left = sum(not table.ok for table in run), len(report.tables) - len(run)
+    runs = f"{len(run)} run{'s' * (len(run) != 1)}"
+    verdict = f"{wrong} of {runs} wrong" if wrong else f"{runs}, all right"
+    verdict += f"; {left} not run" * bool(left)
     parts = [
         f"<p>{html.escape(report.title)}. {html.escape(about)}.",
         _section("Diagnosis", f"<dl>{''.join(map(_cause, report.causes))}</dl>" if report.causes else ""),

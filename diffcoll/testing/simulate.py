@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import index
 from typing import Any, Literal, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor
 
 from diffcoll import truth
@@ -108,7 +110,25 @@ def simulate(
             return world.run([simulation.body(body) for body in bodies])
     if not rules:
         world.truth = partial(_truth, world)
-    return world.run(bodies)
+    try:
+        return world.run(bodies)
+    except Exception as error:
+        if calls_torch_distributed(error) and hasattr(error, "add_note"):  # Python 3.11 and later
+            error.add_note(_TORCH_DISTRIBUTED)
+        raise
+
+
+#: What simulate adds to an error of torch.distributed.
+_TORCH_DISTRIBUTED = (
+    "simulate: fn calls torch.distributed, which is not simulated by default; simulate(..., torch_distributed=True) "
+    "sets up its default process group on simulated ranks, and runs such code"
+)
+
+
+def calls_torch_distributed(error: BaseException) -> bool:
+    """Whether an error was raised in torch.distributed, and nobody has set up its default process group."""
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return not dist.is_initialized() and any(f"{name}.".startswith("torch.distributed.") for name in modules)
 
 
 def _truth(

@@ -229,7 +229,7 @@ def test_wrong(run, folder):
     line = CODE[: CODE.index("dist.all_gather(")].count("\n") + 1
     assert f"all_gather at {folder}/{NAME}.py:{line} cuts the graph" in out
     page = (folder / "page.html").read_text()
-    assert "1 of 1 run wrong" in page
+    assert "1 of 1 run wrong; 1 not run." in page
     assert f"{NAME}.py:{line} cuts the graph" in page
     assert f"{NAME}.py:cut against finite differences" in page
 
@@ -465,7 +465,7 @@ def test_the_page_has_everything_and_is_escaped():
         ),
         *("simulated, 2 ranks, rows <4>: wrong", "gloo: raised", "<b>Error", "mpi: not run", "<b>wrong already"),
         *("scaled", "<b>seen.", "Usual cause: <b>usually.", "Fix: <b>fix.", "cut at <b>:3", "note <b>", "about <b>"),
-        *("diffcoll check a.py:<b>", "title <b>.", "2 of 3 runs wrong."),
+        *("diffcoll check a.py:<b>", "title <b>.", "2 of 2 runs wrong; 1 not run."),
     ):
         assert word in text, word
     widths = [float(width) for width in re.findall(r'<rect class="\w+" y="2" width="([\d.]+)"', page)]

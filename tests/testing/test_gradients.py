@@ -463,9 +463,22 @@ def test_the_gradients_of_every_collective(case):
 
     xs = [case.x(r, 5) for r in range(N)]
     report = check_gradients(fn, xs, range(N), **SIMULATED)
+    (joint,) = report.tables[1:]
     in_order = "deterministic" in case.arguments  # the truth of such a sum has a backward of its own
-    assert [table.title for table in report.tables[1:]] == ["the joint graph of all ranks"] * (not report.notes)
-    assert not in_order or "it contains the backward of" in report.notes[0]
+    assert joint.title == "the joint graph of all ranks" and bool(joint.rows) == (not joint.skipped)
+    assert "fn has a backward of its own" in joint.skipped if in_order else joint.rows
+    assert not report.notes
+
+
+def test_the_joint_graph_of_code_that_calls_torch_distributed():
+    def fn(x):
+        return x.sin().sum() * (dist.get_rank() + 1)
+
+    report = check_gradients(fn, per_rank(4), **SIMULATED)
+    assert str(report).splitlines()[2] == (
+        "── the joint graph of all ranks: not run: fn calls torch.distributed, and this graph has diffcoll's "
+        "collectives alone"
+    )
 
 
 class Wrong(Function):

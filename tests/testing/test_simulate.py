@@ -13,6 +13,7 @@ import numpy as np
 import properties
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -637,3 +638,30 @@ def test_the_checks_have_a_time_limit():
     x = [torch.ones(2).double(), torch.zeros(2).double()]
     with pytest.raises(TimeoutError, match=r"simulated ranks had not ended after 3 s\n"):
         check_gradients(lambda x: loops_together(0), x, on=["simulated"], timeout=3)
+
+
+@both
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: dist.all_reduce(x),
+        lambda x: dist.get_rank(),
+        lambda x: dist.init_process_group("gloo"),
+        lambda x: torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1)),
+    ],
+    ids=["all_reduce", "get_rank", "init_process_group", "DDP"],
+)
+def test_torch_distributed_is_not_simulated_by_default(run, fn):
+    with pytest.raises(ValueError) as raised:
+        run(fn, [torch.ones(1), torch.zeros(1)])
+    assert raised.value.__notes__[1:] == [
+        "simulate: fn calls torch.distributed, which is not simulated by default; simulate(..., torch_distributed=True) "
+        "sets up its default process group on simulated ranks, and runs such code"
+    ]
+
+
+@both
+def test_other_errors_are_not_blamed_on_torch_distributed(run):
+    with pytest.raises(ValueError) as raised:
+        run(lambda r: int("x"), range(2))
+    assert len(raised.value.__notes__) == 1

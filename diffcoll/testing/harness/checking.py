@@ -90,7 +90,7 @@ class Checking:
         for kind in on:
             if report.ok:
                 report = self._on_one_kind(kind, cuts, report)
-        return replace(report, cuts=cuts.lines, notes=report.notes + (_LIMIT,) * bool(cuts.lines))
+        return replace(report, cuts=cuts.lines, notes=(_LIMIT,) * bool(cuts.lines and not report.ok))
 
     def _on_one_kind(self, on: str, cuts: Cuts, report: Report) -> Report:
         """Check on one kind of ranks, and return the report with what was found."""
@@ -117,12 +117,9 @@ class Checking:
             witness = _Differences(self, on, measured, found, cuts, joint)
             case = Case(quantities, (1,) * self.size, "", _TOLERANCE, [], False, cuts, witness)
             causes = diagnose(case, [not_replicated, part_of_sum, *HYPOTHESES])
-        notes = (joint.note,) if joint is not None and joint.note else ()
-        if joint is not None and joint.quantities:
-            tables.append(Table("the joint graph of all ranks", self.size, tuple(q.row for q in joint.quantities)))
-        return replace(
-            report, tables=(*report.tables, *tables), causes=(*report.causes, *causes), notes=(*report.notes, *notes)
-        )
+        if joint is not None:
+            tables.append(joint.table)
+        return replace(report, tables=(*report.tables, *tables), causes=(*report.causes, *causes))
 
     def _differences(self, on: str) -> list[Difference]:
         """Move every rank's tensors; where there seems to be a kink, by less: a smooth function may vary fast."""

@@ -1,7 +1,8 @@
-"""The gradients that PyTorch derives from the joint graph of all ranks, beside those that the ranks measured."""
+"""Compares the measured gradients with those that PyTorch derives from the joint graph of all ranks."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,10 +14,12 @@ from diffcoll.core.torch_private.autograd import nodes_of_graph
 from diffcoll.testing.harness.comparison import SMALL, Quantity, largest
 from diffcoll.testing.harness.measure import Measurement, MeasurementPlan, leaves_of, objective, with_leaves
 from diffcoll.testing.harness.packing import Packed
-from diffcoll.testing.simulate import simulate
+from diffcoll.testing.harness.report import Table
+from diffcoll.testing.simulate import calls_torch_distributed, simulate
 
 #: The relative error that is right.
 _JOINT = 1e-9
+_OTHERS = "fn calls torch.distributed, and this graph has diffcoll's collectives alone"
 
 
 class JointGraph:
@@ -32,8 +35,8 @@ class JointGraph:
     ) -> None:
         self.quantities: list[Quantity] = []
         #: Why there are none.
-        self.note = ""
-        n = len(parts)
+        self.skipped = ""
+        n = self._size = len(parts)
         try:
             found = simulate(_in_truth, [packed] * n, [plan] * n, range(n), parts)
             total = torch.stack([loss for loss, _ in found]).sum()
@@ -41,13 +44,14 @@ class JointGraph:
             leaves = [leaf for _, leaves in found for leaf in leaves]
             given = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
         except Exception as error:
-            self._no_witness((str(error).strip().splitlines() or [type(error).__name__])[0])
+            what = traceback.format_exception_only(error)[0].strip().partition("\n")[0]
+            self.skipped = _OTHERS if calls_torch_distributed(error) else f"in it fn raises {what}"
             return
         got = [objective(plan.weights(r, m.outputs), m.outputs) for r, m in enumerate(measured)]
         if own:
-            self._no_witness(f"it contains the backward of {own[0]}")
+            self.skipped = f"fn has a backward of its own, {own[0]}"
         elif not torch.allclose(torch.stack(got).sum(), total.detach(), rtol=1e-9, atol=1e-12):
-            self._no_witness("it has another loss, so fn does not use diffcoll alone")
+            self.skipped = "fn has another loss in it, as where it tests whether torch.distributed is set up"
         else:
             self.quantities = list(_beside(names, measured, given))
 
@@ -56,8 +60,11 @@ class JointGraph:
         """Whether it is a witness that all gradients are right."""
         return bool(self.quantities) and all(q.ok for q in self.quantities)
 
-    def _no_witness(self, why: str) -> None:
-        self.note = f"the joint graph of all ranks is no witness: {why}"
+    @property
+    def table(self) -> Table:
+        """The comparison, or why there is none."""
+        rows = tuple(q.row for q in self.quantities)
+        return Table("the joint graph of all ranks", self._size, rows, skipped=self.skipped)
 
 
 def _beside(names: Sequence[str], measured: Sequence[Measurement], given: Sequence[Tensor]) -> Iterator[Quantity]:
