@@ -7,6 +7,7 @@ import functools
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.engines.process_state import seed_rank
 from diffcoll.testing.gradients import assert_matches_single_process, check_gradients
 from diffcoll.testing.harness.parts import refuse_equal_ranks
-from diffcoll.testing.harness.report import GradientMismatchError, Report, Table
+from diffcoll.testing.harness.report import GradientMismatchError, Report, Table, UncheckedWarning
 from diffcoll.testing.harness.variables import shared
 from diffcoll.testing.processes import in_words
 
@@ -36,10 +37,12 @@ def run(options: argparse.Namespace) -> int:
         seed_rank(options.seed, 0)
         subject = _subject(options)
         seed_rank(options.seed, 0)  # so the data do not depend on what the import drew
-        try:
-            report = _against(subject, options) if options.against else _alone(subject, options)
-        except GradientMismatchError as error:
-            report = error.report
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UncheckedWarning)  # the report has the notes
+            try:
+                report = _against(subject, options) if options.against else _alone(subject, options)
+            except GradientMismatchError as error:
+                report = error.report
     except (Exception, SystemExit) as error:  # a function that ends the program has not been checked
         print(f"diffcoll check: error: {_refusal(error)}", file=sys.stderr)
         return 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diffcoll.testing.gradients import assert_matches_single_process, check_gradients
-from diffcoll.testing.harness.report import GradientMismatchError, Report
+from diffcoll.testing.harness.report import GradientMismatchError, Report, UncheckedWarning
 from diffcoll.testing.processes import RanksFailedError
 from diffcoll.testing.simulate import new_group, simulate
 from diffcoll.testing.spawn import spawn
@@ -12,6 +12,7 @@ __all__ = [
     "GradientMismatchError",
     "RanksFailedError",
     "Report",
+    "UncheckedWarning",
     "assert_matches_single_process",
     "check_gradients",
     "new_group",

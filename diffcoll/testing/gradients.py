@@ -18,7 +18,7 @@ from diffcoll.testing.harness.measure import MeasurementPlan, leaves_of
 from diffcoll.testing.harness.names import input_names
 from diffcoll.testing.harness.packing import pack
 from diffcoll.testing.harness.parts import marked, refuse_equal_ranks
-from diffcoll.testing.harness.report import GradientMismatchError, Report
+from diffcoll.testing.harness.report import GradientMismatchError, Report, concluded
 from diffcoll.testing.harness.runs import report_of
 from diffcoll.testing.harness.variables import variables
 from diffcoll.testing.sharding.program import Sharding, program
@@ -51,6 +51,7 @@ def assert_matches_single_process(
     tolerance: float | None = None,
     seed: int = 0,
     timeout: float = 60,
+    strict: bool = False,
 ) -> Report:
     """Tests of a distributed loss or layer: check that N ranks compute what one process computes on the whole batch.
 
@@ -109,6 +110,8 @@ def assert_matches_single_process(
             digits of its inputs change a gradient of one process by more, more is allowed.
         seed: of the random numbers of the ranks, of cotangents and of directions.
         timeout: seconds that each run may take.
+        strict: fail if there are notes, which say what could not be judged or was not compared, such as a gradient that
+            is zero in every run. By default each note is an `UncheckedWarning`.
 
     Returns:
         The report; `print(report)` shows it.
@@ -119,7 +122,7 @@ def assert_matches_single_process(
         Exception: what `distributed` raised in the first run, or `single`.
     """
     __tracebackhide__ = _hidden
-    _check_choices(_MATCHES, order, on)
+    _check_choices(_MATCHES, order, on, strict)
     groups, plan = _groups(compare), MeasurementPlan(order=order, seed=seed)
     if mesh is not None:
         _refuse_with_mesh(order, on, sizes, steps)
@@ -136,9 +139,7 @@ def assert_matches_single_process(
         how = _MATCHES, *functions, batch, str(rank_reduction), plan, timeout, constant, groups
         matching = Matching(*how, steps=expect.integer(_MATCHES, "steps", steps, 1))
         report = report_of(matching, tolerance, _sizes(sizes), on)
-    if not report.ok:
-        raise GradientMismatchError(report)
-    return report
+    return concluded(report, strict)
 
 
 def check_gradients(
@@ -151,6 +152,7 @@ def check_gradients(
     on: Sequence[str] = ("simulated", "gloo"),
     seed: int = 0,
     timeout: float = 60,
+    strict: bool = False,
 ) -> Report:
     """Tests without a reference: check that backward gives the gradient of the sum of all ranks' losses.
 
@@ -186,6 +188,7 @@ def check_gradients(
         on: "simulated", and backends for real processes: "gloo", "mpi".
         seed: of the random numbers of the ranks, which start anew for each evaluation, and of directions.
         timeout: seconds that each run may take.
+        strict: as in `assert_matches_single_process`.
 
     Returns:
         The report; `print(report)` shows it.
@@ -196,7 +199,7 @@ def check_gradients(
         Exception: what fn raised.
     """
     __tracebackhide__ = _hidden
-    _check_choices(_CHECK, order, on)
+    _check_choices(_CHECK, order, on, strict)
     if placements is not None and order != 1:
         raise ValueError(message(_CHECK, "order", f"{order} with placements=", "1: second order is not checked there"))
     given: list[Any] = per_rank_arguments(_CHECK, per_rank)
@@ -219,10 +222,7 @@ def check_gradients(
     shared = variables(_CHECK, placements, fn, given, list(subject.parameters))
     refuse_equal_ranks(_CHECK, "per_rank", shared.own(fn, parts))
     plan = MeasurementPlan(order=order, seed=seed, alike=shared.once)
-    report = Checking(_CHECK, packed, parts, names, plan, timeout, shared).report(on)
-    if not report.ok:
-        raise GradientMismatchError(report)
-    return report
+    return concluded(Checking(_CHECK, packed, parts, names, plan, timeout, shared).report(on), strict)
 
 
 def _refuse_with_mesh(order: int, on: Sequence[str], sizes: object, steps: int) -> None:
@@ -246,8 +246,9 @@ def _groups(compare: Sequence[str]) -> list[str]:
     return [group for each in compare for group in _COMPARED[each]]
 
 
-def _check_choices(name: str, order: object, on: Sequence[str]) -> None:
+def _check_choices(name: str, order: object, on: Sequence[str], strict: object) -> None:
     expect.choice(name, "order", order, (1, 2))
+    expect.choice(name, "strict", strict, (False, True))
     if isinstance(on, str) or not on or not all(isinstance(kind, str) for kind in on):
         raise TypeError(message(name, "on", repr(on), 'a sequence of "simulated" and backends, such as ["simulated"]'))
 

@@ -36,6 +36,7 @@ def split(tensors, sizes):
     return [x.split(sizes) for x in tensors]
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient of bias. zero in every run")  # of losses that have none
 @pytest.mark.parametrize("name", LOSSES)
 def test_first_order(name):
     """The gathered loss on one process, which other tests compare with independent references."""

@@ -16,6 +16,7 @@ import diffcoll as dc
 from diffcoll.testing import (
     GradientMismatchError,
     RanksFailedError,
+    UncheckedWarning,
     assert_matches_single_process,
     cases,
     check_gradients,
@@ -285,6 +286,7 @@ def test_in_a_mode_of_the_caller():
         assert check_gradients(loss, per_rank(3), **SIMULATED).ok
 
 
+@pytest.mark.filterwarnings("ignore::diffcoll.testing.UncheckedWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128], ids=str)
 def test_other_dtypes(dtype):
     def distributed(x):
@@ -474,7 +476,7 @@ def test_the_joint_graph_of_code_that_calls_torch_distributed():
     def fn(x):
         return x.sin().sum() * (dist.get_rank() + 1)
 
-    report = check_gradients(fn, per_rank(4), **SIMULATED)
+    report = check_gradients(fn, per_rank(4), strict=True, **SIMULATED)
     assert str(report).splitlines()[2] == (
         "── the joint graph of all ranks: not run: fn calls torch.distributed, and this graph has diffcoll's "
         "collectives alone"
@@ -633,11 +635,24 @@ def test_what_the_precision_hides_is_noted():
         return (x.double() ** 2).sum() * 1e3 + (small.double() * x.sum()) * 1e-5 + 0 * idle
 
     arguments = {"module": [small, idle], "rank_reduction": "sum", **SIMULATED}
-    report = assert_matches_single_process(fn, fn, X.float(), **arguments)
+    with pytest.warns(UncheckedWarning) as warned:
+        report = assert_matches_single_process(fn, fn, X.float(), **arguments)
     assert "gradient of module[0]: too small beside the others to be checked in this precision" in str(report)
     assert "gradient of module[1]: zero in every run" in report.notes
-    report = assert_matches_single_process(fn, fn, X.bfloat16(), **arguments)
-    assert "errors below 0.06 pass, because of the precision of the tensors: pass float64" in str(report)
+    assert [str(w.message) for w in warned] == [f"assert_matches_single_process: {note}" for note in report.notes]
+    assert {w.filename for w in warned} == {__file__}
+    with pytest.warns(UncheckedWarning) as warned:
+        assert_matches_single_process(fn, fn, X.bfloat16(), **arguments)
+    words = "errors below 0.06 pass, because of the precision of the tensors: pass float64"
+    assert str(warned[0].message) == f"assert_matches_single_process: {words}"
+    report = failure(assert_matches_single_process, fn, fn, X.float(), **arguments, strict=True)
+    assert str(report).startswith(
+        "assert_matches_single_process, gradients summed over ranks: right, but strict=True fails with the notes below"
+    )
+    assert "── notes ──\n  gradient of module[0]: too small beside" in str(report)
+    assert pickle.loads(pickle.dumps(GradientMismatchError(report))).report == report
+    more = {"rank_reduction": "sum", "strict": True, **SIMULATED}
+    assert assert_matches_single_process(lambda x: (x**2).sum(), lambda x: (x**2).sum(), X, **more).ok
 
 
 def test_random_numbers_that_differ_on_one_process():
@@ -694,6 +709,7 @@ BAD = {
     "lengths": (([X, 2 * X], [1]), {}, "sequences of lengths"),
     "structures": (([X, (X, 2 * X)],), {}, "expected the same tensors on every rank"),
     "order": (([X, 2 * X],), {"order": 0}, "order: got 0"),
+    "strict": (([X, 2 * X],), {"strict": "yes"}, "strict: got 'yes', expected False or True"),
     "unused module": (
         ([X, 2 * X],),
         {"module": torch.nn.Linear(2, 2).double()},

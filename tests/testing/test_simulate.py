@@ -655,8 +655,8 @@ def test_torch_distributed_is_not_simulated_by_default(run, fn):
     with pytest.raises(ValueError) as raised:
         run(fn, [torch.ones(1), torch.zeros(1)])
     assert raised.value.__notes__[1:] == [
-        "simulate: fn calls torch.distributed, which is not simulated by default; simulate(..., torch_distributed=True) "
-        "sets up its default process group on simulated ranks, and runs such code"
+        "simulate: fn calls torch.distributed, which is not simulated by default; simulate(..., "
+        "torch_distributed=True) sets up its default process group on simulated ranks, and runs such code"
     ]
 
 

@@ -18,7 +18,13 @@ from torch import nn
 from torch.distributed.tensor import Partial, Shard
 
 import diffcoll as dc
-from diffcoll.testing import GradientMismatchError, assert_matches_single_process, check_gradients, simulate
+from diffcoll.testing import (
+    GradientMismatchError,
+    UncheckedWarning,
+    assert_matches_single_process,
+    check_gradients,
+    simulate,
+)
 
 EVEN, UNEVEN = [(4, 4)], [(4, 4), (5, 3), (5, 0, 3)]
 
@@ -215,6 +221,7 @@ RIGHT = {
 ON = ["simulated", pytest.param("gloo", marks=pytest.mark.slow), pytest.param("mpi", marks=pytest.mark.slow)]
 
 
+@pytest.mark.filterwarnings("ignore::diffcoll.testing.UncheckedWarning")
 @pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_passes(name, on):
@@ -396,6 +403,7 @@ def with_a_cached_rank():
     return summed(distributed, lambda x: (x.sum(1).sin() * weights).sum(), sizes=EVEN)
 
 
+@pytest.mark.filterwarnings("ignore::diffcoll.testing.UncheckedWarning")
 @pytest.mark.parametrize("seed", [3, 25])
 def test_a_bias_before_batch_norm_in_single_precision(seed):
     """Its gradient is zero but for rounding, which differs between ranks and one process by more than the tolerance."""
@@ -435,6 +443,7 @@ class Embedded(nn.Module):
         return self.out(torch.tanh(self.table(ids).mean(1)))
 
 
+@pytest.mark.filterwarnings("ignore::diffcoll.testing.UncheckedWarning")
 @pytest.mark.parametrize("seed", [2, 6, 10, 14])
 def test_token_ids_in_single_precision(seed):
     """No input has digits that could be changed: rounding is that of the parameters."""
@@ -693,8 +702,10 @@ def test_wrong_arguments(more, words):
 
 def test_an_attribute_that_changed_is_noted():
     distributed, single, batch, more = attributes()
-    report = assert_matches_single_process(distributed, single, batch, on=["simulated"], **more)
-    assert "last: an attribute that the call changed is not compared: register it as a buffer" in report.notes
+    words = "last: an attribute that the call changed is not compared: register it as a buffer"
+    with pytest.warns(UncheckedWarning, match=words):
+        report = assert_matches_single_process(distributed, single, batch, on=["simulated"], **more)
+    assert words in report.notes
 
 
 # ── more steps, more ranks ───────────────────────────────────────────────────────────────────────────────

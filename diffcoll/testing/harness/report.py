@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import textwrap
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -97,15 +98,24 @@ class Report:
     rank_reduction: str = ""
     #: With a mesh: the first submodules where something differs.
     first: First | None = None
+    #: Whether the check fails if there are notes.
+    strict: bool = False
 
     @property
     def ok(self) -> bool:
-        """Whether every run is right."""
-        return all(table.ok for table in self.tables)
+        """Whether every run is right, and with `strict` there are no notes."""
+        return all(table.ok for table in self.tables) and not (self.strict and self.notes)
+
+    @property
+    def _verdict(self) -> str:
+        right = [table.ok for table in self.tables]
+        if all(right):
+            return "right" if self.ok else "right, but strict=True fails with the notes below"
+        raised = any(right) and all(table.ok or table.raised for table in self.tables)
+        return "raised an error in some runs" if raised else "WRONG"
 
     def __str__(self) -> str:
-        raised = all(table.ok or table.raised for table in self.tables) and any(table.ok for table in self.tables)
-        lines = [f"{self.title}: {'right' if self.ok else 'raised an error in some runs' if raised else 'WRONG'}"]
+        lines = [f"{self.title}: {self._verdict}"]
         lines += [f"  {self.first}"] if str(self.first or "") else []
         for table in self.tables:
             lines += _lines(table)
@@ -125,6 +135,21 @@ class GradientMismatchError(AssertionError):
     def __reduce__(self) -> tuple[type[GradientMismatchError], tuple[Report]]:
         """Ranks of a test send their errors to another process."""
         return GradientMismatchError, (self.report,)
+
+
+class UncheckedWarning(UserWarning):
+    """A check of gradients passed, and this is what it could not judge or did not compare."""
+
+
+def concluded(report: Report, strict: bool) -> Report:
+    """Return the report of a check, called by what the user calls: raise if something is wrong, and warn of notes."""
+    __tracebackhide__ = True
+    report = replace(report, strict=strict)
+    if not report.ok:
+        raise GradientMismatchError(report)
+    for note in report.notes:
+        warnings.warn(f"{report.title.partition(',')[0]}: {note}", UncheckedWarning, stacklevel=3)
+    return report
 
 
 def _lines(table: Table) -> list[str]:
