@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from diffcoll.core.groups import get_rank
 from diffcoll.engines.process_state import copies_end_here
+from diffcoll.testing.patches import RankPatch
 from diffcoll.testing.worker import Failed, current_group
 
 
@@ -73,7 +74,9 @@ class BodyEnd:
 
 
 class Copies:
-    """What simulated ranks must not share, copied for one of them: tensors, modules, optimizers, the test's instance.
+    """What simulated ranks must not share, copied for one of them.
+
+    These are tensors, modules, optimizers, patches of the environment, and the test's instance.
 
     On processes all arguments are copies.
     """
@@ -93,6 +96,8 @@ class Copies:
             return self._own
         if self._instance is not None and getattr(x, "__self__", None) is self._instance:
             return MethodType(x.__func__, self._own)
+        if isinstance(x, pytest.MonkeyPatch):
+            return self._memo.setdefault(id(x), RankPatch(x))
         if isinstance(x, (nn.Module, Optimizer)) or (isinstance(x, Tensor) and x.is_leaf):
             with contextlib.suppress(Exception):  # such as a lock in a module
                 return copy.deepcopy(x, self._memo)

@@ -89,9 +89,24 @@ class TestClass:
 @pytest.mark.ranks(2)
 def test_files_and_patches(tmp_path, monkeypatch, rank):
     monkeypatch.setenv(f"OF_RANK_{rank}", "1")
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.setattr(sys, f"of_rank_{rank}", 1, raising=False)
     (tmp_path / str(rank)).touch()
     dc.all_reduce(torch.ones(1))
     assert len(list(tmp_path.iterdir())) == 2
+    assert [name for name in os.environ if name.startswith("OF_RANK_")] == [f"OF_RANK_{rank}"]
+    assert os.environ["RANK"] == "7" and "LOCAL_RANK" not in os.environ
+
+@pytest.mark.ranks(2)
+def test_patches_of_the_environment_are_undone_on_each_rank(monkeypatch, rank):
+    monkeypatch.setenv("RANK", "7")
+    with monkeypatch.context() as patch:
+        patch.delenv("LOCAL_RANK")
+        dc.all_reduce(torch.ones(1))
+        monkeypatch.undo()
+        assert os.environ["RANK"] == str(rank) and "LOCAL_RANK" not in os.environ
+    assert os.environ["LOCAL_RANK"] == str(rank)
 
 @pytest.mark.ranks(2)
 def test_raises_and_warns(rank):
@@ -135,7 +150,8 @@ def marked(rank):
     torch.manual_seed(rank)
 
 def test_nothing_is_left():
-    assert not [name for name in os.environ if name.startswith("OF_RANK_")]
+    assert not [name for name in os.environ if name.startswith("OF_RANK_") or name in ("RANK", "LOCAL_RANK")]
+    assert not [name for name in vars(sys) if name.startswith("of_rank_")]
 """
 
 
@@ -149,6 +165,7 @@ def test_what_passes(run, kind):
             "TestClass::test_method[seven-3 ranks]",
             "TestWhatRanksDoNotShare::test_it[x-2 ranks]",
             "test_files_and_patches[2 ranks]",
+            "test_patches_of_the_environment_are_undone_on_each_rank[2 ranks]",
             "test_raises_and_warns[2 ranks]",
             "test_nothing_is_left",
         ]
