@@ -137,6 +137,7 @@ def _check_runs(add: Callable[..., object]) -> None:
         "with --against, for a sharded program: the sizes of the axes, such as dp=2,tp=2, for each run; --sizes is "
         "then the rows of the whole batch, by default 8"
     )
+    timeout = "seconds that each run may take, and the import of TARGET; default: 60"
     add("--sizes", type=_rows, nargs="+", metavar="ROWS", help=sizes)
     add("--on", type=_ranks, nargs="+", metavar="RANKS", help=on)
     add("--mesh", type=_axes, nargs="+", metavar="AXES", help=mesh)
@@ -145,7 +146,7 @@ def _check_runs(add: Callable[..., object]) -> None:
     add("--order", type=int, choices=(1, 2), default=1, help="2: check second-order gradients too")
     add("--double", action="store_true", help="convert the batch and the module to float64, or complex128")
     add("--seed", type=number_from(0), default=0, help="of all random numbers: module, batch, ranks")
-    add("--timeout", type=number_from(1), default=60, metavar="S", help="seconds that each run may take; default: 60")
+    add("--timeout", type=number_from(1), default=60, metavar="S", help=timeout)
     add("--html", type=writable, metavar="FILE", help="one self-contained page, with a picture of the errors")
 
 

@@ -18,7 +18,8 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from diffcoll.cli.check_page import page
-from diffcoll.cli.named import NotUsableError, called, named, place
+from diffcoll.cli.importing import NotUsableError
+from diffcoll.cli.named import called, named, place
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.engines.process_state import seed_rank
 from diffcoll.testing.gradients import assert_matches_single_process, check_gradients
@@ -71,21 +72,20 @@ class _Subject:
 
 
 def _subject(options: argparse.Namespace) -> _Subject:
-    home, fn = named(options.target, "TARGET")
+    find = functools.partial(named, timeout=options.timeout)
+    home, fn = find(options.target, "TARGET")
     _expect_function(fn, "TARGET", options.target)
     single = module = None
     if options.against:
-        _, single = named(options.against, "--against", home)
+        _, single = find(options.against, "--against", home)
         _expect_function(single, "--against", options.against)
     if options.module:
-        _, module = named(options.module, "--module", home)
+        _, module = find(options.module, "--module", home)
         module = list(module) if isinstance(module, Iterator) else module  # such as model.parameters()
     else:
         module = _own_module(fn, single)
     more = {
-        name: named(given, f"--{name}", home)[1]
-        for name in ("placements", "shard")
-        if (given := getattr(options, name))
+        name: find(given, f"--{name}", home)[1] for name in ("placements", "shard") if (given := getattr(options, name))
     }
     if not options.batch and not hasattr(home, "batch"):
         remedy = (
@@ -93,7 +93,7 @@ def _subject(options: argparse.Namespace) -> _Subject:
         )
         expected = f"a function `batch` in {place(home)}, of a number of rows"
         raise NotUsableError("--batch", "nothing", expected, remedy)
-    _, batch = named(options.batch or "batch", "--batch", home)
+    _, batch = find(options.batch or "batch", "--batch", home)
     _expect_function(batch, "--batch", options.batch or "batch")
     if options.double:
         for tensor in _tensors(module):  # in place, since the function may refer to them

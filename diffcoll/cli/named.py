@@ -11,31 +11,27 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-
-class NotUsableError(Exception):
-    """What an argument of the command line names cannot be used; the text says why, and what to do."""
-
-    def __init__(self, argument: str, got: object, expected: str, remedy: str = "") -> None:
-        super().__init__(f"argument {argument}: got {got}, expected {expected}{remedy and '; '}{remedy}")
+from diffcoll.cli.importing import NotUsableError, importing
 
 
-def named(text: str, argument: str, home: ModuleType | None = None) -> tuple[ModuleType, Any]:
+def named(text: str, argument: str, home: ModuleType | None = None, timeout: float = 60) -> tuple[ModuleType, Any]:
     """Return the Python module that a name leads to, and the object in it. Changes `sys.path`.
 
     Args:
         text: "package.module:name", "path/to/file.py:name", or "name" for one in `home`; a name may have dots.
         argument: of the command line, for errors.
         home: the module of names without a colon; None: there is none.
+        timeout: seconds that the import of a module may take.
 
     Raises:
-        NotUsableError: there is no such module or name.
+        NotUsableError: there is no such module or name, or the module is a program that runs when it is imported.
         Exception: what the module raised when it was imported.
     """
     where, colon, name = text.rpartition(":")
     relative = where.startswith(".") and not where.endswith(".py") and os.sep not in where
     if not name or relative or bool(colon) != bool(where) or not (where or home):
         raise NotUsableError(argument, repr(text), "package.module:name or path/to/file.py:name")
-    module = _imported(where, argument) if where else home
+    module = _imported(where, argument, timeout) if where else home
     assert module is not None
     found: Any = module
     for part in name.split("."):
@@ -60,21 +56,18 @@ def place(module: ModuleType) -> str:
     return getattr(module, "__file__", None) or module.__name__
 
 
-def _imported(where: str, argument: str) -> ModuleType:
+def _imported(where: str, argument: str, timeout: float) -> ModuleType:
     file = Path(where).absolute() if where.endswith(".py") or os.sep in where else None
     folder, name = (Path.cwd(), where) if file is None else _importable(file, argument)
     sys.path.insert(0, str(folder))
     try:
-        module = import_module(name)
+        with importing(argument, str(file or name), timeout):
+            module = import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module exists, and imports one that does not
         expected = f"a module that can be imported in {folder}"
         raise NotUsableError(argument, repr(where), expected, "for a file pass path/to/file.py:name") from None
-    except SystemExit as error:
-        remedy = "guard the program: if __name__ == '__main__'"
-        text = f"a module that ends the program when it is imported ({error.code})"
-        raise NotUsableError(argument, text, "one that defines functions", remedy) from None
     if file is not None and Path(module.__file__ or "").resolve() != file.resolve():
         expected = f"another name: Python has the module {name!r} from {module.__file__ or 'itself'}"
         raise NotUsableError(argument, repr(where), expected, "rename the file")

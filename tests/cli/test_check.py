@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diffcoll.cli import arguments, check, check_page, main
+from diffcoll.cli import arguments, check, check_page, importing, main
 from diffcoll.testing.gradients import assert_matches_single_process
 from diffcoll.testing.harness.report import Cause, Report, Row, Table
 from diffcoll.testing.processes import RankFailure, RanksFailedError, in_words
@@ -374,6 +374,59 @@ def test_a_module_that_cannot_be_used(run, folder, code, said):
     assert status == 2
     assert said in err
     assert "Traceback" not in err
+
+
+#: Statements of a program without a guard, what is said of it, and which lines are to be moved.
+PROGRAMS = {
+    "while True:\n  sum(\n  range(9))": ("had not ended after 1 s", "lines 3 to 5", "while True:"),
+    "while True:\n  try: 3\n  except Exception: pass": ("had not ended after 1 s", "lines 3 to 5", "while True:"),
+    "name = input('name: ')": ("reads the standard input when it is imported", "line 3", "name = input('name: ')"),
+    "rank = os.environ['RANK']": ("needs a launcher when it is imported (KeyError: 'RANK')", "line 3", "rank = os"),
+    "dist.init_process_group()": ("needs a launcher when it is imported (ValueError: ", "line 3", "dist.init"),
+    "dist.barrier()": ("needs a launcher when it is imported (ValueError: Default process gr", "line 3", "dist.ba"),
+    "def main():\n  sys.exit(3)\nmain()": ("ends the program when it is imported (3)", "line 5", "main()"),
+    "parser.add_argument('--lr', required=True)\nparser.parse_args()": ("(2)", "line 4", "parser.parse_args()"),
+}
+
+
+@pytest.mark.parametrize("statements", PROGRAMS)
+def test_a_program_without_a_guard(run, folder, statements):
+    head = "import argparse, os, sys, torch.distributed as dist\nparser = argparse.ArgumentParser()\n"
+    (folder / "train.py").write_text(head + statements)
+    status, _, err = run("train.py:loss --timeout 1")
+    got, lines, text = PROGRAMS[statements]
+    assert status == 2 and "Traceback" not in err
+    assert re.search(f"argument TARGET: got a module .*{re.escape(got)}.*, expected one that defines functions; ", err)
+    assert f"move {lines} of {folder}/train.py, `{text}" in err
+    assert err.endswith(", and what else only the program needs, below `if __name__ == '__main__':`\n")
+
+
+def test_a_program_that_a_module_of_the_user_imports(run, folder):
+    (folder / "settings_of_user.py").write_text("import sys\nsys.exit()")
+    (folder / "train.py").write_text("import settings_of_user")
+    assert f"move line 2 of {folder}/settings_of_user.py, `sys.exit()`" in run("train.py:loss")[2]
+
+
+def test_a_program_without_arguments_is_imported(run, folder):
+    (folder / "train.py").write_text(
+        "import argparse\nargparse.ArgumentParser().parse_args()\n"
+        "import torch\ndef f(x): return (x**2).sum()\ndef batch(rows): return torch.randn(rows).double()\n"
+    )
+    assert run("train.py:f --sizes 1,1")[0] == 0
+
+
+def test_a_program_that_waits_for_a_peer(run, folder, monkeypatch, capsys):
+    """A signal does not interrupt it: the process is ended, which a flag stands for here."""
+    (folder / "train.py").write_text(
+        "import torch.distributed as dist\nfrom datetime import timedelta\n"
+        "store = dist.TCPStore('localhost', 0, 2, True, timedelta(seconds=2))"
+    )
+    ended = []
+    monkeypatch.setattr(importing, "_GRACE", 0.1)
+    monkeypatch.setattr(importing.os, "_exit", ended.append)
+    _, _, err = run("train.py:f --timeout 1")
+    assert ended == [2]
+    assert f"had not ended after 1 s, expected one that defines functions; move line 3 of {folder}/train.py, `st" in err
 
 
 def test_a_file_whose_name_is_taken(run, folder):

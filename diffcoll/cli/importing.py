@@ -1,0 +1,130 @@
+"""Imports a module of the user's, which may be a program that trains when it is imported."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from diffcoll.core.errors import is_users_file
+from diffcoll.testing.simulate import calls_torch_distributed
+
+#: Seconds after the time limit in which Python code can be interrupted; other code, such as a wait for a peer, cannot.
+_GRACE = 3.0
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_EXPECTED = "one that defines functions"
+
+
+class NotUsableError(Exception):
+    """What an argument of the command line names cannot be used; the text says why, and what to do."""
+
+    def __init__(self, argument: str, got: object, expected: str, remedy: str = "") -> None:
+        super().__init__(f"argument {argument}: got {got}, expected {expected}{remedy and '; '}{remedy}")
+
+
+class _Late(BaseException):
+    """Ends an import whose time is over; not an Exception, so that the user's code does not catch it."""
+
+
+@contextlib.contextmanager
+def importing(argument: str, program: str, seconds: float) -> Iterator[None]:
+    """Import a module of the user's within, as a program without arguments and input, and within a time limit.
+
+    Raises:
+        NotUsableError: the module does what only a program should do; the text says which lines to move.
+    """
+    late = f"a module whose import had not ended after {seconds:g} s"
+    try:
+        with _as_program(program), _limited(argument, late, seconds):
+            yield
+    except _Late as error:
+        raise NotUsableError(argument, late, _EXPECTED, _remedy(_of(error))) from None
+    except SystemExit as error:
+        got = f"a module that ends the program when it is imported ({error.code})"
+        raise NotUsableError(argument, got, _EXPECTED, _remedy(_of(error))) from None
+    except EOFError as error:
+        got = "a module that reads the standard input when it is imported"
+        raise NotUsableError(argument, got, _EXPECTED, _remedy(_of(error))) from None
+    except Exception as error:
+        variable = isinstance(error, KeyError) and error.args[:1] and error.args[0] in _LAUNCHERS
+        if variable or calls_torch_distributed(error):
+            got = f"a module that needs a launcher when it is imported ({type(error).__name__}: {error})"
+            raise NotUsableError(argument, got, _EXPECTED, _remedy(_of(error))) from None
+        raise
+
+
+@contextlib.contextmanager
+def _as_program(program: str) -> Iterator[None]:
+    before = sys.argv, sys.stdin
+    sys.argv, sys.stdin = [program], io.StringIO()
+    try:
+        yield
+    finally:
+        sys.argv, sys.stdin = before
+
+
+@contextlib.contextmanager
+def _limited(argument: str, late: str, seconds: float) -> Iterator[None]:
+    """Raise _Late when the time is over, and end the process if that does not help. In the main thread only."""
+    thread = threading.current_thread()
+    if thread is not threading.main_thread():
+        yield
+        return
+
+    def end() -> None:
+        frames = traceback.walk_stack(sys._current_frames()[thread.ident or 0])
+        error = NotUsableError(argument, late, _EXPECTED, _remedy(reversed(list(frames))))
+        print(f"diffcoll check: error: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise _Late
+
+    timer = threading.Timer(seconds + _GRACE, end)
+    timer.daemon = True
+    before: Any = signal.signal(signal.SIGALRM, interrupt)
+    timer.start()
+    signal.setitimer(signal.ITIMER_REAL, seconds, 0.5)  # again, where it was ignored, as in a destructor
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        timer.cancel()
+
+
+def _of(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    return traceback.walk_tb(error.__traceback__)
+
+
+def _remedy(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Say which statement to move: that of the innermost module of the user's which is being imported."""
+    places = [(f.f_code.co_filename, n) for f, n in frames if f.f_code.co_name == "<module>"]
+    places = [(file, n) for file, n in places if is_users_file(file)]
+    guard = "below `if __name__ == '__main__':`"
+    if not places:
+        return f"move what only the program needs {guard}"
+    file, line = places[-1]
+    first, last, text = _statement(file, line)
+    lines = f"line {first}" if first == last else f"lines {first} to {last}"
+    return f"move {lines} of {file}, `{text}`, and what else only the program needs, {guard}"
+
+
+def _statement(file: str, line: int) -> tuple[int, int, str]:
+    """Return the first and the last line of a module's statement, and the text of its first line."""
+    with contextlib.suppress(OSError, ValueError, SyntaxError):
+        source = Path(file).read_text(encoding="utf-8")
+        for each in ast.parse(source).body:
+            last = each.end_lineno or each.lineno
+            if each.lineno <= line <= last:
+                return each.lineno, last, source.splitlines()[each.lineno - 1].strip()
+    return line, line, "…"
