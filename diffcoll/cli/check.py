@@ -26,7 +26,7 @@ from diffcoll.testing.gradients import assert_matches_single_process, check_grad
 from diffcoll.testing.harness.parts import refuse_equal_ranks
 from diffcoll.testing.harness.report import GradientMismatchError, Report, Table, UncheckedWarning
 from diffcoll.testing.harness.variables import shared
-from diffcoll.testing.processes import in_words
+from diffcoll.testing.processes import in_words, start_server
 
 _DEFAULTS = inspect.signature(assert_matches_single_process).parameters
 
@@ -34,6 +34,8 @@ _DEFAULTS = inspect.signature(assert_matches_single_process).parameters
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     path = list(sys.path)
+    if set(options.on) - {"simulated"}:
+        start_server()  # in parallel with the import of the user's module and the runs on simulated ranks
     try:
         seed_rank(options.seed, 0)
         subject = _subject(options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -154,6 +156,17 @@ def preload(*modules: str) -> None:
     _PRELOADED = tuple(dict.fromkeys((*_PRELOADED, *modules)))
 
 
+def start_server() -> None:
+    """Start the server that forks processes, which imports PyTorch while this process does something else."""
+    with _without_main(), contextlib.suppress(OSError):  # a process that does not start says why
+        _context().set_forkserver_preload(list(_PRELOADED))
+        multiprocessing.forkserver.ensure_running()
+
+
+def _context() -> ForkServerContext:
+    return multiprocessing.get_context("forkserver")
+
+
 def _no_server(error: Exception, n: int) -> RanksFailedError:
     """Return the error about a server that ended, which it does when an import fails; the imports say why."""
     why = f"{type(error).__name__}: {error}\n"
@@ -178,7 +191,7 @@ class Member:
     """
 
     def __init__(self, n: int, main: Callable[..., None], *arguments: Any, job: Any = None) -> None:
-        context = multiprocessing.get_context("forkserver")
+        context = _context()
         context.set_forkserver_preload(list(_PRELOADED))
         self.job = job
         self.pipe, theirs = context.Pipe()

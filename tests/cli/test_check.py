@@ -1,5 +1,6 @@
 """`diffcoll check`: reports right and wrong functions of the user's, and says what it cannot run."""
 
+import multiprocessing.forkserver
 import re
 import sys
 from html.parser import HTMLParser
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from diffcoll.cli import arguments, check, check_page, importing, main
+from diffcoll.testing import processes
 from diffcoll.testing.gradients import assert_matches_single_process
 from diffcoll.testing.harness.report import Cause, Report, Row, Table
 from diffcoll.testing.processes import RankFailure, RanksFailedError, in_words
@@ -259,6 +261,17 @@ def test_real_processes(run):
     assert "── gloo, 2 ranks, rows 2, 2: raised\n  rank 0: OSError: real ranks\n  raised at " in out
     status, out, _ = run(f"{NAME}:cut --sizes 2,2 --on simulated gloo")
     assert (status, out.count("gloo, 2 ranks, rows 2, 2: not run: wrong already on simulated ranks")) == (1, 1)
+
+
+def test_the_server_of_processes_starts_before_anything_else(run, monkeypatch):
+    """It takes as long as the import of PyTorch, which is most of the time of a small check."""
+    started = []
+    monkeypatch.setattr(check, "start_server", lambda: started.append(NAME in sys.modules))
+    run(f"{NAME}:zzz --on gloo simulated")
+    run(f"{NAME}:zzz --on simulated")
+    assert started == [False]
+    processes.start_server()
+    assert multiprocessing.forkserver._forkserver._forkserver_pid is not None
 
 
 # ── the user's data and modules ──────────────────────────────────────────────────────────────────────────
