@@ -7,26 +7,34 @@ import math
 from collections.abc import Sequence
 
 from diffcoll.cli.page import document
-from diffcoll.testing.harness.report import Cause, Report, Row, Table, ratio_in_words
+from diffcoll.testing.harness.report import Cause, Report, Row, Table
 
 #: Decimal exponents of the errors at the left and the right end of a bar, and those that are labelled.
 _LEAST, _MOST = -18, 2
 _TICKS = range(-16, 1, 4)
-#: Size of the picture of a bar, in pixels.
-_WIDTH, _HEIGHT = 320, 14
+#: Sizes of the pictures of an error and of a ratio, in pixels.
+_WIDTH, _RATIO_WIDTH, _HEIGHT = 320, 100, 14
+#: The powers of N at the ends of the picture of a ratio.
+_POWERS = 2.5
 
 _STYLE = """
-h2 { font-size: 1.1rem; margin-top: 2rem } td, tbody th { vertical-align: middle } td.bar { width: 21rem; padding: 0 }
-.bar svg { display: block; width: 20rem; height: auto } .bar svg text { font-size: 10px }
+h2 { font-size: 1.1rem; margin-top: 2rem } td, tbody th { vertical-align: middle } td.bar { padding: 0 .3rem }
+.bar svg { display: block; height: auto } .bar svg text { font-size: 10px }
+.bar svg.error { width: 20rem } .bar svg.ratio { width: 6.25rem }
 svg .right { fill: var(--right) } svg .wrong { fill: var(--wrong) } svg .line { stroke: currentColor; opacity: .25 }
-svg .allowed { stroke: currentColor; stroke-dasharray: 3 2 } pre { white-space: pre-wrap; overflow-wrap: anywhere }
+svg .allowed { stroke: currentColor; stroke-width: 1.5; stroke-dasharray: 3 2 }
+svg.key { width: 1rem; height: 14px; vertical-align: middle } pre { white-space: pre-wrap }
 dt { font-weight: 600; margin-top: .6rem } dd { margin-left: 1.5rem }
 """
 
-_READ = """<p>Each bar is the error of one quantity on one rank, on a logarithmic scale: the largest difference from the
-reference, relative to the largest number of the reference. Rank "all" is the result after the reduction over ranks.
-Rounding errors are near 1e-16 in float64 and near 1e-7 in float32; finite differences are exact to 1e-6 or better.
-<em>got/wanted</em> is a number if the result is this multiple of the reference; N is the number of ranks."""
+_READ = f"""<p>The bars on the right are the errors of one quantity on one rank, on a logarithmic scale: the largest
+difference from the reference, relative to the largest number of the reference. The dashed line
+<svg class="key" viewBox="0 0 16 {_HEIGHT}"><path class="allowed" d="M8 0V{_HEIGHT}"/></svg> is the allowed error: a bar
+that ends before it is right (✓), one that crosses it is wrong (✗). Rank "all" is the result after the reduction over
+ranks. Rounding errors are near 1e-16 in float64 and near 1e-7 in float32; finite differences are exact to 1e-6 or
+better.
+<p><em>got/wanted</em> is a number if the result is this multiple of the reference; N is the number of ranks. Where it
+is wrong, a bar next to it shows it on a logarithmic scale: too small on the left of 1, too large on the right."""
 
 
 def page(report: Report, target: str, about: str) -> str:
@@ -65,24 +73,34 @@ def _table(table: Table) -> str:
     title = html.escape(table.title)
     if table.skipped:
         return f"<h2>{title}: not run</h2>\n<p>{html.escape(table.skipped)}"
-    verdict = f'<span class="{"right" if table.ok else "wrong"}">{"right" if table.ok else "wrong"}</span>'
     if table.raised:
-        return f'<h2>{title}: <span class="wrong">raised</span></h2>\n<pre>{html.escape(table.raised)}</pre>'
-    rows = "\n".join(_row(row, table.world_size) for row in table.rows)
+        return f'<h2>{title}: <span class="wrong">✗ raised</span></h2>\n<pre>{html.escape(table.raised)}</pre>'
+    verdict = f'<span class="{"right" if table.ok else "wrong"}">{"✓ right" if table.ok else "✗ wrong"}</span>'
+    pictured = any(_has_picture(row, table.world_size) for row in table.rows)
+    rows = "\n".join(_row(row, table.world_size, pictured) for row in table.rows)
+    ratios = f'<td class="bar">{_ratio_axis()}' if pictured else ""
     return f"""<h2>{title}: {verdict}</h2>
-<table>
-<thead><tr><th>quantity<th>rank<th>error<td class="bar">{_axis()}<th>got/wanted
+<div class="wide"><table>
+<thead><tr><th>quantity<th>rank<th>error<th>allowed<th>got/wanted{ratios}<td class="bar">{_axis()}
 <tbody>
 {rows}
-</table>"""
+</table></div>"""
 
 
-def _row(row: Row, n: int) -> str:
+def _row(row: Row, n: int, pictured: bool) -> str:
     rank = "all" if row.rank is None else row.rank
     style = "right" if row.ok else "wrong"
-    ratio = html.escape(ratio_in_words(row.ratio, n)) if row.ratio is not None or not row.ok else ""
-    error = f'<td class="n {style}">{"✓" if row.ok else "✗"} {row.error:.1e}'
-    return f'<tr><th>{html.escape(row.what)}<td class="n">{rank}{error}<td class="bar">{_bar(row)}<td class="n">{ratio}'
+    ratio = html.escape(row.ratio_in_words(n)) if row.ratio is not None or not row.ok else ""
+    allowed = "" if row.allowed is None else f"{row.allowed:.1e}"
+    cells = [
+        f'<td class="n">{rank}',
+        f'<td class="n {style}">{"✓" if row.ok else "✗"} {row.error:.1e}',
+        f'<td class="n">{allowed}',
+        f'<td class="n">{ratio}',
+        f'<td class="bar">{_ratio_bar(row.ratio or 0.0, n) if _has_picture(row, n) else ""}' if pictured else "",
+        f'<td class="bar">{_bar(row)}',
+    ]
+    return f"<tr><th>{html.escape(row.what)}{''.join(cells)}"
 
 
 def _bar(row: Row) -> str:
@@ -92,18 +110,48 @@ def _bar(row: Row) -> str:
     if (allowed := row.allowed) is not None and allowed > 0:
         at = _at(math.log10(allowed))
         lines += f'<path class="allowed" d="M{at:.1f} 0V{_HEIGHT}"/>'
-    words = f"{row.what}: {row.error:.1e}, {style}"
+    words = f"{row.what}: error {row.error:.1e}, allowed {row.allowed}, {style}"
     bar = f'<rect class="{style}" y="2" width="{length:.1f}" height="{_HEIGHT - 4}"/>'
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(words)}">{bar}{lines}</svg>'
+    return _picture("error", _WIDTH, f"{bar}{lines}", words)
 
 
 def _axis() -> str:
-    labels = "".join(f'<text x="{_at(k):g}" y="11" text-anchor="middle">1e{k}</text>' for k in _TICKS if k)
-    return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}">{labels}<text x="{_at(0):g}" y="11" text-anchor="middle">1</text></svg>'
-    )
+    return _picture("error", _WIDTH, "".join(_label(_at(k), f"1e{k}" if k else "1") for k in _TICKS))
 
 
 def _at(exponent: float) -> float:
     """Return the position of 10^exponent."""
     return min(max((exponent - _LEAST) / (_MOST - _LEAST), 0.0), 1.0) * _WIDTH
+
+
+def _has_picture(row: Row, n: int) -> bool:
+    return not row.ok and row.ratio is not None and math.isfinite(row.ratio) and n > 1
+
+
+def _ratio_bar(ratio: float, n: int) -> str:
+    """Return the picture of got / wanted, from 1 to the ratio. The sign is in the number next to it."""
+    end = _at_power(math.log(abs(ratio), n) if ratio else -_POWERS)
+    left, right = sorted((end, _at_power(0)))
+    bar = f'<rect class="wrong" x="{left:.1f}" y="2" width="{right - left:.1f}" height="{_HEIGHT - 4}"/>'
+    lines = "".join(f'<path class="line" d="M{_at_power(k):g} 0V{_HEIGHT}"/>' for k in (-1, 0, 1))
+    return _picture("ratio", _RATIO_WIDTH, bar + lines, f"{ratio:.4g} times the reference")
+
+
+def _ratio_axis() -> str:
+    return _picture(
+        "ratio", _RATIO_WIDTH, "".join(_label(_at_power(k), w) for k, w in ((-1, "1/N"), (0, "1"), (1, "N")))
+    )
+
+
+def _at_power(power: float) -> float:
+    """Return the position of N^power."""
+    return (min(max(power / _POWERS, -1.0), 1.0) + 1) / 2 * _RATIO_WIDTH
+
+
+def _label(x: float, text: str) -> str:
+    return f'<text x="{x:g}" y="11" text-anchor="middle">{text}</text>'
+
+
+def _picture(kind: str, width: int, content: str, words: str = "") -> str:
+    label = f' role="img" aria-label="{html.escape(words)}"' if words else ""
+    return f'<svg class="{kind}" viewBox="0 0 {width} {_HEIGHT}"{label}>{content}</svg>'

@@ -8,6 +8,7 @@ _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --right: #1a7f37; --wrong: #cf222e; --none: #8888 }
 @media (prefers-color-scheme: dark) { :root { --right: #3fb950; --wrong: #ff7b72 } }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
+h1, h2, p, pre, dl, ul { overflow-wrap: anywhere } .wide { overflow-x: auto }
 table { border-collapse: collapse; width: 100% } caption { text-align: left; padding: .5rem 0; color: GrayText }
 th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top }
 tbody th { font-weight: 600 } td.call { font-family: ui-monospace, monospace; font-size: 13px }
@@ -35,7 +36,7 @@ def document(title: str, verdict: str, right: bool, body: str, style: str = "") 
 <title>{title}</title>
 <style>{_STYLE}{style}</style>
 <h1>{title}</h1>
-<p class="{"right" if right else "wrong"}"><strong>{html.escape(verdict)}.</strong>
+<p class="{"right" if right else "wrong"}"><strong>{"✓" if right else "✗"} {html.escape(verdict)}.</strong>
 {body}
 </html>
 """

@@ -136,6 +136,7 @@ def _text(outcome: Errors) -> str:
 
 
 _STYLES = {"right": "green", "wrong": "red", "none": "dim"}
+_MARKS = {"right": "✓ ", "wrong": "✗ ", "none": ""}
 
 
 def _verdict(outcome: Errors) -> str:
@@ -159,7 +160,7 @@ def page(rows: list[Row], about: str) -> str:
         name = row.collective if row.collective != before else ""
         before = row.collective
         outcomes = [row.systems[system] for system in systems]
-        cells = [f'<td class="n {_verdict(o)}">{html.escape(_text(o))}' for o in outcomes]
+        cells = [f'<td class="n {_verdict(o)}">{_MARKS[_verdict(o)]}{html.escape(_text(o))}' for o in outcomes]
         call = f'<td class="call">{html.escape(row.call)}<td class="n">{row.sizes}'
         body.append(f"<tr><th>{html.escape(name)}{call}{''.join(cells)}")
     text = f"""<p>Rank r computes a loss ℓ<sub>r</sub>; the objective is their sum. Each call ran on real processes with
@@ -167,10 +168,10 @@ data and cotangents that differ on every rank. Each cell has three numbers: the 
 gradient and a second-order gradient, against reference gradients that PyTorch derives with all ranks in one autograd
 graph. Rows jvp (forward mode) have two: output and tangent. Rows compiled (torch.compile(fullgraph=True)) have two:
 output and gradient. The columns of PyTorch's own collectives hold for torch {html.escape(torch.__version__)}.
-<table>
+<div class="wide"><table>
 <caption>{html.escape(about)}</caption>
 <thead><tr><th>collective<th>call<th>N{head}
 <tbody>
 {chr(10).join(body)}
-</table>"""
+</table></div>"""
     return document("diffcoll verify", verdict, not failed, text)

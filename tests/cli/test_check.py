@@ -500,10 +500,13 @@ class Balanced(HTMLParser):
 
 def test_the_page_has_everything_and_is_escaped():
     rows = (
-        Row("gradient of <b>x</b>", 0, 3e-3, 0.5, False, None),
-        Row("value", None, float("inf"), None, False, None),
-        Row("buffer & more", 1, 0.0, None, True, None),
+        Row("gradient of <b>x</b>", 0, 3e-3, 0.5, False, 1e-9),
+        Row("value", None, float("inf"), None, False, 1e-9),
+        Row("buffer & more", 1, 0.0, None, True, 1e-9),
         Row("second order of x", 1, 1e-9, 1.0, True, 1e-6),
+        Row("gradient of y", 0, 1.0, 2.0, False, 1e-9),
+        Row("gradient of z", 0, 1.0, 0.0, False, 1e-9),
+        Row("at a kink", 0, 1.0, None, False, None),
     )
     tables = (
         Table("simulated, 2 ranks, rows <4>", 2, rows),
@@ -526,17 +529,35 @@ def test_the_page_has_everything_and_is_escaped():
             "✗ inf",
             "✓ 0.0e+00",
             "0.5 = 1/N",
-            "no multiple",
+            "not finite",
+            "kink",
+            "2 = N",
             "all",
         ),
-        *("simulated, 2 ranks, rows <4>: wrong", "gloo: raised", "<b>Error", "mpi: not run", "<b>wrong already"),
+        *("simulated, 2 ranks, rows <4>: ✗ wrong", "gloo: ✗ raised", "<b>Error", "mpi: not run", "<b>wrong already"),
         *("scaled", "<b>seen.", "Usual cause: <b>usually.", "Fix: <b>fix.", "cut at <b>:3", "note <b>", "about <b>"),
-        *("diffcoll check a.py:<b>", "title <b>.", "2 of 2 runs wrong; 1 not run."),
+        *("diffcoll check a.py:<b>", "title <b>.", "✗ 2 of 2 runs wrong; 1 not run."),
     ):
         assert word in text, word
     widths = [float(width) for width in re.findall(r'<rect class="\w+" y="2" width="([\d.]+)"', page)]
     assert widths[1] == 320 > widths[0] > widths[3] > widths[2] == 0
-    assert page.count('class="allowed"') == 1
+    assert "The dashed line" in text and "is the allowed error" in text
+    assert page.count('class="allowed"') == 1 + 6  # of the text, and of the rows that have one
+    # from the middle, where got is wanted: to 1/N, to N, and to 0
+    assert re.findall(r'class="wrong" x="([\d.]+)" y="2" width="([\d.]+)"', page) == [
+        ("30.0", "20.0"),
+        ("50.0", "20.0"),
+        ("0.0", "50.0"),
+    ]
+    # on a phone the tables scroll, and not the page
+    assert page.count("<table>") == page.count('<div class="wide"><table>') == 1
+
+
+def test_the_page_of_a_right_check():
+    tables = Table("simulated", 2, (Row("value", 0, 0.0, 1.0, True, 1e-9),)), Table("joint", 2, skipped="because")
+    page = check_page.page(Report("title", tables), "a.py:f", "about")
+    assert "✓ 1 run, all right; 1 not run." in page and 'simulated: <span class="right">✓ right' in page
+    assert 'class="ratio"' not in page
 
 
 def test_color_is_for_terminals_only(run, monkeypatch):

@@ -25,6 +25,12 @@ class Row:
     #: The tolerance; None: the quantity cannot be compared, because the loss has a kink here.
     allowed: float | None
 
+    def ratio_in_words(self, n: int) -> str:
+        """Return got / wanted of N ranks, or why there is none."""
+        if self.allowed is None:
+            return "kink"
+        return "not finite" if math.isinf(self.error) else ratio_in_words(self.ratio, n)
+
 
 @dataclass(frozen=True)
 class Table:
@@ -166,16 +172,11 @@ def _lines(table: Table) -> list[str]:
     lines = [f"── {table.title}: wrong", f"  {'what':{width}}  rank      error  got/wanted"]
     for row in wrong:
         rank = "all" if row.rank is None else row.rank
-        lines.append(f"✗ {row.what:{width}}  {rank!s:>4}  {row.error:9.1e}  {_ratio(row, table.world_size)}".rstrip())
+        ratio = row.ratio_in_words(table.world_size)
+        lines.append(f"✗ {row.what:{width}}  {rank!s:>4}  {row.error:9.1e}  {ratio}".rstrip())
     if right:
         lines.append(f"  right: {len(right)} other{'s' * (len(right) != 1)}, largest error {max(right):.1e}")
     return lines
-
-
-def _ratio(row: Row, n: int) -> str:
-    if row.allowed is None:
-        return "kink"
-    return "not finite" if math.isinf(row.error) else ratio_in_words(row.ratio, n)
 
 
 def ratio_in_words(ratio: float | None, n: int, near: float = 1e-3) -> str:
