@@ -1,4 +1,4 @@
-"""Runs N ranks of unchanged user code in one process."""
+"""Runs N ranks of the user's code in one process."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def simulate(
     With `rules=True` the library's own collectives and backward rules run, as on real processes. Call backward inside
     fn, since all ranks take part in it.
 
-    With `torch_distributed=True` code that calls torch.distributed runs unchanged, e.g. a published loss. Its default
-    process group is set up, as under `spawn`, and diffcoll's collectives work in it too, with their rules:
+    With `torch_distributed=True` fn may call torch.distributed, as a published loss does, and need not be changed for
+    that. The default process group is set up, as under `spawn`, so `init_process_group` raises, and diffcoll's
+    collectives work in it too, with their rules:
 
     >>> import torch.distributed as dist
     >>> def total(x):
