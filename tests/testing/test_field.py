@@ -15,7 +15,7 @@ def on_both(names, of_fast_suite=1):
     return found
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.distributed.nn:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.distributed.nn:FutureWarning", "ignore::diffcoll.testing.UncheckedWarning")
 @pytest.mark.parametrize(("on", "name"), on_both(RIGHT))
 def test_a_right_program_passes(on, name):
     make, family, how, uneven = RIGHT[name]
