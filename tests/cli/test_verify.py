@@ -129,7 +129,7 @@ def test_a_call_that_raises(tmp_path, monkeypatch, capsys, alone):
     printed = capsys.readouterr().out
     assert "raises ValueError: planted [here]: shift(offset=-1, wrap=False), N = 2" in printed
     assert f"{len(rows)} of {len(rows) + 2} calls are right" in printed
-    assert '<td class="n wrong">raises ValueError: planted [here]' in page
+    assert '<td class="n wrong">✗ raises ValueError: planted [here]' in page
 
 
 def test_no_processes_to_be_had(tmp_path, monkeypatch, capsys, alone):
