@@ -377,13 +377,11 @@ def tokens(bug, axes=("dp", "cp")):
         count = mine.double()
         if bug == "padding":
             count = torch.tensor(float(mask.numel()))
-        if bug != "local counts":
-            count = dc.all_reduce(count.detach())
-        return (
-            dc.get_world_size() * ((x @ w).sin() * mask).sum() / count
-            if bug != "local counts"
-            else (((x @ w).sin() * mask).sum() / mine)
-        )
+        if bug == "local counts":
+            return ((x @ w).sin() * mask).sum() / mine
+        total = dc.all_reduce(count.detach())
+        factor = 1 if bug == "mean of the axes" else dc.get_world_size()
+        return factor * ((x @ w).sin() * mask).sum() / total
 
     x = numbers(4, 4, 3)
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 1], [1, 0, 1, 0], [1, 0, 0, 0]], dtype=torch.bool)
@@ -559,10 +557,16 @@ def hybrid_sharded(bug):
     from torch.distributed.fsdp import fully_shard
 
     def shard(whole, mesh):
-        return fully_shard(whole, mesh=mesh["shard"] if bug == "not replicated" else mesh)
+        fully_shard(whole, mesh=mesh["shard"] if bug == "not replicated" else mesh)
+        if bug == "summed":
+            whole.set_gradient_divide_factor(1.0)
+        return whole
+
+    def negative(module, x):
+        return loss(module, -x if bug == "another input" else x)
 
     return (
-        loss,
+        negative,
         loss,
         numbers(12, 3),
         {
@@ -570,8 +574,8 @@ def hybrid_sharded(bug):
             "shard": shard,
             "mesh": {"replicate": 2, "shard": 3},
             "placements": {"x": lambda whole, at: whole.chunk(6)[3 * at["replicate"] + at["shard"]]},
-            "rank_reduction": {"shard": "mean"} if bug else {"replicate": "mean", "shard": "mean"},
-            **({"compare": ["gradients"]} if bug else {}),
+            "rank_reduction": {"shard": "mean", **({} if bug == "not replicated" else {"replicate": "mean"})},
+            **({"compare": ["gradients"]} if bug == "not replicated" else {}),
         },
     )
 
@@ -603,7 +607,7 @@ def mapped(bug):
         of_gradients = None if bug == "gradients placed as inputs" else ([Shard(0)], [Partial()])
         f = local_map(single, placed, ([Shard(0)], [Replicate()]), of_gradients, mesh)
         x, w = (DTensor.from_local(t, mesh, [Replicate()]) for t in (x, w))
-        return f(x.redistribute(mesh, [Shard(0)]), w)
+        return f((-x if bug == "another input" else x).redistribute(mesh, [Shard(0)]), w)
 
     return distributed, single, (numbers(4, 3), numbers(3, 2, seed=1)), {"mesh": {"tp": 2}}
 
@@ -623,7 +627,11 @@ PROGRAMS = {
     context: {"stale keys": None, "wrong mask": None, "wrong offset": None},
     zigzag_context: {"contiguous": None, "not said": None, "stale keys": None},
     ulysses: {"wrong head": None, "order": None, "no gradient": "graph cut"},
-    tokens: {"local counts": "mean of local means", "padding": "padding counted"},
+    tokens: {
+        "local counts": "mean of local means",
+        "padding": "padding counted",
+        "mean of the axes": "scaled over an axis",
+    },
     experts: {
         "nobody divides": "scaled over an axis",
         "wrong axes": "wrong axes",
@@ -632,11 +640,15 @@ PROGRAMS = {
     },
     pipeline: {"zeros": "no contribution", "twice": None, "value twice": "scaled over an axis"},
     fully_sharded: {"summed": "scaled over an axis", "uneven": "mean of local means", "another input": None},
-    hybrid_sharded: {"not replicated": "not averaged"},
+    hybrid_sharded: {"not replicated": "not averaged", "summed": "scaled over an axis", "another input": None},
     data_parallel: {
         "times N": "scaled over an axis",
         "uneven": "mean of local means",
         "not wrapped": "not averaged",
     },
-    mapped: {"wrong placement": "part of a sum", "gradients placed as inputs": "part of a sum"},
+    mapped: {
+        "wrong placement": "part of a sum",
+        "gradients placed as inputs": "part of a sum",
+        "another input": "multiplied",
+    },
 }

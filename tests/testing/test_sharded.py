@@ -193,7 +193,7 @@ def test_what_two_causes_explain_is_not_named():
 
     mask = torch.tensor([True, False] * 3)[:, None]
     names, text = causes_of(masked, masked, (numbers(6, 2), mask), mesh={"tp": 3})
-    assert names == {"scaled"} and "mask" not in text.partition("diagnosis")[2]
+    assert names == {"multiplied"} and "mask" not in text.partition("diagnosis")[2]
 
 
 def test_the_piece_of_another_rank():

@@ -198,6 +198,25 @@ def attributes():
     return summed(module, module=module)
 
 
+def anchors_beside_the_rows():
+    """A tensor that every rank has whole, and that has other rows than the batch: stated with a mesh."""
+
+    def loss(x, anchors):
+        return (x @ anchors.T).sigmoid().sum()
+
+    more = {"mesh": {"dp": 3}, "placements": {"x": {"dp": Shard(0)}}, "rank_reduction": {"dp": "sum"}}
+    return loss, loss, (rows(9), rows(4)), more
+
+
+def outputs_of_all_rows():
+    """Every rank returns the rows of all."""
+
+    def distributed(x):
+        return dc.all_gather(x.sin(), grad_placement="replicate")
+
+    return distributed, torch.sin, rows(6), {"mesh": {"dp": 2}, "placements": {"x": {"dp": Shard(0)}}}
+
+
 RIGHT = {
     "a loss of shape (1,)": lambda: summed(lambda x: (x**3).sum(0, keepdim=True).sum(1), order=2),
     "a lazy module": lazy,
@@ -211,6 +230,10 @@ RIGHT = {
     "two modules": two_modules,
     "weight norm": lambda: parametrized(nn.utils.parametrizations.weight_norm),
     "orthogonal": lambda: parametrized(nn.utils.parametrizations.orthogonal),
+    "spectral norm": lambda: parametrized(nn.utils.parametrizations.spectral_norm),
+    "spectral norm of old": lambda: parametrized(nn.utils.spectral_norm),
+    "anchors beside the rows": anchors_beside_the_rows,
+    "outputs of all rows": outputs_of_all_rows,
     "counts": counted,
     "a frozen table": a_frozen_table,
     "a queue of all rows": a_queue_of_all_rows,

@@ -18,6 +18,7 @@ class Kind(str, Enum):
     NEARLY_RIGHT = "nearly right"
     SOME_ROWS = "some rows"
     SCALED = "scaled"
+    MULTIPLIED = "multiplied"
     REDUCED_TWICE = "reduced twice"
     GRAPH_CUT = "graph cut"
     NO_REDUCTION = "no reduction"
@@ -94,6 +95,10 @@ CAUSES = {
     Kind.SCALED: (
         "the loss and the later reduction of gradients do not agree on who divides by N",
         "use the reduction under which it is exact, or multiply the returned loss by the missing factor",
+    ),
+    Kind.MULTIPLIED: (
+        "a backward, a hook or a weight multiplies it by a number that is no power of N",
+        "look for this number in backward functions, hooks and the weights of the loss",
     ),
     Kind.REDUCED_TWICE: (
         "the gradient of this tensor is reduced within the loss and again by the averager, or the loss is multiplied "

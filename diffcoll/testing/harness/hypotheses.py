@@ -139,6 +139,7 @@ def _scaled(case: Case) -> Iterator[Finding]:
         words = f"{in_list(names)}: {case.scaled(ratio, case.witness.reference)}; right in direction"
         of_ranks = case.witness.one_loss and case.is_power(ratio)
         kind = Kind.SCALED_OVER_AXIS if of_ranks else Kind.REDUCED_TWICE if twice else Kind.SCALED
+        kind = kind if case.is_power(ratio / case.factor) else Kind.MULTIPLIED
         yield Finding(kind, names, words)
 
 

@@ -112,7 +112,9 @@ def factors(case: Case) -> Iterator[Finding]:
         seen += f", which is {' or '.join(words)}" if words else ""
         if shares and not of_axes:
             kind = Kind.PADDING
-        elif shares or not of_axes:
+        elif not of_axes:
+            kind = Kind.MULTIPLIED
+        elif shares:
             kind = Kind.SCALED
         else:
             both = all(min(each.values()) < 0 < max(each.values()) for each in of_axes)
