@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,6 +33,8 @@ def dumps(x: object, reduce: Callable[[Any], Any] = lambda obj: NotImplemented) 
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, Tensor) and obj.dtype not in _PICKLED:
                 return _load, (_saved(obj),)
+            if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj and type(obj) is not ModuleType:
+                return import_module, (obj.__name__,)  # such as torch.distributed.config, which has a class of its own
             found = reduce(obj)
             return super().reducer_override(obj) if found is NotImplemented else found
 

@@ -421,3 +421,15 @@ def test_arguments_of_every_dtype():
         assert [x.dtype for x in xs] == dtypes
         for x, dtype in zip(xs, dtypes, strict=True):
             assert x.to(torch.complex64).tolist() == numbers.to(dtype).to(torch.complex64).tolist()
+
+
+def config():
+    """Named like torch.distributed.config, of which cloudpickle thinks that the function uses it."""
+    return dist.get_world_size()
+
+
+def test_a_name_like_that_of_a_module_of_torch():
+    def body(r):
+        return r + config() + dist.get_world_size()
+
+    assert spawn(body, range(2)) == [4, 5]
