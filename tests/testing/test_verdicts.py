@@ -778,6 +778,27 @@ def test_what_a_call_keeps_shows_in_the_next(on):
     assert causes[-1].name == "later step" and causes[-1].seen.endswith("wrong in step 2")
 
 
+@pytest.mark.filterwarnings("ignore::diffcoll.testing.UncheckedWarning")
+def test_what_only_later_calls_use():
+    """A recurrent state; no parameter has a gradient in the first call."""
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.state = nn.Parameter(torch.eye(3, dtype=torch.double)), None
+
+        def forward(self, x):
+            total = dc.all_reduce(x.sum(0))
+            before, self.state = self.state, total.detach()
+            return (total if before is None else total + before @ self.weight).sin().sum() / dc.get_world_size()
+
+    module = Recurrent()
+    more = {"module": module, "rank_reduction": "sum", "sizes": [(5, 3)], "on": ["simulated"]}
+    assert assert_matches_single_process(module, module, rows, steps=2, **more).ok
+    with pytest.raises(ValueError, match="module: got parameters of which none has a gradient"):
+        assert_matches_single_process(module, module, rows, **more)
+
+
 def test_a_wrong_step_is_not_followed_by_another():
     distributed, single, batch, more = queue_of_two_steps(lambda every: every.flip(0))
     with pytest.raises(GradientMismatchError) as error:

@@ -69,9 +69,10 @@ class Matching:
         of_one = replace(self.plan, outputs=rows_of(measured), inputs=sizes)
         reference: Measurement
         (reference,) = self.on("simulated", on_rank, [single], [of_one], [0], [whole])
-        if reference.first.parameters and not any(g.any() for g in reference.first.parameters):
+        is_last = step + 1 == self.steps  # what the first calls do not use, the following may
+        if is_last and reference.first.parameters and not any(g.any() for g in reference.first.parameters):
             raise unused(self.name, "single")
-        self._refuse_nothing_to_compare(reference, sizes, is_last=step + 1 == self.steps)
+        self._refuse_nothing_to_compare(reference, sizes, is_last)
         kinds = {y.dim() == 0 for y in reference.outputs if differentiable(y)}
         if self.rank_reduction == "any" and len(kinds) > 1:
             got = '"any" for a loss and outputs with rows together'
