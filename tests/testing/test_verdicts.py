@@ -336,6 +336,16 @@ def _local_mean():
     return summed(distributed, sizes=EVEN)
 
 
+def a_penalty_on_every_rank():
+    """The squares of the weights count N times; the gradients of the rows are right."""
+    module = layer(3, 2)
+
+    def loss(x):
+        return module(x).square().sum() + module.weight.square().sum()
+
+    return summed(loss, module=module, sizes=EVEN)
+
+
 def a_ring_in_the_other_direction():
     """Each rank gets the rows of the next rank, and not of the one before."""
 
@@ -397,6 +407,7 @@ WRONG = {
     "a buffer of rank 0": (lambda: _normalized(_on_rank_zero), ["another state"], ["local statistics"]),
     "a ring in the other direction": (a_ring_in_the_other_direction, [], ["local statistics"]),
     "an offset of equal ranks": (an_offset_of_equal_ranks, ["uneven"], ["local statistics"]),
+    "a penalty on every rank": (a_penalty_on_every_rank, ["another loss"], ["local statistics"]),
     "a row is dropped": (lambda: _local(_without_the_last_row), [], ["local statistics"]),
     "local mean": (_local_mean, ["local statistics"], []),
     "tiny and N times": (tiny_and_twice, ["no reduction"], ["scaled"]),

@@ -122,9 +122,15 @@ class _OneProcess(Witness):
         run, matching, n = self._run, self._matching, self._size
         if run.step:
             return None
-        wrong = {
-            q.what for q in run.under(self._rank_reduction) if not q.ok and q.group in ("value", "output", "state")
-        }
+        quantities = run.under(self._rank_reduction)
+        wrong = {q.what for q in quantities if not q.ok and q.group in ("value", "output", "state")}
+        of_rows = [q for q in quantities if q.group == "gradient" and q.rank is not None]
+        if (
+            of_rows
+            and all(q.ok for q in of_rows)
+            and any(not q.ok for q in quantities if q.group in ("value", "output"))
+        ):
+            return None  # what is wrong does not depend on the rows, such as a penalty that every rank adds
         plan = replace(matching.plan_of(n), order=1)
         of_one = replace(matching.plan, order=1)
         try:
