@@ -256,9 +256,9 @@ class _Others:
 
     def refuse(self) -> None:
         """Raise if one is left, after giving it back its own gradient."""
-        if not self._kept:
+        if all(ref() is None for ref, _ in self._kept):
             return
-        gc.collect()
+        gc.collect()  # what is in a cycle; it takes tenths of a second in a large program
         left = [(leaf, grad) for ref, grad in self._kept if (leaf := ref()) is not None]
         for leaf, grad in left:
             leaf.grad = grad
