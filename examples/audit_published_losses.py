@@ -310,20 +310,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     asked = " ".join(sys.argv[1:])
     print(f"  {'loss':46} {'features':10} {'parameters':14} {'uneven':7} {'empty':7} cause")
-    for package in PACKAGES:
-        name = package.__name__.replace("_", "-")
-        try:
-            losses = list(package())
-        except ImportError as error:
-            print(f"{name}: skipped: {error}")
-            continue
-        print(f"{name} {importlib.metadata.version(name)}")
-        for loss in losses:
-            if asked in loss.name:
-                report = loss.audit()
-                print(line(loss, report))
-                if asked:
-                    print(report)
+    audit_sharded_layers.audited(PACKAGES, line, asked)
     print("features, parameters: exact if gradients are summed, or averaged, over ranks; or the error")
     print("uneven, empty: ranks with different numbers of rows; one rank without rows")
     audit_sharded_layers.main()

@@ -39,7 +39,7 @@ import importlib
 import importlib.metadata
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -235,25 +235,33 @@ def transformers() -> Iterator[Layer]:
 PACKAGES = (megatron_core, transformers)
 
 
-def main() -> None:
-    warnings.simplefilter("ignore")
-    asked = " ".join(sys.argv[1:])
-    print(f"  {'layer, on 2 ranks':49} verdict  causes")
-    for package in PACKAGES:
+def line(layer: Layer, report: Report) -> str:
+    causes = ", ".join(cause.name for cause in report.causes)
+    return f"  {layer.name:49} {'right' if report.ok else 'wrong':8} {causes}".rstrip()
+
+
+def audited(packages: Sequence[Callable[[], Iterator[Any]]], line: Callable[[Any, Report], str], asked: str) -> None:
+    """Print a line for each layer or loss of each package, and the reports of those that are asked for."""
+    for package in packages:
         name = package.__name__.replace("_", "-")
         try:
-            layers = list(package())
+            found = list(package())
         except ImportError as error:
             print(f"{name}: skipped: {error}")
             continue
         print(f"{name} {importlib.metadata.version(name)}")
-        for layer in layers:
-            if asked in layer.name:
-                report = layer.audit()
-                causes = ", ".join(cause.name for cause in report.causes)
-                print(f"  {layer.name:49} {'right' if report.ok else 'wrong':8} {causes}".rstrip(), flush=True)
+        for each in found:
+            if asked in each.name:
+                report = each.audit()
+                print(line(each, report), flush=True)
                 if asked:
                     print(report)
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    print(f"  {'layer, on 2 ranks':49} verdict  causes")
+    audited(PACKAGES, line, " ".join(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ returns (distributed, single, further arguments of `assert_matches_single_proces
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from field import Identity, OwnSlice
 from torch.autograd import Function
 
 import diffcoll as dc
@@ -74,20 +75,6 @@ def own_block_kept(x):
     return torch.cat(blocks)
 
 
-class LocalSlice(Function):
-    """The GatherLayer that is copied most: the backward keeps this rank's slice."""
-
-    @staticmethod
-    def forward(ctx, x):
-        blocks = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(blocks, x.contiguous())
-        return torch.cat(blocks)
-
-    @staticmethod
-    def backward(ctx, g):
-        return g.chunk(dist.get_world_size())[dist.get_rank()]
-
-
 class WithoutRankZero(Function):
     @staticmethod
     def forward(ctx, x):
@@ -96,18 +83,6 @@ class WithoutRankZero(Function):
     @staticmethod
     def backward(ctx, g):
         return dc.reduce_scatter(g if dc.get_rank() else torch.zeros_like(g))
-
-
-class IdentityBackward(Function):
-    @staticmethod
-    def forward(ctx, x):
-        y = x.clone()
-        dist.all_reduce(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        return g
 
 
 class SameDirection(Function):
@@ -252,8 +227,8 @@ PLANTED = {
         "no reduction",
         'exact under "sum", scale exact under "mean": no reduction is right',
     ),
-    "local slice": (lambda: clip(LocalSlice.apply), pair, EVEN, "local slice", "text: it is the derivative of the"),
-    "not reduced": (lambda: _sum_of_rows(IdentityBackward.apply), one, EVEN, "not reduced", "x: it is the derivative"),
+    "local slice": (lambda: clip(OwnSlice.apply), pair, EVEN, "local slice", "text: it is the derivative of the"),
+    "not reduced": (lambda: _sum_of_rows(Identity.apply), one, EVEN, "not reduced", "x: it is the derivative"),
     "rank missing": (
         lambda: clip(WithoutRankZero.apply),
         pair,

@@ -997,7 +997,7 @@ def test_programs_that_a_mesh_states():
         return second(first(x).tanh()).square().sum()
 
     more = {"module": (first, second), "on": ["simulated"]}
-    with pytest.raises(GradientMismatchError, match=r"tensor parallelism\), state it with mesh="):
+    with pytest.raises(GradientMismatchError, match=r"as in tensor parallelism, state\s+it with mesh="):
         assert_matches_single_process(parallel, whole, rows, **more, sizes=[(4, 4)])
     sums = {"x": {"tp": Partial()}, **{f"module[{i}].*": {"tp": Partial()} for i in range(2)}}
     assert assert_matches_single_process(parallel, whole, rows(8), **more, mesh={"tp": 2}, placements=sums).ok

@@ -152,11 +152,7 @@ CAUSES = {
         "a buffer, queue or codebook is updated with this rank's rows, on some ranks only, or by another formula",
         "update it on every rank with the numbers of all ranks: reduce sums and counts, or gather the rows",
     ),
-    Kind.ANOTHER_LOSS: (
-        "",
-        "compare the two functions' values first; the gradient follows. If all ranks are to compute the same loss of "
-        "the same rows (tensor parallelism), state it with mesh=",
-    ),
+    Kind.ANOTHER_LOSS: ("", "compare the two functions' values first; the gradient follows"),
     Kind.STOP_GRADIENT: (
         "the function for one process detaches a tensor, such as a target, that the distributed one does not",
         "detach it in both",

@@ -255,7 +255,10 @@ def _other_values(case: Case) -> Iterator[Finding]:
         where = "every rank" if len(ranks) == case.size else _ranks(sorted(r for r in ranks if r is not None))
         yield Finding(Kind.ANOTHER_STATE, state, f"{in_list(state)}: not as after the whole batch on {where}")
     if values := case.left("value", "output"):
-        words = "not what one process computes on the whole batch, under any reduction"
+        words = (
+            "not what one process computes on the whole batch, under any reduction (if all ranks compute the same loss "
+            "of the same rows, as in tensor parallelism, state it with mesh=)"
+        )
         yield Finding(Kind.ANOTHER_LOSS, values, f"{in_list(values)}: {words}")
 
 
