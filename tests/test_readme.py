@@ -165,6 +165,7 @@ def test_examples(path, tmp_path, monkeypatch, capsys):
     else:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", [str(path), *SMALLER.get(path.name, [])])
+        monkeypatch.syspath_prepend(str(path.parent))  # as Python does for a script
         runpy.run_path(str(path), run_name="__main__")
         printed = capsys.readouterr().out
     assert printed
