@@ -90,6 +90,7 @@ def simulate(
         CollectiveMismatchError: ranks call different collectives, or wait for a rank that has finished; lists the
             collective and line at which each rank waits.
         TimeoutError: the time is over; lists the line at which each rank runs, or waits.
+        RuntimeError: fn calls torch.distributed, and `torch_distributed` is False.
         RuntimeError: with `torch_distributed`, a thread that is not a rank calls torch.distributed, or a rank uses a
             process group that another rank has made, or fn is the first in the process to use torch.compile.
         RuntimeError: called within a transform of torch.func, `joint_backward`, or a mode that traces or fakes tensors,
@@ -114,20 +115,17 @@ def simulate(
     try:
         return world.run(bodies)
     except Exception as error:
-        if calls_torch_distributed(error) and hasattr(error, "add_note"):  # Python 3.11 and later
-            error.add_note(_TORCH_DISTRIBUTED)
-        raise
-
-
-#: What simulate adds to an error of torch.distributed.
-_TORCH_DISTRIBUTED = (
-    "simulate: fn calls torch.distributed, which is not simulated by default; simulate(..., torch_distributed=True) "
-    "sets up its default process group on simulated ranks, and runs such code"
-)
+        if not calls_torch_distributed(error):
+            raise
+        raise RuntimeError(
+            "simulate: fn calls torch.distributed, which is not simulated by default; simulate(..., "
+            "torch_distributed=True) sets up its default process group on simulated ranks, and runs such code"
+        ) from error
 
 
 def calls_torch_distributed(error: BaseException) -> bool:
     """Whether an error was raised in torch.distributed, and nobody has set up its default process group."""
+    error = error.__cause__ or error
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     return not dist.is_initialized() and any(f"{name}.".startswith("torch.distributed.") for name in modules)
 

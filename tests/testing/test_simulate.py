@@ -652,16 +652,16 @@ def test_the_checks_have_a_time_limit():
     ids=["all_reduce", "get_rank", "init_process_group", "DDP"],
 )
 def test_torch_distributed_is_not_simulated_by_default(run, fn):
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(RuntimeError) as raised:
         run(fn, [torch.ones(1), torch.zeros(1)])
-    assert raised.value.__notes__[1:] == [
+    assert str(raised.value) == (
         "simulate: fn calls torch.distributed, which is not simulated by default; simulate(..., "
         "torch_distributed=True) sets up its default process group on simulated ranks, and runs such code"
-    ]
+    )
+    assert isinstance(raised.value.__cause__, ValueError)
 
 
 @both
 def test_other_errors_are_not_blamed_on_torch_distributed(run):
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match="invalid literal"):
         run(lambda r: int("x"), range(2))
-    assert len(raised.value.__notes__) == 1
