@@ -13,6 +13,8 @@ from diffcoll.testing.harness.cuts import Cuts
 from diffcoll.testing.harness.evidence import Evidence
 from diffcoll.testing.harness.report import ratio_in_words
 
+#: A quantity is nearly right if its relative error is below this.
+LITTLE = 5e-3
 #: Powers of N that a missing or repeated reduction multiplies by.
 _POWERS = (-2, -1, 0, 1, 2, 3)
 
@@ -148,3 +150,19 @@ class Case:
         under_sum = ratio / self.factor
         exact = [what for what, right in (("sum", 1), ("mean", self.size)) if is_near(under_sum, right, self.tolerance)]
         return f'under "{self.rank_reduction}" {number} times {of}' + (f', exact under "{exact[0]}"' if exact else "")
+
+
+def short(name: str) -> str:
+    """Return the name of a gradient's tensor."""
+    return name.removeprefix("gradient of ")
+
+
+def in_list(names: Sequence[str]) -> str:
+    """Return names in words, those of gradients by their tensor."""
+    *others, last = map(short, names)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return ranks in words."""
+    return f"rank{'s' * (len(ranks) != 1)} {' and '.join(map(str, ranks))}"

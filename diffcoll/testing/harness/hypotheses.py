@@ -11,13 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from diffcoll.testing.harness.case import Case, Finding
+from diffcoll.testing.harness.case import LITTLE, Case, Finding, in_list, ranks_in_words, short
 from diffcoll.testing.harness.causes import Kind, cause_of
-from diffcoll.testing.harness.comparison import Quantity, busy, is_near, multiple
-from diffcoll.testing.harness.report import Cause, ratio_in_words
-
-#: A quantity is nearly right if its relative error is below this.
-_LITTLE = 5e-3
+from diffcoll.testing.harness.comparison import Quantity, is_near
+from diffcoll.testing.harness.report import Cause
+from diffcoll.testing.harness.some_rows import left_out, some_rows
 
 
 def diagnose(case: Case, hypotheses: Sequence[Callable[[Case], Iterator[Finding]]] | None = None) -> list[Cause]:
@@ -63,8 +61,8 @@ def not_finite(case: Case) -> Iterator[Finding]:
 
     if names := [name for name in case.left() if any(map(lost, case.of(name)))]:
         empty = [r for r, rows in enumerate(case.sizes) if rows == 0]
-        of = f"; the value is not finite on {_ranks(case.not_finite)}" if case.not_finite else ""
-        rows = f"; {_ranks(empty)} {'has' if len(empty) == 1 else 'have'} no rows" if empty else ""
+        of = f"; the value is not finite on {ranks_in_words(case.not_finite)}" if case.not_finite else ""
+        rows = f"; {ranks_in_words(empty)} {'has' if len(empty) == 1 else 'have'} no rows" if empty else ""
         yield Finding(Kind.NOT_FINITE, names, f"{in_list(names)}: NaN or infinite{of}{rows}")
 
 
@@ -82,7 +80,7 @@ def not_replicated(case: Case) -> Iterator[Finding]:
     """The ranks return other outputs, which should be the same."""
     if names := case.left("output"):
         where = sorted({q.rank for name in names for q in case.of(name) if not q.ok and q.rank is not None})
-        words = f"other numbers on {_ranks(where)} than on rank 0"
+        words = f"other numbers on {ranks_in_words(where)} than on rank 0"
         yield Finding(Kind.NOT_REPLICATED, [*names, *case.left("gradient")], f"{in_list(names)}: {words}")
 
 
@@ -128,7 +126,7 @@ def _scaled(case: Case) -> Iterator[Finding]:
         # A single number is a multiple of any other, and the gradient of another loss may be one.
         single = sum(int(((q.got != 0) | (q.wanted != 0)).sum()) for q in case.of(name) if not q.mismatched) == 1
         if ratio and (
-            case.is_power(ratio / case.factor) if single or case.values_differ else not is_near(ratio, 1.0, _LITTLE)
+            case.is_power(ratio / case.factor) if single or case.values_differ else not is_near(ratio, 1.0, LITTLE)
         ):
             like = next((other for other in groups if is_near(ratio, other, case.tolerance)), ratio)
             groups.setdefault(like, []).append(name)
@@ -153,55 +151,11 @@ def _value_scaled(case: Case) -> Iterator[Finding]:
 def nearly_right(case: Case) -> Iterator[Finding]:
     """All errors are small; beside a large one, a small one has the same cause."""
     names = case.left()
-    little = all(q.ok or q.error < _LITTLE for name in names for q in case.of(name))
+    little = all(q.ok or q.error < LITTLE for name in names for q in case.of(name))
     if names and little and not (case.left("value", "output") and case.witness.local_statistics):
         most = max((q for name in names for q in case.of(name) if not q.ok), key=lambda q: q.error)
         words = f"{in_list(names)}: off by {most.error:.1e}, {most.most_allowed or 0.0:.1e} is allowed"
         yield Finding(Kind.NEARLY_RIGHT, names, words)
-
-
-def some_rows(case: Case) -> Iterator[Finding]:
-    """Some rows of a gradient are wrong, all by the same factor or not, and those that are large are right."""
-    groups: dict[float | None, list[str]] = {}
-    of_names: dict[str, str] = {}
-    for name in case.left("gradient"):
-        wrong = [q for q in case.of(name) if not q.ok]
-        if not all(isinstance(q.rows, torch.Tensor) and is_near(q.ratio, 1.0, case.tolerance) for q in wrong):
-            continue
-        each = [
-            (q, row) for q in wrong for row in (q.errors > q.allowed).flatten(1).any(1).nonzero().flatten().tolist()
-        ]
-        ratios = [multiple(q.got[row], q.wanted[row], 30 * case.tolerance) for q, row in each]
-        same = all(is_near(ratio, ratios[0] or 0.0, 30 * case.tolerance) for ratio in ratios)
-        ratio = ratios[0] if same else None
-        if all(q.error < _LITTLE for q in wrong) and (ratio is None or is_near(ratio, 1.0, _LITTLE)):
-            continue
-        groups.setdefault(ratio, []).append(name)
-        where = [f"{row}" if q.rank is None else f"{row} on rank {q.rank}" for q, row in each]
-        of_names[name] = f"{_short(name)}: row{'s' * (len(where) > 1)} {', '.join(where[:5])}{', …' * (len(where) > 5)}"
-    for ratio, names in groups.items():
-        words = "; ".join(of_names[name] for name in names)
-        factor = "" if ratio is None else f", {ratio_in_words(ratio, case.size)} times the right one"
-        yield Finding(Kind.SOME_ROWS, names, f"{words}: wrong{factor}; the larger rows are right")
-
-
-def _left_out(case: Case) -> Iterator[Finding]:
-    """Rows that count on one process have no effect on the losses of the ranks."""
-    names: list[str] = []
-    where: list[str] = []
-    for name in case.left("gradient") if case.values_differ else []:
-        lost = [
-            f"row {row} on rank {q.rank}"
-            for q in case.of(name)
-            if q.rank is not None and not q.mismatched
-            for row in (busy(q.wanted) & ~busy(q.got)).nonzero().flatten().tolist()
-        ]
-        if lost and (found := case.witness.evidence.cause(_short(name))) and found[0] == Kind.CONSISTENT:
-            names.append(name)
-            where = where or [*lost[:5], *["…"] * (len(lost) > 5)]
-    if names and case.witness.local_statistics is None:
-        seen = f"{in_list(names)}: no effect on the losses of the ranks: {', '.join(where)}"
-        yield Finding(Kind.LEFT_OUT, names + case.left("value", "output"), seen)
 
 
 def zero(case: Case) -> Iterator[Finding]:
@@ -252,7 +206,7 @@ def _other_values(case: Case) -> Iterator[Finding]:
         return
     if state := case.left("state"):
         ranks = {q.rank for name in state for q in case.of(name) if not q.ok}
-        where = "every rank" if len(ranks) == case.size else _ranks(sorted(r for r in ranks if r is not None))
+        where = "every rank" if len(ranks) == case.size else ranks_in_words(sorted(r for r in ranks if r is not None))
         yield Finding(Kind.ANOTHER_STATE, state, f"{in_list(state)}: not as after the whole batch on {where}")
     if values := case.left("value", "output"):
         words = (
@@ -288,7 +242,7 @@ def _consistent(case: Case) -> Iterator[Finding]:
 def _by_evidence(case: Case) -> dict[tuple[Kind, str], list[str]]:
     groups: dict[tuple[Kind, str], list[str]] = {}
     for name in case.left("gradient"):
-        if found := case.witness.evidence.cause(_short(name)):
+        if found := case.witness.evidence.cause(short(name)):
             groups.setdefault(found, []).append(name)
     return groups
 
@@ -299,7 +253,7 @@ def _scaled_differently(case: Case) -> Iterator[Finding]:
         several = any(q.got.numel() > 1 for q in case.of(name))  # a single number is a multiple of any other
         if several and None not in ratios and all(ratio is not None for ratio in ratios.values()):
             each = ", ".join(f"{ratio:.4g} on rank {r}" for r, ratio in ratios.items())
-            seen = f"{_short(name)}: right in direction on each rank, off by {each}"
+            seen = f"{short(name)}: right in direction on each rank, off by {each}"
             yield Finding(Kind.SCALED_DIFFERENTLY, [name], seen)
 
 
@@ -328,7 +282,7 @@ HYPOTHESES: Sequence[Callable[[Case], Iterator[Finding]]] = (
     _no_reduction,
     _scaled,
     some_rows,
-    _left_out,
+    left_out,
     zero,
     restored,
     _mean_of_local_means,
@@ -340,17 +294,3 @@ HYPOTHESES: Sequence[Callable[[Case], Iterator[Finding]]] = (
     _wrong_in_direction,
     _second_order,
 )
-
-
-def _short(name: str) -> str:
-    return name.removeprefix("gradient of ")
-
-
-def in_list(names: Sequence[str]) -> str:
-    """Return names in words, those of gradients by their tensor."""
-    short = list(map(_short, names))
-    return short[0] if len(short) == 1 else f"{', '.join(short[:-1])} and {short[-1]}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) != 1)} {' and '.join(map(str, ranks))}"

@@ -15,19 +15,18 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from diffcoll.testing.harness.case import Case, Finding, Witness
+from diffcoll.testing.harness.case import Case, Finding, Witness, in_list
 from diffcoll.testing.harness.causes import Kind
 from diffcoll.testing.harness.comparison import Quantity, is_near
 from diffcoll.testing.harness.hypotheses import (
-    in_list,
     nearly_right,
     not_finite,
     random,
     restored,
     rounding,
-    some_rows,
     zero,
 )
+from diffcoll.testing.harness.some_rows import some_rows
 from diffcoll.testing.sharding.placements import REPLICATE, SHARD, Mesh, near
 from diffcoll.testing.sharding.rank import Piece
 from diffcoll.testing.sharding.trace import Change
