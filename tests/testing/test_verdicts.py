@@ -338,6 +338,19 @@ def _local_mean():
     return summed(distributed, sizes=EVEN)
 
 
+def _sign():
+    return -1 if dc.get_world_size() > 1 else 1
+
+
+def another_value_and_a_detach():
+    """The rows of rank 1 count in the value, and have no gradient."""
+
+    def distributed(x):
+        return 1.1 * ((x.detach() if dc.get_rank() == 1 else x) ** 2).sum()
+
+    return summed(distributed, lambda x: (x**2).sum(), sizes=EVEN)
+
+
 def a_penalty_on_every_rank():
     """The squares of the weights count N times; the gradients of the rows are right."""
     module = layer(3, 2)
@@ -409,6 +422,8 @@ WRONG = {
     "a buffer of rank 0": (lambda: _normalized(_on_rank_zero), ["another state"], ["local statistics"]),
     "a ring in the other direction": (a_ring_in_the_other_direction, [], ["local statistics"]),
     "an offset of equal ranks": (an_offset_of_equal_ranks, ["uneven"], ["local statistics"]),
+    "the wrong sign": (lambda: summed(lambda x: _sign() * (x**3).sum(), sizes=EVEN), ["another loss"], ["multiplied"]),
+    "another value, and a detach": (another_value_and_a_detach, ["no contribution"], ["left out"]),
     "a penalty on every rank": (a_penalty_on_every_rank, ["another loss"], ["local statistics"]),
     "a row is dropped": (lambda: _local(_without_the_last_row), [], ["local statistics"]),
     "local mean": (_local_mean, ["local statistics"], []),
@@ -812,6 +827,26 @@ def test_what_only_later_calls_use():
         assert_matches_single_process(module, module, rows, **more)
 
 
+def test_a_value_that_is_as_at_the_start_again():
+    """A frozen parameter that every rank changes in the first call, and rank 1 back in the second."""
+    module = nn.Module()
+    module.kept = nn.Parameter(torch.zeros(1, dtype=torch.double), requires_grad=False)
+    module.calls = []
+
+    def loss(x):
+        module.calls.append(1)
+        back = len(module.calls) == 2 and dc.get_rank() == 1
+        with torch.no_grad():
+            module.kept.fill_(0.0 if back else 1.0)
+        return (x**2).sum()
+
+    with pytest.raises(GradientMismatchError) as error:
+        assert_matches_single_process(
+            loss, loss, rows, module=module, rank_reduction="sum", steps=2, sizes=EVEN, on=["simulated"]
+        )
+    assert [cause.name for cause in error.value.report.causes] == ["another state", "later step"]
+
+
 def test_a_wrong_step_is_not_followed_by_another():
     distributed, single, batch, more = queue_of_two_steps(lambda every: every.flip(0))
     with pytest.raises(GradientMismatchError) as error:
@@ -833,16 +868,18 @@ def test_steps_take_rows_and_finite_differences():
         def forward(self, x):
             with torch.no_grad():
                 self.calls += 1
-            wrong = self.calls > 1 and dc.get_world_size() > 1
+            n, r = dc.get_world_size(), dc.get_rank()
+            wrong = self.calls > 1 and n > 1
             total = Ruled.apply(x.sum(0), dc.all_reduce, lambda g: g) if wrong else dc.all_reduce(x.sum(0))
-            return (total**2).sum() * self.calls / dc.get_world_size()
+            return (total**2).sum() * self.calls * (r + 1) * 2 / (n * (n + 1))
 
     module = Counter()
     more = {"module": module, "rank_reduction": "sum", "sizes": [(4, 4), (5, 3)], "on": ["simulated"]}
     with pytest.raises(GradientMismatchError) as error:
         assert_matches_single_process(module, lambda x: module(x), x, steps=2, **more)
-    causes = [cause.name for cause in error.value.report.causes]
-    assert causes == ["scaled", "later step"] or causes == ["not reduced", "later step"], str(error.value)
+    causes = error.value.report.causes
+    assert [cause.name for cause in causes] == ["not reduced", "later step"], str(error.value)
+    assert causes[0].seen == "x: it is the derivative of the rank's own loss alone"
     with pytest.raises(ValueError, match="16 rows, expected tensors with 8 rows, the sum of sizes"):
         assert_matches_single_process(module, lambda x: module(x), x, **more)
     with pytest.raises(ValueError, match=r"8 rows, expected tensors with 16 rows, .* for each of 2 steps"):
