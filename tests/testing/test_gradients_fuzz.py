@@ -90,6 +90,7 @@ def test_some_programs():
     assert run(range(20), diagnosed=10) > 10
 
 
+@pytest.mark.filterwarnings("ignore::diffcoll.testing.UncheckedWarning")  # of gradients that happen to be small
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_many_programs(part):
