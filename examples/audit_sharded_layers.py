@@ -32,7 +32,8 @@ What it found, on torch 2.13:
 
 The label smoothing takes means over this rank's words. With sequence_parallel=True the weights of norms and the bias
 of the second layer have the gradient of this rank's part of the sequence; Megatron-LM sums them after backward, which
-`Partial()` states. Torchtitan is not here: its wheel (0.3.0) imports Triton, which builds of PyTorch for CPUs lack.
+`Partial()` states. Torchtitan is not here: the attention of its language models (0.3.0: flex or varlen) has no backward
+on a CPU.
 """
 
 import importlib

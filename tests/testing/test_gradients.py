@@ -637,7 +637,16 @@ def test_what_the_precision_hides_is_noted():
     arguments = {"module": [small, idle], "rank_reduction": "sum", **SIMULATED}
     with pytest.warns(UncheckedWarning) as warned:
         report = assert_matches_single_process(fn, fn, X.float(), **arguments)
-    assert "gradient of module[0]: too small beside the others to be checked in this precision" in str(report)
+    words = "gradient of module[0]: too small beside the others to be checked in this precision"
+    assert f"{words}: pass float64" in report.notes
+
+    def in_double(x):
+        return (x**2).sum() + tiny * x.sum() * 1e-14
+
+    tiny = torch.ones((), dtype=torch.double, requires_grad=True)
+    more = {"module": [tiny], "rank_reduction": "sum", **SIMULATED}
+    with pytest.warns(UncheckedWarning, match=r"module\[0\]: too small .*: choose other data"):
+        assert_matches_single_process(in_double, in_double, X, **more)
     assert "gradient of module[1]: zero in every run" in report.notes
     assert [str(w.message) for w in warned] == [f"assert_matches_single_process: {note}" for note in report.notes]
     assert {w.filename for w in warned} == {__file__}

@@ -174,15 +174,16 @@ def unchecked(runs: Sequence[Run], tolerance: float) -> Iterator[str]:
         yield f"errors below {tolerance:.1g} pass, because of the precision of the tensors: pass float64"
     for name in dict.fromkeys(name for run in runs for m in run.measured for name in m.attributes):
         yield f"{name}: an attribute that the call changed is not compared: register it as a buffer"
+    remedy = "pass float64" if tolerance > 1e-8 else "choose other data"
     each = [q for run in runs for q in run.under("sum") if q.group == "gradient" and q.wanted.numel()]
     for name in dict.fromkeys(q.what for q in each if (q.most_allowed or 0.0) > tolerance):
-        yield f"{name}: rounding on one process is larger than the tolerance: pass float64"
+        yield f"{name}: rounding on one process is larger than the tolerance: {remedy}"
     for name in dict.fromkeys(q.what for q in each):
         most = max(largest(q.wanted) / (q.unit or 1.0) for q in each if q.what == name)
         if most == 0:
             yield f"{name}: zero in every run"
         elif most < 10 * tolerance:
-            yield f"{name}: too small beside the others to be checked in this precision: pass float64"
+            yield f"{name}: too small beside the others to be checked in this precision: {remedy}"
 
 
 def in_doubt(quantities: Sequence[Quantity]) -> set[str]:
