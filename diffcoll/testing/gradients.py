@@ -38,7 +38,7 @@ def assert_matches_single_process(
     batch: Any,
     *,
     module: nn.Module | Sequence[nn.Module | Tensor] | None = None,
-    sizes: Sequence[Sequence[int]] = _SIZES,
+    sizes: Sequence[Sequence[int]] | int = _SIZES,
     steps: int = 1,
     mesh: Mapping[str, int] | Sequence[Mapping[str, int]] | None = None,
     shard: Callable[[Any, Any], nn.Module] | None = None,
@@ -81,8 +81,8 @@ def assert_matches_single_process(
             are. All floating-point tensors get gradients.
         module: an `nn.Module`, or a list of modules and parameters, used by both functions. Each rank gets a copy of
             the functions and the module, as on real processes.
-        sizes: for each run, the rows of each rank. The default has equal, uneven and empty ranks, two to four. Code
-            that works in chunks needs larger ones, so that a rank has several.
+        sizes: for each run, the rows of each rank. The default has equal, uneven and empty ranks, two to four. A number
+            multiplies it: code that works in chunks needs so many rows that a rank has several chunks.
         steps: how many calls in a row are checked, each with other rows, as the steps of a training loop: what a call
             keeps, such as a queue, shows in the next. The batch has so many times the rows, those of the first step
             first. Parameters are not updated between the steps, unless the functions do.
@@ -253,8 +253,13 @@ def _check_choices(name: str, order: object, on: Sequence[str], strict: object) 
         raise TypeError(message(name, "on", repr(on), 'a sequence of "simulated" and backends, such as ["simulated"]'))
 
 
-def _sizes(sizes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    expected = "for each run the rows of each rank, such as [(4, 4), (5, 0, 3)]"
+def _sizes(sizes: Sequence[Sequence[int]] | int) -> list[tuple[int, ...]]:
+    expected = (
+        "for each run the rows of each rank, such as [(4, 4), (5, 0, 3)], or a number that multiplies the default"
+    )
+    if isinstance(sizes, int):
+        times = expect.integer(_MATCHES, "sizes", sizes, 1)
+        return [tuple(times * k for k in each) for each in _SIZES]
     try:
         found = [tuple(index(k) for k in each) for each in sizes]
     except TypeError:

@@ -912,6 +912,24 @@ def test_a_partner_that_is_right_for_two_and_three_ranks():
     assert cause.name == "more ranks" and cause.seen == "right with equal ranks up to 3, wrong with rows (4, 4, 4, 4)"
 
 
+def test_chunks_that_only_more_rows_fill():
+    """The last chunk of each rank is left out, if there are several."""
+
+    def loss(x, chunk=16):
+        chunks = (x**2).split(chunk) if len(x) else [x]
+        lost = len(chunks) > 1 and dc.get_world_size() > 1
+        return sum(c.sum() for c in (chunks[:-1] if lost else chunks))
+
+    more = {"rank_reduction": "sum", "on": ["simulated"]}
+    assert assert_matches_single_process(loss, loss, rows, **more).ok
+    with pytest.raises(GradientMismatchError, match="── simulated, 4 ranks, rows 32, 32, 32, 32: wrong") as error:
+        assert_matches_single_process(loss, loss, rows, **more, sizes=16)
+    assert error.value.report.causes[0].name == "left out"
+    for sizes in (0, -1, True, 1.5):
+        with pytest.raises((TypeError, ValueError), match=r"sizes: got (0|-1|True|1.5), expected"):
+            assert_matches_single_process(loss, loss, rows, **more, sizes=sizes)
+
+
 def test_rows_in_another_order_hide_local_statistics():
     """Moments of permuted rows are equal, and those of mirrored ones to second order."""
     half = rows(4)
