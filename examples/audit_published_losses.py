@@ -7,7 +7,8 @@
 Each loss is called as its users call it, with its own torch.distributed calls, on simulated ranks, and compared with
 the loss of the whole batch on one process. Packages that are not installed are skipped. The extra installs the first
 four; solo-learn (`--no-deps`: it asks for an old PyTorch), inf-cl and fairscale are audited if they are there.
-Tensor-parallel layers of Megatron-core and models of Transformers follow, by audit_sharded_layers.py beside this file.
+Sharded layers and models of Megatron-core, Transformers and torchtitan follow, which audit_sharded_layers.py and
+audit_sharded_models.py beside this file audit; of these packages the extra installs the first two.
 
 What it found, on torch 2.13:
 
@@ -52,6 +53,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import audit_sharded_layers
+import audit_sharded_models
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -313,7 +315,7 @@ def main() -> None:
     audit_sharded_layers.audited(PACKAGES, line, asked)
     print("features, parameters: exact if gradients are summed, or averaged, over ranks; or the error")
     print("uneven, empty: ranks with different numbers of rows; one rank without rows")
-    audit_sharded_layers.main()
+    audit_sharded_layers.main(audit_sharded_layers.PACKAGES + audit_sharded_models.PACKAGES)
 
 
 if __name__ == "__main__":
