@@ -113,8 +113,11 @@ def _is_installed(file: str) -> bool:
 
 @cache
 def _is_ours(module: str | None) -> bool:
-    """Whether a module is of the library or torch; dataclasses and inductor generate code of these in other files."""
-    return module is not None and module.partition(".")[0] in ("diffcoll", "torch")
+    """Whether a module is of the library or torch; dataclasses and inductor generate code of these in other files.
+
+    So is the wrapper of what torch deprecates.
+    """
+    return module is not None and module.partition(".")[0] in ("diffcoll", "torch", "typing_extensions")
 
 
 def within_backward() -> str:

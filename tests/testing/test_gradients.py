@@ -84,6 +84,20 @@ def test_the_line_that_cuts_the_graph():
         assert re.search(rf"all_gather at .*planted.py:{line} cuts the graph: it took or filled a tensor", cut)
 
 
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")
+def test_the_line_of_a_collective_that_torch_wraps():
+    """As newer releases wrap what they deprecate, with a function of typing_extensions."""
+
+    def distributed(x):
+        y = x.new_empty(8, 2)
+        dist.all_gather_into_tensor(y, x)
+        return (x @ y.T).sin().sum()
+
+    more = {"sizes": [(4, 4)], "rank_reduction": "sum"}
+    (cut,) = failure(assert_matches_single_process, distributed, lambda x: (x @ x.T).sin().sum(), X, **more).cuts
+    assert f"test_gradients.py:{distributed.__code__.co_firstlineno + 2} cuts the graph" in cut
+
+
 def test_the_librarys_own_messages_are_no_cuts():
     def distributed(x):
         return (dc.all_gather(x) ** 2).sum()

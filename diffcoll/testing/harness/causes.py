@@ -197,8 +197,8 @@ CAUSES = {
         'rank_reduction={axis: "sum"}',
     ),
     Kind.NOT_AVERAGED: (
-        "the axis is one of data, and nobody averages over it",
-        'average over it, or say so: rank_reduction={axis: "mean"}',
+        "the axis is one of data, and nobody averages over it; or each rank takes a mean over its own piece",
+        'average over it, or say so: rank_reduction={axis: "mean"}; or divide a sum over the axis by the whole count',
     ),
     Kind.SCALED_OVER_AXIS: (
         "a reduction over the axis too many or too few, in the forward or in the backward, or nobody divides by the "
