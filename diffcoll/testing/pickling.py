@@ -35,6 +35,10 @@ def dumps(x: object, reduce: Callable[[Any], Any] = lambda obj: NotImplemented) 
                 return _load, (_saved(obj),)
             if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj and type(obj) is not ModuleType:
                 return import_module, (obj.__name__,)  # such as torch.distributed.config, which has a class of its own
+            if isinstance(obj, type) and obj.__module__.startswith("torch.") and obj.__qualname__ != obj.__name__:
+                name, home = obj.__name__, sys.modules.get(obj.__module__)
+                if getattr(home, name, None) is obj:
+                    return getattr, (home, name)  # such as torch.nn.attention.SDPBackend, which has another name inside
             found = reduce(obj)
             return super().reducer_override(obj) if found is NotImplemented else found
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import diffcoll as dc
 from diffcoll.core.arguments import MOVED
@@ -434,3 +435,11 @@ def test_a_name_like_that_of_a_module_of_torch():
         return r + config() + dist.get_world_size()
 
     assert spawn(body, range(2)) == [4, 5]
+
+
+def test_a_class_that_torch_has_renamed():
+    def body(r, kind):
+        with sdpa_kernel(SDPBackend.MATH):
+            return kind is SDPBackend and type(SDPBackend.MATH) is kind
+
+    assert spawn(body, range(2), [SDPBackend] * 2) == [True, True]
