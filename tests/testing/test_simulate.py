@@ -564,7 +564,7 @@ def loops_and_catches(r):
 @pytest.mark.parametrize("body", [loops_alone, loops_together, loops_and_catches])
 def test_a_loop_that_does_not_end(run, body):
     threads = threading.active_count()
-    seconds = 1 if body is loops_alone else 0.3
+    seconds = 1  # on a busy machine ranks need tenths of a second to get there
     with pytest.raises(TimeoutError) as caught:
         run(body, range(3), timeout=seconds)
     text = str(caught.value)
@@ -589,11 +589,11 @@ def test_a_rank_that_sleeps_is_left_behind(monkeypatch):
     def body(r):
         dc.all_reduce(torch.ones(1))
         if r < 2:
-            time.sleep(1)
+            time.sleep(2.5)
         dc.all_reduce(torch.ones(1))  # where rank 2 waits when the time is over
 
     with pytest.raises(TimeoutError, match=r"(?s)rank \d runs at .*, in body: time\.sleep.*rank 2 waits in all_reduce"):
-        simulate(body, range(3), timeout=0.3)
+        simulate(body, range(3), timeout=1)
     assert simulate(lambda r: dc.all_reduce(torch.tensor(r)).item(), range(2)) == [1, 1]
     environment = os.environ._data
     for _ in range(500):  # it wakes up, and all end
