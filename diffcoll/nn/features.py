@@ -102,7 +102,7 @@ def scalar(name: str, argument: str, x: Tensor | float, like: Tensor, positive: 
             got = f"a {x.dtype} tensor of shape {tuple(x.shape)}"
             raise ValueError(message(name, argument, got, expected, "one value serves all pairs"))
         # Reading a number of another device would wait for it, and one that is traced has none.
-        readable = positive and x.device.type == "cpu" and not torch.compiler.is_compiling() and is_eager(x)
+        readable = positive and x.device.type == "cpu" and is_eager(x)
         if readable and float(x.detach()) <= 0:
             got = f"a tensor with {float(x.detach())}"
             raise ValueError(message(name, argument, got, "a number above 0", "logits are divided by it"))

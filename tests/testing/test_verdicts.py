@@ -884,6 +884,8 @@ def test_steps_take_rows_and_finite_differences():
         assert_matches_single_process(module, lambda x: module(x), x, **more)
     with pytest.raises(ValueError, match=r"8 rows, expected tensors with 16 rows, .* for each of 2 steps"):
         assert_matches_single_process(module, lambda x: module(x), x[:8], steps=2, **more)
+    with pytest.raises(ValueError, match="the same numbers on steps 1 and 2, expected different ones on every step"):
+        assert_matches_single_process(module, lambda x: module(x), x[:8].repeat(2, 1), steps=2, **more)
     for steps, words in ((0, "steps: got 0, expected"), (1.5, "steps: got 1.5, expected")):
         with pytest.raises((ValueError, TypeError), match=words):
             assert_matches_single_process(module, lambda x: module(x), x, steps=steps, **more)

@@ -181,8 +181,9 @@ CAUSES = {
         "look at what the call writes to the module, to attributes and to globals",
     ),
     Kind.MORE_RANKS: (
-        "neighbours, partners or offsets are right for few ranks alone: with two, each rank has one other",
-        "look at each index that is computed from the rank and the number of ranks",
+        "neighbours, partners or offsets are right for few ranks alone, as with two, where each has one other; or each "
+        "rank has fewer rows than the code expects",
+        "look at each index that is computed from the rank and the number of ranks, and run more ranks with more rows",
     ),
     Kind.UNEVEN: ("a count or an offset is that of equal ranks", "use the sizes that the ranks have"),
     Kind.EMPTY: ("an empty rank skips a collective or divides by zero", "let every rank make the same calls"),

@@ -149,6 +149,8 @@ class Matching:
                     "of the batch belongs in a closure, in module=, or, with mesh=, in placements="
                 )
                 raise ValueError(message(self.name, "batch", f"a tensor with {len(t)} rows", expected, remedy))
+        steps = split(whole, [sum(sizes)] * self.steps)
+        refuse_equal_ranks(self.name, "batch", steps, of="steps", first=1)
         self._wholes[total] = marked(self.name, self.distributed.unpack().fn, whole, self.constant)
         return self._wholes[total]
 

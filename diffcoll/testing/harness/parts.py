@@ -70,8 +70,10 @@ def hides_tensors(leaf: Any) -> bool:
     return not isinstance(leaf, Tensor) and any(isinstance(x, Tensor) for x in held)
 
 
-def refuse_equal_ranks(name: str, argument: str, parts: Sequence[Any], in_any_order: bool = False) -> None:
-    """Raise if two ranks have the same rows, as far as both have rows; in_any_order: or mirrored or permuted ones."""
+def refuse_equal_ranks(
+    name: str, argument: str, parts: Sequence[Any], in_any_order: bool = False, of: str = "ranks", first: int = 0
+) -> None:
+    """Raise if two ranks, or steps, have the same rows, as far as both have any; or permuted or mirrored ones."""
     tensors = [[t for t in tree_flatten(part)[0] if isinstance(t, Tensor) and t.numel()] for part in parts]
     for r, mine in enumerate(tensors):
         for s in range(r):
@@ -80,10 +82,10 @@ def refuse_equal_ranks(name: str, argument: str, parts: Sequence[Any], in_any_or
             moved = in_any_order and any(differentiable(a) and not _same_rows(a, b) for a, b in pairs)
             alike = moved and all(_same_but_for_order(a, b) for a, b in pairs)
             if same or alike:
-                got = f"the same {'numbers' if same else 'rows, in another order or mirrored,'} on ranks {s} and {r}"
-                expected = (
-                    f"different ones on every rank, since {'equal' if same else 'such'} ranks hide wrong gradients"
-                )
+                what = "numbers" if same else "rows, in another order or mirrored,"
+                got = f"the same {what} on {of} {s + first} and {r + first}"
+                hidden = f"{'equal' if same else 'such'} {of} hide wrong gradients"
+                expected = f"different ones on every {of.removesuffix('s')}, since {hidden}"
                 raise ValueError(message(name, argument, got, expected, "pass random numbers"))
 
 
