@@ -2,14 +2,16 @@
 
 import gc
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
+import runs
 import torch
 
 import diffcoll
 from diffcoll.core.torch_private.release import COMPILES, RELEASE
-from diffcoll.testing import processes, simulate, spawn
+from diffcoll.testing import processes
 
 torch.set_num_threads(1)
 # What ranks import to find a test's functions, and to compile: once in the server that forks them, not in each.
@@ -33,46 +35,32 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", f"{ignored}:pytest.PytestUnraisableExceptionWarning")
 
 
-def _in_truth(loss, xs, *more):
-    leaves = [None if x is None else x.clone().requires_grad_() for x in xs]
-    losses = simulate(loss, leaves, *more)
-    torch.autograd.backward(losses)
-    return [x if x is None else x.grad for x in leaves]
-
-
-def _on_ranks(run):
-    def gradients(loss, xs, *more):
-        def body(x, *more):
-            x = None if x is None else x.clone().requires_grad_()
-            loss(x, *more).backward()
-            return x if x is None else x.grad
-
-        return run(body, xs, *more)
-
-    return gradients
-
-
-WORLDS = {
-    "truth": _in_truth,
-    "rules": _on_ranks(lambda *call: simulate(*call, rules=True)),
-    "gloo": _on_ranks(spawn),
-}
-
-
-@pytest.fixture(params=WORLDS)
-def gradients(request):
-    """(loss, xs, …) → each rank's gradient of the sum of all ranks' losses, as lists of numbers."""
-
-    def numbers(loss, xs, *more):
-        found = WORLDS[request.param](
-            loss, [x if x is None else torch.as_tensor(x, dtype=torch.double) for x in xs], *more
-        )
-        return [x if x is None else x.tolist() for x in found]
-
-    return numbers
+def pytest_unconfigure():
+    runs.end()
 
 
 @pytest.fixture(params=["truth", "rules", "gloo"])
 def run(request):
-    """Runs a function in truth, under the rules, and on processes: for tests of values."""
-    return {"truth": simulate, "rules": lambda *call: simulate(*call, rules=True), "gloo": spawn}[request.param]
+    """Runs a function on ranks as `simulate` does; the mark `runs_on` says where."""
+    return runs.RUNS[request.param]
+
+
+@pytest.fixture
+def gradients(run):
+    """(loss, xs, …) → each rank's gradient of the sum of all ranks' losses, as lists of numbers."""
+
+    def on_rank(loss, x, *more):
+        x = None if x is None else x.detach().clone().requires_grad_()
+        loss(x, *more).backward()
+        return x if x is None else x.grad
+
+    def numbers(loss, xs, *more):
+        xs = [None if x is None else torch.as_tensor(x, dtype=torch.double).requires_grad_() for x in xs]
+        if run is runs.truth:
+            torch.autograd.backward(run(loss, xs, *more))
+            found = [None if x is None else x.grad for x in xs]
+        else:
+            found = run(partial(on_rank, loss), xs, *more)
+        return [x if x is None else x.tolist() for x in found]
+
+    return numbers

@@ -2,16 +2,15 @@
 
 from functools import partial
 
-import pytest
 import torch
+from runs import runs_on
 from torch.autograd import forward_ad, gradcheck
 from torch.autograd.functional import hessian, jacobian
 
 import diffcoll as dc
-from diffcoll.testing import cases, simulate, spawn
+from diffcoll.testing import cases
 
 N = 3
-RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
 
 
 def vectorized(function):
@@ -25,8 +24,8 @@ def tangent(function, x, tx):
         return torch.zeros_like(y.primal) if y.tangent is None else y.tangent
 
 
-@pytest.mark.parametrize("where", ["rules", "gloo"])
-def test_the_whole_table(where):
+@runs_on("rules", "gloo")
+def test_the_whole_table(run):
     """First and second order, and forward mode, equal the results row by row."""
 
     def body(r):
@@ -54,7 +53,7 @@ def test_the_whole_table(where):
             torch.testing.assert_close(vectorized(along)(txs), torch.stack([*map(along, txs)]), msg=f"{case.name}, jvp")
         return seen
 
-    assert min(RUNS[where](body, range(N))) > 50
+    assert min(run(body, range(N))) > 50
 
 
 def program(x):
@@ -63,8 +62,8 @@ def program(x):
     return (waits.wait().sum(0, keepdim=True) * y).cumsum(-1)
 
 
-@pytest.mark.parametrize("where", ["rules", "mpi"])
-def test_jacobian_and_hessian(where):
+@runs_on("rules", "mpi")
+def test_jacobian_and_hessian(run):
     def body(r):
         x = torch.linspace(0.5, 1 + r, 4, dtype=torch.float64)
         found = [jacobian(program, x, vectorize=v, create_graph=True) for v in (False, True)]
@@ -90,7 +89,7 @@ def test_jacobian_and_hessian(where):
         with dc.check_mode():
             torch.testing.assert_close(jacobian(program, x, vectorize=True), found[0])
 
-    RUNS[where](body, range(N))
+    run(body, range(N))
 
 
 def test_gradcheck_of_batches():

@@ -6,16 +6,17 @@ from functools import partial
 import pytest
 import torch
 from releases import compiles
+from runs import gloo, mpi, rules
 
 import diffcoll as dc
 from diffcoll import truth
 from diffcoll.core.dtypes import wider
-from diffcoll.testing import simulate, spawn
+from diffcoll.testing import simulate
 
 RUNS = {
-    **{f"rules-{n}": (partial(simulate, rules=True), n) for n in (1, 2, 3, 5)},
-    "gloo-3": (spawn, 3),
-    "mpi-3": (partial(spawn, backend="mpi"), 3),
+    **{f"rules-{n}": (rules, n) for n in (1, 2, 3, 5)},
+    "gloo-3": (gloo, 3),
+    "mpi-3": (mpi, 3),
 }
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 SHAPES = [(), (1,), (2, 0), (5, 7), (67, 131)]  # the last is above `Engine.small` in every dtype
@@ -191,7 +192,7 @@ def test_a_plain_sum_has_another_order():
         x = torch.full((3000,), [1e8, 1.0, -1e8][r])
         return set(dc.all_reduce(x).tolist()), set(dc.all_reduce(x, deterministic=True).tolist())
 
-    for plain, ordered in spawn(body, range(3)):
+    for plain, ordered in gloo(body, range(3)):
         assert ordered == {0.0}
         assert plain == {0.0, 1.0}
 
@@ -210,7 +211,7 @@ def test_compiled():
 
     x = fold([hostile(s, (3, 33), torch.float32) for s in range(3)])
     g = torch.cat([hostile(s, (3, 11), torch.float32, 1) for s in range(3)], 1)
-    for r, (y, gx) in enumerate(spawn(body, range(3), timeout=150)):
+    for r, (y, gx) in enumerate(gloo(body, range(3), timeout=150)):
         same(y, fold([x] * 3).split(11, 1)[r])
         same(gx, fold([g] * 3))
 
@@ -268,7 +269,7 @@ def test_arguments_of_the_averager():
             dc.GradientAverager([torch.nn.Parameter(torch.zeros(2))], deterministic=r == 1)
         return str(caught.value)
 
-    assert all("rank 0: deterministic=False\n  rank 1: deterministic=True" in text for text in spawn(body, range(2)))
+    assert all("rank 0: deterministic=False\n  rank 1: deterministic=True" in text for text in gloo(body, range(2)))
 
 
 def test_the_gradient_of_a_mean_is_the_ordered_sum_divided():
@@ -281,7 +282,7 @@ def test_the_gradient_of_a_mean_is_the_ordered_sum_divided():
             found += [x.detach(), y.detach(), gy, *torch.autograd.grad(y, x, gy)]
         return found
 
-    for run in (partial(simulate, rules=True), spawn):
+    for run in (rules, gloo):
         of_ranks = run(body, range(3))
         for k in range(0, 8, 2):
             terms = [found[k].float() for found in of_ranks]

@@ -15,19 +15,20 @@ import torch
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from releases import compiles
+from runs import rules
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import diffcoll as dc
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.core.arguments import TAKE_TREES
 from diffcoll.engines import c10d, mpi
-from diffcoll.testing import cases, simulate, spawn
+from diffcoll.testing import cases, spawn
 from diffcoll.testing.cases import Case
 from diffcoll.testing.layouts import with_layout
 
 SEED = 5
 RUNS = {
-    "rules": partial(simulate, rules=True),
+    "rules": rules,
     "gloo": partial(spawn, timeout=500),
     "mpi": partial(spawn, backend="mpi", timeout=500),
 }

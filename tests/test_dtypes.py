@@ -1,25 +1,21 @@
 """Every dtype and memory layout, on gloo and simulated."""
 
 import re
-from functools import partial
 
 import calls
 import pytest
 import torch
+from runs import gloo, mpi, rules, runs_on
 
 import diffcoll as dc
 from diffcoll.core import arguments
-from diffcoll.testing import cases, simulate, spawn
+from diffcoll.testing import cases
 from diffcoll.testing.cases import Case
 
 N = 3
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
 ADDS = ("all_reduce", "reduce_scatter", "reduce", "scan")
-
-
-def simulated(*call):
-    return simulate(*call, rules=True)
 
 
 def numbers(case, rank, dtype):
@@ -31,7 +27,7 @@ def numbers(case, rank, dtype):
     return (scaled.abs() if dtype == torch.uint8 else scaled).to(dtype)
 
 
-@pytest.mark.parametrize("run", [simulated, spawn], ids=["rules", "gloo"])
+@runs_on("rules", "gloo")
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, torch.bool], ids=str)
 def test_every_collective(run, dtype):
     table = [
@@ -62,12 +58,12 @@ def test_gradients_in_half_precision(dtype):
         (dc.all_reduce(x, "mean").square().sum() * (r + 1)).backward()
         return x.grad
 
-    for g in spawn(body, range(N)):  # y = (2, 2); Σ (r + 1) 2 y / 3
+    for g in gloo(body, range(N)):  # y = (2, 2); Σ (r + 1) 2 y / 3
         assert g.dtype == dtype
         assert g.tolist() == [8, 8]
 
 
-@pytest.mark.parametrize("run", [simulated, spawn], ids=["rules", "gloo"])
+@runs_on("rules", "gloo")
 def test_half_precisions_are_added_up_in_single(run):
     def body(r):
         big = torch.tensor([60000.0, 60000.0, -60000.0][r : r + 1], dtype=torch.float16)
@@ -79,7 +75,7 @@ def test_half_precisions_are_added_up_in_single(run):
     assert run(body, range(N)) == [(60000, 258, 65472)] * N
 
 
-@pytest.mark.parametrize("run", [simulated, spawn], ids=["rules", "gloo"])
+@runs_on("rules", "gloo")
 def test_layouts_that_differ_from_rank_to_rank(run):
     """Ranks may use different layouts of the same shape: values are sent, not memory."""
 
@@ -103,7 +99,7 @@ def test_layouts_that_differ_from_rank_to_rank(run):
         assert torch.equal(running, (r + 1) * base + 100 * sum(range(r + 1)))
 
 
-@pytest.mark.parametrize("run", [simulated, spawn], ids=["rules", "gloo"])
+@runs_on("rules", "gloo")
 def test_lazy_conjugates(run):
     """x.conj() and the imaginary part of a conjugate are lazy views; the values must be sent."""
 
@@ -132,7 +128,7 @@ def test_inference_and_no_grad():
         c = dc.reduce_scatter(torch.ones(4, 3, requires_grad=True) * r, dim=1)
         return a.sum().item(), b.requires_grad, c.requires_grad, c.is_inference()
 
-    assert spawn(body, range(N)) == [(12, False, True, False)] * N
+    assert gloo(body, range(N)) == [(12, False, True, False)] * N
 
 
 UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
@@ -159,12 +155,11 @@ def test_no_dtype_is_forgotten():
 
 
 @pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
-@pytest.mark.parametrize("where", ["rules", "gloo", "mpi"])
-def test_a_rare_dtype_works_or_is_an_error_of_its_own_rank(where):
+@runs_on("rules", "gloo", "mpi")
+def test_a_rare_dtype_works_or_is_an_error_of_its_own_rank(run):
     """The same error on all engines, before anything is sent, without a text about other ranks."""
-    run = {"rules": simulated, "gloo": spawn, "mpi": partial(spawn, backend="mpi")}[where]
     dtypes = [*UNSIGNED, *ONLY_MOVED, *OPAQUE, torch.complex32]
-    dtypes = [torch.uint16, torch.float8_e5m2, torch.int4, torch.complex32] if where == "mpi" else dtypes
+    dtypes = [torch.uint16, torch.float8_e5m2, torch.int4, torch.complex32] if run is mpi else dtypes
     table = [case for case in [*cases.table(N), *OPS] if not callable(case.arguments.get("op")) and not case.few]
 
     def wide(case, r, dtype):
@@ -223,15 +218,15 @@ def test_gradients_that_cannot_be_added_up():
 
 
 @pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
-@pytest.mark.parametrize("where", ["check mode", "joint simulation"])
-def test_replicated_tensors_of_every_dtype_are_compared(where):
-    run = simulated if where == "check mode" else simulate
+@runs_on("rules", "truth")
+def test_replicated_tensors_of_every_dtype_are_compared(run):
+    checked = run is rules
 
     def body(r, dtype, differs):
         x = torch.tensor([2.0, 0.0, 4.0, 2.0, 0.5, 1.0]).to(dtype)
         if differs and r == 2:
             x[2:] = torch.zeros(4).to(dtype)
-        with dc.check_mode(where == "check mode"):
+        with dc.check_mode(checked):
             y = dc.sum_gradients(x)
             return y, dc.split(x)
 
@@ -243,24 +238,23 @@ def test_replicated_tensors_of_every_dtype_are_compared(where):
         for r, (y, part) in enumerate(run(body, range(N), [dtype] * N, [False] * N)):
             assert y.dtype == part.dtype == dtype
             assert number(y) == number(x) and number(part) == number(x[2 * r : 2 * r + 2])
-        with pytest.raises(
-            dc.CollectiveMismatchError if where == "check mode" else Exception, match="rank 0 and rank 2"
-        ):
+        with pytest.raises(dc.CollectiveMismatchError if checked else Exception, match="rank 0 and rank 2"):
             run(body, range(N), [dtype] * N, [True] * N)
 
 
 @pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
-@pytest.mark.parametrize("where", ["check mode", "joint simulation"])
-def test_rare_dtypes_are_moved(where):
+@runs_on("rules", "truth")
+def test_rare_dtypes_are_moved(run):
     """By the collectives that do not add."""
+    checked = run is rules
     table = [c for c in cases.table(N) if c.name not in ADDS and "op" not in c.arguments and c.dtype == torch.float64]
 
     def body(r, dtype):
-        with dc.check_mode(where == "check mode"):
+        with dc.check_mode(checked):
             return [case.call(None if x is None else x.abs().to(dtype), r) for case in table for x in [case.x(r, 0)]]
 
     for dtype in (torch.uint16, torch.float8_e4m3fn, torch.complex32):
-        found = (simulated if where == "check mode" else simulate)(body, range(N), [dtype] * N)
+        found = run(body, range(N), [dtype] * N)
         for i, case in enumerate(table):
             xs = [None if x is None else x.abs().to(dtype).to(torch.complex64) for x in map(case.x, range(N), [0] * N)]
             for y, expected in zip(found, case.truth(xs), strict=True):
@@ -269,7 +263,7 @@ def test_rare_dtypes_are_moved(where):
 
 
 @pytest.mark.parametrize("to", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("run", [partial(simulate, rules=True), spawn], ids=["rules", "gloo"])
+@runs_on("rules", "gloo")
 def test_autocast_to_the_other_half_precision(run, to):
     """Of which PyTorch's cat gives an error, on some ranks only."""
     other = torch.bfloat16 if to == torch.float16 else torch.float16

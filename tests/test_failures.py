@@ -14,6 +14,7 @@ from threading import Thread
 import pytest
 import torch
 import torch.distributed as dist
+from runs import rules
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -176,7 +177,7 @@ def test_a_simulated_rank_that_lacks_a_backward(size, async_op):
             program(r, torch.full((2,), r + 1.0, requires_grad=True), None, async_op)  # noqa: B023
 
         with pytest.raises(dc.CollectiveMismatchError) as caught:
-            simulate(body, range(size), rules=True)
+            rules(body, range(size))
         waits = async_op and line != "again"  # the wait is on the line after the call
         text, at = str(caught.value), f"{__file__}:{line_of(f'# {line}') + waits}"
         if line == "again":
@@ -241,7 +242,7 @@ def test_joint_backward_mends_what_a_rank_lacks():
         total = sum(g.sum() for g in gs)
         whole = sum(losses) + sum(g.square().sum() for g in gs) + N * total.sin()
         expected = torch.autograd.grad(whole, xs)
-        for got in (simulate(run, range(N), rules=True), spawn(run, range(N), timeout=30)):
+        for got in (rules(run, range(N)), spawn(run, range(N), timeout=30)):
             torch.testing.assert_close(got, list(expected))
 
 

@@ -2,26 +2,20 @@
 
 import threading
 import time
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from runs import gloo, runs_on
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
-from diffcoll.testing import simulate, spawn
 
 N = 2
-RUNS = {
-    "rules": partial(simulate, rules=True),
-    "gloo": spawn,
-    "mpi": partial(spawn, backend="mpi"),
-}
 
 
-@pytest.mark.parametrize("where", RUNS)
-def test_a_collective_in_a_hook(where):
+@runs_on("rules", "gloo", "mpi")
+def test_a_collective_in_a_hook(run):
     """In hooks of a tensor, a parameter and a node, before the backward of another collective."""
 
     def body(r):
@@ -35,15 +29,15 @@ def test_a_collective_in_a_hook(where):
         ((r + 1) * z).sum().backward()
         return x.grad, seen[0]
 
-    found = RUNS[where](body, range(N))
+    found = run(body, range(N))
     # The scan's gradient is 3 on rank 0 and 2 on rank 1; shift, the hook's sum and the adjoint's sum follow.
     for r, (g, gathered) in enumerate(found):
         assert torch.equal(g, 2 * torch.tensor([1.0, 2.0 + r]) * 10)
         assert torch.equal(gathered, torch.cat([found[0][0], found[1][0]]))
 
 
-@pytest.mark.parametrize("where", RUNS)
-def test_a_backward_in_a_backward(where):
+@runs_on("rules", "gloo", "mpi")
+def test_a_backward_in_a_backward(run):
     """As in reentrant checkpoints and in hooks."""
 
     def body(r):
@@ -60,7 +54,7 @@ def test_a_backward_in_a_backward(where):
         ((r + 1) * y).sum().backward()
         return x.grad
 
-    for r, g in enumerate(RUNS[where](body, range(N))):
+    for r, g in enumerate(run(body, range(N))):
         assert torch.allclose(g, 9 * torch.tensor([1.0, 2.0 + r]).cos())
 
 
@@ -89,7 +83,7 @@ def test_threads_with_a_group_each(backend):
             thread.join()
         return found
 
-    for r, of_threads in enumerate(spawn(body, range(N), backend=backend)):
+    for r, of_threads in enumerate(gloo(body, range(N), backend=backend)):
         for found in of_threads:
             assert found == [
                 (float(i * (i + 1)), 3.0 * (i + 1 - r)) if i % 2 else (2.0 * i + 1, 3.0) for i in range(40)
@@ -117,7 +111,7 @@ def test_threads_that_take_turns_in_one_group():
             thread.join()
         return found
 
-    for found in spawn(body, range(N)):
+    for found in gloo(body, range(N)):
         assert found == [2.0 * i + 1 for i in range(40)]
 
 
@@ -142,7 +136,7 @@ def test_two_threads_in_one_group_at_once(backend):
         first.join()
         return texts, dc.all_reduce(torch.tensor(float(r))).item()
 
-    found = spawn(body, range(N), backend=backend)
+    found = gloo(body, range(N), backend=backend)
     group = "a gloo group of 2 ranks" if backend == "gloo" else "an MPI communicator of 2 ranks"
     for name, text in zip(("all_reduce", "scan"), found[0][0], strict=True):
         assert text.startswith(f"{name}: group: got {group}, in which another thread is in all_reduce, expected one")

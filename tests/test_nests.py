@@ -14,10 +14,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from runs import gloo, rules
 from torch.autograd import forward_ad
 
 import diffcoll as dc
-from diffcoll.testing import cases, simulate, spawn
+from diffcoll.testing import cases
 
 SEED = 2
 OPS = ("product", "max", "min", "logsumexp")
@@ -77,11 +78,11 @@ def reductions(n, name=None):
 
 
 def test_reductions():
-    check(drawn(reductions(3), 0)[::2], 3, partial(simulate, rules=True))
+    check(drawn(reductions(3), 0)[::2], 3, rules)
 
 
 def test_linear_collectives():
-    check(drawn([case for case in table(3) if case.linear], 1)[::4], 3, partial(simulate, rules=True))
+    check(drawn([case for case in table(3) if case.linear], 1)[::4], 3, rules)
 
 
 def test_one_rank_without_a_group():
@@ -89,7 +90,7 @@ def test_one_rank_without_a_group():
 
 
 def test_processes():
-    check(drawn(reductions(3), 3)[::4], 3, spawn)
+    check(drawn(reductions(3), 3)[::4], 3, gloo)
 
 
 @pytest.mark.slow
@@ -98,8 +99,8 @@ def test_processes():
 @pytest.mark.parametrize("seed", range(5))
 def test_the_table_at_length(backend, seed):
     pairs = drawn(table(3), seed)
-    check(pairs, 3, partial(simulate, rules=True))
-    check(pairs, 3, partial(spawn, backend=backend, timeout=600))
+    check(pairs, 3, rules)
+    check(pairs, 3, partial(gloo, backend=backend, timeout=600))
 
 
 @pytest.mark.slow
@@ -109,7 +110,7 @@ def test_the_table_at_length(backend, seed):
 def test_every_nest_of_every_reduction(n, outermost):
     drawn = [nest for nest in nests.NESTS if nest[0] == outermost]
     pairs = [(case, nest) for case in reductions(n, "all_reduce") for nest in drawn]
-    check(pairs, n, partial(simulate, rules=True))
+    check(pairs, n, rules)
 
 
 @pytest.mark.slow
@@ -119,7 +120,7 @@ def test_random_calls():
     @given(calls.cases(), st.integers(0, 1 << 16))
     def hold(case, seed):
         if not case.dtype.is_complex and None not in case.shapes:
-            check(drawn([case], seed), case.size, partial(simulate, rules=True))
+            check(drawn([case], seed), case.size, rules)
 
     hold()
 
@@ -137,7 +138,7 @@ def test_values_by_hand():
         return torch.func.jacfwd(torch.func.jacfwd(f))(x)
 
     for op, value in expected.items():
-        torch.testing.assert_close(simulate(partial(second, op=op), [x, x], rules=True), [value] * 2)
+        torch.testing.assert_close(rules(partial(second, op=op), [x, x]), [value] * 2)
     squares = torch.func.jacfwd(torch.func.jacfwd(lambda x: dc.all_reduce(x.square(), "product")))(x)
     assert squares == 2
 
@@ -165,5 +166,5 @@ def test_forward_ad_around_transforms_and_backward(op):
         y = dc.all_reduce(leaf, op)
         return found, [expected, torch.autograd.grad(y, leaf, t)[0]]
 
-    for found, expected in simulate(body, range(3), rules=True):
+    for found, expected in rules(body, range(3)):
         torch.testing.assert_close(found, expected)

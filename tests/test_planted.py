@@ -6,16 +6,13 @@ from typing import ClassVar
 import properties
 import pytest
 import torch
+from runs import rules
 
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.core.linear import Linear
-from diffcoll.testing import cases, simulate
+from diffcoll.testing import cases
 
 N = 3
-
-
-def simulated(*call):
-    return simulate(*call, rules=True)
 
 
 def rule_of(name):
@@ -28,7 +25,7 @@ def held(name):
     try:
         for case in cases.table(N):
             if case.name == name:
-                properties.hold([(holds, case) for holds in properties.ALL], N, simulated)
+                properties.hold([(holds, case) for holds in properties.ALL], N, rules)
     except AssertionError:
         return False
     return True

@@ -3,9 +3,9 @@
 import json
 
 import torch
+from runs import gloo
 
 import diffcoll as dc
-from diffcoll.testing import spawn
 
 
 def test_every_collective_is_named(tmp_path):
@@ -21,7 +21,7 @@ def test_every_collective_is_named(tmp_path):
         return [event.name for event in profile.events() if event.name.startswith("diffcoll.")]
 
     small = "a gloo group of 2 ranks"
-    for names in spawn(body, range(2)):
+    for names in gloo(body, range(2)):
         assert names[:2] == [f"diffcoll.broadcast: {small}, 48 B", f"diffcoll.all_gather: {small}, 48 B"]
         assert names[2].startswith(f"diffcoll.all_gather: {small}, ")  # of the maximum: a small one is gathered whole
         assert f"diffcoll.all_gather backward: {small}, 96 B" in names

@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
+from runs import gloo, rules
 
 import diffcoll as dc
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.collectives.scan import Scan
 from diffcoll.testing import cases as _cases
-from diffcoll.testing import new_group, simulate, spawn
+from diffcoll.testing import new_group, simulate
 from diffcoll.testing.cases import Case
 
 # Collectives that need a replicated input cannot take an arbitrary result.
@@ -103,7 +104,7 @@ def _code(value):
 
 def check(program, run=None):
     """Compare a program's gradients with truth on every rank; `run` runs one function on all ranks."""
-    run = run or (lambda body: simulate(body, range(program.n), rules=True))
+    run = run or (lambda body: rules(body, range(program.n)))
     for r, (got, right) in enumerate(zip(run(program.gradient), program.truth(), strict=True)):
         torch.testing.assert_close(got, right, rtol=1e-8, atol=1e-10, equal_nan=True, msg=f"rank {r}\n{program}")
 
@@ -117,7 +118,7 @@ def check_nest(program, nest):
         return nests.by_transforms(nest, partial(program.value, r, given[r]), r)(xs[r])
 
     defined = nests.by_definition(nest, lambda xs: simulate(program.value, ranks, given, xs))
-    for r, (got, right) in enumerate(zip(simulate(body, ranks, rules=True), defined(xs), strict=True)):
+    for r, (got, right) in enumerate(zip(rules(body, ranks), defined(xs), strict=True)):
         text = f"rank {r} {nest}\n{program}"
         torch.testing.assert_close(got, right.detach(), rtol=1e-7, atol=1e-8, equal_nan=True, msg=text)
 
@@ -195,7 +196,7 @@ def test_programs_on_processes(backend):
         drawn.append(program)
 
     collect()
-    got = spawn(lambda r: [program.gradient(r) for program in drawn], range(n), backend=backend, timeout=100)
+    got = gloo(lambda r: [program.gradient(r) for program in drawn], range(n), backend=backend, timeout=100)
     for i, program in enumerate(drawn):
         check(program, lambda gradient: [of_rank[i] for of_rank in got])  # noqa: B023
 
@@ -205,7 +206,7 @@ def test_a_failure_is_code_that_runs():
     step = Step(Case("all_reduce", ((2,), (2,)), arguments, dtype=torch.float64), 0, (0, 1))
     program = Program(2, (step,), ((1,), ()))
     exec(str(program).replace("from test_programs import *\n", ""), globals())
-    wrong = partial(simulate, rules=True)
+    wrong = rules
     with pytest.raises(
         AssertionError, match=r"rank 1\nfrom test_programs import \*\ncheck\(Program\(n=2, steps=\(Step\("
     ):

@@ -4,10 +4,11 @@ import pickle
 
 import cloudpickle
 import torch
+from runs import gloo
 from test_notes import NOTES, run_blocks
 
 from diffcoll import testing
-from diffcoll.testing import simulate, spawn
+from diffcoll.testing import simulate
 
 
 def test_recipes_on_processes(monkeypatch):
@@ -26,5 +27,5 @@ def test_recipes_on_processes(monkeypatch):
     monkeypatch.setattr(testing, "simulate", recorded)
     run_blocks(NOTES / "recipes.md")
     assert len(programs) >= 9
-    for found in zip(*spawn(every_program, *inputs), strict=True):
+    for found in zip(*gloo(every_program, *inputs), strict=True):
         torch.testing.assert_close(list(found), expected.pop(0), rtol=1e-10, atol=1e-12)

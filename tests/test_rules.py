@@ -7,13 +7,10 @@ import properties
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from runs import gloo, rules
 
 from diffcoll.collectives import COLLECTIVES
-from diffcoll.testing import cases, simulate, spawn
-
-
-def simulated(*call):
-    return simulate(*call, rules=True)
+from diffcoll.testing import cases
 
 
 @pytest.mark.parametrize("holds", properties.ALL, ids=lambda f: f.__name__)
@@ -28,7 +25,7 @@ def test_in_simulated_worlds(name, holds):
     @given(st.data())
     def check(data):
         case = data.draw(calls.cases(name))
-        properties.hold([(holds, case)], case.size, simulated)
+        properties.hold([(holds, case)], case.size, rules)
 
     check()
 
@@ -38,7 +35,7 @@ def test_in_simulated_worlds(name, holds):
 def test_the_table_in_simulated_worlds(name, n):
     table = [case for case in cases.table(n) if case.name == name]
     every = [(holds, case) for case in table for holds in properties.ALL]
-    held = properties.hold(every if n != 3 else properties.pairs(table), n, simulated)
+    held = properties.hold(every if n != 3 else properties.pairs(table), n, rules)
     if n == 2:  # where calls are small enough for all of them
         not_held = {properties.forward_mode_and_jacobians_agree} if all(any(case.shared) for case in table) else set()
         assert held == set(properties.ALL) - not_held
@@ -46,7 +43,7 @@ def test_the_table_in_simulated_worlds(name, n):
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
 def test_the_table_on_processes(backend):
-    properties.hold(properties.pairs(cases.table(3)), 3, partial(spawn, backend=backend, timeout=240))
+    properties.hold(properties.pairs(cases.table(3)), 3, partial(gloo, backend=backend, timeout=240))
 
 
 @pytest.mark.slow
@@ -54,7 +51,7 @@ def test_the_table_on_processes(backend):
 @pytest.mark.parametrize("n", [2, 3])
 def test_every_property_of_the_table_on_processes(n, backend):
     pairs = [(holds, case) for case in cases.table(n) for holds in properties.ALL]
-    properties.hold(pairs, n, partial(spawn, backend=backend, timeout=600))
+    properties.hold(pairs, n, partial(gloo, backend=backend, timeout=600))
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
@@ -62,7 +59,7 @@ def test_the_table_on_five_ranks(name):
     """Without nested transforms, whose rules are those of fewer ranks."""
     table = [case for case in cases.table(5) if case.name == name]
     several = [(holds, case) for holds, case in properties.pairs(table) if holds not in properties.IN_TRANSFORMS]
-    properties.hold(several, 5, simulated)
+    properties.hold(several, 5, rules)
 
 
 @pytest.mark.slow
@@ -72,6 +69,6 @@ def test_at_length(name):
     @given(st.data())
     def check(data):
         case = data.draw(calls.cases(name, most=9))
-        properties.hold([(holds, case) for holds in properties.ALL], case.size, simulated)
+        properties.hold([(holds, case) for holds in properties.ALL], case.size, rules)
 
     check()

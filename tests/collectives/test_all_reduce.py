@@ -2,9 +2,10 @@ from functools import partial
 
 import pytest
 import torch
+from runs import gloo, rules, runs_on
 
 import diffcoll as dc
-from diffcoll.testing import simulate, spawn
+from diffcoll.testing import simulate
 
 XS = [[1.0, -2.0], [3.0, 0.5], [-7.0, 4.0]]
 WS = [1.0, 10.0, 100.0]
@@ -15,7 +16,8 @@ def test_every_loss_counts(gradients):
     assert gradients(lambda x, w: w * dc.all_reduce(x).sum(), XS, WS) == [[111, 111]] * 3
 
 
-def test_a_mean_overflows_only_if_it_is_too_large():
+@runs_on("rules", "gloo")
+def test_a_mean_overflows_only_if_it_is_too_large(run):
     def body(r):
         x = torch.tensor([[3e38, 1.0 + r]]).T.requires_grad_()
         y = dc.all_reduce(x, "mean")
@@ -23,8 +25,7 @@ def test_a_mean_overflows_only_if_it_is_too_large():
         return y.tolist(), g.tolist()
 
     big = torch.tensor(3e38).item()
-    for run in (partial(simulate, rules=True), spawn):
-        assert run(body, range(2)) == [([[big], [1.5]], [[big], [2.0]])] * 2
+    assert run(body, range(2)) == [([[big], [1.5]], [[big], [2.0]])] * 2
 
 
 def means_near_the_largest(dtype, n, r):
@@ -46,7 +47,7 @@ def means_near_the_largest(dtype, n, r):
 def test_where_a_mean_overflows_with_the_sum(n, dtype):
     """Finite only where the terms are divided before they are added; bfloat16 is summed in float32, of its range."""
     body, late = partial(means_near_the_largest, dtype, n), [False] * 4
-    assert simulate(body, range(n), rules=True)[0] == [n != 3, *late]
+    assert rules(body, range(n))[0] == [n != 3, *late]
     assert simulate(body, range(n))[0] == [False, *late]
 
 
@@ -54,14 +55,14 @@ def test_where_a_mean_overflows_with_the_sum(n, dtype):
 def test_a_mean_of_float16_does_not_overflow(n):
     """It is computed in float32."""
     body = partial(means_near_the_largest, torch.float16, n)
-    assert simulate(body, range(n), rules=True)[0] == simulate(body, range(n))[0] == [True] * 5
+    assert rules(body, range(n))[0] == simulate(body, range(n))[0] == [True] * 5
 
 
 def test_means_near_the_largest_on_processes():
     dtypes = (torch.float16, torch.float32)
-    found = spawn(lambda r: [means_near_the_largest(dtype, 3, r) for dtype in dtypes], range(3))
+    found = gloo(lambda r: [means_near_the_largest(dtype, 3, r) for dtype in dtypes], range(3))
     assert found[0] == [[True] * 5, [False] * 5]
-    assert spawn(partial(means_near_the_largest, torch.float32, 2), range(2))[0] == [True, *[False] * 4]
+    assert gloo(partial(means_near_the_largest, torch.float32, 2), range(2))[0] == [True, *[False] * 4]
 
 
 def test_mean(gradients):
@@ -95,7 +96,7 @@ def test_results_are_bitwise_equal_on_all_ranks(dtype):
         x = torch.randn(10_007, generator=generator) * 10 ** torch.randint(-4, 4, (10_007,), generator=generator)
         return dc.all_reduce(x.to(dtype))
 
-    a, b, c = spawn(body, range(3))
+    a, b, c = gloo(body, range(3))
     assert torch.equal(a, b)
     assert torch.equal(a, c)
 
@@ -107,7 +108,7 @@ def test_replicated_gradients_share_no_memory():
         (dc.all_reduce(a, grad_placement="replicate") + dc.all_reduce(b, grad_placement="replicate")).backward(g)
         return len({t.data_ptr() for t in (a.grad, b.grad, g)})
 
-    assert simulate(body, range(3), rules=True) == [3, 3, 3]
+    assert rules(body, range(3)) == [3, 3, 3]
 
 
 def test_a_replicated_gradient_that_differs_is_found_in_truth():

@@ -1,10 +1,8 @@
-from functools import partial
-
 import pytest
 import torch
+from runs import rules, runs_on
 
 import diffcoll as dc
-from diffcoll.testing import simulate, spawn
 
 XS = [[1.0], [2.0], [3.0]]
 
@@ -77,15 +75,16 @@ def test_a_wrong_size_is_an_error():
             dc.permute(torch.ones(SIZES[r], 2), [(0, 1)], sizes=[size + 1 for size in SIZES])
         return str(caught.value)
 
-    text = simulate(body, range(3), rules=True)[2]
+    text = rules(body, range(3))[2]
     expected = "permute: sizes: got [3, 1, 4], expected 3 at position 2, the size of this rank's x along dim 0"
     assert text == f'{expected}; sizes="auto" asks every rank for its size'
     with pytest.raises(ValueError, match=r"permute: x: got a 0-d tensor, expected at least one dimension"):
         dc.permute(torch.tensor(1.0), [(0, 0)], sizes="auto")
 
 
+@runs_on("rules", "gloo")
 @pytest.mark.parametrize("call", [dc.permute, dc.shift], ids=["permute", "shift"])
-def test_check_mode_refuses_another_shape_and_other_sizes(call):
+def test_check_mode_refuses_another_shape_and_other_sizes(run, call):
     """Uneven sizes are no disagreement, in forward and backward, in tensors and trees."""
     pairs = {"pairs": [(0, 1), (1, 2), (2, 0)]} if call is dc.permute else {}
 
@@ -104,5 +103,4 @@ def test_check_mode_refuses_another_shape_and_other_sizes(call):
                 call(torch.ones(SIZES[r], 2), **pairs)
         return dc.all_reduce(torch.tensor(r)).item()
 
-    for run in (partial(simulate, rules=True), spawn):
-        assert run(body, range(3)) == [3] * 3
+    assert run(body, range(3)) == [3] * 3

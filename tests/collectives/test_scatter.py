@@ -1,12 +1,11 @@
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
+from runs import rules, runs_on
 from torch.autograd import forward_ad
 
 import diffcoll as dc
-from diffcoll.testing import simulate, spawn
 
 
 def test_blocks_of_src_alone(run, gradients):
@@ -38,27 +37,24 @@ def test_only_src_knows_dim_sizes_and_dtype(run):
     assert {a.dtype, b.dtype, c.dtype} == {torch.int16}
 
 
+@runs_on("rules", "gloo")
 @pytest.mark.parametrize("x", [torch.ones(4), None, torch.tensor(1.0)])
-def test_wrong_arguments_on_src_are_told_to_all(x):
+def test_wrong_arguments_on_src_are_told_to_all(run, x):
     def body(r):
         try:
             dc.scatter(x if r == 0 else None)
         except Exception as error:
             return type(error).__name__, str(error), dc.all_reduce(torch.tensor(r)).item()
 
-    def run_rules(*call):
-        return simulate(*call, rules=True)
-
-    for run in (run_rules, spawn):
-        first, *others = run(body, range(3))
-        assert first[0] == ("TypeError" if x is None else "ValueError")
-        for kind, text, works in (first, *others):
-            assert text.startswith("scatter: ")
-            assert works == 3  # the group is usable afterwards
-            assert kind == first[0] or (kind, text.split(",")[0]) == (
-                "CollectiveMismatchError",
-                "scatter: an argument is invalid on rank 0",
-            )
+    first, *others = run(body, range(3))
+    assert first[0] == ("TypeError" if x is None else "ValueError")
+    for kind, text, works in (first, *others):
+        assert text.startswith("scatter: ")
+        assert works == 3  # the group is usable afterwards
+        assert kind == first[0] or (kind, text.split(",")[0]) == (
+            "CollectiveMismatchError",
+            "scatter: an argument is invalid on rank 0",
+        )
 
 
 class _Nameless:
@@ -85,7 +81,7 @@ def test_what_one_rank_alone_gets_wrong_before_it_reads_x_is_told_to_all(x, src,
         return str(caught.value), dc.all_reduce(torch.tensor(r)).item()
 
     told = f"scatter: an argument is invalid on rank {rank}, see the error there"
-    for r, (text, works) in enumerate(simulate(body, range(3), rules=True)):
+    for r, (text, works) in enumerate(rules(body, range(3))):
         assert works == 3  # the group is usable afterwards
         assert text.startswith(got if r == rank else told) or (checked and "disagree" in text)
 
@@ -106,7 +102,7 @@ def test_none_in_a_transform_is_an_error_on_all_ranks(transform, tree):
 
     path = "[0]" * tree
     expected = f"scatter: x{path}: got None, expected a tensor on every rank in a torch.func transform; pass a tensor"
-    for r, (text, works) in enumerate(simulate(body, range(3), rules=True)):
+    for r, (text, works) in enumerate(rules(body, range(3))):
         assert text.startswith("scatter: an argument is invalid on rank 0" if r == 1 else expected)
         assert works == 3
 
@@ -131,10 +127,9 @@ def without(x):
 
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("pass_", [lambda x: None, lambda x: x, without], ids=["None", "no tangent", "a tangent"])
-def test_the_tangent_of_src_alone(pass_, later):
-    for run in (partial(simulate, rules=True), simulate, spawn):
-        for found, right in run(lambda r: along(r, 1, pass_, later), range(3)):
-            torch.testing.assert_close(found, right)
+def test_the_tangent_of_src_alone(run, pass_, later):
+    for found, right in run(lambda r: along(r, 1, pass_, later), range(3)):
+        torch.testing.assert_close(found, right)
 
 
 @pytest.mark.parametrize("tree", [False, True])
@@ -147,7 +142,7 @@ def test_a_rank_outside_of_the_level_of_a_tangent(tree):
                 dc.scatter([x] if tree else x)
         return dc.all_reduce(torch.tensor(r)).item()
 
-    assert simulate(body, range(3), rules=True) == [3] * 3
+    assert rules(body, range(3)) == [3] * 3
 
 
 def test_gradient_only_where_src_asks_for_it(run):
@@ -176,7 +171,7 @@ def test_ranks_that_differ_are_told_so_on_every_rank(of_rank, text):
             of_rank(r)
         return str(caught.value), dc.all_reduce(torch.tensor(r)).item()
 
-    for r, (found, works) in enumerate(simulate(body, range(3), rules=True)):
+    for r, (found, works) in enumerate(rules(body, range(3))):
         own = r == 1 and "invalid" in text
         assert found.startswith("scatter: x: got str" if own else f"scatter: {text}")
         assert works == 3

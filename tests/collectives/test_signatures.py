@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from runs import gloo
 
 import diffcoll as dc
-from diffcoll.testing import RanksFailedError, simulate, spawn
+from diffcoll.testing import RanksFailedError, simulate
 
 X, INTEGER = torch.ones(2), torch.tensor([0])
 
@@ -48,7 +49,7 @@ def test_outputs_are_refused_on_every_rank_of_gloo():
             said.append("takes no output list" in str(caught.value))
         return said, dc.all_reduce(torch.tensor(r))  # no message is left that this call could receive
 
-    assert spawn(body, range(3)) == [([True] * len(CALLS), torch.tensor(3))] * 3
+    assert gloo(body, range(3)) == [([True] * len(CALLS), torch.tensor(3))] * 3
 
 
 @pytest.mark.parametrize("sizes", [[2], (torch.tensor(2),), [torch.tensor(2)]])

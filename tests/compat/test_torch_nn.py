@@ -7,10 +7,11 @@ from importlib import import_module
 import pytest
 import torch
 import torch.distributed as dist
+from runs import gloo, rules
 
 import diffcoll as dc
 import diffcoll.compat.torch_nn as ours
-from diffcoll.testing import simulate, spawn
+from diffcoll.testing import simulate
 
 SUM, MAX, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT
 
@@ -95,7 +96,7 @@ def test_values_are_theirs(ranks):
         flats = ({k: flat(y) for k, y in d.items() if y is not None} for d in (mine, given, other, filled))
         return *flats, kinds
 
-    found = [of_rank for of_rank in spawn(body, range(max(ranks) + 1)) if of_rank is not None]
+    found = [of_rank for of_rank in gloo(body, range(max(ranks) + 1)) if of_rank is not None]
     xs = [numbers(r) for r in ranks]
     for rank, (mine, given, other, filled, kinds) in enumerate(found):
         for name, y in other.items():
@@ -143,7 +144,7 @@ def test_gradients_are_the_laws(name, ranks):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_rank", of_rank)
         expected = torch.autograd.grad(sum(simulate(in_truth, range(n), xs)), xs)
-    got = [g for g in spawn(body, range(max(ranks) + 1)) if g is not None]
+    got = [g for g in gloo(body, range(max(ranks) + 1)) if g is not None]
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -159,7 +160,7 @@ def test_right_beside_wrong():
                 found[name, str(op)] = x.grad.item()
         return found
 
-    zero, one = spawn(body, range(2))
+    zero, one = gloo(body, range(2))
     pairs = {key: (zero[key], one[key]) for key in zero}
     assert pairs["theirs", str(SUM)] == pairs["ours", str(SUM)] == (11, 11)
     assert pairs["theirs", str(MAX)] == pairs["theirs", str(PRODUCT)] == (10, 10)
@@ -199,7 +200,7 @@ def test_roots_are_global_ranks(which):
                     ours.broadcast(x, 1 - r % 2, group)
         return {name: y[..., 0].tolist() for name, y in found.items()}, x.grad[0].item()
 
-    found = spawn(body, range(4), timeout=100)
+    found = gloo(body, range(4), timeout=100)
     for r, (values, gradient) in enumerate(found):
         ranks = range(4) if which == "world" else [r % 2, r % 2 + 2]
         first, root = [1 + 10 * s for s in ranks], ranks[-1]
@@ -237,7 +238,7 @@ def test_outputs_and_lists_of_another_dtype_or_size_raise_before_communication()
                 call()
             assert dc.all_reduce(torch.tensor(r + 1)) == 3  # nothing was sent
 
-    simulate(body, range(2), rules=True)
+    rules(body, range(2))
     assert not wrong.any()
 
 
@@ -257,7 +258,7 @@ def test_second_order_through_empty_blocks():
 
     for only_to_0 in (False, True):
         xs = [torch.tensor([0.3 + r, -1.1], dtype=torch.float64, requires_grad=True) for r in range(3)]
-        found = simulate(body, xs, range(3), [only_to_0] * 3, rules=True)
+        found = rules(body, xs, range(3), [only_to_0] * 3)
         losses = simulate(loss, xs, range(3), [only_to_0] * 3)
         gs = torch.autograd.grad(sum(losses), xs, create_graph=True)
         expected = torch.autograd.grad(sum((g * g * (r + 1)).sum() for r, g in enumerate(gs)), xs)

@@ -1,22 +1,16 @@
 """gather_batch: all ranks' rows with their labels, and where this rank's rows are among them."""
 
 import re
-from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
 from releases import compiles
+from runs import gloo, rules, runs_on
 
 import diffcoll as dc
-from diffcoll.testing import assert_matches_single_process, simulate, spawn
+from diffcoll.testing import assert_matches_single_process
 
-RUNS = {
-    "truth": simulate,
-    "rules": partial(simulate, rules=True),
-    "gloo": spawn,
-    "mpi": partial(spawn, backend="mpi"),
-}
 SIZES = [2, 0, 3]
 
 
@@ -33,14 +27,14 @@ def sample(r, sizes=SIZES):
     return Sample(z, torch.arange(n) + 10 * r, seen)
 
 
-@pytest.mark.parametrize("where", RUNS)
+@runs_on("truth", "rules", "gloo", "mpi")
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_what_each_rank_receives(where, n):
+def test_what_each_rank_receives(run, n):
     def body(r):
         return dc.gather_batch(sample(r))
 
     parts = [sample(r) for r in range(n)]
-    for r, found in enumerate(RUNS[where](body, range(n))):
+    for r, found in enumerate(run(body, range(n))):
         assert type(found.tree) is Sample
         for leaf, whole in zip(found.tree, map(torch.cat, zip(*parts, strict=True)), strict=True):
             assert torch.equal(leaf, whole)
@@ -69,7 +63,7 @@ def test_one_small_message_and_one_per_dtype():
             dc.gather_batch(sample(r))
         return [e.name.split(":")[0] for e in profile.events() if e.name.startswith("diffcoll.")]
 
-    assert spawn(body, range(3)) == [["diffcoll.all_gather"] * 4] * 3
+    assert gloo(body, range(3)) == [["diffcoll.all_gather"] * 4] * 3
 
 
 def test_under_vmap():
@@ -81,7 +75,7 @@ def test_under_vmap():
         return torch.func.vmap(row_sums)(torch.stack([sample(r).z, 2 * sample(r).z]))
 
     total = torch.cat([sample(r).z for r in range(3)]).sum(0)
-    for y, first in zip(simulate(body, range(3), rules=True), [1, 3, 3], strict=True):
+    for y, first in zip(rules(body, range(3)), [1, 3, 3], strict=True):
         torch.testing.assert_close(y, torch.stack([total, 2 * total]) * first)
 
 
@@ -96,7 +90,7 @@ def test_in_a_compiled_function():
             found.append((value.item(), *torch.autograd.grad(value, z)))
         return found
 
-    for eager, compiled in spawn(body, range(3)):
+    for eager, compiled in gloo(body, range(3)):
         torch.testing.assert_close(eager, compiled)
 
 
@@ -116,8 +110,8 @@ def test_bad_input(tree, error, text):
         dc.gather_batch(tree)
 
 
-@pytest.mark.parametrize("where", ["rules", "gloo"])
-def test_trees_that_differ_are_an_error_on_all_ranks(where):
+@runs_on("rules", "gloo")
+def test_trees_that_differ_are_an_error_on_all_ranks(run):
     """Without check mode; float16 and bfloat16 have the same number of bytes."""
     z = torch.ones(2, 3, dtype=torch.float16)
     odd = [z.bfloat16(), {"z": z}, torch.ones(3, 2, dtype=torch.float16), {"z": z, "label": z[:, 0]}]
@@ -130,7 +124,7 @@ def test_trees_that_differ_are_an_error_on_all_ranks(where):
             texts.append(str(caught.value))
         return texts
 
-    for r, texts in enumerate(RUNS[where](body, range(2))):
+    for r, texts in enumerate(run(body, range(2))):
         for text in texts:
             assert text.startswith("gather_batch: tree: rank 1 differs from rank 0 in paths, dtypes or dimensions")
         assert texts[0].endswith(f"rank {r} has tree: torch.{('float16', 'bfloat16')[r]} (*, 3)")

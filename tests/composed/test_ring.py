@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from runs import rules
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
@@ -13,7 +14,7 @@ from diffcoll.core.groups import resolve
 from diffcoll.engines.c10d import C10dEngine
 from diffcoll.testing import check_gradients, simulate, spawn
 
-RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
+RUNS = {"rules": rules, "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
 SIZES = [2, 0, 3]
 
 
@@ -98,7 +99,7 @@ def test_every_block_once_in_order(where, n):
 def test_truth_gives_the_same_gradients():
     batches = [tree(r) for r in range(3)]
     torch.autograd.backward(simulate(by_ring, range(3), batches))
-    for r, (_, *gs) in enumerate(simulate(lambda r: derivatives(by_ring, r)[:4], range(3), rules=True)):
+    for r, (_, *gs) in enumerate(rules(lambda r: derivatives(by_ring, r)[:4], range(3))):
         for x, g in zip(inputs(batches[r]), gs, strict=True):
             torch.testing.assert_close(x.grad, g)
 
@@ -277,7 +278,7 @@ def test_check_mode():
         with dc.check_mode():
             return derivatives(by_ring, r)[1].tolist()
 
-    assert simulate(body, range(3), rules=True) == spawn(body, range(3))
+    assert rules(body, range(3)) == spawn(body, range(3))
 
 
 @pytest.mark.parametrize("kept", ["closed", "used up", "kept"])
@@ -304,4 +305,4 @@ def test_left_early_and_kept_within_joint_backward(kept):
     # block s is used by ranks s and s + 1, with weights s + 1 and s + 2
     xs = [torch.tensor([1.0, 10.0])[: r + 1] for r in range(3)]
     expected = [(2 * x * (r + 1 + (r + 1) % 3 + 1)).tolist() for r, x in enumerate(xs)]
-    assert simulate(body, range(3), rules=True) == ([None] * 3 if kept == "kept" else expected)
+    assert rules(body, range(3)) == ([None] * 3 if kept == "kept" else expected)

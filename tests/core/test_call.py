@@ -3,12 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from runs import rules, runs_on
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
 from diffcoll.core import call
 from diffcoll.core.groups import resolve
-from diffcoll.testing import new_group, simulate, spawn
+from diffcoll.testing import new_group, simulate
 
 N = 2
 #: A valid call for each collective, and arguments that compare equal to valid ones but are of a wrong type or invalid.
@@ -34,8 +35,8 @@ IMPOSTORS = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("where", ["simulated", "gloo"])
-def test_equal_arguments_are_not_the_same(where):
+@runs_on("rules", "gloo")
+def test_equal_arguments_are_not_the_same(run):
     def body(r):
         plans = resolve(None, "test").plans
         for name, (right, wrong) in CALLS.items():
@@ -54,7 +55,6 @@ def test_equal_arguments_are_not_the_same(where):
             assert torch.equal(right(x), expected)
         return True
 
-    run = {"simulated": lambda *a: simulate(*a, rules=True), "gloo": spawn}[where]
     assert run(body, range(N)) == [True] * N
 
 
@@ -79,7 +79,7 @@ def test_every_dtype_shape_argument_and_group_by_itself():
         groups[r] = of_one_rank[r]
         return body(r)
 
-    first, second = simulate(with_groups, range(N), rules=True)
+    first, second = rules(with_groups, range(N))
     assert first == second  # 3 on both ranks
     assert first[: len(first) // 2] == first[len(first) // 2 :] == [3.0, 9.0, 18.0] * 4
 
@@ -103,7 +103,7 @@ def test_a_plan_is_kept_only_where_it_depends_on_this_rank_alone():
         dc.scatter(torch.ones(2), 0)
         return len(first), len(second), len(third), [key[0] for key in plans]
 
-    assert simulate(body, range(N), rules=True) == [(3, 3, 3, [])] * N
+    assert rules(body, range(N)) == [(3, 3, 3, [])] * N
 
 
 def test_a_group_keeps_a_bounded_number_of_plans(monkeypatch):
@@ -114,7 +114,7 @@ def test_a_group_keeps_a_bounded_number_of_plans(monkeypatch):
             dc.all_reduce(torch.ones(n))
         return len(resolve(None, "test").plans)
 
-    assert all(kept <= 8 for kept in simulate(body, range(N), rules=True))
+    assert all(kept <= 8 for kept in rules(body, range(N)))
 
 
 def test_a_plan_is_not_used_in_check_mode():
@@ -125,7 +125,7 @@ def test_a_plan_is_not_used_in_check_mode():
             dc.all_gather(x, 0) if r else dc.all_gather(x, 1)
         return True
 
-    assert simulate(body, range(N), rules=True) == [True] * N
+    assert rules(body, range(N)) == [True] * N
 
 
 #: What is made of a collective in another context than the one in which its plan was made.
@@ -186,6 +186,6 @@ def test_a_plan_made_in_one_context_serves_in_all(first):
             return [y.tolist() for y in found], len(resolve(None, "test").plans)
 
         truth = [y.tolist() for y in simulate(lambda r, f=f: f(x_of(r)), range(n))]
-        for r, (found, kept) in enumerate(simulate(body, range(n), rules=True)):
+        for r, (found, kept) in enumerate(rules(body, range(n))):
             assert kept > 0
             assert found == [truth[r]] * len(found), (name, r)

@@ -15,18 +15,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from runs import gloo, rules, runs_on, truth
 
 import diffcoll as dc
 from diffcoll.core import checks
 from diffcoll.core.arguments import TAKE_TREES
-from diffcoll.testing import cases, simulate, spawn
+from diffcoll.testing import cases, simulate
 
 N = 3
-RUNS = {
-    "rules": partial(simulate, rules=True),
-    "gloo": spawn,
-    "mpi": partial(spawn, backend="mpi"),
-}
 ring = [(0, 1), (1, 2), (2, 0)]
 
 
@@ -177,8 +173,8 @@ DISAGREEMENTS |= {
 }
 
 
-@pytest.mark.parametrize("where", RUNS)
-def test_disagreements(where):
+@runs_on("rules", "gloo", "mpi")
+def test_disagreements(run):
     def body(r):
         texts = {}
         with dc.check_mode():
@@ -189,7 +185,7 @@ def test_disagreements(where):
                 assert dc.all_reduce(torch.tensor([r])).tolist() == [3], name  # the group works
         return texts
 
-    got = RUNS[where](body, range(N))
+    got = run(body, range(N))
     for name, (_, words) in DISAGREEMENTS.items():
         texts = [of_rank[name] for of_rank in got]
         if "declared replicated" not in words:  # there each rank names its own line
@@ -228,8 +224,8 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("where", ["rules", "gloo"])
-def test_every_call_is_compared(where):
+@runs_on("rules", "gloo")
+def test_every_call_is_compared(run):
     """Compared with another collective on rank 1, before any data is sent."""
     calls = TENSORS | {f"{name}, later": call for name, call in LATER.items()} | TREES | MORE
 
@@ -244,7 +240,7 @@ def test_every_call_is_compared(where):
                 sums.append(y.item())
         return sums
 
-    assert RUNS[where](body, range(N)) == [[3] * len(calls)] * N
+    assert run(body, range(N)) == [[3] * len(calls)] * N
 
 
 RUNS_MAPS = ("diffcoll.core.derivatives", "diffcoll.core.moves")
@@ -324,21 +320,21 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize("where", [*RUNS, "truth"])
-def test_another_spelling_is_no_disagreement(where):
+@runs_on("rules", "gloo", "mpi", "truth")
+def test_another_spelling_is_no_disagreement(run):
     def body(r):
         x = torch.arange(9.0).reshape(3, 3).roll(r) * (r + 1)
         expected = [calls[0](x) for calls in SPELLINGS.values()]
-        with dc.check_mode(where != "truth"):
+        with dc.check_mode(run is not truth):
             return expected, [calls[r % len(calls)](x) for calls in SPELLINGS.values()]
 
-    for expected, found in (simulate if where == "truth" else RUNS[where])(body, range(N)):
+    for expected, found in (simulate if run is truth else run)(body, range(N)):
         for name, a, b in zip(SPELLINGS, expected, found, strict=True):
             assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("where", ["rules", "gloo"])
-def test_valid_programs_pass(where):
+@runs_on("rules", "gloo")
+def test_valid_programs_pass(run):
     """All cases, forward and backward, to second order: no error, and the same values as without check mode."""
 
     def body(r):
@@ -357,7 +353,7 @@ def test_valid_programs_pass(where):
                     found += [y.detach(), g.detach(), h]
         return found
 
-    for of_rank in RUNS[where](body, range(N)):
+    for of_rank in run(body, range(N)):
         half = len(of_rank) // 2
         for plain, checked in zip(of_rank[:half], of_rank[half:], strict=True):
             assert torch.equal(plain, checked)
@@ -374,8 +370,8 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.parametrize("where", RUNS)
-def test_within_transforms(where):
+@runs_on("rules", "gloo", "mpi")
+def test_within_transforms(run):
     def body(r):
         x = x_(2, 3).detach() / (r + 1)
         found = []
@@ -384,7 +380,7 @@ def test_within_transforms(where):
                 found.append([call(x) for call in TRANSFORMED.values()])
         return found
 
-    for plain, checked in RUNS[where](body, range(N)):
+    for plain, checked in run(body, range(N)):
         assert all(map(torch.equal, plain, checked))
 
 
@@ -421,8 +417,8 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("where", RUNS)
-def test_a_rank_that_leaves(where):
+@runs_on("rules", "gloo", "mpi")
+def test_a_rank_that_leaves(run):
     """The rank makes no further call that could be compared."""
 
     def body(r):
@@ -435,7 +431,7 @@ def test_a_rank_that_leaves(where):
         return texts
 
     start = time.monotonic()
-    found = RUNS[where](body, range(N))
+    found = run(body, range(N))
     assert time.monotonic() - start < 60
     for (own, words), *texts in zip(ENDS.values(), *found, strict=True):
         assert texts[0] == texts[2]
@@ -468,7 +464,7 @@ def test_a_rank_that_leaves_blocks_with_two_groups():
             dc.scatter(x_(4) if r == 0 else None)  # the error on rank 0 is told to the others
         return found
 
-    for r, of_rank in enumerate(spawn(body, range(3), timeout=30)):
+    for r, of_rank in enumerate(gloo(body, range(3), timeout=30)):
         for text, sums in of_rank:
             assert sums == [3.0, 3.0]
             assert r == 0 or re.search("rank 0: the end of check mode at .* by KeyError: 'its own'", text)
@@ -480,7 +476,7 @@ def test_all_leave_by_the_same_error():
             dc.all_reduce(x_(2))
             raise KeyError
 
-    spawn(body, range(2))
+    gloo(body, range(2))
 
 
 def test_a_group_that_ended_within():
@@ -490,7 +486,7 @@ def test_a_group_that_ended_within():
             dc.all_reduce(x_(2), group=group)
             dist.destroy_process_group(group)
 
-    spawn(body, range(2))
+    gloo(body, range(2))
 
 
 def test_each_simulated_rank_has_its_own():
@@ -499,7 +495,7 @@ def test_each_simulated_rank_has_its_own():
             dc.all_reduce(torch.ones(1))  # runs the other ranks meanwhile
         return checks.is_on()
 
-    assert simulate(body, range(N), rules=True) == [False] * N
+    assert rules(body, range(N)) == [False] * N
     assert not checks.is_on()
 
 

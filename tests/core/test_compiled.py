@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from releases import compiles
+from runs import rules, runs_on, truth
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import diffcoll as dc
-from diffcoll.testing import cases, simulate, spawn
+from diffcoll.testing import cases, spawn
 
 pytestmark = [pytest.mark.timeout(300), compiles]
 SEED = 1
@@ -221,9 +222,9 @@ def test_groups_meshes_transforms_and_messages():
 
 def test_a_simulated_world_is_refused():
     compiled = torch.compile(dc.all_reduce, fullgraph=True, backend="aot_eager")
-    for rules in (True, False):
+    for run in (rules, truth):
         with pytest.raises(Exception, match=r"torch\.compile, .* do not work within a simulated world"):
-            simulate(compiled, [torch.ones(2)] * 2, rules=rules)
+            run(compiled, [torch.ones(2)] * 2)
 
 
 def test_the_world_of_one_compiles_and_eager_code_pays_no_import():
@@ -238,7 +239,8 @@ def test_the_world_of_one_compiles_and_eager_code_pays_no_import():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 
-def test_tensors_left_by_a_transform():
+@runs_on("rules", "gloo", "mpi")
+def test_tensors_left_by_a_transform(run):
     """They are still wrapped; PyTorch's ops unwrap them."""
 
     def body(r):
@@ -247,10 +249,8 @@ def test_tensors_left_by_a_transform():
         found = [dc.all_reduce(left[0]), dc.all_gather(left[0], async_op=True).wait(), dc.reduce(left[0], dst=1)]
         return [y.tolist() for y in found]
 
-    for run in (partial(simulate, rules=True), spawn, partial(spawn, backend="mpi")):
-        first, second = run(body, range(2))
-        assert first == [[3, 3, 3], [1, 1, 1, 2, 2, 2], [0, 0, 0]]
-        assert second == [[3, 3, 3], [1, 1, 1, 2, 2, 2], [3, 3, 3]]
+    common = [3, 3, 3], [1, 1, 1, 2, 2, 2]
+    assert run(body, range(2)) == [[*common, [0, 0, 0]], [*common, [3, 3, 3]]]
 
 
 # ── tracers of eager code ────────────────────────────────────────────────────────────────────────────────
@@ -343,11 +343,11 @@ def test_tracers_record_one_op_for_each_collective(backend):
 
 
 def test_tracers_in_a_simulated_world():
-    for rules in (False, True):
+    for run in (truth, rules):
         for mode in ("real", "fake"):
             trace = make_fx(lambda x: dc.all_gather(x), tracing_mode=mode)
             with pytest.raises(RuntimeError, match="linearize do not work within a simulated world"):
-                simulate(trace, [torch.ones(2)] * 2, rules=rules)
+                run(trace, [torch.ones(2)] * 2)
 
 
 # ── a graph that is called in another context than it was compiled in ────────────────────────────────────

@@ -5,9 +5,10 @@ from functools import partial
 import pytest
 import torch
 from releases import compiles
+from runs import rules
 
 import diffcoll as dc
-from diffcoll.testing import cases, simulate, spawn
+from diffcoll.testing import cases, spawn
 from diffcoll.testing.layouts import with_layout
 
 pytestmark = [pytest.mark.timeout(300), compiles]
@@ -23,7 +24,7 @@ def test_results_are_contiguous(layout):
     for case in cases.table(3):
         if None not in case.shapes:
             xs = [torch.ones(shape, dtype=case.dtype) for shape in case.shapes]
-            assert all(simulate(partial(is_contiguous, case), xs, range(3), rules=True)), case
+            assert all(rules(partial(is_contiguous, case), xs, range(3))), case
 
 
 class Doubled(torch.autograd.Function):

@@ -2,18 +2,16 @@
 
 import pytest
 import torch
+from runs import rules, runs_on
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import diffcoll as dc
 from diffcoll.core.control import Control
 from diffcoll.core.groups import resolve
 from diffcoll.engines.turn import IDLE
-from diffcoll.testing import simulate, spawn
-
-RUNS = [pytest.param(lambda *call: simulate(*call, rules=True), id="rules"), pytest.param(spawn, id="gloo")]
 
 
-@pytest.mark.parametrize("run", RUNS)
+@runs_on("rules", "gloo")
 def test_each_rank_learns_the_numbers_of_all(run):
     def body(r):
         control = Control(resolve(None, "test"), "test")
@@ -30,7 +28,7 @@ def test_each_rank_learns_the_numbers_of_all(run):
     assert run(body, range(3)) == [found] * 3
 
 
-@pytest.mark.parametrize("run", RUNS)
+@runs_on("rules", "gloo")
 def test_a_difference_is_one_error_on_all_ranks(run):
     def body(r):
         control = Control(resolve(None, "test"), "test")
@@ -64,7 +62,7 @@ def test_modes_do_not_see_them():
         with Mode():
             return control.numbers([r]), control.numbers_of_first([r])
 
-    assert simulate(body, range(2), rules=True) == [([[0], [1]], [0])] * 2
+    assert rules(body, range(2)) == [([[0], [1]], [0])] * 2
 
 
 def test_a_turn_ends_also_with_an_error_of_the_backend_which_it_names():
@@ -81,5 +79,5 @@ def test_a_turn_ends_also_with_an_error_of_the_backend_which_it_names():
             assert raised.value is error
         return before is engine.now is IDLE, dc.all_reduce(torch.ones(1)).item()
 
-    assert simulate(body, range(2), rules=True) == [(True, 2.0)] * 2
+    assert rules(body, range(2)) == [(True, 2.0)] * 2
     assert body(0) == (True, 1.0)

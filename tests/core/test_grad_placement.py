@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from runs import rules
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import diffcoll as dc
@@ -24,7 +25,7 @@ def gradient(collective, placement, x, w):
 @pytest.mark.parametrize(("word", "placement"), SAME)
 def test_placements_are_other_spellings(collective, word, placement):
     ws = [1.0, 1.0, 1.0] if word == "replicate" else [1.0, 10.0, 100.0]
-    for run in (partial(simulate, rules=True), simulate_with_check_mode):
+    for run in (rules, simulate_with_check_mode):
         mixed = run(lambda x, w: gradient(collective, placement() if w < 50 else word, x, w), XS, ws)
         words = run(partial(gradient, collective, word), XS, ws)
         assert all(map(torch.equal, mixed, words))
@@ -35,7 +36,7 @@ def simulate_with_check_mode(f, *per_rank):
         with dc.check_mode():
             return f(*args)
 
-    return simulate(checked, *per_rank, rules=True)
+    return rules(checked, *per_rank)
 
 
 @pytest.mark.parametrize("placement", [Partial, Replicate])

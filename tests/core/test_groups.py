@@ -1,22 +1,15 @@
 """The values that `group` accepts; ranks are always ranks within it."""
 
 import os
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from releases import keeps_orders
+from runs import gloo, runs_on
 
 import diffcoll as dc
-from diffcoll.testing import new_group, simulate, spawn
-
-
-def simulated(*call):
-    return simulate(*call, rules=True)
-
-
-on_mpi = partial(spawn, backend="mpi")
+from diffcoll.testing import new_group, simulate
 
 
 def on_subgroup(r, ranks):
@@ -43,7 +36,7 @@ def on_subgroup(r, ranks):
     return me, found
 
 
-@pytest.mark.parametrize("run", [simulated, spawn, on_mpi], ids=["rules", "gloo", "mpi"])
+@runs_on("rules", "gloo", "mpi")
 def test_ranks_are_ranks_within_the_group(run):
     """pytorch#130515; the backward of torch.distributed.nn.functional.all_gather sends to wrong ranks on sub-groups."""
     found = run(lambda r: (on_subgroup(r, [1, 2]), on_subgroup(r, [1])), range(3))
@@ -55,9 +48,7 @@ def test_ranks_are_ranks_within_the_group(run):
     assert [alone for _, alone in found] == [None, (0, [([11], 1)] * 6), None]
 
 
-@pytest.mark.parametrize(
-    "run", [simulated, pytest.param(spawn, marks=keeps_orders), on_mpi], ids=["rules", "gloo", "mpi"]
-)
+@runs_on("rules", pytest.param("gloo", marks=keeps_orders), "mpi")
 def test_the_order_of_ranks_is_that_of_the_list(run):
     """As in MPI; torch.distributed sorts the ranks by default."""
 
@@ -92,7 +83,7 @@ def test_the_order_of_ranks_is_that_of_the_list(run):
     assert [more for _, *more in found] == [[([2, 0, 1], r), 2.0, 111.0] for r in (1, 2, 0)]
 
 
-@pytest.mark.parametrize("run", [simulated, spawn, on_mpi], ids=["rules", "gloo", "mpi"])
+@runs_on("rules", "gloo", "mpi")
 def test_two_groups_at_once(run):
     def body(r):
         even, odd = new_group([0, 2]), new_group([1, 3])
@@ -120,7 +111,7 @@ def test_device_mesh():
         return [dc.all_gather(torch.tensor(r), group=g).tolist() for g in (tp, mesh["dp"], line)], dc.get_rank(tp)
 
     whole = [0, 1, 2, 3]
-    assert spawn(body, range(4)) == [
+    assert gloo(body, range(4)) == [
         ([[0, 1], [0, 2], whole], 0),
         ([[0, 1], [1, 3], whole], 1),
         ([[2, 3], [0, 2], whole], 0),
@@ -128,7 +119,7 @@ def test_device_mesh():
     ]
 
 
-@pytest.mark.parametrize("run", [simulated, simulate, spawn, on_mpi], ids=["rules", "truth", "gloo", "mpi"])
+@runs_on("rules", "truth", "gloo", "mpi")
 def test_default_group(run):
     def body(r):
         pairs = [new_group([0, 1]), new_group([2, 3])]
@@ -193,4 +184,4 @@ def test_groups_that_are_no_more():
             dc.all_reduce(torch.ones(1), group=group)
         return True
 
-    assert spawn(body, range(2)) == [True, True]
+    assert gloo(body, range(2)) == [True, True]

@@ -9,19 +9,15 @@ from itertools import product
 import nests
 import pytest
 import torch
+from runs import rules, runs_on
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
 from diffcoll.core.groups import resolve
-from diffcoll.testing import cases, new_group, simulate, spawn
+from diffcoll.testing import cases, new_group, simulate
 
 N = 3
-RUNS = {
-    "rules": partial(simulate, rules=True),
-    "gloo": partial(spawn, timeout=40),
-    "mpi": partial(spawn, backend="mpi", timeout=40),
-}
 
 
 def weighted(r, y):
@@ -133,8 +129,8 @@ def truth(program):
     return torch.autograd.grad(sum(losses), xs)
 
 
-@pytest.mark.parametrize("where", RUNS)
-def test_gradients_are_those_of_truth(where):
+@runs_on("rules", "gloo", "mpi")
+def test_gradients_are_those_of_truth(run):
     def body(r):
         found = []
         for program in PROGRAMS:
@@ -146,7 +142,7 @@ def test_gradients_are_those_of_truth(where):
             found.append((once, x.grad))
         return found
 
-    got = RUNS[where](body, range(N))
+    got = run(body, range(N))
     for i, program in enumerate(PROGRAMS):
         for r, expected in enumerate(truth(program)):
             once, twice = got[r][i]
@@ -154,8 +150,8 @@ def test_gradients_are_those_of_truth(where):
             torch.testing.assert_close(twice, 2 * expected, msg=program.__name__)
 
 
-@pytest.mark.parametrize("where", ["rules", "gloo"])
-def test_every_collective_ignored_by_one_rank(where):
+@runs_on("rules", "gloo")
+def test_every_collective_ignored_by_one_rank(run):
     table = [
         case for case in cases.table(N) if None not in case.shapes and case.arguments.get("grad_placement") is None
     ]
@@ -173,7 +169,7 @@ def test_every_collective_ignored_by_one_rank(where):
             found.append(g)
         return found
 
-    got = RUNS[where](body, range(N))
+    got = run(body, range(N))
     for i, case in enumerate(table):
         xs = [case.x(r, 5).requires_grad_() for r in range(N)]
         right = torch.autograd.grad(sum(simulate(partial(loss, case), range(N), xs)), xs)
@@ -181,8 +177,8 @@ def test_every_collective_ignored_by_one_rank(where):
             torch.testing.assert_close(got[r][i], right[r], msg=str(case))
 
 
-@pytest.mark.parametrize("where", RUNS)
-def test_second_order(where):
+@runs_on("rules", "gloo", "mpi")
+def test_second_order(run):
     """One rank has no penalty on the gradients; another one's loss does not use the collectives."""
 
     def program(r, x, joint):
@@ -203,7 +199,7 @@ def test_second_order(where):
     losses = simulate(lambda r, x: program(r, x, lambda loss: loss), range(N), xs)
     gs = torch.autograd.grad(sum(losses), xs, create_graph=True)
     hs = torch.autograd.grad(sum(penalty(r, g) for r, g in enumerate(gs)), xs)
-    for r, (g, h) in enumerate(RUNS[where](body, range(N))):
+    for r, (g, h) in enumerate(run(body, range(N))):
         torch.testing.assert_close(g, gs[r])
         torch.testing.assert_close(h, hs[r])
 
@@ -225,7 +221,7 @@ def test_forward_mode_and_values_are_as_before():
         assert not dc.all_reduce(x).requires_grad  # outside of the region
         return True
 
-    assert simulate(body, range(N), rules=True) == [True] * N
+    assert rules(body, range(N)) == [True] * N
 
 
 def through_links(r, x):
@@ -247,8 +243,8 @@ def of_a_tree(r, x):
     return dc.all_reduce({"a": x, "b": x.cos()}, "mean")["b"]
 
 
-@pytest.mark.parametrize("where", ["rules", "gloo"])
-def test_a_tangent_on_one_rank_only(where):
+@runs_on("rules", "gloo")
+def test_a_tangent_on_one_rank_only(run):
     """Equal to a tangent of zero on the others."""
 
     def tangents(r, has_tangent, requires_grad):
@@ -273,12 +269,12 @@ def test_a_tangent_on_one_rank_only(where):
         return [t.norm() > 0 for t in tangents(r, r == 1, False)]
 
     for size in (2, 3):
-        for r, moved in enumerate(RUNS[where](body, range(size))):
+        for r, moved in enumerate(run(body, range(size))):
             assert all(moved) or r == 0  # the result of through_async is multiplied by r
 
 
-@pytest.mark.parametrize("where", ["rules", "gloo"])
-def test_check_mode_compares_recording_and_tangents(where):
+@runs_on("rules", "gloo")
+def test_check_mode_compares_recording_and_tangents(run):
     def body(r):
         x = inputs(r).requires_grad_()
         with pytest.raises(dc.CollectiveMismatchError) as no_grad, dc.check_mode(), dc.joint_backward():
@@ -296,7 +292,7 @@ def test_check_mode_compares_recording_and_tangents(where):
             joint(forward_ad.unpack_dual(y).tangent.sum()).backward()
         return found
 
-    for no_grad, *tangents in RUNS[where](body, range(N)):
+    for no_grad, *tangents in run(body, range(N)):
         assert "rank 0: all_reduce at " in no_grad
         assert ", recorded for joint_backward\n" in no_grad
         assert ", of integers, or with grad mode off, and not recorded for joint_backward\n" in no_grad
@@ -328,7 +324,7 @@ def test_a_region_sends_no_further_bytes():
             else:
                 (dc.all_reduce(x).sum() + dc.all_gather(x, sizes="auto").sum()).backward()
 
-        simulate(body, range(2), rules=True)
+        rules(body, range(2))
         return calls
 
     assert sent(True) == sent(False)
@@ -440,11 +436,11 @@ def backward_of(program, again, ignored_by, inside, r):
     return x.grad
 
 
-@pytest.mark.parametrize("where", ["rules", "gloo"])
-def test_checkpoints(where):
+@runs_on("rules", "gloo")
+def test_checkpoints(run):
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     ways = [(p, by, (i + j) % 2 == 0) for i, p in enumerate(CHECKPOINTED) for j, by in enumerate((None, 0, 1))]
-    ways += [(p, by, not inside) for p, by, inside in ways if where == "rules"]
+    ways += [(p, by, not inside) for p, by, inside in ways if run is rules]
 
     @cache
     def right(program, ignored_by, size):
@@ -456,7 +452,7 @@ def test_checkpoints(where):
         return torch.autograd.grad(sum(simulate(loss, range(size), xs)), xs)
 
     for size in (2, 3):
-        got = RUNS[where](lambda r: [backward_of(p, again, by, inside, r) for p, by, inside in ways], range(size))
+        got = run(lambda r: [backward_of(p, again, by, inside, r) for p, by, inside in ways], range(size))
         for i, (program, by, inside) in enumerate(ways):
             for r, expected in enumerate(right(program, by, size)):
                 why = f"{program.__name__}, ignored by {by}, {inside=}, rank {r} of {size}"
@@ -480,13 +476,13 @@ def test_a_checkpoint_of_higher_order():
         with dc.joint_backward() as joint:
             return gradients(x, r, plainly, joint)
 
-    for got, expected in zip(simulate(body, range(N), rules=True), simulate(plain, range(N), rules=True), strict=True):
+    for got, expected in zip(rules(body, range(N)), rules(plain, range(N)), strict=True):
         torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("where", ["rules", "gloo"])
-def test_a_reentrant_checkpoint_is_an_error_on_every_rank(where, nested):
+@runs_on("rules", "gloo")
+def test_a_reentrant_checkpoint_is_an_error_on_every_rank(run, nested):
     """A rank's backward may not reach the node of such a checkpoint, and its collectives are not recorded before."""
 
     def part(x):
@@ -506,7 +502,7 @@ def test_a_reentrant_checkpoint_is_an_error_on_every_rank(where, nested):
             joint(z.sum()).backward()
         return True
 
-    assert RUNS[where](body, range(N)) == [True] * N
+    assert run(body, range(N)) == [True] * N
 
 
 def test_hooks_for_saved_tensors_stay_in_order():
@@ -526,7 +522,7 @@ def test_hooks_for_saved_tensors_stay_in_order():
             loss.backward()
         return packed.count(x.shape)
 
-    assert simulate(body, range(2), rules=True) == [3, 3]
+    assert rules(body, range(2)) == [3, 3]
 
 
 def test_wrong_use():
@@ -572,7 +568,7 @@ def _check_nests(n, drawn, everything):
     def body(r):
         return [nests.by_transforms(nest, lambda x: _in_transforms(x, r, everything), r)(x_of(r)) for nest in drawn]
 
-    of_ranks = simulate(body, range(n), rules=True)
+    of_ranks = rules(body, range(n))
     for i, nest in enumerate(drawn):
         defined = nests.by_definition(nest, lambda xs: _in_transforms_on_one(xs, everything))
         for r, y in enumerate(defined([x_of(r) for r in range(n)])):

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from runs import gloo, rules
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -12,10 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import diffcoll as dc
 from diffcoll.core.torch_private.tracing import is_observed, unobserved
-from diffcoll.testing import cases, simulate, spawn
+from diffcoll.testing import cases
 from diffcoll.testing.cases import real_inner
 
-ranks = partial(simulate, rules=True)
 COMMUNICATION = ("c10d", "_c10d_functional", "diffcoll")
 
 
@@ -87,7 +87,7 @@ def test_gradients_under_selective_checkpoints():
                 found = _gradient(case, x, rank, **POLICIES[policy])
                 torch.testing.assert_close(found, expected, msg=f"{case.name} {case.label} {policy}")
 
-    ranks(body, range(3))
+    rules(body, range(3))
 
 
 def _program(x):
@@ -117,7 +117,7 @@ def test_selective_checkpoints_on_processes():
         for policy in ("save all", "save communication"):
             torch.testing.assert_close(_program_gradient(x, **POLICIES[policy]), expected, msg=policy)
 
-    spawn(body, range(3), timeout=100)
+    gloo(body, range(3), timeout=100)
 
 
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
@@ -140,7 +140,7 @@ def test_losses_that_checkpoint_their_chunks_within_a_selective_checkpoint(excha
         for policy, options in POLICIES.items():
             torch.testing.assert_close(gradient(r, nullcontext(), **options), expected, msg=f"{policy} {exchange}")
 
-    ranks(body, range(3))
+    rules(body, range(3))
 
 
 @pytest.mark.parametrize("checked", [False, True])
@@ -155,7 +155,7 @@ def test_a_policy_that_differs_between_ranks_decides_nothing(checked):
                 options = [*POLICIES.values()][(r + at) % len(POLICIES)]
                 torch.testing.assert_close(_program_gradient(x, **options), expected)
 
-    ranks(body, range(3))
+    rules(body, range(3))
 
 
 def test_second_order_under_selective_checkpoints():
@@ -174,7 +174,7 @@ def test_second_order_under_selective_checkpoints():
         with pytest.raises(RuntimeError, match="backward an extra time"):  # as without collectives
             penalty(x, **POLICIES["save all"])
 
-    ranks(body, range(3))
+    rules(body, range(3))
 
 
 @pytest.mark.parametrize("op", ["product", "logsumexp", "max"])
@@ -197,7 +197,7 @@ def test_third_order_under_selective_checkpoints(op):
         for policy in ("save writes", "save communication", "save memory", "recompute all"):
             torch.testing.assert_close(penalty(x, **POLICIES[policy]), expected, msg=policy)
 
-    ranks(body, range(3))
+    rules(body, range(3))
 
 
 def test_modes_see_nothing_inside_a_collective():
@@ -220,7 +220,7 @@ def test_modes_see_nothing_inside_a_collective():
             assert inside == ([], []), (case.name, case.label)
             assert torch.equal(found, case.call(x, rank)) and torch.equal(gradient, expected), (case.name, case.label)
 
-    ranks(body, range(3))
+    rules(body, range(3))
 
 
 def test_modes_on_processes():
@@ -232,7 +232,7 @@ def test_modes_on_processes():
         assert ops.seen == []
         assert torch.equal(y[40_000 * r :][:40_000], 3 * torch.arange(40_000.0) + 3)
 
-    spawn(body, range(3))
+    gloo(body, range(3))
 
 
 class Replaces(TorchDispatchMode):
@@ -254,7 +254,7 @@ def test_a_mode_cannot_change_what_a_collective_computes(checked):
                 with Replaces(), dc.check_mode() if checked else nullcontext():
                     assert torch.equal(call(x), expected), call
 
-    ranks(body, range(3))
+    rules(body, range(3))
 
 
 def test_modes_are_restored_after_an_error():

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from releases import compiles
+from runs import rules
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
@@ -53,7 +54,7 @@ def test_several_at_once_awaited_in_any_order(rows):
             assert pending[name].wait() is got[name]
         return sum((got[name] * (r + 1)).sum().item() for name in calls)
 
-    assert spawn(body, range(2)) == pytest.approx(simulate(body, range(2), rules=True))
+    assert spawn(body, range(2)) == pytest.approx(rules(body, range(2)))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -135,7 +136,7 @@ def test_higher_orders_and_transforms_nest():
         (h,) = torch.autograd.grad(g.square().sum(), leaf)
         return twice, nested, mapped, again, g, h, torch.func.hessian(loss)(x)
 
-    for run in (lambda *a: simulate(*a, rules=True), spawn):
+    for run in (rules, spawn):
         for got, expected in zip(run(body, range(2), [True] * 2), run(body, range(2), [False] * 2), strict=True):
             for a, b in zip(got, expected, strict=True):
                 torch.testing.assert_close(a, b)
@@ -199,7 +200,7 @@ def test_modified_in_place_after_the_wait():
 
 # ── tensors that change while a collective is in flight ──────────────────────────────────────────────────
 
-RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn}  # on MPI all bodies in one run, see below
+RUNS = {"rules": rules, "gloo": spawn}  # on MPI all bodies in one run, see below
 FORWARD = {
     **CALLS,
     "gather in parts": lambda x, **more: dc.all_gather(x, **more),
@@ -469,7 +470,7 @@ def test_waited_for_after_the_region_it_is_a_part_of_it(ends):
         return x.grad.tolist(), 2
 
     for run in (RUNS["rules"], RUNS["gloo"]):
-        assert run(body, range(2)) == simulate(expected, range(2), rules=True)
+        assert run(body, range(2)) == rules(expected, range(2))
 
 
 def with_errors_in_between(r):
@@ -577,7 +578,7 @@ def test_done_of_a_collective_that_fails():
         pending.wait()
 
     with pytest.raises(dc.CollectiveMismatchError, match="rank 1 has ended"):
-        simulate(simulated, range(2), rules=True)
+        rules(simulated, range(2))
 
     def on_gloo(r):
         group = dist.new_group(timeout=timedelta(seconds=1))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runs import gloo, rules
 from torch.autograd import forward_ad
 
 import diffcoll as dc
@@ -18,7 +19,7 @@ from benchmarks import bench
 from diffcoll.core.product import product
 from diffcoll.core.reductions import REDUCTIONS
 from diffcoll.engines.local import LocalEngine
-from diffcoll.testing import cases, simulate, spawn
+from diffcoll.testing import cases, simulate
 
 INF, NAN = math.inf, math.nan
 FLOATS = [torch.float32, torch.float64, torch.complex64, torch.complex128]
@@ -31,10 +32,10 @@ def weighted(op, **more):
 
 def on_ranks(body, *per_rank):
     """Check that simulated ranks, by parts and by whole stacks, and gloo agree; return the result."""
-    found = [simulate(body, *per_rank, rules=True), spawn(body, *per_rank)]
+    found = [rules(body, *per_rank), gloo(body, *per_rank)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalEngine, "small", lambda engine, device: 1 << 20)
-        found.append(simulate(body, *per_rank, rules=True))
+        found.append(rules(body, *per_rank))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], equal_nan=True)
     return found[0]
@@ -265,7 +266,7 @@ def test_gy_is_multiplied_before_the_gradient_of_a_product_is_rounded(xs, gy, dt
         second = (torch.autograd.grad(first, x, t)[0], torch.func.jvp(pulled, (x.detach(),), (t,))[1])
         return found + [h * 2 / (len(xs) - 1) for h in second]
 
-    for of_rank in simulate(body, range(len(xs)), rules=True):
+    for of_rank in rules(body, range(len(xs))):
         for k, value in enumerate(of_rank):
             right = torch.tensor(expected, dtype=dtype)
             torch.testing.assert_close(value, right, atol=0, rtol=20 * torch.finfo(dtype).eps, msg=f"{k}: {of_rank}")
@@ -302,7 +303,7 @@ def test_gy_is_multiplied_before_the_gradient_of_a_logsumexp_is_rounded(xs, gy, 
         found += [torch.autograd.grad(recorded, x, one)[0], torch.func.jvp(pulled, (x.detach(),), (one,))[1]]
         return found
 
-    for k, value in enumerate(simulate(body, range(len(xs)), rules=True)[1]):
+    for k, value in enumerate(rules(body, range(len(xs)))[1]):
         torch.testing.assert_close(value, right, atol=0, rtol=300 * torch.finfo(dtype).eps, msg=f"{k}: {value} {right}")
 
 
@@ -417,7 +418,7 @@ def test_spellings_and_reduce_ops():
         pairs = [[dc.all_reduce(x, a).item(), dc.all_reduce(x, getattr(dist.ReduceOp, b)).item()] for a, b in ops]
         return *pairs, dc.reduce_scatter(x.repeat(2), dist.ReduceOp(dist.ReduceOp.MAX)).item()
 
-    for run in (simulate, spawn):
+    for run in (simulate, gloo):
         assert run(body, torch.tensor([3.0, 5.0])) == [([15, 15], [5, 5], [3, 3], [4, 4], [8, 8], 5)] * 2
 
 
@@ -450,7 +451,7 @@ def test_large_tensors_are_reduced_by_parts_on_gloo_too():
             found += [y.detach().clone(), *torch.autograd.grad(((r + 1) * y.mul_(1)).sum(), x)]
         return found
 
-    a, b = simulate(body, range(3), rules=True), spawn(body, range(3))
+    a, b = rules(body, range(3)), gloo(body, range(3))
     torch.testing.assert_close(a, b)
     for y in range(0, 12, 2):
         assert torch.equal(b[0][y], b[1][y])
@@ -568,9 +569,7 @@ def test_functions_get_the_stack_they_expect(run):
         found = derived(xs, ys, [numbers(y.shape, 10 + r) for r, y in enumerate(ys)])
         return [[t.detach() for t in found[r::n]] for r in range(n)]
 
-    got = {"rules": lambda b, a: simulate(b, a, rules=True)}.get(run, lambda b, a: spawn(b, a, backend=run))(
-        body, range(n)
-    )
+    got = {"rules": lambda b, a: rules(b, a)}.get(run, lambda b, a: gloo(b, a, backend=run))(body, range(n))
     for seen, _ in got:
         assert seen == {(n, *shape) for shape in shapes}
     calls = [(shape, op, way) for shape in shapes for op in ops for way in ways]
@@ -592,7 +591,7 @@ def test_an_elementwise_function_gets_parts():
         dc.all_reduce(torch.ones(2), op)  # parts would be empty
         return seen
 
-    found = simulate(body, range(3), rules=True)
+    found = rules(body, range(3))
     assert found == [[(3, 10), (3, 10), (3, size, 3), (3, 3 + (r == 0)), (3, 2)] for r, size in enumerate((3, 2, 5))]
 
 
@@ -617,10 +616,10 @@ def test_an_attribute_called_op_is_no_spelling():
         def __call__(self, s):
             return s.amax(0)
 
-    assert simulate(lambda x: dc.all_reduce(x, Largest()).item(), torch.tensor([3.0, 1.0]), rules=True) == [3, 3]
+    assert rules(lambda x: dc.all_reduce(x, Largest()).item(), torch.tensor([3.0, 1.0])) == [3, 3]
 
 
-@pytest.mark.parametrize("run", [lambda *call: simulate(*call, rules=True), spawn], ids=["rules", "gloo"])
+@pytest.mark.parametrize("run", [rules, gloo], ids=["rules", "gloo"])
 def test_check_mode_verifies_that_functions_are_elementwise(run):
     def raised(call):
         try:
@@ -637,7 +636,7 @@ def test_check_mode_verifies_that_functions_are_elementwise(run):
         lambda x, op: dc.all_reduce([x, x], op),
     ]
 
-    few = slice(1) if run is spawn else slice(None)
+    few = slice(1) if run is gloo else slice(None)
 
     def body(r):
         x = numbers((6, 4), r)
@@ -671,7 +670,7 @@ def test_a_function_of_the_wrong_shape():
         (lambda s: 1.0, "got a function that returns float"),
     ]:
         with pytest.raises(ValueError, match=rf"all_reduce: op: {words}.*; reduce with dim=0"):
-            simulate(lambda x, f=f: dc.all_reduce(x, f), [torch.zeros(3)] * 2, rules=True)
+            rules(lambda x, f=f: dc.all_reduce(x, f), [torch.zeros(3)] * 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])

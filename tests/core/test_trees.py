@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from releases import compiles
+from runs import rules, runs_on, truth
 from torch.utils import _pytree
 
 import diffcoll as dc
@@ -89,9 +90,10 @@ def by_path(x):
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["now", "async"])
-@pytest.mark.parametrize("where", ["rules", "truth", "gloo"])
-def test_leaves_are_matched_by_their_paths(where, later):
+@runs_on("rules", "truth", "gloo")
+def test_leaves_are_matched_by_their_paths(run, later):
     """Not by the order of insertion. Every leaf has the shape and dtype of another leaf, and different numbers."""
+    backward = run is not truth  # one rank alone cannot run backward there
 
     def body(r):
         whole = {
@@ -110,19 +112,15 @@ def test_leaves_are_matched_by_their_paths(where, later):
                 paths = sorted(by_path(y))
                 loss = sum(((r + 1 + i) * by_path(y)[path].sin()).sum().double() for i, path in enumerate(paths))
                 inputs = [by_path(x)[path] for path in paths]
-                if where == "truth":  # one rank alone cannot run backward
-                    ys.append([by_path(y)[path].detach() for path in paths])
-                else:
-                    ys.append([by_path(y)[path].detach() for path in paths] + [*torch.autograd.grad(loss, inputs)])
+                gradients = torch.autograd.grad(loss, inputs) if backward else ()
+                ys.append([*(by_path(y)[path].detach() for path in paths), *gradients])
             found.append((name, *ys))
         return found
 
-    run = {"rules": partial(simulate, rules=True), "truth": simulate, "gloo": spawn}[where]
     for of_rank in run(body, range(N)):
         for name, expected, got in of_rank:
             assert len(expected) >= 10
-            for a, b in zip(expected, got, strict=True):
-                torch.testing.assert_close(a, b, msg=name, rtol=0, atol=0)
+            torch.testing.assert_close(got, expected, msg=name, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["now", "async"])
@@ -171,7 +169,7 @@ def test_nodes_without_keys():
             y = dc.all_reduce([Box(dict(inner[:: 1 - 2 * (r % 2)]), torch.tensor([100.0 + r]))])[0]
             return [y.content[0]["a"].item(), y.content[0]["b"].item(), y.content[1].item()]
 
-        for run in (partial(simulate, rules=True), simulate):
+        for run in (rules, simulate):
             assert run(body, range(N)) == [[33, 6, 303]] * N
         with pytest.raises(TypeError, match=r"x\[0\]\[1\]: got int"):
             dc.all_reduce([Box(torch.ones(1), 3)])
@@ -186,7 +184,7 @@ def test_one_tensor_at_two_places():
         (g,) = torch.autograd.grad((y["a"] + 10 * y["b"]) * (r + 1), x)
         return y["a"].item(), y["b"].item(), g.item()
 
-    for run in (partial(simulate, rules=True), spawn):
+    for run in (rules, spawn):
         assert run(body, range(2)) == [(3, 3, 33)] * 2
 
 
@@ -223,7 +221,7 @@ def test_uneven_gathers():
 
     expected = [r for r in range(3) for _ in range(sizes[r])]
     for how in (sizes, "auto"):
-        for run in (lambda *a: simulate(*a, rules=True), spawn):
+        for run in (rules, spawn):
             for r, (labels, x, g) in enumerate(run(body, range(3), [how] * 3)):
                 assert labels == expected
                 assert x == [[float(v)] * 2 for v in expected]
@@ -272,8 +270,8 @@ def scattered(r, odd):
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["now", "async"])
-@pytest.mark.parametrize("where", ["rules", "truth", "gloo"])
-def test_scatter_of_a_tree(where, later):
+@runs_on("rules", "truth", "gloo")
+def test_scatter_of_a_tree(run, later):
     sizes = [2, 0, 4]
 
     def body(r):
@@ -283,7 +281,6 @@ def test_scatter_of_a_tree(where, later):
         return y["b"].tolist(), y["a"][0].tolist(), y["a"][1].tolist()
 
     whole = scattered(1, None)
-    run = {"rules": partial(simulate, rules=True), "truth": simulate, "gloo": spawn}[where]
     for r, (b, a, n) in enumerate(run(body, range(3))):
         rows = slice(sum(sizes[:r]), sum(sizes[: r + 1]))
         assert (b, a, n) == (whole["b"][rows].tolist(), whole["a"][0][rows].tolist(), whole["a"][1][rows].tolist())
@@ -299,9 +296,8 @@ def test_gradients_of_a_scattered_tree(gradients):
     assert gradients(loss, [None, [5.0], [1.0, 2.0, 3.0]], [1.0, 10.0, 100.0]) == [None, [0], [21, 41, 6100]]
 
 
-@pytest.mark.parametrize("where", ["rules", "truth", "gloo"])
-def test_another_tree_than_that_of_src_is_an_error_on_all_ranks(where):
-    run = {"rules": partial(simulate, rules=True), "truth": simulate, "gloo": spawn}[where]
+@runs_on("rules", "truth", "gloo")
+def test_another_tree_than_that_of_src_is_an_error_on_all_ranks(run):
 
     def body(r):
         texts = []
@@ -367,7 +363,7 @@ def test_parts_of_a_linear_result_have_separate_backwards():
         return found
 
     expected = [([6 * factor] * 2, [3 * factor] * 2) for factor in ops.values()]
-    assert simulate(body, range(2), rules=True) == [expected] * 2
+    assert rules(body, range(2)) == [expected] * 2
     assert spawn(body, range(2)) == [expected] * 2
 
 
@@ -382,9 +378,7 @@ def test_second_order_where_all_leaves_of_a_rank_are_empty(name):
         gs = torch.autograd.grad((r + 1) * sum(t.pow(3).sum() for t in y), [x, z], create_graph=True)
         return torch.autograd.grad((r + 2) * sum(g.square().sum() for g in gs), [x, z])
 
-    for got, expected in zip(
-        simulate(body, range(N), [False] * N, rules=True), simulate(body, range(N), [True] * N, rules=True), strict=True
-    ):
+    for got, expected in zip(rules(body, range(N), [False] * N), rules(body, range(N), [True] * N), strict=True):
         torch.testing.assert_close(got, expected)
 
 
@@ -423,6 +417,6 @@ def test_second_order_of_leaves_that_are_empty_on_all_ranks(call, dtypes):
             {k: torch.randn(s, dtype=t).requires_grad_() for k, s, t in zip("ab", shapes, dtypes, strict=True)}
             for _ in range(3)
         ]
-        found = simulate(lambda t, r: second(loss(t, r), list(t.values())), trees, range(3), rules=True)
+        found = rules(lambda t, r: second(loss(t, r), list(t.values())), trees, range(3))
         expected = second(sum(simulate(loss, trees, range(3))), [leaf for t in trees for leaf in t.values()])
         torch.testing.assert_close([h for of_rank in found for h in of_rank], list(expected))

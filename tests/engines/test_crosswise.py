@@ -2,15 +2,16 @@
 
 import pytest
 import torch
+from runs import rules
 
 import diffcoll as dc
-from diffcoll.testing import new_group, simulate, spawn
+from diffcoll.testing import new_group, spawn
 
 N = 3
 RUNS = {
     "gloo": lambda *call: spawn(*call, timeout=30),
     "mpi": lambda *call: spawn(*call, backend="mpi", timeout=30),
-    "simulated": lambda *call: simulate(*call, rules=True),
+    "simulated": rules,
 }
 CALLS = {
     "all_reduce": lambda x, group: dc.all_reduce(x, group=group, async_op=True),

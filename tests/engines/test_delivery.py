@@ -5,12 +5,12 @@ import re
 import laws
 import pytest
 import torch
+from runs import rules
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import diffcoll as dc
 from diffcoll.core.groups import resolve
 from diffcoll.engines.engine import Engine
-from diffcoll.testing import simulate
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 
@@ -51,7 +51,7 @@ def test_bits_of_the_defaults(n, dtype):
             for got, expected in pairs:
                 assert laws.same(got, expected)
 
-    simulate(body, range(n), rules=True)
+    rules(body, range(n))
 
 
 class CountingOps(TorchDispatchMode):
@@ -76,7 +76,7 @@ def test_operations_grow_linearly_with_the_ranks(collective):
             collective(x).sum().mul(r + 1).backward()
 
         with CountingOps() as ops:
-            simulate(body, range(n), rules=True)
+            rules(body, range(n))
         return ops.seen
 
     two, four, eight, sixteen = map(operations, (2, 4, 8, 16))
@@ -158,7 +158,7 @@ def test_ranks_that_disagree(name):
             call(r)
         texts.append(str(caught.value))
 
-    simulate(body, range(3), rules=True)
+    rules(body, range(3))
     assert len(texts) == 3 and len(set(texts)) == 1
     assert re.search(words, texts[0]), texts[0]
     for r in range(2):

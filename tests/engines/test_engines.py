@@ -4,12 +4,13 @@ import laws
 import pytest
 import torch
 import torch.distributed as dist
+from runs import rules
 
 import diffcoll as dc
 from diffcoll.engines import c10d
 from diffcoll.engines.engine import add_up
 from diffcoll.engines.scratch import KEPT_BYTES, Scratch
-from diffcoll.testing import simulate, spawn
+from diffcoll.testing import spawn
 
 
 def test_native_collectives_of_gloo_are_those_of_the_table():
@@ -126,7 +127,7 @@ def test_a_default_device():
         return there, found(x, "cpu")
 
     xs = [torch.tensor([1.0, 2.0, -1.0, 0.5]) * (r + 1) for r in range(2)]
-    for run in (spawn, lambda *call: simulate(*call, rules=True)):
+    for run in (spawn, rules):
         for there, here in run(body, [x.clone().requires_grad_() for x in xs]):
             assert len(there) == len(here) == 4 * len(calls) + 1
             for a, b in zip(there, here, strict=True):

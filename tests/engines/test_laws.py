@@ -6,13 +6,14 @@ import threading
 import laws
 import pytest
 import torch
+from runs import rules
 
 from diffcoll.core.groups import resolve
 from diffcoll.engines import c10d
 from diffcoll.engines.engine import Engine, done
 from diffcoll.engines.local import LocalEngine
 from diffcoll.engines.solo import SoloEngine
-from diffcoll.testing import simulate, spawn
+from diffcoll.testing import spawn
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 TIMEOUT = 100
@@ -48,7 +49,7 @@ def simulated(n, on_rank=on_rank):
     """Run each law in a separate simulation, because an error ends the simulation."""
     found = [{} for _ in range(n)]
     for law in laws.ALL:
-        for r, of_rank in enumerate(simulate(functools.partial(on_rank, chosen=[law]), range(n), rules=True)):
+        for r, of_rank in enumerate(rules(functools.partial(on_rank, chosen=[law]), range(n))):
             found[r] |= of_rank
     return found
 
@@ -374,7 +375,7 @@ def test_a_planted_fault_is_detected(law, fault):
             found.add(laws.broken(law, engine, later))
 
     try:
-        simulate(body, range(3), rules=True)
+        rules(body, range(3))
     except Exception as error:
         found.add(str(error))
     assert found - {""}

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from runs import rules
 
 import diffcoll as dc
 from diffcoll.averaging.buckets import Bucket
@@ -13,10 +14,10 @@ from diffcoll.averaging.gradient import Parameter
 from diffcoll.core.groups import resolve
 from diffcoll.engines import c10d, mpi
 from diffcoll.engines.engine import Engine
-from diffcoll.testing import cases, simulate, spawn
+from diffcoll.testing import cases, spawn
 from diffcoll.testing.layouts import with_layout
 
-RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
+RUNS = {"rules": rules, "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
 
 
 # ── the same numbers in other layouts ────────────────────────────────────────────────────────────────────
@@ -217,6 +218,6 @@ def test_sparse_gradients(weights, of_ranks):
     def body(r):
         return [embedded(WEIGHTS[weights], r, sparse) for sparse in (False, r in of_ranks)]
 
-    for run in (partial(simulate, rules=True), spawn):
+    for run in (rules, spawn):
         for dense, sparse in run(body, range(3)):
             torch.testing.assert_close(dense, sparse)

@@ -5,10 +5,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 from releases import compiles
+from runs import gloo, rules
 from test_followers import PROGRAMS, data
 
 import diffcoll as dc
-from diffcoll.testing import simulate, spawn
 
 CONTRASTIVE = {
     f"{name}, {exchange}": lambda x, loss=loss, exchange=exchange: loss(x, exchange)
@@ -38,7 +38,7 @@ def outcome(x, trained, context, program):
 def test_one_rank_without_grad_mode_while_others_train(program):
     parts = data((4, 2, 3))
     for context in ("no_grad", "inference"):
-        found = simulate(outcome, parts, [True, True, False], ["", context, ""], [program] * 3, rules=True)
+        found = rules(outcome, parts, [True, True, False], ["", context, ""], [program] * 3)
         for text, after in found:
             assert "some ranks need gradients, and others will not run backward" in text
             assert after == 3
@@ -48,14 +48,14 @@ def test_one_rank_without_grad_mode_while_others_train(program):
             words = ["compile all or none: rank 1"] * 3
         assert all(text.endswith(end) for (text, _), end in zip(found, words, strict=True))
         for trained, contexts in (([True] * 3, [context] * 3), ([False] * 3, ["", context, ""])):
-            assert not any(simulate(outcome, parts, trained, contexts, [program] * 3, rules=True))
+            assert not any(rules(outcome, parts, trained, contexts, [program] * 3))
 
 
 def test_on_processes():
     def body(x, context):
         return [outcome(x, True, context, program) for program in LOSSES]
 
-    for found in zip(*spawn(body, data((4, 3)), ["", "no_grad"]), strict=True):
+    for found in zip(*gloo(body, data((4, 3)), ["", "no_grad"]), strict=True):
         assert all("others will not run backward" in text and after == 2 for text, after in found)
 
 
@@ -71,8 +71,8 @@ def test_a_frozen_rank_with_tensors_of_inference_mode_follows(program):
         return x.grad
 
     parts = data((4, 3))
-    want = simulate(body, parts, [True, True], rules=True)
-    found = simulate(body, parts, [True, False], rules=True)
+    want = rules(body, parts, [True, True])
+    found = rules(body, parts, [True, False])
     torch.testing.assert_close(found, [want[0], None])
 
 
@@ -94,7 +94,7 @@ def test_compiled_ranks():
             texts.append(str(caught.value))
         return texts, dc.all_reduce(torch.ones(1)).item()
 
-    for texts, after in spawn(body, data((4, 3)), range(2), timeout=200):
+    for texts, after in gloo(body, data((4, 3)), range(2), timeout=200):
         for name, text in zip(("barlow_twins_loss", "clip_loss"), texts, strict=True):
             assert f"{name}: some ranks need gradients, and others will not run backward" in text
         assert after == 2

@@ -8,16 +8,16 @@ from functools import partial
 import pytest
 import torch
 from releases import compiles
+from runs import gloo, mpi, rules
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import diffcoll as dc
 from diffcoll.nn import SyncBatchNorm
-from diffcoll.testing import assert_matches_single_process, new_group, simulate, spawn
+from diffcoll.testing import assert_matches_single_process, new_group
 
 SIZES = ((6,), (5, 3), (1, 1), (5, 0, 3))
-rules = partial(simulate, rules=True)
 
 
 def data(*shape, seed=0, dtype=torch.double):
@@ -116,7 +116,7 @@ def test_on_mpi():
     single, x = reference(norm()), data(4, 3, 2).requires_grad_()
     single.__class__ = nn.BatchNorm1d
     single(x).pow(3).sum().backward()
-    (g0, v0), (g1, v1) = spawn(body, x.detach().split([3, 1]), backend="mpi")
+    (g0, v0), (g1, v1) = mpi(body, x.detach().split([3, 1]))
     torch.testing.assert_close(torch.cat([g0, g1]), x.grad)
     assert torch.equal(v0, v1) and torch.allclose(v0, single.running_var)
 
@@ -380,7 +380,7 @@ def test_a_weight_that_depends_on_x_to_second_order():
     layer = nn.BatchNorm2d(3, dtype=torch.double)
     del layer.weight
     expected = gradients(layer, whole, whole.square().sum((0, 2, 3)))
-    found = simulate(body, whole.detach().split([4, 0, 5]), rules=True)
+    found = rules(body, whole.detach().split([4, 0, 5]))
     for each, of_ranks in zip(expected, zip(*found, strict=True), strict=True):
         torch.testing.assert_close(torch.cat(of_ranks), each)
 
@@ -480,7 +480,7 @@ def test_compiled():
             found.append((y.detach(), own.grad, layer.weight.grad, dict(layer.named_buffers())))
         torch.testing.assert_close(*found)
 
-    spawn(body, data(6, 3, 2).split([4, 2]), timeout=200)
+    gloo(body, data(6, 3, 2).split([4, 2]), timeout=200)
 
 
 def test_groups():
@@ -496,7 +496,7 @@ def test_groups():
     x = data(4, 3)
     single = partial(nn.functional.batch_norm, running_mean=None, running_var=None, training=True)
     single = partial(single, weight=norm().weight, bias=norm().bias)
-    ys = spawn(body, x.split(1))
+    ys = gloo(body, x.split(1))
     torch.testing.assert_close(torch.cat([ys[0][0], ys[2][1]]), single(x[[0, 2]]))
     torch.testing.assert_close(torch.cat([y[2] for y in ys]), single(x))
 

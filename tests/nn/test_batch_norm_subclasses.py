@@ -9,13 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from releases import compiles
+from runs import gloo, rules
 from torch import nn
 
 import diffcoll as dc
 from diffcoll.nn import SyncBatchNorm
-from diffcoll.testing import simulate, spawn
-
-rules = partial(simulate, rules=True)
 
 
 def data(*shape, seed=0, dtype=torch.double):
@@ -288,4 +286,4 @@ def test_compiled():
             found.append((y.detach(), own.grad, [p.grad for p in net.parameters()], dict(net.named_buffers())))
         torch.testing.assert_close(*found)
 
-    spawn(body, data(6, 2, 2, 2).split([4, 2]), timeout=200)
+    gloo(body, data(6, 2, 2, 2).split([4, 2]), timeout=200)

@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import OPTIONS, SIZES, Scale, batch, holds, masks, precision, softmax
+from runs import gloo, rules
 
 import diffcoll as dc
 from diffcoll.nn import CLIPLoss
 from diffcoll.nn.functional import clip_loss
-from diffcoll.testing import simulate, spawn
+from diffcoll.testing import simulate
 
 scale = Scale(logit_scale=2.0)
 
@@ -134,7 +135,7 @@ def test_it_is_deterministic_whatever_the_ranks_delays():
             found.append((loss.detach(), *torch.autograd.grad(loss, (x, y))))
         return found
 
-    for found in spawn(gradients, x.split([40, 24]), y.split([40, 24]), [1, 2]):
+    for found in gloo(gradients, x.split([40, 24]), y.split([40, 24]), [1, 2]):
         assert all(torch.equal(a, b) for again in found[1:] for a, b in zip(found[0], again, strict=True))
 
 
@@ -144,10 +145,10 @@ def test_an_empty_batch_is_an_error_on_all_ranks():
             clip_loss(torch.ones(0, 4), torch.ones(0, 4), 1.0)
         return str(caught.value)
 
-    assert len(set(simulate(message, range(2), rules=True))) == 1
+    assert len(set(rules(message, range(2)))) == 1
 
 
-@pytest.mark.parametrize("on", [simulate, spawn])
+@pytest.mark.parametrize("on", [simulate, gloo])
 def test_ranks_that_differ_get_an_error(on):
     """Labels on one rank, labels of two dtypes, another exchange, and features of another dtype."""
     x, marks = torch.ones(2, 4), torch.arange(2)

@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch._dynamo.testing
 from releases import compiles
+from runs import rules
 
 import diffcoll as dc
-from diffcoll.testing import simulate, spawn
+from diffcoll.testing import spawn
 
 LABELS = torch.tensor([0, 1, 0, 1, 2, 2, 0, 1])
 LOSSES = {
@@ -61,7 +62,7 @@ def test_one_rank_compiles_with_graph_breaks(exchange):
 
     g = torch.Generator().manual_seed(0)
     a, b = (torch.randn(8, 4, generator=g).bfloat16().split([3, 5]) for _ in range(2))
-    want = simulate(gradients, a, b, [False] * 2, [True] * 2, rules=True)
+    want = rules(gradients, a, b, [False] * 2, [True] * 2)
     found = spawn(gradients, a, b, [True, False], [False, True], timeout=110)
     torch.testing.assert_close(found, [(*want[0][:2], None), want[1]])
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from releases import compiles
+from runs import gloo, rules
 
 import diffcoll as dc
 from diffcoll.nn import BarlowTwinsLoss, VICRegLoss
 from diffcoll.nn.functional import barlow_twins_loss, vicreg_loss
-from diffcoll.testing import assert_matches_single_process, simulate, spawn
+from diffcoll.testing import assert_matches_single_process, simulate
 
 SIZES = ((6,), (4, 4), (5, 3), (1, 6), (5, 0, 3), (0, 2, 1))
 LOSSES = [barlow_twins_loss, vicreg_loss]
@@ -99,7 +100,7 @@ def test_ranks_that_weight_the_loss_differently(loss):
         zs = [z.clone().requires_grad_() for z in zs]
         return torch.autograd.grad(w * loss(*zs), zs)
 
-    for found, expected in zip(simulate(gradients, parts, weights, rules=True), leaves, strict=True):
+    for found, expected in zip(rules(gradients, parts, weights), leaves, strict=True):
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b.grad, rtol=1e-10, atol=1e-12)
     if loss is barlow_twins_loss:  # the whole loss on each rank: Σ_r w_r times its gradient
@@ -179,7 +180,7 @@ def test_what_is_sent(loss):
             value.backward()
         return sent(forward), sent(backward)
 
-    forward, backward = spawn(body, *(z.split([5, 3]) for z in rows(8, features=d)))[0]
+    forward, backward = gloo(body, *(z.split([5, 3]) for z in rows(8, features=d)))[0]
     assert forward == [2 * d + 2, d * d + 4 * d]
     assert backward == [1]
 
@@ -189,15 +190,15 @@ def test_torch_func(loss):
     z1, z2 = rows(8)
     whole = torch.func.grad(PAPERS[loss])(z1, z2)
     parts = z1.split([5, 3]), z2.split([5, 3])
-    found = simulate(lambda a, b: torch.func.grad(loss)(a, b) / 2, *parts, rules=True)
+    found = rules(lambda a, b: torch.func.grad(loss)(a, b) / 2, *parts)
     torch.testing.assert_close(torch.cat(found), whole)
     stacked = torch.stack([z1, 2 * z1]), torch.stack([z2, z2])
     expected = torch.stack([PAPERS[loss](z1, z2), PAPERS[loss](2 * z1, z2)])
     for sizes in [(5, 3), (8, 0)]:
-        both = simulate(lambda a, b: torch.vmap(loss)(a, b), *(z.split(sizes, 1) for z in stacked), rules=True)
+        both = rules(lambda a, b: torch.vmap(loss)(a, b), *(z.split(sizes, 1) for z in stacked))
         torch.testing.assert_close(sum(both) / 2, expected)
         each = torch.vmap(torch.func.grad(loss))
-        found = simulate(lambda a, b: each(a, b) / 2, *(z.split(sizes, 1) for z in stacked), rules=True)  # noqa: B023
+        found = rules(lambda a, b: each(a, b) / 2, *(z.split(sizes, 1) for z in stacked))  # noqa: B023
         torch.testing.assert_close(torch.cat(found, 1)[0], whole)
 
 

@@ -5,10 +5,11 @@ import pickle
 import pytest
 import torch
 from releases import compiles
+from runs import gloo, rules, truth
 
 from diffcoll.nn import DiceLoss, IoULoss, TverskyLoss
 from diffcoll.nn.functional import dice_loss, iou_loss, tversky_loss
-from diffcoll.testing import assert_matches_single_process, simulate, spawn
+from diffcoll.testing import assert_matches_single_process, simulate
 
 SIZES = ((6,), (4, 4), (5, 3), (5, 0, 3), (0, 2, 1))
 DIMS = [None, "per class", (0, 2, 3), (0, -1), 0, (2, 3), (1, 2, 3)]
@@ -123,15 +124,15 @@ def test_what_is_sent(dims, numbers):
             value.backward()
         return [sent(forward), sent(backward)]
 
-    assert spawn(body, *(x.split([5, 3]) for x in segmented(8)))[0] == numbers
+    assert gloo(body, *(x.split([5, 3]) for x in segmented(8)))[0] == numbers
 
 
 def test_torch_func():
     p, t = segmented(6)
     parts = p.split([4, 2]), t.split([4, 2])
-    found = simulate(lambda p, t: torch.func.grad(dice_loss)(p, t) / 2, *parts, rules=True)
+    found = rules(lambda p, t: torch.func.grad(dice_loss)(p, t) / 2, *parts)
     torch.testing.assert_close(torch.cat(found), torch.func.grad(dice_loss)(p, t))
-    classes = simulate(lambda p, t: torch.vmap(dice_loss, 1)(p, t), *parts, rules=True)
+    classes = rules(lambda p, t: torch.vmap(dice_loss, 1)(p, t), *parts)
     torch.testing.assert_close(classes[1].mean(), paper("dice", p, t, dims="per class"))
 
 
@@ -165,8 +166,8 @@ def test_logits_on_one_rank_are_an_error_on_all(bad, dims):
     p, t = (list(x.split([3, 0, 4])) for x in segmented(7))
     p[bad] = p[bad].logit()
     low, high = p[bad].min().item(), p[bad].max().item()
-    for rules in (False, True):
-        texts = simulate(lambda p, t: refusal(p.requires_grad_(), t, dims=dims), p, t, rules=rules)
+    for run in (truth, rules):
+        texts = run(lambda p, t: refusal(p.requires_grad_(), t, dims=dims), p, t)
         for r, text in enumerate(texts):
             got = f"values from {low:.4g} to {high:.4g}" if r == bad else ELSEWHERE
             assert text == f"dice_loss: probabilities: got {got}, expected values in [0, 1] on every rank; {LOGITS}"

@@ -4,10 +4,11 @@ import pytest
 import torch
 from references import Scale, holds
 from releases import compiles
+from runs import gloo, rules
 
 import diffcoll as dc
 from diffcoll.nn.functional import clip_loss, info_nce_loss, nt_xent_loss, siglip_loss, supcon_loss
-from diffcoll.testing import simulate, spawn
+from diffcoll.testing import simulate
 
 scale = Scale(scale=2.0, bias=-1.0)
 LOSSES = {
@@ -85,7 +86,7 @@ def test_transforms(options):
         _, tangent = torch.func.jvp(loss, (x.detach(), y.detach()), (x.detach().sin(), y.detach().cos()))
         return dc.all_reduce(total), dc.all_reduce(tangent)
 
-    for total, tangent in simulate(program, *split(batch(8)[:2], [5, 3]), rules=True):
+    for total, tangent in rules(program, *split(batch(8)[:2], [5, 3])):
         torch.testing.assert_close(tangent, total)
 
 
@@ -103,10 +104,7 @@ def test_vmap_over_labels_and_ids_of_the_same_features(options):
     def each(f):
         return lambda marks: torch.stack([f(row) for row in marks])
 
-    found, right = (
-        simulate(lambda *z, run=run: losses(run, *z), *parts[0], parts[1], rules=True)
-        for run in (torch.func.vmap, each)
-    )
+    found, right = (rules(lambda *z, run=run: losses(run, *z), *parts[0], parts[1]) for run in (torch.func.vmap, each))
     torch.testing.assert_close(found, right)
 
 
@@ -130,9 +128,9 @@ def test_each_rank_sends_the_same_messages_whatever_it_trains(options):
 
     parts = split(batch(8), [5, 3])
     for name in LOSSES:
-        want = simulate(gradient, *parts, [name] * 2, [(True, True)] * 2, [{}] * 2, rules=True)
+        want = rules(gradient, *parts, [name] * 2, [(True, True)] * 2, [{}] * 2)
         for trained in ((True, False), (False, True), (False, False)):
-            found = simulate(gradient, *parts, [name] * 2, [trained, (True, True)], [options] * 2, rules=True)
+            found = rules(gradient, *parts, [name] * 2, [trained, (True, True)], [options] * 2)
             mine = tuple(g if on else None for g, on in zip(want[0], trained, strict=True))
             torch.testing.assert_close(found, [mine, want[1]])
 
@@ -149,8 +147,8 @@ def test_a_rank_may_ask_for_the_gradient_of_one_tensor(options):
         return torch.autograd.grad(loss, [xs[i] for i in which])
 
     parts = split(batch(8)[:2], [3, 2, 3])
-    want = simulate(gradient, *parts, [(0, 1, 2)] * 3, rules=True)
-    found = simulate(gradient, *parts, [(0,), (1,), (0, 1)], rules=True)
+    want = rules(gradient, *parts, [(0, 1, 2)] * 3)
+    found = rules(gradient, *parts, [(0,), (1,), (0, 1)])
     torch.testing.assert_close(found, [want[0][:1], want[1][1:2], want[2][:2]])
 
 
@@ -176,8 +174,8 @@ def test_on_processes_with_a_tower_frozen_on_one_rank():
         return [t.grad for t in xs]
 
     parts = split(batch(8)[:2], [5, 3])
-    want = simulate(gradients, *parts, [True, True], rules=True)
-    found = spawn(gradients, *parts, [False, True])
+    want = rules(gradients, *parts, [True, True])
+    found = gloo(gradients, *parts, [False, True])
     torch.testing.assert_close(found, [[want[0][0], None], want[1]])
 
 
@@ -189,7 +187,7 @@ def test_a_ring_in_a_transform_on_one_rank_only_is_an_error_on_all_ranks():
         with pytest.raises(dc.CollectiveMismatchError, match="clip_loss: the ranks differ in labels or ids"):
             torch.func.grad(loss)(x) if transformed else loss(x)
 
-    simulate(gradient, *split(batch(8)[:2], [5, 3]), [True, False], rules=True)
+    rules(gradient, *split(batch(8)[:2], [5, 3]), [True, False])
 
 
 def test_create_graph_on_one_rank_only_is_an_error_on_all_ranks():
@@ -200,7 +198,7 @@ def test_create_graph_on_one_rank_only_is_an_error_on_all_ranks():
         return str(caught.value)
 
     parts = split(batch(8)[:2], [5, 3])
-    for run in (lambda *ranks: simulate(*ranks, rules=True), spawn):
+    for run in (rules, gloo):
         first, second = run(gradient, *parts, [False, True])
         assert first.startswith("ring: tree: rank 1 differs from rank 0 in paths")
         assert first.endswith("rank 0 has tree['backward without create_graph']: torch.float64 (*, 6)")
@@ -215,7 +213,7 @@ def test_half_precision():
         loss = info_nce_loss(*xs, temperature=0.05, exchange=exchange)
         return loss.detach(), *torch.autograd.grad(loss, xs)
 
-    found = simulate(lambda *x: gradients(*x, exchange="ring"), *split((x, y), [5, 3]), rules=True)
+    found = rules(lambda *x: gradients(*x, exchange="ring"), *split((x, y), [5, 3]))
     value, *right = gradients(x.float(), y.float(), exchange="gather")
     torch.testing.assert_close(sum(v for v, *_ in found) / 2, value)
     for i in (0, 1):
@@ -236,7 +234,7 @@ def test_it_joins_joint_backward_and_check_mode(exchange):
         return x.grad, y.grad
 
     parts = split(batch(8)[:2], [5, 3])
-    found = simulate(program, *parts, [True, False], rules=True)
+    found = rules(program, *parts, [True, False])
     xs, ys = ([t.clone().requires_grad_() for t in part] for part in parts)
     losses = simulate(lambda x, y: clip_loss(x, y, 2.0, rank_reduction="sum"), xs, ys)
     torch.autograd.backward([losses[0], xs[1].sum()])
@@ -252,7 +250,7 @@ def test_batched_gradients():
         (one,) = torch.autograd.grad(loss, x)
         torch.testing.assert_close(batched, factors[:, None, None] * one)
 
-    simulate(program, *split(batch(8)[:2], [5, 3]), rules=True)
+    rules(program, *split(batch(8)[:2], [5, 3]))
 
 
 def test_it_is_deterministic():
@@ -264,7 +262,7 @@ def test_it_is_deterministic():
             found.append((loss.detach(), *torch.autograd.grad(loss, xs)))
         return found
 
-    for found in spawn(gradients, *split(batch(16, dtype=torch.float32), [10, 6])):
+    for found in gloo(gradients, *split(batch(16, dtype=torch.float32), [10, 6])):
         assert all(torch.equal(a, b) for again in found[1:] for a, b in zip(found[0], again, strict=True))
 
 
@@ -296,6 +294,6 @@ def test_features_that_depend_on_one_another():
             return g.detach(), h
 
         xs = torch.randn(9, 4, generator=torch.Generator().manual_seed(3)).double().split([4, 0, 5])
-        return simulate(body, range(3), xs, rules=True)
+        return rules(body, range(3), xs)
 
     torch.testing.assert_close(gradients("ring"), gradients("gather"))

@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+from runs import gloo, rules
 from torch.utils.flop_counter import FlopCounterMode
 
 import diffcoll as dc
 from diffcoll.nn.functional import moments, weighted_mean
-from diffcoll.testing import simulate, spawn
 
 
 def half(x):
@@ -62,12 +62,12 @@ def gradient(x, trained, program):
 @pytest.mark.parametrize("sizes", [(4, 3), (3, 0, 5)], ids=str)
 def test_one_rank_trains_nothing(program, sizes):
     parts, n = data(sizes), len(sizes)
-    want = simulate(gradient, parts, [True] * n, [program] * n, rules=True)
+    want = rules(gradient, parts, [True] * n, [program] * n)
     for frozen in range(n):
         if program == "dice_loss of images":
             continue
         trained = [r != frozen for r in range(n)]
-        found = simulate(gradient, parts, trained, [program] * n, rules=True)
+        found = rules(gradient, parts, trained, [program] * n)
         torch.testing.assert_close(found, [g if on else None for g, on in zip(want, trained, strict=True)])
 
 
@@ -76,7 +76,7 @@ def test_where_no_rank_trains_nothing_requires_a_gradient(program):
     def body(x):
         return PROGRAMS[program](x)
 
-    assert not any(y.requires_grad for y in simulate(body, data((4, 3)), rules=True))
+    assert not any(y.requires_grad for y in rules(body, data((4, 3))))
 
 
 def test_on_processes():
@@ -84,8 +84,8 @@ def test_on_processes():
         return [gradient(x, trained, program) for program in PROGRAMS if program != "dice_loss of images"]
 
     parts = data((4, 3))
-    want = simulate(all_of_them, parts, [True] * 2, rules=True)
-    found = spawn(all_of_them, parts, [True, False])
+    want = rules(all_of_them, parts, [True] * 2)
+    found = gloo(all_of_them, parts, [True, False])
     torch.testing.assert_close(found, [want[0], [None] * len(want[1])])
 
 
@@ -103,6 +103,6 @@ def test_a_rank_that_observes_joint_backward_and_no_grad(program):
             return gradient(x, trained, program)
 
     parts = data((4, 3))
-    want = simulate(gradient, parts, [True] * 2, [program] * 2, rules=True)[0]
+    want = rules(gradient, parts, [True] * 2, [program] * 2)[0]
     for within in ("joint", "mode"):
-        torch.testing.assert_close(simulate(body, parts, [True, False], [within] * 2, rules=True), [want, None])
+        torch.testing.assert_close(rules(body, parts, [True, False], [within] * 2), [want, None])

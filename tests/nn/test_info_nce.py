@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import OPTIONS, SIZES, Scale, batch, holds, masks, precision, softmax
+from runs import gloo
 
 from diffcoll.nn import InfoNCELoss
 from diffcoll.nn.functional import info_nce_loss
-from diffcoll.testing import spawn
 
 scale = Scale(temperature=0.3)
 
@@ -105,4 +105,4 @@ def test_a_copy_of_the_module_has_its_own_temperature_and_the_same_group():
         copied.temperature.data.fill_(0.25)
         return copied.group is group, loss.temperature.item(), [p.item() for p in copied.parameters()]
 
-    assert spawn(body, range(2)) == [(True, 0.5, [0.25])] * 2
+    assert gloo(body, range(2)) == [(True, 0.5, [0.25])] * 2

@@ -1,16 +1,14 @@
 """Moments and weighted means: equal to those of all values on one process, for any cut of them over ranks."""
 
-from functools import partial
-
 import pytest
 import torch
+from runs import gloo, rules
 
 import diffcoll as dc
 from diffcoll.nn.functional import moments, weighted_mean
-from diffcoll.testing import assert_matches_single_process, check_gradients, simulate, spawn
+from diffcoll.testing import assert_matches_single_process, check_gradients, simulate
 
 SIZES = ((8,), (5, 3), (1, 6, 1), (5, 0, 3))
-rules = partial(simulate, rules=True)
 
 
 def data(*shape, seed=0, dtype=torch.double):
@@ -192,7 +190,7 @@ def test_group_norm_whose_channels_are_split_over_a_mesh_dimension():
 
     x = data(4, 6, 5)
     rows = [part.split([4, 2], 1) for part in x.split([3, 1])]  # samples over "data", channels over "tensor"
-    ys = spawn(body, [part for row in rows for part in row])
+    ys = gloo(body, [part for row in rows for part in row])
     y = torch.cat([torch.cat(ys[:2], 1), torch.cat(ys[2:], 1)])
     torch.testing.assert_close(y, torch.nn.functional.group_norm(x, 1))
 

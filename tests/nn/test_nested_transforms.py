@@ -11,11 +11,11 @@ import nests
 import pytest
 import torch
 import torch.nn.functional as F
+from runs import gloo, rules
 
 from diffcoll import nn
 from diffcoll.nn import functional
 from diffcoll.nn.functional import moments, weighted_mean
-from diffcoll.testing import simulate, spawn
 
 SIZES = {1: (3,), 2: (3, 2), 3: (2, 0, 3)}
 
@@ -201,7 +201,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:An output with one or more eleme
 
 
 def test_programs_in_nests_of_each_depth():
-    check([pair for depth in (1, 2, 3) for pair in drawn(0, depth)[depth::5]], 3, partial(simulate, rules=True))
+    check([pair for depth in (1, 2, 3) for pair in drawn(0, depth)[depth::5]], 3, rules)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_programs_in_nests_of_each_depth():
 )
 def test_an_empty_rank_and_normalized_features(pair):
     """The tangent of log Σ exp of no terms; that of a norm, for which PyTorch's raises; a count in a batch of vmap."""
-    check([pair], 3, partial(simulate, rules=True))
+    check([pair], 3, rules)
 
 
 def test_one_value_is_refused_within_vmap_too():
@@ -226,7 +226,7 @@ def test_one_value_is_refused_within_vmap_too():
         with pytest.raises(ValueError, match="one value on 3 ranks"):
             torch.func.vmap(lambda c: norm(c * torch.ones(int(r == 1), 4, dtype=torch.float64)))(torch.ones(2))
 
-    simulate(body, range(3), rules=True)
+    rules(body, range(3))
 
 
 @pytest.mark.slow
@@ -234,11 +234,11 @@ def test_one_value_is_refused_within_vmap_too():
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_each_program_in_nests_of_each_depth(n, seed):
-    check([pair for depth in (1, 2, 3) for pair in drawn(seed, depth)], n, partial(simulate, rules=True))
+    check([pair for depth in (1, 2, 3) for pair in drawn(seed, depth)], n, rules)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
 def test_on_processes(backend):
-    check(drawn(5, 2) + drawn(5, 3), 3, partial(spawn, backend=backend, timeout=500))
+    check(drawn(5, 2) + drawn(5, 3), 3, partial(gloo, backend=backend, timeout=500))
