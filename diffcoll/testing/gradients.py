@@ -16,10 +16,10 @@ from diffcoll.testing.harness.checking import Checking
 from diffcoll.testing.harness.matching import Matching
 from diffcoll.testing.harness.measure import MeasurementPlan, leaves_of
 from diffcoll.testing.harness.names import input_names
+from diffcoll.testing.harness.one_process import report_of
 from diffcoll.testing.harness.packing import pack
 from diffcoll.testing.harness.parts import marked, refuse_equal_ranks
 from diffcoll.testing.harness.report import GradientMismatchError, Report, concluded
-from diffcoll.testing.harness.runs import report_of
 from diffcoll.testing.harness.variables import variables
 from diffcoll.testing.sharding.program import Sharding, program
 from diffcoll.testing.sharding.report import sharded_report
@@ -127,8 +127,8 @@ def assert_matches_single_process(
     if mesh is not None:
         _refuse_with_mesh(order, on, sizes, steps)
         functions = program(distributed, single, module, shard)
-        sharding = Sharding(*functions, batch, plan, timeout, constant, groups, tolerance)
-        report = sharded_report(sharding, mesh, placements, rank_reduction, on)
+        sharding = Sharding(_MATCHES, *functions, batch, rank_reduction, plan, timeout, constant, groups)
+        report = sharded_report(sharding, tolerance, mesh, placements, on)
     else:
         for argument, given in (("shard", shard), ("placements", placements)):
             if given is not None:
@@ -136,7 +136,7 @@ def assert_matches_single_process(
         rank_reduction = "mean" if rank_reduction is None else rank_reduction
         expect.choice(_MATCHES, "rank_reduction", rank_reduction, ("mean", "sum", "any"))
         functions = pack(_MATCHES, "distributed", distributed, module), pack(_MATCHES, "single", single, module)
-        how = _MATCHES, *functions, batch, str(rank_reduction), plan, timeout, constant, groups
+        how = _MATCHES, *functions, batch, rank_reduction, plan, timeout, constant, groups
         matching = Matching(*how, steps=expect.integer(_MATCHES, "steps", steps, 1))
         report = report_of(matching, tolerance, _sizes(sizes), on)
     return concluded(report, strict)

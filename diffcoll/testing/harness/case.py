@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from diffcoll.testing.harness.causes import Kind
-from diffcoll.testing.harness.comparison import Quantity, is_near
+from diffcoll.testing.harness.comparison import Quantity, is_near, right
 from diffcoll.testing.harness.cuts import Cuts
 from diffcoll.testing.harness.evidence import Evidence
 from diffcoll.testing.harness.report import ratio_in_words
@@ -42,13 +43,19 @@ class Witness:
 
     @cached_property
     def rounding(self) -> set[str]:
-        """The names of what is rounding error."""
+        """The names of what changes as much on one process with the last digits of inputs and parameters."""
         return set()
 
     @cached_property
     def restored(self) -> set[str]:
-        """The names of the gradients that are right without the user's calls of detach()."""
+        """The names of the gradients that are right if the user's calls of detach() keep the graph."""
+        with contextlib.suppress(Exception):
+            return right(self.undetached())
         return set()
+
+    def undetached(self) -> Sequence[Quantity]:
+        """Measure where the user's calls of detach() keep the graph."""
+        return ()
 
     @cached_property
     def unstopped(self) -> set[str]:

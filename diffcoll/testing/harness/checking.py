@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from diffcoll.core.errors import message
 from diffcoll.testing.harness.case import Case, Witness
@@ -149,7 +150,7 @@ class Checking:
 
     def gradients(self, measured: Sequence[Measurement]) -> list[list[Tensor]]:
         """Return the gradients of each rank; of a variable whose gradient is spread over the ranks, their sum."""
-        each = [m.first.inputs + m.first.parameters for m in measured]
+        each = [m.first.every for m in measured]
         for leaf, name in enumerate(self.names):
             if self.variables.shared.get(name) == PARTIAL:
                 total = torch.stack([of_rank[leaf] for of_rank in each]).sum(0)
@@ -178,7 +179,7 @@ class Checking:
     def _refuse_unused(self, measured: Sequence[Measurement], found: Sequence[Difference]) -> None:
         """Raise if the losses depend on no tensor, or on no parameter of the module."""
         count = len(measured[0].first.inputs)
-        every = [g for m in measured for g in m.first.inputs + m.first.parameters]
+        every = [g for m in measured for g in m.first.every]
         if not any(g.any() for g in every) and not any(d.partials.any() for d in found):
             got, remedy = "results that depend on no tensor", "return the loss itself, not a number taken from it"
             raise ValueError(message(self.name, "fn", got, "a loss with a gradient to check", remedy))
@@ -218,8 +219,8 @@ class Checking:
             self.on(on, on_rank, [each] * self.size, range(self.size), self.parts) for each in plans
         ]
         count = len(measured[0].first.inputs)
-        got = [m.second.inputs + m.second.parameters for m in measured if m.second is not None]
-        at = [[m.first.inputs + m.first.parameters for m in each] for each in moved]
+        got = [m.second.every for m in measured if m.second is not None]
+        at = [[m.first.every for m in each] for each in moved]
         wanted = [[central([each[r][i] for each in at], h) for i in range(len(self.names))] for r in range(self.size)]
         most = largest(*(w for each in wanted for w in each))
         for i, name in enumerate(self.names):
@@ -277,16 +278,12 @@ class _Differences(Witness):
             return "backward agrees with the joint graph of all ranks, and not with finite differences"
         return None
 
-    @cached_property
-    def restored(self) -> set[str]:
-        """The names of the gradients that are right if the user's calls of detach() keep the graph."""
+    @override
+    def undetached(self) -> list[Quantity]:
         checking, n = self._checking, self._checking.size
-        try:
-            measured = checking.on(self._on, undetached, [checking.plan] * n, range(n), checking.parts)
-            each = list(checking.first_order(measured, self._found))
-        except Exception:
-            return set()
-        return {q.what for q in each} - {q.what for q in each if not q.ok}
+        measure = partial(undetached, on_rank)
+        measured = checking.on(self._on, measure, [checking.plan] * n, range(n), checking.parts)
+        return list(checking.first_order(measured, self._found))
 
 
 def _best(tried: Sequence[Difference]) -> Difference:

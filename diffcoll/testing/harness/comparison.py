@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diffcoll.core.errors import message
 from diffcoll.testing.harness.measure import Gradients, Measurement, differentiable
-from diffcoll.testing.harness.report import Row, Table
+from diffcoll.testing.harness.report import Row
 
 #: A gradient smaller than this part of the largest one is compared with that part: what is zero by cancellation, such
 #: as the gradient of a bias before a batch norm, has a relative error of 1.
@@ -99,63 +99,6 @@ class Quantity:
         return self if factor == 1 else replace(self, got=self.got * factor)
 
 
-@dataclass(frozen=True, eq=False)
-class Run:
-    """The results of one run."""
-
-    on: str
-    sizes: tuple[int, ...]
-    #: Under a sum over ranks.
-    quantities: list[Quantity]
-    measured: list[Measurement]
-    reference: Measurement | None
-    #: What is compared: groups of quantities.
-    groups: Sequence[str] = ("value", "output", "gradient", "second order", "state")
-    raised: str = ""
-    skipped: str = ""
-    #: Whether the value may be right under another reduction than the gradients.
-    any_value: bool = False
-    #: How many steps come before.
-    step: int = 0
-
-    @property
-    def title(self) -> str:
-        """The kind of ranks and their rows, in words."""
-        n = len(self.sizes)
-        step = f", step {self.step + 1}" if self.step else ""
-        return f"{self.on}, {n} rank{'s' * (n != 1)}, rows {', '.join(map(str, self.sizes))}{step}"
-
-    @property
-    def even(self) -> bool:
-        """Whether all ranks have equally many rows."""
-        return len(set(self.sizes)) == 1
-
-    def factor(self, rank_reduction: str) -> float:
-        """Return the factor that this reduction applies to a sum over ranks."""
-        return 1 / len(self.sizes) if rank_reduction == "mean" else 1.0
-
-    def under(self, rank_reduction: str) -> list[Quantity]:
-        """Return what is compared under this reduction; it applies neither to outputs with rows nor to the state."""
-        factor, found = self.factor(rank_reduction), []
-        for q in self.quantities:
-            if q.group not in self.groups:
-                continue
-            reduced = q if q.group in ("output", "state") else q.times(factor)
-            if self.any_value and q.group == "value":
-                reduced = next((each for each in (q, q.times(1 / len(self.sizes))) if each.ok), reduced)
-            found.append(reduced)
-        return found
-
-    def ok(self, rank_reduction: str) -> bool:
-        """Whether nothing was raised, and every quantity is right under this reduction."""
-        return self.table(rank_reduction).ok
-
-    def table(self, rank_reduction: str) -> Table:
-        """Return the table of the report."""
-        rows = tuple(q.row for q in self.under(rank_reduction))
-        return Table(self.title, len(self.sizes), rows, self.raised, self.skipped)
-
-
 def rows_of(measured: Sequence[Measurement]) -> tuple[tuple[int, ...], ...]:
     """Return the rows of each output on each rank; −1 for a 0-d one."""
     each = zip(*(m.outputs for m in measured), strict=True)
@@ -166,24 +109,6 @@ def tolerance_of(tensors: Sequence[Tensor]) -> float:
     """Return the default tolerance, by the least precise dtype: float64 4e-10, float32 2e-4, bfloat16 6e-2."""
     eps = max((torch.finfo(t.dtype).eps for t in tensors if differentiable(t)), default=torch.finfo(torch.float64).eps)
     return float(8 * eps if eps > 1e-5 else 10 * eps ** (2 / 3))
-
-
-def unchecked(runs: Sequence[Run], tolerance: float) -> Iterator[str]:
-    """Say which wrong gradients would pass, because of the precision or because there is nothing to compare."""
-    if tolerance > 1e-3:
-        yield f"errors below {tolerance:.1g} pass, because of the precision of the tensors: pass float64"
-    for name in dict.fromkeys(name for run in runs for m in run.measured for name in m.attributes):
-        yield f"{name}: an attribute that the call changed is not compared: register it as a buffer"
-    remedy = "pass float64" if tolerance > 1e-8 else "choose other data"
-    each = [q for run in runs for q in run.under("sum") if q.group == "gradient" and q.wanted.numel()]
-    for name in dict.fromkeys(q.what for q in each if (q.most_allowed or 0.0) > tolerance):
-        yield f"{name}: rounding on one process is larger than the tolerance: {remedy}"
-    for name in dict.fromkeys(q.what for q in each):
-        most = max(largest(q.wanted) / (q.unit or 1.0) for q in each if q.what == name)
-        if most == 0:
-            yield f"{name}: zero in every run"
-        elif most < 10 * tolerance:
-            yield f"{name}: too small beside the others to be checked in this precision: {remedy}"
 
 
 def in_doubt(quantities: Sequence[Quantity]) -> set[str]:
@@ -207,6 +132,26 @@ def largest_errors(quantities: Sequence[Quantity]) -> dict[str, float]:
     for q in quantities:
         errors[q.what] = max(q.error, errors.get(q.what, 0.0))
     return errors
+
+
+def right(quantities: Sequence[Quantity]) -> set[str]:
+    """Return the names of what is right on all ranks."""
+    return {q.what for q in quantities} - {q.what for q in quantities if not q.ok}
+
+
+def near(a: Tensor, b: Tensor, unit: float | None = None) -> bool:
+    """Whether two tensors have the same shape and the same numbers, up to rounding; the unit is the largest of b."""
+    if a.shape != b.shape:
+        return False
+    if not differentiable(b):
+        return torch.equal(a, b.to(a.dtype))
+    eps = torch.finfo(b.dtype).eps ** (2 / 3)
+    return torch.allclose(a, b.to(a.dtype), rtol=10 * eps, atol=eps * (largest(b) if unit is None else unit))
+
+
+def all_near(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Whether tensors are near each other, as numbers near 1 are."""
+    return all(near(a, b, 1.0) for a, b in zip(got, expected, strict=True))
 
 
 def is_near(a: float | None, b: float, tolerance: float = 0.0) -> bool:

@@ -97,7 +97,7 @@ def part_of_sum(case: Case) -> Iterator[Finding]:
             names.append(name)
     if names:
         seen = f"{in_list(names)}: one rank's part of a sum over the ranks; the sum is right"
-        yield Finding(Kind.PART_OF_SUM, names, seen)
+        yield Finding(Kind.PART_OF_A_SUM, names, seen)
 
 
 # ── factors ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -136,7 +136,7 @@ def _scaled(case: Case) -> Iterator[Finding]:
         twice = bool(case.rank_reduction) and right and is_near(ratio, case.size, case.tolerance)
         words = f"{in_list(names)}: {case.scaled(ratio, case.witness.reference)}; right in direction"
         of_ranks = case.witness.one_loss and case.is_power(ratio)
-        kind = Kind.SCALED_OVER_AXIS if of_ranks else Kind.REDUCED_TWICE if twice else Kind.SCALED
+        kind = Kind.SCALED_OVER_AN_AXIS if of_ranks else Kind.REDUCED_TWICE if twice else Kind.SCALED
         kind = kind if case.is_power(ratio / case.factor) else Kind.MULTIPLIED
         yield Finding(kind, names, words)
 

@@ -74,7 +74,7 @@ def _beside(names: Sequence[str], measured: Sequence[Measurement], given: Sequen
         of_ranks = given[i::count]
         unit = max(largest(*of_ranks), SMALL * most)
         for r, (m, wanted) in enumerate(zip(measured, of_ranks, strict=True)):
-            mine = (m.first.inputs + m.first.parameters)[i]
+            mine = m.first.every[i]
             yield Quantity(f"gradient of {name}", "gradient", r, mine, wanted, unit, _JOINT)
 
 

@@ -2,55 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
+from typing_extensions import override
 
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.trees import tree_flatten
-from diffcoll.testing.harness.comparison import (
-    Names,
-    Run,
-    compare,
-    in_doubt,
-    largest_errors,
-    nothing_compared,
-    rows_of,
-    unused,
-    with_noise,
-)
-from diffcoll.testing.harness.measure import (
-    Measurement,
-    MeasurementPlan,
-    differentiable,
-    on_rank,
-    outputs_on_rank,
-    run_on,
-)
+from diffcoll.testing.harness.comparison import Names, compare, largest_errors, rows_of, unused
+from diffcoll.testing.harness.measure import Measurement, MeasurementPlan, differentiable, on_rank
 from diffcoll.testing.harness.names import input_names
 from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.harness.parts import hides_tensors, marked, refuse_equal_ranks, split
-from diffcoll.testing.processes import in_words
+from diffcoll.testing.harness.runs import Against, Run
 
 
 @dataclass(frozen=True)
-class Matching:
-    """Distributed code, the same on one process, and how they are compared."""
+class Matching(Against):
+    """Distributed code whose ranks have rows of the batch, and the same on one process."""
 
-    name: str
-    distributed: Packed
-    single: Packed
-    batch: Any
-    rank_reduction: str
-    plan: MeasurementPlan
-    timeout: float
-    #: Names of arguments without gradients.
-    constant: Sequence[str] = ()
-    groups: Sequence[str] = Run.groups
-    #: The largest relative error that is right.
-    tolerance: float = 0.0
     #: How many steps the batch holds the rows of.
     steps: int = 1
     #: The batch by its number of rows: a function is called once for each.
@@ -67,8 +40,7 @@ class Matching:
             counts = [len(m.outputs) for m in measured]
             raise ValueError(f"{self.name}: distributed: returned {counts} outputs on the ranks, expected equally many")
         of_one = replace(self.plan, outputs=rows_of(measured), inputs=sizes)
-        reference: Measurement
-        (reference,) = self.on("simulated", on_rank, [single], [of_one], [0], [whole])
+        reference: Measurement = self.on_one(on_rank, single, of_one, 0, whole)
         is_last = step + 1 == self.steps  # what the first calls do not use, the following may
         if is_last and reference.first.parameters and not any(g.any() for g in reference.first.parameters):
             raise unused(self.name, "single")
@@ -78,20 +50,27 @@ class Matching:
             got = '"any" for a loss and outputs with rows together'
             raise ValueError(message(self.name, "rank_reduction", got, '"mean" or "sum"'))
         quantities = compare(measured, reference, sizes, self.names(sizes), self.tolerance)
-        if not any(q.group in self.groups for q in quantities):
-            raise nothing_compared(self.name, self.groups)
-        any_value = self.rank_reduction == "any"
-        run = Run(on, sizes, quantities, measured, reference, self.groups, any_value=any_value, step=step)
-        if self.rank_reduction != "any" and (doubtful := in_doubt(run.under(self.rank_reduction))):
-            run = replace(run, quantities=with_noise(quantities, doubtful, self.noise(run, reference)))
-        return run
+        results = {"quantities": quantities, "measured": measured, "reference": reference}
+        return self.judged(self.of_results(on, sizes, step, **results))
 
-    def noise(self, run: Run, reference: Measurement) -> dict[str, float]:
-        """Return by how much each quantity changes on one process with the last digits of inputs and parameters."""
+    def of_results(self, on: str, sizes: tuple[int, ...], step: int = 0, **results: Any) -> Run:
+        """Return a run with these results."""
+        what = f"rows {', '.join(map(str, sizes))}" + (f", step {step + 1}" if step else "")
+        any_value = self.rank_reduction == "any"
+        return Run(on, (sizes, step), len(sizes), what, groups=self.groups, any_value=any_value, **results)
+
+    @override
+    def is_right(self, run: Run) -> bool:
+        asked = ("mean", "sum") if self.rank_reduction == "any" else (self.rank_reduction,)
+        return any(run.ok(each) for each in asked)
+
+    @override
+    def noise(self, run: Run) -> dict[str, float]:
         plan = replace(self.plan, outputs=rows_of(run.measured), inputs=run.sizes, jitter=True)
         _, single, _, whole = self.at(run.sizes, run.step)
-        (found,) = self.on("simulated", on_rank, [single], [plan], [0], [whole])
-        return largest_errors(compare([found], reference, (sum(run.sizes),), self.names(run.sizes), self.tolerance))
+        found = self.on_one(on_rank, single, plan, 0, whole)
+        assert run.reference is not None
+        return largest_errors(compare([found], run.reference, (sum(run.sizes),), self.names(run.sizes), self.tolerance))
 
     def _refuse_nothing_to_compare(self, reference: Measurement, sizes: tuple[int, ...], is_last: bool) -> None:
         """Raise if there is no number to compare with. Outputs with rows may have infinities, such as masked logits."""
@@ -99,22 +78,9 @@ class Matching:
         named = [(f"value[{i}]", y) for i, y in enumerate(reference.outputs) if y.dim() == 0]
         for what, found in (("gradient of", reference.first), ("second order of", reference.second)):
             if found is not None:
-                each = zip(names.inputs + names.parameters, found.inputs + found.parameters, strict=True)
+                each = zip(names.inputs + names.parameters, found.every, strict=True)
                 named += [(f"{what} {name}", g) for name, g in each]
-        if is_last and not any(g.any() for g in reference.first.inputs + reference.first.parameters):
-            got, remedy = "gradients that are all zero", "remove detach() and no_grad, or choose other data"
-            raise ValueError(message(self.name, "single", got, "a result with a gradient to compare with", remedy))
-        bad = [what for what, x in named if not x.isfinite().all()]
-        if bad:
-            got = f"NaN or infinity in {', '.join(bad)}"
-            raise ValueError(message(self.name, "single", got, "finite numbers to compare with", "choose other data"))
-
-    def attempt(self, on: str, sizes: tuple[int, ...], step: int = 0) -> Run:
-        """Do the same, and keep the error if one is raised."""
-        try:
-            return self.run(on, sizes, step)
-        except Exception as error:
-            return Run(on, sizes, [], [], None, raised=in_words(error), step=step)
+        self.refuse_nothing(reference.first.every if is_last else [torch.ones(())], named)
 
     def at(self, sizes: tuple[int, ...], step: int) -> tuple[list[Packed], Packed, list[Any], Any]:
         """Return the function of each rank and that of one process after so many steps, and their rows of the next."""
@@ -160,18 +126,6 @@ class Matching:
         names = input_names(subject.fn, self.whole(sizes))
         return Names(names, list(subject.parameters), subject.state)
 
-    def with_losses(self, sizes: Sequence[int]) -> Matching:
-        """Take results of shape (1,) as losses, where one process has more rows than one."""
-        _, single, _, whole = self.at(tuple(sizes), 0)
-        (found,) = self.on("simulated", outputs_on_rank, [single], [whole])
-        losses = tuple(i for i, y in enumerate(found) if y.shape == (1,) and sum(sizes) > 1)
-        distributed, single = (replace(packed, losses=losses) for packed in (self.distributed, self.single))
-        return replace(self, distributed=distributed, single=single)
-
     def plan_of(self, n: int) -> MeasurementPlan:
         """Return what n ranks measure."""
         return replace(self.plan, scale=float(n) if self.rank_reduction == "mean" else 1.0)
-
-    def on(self, kind: str, fn: Callable[..., Any], *per_rank: Sequence[Any]) -> list[Any]:
-        """Run fn once per rank on one kind of ranks."""
-        return run_on(kind, fn, *per_rank, seed=self.plan.seed, timeout=self.timeout)

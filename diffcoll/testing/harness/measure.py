@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from diffcoll.testing.harness.packing import Packed, Subject
 from diffcoll.testing.simulate import simulate
 from diffcoll.testing.spawn import spawn
 
+T = TypeVar("T")
 #: Streams of random numbers, see `cases.numbers`: weights of the outputs, directions of second order.
 WEIGHTS, DIRECTIONS = 1, 2
 
@@ -54,6 +55,11 @@ class Gradients:
 
     inputs: list[Tensor]
     parameters: list[Tensor]
+
+    @property
+    def every(self) -> list[Tensor]:
+        """All of them."""
+        return self.inputs + self.parameters
 
 
 @dataclass
@@ -201,10 +207,9 @@ def on_rank(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> Meas
         first = _gradients(total, inputs, parameters, create_graph=plan.order > 1)
         second = None
         if plan.order > 1:
-            gs = first.inputs + first.parameters
-            following = objective(plan.directions(rank, first), gs)
+            following = objective(plan.directions(rank, first), first.every)
             second = _gradients(following, inputs, parameters)
-            del following, gs
+            del following
     state = {name: x for name, x in subject.state.items() if name.startswith("buffer") or differs(x, before.get(name))}
     changed = tuple(name for name, x in subject.attributes.items() if differs(x, held.get(name)))
     outputs = [y.detach().cpu() for y in outputs]
@@ -212,7 +217,7 @@ def on_rank(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> Meas
     del total
     others.refuse()
     xs = [x.detach().cpu() for x in inputs + parameters]
-    scale = sum(float((g * x).abs().sum()) for g, x in zip(first.inputs + first.parameters, xs, strict=True))
+    scale = sum(float((g * x).abs().sum()) for g, x in zip(first.every, xs, strict=True))
     return Measurement(outputs, first, second, state, changed, scale)
 
 
@@ -308,14 +313,14 @@ def cuts_on_rank(packed: Packed, part: Any) -> Cuts:
     return cuts.found
 
 
-def undetached(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> Measurement:
+def undetached(measure: Callable[..., T], *arguments: Any) -> T:
     """Measure on this rank, where the user's calls of `detach()` keep the graph."""
     with Undetached():
-        return on_rank(packed, plan, rank, part)
+        return measure(*arguments)
 
 
 def outputs_on_rank(packed: Packed, part: Any) -> list[Tensor]:
     """Run the forward on this rank."""
     subject = started(packed, MeasurementPlan(), 0)
     with torch.inference_mode(False), torch.enable_grad():
-        return [y.detach() for y in subject.call(with_leaves(part, leaves_of(part)))]
+        return [y.detach().cpu() for y in subject.call(with_leaves(part, leaves_of(part)))]

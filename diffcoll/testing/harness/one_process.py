@@ -1,57 +1,154 @@
-"""Finds out why distributed code and its counterpart on one process differ."""
+"""The report of ranks that have rows of the batch: what differs from one process, and why."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
-import torch
-from torch import Tensor
+from typing_extensions import override
 
-from diffcoll.testing.harness.case import Case, Witness
-from diffcoll.testing.harness.comparison import Run, compare, largest_errors, rows_of
+from diffcoll.core.torch_private.trees import tree_flatten
+from diffcoll.testing.harness.case import Case
+from diffcoll.testing.harness.causes import Kind, cause_of
+from diffcoll.testing.harness.comparison import Quantity, all_near, compare, largest, right, rows_of
 from diffcoll.testing.harness.cuts import Cuts
 from diffcoll.testing.harness.differences import directions, losses_along, partials, size
 from diffcoll.testing.harness.evidence import Evidence
+from diffcoll.testing.harness.hypotheses import diagnose
 from diffcoll.testing.harness.matching import Matching
 from diffcoll.testing.harness.measure import (
     Measurement,
     cuts_on_rank,
-    differentiable,
     leaves_of,
     on_rank,
     outputs_on_rank,
-    run_on,
     undetached,
 )
 from diffcoll.testing.harness.parts import joined, rolled
+from diffcoll.testing.harness.report import Cause, Report
+from diffcoll.testing.harness.runs import OfRun, Run, changed_attributes
 
 #: Random directions of each tensor along which finite differences are taken for the diagnosis.
 _DIRECTIONS = 4
 
 
-def case_of(matching: Matching, run: Run, rank_reduction: str) -> Case:
+def report_of(
+    matching: Matching, tolerance: float | None, each_sizes: Sequence[tuple[int, ...]], on: Sequence[str]
+) -> Report:
+    """Return the report of ranks that have parts of the batch."""
+    first, most = each_sizes[0], max(each_sizes, key=sum)
+    matching = matching.with_tolerance(tolerance, tree_flatten(matching.whole(first))[0])
+    _, single, _, whole = matching.at(most, 0)
+    outputs = matching.on_one(outputs_on_rank, single, whole)
+    matching = matching.with_losses(outputs if sum(most) > 1 else [])  # else one of shape (1,) may have a row
+    return _concluded(matching, matching.runs(itertools.product(each_sizes, range(matching.steps)), on))
+
+
+def _concluded(matching: Matching, runs: list[Run]) -> Report:
+    """Return the report. The run that is diagnosed is the first wrong one with equal sizes, or else the first."""
+    asked = _closest(runs) if matching.rank_reduction == "any" else matching.rank_reduction
+    tables = tuple(run.table(asked) for run in runs)
+    words = f"gradients {'averaged' if asked == 'mean' else 'summed'} over ranks"
+    if matching.rank_reduction == "any" and not all(table.ok or table.raised for table in tables):
+        words = f"no reduction is right for all, shown {words}"
+    report = Report(f"{matching.name}, {words}", tables, rank_reduction=asked)
+    if report.ok:
+        return replace(report, notes=tuple(_unchecked(runs, matching.tolerance)))
+    scope = tuple(_scope([run for run in runs if not run.skipped], asked))
+    wrong = sorted((run for run in runs if run.quantities and not run.ok(asked)), key=lambda run: not run.even)
+    if not wrong:
+        return replace(report, causes=scope)
+    case = _case_of(matching, wrong[0], asked)
+    causes = diagnose(case)
+    if shared_state := matching.shared_state(runs, wrong[0], causes, asked):
+        causes, scope = [shared_state], ()
+    report = replace(report, tables=tuple(run.table(asked) for run in runs))
+    if any(cause.name == str(Kind.NOT_FINITE) for cause in causes):
+        scope = tuple(cause for cause in scope if cause.name != str(Kind.EMPTY))
+    return replace(report, causes=(*causes, *scope), cuts=case.cuts.lines)
+
+
+def _closest(runs: list[Run]) -> str:
+    """Return the reduction under which the fewest quantities are wrong, gradients of first order first."""
+
+    def wrong(rank_reduction: str) -> tuple[int, int]:
+        groups = [q.group for run in runs for q in run.under(rank_reduction) if not q.ok]
+        return groups.count("gradient"), len(groups)
+
+    return min(("mean", "sum"), key=wrong)
+
+
+def _scope(runs: Sequence[Run], rank_reduction: str) -> Iterator[Cause]:
+    """Say which runs raised errors, and in which runs alone something is wrong."""
+
+    def sizes(of: Sequence[Run]) -> str:
+        return ", ".join(dict.fromkeys(str(run.sizes) for run in of))
+
+    def steps(of: Sequence[Run]) -> str:
+        return ", ".join(f"step {step + 1}" for step in sorted({run.step for run in of}))
+
+    wrong = [run for run in runs if not run.ok(rank_reduction)]
+    right = [run for run in runs if run not in wrong]
+    raised = [run for run in wrong if run.raised]
+    if raised and not any(run.even for run in raised):
+        yield cause_of(Kind.RAISED, f"raised an error with rows {sizes(raised)}, and none with equal ranks")
+    elif raised:
+        yield Cause(str(Kind.RAISED), f"raised an error with rows {sizes(raised)}")
+    even = any(run.even and len(run.sizes) > 1 for run in right) and not any(run.even for run in wrong)
+    small = max((len(run.sizes) for run in right if run.even), default=0)
+    if right and wrong and all(run.step for run in wrong) and not all(run.step for run in right):
+        yield cause_of(Kind.LATER_STEP, f"right in the first step, wrong in {steps(wrong)}")
+    elif small > 1 and all(len(run.sizes) > small for run in wrong) and any(run.even for run in wrong):
+        yield cause_of(Kind.MORE_RANKS, f"right with equal ranks up to {small}, wrong with rows {sizes(wrong)}")
+    elif even and len(raised) < len(wrong):
+        if all(0 in run.sizes for run in wrong):
+            yield cause_of(Kind.EMPTY, f"wrong only with empty ranks: rows {sizes(wrong)}")
+        else:
+            yield cause_of(Kind.UNEVEN, f"right with equal ranks, wrong with rows {sizes(wrong)}")
+    if any(run.on == "simulated" for run in right) and not any(run.on == "simulated" for run in wrong):
+        kinds = ", ".join(dict.fromkeys(run.on for run in wrong))
+        yield cause_of(Kind.ON_PROCESSES, f"right on simulated ranks, wrong on {kinds}")
+
+
+def _unchecked(runs: Sequence[Run], tolerance: float) -> Iterator[str]:
+    """Say which wrong gradients would pass, because of the precision or because there is nothing to compare."""
+    if tolerance > 1e-3:
+        yield f"errors below {tolerance:.1g} pass, because of the precision of the tensors: pass float64"
+    yield from changed_attributes(runs)
+    remedy = "pass float64" if tolerance > 1e-8 else "choose other data"
+    each = [q for run in runs for q in run.under("sum") if q.group == "gradient" and q.wanted.numel()]
+    for name in dict.fromkeys(q.what for q in each if (q.most_allowed or 0.0) > tolerance):
+        yield f"{name}: rounding on one process is larger than the tolerance: {remedy}"
+    for name in dict.fromkeys(q.what for q in each):
+        most = max(largest(q.wanted) / (q.unit or 1.0) for q in each if q.what == name)
+        if most == 0:
+            yield f"{name}: zero in every run"
+        elif most < 10 * tolerance:
+            yield f"{name}: too small beside the others to be checked in this precision: {remedy}"
+
+
+def _case_of(matching: Matching, run: Run, rank_reduction: str) -> Case:
     """Return a wrong run for the diagnosis, with the graph cuts of its forward, which runs again."""
     witness = _OneProcess(matching, run, rank_reduction)
     cuts = Cuts.of_all(matching.on(run.on, cuts_on_rank, witness.distributed, witness.parts))
     witness.seen = cuts.seen
     bad = [r for r, m in enumerate(run.measured) if not all(y.isfinite().all() for y in m.outputs)]
-    values = replace(run, groups=("value", "output")).under(rank_reduction)
-    other = any(not q.ok for q in values)
+    other = run.values_differ(rank_reduction)
     return Case(run.under(rank_reduction), run.sizes, rank_reduction, matching.tolerance, bad, other, cuts, witness)
 
 
-class _OneProcess(Witness):
-    """Measures more of a run that differs from one process."""
+class _OneProcess(OfRun):
+    """Measures more of a run of ranks that have rows."""
+
+    check: Matching
 
     def __init__(self, matching: Matching, run: Run, rank_reduction: str) -> None:
-        assert run.reference is not None
-        self._matching, self._run, self._rank_reduction, self._reference = matching, run, rank_reduction, run.reference
-        self._size = len(run.sizes)
-        self.distributed, self._single, self.parts, self._whole = matching.at(run.sizes, run.step)
+        self.distributed, single, self.parts, whole = matching.at(run.sizes, run.step)
+        super().__init__(matching, run, rank_reduction, (single, whole))
         self._names = matching.names(run.sizes)
         #: Names of the collectives that ran in the forward.
         self.seen: Sequence[str] = ()
@@ -59,57 +156,35 @@ class _OneProcess(Witness):
     @cached_property
     def evidence(self) -> Evidence:
         """Finite differences of each rank's loss by each rank's tensors."""
-        run, n = self._run, self._size
-        parameters = list(self._matching.distributed.unpack().parameters.values())
+        run, n = self.run, self.run.size
+        parameters = list(self.check.distributed.unpack().parameters.values())
         leaves = [leaves_of(part) + parameters for part in self.parts]
         each = directions(leaves, few=0, random=_DIRECTIONS if len(leaves[0]) < 20 else 1)
-        losses = self._on_ranks(losses_along, [self._matching.plan_of(n)] * n, [each] * n, range(n), self.parts)
+        losses = self._on_ranks(losses_along, [self.check.plan_of(n)] * n, [each] * n, range(n), self.parts)
         found = partials(each, losses, [size(leaves[d.rank][d.leaf]) for d in each])
-        gradients = [m.first.inputs + m.first.parameters for m in run.measured]
+        gradients = [m.first.every for m in run.measured]
         return Evidence(run.sizes, self._names.inputs + self._names.parameters, gradients, found, self.seen)
 
-    @cached_property
-    def restored(self) -> set[str]:
-        """The names of the gradients that are right if the user's calls of detach() keep the graph."""
-        plan = replace(self._matching.plan_of(self._size), order=1)
-        with contextlib.suppress(Exception):
-            measured = self._on_ranks(undetached, [plan] * self._size, range(self._size), self.parts)
-            return self._agree(measured, replace(self._reference, second=None))
-        return set()
+    @override
+    def undetached(self) -> list[Quantity]:
+        plan, n = replace(self.check.plan_of(self.run.size), order=1), self.run.size
+        measured = self._on_ranks(partial(undetached, on_rank), [plan] * n, range(n), self.parts)
+        assert self.run.reference is not None
+        return self._compared(measured, replace(self.run.reference, second=None))
 
     @cached_property
     def unstopped(self) -> set[str]:
         """The names of the gradients that one process has too, if its calls of detach() keep the graph."""
-        run, matching = self._run, self._matching
-        plan = replace(matching.plan, order=1, outputs=rows_of(run.measured), inputs=run.sizes)
+        single, whole = self.whole
+        plan = replace(self.check.plan, order=1, outputs=rows_of(self.run.measured), inputs=self.run.sizes)
         with contextlib.suppress(Exception):
-            (one,) = matching.on("simulated", undetached, [self._single], [plan], [0], [self._whole])
-            return self._agree(run.measured, one)
+            one = self.check.on_one(partial(undetached, on_rank), single, plan, 0, whole)
+            return right(self._compared(self.run.measured, one))
         return set()
 
-    def _agree(self, measured: Sequence[Measurement], reference: Measurement) -> set[str]:
-        """Return the names of what agrees on all ranks."""
-        run = self._run
-        quantities = compare(measured, reference, run.sizes, self._names, self._matching.tolerance)
-        each = replace(run, quantities=quantities).under(self._rank_reduction)
-        return {q.what for q in each} - {q.what for q in each if not q.ok}
-
-    @cached_property
-    def rounding(self) -> set[str]:
-        """The names of what changes as much on one process with the last digits of inputs and parameters."""
-        run = self._run
-        least, errors = self._matching.noise(run, self._reference), largest_errors(run.under(self._rank_reduction))
-        return {name for name, k in least.items() if k > max(self._matching.tolerance, 0.1 * errors.get(name, 0.0))}
-
-    @cached_property
-    def is_random(self) -> bool:
-        """Whether one process gets other results with another seed."""
-        matching, seed = self._matching, self._matching.plan.seed
-        a, b = (
-            run_on("simulated", outputs_on_rank, [self._single], [self._whole], seed=s, timeout=matching.timeout)[0]
-            for s in (seed, seed + 1)
-        )
-        return not _close([a], [b])
+    def _compared(self, measured: Sequence[Measurement], reference: Measurement) -> list[Quantity]:
+        quantities = compare(measured, reference, self.run.sizes, self._names, self.check.tolerance)
+        return replace(self.run, quantities=quantities).under(self.rank_reduction)
 
     @cached_property
     def local_statistics(self) -> str | None:
@@ -119,10 +194,10 @@ class _OneProcess(Witness):
         rows on all ranks is right as soon as all ranks have the same rows, each in another order, and each rank's
         result is that of its own rows, wherever they are: with the ranks in reverse order it is the same.
         """
-        run, matching, n = self._run, self._matching, self._size
+        run, matching, n = self.run, self.check, self.run.size
         if run.step:
             return None
-        quantities = run.under(self._rank_reduction)
+        quantities = run.under(self.rank_reduction)
         wrong = {q.what for q in quantities if not q.ok and q.group in ("value", "output", "state")}
         of_rows = [q for q in quantities if q.group == "gradient" and q.rank is not None]
         if (
@@ -135,7 +210,7 @@ class _OneProcess(Witness):
         of_one = replace(matching.plan, order=1)
         try:
             alone = [
-                matching.on("simulated", on_rank, [matching.single], [of_one], [0], [part])[0]
+                matching.on_one(on_rank, matching.single, of_one, 0, part)
                 for part, k in zip(self.parts, run.sizes, strict=True)
                 if k
             ]
@@ -151,7 +226,7 @@ class _OneProcess(Witness):
             parts = [rolled(first, r) for r in range(n)]
             together = matching.on("simulated", on_rank, self.distributed, [plan] * n, range(n), parts)
             of_one = replace(of_one, outputs=rows_of(together), inputs=run.sizes)
-            (one,) = matching.on("simulated", on_rank, [matching.single], [of_one], [0], [joined(parts)])
+            one = matching.on_one(on_rank, matching.single, of_one, 0, joined(parts))
             again = replace(run, quantities=compare(together, one, run.sizes, self._names, matching.tolerance))
         except Exception:
             return None
@@ -160,7 +235,7 @@ class _OneProcess(Witness):
         return None
 
     def _on_ranks(self, fn: Callable[..., Any], *per_rank: Sequence[Any]) -> list[Any]:
-        return self._matching.on(self._run.on, fn, self.distributed, *per_rank)
+        return self.check.on(self.run.on, fn, self.distributed, *per_rank)
 
 
 def _same(mine: Measurement, other: Measurement, wrong: set[str]) -> bool:
@@ -169,13 +244,4 @@ def _same(mine: Measurement, other: Measurement, wrong: set[str]) -> bool:
     if any(name not in each.state for name in named for each in (mine, other)):
         return False
     states = [[each.state[name] for name in named] for each in (mine, other)]
-    return _close(states[:1], states[1:]) and (len(named) == len(wrong) or _close([mine.outputs], [other.outputs]))
-
-
-def _close(got: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
-    for mine, other in zip(got, expected, strict=True):
-        for a, b in zip(mine, other, strict=True):
-            eps = torch.finfo(b.dtype).eps if differentiable(b) else 0
-            if a.shape != b.shape or not torch.allclose(a, b, rtol=eps ** (2 / 3) * 10, atol=eps ** (2 / 3)):
-                return False
-    return True
+    return all_near(*states) and (len(named) == len(wrong) or all_near(mine.outputs, other.outputs))

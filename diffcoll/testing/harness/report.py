@@ -56,7 +56,7 @@ class Table:
 class Cause:
     """Why something is wrong."""
 
-    #: A short name, the value of a `causes.Kind`.
+    #: A short name, that of a `causes.Kind`.
     name: str
     #: What was seen.
     seen: str

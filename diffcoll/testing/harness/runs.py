@@ -1,110 +1,231 @@
-"""The runs of a check against one process, and what is concluded from them."""
+"""The runs of distributed code beside the same on one process, whatever it is that each rank has of the whole."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
 
-from diffcoll.core.torch_private.trees import tree_flatten
+from torch import Tensor
+from typing_extensions import Self
+
+from diffcoll.core.errors import message
+from diffcoll.testing.harness.case import Witness
 from diffcoll.testing.harness.causes import OBSERVED, Kind, cause_of
-from diffcoll.testing.harness.comparison import Run, tolerance_of, unchecked
-from diffcoll.testing.harness.hypotheses import diagnose
-from diffcoll.testing.harness.matching import Matching
-from diffcoll.testing.harness.one_process import case_of
-from diffcoll.testing.harness.report import Cause, Report
+from diffcoll.testing.harness.comparison import (
+    Quantity,
+    all_near,
+    in_doubt,
+    largest_errors,
+    nothing_compared,
+    tolerance_of,
+    with_noise,
+)
+from diffcoll.testing.harness.measure import Measurement, MeasurementPlan, outputs_on_rank, run_on
+from diffcoll.testing.harness.packing import Packed
+from diffcoll.testing.harness.report import Cause, Table
+from diffcoll.testing.processes import in_words
+
+#: The groups of quantities.
+GROUPS = ("value", "output", "gradient", "second order", "state")
 
 
-def report_of(
-    matching: Matching, tolerance: float | None, each_sizes: Sequence[tuple[int, ...]], on: Sequence[str]
-) -> Report:
-    """Return the report of ranks that have parts of the batch."""
-    if tolerance is None:
-        tolerance = tolerance_of([*tree_flatten(matching.whole(each_sizes[0]))[0], *matching.single.unpack().tensors])
-    matching = replace(matching, tolerance=tolerance).with_losses(max(each_sizes, key=sum))
-    runs: list[Run] = []
-    for kind in on:
-        for each, step in itertools.product(each_sizes, range(matching.steps)):
-            known = [r for r in runs if r.sizes == each and not r.skipped and not _is_right(r, matching.rank_reduction)]
-            if wrong := [r for r in known if r.on != kind or r.step < step]:
-                where = "in the step before" if wrong[-1].on == kind else f"on {wrong[-1].on} ranks"
-                runs.append(Run(kind, each, [], [], None, skipped=f"wrong already {where}", step=step))
-            else:
-                runs.append(matching.attempt(kind, each, step) if runs else matching.run(kind, each, step))
-    return _concluded(matching, runs)
+@dataclass(frozen=True, eq=False)
+class Run:
+    """The results of one run."""
+
+    on: str
+    #: The arguments of `Against.run` after the kind of ranks: rows and steps before, or a mesh.
+    setting: tuple[Any, ...]
+    #: N.
+    size: int
+    #: The setting in words.
+    what: str
+    #: Under a sum over ranks.
+    quantities: Sequence[Quantity] = ()
+    #: What each rank measured.
+    measured: Sequence[Any] = ()
+    reference: Measurement | None = None
+    #: What is compared: groups of quantities.
+    groups: Sequence[str] = GROUPS
+    #: Whether the value may be right under another reduction than the gradients.
+    any_value: bool = False
+    raised: str = ""
+    skipped: str = ""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The rows of each rank."""
+        sizes: tuple[int, ...] = self.setting[0]
+        return sizes
+
+    @property
+    def step(self) -> int:
+        """How many steps come before."""
+        return int(self.setting[1])
+
+    @property
+    def even(self) -> bool:
+        """Whether all ranks have equally many rows."""
+        return len(set(self.sizes)) == 1
+
+    def under(self, rank_reduction: str) -> list[Quantity]:
+        """Return what is compared under this reduction; it applies neither to outputs with rows nor to the state."""
+        factor, found = 1 / self.size if rank_reduction == "mean" else 1.0, []
+        for q in self.quantities:
+            if q.group not in self.groups:
+                continue
+            reduced = q if q.group in ("output", "state") else q.times(factor)
+            if self.any_value and q.group == "value":
+                reduced = next((each for each in (q, q.times(1 / self.size)) if each.ok), reduced)
+            found.append(reduced)
+        return found
+
+    def ok(self, rank_reduction: str = "") -> bool:
+        """Whether nothing was raised, and every quantity is right under this reduction."""
+        return self.table(rank_reduction).ok
+
+    def table(self, rank_reduction: str = "") -> Table:
+        """Return the table of the report."""
+        title = f"{self.on}, {self.size} rank{'s' * (self.size != 1)}, {self.what}"
+        rows = tuple(q.row for q in self.under(rank_reduction))
+        return Table(title, self.size, rows, self.raised, self.skipped)
+
+    def values_differ(self, rank_reduction: str = "") -> bool:
+        """Whether the values or outputs are not those of one process, compared or not."""
+        return any(not q.ok for q in replace(self, groups=("value", "output")).under(rank_reduction))
 
 
-def _is_right(run: Run, rank_reduction: str) -> bool:
-    asked = ("mean", "sum") if rank_reduction == "any" else (rank_reduction,)
-    return any(run.ok(each) for each in asked)
+@dataclass(frozen=True)
+class Against:
+    """Distributed code, the same on one process, and how they are compared."""
 
+    name: str
+    distributed: Packed
+    single: Packed
+    batch: Any
+    #: "mean", "sum" or "any"; with a mesh "mean" or "sum" by axis.
+    rank_reduction: Any
+    plan: MeasurementPlan
+    timeout: float
+    #: Names of arguments without gradients.
+    constant: Sequence[str] = ()
+    #: What is compared: groups of quantities.
+    groups: Sequence[str] = GROUPS
+    #: The largest relative error that is right.
+    tolerance: float = 0.0
 
-def _concluded(matching: Matching, runs: list[Run]) -> Report:
-    """Return the report. The run that is diagnosed is the first wrong one with equal sizes, or else the first."""
-    asked = _closest(runs) if matching.rank_reduction == "any" else matching.rank_reduction
-    tables = tuple(run.table(asked) for run in runs)
-    words = f"gradients {'averaged' if asked == 'mean' else 'summed'} over ranks"
-    if matching.rank_reduction == "any" and not all(table.ok or table.raised for table in tables):
-        words = f"no reduction is right for all, shown {words}"
-    report = Report(f"{matching.name}, {words}", tables, rank_reduction=asked)
-    if report.ok:
-        return replace(report, notes=tuple(unchecked(runs, matching.tolerance)))
-    scope = tuple(_scope([run for run in runs if not run.skipped], asked))
-    wrong = sorted((run for run in runs if run.quantities and not run.ok(asked)), key=lambda run: not run.even)
-    if not wrong:
-        return replace(report, causes=scope)
-    case = case_of(matching, wrong[0], asked)
-    causes = diagnose(case)
-    same = (wrong[0].sizes, wrong[0].step)
-    skipped = [i for i, run in enumerate(runs) if run.skipped and (run.sizes, run.step) == same]
-    if skipped and wrong[0].on == "simulated" and OBSERVED.issuperset(cause.name for cause in causes):
+    #: (on, *setting) → the run, measured on ranks and on one process.
+    run: ClassVar[Callable[..., Run]]
+    #: (on, *setting, **results) → a run with these results.
+    of_results: ClassVar[Callable[..., Run]]
+
+    def noise(self, run: Run) -> dict[str, float]:
+        """Return by how much each quantity changes on one process with the last digits of inputs and parameters."""
+        raise NotImplementedError
+
+    def is_right(self, run: Run) -> bool:
+        """Whether a run is right under a reduction that was asked for."""
+        return run.ok()
+
+    def attempt(self, on: str, *setting: Any) -> Run:
+        """Run, and keep the error if one is raised."""
+        try:
+            return self.run(on, *setting)
+        except Exception as error:
+            return self.of_results(on, *setting, raised=in_words(error))
+
+    def runs(self, settings: Iterable[tuple[Any, ...]], on: Sequence[str]) -> list[Run]:
+        """Run on each kind of ranks; what is wrong already is skipped, and only the first run may raise."""
+        found: list[Run] = []
+        settings = list(settings)
+        for kind in on:
+            for setting in settings:
+                known = [run for run in found if run.setting[0] == setting[0] and not run.skipped]
+                if wrong := [run for run in known if not self.is_right(run)]:
+                    where = "in the step before" if wrong[-1].on == kind else f"on {wrong[-1].on} ranks"
+                    found.append(self.of_results(kind, *setting, skipped=f"wrong already {where}"))
+                else:
+                    found.append((self.attempt if found else self.run)(kind, *setting))
+        return found
+
+    def shared_state(
+        self, runs: list[Run], wrong: Run, causes: Sequence[Cause], rank_reduction: str = ""
+    ) -> Cause | None:
+        """Return a cause if what is wrong on simulated ranks is right on the next kind, which is run if need be.
+
+        The run takes the place of the skipped one.
+        """
+        skipped = [i for i, run in enumerate(runs) if run.skipped and run.setting == wrong.setting]
+        if not skipped or wrong.on != "simulated" or not OBSERVED.issuperset(cause.name for cause in causes):
+            return None
         (i, *_), kind = skipped, runs[skipped[0]].on
-        runs[i] = matching.attempt(kind, *same)
-        report = replace(report, tables=tuple(run.table(asked) for run in runs))
-        if runs[i].ok(asked):
-            causes, scope = [cause_of(Kind.SHARED_STATE, f"wrong on simulated ranks, right on {kind}")], ()
-    if any(cause.name == Kind.NOT_FINITE for cause in causes):
-        scope = tuple(cause for cause in scope if cause.name != Kind.EMPTY)
-    return replace(report, causes=(*causes, *scope), cuts=case.cuts.lines)
+        runs[i] = self.attempt(kind, *wrong.setting)
+        right = runs[i].ok(rank_reduction)
+        return cause_of(Kind.SHARED_STATE, f"wrong on simulated ranks, right on {kind}") if right else None
+
+    def on(self, kind: str, fn: Callable[..., Any], *per_rank: Sequence[Any], seed: int | None = None) -> list[Any]:
+        """Run fn once per rank on one kind of ranks."""
+        return run_on(kind, fn, *per_rank, seed=self.plan.seed if seed is None else seed, timeout=self.timeout)
+
+    def on_one(self, fn: Callable[..., Any], *arguments: Any, seed: int | None = None) -> Any:
+        """Run fn on one process."""
+        return self.on("simulated", fn, *([each] for each in arguments), seed=seed)[0]
+
+    def with_tolerance(self, tolerance: float | None, tensors: Iterable[Tensor]) -> Self:
+        """Take this tolerance, or that of the dtypes of the tensors and of the module's."""
+        if tolerance is None:
+            tolerance = tolerance_of([*tensors, *self.single.unpack().tensors])
+        return replace(self, tolerance=tolerance)
+
+    def with_losses(self, outputs: Sequence[Tensor]) -> Self:
+        """Take results of shape (1,) as losses."""
+        losses = tuple(i for i, y in enumerate(outputs) if y.shape == (1,))
+        distributed, single = (replace(packed, losses=losses) for packed in (self.distributed, self.single))
+        return replace(self, distributed=distributed, single=single)
+
+    def refuse_nothing(self, gradients: Iterable[Tensor], named: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise if there is no gradient, or no number, to compare with."""
+        if not any(g.any() for g in gradients):
+            got, remedy = "gradients that are all zero", "remove detach() and no_grad, or choose other data"
+            raise ValueError(message(self.name, "single", got, "a result with a gradient to compare with", remedy))
+        if bad := [name for name, x in named if not x.isfinite().all()]:
+            got = f"NaN or infinity in {', '.join(bad)}"
+            raise ValueError(message(self.name, "single", got, "finite numbers to compare with", "choose other data"))
+
+    def judged(self, run: Run) -> Run:
+        """Return the run, where what is in doubt may be off by the rounding of one process."""
+        if not any(q.group in self.groups for q in run.quantities):
+            raise nothing_compared(self.name, self.groups)
+        if self.rank_reduction != "any" and (doubtful := in_doubt(run.under(self.rank_reduction))):
+            run = replace(run, quantities=with_noise(run.quantities, doubtful, self.noise(run)))
+        return run
 
 
-def _closest(runs: list[Run]) -> str:
-    """Return the reduction under which the fewest quantities are wrong, gradients of first order first."""
-
-    def wrong(rank_reduction: str) -> tuple[int, int]:
-        groups = [q.group for run in runs for q in run.under(rank_reduction) if not q.ok]
-        return groups.count("gradient"), len(groups)
-
-    return min(("mean", "sum"), key=wrong)
+def changed_attributes(runs: Sequence[Run]) -> Iterator[str]:
+    """Say which attributes of modules are not compared."""
+    for name in dict.fromkeys(name for run in runs for m in run.measured for name in m.attributes):
+        yield f"{name}: an attribute that the call changed is not compared: register it as a buffer"
 
 
-def _scope(runs: Sequence[Run], rank_reduction: str) -> Iterator[Cause]:
-    """Say which runs raised errors, and in which runs alone something is wrong."""
+class OfRun(Witness):
+    """Measures more of a run that differs from one process."""
 
-    def sizes(of: Sequence[Run]) -> str:
-        return ", ".join(dict.fromkeys(str(run.sizes) for run in of))
+    def __init__(self, check: Against, run: Run, rank_reduction: str, whole: tuple[Packed, Any]) -> None:
+        self.check, self.run, self.rank_reduction, self.whole = check, run, rank_reduction, whole
 
-    def steps(of: Sequence[Run]) -> str:
-        return ", ".join(f"step {step + 1}" for step in sorted({run.step for run in of}))
+    @cached_property
+    def rounding(self) -> set[str]:
+        """The names of what changes as much on one process with the last digits of inputs and parameters."""
+        errors = largest_errors(self.run.under(self.rank_reduction))
+        least = {name: max(self.check.tolerance, 0.1 * error) for name, error in errors.items()}
+        return {name for name, k in self.check.noise(self.run).items() if k > least.get(name, self.check.tolerance)}
 
-    wrong = [run for run in runs if not run.ok(rank_reduction)]
-    right = [run for run in runs if run not in wrong]
-    raised = [run for run in wrong if run.raised]
-    if raised and not any(run.even for run in raised):
-        yield cause_of(Kind.RAISED, f"raised an error with rows {sizes(raised)}, and none with equal ranks")
-    elif raised:
-        yield Cause(Kind.RAISED.value, f"raised an error with rows {sizes(raised)}")
-    even = any(run.even and len(run.sizes) > 1 for run in right) and not any(run.even for run in wrong)
-    small = max((len(run.sizes) for run in right if run.even), default=0)
-    if right and wrong and all(run.step for run in wrong) and not all(run.step for run in right):
-        yield cause_of(Kind.LATER_STEP, f"right in the first step, wrong in {steps(wrong)}")
-    elif small > 1 and all(len(run.sizes) > small for run in wrong) and any(run.even for run in wrong):
-        yield cause_of(Kind.MORE_RANKS, f"right with equal ranks up to {small}, wrong with rows {sizes(wrong)}")
-    elif even and len(raised) < len(wrong):
-        if all(0 in run.sizes for run in wrong):
-            yield cause_of(Kind.EMPTY, f"wrong only with empty ranks: rows {sizes(wrong)}")
-        else:
-            yield cause_of(Kind.UNEVEN, f"right with equal ranks, wrong with rows {sizes(wrong)}")
-    if any(run.on == "simulated" for run in right) and not any(run.on == "simulated" for run in wrong):
-        kinds = ", ".join(dict.fromkeys(run.on for run in wrong))
-        yield cause_of(Kind.ON_PROCESSES, f"right on simulated ranks, wrong on {kinds}")
+    @cached_property
+    def is_random(self) -> bool:
+        """Whether one process gets other results with another seed."""
+        single, batch = self.whole
+        seed = self.check.plan.seed
+        a, b = (self.check.on_one(outputs_on_rank, single, batch, seed=each) for each in (seed, seed + 1))
+        return not all_near(a, b)

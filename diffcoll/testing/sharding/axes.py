@@ -15,9 +15,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from diffcoll.testing.harness.case import Case, Finding, Witness, in_list
+from diffcoll.testing.harness.case import Case, Finding, in_list
 from diffcoll.testing.harness.causes import Kind
-from diffcoll.testing.harness.comparison import Quantity, is_near
+from diffcoll.testing.harness.comparison import Quantity, is_near, near
 from diffcoll.testing.harness.hypotheses import (
     nearly_right,
     not_finite,
@@ -26,13 +26,14 @@ from diffcoll.testing.harness.hypotheses import (
     rounding,
     zero,
 )
+from diffcoll.testing.harness.runs import OfRun
 from diffcoll.testing.harness.some_rows import some_rows
-from diffcoll.testing.sharding.placements import REPLICATE, SHARD, Mesh, near
+from diffcoll.testing.sharding.placements import REPLICATE, SHARD, Mesh
 from diffcoll.testing.sharding.rank import Piece
 from diffcoll.testing.sharding.trace import Change
 
 
-class OfMesh(Witness):
+class OfMesh(OfRun):
     """What can be measured of a sharded program."""
 
     reference = "that of one process"
@@ -73,7 +74,7 @@ def log_of_size(case: Case) -> Iterator[Finding]:
             right = [torch.full_like(d, math.log(n)) for d in differences]
             if n > 1 and differences and all(map(near, differences, right)):
                 words = f"larger than that of one process by {math.log(n):.4g}, the logarithm of the size of {axis}"
-                yield Finding(Kind.LOG_OF_SIZE, [name], f"{name}: {words}")
+                yield Finding(Kind.OFF_BY_LOG_N, [name], f"{name}: {words}")
                 break
 
 
@@ -81,7 +82,7 @@ def experiments(case: Case) -> Iterator[Finding]:
     """All outputs are right after a change of what one submodule returns."""
     names = case.left("value", "output")
     if names and (change := _of(case).change) is not None:
-        kind = Kind.PART_OF_SUM if change.summed else Kind.BIAS_REPEATED if change.added else Kind.SCALED_OVER_AXIS
+        kind = Kind.PART_OF_A_SUM if change.summed else Kind.BIAS_REPEATED if change.added else Kind.SCALED_OVER_AN_AXIS
         yield Finding(kind, names + case.left("gradient", "state"), f"{in_list(names)}: right if {change}")
 
 
@@ -110,14 +111,14 @@ def factors(case: Case) -> Iterator[Finding]:
         seen = f"{in_list(names)}: {ratio:.4g} times that of one process"
         seen += f", which is {' or '.join(words)}" if words else ""
         if shares and not of_axes:
-            kind = Kind.PADDING
+            kind = Kind.PADDING_COUNTED
         elif not of_axes:
             kind = Kind.MULTIPLIED
         elif shares:
             kind = Kind.SCALED
         else:
             both = all(min(each.values()) < 0 < max(each.values()) for each in of_axes)
-            kind = Kind.WRONG_AXES if both else Kind.SCALED_OVER_AXIS
+            kind = Kind.WRONG_AXES if both else Kind.SCALED_OVER_AN_AXIS
         yield Finding(kind, names, seen)
 
 
@@ -198,7 +199,7 @@ def part_of_sum(case: Case) -> Iterator[Finding]:
             yield Finding(Kind.NOT_AVERAGED, names + also, seen)
         else:
             seen = f"{in_list(names)}: one rank's part of a {how} over {over}; the {how} is right"
-            yield Finding(Kind.PART_OF_SUM, names, seen)
+            yield Finding(Kind.PART_OF_A_SUM, names, seen)
 
 
 def _is_not_averaged(case: Case, name: str, axes: Sequence[str]) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diffcoll.core import expect
 from diffcoll.core.errors import message
-from diffcoll.testing.harness.measure import differentiable
+from diffcoll.testing.harness.comparison import near
 
 #: What a tensor is along an axis.
 SHARD, REPLICATE, PARTIAL = "shard", "replicate", "partial"
@@ -218,16 +218,6 @@ def in_words(said: Mapping[str, Placement]) -> str:
     """Return placements by axis as one reads them."""
     each = {axis: f"Shard({p.dim})" if hasattr(p, "dim") else type(p).__name__ for axis, p in said.items()}
     return " and ".join(f"{p} on {axis}" for axis, p in each.items()) or "Replicate"
-
-
-def near(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same shape and the same numbers, up to rounding."""
-    if a.shape != b.shape:
-        return False
-    if not differentiable(b):
-        return torch.equal(a, b.to(a.dtype))
-    eps = torch.finfo(b.dtype).eps ** (2 / 3)
-    return torch.allclose(a, b.to(a.dtype), rtol=10 * eps, atol=eps * float(b.abs().max() if b.numel() else 0))
 
 
 def is_placement(x: object) -> bool:

@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.trees import tree_flatten
-from diffcoll.testing.harness.comparison import (
-    Quantity,
-    in_doubt,
-    nothing_compared,
-    rows,
-    together,
-    tolerance_of,
-    unused,
-    with_noise,
-)
-from diffcoll.testing.harness.measure import (
-    Measurement,
-    MeasurementPlan,
-    differentiable,
-    leaves_of,
-    on_rank,
-    run_on,
-    with_leaves,
-)
+from diffcoll.testing.harness.comparison import Quantity, rows, together, unused
+from diffcoll.testing.harness.measure import Measurement, differentiable, on_rank, outputs_on_rank
 from diffcoll.testing.harness.names import input_names, named_tensors
 from diffcoll.testing.harness.packing import Packed, pack
 from diffcoll.testing.harness.parts import marked
-from diffcoll.testing.harness.report import Table
-from diffcoll.testing.processes import in_words
+from diffcoll.testing.harness.runs import Against, Run
 from diffcoll.testing.sharding.placements import PARTIAL, REPLICATE, SHARD, Mesh, Placement, refuse_unused
 from diffcoll.testing.sharding.rank import (
     MeshPlan,
@@ -53,33 +36,6 @@ from diffcoll.testing.sharding.rank import (
 )
 
 _NAME = "assert_matches_single_process"
-
-
-@dataclass(frozen=True, eq=False)
-class MeshRun:
-    """The results of one run."""
-
-    on: str
-    mesh: Mesh
-    #: What is compared.
-    quantities: list[Quantity] = field(default_factory=list)
-    #: Whether values or outputs are not those of one process, compared or not.
-    values_differ: bool = False
-    ranks: list[OfRank] = field(default_factory=list)
-    raised: str = ""
-    skipped: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing was raised, and every quantity is right."""
-        return self.table.ok
-
-    @property
-    def table(self) -> Table:
-        """The table of the report."""
-        n = self.mesh.size
-        title = f"{self.on}, {n} rank{'s' * (n != 1)}, mesh {self.mesh}"
-        return Table(title, n, tuple(q.row for q in self.quantities), self.raised, self.skipped)
 
 
 def program(
@@ -99,47 +55,22 @@ def program(
 
 
 @dataclass(frozen=True)
-class Sharding:
+class Sharding(Against):
     """A sharded program, the same on one process, and how they are compared."""
 
-    distributed: Packed
-    single: Packed
-    batch: Any
-    plan: MeasurementPlan
-    timeout: float
-    #: Names of arguments without gradients.
-    constant: Sequence[str]
-    #: What is compared: groups of quantities.
-    groups: Sequence[str]
-    #: The largest relative error that is right; None: that of the dtypes.
-    given_tolerance: float | None
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    reduction: Mapping[str, str] = field(default_factory=dict)
 
-    @cached_property
-    def tolerance(self) -> float:
-        """The largest relative error that is right."""
-        tensors = [*self.inputs.values(), *self.single.unpack().tensors]
-        return tolerance_of(tensors) if self.given_tolerance is None else self.given_tolerance
-
-    def on(self, kind: str, fn: Callable[..., Any], *per_rank: Sequence[Any]) -> list[Any]:
-        """Run fn once per rank on one kind of ranks."""
-        return run_on(kind, fn, *per_rank, seed=self.plan.seed, timeout=self.timeout)
-
-    def with_losses(self) -> Sharding:
-        """Refuse wrong names, and take results of shape (1,) as losses."""
+    def checked(self, tolerance: float | None) -> Sharding:
+        """Refuse wrong names, and take this tolerance, or that of the dtypes."""
         if callable(self.batch) and not isinstance(self.batch, Tensor):
             got, remedy = "a function with mesh=", "call it"
             raise TypeError(
                 message(_NAME, "batch", got, "the whole batch, of which placements= says the pieces", remedy)
             )
-        subject = self.distributed.unpack()
-        (outputs,) = self.on("simulated", forward, [self.single], [self.whole_batch])
+        subject, outputs = self.distributed.unpack(), self.on_one(outputs_on_rank, self.single, self.whole_batch)
         names = [*self.inputs, *(name.split(" ", 1)[1] for name in copies(subject)), *output_names(len(outputs))]
         refuse_unused(_NAME, self.placements, names)
-        losses = tuple(i for i, y in enumerate(outputs) if y.shape == (1,))
-        distributed, single = (replace(packed, losses=losses) for packed in (self.distributed, self.single))
-        return replace(self, distributed=distributed, single=single)
+        return self.with_losses(outputs).with_tolerance(tolerance, self.inputs.values())
 
     @cached_property
     def fn(self) -> Callable[..., Any]:
@@ -159,10 +90,10 @@ class Sharding:
     @cached_property
     def whole(self) -> Whole:
         """What one process has."""
-        measured: Measurement
-        (measured,) = self.on("simulated", on_rank, [self.single], [self.plan], [0], [self.whole_batch])
+        measured: Measurement = self.on_one(on_rank, self.single, self.plan, 0, self.whole_batch)
         whole = self.whole_from(measured)
-        self._refuse(measured, whole.gradients)
+        values = [(f"value[{i}]", y) for i, y in enumerate(measured.outputs) if y.dim() == 0]
+        self.refuse_nothing(whole.gradients.values(), [*whole.gradients.items(), *values])
         if measured.first.parameters and not any(g.any() for g in measured.first.parameters):
             raise unused(_NAME, "single")
         return whole
@@ -172,7 +103,7 @@ class Sharding:
         subject = self.single.unpack()
         names = input_names(subject.fn, self.whole_batch)
         first = {id(x): f"parameter {name}" for name, x in subject.parameters.items()}
-        found = dict(zip([*names, *first.values()], measured.first.inputs + measured.first.parameters, strict=True))
+        found = dict(zip([*names, *first.values()], measured.first.every, strict=True))
         for name, x in tensors_by_name(subject):  # a tied parameter has several names
             if id(x) in first:
                 found[name] = found[first[id(x)]]
@@ -199,7 +130,7 @@ class Sharding:
             parts.append(marked(_NAME, self.fn, part, self.constant))
         return parts
 
-    def run(self, on: str, mesh: Mesh) -> MeshRun:
+    def run(self, on: str, mesh: Mesh) -> Run:
         """Measure on the ranks of a mesh."""
         n, whole, plan = mesh.size, self.whole, self.plan_of(on, mesh)
         ranks: list[OfRank] = self.on(on, on_mesh, [self.distributed] * n, [plan] * n, range(n), self.parts(mesh))
@@ -208,51 +139,32 @@ class Sharding:
         if missing and "gradient" in self.groups:
             got, expected = f"no {missing[0]} on any rank", "every parameter of the whole on some rank"
             raise ValueError(message(_NAME, "shard", got, expected, "let it keep its name, or freeze it in the whole"))
-        every = list(reduced([rank.pieces for rank in ranks], plan, self.tolerance))
-        if doubtful := in_doubt(every):
-            every = with_noise(every, doubtful, self.noise(every))
-        differ = any(not q.ok for q in every if q.group in ("value", "output"))
-        compared = [q for q in every if q.group in self.groups]
-        if not compared:
-            raise nothing_compared(_NAME, self.groups)
-        return MeshRun(on, mesh, compared, differ, ranks)
+        quantities = reduced([rank.pieces for rank in ranks], plan, self.tolerance)
+        return self.judged(self.of_results(on, mesh, quantities=quantities, measured=ranks))
+
+    def of_results(self, on: str, mesh: Mesh, **results: Any) -> Run:
+        """Return a run with these results."""
+        return Run(on, (mesh,), mesh.size, f"mesh {mesh}", groups=self.groups, **results)
 
     def plan_of(self, on: str, mesh: Mesh) -> MeshPlan:
         """Return what the ranks of a mesh measure."""
         device = "cuda" if on == "nccl" else "cpu"
-        return MeshPlan(mesh, self.placements, self.reduction, self.plan, self.whole, device)
+        return MeshPlan(mesh, self.placements, self.rank_reduction, self.plan, self.whole, device)
 
-    def noise(self, quantities: Sequence[Quantity]) -> dict[str, float]:
-        """Return by how much each quantity changes on one process with the last digits of inputs and parameters."""
+    @override
+    def noise(self, run: Run) -> dict[str, float]:
         plan = replace(self.plan, jitter=True)
-        (found,) = self.on("simulated", on_rank, [self.single], [plan], [0], [self.whole_batch])
-        other, whole = self.whole_from(found), self.whole
-        pairs = {f"gradient of {name}": (g, other.gradients[name]) for name, g in whole.gradients.items()}
-        names = [piece_name(*each) for each in zip(output_names(len(whole.outputs)), whole.outputs, strict=True)]
-        pairs |= dict(zip(names, zip(whole.outputs, other.outputs, strict=True), strict=True))
-        units = {q.what: q.unit for q in quantities}
+        other = self.whole_from(self.on_one(on_rank, self.single, plan, 0, self.whole_batch))
+        pairs = {f"gradient of {name}": (g, other.gradients[name]) for name, g in self.whole.gradients.items()}
+        outputs = self.whole.outputs
+        names = [piece_name(*each) for each in zip(output_names(len(outputs)), outputs, strict=True)]
+        pairs |= dict(zip(names, zip(outputs, other.outputs, strict=True), strict=True))
+        units = {q.what: q.unit for q in run.quantities}
         return {
             what: Quantity(what, "", None, y, x, units[what], 0.0, rows(x, units[what])).error
             for what, (x, y) in pairs.items()
             if what in units and differentiable(x) and x.numel()
         }
-
-    def attempt(self, on: str, mesh: Mesh) -> MeshRun:
-        """Do the same, and keep the error if one is raised."""
-        try:
-            return self.run(on, mesh)
-        except Exception as error:
-            return MeshRun(on, mesh, raised=in_words(error))
-
-    def _refuse(self, measured: Measurement, gradients: Mapping[str, Tensor]) -> None:
-        """Raise if there is no number to compare with."""
-        if not any(g.any() for g in gradients.values()):
-            got, remedy = "gradients that are all zero", "remove detach() and no_grad, or choose other data"
-            raise ValueError(message(_NAME, "single", got, "a result with a gradient to compare with", remedy))
-        named = [*gradients.items(), *((f"value[{i}]", y) for i, y in enumerate(measured.outputs) if y.dim() == 0)]
-        if bad := [name for name, x in named if not x.isfinite().all()]:
-            got = f"NaN or infinity in {', '.join(bad)}"
-            raise ValueError(message(_NAME, "single", got, "finite numbers to compare with", "choose other data"))
 
     def _refuse_equal(
         self, mesh: Mesh, names: Sequence[str], kinds: Sequence[Mapping[str, str]], of_ranks: Sequence[Sequence[Tensor]]
@@ -269,9 +181,9 @@ class Sharding:
                         raise ValueError(message(_NAME, "batch", got, expected, "pass random numbers"))
 
 
-def reduced(ranks: Sequence[Sequence[Piece]], plan: MeshPlan, tolerance: float) -> Iterator[Quantity]:
+def reduced(ranks: Sequence[Sequence[Piece]], plan: MeshPlan, tolerance: float) -> list[Quantity]:
     """Return what is compared: the pieces of the ranks after the reductions over axes."""
-    mesh = plan.mesh
+    mesh, found = plan.mesh, []
     by_rank = [{piece.what: piece for piece in pieces} for pieces in ranks]
     for what in dict.fromkeys(piece.what for pieces in ranks for piece in pieces):
         holders = {r: pieces[what] for r, pieces in enumerate(by_rank) if what in pieces}
@@ -285,7 +197,8 @@ def reduced(ranks: Sequence[Sequence[Piece]], plan: MeshPlan, tolerance: float) 
             got = _combined([holders[s].got for s in group], piece, plan)
             rank = None if len(group) == mesh.size and axes else r
             of_rows = rows(piece.wanted, piece.unit) if piece.group == "gradient" else 1.0
-            yield Quantity(what, piece.group, rank, got, piece.wanted, piece.unit, tolerance, of_rows)
+            found.append(Quantity(what, piece.group, rank, got, piece.wanted, piece.unit, tolerance, of_rows))
+    return found
 
 
 def reduced_axes(piece: Piece, plan: MeshPlan) -> list[str]:
@@ -311,9 +224,3 @@ def _combined(each: Sequence[Tensor], piece: Piece, plan: MeshPlan) -> Tensor:
             factor /= plan.mesh.sizes[axis]
     total = torch.stack(list(each)).sum(0) if len(each) > 1 else each[0]
     return total if factor == 1 else total * factor
-
-
-def forward(packed: Packed, batch: Any) -> list[Tensor]:
-    """Run the forward on this rank."""
-    with torch.inference_mode(False), torch.enable_grad():
-        return [y.detach().cpu() for y in packed.unpack().call(with_leaves(batch, leaves_of(batch)))]

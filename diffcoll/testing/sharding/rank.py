@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from diffcoll.core.errors import message
-from diffcoll.testing.harness.comparison import SMALL, largest
+from diffcoll.testing.harness.comparison import SMALL, largest, near
 from diffcoll.testing.harness.measure import (
     MeasurementPlan,
     differentiable,
@@ -34,7 +34,6 @@ from diffcoll.testing.sharding.placements import (
     Mesh,
     Placement,
     by_function,
-    near,
     said_of,
 )
 from diffcoll.testing.sharding.settling import local, refuse_another_order, settled, whole_of

@@ -5,24 +5,26 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from diffcoll.testing.harness.case import Case
-from diffcoll.testing.harness.causes import OBSERVED, Kind, cause_of
-from diffcoll.testing.harness.comparison import largest_errors
-from diffcoll.testing.harness.cuts import Cuts, GraphCuts, Undetached
+from diffcoll.testing.harness.causes import Kind, cause_of
+from diffcoll.testing.harness.comparison import Quantity
+from diffcoll.testing.harness.cuts import Cuts, GraphCuts
 from diffcoll.testing.harness.hypotheses import diagnose
-from diffcoll.testing.harness.measure import differentiable, run_on
+from diffcoll.testing.harness.measure import differentiable, undetached
 from diffcoll.testing.harness.names import named_tensors
 from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.harness.report import First, Report
+from diffcoll.testing.harness.runs import Run, changed_attributes
 from diffcoll.testing.sharding.axes import MESH_HYPOTHESES, OfMesh
 from diffcoll.testing.sharding.placements import parsed_mesh, parsed_placements, parsed_reduction
-from diffcoll.testing.sharding.program import MeshRun, Sharding, forward, reduced
+from diffcoll.testing.sharding.program import Sharding, reduced
 from diffcoll.testing.sharding.rank import (
     MeshPlan,
     OfRank,
@@ -38,58 +40,44 @@ _NAME = "assert_matches_single_process"
 
 
 def sharded_report(
-    sharding: Sharding, mesh: object, placements: object, rank_reduction: object, on: Sequence[str]
+    sharding: Sharding, tolerance: float | None, mesh: object, placements: object, on: Sequence[str]
 ) -> Report:
     """Run on each mesh and each kind of ranks."""
     meshes = parsed_mesh(mesh)
-    sharding = replace(
-        sharding,
-        placements=parsed_placements(placements, meshes[0]),
-        reduction=parsed_reduction(rank_reduction, meshes[0]),
-    ).with_losses()
-    runs: list[MeshRun] = []
-    for kind in on:
-        for each in meshes:
-            if wrong := [run for run in runs if run.mesh == each and not run.skipped and not run.ok]:
-                runs.append(MeshRun(kind, each, skipped=f"wrong already on {wrong[0].on} ranks"))
-            else:
-                runs.append(sharding.attempt(kind, each) if runs else sharding.run(kind, each))
-    how = [f"{how} over {axis}" for axis, how in sharding.reduction.items()]
-    report = Report(f"{_NAME}, {', '.join(how) or 'nothing reduced afterwards'}", tuple(run.table for run in runs))
-    changed = dict.fromkeys(name for run in runs for rank in run.ranks for name in rank.attributes)
-    words = "an attribute that the call changed is not compared: register it as a buffer"
-    notes = [f"{name}: {words}" for name in changed]
-    wrong = [run for run in runs if run.quantities and not run.ok]
-    if wrong:
-        witness = _Mesh(sharding, wrong[0])
-        found = {name: said for rank in wrong[0].ranks for name, said in rank.found.items()}
+    placed, reduction = parsed_placements(placements, meshes[0]), parsed_reduction(sharding.rank_reduction, meshes[0])
+    sharding = replace(sharding, placements=placed, rank_reduction=reduction).checked(tolerance)
+    runs = sharding.runs([(each,) for each in meshes], on)
+    how = [f"{how} over {axis}" for axis, how in reduction.items()]
+    report = Report(f"{_NAME}, {', '.join(how) or 'nothing reduced afterwards'}", ())
+    notes = list(changed_attributes(runs))
+    wrong = next((run for run in runs if run.quantities and not run.ok()), None)
+    if wrong is not None:
+        witness = _Mesh(sharding, wrong)
+        found = {name: said for rank in wrong.measured for name, said in rank.found.items()}
         notes += [
             f"{name}: taken to be {said}, by its shape; placements= may say otherwise" for name, said in found.items()
         ]
         causes = diagnose(witness.case, MESH_HYPOTHESES)
-        skipped = [i for i, run in enumerate(runs) if run.skipped and run.mesh == wrong[0].mesh]
-        if skipped and wrong[0].on == "simulated" and OBSERVED.issuperset(cause.name for cause in causes):
-            (i, *_), kind = skipped, runs[skipped[0]].on
-            runs[i] = sharding.attempt(kind, wrong[0].mesh)
-            report = replace(report, tables=tuple(run.table for run in runs))
-            if runs[i].ok:
-                causes = [cause_of(Kind.SHARED_STATE, f"wrong on simulated ranks, right on {kind}")]
-        elif wrong[0].on != "simulated" and any(run.on == "simulated" and run.ok for run in runs):
-            causes.append(cause_of(Kind.ON_PROCESSES, f"right on simulated ranks, wrong on {wrong[0].on}"))
+        if shared_state := sharding.shared_state(runs, wrong, causes):
+            causes = [shared_state]
+        elif wrong.on != "simulated" and any(run.on == "simulated" and run.ok() for run in runs):
+            causes.append(cause_of(Kind.ON_PROCESSES, f"right on simulated ranks, wrong on {wrong.on}"))
         report = replace(report, causes=tuple(causes), cuts=witness.cuts.lines, first=witness.first)
-    return replace(report, notes=tuple(notes))
+    return replace(report, tables=tuple(run.table() for run in runs), notes=tuple(notes))
 
 
 class _Mesh(OfMesh):
     """Measures more of a wrong run."""
 
-    def __init__(self, sharding: Sharding, run: MeshRun) -> None:
-        self._sharding, self._run = sharding, run
-        self.mesh, self.reduction = run.mesh, sharding.reduction
-        self._parts = sharding.parts(run.mesh)
-        self._plan = sharding.plan_of(run.on, run.mesh)
+    check: Sharding
+
+    def __init__(self, sharding: Sharding, run: Run) -> None:
+        super().__init__(sharding, run, "", (sharding.single, sharding.whole_batch))
+        (self.mesh,), self.reduction = run.setting, sharding.rank_reduction
+        self._parts = sharding.parts(self.mesh)
+        self._plan = sharding.plan_of(run.on, self.mesh)
         self.pieces: dict[str, dict[int, Piece]] = {}
-        for r, rank in enumerate(run.ranks):
+        for r, rank in enumerate(run.measured):
             for piece in rank.pieces:
                 self.pieces.setdefault(piece.what, {})[r] = piece
         of_ranks = [_counts(named_tensors(sharding.fn, part)) for part in self._parts]
@@ -102,47 +90,27 @@ class _Mesh(OfMesh):
     @cached_property
     def case(self) -> Case:
         """The run for the diagnosis."""
-        n, run = self.mesh.size, self._run
-        bad = [r for r, rank in enumerate(run.ranks) if not all(_is_finite(piece) for piece in rank.pieces)]
-        return Case(run.quantities, (1,) * n, "", self._sharding.tolerance, bad, run.values_differ, self.cuts, self)
+        n, run = self.mesh.size, self.run
+        bad = [r for r, rank in enumerate(run.measured) if not all(_is_finite(piece) for piece in rank.pieces)]
+        return Case(run.under(""), (1,) * n, "", self.check.tolerance, bad, run.values_differ(), self.cuts, self)
 
     @cached_property
     def cuts(self) -> Cuts:
         """Where tensors leave the graph of a forward."""
         return Cuts.of_all(self._on_ranks(_cuts, [self._plan] * self.mesh.size, range(self.mesh.size), self._parts))
 
-    @cached_property
-    def restored(self) -> set[str]:
-        """The names of the gradients that are right if the user's calls of detach() keep the graph."""
-        with contextlib.suppress(Exception):
-            n = self.mesh.size
-            ranks = self._on_ranks(_undetached, [self._plan] * n, range(n), self._parts)
-            return self._right(ranks)
-        return set()
-
-    @cached_property
-    def rounding(self) -> set[str]:
-        """The names of what changes as much on one process with the last digits of inputs and parameters."""
-        quantities, tolerance = self._run.quantities, self._sharding.tolerance
-        errors = largest_errors(quantities)
-        return {name for name, k in self._sharding.noise(quantities).items() if k > max(tolerance, 0.1 * errors[name])}
-
-    @cached_property
-    def is_random(self) -> bool:
-        """Whether one process gets other results with another seed."""
-        sharding, seed = self._sharding, self._sharding.plan.seed
-        a, b = (
-            run_on("simulated", forward, [sharding.single], [sharding.whole_batch], seed=s, timeout=sharding.timeout)[0]
-            for s in (seed, seed + 1)
-        )
-        return any(not torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    @override
+    def undetached(self) -> list[Quantity]:
+        n = self.mesh.size
+        ranks = self._on_ranks(partial(undetached, on_mesh), [self._plan] * n, range(n), self._parts)
+        return reduced([rank.pieces for rank in ranks], self._plan, self.check.tolerance)
 
     # ── submodules ──
 
     @cached_property
     def _traces(self) -> tuple[Trace, list[Trace]]:
-        sharding, n = self._sharding, self.mesh.size
-        (whole,) = sharding.on("simulated", trace_of_one, [sharding.single], [sharding.plan], [sharding.whole_batch])
+        sharding, n = self.check, self.mesh.size
+        whole = sharding.on_one(trace_of_one, sharding.single, sharding.plan, sharding.whole_batch)
         plan = replace(self._plan, traced=True)
         ranks: list[OfRank] = self._on_ranks(on_mesh, [plan] * n, range(n), self._parts)
         return whole, [rank.trace for rank in ranks]
@@ -152,7 +120,7 @@ class _Mesh(OfMesh):
         """The functions among the placements."""
         each = [
             p
-            for said in self._sharding.placements.values()
+            for said in self.check.placements.values()
             for p in (said.values() if isinstance(said, Mapping) else [said])
         ]
         return [p for p in each if callable(p)]
@@ -179,7 +147,7 @@ class _Mesh(OfMesh):
         whole, ranks = self._traces
         names = suspects(self.first.output, whole.outputs, [t.outputs for t in ranks], self.mesh, self._functions)
         names = [name for name in names if all(name in t.outputs for t in ranks)]  # else a sum over an axis would wait
-        modules = modules_by_name(self._sharding.single.unpack())
+        modules = modules_by_name(self.check.single.unpack())
         for name in names[-_MOST:]:
             for change in _changes(name, modules.get(name), whole.outputs[name], self.mesh.sizes):
                 if self._is_right(change):
@@ -190,15 +158,11 @@ class _Mesh(OfMesh):
         n = self.mesh.size
         with contextlib.suppress(Exception):
             ranks = self._on_ranks(outputs_on_mesh, [self._plan] * n, [change] * n, range(n), self._parts)
-            return all(q.ok for q in reduced(ranks, self._plan, self._sharding.tolerance))
+            return all(q.ok for q in reduced(ranks, self._plan, self.check.tolerance))
         return False
 
-    def _right(self, ranks: Sequence[OfRank]) -> set[str]:
-        quantities = list(reduced([rank.pieces for rank in ranks], self._plan, self._sharding.tolerance))
-        return {q.what for q in quantities} - {q.what for q in quantities if not q.ok}
-
     def _on_ranks(self, fn: Callable[..., Any], *per_rank: Sequence[Any]) -> list[Any]:
-        return self._sharding.on(self._run.on, fn, [self._sharding.distributed] * self.mesh.size, *per_rank)
+        return self.check.on(self.run.on, fn, [self.check.distributed] * self.mesh.size, *per_rank)
 
 
 #: How many submodules experiments are made on.
@@ -238,9 +202,3 @@ def _cuts(packed: Packed, plan: MeshPlan, rank: int, part: Any) -> Cuts:
     with GraphCuts() as cuts:
         on_mesh(packed, plan, rank, part)
     return cuts.found
-
-
-def _undetached(packed: Packed, plan: MeshPlan, rank: int, part: Any) -> OfRank:
-    """Measure on this rank, where the user's calls of `detach()` keep the graph."""
-    with Undetached():
-        return on_mesh(packed, plan, rank, part)

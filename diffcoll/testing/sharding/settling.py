@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diffcoll.core.errors import message
+from diffcoll.testing.harness.comparison import near
 from diffcoll.testing.sharding.placements import (
     PARTIAL,
     REPLICATE,
@@ -23,7 +24,6 @@ from diffcoll.testing.sharding.placements import (
     chosen,
     fitting,
     in_words,
-    near,
     said_of,
 )
 
