@@ -20,11 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import diffcoll as dc
 from diffcoll.testing import RanksFailedError, new_group, simulate, spawn
 
-RUNS = {
-    "rules": partial(simulate, rules=True),
-    "gloo": spawn,
-    "mpi": partial(spawn, backend="mpi"),
-}
+RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
 SMALL = 1e-4  # megabytes: several buckets, for small models too
 
 
@@ -964,32 +960,16 @@ def test_check_mode_finds_what_one_rank_has_frozen(where):
 
 
 WRONG = [
-    (
-        lambda: dc.GradientAverager(mlp(), reduction="max"),
-        ValueError,
-        "reduction: got 'max', expected",
-    ),
+    (lambda: dc.GradientAverager(mlp(), reduction="max"), ValueError, "reduction: got 'max', expected"),
     (lambda: dc.GradientAverager(mlp(), bucket_mb=0), ValueError, "bucket_mb: got 0, expected a number of megabytes"),
     (lambda: dc.GradientAverager(mlp(), bucket_mb="1"), ValueError, "bucket_mb: got '1', expected a number"),
-    (
-        lambda: dc.GradientAverager(mlp(), comm_dtype=torch.int8),
-        TypeError,
-        "comm_dtype: got torch.int8, expected",
-    ),
-    (
-        lambda: dc.GradientAverager(mlp(), group="gloo"),
-        TypeError,
-        "group: got str, expected None, a torch",
-    ),
+    (lambda: dc.GradientAverager(mlp(), comm_dtype=torch.int8), TypeError, "comm_dtype: got torch.int8, expected"),
+    (lambda: dc.GradientAverager(mlp(), group="gloo"), TypeError, "group: got str, expected None, a torch"),
     (lambda: dc.GradientAverager([]), ValueError, "module_or_params: got nothing, expected at least one parameter"),
     (lambda: dc.GradientAverager(3), TypeError, "module_or_params: got int, expected a module, parameters, or pairs"),
     (lambda: dc.GradientAverager(torch.ones(2)), TypeError, "module_or_params: got Tensor, expected a module, param"),
     (lambda: dc.GradientAverager([("a", 3)]), TypeError, "module_or_params: got ('a', 3), expected a module"),
-    (
-        lambda: dc.GradientAverager([torch.ones(2).int()]),
-        ValueError,
-        "module_or_params: got 0, which is of",
-    ),
+    (lambda: dc.GradientAverager([torch.ones(2).int()]), ValueError, "module_or_params: got 0, which is of"),
     (
         lambda: dc.GradientAverager([torch.ones(2, requires_grad=True) * 2]),
         ValueError,
@@ -1011,11 +991,7 @@ WRONG = [
         ".set_weight: weight: got nan, expected a finite non-negative number",
     ),
     (lambda: weighted().set_weight("3"), TypeError, ".set_weight: weight: got str, expected a number or a 0-d tensor"),
-    (
-        lambda: weighted().set_weight(torch.ones(2)),
-        ValueError,
-        ".set_weight: weight: got a tensor of (2,)",
-    ),
+    (lambda: weighted().set_weight(torch.ones(2)), ValueError, ".set_weight: weight: got a tensor of (2,)"),
     (
         lambda: dc.GradientAverager(mlp()).set_weight(3),
         ValueError,

@@ -19,11 +19,7 @@ import diffcoll as dc
 from diffcoll.core.torch_private.tensors import storage_uses
 from diffcoll.testing import new_group, simulate, spawn
 
-RUNS = {
-    "rules": partial(simulate, rules=True),
-    "gloo": spawn,
-    "mpi": partial(spawn, backend="mpi"),
-}
+RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
 
 
 def mlp():

@@ -12,11 +12,7 @@ import diffcoll as dc
 from diffcoll.core.reductions import spelled
 from diffcoll.testing import simulate, spawn
 
-RUNS = {
-    "rules": partial(simulate, rules=True),
-    "gloo": spawn,
-    "mpi": partial(spawn, backend="mpi"),
-}
+RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
 SIZES = [4, 0, 3]
 
 

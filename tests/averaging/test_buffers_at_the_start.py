@@ -78,12 +78,7 @@ def test_as_with_torchs_own(forward):
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("sparse", "torch.sparse_coo"),
-        ("meta", "on the meta device"),
-        ("nested", "nested"),
-    ],
+    ("kind", "words"), [("sparse", "torch.sparse_coo"), ("meta", "on the meta device"), ("nested", "nested")]
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_buffers_without_dense_memory(kind, words):

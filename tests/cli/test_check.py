@@ -607,10 +607,7 @@ def test_what_ranks_share(run):
     ("words", "said"),
     [
         ("sharded:loss --mesh tp=2", "argument --mesh: got [{'tp': 2}] without --against, expected both"),
-        (
-            f"{LOSS} --mesh tp=2 --rank-reduction mean",
-            "got 'mean' with --mesh, expected mean or sum once by axis",
-        ),
+        (f"{LOSS} --mesh tp=2 --rank-reduction mean", "got 'mean' with --mesh, expected mean or sum once by axis"),
         (f"{LOSS} --mesh tp=0", "argument --mesh: got 'tp=0', expected the size of each axis once"),
         (f"{LOSS} --mesh tp", "argument --mesh: got 'tp', expected the size of each axis once, such as tp=2"),
         (f"{LOSS} --mesh tp=2,tp=3", "argument --mesh: got 'tp=2,tp=3', expected the size of each axis once"),

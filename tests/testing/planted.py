@@ -247,13 +247,7 @@ PLANTED = {
     ),
     "local statistics": (lambda: _barlow(True), pair, EVEN, "local statistics", "right if all ranks have the same"),
     "mean of means": (_mean_of_means, one, UNEVEN, "mean of local means", "x: off by"),
-    "equal blocks": (
-        lambda: clip(dc.all_gather),
-        pair,
-        UNEVEN,
-        "raised",
-        "and none with equal ranks",
-    ),
+    "equal blocks": (lambda: clip(dc.all_gather), pair, UNEVEN, "raised", "and none with equal ranks"),
     "not finite": (_nan_on_empty, one, EMPTY, "not finite", "on rank 1; rank 1 has no rows"),
     "second order": (
         lambda: _with(_sum_of_rows(CubedSum.apply, 3), order=2),

@@ -312,10 +312,7 @@ def context(bug):
         distributed,
         attention,
         tuple(numbers(3, 6, 4)),
-        {
-            "mesh": {"cp": 3},
-            "placements": {name: {"cp": Shard(0)} for name in "qkv"},
-        },
+        {"mesh": {"cp": 3}, "placements": {name: {"cp": Shard(0)} for name in "qkv"}},
     )
 
 
@@ -641,11 +638,7 @@ PROGRAMS = {
     pipeline: {"zeros": "no contribution", "twice": None, "value twice": "scaled over an axis"},
     fully_sharded: {"summed": "scaled over an axis", "uneven": "mean of local means", "another input": None},
     hybrid_sharded: {"not replicated": "not averaged", "summed": "scaled over an axis", "another input": None},
-    data_parallel: {
-        "times N": "scaled over an axis",
-        "uneven": "mean of local means",
-        "not wrapped": "not averaged",
-    },
+    data_parallel: {"times N": "scaled over an axis", "uneven": "mean of local means", "not wrapped": "not averaged"},
     mapped: {
         "wrong placement": "part of a sum",
         "gradients placed as inputs": "part of a sum",

@@ -177,10 +177,7 @@ REFUSED = {
     "reduce_scatter_tensor, stacked": (over_both(scattered, (2, 3), lambda n: (n, 2, 3)), ALONG),
     "reduce_scatter_tensor, flat": (over_both(scattered, (6,), lambda n: (2 * n, 3)), ALONG),
     "reduce_scatter, other shape": (over_both(scattered_list, (3, 2), lambda n: [(2, 3)] * n), EQUAL),
-    "all_to_all, uneven": (
-        lambda r, n, g: exchanged(r, n, g, [(s + 1,) for s in range(n)], [(r + 1,)] * n),
-        EQUAL,
-    ),
+    "all_to_all, uneven": (lambda r, n, g: exchanged(r, n, g, [(s + 1,) for s in range(n)], [(r + 1,)] * n), EQUAL),
     "all_to_all, other shape": (over_both(exchanged, lambda n: [(2, 3)] * n, lambda n: [(3, 2)] * n), EQUAL),
     "gather, uneven": (lambda r, n, g: at_root(r, n, g, gathered_at, [(s + 1,) for s in range(n)]), EQUAL),
     "gather, other shape": (lambda r, n, g: at_root(r, n, g, gathered_at, [(1, 1)] * n), EQUAL),

@@ -156,11 +156,7 @@ def test_surroundings(backend, monkeypatch, tmp_path):
 
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-RUNS = {
-    "simulated": partial(simulate, torch_distributed=True),
-    "gloo": spawn,
-    "mpi": partial(spawn, backend="mpi"),
-}
+RUNS = {"simulated": partial(simulate, torch_distributed=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
 
 
 @pytest.mark.parametrize("kind", RUNS)

@@ -251,10 +251,7 @@ def test_ranges():
         (lambda: strategies.sizes(0), "sizes: n: got 0, expected an integer of at least 1"),
         (lambda: strategies.sizes(2, least=-1), "sizes: least: got -1, expected an integer of at least 0"),
         (lambda: strategies.pairs("3"), "pairs: n: got '3', expected an integer of at least 1"),
-        (
-            lambda: calls.cases("allgather"),
-            "cases: names: got 'allgather', expected names among all_reduce, ",
-        ),
+        (lambda: calls.cases("allgather"), "cases: names: got 'allgather', expected names among all_reduce, "),
         (lambda: calls.cases([]), "cases: names: got [], expected names among all_reduce"),
         (lambda: calls.cases(size=0), "cases: size: got 0, expected an integer of at least 1"),
         (lambda: per_rank_tensors(0), "per_rank_tensors: n: got 0, expected an integer of at least 1"),
@@ -283,15 +280,9 @@ def test_ranges():
             lambda: find(per_rank_tensors(shape=(2,), layouts=["channels_last"]), bool),
             "layouts: got ['channels_last'], expected one that 2-D tensors can have: contiguous, transposed, strided, ",
         ),
-        (
-            lambda: with_layout(torch.ones(2), "dense"),
-            "with_layout: layout: got 'dense', expected one of 'contig",
-        ),
+        (lambda: with_layout(torch.ones(2), "dense"), "with_layout: layout: got 'dense', expected one of 'contig"),
         (lambda: with_layout(torch.ones(2), "channels_last"), 'got 1-D for "channels_last", expected 4-D or 5-D'),
-        (
-            lambda: with_layout(torch.arange(2), "expanded"),
-            'got slices x[i] that differ, for "expanded", expected eq',
-        ),
+        (lambda: with_layout(torch.arange(2), "expanded"), 'got slices x[i] that differ, for "expanded", expected eq'),
     ],
 )
 def test_bad_arguments(call, text):
