@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from verdicts import ruled
 
 import diffcoll as dc
 
@@ -274,75 +275,26 @@ def _blocks(x):
     return [block[:k] for block, k in zip(blocks, sizes, strict=True)]
 
 
-class GatherLayer(torch.autograd.Function):
-    """As everybody copies it; the backward is right."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.sizes = _sizes(x)
-        return torch.cat(_blocks(x))
-
-    @staticmethod
-    def backward(ctx, g):
-        g = g.clone()
-        dist.all_reduce(g)
-        return g.split(ctx.sizes)[dist.get_rank()]
-
-
-class OwnSlice(GatherLayer):
-    """The backward of early copies."""
-
-    @staticmethod
-    def backward(ctx, g):
-        return g.split(ctx.sizes)[dist.get_rank()]
-
-
-class FromTheNextRank(GatherLayer):
-    """The backward cuts out the block of the next rank."""
-
-    @staticmethod
-    def backward(ctx, g):
-        g = g.clone()
-        dist.all_reduce(g)
-        return g.split(ctx.sizes)[(dist.get_rank() + 1) % dist.get_world_size()]
-
-
-class AllReduce(torch.autograd.Function):
-    """A sum over ranks, and its backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = x.clone()
-        dist.all_reduce(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        g = g.clone()
-        dist.all_reduce(g)
-        return g
-
-
-class Identity(AllReduce):
-    """The backward of Megatron-LM's g, where the losses of the ranks are other ones."""
-
-    @staticmethod
-    def backward(ctx, g):
-        return g
-
-
-class Averaged(AllReduce):
-    """The backward divides by the number of ranks."""
-
-    @staticmethod
-    def backward(ctx, g):
-        g = g.clone()
-        dist.all_reduce(g)
-        return g / dist.get_world_size()
-
-
 def _plain_gather(x):
     return torch.cat(_blocks(x))
+
+
+def _gather_layer(rule):
+    """The layer that everybody copies, with a rule for its backward, of the gradient and the ranks' numbers of rows."""
+
+    def gather(x):
+        sizes = _sizes(x)
+        return ruled(_plain_gather, lambda g: rule(g, sizes))(x)
+
+    return gather
+
+
+gather_layer = _gather_layer(lambda g, sizes: _plain_sum(g).split(sizes)[dist.get_rank()])
+#: The backward of early copies.
+own_slice = _gather_layer(lambda g, sizes: g.split(sizes)[dist.get_rank()])
+_from_the_next_rank = _gather_layer(
+    lambda g, sizes: _plain_sum(g).split(sizes)[(dist.get_rank() + 1) % dist.get_world_size()]
+)
 
 
 def _own_block_kept(x):
@@ -367,6 +319,10 @@ def _plain_sum(x):
     return y
 
 
+#: The backward of Megatron-LM's g, where the losses of the ranks are other ones.
+identity = ruled(_plain_sum, lambda g: g)
+
+
 def _distributed_nn_sum(x):
     from torch.distributed.nn.functional import all_reduce
 
@@ -386,13 +342,13 @@ def _alone(x):
 #: Right ways, and whether they take blocks of other sizes on each rank.
 GATHERS = {
     "dc.all_gather": (lambda x: dc.all_gather(x, sizes="auto"), True),
-    "GatherLayer": (GatherLayer.apply, True),
+    "GatherLayer": (gather_layer, True),
     "dc.gather_batch": (lambda x: dc.gather_batch(x).tree, True),
     "torch.distributed.nn": (_distributed_nn_gather, False),
 }
 SUMS = {
     "dc.all_reduce": dc.all_reduce,
-    "AllReduce": AllReduce.apply,
+    "AllReduce": ruled(_plain_sum, _plain_sum),
     "dc.reduce and dc.broadcast": lambda x: dc.broadcast(dc.reduce(x)),
     "torch.distributed.nn": _distributed_nn_sum,
 }
@@ -418,8 +374,8 @@ _SCALED = {"value scaled", "scaled"}
 ROW_MISTAKES = {
     "no gradient": Mistake(_plain_gather, ({"graph cut"},)),
     "own block kept": Mistake(_own_block_kept, ({"scaled"},)),
-    "own slice": Mistake(OwnSlice.apply, ({"scaled"},)),
-    "the next rank's block": Mistake(FromTheNextRank.apply, ({"ranks swapped", "wrong in direction"},)),
+    "own slice": Mistake(own_slice, ({"scaled"},)),
+    "the next rank's block": Mistake(_from_the_next_rank, ({"ranks swapped", "wrong in direction"},)),
     "no collective": Mistake(_alone, ({"local statistics"},)),
     "the last rank left out": Mistake(_without_the_last_rank, ({"left out"},)),
     "times N": Mistake(GATHERS["dc.all_gather"][0], (_SCALED,), _by_n),
@@ -428,16 +384,16 @@ ROW_MISTAKES = {
 PAIR_MISTAKES = {
     "no gradient": Mistake(_plain_gather, ({"graph cut"},)),
     "own block kept": Mistake(_own_block_kept, ({"local slice"},)),
-    "own slice": Mistake(OwnSlice.apply, ({"local slice"},)),
-    "the next rank's block": Mistake(FromTheNextRank.apply, ({"wrong in direction"},)),
+    "own slice": Mistake(own_slice, ({"local slice"},)),
+    "the next rank's block": Mistake(_from_the_next_rank, ({"wrong in direction"},)),
     "no collective": Mistake(_alone, ({"local statistics"}, {"another loss"})),
     "the last rank zero": Mistake(_last_rank_zero, ({"another loss"}, {"left out"})),
     "times N": Mistake(GATHERS["dc.all_gather"][0], (_SCALED,), _by_n),
 }
 SUM_MISTAKES = {
     "no gradient": Mistake(_plain_sum, ({"wrong in direction"},)),
-    "identity": Mistake(Identity.apply, ({"not reduced"},)),
-    "averaged": Mistake(Averaged.apply, ({"not reduced"},)),
+    "identity": Mistake(identity, ({"not reduced"},)),
+    "averaged": Mistake(ruled(_plain_sum, lambda g: _plain_sum(g) / dist.get_world_size()), ({"not reduced"},)),
     "no collective": Mistake(_alone, ({"local statistics"}, {"another loss"})),
     "of rank 0": Mistake(dc.broadcast, ({"another loss"},)),
     "times N": Mistake(dc.all_reduce, (_SCALED,), _by_n),
@@ -454,7 +410,7 @@ def of_rows(family, gather, factor=lambda: 1.0):
             y, k = (dc.all_gather(v, sizes="auto")[: len(z)] for v in (y, k))
         return loss(z, y, k) * factor()
 
-    return distributed, lambda x, y, k: loss(model(x), y, k), {"module": model, "constant": ["y"]}
+    return distributed, lambda x, y, k: loss(model(x), y, k), batch, {"module": model, "constant": ["y"]}
 
 
 def of_statistics(family, total, factor=lambda: 1.0):
@@ -469,7 +425,7 @@ def of_statistics(family, total, factor=lambda: 1.0):
         z = model(x)
         return loss(statistics(z, y, k)) + (z**2).sum()
 
-    return distributed, single, {"module": model, "constant": ["y"], "rank_reduction": "sum"}
+    return distributed, single, batch, {"module": model, "constant": ["y"], "rank_reduction": "sum"}
 
 
 def of_pairs(family, gather, factor=lambda: 1.0):
@@ -485,7 +441,7 @@ def of_pairs(family, gather, factor=lambda: 1.0):
         z = model(x)
         return loss(z, z, 0, len(z))
 
-    return distributed, single, {"module": model, "constant": ["y"], "rank_reduction": "sum"}
+    return distributed, single, batch, {"module": model, "constant": ["y"], "rank_reduction": "sum"}
 
 
 #: (what makes a program, its families, right ways with whether they take uneven ranks, mistakes)

@@ -2,14 +2,17 @@
 
 The bugs are those of published losses: a gather that cuts the graph or keeps the local slice, a reduction with the
 backward of the identity, statistics of local rows, a mean of means, and so on. Each loss is made by a function that
-returns (distributed, single, further arguments of `assert_matches_single_process`).
+returns a program of `verdicts`.
 """
+
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from field import Identity, OwnSlice
+from field import identity, own_slice
 from torch.autograd import Function
+from verdicts import ruled
 
 import diffcoll as dc
 
@@ -43,19 +46,20 @@ def clip(gather, scale=lambda s: s):
         logits = module.scale * F.normalize(image) @ F.normalize(text).T
         return F.cross_entropy(logits, torch.arange(len(image)))
 
-    return distributed, single, {"module": module}
+    return distributed, single, pair, {"module": module}
 
 
 def pair(n):
+    torch.manual_seed(0)
     return torch.randn(n, 4, dtype=torch.double), torch.randn(n, 4, dtype=torch.double)
 
 
 def one(n):
+    torch.manual_seed(0)
     return torch.randn(n, 3, dtype=torch.double)
 
 
-def right_gather(x):
-    return dc.all_gather(x, sizes="auto")
+right_gather = partial(dc.all_gather, sizes="auto")
 
 
 # ── the bugs ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -75,38 +79,13 @@ def own_block_kept(x):
     return torch.cat(blocks)
 
 
-class WithoutRankZero(Function):
-    @staticmethod
-    def forward(ctx, x):
-        return dc.all_gather(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return dc.reduce_scatter(g if dc.get_rank() else torch.zeros_like(g))
-
-
-class SameDirection(Function):
-    """A ring step whose backward sends the gradient on, instead of back."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return dc.shift(x, 1)
-
-    @staticmethod
-    def backward(ctx, g):
-        return dc.shift(g, 0 if dc.get_world_size() == 2 else 1)
-
-
-class Summed(Function):
-    """Sums the gradient of a parameter that the averager reduces again."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        return dc.all_reduce(g)
+without_rank_zero = ruled(dc.all_gather, lambda g: dc.reduce_scatter(g if dc.get_rank() else torch.zeros_like(g)))
+#: A ring step whose backward sends the gradient on, instead of back.
+same_direction = ruled(lambda x: dc.shift(x, 1), lambda g: dc.shift(g, 0 if dc.get_world_size() == 2 else 1))
+#: Sums the gradient of a parameter that the averager reduces again.
+summed_again = ruled(torch.clone, dc.all_reduce)
+#: torch.distributed.nn.functional's maximum: the cotangents are reduced by the same operation.
+max_like_sum = ruled(*[partial(dc.all_reduce, op="max")] * 2)
 
 
 class CubedSum(Function):
@@ -126,26 +105,14 @@ class CubedSum(Function):
         return g * 3 * total**2
 
 
-class MaxLikeSum(Function):
-    """torch.distributed.nn.functional's maximum: the cotangents are reduced by the same operation."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return dc.all_reduce(x, "max")
-
-    @staticmethod
-    def backward(ctx, g):
-        return dc.all_reduce(g, "max")
-
-
-def _sum_of_rows(reduce, power=1):
+def _sum_of_rows(reduce, power=1, **more):
     def distributed(x):
         return reduce(x.sum(0)).sin().sum() / dc.get_world_size() + (x**3).sum()
 
     def single(x):
         return (x.sum(0) ** power).sin().sum() + (x**3).sum()
 
-    return distributed, single, {"rank_reduction": "sum"}
+    return distributed, single, one, {"rank_reduction": "sum", **more}
 
 
 def _barlow(local):
@@ -172,14 +139,14 @@ def _barlow(local):
         n = torch.full((1,), float(len(a)), dtype=a.dtype)
         return loss(correlation(a, b, lambda z: n if z.dim() == 1 else z.sum(0)) / n)
 
-    return distributed, single, {}
+    return distributed, single, pair, {}
 
 
 def _mean_of_means():
     def loss(x):
         return (x**2).sum(1).mean()
 
-    return loss, loss, {}
+    return loss, loss, one, {}
 
 
 def _detached_on_one_rank():
@@ -197,84 +164,30 @@ def _nan_on_empty():
         _, total = rows_of_all(x)
         return (x**2).mean() * len(x) * dc.get_world_size() / total
 
-    return distributed, single, {}
+    return distributed, single, one, {}
 
 
 def _ring_sum():
     def distributed(x):
-        y = SameDirection.apply(x)
-        return (x * y.sin()).sum()
+        return (x * same_direction(x).sin()).sum()
 
     def single(x):
         n = len(x) // 4
         y = x.roll(4, 0) if n > 1 else x
         return (x * y.sin()).sum()
 
-    return distributed, single, {"rank_reduction": "sum"}
-
-
-EVEN = {2: [(4, 4)], 3: [(4, 4, 4)]}
-UNEVEN = {2: [(4, 4), (5, 3)], 3: [(3, 3, 3), (5, 3, 1)]}
-EMPTY = {2: [(4, 4), (5, 3), (8, 0)], 3: [(4, 4, 4), (5, 3, 1), (5, 0, 3)]}
-
-#: name: (the loss, its batch, its sizes by N, the cause that must be named, words of it)
-PLANTED = {
-    "plain gather": (lambda: clip(plain_gather), pair, EVEN, "graph cut", "text: the gradient is zero on every"),
-    "own block kept": (
-        lambda: _whole(own_block_kept),
-        pair,
-        EVEN,
-        "no reduction",
-        'exact under "sum", scale exact under "mean": no reduction is right',
-    ),
-    "local slice": (lambda: clip(OwnSlice.apply), pair, EVEN, "local slice", "text: it is the derivative of the"),
-    "not reduced": (lambda: _sum_of_rows(Identity.apply), one, EVEN, "not reduced", "x: it is the derivative"),
-    "rank missing": (
-        lambda: clip(WithoutRankZero.apply),
-        pair,
-        EVEN,
-        "rank missing",
-        "text: it lacks the loss of rank",
-    ),
-    "ranks swapped": (_ring_sum, one, EVEN, "ranks swapped", "rank [12] has that of rank 0"),
-    "detached on rank 1": (_detached_on_one_rank, pair, EVEN, "graph cut", "text: the gradient is zero on rank 1"),
-    "N times": (
-        lambda: clip(right_gather, Summed.apply),
-        pair,
-        UNEVEN,
-        "reduced twice",
-        "scale: under .mean. [23] = N times the right gradient",
-    ),
-    "local statistics": (lambda: _barlow(True), pair, EVEN, "local statistics", "right if all ranks have the same"),
-    "mean of means": (_mean_of_means, one, UNEVEN, "mean of local means", "x: off by"),
-    "equal blocks": (lambda: clip(dc.all_gather), pair, UNEVEN, "raised", "and none with equal ranks"),
-    "not finite": (_nan_on_empty, one, EMPTY, "not finite", "on rank 1; rank 1 has no rows"),
-    "second order": (
-        lambda: _with(_sum_of_rows(CubedSum.apply, 3), order=2),
-        one,
-        EVEN,
-        "second order",
-        "the second order is wrong for x",
-    ),
-    "maximum like a sum": (lambda: _maximum(), one, EVEN, "wrong in direction", "x: no multiple"),
-}
-
-
-def _with(planted, **more):
-    distributed, single, arguments = planted
-    return distributed, single, {**arguments, **more}
+    return distributed, single, one, {"rank_reduction": "sum"}
 
 
 def _maximum():
     def distributed(x):
-        y = MaxLikeSum.apply(x.amax(0))
-        return (dc.get_rank() + 1) * y.sin().sum()
+        return (dc.get_rank() + 1) * max_like_sum(x.amax(0)).sin().sum()
 
     def single(x):
         n = {8: 2, 12: 3}[len(x)]
         return n * (n + 1) / 2 * x.amax(0).sin().sum()
 
-    return distributed, single, {"rank_reduction": "sum"}
+    return distributed, single, one, {"rank_reduction": "sum"}
 
 
 def _whole(gather):
@@ -288,12 +201,44 @@ def _whole(gather):
     def single(image, text):
         return F.cross_entropy(module.scale * F.normalize(image) @ F.normalize(text).T, torch.arange(len(image)))
 
-    return distributed, single, {"module": module}
+    return distributed, single, pair, {"module": module}
 
 
+EVEN = {2: [(4, 4)], 3: [(4, 4, 4)]}
+UNEVEN = {2: [(4, 4), (5, 3)], 3: [(3, 3, 3), (5, 3, 1)]}
+EMPTY = {2: [(4, 4), (5, 3), (8, 0)], 3: [(4, 4, 4), (5, 3, 1), (5, 0, 3)]}
+NO_REDUCTION = 'exact under "sum", scale exact under "mean": no reduction is right'
+
+#: name: (the loss, its sizes by N, the cause that must be named, words of it)
+PLANTED = {
+    "plain gather": (lambda: clip(plain_gather), EVEN, "graph cut", "text: the gradient is zero on every"),
+    "own block kept": (lambda: _whole(own_block_kept), EVEN, "no reduction", NO_REDUCTION),
+    "local slice": (lambda: clip(own_slice), EVEN, "local slice", "text: it is the derivative of the"),
+    "not reduced": (lambda: _sum_of_rows(identity), EVEN, "not reduced", "x: it is the derivative"),
+    "rank missing": (lambda: clip(without_rank_zero), EVEN, "rank missing", "text: it lacks the loss of rank"),
+    "ranks swapped": (_ring_sum, EVEN, "ranks swapped", "rank [12] has that of rank 0"),
+    "detached on rank 1": (_detached_on_one_rank, EVEN, "graph cut", "text: the gradient is zero on rank 1"),
+    "N times": (
+        lambda: clip(right_gather, summed_again),
+        UNEVEN,
+        "reduced twice",
+        "scale: under .mean. [23] = N times the right gradient",
+    ),
+    "local statistics": (lambda: _barlow(True), EVEN, "local statistics", "right if all ranks have the same"),
+    "mean of means": (_mean_of_means, UNEVEN, "mean of local means", "x: off by"),
+    "equal blocks": (lambda: clip(dc.all_gather), UNEVEN, "raised", "and none with equal ranks"),
+    "not finite": (_nan_on_empty, EMPTY, "not finite", "on rank 1; rank 1 has no rows"),
+    "second order": (
+        lambda: _sum_of_rows(CubedSum.apply, 3, order=2),
+        EVEN,
+        "second order",
+        "the second order is wrong for x",
+    ),
+    "maximum like a sum": (_maximum, EVEN, "wrong in direction", "x: no multiple"),
+}
 #: Right code, which must not be flagged.
 RIGHT = {
-    "clip": (lambda: clip(right_gather), pair),
-    "barlow": (lambda: _barlow(False), pair),
-    "sum of rows": (lambda: _sum_of_rows(dc.all_reduce), one),
+    "clip": lambda: clip(right_gather),
+    "barlow": lambda: _barlow(False),
+    "sum of rows": lambda: _sum_of_rows(dc.all_reduce),
 }

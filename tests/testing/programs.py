@@ -8,6 +8,7 @@ import functools
 import random
 
 import torch
+from verdicts import ruled
 
 import diffcoll as dc
 
@@ -23,31 +24,14 @@ def cached_rank():
 # ── rules: what a collective's backward does with the gradient ───────────────────────────────────────────
 
 
-class Ruled(torch.autograd.Function):
-    """The identity, whose backward is a rule."""
-
-    @staticmethod
-    def forward(ctx, x, rule):
-        ctx.rule = rule
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        return ctx.rule(g), None
-
-
-def _masked(g, kept):
-    return g * float(kept)
-
-
 #: name: a rule for the gradient at a tensor; N = 1 is left right.
 WRONG = {
     "twice": lambda g: 2 * g,
     "times N": lambda g: g * dc.get_world_size(),
     "divided by N": lambda g: g / dc.get_world_size(),
     "zero": lambda g: 0 * g,
-    "zero on rank 0": lambda g: _masked(g, dc.get_rank() != 0),
-    "zero on the last rank": lambda g: _masked(g, dc.get_rank() != dc.get_world_size() - 1),
+    "zero on rank 0": lambda g: g * float(dc.get_rank() != 0),
+    "zero on the last rank": lambda g: g * float(dc.get_rank() != dc.get_world_size() - 1),
     "by rank": lambda g: g * (1 + dc.get_rank()),
     "negative on rank 1": lambda g: g * (-1 if dc.get_rank() == 1 else 1),
     "one element": lambda g: g * (1 + 0.1 * (torch.arange(g.numel()).view(g.shape) == g.numel() - 1)),
@@ -65,22 +49,14 @@ WRONG_BETWEEN = {
 }
 
 
-class Apart(torch.autograd.Function):
-    """A sum or gather whose backward is that of this rank alone."""
-
-    @staticmethod
-    def forward(ctx, x, call, rank_alone):
-        ctx.rank_alone, ctx.rows = rank_alone, len(x)
-        return call(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return ctx.rank_alone(g, ctx.rows), None, None
-
-
 def _own_rows(g, rows):
     sizes = dc.all_gather(torch.tensor([rows]))
     return g[int(sizes[: dc.get_rank()].sum()) :][:rows]
+
+
+#: The same for the results of a reduction and of a gather, from (the gradient, the number of this rank's rows).
+WRONG_REDUCTION = (lambda g, _: g, lambda g, _: dc.all_reduce(g, "max"), lambda g, _: dc.shift(dc.all_reduce(g) + g))
+WRONG_GATHER = (_own_rows, lambda g, rows: 0 * _own_rows(g, rows), lambda g, rows: 0 * _own_rows(g, rows) + 1)
 
 
 # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -117,32 +93,24 @@ class Program:
 
     def at(self, x, shared=False):
         """A place in which a wrong rule may stand."""
-        place, self.places = self.places, self.places + 1
-        if self.wrong is None or self.wrong[0] != place or dc.get_world_size() == 1:
-            return x
         rules = {**WRONG, **(WRONG_BETWEEN if shared else {})}
-        rule = rules[list(rules)[self.wrong[1] % len(rules)]]
-        return Ruled.apply(x, rule)
+        return self._place(lambda x: x, x, [lambda g, _, rule=rule: rule(g) for rule in rules.values()])
 
     def reduced(self, x, op="sum"):
         """A reduction of tensors of the same shape; the sum may have the backward of the identity."""
-        place, self.places = self.places, self.places + 1
-        if self.wrong is not None and self.wrong[0] == place and dc.get_world_size() > 1:
-            rules = [lambda g, _: g, lambda g, _: dc.all_reduce(g, "max"), lambda g, _: dc.shift(dc.all_reduce(g) + g)]
-            y = Apart.apply(x, lambda x: dc.all_reduce(x.clone(), op), rules[self.wrong[1] % 3])
-        else:
-            y = dc.all_reduce(x, op)
-        return self.at(y, shared=True)
+        return self.at(self._place(lambda x: dc.all_reduce(x, op), x, WRONG_REDUCTION), shared=True)
 
     def gathered(self, x):
         """All rows; the backward may be this rank's slice, or nothing."""
+        return self.at(self._place(lambda x: dc.all_gather(x, sizes="auto"), x, WRONG_GATHER), shared=True)
+
+    def _place(self, call, x, rules):
+        """Return call(x), with one of the rules for its gradient if this is the place of the wrong one."""
         place, self.places = self.places, self.places + 1
-        if self.wrong is not None and self.wrong[0] == place and dc.get_world_size() > 1:
-            rules = [_own_rows, lambda g, rows: 0 * _own_rows(g, rows), lambda g, rows: 0 * _own_rows(g, rows) + 1]
-            y = Apart.apply(x, lambda x: dc.all_gather(x, sizes="auto"), rules[self.wrong[1] % 3])
-        else:
-            y = dc.all_gather(x, sizes="auto")
-        return self.at(y, shared=True)
+        if self.wrong is None or self.wrong[0] != place or dc.get_world_size() == 1:
+            return call(x)
+        rule, rows = rules[self.wrong[1] % len(rules)], len(x)
+        return ruled(lambda x: call(x.clone()), lambda g: rule(g, rows))(x)
 
     def count(self, x):
         """The number of rows of all ranks."""

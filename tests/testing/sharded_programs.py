@@ -5,6 +5,7 @@ Each is made by a function of the name of a bug, and is (distributed, single, ba
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,12 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from verdicts import numbers, ruled
 
 import diffcoll as dc
-
-
-def numbers(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
 
 
 def parameter(*shape, seed=0):
@@ -27,61 +25,31 @@ def parameter(*shape, seed=0):
 # ── what Megatron-LM calls f and g ───────────────────────────────────────────────────────────────────────
 
 
-class Copied(torch.autograd.Function):
+def sum_over(x, group):
+    x = x.clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def copied(x, group):
     """f: the same input for all ranks of a group, whose gradients are summed."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        g = g.clone()
-        dist.all_reduce(g, group=ctx.group)
-        return g, None
+    return ruled(torch.clone, partial(sum_over, group=group))(x)
 
 
-class Summed(torch.autograd.Function):
+def summed(x, group):
     """g: the sum over a group, whose gradient all ranks have already."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, g):
-        return g, None
+    return ruled(partial(sum_over, group=group), lambda g: g)(x)
 
 
-class Joined(torch.autograd.Function):
+def joined(x, group, is_part):
     """The rows of all ranks of a group. The gradient is this rank's part of the sum, or its slice."""
-
-    @staticmethod
-    def forward(ctx, x, group, summed):
-        ctx.group, ctx.summed = group, summed
-        return dc.all_gather(x, group=group)
-
-    @staticmethod
-    def backward(ctx, g):
-        if ctx.summed:
-            return dc.reduce_scatter(g, group=ctx.group), None, None
-        return dc.split(g, group=ctx.group), None, None
+    rule = dc.reduce_scatter if is_part else dc.split
+    return ruled(partial(dc.all_gather, group=group), partial(rule, group=group))(x)
 
 
-class Scattered(torch.autograd.Function):
+def scattered(x, group):
     """This rank's rows of the sum over a group."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return dc.reduce_scatter(x, group=group)
-
-    @staticmethod
-    def backward(ctx, g):
-        return dc.all_gather(g, group=ctx.group), None
+    return ruled(partial(dc.reduce_scatter, group=group), partial(dc.all_gather, group=group))(x)
 
 
 # ── tensor parallelism ───────────────────────────────────────────────────────────────────────────────────
@@ -111,7 +79,7 @@ class Column(Linear):
         self.group, self.bug = group, bug
 
     def forward(self, x):
-        return super().forward(x if self.bug == "f" else Copied.apply(x, self.group))
+        return super().forward(x if self.bug == "f" else copied(x, self.group))
 
 
 class Row(Linear):
@@ -124,7 +92,7 @@ class Row(Linear):
         if self.bug == "bias":
             y = y + self.bias
         if self.bug != "g":
-            y = Summed.apply(y, self.group)
+            y = summed(y, self.group)
         return y if self.bug == "bias" else y + self.bias
 
 
@@ -175,23 +143,23 @@ class ShardedVocabulary(Vocabulary):
     def forward(self, ids, labels):
         group, mine = self.group, len(self.head)
         first = group.rank() * mine
-        h = Summed.apply(self.embed[(ids - first).clamp(0, mine - 1)] * self.has(ids)[:, None], group)
-        logits = (h if self.bug == "f" else Copied.apply(h, group)) @ self.head.T
+        h = summed(self.embed[(ids - first).clamp(0, mine - 1)] * self.has(ids)[:, None], group)
+        logits = (h if self.bug == "f" else copied(h, group)) @ self.head.T
         most = logits.detach().amax(1)
         dist.all_reduce(most, dist.ReduceOp.MAX, group)
         exponentials = (logits - most[:, None]).exp().sum(1)
         if self.bug == "logits counted N times":
-            exponentials = Summed.apply(exponentials, group)
-        total = Summed.apply(exponentials, group).log() + most
+            exponentials = summed(exponentials, group)
+        total = summed(exponentials, group).log() + most
         own = logits.gather(1, (labels - first).clamp(0, mine - 1)[:, None]).squeeze(1) * self.has(labels)
-        own = Summed.apply(own, group)
+        own = summed(own, group)
         smooth = logits.sum(1)
         if self.bug == "local mean":
             smooth = smooth / mine
         elif self.bug == "local vocabulary size":
-            smooth = Summed.apply(smooth, group) / mine
+            smooth = summed(smooth, group) / mine
         else:
-            smooth = Summed.apply(smooth, group) / (mine * group.size())
+            smooth = summed(smooth, group) / (mine * group.size())
         return (total - 0.7 * own - 0.3 * smooth).mean()
 
     def has(self, ids):
@@ -240,9 +208,9 @@ class ShardedBlock(Block):
         return dc.all_reduce(g, group=self.group)
 
     def forward(self, x):
-        every = Joined.apply(self.norm(x), self.group, self.bug != "slice")
+        every = joined(self.norm(x), self.group, self.bug != "slice")
         y = self.mlp.up(every).tanh() @ self.mlp.down.weight.T
-        return x + Scattered.apply(y, self.group) + self.mlp.down.bias
+        return x + scattered(y, self.group) + self.mlp.down.bias
 
 
 def sequence(bug):
@@ -265,7 +233,7 @@ def torchs_tensor_parallel(bug):
     def distributed(module, x):
         y = module(x * (dist.get_rank() + 1) if bug == "another input" else x)
         if bug == "summed again":
-            y = Summed.apply(y, None)
+            y = summed(y, None)
         y = y.sin().mean()
         return y * dist.get_world_size() if bug == "times N" else y
 
@@ -363,7 +331,7 @@ def ulysses(bug):
     return distributed, whole, tuple(numbers(3, 6, 2, 4)), {"mesh": {"cp": 2}, "placements": placements}
 
 
-def tokens(bug, axes=("dp", "cp")):
+def tokens(bug):
     """A mean over the tokens that a mask selects, of parts of rows and of sequences."""
 
     def single(w, x, mask):
@@ -382,16 +350,9 @@ def tokens(bug, axes=("dp", "cp")):
 
     x = numbers(4, 4, 3)
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 1], [1, 0, 1, 0], [1, 0, 0, 0]], dtype=torch.bool)
-    return (
-        distributed,
-        single,
-        (numbers(3, seed=7), x, mask),
-        {
-            "mesh": {"dp": 2, "cp": 2},
-            "placements": {"x": {"dp": Shard(0), "cp": Shard(1)}, "mask": {"dp": Shard(0), "cp": Shard(1)}},
-            "rank_reduction": {"dp": "mean", "cp": "mean"},
-        },
-    )
+    placements = {key: {"dp": Shard(0), "cp": Shard(1)} for key in ("x", "mask")}
+    more = {"mesh": {"dp": 2, "cp": 2}, "placements": placements, "rank_reduction": {"dp": "mean", "cp": "mean"}}
+    return distributed, single, (numbers(3, seed=7), x, mask), more
 
 
 # ── experts ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -432,26 +393,13 @@ class ShardedExperts(Experts):
 
 
 def experts(bug):
-    return (
-        loss_of_module,
-        loss_of_module,
-        numbers(12, 3),
-        {
-            "module": Experts(),
-            "shard": lambda whole, mesh: ShardedExperts(mesh, bug),
-            "mesh": {"dp": 2, "ep": 3},
-            "placements": {"x": rows_of_both, "weight": {"ep": Shard(0)}},
-            "rank_reduction": {"dp": "mean", "ep": "mean"},
-        },
-    )
+    more = {"module": Experts(), "shard": lambda whole, mesh: ShardedExperts(mesh, bug), "mesh": {"dp": 2, "ep": 3}}
+    more |= {"placements": {"x": rows_of_both, "weight": {"ep": Shard(0)}}}
+    return layer, layer, numbers(12, 3), {**more, "rank_reduction": {"dp": "mean", "ep": "mean"}}
 
 
 def rows_of_both(whole, at):
     return whole.chunk(at.mesh["dp"] * at.mesh["ep"])[at["dp"] * at.mesh["ep"] + at["ep"]]
-
-
-def loss_of_module(module, x):
-    return module(x)
 
 
 # ── pipelines ────────────────────────────────────────────────────────────────────────────────────────────
@@ -503,16 +451,8 @@ def pipeline(bug):
         y = module.down(Received.apply(like, 0, 0 if bug == "zeros" else 1)).sin().mean()
         return y * 2 if bug == "value twice" else y
 
-    def counted(module, x):
-        return loss(module, x)
-
     more = {"module": MLP(), "shard": shard, "mesh": {"pp": 2}}
-    return (
-        distributed,
-        counted,
-        numbers(5, 3),
-        {**more, "placements": {"output": {"pp": Partial()}, "x": {"pp": Partial()}}},
-    )
+    return distributed, loss, numbers(5, 3), {**more, "placements": {key: {"pp": Partial()} for key in ("output", "x")}}
 
 
 # ── PyTorch's own ────────────────────────────────────────────────────────────────────────────────────────
@@ -528,10 +468,16 @@ class Plain(nn.Module):
         return self.down(self.up(x).tanh())
 
 
-def rows_of_ranks(shard, distributed=loss, rows=6, **more):
+def rows_of_ranks(shard, bug, **more):
     """A model whose ranks have rows of the batch, and whose gradients are averaged."""
+
+    def distributed(module, x):
+        y = loss(module, -x if bug == "another input" else x)
+        return y * dist.get_world_size() if bug == "times N" else y
+
     common = {"module": Plain(), "shard": shard, "mesh": {"dp": 2}, "placements": {"x": {"dp": Shard(0)}}}
-    return distributed, loss, numbers(rows, 3), {**common, "rank_reduction": {"dp": "mean"}, **more}
+    x = numbers(5 if bug == "uneven" else 12 if "mesh" in more else 6, 3)
+    return distributed, loss, x, {**common, "rank_reduction": {"dp": "mean"}, **more}
 
 
 def fully_sharded(bug):
@@ -544,10 +490,7 @@ def fully_sharded(bug):
                 each.set_gradient_divide_factor(1.0)
         return whole
 
-    def negative(module, x):
-        return loss(module, -x if bug == "another input" else x)
-
-    return rows_of_ranks(shard, negative, 5 if bug == "uneven" else 6)
+    return rows_of_ranks(shard, bug)
 
 
 def hybrid_sharded(bug):
@@ -559,37 +502,25 @@ def hybrid_sharded(bug):
             whole.set_gradient_divide_factor(1.0)
         return whole
 
-    def negative(module, x):
-        return loss(module, -x if bug == "another input" else x)
-
-    return (
-        negative,
-        loss,
-        numbers(12, 3),
-        {
-            "module": Plain(),
-            "shard": shard,
-            "mesh": {"replicate": 2, "shard": 3},
-            "placements": {"x": lambda whole, at: whole.chunk(6)[3 * at["replicate"] + at["shard"]]},
-            "rank_reduction": {"shard": "mean", **({} if bug == "not replicated" else {"replicate": "mean"})},
-            **({"compare": ["gradients"]} if bug == "not replicated" else {}),
-        },
-    )
+    more = {
+        "mesh": {"replicate": 2, "shard": 3},
+        "placements": {"x": lambda whole, at: whole.chunk(6)[3 * at["replicate"] + at["shard"]]},
+        "rank_reduction": {"replicate": "mean", "shard": "mean"},
+    }
+    if bug == "not replicated":
+        more |= {"rank_reduction": {"shard": "mean"}, "compare": ["gradients"]}
+    return rows_of_ranks(shard, bug, **more)
 
 
 def data_parallel(bug):
     def shard(whole, mesh):
-        return (
-            whole
-            if bug == "not wrapped"
-            else nn.parallel.DistributedDataParallel(whole, process_group=mesh.get_group())
-        )
+        if bug == "not wrapped":
+            return whole
+        return nn.parallel.DistributedDataParallel(whole, process_group=mesh.get_group())
 
-    def multiplied(module, x):
-        return loss(module, x) * (dist.get_world_size() if bug == "times N" else 1)
-
-    alone = {"rank_reduction": None, "compare": ["gradients"]} if bug == "not wrapped" else {}
-    return rows_of_ranks(shard, multiplied, 5 if bug == "uneven" else 6, **alone)
+    return rows_of_ranks(
+        shard, bug, **({"rank_reduction": None, "compare": ["gradients"]} if bug == "not wrapped" else {})
+    )
 
 
 def mapped(bug):

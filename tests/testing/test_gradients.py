@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from planted import PLANTED, RIGHT, CubedSum, clip, one, own_block_kept, pair, right_gather
 from torch.autograd import Function
+from verdicts import SIMULATED, causes, differs, is_right, is_wrong, matches, numbers, per_rank, ruled
 
 import diffcoll as dc
 from diffcoll.testing import (
@@ -23,30 +24,11 @@ from diffcoll.testing import (
 )
 
 N = 3
-SIMULATED = {"on": ["simulated"]}
+X = numbers(8, 2)
 
 
-def seeded(batch, seed=0):
-    def made(n):
-        torch.manual_seed(seed)
-        return batch(n)
-
-    return made
-
-
-def per_rank(*shape, n=N, seed=0, dtype=torch.double):
-    return [torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed + r)) for r in range(n)]
-
-
-def failure(check, *args, **more):
-    with pytest.raises(GradientMismatchError) as raised:
-        check(*args, **{**SIMULATED, **more})
-    assert str(raised.value) == str(raised.value.report) and not raised.value.report.ok
-    return raised.value.report
-
-
-def causes(report):
-    return [cause.name for cause in report.causes]
+def summed(distributed, single=None, batch=X, **more):
+    return distributed, single or distributed, batch, {"rank_reduction": "sum", **more}
 
 
 # ── against one process ──────────────────────────────────────────────────────────────────────────────────
@@ -54,32 +36,24 @@ def causes(report):
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_code_passes(name):
-    make, batch = RIGHT[name]
-    distributed, single, more = make()
     sizes = [(8,), (4, 4), (5, 3), (3, 3, 2), (5, 0, 3)]
-    more = {"order": 2, "sizes": sizes, **SIMULATED, **more}
-    report = assert_matches_single_process(distributed, single, seeded(batch), **more)
-    assert report.ok and not report.causes and len(report.tables) == len(sizes)
+    report = matches(RIGHT[name](), order=2, sizes=sizes)
+    assert len(report.tables) == len(sizes)
     assert f"{report.tables[0].title}: right" in str(report)
 
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_named(name, n):
-    make, batch, sizes, cause, words = PLANTED[name]
-    distributed, single, more = make()
-    report = failure(assert_matches_single_process, distributed, single, seeded(batch), sizes=sizes[n], **more)
+    make, sizes, cause, words = PLANTED[name]
+    report = differs(make(), sizes=sizes[n])
     assert cause in causes(report), str(report)
     assert re.search(words, str(report)), str(report)
 
 
 def test_the_line_that_cuts_the_graph():
-    distributed, single, more = clip(own_block_kept)
     for on in ("simulated", "gloo"):
-        report = failure(
-            assert_matches_single_process, distributed, single, seeded(pair), sizes=[(4, 4)], on=[on], **more
-        )
-        (cut,) = report.cuts
+        (cut,) = differs(clip(own_block_kept), sizes=[(4, 4)], on=[on]).cuts
         line = own_block_kept.__code__.co_firstlineno + 3
         assert re.search(rf"all_gather at .*planted.py:{line} cuts the graph: it took or filled a tensor", cut)
 
@@ -93,40 +67,28 @@ def test_the_line_of_a_collective_that_torch_wraps():
         dist.all_gather_into_tensor(y, x)
         return (x @ y.T).sin().sum()
 
-    more = {"sizes": [(4, 4)], "rank_reduction": "sum"}
-    (cut,) = failure(assert_matches_single_process, distributed, lambda x: (x @ x.T).sin().sum(), X, **more).cuts
+    (cut,) = differs(summed(distributed, lambda x: (x @ x.T).sin().sum()), sizes=[(4, 4)]).cuts
     assert f"test_gradients.py:{distributed.__code__.co_firstlineno + 2} cuts the graph" in cut
 
 
 def test_the_librarys_own_messages_are_no_cuts():
-    def distributed(x):
-        return (dc.all_gather(x) ** 2).sum()
-
-    more = {"sizes": [(4, 4)], "on": ["gloo"], "rank_reduction": "sum"}
-    assert not failure(assert_matches_single_process, distributed, distributed, X, **more).cuts
+    assert not differs(summed(lambda x: (dc.all_gather(x) ** 2).sum()), sizes=[(4, 4)], on=["gloo"]).cuts
 
 
 def test_on_real_processes():
-    make, batch = RIGHT["clip"]
-    distributed, single, more = make()
-    report = assert_matches_single_process(
-        distributed, single, seeded(batch), sizes=[(5, 3)], on=["gloo", "mpi"], **more
-    )
+    report = matches(RIGHT["clip"](), sizes=[(5, 3)], on=["gloo", "mpi"])
     assert [table.title for table in report.tables] == ["gloo, 2 ranks, rows 5, 3", "mpi, 2 ranks, rows 5, 3"]
-    distributed, single, more = clip(
+    distributed, single, _, more = clip(
         lambda x: (own_block_kept if threading.current_thread() is threading.main_thread() else right_gather)(x)
     )
-    report = failure(
-        assert_matches_single_process, distributed, single, pair(8), sizes=[(4, 4)], on=["simulated", "gloo"], **more
-    )
+    report = differs((distributed, single, pair(8), more), sizes=[(4, 4)], on=["simulated", "gloo"])
     assert "on processes" in causes(report)
     assert "right on simulated ranks, wrong on gloo" in str(report)
 
 
 def test_a_run_that_is_wrong_is_not_repeated_on_processes():
-    distributed, single, more = clip(own_block_kept)
-    more["on"] = ["simulated", "gloo"]
-    report = failure(assert_matches_single_process, distributed, single, pair(8), sizes=[(4, 4)], **more)
+    distributed, single, _, more = clip(own_block_kept)
+    report = differs((distributed, single, pair(8), more), sizes=[(4, 4)], on=["simulated", "gloo"])
     assert report.tables[1].skipped == "wrong already on simulated ranks"
     assert "── gloo, 2 ranks, rows 4, 4: not run: wrong already on simulated ranks" in str(report)
 
@@ -140,30 +102,25 @@ def test_the_reduction_that_is_shown():
     def single(x):
         return (x.sum(0) ** 3).sum()
 
-    x = seeded(one)
-    report = failure(assert_matches_single_process, squares, single, x, rank_reduction="any", order=2, sizes=[(4, 4)])
+    report = differs((squares, single, one, {"rank_reduction": "any"}), order=2, sizes=[(4, 4)])
     assert report.rank_reduction == "sum" and causes(report) == ["second order"]
-    distributed, single, more = clip(dc.all_gather)
-    report = failure(assert_matches_single_process, distributed, single, seeded(pair), rank_reduction="any", **more)
+    report = differs(clip(dc.all_gather), rank_reduction="any")
     assert report.rank_reduction == "mean" and causes(report) == ["raised"]
-    assert str(report).startswith(
-        "assert_matches_single_process, gradients averaged over ranks: raised an error in some"
-    )
+    words = "assert_matches_single_process, gradients averaged over ranks: raised an error in some"
+    assert str(report).startswith(words)
 
 
 def test_a_module_as_the_function():
     layer = torch.nn.Linear(2, 2, dtype=torch.double)
-    report = assert_matches_single_process(layer, layer, (X,), module=layer, **SIMULATED)
+    report = matches((layer, layer, (X,), {"module": layer}))
     assert "gradient of input" in {row.what for row in report.tables[0].rows}
 
 
 def test_which_reduction():
     """The value is N times the loss, and the features are exact, under a sum; both are right under a mean."""
-    distributed, single, more = clip(right_gather)
-    arguments = (distributed, single, seeded(pair))
     for reduction in ("mean", "any"):
-        assert assert_matches_single_process(*arguments, rank_reduction=reduction, **SIMULATED, **more).ok
-    report = failure(assert_matches_single_process, *arguments, sizes=[(4, 4)], rank_reduction="sum", **more)
+        matches(clip(right_gather), rank_reduction=reduction)
+    report = differs(clip(right_gather), sizes=[(4, 4)], rank_reduction="sum")
     assert causes(report) == ["value scaled", "scaled"]
     assert 'value: under "sum" 2 = N times the loss of one process, exact under "mean"' in str(report)
     assert 'image, text and scale: under "sum" 2 = N times the right gradient, exact under "mean"' in str(report)
@@ -183,9 +140,7 @@ def test_a_model_that_is_a_global():
     MODEL.weight.grad = None
     before = [p.clone() for p in MODEL.parameters()]
     for on in (["simulated"], ["gloo"]):
-        report = assert_matches_single_process(
-            of_global_model, of_global_model, torch.randn(8, 3).double(), module=MODEL, rank_reduction="sum", on=on
-        )
+        report = matches(summed(of_global_model, batch=torch.randn(8, 3).double(), module=MODEL), on=on)
         assert {"gradient of weight", "gradient of bias"} <= {row.what for row in report.tables[0].rows}
     assert MODEL.weight.grad is None and all(torch.equal(a, b) for a, b in zip(before, MODEL.parameters(), strict=True))
 
@@ -196,9 +151,7 @@ def test_a_list_of_parameters():
     def distributed(x):
         return (scale * x).sin().sum() * (1 + (dc.get_world_size() > 1))
 
-    report = failure(
-        assert_matches_single_process, distributed, distributed, per_rank(8, 2)[0], module=[scale], rank_reduction="sum"
-    )
+    report = differs(summed(distributed, module=[scale]))
     assert 'x and module[0]: under "sum" 2 = N times the right gradient' in str(report)
 
 
@@ -222,29 +175,26 @@ def test_outputs_with_rows_and_buffers():
 
         return distributed, layer, layer
 
+    x = numbers(8, 3)
     for reduction in ("mean", "sum", "any"):
         distributed, single, module = batch_norm(True)
-        report = assert_matches_single_process(
-            distributed, single, per_rank(8, 3)[0], module=module, order=2, rank_reduction=reduction, **SIMULATED
-        )
+        report = matches((distributed, single, x, {"module": module}), order=2, rank_reduction=reduction)
         assert {"output", "buffer running_var", "second order of weight"} <= {r.what for r in report.tables[2].rows}
     distributed, single, module = batch_norm(False)
-    report = failure(
-        assert_matches_single_process, distributed, single, per_rank(8, 3)[0], module=module, sizes=[(5, 3)]
-    )
+    report = differs((distributed, single, x, {"module": module}), sizes=[(5, 3)])
     assert causes(report)[0] == "local statistics"
     assert "each rank returns what one process returns for the rank's own rows" in report.causes[0].seen
-    report = failure(assert_matches_single_process, lambda x: single(x), single, per_rank(8, 3)[0], module=module)
+    report = differs((lambda x: single(x), single, x, {"module": module}))
     assert not any(row.ok for row in report.tables[0].rows if row.what == "buffer running_mean")
 
 
 def test_trees_and_keyword_arguments():
-    batch = {"a": {"left": per_rank(8, 2)[0], "right": [per_rank(8, 3)[1]]}, "labels": torch.arange(8), "factor": 3.0}
+    batch = {"a": {"left": X, "right": [per_rank(8, 3)[1]]}, "labels": torch.arange(8), "factor": 3.0}
 
     def loss(a, labels, factor):
         return (a["left"].sum(1) * a["right"][0].prod(1) * labels).sum() * factor
 
-    report = assert_matches_single_process(loss, loss, batch, rank_reduction="sum", sizes=[(5, 3)], **SIMULATED)
+    report = matches(summed(loss, batch=batch), sizes=[(5, 3)])
     names = [row.what for row in report.tables[0].rows if row.rank != 1]
     assert names == ["value", "gradient of a['left']", "gradient of a['right'][0]"]
 
@@ -253,9 +203,9 @@ def test_a_function_may_modify_its_arguments():
     def loss(x):
         return x.mul_(2).sin().sum()
 
-    x = per_rank(8, 2)[0]
+    x = X.clone()
     before, state = x.clone(), torch.get_rng_state()
-    assert assert_matches_single_process(loss, loss, x, rank_reduction="sum", **SIMULATED).ok
+    matches(summed(loss, batch=x))
     assert torch.equal(x, before) and x.grad is None and not x.requires_grad
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -277,9 +227,9 @@ def test_a_function_that_is_differentiable_once():
     def fn(x):
         return OnceDifferentiable.apply(x).sin().sum()
 
-    assert assert_matches_single_process(fn, fn, X, rank_reduction="sum", **SIMULATED).ok
+    matches(summed(fn))
     with pytest.raises(RuntimeError, match="differentiate twice a function that was marked with @once_differentiable"):
-        assert_matches_single_process(fn, fn, X, rank_reduction="sum", order=2, **SIMULATED)
+        matches(summed(fn), order=2)
 
 
 def test_ranks_that_differ_in_integers_alone():
@@ -287,17 +237,14 @@ def test_ranks_that_differ_in_integers_alone():
         return (mask * ids).sum()
 
     ones = torch.ones(8, dtype=torch.double)
-    assert assert_matches_single_process(fn, fn, (ones, torch.arange(8)), rank_reduction="sum", **SIMULATED).ok
+    matches(summed(fn, batch=(ones, torch.arange(8))))
 
 
 def test_in_a_mode_of_the_caller():
-    def loss(x):
-        return x.sin().sum()
-
     with torch.no_grad():
-        assert assert_matches_single_process(loss, loss, per_rank(8, 2)[0], rank_reduction="sum", **SIMULATED).ok
+        matches(summed(loss))
     with torch.inference_mode():
-        assert check_gradients(loss, per_rank(3), **SIMULATED).ok
+        is_right(loss, per_rank(3))
 
 
 @pytest.mark.filterwarnings("ignore::diffcoll.testing.UncheckedWarning")
@@ -306,13 +253,9 @@ def test_other_dtypes(dtype):
     def distributed(x):
         return (dc.all_reduce(x.sum(0)).abs() ** 2).sum() / dc.get_world_size()
 
-    x = per_rank(8, 4, dtype=dtype)[0]
-    assert assert_matches_single_process(
-        distributed, lambda x: (x.sum(0).abs() ** 2).sum(), x, rank_reduction="sum", **SIMULATED
-    ).ok
-    wrong = failure(
-        assert_matches_single_process, distributed, lambda x: (x.sum(0).abs() ** 2).sum(), x, sizes=[(5, 3)]
-    )
+    program = distributed, lambda x: (x.sum(0).abs() ** 2).sum(), numbers(8, 4, dtype=dtype), {}
+    matches(program, rank_reduction="sum")
+    wrong = differs(program, sizes=[(5, 3)])
     assert re.search(r"x: under .mean. 0\.\d+ = 1/N times the right gradient, exact under .sum.; right in", str(wrong))
 
 
@@ -324,23 +267,19 @@ def test_a_tensor_whose_gradient_nothing_would_check():
     """One that the function uses and that is not in `module`; not one that it makes itself."""
     scale = torch.tensor(2.0, dtype=torch.double, requires_grad=True)
     product, planted.SCALE.grad = scale * 2, torch.ones((), dtype=torch.double)
-    fns = [lambda x: (scale * x).sum(), lambda x: (product * x).sum(), of_a_parameter_elsewhere]
-    for fn in fns:
-        for check in (
-            lambda fn=fn: assert_matches_single_process(fn, fn, X, rank_reduction="sum", sizes=[(4, 4)], **SIMULATED),
-            lambda fn=fn: check_gradients(fn, per_rank(3), **SIMULATED),
-        ):
+    for fn in (lambda x: (scale * x).sum(), lambda x: (product * x).sum(), of_a_parameter_elsewhere):
+        for check, *given in ((matches, summed(fn, sizes=[(4, 4)])), (is_right, fn, per_rank(3))):
             with pytest.raises(ValueError, match=r"of shape \(\) that requires a gradient"):
-                check()
+                check(*given)
     with pytest.raises(RanksFailedError, match=r"of shape \(\) that requires a gradient"):
-        check_gradients(lambda x: (scale * x).sum(), per_rank(3, n=2), on=["gloo"])
+        is_right(lambda x: (scale * x).sum(), per_rank(3, n=2), on=["gloo"])
     assert planted.SCALE.grad == 1 and scale.grad is None
 
     def makes_one(x):
         torch.manual_seed(0)
         return (torch.nn.Linear(2, 2).double()(x) + torch.zeros(2, requires_grad=True)).sin().sum()
 
-    assert assert_matches_single_process(makes_one, makes_one, X, rank_reduction="sum", order=2, **SIMULATED).ok
+    matches(summed(makes_one), order=2)
 
 
 def test_numbers_and_infinities_in_outputs():
@@ -348,7 +287,7 @@ def test_numbers_and_infinities_in_outputs():
         loss = (x**2).sum()
         return loss, loss.item() / 3, len(x), torch.where(x > 0, 1e8 * x, -torch.inf)
 
-    report = assert_matches_single_process(fn, fn, X, rank_reduction="sum", **SIMULATED)
+    report = matches(summed(fn))
     assert max(row.error for row in report.tables[0].rows) < 1e-14
 
 
@@ -357,9 +296,6 @@ def test_numbers_and_infinities_in_outputs():
 
 def loss(x):
     return x.sin().sum()
-
-
-X = per_rank(8, 2)[0]
 
 
 @dataclasses.dataclass
@@ -455,12 +391,12 @@ def test_a_function_that_raises():
         return loss(x)
 
     with pytest.raises(KeyError, match="three"):
-        assert_matches_single_process(distributed, loss, X, rank_reduction="sum", sizes=[(5, 3)], **SIMULATED)
-    report = failure(assert_matches_single_process, distributed, loss, X, rank_reduction="sum")
+        matches(summed(distributed, loss), sizes=[(5, 3)])
+    report = differs(summed(distributed, loss))
     assert "KeyError: 'three'" in report.tables[1].raised and report.tables[0].ok
     assert causes(report) == ["raised"]
     with pytest.raises(ZeroDivisionError):
-        assert_matches_single_process(loss, lambda x: 1 / 0, X, **SIMULATED)
+        matches((loss, lambda x: 1 / 0, X, {}))
 
 
 # ── finite differences ───────────────────────────────────────────────────────────────────────────────────
@@ -478,7 +414,7 @@ def test_the_gradients_of_every_collective(case):
         return (case.call(x, r).sin() * (r + 1)).sum().abs()
 
     xs = [case.x(r, 5) for r in range(N)]
-    report = check_gradients(fn, xs, range(N), **SIMULATED)
+    report = is_right(fn, xs, range(N))
     (joint,) = report.tables[1:]
     in_order = "deterministic" in case.arguments  # the truth of such a sum has a backward of its own
     assert joint.title == "the joint graph of all ranks" and bool(joint.rows) == (not joint.skipped)
@@ -490,24 +426,16 @@ def test_the_joint_graph_of_code_that_calls_torch_distributed():
     def fn(x):
         return x.sin().sum() * (dist.get_rank() + 1)
 
-    report = check_gradients(fn, per_rank(4), strict=True, **SIMULATED)
+    report = is_right(fn, per_rank(4), strict=True)
     assert str(report).splitlines()[2] == (
         "── the joint graph of all ranks: not run: fn calls torch.distributed, and this graph has diffcoll's "
         "collectives alone"
     )
 
 
-class Wrong(Function):
+def wrong_sum(x, rule=lambda g: g):
     """A sum whose backward is another one."""
-
-    @staticmethod
-    def forward(ctx, x, backward):
-        ctx.of = backward
-        return dc.all_reduce(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return ctx.of(g), None
+    return ruled(dc.all_reduce, rule)(x)
 
 
 RULES = {
@@ -534,20 +462,18 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_a_wrong_rule_is_named(name):
     rule, cause, words = RULES[name]
-    report = failure(
-        check_gradients, lambda x, w: (w * Wrong.apply(x, rule)).sin().sum(), per_rank(4), per_rank(4, seed=9)
-    )
+    report = is_wrong(lambda x, w: (w * wrong_sum(x, rule)).sin().sum(), per_rank(4), per_rank(4, seed=9))
     assert causes(report) == [cause] and words in str(report), str(report)
     assert all(row.ok for row in report.tables[0].rows if row.what == "gradient of w")
 
 
 def test_many_elements_are_checked_along_random_directions():
     def fn(x, w):
-        return (w * Wrong.apply(x, lambda g: g)).sin().sum()
+        return (w * wrong_sum(x)).sin().sum()
 
-    report = failure(check_gradients, fn, per_rank(40, 3), per_rank(40, 3, seed=9))
+    report = is_wrong(fn, per_rank(40, 3), per_rank(40, 3, seed=9))
     assert causes(report) == ["not reduced"]
-    assert check_gradients(lambda x: dc.all_reduce(x, "product").sin().sum(), per_rank(40, 3), order=2, **SIMULATED).ok
+    is_right(lambda x: dc.all_reduce(x, "product").sin().sum(), per_rank(40, 3), order=2)
 
 
 def test_parameters_and_second_order():
@@ -558,10 +484,10 @@ def test_parameters_and_second_order():
         y = dc.all_reduce(y.detach() + 0 * y if wrong and dc.get_rank() == 0 else y, "logsumexp")
         return (y**2).sum() * (1 + dc.get_rank())
 
-    report = check_gradients(fn, per_rank(2, 3), module=layer, order=2, **SIMULATED)
+    report = is_right(fn, per_rank(2, 3), module=layer, order=2)
     assert {"gradient of weight", "second order of bias"} <= {row.what for row in report.tables[0].rows}
     assert [row.rank for row in report.tables[0].rows if row.what == "gradient of bias"] == [0, 1, 2]
-    report = failure(check_gradients, lambda x: fn(x, wrong=True), per_rank(2, 3), module=layer)
+    report = is_wrong(lambda x: fn(x, wrong=True), per_rank(2, 3), module=layer)
     assert causes(report) == ["detached"]
     assert "backward agrees with the joint graph of all ranks, and not with finite differences" in str(report)
     assert "detach() at" in report.cuts[0] and "looks like a lost gradient" in report.notes[-1]
@@ -569,7 +495,7 @@ def test_parameters_and_second_order():
 
 def test_a_point_without_a_gradient():
     xs = [torch.tensor([0.0, r + 1.0]).double() for r in range(N)]
-    report = failure(check_gradients, lambda x: dc.all_reduce(x, "max").sum() + x.relu().sum(), xs)
+    report = is_wrong(lambda x: dc.all_reduce(x, "max").sum() + x.relu().sum(), xs)
     assert causes(report) == ["kink"] and "not differentiable here" in str(report)
     assert re.search(r"gradient of x +0 .* kink\n", str(report))
 
@@ -586,7 +512,7 @@ class Counting:
 
 
 def test_a_function_with_state():
-    assert check_gradients(Counting(), per_rank(3), order=2, **SIMULATED).ok
+    is_right(Counting(), per_rank(3), order=2)
 
 
 def test_tensors_of_different_sizes():
@@ -594,25 +520,25 @@ def test_tensors_of_different_sizes():
         return (dc.all_reduce(x) * 1e-4).sin().sum() + (1e4 * dc.all_reduce(y)).sin().sum()
 
     xs, ys = [1e4 * x for x in per_rank(3)], [1e-4 * y for y in per_rank(3, seed=9)]
-    assert check_gradients(fn, xs, ys, order=2, **SIMULATED).ok
-    for wrong in (lambda x, y: fn(Wrong.apply(x, lambda g: g) / 3, y), lambda x, y: fn(x, Wrong.apply(y, lambda g: g))):
-        failure(check_gradients, wrong, xs, ys)
+    is_right(fn, xs, ys, order=2)
+    for wrong in (lambda x, y: fn(wrong_sum(x) / 3, y), lambda x, y: fn(x, wrong_sum(y))):
+        is_wrong(wrong, xs, ys)
 
 
 def test_a_loss_that_hides_its_gradient():
     with pytest.raises(ValueError, match=r"a loss that is too large, or varies too fast, .* subtract constants"):
-        check_gradients(lambda x: 1e12 + Wrong.apply(x, lambda g: g).sin().sum(), per_rank(3), **SIMULATED)
+        is_right(lambda x: 1e12 + wrong_sum(x).sin().sum(), per_rank(3))
 
 
 def test_a_loss_without_a_gradient():
     with pytest.raises(ValueError, match="check_gradients: fn: got results that depend on no tensor, expected a loss"):
-        check_gradients(lambda x: 3.0 + dc.get_rank(), per_rank(3), **SIMULATED)
-    report = failure(check_gradients, lambda x: dc.all_reduce(x).sum().item() * (1 + dc.get_rank()), per_rank(3))
+        is_right(lambda x: 3.0 + dc.get_rank(), per_rank(3))
+    report = is_wrong(lambda x: dc.all_reduce(x).sum().item() * (1 + dc.get_rank()), per_rank(3))
     assert "no contribution" in causes(report)
 
 
 def test_a_large_loss_with_a_small_gradient():
-    assert check_gradients(lambda x: 1e9 + dc.all_reduce(x, "product").sin().sum(), per_rank(3), **SIMULATED).ok
+    is_right(lambda x: 1e9 + dc.all_reduce(x, "product").sin().sum(), per_rank(3))
 
 
 def test_the_error_can_be_sent_to_another_process():
@@ -626,19 +552,18 @@ def test_random_numbers_are_the_same_in_every_evaluation():
     def fn(x):
         return (torch.nn.functional.dropout(x, 0.5) * torch.rand(4)).sin().sum()
 
-    assert check_gradients(fn, per_rank(4), seed=3, **SIMULATED).ok
+    is_right(fn, per_rank(4), seed=3)
 
 
 def test_a_detach_for_logging_is_not_blamed():
     def distributed(x):
         dc.all_reduce(x.sum().detach())
-        y = planted.MaxLikeSum.apply(x.amax(0))
-        return (1 + dc.get_rank()) * y.sin().sum()
+        return (1 + dc.get_rank()) * planted.max_like_sum(x.amax(0)).sin().sum()
 
     def single(x):
         return 3 * x.amax(0).sin().sum()
 
-    report = failure(assert_matches_single_process, distributed, single, X, rank_reduction="sum", sizes=[(4, 4)])
+    report = differs(summed(distributed, single), sizes=[(4, 4)])
     assert causes(report) == ["wrong in direction"] and "detach()" in report.cuts[0]
 
 
@@ -658,9 +583,8 @@ def test_what_the_precision_hides_is_noted():
         return (x**2).sum() + tiny * x.sum() * 1e-14
 
     tiny = torch.ones((), dtype=torch.double, requires_grad=True)
-    more = {"module": [tiny], "rank_reduction": "sum", **SIMULATED}
     with pytest.warns(UncheckedWarning, match=r"module\[0\]: too small .*: choose other data"):
-        assert_matches_single_process(in_double, in_double, X, **more)
+        matches(summed(in_double, module=[tiny]))
     assert "gradient of module[1]: zero in every run" in report.notes
     assert [str(w.message) for w in warned] == [f"assert_matches_single_process: {note}" for note in report.notes]
     assert {w.filename for w in warned} == {__file__}
@@ -668,21 +592,20 @@ def test_what_the_precision_hides_is_noted():
         assert_matches_single_process(fn, fn, X.bfloat16(), **arguments)
     words = "errors below 0.06 pass, because of the precision of the tensors: pass float64"
     assert str(warned[0].message) == f"assert_matches_single_process: {words}"
-    report = failure(assert_matches_single_process, fn, fn, X.float(), **arguments, strict=True)
+    report = differs((fn, fn, X.float(), arguments), strict=True)
     assert str(report).startswith(
         "assert_matches_single_process, gradients summed over ranks: right, but strict=True fails with the notes below"
     )
     assert "── notes ──\n  gradient of module[0]: too small beside" in str(report)
     assert pickle.loads(pickle.dumps(GradientMismatchError(report))).report == report
-    more = {"rank_reduction": "sum", "strict": True, **SIMULATED}
-    assert assert_matches_single_process(lambda x: (x**2).sum(), lambda x: (x**2).sum(), X, **more).ok
+    matches(summed(lambda x: (x**2).sum()), strict=True)
 
 
 def test_random_numbers_that_differ_on_one_process():
     def fn(x):
         return (torch.nn.functional.dropout(x, 0.5) ** 2).sum()
 
-    assert causes(failure(assert_matches_single_process, fn, fn, X, rank_reduction="sum")) == ["random"]
+    assert causes(differs(summed(fn))) == ["random"]
 
 
 def test_what_is_zero_but_for_rounding():
@@ -694,11 +617,8 @@ def test_what_is_zero_but_for_rounding():
         return centered(x).sum() + 1e-12 * (x**2).sum()
 
     x = X - X.mean(0)
-    assert assert_matches_single_process(
-        torch.sum, lambda x: x.mean(0).sum() * 8, x, rank_reduction="sum", **SIMULATED
-    ).ok
-    report = failure(assert_matches_single_process, noise, noise, X, rank_reduction="sum")
-    assert "rounding" in causes(report)
+    matches(summed(torch.sum, lambda x: x.mean(0).sum() * 8, x))
+    assert "rounding" in causes(differs(summed(noise)))
 
 
 def test_a_computation_of_lower_precision():
@@ -708,9 +628,8 @@ def test_a_computation_of_lower_precision():
     def precise(x):
         return x.sin().sum()
 
-    report = failure(assert_matches_single_process, fn, precise, X, rank_reduction="sum", sizes=[(4, 4)])
-    assert "nearly right" in causes(report)
-    assert assert_matches_single_process(fn, precise, X, rank_reduction="sum", tolerance=1e-5, **SIMULATED).ok
+    assert "nearly right" in causes(differs(summed(fn, precise), sizes=[(4, 4)]))
+    matches(summed(fn, precise), tolerance=1e-5)
 
 
 def test_other_peoples_collectives():
@@ -720,7 +639,7 @@ def test_other_peoples_collectives():
         return (w * y * x).sum()
 
     for on in (["simulated"], ["gloo"]):
-        report = failure(check_gradients, fn, per_rank(4, n=2), per_rank(4, n=2, seed=9), on=on)
+        report = is_wrong(fn, per_rank(4, n=2), per_rank(4, n=2, seed=9), on=on)
         assert any("all_reduce at" in cut and "cuts the graph" in cut for cut in report.cuts)
         assert causes(report) == ["not reduced"]
 

@@ -12,16 +12,16 @@ from sharded_programs import (
     layer,
     loss,
     mlp,
-    numbers,
     pipeline,
     sequence,
 )
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from verdicts import SIMULATED, causes, differs, matches, numbers, ruled
 
 import diffcoll as dc
-from diffcoll.testing import GradientMismatchError, assert_matches_single_process
+from diffcoll.testing import assert_matches_single_process
 
 ON = ["simulated", pytest.param("gloo", marks=pytest.mark.slow)]
 WRONG = [(make, bug, cause) for make, bugs in PROGRAMS.items() for bug, cause in bugs.items()]
@@ -30,52 +30,35 @@ WRONG = [(make, bug, cause) for make, bugs in PROGRAMS.items() for bug, cause in
 @pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
 def test_a_right_program_passes(make, on):
-    distributed, single, batch, more = make("")
-    report = assert_matches_single_process(distributed, single, batch, **{"on": [on], **more})
-    assert report.ok and not report.causes
+    matches(make(""), on=[on])
 
 
 @pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize(("make", "bug", "cause"), WRONG, ids=[f"{make.__name__}-{bug}" for make, bug, _ in WRONG])
 def test_a_wrong_program_is_caught(make, bug, cause, on):
-    distributed, single, batch, more = make(bug)
-    with pytest.raises(GradientMismatchError) as error:
-        assert_matches_single_process(distributed, single, batch, **{"on": [on], **more})
-    found = [each.name for each in error.value.report.causes]
-    assert found == [cause] if cause else set(found) <= {"another loss", "wrong in direction"}, str(error.value)
-
-
-def checked(make, bug="", **more):
-    distributed, single, batch, given = make(bug)
-    return assert_matches_single_process(distributed, single, batch, **{"on": ["simulated"], **given, **more})
-
-
-def failure(make, bug="", **more):
-    with pytest.raises(GradientMismatchError) as error:
-        checked(make, bug, **more)
-    return error.value.report
+    report = differs(make(bug), on=[on])
+    found = causes(report)
+    assert found == [cause] if cause else set(found) <= {"another loss", "wrong in direction"}, str(report)
 
 
 def test_somebody_may_sum_later():
-    assert checked(sequence, "said to be partial").ok
+    matches(sequence("said to be partial"))
 
 
 def test_the_first_submodule_that_differs():
-    report = failure(mlp, "g")
+    report = differs(mlp("g"))
     assert report.first.output == "down"
-    assert (
-        str(report).splitlines()[1]
-        == "  first output that differs: down; first gradient in backward order that differs: down"
-    )
-    report = failure(mlp, "f")
+    line = "  first output that differs: down; first gradient in backward order that differs: down"
+    assert str(report).splitlines()[1] == line
+    report = differs(mlp("f"))
     assert (report.first.output, report.first.gradient) == (None, None) and "first" not in str(report).splitlines()[1]
-    assert checked(mlp).first is None
+    assert matches(mlp("")).first is None
 
 
 def test_what_was_taken_from_shapes_is_said():
-    notes = failure(mlp, "f").notes
+    notes = differs(mlp("f")).notes
     assert "down.weight: taken to be Shard(1) on tp, by its shape; placements= may say otherwise" in notes
-    assert not checked(mlp).notes
+    assert not matches(mlp("")).notes
 
 
 def test_numbers_settle_what_shapes_leave_open():
@@ -91,11 +74,11 @@ def test_numbers_settle_what_shapes_leave_open():
             module.down.weight.copy_(whole.down.weight.chunk(2, 1)[group.rank()])
         return module
 
-    x = numbers(6, 3)
-    assert checked(lambda bug: (*data_and_tensor("")[:2], x, {**data_and_tensor("")[3], **more, "shard": copied})).ok
+    *functions, given = data_and_tensor("")
+    matches((*functions, {**given, **more, "shard": copied}))
     words = r"up.weight: got shapes \(4, 3\) of \(8, 3\) on the ranks of dp=2, tp=2, which may be Shard\(0\) on tp or "
     with pytest.raises(ValueError, match=words):
-        checked(data_and_tensor, mesh=more["mesh"])
+        matches((*functions, given), mesh=more["mesh"])
 
 
 def test_numbers_in_another_order_are_asked_for():
@@ -112,11 +95,11 @@ def test_numbers_in_another_order_are_asked_for():
             module.down.weight.copy_(whole.down.weight[:, rank::2])
         return module
 
-    more = {"module": MLP(), "shard": shard, "mesh": {"tp": 2}, "on": ["simulated"]}
+    more = {"module": MLP(), "shard": shard, "mesh": {"tp": 2}}
     with pytest.raises(ValueError, match=r"up.weight: got numbers of the whole in another order than Shard\(0\) on tp"):
-        assert_matches_single_process(loss, loss, numbers(5, 3), **more)
+        matches((loss, loss, numbers(5, 3), more))
     said = {"up.*": interleaved, "down.weight": {"tp": lambda whole, at: interleaved(whole.T, at).T}}
-    assert assert_matches_single_process(loss, loss, numbers(5, 3), placements=said, **more).ok
+    matches((loss, loss, numbers(5, 3), more), placements=said)
 
 
 def test_two_axes_of_pytorchs_own():
@@ -127,18 +110,18 @@ def test_two_axes_of_pytorchs_own():
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel(use_local_output=False)}
         return fully_shard(parallelize_module(whole, mesh["tp"], plan), mesh=mesh["dp"])
 
-    more = {"placements": {"x": {"dp": Shard(0)}}, "rank_reduction": {"dp": "mean"}, "on": ["simulated"]}
+    more = {"placements": {"x": {"dp": Shard(0)}}, "rank_reduction": {"dp": "mean"}}
     model = Plain()
     model.up.bias.requires_grad_(False)
     for dtype in (torch.double, torch.float):
         of_dtype = {"module": model.to(dtype), "shard": shard, "mesh": {"dp": 2, "tp": 2}, **more}
-        assert assert_matches_single_process(loss, loss, numbers(6, 3).to(dtype), **of_dtype).ok
+        matches((loss, loss, numbers(6, 3).to(dtype), of_dtype))
 
 
 def test_a_layer_of_data_and_tensor_parallelism():
     """Outputs whose rows are spread over an axis on which gradients are averaged."""
     distributed, single, _, more = data_and_tensor("", layer)
-    assert assert_matches_single_process(distributed, single, numbers(6, 3), on=["simulated"], **more).ok
+    matches((distributed, single, numbers(6, 3), more))
 
 
 def test_wrapped_layers_of_pytorch():
@@ -160,25 +143,12 @@ def test_wrapped_layers_of_pytorch():
         return whole
 
     more = {"module": Model(), "shard": shard, "mesh": {"tp": 2}, "placements": {"x": {"tp": Shard(1)}}}
-    assert assert_matches_single_process(layer, layer, numbers(2, 6, 3), on=["simulated"], **more).ok
+    matches((layer, layer, numbers(2, 6, 3), more))
 
 
-class Twice(torch.autograd.Function):
-    """The identity, with twice the gradient on more ranks than one."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * min(2, dc.get_world_size())
-
-
-def causes_of(distributed, single, batch, **more):
-    with pytest.raises(GradientMismatchError) as error:
-        assert_matches_single_process(distributed, single, batch, **{"on": ["simulated"], **more})
-    return {cause.name for cause in error.value.report.causes}, " ".join(str(error.value).split())
+def causes_of(*program, **more):
+    report = differs((*program, more))
+    return set(causes(report)), " ".join(str(report).split())
 
 
 def test_what_two_causes_explain_is_not_named():
@@ -188,8 +158,10 @@ def test_what_two_causes_explain_is_not_named():
     names, text = causes_of(lambda module, x: loss(module, x) / 2, loss, numbers(6, 3), **more)
     assert names == {"scaled over an axis"} and "1 divided by the size of dp or 1 divided by the size of tp" in text
 
+    twice = ruled(torch.clone, lambda g: g * min(2, dc.get_world_size()))
+
     def masked(x, mask):
-        return (Twice.apply(x).sin() * mask).sum()
+        return (twice(x).sin() * mask).sum()
 
     mask = torch.tensor([True, False] * 3)[:, None]
     names, text = causes_of(masked, masked, (numbers(6, 2), mask), mesh={"tp": 3})
@@ -227,9 +199,9 @@ def test_tied_parameters_buffers_and_integers():
     def results(module, x):
         return loss(module, x), len(x), x > 0
 
-    more = {"module": Model(), "shard": lambda whole, mesh: whole, "on": ["simulated"]}
-    more |= {"mesh": {"dp": 2}, "placements": {"x": {"dp": Shard(0)}}, "rank_reduction": {"dp": "mean"}}
-    report = assert_matches_single_process(results, results, numbers(6, 3), **more)
+    more = {"module": Model(), "shard": lambda whole, mesh: whole, "mesh": {"dp": 2}}
+    more |= {"placements": {"x": {"dp": Shard(0)}}, "rank_reduction": {"dp": "mean"}}
+    report = matches((results, results, numbers(6, 3), more))
     rows = [row.what for row in report.tables[0].rows]
     assert {"gradient of second.weight", "buffer calls", "value[0]", "output[1]", "output[2]"} <= set(rows)
 
@@ -237,8 +209,7 @@ def test_tied_parameters_buffers_and_integers():
         whole.second.weight = nn.Parameter(whole.first.weight.detach().clone())
         return whole
 
-    with pytest.raises(GradientMismatchError):
-        assert_matches_single_process(results, results, numbers(6, 3), **{**more, "shard": untied})
+    differs((results, results, numbers(6, 3), more), shard=untied)
 
 
 def test_state_that_simulated_ranks_share():
@@ -251,9 +222,8 @@ def test_state_that_simulated_ranks_share():
     more = {"module": Plain(), "shard": lambda whole, mesh: whole, "rank_reduction": {"dp": "sum"}}
     more |= {"mesh": {"dp": 2}, "placements": {"x": {"dp": Shard(0)}}, "on": ["simulated", "gloo"]}
     cached_rank.cache_clear()
-    with pytest.raises(GradientMismatchError) as error:
-        assert_matches_single_process(distributed, single, numbers(6, 3), **more)
-    assert [cause.name for cause in error.value.report.causes] == ["shared state"], str(error.value)
+    report = differs((distributed, single, numbers(6, 3), more))
+    assert causes(report) == ["shared state"], str(report)
 
 
 MLP_ARGUMENTS = {"module": MLP(), "shard": lambda whole, mesh: ShardedMLP(mesh, ""), "mesh": {"tp": 2}}
@@ -297,11 +267,11 @@ MLP_ARGUMENTS = {"module": MLP(), "shard": lambda whole, mesh: ShardedMLP(mesh, 
 )
 def test_wrong_arguments(more, words):
     with pytest.raises((TypeError, ValueError), match=words):
-        assert_matches_single_process(loss, loss, numbers(5, 3), **{"on": ["simulated"], **MLP_ARGUMENTS, **more})
+        assert_matches_single_process(loss, loss, numbers(5, 3), **{**SIMULATED, **MLP_ARGUMENTS, **more})
 
 
 def test_wrong_batches():
-    more = {**MLP_ARGUMENTS, "on": ["simulated"]}
+    more = {**MLP_ARGUMENTS, **SIMULATED}
     with pytest.raises(TypeError, match=r"batch: got a function with mesh=, expected the whole batch"):
         assert_matches_single_process(loss, loss, lambda rows: numbers(rows, 3), **more)
     equal = torch.ones(4, 3, dtype=torch.double)
@@ -323,11 +293,11 @@ def test_nothing_of_the_users_is_modified():
     module, x = MLP(), numbers(5, 3)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     kept = x.clone()
-    assert_matches_single_process(loss, loss, x, **{**MLP_ARGUMENTS, "module": module, "on": ["simulated", "gloo"]})
+    matches((loss, loss, x, MLP_ARGUMENTS), module=module, on=["simulated", "gloo"])
     assert torch.equal(x, kept) and all(p.grad is None for p in module.parameters())
     assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
 
 
 def test_a_pipeline_has_each_parameter_on_one_rank():
-    rows = [(row.what, row.rank) for row in checked(pipeline).tables[0].rows if "weight" in row.what]
+    rows = [(row.what, row.rank) for row in matches(pipeline("")).tables[0].rows if "weight" in row.what]
     assert rows == [("gradient of up.weight", 0), ("gradient of down.weight", 1)]

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from test_gradients import SIMULATED, causes, failure, per_rank
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
+from verdicts import SIMULATED, causes, is_right, is_wrong, per_rank
 
 import diffcoll as dc
 from diffcoll.testing import check_gradients
@@ -59,29 +59,27 @@ def test_right_programs(n):
     x = alike(5, 3, n=n)
     both = {"x": Replicate(), **ONE_LOSS}
 
-    def right(fn, *args, **more):
-        report = check_gradients(fn, *args, **{**SIMULATED, **more})
-        assert report.ok and not report.causes
-
-    right(mlp, x, w, v, placements=both)
-    right(mlp, [x[0].reshape(5, 3).t().contiguous().t()] * n, w, v, placements=both)
-    right(lambda x, w, v: mlp(x, w, v, f=same), x, w, v, placements={"x": Partial(), **ONE_LOSS})
-    right(lambda x, w, v: mlp(x, w, v, g="partial"), x, w, v, placements={"x": Replicate()})  # the sum of N losses
-    right(lambda x, w, v: (mlp(x, w, v), {"y": dc.all_reduce(w, grad_placement="replicate")}), x, w, v, placements=both)
+    is_right(mlp, x, w, v, placements=both)
+    is_right(mlp, [x[0].reshape(5, 3).t().contiguous().t()] * n, w, v, placements=both)
+    is_right(lambda x, w, v: mlp(x, w, v, f=same), x, w, v, placements={"x": Partial(), **ONE_LOSS})
+    is_right(lambda x, w, v: mlp(x, w, v, g="partial"), x, w, v, placements={"x": Replicate()})  # the sum of N losses
+    is_right(
+        lambda x, w, v: (mlp(x, w, v), {"y": dc.all_reduce(w, grad_placement="replicate")}), x, w, v, placements=both
+    )
     rows = per_rank(2, 4, n=n)
-    right(lambda x, w: norm(x, w, dc.sum_gradients), rows, alike(4, n=n), placements={"w": Replicate()})
-    right(lambda x, w: norm(x, w, same), rows, alike(4, n=n), placements={"w": Partial(), "x": Shard(0)})
+    is_right(lambda x, w: norm(x, w, dc.sum_gradients), rows, alike(4, n=n), placements={"w": Replicate()})
+    is_right(lambda x, w: norm(x, w, same), rows, alike(4, n=n), placements={"w": Partial(), "x": Shard(0)})
     net = Net(same)
-    right(lambda x: net(x), rows, module=net, placements={"norm.*": Partial()})
+    is_right(lambda x: net(x), rows, module=net, placements={"norm.*": Partial()})
     reduced = Net(dc.sum_gradients)
-    right(lambda x: reduced(x), rows, module=reduced, placements={"*.weight": Replicate(), "norm.bias": Replicate()})
+    is_right(lambda x: reduced(x), rows, module=reduced, placements={"*.weight": Replicate(), "norm.bias": Replicate()})
     ids = [torch.tensor([0, 1, 3, 3, 2])] * n
-    right(Labelled(), x, per_rank(3, 4, n=n), ids, placements={**both, "ids": Replicate()})
+    is_right(Labelled(), x, per_rank(3, 4, n=n), ids, placements={**both, "ids": Replicate()})
     mask = [torch.ones(5, 4, dtype=torch.double)] * n  # a constant may be the same on all ranks
-    right(lambda x, m: (dc.all_reduce(x * m)).sin().sum(), per_rank(5, 4, n=n), mask, constant=["m"], placements={})
+    is_right(lambda x, m: (dc.all_reduce(x * m)).sin().sum(), per_rank(5, 4, n=n), mask, constant=["m"], placements={})
     other = {"constant": ["m"], "placements": {"x": Partial()}}
-    right(lambda x, w, m: (norm(x, w, same) * m).sum(), alike(5, 4, n=n), per_rank(4, n=n), mask, **other)
-    right(lambda x: dc.all_reduce(x.sin()).sum() * x.sum(), alike((), n=n), placements={"x": Partial()})
+    is_right(lambda x, w, m: (norm(x, w, same) * m).sum(), alike(5, 4, n=n), per_rank(4, n=n), mask, **other)
+    is_right(lambda x: dc.all_reduce(x.sin()).sum() * x.sum(), alike((), n=n), placements={"x": Partial()})
 
 
 def test_wrong_programs_are_named():
@@ -90,8 +88,8 @@ def test_wrong_programs_are_named():
     x, rows = alike(5, 3, n=n), per_rank(2, 4, n=n)
     both = {"x": Replicate(), **ONE_LOSS}
 
-    def found(fn, *args, placements, **more):
-        report = failure(check_gradients, fn, *args, placements=placements, **more)
+    def found(fn, *args, **more):
+        report = is_wrong(fn, *args, **more)
         return causes(report), str(report)
 
     names, text = found(lambda x, w, v: mlp(x, w, v, f=same), x, w, v, placements=both)
@@ -137,7 +135,5 @@ def test_what_placements_say_is_checked():
 def test_on_processes():
     w, v = weights(2)
     placements = {"x": Replicate(), **ONE_LOSS}
-    assert check_gradients(mlp, alike(5, 3, n=2), w, v, placements=placements, on=["gloo"]).ok
-    failure(
-        check_gradients, lambda x, w, v: mlp(x, w, v, same), alike(5, 3, n=2), w, v, placements=placements, on=["gloo"]
-    )
+    is_right(mlp, alike(5, 3, n=2), w, v, placements=placements, on=["gloo"])
+    is_wrong(lambda x, w, v: mlp(x, w, v, same), alike(5, 3, n=2), w, v, placements=placements, on=["gloo"])

@@ -1,7 +1,7 @@
 """Verdicts of the check against one process: right programs pass, wrong ones are caught, and named if it is certain.
 
-Each program is made by a function that returns (distributed, single, batch, further arguments). The wrong ones have the
-causes that must be named, and those that must not be, because something else is wrong.
+Each is made by a function that returns a program of `verdicts`. The wrong ones have the causes that must be named, and
+those that must not be, because something else is wrong.
 """
 
 import dataclasses
@@ -16,21 +16,16 @@ import torch.distributed as dist
 from programs import cached_rank
 from torch import nn
 from torch.distributed.tensor import Partial, Shard
+from verdicts import SIMULATED, causes, differs, is_right, is_wrong, matches, numbers, per_rank, ruled
 
 import diffcoll as dc
-from diffcoll.testing import (
-    GradientMismatchError,
-    UncheckedWarning,
-    assert_matches_single_process,
-    check_gradients,
-    simulate,
-)
+from diffcoll.testing import UncheckedWarning, assert_matches_single_process, simulate
 
 EVEN, UNEVEN = [(4, 4)], [(4, 4), (5, 3), (5, 0, 3)]
 
 
 def rows(n, width=3, seed=0, dtype=torch.double):
-    return torch.randn(n, width, generator=torch.Generator().manual_seed(seed + n), dtype=dtype)
+    return numbers(n, width, seed=seed + n, dtype=dtype)
 
 
 def layer(*shape, seed=0, kind=nn.Linear, **more):
@@ -159,18 +154,9 @@ def a_mask_gathered_without_a_gradient():
 
 
 def a_value_that_is_n_times_too_large():
-    class Whole(torch.autograd.Function):
-        """The loss of the whole batch on every rank; the gradient is the share of this rank."""
-
-        @staticmethod
-        def forward(ctx, share):
-            return dc.all_reduce(share)
-
-        @staticmethod
-        def backward(ctx, g):
-            return g
-
-    return summed(lambda x: Whole.apply((x**2).sum()), lambda x: (x**2).sum(), compare=["gradients", "state"])
+    """The loss of the whole batch on every rank; the gradient is the share of this rank."""
+    whole = ruled(dc.all_reduce, lambda g: g)
+    return summed(lambda x: whole((x**2).sum()), lambda x: (x**2).sum(), compare=["gradients", "state"])
 
 
 def lazy():
@@ -248,11 +234,10 @@ ON = ["simulated", pytest.param("gloo", marks=pytest.mark.slow), pytest.param("m
 @pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_passes(name, on):
-    distributed, single, batch, more = RIGHT[name]()
-    if on == "mpi" and "mesh" in more:
+    program = RIGHT[name]()
+    if on == "mpi" and "mesh" in program[3]:
         pytest.skip("a mesh is one of torch.distributed")
-    report = assert_matches_single_process(distributed, single, batch, **{"on": [on], **more})
-    assert report.ok and not report.causes
+    matches(program, on=[on])
 
 
 # ── wrong programs ───────────────────────────────────────────────────────────────────────────────────────
@@ -437,11 +422,8 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_program_is_caught(name, on):
     make, named, not_named = WRONG[name]
-    distributed, single, batch, more = make()
-    with pytest.raises(GradientMismatchError) as error:
-        assert_matches_single_process(distributed, single, batch, **{"on": [on], **more})
-    causes = [cause.name for cause in error.value.report.causes]
-    assert set(named) <= set(causes) and not set(not_named) & set(causes), str(error.value)
+    report = differs(make(), on=[on])
+    assert set(named) <= set(causes(report)) and not set(not_named) & set(causes(report)), str(report)
 
 
 def with_a_cached_rank():
@@ -468,16 +450,14 @@ def test_a_bias_before_batch_norm_in_single_precision(seed):
     def loss(x):
         return (model(x) ** 2).sum() / 32
 
-    more = {"module": model, "rank_reduction": "sum", "sizes": [(16, 16), (20, 12)], "on": ["simulated"]}
-    report = assert_matches_single_process(loss, loss, x, **more)
-    allowed = [row.allowed for table in report.tables for row in table.rows if not row.what.endswith(".bias")]
+    right = summed(loss, batch=x, module=model, sizes=[(16, 16), (20, 12)])
+    allowed = [row.allowed for table in matches(right).tables for row in table.rows if not row.what.endswith(".bias")]
     assert max(allowed) < 3e-4  # of the others no more than before
 
     def off_by_little(x):
         return loss(x) * (1.002 if dc.get_world_size() > 1 else 1)
 
-    with pytest.raises(GradientMismatchError):
-        assert_matches_single_process(off_by_little, loss, x, **{**more, "compare": ["gradients"]})
+    differs((off_by_little, *right[1:]), compare=["gradients"])
 
 
 class Embedded(nn.Module):
@@ -503,23 +483,18 @@ def test_token_ids_in_single_precision(seed):
     def loss(first, second):
         return dc.nn.functional.vicreg_loss(model(first), model(second))
 
-    sizes = [(12, 12), (16, 0, 8)]
-    assert assert_matches_single_process(loss, loss, tuple(model.ids), module=model, sizes=sizes, on=["simulated"]).ok
+    matches((loss, loss, tuple(model.ids), {"module": model, "sizes": [(12, 12), (16, 0, 8)]}))
 
 
-class Times(torch.autograd.Function):
-    """The gradient of one row, or of a part of each row, is multiplied."""
+def times(row, factor=None):
+    """The gradient of one row is multiplied, by N if there is no factor."""
 
-    @staticmethod
-    def forward(ctx, x, row, factor):
-        ctx.row, ctx.factor = row, factor
-        return x.view_as(x)
+    def rule(g):
+        factors = torch.ones_like(g)
+        factors[row] = factor or dc.get_world_size()
+        return g * factors
 
-    @staticmethod
-    def backward(ctx, g):
-        g = g.clone()
-        g[ctx.row] *= ctx.factor or dc.get_world_size()
-        return g, None, None
+    return ruled(torch.clone, rule)
 
 
 @pytest.mark.parametrize("on", ["simulated", "gloo"])
@@ -535,14 +510,12 @@ def test_a_rare_row_is_not_lost_beside_the_others(row, factor, named, on):
         return (table.weight[ids] ** 3).sum(1) @ weights
 
     def wrong(ids, weights):
-        rows = table.weight if dc.get_world_size() == 1 else Times.apply(table.weight, row, factor)
+        rows = table.weight if dc.get_world_size() == 1 else times(row, factor)(table.weight)
         return (rows[ids] ** 3).sum(1) @ weights
 
     more = {"module": table, "constant": ("weights",), "rank_reduction": "sum", "sizes": [(30, 14, 20)], "on": [on]}
-    assert assert_matches_single_process(loss, loss, (ids, weights), **more).ok
-    with pytest.raises(GradientMismatchError) as caught:
-        assert_matches_single_process(wrong, loss, (ids, weights), **more)
-    (cause,) = caught.value.report.causes
+    matches((loss, loss, (ids, weights), more))
+    (cause,) = differs((wrong, loss, (ids, weights), more)).causes
     assert cause.name == "some rows"
     assert cause.seen == f"weight: row {row}: wrong, {named} times the right one; the larger rows are right"
 
@@ -558,47 +531,34 @@ def test_rare_rows_of_one_rank_and_of_a_sharded_program():
         return (x**3).sum(1) @ weights
 
     def wrong(x, weights):
-        return loss(Times.apply(x, 2, 2.0) if dc.get_rank() == 1 else x, weights)
-
-    more = {"constant": ("weights",), "rank_reduction": "sum", "sizes": [(4, 4, 4)], "on": ["simulated"]}
-    assert assert_matches_single_process(loss, loss, (x, weights), **more).ok
-    with pytest.raises(GradientMismatchError) as caught:
-        assert_matches_single_process(wrong, loss, (x, weights), **more)
-    assert [cause.name for cause in caught.value.report.causes] == ["some rows"]
-    assert "x: row 2 on rank 1: wrong, 2 times the right one" in str(caught.value)
+        return loss(times(2, 2.0)(x) if dc.get_rank() == 1 else x, weights)
 
     placed = {"mesh": {"tp": 3}, "placements": {"x": {"tp": Shard(0)}, "weights": {"tp": Shard(0)}}}
-    more = {"constant": ("weights",), "rank_reduction": {"tp": "sum"}, "on": ["simulated"], **placed}
-    assert assert_matches_single_process(loss, loss, (x, weights), **more).ok
-    with pytest.raises(GradientMismatchError) as caught:
-        assert_matches_single_process(wrong, loss, (x, weights), **more)
-    assert [cause.name for cause in caught.value.report.causes] == ["some rows"]
+    for more in ({"rank_reduction": "sum", "sizes": [(4, 4, 4)]}, {"rank_reduction": {"tp": "sum"}, **placed}):
+        matches((loss, loss, (x, weights), more), constant=("weights",))
+        report = differs((wrong, loss, (x, weights), more), constant=("weights",))
+        assert causes(report) == ["some rows"]
+        assert "mesh" in more or "x: row 2 on rank 1: wrong, 2 times the right one" in str(report)
 
 
 def test_state_that_simulated_ranks_share():
-    distributed, single, batch, more = with_a_cached_rank()
+    program, both = with_a_cached_rank(), ["simulated", "gloo"]
     cached_rank.cache_clear()
-    with pytest.raises(GradientMismatchError) as error:
-        assert_matches_single_process(distributed, single, batch, on=["simulated", "gloo"], **more)
-    assert [cause.name for cause in error.value.report.causes] == ["shared state"], str(error.value)
-    assert [table.ok for table in error.value.report.tables] == [False, True]
-    assert assert_matches_single_process(distributed, single, batch, on=["gloo"], **more).ok
+    report = differs(program, on=both)
+    assert causes(report) == ["shared state"], str(report)
+    assert [table.ok for table in report.tables] == [False, True]
+    matches(program, on=["gloo"])
     cached_rank.cache_clear()
-    with pytest.raises(GradientMismatchError) as error:  # wrong on both
-        assert_matches_single_process(lambda x: distributed(x.flip(0)), single, batch, on=["simulated", "gloo"], **more)
-    assert "shared state" not in str(error.value) and not error.value.report.tables[1].ok
+    report = differs((lambda x: program[0](x.flip(0)), *program[1:]), on=both)  # wrong on both
+    assert "shared state" not in str(report) and not report.tables[1].ok
 
 
 # ── without a reference ──────────────────────────────────────────────────────────────────────────────────
 
 
-def per_rank(*shape, n=3):
-    return [torch.randn(*shape, generator=torch.Generator().manual_seed(r), dtype=torch.double) for r in range(n)]
-
-
 @pytest.mark.parametrize("speed", [1e3, 1e4, 1e5])
 def test_a_smooth_function_that_varies_fast_has_no_kink(speed):
-    assert check_gradients(lambda x: (speed * dc.all_reduce(x)).sin().sum() / speed, per_rank(2), on=["simulated"]).ok
+    is_right(lambda x: (speed * dc.all_reduce(x)).sin().sum() / speed, per_rank(2))
 
 
 @pytest.mark.parametrize(("at", "offset"), [(0.0, 0.0), (1e-3, 0.0), (-2e-5, 0.0), (0.0, 1e10), (1e-3, 1e8)])
@@ -609,10 +569,9 @@ def test_a_kink_and_a_point_beside_one(at, offset):
         return (dc.all_reduce(x).relu() * torch.tensor([1.0, 2.0])).sum() + offset
 
     if at:
-        assert check_gradients(fn, xs, on=["simulated"]).ok
+        is_right(fn, xs)
     else:
-        with pytest.raises(GradientMismatchError, match="not differentiable here"):
-            check_gradients(fn, xs, on=["simulated"])
+        assert "not differentiable here" in str(is_wrong(fn, xs))
 
 
 def test_gradients_that_ddp_has_averaged_are_named():
@@ -622,51 +581,27 @@ def test_gradients_that_ddp_has_averaged_are_named():
         kept.append(nn.parallel.DistributedDataParallel(model))
         return kept[-1](x).sin().sum()
 
-    with pytest.raises(GradientMismatchError) as error:
-        check_gradients(fn, per_rank(2, 3, n=2), module=model, on=["gloo"])
-    causes = [cause.name for cause in error.value.report.causes]
-    assert causes == ["averaged"], str(error.value)
+    report = is_wrong(fn, per_rank(2, 3, n=2), module=model, on=["gloo"])
+    assert causes(report) == ["averaged"], str(report)
 
 
-class Noise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return dc.all_reduce(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return torch.ones_like(g) * torch.tensor([3.0, -1.0])[: len(g)]
+noise = ruled(dc.all_reduce, lambda g: torch.ones_like(g) * torch.tensor([3.0, -1.0])[: len(g)])
 
 
-def causes_alone(fn, *per_rank, **more):
-    with pytest.raises(GradientMismatchError) as error:
-        check_gradients(fn, *per_rank, **{"on": ["simulated"], **more})
-    return [cause.name for cause in error.value.report.causes]
+def causes_alone(fn, *of_ranks, **more):
+    return causes(is_wrong(fn, *of_ranks, **more))
 
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_equal_gradients_are_neither_swapped_nor_averaged(width):
     def fn(x, r):
-        return ((r + 1) * Noise.apply(x).sin() * x).sum()
+        return ((r + 1) * noise(x).sin() * x).sum()
 
     assert causes_alone(fn, per_rank(width), range(3)) == ["wrong in direction"]
 
 
-class Ruled(torch.autograd.Function):
-    """A function with a rule for the gradient."""
-
-    @staticmethod
-    def forward(ctx, x, of, rule):
-        ctx.rule = rule
-        return of(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return ctx.rule(g), None, None
-
-
 def test_equal_numbers_on_all_ranks_are_no_average():
-    constant = causes_alone(lambda x: Ruled.apply(x, lambda x: x**3, lambda g: 3 * g).sum(), per_rank(1))
+    constant = causes_alone(lambda x: ruled(lambda x: x**3, lambda g: 3 * g)(x).sum(), per_rank(1))
     assert constant == ["wrong in direction"]
 
 
@@ -675,8 +610,8 @@ def test_ranks_with_equal_gradients_are_not_told_apart():
     xs = [torch.tensor([a, 2.0], dtype=torch.double) for a in (0.5, -0.5, 1.5)]
 
     def fn(x):
-        y = Ruled.apply(x, lambda x: x**3, lambda g: g * 3 * dc.permute(x, [(2, 0), (0, 2), (1, 1)]).square())
-        return y.sum()
+        rule = lambda g: g * 3 * dc.permute(x, [(2, 0), (0, 2), (1, 1)]).square()  # noqa: E731
+        return ruled(lambda x: x**3, rule)(x).sum()
 
     assert causes_alone(fn, xs) == ["wrong in direction"]
 
@@ -685,7 +620,7 @@ def test_a_gradient_with_the_wrong_sign_is_not_another_ranks():
     """On two ranks the part that comes from the other one is missing, and that of this rank is there with a minus."""
 
     def fn(x):
-        return (Ruled.apply(x, dc.all_reduce, lambda g: 0 * g) * x).sin().sum()
+        return (ruled(dc.all_reduce, lambda g: 0 * g)(x) * x).sin().sum()
 
     assert causes_alone(fn, per_rank(2, n=2)) == ["wrong in direction"]
 
@@ -693,7 +628,7 @@ def test_a_gradient_with_the_wrong_sign_is_not_another_ranks():
 def test_a_detach_is_blamed_if_the_gradient_is_right_without_it():
     def logs(x):
         dc.all_reduce(x.detach())
-        return ((dc.get_rank() + 1) * Noise.apply(x).sin() * x).sum()
+        return ((dc.get_rank() + 1) * noise(x).sin() * x).sum()
 
     def loses(x):
         total = dc.all_reduce(x)
@@ -706,27 +641,23 @@ def test_a_detach_is_blamed_if_the_gradient_is_right_without_it():
 def test_a_loss_without_a_number():
     xs = [-torch.ones(2, dtype=torch.double), torch.rand(2, dtype=torch.double)]
     with pytest.raises(ValueError, match=r"fn: got NaN or infinity in the results of rank 0, expected a finite loss"):
-        check_gradients(lambda x: x.log().sum(), xs, on=["simulated"])
+        is_right(lambda x: x.log().sum(), xs)
     with pytest.raises(ValueError, match="fn: got results that depend on no tensor"):
-        check_gradients(lambda x: dc.all_reduce(x).sum(), [x[:0] for x in xs], on=["simulated"])
+        is_right(lambda x: dc.all_reduce(x).sum(), [x[:0] for x in xs])
 
 
 def test_constants_and_what_is_compared():
     """The same programs are wrong without; check_gradients has constants too."""
-    for make, left_out in (
-        (a_mask_gathered_without_a_gradient, "constant"),
-        (a_value_that_is_n_times_too_large, "compare"),
-    ):
-        distributed, single, batch, more = make()
-        del more[left_out]
-        with pytest.raises(GradientMismatchError):
-            assert_matches_single_process(distributed, single, batch, on=["simulated"], **more)
+    program = a_mask_gathered_without_a_gradient()
+    differs(program, constant=())
+    program = a_value_that_is_n_times_too_large()
+    differs((*program[:3], {"rank_reduction": "sum"}))
 
     def fn(x, mask):
         return (dc.all_reduce(x * mask).sin() * mask.detach()).sum()
 
     xs, masks = per_rank(4), [torch.tensor([1.0, r, 0.5, 1.0]) for r in range(3)]  # float32 is no matter
-    report = check_gradients(fn, xs, masks, constant=["mask"], on=["simulated"])
+    report = is_right(fn, xs, masks, constant=["mask"])
     assert {row.what for row in report.tables[0].rows} == {"gradient of x"}
 
 
@@ -748,14 +679,13 @@ def test_constants_and_what_is_compared():
 )
 def test_wrong_arguments(more, words):
     with pytest.raises((TypeError, ValueError), match=words):
-        assert_matches_single_process(lambda x: x.sum(), lambda x: x.sum(), rows(8), on=["simulated"], **more)
+        assert_matches_single_process(lambda x: x.sum(), lambda x: x.sum(), rows(8), **SIMULATED, **more)
 
 
 def test_an_attribute_that_changed_is_noted():
-    distributed, single, batch, more = attributes()
     words = "last: an attribute that the call changed is not compared: register it as a buffer"
     with pytest.warns(UncheckedWarning, match=words):
-        report = assert_matches_single_process(distributed, single, batch, on=["simulated"], **more)
+        report = matches(attributes())
     assert words in report.notes
 
 
@@ -793,17 +723,12 @@ def cached_first_gather():
 
 @pytest.mark.parametrize("on", ["simulated", "gloo"])
 def test_what_a_call_keeps_shows_in_the_next(on):
-    distributed, single, batch, more = queue_of_two_steps(lambda every: every)
-    report = assert_matches_single_process(distributed, single, batch, **more, sizes=[(5, 3)], on=[on])
+    report = matches(queue_of_two_steps(lambda every: every), sizes=[(5, 3)], on=[on])
     assert [t.title for t in report.tables] == [f"{on}, 2 ranks, rows 5, 3", f"{on}, 2 ranks, rows 5, 3, step 2"]
-    distributed, single, batch, more = cached_first_gather()
-    one_step = {**more, "steps": 1}
-    assert assert_matches_single_process(distributed, single, batch, **one_step, sizes=[(4, 4)], on=[on]).ok
-    with pytest.raises(GradientMismatchError) as error:
-        assert_matches_single_process(distributed, single, batch, **more, sizes=[(4, 4)], on=[on])
-    assert [table.ok for table in error.value.report.tables] == [True, False]
-    causes = error.value.report.causes
-    assert causes[-1].name == "later step" and causes[-1].seen.endswith("wrong in step 2")
+    matches(cached_first_gather(), steps=1, sizes=EVEN, on=[on])
+    report = differs(cached_first_gather(), sizes=EVEN, on=[on])
+    assert [table.ok for table in report.tables] == [True, False]
+    assert causes(report)[-1] == "later step" and report.causes[-1].seen.endswith("wrong in step 2")
 
 
 @pytest.mark.filterwarnings("ignore::diffcoll.testing.UncheckedWarning")
@@ -821,10 +746,10 @@ def test_what_only_later_calls_use():
             return (total if before is None else total + before @ self.weight).sin().sum() / dc.get_world_size()
 
     module = Recurrent()
-    more = {"module": module, "rank_reduction": "sum", "sizes": [(5, 3)], "on": ["simulated"]}
-    assert assert_matches_single_process(module, module, rows, steps=2, **more).ok
+    program = summed(module, module=module, sizes=[(5, 3)])
+    matches(program, steps=2)
     with pytest.raises(ValueError, match="module: got parameters of which none has a gradient"):
-        assert_matches_single_process(module, module, rows, **more)
+        matches(program)
 
 
 def test_a_value_that_is_as_at_the_start_again():
@@ -840,20 +765,15 @@ def test_a_value_that_is_as_at_the_start_again():
             module.kept.fill_(0.0 if back else 1.0)
         return (x**2).sum()
 
-    with pytest.raises(GradientMismatchError) as error:
-        assert_matches_single_process(
-            loss, loss, rows, module=module, rank_reduction="sum", steps=2, sizes=EVEN, on=["simulated"]
-        )
-    assert [cause.name for cause in error.value.report.causes] == ["another state", "later step"]
+    assert causes(differs(summed(loss, module=module, steps=2, sizes=EVEN))) == ["another state", "later step"]
 
 
 def test_a_wrong_step_is_not_followed_by_another():
-    distributed, single, batch, more = queue_of_two_steps(lambda every: every.flip(0))
-    with pytest.raises(GradientMismatchError) as error:
-        assert_matches_single_process(distributed, single, batch, **{**more, "steps": 3}, sizes=[(5, 3)])
+    program = queue_of_two_steps(lambda every: every.flip(0))
+    report = differs(program, steps=3, sizes=[(5, 3)], on=["simulated", "gloo"])
     words = ["", "wrong already in the step before", "wrong already in the step before"]
-    assert [table.skipped for table in error.value.report.tables[:3]] == words
-    assert [cause.name for cause in error.value.report.causes] == ["another state"]
+    assert [table.skipped for table in report.tables[:3]] == words
+    assert causes(report) == ["another state"]
 
 
 def test_steps_take_rows_and_finite_differences():
@@ -870,25 +790,23 @@ def test_steps_take_rows_and_finite_differences():
                 self.calls += 1
             n, r = dc.get_world_size(), dc.get_rank()
             wrong = self.calls > 1 and n > 1
-            total = Ruled.apply(x.sum(0), dc.all_reduce, lambda g: g) if wrong else dc.all_reduce(x.sum(0))
+            total = ruled(dc.all_reduce, lambda g: g)(x.sum(0)) if wrong else dc.all_reduce(x.sum(0))
             return (total**2).sum() * self.calls * (r + 1) * 2 / (n * (n + 1))
 
     module = Counter()
-    more = {"module": module, "rank_reduction": "sum", "sizes": [(4, 4), (5, 3)], "on": ["simulated"]}
-    with pytest.raises(GradientMismatchError) as error:
-        assert_matches_single_process(module, lambda x: module(x), x, steps=2, **more)
-    causes = error.value.report.causes
-    assert [cause.name for cause in causes] == ["not reduced", "later step"], str(error.value)
-    assert causes[0].seen == "x: it is the derivative of the rank's own loss alone"
-    with pytest.raises(ValueError, match="16 rows, expected tensors with 8 rows, the sum of sizes"):
-        assert_matches_single_process(module, lambda x: module(x), x, **more)
-    with pytest.raises(ValueError, match=r"8 rows, expected tensors with 16 rows, .* for each of 2 steps"):
-        assert_matches_single_process(module, lambda x: module(x), x[:8], steps=2, **more)
-    with pytest.raises(ValueError, match="the same numbers on steps 1 and 2, expected different ones on every step"):
-        assert_matches_single_process(module, lambda x: module(x), x[:8].repeat(2, 1), steps=2, **more)
-    for steps, words in ((0, "steps: got 0, expected"), (1.5, "steps: got 1.5, expected")):
+    program = summed(module, lambda x: module(x), x, module=module, sizes=[(4, 4), (5, 3)])
+    report = differs(program, steps=2)
+    assert causes(report) == ["not reduced", "later step"], str(report)
+    assert report.causes[0].seen == "x: it is the derivative of the rank's own loss alone"
+    for batch, steps, words in (
+        (x, 1, "16 rows, expected tensors with 8 rows, the sum of sizes"),
+        (x[:8], 2, r"8 rows, expected tensors with 16 rows, .* for each of 2 steps"),
+        (x[:8].repeat(2, 1), 2, "the same numbers on steps 1 and 2, expected different ones on every step"),
+        (x, 0, "steps: got 0, expected"),
+        (x, 1.5, "steps: got 1.5, expected"),
+    ):
         with pytest.raises((ValueError, TypeError), match=words):
-            assert_matches_single_process(module, lambda x: module(x), x, steps=steps, **more)
+            matches((*program[:2], batch, program[3]), steps=steps)
     with pytest.raises(ValueError, match="steps: got 2 with mesh="):
         assert_matches_single_process(module, module, x, steps=2, module=module, mesh={"dp": 2})
 
@@ -906,11 +824,8 @@ def test_a_partner_that_is_right_for_two_and_three_ranks():
         sums = x.view(n, 4, 3).sum((1, 2))
         return (sums * sums.roll(1)).sin().sum()
 
-    more = {"rank_reduction": "sum", "on": ["simulated"]}
-    assert assert_matches_single_process(distributed, single, rows, sizes=[(4, 4), (4, 4, 4)], **more).ok
-    with pytest.raises(GradientMismatchError) as error:
-        assert_matches_single_process(distributed, single, rows, sizes=[(4, 4), (4, 4, 4), (4,) * 4], **more)
-    cause = error.value.report.causes[-1]
+    matches(summed(distributed, single), sizes=[(4, 4), (4, 4, 4)])
+    cause = differs(summed(distributed, single), sizes=[(4, 4), (4, 4, 4), (4,) * 4]).causes[-1]
     assert cause.name == "more ranks" and cause.seen == "right with equal ranks up to 3, wrong with rows (4, 4, 4, 4)"
 
 
@@ -922,30 +837,25 @@ def test_chunks_that_only_more_rows_fill():
         lost = len(chunks) > 1 and dc.get_world_size() > 1
         return sum(c.sum() for c in (chunks[:-1] if lost else chunks))
 
-    more = {"rank_reduction": "sum", "on": ["simulated"]}
-    assert assert_matches_single_process(loss, loss, rows, **more).ok
-    with pytest.raises(GradientMismatchError, match="── simulated, 4 ranks, rows 32, 32, 32, 32: wrong") as error:
-        assert_matches_single_process(loss, loss, rows, **more, sizes=16)
-    assert error.value.report.causes[0].name == "left out"
+    matches(summed(loss))
+    report = differs(summed(loss), sizes=16)
+    assert "── simulated, 4 ranks, rows 32, 32, 32, 32: wrong" in str(report) and causes(report)[0] == "left out"
     for sizes in (0, -1, True, 1.5):
         with pytest.raises((TypeError, ValueError), match=r"sizes: got (0|-1|True|1.5), expected"):
-            assert_matches_single_process(loss, loss, rows, **more, sizes=sizes)
+            matches(summed(loss), sizes=sizes)
 
 
 def test_rows_in_another_order_hide_local_statistics():
     """Moments of permuted rows are equal, and those of mirrored ones to second order."""
     half = rows(4)
 
-    def local(x):
-        return ((x - x.mean(0)) ** 2).mean(0).sum() * len(x)
-
-    def whole(x):
+    def local(x, *_):
         return ((x - x.mean(0)) ** 2).mean(0).sum() * len(x)
 
     for other in (half.flip(0), -half, -half.roll(1, 0)):
         for batch in (torch.cat([half, other]), (torch.cat([half, other]), torch.arange(8) % 4 // 4)):
             with pytest.raises(ValueError, match="the same rows, in another order or mirrored, on ranks 0 and 1"):
-                assert_matches_single_process(lambda x, *_: local(x), lambda x, *_: whole(x), batch, sizes=[(4, 4)])
+                assert_matches_single_process(local, local, batch, sizes=EVEN)
     # labels that are permuted beside other rows, or equal weights of permuted token ids, hide nothing
     table = layer(4, 3, kind=nn.Embedding)
 
@@ -953,10 +863,9 @@ def test_rows_in_another_order_hide_local_statistics():
         return table(ids).sin().sum(1) @ weights
 
     ids, ones = torch.tensor([0, 1, 2, 3, 3, 2, 1, 0]), torch.ones(8, dtype=torch.double)
-    more = {"rank_reduction": "sum", "sizes": [(4, 4)], "on": ["simulated"]}
-    assert assert_matches_single_process(loss, loss, (ids, ones), module=table, **more).ok
+    matches(summed(loss, batch=(ids, ones), module=table, sizes=EVEN))
     signs = torch.tensor([1.0, 1, -1, -1, 1, -1, -1, -1], dtype=torch.double)
-    assert assert_matches_single_process(lambda x: (x**3).sum(), lambda x: (x**3).sum(), signs, **more).ok
+    matches(summed(lambda x: (x**3).sum(), batch=signs, sizes=EVEN))
 
 
 # ── what simulated ranks cannot run, and what is stated otherwise ────────────────────────────────────────
@@ -975,10 +884,10 @@ def test_a_collective_in_a_thread_that_a_rank_starts():
     def single(x):
         return (x * x.detach().sum(0)).sum()
 
-    more = {"rank_reduction": "sum", "sizes": [(4, 4)]}
+    program = summed(distributed, single, sizes=EVEN)
     with pytest.raises(RuntimeError, match=r"from a thread that is not one of its ranks; .*on=\[\"gloo\"\]"):
-        assert_matches_single_process(distributed, single, rows, **more, on=["simulated"])
-    assert assert_matches_single_process(distributed, single, rows, **more, on=["gloo"]).ok
+        matches(program)
+    matches(program, on=["gloo"])
 
     def library(x):
         thread = threading.Thread(target=lambda: dc.all_reduce(x))
@@ -1029,21 +938,16 @@ def test_modules_that_pickle_refuses(make, on):
     def loss(x):
         return module(x).sin().sum()
 
-    more = {"module": module, "rank_reduction": "sum", "sizes": [(5, 3)]}
-    report = assert_matches_single_process(loss, loss, rows, **more, on=[on])
+    report = matches(summed(loss, module=module, sizes=[(5, 3)]), on=[on])
     assert any(row.what.endswith("weight") for row in report.tables[0].rows)
 
 
 def test_programs_that_a_mesh_states():
     """Outputs that every rank has whole, tensors that no rank has a part of, and one loss on all ranks."""
     with pytest.raises(ValueError, match="16 rows on all ranks together, single 8 rows; if every rank returns"):
-        assert_matches_single_process(
-            lambda x: dc.all_gather(x, sizes="auto"), lambda x: x * 1, rows, sizes=[(4, 4)], on=["simulated"]
-        )
+        matches((lambda x: dc.all_gather(x, sizes="auto"), lambda x: x * 1, rows, {"sizes": EVEN}))
     with pytest.raises(ValueError, match=r"a tensor with 3 rows, .* or, with mesh=, in placements="):
-        assert_matches_single_process(
-            lambda x, w: (x @ w).sum(), lambda x, w: (x @ w).sum(), (rows(8), rows(3)), sizes=[(4, 4)]
-        )
+        assert_matches_single_process(*[lambda x, w: (x @ w).sum()] * 2, (rows(8), rows(3)), sizes=EVEN)
     first, second = layer(3, 4), layer(4, 3, bias=False)
 
     def parallel(x):
@@ -1055,8 +959,8 @@ def test_programs_that_a_mesh_states():
     def whole(x):
         return second(first(x).tanh()).square().sum()
 
-    more = {"module": (first, second), "on": ["simulated"]}
-    with pytest.raises(GradientMismatchError, match=r"as in tensor parallelism, state\s+it with mesh="):
-        assert_matches_single_process(parallel, whole, rows, **more, sizes=[(4, 4)])
+    more = {"module": (first, second)}
+    report = differs((parallel, whole, rows, more), sizes=EVEN)
+    assert "as in tensor parallelism, state it with mesh=" in " ".join(str(report).split())
     sums = {"x": {"tp": Partial()}, **{f"module[{i}].*": {"tp": Partial()} for i in range(2)}}
-    assert assert_matches_single_process(parallel, whole, rows(8), **more, mesh={"tp": 2}, placements=sums).ok
+    matches((parallel, whole, rows(8), more), mesh={"tp": 2}, placements=sums)

@@ -1,0 +1,75 @@
+"""What the tests of the checks of gradients share: rules for gradients, and one way to run a check.
+
+A program is (distributed, single, batch, further arguments) of `assert_matches_single_process`. Checks run on simulated
+ranks, unless the arguments say otherwise.
+"""
+
+import pytest
+import torch
+
+from diffcoll.testing import GradientMismatchError, assert_matches_single_process, check_gradients
+
+SIMULATED = {"on": ["simulated"]}
+
+
+class _Ruled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, call, rule):
+        ctx.rule = rule
+        return call(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.rule(g), None, None
+
+
+def ruled(call, rule):
+    """Return `call` with a backward of its own: the gradient of x is `rule` of that of the result."""
+    return lambda x: _Ruled.apply(x, call, rule)
+
+
+def numbers(*shape, seed=0, dtype=torch.double):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def per_rank(*shape, n=3, seed=0, dtype=torch.double):
+    return [numbers(*shape, seed=seed + r, dtype=dtype) for r in range(n)]
+
+
+def causes(report):
+    return [cause.name for cause in report.causes]
+
+
+def _passes(check, *given, **more):
+    report = check(*given, **{**SIMULATED, **more})
+    assert report.ok and not report.causes
+    return report
+
+
+def _fails(check, *given, **more):
+    with pytest.raises(GradientMismatchError) as error:
+        check(*given, **{**SIMULATED, **more})
+    assert str(error.value) == str(error.value.report) and not error.value.report.ok
+    return error.value.report
+
+
+def matches(program, **more):
+    """Check that a program passes, and return the report."""
+    *functions, given = program
+    return _passes(assert_matches_single_process, *functions, **{**given, **more})
+
+
+def differs(program, **more):
+    """Check that a program fails, and return the report."""
+    *functions, given = program
+    return _fails(assert_matches_single_process, *functions, **{**given, **more})
+
+
+def is_right(fn, *of_ranks, **more):
+    """Check that `check_gradients` passes, and return the report."""
+    return _passes(check_gradients, fn, *of_ranks, **more)
+
+
+def is_wrong(fn, *of_ranks, **more):
+    """Check that `check_gradients` fails, and return the report."""
+    return _fails(check_gradients, fn, *of_ranks, **more)
