@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 # How long a process waits at exit for messages that were polled and never waited for.
 EXIT_SECONDS = 5.0
+# How long gloo's threads get at exit to free what they have sent. One that frees a tensor takes Python's lock for it.
+THREADS_SECONDS = 0.01
 
 
 def wait_for(works: Sequence[dist.Work]) -> None:
@@ -24,8 +26,8 @@ class InThread:
     """The Wait for gloo's point-to-point messages, which complete in a wait only: `is_completed()` is False until then.
 
     So the first poll starts a thread that waits. A work cannot be waited for twice, so the Wait then joins the thread.
-    At exit threads are given time to end: std::terminate ends the process (exit code -6) if a thread returns from
-    torch while the interpreter shuts down.
+    At exit threads are given time to end, gloo's own too: std::terminate ends the process (exit code -6) if a thread
+    asks for Python's lock, as on the way back from torch, while the interpreter shuts down.
     """
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
@@ -63,6 +65,7 @@ _polling: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 @atexit.register
 def _join_polling() -> None:
+    time.sleep(THREADS_SECONDS)
     end = time.monotonic() + EXIT_SECONDS
     for thread in list(_polling):
         thread.join(max(0.0, end - time.monotonic()))
