@@ -1,9 +1,13 @@
-"""Contrastive losses of a whole batch on one process, from their formulas, and programs that run ours against them."""
+"""Losses of a whole batch on one process, from their formulas, and programs that run ours against them."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from diffcoll.nn import functional
 from diffcoll.testing import assert_matches_single_process
 
 SIZES = ((8,), (4, 4), (5, 3), (5, 0, 3), (0, 4, 0))
@@ -20,11 +24,14 @@ class Scale(nn.Module):
             setattr(self, name, nn.Parameter(torch.tensor(value, dtype=torch.double)))
 
 
+# ── contrastive losses: the term of each row, of which the loss is the mean ──────────────────────────────
+
+
 def softmax(logits, positive, excluded):
-    """Mean over rows of −log softmax, averaged over each row's positives; 0 for a row without one."""
+    """−log softmax, averaged over each row's positives; 0 for a row without one."""
     log_p = logits.masked_fill(excluded, -torch.inf).log_softmax(1)
     weight = positive.to(logits.dtype) / positive.sum(1, keepdim=True).clamp(min=1)
-    return -(log_p.masked_fill(~positive, 0) * weight).sum(1).mean()
+    return -(log_p.masked_fill(~positive, 0) * weight).sum(1)
 
 
 def masks(rows, labels=None, ids=None):
@@ -34,32 +41,152 @@ def masks(rows, labels=None, ids=None):
     return positive, same & ~same if ids is None else (ids[:, None] == ids) & ~positive
 
 
-def batch(features, marks=0):
-    """A function of a number of rows: features of 6 dimensions, then labels or ids with few values."""
-
-    def make(rows):
-        g = torch.Generator().manual_seed(rows)
-        xs = [torch.randn(rows, 6, generator=g, dtype=torch.double) for _ in range(features)]
-        return *xs, *(torch.randint(0, 3, (rows,), generator=g) for _ in range(marks))
-
-    return make
+def clip(x, y, scale, bias, labels=None, ids=None):
+    logits, pairs = scale * x @ y.T, masks(len(x), labels, ids)
+    return (softmax(logits, *pairs) + softmax(logits.T, *pairs)) / 2
 
 
-def holds(ours, reference, make, module=None, **more):
-    """Assert value, gradients and second order of our loss, for "mean" and "sum"."""
+def siglip(x, y, scale, bias, labels=None, ids=None):
+    positive, excluded = masks(len(x), labels, ids)
+    logits = scale * x @ y.T + bias
+    return -F.logsigmoid(torch.where(positive, logits, -logits)).masked_fill(excluded, 0).sum(1)
+
+
+def info_nce(x, y, scale, bias, labels=None, ids=None):
+    return softmax(scale * x @ y.T, *masks(len(x), labels, ids))
+
+
+def views(zs, scale, labels, ids):
+    """Of all views of the samples: the mean over the views of each sample."""
+    z, labels, ids = torch.cat(zs), labels.repeat(len(zs)), ids if ids is None else ids.repeat(len(zs))
+    itself = torch.eye(len(z), dtype=torch.bool)
+    positive = (labels[:, None] == labels) & ~itself
+    excluded = itself if ids is None else itself | ((ids[:, None] == ids) & ~positive)
+    return sum(softmax(scale * z @ z.T, positive, excluded).split(len(zs[0]))) / len(zs)
+
+
+def nt_xent(x, y, scale, bias, ids=None):
+    return views([x, y], scale, torch.arange(len(x)), ids)
+
+
+def supcon(x, y, scale, bias, labels, ids=None):
+    return views([x, y], scale, labels, ids)
+
+
+def supcon_of_one_view(x, y, scale, bias, labels, ids=None):
+    return views([F.normalize(torch.cat([x, y], 1))], scale, labels, ids)
+
+
+# ── other losses ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def barlow_twins(z1, z2, lambd=5e-3, eps=1e-5):
+    """Zbontar et al. 2021, equations 1 and 2, with the batch norm of the published code."""
+    n1, n2 = ((z - z.mean(0)) * (z.var(0, correction=0) + eps).rsqrt() for z in (z1, z2))
+    c = n1.T @ n2 / len(z1)
+    same = torch.eye(len(c), dtype=c.dtype)
+    return ((c - same).square() * (same + lambd * (1 - same))).sum()
+
+
+def vicreg(z1, z2, sim=25.0, std=25.0, cov=1.0, eps=1e-4):
+    """Bardes et al. 2022, algorithm 1, with the halved variance term of the published code."""
+    variance, covariance = 0, 0
+    for z in (z1, z2):
+        variance = variance + F.relu(1 - torch.sqrt(z.var(0) + eps)).mean() / 2
+        c = torch.cov(z.T).reshape(z.shape[1], z.shape[1])
+        covariance = covariance + (c**2 * (1 - torch.eye(len(c), dtype=c.dtype))).sum() / len(c)
+    return sim * F.mse_loss(z1, z2) + std * variance + cov * covariance
+
+
+def ratio(kind, p, t, smooth=1.0, dims=None, alpha=0.3, beta=0.8):
+    """Milletari et al. 2016, Rahman and Wang 2016, Salehi et al. 2017, each with the sums as they write them."""
+    dims = {None: tuple(range(p.ndim)), "per class": (0, *range(2, p.ndim))}.get(dims, dims)
+    both, false_positive, false_negative = ((x * y).sum(dims) for x, y in ((p, t), (p, 1 - t), (1 - p, t)))
+    if kind == "dice":
+        found = (2 * both + smooth) / (p.sum(dims) + t.sum(dims) + smooth)
+    elif kind == "iou":
+        found = (both + smooth) / (both + false_positive + false_negative + smooth)
+    else:
+        found = (both + smooth) / (both + alpha * false_positive + beta * false_negative + smooth)
+    return (1 - found).mean()
+
+
+# ── contrastive losses, ours and on one process ──────────────────────────────────────────────────────────
+
+
+class Contrastive(NamedTuple):
+    """A loss of the rows x and y, with a scale of the logits and a bias, which only one has."""
+
+    ours: Callable
+    terms: Callable
+    #: What else the loss is given: labels, ids, or both.
+    marks: Sequence[Sequence[str]]
+    #: Whether it normalizes the features, by default; `terms` does not.
+    normalize: bool = True
+
+    def whole(self, x, y, *scale, normalize=None, **marks):
+        """The loss on one process."""
+        if self.normalize if normalize is None else normalize:
+            x, y = F.normalize(x), F.normalize(y)
+        return self.terms(x, y, *scale, **marks).mean()
+
+
+ALL = ((), ("labels",), ("ids",), ("labels", "ids"))
+CONTRASTIVE = {
+    "clip": Contrastive(lambda x, y, s, b, **o: functional.clip_loss(x, y, s, **o), clip, ALL, normalize=False),
+    "siglip": Contrastive(
+        lambda x, y, s, b, **o: functional.siglip_loss(x, y, s, b, **o), siglip, ALL[0::2] + ALL[3:], normalize=False
+    ),
+    "info_nce": Contrastive(
+        lambda x, y, s, b, **o: functional.info_nce_loss(x, y, temperature=1 / s, **o), info_nce, ALL
+    ),
+    "nt_xent": Contrastive(
+        lambda x, y, s, b, **o: functional.nt_xent_loss(x, y, temperature=1 / s, **o), nt_xent, ((), ("ids",))
+    ),
+    "supcon": Contrastive(
+        lambda x, y, s, b, **o: functional.supcon_loss(torch.stack([x, y], 1), temperature=1 / s, **o),
+        supcon,
+        ALL[1::2],
+    ),
+    "supcon_of_one_view": Contrastive(
+        lambda x, y, s, b, **o: functional.supcon_loss(torch.cat([x, y], 1), temperature=1 / s, **o),
+        supcon_of_one_view,  # which normalizes what it concatenates
+        ALL[1:2],
+        normalize=False,
+    ),
+}
+
+
+def pair(kind, marks, module, **options):
+    """Our loss on a rank and the loss on one process, of x, y, labels and ids; module: its parameters."""
+
+    def program(loss, **options):
+        def of(x, y, labels, ids):
+            chosen = {name: {"labels": labels, "ids": ids}[name] for name in marks}
+            return loss(x, y, module.scale, getattr(module, "bias", 0.0), **chosen, **options)
+
+        return of
+
+    return program(CONTRASTIVE[kind].ours, **options), program(CONTRASTIVE[kind].whole)
+
+
+def parameters_of(kind):
+    return Scale(scale=2.5, bias=-2.0) if kind == "siglip" else Scale(scale=2.5)
+
+
+def batch(rows, dtype=torch.double, seed=None):
+    """Features of 6 dimensions, labels, one of which a single row has, and ids."""
+    g = torch.Generator().manual_seed(rows if seed is None else seed)
+    xs = [torch.randn(rows, 6, generator=g, dtype=torch.double).to(dtype) for _ in range(2)]
+    return (
+        *xs,
+        torch.tensor([0, 1, 2, 0, 1, 1, 3, 2])[torch.arange(rows) % 8],
+        torch.randint(0, 4, (rows,), generator=g),
+    )
+
+
+def holds(ours, reference, make=batch, module=None, **more):
+    """Assert value, gradients and second order."""
     more = {"sizes": SIZES, "order": 2, "on": ["simulated"], "tolerance": 1e-10} | more
     report = assert_matches_single_process(ours, reference, make, module=module, **more)
     assert report.ok
-
-
-def precision(ours, reference, dtype, tolerance, **options):
-    """Compare value and gradients of features at scale 100 with the reference in float64 of the same numbers."""
-    g = torch.Generator().manual_seed(0)
-    xs = [F.normalize(torch.randn(16, 32, generator=g)).to(dtype).requires_grad_() for _ in range(2)]
-    exact = [x.detach().double().requires_grad_() for x in xs]
-    loss, right = ours(*xs, **options), reference(*exact)
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss.double(), right, rtol=1e-5, atol=1e-5)
-    for found, want in zip(torch.autograd.grad(loss, xs), torch.autograd.grad(right, exact), strict=True):
-        assert found.dtype == dtype
-        assert (found.double() - want).abs().max() <= tolerance * want.abs().max()

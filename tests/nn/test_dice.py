@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from references import ratio
 from releases import compiles
 from runs import gloo, rules, truth
 
@@ -13,19 +14,6 @@ from diffcoll.testing import assert_matches_single_process, simulate
 
 SIZES = ((6,), (4, 4), (5, 3), (5, 0, 3), (0, 2, 1))
 DIMS = [None, "per class", (0, 2, 3), (0, -1), 0, (2, 3), (1, 2, 3)]
-
-
-def paper(kind, p, t, smooth=1.0, dims=None, alpha=0.3, beta=0.8):
-    """Milletari et al. 2016, Rahman and Wang 2016, Salehi et al. 2017, each with the sums as they write them."""
-    dims = {None: tuple(range(p.ndim)), "per class": (0, *range(2, p.ndim))}.get(dims, dims)
-    both, false_positive, false_negative = ((x * y).sum(dims) for x, y in ((p, t), (p, 1 - t), (1 - p, t)))
-    if kind == "dice":
-        ratio = (2 * both + smooth) / (p.sum(dims) + t.sum(dims) + smooth)
-    elif kind == "iou":
-        ratio = (both + smooth) / (both + false_positive + false_negative + smooth)
-    else:
-        ratio = (both + smooth) / (both + alpha * false_positive + beta * false_negative + smooth)
-    return (1 - ratio).mean()
 
 
 LOSSES = {"dice": dice_loss, "iou": iou_loss, "tversky": tversky_loss}
@@ -52,7 +40,7 @@ def test_matches_one_process(kind, dims):
         return call(kind, p, t, dims=dims, smooth=0.5)
 
     def single(p, t):
-        return paper(kind, p, t, 0.5, dims)
+        return ratio(kind, p, t, 0.5, dims)
 
     on = ["simulated", "gloo"] if (kind, dims) in [("dice", "per class"), ("tversky", (2, 3))] else ["simulated"]
     assert_matches_single_process(distributed, single, segmented, sizes=SIZES, order=2, on=on, tolerance=1e-10)
@@ -63,7 +51,7 @@ def test_matches_one_process_as_a_sum_and_on_mpi():
         return sum(call(kind, p, t, dims=dims, rank_reduction="sum") for kind in LOSSES for dims in (None, (1, 2, 3)))
 
     def single(p, t):
-        return sum(paper(kind, p, t, dims=dims) for kind in LOSSES for dims in (None, (1, 2, 3)))
+        return sum(ratio(kind, p, t, dims=dims) for kind in LOSSES for dims in (None, (1, 2, 3)))
 
     on = ["simulated", "mpi"]
     assert_matches_single_process(
@@ -88,7 +76,7 @@ def test_targets_of_any_dtype(dtype):
     parts = p.float().split([4, 2]), t.split([4, 2])
     for value in simulate(dice_loss, *parts):
         assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        torch.testing.assert_close(value.double(), paper("dice", p, t.double()), rtol=1e-5, atol=0)
+        torch.testing.assert_close(value.double(), ratio("dice", p, t.double()), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -97,7 +85,7 @@ def test_half_precision_is_computed_in_float32(dtype):
     p = torch.rand(2, 100_000, generator=torch.Generator().manual_seed(0)).to(dtype)
     for value in simulate(dice_loss, p.split(1), (p > 0.3).split(1)):
         assert value.dtype == torch.float32
-        torch.testing.assert_close(value.double(), paper("dice", p.double(), (p > 0.3).double()), rtol=1e-5, atol=0)
+        torch.testing.assert_close(value.double(), ratio("dice", p.double(), (p > 0.3).double()), rtol=1e-5, atol=0)
     p.requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         dice_loss(p, p.detach() > 0.3).backward()
@@ -133,7 +121,7 @@ def test_torch_func():
     found = rules(lambda p, t: torch.func.grad(dice_loss)(p, t) / 2, *parts)
     torch.testing.assert_close(torch.cat(found), torch.func.grad(dice_loss)(p, t))
     classes = rules(lambda p, t: torch.vmap(dice_loss, 1)(p, t), *parts)
-    torch.testing.assert_close(classes[1].mean(), paper("dice", p, t, dims="per class"))
+    torch.testing.assert_close(classes[1].mean(), ratio("dice", p, t, dims="per class"))
 
 
 @pytest.mark.parametrize("dims", [None, (2, 3)])
@@ -221,7 +209,7 @@ def test_compiles_to_one_graph_in_which_logits_are_an_error():
     wrong = p.clone()
     wrong[3] = 1.5
     compiled = torch.compile(lambda p: iou_loss(p, t, dims="per class"), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(p), paper("iou", p, t, dims="per class"))
+    torch.testing.assert_close(compiled(p), ratio("iou", p, t, dims="per class"))
     with pytest.raises(
         RuntimeError, match=r"^iou_loss: probabilities: got values outside \[0, 1\], expected .*sigmoid"
     ):

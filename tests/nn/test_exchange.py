@@ -2,75 +2,26 @@
 
 import pytest
 import torch
-from references import Scale, holds
+from references import CONTRASTIVE, batch
 from releases import compiles
-from runs import gloo, rules
+from runs import gloo, rules, runs_on
 
 import diffcoll as dc
-from diffcoll.nn.functional import clip_loss, info_nce_loss, nt_xent_loss, siglip_loss, supcon_loss
+from diffcoll.nn.functional import clip_loss, info_nce_loss, nt_xent_loss, siglip_loss
 from diffcoll.testing import simulate
 
-scale = Scale(scale=2.0, bias=-1.0)
-LOSSES = {
-    "clip": lambda x, y, labels, ids, **o: clip_loss(x, y, scale.scale, ids=ids, **o) + 0 * scale.bias,
-    "clip labels": lambda x, y, labels, ids, **o: clip_loss(x, y, scale.scale, labels=labels, **o) + 0 * scale.bias,
-    "info_nce_loss": lambda x, y, labels, ids, **o: (
-        info_nce_loss(x, y, ids=ids, temperature=scale.scale, **o) + 0 * scale.bias
-    ),
-    "nt_xent_loss": lambda x, y, labels, ids, **o: (
-        nt_xent_loss(x, y, ids=ids, temperature=scale.scale, **o) + 0 * scale.bias
-    ),
-    "supcon": lambda x, y, labels, ids, **o: (
-        supcon_loss(torch.stack([x, y], 1), labels, temperature=scale.scale, **o) + 0 * scale.bias
-    ),
-    "siglip": lambda x, y, labels, ids, **o: siglip_loss(x, y, scale.scale, scale.bias, labels=labels, ids=ids, **o),
-}
+each_way = pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"exchange": "ring"}], ids=str)
 
 
-def batch(rows, seed=0, dtype=torch.double):
-    g = torch.Generator().manual_seed(seed)
-    xs = [torch.randn(rows, 6, generator=g, dtype=torch.double).to(dtype) for _ in range(2)]
-    return *xs, *(torch.randint(0, 3, (rows,), generator=g) for _ in range(2))
+def features(rows, dtype=torch.double):
+    return batch(rows, dtype, seed=0)[:2]
 
 
 def split(tensors, sizes):
     return [x.split(sizes) for x in tensors]
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient of bias. zero in every run")  # of losses that have none
-@pytest.mark.parametrize("name", LOSSES)
-def test_first_order(name):
-    """The gathered loss on one process, which other tests compare with independent references."""
-    for options in ({}, {"chunk_size": 2}):
-        holds(
-            lambda *x, options=options: LOSSES[name](*x, exchange="ring", **options),
-            LOSSES[name],
-            batch,
-            scale,
-            order=1,
-        )
-
-
-@pytest.mark.parametrize("on", ["gloo", "mpi"])
-def test_on_processes(on):
-    def ours(*x):
-        return sum(loss(*x, exchange="ring", chunk_size=2) for loss in LOSSES.values())
-
-    def right(*x):
-        return sum(loss(*x) for loss in LOSSES.values())
-
-    holds(ours, right, batch, scale, order=1, on=[on], sizes=[(5, 0, 3)])
-
-
-def test_the_ranks_in_one_graph_have_these_gradients():
-    x, y, labels, ids = (t.requires_grad_() if t.is_floating_point() else t for t in batch(8))
-    for loss in LOSSES.values():
-        right = torch.autograd.grad(loss(x, y, labels, ids), (x, y))
-        losses = simulate(lambda *x, loss=loss: loss(*x, exchange="ring"), *split((x, y, labels, ids), [5, 0, 3]))
-        torch.testing.assert_close(torch.autograd.grad(sum(losses) / 3, (x, y)), right)
-
-
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"exchange": "ring"}], ids=str)
+@each_way
 def test_transforms(options):
     """torch.func and forward mode give the gradients that backward gives."""
 
@@ -86,13 +37,13 @@ def test_transforms(options):
         _, tangent = torch.func.jvp(loss, (x.detach(), y.detach()), (x.detach().sin(), y.detach().cos()))
         return dc.all_reduce(total), dc.all_reduce(tangent)
 
-    for total, tangent in rules(program, *split(batch(8)[:2], [5, 3])):
+    for total, tangent in rules(program, *split(features(8), [5, 3])):
         torch.testing.assert_close(tangent, total)
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"exchange": "ring"}], ids=str)
+@each_way
 def test_vmap_over_labels_and_ids_of_the_same_features(options):
-    x, y, *_ = batch(8)
+    x, y = features(8)
     marks = torch.randint(0, 3, (3, 8), generator=torch.Generator().manual_seed(1))
     parts = split((x, y), [5, 3]), marks.split([5, 3], 1)
 
@@ -108,34 +59,29 @@ def test_vmap_over_labels_and_ids_of_the_same_features(options):
     torch.testing.assert_close(found, right)
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"exchange": "ring"}], ids=str)
+@each_way
 def test_each_rank_sends_the_same_messages_whatever_it_trains(options):
     """On rank 0 a tower is frozen, or both are; its loss has no gradient then but those of the other ranks."""
 
-    def gradient(x, y, labels, ids, name, trained, options):
+    def gradient(x, y, labels, kind, trained, options):
         x, y = (t.clone().requires_grad_(on) for t, on in zip((x, y), trained, strict=True))
         scale = 2.0 if not any(trained) else torch.tensor(2.0, dtype=x.dtype, requires_grad=True)
-        loss = {
-            "clip": lambda: clip_loss(x, y, scale, **options),
-            "clip labels": lambda: clip_loss(x, y, scale, labels=labels, **options),
-            "info_nce_loss": lambda: info_nce_loss(x, y, temperature=scale, **options),
-            "nt_xent_loss": lambda: nt_xent_loss(x, y, temperature=scale, **options),
-            "supcon": lambda: supcon_loss(torch.stack([x, y], 1), labels, temperature=scale, **options),
-            "siglip": lambda: siglip_loss(x, y, scale, -1.0, **options),
-        }[name]()
-        loss.backward()
+        CONTRASTIVE[kind].ours(
+            x, y, scale, -1.0, **options, **({} if labels is None else {"labels": labels})
+        ).backward()
         return x.grad, y.grad
 
-    parts = split(batch(8), [5, 3])
-    for name in LOSSES:
-        want = rules(gradient, *parts, [name] * 2, [(True, True)] * 2, [{}] * 2)
-        for trained in ((True, False), (False, True), (False, False)):
-            found = rules(gradient, *parts, [name] * 2, [trained, (True, True)], [options] * 2)
-            mine = tuple(g if on else None for g, on in zip(want[0], trained, strict=True))
-            torch.testing.assert_close(found, [mine, want[1]])
+    parts, of_ranks = split(features(8), [5, 3]), batch(8)[2].split([5, 3])
+    for kind, loss in CONTRASTIVE.items():
+        for labels in [[None, None]] * (() in loss.marks) + [of_ranks] * (("labels",) in loss.marks):
+            want = rules(gradient, *parts, labels, [kind] * 2, [(True, True)] * 2, [{}] * 2)
+            for trained in ((True, False), (False, True), (False, False)):
+                found = rules(gradient, *parts, labels, [kind] * 2, [trained, (True, True)], [options] * 2)
+                mine = tuple(g if on else None for g, on in zip(want[0], trained, strict=True))
+                torch.testing.assert_close(found, [mine, want[1]])
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"exchange": "ring"}], ids=str)
+@each_way
 def test_a_rank_may_ask_for_the_gradient_of_one_tensor(options):
     """torch.autograd.grad of other tensors on each rank."""
 
@@ -146,7 +92,7 @@ def test_a_rank_may_ask_for_the_gradient_of_one_tensor(options):
         loss = loss + clip_loss(xs[0], xs[1], 2.0, **options)
         return torch.autograd.grad(loss, [xs[i] for i in which])
 
-    parts = split(batch(8)[:2], [3, 2, 3])
+    parts = split(features(8), [3, 2, 3])
     want = rules(gradient, *parts, [(0, 1, 2)] * 3)
     found = rules(gradient, *parts, [(0,), (1,), (0, 1)])
     torch.testing.assert_close(found, [want[0][:1], want[1][1:2], want[2][:2]])
@@ -160,7 +106,7 @@ def test_gradients_of_features_that_no_rank_trains_are_not_sent():
             loss.backward()
         return {e.name.split(":")[0] for e in profile.events() if e.name.startswith("diffcoll.")}
 
-    x, y = batch(4)[:2]
+    x, y = features(4)
     assert messages(x, y, "gather", True) == {"diffcoll.all_gather backward"}
     assert messages(x, y, "ring", True) == {"diffcoll.shift"}  # one rank: no blocks, and a shift to itself
     assert messages(x, y, "gather", False) == messages(x, y, "ring", False) == set()
@@ -173,7 +119,7 @@ def test_on_processes_with_a_tower_frozen_on_one_rank():
             (clip_loss(*xs, 2.0, exchange=exchange) + siglip_loss(*xs, 2.0, -1.0, exchange=exchange)).backward()
         return [t.grad for t in xs]
 
-    parts = split(batch(8)[:2], [5, 3])
+    parts = split(features(8), [5, 3])
     want = rules(gradients, *parts, [True, True])
     found = gloo(gradients, *parts, [False, True])
     torch.testing.assert_close(found, [[want[0][0], None], want[1]])
@@ -187,26 +133,26 @@ def test_a_ring_in_a_transform_on_one_rank_only_is_an_error_on_all_ranks():
         with pytest.raises(dc.CollectiveMismatchError, match="clip_loss: the ranks differ in labels or ids"):
             torch.func.grad(loss)(x) if transformed else loss(x)
 
-    rules(gradient, *split(batch(8)[:2], [5, 3]), [True, False])
+    rules(gradient, *split(features(8), [5, 3]), [True, False])
 
 
-def test_create_graph_on_one_rank_only_is_an_error_on_all_ranks():
+@runs_on("rules", "gloo")
+def test_create_graph_on_one_rank_only_is_an_error_on_all_ranks(run):
     def gradient(x, y, create_graph):
         x = x.clone().requires_grad_()
         with pytest.raises(dc.CollectiveMismatchError) as caught:
             torch.autograd.grad(clip_loss(x, y, 2.0, exchange="ring"), x, create_graph=create_graph)
         return str(caught.value)
 
-    parts = split(batch(8)[:2], [5, 3])
-    for run in (rules, gloo):
-        first, second = run(gradient, *parts, [False, True])
-        assert first.startswith("ring: tree: rank 1 differs from rank 0 in paths")
-        assert first.endswith("rank 0 has tree['backward without create_graph']: torch.float64 (*, 6)")
-        assert second.endswith("rank 1 has tree['backward with create_graph=True']: torch.float64 (*, 6)")
+    parts = split(features(8), [5, 3])
+    first, second = run(gradient, *parts, [False, True])
+    assert first.startswith("ring: tree: rank 1 differs from rank 0 in paths")
+    assert first.endswith("rank 0 has tree['backward without create_graph']: torch.float64 (*, 6)")
+    assert second.endswith("rank 1 has tree['backward with create_graph=True']: torch.float64 (*, 6)")
 
 
 def test_half_precision():
-    x, y, *_ = batch(8, dtype=torch.bfloat16)
+    x, y = features(8, torch.bfloat16)
 
     def gradients(*x, exchange):
         xs = [t.clone().requires_grad_() for t in x[:2]]
@@ -233,7 +179,7 @@ def test_it_joins_joint_backward_and_check_mode(exchange):
             joint(loss if used else x.sum()).backward()
         return x.grad, y.grad
 
-    parts = split(batch(8)[:2], [5, 3])
+    parts = split(features(8), [5, 3])
     found = rules(program, *parts, [True, False])
     xs, ys = ([t.clone().requires_grad_() for t in part] for part in parts)
     losses = simulate(lambda x, y: clip_loss(x, y, 2.0, rank_reduction="sum"), xs, ys)
@@ -250,11 +196,11 @@ def test_batched_gradients():
         (one,) = torch.autograd.grad(loss, x)
         torch.testing.assert_close(batched, factors[:, None, None] * one)
 
-    rules(program, *split(batch(8)[:2], [5, 3]))
+    rules(program, *split(features(8), [5, 3]))
 
 
 def test_it_is_deterministic():
-    def gradients(x, y, labels, ids):
+    def gradients(x, y):
         found = []
         for _ in range(3):
             xs = [t.clone().requires_grad_() for t in (x, y)]
@@ -262,7 +208,7 @@ def test_it_is_deterministic():
             found.append((loss.detach(), *torch.autograd.grad(loss, xs)))
         return found
 
-    for found in gloo(gradients, *split(batch(16, dtype=torch.float32), [10, 6])):
+    for found in gloo(gradients, *split(features(16, torch.float32), [10, 6])):
         assert all(torch.equal(a, b) for again in found[1:] for a, b in zip(found[0], again, strict=True))
 
 
@@ -272,7 +218,7 @@ def test_it_is_deterministic():
 )  # Dynamo's, after a graph break
 @pytest.mark.parametrize("options", [{"chunk_size": 3}, {"exchange": "ring"}], ids=str)
 def test_it_compiles(options):
-    x, y = (t.requires_grad_() for t in batch(8)[:2])
+    x, y = (t.requires_grad_() for t in features(8))
 
     def loss(x, y):
         return clip_loss(x, y, 2.0, **options)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from references import CONTRASTIVE
 
 import diffcoll as dc
 from diffcoll.testing import simulate
@@ -10,23 +11,26 @@ from diffcoll.testing import simulate
 SCALE = 20.0
 
 
-def supcon(x, y, labels, **options):
-    return dc.nn.functional.supcon_loss(torch.stack([x, y], 1), labels, temperature=1 / SCALE, **options)
+def contrastive(kind, scale=SCALE, bias=0.0, more=(), **marks):
+    """A loss of features and numbers of the samples; its labels and ids are functions of these."""
+
+    def loss(x, y, n, **options):
+        chosen = {name: of(n) for name, of in marks.items()}
+        return CONTRASTIVE[kind].ours(x, y, scale, bias, **chosen, **dict(more), **options)
+
+    return loss
 
 
-#: With features, and numbers of the samples: labels with one positive each.
-CONTRASTIVE = {
-    "clip": lambda x, y, n, **o: dc.nn.functional.clip_loss(x, y, SCALE, **o),
-    "clip normalize": lambda x, y, n, **o: dc.nn.functional.clip_loss(x, y, SCALE, normalize=True, **o),
-    "clip labels": lambda x, y, n, **o: dc.nn.functional.clip_loss(x, y, SCALE, labels=n, **o),
-    "clip two positives": lambda x, y, n, **o: dc.nn.functional.clip_loss(x, y, SCALE, labels=n // 2, **o),
-    "info_nce_loss": lambda x, y, n, **o: dc.nn.functional.info_nce_loss(x, y, temperature=1 / SCALE, **o),
-    "info_nce_loss ids": lambda x, y, n, **o: dc.nn.functional.info_nce_loss(
-        x, y, temperature=1 / SCALE, ids=n // 2, **o
-    ),
-    "nt_xent_loss": lambda x, y, n, **o: dc.nn.functional.nt_xent_loss(x, y, temperature=1 / SCALE, **o),
-    "supcon": supcon,
-    "siglip": lambda x, y, n, **o: dc.nn.functional.siglip_loss(x, y, 3 * SCALE, -1.7 * SCALE, **o),
+CONTRASTIVES = {
+    "clip": contrastive("clip"),
+    "clip normalize": contrastive("clip", more=[("normalize", True)]),
+    "clip labels": contrastive("clip", labels=lambda n: n),
+    "clip two positives": contrastive("clip", labels=lambda n: n // 2),
+    "info_nce_loss": contrastive("info_nce"),
+    "info_nce_loss ids": contrastive("info_nce", ids=lambda n: n // 2),
+    "nt_xent_loss": contrastive("nt_xent"),
+    "supcon": contrastive("supcon", labels=lambda n: n),
+    "siglip": contrastive("siglip", 3 * SCALE, -1.7 * SCALE),
 }
 OTHERS = {
     "barlow twins": lambda x, y, n, **o: dc.nn.functional.barlow_twins_loss(x, y, **o),
@@ -68,23 +72,23 @@ def roundings(found, right, scale, dtype):
     return float((found.double() / scale - right).norm() / right.norm() / (torch.finfo(dtype).eps / 2))
 
 
-@pytest.mark.parametrize("name", [*CONTRASTIVE, *OTHERS])
+@pytest.mark.parametrize("name", [*CONTRASTIVES, *OTHERS])
 def test_each_loss(name):
     """From losses of 5, or what these features reach, down to 1e-4."""
-    loss, seen = (CONTRASTIVE | OTHERS)[name], []
+    loss, seen = (CONTRASTIVES | OTHERS)[name], []
     for dtype, scale in ((torch.bfloat16, 1.0), (torch.float16, 1024.0)):  # as a GradScaler does
         for noise, wrong in NOISE:
             x, y = features(noise, wrong, dtype)
             value, *right = gradients(loss, x.double(), y.double(), [12])
             seen.append(value)
             ways = WAYS if dtype == torch.bfloat16 else WAYS[-1:]
-            for options in ways if name in CONTRASTIVE else [{}]:
+            for options in ways if name in CONTRASTIVES else [{}]:
                 for sizes in ([5, 0, 7],) if options else ([12], [5, 0, 7]):
                     _, *found = gradients(loss, x, y, sizes, scale, **options)
                     for a, b in zip(found, right, strict=True):
                         assert a.dtype == dtype
                         assert roundings(a, b, scale, dtype) < 3, (dtype, value, options, sizes)
-    if name in CONTRASTIVE and "two" not in name:
+    if name in CONTRASTIVES and "two" not in name:
         assert max(seen) > 4
         assert min(seen) < 2e-4
 
@@ -122,8 +126,8 @@ def test_parts_of_ranks_that_cancel(exchange):
     """Nearly equal features at scale 100: each rank's part of a gradient is much larger than their sum."""
     for name in ("clip", "info_nce_loss", "nt_xent_loss", "supcon"):
         x, y = features(0.3, 0, torch.bfloat16, rows=32, common=10.0)
-        _, *right = gradients(CONTRASTIVE[name], x.double(), y.double(), [32])
-        _, *found = gradients(CONTRASTIVE[name], x, y, [8] * 4, exchange=exchange)
+        _, *right = gradients(CONTRASTIVES[name], x.double(), y.double(), [32])
+        _, *found = gradients(CONTRASTIVES[name], x, y, [8] * 4, exchange=exchange)
         assert all(roundings(a, b, 1, torch.bfloat16) < 3 for a, b in zip(found, right, strict=True))
 
 
@@ -131,8 +135,8 @@ def test_parts_of_ranks_that_cancel(exchange):
 def test_within_transforms(options):
     x, y = features(0.35, 0, torch.bfloat16)
     for name in ("clip", "nt_xent_loss", "supcon"):
-        _, *right = gradients(CONTRASTIVE[name], x.double(), y.double(), [12])
-        _, *found = gradients(CONTRASTIVE[name], x, y, [5, 0, 7], transformed=True, **options)
+        _, *right = gradients(CONTRASTIVES[name], x.double(), y.double(), [12])
+        _, *found = gradients(CONTRASTIVES[name], x, y, [5, 0, 7], transformed=True, **options)
         assert all(roundings(a, b, 1, torch.bfloat16) < 3 for a, b in zip(found, right, strict=True))
 
 

@@ -11,6 +11,7 @@ import nests
 import pytest
 import torch
 import torch.nn.functional as F
+from references import CONTRASTIVE, OPTIONS, barlow_twins, ratio, vicreg
 from runs import gloo, rules
 
 from diffcoll import nn
@@ -42,64 +43,25 @@ def shares(terms, sizes):
     return [len(sizes) * part.sum() / len(terms) for part in terms.split(sizes)]
 
 
-def minus_log_softmax(logits, positive, excluded):
-    log_p = logits.masked_fill(excluded, -torch.inf).log_softmax(1)
-    weight = positive.to(logits.dtype) / positive.sum(1, keepdim=True).clamp(min=1)
-    return -(log_p.masked_fill(~positive, 0) * weight).sum(1)
-
-
-def eye(rows):
-    return torch.eye(rows, dtype=torch.bool)
-
-
-def clip_on_one(z, sizes):
-    logits, positive = 2 * z[:, :2] @ z[:, 2:].T, eye(len(z))
-    return shares(sum(minus_log_softmax(s, positive, ~positive & positive) for s in (logits, logits.T)) / 2, sizes)
-
-
-def info_nce_on_one(z, sizes):
-    q, k = map(F.normalize, halves(z))
-    return shares(minus_log_softmax(q @ k.T / 0.5, eye(len(z)), eye(len(z)) & ~eye(len(z))), sizes)
-
-
-def nt_xent_on_one(z, sizes):
-    v = F.normalize(torch.cat(halves(z)))
-    itself = eye(len(v))
-    terms = minus_log_softmax(v @ v.T / 0.5, itself.roll(len(z), 0), itself)
-    return shares((terms[: len(z)] + terms[len(z) :]) / 2, sizes)
-
-
-def supcon_on_one(z, sizes):
+def contrastive_on_one(kind, scale, bias, z, sizes):
     labels = torch.cat([labels_of(r, rows) for r, rows in enumerate(sizes)])
-    v, itself = F.normalize(z), eye(len(z))
-    return shares(minus_log_softmax(v @ v.T / 0.5, (labels[:, None] == labels) & ~itself, itself), sizes)
-
-
-def siglip_on_one(z, sizes):
-    logits = 3 * z[:, :2] @ z[:, 2:].T - 1
-    return shares(-F.logsigmoid(torch.where(eye(len(z)), logits, -logits)).sum(1), sizes)
+    loss = CONTRASTIVE[kind]
+    xs = map(F.normalize, halves(z)) if loss.normalize else halves(z)
+    return shares(loss.terms(*xs, scale, bias, **({"labels": labels} if "supcon" in kind else {})), sizes)
 
 
 def barlow_on_one(z, sizes):
-    first, second = ((v - v.mean(0)) / (v.var(0, correction=0) + 1e-5).sqrt() for v in halves(z))
-    c = first.T @ second / len(z)
-    weight = torch.where(eye(len(c)), 1.0, 0.3 * c.new_ones(()))
-    return [(weight * (c - eye(len(c)).to(c)).square()).sum()] * len(sizes)
+    return [barlow_twins(*halves(z), lambd=0.3)] * len(sizes)
 
 
 def vicreg_on_one(z, sizes):
-    shared = 0
-    for v in halves(z):
-        cov = torch.cov(v.T)
-        shared = shared + 25 * F.relu(1 - (cov.diagonal() + 1e-4).sqrt()).mean() / 2
-        shared = shared + (cov - cov.diagonal().diag()).square().sum() / len(cov)
     differences = 25 * (z[:, :2] - z[:, 2:]).square().mean(1)
-    return [share + shared for share in shares(differences, sizes)]
+    return [share + vicreg(*halves(z), sim=0.0) for share in shares(differences, sizes)]
 
 
 def dice_on_one(z, sizes):
     p, t = ((v + 1) / 2 for v in halves(z))
-    return [(1 - (2 * (p * t).sum(0) + 1) / (p.sum(0) + t.sum(0) + 1)).mean()] * len(sizes)
+    return [ratio("dice", p, t, dims=0)] * len(sizes)
 
 
 def moments_on_one(z, sizes):
@@ -139,19 +101,21 @@ def normalized(z, r):
     return used(nn.SyncBatchNorm(4, eps=1e-3, affine=False, track_running_stats=False)(z))
 
 
+def contrastive(kind, scale, bias, z, r, **options):
+    marks = {"labels": labels_of(r, len(z))} if "supcon" in kind else {}
+    return CONTRASTIVE[kind].ours(*halves(z), scale, bias, **marks, **options)
+
+
+SCALES = {"clip": (2.0, 0.0), "info_nce": (2.0, 0.0), "nt_xent": (2.0, 0.0), "supcon_of_one_view": (2.0, 0.0)}
+SCALES |= {"siglip": (3.0, -1.0)}
 #: name → on a rank, from its features; on one process, from all features.
-OF_ROWS = {
-    "clip": (lambda z, r, **o: functional.clip_loss(*halves(z), 2.0, **o), clip_on_one),
-    "info_nce": (lambda z, r, **o: functional.info_nce_loss(*halves(z), temperature=0.5, **o), info_nce_on_one),
-    "nt_xent": (lambda z, r, **o: functional.nt_xent_loss(*halves(z), temperature=0.5, **o), nt_xent_on_one),
-    "supcon": (lambda z, r, **o: functional.supcon_loss(z, labels_of(r, len(z)), temperature=0.5, **o), supcon_on_one),
-    "siglip": (lambda z, r, **o: functional.siglip_loss(*halves(z), 3.0, -1.0, **o), siglip_on_one),
-}
-OPTIONS = ({}, {"chunk_size": 2}, {"exchange": "ring"}, {"exchange": "ring", "chunk_size": 2})
 PROGRAMS = {
     **{
-        " ".join([name, *map(str, options.values())]): (partial(ours, **options), one)
-        for name, (ours, one) in OF_ROWS.items()
+        " ".join([kind, *map(str, options.values())]): (
+            partial(contrastive, kind, *scale, **options),
+            partial(contrastive_on_one, kind, *scale),
+        )
+        for kind, scale in SCALES.items()
         for options in OPTIONS
     },
     "barlow twins": (lambda z, r: functional.barlow_twins_loss(*halves(z), lambd=0.3), barlow_on_one),
@@ -208,7 +172,7 @@ def test_programs_in_nests_of_each_depth():
     "pair",
     [
         ("clip ring 2", ("jvp",)),
-        ("supcon", ("vmap", "jacfwd")),
+        ("supcon_of_one_view", ("vmap", "jacfwd")),
         ("info_nce", ("grad", "jacfwd", "jacfwd")),
         ("nt_xent ring", ("jacrev", "jvp", "grad")),
         ("batch norm", ("jacfwd",)),

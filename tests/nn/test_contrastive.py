@@ -1,0 +1,346 @@
+"""Contrastive losses of the batch of all ranks: value, gradients and second order are those of one process."""
+
+import copy
+import random
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from references import CONTRASTIVE, OPTIONS, SIZES, batch, holds, pair, parameters_of
+from runs import gloo, refusal, rules, runs_on
+
+import diffcoll as dc
+from diffcoll.nn import CLIPLoss, InfoNCELoss, NTXentLoss, SigLIPLoss, SupConLoss
+from diffcoll.nn.functional import clip_loss, info_nce_loss, nt_xent_loss, siglip_loss, supcon_loss
+from diffcoll.testing import simulate
+
+ROWS = [(kind, marks) for kind, loss in CONTRASTIVE.items() for marks in loss.marks]
+each_row = pytest.mark.parametrize(("kind", "marks"), ROWS, ids=[" ".join([kind, *marks]) for kind, marks in ROWS])
+each_kind = pytest.mark.parametrize("kind", CONTRASTIVE)
+
+
+# ── the references are published code ────────────────────────────────────────────────────────────────────
+
+
+def open_clip(image, text, scale, bias):
+    """As open_clip.loss.ClipLoss on one process."""
+    logits_per_image, logits_per_text = scale * image @ text.T, scale * text @ image.T
+    labels = torch.arange(len(image))
+    return (F.cross_entropy(logits_per_image, labels) + F.cross_entropy(logits_per_text, labels)) / 2
+
+
+def open_clips_siglip(image, text, scale, bias):
+    """As open_clip.loss.SigLipLoss on one process."""
+    logits = scale * image @ text.T + bias
+    labels = 2 * torch.eye(len(image), dtype=logits.dtype) - torch.ones_like(logits)
+    return -F.logsigmoid(labels * logits).sum() / len(image)
+
+
+def cross_entropy(query, key, scale, bias):
+    return F.cross_entropy(F.normalize(query) @ F.normalize(key).T * scale, torch.arange(len(query)))
+
+
+def simclr(z1, z2, scale, bias):
+    """As a cross-entropy of 2B rows, the diagonal excluded."""
+    z = F.normalize(torch.cat([z1, z2]))
+    return F.cross_entropy((z @ z.T * scale).fill_diagonal_(-torch.inf), torch.arange(len(z)).roll(len(z1)))
+
+
+def khosla(features, labels, scale, ids=None):
+    """As `SupConLoss` of HobbitLong/SupContrast, contrast_mode "all", base_temperature = temperature; features
+    normalized first, as its model does."""
+    features = F.normalize(features, dim=-1)
+    features = features[:, None] if features.ndim == 2 else features
+    views = features.shape[1]
+    mask = (labels[:, None] == labels).double().repeat(views, views)
+    contrast = torch.cat(torch.unbind(features, dim=1))
+    logits = contrast @ contrast.T * scale
+    logits = logits - logits.max(1, keepdim=True).values.detach()
+    logits_mask = 1 - torch.eye(len(contrast), dtype=torch.double)
+    mask = mask * logits_mask
+    if ids is not None:
+        logits_mask = logits_mask * (1 - (ids[:, None] == ids).double().repeat(views, views) * (1 - mask))
+    log_prob = logits - (logits.exp() * logits_mask).sum(1, keepdim=True).log()
+    pairs = mask.sum(1)
+    pairs = torch.where(pairs < 1e-6, 1, pairs)
+    return -((mask * log_prob).sum(1) / pairs).mean()
+
+
+PUBLISHED = {
+    "clip": open_clip,
+    "siglip": open_clips_siglip,
+    "info_nce": cross_entropy,
+    "nt_xent": simclr,
+    "supcon": lambda x, y, scale, bias, labels, ids=None: khosla(torch.stack([x, y], 1), labels, scale, ids),
+    "supcon_of_one_view": lambda x, y, scale, bias, labels, ids=None: khosla(torch.cat([x, y], 1), labels, scale, ids),
+}
+
+
+@each_row
+def test_the_reference_is_published_code(kind, marks):
+    """Value and gradients, for any number of rows; published code of pairs knows no labels and ids."""
+    for rows in (2, 5, 8):
+        *xs, labels, ids = batch(rows)
+        chosen = {name: value for name, value in (("labels", labels), ("ids", ids)) if name in marks}
+        if chosen and "supcon" not in kind:
+            continue
+        xs = [x.requires_grad_() for x in (*xs, torch.tensor(1.7).double(), torch.tensor(-1.2).double())]
+        found = [f(*xs, **chosen) for f in (CONTRASTIVE[kind].whole, PUBLISHED[kind])]
+        torch.testing.assert_close(*found)
+        torch.testing.assert_close(*(torch.autograd.grad(y, xs, materialize_grads=True) for y in found))
+
+
+# ── laws of all losses ───────────────────────────────────────────────────────────────────────────────────
+
+
+@each_row
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_it_is_the_loss_of_one_process(kind, marks, options):
+    module = parameters_of(kind)
+    holds(*pair(kind, marks, module, **options), module=module, sizes=SIZES[1:4] if marks else SIZES)
+
+
+@each_row
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}], ids=str)
+def test_first_order_of_a_ring(kind, marks, options):
+    """It has rules of its own; the second order is differentiated step by step."""
+    module = parameters_of(kind)
+    holds(*pair(kind, marks, module, exchange="ring", **options), module=module, order=1)
+
+
+@each_kind
+def test_its_sum(kind):
+    module, marks = parameters_of(kind), CONTRASTIVE[kind].marks[0]
+    holds(*pair(kind, marks, module, rank_reduction="sum"), module=module, rank_reduction="sum")
+
+
+@pytest.mark.parametrize("on", ["gloo", "mpi"])
+@pytest.mark.parametrize(
+    ("options", "order"), [({}, 2), ({"chunk_size": 3}, 2), ({"exchange": "ring", "chunk_size": 2}, 1)], ids=str
+)
+def test_on_processes(on, options, order):
+    """A sum of all losses, each with another weight."""
+    module = parameters_of("siglip")
+    pairs = [pair(kind, marks, module, **options) for kind, marks in ROWS]
+
+    def ours(*x):
+        return sum((k + 1) * loss(*x) for k, (loss, _) in enumerate(pairs))
+
+    def reference(*x):
+        return sum((k + 1) * loss(*x) for k, (_, loss) in enumerate(pairs))
+
+    holds(ours, reference, module=module, on=[on], sizes=[(5, 0, 3)], order=order)
+
+
+@each_kind
+def test_numbers_and_the_other_normalization(kind):
+    loss, chosen = CONTRASTIVE[kind], "supcon" in kind
+
+    def program(function):
+        def of(x, y, labels, ids):
+            marks = {"labels": labels} if chosen else {}
+            return function(x, y, 0.5 if loss.normalize else 10.0, -10, normalize=not loss.normalize, **marks)
+
+        return of
+
+    if kind != "supcon_of_one_view":  # its reference normalizes the two halves
+        holds(program(loss.ours), program(loss.whole), sizes=SIZES[2:4])
+
+
+@each_kind
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 5}], ids=str)
+def test_precision_at_scale_100(kind, options):
+    """Value and gradients, with the reference in float64 of the same numbers."""
+    loss, g = CONTRASTIVE[kind], torch.Generator().manual_seed(0)
+    features = [F.normalize(torch.randn(16, 32, generator=g)) for _ in range(2)]
+    marks = {"labels": torch.arange(16) % 5} if "supcon" in kind else {}
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)):
+        xs = [x.to(dtype).requires_grad_() for x in features]
+        exact = [x.detach().double().requires_grad_() for x in xs]
+        value, right = loss.ours(*xs, 100.0, -10.0, **marks, **options), loss.whole(*exact, 100.0, -10.0, **marks)
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value.double(), right, rtol=1e-5, atol=1e-5)
+        for found, want in zip(torch.autograd.grad(value, xs), torch.autograd.grad(right, exact), strict=True):
+            assert found.dtype == dtype
+            assert (found.double() - want).abs().max() <= tolerance * want.abs().max()
+
+
+@each_row
+@pytest.mark.parametrize("options", [{"chunk_size": 2}, {"exchange": "ring"}], ids=str)
+def test_the_ranks_in_one_graph_have_these_gradients(kind, marks, options):
+    module = parameters_of(kind)
+    ours, reference = pair(kind, marks, module, **options)
+    x, y, labels, ids = (t.requires_grad_() if t.is_floating_point() else t for t in batch(8))
+    right = torch.autograd.grad(reference(x, y, labels, ids), (x, y))
+    losses = simulate(ours, *(t.split([5, 0, 3]) for t in (x, y, labels, ids)))
+    torch.testing.assert_close(torch.autograd.grad(sum(losses) / 3, (x, y)), right)
+
+
+# ── one loss for all ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_row_without_a_positive_contributes_0_and_counts():
+    x = torch.randn(3, 4, dtype=torch.double, requires_grad=True)
+    loss, alone = supcon_loss(x, torch.tensor([0, 0, 1])), supcon_loss(x[:2], torch.tensor([0, 0]))
+    torch.testing.assert_close(loss, khosla(x, torch.tensor([0, 0, 1]), 10))
+    assert loss > 0 == alone  # the only other row is the positive
+    one = supcon_loss(x[:1], torch.tensor([0]))
+    assert one == 0
+    assert torch.autograd.grad(one, x)[0].tolist() == [[0.0] * 4] * 3
+
+
+def test_autocast_does_not_reach_the_logits():
+    x, y = (F.normalize(torch.randn(8, 16)).requires_grad_() for _ in range(2))
+    found = []
+    for on in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
+            loss = clip_loss(x, y, 100.0, chunk_size=3, normalize=True)
+        found.append([loss, *torch.autograd.grad(loss, (x, y))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_half_precision_features_are_sent_as_they_are():
+    """Ranks with half-precision features: their loss is that of the same numbers in one process."""
+    g = torch.Generator().manual_seed(0)
+    xs = [torch.randn(8, 16, generator=g).bfloat16() for _ in range(2)]
+    for normalize in (False, True):
+        losses = simulate(
+            lambda *x, normalize=normalize: clip_loss(*x, 20.0, normalize=normalize),
+            *(x.split([5, 0, 3]) for x in xs),
+        )
+        torch.testing.assert_close(sum(losses) / 3, clip_loss(*(x.float() for x in xs), 20.0, normalize=normalize))
+
+
+def test_it_is_deterministic_whatever_the_ranks_delays():
+    g = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(64, 16, generator=g) for _ in range(2))
+
+    def gradients(x, y, seed):
+        x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
+        found = []
+        delays = random.Random(seed)
+        for _ in range(5):
+            time.sleep(delays.random() / 50)
+            loss = clip_loss(x, y, 20.0)
+            time.sleep(delays.random() / 50)
+            found.append((loss.detach(), *torch.autograd.grad(loss, (x, y))))
+        return found
+
+    for first, *others in gloo(gradients, x.split([40, 24]), y.split([40, 24]), [1, 2]):
+        torch.testing.assert_close(others, [first] * 4, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [(lambda x: clip_loss(x, x, 1.0), "clip_loss"), (lambda x: nt_xent_loss(x, x), "nt_xent_loss")],
+)
+def test_an_empty_batch_is_an_error_on_all_ranks(loss, text):
+    texts = rules(lambda r: refusal(ValueError, loss, torch.ones(0, 4)), range(2))
+    assert len(set(texts)) == 1
+    assert texts[0].startswith(f"{text}: features: got an empty batch on every rank")
+
+
+@runs_on("truth", "gloo")
+def test_ranks_that_differ_get_an_error(run):
+    """Labels on one rank, labels of two dtypes, another exchange, and features of another dtype."""
+    x, marks = torch.ones(2, 4), torch.arange(2)
+
+    def body(r):
+        texts = []
+        for odd in ({"labels": marks}, {"labels": marks, "ids": marks.int()}, {"exchange": "ring"}, {"x": x.double()}):
+            usual = {"labels": marks, "ids": marks} if "ids" in odd else {}
+            options = {"x": x, **usual, **(odd if r == 1 else {})}
+            features = options.pop("x")
+            texts.append(refusal(dc.CollectiveMismatchError, lambda: clip_loss(features, features, 1.0, **options)))  # noqa: B023
+        return texts
+
+    for texts in run(body, range(2)):
+        assert all(text.startswith("clip_loss: the ranks differ in labels or ids (given on all") for text in texts)
+        assert all("rank 1 differs from rank 0" in text for text in texts)
+
+
+X, Y, IDS = torch.ones(2, 4), torch.randn(5, 2, 4), torch.tensor([0, 1, 1, 2, 0])
+WRONG = [
+    (clip_loss, (X, [1.0], 1.0), {}, TypeError, "text: got list, expected a tensor of shape (b, D); torch.as_tensor(x)"),
+    (clip_loss, (X.int(), X, 1.0), {}, TypeError, "image: got torch.int32, expected float16, bfloat16, float32 or float64"),
+    (clip_loss, (X, X[0], 1.0), {}, ValueError, "text: got shape (4,), expected shape (b, D); flatten the features"),
+    (clip_loss, (X, X[:1], 1.0), {}, ValueError, "text: got shape (1, 4), expected shape (2, 4), as image has; row i of"),
+    (clip_loss, (X, X.double(), 1.0), {}, TypeError, "text: got torch.float64, expected torch.float32, as image has"),
+    (clip_loss, (X, X, torch.ones(2)), {}, ValueError, "logit_scale: got a torch.float32 tensor of shape (2,), expected a n"),
+    (clip_loss, (X, X, "1"), {}, TypeError, "logit_scale: got str, expected a number, or"),
+    (clip_loss, (X, X, 1.0), {"labels": torch.ones(3)}, ValueError, "labels: got shape (3,), expected a tensor of shape (2,)"),
+    (clip_loss, (X, X, 1.0), {"labels": X[:, 0]}, TypeError, "labels: got torch.float32, expected integers or bool; number the"),
+    (clip_loss, (X, X, 1.0), {"ids": X[:, 0].half()}, TypeError, "ids: got torch.float16, expected integers or bool"),
+    (clip_loss, (X, X, 1.0), {"ids": [1, 2]}, TypeError, "ids: got list, expected a tensor of shape (2,), one number per"),
+    (clip_loss, (X, X, 1.0), {"rank_reduction": "none"}, ValueError, 'rank_reduction: got \'none\', expected "mean" or "sum"'),
+    (clip_loss, (X, X, 1.0), {"chunk_size": 0}, ValueError, "chunk_size: got 0, expected None or a positive integer"),
+    (clip_loss, (X, X, 1.0), {"exchange": "all"}, ValueError, 'exchange: got \'all\', expected "gather" or "ring"'),
+    (siglip_loss, (X, X, 1.0, torch.ones(2)), {}, ValueError, "logit_bias: got a torch.float32 tensor of shape (2,), expect"),
+    (info_nce_loss, (X, X), {"temperature": 0}, ValueError, "temperature: got 0, expected a number above 0; logits are divided"),
+    (info_nce_loss, (X, X), {"temperature": torch.tensor([-0.5])}, ValueError, "temperature: got a tensor with -0.5, expected a number above 0"),
+    (info_nce_loss, (X, X[:1]), {}, ValueError, "positive: got shape (1, 4), expected shape (2, 4), as query"),
+    (nt_xent_loss, (Y[:, 0], Y[1:, 0]), {}, ValueError, "z2: got shape (4, 4), expected shape (5, 4), as z1 has"),
+    (supcon_loss, (Y, None), {}, TypeError, "labels: got None, expected a tensor of shape (5,); pass the"),
+    (supcon_loss, (Y[0, 0], IDS), {}, ValueError, "features: got shape (4,), expected shape (b, D) or (b, v"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "arguments", "options", "error", "text"), WRONG)
+def test_invalid_arguments(loss, arguments, options, error, text):
+    assert refusal(error, lambda: loss(*arguments, **options)).startswith(f"{loss.__name__}: {text}")
+
+
+def test_a_temperature_that_is_no_number():
+    text = refusal(ValueError, lambda: info_nce_loss(X, X, temperature=torch.tensor([-0.5], requires_grad=True)))
+    assert "temperature: got a tensor with -0.5, expected a number above 0" in text
+    assert info_nce_loss(X, X, temperature=torch.tensor(float("nan"))).isnan()
+    gradient = torch.func.grad(lambda t: info_nce_loss(X, X, temperature=t))(torch.tensor(0.5))
+    assert gradient.isfinite()  # a number that is differentiated so is not read
+
+
+def test_the_modules():
+    x, y = Y.unbind(1)
+    assert NTXentLoss(temperature=0.2)(x, y, IDS) == nt_xent_loss(x, y, ids=IDS, temperature=0.2)
+    assert SigLIPLoss()(x, y, 2.0, torch.tensor([-1.0]), ids=IDS) == siglip_loss(x, y, 2.0, -1.0, ids=IDS)
+    assert SupConLoss(temperature=0.2)(Y, IDS) == supcon_loss(Y, IDS, temperature=0.2)
+    clip = CLIPLoss(rank_reduction="sum", chunk_size=2)
+    assert repr(clip) == "CLIPLoss(normalize=False, rank_reduction='sum', chunk_size=2, exchange='gather')"
+    options = {"rank_reduction": "sum", "chunk_size": 2}
+    assert clip(x, y, 3.0) == clip_loss(x, y, 3.0, **options)
+    assert clip(x, y, 3.0, labels=IDS, ids=IDS) == clip_loss(x, y, 3.0, labels=IDS, ids=IDS, **options)
+    assert "clip_loss" in dc.nn.functional.__all__ and not list(clip.parameters())
+    info_nce = InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.5)), chunk_size=2)
+    assert [name for name, _ in info_nce.named_parameters()] == ["temperature"]
+    options = "(temperature=0.5, normalize=True, rank_reduction='mean', chunk_size=2, exchange='gather')"
+    assert repr(info_nce) == f"InfoNCELoss{options}"
+    torch.testing.assert_close(info_nce(x, y, ids=IDS), info_nce_loss(x, y, ids=IDS, temperature=0.5))
+    with torch.device("meta"):
+        assert "temperature=tensor(..., device='meta'" in repr(InfoNCELoss(temperature=torch.tensor(0.5)))
+
+
+def test_a_copy_of_the_module_has_its_own_temperature_and_the_same_group():
+    def body(r):
+        group = torch.distributed.group.WORLD
+        loss = InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.5)), group=group)
+        copied = copy.deepcopy(torch.nn.Sequential(loss))[0]
+        copied.temperature.data.fill_(0.25)
+        return copied.group is group, loss.temperature.item(), [p.item() for p in copied.parameters()]
+
+    assert gloo(body, range(2)) == [(True, 0.5, [0.25])] * 2
+
+
+def test_the_messages():
+    """One modality is gathered, in its dtype, its gradient in float32; one number per column is reduced."""
+    with torch.profiler.profile() as profile:
+        x, y = (torch.ones(7, 5, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        clip_loss(x, y, 1.0).backward()
+    calls = [e.name for e in profile.events() if e.name.startswith("diffcoll.")]
+    sent = [(name.split(":")[0].removeprefix("diffcoll."), int(name.split()[-2])) for name in calls]
+    assert sent == [
+        ("all_gather", 16),  # a digest of what ranks agree on, and the number of rows
+        ("all_gather", 7 * 5 * 2),
+        ("all_to_all", 7 * 4),  # of which a reduce-scatter of logsumexp is made
+        ("all_to_all backward", 7 * 4),
+        ("all_gather backward", 7 * 5 * 4),
+    ]
