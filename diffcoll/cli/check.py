@@ -18,8 +18,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from diffcoll.cli.check_page import page
-from diffcoll.cli.importing import NotUsableError
-from diffcoll.cli.named import called, named, place
+from diffcoll.cli.importing import NotUsableError, called, named, place
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.engines.process_state import seed_rank
 from diffcoll.testing.gradients import assert_matches_single_process, check_gradients

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from diffcoll.cli.page import document
+from diffcoll.cli.page import table as page_table
 from diffcoll.testing.harness.report import Cause, Report, Row, Table
 
 #: Decimal exponents of the errors at the left and the right end of a bar, and those that are labelled.
@@ -77,14 +78,10 @@ def _table(table: Table) -> str:
         return f'<h2>{title}: <span class="wrong">✗ raised</span></h2>\n<pre>{html.escape(table.raised)}</pre>'
     verdict = f'<span class="{"right" if table.ok else "wrong"}">{"✓ right" if table.ok else "✗ wrong"}</span>'
     pictured = any(_has_picture(row, table.world_size) for row in table.rows)
-    rows = "\n".join(_row(row, table.world_size, pictured) for row in table.rows)
+    rows = (_row(row, table.world_size, pictured) for row in table.rows)
     ratios = f'<td class="bar">{_ratio_axis()}' if pictured else ""
-    return f"""<h2>{title}: {verdict}</h2>
-<div class="wide"><table>
-<thead><tr><th>quantity<th>rank<th>error<th>allowed<th>got/wanted{ratios}<td class="bar">{_axis()}
-<tbody>
-{rows}
-</table></div>"""
+    head = f'<th>quantity<th>rank<th>error<th>allowed<th>got/wanted{ratios}<td class="bar">{_axis()}'
+    return f"<h2>{title}: {verdict}</h2>\n{page_table(head, rows)}"
 
 
 def _row(row: Row, n: int, pictured: bool) -> str:

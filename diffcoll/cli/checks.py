@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from diffcoll.cli.competitors import Adapter, CompetitorCall
-from diffcoll.cli.report import Errors
 from diffcoll.core.torch_private.release import COMPILES
 from diffcoll.testing import cases
 from diffcoll.testing.cases import Case, Measured, errors
@@ -18,8 +17,8 @@ from diffcoll.testing.cases import Case, Measured, errors
 #: Timeouts in seconds: for the checks of one collective, and for compiling all.
 TIMEOUT, TIMEOUT_COMPILED = 60.0, 300.0
 NOT_OFFERED = "not offered"
-#: Errors on a rank where a call succeeded that raised on another.
-ELSEWHERE = "raises on another rank"
+#: The result of one system on one call: errors by name, or the reason why there are none.
+Errors = dict[str, float] | str
 
 
 @dataclass(frozen=True)
@@ -116,6 +115,5 @@ def worst(outcomes: Sequence[Errors]) -> Errors:
     """Return one outcome for several: the largest errors, or a reason if one failed."""
     offered = [o for o in outcomes if o != NOT_OFFERED] or [NOT_OFFERED]
     words = [o for o in offered if isinstance(o, str)]
-    words.sort(key=ELSEWHERE.__eq__)  # prefer the reason of the rank that raised
     numbers = [o for o in offered if isinstance(o, dict)]
     return words[0] if words else {key: max(o[key] for o in numbers) for key in numbers[0]}

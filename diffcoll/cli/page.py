@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Iterable
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --right: #1a7f37; --wrong: #cf222e; --none: #8888 }
@@ -40,3 +41,14 @@ def document(title: str, verdict: str, right: bool, body: str, style: str = "") 
 {body}
 </html>
 """
+
+
+def table(head: str, rows: Iterable[str], caption: str = "") -> str:
+    """Return a table that scrolls where the page is too narrow; head and rows are HTML, the caption is escaped here."""
+    title = f"<caption>{html.escape(caption)}</caption>\n" if caption else ""
+    body = "\n".join(rows)
+    return f"""<div class="wide"><table>
+{title}<thead><tr>{head}
+<tbody>
+{body}
+</table></div>"""

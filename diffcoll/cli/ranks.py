@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 
 import diffcoll
-from diffcoll.cli.checks import NOT_OFFERED, TIMEOUT_COMPILED, Check, worst
+from diffcoll.cli.checks import NOT_OFFERED, TIMEOUT_COMPILED, Check, Errors, worst
 from diffcoll.cli.competitors import SYSTEMS, Adapter
 from diffcoll.cli.launch import gloo_beside_mpi
-from diffcoll.cli.report import Errors
 from diffcoll.core.torch_private.release import COMPILES
 from diffcoll.testing.pool import Pool
 from diffcoll.testing.processes import RankFailure, RanksFailedError, preload

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,15 +15,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from diffcoll.cli.page import document
+from diffcoll.cli.checks import NOT_OFFERED, Errors, worst
+from diffcoll.cli.page import document, table
 
 #: Tolerance: the largest relative error at which a collective passes.
 TOLERANCE = 1e-10
 #: A larger error is shown as wrong; a smaller one may be rounding.
 WRONG = 1e-6
 
-#: The result of one system on one call: errors by name, or the reason why there are none.
-Errors = dict[str, float] | str
+_STYLES = {"right": "green", "wrong": "red", "none": "dim"}
+_MARKS = {"right": "✓ ", "wrong": "✗ ", "none": ""}
 
 
 @dataclass
@@ -74,7 +76,6 @@ def show(rows: list[Row], about: str) -> None:
 
 
 def _matrix(rows: list[Row], about: str) -> Table:
-    systems = _systems(rows)
     grid = Table(
         title=f"relative error against the reference: output, gradient, second order\n"
         f"jvp: output, tangent; compiled (fullgraph, inductor): output, gradient\n{about}"
@@ -82,43 +83,32 @@ def _matrix(rows: list[Row], about: str) -> Table:
     grid.add_column("collective", style="bold", no_wrap=True)
     grid.add_column("call")
     grid.add_column("N", no_wrap=True)
-    for system in systems:
+    for system in _systems(rows):
         grid.add_column(_short(system), min_width=26)
-    before = ""
-    for row in _merged(rows):
-        if before not in ("", row.collective):
+    for name, call, sizes, outcomes in _merged(rows):
+        if name:
             grid.add_section()
-        name = row.collective if row.collective != before else ""
-        before = row.collective
-        cells = [Text(_text(row.systems[system]), style=_STYLES[_verdict(row.systems[system])]) for system in systems]
-        grid.add_row(name, Text(row.call), row.sizes, *cells)
+        cells = [Text(_text(outcome), style=_STYLES[_verdict(outcome)]) for outcome in outcomes]
+        grid.add_row(name, Text(call), sizes, *cells)
     return grid
 
 
-class _Merged:
-    """One call at all its world sizes."""
+def _merged(rows: list[Row]) -> Iterator[tuple[str, str, str, list[Errors]]]:
+    """Yield for each call its collective where another one begins, its words, its world sizes, and all outcomes.
 
-    def __init__(self, rows: list[Row]) -> None:
-        self.collective, self.call = rows[-1].collective, rows[-1].call
-        self.sizes = " ".join(str(row.world_size) for row in rows)
-        self.systems: dict[str, Errors] = {}
-        for system in rows[0].systems:
-            outcomes = [row.systems[system] for row in rows]
-            words = [o for o in outcomes if isinstance(o, str)]
-            numbers = [o for o in outcomes if isinstance(o, dict)]
-            self.systems[system] = words[0] if words else {k: max(o[k] for o in numbers) for k in numbers[0]}
-
-
-def _merged(rows: list[Row]) -> list[_Merged]:
-    """Merge the rows of one call: the n-th call of a collective is the same call at every world size."""
-    groups: dict[tuple[str, int], list[Row]] = {}
-    count: dict[tuple[str, int], int] = {}
+    The n-th call of a collective is the same call at every world size.
+    """
+    systems, count = _systems(rows), Counter[tuple[str, int]]()
+    groups: dict[str, dict[int, list[Row]]] = {}
     for row in rows:
         at = row.collective, row.world_size
-        count[at] = count.get(at, 0) + 1
-        groups.setdefault((row.collective, count[at]), []).append(row)
-    order = list(dict.fromkeys(row.collective for row in rows))
-    return [_Merged(groups[key]) for key in sorted(groups, key=lambda key: (order.index(key[0]), key[1]))]
+        groups.setdefault(row.collective, {}).setdefault(count[at], []).append(row)
+        count[at] += 1
+    for collective, calls in groups.items():
+        for number, same in sorted(calls.items()):
+            sizes = " ".join(str(row.world_size) for row in same)
+            outcomes = [worst([row.systems[system] for row in same]) for system in systems]
+            yield "" if number else collective, same[-1].call, sizes, outcomes
 
 
 def _systems(rows: list[Row]) -> list[str]:
@@ -135,43 +125,26 @@ def _text(outcome: Errors) -> str:
     return outcome if isinstance(outcome, str) else " ".join(f"{value:.0e}" for value in outcome.values())
 
 
-_STYLES = {"right": "green", "wrong": "red", "none": "dim"}
-_MARKS = {"right": "✓ ", "wrong": "✗ ", "none": ""}
-
-
 def _verdict(outcome: Errors) -> str:
     if isinstance(outcome, str):
-        return "none" if outcome == "not offered" else "wrong"
+        return "none" if outcome == NOT_OFFERED else "wrong"
     return "wrong" if max(outcome.values()) > WRONG else "right"
-
-
-# ── the page ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def page(rows: list[Row], about: str) -> str:
     """Return the page as HTML, without references to other files."""
-    systems = _systems(rows)
     failed = sum(not row.passes() for row in rows)
     verdict = f"{len(rows) - failed} of {len(rows)} calls of diffcoll are right"
-    head = "".join(f"<th>{html.escape(_short(system))}" for system in systems)
+    head = "".join(f"<th>{html.escape(_short(system))}" for system in _systems(rows))
     body = []
-    before = ""
-    for row in _merged(rows):
-        name = row.collective if row.collective != before else ""
-        before = row.collective
-        outcomes = [row.systems[system] for system in systems]
+    for name, call, sizes, outcomes in _merged(rows):
         cells = [f'<td class="n {_verdict(o)}">{_MARKS[_verdict(o)]}{html.escape(_text(o))}' for o in outcomes]
-        call = f'<td class="call">{html.escape(row.call)}<td class="n">{row.sizes}'
-        body.append(f"<tr><th>{html.escape(name)}{call}{''.join(cells)}")
+        what = f'<th>{html.escape(name)}<td class="call">{html.escape(call)}<td class="n">{sizes}'
+        body.append(f"<tr>{what}{''.join(cells)}")
     text = f"""<p>Rank r computes a loss ℓ<sub>r</sub>; the objective is their sum. Each call ran on real processes with
 data and cotangents that differ on every rank. Each cell has three numbers: the relative errors of the output, the
 gradient and a second-order gradient, against reference gradients that PyTorch derives with all ranks in one autograd
 graph. Rows jvp (forward mode) have two: output and tangent. Rows compiled (torch.compile(fullgraph=True)) have two:
 output and gradient. The columns of PyTorch's own collectives hold for torch {html.escape(torch.__version__)}.
-<div class="wide"><table>
-<caption>{html.escape(about)}</caption>
-<thead><tr><th>collective<th>call<th>N{head}
-<tbody>
-{chr(10).join(body)}
-</table></div>"""
+{table(f"<th>collective<th>call<th>N{head}", body, about)}"""
     return document("diffcoll verify", verdict, not failed, text)

@@ -6,7 +6,6 @@ their global variables are as in the test's own process. Everything else is impo
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import inspect
 import os
@@ -19,7 +18,7 @@ from typing import Any, NoReturn
 import pytest
 
 from diffcoll.testing._calls import missing
-from diffcoll.testing.pickling import dumps
+from diffcoll.testing.pickling import by_value, dumps
 from diffcoll.testing.rank_body import Body, RankFixture, run_in_process
 
 #: Fixtures that act on the test's own process, and what to use instead.
@@ -53,7 +52,7 @@ def payload_of(item: pytest.Function, call: Body, kind: str, preload: Sequence[s
     call.kwargs = _checked(item, call.kwargs, kind, patches)
     for fixture in call.fixtures:
         fixture.arguments = _checked(item, fixture.arguments, kind, patches)
-    with _by_value(item):
+    with by_value(_modules_of(item)):
         data, error = _dumped((run_in_process, (call, warnings.filters, preload, item.config.get_verbosity())))
         if error is None:
             return data
@@ -109,22 +108,15 @@ def _refuse_patches(patch: pytest.MonkeyPatch, kind: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def _by_value(item: pytest.Function) -> Iterator[None]:
-    """Let cloudpickle copy what the test's module and conftest files define, instead of its name."""
-    import cloudpickle
-
+def _modules_of(item: pytest.Function) -> Iterator[ModuleType]:
+    """Yield the test's module and conftest files; what has no module of this name is copied by value anyway."""
     plugins = item.config.pluginmanager.get_plugins()
-    conftests = [p for p in plugins if isinstance(p, ModuleType) and _file(p) == "conftest.py"]
-    with contextlib.ExitStack() as stack:
-        for module in {id(m): m for m in [item.module, *conftests]}.values():
-            if sys.modules.get(module.__name__) is module:  # others are copied by value anyway
-                cloudpickle.register_pickle_by_value(module)
-                stack.callback(cloudpickle.unregister_pickle_by_value, module)
-        yield
+    for module in [item.module, *(p for p in plugins if _file(p) == "conftest.py")]:
+        if isinstance(module, ModuleType) and sys.modules.get(module.__name__) is module:
+            yield module
 
 
-def _file(module: ModuleType) -> str:
+def _file(module: object) -> str:
     return os.path.basename(getattr(module, "__file__", None) or "")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -32,7 +34,7 @@ def dumps(x: object, reduce: Callable[[Any], Any] = lambda obj: NotImplemented) 
     class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, Tensor) and obj.dtype not in _PICKLED:
-                return _load, (_saved(obj),)
+                return load, (save(obj),)
             if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj and type(obj) is not ModuleType:
                 return import_module, (obj.__name__,)  # such as torch.distributed.config, which has a class of its own
             if isinstance(obj, type) and obj.__module__.startswith("torch.") and obj.__qualname__ != obj.__name__:
@@ -47,11 +49,26 @@ def dumps(x: object, reduce: Callable[[Any], Any] = lambda obj: NotImplemented) 
     return buffer.getvalue()
 
 
-def _saved(x: Tensor) -> bytes:
+@contextlib.contextmanager
+def by_value(modules: Iterable[ModuleType]) -> Iterator[None]:
+    """Let cloudpickle copy what these modules define, instead of its name."""
+    import cloudpickle
+
+    registered = cloudpickle.list_registry_pickle_by_value()
+    with contextlib.ExitStack() as stack:
+        for module in {module.__name__: module for module in modules if module.__name__ not in registered}.values():
+            cloudpickle.register_pickle_by_value(module)
+            stack.callback(cloudpickle.unregister_pickle_by_value, module)
+        yield
+
+
+def save(x: object, pickle_module: Any = pickle) -> bytes:
+    """Return x as bytes, with tensors of any dtype."""
     buffer = io.BytesIO()
-    torch.save(x, buffer)
+    torch.save(x, buffer, pickle_module=pickle_module)
     return buffer.getvalue()
 
 
-def _load(data: bytes) -> Any:
+def load(data: bytes) -> Any:
+    """Return what was saved."""
     return torch.load(io.BytesIO(data), weights_only=False)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import io
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
@@ -14,12 +14,12 @@ import pytest
 
 from diffcoll.engines.simulated_c10d import default_group
 from diffcoll.testing.payload import payload_of
-from diffcoll.testing.pool import Pool, RankEnd
+from diffcoll.testing.pool import Pool
 from diffcoll.testing.processes import preload
 from diffcoll.testing.rank_body import Body, BodyEnd, Copies, RankFixture, attempt, chained, text_of, unpacked
 from diffcoll.testing.simulate import simulate
 from diffcoll.testing.verdict import conclude, report_of
-from diffcoll.testing.worker import STREAMS
+from diffcoll.testing.worker import STREAMS, Answer
 from diffcoll_pytest import Ranks, ranks_of
 
 _CAPTURING = {"capsys", "capsysbinary", "capteesys", "capfd", "capfdbinary"}
@@ -111,8 +111,8 @@ class Plugin:
             self._outcomes = _on_simulated_ranks(call, ranks.size, captured, item.instance)
         else:
             payload = payload_of(item, call, ranks.kind, self._modules)
-            ends = self._pool.run(ranks.kind, ranks.timeout, [payload] * ranks.size, captured=True)
-            self._outcomes = [_outcome(rank, end, ends, ranks.timeout) for rank, end in enumerate(ends)]
+            answers = self._pool.run(ranks.kind, ranks.timeout, [payload] * ranks.size, captured=True)
+            self._outcomes = [_outcome(rank, answers, ranks.timeout) for rank in range(ranks.size)]
         conclude(self._outcomes)
 
     def _show_output(self, item: pytest.Item) -> None:
@@ -156,19 +156,19 @@ class _Parameter:
         )
 
 
-def _outcome(rank: int, end: RankEnd, ends: list[RankEnd], timeout: float) -> BodyEnd:
+def _outcome(rank: int, answers: Sequence[Answer], timeout: float) -> BodyEnd:
     """Return how the body ended on one rank; a rank that died or hung has the kind "lost"."""
-    failure = end.answer.failure
+    answer, failure = answers[rank], answers[rank].failure
     if failure is None:
-        outcome = unpacked(end.answer.data)
+        outcome = unpacked(answer.data)
     else:
         text = failure.text.rstrip()
         if failure.kind == "hung":
-            others = any(e.answer.failed and not (e.answer.failure and e.answer.failure.kind == "hung") for e in ends)
+            others = any(a.failed and not (a.failure and a.failure.kind == "hung") for a in answers)
             when = "when another rank had ended" if others else f"after {timeout:g} s"
             text = f"the rank had not ended {when}; it {text}"
-        outcome = BodyEnd(rank, "lost", None, text_of(text), end.answer.at)
-    outcome.output = end.output
+        outcome = BodyEnd(rank, "lost", None, text_of(text), answer.at)
+    outcome.output = answer.output
     return outcome
 
 

@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import pickle
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from diffcoll.testing.launched import Launched
-from diffcoll.testing.lifetime import temporary_folder
-from diffcoll.testing.pickling import dumps
-from diffcoll.testing.processes import GRACE, Member, RankFailure, RanksFailedError, stacks, surroundings
+from diffcoll.testing.pickling import dumps, load
+from diffcoll.testing.processes import (
+    GRACE,
+    Member,
+    RankFailure,
+    RanksFailedError,
+    stacks,
+    surroundings,
+    temporary_folder,
+)
 from diffcoll.testing.worker import STREAMS, Answer, Seat, serve_forked
-
-
-@dataclass
-class RankEnd:
-    """How a call ended on one rank."""
-
-    answer: Answer
-    #: What the rank printed, of "stdout" and "stderr", if it was captured.
-    output: dict[str, str] = field(default_factory=dict)
 
 
 class Pool:
@@ -78,10 +73,10 @@ class Pool:
             RanksFailedError: a rank raised, died or hung.
         """
         n = len(rows)
-        ends = self.run(kind, timeout, [dumps((fn, tuple(row))) for row in rows], seed)
-        if all(end.answer.failure is None for end in ends):
-            return [torch.load(io.BytesIO(end.answer.data), weights_only=False) for end in ends]
-        failures = {r: end.answer.failure for r, end in enumerate(ends)}
+        answers = self.run(kind, timeout, [dumps((fn, tuple(row))) for row in rows], seed)
+        failures = {r: answer.failure for r, answer in enumerate(answers)}
+        if not any(failures.values()):
+            return [load(answer.data) for answer in answers]
         hung = all(failure is None or failure.kind == "hung" for failure in failures.values())
         what = f"no end after {timeout:g} s" if hung else "a rank failed"
         text = "\n".join(f"── rank {r} of {n} ──\n{f.text if f else 'returned'}" for r, f in failures.items())
@@ -89,7 +84,7 @@ class Pool:
 
     def run(
         self, kind: str, timeout: float, payloads: Sequence[bytes], seed: int = 0, captured: bool = False
-    ) -> list[RankEnd]:
+    ) -> list[Answer]:
         """Make one call. A payload is a pickled function with its arguments for one rank."""
         n = len(payloads)
         members = self.members(kind, n)
@@ -101,14 +96,15 @@ class Pool:
                 for rank, (member, payload) in enumerate(zip(members, payloads, strict=True)):
                     seat = Seat(kind, rank, n, timeout, seed, folder, port, surroundings(), captured, self._once)
                     member.send(pickle.dumps(seat), payload)
-                ends = [RankEnd(answer) for answer in _answers(members, folder, timeout, captured)]
-                for rank, end in enumerate(ends):
-                    end.output = {name: _read(folder, name, rank) for name in STREAMS} if captured else {}
-                lost = any(end.answer.is_lost for end in ends)
+                answers = _answers(members, folder, timeout, captured)
+                if captured:
+                    each = [{name: _read(folder, name, rank) for name in STREAMS} for rank in range(n)]
+                    answers = [replace(answer, output=output) for answer, output in zip(answers, each, strict=True)]
+                lost = any(answer.is_lost for answer in answers)
                 if self._once:
-                    if any(end.answer.failed for end in ends):
+                    if any(answer.failed for answer in answers):
                         self._discard(members)
-                    return ends
+                    return answers
                 unclean = members if lost else _leave(members)
         except BaseException:  # such as KeyboardInterrupt, or the end of the test's time
             self._discard(members)
@@ -116,7 +112,7 @@ class Pool:
         self._discard(unclean)
         if unclean and captured:  # now, so that it does not count in the next example's time
             self.members(kind, n)
-        return ends
+        return answers
 
     def _discard(self, members: Sequence[Member]) -> None:
         """End processes, and those that end with them."""

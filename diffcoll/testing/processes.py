@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, Literal
 
 from diffcoll.core.errors import is_users_file
 from diffcoll.core.torch_private.release import LAZY_MODULES
-from diffcoll.testing.lifetime import end_with
 
 #: When one rank has failed, the others may need this long to say why (s); the same for the last words of
 #: ranks that hang.
@@ -258,8 +262,53 @@ def stacks(members: Sequence[Member], hanging: Sequence[int], folder: str) -> di
 
 def _main(leash: Connection, main: Callable[..., None], *arguments: Any) -> None:
     """Run in the process."""
-    end_with(leash)
+    _end_with(leash)
     # A rank may start processes as any program does.
     multiprocessing.current_process().daemon = False
     multiprocessing.set_start_method(None, force=True)
     main(*arguments)
+
+
+# ── ranks end, and their folder is removed, with the process that started them, whatever ends it ──────────
+
+#: Removes the first folder when it receives a line, or all when its standard input is closed because the process that
+#: uses them has ended. Ranks that are being killed may still write to the first one.
+_REMOVE = """
+trap "" HUP INT TERM
+read _ && set -- "$1"
+for i in 1 2 3 4 5 6 7 8 9; do rm -rf "$@" && break; sleep 0.1; done
+"""
+
+
+def _end_with(leash: Connection) -> None:
+    """Let the kernel kill this process, and all that it starts, when the other end of the leash is closed.
+
+    Nothing is sent on the leash. The other end is held by the process that started this one, and only there.
+    """
+    os.setpgid(0, 0)  # Ctrl-C reaches that process only, and what this one starts ends with it
+    fcntl.fcntl(leash, fcntl.F_SETOWN, -os.getpid())
+    if hasattr(fcntl, "F_SETSIG"):  # Linux; elsewhere SIGIO, which ends a process too unless it handles it
+        fcntl.fcntl(leash, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(leash, fcntl.F_SETFL, os.O_ASYNC)
+    if wait([leash], timeout=0):  # it was closed before
+        os.killpg(0, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[str]:
+    """Create a folder for one call. It is removed when the block is left, or when this process is killed."""
+    folders = [folder := tempfile.mkdtemp(prefix="diffcoll-")]
+    if parent_process() is None:  # else it may be the parent's
+        folders.append(get_temp_dir())  # of the fork server's socket; multiprocessing removes it at exit
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        remover = subprocess.Popen(
+            ["/bin/sh", "-c", _REMOVE, "sh", *folders],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,  # signals to this process's group do not reach it
+        )
+        stack.callback(remover.communicate, b"\n")  # not by closing stdin: a copy of this process may hold it too
+        yield folder

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from diffcoll.core.groups import get_rank
 from diffcoll.engines.process_state import copies_end_here
 from diffcoll.testing.patches import RankPatch
+from diffcoll.testing.pickling import dumps
 from diffcoll.testing.worker import Failed, current_group
 
 
@@ -247,24 +248,19 @@ def run_in_process(call: Body, filters: list[Any], preload: Sequence[str], verbo
 
 def _packed(outcome: BodyEnd, log: list[Any]) -> bytes:
     """Pickle an outcome and warnings, without what cannot be pickled."""
-    import cloudpickle
 
     def dumped(x: Any) -> bytes | None:
         try:
-            pickle.loads(data := cloudpickle.dumps(x))
+            pickle.loads(data := dumps(x, _reduce))
         except Exception:
             return None
-        return bytes(data)
+        return data
 
     chain = outcome.chain
     if dumped(chain) is None:
         chain = text_of("\n".join(str(element[0]) for element in chain))
-    error: Any = outcome.error
-    for name in ("skip", "xfail", "fail", "exit"):  # pytest's own cannot be pickled
-        if isinstance(error, getattr(pytest, name).Exception):
-            error = name, str(error), getattr(error, "pytrace", True), getattr(error, "returncode", None)
     words = [dumped(warning) or pickle.dumps((str(warning[0]), UserWarning, *warning[2:])) for warning in log]
-    return pickle.dumps((replace(outcome, error=None, chain=chain), dumped(error), words))
+    return pickle.dumps((replace(outcome, error=None, chain=chain), dumped(outcome.error), words))
 
 
 def unpacked(data: bytes) -> BodyEnd:
@@ -273,19 +269,24 @@ def unpacked(data: bytes) -> BodyEnd:
     outcome, error, words = pickle.loads(data)
     if error is not None:
         with contextlib.suppress(Exception):  # its class cannot be imported here
-            outcome.error = _error(pickle.loads(error))
+            outcome.error = pickle.loads(error)
     for word in words:
         text, category, file, line = pickle.loads(word)
         warnings.warn_explicit(text, category, file, line)
     return outcome
 
 
-def _error(x: Any) -> BaseException | None:
-    if not isinstance(x, tuple):
-        return x if isinstance(x, BaseException) else None
-    name, text, pytrace, code = x
-    kind = getattr(pytest, name).Exception
-    error: BaseException = kind(text, returncode=code) if name == "exit" else kind(text, pytrace=pytrace)
+def _reduce(obj: Any) -> Any:
+    """Pickle the errors that pytest raises to end a test, which cannot be pickled otherwise."""
+    for name in ("skip", "xfail", "fail", "exit"):
+        if isinstance(obj, getattr(pytest, name).Exception):
+            more = {"returncode": obj.returncode} if name == "exit" else {"pytrace": obj.pytrace}
+            return partial(_of_pytest, name, str(obj), **more), ()
+    return NotImplemented
+
+
+def _of_pytest(name: str, text: str, **more: Any) -> BaseException:
+    error: BaseException = getattr(pytest, name).Exception(text, **more)
     return error
 
 

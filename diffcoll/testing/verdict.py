@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import unittest
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import pytest
@@ -12,15 +11,9 @@ import pytest
 from diffcoll.testing.processes import RanksFailedError
 from diffcoll.testing.rank_body import BodyEnd, text_of
 
+#: The attribute of an error that holds the tracebacks of all ranks that failed, as in pytest's ExceptionChainRepr, and
+#: how many notes the error had when they were formatted.
 _ATTRIBUTE = "_diffcoll_report"
-
-
-@dataclass
-class Report:
-    """The tracebacks of all ranks that failed, as in pytest's ExceptionChainRepr."""
-
-    chain: list[Any]
-    notes: int  # how many notes the error had when its traceback was formatted
 
 
 def conclude(outcomes: list[BodyEnd]) -> None:
@@ -78,8 +71,7 @@ def _fail(failed: list[BodyEnd], outcomes: list[BodyEnd]) -> NoReturn:
     for kind in ("skipped", "xfailed"):
         if ranks := [o.rank for o in outcomes if o.kind == kind]:
             chain[:0] = text_of(f"── {_ranks(ranks)} of {n} {kind}{_reason(outcomes, kind)}, expected all or none ──")
-    notes = len(getattr(first.error, "__notes__", ()))
-    setattr(first.error, _ATTRIBUTE, Report(chain, notes))
+    setattr(first.error, _ATTRIBUTE, (chain, len(getattr(first.error, "__notes__", ()))))
     _raise(first)
 
 
@@ -111,7 +103,5 @@ def report_of(error: BaseException) -> tuple[list[Any], list[str]]:
     if (inner := getattr(error, "exceptions", None)) is not None:
         reports = [report_of(e) for e in inner]
         return [e for chain, _ in reports for e in chain], [note for _, notes in reports for note in notes]
-    report = getattr(error, _ATTRIBUTE, None)
-    if report is None:
-        return [], []
-    return report.chain, getattr(error, "__notes__", [])[report.notes :]
+    chain, notes = getattr(error, _ATTRIBUTE, ([], None))
+    return chain, [] if notes is None else getattr(error, "__notes__", [])[notes:]

@@ -35,6 +35,7 @@ from diffcoll.core.groups import set_default_group
 from diffcoll.core.torch_private.trees import tree_map
 from diffcoll.engines.process_state import copies_end_here, launched_as, seed_rank
 from diffcoll.testing._calls import missing
+from diffcoll.testing.pickling import save
 from diffcoll.testing.processes import GRACE, RankFailure
 
 STREAMS = ("stdout", "stderr")
@@ -78,6 +79,8 @@ class Answer:
     failed: bool = True
     #: When, by time.monotonic(), which is the same in all processes of a machine.
     at: float = field(default_factory=time.monotonic)
+    #: What the rank printed, of "stdout" and "stderr", if it was captured.
+    output: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_lost(self) -> bool:
@@ -229,9 +232,7 @@ def _output_to_files(seat: Seat) -> Iterator[None]:
 
 def _saved(result: Any) -> bytes:
     """Return a result as bytes; tensors in it detached, on the CPU."""
-    buffer = io.BytesIO()
-    torch.save(tree_map(_plain, result), buffer, pickle_module=_pickle)
-    return buffer.getvalue()
+    return save(tree_map(_plain, result), _pickle)
 
 
 def _plain(value: Any) -> Any:

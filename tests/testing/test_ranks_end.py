@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import diffcoll as dc
-from diffcoll.testing import lifetime, simulate, spawn
+from diffcoll.testing import processes, simulate, spawn
 
 ROOT = Path(dc.__file__).parent.parent
 MARK = "DIFFCOLL_TEST_OF_LIFETIME"
@@ -75,9 +75,9 @@ def test_nothing_outlives_a_caller_that_is_killed(how, tmp_path):
 
 
 def test_a_folder_is_removed_by_another_process_if_this_one_does_not(monkeypatch):
-    with lifetime.temporary_folder() as folder:
+    with processes.temporary_folder() as folder:
         Path(folder, "file").touch()
-        monkeypatch.setattr(lifetime.shutil, "rmtree", lambda *path, **how: None)
+        monkeypatch.setattr(processes.shutil, "rmtree", lambda *path, **how: None)
     assert not Path(folder).exists()
 
 

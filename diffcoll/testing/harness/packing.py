@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import io
 import pickle
@@ -11,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +24,7 @@ from diffcoll.core.errors import is_users_file, message
 from diffcoll.core.torch_private.tensors import has_hooks
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing._calls import missing
-from diffcoll.testing.pickling import dumps
+from diffcoll.testing.pickling import by_value, dumps
 
 #: Types of locks, and what makes a new one.
 _LOCKS: dict[type, Callable[[], Any]] = {type(make()): make for make in (threading.Lock, threading.RLock)}
@@ -113,15 +113,13 @@ def pack(name: str, argument: str, fn: Callable[..., Any], module: Any) -> Packe
     Functions of the user's own modules are pickled by value, with the globals that they use: a model that is a global
     of the caller's module is the same object in the function and in `module` then.
     """
-    try:
-        import cloudpickle
-    except ModuleNotFoundError as error:
-        raise missing(name, "cloudpickle", "test") from error
+    if find_spec("cloudpickle") is None:
+        raise missing(name, "cloudpickle", "test")
     if not callable(fn):
         raise TypeError(message(name, argument, type(fn).__name__, "a function"))
     modules = _modules(name, module)
     _refuse(name, modules)
-    with _by_value(cloudpickle, fn):
+    with by_value(_modules_of(fn)):
         try:
             return Packed(dumps((fn, modules), _reduce))
         except Exception as error:
@@ -193,27 +191,16 @@ def _refuse(name: str, modules: dict[str, nn.Module | Tensor]) -> None:
             raise ValueError(message(name, "module", got, expected, remedy))
 
 
-@contextlib.contextmanager
-def _by_value(cloudpickle: Any, fn: Callable[..., Any]) -> Iterator[None]:
-    """Pickle functions and classes of the module that defines fn by value, if it is not an installed package."""
-    seen: list[ModuleType] = []
+def _modules_of(fn: Callable[..., Any]) -> Iterator[ModuleType]:
+    """Yield the modules that define fn and what it wraps, except those of installed packages."""
     part: Any = fn
     while part is not None:
         for holder in (part, type(part)):
             module = sys.modules.get(getattr(holder, "__module__", None) or "")
             file = getattr(module, "__file__", None)
             if module is not None and file is not None and module.__name__ != "__main__" and is_users_file(file):
-                seen.append(module)
+                yield module
         part = getattr(part, "func", None) or getattr(part, "__self__", None) or getattr(part, "__wrapped__", None)
-    registered = cloudpickle.list_registry_pickle_by_value()
-    added = [m for m in dict.fromkeys(seen) if m.__name__ not in registered]
-    for module in added:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        for module in added:
-            cloudpickle.unregister_pickle_by_value(module)
 
 
 def _results(y: Any) -> Iterator[Tensor]:
