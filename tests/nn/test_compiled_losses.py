@@ -14,11 +14,24 @@ LOSSES = {
     "clip_loss": lambda a, b: dc.nn.functional.clip_loss(a, b, 5.0, normalize=True, chunk_size=2),
     "siglip_loss": lambda a, b: dc.nn.functional.siglip_loss(a.bfloat16(), b.bfloat16(), 2.0, -1.0),
     "supcon_loss": lambda a, b: dc.nn.functional.supcon_loss(a, LABELS[: len(a)]),
+    "supcon_loss in chunks": lambda a, b: dc.nn.functional.supcon_loss(a, LABELS[: len(a)], chunk_size=3),
+    "clip_loss of labels": lambda a, b: dc.nn.functional.clip_loss(a, b, 3.0, labels=LABELS[: len(a)]),
+    "siglip_loss in chunks": lambda a, b: dc.nn.functional.siglip_loss(a, b, 2.0, -1.0, chunk_size=2),
+    "info_nce_loss": lambda a, b: dc.nn.functional.info_nce_loss(a, b, ids=LABELS[: len(a)], chunk_size=2),
+    "nt_xent_loss": lambda a, b: dc.nn.functional.nt_xent_loss(a, b),
+    "nt_xent_loss in chunks": lambda a, b: dc.nn.functional.nt_xent_loss(a, b, chunk_size=2),
+    "barlow_twins_loss": lambda a, b: dc.nn.functional.barlow_twins_loss(a, b),
+    "vicreg_loss": lambda a, b: dc.nn.functional.vicreg_loss(a, b),
+    "dice_loss": lambda a, b: dc.nn.functional.dice_loss(a.sigmoid(), (a > 0).double()),
+    "moments": lambda a, b: dc.nn.functional.moments(a * b, 0).variance.sum(),
 }
+FAST = ["clip_loss", "supcon_loss"]
 
 
 @compiles
-@pytest.mark.parametrize("names", [["clip_loss", "supcon_loss"], pytest.param(["siglip_loss"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names", [FAST, pytest.param([name for name in LOSSES if name not in FAST], marks=pytest.mark.slow, id="others")]
+)
 def test_two_graphs_for_all_batch_sizes_give_the_same_gradients(names):
     """On rank 0 one tower is frozen: compiled and eager ranks take part in its gradient."""
 
@@ -33,12 +46,12 @@ def test_two_graphs_for_all_batch_sizes_give_the_same_gradients(names):
                 g = torch.Generator().manual_seed(r)
                 a, b = (torch.randn(rows, 4, generator=g).double() for _ in range(2))
                 xs = [a.requires_grad_(), b.requires_grad_(r == 1 or name != "clip_loss")]
-                xs = [x for x in xs if x.requires_grad and (x is a or name != "supcon_loss")]
+                xs = [x for x in xs if x.requires_grad and (x is a or not name.startswith(("supcon", "dice")))]
                 pairs.append([(y.detach(), torch.autograd.grad(y, xs)) for y in (f(a, b) for f in (loss, compiled))])
             found[name] = graphs.frame_count, pairs
         return found
 
-    for found in spawn(body, range(2), timeout=110):
+    for found in spawn(body, range(2), timeout=250):
         for name, (graphs, pairs) in found.items():
             assert graphs == 2, name
             for eager, compiled in pairs:
