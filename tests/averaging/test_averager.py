@@ -1,6 +1,5 @@
 """GradientAverager: gradients equal those of one process with the whole batch, bitwise the same on all ranks."""
 
-import contextlib
 import copy
 import gc
 import os
@@ -16,12 +15,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from training import (
+    RUNS,
+    SMALL,
+    averaged,
+    by_each_reduction,
+    each,
+    equal_on_all_ranks,
+    everywhere,
+    gradients,
+    on_simulated,
+    on_two,
+    refused,
+    same,
+)
 
 import diffcoll as dc
 from diffcoll.testing import RanksFailedError, new_group, simulate, spawn
-
-RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
-SMALL = 1e-4  # megabytes: several buckets, for small models too
 
 
 class Norm(nn.Module):
@@ -71,28 +81,6 @@ def data(shape, n, seed=1):
     return list(zip(x.split(SIZES[n]), t.split(SIZES[n]), strict=True))
 
 
-def gradients(model):
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
-def same(found, expected, tolerance=1e-10):
-    for a, b in zip(found, expected, strict=True):
-        assert (a is None) == (b is None)
-        assert a is None or (a - b).abs().max() <= tolerance, (a, b)
-
-
-def equal_on_all_ranks(found):
-    for of_rank in found[1:]:
-        for a, b in zip(of_rank, found[0], strict=True):
-            assert (a is None and b is None) or torch.equal(a, b)
-
-
-def each(call, n, where):
-    found = RUNS[where](call, range(n))
-    equal_on_all_ranks(found)
-    return found
-
-
 # ── compared with one process ────────────────────────────────────────────────────────────────────────────
 
 
@@ -118,23 +106,17 @@ def test_one_process_on_the_whole_batch(name, n, where):
 
     def trained(reduction, r):
         model = made(make, seed=r)  # rank 0's parameters are broadcast
-        averager = dc.GradientAverager(model, reduction=reduction, bucket_mb=SMALL)
+        _, backward = averaged(model, reduction, bucket_mb=SMALL)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         x, t = parts[r]
         for _ in range(3):
             optimizer.zero_grad(set_to_none=r != 1)
             if reduction == "weighted" and name != "convolution":
                 for k, chunk in enumerate(range(0, max(len(t), 1), 2)):  # numbers of micro-batches differ
-                    last = chunk + 2 >= len(t)
                     xs, ts = x[chunk : chunk + 2], t[chunk : chunk + 2]
-                    weight = len(ts) if k % 2 else torch.tensor(float(len(ts)))
-                    averager.set_weight(weight)
                     loss = nn.functional.cross_entropy(model(xs), ts)  # NaN for an empty micro-batch
-                    if last:
-                        loss.backward()
-                    else:
-                        with averager.no_sync():
-                            loss.backward()
+                    weight = len(ts) if k % 2 else torch.tensor(float(len(ts)))
+                    backward(loss, weight, reduces=chunk + 2 >= len(t))
             else:
                 loss = nn.functional.cross_entropy(model(x), t, reduction="sum") / total
                 (loss if reduction == "sum" else loss * n).backward()
@@ -146,7 +128,7 @@ def test_one_process_on_the_whole_batch(name, n, where):
     found = RUNS[where](lambda r: [trained(reduction, r) for reduction in reductions], range(n))
     for k in range(len(reductions)):
         equal_on_all_ranks([of_rank[k] for of_rank in found])
-        same(found[0][k], expected)
+        same(found[0][k], expected, 1e-10)
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -185,7 +167,7 @@ class Branches(nn.Module):
         return sum(((k + 1) * self.parts[k]).sum() for k in which)
 
 
-@pytest.mark.parametrize("where", RUNS)
+@everywhere
 def test_unused_parameters(where):
     """Zero on ranks that do not use it, None if no rank does; ranks may use different ones in every step."""
     steps = [[[0, 1], [1, 3]], [[3], [4, 0]], [[0, 1, 2, 3, 4], [2]], [[1], [1]]]
@@ -201,7 +183,7 @@ def test_unused_parameters(where):
             found += gradients(model)
         return found
 
-    found = each(body, 2, where)[0]
+    found = each(body, 2, where)
     expected = []
     for k, step in enumerate(steps):
         counts = [sum(i in of_rank for of_rank in step) for i in range(5)]
@@ -209,7 +191,7 @@ def test_unused_parameters(where):
     same(found, expected)
 
 
-@pytest.mark.parametrize("where", ["rules", "gloo"])
+@on_two
 def test_collectives_in_the_loss_and_ranks_that_use_different_parameters(where):
     """Messages of buckets and of the loss do not match each other, whatever their order on each rank."""
 
@@ -232,7 +214,7 @@ def test_collectives_in_the_loss_and_ranks_that_use_different_parameters(where):
         (5 * z**2).backward()
         return gradients(model)
 
-    same(each(body, 2, where)[0], alone(), 1e-3)
+    same(each(body, 2, where), alone(), 1e-3)
 
 
 def steps_of(reduction, body, n=3, where="rules"):
@@ -250,7 +232,7 @@ def steps_of(reduction, body, n=3, where="rules"):
         body(model, averager, loss, r)
         return gradients(model)
 
-    return each(on_rank, n, where)[0]
+    return each(on_rank, n, where)
 
 
 def summed(scale=1.0, n=3):
@@ -311,59 +293,52 @@ def test_what_is_zeroed_in_an_accumulation_is_gone(reduction):
     def body(r):
         p = torch.ones(2, requires_grad=True)
         optimizer = torch.optim.SGD([p], lr=0.0)
-        averager = dc.GradientAverager([p], reduction=reduction)
+        _, of = averaged([p], reduction)
 
-        def backward(factor, sync=True):
-            if reduction == "weighted":
-                averager.set_weight(r + 1)
-            with contextlib.nullcontext() if sync else averager.no_sync():
-                (p * factor * (r + 1)).sum().backward()
+        def backward(factor, reduces=True):
+            of((p * factor * (r + 1)).sum(), r + 1, reduces)
 
         backward(5.0)
-        backward(7.0, sync=False)
-        optimizer.zero_grad()
-        backward(1.0)
-        found = [p.grad.clone()]
-        backward(7.0, sync=False)
-        optimizer.zero_grad(set_to_none=False)
-        backward(1.0)
-        found.append(p.grad.clone())
-        backward(7.0, sync=False)
+        found = []
+        for set_to_none in (True, False):
+            backward(7.0, reduces=False)
+            optimizer.zero_grad(set_to_none=set_to_none)
+            backward(1.0)
+            found.append(p.grad.clone())
+        backward(7.0, reduces=False)
         p.grad += 1
         with pytest.raises(RuntimeError, match=r"GradientAverager: 0: its gradient was changed .* zero_grad\(\)"):
             backward(1.0)
         return found
 
-    found = each(body, 2, "gloo")[0]
     expected = 3.0 if reduction == "sum" else (1 * 1 + 2 * 2) / 3
-    same(found, [torch.full((2,), expected)] * 2, 1e-6)
+    same(each(body, 2, "gloo"), [torch.full((2,), expected)] * 2, 1e-6)
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_weights_that_half_precision_does_not_know(as_tensor):
     def body(r):
         parameters = [torch.ones(2, dtype=d, requires_grad=True) for d in (torch.float16, torch.bfloat16)]
-        averager = dc.GradientAverager(parameters, reduction="weighted")
-        averager.set_weight(torch.tensor(100_000.0) if as_tensor else 100_000)
-        sum((p * 0.01 * (r + 1)).sum().float() for p in parameters).backward()
+        _, backward = averaged(parameters, "weighted")
+        loss = sum((p * 0.01 * (r + 1)).sum().float() for p in parameters)
+        backward(loss, torch.tensor(100_000.0) if as_tensor else 100_000)
         return [p.grad.float() for p in parameters]
 
-    same(each(body, 2, "gloo")[0], [torch.full((2,), 0.015)] * 2, 1e-4)
+    same(each(body, 2, "gloo"), [torch.full((2,), 0.015)] * 2, 1e-4)
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_weights_are_as_fine_as_the_finest_gradient(order):
     def body(r):
         parameters = [torch.ones(2, dtype=d, requires_grad=True) for d in (torch.float32, torch.float64)][::order]
-        averager = dc.GradientAverager(parameters, reduction="weighted")
-        averager.set_weight([0.1, 0.7][r])
-        sum((p.double() * (r + 1)).sum() for p in parameters).backward()
+        _, backward = averaged(parameters, "weighted")
+        backward(sum((p.double() * (r + 1)).sum() for p in parameters), [0.1, 0.7][r])
         return [next(p.grad for p in parameters if p.dtype == torch.float64)]
 
-    same(each(body, 2, "rules")[0], [torch.full((2,), (0.1 + 1.4) / 0.8, dtype=torch.double)], 1e-14)
+    same(each(body, 2, "rules"), [torch.full((2,), (0.1 + 1.4) / 0.8, dtype=torch.double)], 1e-14)
 
 
-@pytest.mark.parametrize("where", RUNS)
+@everywhere
 def test_two_averagers_side_by_side(where):
     """Each averages one half of a model; the order of use differs between ranks."""
 
@@ -377,7 +352,7 @@ def test_two_averagers_side_by_side(where):
             (y * (r + 1)).backward()
         return [a.grad, b.grad]
 
-    same(each(body, 2, where)[0], [torch.tensor([1.0 + 12, 2.0 + 12]), torch.tensor([4.5, 5.0])])
+    same(each(body, 2, where), [torch.tensor([1.0 + 12, 2.0 + 12]), torch.tensor([4.5, 5.0])])
 
 
 def test_buckets_in_a_profile():
@@ -388,10 +363,8 @@ def test_buckets_in_a_profile():
             model(torch.ones(1, 5)).sum().backward()
         return [event.key for event in profile.key_averages() if "diffcoll" in event.key]
 
-    for names in spawn(body, range(2)):
-        assert any(
-            re.match(r"diffcoll.GradientAverager bucket 0 of 1: a gloo group of 2 ranks, \d+ B", n) for n in names
-        )
+    words = r"diffcoll.GradientAverager bucket 0 of 1: a gloo group of 2 ranks, \d+ B"
+    assert all(any(re.match(words, name) for name in names) for names in spawn(body, range(2)))
 
 
 def test_two_weighted_losses():
@@ -448,7 +421,7 @@ def test_without_hooks():
     assert not torch.equal(found[0][1][0], found[1][1][0])
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
+@by_each_reduction
 @pytest.mark.parametrize("how", ["hooks=False", "no_sync"])
 def test_synchronize_after_several_backward_calls(reduction, how):
     """Weights are applied, and what was reduced before is not reduced again."""
@@ -456,36 +429,32 @@ def test_synchronize_after_several_backward_calls(reduction, how):
 
     def body(r):
         p = nn.Parameter(torch.zeros(1))
-        averager = dc.GradientAverager([p], reduction=reduction, hooks=how != "hooks=False")
+        averager, backward = averaged([p], reduction, hooks=how != "hooks=False")
         found = []
         for slope in slopes[r]:
-            if reduction == "weighted":
-                averager.set_weight(1 + 2 * r)
-            with averager.no_sync() if how == "no_sync" else contextlib.nullcontext():
-                (slope * p).sum().backward()
+            backward((slope * p).sum(), 1 + 2 * r, reduces=how != "no_sync")
             averager.synchronize()
             found.append(p.grad.item())
         return found
 
     both = {"mean": [1.5, 6.0], "sum": [3.0, 12.0], "weighted": [1.75, 6.5]}[reduction]
-    assert simulate(body, range(2), rules=True) == [both, both]
+    assert on_simulated(body, 2) == [both, both]
 
 
 def test_a_weight_is_refused_for_a_gradient_that_no_backward_has_accumulated():
     def body(r):
         p = nn.Parameter(torch.zeros(1))
-        averager = dc.GradientAverager([p], reduction="weighted", hooks=False)
+        averager, backward = averaged([p], "weighted", hooks=False)
         averager.set_weight(1 + r)
         p.grad = torch.full((1,), r + 1.0)
         with pytest.raises(RuntimeError, match="0: its gradient was not multiplied by the weight, since no backward"):
             averager.synchronize()
         p.grad = None
-        averager.set_weight(1 + r)
-        (p * (r + 1)).sum().backward()
+        backward((p * (r + 1)).sum(), 1 + r)
         averager.synchronize()
         return p.grad.item()
 
-    assert simulate(body, range(2), rules=True) == [pytest.approx(5 / 3)] * 2
+    assert on_simulated(body, 2) == [pytest.approx(5 / 3)] * 2
 
 
 def test_frozen_shared_and_unfrozen_parameters():
@@ -507,12 +476,12 @@ def test_frozen_shared_and_unfrozen_parameters():
             assert sent == sum(p.numel() for p in model.parameters() if p.requires_grad)  # not frozen ones
         return [g for of_step in found for g in of_step]
 
-    found = each(body, 2, "gloo")[0]
+    found = each(body, 2, "gloo")
     both = [simulate(lambda _, r=r: body(r), [0], rules=True)[0] for r in (0, 1)]
     same(found, [None if a is None else (a + b) / 2 for a, b in zip(*both, strict=True)])
 
 
-@pytest.mark.parametrize("where", ["rules", "gloo", "mpi"])
+@everywhere
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints(where, reentrant):
     def body(r):
@@ -547,22 +516,19 @@ def test_unfrozen_within_an_accumulation():
 
     def body(r):
         a, b = (torch.ones(1, dtype=torch.double, requires_grad=k == 0) for k in range(2))
-        averager = dc.GradientAverager([a, b], reduction="weighted")
-        averager.set_weight(1)
-        (a + b).backward()
+        averager, backward = averaged([a, b], "weighted")
+        backward(a + b)
         a.grad = None
         b.requires_grad_()
-        for k, w in enumerate((3, 5)):
-            averager.set_weight(w)
-            with averager.no_sync():
-                ((a + b) * (k + 1)).backward()
+        backward(a + b, 3, reduces=False)
+        backward((a + b) * 2, 5, reduces=False)
         averager.synchronize()
         a.requires_grad_(False)
         b.requires_grad_(False)
         averager.synchronize()  # nothing left to reduce
         return [a.grad, b.grad]
 
-    assert each(body, 2, "gloo")[0] == [13 / 8, 13 / 8]
+    assert each(body, 2, "gloo") == [13 / 8, 13 / 8]
 
 
 def test_a_compiled_model():
@@ -646,7 +612,7 @@ def test_hooks_of_the_user_clipping_and_two_optimizers():
 # ── dtypes ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("where", RUNS)
+@everywhere
 def test_mixed_dtypes(where):
     """Several dtypes in one model, complex ones included, with weights that half precision cannot represent."""
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128, torch.float16]
@@ -656,18 +622,16 @@ def test_mixed_dtypes(where):
 
     def one(r, reduction, comm):
         parameters = [(f"p{i}", torch.ones(3, dtype=d, requires_grad=True)) for i, d in enumerate(dtypes)]
-        averager = dc.GradientAverager(parameters, reduction=reduction, comm_dtype=comm)
+        _, backward = averaged(parameters, reduction, comm_dtype=comm)
         for _ in range(2):
             for _, p in parameters:
                 p.grad = None
-            if reduction == "weighted":
-                averager.set_weight(weights[r])
             coefficients = torch.tensor([1.0, 2.0, 3.0]) + r
             losses = [(p * coefficients.to(p.dtype) * (1 - 2j if p.is_complex() else 1)) for _, p in parameters]
-            sum(y.real.sum().double() if y.is_complex() else y.sum().double() for y in losses).backward()
+            backward(sum(y.real.sum().double() if y.is_complex() else y.sum().double() for y in losses), weights[r])
         return [p.grad for _, p in parameters]
 
-    found = each(lambda r: [g for way in ways for g in one(r, *way)], 2, where)[0]
+    found = each(lambda r: [g for way in ways for g in one(r, *way)], 2, where)
     for k, (reduction, comm) in enumerate(ways):
         share = weights[1] / sum(weights) if reduction == "weighted" else 0.5
         for g, dtype in zip(found[k * len(dtypes) :], dtypes, strict=False):
@@ -682,13 +646,12 @@ def test_mixed_dtypes(where):
 def test_half_precision_alone_and_channels_last():
     def body(r):
         model = nn.Conv2d(4, 6, 3).bfloat16().to(memory_format=torch.channels_last)
-        averager = dc.GradientAverager(model, reduction="weighted")
-        averager.set_weight(4097 if r == 0 else 1)
-        model.weight.sum().mul(r).backward()
-        (model.weight.grad.is_contiguous(memory_format=torch.channels_last) and model.bias.grad is None) or 1 / 0
+        _, backward = averaged(model, "weighted")
+        backward(model.weight.sum().mul(r), 4097 if r == 0 else 1)
+        assert model.weight.grad.is_contiguous(memory_format=torch.channels_last) and model.bias.grad is None
         return [model.weight.grad]
 
-    (g,) = each(body, 2, "gloo")[0]
+    (g,) = each(body, 2, "gloo")
     assert torch.equal(g, torch.full_like(g, 1 / 4098))
 
 
@@ -713,14 +676,16 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("where", RUNS)
+@everywhere
 def test_parameters_that_differ(where):
     def body(r):
-        texts = []
-        for named in DIFFERENT.values():
-            with pytest.raises(dc.CollectiveMismatchError) as caught:
-                dc.GradientAverager(named(partial(torch.ones, requires_grad=True), r))
-            texts.append(str(caught.value))
+        texts = [
+            refused(
+                lambda named=named: dc.GradientAverager(named(partial(torch.ones, requires_grad=True), r)),
+                dc.CollectiveMismatchError,
+            )
+            for named in DIFFERENT.values()
+        ]
         return texts, dc.all_reduce(torch.tensor(1)).item()
 
     found = RUNS[where](body, range(3))
@@ -776,7 +741,7 @@ def test_nothing_is_left():
     assert spawn(body, range(2)) == [[True, True]] * 2
 
 
-@pytest.mark.parametrize("where", RUNS)
+@everywhere
 def test_join(where):
     """Unequal numbers of batches, with micro-batches: all ranks take the same steps and keep the same parameters."""
     lengths = [5, 2, 4]
@@ -786,19 +751,14 @@ def test_join(where):
 
     def body(r, reduction):
         model = made(mlp)
-        averager = dc.GradientAverager(model, reduction=reduction, bucket_mb=SMALL)
+        averager, backward = averaged(model, reduction, bucket_mb=SMALL)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for _ in range(2):
             for k, (x, w) in enumerate(averager.join(batch(r, k) for k in range(lengths[r]))):
-                if reduction == "weighted":
-                    averager.set_weight(w)
-                if k % 2 == 0:
-                    with averager.no_sync():
-                        model(x).pow(2).mean().backward()
-                    continue
-                model(x).pow(2).mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                backward(model(x).pow(2).mean(), w, reduces=k % 2 == 1)
+                if k % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
             averager.synchronize()
             optimizer.step()
             optimizer.zero_grad()
@@ -822,7 +782,7 @@ def test_join(where):
         return [p.detach() for p in model.parameters()]
 
     reductions = ["mean", "sum", "weighted"]
-    found = each(lambda r: [p for reduction in reductions for p in body(r, reduction)], 3, where)[0]
+    found = each(lambda r: [p for reduction in reductions for p in body(r, reduction)], 3, where)
     same(found, [p for reduction in reductions for p in alone(reduction)])
 
 
@@ -932,7 +892,7 @@ def test_a_backward_left_by_an_error():
     same(found[0], [torch.full((2,), 2.0 * (k + 1)) for k in range(5)])
 
 
-@pytest.mark.parametrize("where", ["rules", "gloo"])
+@on_two
 def test_check_mode_finds_what_one_rank_has_frozen(where):
     def body(r):
         model = made(mlp)
@@ -940,12 +900,11 @@ def test_check_mode_finds_what_one_rank_has_frozen(where):
         x = torch.full((1, 5), r + 1.0, dtype=torch.double)
         model[2].bias.requires_grad_(r != 1)
         with dc.check_mode():
-            with pytest.raises(dc.CollectiveMismatchError) as caught:
-                model(x).sum().backward()
+            text = refused(lambda: model(x).sum().backward(), dc.CollectiveMismatchError)
             model[2].bias.requires_grad_()
             model.zero_grad()
             model(x).sum().backward()  # the group works
-        return str(caught.value), gradients(model)
+        return text, gradients(model)
 
     found = RUNS[where](body, range(2))
     equal_on_all_ranks([g for _, g in found])
@@ -960,57 +919,48 @@ def test_check_mode_finds_what_one_rank_has_frozen(where):
 
 
 WRONG = [
-    (lambda: dc.GradientAverager(mlp(), reduction="max"), ValueError, "reduction: got 'max', expected"),
-    (lambda: dc.GradientAverager(mlp(), bucket_mb=0), ValueError, "bucket_mb: got 0, expected a number of megabytes"),
-    (lambda: dc.GradientAverager(mlp(), bucket_mb="1"), ValueError, "bucket_mb: got '1', expected a number"),
-    (lambda: dc.GradientAverager(mlp(), comm_dtype=torch.int8), TypeError, "comm_dtype: got torch.int8, expected"),
-    (lambda: dc.GradientAverager(mlp(), group="gloo"), TypeError, "group: got str, expected None, a torch"),
-    (lambda: dc.GradientAverager([]), ValueError, "module_or_params: got nothing, expected at least one parameter"),
-    (lambda: dc.GradientAverager(3), TypeError, "module_or_params: got int, expected a module, parameters, or pairs"),
-    (lambda: dc.GradientAverager(torch.ones(2)), TypeError, "module_or_params: got Tensor, expected a module, param"),
-    (lambda: dc.GradientAverager([("a", 3)]), TypeError, "module_or_params: got ('a', 3), expected a module"),
-    (lambda: dc.GradientAverager([torch.ones(2).int()]), ValueError, "module_or_params: got 0, which is of"),
+    (mlp(), {"reduction": "max"}, ValueError, "reduction: got 'max', expected"),
+    (mlp(), {"bucket_mb": 0}, ValueError, "bucket_mb: got 0, expected a number of megabytes"),
+    (mlp(), {"bucket_mb": "1"}, ValueError, "bucket_mb: got '1', expected a number"),
+    (mlp(), {"comm_dtype": torch.int8}, TypeError, "comm_dtype: got torch.int8, expected"),
+    (mlp(), {"group": "gloo"}, TypeError, "group: got str, expected None, a torch"),
+    ([], {}, ValueError, "module_or_params: got nothing, expected at least one parameter"),
+    (3, {}, TypeError, "module_or_params: got int, expected a module, parameters, or pairs"),
+    (torch.ones(2), {}, TypeError, "module_or_params: got Tensor, expected a module, param"),
+    ([("a", 3)], {}, TypeError, "module_or_params: got ('a', 3), expected a module"),
+    ([torch.ones(2).int()], {}, ValueError, "module_or_params: got 0, which is of"),
     (
-        lambda: dc.GradientAverager([torch.ones(2, requires_grad=True) * 2]),
+        [torch.ones(2, requires_grad=True) * 2],
+        {},
         ValueError,
         "module_or_params: got 0, which is not a leaf, expected leaf tensors",
     ),
     (
-        lambda: dc.GradientAverager([torch.ones(2)], broadcast_buffers="each forward"),
+        [torch.ones(2)],
+        {"broadcast_buffers": "each forward"},
         TypeError,
         "broadcast_buffers: got 'each forward', expected a module, which has buffers",
     ),
-    (
-        lambda: weighted().set_weight(-1),
-        ValueError,
-        ".set_weight: weight: got -1, expected a finite non-negative number",
-    ),
-    (
-        lambda: weighted().set_weight(float("nan")),
-        ValueError,
-        ".set_weight: weight: got nan, expected a finite non-negative number",
-    ),
-    (lambda: weighted().set_weight("3"), TypeError, ".set_weight: weight: got str, expected a number or a 0-d tensor"),
-    (lambda: weighted().set_weight(torch.ones(2)), ValueError, ".set_weight: weight: got a tensor of (2,)"),
-    (
-        lambda: dc.GradientAverager(mlp()).set_weight(3),
-        ValueError,
-        '.set_weight: weight: got 3, expected none; say reduction="weighted"',
-    ),
+]
+WRONG_WEIGHTS = [
+    (-1, "weighted", ValueError, "got -1, expected a finite non-negative number"),
+    (float("nan"), "weighted", ValueError, "got nan, expected a finite non-negative number"),
+    ("3", "weighted", TypeError, "got str, expected a number or a 0-d tensor"),
+    (torch.ones(2), "weighted", ValueError, "got a tensor of (2,)"),
+    (3, "mean", ValueError, 'got 3, expected none; say reduction="weighted"'),
 ]
 
 
-def weighted():
-    return dc.GradientAverager(mlp(), reduction="weighted")
+@pytest.mark.parametrize(("given", "arguments", "error", "text"), WRONG)
+def test_wrong_arguments(given, arguments, error, text):
+    assert refused(lambda: dc.GradientAverager(given, **arguments), error).startswith(f"GradientAverager: {text}")
 
 
-@pytest.mark.parametrize(("call", "error", "text"), WRONG)
-def test_wrong_arguments(call, error, text):
-    with pytest.raises(error) as caught:
-        call()
-    message = str(caught.value)
-    assert message.startswith("GradientAverager")
-    assert text in message
+@pytest.mark.parametrize(("value", "reduction", "error", "text"), WRONG_WEIGHTS)
+def test_wrong_weights(value, reduction, error, text):
+    averager = dc.GradientAverager(mlp(), reduction=reduction)
+    message = refused(lambda: averager.set_weight(value), error)
+    assert message.startswith(f"GradientAverager.set_weight: weight: {text}")
 
 
 def test_a_graph_of_gradients_and_a_joint_world():

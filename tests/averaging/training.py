@@ -1,0 +1,70 @@
+"""What the tests of averagers share: where ranks run, backward calls with their weights, and comparisons."""
+
+import contextlib
+from functools import partial
+
+import pytest
+import torch
+
+import diffcoll as dc
+from diffcoll.testing import simulate, spawn
+
+RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
+SMALL = 1e-4  # megabytes: several buckets, for small models too
+
+everywhere = pytest.mark.parametrize("where", RUNS)
+on_two = pytest.mark.parametrize("where", ["rules", "gloo"])
+by_each_reduction = pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
+LEFT = "a rank has left this backward by an error"
+
+
+def averaged(parameters, reduction="mean", **arguments):
+    """Return an averager, and a function that calls backward, with the batch's weight where the reduction has one."""
+    averager = dc.GradientAverager(parameters, reduction=reduction, **arguments)
+
+    def backward(loss, weight=1, reduces=True):
+        if reduction == "weighted":
+            averager.set_weight(weight)
+        with contextlib.nullcontext() if reduces else averager.no_sync():
+            loss.backward()
+
+    return averager, backward
+
+
+def on_simulated(body, n):
+    return simulate(body, range(n), rules=True)
+
+
+def each(body, n, where="rules"):
+    """Run a function that returns tensors, the same on all ranks, and return them."""
+    found = RUNS[where](body, range(n))
+    equal_on_all_ranks(found)
+    return found[0]
+
+
+def gradients(model):
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def same(found, expected, tolerance=1e-12):
+    """Check that tensors differ by rounding only, and that the same ones are None."""
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a - b).abs().max() <= tolerance, (a, b)
+
+
+def equal(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+def equal_on_all_ranks(found):
+    for of_rank in found[1:]:
+        equal(of_rank, found[0])
+
+
+def refused(call, error=RuntimeError):
+    """Check that a call raises, and return the text."""
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
