@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from training import (
     RUNS,
     SMALL,
-    averaged,
+    attach,
     by_each_reduction,
     each,
     equal_on_all_ranks,
@@ -106,7 +106,7 @@ def test_one_process_on_the_whole_batch(name, n, where):
 
     def trained(reduction, r):
         model = made(make, seed=r)  # rank 0's parameters are broadcast
-        _, backward = averaged(model, reduction, bucket_mb=SMALL)
+        _, backward = attach(model, reduction, bucket_mb=SMALL)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         x, t = parts[r]
         for _ in range(3):
@@ -293,7 +293,7 @@ def test_what_is_zeroed_in_an_accumulation_is_gone(reduction):
     def body(r):
         p = torch.ones(2, requires_grad=True)
         optimizer = torch.optim.SGD([p], lr=0.0)
-        _, of = averaged([p], reduction)
+        _, of = attach([p], reduction)
 
         def backward(factor, reduces=True):
             of((p * factor * (r + 1)).sum(), r + 1, reduces)
@@ -319,7 +319,7 @@ def test_what_is_zeroed_in_an_accumulation_is_gone(reduction):
 def test_weights_that_half_precision_does_not_know(as_tensor):
     def body(r):
         parameters = [torch.ones(2, dtype=d, requires_grad=True) for d in (torch.float16, torch.bfloat16)]
-        _, backward = averaged(parameters, "weighted")
+        _, backward = attach(parameters, "weighted")
         loss = sum((p * 0.01 * (r + 1)).sum().float() for p in parameters)
         backward(loss, torch.tensor(100_000.0) if as_tensor else 100_000)
         return [p.grad.float() for p in parameters]
@@ -331,7 +331,7 @@ def test_weights_that_half_precision_does_not_know(as_tensor):
 def test_weights_are_as_fine_as_the_finest_gradient(order):
     def body(r):
         parameters = [torch.ones(2, dtype=d, requires_grad=True) for d in (torch.float32, torch.float64)][::order]
-        _, backward = averaged(parameters, "weighted")
+        _, backward = attach(parameters, "weighted")
         backward(sum((p.double() * (r + 1)).sum() for p in parameters), [0.1, 0.7][r])
         return [next(p.grad for p in parameters if p.dtype == torch.float64)]
 
@@ -429,7 +429,7 @@ def test_synchronize_after_several_backward_calls(reduction, how):
 
     def body(r):
         p = nn.Parameter(torch.zeros(1))
-        averager, backward = averaged([p], reduction, hooks=how != "hooks=False")
+        averager, backward = attach([p], reduction, hooks=how != "hooks=False")
         found = []
         for slope in slopes[r]:
             backward((slope * p).sum(), 1 + 2 * r, reduces=how != "no_sync")
@@ -444,7 +444,7 @@ def test_synchronize_after_several_backward_calls(reduction, how):
 def test_a_weight_is_refused_for_a_gradient_that_no_backward_has_accumulated():
     def body(r):
         p = nn.Parameter(torch.zeros(1))
-        averager, backward = averaged([p], "weighted", hooks=False)
+        averager, backward = attach([p], "weighted", hooks=False)
         averager.set_weight(1 + r)
         p.grad = torch.full((1,), r + 1.0)
         with pytest.raises(RuntimeError, match="0: its gradient was not multiplied by the weight, since no backward"):
@@ -516,7 +516,7 @@ def test_unfrozen_within_an_accumulation():
 
     def body(r):
         a, b = (torch.ones(1, dtype=torch.double, requires_grad=k == 0) for k in range(2))
-        averager, backward = averaged([a, b], "weighted")
+        averager, backward = attach([a, b], "weighted")
         backward(a + b)
         a.grad = None
         b.requires_grad_()
@@ -622,7 +622,7 @@ def test_mixed_dtypes(where):
 
     def one(r, reduction, comm):
         parameters = [(f"p{i}", torch.ones(3, dtype=d, requires_grad=True)) for i, d in enumerate(dtypes)]
-        _, backward = averaged(parameters, reduction, comm_dtype=comm)
+        _, backward = attach(parameters, reduction, comm_dtype=comm)
         for _ in range(2):
             for _, p in parameters:
                 p.grad = None
@@ -646,7 +646,7 @@ def test_mixed_dtypes(where):
 def test_half_precision_alone_and_channels_last():
     def body(r):
         model = nn.Conv2d(4, 6, 3).bfloat16().to(memory_format=torch.channels_last)
-        _, backward = averaged(model, "weighted")
+        _, backward = attach(model, "weighted")
         backward(model.weight.sum().mul(r), 4097 if r == 0 else 1)
         assert model.weight.grad.is_contiguous(memory_format=torch.channels_last) and model.bias.grad is None
         return [model.weight.grad]
@@ -751,7 +751,7 @@ def test_join(where):
 
     def body(r, reduction):
         model = made(mlp)
-        averager, backward = averaged(model, reduction, bucket_mb=SMALL)
+        averager, backward = attach(model, reduction, bucket_mb=SMALL)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for _ in range(2):
             for k, (x, w) in enumerate(averager.join(batch(r, k) for k in range(lengths[r]))):

@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrizations, prune
+from training import RUNS, attach, everywhere, on_simulated, on_two, refused, same
 
 import diffcoll as dc
 from diffcoll.core.torch_private.tensors import storage_uses
 from diffcoll.testing import new_group, simulate, spawn
-
-RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
 
 
 def mlp():
@@ -41,12 +40,6 @@ def averaged(n, k=0, model=None):
     return [p.grad for p in model.parameters()]
 
 
-def same(found, expected, tolerance=1e-12):
-    for a, b in zip(found, expected, strict=True):
-        assert (a is None) == (b is None)
-        assert a is None or (a - b).abs().max() <= tolerance, (a, b)
-
-
 # ── gradients that the user holds ────────────────────────────────────────────────────────────────────────
 
 KEPT = {
@@ -56,7 +49,7 @@ KEPT = {
     "one number": lambda p: p.grad.view(-1)[0],
     "an array": lambda p: p.grad.numpy(),
     "its storage": lambda p: p.grad.untyped_storage(),
-    "a capsule": lambda p: torch.utils.dlpack.to_dlpack(p.grad),
+    "a capsule": lambda p: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(p.grad)),
     "a graph": lambda p: (torch.ones(()).double().requires_grad_() * p.grad).sum(),
     "another's gradient": lambda p: setattr(other := nn.Parameter(torch.empty_like(p)), "grad", p.grad) or other,
 }
@@ -72,7 +65,7 @@ def numbers(kept):
     return kept.tolist()
 
 
-@pytest.mark.parametrize("where", ["rules", "gloo"])
+@on_two
 def test_a_gradient_that_is_kept_is_never_written_again(where):
     """By whatever reference, on one rank only too; gradients of all ranks stay right."""
 
@@ -92,12 +85,7 @@ def test_a_gradient_that_is_kept_is_never_written_again(where):
                     if r == 1 or k % 2:
                         for p in list(model.parameters())[k % 2 :: 2]:
                             kept = keep(p)
-                            if not isinstance(kept, torch.Tensor | torch.UntypedStorage) and not hasattr(
-                                kept, "tolist"
-                            ):
-                                kept = torch.utils.dlpack.from_dlpack(kept)
-                            before = numbers(kept)
-                            history.append((kept, before))
+                            history.append((kept, numbers(kept)))
                 for kept, before in history:
                     assert numbers(kept) == before
                 averager.detach()
@@ -191,13 +179,7 @@ def backward(model, r, k=0):
     model(batch(r, k)).square().sum().backward()
 
 
-def refused(call, error=RuntimeError):
-    with pytest.raises(error) as caught:
-        call()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("where", RUNS)
+@everywhere
 def test_a_new_averager_takes_over(where):
     """On the same module or the same parameters, whether the user holds the old averager or not."""
 
@@ -234,7 +216,7 @@ def test_a_new_averager_takes_over(where):
     same(found[0], found[1], 0)
 
 
-@pytest.mark.parametrize("where", ["rules", "gloo"])
+@on_two
 def test_averagers_that_share_some_parameters(where):
     """An error on every rank, even if only one rank has such an averager; the first one still works."""
 
@@ -292,16 +274,16 @@ def test_with_distributed_data_parallel():
     """In any order of construction, on all parameters or some: an error in the first backward at the latest."""
 
     def body(r):
-        texts = []
-        for wrap in (DDP, lambda m: nn.Sequential(DDP(m))):
-            texts.append(refused(lambda wrap=wrap: dc.GradientAverager(wrap(mlp())), TypeError))
+        wrapped = DDP(mlp()), nn.Sequential(DDP(mlp()))
+        texts = [refused(lambda wrap=wrap: dc.GradientAverager(wrap), TypeError) for wrap in wrapped]
         for k, bucket_mb in enumerate([25, 1e-5]):
             for ddp_first in (True, False):
                 for some in (lambda m: m, lambda m: m[2], lambda m: list(m.parameters())):
                     model = mlp()
-                    ddp = DDP(model, gradient_as_bucket_view=bool(k)) if ddp_first else None
+                    wrap = partial(DDP, model, gradient_as_bucket_view=bool(k))
+                    ddp = wrap() if ddp_first else None
                     averager = dc.GradientAverager(some(model), bucket_mb=bucket_mb)
-                    ddp = ddp or DDP(model, gradient_as_bucket_view=bool(k))
+                    ddp = ddp or wrap()
                     texts.append(refused(lambda ddp=ddp: backward(ddp, r)))
                     averager.detach()
         model, other = mlp(), mlp()
@@ -318,9 +300,8 @@ def test_with_distributed_data_parallel():
         assert len(texts) == 15
         for text in texts:
             assert text.startswith("GradientAverager: ")
-            assert re.search(
-                "DistributedDataParallel.*, (too|which averages its gradients); remove one of the two", text
-            )
+            words = "DistributedDataParallel.*, (too|which averages its gradients); remove one of the two"
+            assert re.search(words, text)
 
 
 def test_with_fsdp():
@@ -353,7 +334,7 @@ def test_with_fsdp():
 # ── parameters that change ───────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("where", RUNS)
+@everywhere
 def test_parameters_unfrozen_after_the_start(where):
     """Averaged from the first backward after the change, whatever was frozen before, also with weights."""
 
@@ -363,15 +344,13 @@ def test_parameters_unfrozen_after_the_start(where):
                 model = mlp()
                 for i in start:
                     model[i].requires_grad_(False)
-                averager = dc.GradientAverager(model, reduction=reduction, bucket_mb=1e-4)
+                averager, of = attach(model, reduction, bucket_mb=1e-4)
                 assert [p.requires_grad for p in model.parameters()] == [i not in start for i in (0, 0, 2, 2)]
                 for k, live in enumerate([[0], [2], [0, 2], [2]]):
                     for i in (0, 2):
                         model[i].requires_grad_(i in live)
                     model.zero_grad()
-                    if reduction == "weighted":
-                        averager.set_weight(3)
-                    backward(model, r, k)
+                    of(model(batch(r, k)).square().sum(), 3)
                     expected = averaged(2, k)
                     same(
                         [p.grad for i in live for p in model[i].parameters()],
@@ -435,7 +414,7 @@ def test_parameters_that_are_replaced():
             found = [p.grad for p in model.parameters()][: len(expected)]
             same(found, expected)
 
-    simulate(body, range(2), rules=True)
+    on_simulated(body, 2)
     spawn(body, range(2))
 
 
@@ -579,19 +558,12 @@ def test_a_compiled_step_with_backward_in_it(backend):
         logging.getLogger("torch._dynamo").addHandler(handler)
         for reduction in ("mean", "weighted"):
             model = mlp()
-            averager = dc.GradientAverager(model, reduction=reduction, bucket_mb=1e-4)
+            averager, of = attach(model, reduction, bucket_mb=1e-4)
 
-            def step(x, model=model, averager=averager, reduction=reduction):
+            def step(x, model=model, averager=averager, of=of):
                 model.zero_grad()
                 for k in range(2):
-                    if reduction == "weighted":
-                        averager.set_weight(r + 1)
-                    loss = model(x).square().sum()
-                    if k == 0:
-                        with averager.no_sync():
-                            loss.backward()
-                    else:
-                        loss.backward()
+                    of(model(x).square().sum(), r + 1, reduces=k == 1)
                 averager.synchronize()
 
             torch._dynamo.reset()
@@ -610,9 +582,7 @@ def test_a_compiled_step_with_backward_in_it(backend):
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
             model.zero_grad()
             whole = torch.compile(model, backend=backend, fullgraph=True)
-            if reduction == "weighted":
-                averager.set_weight(1)
-            whole(batch(r)).square().sum().backward()
+            of(whole(batch(r)).square().sum())
             same([p.grad for p in model.parameters()], averaged(2))
         return records
 
@@ -644,18 +614,17 @@ def test_a_hook_is_not_traced():
         assert calls == [False, False]
 
 
-@pytest.mark.parametrize("where", RUNS)
+@everywhere
 def test_hooks_on_some_ranks_only(where):
     def body(r):
-        with pytest.raises(dc.CollectiveMismatchError) as caught:
-            dc.GradientAverager([torch.nn.Parameter(torch.ones(1))], hooks=r != 1)
-        return str(caught.value)
+        w = [torch.nn.Parameter(torch.ones(1))]
+        return refused(lambda: dc.GradientAverager(w, hooks=r != 1), dc.CollectiveMismatchError)
 
     for text in RUNS[where](body, range(2)):
         assert re.search(r"arguments differ; .*\n  rank 0: hooks=True\n  rank 1: hooks=False", text)
 
 
-@pytest.mark.parametrize("where", RUNS)
+@everywhere
 def test_a_join_within_a_join(where):
     """The outer loop raises on all ranks, also on one that has run out of batches."""
 
@@ -693,4 +662,4 @@ def test_a_join_that_is_closed_within_the_next():
             left.close()
         return found
 
-    assert simulate(body, range(2), rules=True) == [[1.5, 3.0, 3.0]] * 2
+    assert on_simulated(body, 2) == [[1.5, 3.0, 3.0]] * 2

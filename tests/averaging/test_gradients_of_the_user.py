@@ -5,28 +5,24 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from training import LEFT, RUNS, attach, by_each_reduction, on_simulated, on_two, refused
 
 import diffcoll as dc
-from diffcoll.testing import simulate, spawn
-
-RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn}
 
 
 def made(reduction, **arguments):
     w = nn.Parameter(torch.tensor([1.0, 1.0], dtype=torch.double))
-    averager = dc.GradientAverager([w], reduction=reduction, **arguments)
+    averager, of = attach([w], reduction, **arguments)
 
     def backward(x):
-        if reduction == "weighted":
-            averager.set_weight(1)
-        (w.sum() * x).backward()
+        of(w.sum() * x)
         return w.grad.tolist()[0]
 
     return w, averager, backward
 
 
-@pytest.mark.parametrize("where", RUNS)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
+@on_two
+@by_each_reduction
 def test_a_reduced_gradient_that_was_replaced(where, reduction):
     """Right for a mean, else an error, since a gradient of this rank's own cannot be told from it; right in place."""
 
@@ -38,13 +34,12 @@ def test_a_reduced_gradient_that_was_replaced(where, reduction):
         w.grad = w.grad * 0.5
         if reduction == "mean":
             return found, backward(3.0 * r)
-        with pytest.raises(RuntimeError) as caught:
-            backward(3.0 * r)
+        text = refused(lambda: backward(3.0 * r))
         w.grad = None
         assert backward(1.0) == pytest.approx({"sum": 3.0, "weighted": 1.0}[reduction])
         w.grad = torch.zeros(2, dtype=torch.double)
         assert backward(1.0) == pytest.approx({"sum": 3.0, "weighted": 1.0}[reduction])
-        return found, str(caught.value)
+        return found, text
 
     factor = {"sum": 3.0}.get(reduction, 1.0)
     text = (
@@ -56,7 +51,7 @@ def test_a_reduced_gradient_that_was_replaced(where, reduction):
         assert second == (pytest.approx(0.5 * 3.0 + 3.0) if reduction == "mean" else text)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
+@by_each_reduction
 def test_a_lossy_hook_receives_what_was_not_reduced_yet(reduction):
     """Also if the gradient is not zeroed: a hook that keeps one eighth of a row reduces each gradient once."""
     rows = []
@@ -69,39 +64,36 @@ def test_a_lossy_hook_receives_what_was_not_reduced_yet(reduction):
         _, _, backward = made(reduction, comm_hook=eighth)
         return [backward(8.0 * (r + 1)), backward(16.0 * r), backward(0.0)]
 
-    found = simulate(body, range(3), rules=True)
+    found = on_simulated(body, 3)
     n = 1.0 if reduction == "sum" else 3.0
     assert found == [pytest.approx([6 / n, 12 / n, 12 / n])] * 3
     assert sorted(row[0] for row in rows) == [0.0, 0.0, 0.0, 0.0, 8.0, 16.0, 16.0, 24.0, 32.0]
 
 
 @pytest.mark.parametrize("arguments", [{}, {"comm_dtype": torch.float16}, {"bucket_mb": 1e-6}], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
+@by_each_reduction
 def test_gradients_that_are_views_of_a_flat_buffer(reduction, arguments):
     """They stay so, and the buffer is filled in every step, with micro-batches and without zeroing, too."""
 
     def body(r):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-        averager = dc.GradientAverager(model, reduction=reduction, **arguments)
+        averager, of = attach(model, reduction, **arguments)
         flat = torch.zeros(sum(p.numel() for p in model.parameters()))
         parts = flat.split([p.numel() for p in model.parameters()])
         views = [part.view_as(p) for part, p in zip(parts, model.parameters(), strict=True)]
         for p, view in zip(model.parameters(), views, strict=True):
             p.grad = view
 
-        def backward(x):
-            if reduction == "weighted":
-                averager.set_weight(1)
-            model(torch.full((1, 3), x)).sum().backward()
+        def backward(x, reduces=True):
+            of(model(torch.full((1, 3), x)).sum(), reduces=reduces)
 
         found = []
         for step in range(4):
             if step != 2:
                 flat.zero_()
             if step == 3:
-                with averager.no_sync():
-                    backward(float(r + step))
+                backward(float(r + step), reduces=False)
             backward(float(r + 2 * step))
             assert all(p.grad is view for p, view in zip(model.parameters(), views, strict=True))
             found.append(flat.clone())
@@ -115,7 +107,7 @@ def test_gradients_that_are_views_of_a_flat_buffer(reduction, arguments):
             model(torch.full((1, 3), float(x))).sum().backward()
         return torch.cat([p.grad.flatten() for p in model.parameters()])
 
-    found = simulate(body, range(3), rules=True)
+    found = on_simulated(body, 3)
     n = {"sum": 1}.get(reduction, 3)
     first, second, third = (alone([r + 2 * step for r in range(3)]) / n for step in range(3))
     last = alone([r + 6 for r in range(3)] + [r + 3 for r in range(3)]) / (6 if reduction == "weighted" else n)
@@ -125,21 +117,15 @@ def test_gradients_that_are_views_of_a_flat_buffer(reduction, arguments):
 
 
 def flat_model(reduction, **arguments):
-    """Two parameters and a buffer for their gradients."""
+    """Two parameters whose gradients are views of a buffer."""
     w, v = (nn.Parameter(torch.ones(2, dtype=torch.double)) for _ in range(2))
-    averager = dc.GradientAverager([w, v], reduction=reduction, **arguments)
+    averager, of = attach([w, v], reduction, **arguments)
     flat = torch.zeros(4, dtype=torch.double)
+    w.grad, v.grad = flat.split(2)
 
     def backward(x, weight=1.0, reduces=False, dead=False):
         """The gradient of w is x, that of v is 2 x, or zero if it is dead; both are used."""
-        if reduction == "weighted":
-            averager.set_weight(weight)
-        loss = (x * w).sum() + (0.0 if dead else 2.0 * x) * v.sum()
-        if reduces:
-            loss.backward()
-        else:
-            with averager.no_sync():
-                loss.backward()
+        of((x * w).sum() + (0.0 if dead else 2.0 * x) * v.sum(), weight, reduces)
 
     return [w, v], averager, flat, backward
 
@@ -161,8 +147,6 @@ def test_a_flat_buffer_that_is_zeroed_drops_the_weight(where, zero, dead):
 
     def body(r):
         parameters, averager, flat, backward = flat_model("weighted")
-        for p, part in zip(parameters, flat.split(2), strict=True):
-            p.grad = part
         found = []
         for synchronizes in (False, True, False):
             flat.zero_()
@@ -186,8 +170,6 @@ def test_a_rank_that_zeroes_its_flat_buffer_and_synchronizes(where, zero):
 
     def body(r):
         parameters, averager, flat, backward = flat_model("weighted")
-        for p, part in zip(parameters, flat.split(2), strict=True):
-            p.grad = part
         backward(1.0 + r, 2.0 + r)
         if r == 1:
             ZEROS[zero](flat, parameters)
@@ -198,27 +180,30 @@ def test_a_rank_that_zeroes_its_flat_buffer_and_synchronizes(where, zero):
     assert RUNS[where](body, range(3)) == [pytest.approx([mean, mean, 2 * mean, 2 * mean])] * 3
 
 
+def reduced_or_text(call, gradient):
+    """Return the gradient after the call, or the text of its error."""
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return gradient.tolist()
+
+
 @pytest.mark.parametrize("modified", [False, True])
 def test_a_batch_whose_gradients_are_zero_in_a_flat_buffer(modified):
     """It counts; if something has written to the buffer since, nobody knows whether it was dropped: all ranks raise."""
 
     def body(r):
-        parameters, averager, flat, backward = flat_model("weighted")
-        for p, part in zip(parameters, flat.split(2), strict=True):
-            p.grad = part
+        _, averager, flat, backward = flat_model("weighted")
         backward(0.0, 5.0)
         if modified and r == 1:
             flat.zero_()
-        try:
-            averager.synchronize()
-            found = flat.tolist()
-        except RuntimeError as error:
-            found = str(error)
+        found = reduced_or_text(averager.synchronize, flat)
         flat.zero_()
         backward(1.0 + r, 1.0, reduces=True)
         return found, flat.tolist()
 
-    found = simulate(body, range(3), rules=True)
+    found = on_simulated(body, 3)
     assert [after for _, after in found] == [pytest.approx([2.0, 2.0, 4.0, 4.0])] * 3
     if not modified:
         assert [before for before, _ in found] == [[0.0] * 4] * 3
@@ -228,7 +213,7 @@ def test_a_batch_whose_gradients_are_zero_in_a_flat_buffer(modified):
         "accumulated, so whether the weight of their batch counts is not known; call set_weight(0) for a batch without "
         "gradients, or do not write to that memory before the reduction"
     )
-    assert all("a rank has left this backward by an error" in found[r][0] for r in (0, 2))
+    assert all(LEFT in found[r][0] for r in (0, 2))
 
 
 @pytest.mark.parametrize(("where", "zero"), WAYS)
@@ -240,8 +225,6 @@ def test_a_flat_buffer_that_is_zeroed_within_an_accumulation(where, zero, argume
 
     def body(r):
         parameters, _, flat, backward = flat_model(**arguments)
-        for p, part in zip(parameters, flat.split(2), strict=True):
-            p.grad = part
         backward(1.0 + r, reduces=True)
         found = [flat.tolist()]
         backward(10.0 * r)  # added to it
@@ -264,9 +247,7 @@ def test_a_flat_buffer_that_is_modified_within_an_accumulation(change, dead):
     """An error if that is not to zero, or if it cannot be seen, since the gradient was zero before; on all ranks."""
 
     def body(r):
-        parameters, _, flat, backward = flat_model("sum", bucket_mb=1e-6)
-        for p, part in zip(parameters, flat.split(2), strict=True):
-            p.grad = part
+        _, _, flat, backward = flat_model("sum", bucket_mb=1e-6)
         backward(1.0 + r, reduces=True)
         backward(2.0 - r, dead=dead)
         if r == 1:
@@ -274,12 +255,9 @@ def test_a_flat_buffer_that_is_modified_within_an_accumulation(change, dead):
         if change == "zeros" and not dead:
             backward(1.0, reduces=True)
             return flat.tolist()
-        with pytest.raises(RuntimeError) as caught:
-            backward(1.0, reduces=True)
-            raise AssertionError(flat.tolist())
-        return str(caught.value)
+        return refused(lambda: backward(1.0, reduces=True))
 
-    found = simulate(body, range(3), rules=True)
+    found = on_simulated(body, 3)
     if change == "zeros" and not dead:
         assert found[1] == [3.0 + 2.0] * 2 + [6.0 + 4.0] * 2
         return
@@ -290,12 +268,6 @@ def test_a_flat_buffer_that_is_modified_within_an_accumulation(change, dead):
 
 
 # ── hooks of the user's, and gradients that the user assigns ─────────────────────────────────────────────
-
-
-def wide_model(n, size, **arguments):
-    """Parameters of some size, and a buffer for their gradients."""
-    parameters = [nn.Parameter(torch.ones(size, dtype=torch.double)) for _ in range(n)]
-    return parameters, torch.zeros(n * size, dtype=torch.double), partial(dc.GradientAverager, parameters, **arguments)
 
 
 HOOKS = {
@@ -312,7 +284,9 @@ def test_a_hook_that_changes_a_gradient_in_a_flat_buffer(where, size, how, first
     """Registered before or after the averager, and of another parameter: as without an averager."""
 
     def body(r):
-        parameters, flat, averager = wide_model(3, size, bucket_mb=1e-6, broadcast_parameters=False)
+        parameters = [nn.Parameter(torch.ones(size, dtype=torch.double)) for _ in range(3)]
+        flat = torch.zeros(3 * size, dtype=torch.double)
+        averager = partial(dc.GradientAverager, parameters, bucket_mb=1e-6, broadcast_parameters=False)
         if not first:
             averager()
         for p in parameters:
@@ -335,18 +309,17 @@ def test_a_hook_that_changes_a_gradient_in_a_flat_buffer(where, size, how, first
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "weighted"])
-@pytest.mark.parametrize("where", RUNS)
+@on_two
 def test_one_of_several_reduced_gradients_was_replaced(where, reduction):
     """On one rank: an error on all ranks, unless the mean is the same; also if it is not used again."""
 
     def body(r):
-        parameters, _, averager = wide_model(3, 2, reduction=reduction)
-        averager, found = averager(), []
+        parameters = [nn.Parameter(torch.ones(2, dtype=torch.double)) for _ in range(3)]
+        _, of = attach(parameters, reduction)
+        found = []
 
         def backward(*used):
-            if reduction == "weighted":
-                averager.set_weight(1)
-            sum(p.sum() * (r + 1.0) for p in used).backward()
+            of(sum(p.sum() * (r + 1.0) for p in used))
 
         for used in (parameters, parameters[1:]):
             for p in parameters:
@@ -354,11 +327,7 @@ def test_one_of_several_reduced_gradients_was_replaced(where, reduction):
             backward(*parameters)
             if r == 1:
                 parameters[0].grad = parameters[0].grad * 1.0
-            try:
-                backward(*used)
-                found.append(parameters[0].grad.tolist())
-            except RuntimeError as error:
-                found.append(str(error))
+            found.append(reduced_or_text(lambda used=used: backward(*used), parameters[0].grad))
         for p in parameters:
             p.grad = None
         backward(*parameters)
@@ -369,14 +338,13 @@ def test_one_of_several_reduced_gradients_was_replaced(where, reduction):
         if reduction == "mean":
             assert found == [pytest.approx([x] * 2) for x in (4.0, 2.0)]
         elif r != 1:
-            assert all("a rank has left this backward by an error" in text for text in found)
+            assert all(LEFT in text for text in found)
         else:
-            assert all(
-                "0: its gradient was replaced after its reduction, and would be reduced" in text for text in found
-            )
+            words = "0: its gradient was replaced after its reduction, and would be reduced"
+            assert all(words in text for text in found)
 
 
-@pytest.mark.parametrize("where", RUNS)
+@on_two
 def test_gradients_that_the_user_assigns_and_synchronizes(where):
     """Whatever is in `.grad` is reduced, in each step."""
 
@@ -392,35 +360,31 @@ def test_gradients_that_the_user_assigns_and_synchronizes(where):
     assert RUNS[where](body, range(3)) == [[6.0, 9.0, 12.0]] * 3
 
 
-@pytest.mark.parametrize("where", RUNS)
+@on_two
 def test_a_zero_gradient_of_an_unused_parameter_needs_no_weight(where):
     """As in a flat buffer that was zeroed; one that is not zero is an error on all ranks."""
 
     def body(r):
         w, unused = (nn.Parameter(torch.ones(2)) for _ in range(2))
-        averager = dc.GradientAverager([w, unused], reduction="weighted")
+        _, backward = attach([w, unused], "weighted")
         unused.grad = torch.zeros(2)
-        averager.set_weight(1 + 2 * r)
-        (w.sum() * (r + 1)).backward()
+        backward(w.sum() * (r + 1), 1 + 2 * r)
         found = w.grad.tolist(), unused.grad.tolist()
-        averager = dc.GradientAverager([w, unused], reduction="weighted")
+        _, backward = attach([w, unused], "weighted")
         w.grad, unused.grad = None, torch.full((2,), float(r))
-        averager.set_weight(1)
-        with pytest.raises(RuntimeError) as caught:
-            w.sum().backward()
-        return found, str(caught.value)
+        return found, refused(lambda: backward(w.sum()))
 
     results = RUNS[where](body, range(2))
     assert [found for found, _ in results] == [([1.75] * 2, [0.0] * 2)] * 2
-    assert "a rank has left this backward by an error" in results[0][1]
+    assert LEFT in results[0][1]
     assert "1: its gradient was not multiplied by the weight" in results[1][1]
 
 
 # ── hooks of the user's ──────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("where", RUNS)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
+@on_two
+@by_each_reduction
 def test_hooks_of_the_user_get_this_ranks_own_gradient(where, reduction):
     """Also if they were registered after the averager, in torch.autograd.grad, and in a graph that is used again."""
 
@@ -472,7 +436,7 @@ def test_a_backward_within_a_hook_of_the_same_parameter(reduction):
         return w.grad[0].item()
 
     total = {"sum": 1 + 10 + 2 + 10, "weighted": (1 * 11 + 2 * 12) / 3}[reduction]
-    assert simulate(body, range(2), rules=True) == [pytest.approx(total)] * 2
+    assert on_simulated(body, 2) == [pytest.approx(total)] * 2
 
 
 @pytest.mark.parametrize("reduction", ["sum", "weighted"])
@@ -488,4 +452,4 @@ def test_the_averagers_hook_was_removed(reduction):
         w, _, backward = made(reduction)
         return backward(1.0 + r)
 
-    assert simulate(body, range(2), rules=True) == [{"sum": 3.0, "weighted": 1.5}[reduction]] * 2
+    assert on_simulated(body, 2) == [{"sum": 3.0, "weighted": 1.5}[reduction]] * 2

@@ -18,7 +18,7 @@ by_each_reduction = pytest.mark.parametrize("reduction", ["mean", "sum", "weight
 LEFT = "a rank has left this backward by an error"
 
 
-def averaged(parameters, reduction="mean", **arguments):
+def attach(parameters, reduction="mean", **arguments):
     """Return an averager, and a function that calls backward, with the batch's weight where the reduction has one."""
     averager = dc.GradientAverager(parameters, reduction=reduction, **arguments)
 
