@@ -1,21 +1,18 @@
 """comm_hook: what it receives and returns, compression, and ranks whose hooks raise or differ."""
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from training import RUNS, SMALL, attach, equal_on_all_ranks, everywhere, gradients, on_simulated, on_two, refused
 
 import diffcoll as dc
-from diffcoll.testing import simulate, spawn
+from diffcoll.testing import spawn
 
 sys.path.append(str(Path(dc.__file__).parent.parent / "examples"))
 from powersgd import PowerSGD, train
-
-RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
-SMALL = 1e-4
 
 
 def exact(bucket):
@@ -53,25 +50,22 @@ def model():
 def steps(r, hook, reduction="mean", **arguments):
     """Gradients of a step with micro-batches and unused parameters, of one without, and of three in join."""
     net, found = model(), []
-    averager = dc.GradientAverager(net, reduction=reduction, bucket_mb=SMALL, comm_hook=hook, **arguments)
+    averager, of = attach(net, reduction, bucket_mb=SMALL, comm_hook=hook, **arguments)
 
-    def backward(k):
+    def backward(k, reduces=True):
         x = torch.randn(k + 1, 4, generator=torch.Generator().manual_seed(10 * r + k), dtype=torch.double)
-        if reduction == "weighted":
-            averager.set_weight(r + k)
-        (net[:3] if r == k % 2 else net[:1])(x).square().sum().backward()
+        of((net[:3] if r == k % 2 else net[:1])(x).square().sum(), r + k, reduces)
 
     for k in range(3):
         if k == 0:
-            with averager.no_sync():
-                backward(3)
+            backward(3, reduces=False)
         backward(k)
-        found += [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+        found += gradients(net)
         if k != 1:  # a second backward adds to the first
             net.zero_grad()
     for k in averager.join(range(r), spare=0):
         backward(k)
-        found += [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+        found += gradients(net)
     return found
 
 
@@ -95,16 +89,14 @@ def test_hooks_that_return_the_exact_sum(where, reduction):
     for expected, *others in ranks:
         for found in others:
             same(found, expected)
-    for of_rank in ranks[1:]:
-        for found, of_first in zip(of_rank[1], ranks[0][1], strict=True):
-            assert found is None or torch.equal(found, of_first)
+    equal_on_all_ranks([of_rank[1] for of_rank in ranks])
 
 
 def test_alone():
     same(steps(1, exact), steps(1, None))
 
 
-@pytest.mark.parametrize("where", ["rules", "gloo"])
+@on_two
 def test_half_precision(where):
     def body(r):
         return steps(r, half), steps(r, None), steps(r, exact, comm_dtype=torch.float32)
@@ -114,15 +106,14 @@ def test_half_precision(where):
         same(narrow, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("where", ["rules", "gloo"])
+@on_two
 def test_what_a_hook_receives(where):
     def body(r):
         net, seen = model(), []
 
         def hook(bucket):
-            seen.append(
-                (bucket.index, bucket.is_last, bucket.row.clone(), {n: g.clone() for n, g in bucket.gradients.items()})
-            )
+            of_bucket = {n: g.clone() for n, g in bucket.gradients.items()}
+            seen.append((bucket.index, bucket.is_last, bucket.row.clone(), of_bucket))
             assert bucket.group is None
             return exact(bucket)
 
@@ -134,13 +125,13 @@ def test_what_a_hook_receives(where):
         own = dict(own.named_parameters())
         assert [(i, last) for i, last, *_ in seen] == [(i, i == len(seen) - 1) for i in range(len(seen))]
         assert len(seen) > 2
-        views = {name: g for *_, gradients in seen for name, g in gradients.items()}
+        views = {name: g for *_, of_bucket in seen for name, g in of_bucket.items()}
         assert set(views) == set(own) - {"0.bias"}
         for name, g in views.items():
             expected = own[name].grad
             torch.testing.assert_close(g, torch.zeros_like(g) if expected is None else expected * (r + 1))
-        for *_, row, gradients in seen:
-            assert row.numel() == sum(g.numel() for g in gradients.values())
+        for *_, row, of_bucket in seen:
+            assert row.numel() == sum(g.numel() for g in of_bucket.values())
         return net[3].weight.grad is None
 
     assert RUNS[where](body, range(2)) == [True, True]
@@ -178,7 +169,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("where", RUNS)
+@everywhere
 def test_a_hook_that_differs_on_one_rank(where):
     """The same error on all ranks, with the hook's name and what each rank's has done; the next backward works."""
 
@@ -191,9 +182,7 @@ def test_a_hook_that_differs_on_one_rank(where):
                 return (mistake if r == 1 and wrong[0] else swallows if r == 2 else exact)(bucket)
 
             averager = dc.GradientAverager(net, bucket_mb=SMALL, comm_hook=hook)
-            with pytest.raises(dc.CollectiveMismatchError) as caught:
-                net(torch.ones(2, 4).double() * r).sum().backward()
-            texts.append(str(caught.value))
+            texts.append(refused(net(torch.ones(2, 4).double() * r).sum().backward, dc.CollectiveMismatchError))
             wrong[0] = False
             net.zero_grad()
             net(torch.ones(2, 4).double() * r).sum().backward()
@@ -202,12 +191,12 @@ def test_a_hook_that_differs_on_one_rank(where):
 
     for texts in zip(*RUNS[where](body, range(3)), strict=True):
         assert len(set(texts)) == 1
-    for text, (_, words) in zip(RUNS["rules"](body, range(3))[0], MISTAKES.values(), strict=True):
+    for text, (_, words) in zip(on_simulated(body, 3)[0], MISTAKES.values(), strict=True):
         assert "GradientAverager, comm_hook test_a_hook_that_differs_on_one_rank" in text
         assert words in text.split("rank 1: ")[1].split("rank 2: ")[0], text
 
 
-@pytest.mark.parametrize("where", RUNS)
+@everywhere
 def test_what_a_hook_keeps_is_never_written_again(where):
     def body(r):
         w = nn.Parameter(torch.ones(3))
@@ -236,16 +225,16 @@ def test_a_hook_that_raises_on_all_ranks():
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
         return str(caught.value)
 
-    for text in RUNS["rules"](body, range(2)):
+    for text in on_simulated(body, 2):
         assert text.startswith("GradientAverager, comm_hook raises, bucket 1 of ")
         assert text.endswith(": raised ZeroDivisionError: in the hook")
 
 
-@pytest.mark.parametrize("where", ["rules", "gloo"])
+@on_two
 def test_hooks_on_some_ranks_and_a_backward_left_by_an_error(where):
     def body(r):
-        with pytest.raises(dc.CollectiveMismatchError) as caught:
-            dc.GradientAverager(model(), comm_hook=exact if r else None)
+        hook = exact if r else None
+        text = refused(lambda: dc.GradientAverager(model(), comm_hook=hook), dc.CollectiveMismatchError)
         net = model()
         dc.GradientAverager(net, comm_hook=exact)
         handle = net[0].weight.register_hook(lambda _: 1 / 0) if r else None
@@ -255,7 +244,7 @@ def test_hooks_on_some_ranks_and_a_backward_left_by_an_error(where):
             handle.remove()
         net.zero_grad()
         net(torch.ones(2, 4).double() * (r + 1)).sum().backward()
-        return str(caught.value), net[0].weight.grad
+        return text, net[0].weight.grad
 
     (text, first), (_, second) = RUNS[where](body, range(2))
     assert text.endswith("\n  rank 0: comm_hook=None\n  rank 1: comm_hook='exact'")
@@ -263,9 +252,8 @@ def test_hooks_on_some_ranks_and_a_backward_left_by_an_error(where):
 
 
 def test_wrong_arguments():
-    with pytest.raises(TypeError) as caught:
-        dc.GradientAverager(model(), comm_hook="fp16")
-    assert str(caught.value) == "GradientAverager: comm_hook: got str, expected a function of a bucket, or None"
+    text = refused(lambda: dc.GradientAverager(model(), comm_hook="fp16"), TypeError)
+    assert text == "GradientAverager: comm_hook: got str, expected a function of a bucket, or None"
     dc.GradientAverager(net := model(), comm_hook=lambda b: b.all_reduce(b.row > 0))
     with pytest.raises(RuntimeError, match=r"x: got torch.bool, torch.strided, expected a strided tensor of a dtype"):
         net(torch.ones(2, 4).double()).sum().backward()
@@ -285,12 +273,12 @@ def test_powersgd_in_full_rank_is_exact():
     def body(r):
         return steps(r, All(rank=6)), steps(r, PowerSGD(rank=6)), steps(r, None)
 
-    for one, other, expected in RUNS["rules"](body, range(3)):
+    for one, other, expected in on_simulated(body, 3):
         same(one, expected, rtol=1e-9, atol=1e-9)
         same(other, expected)
 
 
-@pytest.mark.parametrize("where", ["rules", "gloo"])
+@on_two
 def test_powersgd_sends_later_what_it_has_not_sent(where):
     """Σ over steps of what was used, plus the last residuals = Σ of exact gradients."""
 

@@ -2,41 +2,39 @@
 
 import collections
 import dataclasses
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from training import RUNS, attach, by_each_reduction, on_simulated, on_two, refused
 
-import diffcoll as dc
 from diffcoll.averaging.joined import copied_containers
-from diffcoll.testing import simulate, spawn
+from diffcoll.testing import simulate
 
-RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn}
 #: Of ranks 0, 1, 2: rank 1 has no batch, rank 2 runs out after one.
 NUMBERS = [3, 0, 1]
 
 
 def made(reduction):
     w = nn.Parameter(torch.tensor(1.0, dtype=torch.double))
-    return w, dc.GradientAverager([w], reduction=reduction)
+    averager, backward = attach([w], reduction)
+
+    def step(x, reduces=True):
+        """Backward of a gradient x of weight 1; returns the gradient, and drops it if it was reduced."""
+        backward(w * x, reduces=reduces)
+        gradient = w.grad.item()
+        w.grad = None if reduces else w.grad
+        return gradient
+
+    return w, averager, step
 
 
-def step(w, averager, x, **how):
-    """Backward of a gradient x of weight 1; returns the reduced gradient."""
-    if averager._reducer.policy.is_weighted:
-        averager.set_weight(1)
-    (w * x).backward()
-    gradient, w.grad = w.grad.item(), None
-    return gradient
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
+@by_each_reduction
 @pytest.mark.parametrize("left", ["break", "exception", "evaluation"])
-@pytest.mark.parametrize("where", RUNS)
+@on_two
 def test_after_a_loop_that_was_left_all_ranks_count(where, left, reduction):
     def body(r):
-        w, averager = made(reduction)
+        w, averager, step = made(reduction)
         found = []
         try:
             for k, x in enumerate(averager.join([4.0 + r] * NUMBERS[r], spare=1.0)):
@@ -48,11 +46,11 @@ def test_after_a_loop_that_was_left_all_ranks_count(where, left, reduction):
                     if left == "break":
                         break
                     raise KeyError
-                found.append(step(w, averager, x))
+                found.append(step(x))
         except KeyError:
             pass
-        found.append(step(w, averager, 3.0 * 2**r))
-        found.append(step(w, averager, 3.0 * 2**r))
+        found.append(step(3.0 * 2**r))
+        found.append(step(3.0 * 2**r))
         return found
 
     divisor = {"sum": 1}.get(reduction, 3)
@@ -75,15 +73,15 @@ KEEPERS = {"variable": lambda batches: batches, "bar": Bar, "iter": iter}
 
 @pytest.mark.parametrize("left", ["break", "exception", "close"])
 @pytest.mark.parametrize("keep", KEEPERS)
-@pytest.mark.parametrize("where", RUNS)
+@on_two
 def test_a_loop_that_was_left_while_its_iterator_is_kept(where, keep, left):
     """It has ended: all ranks count. Another loop over the same iterator raises instead of having no batch."""
 
     def body(r):
-        w, averager = made("mean")
+        _, averager, step = made("mean")
         joined = averager.join([4.0 + r] * NUMBERS[r], spare=1.0)
         kept = KEEPERS[keep](joined)
-        found, error = [], ""
+        found = []
         if left == "close":
             next(joined), next(joined)
             joined.close()
@@ -95,13 +93,8 @@ def test_a_loop_that_was_left_while_its_iterator_is_kept(where, keep, left):
                     raise KeyError
         except KeyError:
             pass
-        found.append(step(w, averager, 3.0 * 2**r))
-        try:
-            for _ in joined:
-                raise AssertionError
-        except RuntimeError as caught:
-            error = str(caught)
-        return found, error
+        found.append(step(3.0 * 2**r))
+        return found, "" if left == "close" and list(joined) == [] else refused(lambda: next(iter(joined)))
 
     text = (
         "GradientAverager.join: a second loop over an iterator whose first one was left early, by break or an error, "
@@ -116,12 +109,11 @@ def test_micro_batches_of_a_loop_that_was_left():
     """What was accumulated in the loop is reduced as in the loop, by the plain backward or by synchronize."""
 
     def body(r, how):
-        w, averager = made("mean")
+        w, averager, step = made("mean")
         for k, x in enumerate(averager.join([4.0 + r] * NUMBERS[r], spare=1.0)):
             if k == 2:
                 break
-            with averager.no_sync():
-                (w * x).backward()
+            step(x, reduces=False)
         if how == "synchronize":
             averager.synchronize()
         else:
@@ -133,22 +125,20 @@ def test_micro_batches_of_a_loop_that_was_left():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "weighted"])
-@pytest.mark.parametrize("where", RUNS)
+@on_two
 def test_two_reductions_in_one_iteration(where, reduction):
     """Across the end of a rank's data, where the first reduction has a micro-batch of its last batch."""
 
     def body(r):
-        w, averager = made(reduction)
+        w, averager, step = made(reduction)
         found = []
         for k, x in enumerate(averager.join([4.0 + r] * NUMBERS[r], spare=1.0)):
             if k == 0:
-                with averager.no_sync():
-                    step(w, averager, 0.0)
-                    if reduction == "weighted":
-                        averager.set_weight(1)
-                    (w * x).backward()
+                step(0.0, reduces=False)
+                w.grad = None
+                step(x, reduces=False)
                 continue
-            found += [step(w, averager, x), step(w, averager, x)]
+            found += [step(x), step(x)]
         return found
 
     first = (4 + 6 + 4) / {"mean": 2, "weighted": 3}[reduction]
@@ -159,21 +149,17 @@ def test_gradients_accumulated_before_and_between_loops():
     """They count although the rank has no batch in the loop."""
 
     def body(r):
-        w, averager = made("mean")
+        w, averager, step = made("mean")
         found = []
         for numbers in (NUMBERS, [1, 1, 0]):
-            with averager.no_sync():
-                (w * 10.0).backward()
+            step(10.0, reduces=False)
             for x in averager.join([1.0] * numbers[r], spare=1.0):
-                (w * x).backward()
-                found.append(w.grad.item())
-                w.grad = None
-                with averager.no_sync():
-                    (w * 100.0).backward()
+                found.append(step(x))
+                step(100.0, reduces=False)
                 w.grad = None if x else w.grad
         return found
 
-    assert simulate(body, range(3), rules=True) == [[32 / 3, 1.0, 1.0, 32 / 3]] * 3
+    assert on_simulated(body, 3) == [[32 / 3, 1.0, 1.0, 32 / 3]] * 3
 
 
 class Labeled(collections.UserDict):
@@ -225,10 +211,10 @@ def take(kind, batch):
 @pytest.mark.parametrize("kind", containers(0))
 def test_batches_that_the_loop_modifies(kind):
     def body(r, spare):
-        w, averager = made("mean")
+        _, averager, step = made("mean")
         found = []
         for batch in averager.join([containers(r)[kind] for _ in range(NUMBERS[r])], spare=spare):
-            found.append(step(w, averager, take(kind, batch)))
+            found.append(step(take(kind, batch)))
         return found
 
     assert simulate(body, range(3), [None, containers(7)[kind], None], rules=True) == [[2.0, 1.0, 1.0]] * 3
@@ -236,12 +222,12 @@ def test_batches_that_the_loop_modifies(kind):
 
 def test_a_spare_batch_that_the_loop_modifies():
     def body(r):
-        _, averager = made("mean")
+        _, averager, _ = made("mean")
         batches, spare = [containers(r)["dict"] for _ in range(NUMBERS[r])], containers(0)["dict"]
         found = [take("dict", batch).item() for batch in averager.join(batches, spare=spare)]
         return found, "x" in spare
 
-    assert simulate(body, range(3), rules=True) == [([1.0] * 3, True), ([1.0] * 3, True), ([3.0] * 3, True)]
+    assert on_simulated(body, 3) == [([1.0] * 3, True), ([1.0] * 3, True), ([3.0] * 3, True)]
 
 
 def test_what_is_copied():

@@ -1,18 +1,14 @@
 """skip_step: a step that fails on one rank is skipped on all, without a hang, and training goes on as without it."""
 
 import threading
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from training import LEFT, RUNS, SMALL, attach, equal, on_simulated, on_two, refused
 
 import diffcoll as dc
 from diffcoll.averaging.buckets import Bucket
-from diffcoll.testing import simulate, spawn
-
-RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
-SMALL = 1e-4  # megabytes: several buckets
 
 
 class Net(nn.Module):
@@ -45,7 +41,7 @@ def batch(r, k):
 def train(r, failures, steps=6, check=False, skipped=(), **arguments):
     """Train; `failures[k]` says on which ranks and where step k fails. Returns what must be equal on all ranks."""
     net = Net()
-    averager = dc.GradientAverager(net, bucket_mb=SMALL, **arguments)
+    averager, backward = attach(net, bucket_mb=SMALL, **arguments)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     found = []
     for k in range(steps):
@@ -55,11 +51,9 @@ def train(r, failures, steps=6, check=False, skipped=(), **arguments):
         failed = False
         with dc.check_mode(check):
             try:
-                if arguments.get("reduction") == "weighted":
-                    averager.set_weight(len(x))
-                with averager.no_sync():
-                    net(x[:2], fails if fails != "second micro-batch" else "nowhere").square().sum().backward()
-                net(x, "forward" if fails == "second micro-batch" else fails).square().mean().backward()
+                first = net(x[:2], fails if fails != "second micro-batch" else "nowhere").square().sum()
+                backward(first, len(x), reduces=False)
+                backward(net(x, "forward" if fails == "second micro-batch" else fails).square().mean(), len(x))
                 if fails == "after backward":
                     raise torch.OutOfMemoryError
             except torch.OutOfMemoryError:
@@ -92,11 +86,6 @@ MODES = {
 }
 
 
-def equal(found, expected):
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize(
     ("where", "mode", "check"),
     [
@@ -121,7 +110,7 @@ def test_steps_that_fail_on_some_ranks(where, mode, check):
     assert not torch.equal(found[0][1][0], Net().first.weight)
 
 
-@pytest.mark.parametrize("where", ["rules", "gloo"])
+@on_two
 def test_two_averagers_and_earlier_gradients(where):
     """A failure before the second of two models in one pass; a reduced gradient that was added to is dropped too."""
 
@@ -161,7 +150,7 @@ def test_join_and_a_loss_that_is_not_finite():
             skips.append(averager.skip_step(~loss.detach().isfinite()))
         return skips, net.out.weight.grad
 
-    found = simulate(body, range(3), rules=True)
+    found = on_simulated(body, 3)
     assert [skips for skips, _ in found] == [[False, False, True, False, False]] * 3
     equal([g for _, g in found], [found[0][1]] * 3)
 
@@ -178,7 +167,7 @@ def test_without_hooks():
             assert averager.skip_step(failed) == (k == 1)
         return net.out.bias.grad.tolist()
 
-    assert simulate(body, range(3), rules=True)[0] == [4.0, 4.0]  # of batches of 5, 3 and 4
+    assert on_simulated(body, 3)[0] == [4.0, 4.0]  # of batches of 5, 3 and 4
 
 
 def test_no_memory_for_a_bucket(monkeypatch):
@@ -211,15 +200,9 @@ def test_no_memory_for_a_bucket(monkeypatch):
         del kept
         return skips, net.out.weight.grad
 
-    found = simulate(body, range(3), rules=True)
+    found = on_simulated(body, 3)
     assert [skips for skips, _ in found] == [[False, False, True, False]] * 3
     equal([g for _, g in found], [found[0][1]] * 3)
-
-
-LEFT = (
-    "GradientAverager: a rank has left this backward by an error, and its gradients are missing; look at the other "
-    "ranks"
-)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +265,8 @@ def test_no_memory_for_a_bucket_and_no_skip_step(monkeypatch, where, way, check,
         found = [(texts, []) for texts in found]
     for texts, last in (found[0], found[2]):
         assert len(texts) == 1
-        assert texts[0] == LEFT or (check and "which has left this backward by an error" in texts[0])
+        whole = f"GradientAverager: {LEFT}, and its gradients are missing; look at the other ranks"
+        assert texts[0] == whole or (check and "which has left this backward by an error" in texts[0])
         equal(last, found[1][1])
 
 
@@ -304,16 +288,14 @@ def test_reductions_before_the_first_call(where, mode, warm_up, fails, check):
 
     def body(r):
         net = Net()
-        averager = dc.GradientAverager(net, bucket_mb=SMALL, **arguments)
+        averager, backward = attach(net, bucket_mb=SMALL, **arguments)
         found = []
         for k in range(warm_up + 3):
             x, failed = batch(r, k), False
             with dc.check_mode(check):
                 try:
-                    if arguments.get("reduction") == "weighted":
-                        averager.set_weight(len(x))
                     at = fails if (r, k) == (1, warm_up) else "nowhere"
-                    net(x, at).square().mean().backward()
+                    backward(net(x, at).square().mean(), len(x))
                     if at == "after backward":
                         raise torch.OutOfMemoryError
                 except torch.OutOfMemoryError:
@@ -332,13 +314,7 @@ def test_reductions_before_the_first_call(where, mode, warm_up, fails, check):
         equal(last, found[0][1])
 
 
-def refused(call):
-    with pytest.raises(RuntimeError) as caught:
-        call()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("where", ["rules", "gloo"])
+@on_two
 def test_a_rank_that_does_not_call_it(where):
     """Not a step without gradients: its next backward raises."""
 
@@ -388,7 +364,7 @@ def test_misuse(n):
         texts.append(refused(other.skip_step))
         return texts
 
-    none, two, within, detached = simulate(body, range(n), rules=True)[0]
+    none, two, within, detached = on_simulated(body, n)[0]
     for count, text in ((0, none), (2, two)):
         assert text == (
             f"GradientAverager.skip_step: got {count} reductions since it was last called, expected one; "

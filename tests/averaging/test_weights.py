@@ -1,21 +1,17 @@
 """set_weight: weights are added exactly, and those of batches without a gradient do not count."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
+from training import RUNS, attach, on_simulated, on_two
 
 import diffcoll as dc
-from diffcoll.testing import simulate, spawn
-
-RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn}
 
 
 def made():
     model = nn.Linear(2, 1, bias=False, dtype=torch.double)
     nn.init.ones_(model.weight)
-    return model, dc.GradientAverager(model, reduction="weighted")
+    return model, *attach(model, "weighted")
 
 
 def of(r, k):
@@ -38,18 +34,13 @@ def test_weights_of_any_dtype(dtype):
     weights = [torch.tensor(w, dtype=dtype) for w in (weight, weight, 3)]
 
     def body(r):
-        model, averager = made()
+        model, _, backward = made()
         for k, w in enumerate(weights):
-            averager.set_weight(w)
-            if k < 2:
-                with averager.no_sync():
-                    loss(model, r, k).backward()
-            else:
-                loss(model, r, k).backward()
+            backward(loss(model, r, k), w, reduces=k == 2)
         return model.weight.grad[0, 0].item()
 
     expected = mean([(of(r, k)[0], weights[k].item()) for r in range(3) for k in range(3)])
-    assert simulate(body, range(3), rules=True) == [pytest.approx(expected, rel=1e-12)] * 3
+    assert on_simulated(body, 3) == [pytest.approx(expected, rel=1e-12)] * 3
 
 
 def micro_batch(model, averager, r, k):
@@ -126,13 +117,13 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("where", RUNS)
+@on_two
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_weight_counts_when_its_gradient_is_accumulated(where, program):
     """On rank 1 only; the others have batches 0 and 1 as usual. The weights are those of another step, twice."""
 
     def body(r):
-        model, averager = made()
+        model, averager, _ = made()
         found = []
         for _ in range(2):
             if r == 1 or program == "never used":
@@ -152,14 +143,14 @@ def test_a_weight_counts_when_its_gradient_is_accumulated(where, program):
 @pytest.mark.parametrize("how", DROPS)
 def test_a_rank_that_drops_all_and_synchronizes(how):
     def body(r):
-        model, averager = made()
+        model, averager, _ = made()
         micro_batch(model, averager, r, 0)
         if r == 1:
             DROPS[how](model)
         averager.synchronize()
         return model.weight.grad[0, 0].item()
 
-    assert simulate(body, range(3), rules=True) == [pytest.approx(mean([of(0, 0), of(2, 0)]))] * 3
+    assert on_simulated(body, 3) == [pytest.approx(mean([of(0, 0), of(2, 0)]))] * 3
 
 
 @pytest.mark.parametrize("how", DROPS)
@@ -169,17 +160,15 @@ def test_one_of_several_gradients_that_is_zero_or_dropped(how):
     def body(r):
         layers = [nn.Linear(2, 1, bias=False, dtype=torch.double) for _ in range(3)]
         model = nn.ModuleList(layers)
-        averager = dc.GradientAverager(model, reduction="weighted")
+        _, backward = attach(model, "weighted")
         x = torch.ones(1, 2, dtype=torch.double)
-        averager.set_weight(3.0 + r)
-        with averager.no_sync():
-            sum(k * layer(x).sum() * (r + 1) for k, layer in enumerate(reversed(layers))).backward()
+        ordered = sum(k * layer(x).sum() * (r + 1) for k, layer in enumerate(reversed(layers)))
+        backward(ordered, 3.0 + r, reduces=False)
         if r == 1:
             DROPS[how](model)
         elif r == 2:
             DROPS[how](layers[0])
-        averager.set_weight(1.0)
-        sum(layer(x).sum() for layer in layers).backward()
+        backward(sum(layer(x).sum() for layer in layers), 1.0)
         return [layer.weight.grad[0, 0].item() for layer in layers]
 
     def expected(k, kept_on_2):
@@ -187,37 +176,33 @@ def test_one_of_several_gradients_that_is_zero_or_dropped(how):
         sums = [1.0 + (0.0 if d else w * k * (r + 1)) for r, (d, w) in enumerate(zip(dropped, counted, strict=True))]
         return pytest.approx(sum(sums) / (sum(counted) + 3))
 
-    assert simulate(body, range(3), rules=True) == [[expected(2, False), expected(1, True), expected(0, True)]] * 3
+    assert on_simulated(body, 3) == [[expected(2, False), expected(1, True), expected(0, True)]] * 3
 
 
 @pytest.mark.parametrize("how", DROPS)
 def test_what_is_zeroed_after_it_was_added_to_a_reduced_gradient_is_gone(how):
     def body(r):
         model = nn.Linear(2, 1, bias=False, dtype=torch.double)
-        averager = dc.GradientAverager(model, reduction="sum")
-        loss(model, r, 0).backward()
-        with averager.no_sync():
-            loss(model, r, 1).backward()
+        _, backward = attach(model, "sum")
+        backward(loss(model, r, 0))
+        backward(loss(model, r, 1), reduces=False)
         DROPS[how](model)
-        loss(model, r, 2).backward()
+        backward(loss(model, r, 2))
         return model.weight.grad[0, 0].item()
 
-    assert simulate(body, range(3), rules=True) == [sum(of(r, 2)[0] for r in range(3))] * 3
+    assert on_simulated(body, 3) == [sum(of(r, 2)[0] for r in range(3))] * 3
 
 
 def test_a_batch_whose_gradient_is_zero_counts():
     """Its gradient is exactly zero, and was not dropped."""
 
     def body(r):
-        model, averager = made()
-        averager.set_weight(5)
-        with averager.no_sync():
-            (loss(model, r, 0) * 0).backward()
-        averager.set_weight(1)
-        loss(model, r, 1).backward()
+        model, _, backward = made()
+        backward(loss(model, r, 0) * 0, 5, reduces=False)
+        backward(loss(model, r, 1))
         return model.weight.grad[0, 0].item()
 
-    assert simulate(body, range(2), rules=True) == [pytest.approx(mean([(0, 5), (2, 1), (0, 5), (12, 1)]))] * 2
+    assert on_simulated(body, 2) == [pytest.approx(mean([(0, 5), (2, 1), (0, 5), (12, 1)]))] * 2
 
 
 def test_a_counter_that_is_reset_before_backward():
@@ -236,4 +221,4 @@ def test_a_counter_that_is_reset_before_backward():
             w.grad = None
         return found
 
-    assert simulate(body, range(2), rules=True) == [[1.75, 1.75]] * 2
+    assert on_simulated(body, 2) == [[1.75, 1.75]] * 2
