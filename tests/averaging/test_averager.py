@@ -114,7 +114,7 @@ def test_one_process_on_the_whole_batch(name, n, where):
             if reduction == "weighted" and name != "convolution":
                 for k, chunk in enumerate(range(0, max(len(t), 1), 2)):  # numbers of micro-batches differ
                     xs, ts = x[chunk : chunk + 2], t[chunk : chunk + 2]
-                    loss = nn.functional.cross_entropy(model(xs), ts)  # NaN for an empty micro-batch
+                    loss = partial(lambda x, t: nn.functional.cross_entropy(model(x), t), xs, ts)  # NaN if empty
                     weight = len(ts) if k % 2 else torch.tensor(float(len(ts)))
                     backward(loss, weight, reduces=chunk + 2 >= len(t))
             else:
@@ -296,7 +296,7 @@ def test_what_is_zeroed_in_an_accumulation_is_gone(reduction):
         _, of = attach([p], reduction)
 
         def backward(factor, reduces=True):
-            of((p * factor * (r + 1)).sum(), r + 1, reduces)
+            of(lambda: (p * factor * (r + 1)).sum(), r + 1, reduces)
 
         backward(5.0)
         found = []
@@ -755,7 +755,7 @@ def test_join(where):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for _ in range(2):
             for k, (x, w) in enumerate(averager.join(batch(r, k) for k in range(lengths[r]))):
-                backward(model(x).pow(2).mean(), w, reduces=k % 2 == 1)
+                backward(lambda x=x: model(x).pow(2).mean(), w, reduces=k % 2 == 1)
                 if k % 2:
                     optimizer.step()
                     optimizer.zero_grad()

@@ -175,8 +175,12 @@ def test_uses_of_memory_are_counted():
 # ── one averager for each parameter ──────────────────────────────────────────────────────────────────────
 
 
+def loss(model, r, k=0):
+    return model(batch(r, k)).square().sum()
+
+
 def backward(model, r, k=0):
-    model(batch(r, k)).square().sum().backward()
+    loss(model, r, k).backward()
 
 
 @everywhere
@@ -350,7 +354,7 @@ def test_parameters_unfrozen_after_the_start(where):
                     for i in (0, 2):
                         model[i].requires_grad_(i in live)
                     model.zero_grad()
-                    of(model(batch(r, k)).square().sum(), 3)
+                    of(partial(loss, model, r, k), 3)
                     expected = averaged(2, k)
                     same(
                         [p.grad for i in live for p in model[i].parameters()],
@@ -563,7 +567,7 @@ def test_a_compiled_step_with_backward_in_it(backend):
             def step(x, model=model, averager=averager, of=of):
                 model.zero_grad()
                 for k in range(2):
-                    of(model(x).square().sum(), r + 1, reduces=k == 1)
+                    of(lambda: model(x).square().sum(), r + 1, reduces=k == 1)
                 averager.synchronize()
 
             torch._dynamo.reset()

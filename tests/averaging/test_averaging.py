@@ -1,18 +1,17 @@
 """average_gradients and global_mean: differentiable averages of any order, and averages for logging."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from training import RUNS, everywhere, on_simulated, on_two, refused, same
 
 import diffcoll as dc
 from diffcoll.core.reductions import spelled
-from diffcoll.testing import simulate, spawn
+from diffcoll.testing import spawn
 
-RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
 SIZES = [4, 0, 3]
 
 
@@ -23,10 +22,7 @@ def task(r):
 
 def start():
     g = torch.Generator().manual_seed(9)
-    return [
-        torch.randn(2, generator=g).double().requires_grad_(),
-        torch.randn((), generator=g).double().requires_grad_(),
-    ]
+    return [torch.randn(shape, generator=g).double().requires_grad_() for shape in (2, ())]
 
 
 def predict(parameters, x):
@@ -42,7 +38,7 @@ def adapted(parameters, gradients, lr=0.3):
     return [p - lr * g for p, g in zip(parameters, gradients, strict=True)]
 
 
-@pytest.mark.parametrize("where", RUNS)
+@everywhere
 def test_maml(where):
     """An inner step with averaged gradients, then an outer loss: second-order gradients equal those of one process."""
 
@@ -74,11 +70,10 @@ def test_maml(where):
     ops = ["mean", "sum", "weighted"]
     expected = [g for op in ops for g in alone(op)]
     for of_rank in RUNS[where](lambda r: [g for op in ops for g in body(r, op)], range(3)):
-        for g, e in zip(of_rank, expected, strict=True):
-            assert (g - e).abs().max() < 1e-10
+        same(of_rank, expected, 1e-10)
 
 
-@pytest.mark.parametrize("where", ["rules", "gloo"])
+@on_two
 def test_gradient_penalty(where):
     """The squared norm of the averaged gradient is part of every rank's loss."""
 
@@ -96,8 +91,7 @@ def test_gradient_penalty(where):
     gs = torch.autograd.grad(loss, parameters, create_graph=True)
     expected = torch.autograd.grad(loss + sum(g.pow(2).sum() for g in gs), parameters)
     for of_rank in RUNS[where](body, range(3)):
-        for g, e in zip(of_rank, expected, strict=True):
-            assert (g - e).abs().max() < 1e-10
+        same(of_rank, expected, 1e-10)
 
 
 def test_dtypes_and_weights():
@@ -125,7 +119,7 @@ def test_weights_that_half_precision_does_not_know():
         tree = [torch.full((2,), 1e-3 * (r + 1), dtype=d) for d in (torch.float16, torch.bfloat16, torch.float64)]
         return dc.average_gradients(tree, weight=[1e5, 3e5][r])
 
-    for h, b, d in simulate(body, range(2), rules=True):
+    for h, b, d in on_simulated(body, 2):
         assert (h.double() - 1.75e-3).abs().max() < 1e-5
         assert (b.double() - 1.75e-3).abs().max() < 2e-5
         assert (d - 1.75e-3).abs().max() < 1e-16
@@ -146,10 +140,10 @@ def test_one_message_for_gradients_and_weight(monkeypatch):
             todo += [f for f, _ in node.next_functions]
         return names
 
-    assert simulate(body, range(2), rules=True)[0].count("_ApplyBackward") == 1
+    assert on_simulated(body, 2)[0].count("_ApplyBackward") == 1
 
 
-@pytest.mark.parametrize("where", RUNS)
+@everywhere
 def test_global_mean(where):
     def body(r):
         loss = torch.tensor(float(r + 1), requires_grad=True)
@@ -183,7 +177,7 @@ def test_spellings_are_those_of_all_reduce(spelling):
         (g,) = dc.average_gradients([torch.full((2,), r + 1.0)], reduction=spelling)
         return [w.grad.tolist(), g.tolist(), dc.all_reduce(torch.full((2,), r + 1.0), spelling).tolist()]
 
-    for found in simulate(body, range(3), rules=True):
+    for found in on_simulated(body, 3):
         assert found == [[6.0 if spelled(spelling)[0] == "sum" else 2.0] * 2] * 3
 
 
@@ -214,6 +208,4 @@ WRONG = [
 
 @pytest.mark.parametrize(("call", "error", "text"), WRONG)
 def test_wrong_arguments(call, error, text):
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value).startswith(text)
+    assert refused(call, error).startswith(text)

@@ -1,16 +1,13 @@
 """broadcast_buffers="once", the default: all ranks start with rank 0's buffers; "never": each with its own."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from training import RUNS, on_simulated, on_two, refused
 
 import diffcoll as dc
-from diffcoll.testing import simulate, spawn
-
-RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn}
+from diffcoll.testing import spawn
 
 
 class Features(nn.Module):
@@ -32,7 +29,7 @@ def buffers(net):
     return {name: b.tolist() for name, b in net.named_buffers()}
 
 
-@pytest.mark.parametrize("where", RUNS)
+@on_two
 def test_by_default_all_ranks_start_with_the_buffers_of_rank_0(where):
     def body(r):
         nets = [Features(r) for _ in range(4)]
@@ -90,18 +87,17 @@ def test_buffers_without_dense_memory(kind, words):
             "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(r + 1)]),
         }
         net.register_buffer("odd", made[kind]())
-        with pytest.raises(TypeError) as caught:
-            dc.GradientAverager(net)
+        text = refused(lambda: dc.GradientAverager(net), TypeError)
         dc.GradientAverager(net, ignore=["odd"])
         dc.GradientAverager(net, broadcast_buffers="never")
         net(torch.ones(1, 2) * r).sum().backward()
-        return str(caught.value), net.weight.grad.tolist()
+        return text, net.weight.grad.tolist()
 
     text = (
         f"GradientAverager: broadcast_buffers: got buffer odd, which is {words}, expected dense tensors with values; "
         "leave it out by ignore=['odd'], or say broadcast_buffers=\"never\""
     )
-    assert simulate(body, range(3), rules=True) == [(text, [[1.0, 1.0]] * 2)] * 3
+    assert on_simulated(body, 3) == [(text, [[1.0, 1.0]] * 2)] * 3
 
 
 def test_a_buffer_without_dense_memory_on_one_rank():
@@ -111,4 +107,4 @@ def test_a_buffer_without_dense_memory_on_one_rank():
         with pytest.raises(dc.CollectiveMismatchError, match=r"rank 1: buffer odd torch\.sparse_coo"):
             dc.GradientAverager(net)
 
-    simulate(body, range(3), rules=True)
+    on_simulated(body, 3)

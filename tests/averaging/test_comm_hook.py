@@ -54,7 +54,7 @@ def steps(r, hook, reduction="mean", **arguments):
 
     def backward(k, reduces=True):
         x = torch.randn(k + 1, 4, generator=torch.Generator().manual_seed(10 * r + k), dtype=torch.double)
-        of((net[:3] if r == k % 2 else net[:1])(x).square().sum(), r + k, reduces)
+        of(lambda: (net[:3] if r == k % 2 else net[:1])(x).square().sum(), r + k, reduces)
 
     for k in range(3):
         if k == 0:

@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 from torch import nn
+from training import LEFT, attach
 
 import diffcoll as dc
 from diffcoll.testing import spawn
@@ -18,18 +19,12 @@ def test_a_backward_under_compiled_autograd():
         texts = []
         for everywhere, reduction in ((True, "mean"), (False, "weighted")):
             w = nn.Linear(3, 2, bias=False)
-            averager = dc.GradientAverager(w, reduction=reduction)
+            averager, backward = attach(w, reduction)
 
-            def step(synchronized, w=w, averager=averager, reduction=reduction):
+            def step(reduces, w=w, averager=averager, backward=backward):
                 w.zero_grad()
-                if reduction == "weighted":
-                    averager.set_weight(r + 1)
-                loss = w(torch.full((1, 3), r + 1.0)).sum()
-                if synchronized:
-                    loss.backward()
-                else:
-                    with averager.no_sync():
-                        loss.backward()
+                backward(lambda: w(torch.full((1, 3), r + 1.0)).sum(), r + 1, reduces)
+                if not reduces:
                     averager.synchronize()
 
             right = [[1.5 if reduction == "mean" else 5 / 3] * 3] * 2
@@ -54,7 +49,7 @@ def test_a_backward_under_compiled_autograd():
                 assert text.startswith("GradientAverager: compiled autograd runs this backward, which does not tell")
                 assert "call backward within no_sync() and synchronize() after it" in text
             else:
-                assert text.startswith("GradientAverager: a rank has left this backward by an error")
+                assert text.startswith(f"GradientAverager: {LEFT}")
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -1,15 +1,15 @@
 """GradientAverager on modules whose parameters are replaced, swapped or converted after it was attached."""
 
+import contextlib
 import re
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from training import attach, by_each_reduction, on_simulated, refused
 
 import diffcoll as dc
-from diffcoll.testing import simulate, spawn
-
-RUNS = {"rules": lambda body, ranks: simulate(body, ranks, rules=True), "gloo": spawn}
 
 
 def mlp(dtype=torch.double):
@@ -31,21 +31,13 @@ def expected(n, reduction, model, k=0):
     return torch.autograd.grad(sum(losses), parameters)
 
 
-def backward(model, averager, reduction, r, k=0):
-    if reduction == "weighted":
-        averager.set_weight(r + 1)
-    model(batch(r, k, next(model.parameters()).dtype)).square().sum().backward()
+def loss(model, r, k=0):
+    return model(batch(r, k, next(model.parameters()).dtype)).square().sum()
 
 
 def same(found, wanted, tolerance=1e-12):
     for a, b in zip(found, wanted, strict=True):
         assert (a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1), (a, b)
-
-
-def refused(call, error=RuntimeError):
-    with pytest.raises(error) as caught:
-        call()
-    return str(caught.value)
 
 
 # ── replaced ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -60,20 +52,20 @@ def test_a_module_in_the_place_of_a_freed_one():
             model.body, model.head = nn.Linear(3, 2), nn.Linear(2, 2)
             averager = dc.GradientAverager(model)
 
-            def loss(model=model):
+            def of_both(model=model):
                 model.forward = lambda x: model.head(model.body(x))
                 return model(batch(r).float()).sum()
 
-            loss().backward()
+            of_both().backward()
             for _ in range(2):
                 del model.head
                 model.head = nn.Linear(2, 2)
                 model.zero_grad()
-                text = refused(lambda: loss().backward())
+                text = refused(lambda: of_both().backward())
                 assert text.startswith("GradientAverager: head.weight: the module got this parameter after")
             averager.detach()
 
-    simulate(body, range(2), rules=True)
+    on_simulated(body, 2)
 
 
 def test_all_parameters_replaced_again_and_again():
@@ -91,7 +83,7 @@ def test_all_parameters_replaced_again_and_again():
             text = refused(lambda: model(batch(r).float()).sum().backward())
             assert text.startswith("GradientAverager: weight: the module got this parameter after")
 
-    simulate(body, range(2), rules=True)
+    on_simulated(body, 2)
 
 
 # ── swapped ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -109,35 +101,38 @@ SWAPS = {
 }
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
+@contextlib.contextmanager
+def swapping():
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@by_each_reduction
 @pytest.mark.parametrize("given", ["a module", "parameters"])
 def test_swapped_parameters_are_refused(given, reduction):
     """PyTorch drops the hooks of a tensor that it swaps, so the averager makes it refuse; `detach` allows it again."""
 
     def body(r):
         model = mlp()
-        averager = dc.GradientAverager(model if given == "a module" else model.parameters(), reduction=reduction)
-        backward(model, averager, reduction, r)
+        averager, backward = attach(model if given == "a module" else model.parameters(), reduction)
+        backward(lambda: loss(model, r), r + 1)
         before = [p.detach().clone() for p in model.parameters()]
         for swap, text in SWAPS.values():
-            torch.__future__.set_swap_module_params_on_conversion(True)
-            try:
+            with swapping():
                 assert re.search(text, refused(lambda: swap(model)))  # noqa: B023
-            finally:
-                torch.__future__.set_swap_module_params_on_conversion(False)
             same([p.detach() for p in model.parameters()], before, 0)
             model.zero_grad()
-            backward(model, averager, reduction, r, k=1)
+            backward(lambda: loss(model, r, 1), r + 1)
             same([p.grad for p in model.parameters()], expected(2, reduction, model, 1))
         averager.detach()
-        torch.__future__.set_swap_module_params_on_conversion(True)
-        try:
+        with swapping():
             for swap, _ in SWAPS.values():
                 swap(model)
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(False)
 
-    simulate(body, range(2), rules=True)
+    on_simulated(body, 2)
 
 
 # ── converted, and converted back ────────────────────────────────────────────────────────────────────────
@@ -157,25 +152,25 @@ def other_memory(model):
 
 @pytest.mark.parametrize("zeroed", ["to None", "in place", "no"])
 @pytest.mark.parametrize("given", ["a module", "parameters"])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
+@by_each_reduction
 def test_converted_and_converted_back(reduction, given, zeroed):
     """`.grad` is then the same object with other memory, and the parameter has another AccumulateGrad."""
 
     def body(r):
         for convert in (there_and_back, other_memory):
             model = mlp(torch.float)
-            averager = dc.GradientAverager(model if given == "a module" else model.parameters(), reduction=reduction)
+            averager, backward = attach(model if given == "a module" else model.parameters(), reduction)
             for k in range(3):
                 convert(model)
                 if zeroed != "no":
                     model.zero_grad(set_to_none=zeroed == "to None")
                 earlier = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
                 wanted = expected(3, reduction, model, k)
-                backward(model, averager, reduction, r, k)
+                backward(partial(loss, model, r, k), r + 1)
                 same([p.grad for p in model.parameters()], [a + b for a, b in zip(earlier, wanted, strict=True)], 1e-5)
             averager.detach()
 
-    simulate(body, range(3), rules=True)
+    on_simulated(body, 3)
 
 
 def test_converted_between_forward_and_backward_and_between_micro_batches():
@@ -183,29 +178,23 @@ def test_converted_between_forward_and_backward_and_between_micro_batches():
 
     def body(r):
         model = mlp(torch.float)
-        averager = dc.GradientAverager(model, reduction="weighted")
+        averager, backward = attach(model, "weighted")
         wanted = expected(2, "weighted", model)
         averager.set_weight(r + 1)
-        loss = model(batch(r, dtype=torch.float)).square().sum()
+        before = loss(model, r)
         other_memory(model)
         model(batch(r, dtype=torch.float))
-        loss.backward()
+        before.backward()
         same([p.grad for p in model.parameters()], wanted, 1e-5)
         model.zero_grad()
         for k in range(2):
             other_memory(model)
             there_and_back(model)
-            averager.set_weight(1)
-            loss = model(batch(r, 2 * k, torch.float)).sum()
-            if k == 0:
-                with averager.no_sync():
-                    loss.backward()
-            else:
-                loss.backward()
+            backward(lambda k=k: model(batch(r, 2 * k, torch.float)).sum(), reduces=k == 1)
         losses = [model(batch(s, 2 * k, torch.float)).sum() for s in range(2) for k in range(2)]
         same([p.grad for p in model.parameters()], torch.autograd.grad(sum(losses) / 4, list(model.parameters())), 1e-2)
 
-    simulate(body, range(2), rules=True)
+    on_simulated(body, 2)
 
 
 def test_a_gradient_that_is_kept_over_a_conversion():
@@ -235,7 +224,7 @@ def test_memory_of_a_gradient_that_is_exchanged_in_backward():
         text = refused(lambda: model(torch.ones(1, 200)).sum().backward())
         assert ("weight: its gradient was changed" if r == 1 else "a rank has left this backward") in text
 
-    simulate(body, range(2), rules=True)
+    on_simulated(body, 2)
 
 
 # ── modules that cannot be averaged as they are ──────────────────────────────────────────────────────────
@@ -278,7 +267,7 @@ def test_scripted_modules():
         text = refused(lambda: dc.GradientAverager(nn.Sequential(scripted)), TypeError)
         assert text.startswith("GradientAverager: module_or_params: 0: is scripted, and cannot be watched for new")
         averager = dc.GradientAverager(scripted.named_parameters())
-        backward(scripted, averager, "mean", r)
+        loss(scripted, r).backward()
         same([p.grad for p in scripted.parameters()], expected(2, "mean", mlp()))
 
-    simulate(body, range(2), rules=True)
+    on_simulated(body, 2)

@@ -15,7 +15,7 @@ def made(reduction, **arguments):
     averager, of = attach([w], reduction, **arguments)
 
     def backward(x):
-        of(w.sum() * x)
+        of(lambda: w.sum() * x)
         return w.grad.tolist()[0]
 
     return w, averager, backward
@@ -86,7 +86,7 @@ def test_gradients_that_are_views_of_a_flat_buffer(reduction, arguments):
             p.grad = view
 
         def backward(x, reduces=True):
-            of(model(torch.full((1, 3), x)).sum(), reduces=reduces)
+            of(lambda: model(torch.full((1, 3), x)).sum(), reduces=reduces)
 
         found = []
         for step in range(4):
@@ -125,7 +125,7 @@ def flat_model(reduction, **arguments):
 
     def backward(x, weight=1.0, reduces=False, dead=False):
         """The gradient of w is x, that of v is 2 x, or zero if it is dead; both are used."""
-        of((x * w).sum() + (0.0 if dead else 2.0 * x) * v.sum(), weight, reduces)
+        of(lambda: (x * w).sum() + (0.0 if dead else 2.0 * x) * v.sum(), weight, reduces)
 
     return [w, v], averager, flat, backward
 
@@ -181,12 +181,12 @@ def test_a_rank_that_zeroes_its_flat_buffer_and_synchronizes(where, zero):
 
 
 def reduced_or_text(call, gradient):
-    """Return the gradient after the call, or the text of its error."""
+    """Return what is in the gradient after the call, or the text of its error."""
     try:
         call()
     except RuntimeError as error:
         return str(error)
-    return gradient.tolist()
+    return gradient().tolist()
 
 
 @pytest.mark.parametrize("modified", [False, True])
@@ -198,7 +198,7 @@ def test_a_batch_whose_gradients_are_zero_in_a_flat_buffer(modified):
         backward(0.0, 5.0)
         if modified and r == 1:
             flat.zero_()
-        found = reduced_or_text(averager.synchronize, flat)
+        found = reduced_or_text(averager.synchronize, lambda: flat)
         flat.zero_()
         backward(1.0 + r, 1.0, reduces=True)
         return found, flat.tolist()
@@ -319,7 +319,7 @@ def test_one_of_several_reduced_gradients_was_replaced(where, reduction):
         found = []
 
         def backward(*used):
-            of(sum(p.sum() * (r + 1.0) for p in used))
+            of(lambda: sum(p.sum() * (r + 1.0) for p in used))
 
         for used in (parameters, parameters[1:]):
             for p in parameters:
@@ -327,7 +327,7 @@ def test_one_of_several_reduced_gradients_was_replaced(where, reduction):
             backward(*parameters)
             if r == 1:
                 parameters[0].grad = parameters[0].grad * 1.0
-            found.append(reduced_or_text(lambda used=used: backward(*used), parameters[0].grad))
+            found.append(reduced_or_text(lambda used=used: backward(*used), lambda: parameters[0].grad))
         for p in parameters:
             p.grad = None
         backward(*parameters)

@@ -1,15 +1,12 @@
 """Parameters that are left out, that no rank uses, and that have sparse gradients."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
+from training import LEFT, RUNS, attach, everywhere, on_two, refused
 
 import diffcoll as dc
-from diffcoll.testing import simulate, spawn
-
-RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
+from diffcoll.testing import spawn
 
 
 class Net(nn.Module):
@@ -35,7 +32,7 @@ def made(r):
 HEAD = ["head.weight", "tied.weight", "head.bias", "count"]
 
 
-@pytest.mark.parametrize("where", RUNS)
+@everywhere
 @pytest.mark.parametrize("ignore", [HEAD, lambda name, _: name in HEAD], ids=["names", "function"])
 def test_ignored_parameters(where, ignore):
     """Neither broadcast nor averaged; they may be replaced and may differ in shape; the others are averaged."""
@@ -74,15 +71,13 @@ def test_two_averagers_of_one_module():
         torch.testing.assert_close([p.grad for p in net.parameters()], list(expected))
         return True
 
-    assert RUNS["gloo"](body, range(2)) == [True, True]
+    assert spawn(body, range(2)) == [True, True]
 
 
-@pytest.mark.parametrize("where", ["rules", "gloo"])
+@on_two
 def test_ignored_on_one_rank(where):
     def body(r, ignore):
-        with pytest.raises(dc.CollectiveMismatchError) as caught:
-            dc.GradientAverager(made(r), ignore=ignore)
-        return str(caught.value)
+        return refused(lambda: dc.GradientAverager(made(r), ignore=ignore), dc.CollectiveMismatchError)
 
     first = RUNS[where](body, range(2), [None, ["body.bias"]])
     assert first[0] == first[1]
@@ -108,9 +103,8 @@ WRONG = [
 
 @pytest.mark.parametrize(("ignore", "error", "text"), WRONG)
 def test_wrong_arguments(ignore, error, text):
-    with pytest.raises(error) as caught:
-        dc.GradientAverager(Net(), ignore=ignore)
-    assert str(caught.value).startswith(f"GradientAverager: ignore: {text}")
+    found = refused(lambda: dc.GradientAverager(Net(), ignore=ignore), error)
+    assert found.startswith(f"GradientAverager: ignore: {text}")
 
 
 def test_lists_and_everything_ignored():
@@ -124,7 +118,7 @@ def test_lists_and_everything_ignored():
 # ── unused ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("where", RUNS)
+@everywhere
 def test_unused_on_all_ranks_is_an_error_on_all(where):
     """Also after zero_grad(set_to_none=False), and not if a rank or a micro-batch has used the parameter."""
 
@@ -137,9 +131,7 @@ def test_unused_on_all_ranks_is_an_error_on_all(where):
         layers[r](x).sum().backward()
         for set_to_none in (True, False):
             layers.zero_grad(set_to_none=set_to_none)
-            with pytest.raises(RuntimeError) as caught:
-                layers[2 * r](x).sum().backward()
-            texts.append(str(caught.value))
+            texts.append(refused(layers[2 * r](x).sum().backward))
             assert layers[0].weight.grad.tolist() == [[1.0, 1.0]] * 2
             sum(layer(x) for layer in layers).sum().backward()
         layers.zero_grad()
@@ -166,9 +158,8 @@ def test_unused_alone_and_wrong():
     dc.GradientAverager(net, unused="error")
     with pytest.raises(RuntimeError, match=r"got 2 of 4 parameters .*: head.bias, head.weight; use them"):
         net.body(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(ValueError) as caught:
-        dc.GradientAverager(net, unused=True)
-    assert str(caught.value) == 'GradientAverager: unused: got True, expected "allow" or "error"'
+    text = refused(lambda: dc.GradientAverager(net, unused=True), ValueError)
+    assert text == 'GradientAverager: unused: got True, expected "allow" or "error"'
 
 
 # ── sparse gradients ─────────────────────────────────────────────────────────────────────────────────────
@@ -182,21 +173,17 @@ def test_sparse_gradients_on_one_rank(where, reduction):
         embedding, linear = nn.Embedding(4, 2, sparse=r == 1), nn.Linear(2, 2)
         with torch.no_grad():
             embedding.weight.fill_(1.0)
-        averager = dc.GradientAverager([*linear.parameters(), embedding.weight], reduction=reduction, bucket_mb=1e-5)
-        if reduction == "weighted":
-            averager.set_weight(torch.tensor(2.0))
+        _, backward = attach([*linear.parameters(), embedding.weight], reduction, bucket_mb=1e-5)
         loss = embedding(dc.all_reduce(linear(embedding(torch.tensor([r])))).long() * 0).sum()
         loss = loss + dc.all_reduce(linear(embedding(torch.tensor([r, 1])))).square().sum()
-        with pytest.raises(TypeError if r == 1 else RuntimeError) as caught:
-            loss.backward()
-        return str(caught.value)
+        return refused(lambda: backward(loss, torch.tensor(2.0)), TypeError if r == 1 else RuntimeError)
 
     texts = RUNS[where](body, range(2))
     assert texts[1] == (
         "GradientAverager: 2: got sparse gradients, expected dense ones; use sparse=False in nn.Embedding, or leave it "
         "out by ignore=…"
     )
-    assert "a rank has left this backward by an error" in texts[0]
+    assert LEFT in texts[0]
 
 
 def test_an_ignored_sparse_embedding():

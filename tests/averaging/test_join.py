@@ -21,7 +21,7 @@ def made(reduction):
 
     def step(x, reduces=True):
         """Backward of a gradient x of weight 1; returns the gradient, and drops it if it was reduced."""
-        backward(w * x, reduces=reduces)
+        backward(lambda: w * x, reduces=reduces)
         gradient = w.grad.item()
         w.grad = None if reduces else w.grad
         return gradient

@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from training import RUNS, on_simulated, on_two
 
 import diffcoll as dc
 from diffcoll.core.groups import resolve
-from diffcoll.testing import new_group, simulate, spawn
-
-RUNS = {"rules": lambda body, ranks: simulate(body, ranks, rules=True), "gloo": spawn}
+from diffcoll.testing import new_group, spawn
 
 
 def refer(to):
@@ -36,7 +35,7 @@ def raised(model, r):
         handle.remove()
 
 
-@pytest.mark.parametrize("where", RUNS)
+@on_two
 @pytest.mark.parametrize("how", ["mean", "sum", "weighted", "join"])
 def test_a_model_is_freed_although_hooks_of_its_parameters_refer_to_it(how, where):
     """As with DistributedDataParallel, without detach(): hooks that were registered before and after the averager's."""
@@ -63,7 +62,7 @@ def test_a_model_is_freed_although_hooks_of_its_parameters_refer_to_it(how, wher
     RUNS[where](body, range(2))
 
 
-@pytest.mark.parametrize("where", RUNS)
+@on_two
 @pytest.mark.parametrize("use", [hooked, raised])
 def test_a_model_is_freed_with_its_averager(use, where):
     """Also if a hook refers to it or a backward has raised; a new model with new averager works."""
@@ -93,7 +92,7 @@ def test_an_averager_lives_as_long_as_its_module():
         (model(torch.full((1, 2), r + 1.0)).sum() + bare.sum() * r).backward()
         return model.weight.grad.tolist(), bare.grad.item()
 
-    assert simulate(body, range(3), rules=True) == [([[2.0, 2.0]], 1.0)] * 3
+    assert on_simulated(body, 3) == [([[2.0, 2.0]], 1.0)] * 3
 
 
 def handles():
@@ -111,9 +110,8 @@ def test_sockets_and_threads_of_averagers_that_were_freed(backend, ranks):
         kept, before = [], (0, 0)
         for k in range(6):
             model = nn.Linear(2, 1, bias=False)
-            averager = dc.GradientAverager(
-                model, group=group, broadcast_buffers="each forward" if k % 3 == 0 else "never"
-            )
+            when = "each forward" if k % 3 == 0 else "never"
+            averager = dc.GradientAverager(model, group=group, broadcast_buffers=when)
             (model(torch.full((1, 2), r + 1.0)).sum()).backward()
             assert model.weight.grad.tolist() == [[sum(ranks) / len(ranks) + 1] * 2]
             if k % 3 == 1:
@@ -152,7 +150,7 @@ def test_an_averager_that_lives_longer_on_one_rank():
         last(torch.full((1, 2), r + 1.0)).sum().backward()
         return open_twins, last.weight.grad.tolist()
 
-    found = simulate(body, range(3), rules=True)
+    found = on_simulated(body, 3)
     assert found == [([[0, 1, 2, 3], [0, 1, 2, 3, 4], [4, 5]], [[2.0, 2.0]])] * 3
 
 

@@ -51,9 +51,9 @@ def train(r, failures, steps=6, check=False, skipped=(), **arguments):
         failed = False
         with dc.check_mode(check):
             try:
-                first = net(x[:2], fails if fails != "second micro-batch" else "nowhere").square().sum()
-                backward(first, len(x), reduces=False)
-                backward(net(x, "forward" if fails == "second micro-batch" else fails).square().mean(), len(x))
+                first, second = ("nowhere", "forward") if fails == "second micro-batch" else (fails, fails)
+                backward(lambda x=x, fails=first: net(x[:2], fails).square().sum(), len(x), reduces=False)
+                net(x, second).square().mean().backward()
                 if fails == "after backward":
                     raise torch.OutOfMemoryError
             except torch.OutOfMemoryError:
@@ -295,7 +295,7 @@ def test_reductions_before_the_first_call(where, mode, warm_up, fails, check):
             with dc.check_mode(check):
                 try:
                     at = fails if (r, k) == (1, warm_up) else "nowhere"
-                    backward(net(x, at).square().mean(), len(x))
+                    backward(lambda x=x, at=at: net(x, at).square().mean(), len(x))
                     if at == "after backward":
                         raise torch.OutOfMemoryError
                 except torch.OutOfMemoryError:

@@ -1,16 +1,14 @@
 """join on ranks without any batch."""
 
 from collections import namedtuple
-from functools import partial
 
-import pytest
 import torch
 from torch import nn
+from training import RUNS, attach, equal_on_all_ranks, everywhere, refused
 
 import diffcoll as dc
-from diffcoll.testing import simulate, spawn
+from diffcoll.testing import spawn
 
-RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
 Pair = namedtuple("Pair", "x weight")
 
 
@@ -30,18 +28,15 @@ def batch(r, k):
 def train(r, lengths, reduction, hook=None):
     """Two epochs; returns parameters, the optimizer's state, buffers, and the last batch."""
     model, x, weight = net(), None, 0
-    averager = dc.GradientAverager(
-        model, reduction=reduction, bucket_mb=1e-4, broadcast_buffers="each forward", comm_hook=hook
-    )
+    more = {"bucket_mb": 1e-4, "broadcast_buffers": "each forward", "comm_hook": hook}
+    averager, backward = attach(model, reduction, **more)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     steps = 0
     for epoch in range(2):
         spare = batch(7, 1) | {"x": torch.full((4, 3), torch.nan if reduction == "weighted" else 1e9).double()}
         for given in averager.join((batch(r, k) for k in range(lengths[epoch][r])), spare=spare):
             x, weight = given["x"], given["more"][0][0]
-            if reduction == "weighted":
-                averager.set_weight(weight)
-            model(x).square().mean().backward()
+            backward(lambda x=x: model(x).square().mean(), weight)
             optimizer.step()
             optimizer.zero_grad()
             steps += 1
@@ -64,7 +59,7 @@ def alone(lengths, reduction):
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("where", RUNS)
+@everywhere
 def test_a_rank_without_any_batch(where):
     """Parameters, optimizer and statistics are equal on all ranks, also where the model has not run forward before."""
     lengths = [(0, 2, 3), (1, 0, 2)]
@@ -72,17 +67,15 @@ def test_a_rank_without_any_batch(where):
         found = RUNS[where](lambda r, how: train(r, lengths, how), range(3), [reduction] * 3)
         for a, b in zip(found[0][0], alone(lengths, reduction), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
-        for parameters, state, buffers, (steps, _) in found:
-            assert steps == 5
-            for a, b in zip([*parameters, *state, *buffers], [x for xs in found[0][:3] for x in xs], strict=True):
-                assert torch.equal(a, b)
+        equal_on_all_ranks([[*parameters, *state, *buffers] for parameters, state, buffers, _ in found])
+        assert [steps for *_, (steps, _) in found] == [5] * 3
     last = [of_rank[3][1] for of_rank in found]
     assert torch.equal(last[0]["x"], batch(0, 0)["x"])  # its own, again
     assert len(last[1]["x"]) == 4  # the spare one
     assert last[1]["more"][0] == (2.0, None, "text")
 
 
-@pytest.mark.parametrize("where", RUNS)
+@everywhere
 def test_a_rank_that_has_neither_a_batch_nor_a_spare_one(where):
     """An error on every rank, before any batch; the averager works afterwards. Without any batch there is no error."""
 
@@ -92,9 +85,7 @@ def test_a_rank_that_has_neither_a_batch_nor_a_spare_one(where):
         batches = [Pair(torch.ones(1, 2) * r, r)] if r > 1 else []
         texts = []
         for spare in (None, None if r == 1 else batches or Pair(0, 0)):
-            with pytest.raises(ValueError) as caught:
-                list(averager.join(batches, spare=spare))
-            texts.append(str(caught.value))
+            texts.append(refused(lambda spare=spare: list(averager.join(batches, spare=spare)), ValueError))
         for pair in averager.join(batches, spare=Pair(torch.full((1, 2), torch.nan), 7)):
             averager.set_weight(pair.weight)
             model(pair.x).sum().backward()
@@ -124,4 +115,4 @@ def test_a_spare_batch_in_another_shape():
             model.zero_grad()
         return seen
 
-    assert RUNS["gloo"](body, range(3)) == [[5, 5], [5, 5], [1, 1]]
+    assert spawn(body, range(3)) == [[5, 5], [5, 5], [1, 1]]

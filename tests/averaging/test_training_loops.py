@@ -2,14 +2,14 @@
 
 import gc
 import random
-from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from training import attach, on_simulated
 
 import diffcoll as dc
-from diffcoll.testing import new_group, simulate
+from diffcoll.testing import new_group
 
 
 class Net(nn.Module):
@@ -81,7 +81,7 @@ class OnRanks:
         if self.bare and hasattr(self, "averager"):
             self.averager.detach()
         self.skips = False  # from its first call on, an averager expects skip_step in every step
-        self.averager = dc.GradientAverager(of, group=self.groups[-1], reduction=self.reduction, bucket_mb=1e-4)
+        self.averager, self.of = attach(of, self.reduction, group=self.groups[-1], bucket_mb=1e-4)
 
     def act(self, action, seed):
         if action == "replace":
@@ -149,10 +149,7 @@ class OnRanks:
 
     def backward(self, k, synchronizes):
         x = batch(self.n, self.r, k)
-        if self.reduction == "weighted":
-            self.averager.set_weight(len(x))
-        with nullcontext() if synchronizes else self.averager.no_sync():
-            self.net(x).square().mean().backward()
+        self.of(lambda: self.net(x).square().mean(), len(x), synchronizes)
 
 
 class Alone:
@@ -217,7 +214,7 @@ def run(seed):
                 torch.optim.SGD(model.parameters(), lr=0.05).step()
         return [p.grad.tolist() for p in net.parameters()]
 
-    found = simulate(body, range(n), rules=True)
+    found = on_simulated(body, n)
     assert all(gradients == found[0] for gradients in found)
 
 

@@ -1,16 +1,13 @@
 """GradientAverager in one backward with other averagers, DistributedDataParallel, and losses with collectives."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from training import RUNS, attach, everywhere
 
 import diffcoll as dc
 from diffcoll.testing import new_group, simulate, spawn
-
-RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
 
 
 class TwoTowers(nn.Module):
@@ -31,21 +28,16 @@ def train(r, n, reduction):
     torch.manual_seed(1)
     x, y = (torch.randn(6, 4, dtype=torch.double).chunk(n)[r] for _ in range(2))
     model = TwoTowers()
-    averager = dc.GradientAverager(model, reduction=reduction, bucket_mb=1e-4)
+    _, backward = attach(model, reduction, bucket_mb=1e-4)
     for is_first in (True, False):
         model.zero_grad()
         if is_first:
-            with averager.no_sync():
-                if reduction == "weighted":
-                    averager.set_weight(3)
-                model(x, y).backward()
-        if reduction == "weighted":
-            averager.set_weight(2)
-        model(x, y).backward()
+            backward(lambda: model(x, y), 3, reduces=False)
+        backward(lambda: model(x, y), 2)
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("where", RUNS)
+@everywhere
 @pytest.mark.parametrize("reduction", ["mean", "weighted"])
 def test_a_contrastive_loss_that_learns_its_scale(reduction, where):
     """As on one process: each rank's loss is its share, and its mean over ranks the loss of the whole batch."""
@@ -57,7 +49,7 @@ def test_a_contrastive_loss_that_learns_its_scale(reduction, where):
                 torch.testing.assert_close(found[name], g, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("where", RUNS)
+@everywhere
 def test_averagers_on_groups_that_overlap(where):
     """In one backward, with one on all ranks; weights, sums and means do not mix."""
 

@@ -19,14 +19,17 @@ LEFT = "a rank has left this backward by an error"
 
 
 def attach(parameters, reduction="mean", **arguments):
-    """Return an averager, and a function that calls backward, with the batch's weight where the reduction has one."""
+    """Return an averager, and a function that calls backward, with the batch's weight where the reduction has one.
+
+    A loss that is a function is called after set_weight, and within no_sync.
+    """
     averager = dc.GradientAverager(parameters, reduction=reduction, **arguments)
 
     def backward(loss, weight=1, reduces=True):
         if reduction == "weighted":
             averager.set_weight(weight)
         with contextlib.nullcontext() if reduces else averager.no_sync():
-            loss.backward()
+            (loss() if callable(loss) else loss).backward()
 
     return averager, backward
 
