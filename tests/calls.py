@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from diffcoll.core.errors import message
 from diffcoll.core.expect import integer
+from diffcoll.core.reductions import REDUCTIONS
 from diffcoll.testing.cases import Case, Shape, largest_whole, median, median_in_parts
 from diffcoll.testing.strategies.sizes import Draw, pairs, sizes, worlds
 
@@ -97,7 +98,7 @@ _NOT_ASYNC = ("sum_gradients", "split")
 _TIES = ["even", "first"]
 _DETERMINISTIC = [False, True]
 _ORDERED = ["max", "min", median, median_in_parts]  # not defined for complex numbers
-_OPS = ["sum", "mean", "product", "logsumexp", largest_whole, *_ORDERED]
+_OPS = [*(name for name in REDUCTIONS["even"] if name not in _ORDERED), largest_whole, *_ORDERED]
 
 
 def _all_reduce(draw: Draw, n: int) -> _Call:

@@ -9,6 +9,7 @@ from runs import gloo, mpi, rules, runs_on
 
 import diffcoll as dc
 from diffcoll.core import arguments
+from diffcoll.core.reductions import REDUCTIONS
 from diffcoll.testing import cases
 from diffcoll.testing.cases import Case
 
@@ -142,7 +143,7 @@ OPAQUE = [
 OPS = [
     Case(name, ((3, 2),) * N, {"op": op})
     for name in ("all_reduce", "reduce_scatter", "reduce")
-    for op in ("sum", "mean", "product", "max", "min", "logsumexp")
+    for op in REDUCTIONS["even"]
 ]
 
 

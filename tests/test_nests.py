@@ -18,10 +18,11 @@ from runs import gloo, rules
 from torch.autograd import forward_ad
 
 import diffcoll as dc
+from diffcoll.core.reductions import REDUCTIONS
 from diffcoll.testing import cases
 
 SEED = 2
-OPS = ("product", "max", "min", "logsumexp")
+OPS = [name for name, reduction in REDUCTIONS["even"].items() if reduction.over is not None]
 #: Nests with one level of forward mode within another.
 FORWARD = [nest for nest in nests.NESTS if sum(name in ("jvp", "jacfwd") for name in nest) > 1]
 

@@ -44,7 +44,8 @@ MOVED = (
     | {getattr(torch, name) for name in ("bcomplex32",) if hasattr(torch, name)}  # since torch 2.15
 )
 
-_OPS = '"sum", "mean", "product", "max", "min", "logsumexp", a function that reduces dim 0 of a stack, or a ReduceOp'
+_NAMES = ", ".join(f'"{name}"' for name in REDUCTIONS["even"])
+_OPS = f"{_NAMES}, a function that reduces dim 0 of a stack, or a ReduceOp"
 
 
 class Arguments(Agreement):

@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 
 import diffcoll
 from diffcoll import truth
+from diffcoll.core.reductions import REDUCTIONS
 from diffcoll.testing.layouts import with_layout
 
 Shape = tuple[int, ...]
@@ -256,7 +257,8 @@ def largest_whole(s: Tensor) -> Tensor:
 
 
 median_in_parts = diffcoll.elementwise(median)
-_OPS = ("product", "max", "min", "logsumexp", median, median_in_parts, largest_whole)
+_NONLINEAR = [name for name, reduction in REDUCTIONS["even"].items() if reduction.over is not None]
+_OPS = (*_NONLINEAR, median, median_in_parts, largest_whole)
 _TIED = [("product", "even"), ("max", "even"), ("min", "even"), ("max", "first"), ("min", "first")]
 
 

@@ -11,6 +11,7 @@ from benchmarks import costs
 from benchmarks.bench import peak_memory
 from benchmarks.counting import bytes_sent, traffic
 from diffcoll.collectives import COLLECTIVES
+from diffcoll.core.reductions import REDUCTIONS
 from diffcoll.engines import c10d, mpi
 from diffcoll.engines.engine import even_sizes
 from diffcoll.testing.cases import Case, median, median_in_parts
@@ -22,7 +23,7 @@ CALLS_HEAD = (
 )
 STAGES_HEAD = "| stage | carried out by | rounds | messages | bytes |\n|---|---|---|---|---|\n"
 
-OPS = ("sum", "mean", "product", "max", "min", "logsumexp", median_in_parts, median)
+OPS = (*REDUCTIONS["even"], median_in_parts, median)
 CALLS = [
     *((name, {"op": op}) for name in ("all_reduce", "reduce_scatter", "reduce") for op in OPS),
     *(("all_reduce", {"op": op, "grad_placement": "replicate"}) for op in ("sum", "product", median)),
