@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from runs import gloo, rules
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import (
@@ -24,7 +25,6 @@ from training import (
     equal_on_all_ranks,
     everywhere,
     gradients,
-    on_simulated,
     on_two,
     refused,
     same,
@@ -149,7 +149,7 @@ def test_torchs_own(n):
                 nn.functional.cross_entropy(call(x), t).backward()
         return gradients(ours), gradients(theirs)
 
-    found = spawn(body, range(n))
+    found = gloo(body, range(n))
     equal_on_all_ranks([ours for ours, _ in found])
     for ours, theirs in found:
         same(ours, theirs, 1e-14)
@@ -364,7 +364,7 @@ def test_buckets_in_a_profile():
         return [event.key for event in profile.key_averages() if "diffcoll" in event.key]
 
     words = r"diffcoll.GradientAverager bucket 0 of 1: a gloo group of 2 ranks, \d+ B"
-    assert all(any(re.match(words, name) for name in names) for names in spawn(body, range(2)))
+    assert all(any(re.match(words, name) for name in names) for names in gloo(body, range(2)))
 
 
 def test_two_weighted_losses():
@@ -415,7 +415,7 @@ def test_without_hooks():
         averager.synchronize()
         return gradients(model), before
 
-    found = spawn(body, range(2))
+    found = gloo(body, range(2))
     equal_on_all_ranks([g for g, _ in found])
     same(found[0][0], [g / 2 for g in summed(n=2)])
     assert not torch.equal(found[0][1][0], found[1][1][0])
@@ -438,7 +438,7 @@ def test_synchronize_after_several_backward_calls(reduction, how):
         return found
 
     both = {"mean": [1.5, 6.0], "sum": [3.0, 12.0], "weighted": [1.75, 6.5]}[reduction]
-    assert on_simulated(body, 2) == [both, both]
+    assert rules(body, range(2)) == [both, both]
 
 
 def test_a_weight_is_refused_for_a_gradient_that_no_backward_has_accumulated():
@@ -454,7 +454,7 @@ def test_a_weight_is_refused_for_a_gradient_that_no_backward_has_accumulated():
         averager.synchronize()
         return p.grad.item()
 
-    assert on_simulated(body, 2) == [pytest.approx(5 / 3)] * 2
+    assert rules(body, range(2)) == [pytest.approx(5 / 3)] * 2
 
 
 def test_frozen_shared_and_unfrozen_parameters():
@@ -583,7 +583,7 @@ def test_a_gradient_that_comes_after_its_bucket_was_sent():
         loss.backward()
         same(gradients(model), [torch.full((2, 2), 2.0 * (1 + 2), dtype=torch.double)])
 
-    spawn(body, range(2))
+    gloo(body, range(2))
 
 
 def test_hooks_of_the_user_clipping_and_two_optimizers():
@@ -719,7 +719,7 @@ def test_broadcast_at_the_start_and_detach():
         (model[0].weight.sum() * r).backward()
         return parameters, model[1].running_mean.clone(), model[0].weight.grad
 
-    found = spawn(body, range(2))
+    found = gloo(body, range(2))
     equal_on_all_ranks([p for p, _, _ in found])
     assert found[1][1].tolist() == [1.0, 1.0]
     assert found[1][2].tolist() == [[1.0, 1.0]] * 2
@@ -738,7 +738,7 @@ def test_nothing_is_left():
         gc.collect()
         return [end() is None for end in ends]
 
-    assert spawn(body, range(2)) == [[True, True]] * 2
+    assert gloo(body, range(2)) == [[True, True]] * 2
 
 
 @everywhere
@@ -808,7 +808,7 @@ def test_buckets_follow_the_order_in_which_gradients_come():
             y.sum().backward()
         return events
 
-    found = spawn(body, range(2))
+    found = gloo(body, range(2))
     sent = [[e for e in events if isinstance(e, str)] for events in found]
     assert sent[0] == sent[1]
     assert sent[0][:5] == [f"parts.{i}" for i in (4, 3, 2, 1, 0)]  # the first step uses the reverse order of parameters
@@ -887,7 +887,7 @@ def test_a_backward_left_by_an_error():
         model([0, 1, 2, 3, 4]).backward()
         return gradients(model)
 
-    found = spawn(body, range(2))
+    found = gloo(body, range(2))
     equal_on_all_ranks(found)
     same(found[0], [torch.full((2,), 2.0 * (k + 1)) for k in range(5)])
 

@@ -12,9 +12,10 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from runs import gloo, rules
 from torch import nn
 from torch.nn.utils import parametrizations, prune
-from training import RUNS, attach, everywhere, on_simulated, on_two, refused, same
+from training import RUNS, attach, everywhere, on_two, refused, same
 
 import diffcoll as dc
 from diffcoll.core.torch_private.tensors import storage_uses
@@ -154,7 +155,7 @@ def test_the_cotangent_that_autograd_makes_the_gradient_is_not_written():
         assert torch.equal(gy, given)
         return a.grad, b.grad
 
-    for found in spawn(body, range(2)):
+    for found in gloo(body, range(2)):
         same(found, [torch.arange(4.0, dtype=torch.double) * 1.5] * 2)
 
 
@@ -300,7 +301,7 @@ def test_with_distributed_data_parallel():
             texts.append(refused(lambda: backward(ddp, r)))
         return texts
 
-    for texts in spawn(body, range(2)):
+    for texts in gloo(body, range(2)):
         assert len(texts) == 15
         for text in texts:
             assert text.startswith("GradientAverager: ")
@@ -418,8 +419,8 @@ def test_parameters_that_are_replaced():
             found = [p.grad for p in model.parameters()][: len(expected)]
             same(found, expected)
 
-    on_simulated(body, 2)
-    spawn(body, range(2))
+    rules(body, range(2))
+    gloo(body, range(2))
 
 
 def test_what_is_no_replaced_parameter():
@@ -449,7 +450,7 @@ def test_what_is_no_replaced_parameter():
         backward(model, r)
         return alone, [p.grad for p in model.parameters()]
 
-    found = spawn(body, range(2))
+    found = gloo(body, range(2))
     same(found[0][1], found[1][1], 0)
     assert not torch.equal(found[0][0], found[1][0])
 
@@ -509,7 +510,7 @@ def test_frozen_integers_are_sent_once():
         same([p.grad for p in model.parameters()][2:], averaged(2))
         return model.quantized.tolist(), model.flags.tolist()
 
-    assert spawn(body, range(2)) == [([1, -3], [True])] * 2
+    assert gloo(body, range(2)) == [([1, -3], [True])] * 2
 
 
 # ── a backward that raises ───────────────────────────────────────────────────────────────────────────────
@@ -545,7 +546,7 @@ def test_detach_after_a_backward_that_failed(check):
             backward(model, r)
             same([p.grad for p in model.parameters()], averaged(2))
 
-    spawn(body, range(2))
+    gloo(body, range(2))
 
 
 # ── torch.compile ────────────────────────────────────────────────────────────────────────────────────────
@@ -666,4 +667,4 @@ def test_a_join_that_is_closed_within_the_next():
             left.close()
         return found
 
-    assert on_simulated(body, 2) == [[1.5, 3.0, 3.0]] * 2
+    assert rules(body, range(2)) == [[1.5, 3.0, 3.0]] * 2

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from runs import gloo, rules
 from torch import nn
-from training import RUNS, everywhere, on_simulated, on_two, refused, same
+from training import RUNS, everywhere, on_two, refused, same
 
 import diffcoll as dc
 from diffcoll.core.reductions import spelled
-from diffcoll.testing import spawn
 
 SIZES = [4, 0, 3]
 
@@ -105,7 +105,7 @@ def test_dtypes_and_weights():
         nothing = dc.average_gradients(tree, weight=0)
         return weighted, summed, nothing
 
-    for weighted, (summed,), nothing in spawn(body, range(3)):
+    for weighted, (summed,), nothing in gloo(body, range(3)):
         for d in dtypes:
             assert weighted[str(d)].dtype == d
             assert torch.equal(weighted[str(d)], torch.full((3,), 1.5, dtype=d) * (1j if d.is_complex else 1))
@@ -119,7 +119,7 @@ def test_weights_that_half_precision_does_not_know():
         tree = [torch.full((2,), 1e-3 * (r + 1), dtype=d) for d in (torch.float16, torch.bfloat16, torch.float64)]
         return dc.average_gradients(tree, weight=[1e5, 3e5][r])
 
-    for h, b, d in on_simulated(body, 2):
+    for h, b, d in rules(body, range(2)):
         assert (h.double() - 1.75e-3).abs().max() < 1e-5
         assert (b.double() - 1.75e-3).abs().max() < 2e-5
         assert (d - 1.75e-3).abs().max() < 1e-16
@@ -140,7 +140,7 @@ def test_one_message_for_gradients_and_weight(monkeypatch):
             todo += [f for f, _ in node.next_functions]
         return names
 
-    assert on_simulated(body, 2)[0].count("_ApplyBackward") == 1
+    assert rules(body, range(2))[0].count("_ApplyBackward") == 1
 
 
 @everywhere
@@ -177,7 +177,7 @@ def test_spellings_are_those_of_all_reduce(spelling):
         (g,) = dc.average_gradients([torch.full((2,), r + 1.0)], reduction=spelling)
         return [w.grad.tolist(), g.tolist(), dc.all_reduce(torch.full((2,), r + 1.0), spelling).tolist()]
 
-    for found in on_simulated(body, 3):
+    for found in rules(body, range(3)):
         assert found == [[6.0 if spelled(spelling)[0] == "sum" else 2.0] * 2] * 3
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from runs import gloo, rules
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import RUNS, on_simulated, on_two, refused
+from training import RUNS, on_two, refused
 
 import diffcoll as dc
-from diffcoll.testing import spawn
 
 
 class Features(nn.Module):
@@ -68,7 +68,7 @@ def test_as_with_torchs_own(forward):
             seen.append(buffers(inner))
         return seen
 
-    found = spawn(body, range(2))
+    found = gloo(body, range(2))
     for own, torchs in found:
         assert own == torchs
     assert found[0][0] != found[1][0]
@@ -97,7 +97,7 @@ def test_buffers_without_dense_memory(kind, words):
         f"GradientAverager: broadcast_buffers: got buffer odd, which is {words}, expected dense tensors with values; "
         "leave it out by ignore=['odd'], or say broadcast_buffers=\"never\""
     )
-    assert on_simulated(body, 3) == [(text, [[1.0, 1.0]] * 2)] * 3
+    assert rules(body, range(3)) == [(text, [[1.0, 1.0]] * 2)] * 3
 
 
 def test_a_buffer_without_dense_memory_on_one_rank():
@@ -107,4 +107,4 @@ def test_a_buffer_without_dense_memory_on_one_rank():
         with pytest.raises(dc.CollectiveMismatchError, match=r"rank 1: buffer odd torch\.sparse_coo"):
             dc.GradientAverager(net)
 
-    on_simulated(body, 3)
+    rules(body, range(3))

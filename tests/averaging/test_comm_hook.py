@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import gloo, rules
 from torch import nn
-from training import RUNS, SMALL, attach, equal_on_all_ranks, everywhere, gradients, on_simulated, on_two, refused
+from training import RUNS, SMALL, attach, equal_on_all_ranks, everywhere, gradients, on_two, refused
 
 import diffcoll as dc
-from diffcoll.testing import spawn
 
 sys.path.append(str(Path(dc.__file__).parent.parent / "examples"))
 from powersgd import PowerSGD, train
@@ -191,7 +191,7 @@ def test_a_hook_that_differs_on_one_rank(where):
 
     for texts in zip(*RUNS[where](body, range(3)), strict=True):
         assert len(set(texts)) == 1
-    for text, (_, words) in zip(on_simulated(body, 3)[0], MISTAKES.values(), strict=True):
+    for text, (_, words) in zip(rules(body, range(3))[0], MISTAKES.values(), strict=True):
         assert "GradientAverager, comm_hook test_a_hook_that_differs_on_one_rank" in text
         assert words in text.split("rank 1: ")[1].split("rank 2: ")[0], text
 
@@ -225,7 +225,7 @@ def test_a_hook_that_raises_on_all_ranks():
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
         return str(caught.value)
 
-    for text in on_simulated(body, 2):
+    for text in rules(body, range(2)):
         assert text.startswith("GradientAverager, comm_hook raises, bucket 1 of ")
         assert text.endswith(": raised ZeroDivisionError: in the hook")
 
@@ -273,7 +273,7 @@ def test_powersgd_in_full_rank_is_exact():
     def body(r):
         return steps(r, All(rank=6)), steps(r, PowerSGD(rank=6)), steps(r, None)
 
-    for one, other, expected in on_simulated(body, 3):
+    for one, other, expected in rules(body, range(3)):
         same(one, expected, rtol=1e-9, atol=1e-9)
         same(other, expected)
 
@@ -312,7 +312,7 @@ def test_the_example_converges():
     def counted(bucket):
         return PowerSGD(rank=1)(Counted(bucket, sent))
 
-    exact, compressed = (spawn(train, range(2), [how] * 2)[0] for how in (False, True))
+    exact, compressed = (gloo(train, range(2), [how] * 2)[0] for how in (False, True))
     assert abs(exact[-1] - 0.170) < 0.003
     assert abs(compressed[-1] - 0.172) < 0.003
     net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))

@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+from runs import rules
 from torch import nn
-from training import attach, by_each_reduction, on_simulated, refused
+from training import attach, by_each_reduction, refused
 
 import diffcoll as dc
 
@@ -65,7 +66,7 @@ def test_a_module_in_the_place_of_a_freed_one():
                 assert text.startswith("GradientAverager: head.weight: the module got this parameter after")
             averager.detach()
 
-    on_simulated(body, 2)
+    rules(body, range(2))
 
 
 def test_all_parameters_replaced_again_and_again():
@@ -83,7 +84,7 @@ def test_all_parameters_replaced_again_and_again():
             text = refused(lambda: model(batch(r).float()).sum().backward())
             assert text.startswith("GradientAverager: weight: the module got this parameter after")
 
-    on_simulated(body, 2)
+    rules(body, range(2))
 
 
 # ── swapped ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -132,7 +133,7 @@ def test_swapped_parameters_are_refused(given, reduction):
             for swap, _ in SWAPS.values():
                 swap(model)
 
-    on_simulated(body, 2)
+    rules(body, range(2))
 
 
 # ── converted, and converted back ────────────────────────────────────────────────────────────────────────
@@ -170,7 +171,7 @@ def test_converted_and_converted_back(reduction, given, zeroed):
                 same([p.grad for p in model.parameters()], [a + b for a, b in zip(earlier, wanted, strict=True)], 1e-5)
             averager.detach()
 
-    on_simulated(body, 3)
+    rules(body, range(3))
 
 
 def test_converted_between_forward_and_backward_and_between_micro_batches():
@@ -194,7 +195,7 @@ def test_converted_between_forward_and_backward_and_between_micro_batches():
         losses = [model(batch(s, 2 * k, torch.float)).sum() for s in range(2) for k in range(2)]
         same([p.grad for p in model.parameters()], torch.autograd.grad(sum(losses) / 4, list(model.parameters())), 1e-2)
 
-    on_simulated(body, 2)
+    rules(body, range(2))
 
 
 def test_a_gradient_that_is_kept_over_a_conversion():
@@ -224,7 +225,7 @@ def test_memory_of_a_gradient_that_is_exchanged_in_backward():
         text = refused(lambda: model(torch.ones(1, 200)).sum().backward())
         assert ("weight: its gradient was changed" if r == 1 else "a rank has left this backward") in text
 
-    on_simulated(body, 2)
+    rules(body, range(2))
 
 
 # ── modules that cannot be averaged as they are ──────────────────────────────────────────────────────────
@@ -270,4 +271,4 @@ def test_scripted_modules():
         loss(scripted, r).backward()
         same([p.grad for p in scripted.parameters()], expected(2, "mean", mlp()))
 
-    on_simulated(body, 2)
+    rules(body, range(2))

@@ -4,8 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+from runs import rules
 from torch import nn
-from training import LEFT, RUNS, attach, by_each_reduction, on_simulated, on_two, refused
+from training import LEFT, RUNS, attach, by_each_reduction, on_two, refused
 
 import diffcoll as dc
 
@@ -64,7 +65,7 @@ def test_a_lossy_hook_receives_what_was_not_reduced_yet(reduction):
         _, _, backward = made(reduction, comm_hook=eighth)
         return [backward(8.0 * (r + 1)), backward(16.0 * r), backward(0.0)]
 
-    found = on_simulated(body, 3)
+    found = rules(body, range(3))
     n = 1.0 if reduction == "sum" else 3.0
     assert found == [pytest.approx([6 / n, 12 / n, 12 / n])] * 3
     assert sorted(row[0] for row in rows) == [0.0, 0.0, 0.0, 0.0, 8.0, 16.0, 16.0, 24.0, 32.0]
@@ -107,7 +108,7 @@ def test_gradients_that_are_views_of_a_flat_buffer(reduction, arguments):
             model(torch.full((1, 3), float(x))).sum().backward()
         return torch.cat([p.grad.flatten() for p in model.parameters()])
 
-    found = on_simulated(body, 3)
+    found = rules(body, range(3))
     n = {"sum": 1}.get(reduction, 3)
     first, second, third = (alone([r + 2 * step for r in range(3)]) / n for step in range(3))
     last = alone([r + 6 for r in range(3)] + [r + 3 for r in range(3)]) / (6 if reduction == "weighted" else n)
@@ -203,7 +204,7 @@ def test_a_batch_whose_gradients_are_zero_in_a_flat_buffer(modified):
         backward(1.0 + r, 1.0, reduces=True)
         return found, flat.tolist()
 
-    found = on_simulated(body, 3)
+    found = rules(body, range(3))
     assert [after for _, after in found] == [pytest.approx([2.0, 2.0, 4.0, 4.0])] * 3
     if not modified:
         assert [before for before, _ in found] == [[0.0] * 4] * 3
@@ -257,7 +258,7 @@ def test_a_flat_buffer_that_is_modified_within_an_accumulation(change, dead):
             return flat.tolist()
         return refused(lambda: backward(1.0, reduces=True))
 
-    found = on_simulated(body, 3)
+    found = rules(body, range(3))
     if change == "zeros" and not dead:
         assert found[1] == [3.0 + 2.0] * 2 + [6.0 + 4.0] * 2
         return
@@ -436,7 +437,7 @@ def test_a_backward_within_a_hook_of_the_same_parameter(reduction):
         return w.grad[0].item()
 
     total = {"sum": 1 + 10 + 2 + 10, "weighted": (1 * 11 + 2 * 12) / 3}[reduction]
-    assert on_simulated(body, 2) == [pytest.approx(total)] * 2
+    assert rules(body, range(2)) == [pytest.approx(total)] * 2
 
 
 @pytest.mark.parametrize("reduction", ["sum", "weighted"])
@@ -452,4 +453,4 @@ def test_the_averagers_hook_was_removed(reduction):
         w, _, backward = made(reduction)
         return backward(1.0 + r)
 
-    assert on_simulated(body, 2) == [{"sum": 3.0, "weighted": 1.5}[reduction]] * 2
+    assert rules(body, range(2)) == [{"sum": 3.0, "weighted": 1.5}[reduction]] * 2

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from runs import gloo
 from torch import nn
 from training import LEFT, RUNS, attach, everywhere, on_two, refused
 
 import diffcoll as dc
-from diffcoll.testing import spawn
 
 
 class Net(nn.Module):
@@ -71,7 +71,7 @@ def test_two_averagers_of_one_module():
         torch.testing.assert_close([p.grad for p in net.parameters()], list(expected))
         return True
 
-    assert spawn(body, range(2)) == [True, True]
+    assert gloo(body, range(2)) == [True, True]
 
 
 @on_two

@@ -5,8 +5,9 @@ import dataclasses
 
 import pytest
 import torch
+from runs import rules
 from torch import nn
-from training import RUNS, attach, by_each_reduction, on_simulated, on_two, refused
+from training import RUNS, attach, by_each_reduction, on_two, refused
 
 from diffcoll.averaging.joined import copied_containers
 from diffcoll.testing import simulate
@@ -159,7 +160,7 @@ def test_gradients_accumulated_before_and_between_loops():
                 w.grad = None if x else w.grad
         return found
 
-    assert on_simulated(body, 3) == [[32 / 3, 1.0, 1.0, 32 / 3]] * 3
+    assert rules(body, range(3)) == [[32 / 3, 1.0, 1.0, 32 / 3]] * 3
 
 
 class Labeled(collections.UserDict):
@@ -227,7 +228,7 @@ def test_a_spare_batch_that_the_loop_modifies():
         found = [take("dict", batch).item() for batch in averager.join(batches, spare=spare)]
         return found, "x" in spare
 
-    assert on_simulated(body, 3) == [([1.0] * 3, True), ([1.0] * 3, True), ([3.0] * 3, True)]
+    assert rules(body, range(3)) == [([1.0] * 3, True), ([1.0] * 3, True), ([3.0] * 3, True)]
 
 
 def test_what_is_copied():

@@ -7,8 +7,9 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from runs import rules
 from torch import nn
-from training import RUNS, on_simulated, on_two
+from training import RUNS, on_two
 
 import diffcoll as dc
 from diffcoll.core.groups import resolve
@@ -92,7 +93,7 @@ def test_an_averager_lives_as_long_as_its_module():
         (model(torch.full((1, 2), r + 1.0)).sum() + bare.sum() * r).backward()
         return model.weight.grad.tolist(), bare.grad.item()
 
-    assert on_simulated(body, 3) == [([[2.0, 2.0]], 1.0)] * 3
+    assert rules(body, range(3)) == [([[2.0, 2.0]], 1.0)] * 3
 
 
 def handles():
@@ -150,7 +151,7 @@ def test_an_averager_that_lives_longer_on_one_rank():
         last(torch.full((1, 2), r + 1.0)).sum().backward()
         return open_twins, last.weight.grad.tolist()
 
-    found = on_simulated(body, 3)
+    found = rules(body, range(3))
     assert found == [([[0, 1, 2, 3], [0, 1, 2, 3, 4], [4, 5]], [[2.0, 2.0]])] * 3
 
 

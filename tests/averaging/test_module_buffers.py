@@ -7,6 +7,7 @@ from itertools import chain
 
 import pytest
 import torch
+from runs import gloo
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -79,7 +80,7 @@ def test_as_torchs_own(n=3):
                 optimizer.zero_grad()
         return before, state(net)
 
-    ours, theirs = (spawn(body, range(n), [which] * n) for which in (True, False))
+    ours, theirs = (gloo(body, range(n), [which] * n) for which in (True, False))
     for (mine, after), (torchs, expected) in zip(ours, theirs, strict=True):
         assert len(mine) == len(torchs) == 6
         for a, b in zip(chain(*mine, after), chain(*torchs, expected), strict=True):
@@ -223,7 +224,7 @@ def test_a_first_buffer_on_one_rank():
         assert ("buffer later " in text and ": the module got it after" in text) if r else LEFT in text
         return True
 
-    assert spawn(body, range(2)) == [True, True]
+    assert gloo(body, range(2)) == [True, True]
 
 
 @everywhere

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from runs import rules
 from torch import nn
-from training import RUNS, attach, on_simulated, on_two
+from training import RUNS, attach, on_two
 
 import diffcoll as dc
 
@@ -40,7 +41,7 @@ def test_weights_of_any_dtype(dtype):
         return model.weight.grad[0, 0].item()
 
     expected = mean([(of(r, k)[0], weights[k].item()) for r in range(3) for k in range(3)])
-    assert on_simulated(body, 3) == [pytest.approx(expected, rel=1e-12)] * 3
+    assert rules(body, range(3)) == [pytest.approx(expected, rel=1e-12)] * 3
 
 
 def micro_batch(model, averager, r, k):
@@ -150,7 +151,7 @@ def test_a_rank_that_drops_all_and_synchronizes(how):
         averager.synchronize()
         return model.weight.grad[0, 0].item()
 
-    assert on_simulated(body, 3) == [pytest.approx(mean([of(0, 0), of(2, 0)]))] * 3
+    assert rules(body, range(3)) == [pytest.approx(mean([of(0, 0), of(2, 0)]))] * 3
 
 
 @pytest.mark.parametrize("how", DROPS)
@@ -176,7 +177,7 @@ def test_one_of_several_gradients_that_is_zero_or_dropped(how):
         sums = [1.0 + (0.0 if d else w * k * (r + 1)) for r, (d, w) in enumerate(zip(dropped, counted, strict=True))]
         return pytest.approx(sum(sums) / (sum(counted) + 3))
 
-    assert on_simulated(body, 3) == [[expected(2, False), expected(1, True), expected(0, True)]] * 3
+    assert rules(body, range(3)) == [[expected(2, False), expected(1, True), expected(0, True)]] * 3
 
 
 @pytest.mark.parametrize("how", DROPS)
@@ -190,7 +191,7 @@ def test_what_is_zeroed_after_it_was_added_to_a_reduced_gradient_is_gone(how):
         backward(loss(model, r, 2))
         return model.weight.grad[0, 0].item()
 
-    assert on_simulated(body, 3) == [sum(of(r, 2)[0] for r in range(3))] * 3
+    assert rules(body, range(3)) == [sum(of(r, 2)[0] for r in range(3))] * 3
 
 
 def test_a_batch_whose_gradient_is_zero_counts():
@@ -202,7 +203,7 @@ def test_a_batch_whose_gradient_is_zero_counts():
         backward(loss(model, r, 1))
         return model.weight.grad[0, 0].item()
 
-    assert on_simulated(body, 2) == [pytest.approx(mean([(0, 5), (2, 1), (0, 5), (12, 1)]))] * 2
+    assert rules(body, range(2)) == [pytest.approx(mean([(0, 5), (2, 1), (0, 5), (12, 1)]))] * 2
 
 
 def test_a_counter_that_is_reset_before_backward():
@@ -221,4 +222,4 @@ def test_a_counter_that_is_reset_before_backward():
             w.grad = None
         return found
 
-    assert on_simulated(body, 2) == [[1.75, 1.75]] * 2
+    assert rules(body, range(2)) == [[1.75, 1.75]] * 2

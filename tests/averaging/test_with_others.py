@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from runs import gloo
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import RUNS, attach, everywhere
 
 import diffcoll as dc
-from diffcoll.testing import new_group, simulate, spawn
+from diffcoll.testing import new_group, simulate
 
 
 class TwoTowers(nn.Module):
@@ -97,4 +98,4 @@ def test_beside_distributed_data_parallel():
             assert theirs.weight.grad.tolist() == [[3.0 if step == 1 else 1.5] * 3]
             assert ours.weight.grad.tolist() == [[9.0 if step == 1 else 6.0] * 3]
 
-    spawn(body, range(2))
+    gloo(body, range(2))

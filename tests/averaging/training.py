@@ -1,15 +1,14 @@
 """What the tests of averagers share: where ranks run, backward calls with their weights, and comparisons."""
 
 import contextlib
-from functools import partial
 
 import pytest
 import torch
+from runs import gloo, mpi, refusal, rules
 
 import diffcoll as dc
-from diffcoll.testing import simulate, spawn
 
-RUNS = {"rules": partial(simulate, rules=True), "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
+RUNS = {"rules": rules, "gloo": gloo, "mpi": mpi}
 SMALL = 1e-4  # megabytes: several buckets, for small models too
 
 everywhere = pytest.mark.parametrize("where", RUNS)
@@ -32,10 +31,6 @@ def attach(parameters, reduction="mean", **arguments):
             (loss() if callable(loss) else loss).backward()
 
     return averager, backward
-
-
-def on_simulated(body, n):
-    return simulate(body, range(n), rules=True)
 
 
 def each(body, n, where="rules"):
@@ -67,7 +62,5 @@ def equal_on_all_ranks(found):
 
 
 def refused(call, error=RuntimeError):
-    """Check that a call raises, and return the text."""
-    with pytest.raises(error) as caught:
-        call()
-    return str(caught.value)
+    """Return the text of the error that a call raises."""
+    return refusal(error, call)
