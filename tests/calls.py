@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from diffcoll.core.errors import message
@@ -14,7 +15,7 @@ from diffcoll.core.reductions import REDUCTIONS
 from diffcoll.testing.cases import Case, Shape, largest_whole, median, median_in_parts
 from diffcoll.testing.strategies.sizes import Draw, pairs, sizes, worlds
 
-__all__ = ["cases"]
+__all__ = ["cases", "drawn", "each"]
 
 
 def cases(names: str | Sequence[str] | None = None, most: int = 6, size: int | None = None) -> st.SearchStrategy[Case]:
@@ -48,6 +49,25 @@ def cases(names: str | Sequence[str] | None = None, most: int = 6, size: int | N
         raise ValueError(message("cases", "names", repr(names), f"names among {', '.join(_CALLS)}"))
     ranks = worlds(integer("cases", "most", most, 1)) if size is None else st.just(integer("cases", "size", size, 1))
     return _cases(st.sampled_from(chosen), ranks)
+
+
+def each(strategy: st.SearchStrategy[Any], count: int, check: Callable[[Any], Any], **more: Any) -> None:
+    """Check examples of a strategy; hypothesis shrinks one that fails."""
+
+    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck), **more)
+    @given(strategy)
+    def holds(example: Any) -> None:
+        note(str(example))
+        check(example)
+
+    holds()
+
+
+def drawn(strategy: st.SearchStrategy[Any], count: int, **more: Any) -> list[Any]:
+    """Return examples of a strategy, to check them all in one run."""
+    found: list[Any] = []
+    each(strategy, count, found.append, phases=[Phase.generate], **more)
+    return found
 
 
 @st.composite

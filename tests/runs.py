@@ -1,12 +1,22 @@
-"""Where the ranks of a test run: in one autograd graph, simulated by the rules, on gloo, on MPI."""
+"""Where the ranks of a test run: in one autograd graph, simulated by the rules, on gloo, on MPI.
 
+And what tests of many files ask: for the text of an error, what a fresh process prints, which collectives ran.
+"""
+
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
+import torch
 
+import diffcoll
 from diffcoll.testing import simulate
 from diffcoll.testing.pool import Pool
 
+ROOT = Path(diffcoll.__file__).parent.parent
 _pool = Pool()
 
 
@@ -28,8 +38,30 @@ def end():
     _pool.end()
 
 
-def refusal(error, call, *arguments):
+def refusal(error, call, *arguments, **options):
     """Return the text of the error that a call raises, of this type."""
     with pytest.raises(error) as caught:
-        call(*arguments)
+        call(*arguments, **options)
     return str(caught.value)
+
+
+def line_of(file, words, after=0):
+    """The file and the line of these words, or of a line after them."""
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    return f"{file}:{next(i for i, line in enumerate(lines, 1) if words in line) + after}"
+
+
+def python(*arguments, returns=0, environment=None, timeout=100, **more):
+    """Run Python in a process of its own; `done.stdout` and `done.stderr` are what it prints."""
+    around = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=around, timeout=timeout, check=False, **more)
+    assert done.returncode == returns, done.stderr
+    return done
+
+
+def profiled(call, *arguments):
+    """Return the names of the collectives that ran in a call."""
+    with torch.profiler.profile() as profile:
+        call(*arguments)
+    return [event.name for event in profile.events() if event.name.startswith("diffcoll.")]

@@ -47,26 +47,10 @@ WRONG_X = [
     ("numbers", TypeError, "x: got str, expected a dense torch.Tensor; torch.as_tensor(x) makes one"),
     (np.ones(4), TypeError, "x: got ndarray, expected a dense torch.Tensor; torch.as_tensor(x) makes one"),
     (None, TypeError, "x: got NoneType, expected a dense torch.Tensor"),
-    (
-        X.to_sparse(),
-        TypeError,
-        "x: got a torch.sparse_coo tensor, expected a dense torch.Tensor; pass x.to_dense()",
-    ),
-    (
-        rare(torch.Tensor.to_sparse_csr, X),
-        TypeError,
-        "x: got a torch.sparse_csr tensor, expected a dense torch.Tensor",
-    ),
-    (
-        rare(quantized, X),
-        TypeError,
-        "x: got a quantized tensor, expected a dense torch.Tensor; pass x.to_dense() or",
-    ),
-    (
-        X.to("meta"),
-        ValueError,
-        "x: got a tensor on meta, expected tensors with memory, which is what a simulated",
-    ),
+    (X.to_sparse(), TypeError, "x: got a torch.sparse_coo tensor, expected a dense torch.Tensor; pass x.to_dense()"),
+    (rare(torch.Tensor.to_sparse_csr, X), TypeError, "x: got a torch.sparse_csr tensor, expected a dense torch.Tensor"),
+    (rare(quantized, X), TypeError, "x: got a quantized tensor, expected a dense torch.Tensor; pass x.to_dense() or"),
+    (X.to("meta"), ValueError, "x: got a tensor on meta, expected tensors with memory, which is what a simulated"),
 ]
 
 FLAG = [("no", TypeError, "got str, expected True or False"), (1, TypeError, "got int, expected True or False")]

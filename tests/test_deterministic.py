@@ -6,18 +6,14 @@ from functools import partial
 import pytest
 import torch
 from releases import compiles
-from runs import gloo, mpi, rules
+from runs import gloo, refusal, runs_on
 
 import diffcoll as dc
 from diffcoll import truth
 from diffcoll.core.dtypes import wider
 from diffcoll.testing import simulate
 
-RUNS = {
-    **{f"rules-{n}": (rules, n) for n in (1, 2, 3, 5)},
-    "gloo-3": (gloo, 3),
-    "mpi-3": (mpi, 3),
-}
+RUNS = [*(("rules", n) for n in (1, 2, 3, 5)), ("gloo", 3), ("mpi", 3)]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 SHAPES = [(), (1,), (2, 0), (5, 7), (67, 131)]  # the last is above `Engine.small` in every dtype
 
@@ -50,44 +46,36 @@ def layouts(x):
     return [x, x.mT.contiguous().mT] if x.dim() > 1 else [x, torch.stack([x, x], -1)[..., 1]]
 
 
-def reduced(r, dtype):
-    """Results of all_reduce: y, gradient, gradient of the gradient, by shape, layout and async_op."""
+def derived(call, r, shape, dtype):
+    """y, gradient, gradient of the gradient, for each memory layout; the second with async_op."""
     found = []
-    for shape in SHAPES:
-        for i, x in enumerate(layouts(hostile(r, shape, dtype))):
-            x = x.detach().requires_grad_()
-            y = dc.all_reduce(x, deterministic=True, async_op=i == 1)
-            y = y.wait() if i else y
-            gy = hostile(r, shape, dtype, 1).requires_grad_()
-            (gx,) = torch.autograd.grad(y, x, gy, create_graph=True)
-            (ggy,) = torch.autograd.grad(gx, gy, hostile(r, shape, dtype, 2))
-            found += [y.detach(), gx.detach(), ggy]
+    for later, x in enumerate(layouts(hostile(r, shape, dtype))):
+        x = x.detach().requires_grad_()
+        y = call(x, deterministic=True, async_op=bool(later))
+        y = y.wait() if later else y
+        gy = hostile(r, tuple(y.shape), dtype, 1).requires_grad_()
+        (gx,) = torch.autograd.grad(y, x, gy, create_graph=True)
+        (ggy,) = torch.autograd.grad(gx, gy, hostile(r, shape, dtype, 2))
+        found += [y.detach(), gx.detach(), ggy]
     return found
+
+
+def reduced(r, dtype):
+    return [t for shape in SHAPES for t in derived(dc.all_reduce, r, shape, dtype)]
 
 
 def scattered(r, n, dtype):
-    """The same of reduce_scatter, with blocks of different sizes."""
-    found = []
-    for k in (3, 5000):
-        sizes = sizes_of(n, k)
-        for i, x in enumerate(layouts(hostile(r, (2, sum(sizes)), dtype))):
-            x = x.detach().requires_grad_()
-            y = dc.reduce_scatter(x, dim=1, sizes=sizes, deterministic=True, async_op=i == 1)
-            y = y.wait() if i else y
-            gy = hostile(r, tuple(y.shape), dtype, 1).requires_grad_()
-            (gx,) = torch.autograd.grad(y, x, gy, create_graph=True)
-            (ggy,) = torch.autograd.grad(gx, gy, hostile(r, tuple(x.shape), dtype, 2))
-            found += [y.detach(), gx.detach(), ggy]
-    return found
+    """With blocks of different sizes."""
+    calls = [(partial(dc.reduce_scatter, dim=1, sizes=sizes), sizes) for sizes in (sizes_of(n, 3), sizes_of(n, 5000))]
+    return [t for call, sizes in calls for t in derived(call, r, (2, sum(sizes)), dtype)]
 
 
 def sizes_of(n, k):
     return [k * (s % 3) for s in range(1, n + 1)]
 
 
-@pytest.mark.parametrize("where", RUNS)
-def test_every_bit_of_sums_and_of_their_derivatives(where):
-    run, n = RUNS[where]
+@pytest.mark.parametrize(("run", "n"), RUNS, indirect=["run"])
+def test_every_bit_of_sums_and_of_their_derivatives(run, n):
     found = run(lambda r: [(reduced(r, dtype), scattered(r, n, dtype)) for dtype in DTYPES], range(n))
     for r, of_rank in enumerate(found):
         for dtype, (of_reduced, of_scattered) in zip(DTYPES, of_rank, strict=True):
@@ -135,9 +123,8 @@ def transformed(r):
     }
 
 
-@pytest.mark.parametrize("where", ["rules-3", "rules-5", "gloo-3", "mpi-3"])
-def test_the_bits_do_not_depend_on_how_tensors_are_sent(where):
-    run, n = RUNS[where]
+@pytest.mark.parametrize(("run", "n"), RUNS[2:], indirect=["run"])
+def test_the_bits_do_not_depend_on_how_tensors_are_sent(run, n):
     as_, bs = ([hostile(s, (k,), torch.float32, k) for s in range(n)] for k in (11, 6000))
     a, b, gy = fold(as_), fold(bs), fold([hostile(s, (11,), torch.float32, 1) for s in range(n)])
     for r, found in enumerate(run(transformed, range(n))):
@@ -239,9 +226,9 @@ def averaged(r, reduction, bucket_mb, comm_dtype=None):
 HOW = [("sum", None), ("mean", None), ("weighted", None), ("sum", torch.bfloat16)]
 
 
-@pytest.mark.parametrize("where", ["rules-3", "gloo-3", "mpi-3"])
-def test_averaged_gradients_do_not_depend_on_buckets(where):
-    run, n = RUNS[where]
+@runs_on("rules", "gloo", "mpi")
+def test_averaged_gradients_do_not_depend_on_buckets(run):
+    n = 3
     scale = {"sum": lambda g, s: g, "mean": lambda g, s: g * (1 / n), "weighted": lambda g, s: g * (s + 1.0)}
 
     def expected(reduction, comm_dtype, k, step):
@@ -258,21 +245,23 @@ def test_averaged_gradients_do_not_depend_on_buckets(where):
 
 def test_arguments_of_the_averager():
     p = torch.nn.Parameter(torch.zeros(2))
-    with pytest.raises(TypeError) as wrong:
-        dc.GradientAverager([p], deterministic=1)
-    assert str(wrong.value) == "GradientAverager: deterministic: got int, expected True or False"
+    assert (
+        refusal(TypeError, dc.GradientAverager, [p], deterministic=1)
+        == "GradientAverager: deterministic: got int, expected True or False"
+    )
     with pytest.raises(ValueError, match="deterministic: got True with a comm_hook, expected False, since the hook"):
         dc.GradientAverager([p], deterministic=True, comm_hook=lambda bucket: bucket.row)
 
     def body(r):
-        with pytest.raises(dc.CollectiveMismatchError) as caught:
-            dc.GradientAverager([torch.nn.Parameter(torch.zeros(2))], deterministic=r == 1)
-        return str(caught.value)
+        return refusal(
+            dc.CollectiveMismatchError, dc.GradientAverager, [torch.nn.Parameter(torch.zeros(2))], deterministic=r == 1
+        )
 
     assert all("rank 0: deterministic=False\n  rank 1: deterministic=True" in text for text in gloo(body, range(2)))
 
 
-def test_the_gradient_of_a_mean_is_the_ordered_sum_divided():
+@runs_on("rules", "gloo")
+def test_the_gradient_of_a_mean_is_the_ordered_sum_divided(run):
     def body(r):
         generator = torch.Generator().manual_seed(r)
         found = []
@@ -282,9 +271,7 @@ def test_the_gradient_of_a_mean_is_the_ordered_sum_divided():
             found += [x.detach(), y.detach(), gy, *torch.autograd.grad(y, x, gy)]
         return found
 
-    for run in (rules, gloo):
-        of_ranks = run(body, range(3))
-        for k in range(0, 8, 2):
-            terms = [found[k].float() for found in of_ranks]
-            right = (functools.reduce(torch.add, terms) / 3).to(of_ranks[0][k].dtype)
-            assert all(torch.equal(found[k + 1], right) for found in of_ranks)
+    of_ranks = run(body, range(3))
+    for k in range(0, 8, 2):
+        right = (fold([found[k].float() for found in of_ranks]) / 3).to(of_ranks[0][k].dtype)
+        assert all(torch.equal(found[k + 1], right) for found in of_ranks)

@@ -12,7 +12,6 @@ from functools import partial
 import calls
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from releases import compiles
 from runs import rules
@@ -27,11 +26,7 @@ from diffcoll.testing.cases import Case
 from diffcoll.testing.layouts import with_layout
 
 SEED = 5
-RUNS = {
-    "rules": rules,
-    "gloo": partial(spawn, timeout=500),
-    "mpi": partial(spawn, backend="mpi", timeout=500),
-}
+RUNS = {"rules": rules, "gloo": partial(spawn, timeout=500), "mpi": partial(spawn, backend="mpi", timeout=500)}
 TREES = tuple(name for name in TAKE_TREES if name != "scatter")  # 0-d leaves, and leaves that are not divisible by N
 ASYNC = tuple(name for name in COLLECTIVES if name not in ("sum_gradients", "split"))
 
@@ -302,32 +297,19 @@ def programs(draw, where, disagree, n=None):
     return Program(n, tuple(drawn), disagree, draw(st.sampled_from([(0, 16), (16, 48), (1 << 14, 1 << 20)])))
 
 
-QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
-
-
 def one_by_one(count, disagree, **more):
     """On simulated ranks, so that hypothesis can shrink a failure."""
 
-    @settings(max_examples=count, **QUIET, **more)
-    @given(programs("rules", disagree))
     def hold(program):
-        note(repr(program))
-        check(program, RUNS["rules"](partial(program_on_rank, program), range(program.n)))
+        check(program, rules(partial(program_on_rank, program), range(program.n)))
 
-    hold()
+    calls.each(programs("rules", disagree), count, hold, **more)
 
 
 def together(where, count, disagree, n, **more):
     """On processes, all programs in one run."""
-    drawn = []
-
-    @settings(max_examples=count, phases=[Phase.generate], **QUIET, **more)
-    @given(programs(where, disagree, n))
-    def collect(program):
-        drawn.append(program)
-
-    collect()
-    of_ranks = RUNS[where](lambda r: [program_on_rank(program, r) for program in drawn], range(n))
+    drawn = calls.drawn(programs(where, disagree, n), count, **more)
+    of_ranks = spawn(lambda r: [program_on_rank(program, r) for program in drawn], range(n), backend=where, timeout=500)
     for i, program in enumerate(drawn):
         check(program, [found[i] for found in of_ranks])
 
@@ -381,7 +363,7 @@ def test_compiled_on_one_rank_only(where):
             found.append(cases.on_rank(case, r, SEED, call, orders=1))
         return [(m.output, m.gradient) for m in found]
 
-    of_ranks = RUNS[where](body, range(n))
+    of_ranks = spawn(body, range(n), backend=where, timeout=500)
     for i, case in enumerate(table):
         for r, right in enumerate(cases.in_truth(case, SEED, orders=1)):
             torch.testing.assert_close(of_ranks[r][i], (right.output, right.gradient), msg=str(case))

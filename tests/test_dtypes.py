@@ -28,7 +28,7 @@ def numbers(case, rank, dtype):
     return (scaled.abs() if dtype == torch.uint8 else scaled).to(dtype)
 
 
-@runs_on("rules", "gloo")
+@runs_on("rules", "gloo", "mpi")
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, torch.bool], ids=str)
 def test_every_collective(run, dtype):
     table = [

@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -14,7 +12,7 @@ from threading import Thread
 import pytest
 import torch
 import torch.distributed as dist
-from runs import rules
+from runs import line_of, python, refusal, rules
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -73,11 +71,6 @@ def lose(how, where, call, numel=60):
     return [reports[r] for r in range(N) if r != 1]
 
 
-def line_of(words):
-    with open(__file__, encoding="utf-8") as file:
-        return next(i for i, line in enumerate(file, 1) if words in line)
-
-
 def check(how, where, call):
     direction = "backward" if where == "backward" else "forward"
     for report in lose(how, where, call):
@@ -86,8 +79,8 @@ def check(how, where, call):
         name = "all_reduce" if call == "product" else call
         assert re.search(rf"{direction}.*: failed on rank [02] of a gloo group of 3 ranks, called at ", text), text
         if where != "async":
-            line = line_of('"' + call + '": lambda')
-            assert f"{__file__}:{line}:" in text
+            line = line_of(__file__, f'"{call}": lambda')
+            assert f"{line}:" in text
         if call != "product":
             assert text.startswith(f"CollectiveFailedError: {name}, {direction}")
         assert "look at the other ranks first" in text
@@ -179,7 +172,7 @@ def test_a_simulated_rank_that_lacks_a_backward(size, async_op):
         with pytest.raises(dc.CollectiveMismatchError) as caught:
             rules(body, range(size))
         waits = async_op and line != "again"  # the wait is on the line after the call
-        text, at = str(caught.value), f"{__file__}:{line_of(f'# {line}') + waits}"
+        text, at = str(caught.value), line_of(__file__, f"# {line}", waits)
         if line == "again":
             assert f"rank 0 waits in {name} at {at} {backward}\n" in text
         else:
@@ -205,7 +198,7 @@ def test_a_rank_that_lacks_a_backward():
     for text, (_, name, backward, line, why) in zip(said, LACKING, strict=True):
         direction = "forward (within a backward)" if line == "again" else backward
         assert text.startswith(f"{name}, {direction}")
-        assert f"failed on rank 0 of a gloo group of 2 ranks, called at {__file__}:{line_of(f'# {line}')}: " in text
+        assert f"failed on rank 0 of a gloo group of 2 ranks, called at {line_of(__file__, f'# {line}')}: " in text
         assert why in text
         assert text.endswith("`with diffcoll.joint_backward()` makes every rank run it")
 
@@ -253,12 +246,11 @@ def test_origins():
         return Origin("x")
 
     origin = note()  # not this line but the innermost call
-    here = line_of('return Origin("x")')
-    assert origin.line == f"{__file__}:{here}"
+    assert origin.line == line_of(__file__, 'return Origin("x")')
     assert user_line().startswith(f"{__file__}:")
     x = torch.ones(1, requires_grad=True)
     y = dc.all_reduce(x)  # noted here
-    assert y.grad_fn.origin.line == f"{__file__}:{line_of('# noted here')}"
+    assert y.grad_fn.origin.line == line_of(__file__, "# noted here")
     (g,) = torch.autograd.grad(y * y, x, create_graph=True)
     node = g.grad_fn
     while not hasattr(node, "origin"):
@@ -290,10 +282,7 @@ pending.abandon()
 
 def test_a_process_ends_while_a_polled_message_is_in_flight(tmp_path):
     """The thread that waits for it would end the process by std::terminate."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(dc.__file__).parent.parent), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-c", EXITS, str(tmp_path)]
-    done = subprocess.run(command, env=environment, timeout=100, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done
+    python("-c", EXITS, tmp_path, environment={"GLOO_SOCKET_IFNAME": "lo"})
 
 
 ENDS = """
@@ -319,11 +308,7 @@ assert not any(codes), codes
 
 def test_processes_end_while_gloo_frees_what_was_sent(tmp_path):
     """Its thread asks for the lock to free a tensor; without time for that, about one process in ten ended with -6."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(dc.__file__).parent.parent), "GLOO_SOCKET_IFNAME": "lo"}
-    environment["TMPDIR"] = str(tmp_path)
-    command = [sys.executable, "-c", ENDS]
-    done = subprocess.run(command, env=environment, timeout=200, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done
+    python("-c", ENDS, environment={"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(tmp_path)}, timeout=200)
 
 
 UNEVEN = {
@@ -345,9 +330,7 @@ def test_messages_of_another_size_do_not_meet():
         texts = {}
 
         def fails(key, call, group):
-            with pytest.raises(dc.CollectiveFailedError) as caught:
-                call(r, key[1], group)
-            texts[key] = str(caught.value)
+            texts[key] = refusal(dc.CollectiveFailedError, call, r, key[1], group)
 
         timeout = timedelta(seconds=TIMEOUT)
         programs = {(name, n): (call, dist.new_group(timeout=timeout)) for name, call in UNEVEN.items() for n in SIZES}

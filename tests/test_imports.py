@@ -1,13 +1,11 @@
 """Which module may import which: a layer imports itself and the layers listed before it."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from runs import python
 
 import diffcoll
 from diffcoll.collectives import COLLECTIVES
@@ -127,10 +125,7 @@ def test_the_pairs_are_those_of_the_maps():
 
 
 def test_a_listing_of_collectives_is_the_list_of_collectives():
-    assert {path.stem for path in (ROOT / "collectives").glob("*.py")} == {
-        "__init__",
-        *COLLECTIVES,
-    }
+    assert {path.stem for path in (ROOT / "collectives").glob("*.py")} == {"__init__", *COLLECTIVES}
 
 
 def test_what_is_foreign():
@@ -149,11 +144,7 @@ def test_what_is_foreign():
 
 def in_a_fresh_process(code):
     """Return what the code prints in an interpreter that has imported torch."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
-    command = [sys.executable, "-c", "import sys, torch\n" + code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return python("-c", "import sys, torch\n" + code).stdout.split()
 
 
 def test_importing_imports_the_collectives_alone():

@@ -12,7 +12,6 @@ import calls
 import nests
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runs import gloo, rules
 from torch.autograd import forward_ad
@@ -117,13 +116,12 @@ def test_every_nest_of_every_reduction(n, outermost):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_random_calls():
-    @settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(calls.cases(), st.integers(0, 1 << 16))
-    def hold(case, seed):
+    def hold(example):
+        case, seed = example
         if not case.dtype.is_complex and None not in case.shapes:
             check(drawn([case], seed), case.size, rules)
 
-    hold()
+    calls.each(st.tuples(calls.cases(), st.integers(0, 1 << 16)), 1000, hold)
 
 
 def test_values_by_hand():

@@ -48,10 +48,7 @@ def prose(text):
 NAMES = sorted(path.name for path in NOTES.glob("*.md"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=compiles if name == "compile.md" else ()) for name in NAMES],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=compiles if name == "compile.md" else ()) for name in NAMES])
 def test_examples_run(name):
     run_blocks(NOTES / name)
 

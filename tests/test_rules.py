@@ -5,8 +5,6 @@ from functools import partial
 import calls
 import properties
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from runs import gloo, rules
 
 from diffcoll.collectives import COLLECTIVES
@@ -16,18 +14,10 @@ from diffcoll.testing import cases
 @pytest.mark.parametrize("holds", properties.ALL, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_in_simulated_worlds(name, holds):
-    @settings(
-        max_examples=6 if holds in properties.IN_TRANSFORMS else 15,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(st.data())
-    def check(data):
-        case = data.draw(calls.cases(name))
+    def check(case):
         properties.hold([(holds, case)], case.size, rules)
 
-    check()
+    calls.each(calls.cases(name), 6 if holds in properties.IN_TRANSFORMS else 15, check, derandomize=True)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
@@ -65,10 +55,7 @@ def test_the_table_on_five_ranks(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_at_length(name):
-    @settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(st.data())
-    def check(data):
-        case = data.draw(calls.cases(name, most=9))
+    def check(case):
         properties.hold([(holds, case) for holds in properties.ALL], case.size, rules)
 
-    check()
+    calls.each(calls.cases(name, most=9), 1000, check)

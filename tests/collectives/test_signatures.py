@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runs import gloo
+from runs import gloo, refusal
 
 import diffcoll as dc
 from diffcoll.testing import RanksFailedError, simulate
@@ -44,9 +44,7 @@ def test_outputs_are_refused_on_every_rank_of_gloo():
     def body(r):
         said = []
         for call, *_ in CALLS:
-            with pytest.raises(TypeError) as caught:
-                call()
-            said.append("takes no output list" in str(caught.value))
+            said.append("takes no output list" in refusal(TypeError, call))
         return said, dc.all_reduce(torch.tensor(r))  # no message is left that this call could receive
 
     assert gloo(body, range(3)) == [([True] * len(CALLS), torch.tensor(3))] * 3

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from releases import compiles
-from runs import gloo, rules, runs_on
+from runs import gloo, profiled, refusal, rules, runs_on
 
 import diffcoll as dc
 from diffcoll.testing import assert_matches_single_process
@@ -59,9 +59,7 @@ def test_one_small_message_and_one_per_dtype():
     """The digests with the numbers of rows, the features, and the labels with the mask as two more."""
 
     def body(r):
-        with torch.profiler.profile() as profile:
-            dc.gather_batch(sample(r))
-        return [e.name.split(":")[0] for e in profile.events() if e.name.startswith("diffcoll.")]
+        return [name.split(":")[0] for name in profiled(dc.gather_batch, sample(r))]
 
     assert gloo(body, range(3)) == [["diffcoll.all_gather"] * 4] * 3
 
@@ -119,9 +117,7 @@ def test_trees_that_differ_are_an_error_on_all_ranks(run):
     def body(r):
         texts = []
         for other in odd:
-            with pytest.raises(dc.CollectiveMismatchError) as caught:
-                dc.gather_batch(other if r == 1 else z)
-            texts.append(str(caught.value))
+            texts.append(refusal(dc.CollectiveMismatchError, dc.gather_batch, other if r == 1 else z))
         return texts
 
     for r, texts in enumerate(run(body, range(2))):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runs import rules, runs_on
+from runs import refusal, rules, runs_on
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import diffcoll as dc
@@ -18,11 +18,7 @@ def test_each_rank_learns_the_numbers_of_all(run):
         control.agree(("equal", 1), "not shown")
         control.agree_on_each(["a", "b"], "facts")
         rows = control.gather(torch.full((r,), float(r)), [0, 1, 2])
-        return (
-            control.numbers([r, 2**60]),
-            control.numbers_of_first([r + 5]),
-            torch.cat(rows).tolist(),
-        )
+        return (control.numbers([r, 2**60]), control.numbers_of_first([r + 5]), torch.cat(rows).tolist())
 
     found = [[0, 2**60], [1, 2**60], [2, 2**60]], [5], [1.0, 2.0, 2.0]
     assert run(body, range(3)) == [found] * 3
@@ -38,9 +34,7 @@ def test_a_difference_is_one_error_on_all_ranks(run):
             lambda: control.agree("x", f"this is {r}", ["a", "b" if r == 1 else "c"]),
             lambda: control.agree_on_each(["a"] * (1 + (r != 1)), "facts"),
         ):
-            with pytest.raises(dc.CollectiveMismatchError) as error:
-                compare()
-            said.append(str(error.value))
+            said.append(refusal(dc.CollectiveMismatchError, compare))
         return said
 
     found = run(body, range(3))

@@ -2,14 +2,14 @@
 
 import dataclasses
 import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from runs import line_of, python
 
 import diffcoll as dc
 from diffcoll.core.errors import user_line
@@ -49,9 +49,7 @@ def called(file, call, **names):
     return names["found"]
 
 
-def here(words):
-    with open(__file__, encoding="utf-8") as file:
-        return f"{__file__}:{next(i for i, line in enumerate(file, 1) if words in line)}"
+here = partial(line_of, __file__)
 
 
 @pytest.mark.parametrize(("file", "users"), FILES.values(), ids=FILES)
@@ -124,10 +122,7 @@ def test_programs(tmp_path, how):
     file.parent.mkdir(parents=True)
     file.write_text(PROGRAM)
     rest = {"-c": ["-c", PROGRAM], "-": ["-"], "file": [str(file)]}[how]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "lib")}
     program = PROGRAM if how == "-" else None
-    done = subprocess.run(
-        [sys.executable, *rest], input=program, capture_output=True, text=True, env=environment, check=True
-    )
+    done = python(*rest, input=program, environment={"PYTHONPATH": str(tmp_path / "lib")})
     name = {"-c": "<string>", "-": "<stdin>", "file": str(file)}[how]
     assert done.stdout.split() == [f"{name}:6", f"{name}:5"]

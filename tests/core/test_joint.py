@@ -336,8 +336,7 @@ def test_a_region_sends_no_further_bytes():
     [
         pytest.param(lambda x: dc.all_reduce(x * 2), id="plain"),
         pytest.param(
-            lambda x: checkpoint(lambda t: dc.all_reduce(t * 2).square(), x, use_reentrant=False),
-            id="checkpoint",
+            lambda x: checkpoint(lambda t: dc.all_reduce(t * 2).square(), x, use_reentrant=False), id="checkpoint"
         ),
     ],
 )

@@ -5,14 +5,13 @@ import threading
 import time
 import warnings
 from datetime import timedelta
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from releases import compiles
-from runs import rules
+from runs import gloo, refusal, rules, runs_on
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
@@ -54,7 +53,7 @@ def test_several_at_once_awaited_in_any_order(rows):
             assert pending[name].wait() is got[name]
         return sum((got[name] * (r + 1)).sum().item() for name in calls)
 
-    assert spawn(body, range(2)) == pytest.approx(rules(body, range(2)))
+    assert gloo(body, range(2)) == pytest.approx(rules(body, range(2)))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -113,7 +112,8 @@ def test_backward_overlaps_with_computation(monkeypatch):
         assert g == [2 * 2 + 2 * 2] * 3  # Σ_r z_r, and 2 y
 
 
-def test_higher_orders_and_transforms_nest():
+@runs_on("rules", "gloo")
+def test_higher_orders_and_transforms_nest(run):
     def body(r, later):
         def f(x):
             if not later:
@@ -136,10 +136,7 @@ def test_higher_orders_and_transforms_nest():
         (h,) = torch.autograd.grad(g.square().sum(), leaf)
         return twice, nested, mapped, again, g, h, torch.func.hessian(loss)(x)
 
-    for run in (rules, spawn):
-        for got, expected in zip(run(body, range(2), [True] * 2), run(body, range(2), [False] * 2), strict=True):
-            for a, b in zip(got, expected, strict=True):
-                torch.testing.assert_close(a, b)
+    torch.testing.assert_close(run(body, range(2), [True] * 2), run(body, range(2), [False] * 2))
 
 
 @pytest.mark.parametrize("rules", [True, False])
@@ -163,7 +160,7 @@ def test_after_a_forgotten_wait_the_group_works_on_real_processes():
             gc.collect()
         return len(found), dc.all_reduce(torch.tensor(r)).item()
 
-    assert spawn(body, range(2)) == [(3, 1)] * 2
+    assert gloo(body, range(2)) == [(3, 1)] * 2
 
 
 def test_repr():
@@ -200,7 +197,6 @@ def test_modified_in_place_after_the_wait():
 
 # ── tensors that change while a collective is in flight ──────────────────────────────────────────────────
 
-RUNS = {"rules": rules, "gloo": spawn}  # on MPI all bodies in one run, see below
 FORWARD = {
     **CALLS,
     "gather in parts": lambda x, **more: dc.all_gather(x, **more),
@@ -256,10 +252,9 @@ def changing_the_gradient(r):
     return wrong
 
 
-@pytest.mark.parametrize("where", RUNS)
-def test_memory_may_change_once_a_collective_has_been_started(where):
-    assert RUNS[where](changing_x, range(2)) == [[], []]
-    assert RUNS[where](changing_the_gradient, range(2)) == [[], []]
+@runs_on("rules", "gloo", "mpi")
+def test_memory_may_change_once_a_collective_has_been_started(run):
+    assert run(changing_x, range(2)) == run(changing_the_gradient, range(2)) == [[], []]
 
 
 # ── one thread at a time ─────────────────────────────────────────────────────────────────────────────────
@@ -297,19 +292,17 @@ def in_two_threads(r):
     return (*starts, compares), own, waited.tolist(), after.tolist(), x.grad.item()
 
 
-def check_two_threads(found):
-    for r, (refused, *rest) in enumerate(found):
+@runs_on("gloo", "mpi")
+def test_two_threads_with_a_collective_in_flight(run):
+    for r, (refused, *rest) in enumerate(run(in_two_threads, range(2))):
         for name, text in zip(["all_gather", "all_reduce", "check mode"], refused, strict=True):
             assert text.startswith(f"{name}: group: got a")
             assert "in which another thread has started a collective that is not yet waited for, expected one" in text
         assert rest == [3.0, [1.0, 2.0], [1.0, 2.0], 2.0 * [1, 10][r]]
 
 
-def test_two_threads_with_a_collective_in_flight():
-    check_two_threads(spawn(in_two_threads, range(2)))
-
-
-def test_a_wait_that_raised_can_be_repeated():
+@runs_on("rules", "gloo")
+def test_a_wait_that_raised_can_be_repeated(run):
     def body(r):
         turn = resolve(None, "test").turn("broadcast")
         pending = dc.all_gather(torch.tensor([1.0 + r]), async_op=True)
@@ -318,8 +311,7 @@ def test_a_wait_that_raised_can_be_repeated():
         assert ", not waited for>" in repr(pending)
         return pending.wait().tolist(), pending.wait().tolist()
 
-    for run in RUNS.values():
-        assert run(body, range(2)) == [([1.0, 2.0], [1.0, 2.0])] * 2
+    assert run(body, range(2)) == [([1.0, 2.0], [1.0, 2.0])] * 2
 
 
 # ── graphs that run more than once, or in part ───────────────────────────────────────────────────────────
@@ -349,22 +341,15 @@ def backward_in_a_hook(r):
     return results
 
 
-def check_backward_in_a_hook(found):
+@runs_on("rules", "gloo", "mpi")
+def test_a_backward_in_a_hook_through_the_same_graph(run):
     xs = [torch.tensor([1.0, 2.0 + r], dtype=torch.float64, requires_grad=True) for r in range(2)]
     total = sum((r + 1) * (torch.cat(xs).square().sum() + xs[r].cos().prod()) for r in range(2))
     gs = torch.autograd.grad(total, xs, create_graph=True)
     seconds = torch.autograd.grad(sum(g.square().sum() for g in gs), xs)
-    for r, results in enumerate(found):
-        for order, (first, second) in enumerate(results):
-            assert len(first) == 3
-            for g in first:
-                torch.testing.assert_close(g, gs[r].detach())
-            torch.testing.assert_close(second, seconds[r] if order else None)
-
-
-@pytest.mark.parametrize("where", RUNS)
-def test_a_backward_in_a_hook_through_the_same_graph(where):
-    check_backward_in_a_hook(RUNS[where](backward_in_a_hook, range(2)))
+    for r, results in enumerate(run(backward_in_a_hook, range(2))):
+        for order, found in enumerate(results):
+            torch.testing.assert_close(found, ([gs[r].detach()] * 3, seconds[r] if order else None))
 
 
 def in_checkpoints(r):
@@ -401,8 +386,10 @@ def in_checkpoints(r):
     return found
 
 
-def check_checkpoints(found):
-    for of_rank in found:
+@runs_on("rules", "gloo", "mpi")
+def test_checkpoints_that_stop_before_the_wait(run):
+    """Recomputation starts a collective, and stops once all tensors that backward needs are recomputed."""
+    for of_rank in run(in_checkpoints, range(2)):
         for again, once, _, left in of_rank:
             torch.testing.assert_close(again, once)
             assert left == (0, 0)
@@ -410,13 +397,8 @@ def check_checkpoints(found):
         assert [abandoned for *_, (abandoned, _), _ in of_rank] == [1, 0, 2]
 
 
-@pytest.mark.parametrize("where", RUNS)
-def test_checkpoints_that_stop_before_the_wait(where):
-    """Recomputation starts a collective, and stops once all tensors that backward needs are recomputed."""
-    check_checkpoints(RUNS[where](in_checkpoints, range(2)))
-
-
-def test_never_waited_for_in_a_region_of_joint_backward():
+@runs_on("rules", "gloo")
+def test_never_waited_for_in_a_region_of_joint_backward(run):
     """Its backward cannot run, because the adjoint is started by the backward of the wait."""
 
     def body(r):
@@ -432,12 +414,12 @@ def test_never_waited_for_in_a_region_of_joint_backward():
                 loss.backward()
         pending.wait()
 
-    for run in RUNS.values():
-        run(body, range(2))
+    run(body, range(2))
 
 
+@runs_on("rules", "gloo")
 @pytest.mark.parametrize("ends", ["wait", "abandon", "in another region"])
-def test_waited_for_after_the_region_it_is_a_part_of_it(ends):
+def test_waited_for_after_the_region_it_is_a_part_of_it(run, ends):
     """Rank 1 ignores the result, so its backward reaches the wait through the chain only."""
 
     def body(r):
@@ -469,8 +451,7 @@ def test_waited_for_after_the_region_it_is_a_part_of_it(ends):
         with_all.backward()
         return x.grad.tolist(), 2
 
-    for run in (RUNS["rules"], RUNS["gloo"]):
-        assert run(body, range(2)) == rules(expected, range(2))
+    assert run(body, range(2)) == rules(expected, range(2))
 
 
 def with_errors_in_between(r):
@@ -492,28 +473,14 @@ def with_errors_in_between(r):
 
     for _ in range(3):
         one_step()
-    left = (
-        len(resolve(None, "test").unwaited) <= 1
-    )  # PyTorch keeps the graph of a backward that has failed until the next
+    # PyTorch keeps the graph of a backward that has failed until the next
+    left = len(resolve(None, "test").unwaited) <= 1
     return dc.all_reduce(torch.tensor(1.0 + r)).item(), left
 
 
-def test_an_error_between_the_start_and_the_wait():
-    for run in RUNS.values():
-        assert run(with_errors_in_between, range(2)) == [(3.0, True)] * 2
-
-
-def test_the_same_on_mpi():
-    def body(r):
-        checked = in_two_threads, backward_in_a_hook, in_checkpoints, with_errors_in_between
-        return changing_x(r), changing_the_gradient(r), *(f(r) for f in checked)
-
-    x, gradient, threads, hooks, checkpoints, errors = zip(*spawn(body, range(2), backend="mpi"), strict=True)
-    assert x == gradient == ([], [])
-    check_two_threads(threads)
-    check_backward_in_a_hook(hooks)
-    check_checkpoints(checkpoints)
-    assert errors == ((3.0, True),) * 2
+@runs_on("rules", "gloo", "mpi")
+def test_an_error_between_the_start_and_the_wait(run):
+    assert run(with_errors_in_between, range(2)) == [(3.0, True)] * 2
 
 
 # ── polling ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -546,9 +513,8 @@ def polled(r):
     return found
 
 
-@pytest.mark.parametrize("where", [*RUNS, "mpi"])
-def test_done_polls_without_consuming_the_wait(where):
-    run = RUNS[where] if where in RUNS else partial(spawn, backend="mpi")
+@runs_on("rules", "gloo", "mpi")
+def test_done_polls_without_consuming_the_wait(run):
     for r, found in enumerate(run(polled, range(3))):
         shifted = [3000, 1000, 2000][r], [2000, 3000, 1000][r]
         expected = [(6000, 6000), (6000, 6000), shifted, (1000, [6000, 0, 0][r])]
@@ -594,10 +560,11 @@ def test_done_of_a_collective_that_fails():
             pending.wait()
         return polls > 10
 
-    assert spawn(on_gloo, range(2))[0]
+    assert gloo(on_gloo, range(2))[0]
 
 
-def test_after_abandon_nothing_is_left_and_wait_is_an_error():
+@runs_on("rules", "gloo")
+def test_after_abandon_nothing_is_left_and_wait_is_an_error(run):
     def body(r):
         engine = resolve(None, "test")
         with warnings.catch_warnings():
@@ -613,8 +580,7 @@ def test_after_abandon_nothing_is_left_and_wait_is_an_error():
             gc.collect()
         return dc.all_reduce(torch.tensor(r)).item(), len(engine.abandoned), len(engine.unwaited)
 
-    for run in RUNS.values():
-        assert run(body, range(2)) == [(1, 0, 0)] * 2
+    assert run(body, range(2)) == [(1, 0, 0)] * 2
 
 
 # ── used as the tensor that it is not ────────────────────────────────────────────────────────────────────
@@ -646,9 +612,7 @@ def test_it_is_no_tensor(use):
     x = torch.ones(2)
     pending = dc.all_reduce(x, async_op=True)
     for attempt in USES[use](pending, x):
-        with pytest.raises((TypeError, AttributeError)) as caught:
-            attempt()
-        text = str(caught.value)
+        text = refusal((TypeError, AttributeError), attempt)
         assert text.startswith(f"{use}: got the Pending of all_reduce(async_op=True) at {__file__}:")
         assert text.endswith(", expected its result; call .wait()")
     with pytest.raises(

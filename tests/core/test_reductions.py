@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import gloo, rules
+from runs import gloo, mpi, rules, runs_on
 from torch.autograd import forward_ad
 
 import diffcoll as dc
@@ -412,14 +412,13 @@ def test_half_precisions_are_reduced_in_float32(dtype):
     assert gradients_of("logsumexp", logs)[0] == torch.stack(logs).float().logsumexp(0).to(dtype).tolist()
 
 
-def test_spellings_and_reduce_ops():
+def test_spellings_and_reduce_ops(run):
     def body(x):
         ops = [("prod", "PRODUCT"), ("maximum", "MAX"), ("amin", "MIN"), ("avg", "AVG"), ("SUM", "SUM")]
         pairs = [[dc.all_reduce(x, a).item(), dc.all_reduce(x, getattr(dist.ReduceOp, b)).item()] for a, b in ops]
         return *pairs, dc.reduce_scatter(x.repeat(2), dist.ReduceOp(dist.ReduceOp.MAX)).item()
 
-    for run in (simulate, gloo):
-        assert run(body, torch.tensor([3.0, 5.0])) == [([15, 15], [5, 5], [3, 3], [4, 4], [8, 8], 5)] * 2
+    assert run(body, torch.tensor([3.0, 5.0])) == [([15, 15], [5, 5], [3, 3], [4, 4], [8, 8], 5)] * 2
 
 
 def test_premul_sum_multiplies_by_its_factor(gradients):
@@ -526,12 +525,12 @@ def numbers(shape, r):
     return torch.randn(shape, generator=torch.Generator().manual_seed(r), dtype=torch.float64).requires_grad_()
 
 
-@pytest.mark.parametrize("run", ["rules", "gloo", "mpi"])
+@runs_on("rules", "gloo", "mpi")
 def test_functions_get_the_stack_they_expect(run):
     """At sizes at which named ops are gathered whole and at which they are not; gradients to second order."""
     n = 3
-    shapes = [(3, 2), (51, 45)] if run == "gloo" else [(3, 2)]  # the second is larger than 16 KB
-    ops = [*WHOLE, *IN_PARTS, *map(dc.elementwise, IN_PARTS)] if run != "mpi" else [*WHOLE[:5], cases.median_in_parts]
+    shapes = [(3, 2), (51, 45)] if run is gloo else [(3, 2)]  # the second is larger than 16 KB
+    ops = [*WHOLE, *IN_PARTS, *map(dc.elementwise, IN_PARTS)] if run is not mpi else [*WHOLE[:5], cases.median_in_parts]
     ways = {
         "everywhere": lambda x, op: dc.all_reduce(x, op),
         "block": lambda x, op: dc.reduce_scatter(x, op, sizes=[len(x) - 1, 0, 1]),
@@ -569,7 +568,7 @@ def test_functions_get_the_stack_they_expect(run):
         found = derived(xs, ys, [numbers(y.shape, 10 + r) for r, y in enumerate(ys)])
         return [[t.detach() for t in found[r::n]] for r in range(n)]
 
-    got = {"rules": lambda b, a: rules(b, a)}.get(run, lambda b, a: gloo(b, a, backend=run))(body, range(n))
+    got = run(body, range(n))
     for seen, _ in got:
         assert seen == {(n, *shape) for shape in shapes}
     calls = [(shape, op, way) for shape in shapes for op in ops for way in ways]
@@ -619,7 +618,7 @@ def test_an_attribute_called_op_is_no_spelling():
     assert rules(lambda x: dc.all_reduce(x, Largest()).item(), torch.tensor([3.0, 1.0])) == [3, 3]
 
 
-@pytest.mark.parametrize("run", [rules, gloo], ids=["rules", "gloo"])
+@runs_on("rules", "gloo")
 def test_check_mode_verifies_that_functions_are_elementwise(run):
     def raised(call):
         try:

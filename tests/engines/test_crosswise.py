@@ -1,18 +1,12 @@
 """Calls with async_op in groups that overlap, started in another order on each rank: no start waits for other ranks."""
 
-import pytest
 import torch
-from runs import rules
+from runs import rules, runs_on
 
 import diffcoll as dc
 from diffcoll.testing import new_group, spawn
 
 N = 3
-RUNS = {
-    "gloo": lambda *call: spawn(*call, timeout=30),
-    "mpi": lambda *call: spawn(*call, backend="mpi", timeout=30),
-    "simulated": rules,
-}
 CALLS = {
     "all_reduce": lambda x, group: dc.all_reduce(x, group=group, async_op=True),
     "large all_reduce": lambda x, group: dc.all_reduce(x.expand(50_000), group=group, async_op=True),
@@ -44,13 +38,11 @@ def crosswise(r, name):
     return found, whole
 
 
-@pytest.mark.parametrize("run", RUNS)
+@runs_on("gloo", "mpi", "rules")
 def test_groups_that_overlap_in_another_order_on_each_rank(run):
-    def body(r):
-        # On simulated ranks, as for large tensors on processes, a maximum takes two rounds, and the start is the first.
-        return {name: crosswise(r, name) for name in CALLS if (run, name) != ("simulated", "max")}
-
-    for r, of_rank in enumerate(RUNS[run](body, range(N))):
+    # On simulated ranks, as for large tensors on processes, a maximum takes two rounds, and the start is the first.
+    names = [name for name in CALLS if name != "max" or run is not rules]
+    for r, of_rank in enumerate(run(lambda r: {name: crosswise(r, name) for name in names}, range(N))):
         for name, (found, whole) in of_rank.items():
             for (a, b), values in found.items():
                 assert values == [EXPECTED[name](k * a, k * b, k * r) for k in (1, 10)], (name, r)
@@ -95,7 +87,8 @@ def test_mpi_without_threads_at_once_waits_in_the_first_call():
     assert spawn(body, range(2), backend="mpi", timeout=30) == [[3, 3]] * 2
 
 
-def test_an_order_of_waits_that_differs_too():
+@runs_on("rules", "mpi")
+def test_an_order_of_waits_that_differs_too(run):
     """Three groups of all ranks, whose first calls are started and awaited in other orders on each rank."""
 
     def body(r):
@@ -104,7 +97,6 @@ def test_an_order_of_waits_that_differs_too():
         pending = {g: dc.all_gather(torch.tensor([10 * g + r]), group=groups[g], async_op=True) for g in turn}
         return [pending[g].wait().tolist() for g in sorted(turn, key=lambda g: (g * (r + 1)) % N)], turn
 
-    for run in ("simulated", "mpi"):
-        for r, (values, turn) in enumerate(RUNS[run](body, range(N))):
-            order = sorted(turn, key=lambda g: (g * (r + 1)) % N)
-            assert values == [[10 * g + s for s in range(N)] for g in order]
+    for r, (values, turn) in enumerate(run(body, range(N))):
+        order = sorted(turn, key=lambda g: (g * (r + 1)) % N)
+        assert values == [[10 * g + s for s in range(N)] for g in order]

@@ -64,9 +64,7 @@ ENGINES = {
     "mpi": ([1, 2, 3], lambda n: spawn(on_rank, range(n), backend="mpi", timeout=TIMEOUT)),
     "nccl": ([1], lambda n: spawn(on_rank, range(n), backend="nccl", timeout=TIMEOUT)),  # one rank per GPU
 }
-MARKS = {
-    "nccl": [pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")],
-}
+MARKS = {"nccl": [pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]}
 RUNS = [
     pytest.param(name, n, id=f"{name}-{n}", marks=MARKS.get(name, []))
     for name, (sizes, _) in ENGINES.items()

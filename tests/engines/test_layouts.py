@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import rules
+from runs import gloo, rules, runs_on
 
 import diffcoll as dc
 from diffcoll.averaging.buckets import Bucket
@@ -17,7 +17,7 @@ from diffcoll.engines.engine import Engine
 from diffcoll.testing import cases, spawn
 from diffcoll.testing.layouts import with_layout
 
-RUNS = {"rules": rules, "gloo": spawn, "mpi": partial(spawn, backend="mpi")}
+RUNS = {"rules": rules, "gloo": spawn, "mpi": partial(spawn, backend="mpi")}  # ranks move thresholds
 
 
 # ── the same numbers in other layouts ────────────────────────────────────────────────────────────────────
@@ -132,10 +132,11 @@ def test_sums_of_four_megabytes():
         torch.testing.assert_close(mine.grad, 1 + (2 * 2 + 2 * 3) * right)
         return True
 
-    assert spawn(body, range(3)) == [True] * 3
+    assert gloo(body, range(3)) == [True] * 3
 
 
-def test_zeros_without_memory():
+@runs_on("rules", "gloo")
+def test_zeros_without_memory(run):
     """Forward mode has zero tensors without memory; they are sent like other tensors."""
 
     def body(r):
@@ -144,10 +145,9 @@ def test_zeros_without_memory():
         calls = [dc.all_reduce, dc.all_gather, dc.shift, dc.reduce_scatter, partial(dc.broadcast, src=1), dc.scan]
         return [call(x).tolist() for call in calls]
 
-    for where in ("rules", "gloo"):
-        for r, found in enumerate(RUNS[where](body, range(2))):
-            kept = [[3.0] * 2, [3.0] * 4, [3.0 * r] * 4]
-            assert found == [[3.0] * 4, [0.0] * 4 + [3.0] * 4, [3.0 * (1 - r)] * 4, *kept]
+    for r, found in enumerate(run(body, range(2))):
+        kept = [[3.0] * 2, [3.0] * 4, [3.0 * r] * 4]
+        assert found == [[3.0] * 4, [0.0] * 4 + [3.0] * 4, [3.0 * (1 - r)] * 4, *kept]
 
 
 # ── decisions of engines ─────────────────────────────────────────────────────────────────────────────────
@@ -212,12 +212,12 @@ WEIGHTS = {
 }
 
 
+@runs_on("rules", "gloo")
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("of_ranks", [(0, 1, 2), (1,)], ids=["all", "one rank"])
-def test_sparse_gradients(weights, of_ranks):
+def test_sparse_gradients(run, weights, of_ranks):
     def body(r):
         return [embedded(WEIGHTS[weights], r, sparse) for sparse in (False, r in of_ranks)]
 
-    for run in (rules, spawn):
-        for dense, sparse in run(body, range(3)):
-            torch.testing.assert_close(dense, sparse)
+    for dense, sparse in run(body, range(3)):
+        torch.testing.assert_close(dense, sparse)

@@ -1,12 +1,11 @@
 """A rank that waits long for other ranks prints a warning to stderr, once per call; the other ranks print nothing."""
 
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
+from runs import line_of, python
 
 import diffcoll as dc
 from diffcoll.core.groups import resolve
@@ -15,11 +14,6 @@ from diffcoll.engines import watch
 from diffcoll.testing import spawn
 
 AFTER = 0.2
-
-
-def line_of(words):
-    with open(__file__, encoding="utf-8") as file:
-        return next(i for i, line in enumerate(file, 1) if words in line)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
@@ -84,7 +78,7 @@ def test_a_rank_that_waits_warns_once(backend, monkeypatch, tmp_path):
     assert len(said) == len(what)
     for text, (call, line) in zip(said, what, strict=True):
         assert text.startswith("diffcoll: rank 0 has waited 0.")
-        place = f"{__file__}:{line_of('# ' + line)}"
+        place = line_of(__file__, f"# {line}")
         assert f" s in {call}, called at {place}, for other ranks of {group}: one is busy, " in text
         assert "DIFFCOLL_CHECK=1 makes ranks that disagree an error" in text
         assert "after DIFFCOLL_WARN_AFTER seconds (0: never)" in text
@@ -124,9 +118,7 @@ if os.fork() == 0:
     os._exit(0)
 assert os.wait()[1] == 0
 """
-    environment = {**os.environ, "DIFFCOLL_WARN_AFTER": ""}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert python("-c", program, environment={"DIFFCOLL_WARN_AFTER": ""}).stderr == ""
 
 
 def test_what_the_setting_may_be(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import CONTRASTIVE, OPTIONS, SIZES, batch, holds, pair, parameters_of
-from runs import gloo, refusal, rules, runs_on
+from runs import gloo, profiled, refusal, rules, runs_on
 
 import diffcoll as dc
 from diffcoll.nn import CLIPLoss, InfoNCELoss, NTXentLoss, SigLIPLoss, SupConLoss
@@ -206,8 +206,7 @@ def test_half_precision_features_are_sent_as_they_are():
     xs = [torch.randn(8, 16, generator=g).bfloat16() for _ in range(2)]
     for normalize in (False, True):
         losses = simulate(
-            lambda *x, normalize=normalize: clip_loss(*x, 20.0, normalize=normalize),
-            *(x.split([5, 0, 3]) for x in xs),
+            lambda *x, normalize=normalize: clip_loss(*x, 20.0, normalize=normalize), *(x.split([5, 0, 3]) for x in xs)
         )
         torch.testing.assert_close(sum(losses) / 3, clip_loss(*(x.float() for x in xs), 20.0, normalize=normalize))
 
@@ -232,8 +231,7 @@ def test_it_is_deterministic_whatever_the_ranks_delays():
 
 
 @pytest.mark.parametrize(
-    ("loss", "text"),
-    [(lambda x: clip_loss(x, x, 1.0), "clip_loss"), (lambda x: nt_xent_loss(x, x), "nt_xent_loss")],
+    ("loss", "text"), [(lambda x: clip_loss(x, x, 1.0), "clip_loss"), (lambda x: nt_xent_loss(x, x), "nt_xent_loss")]
 )
 def test_an_empty_batch_is_an_error_on_all_ranks(loss, text):
     texts = rules(lambda r: refusal(ValueError, loss, torch.ones(0, 4)), range(2))
@@ -332,10 +330,8 @@ def test_a_copy_of_the_module_has_its_own_temperature_and_the_same_group():
 
 def test_the_messages():
     """One modality is gathered, in its dtype, its gradient in float32; one number per column is reduced."""
-    with torch.profiler.profile() as profile:
-        x, y = (torch.ones(7, 5, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-        clip_loss(x, y, 1.0).backward()
-    calls = [e.name for e in profile.events() if e.name.startswith("diffcoll.")]
+    x, y = (torch.ones(7, 5, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    calls = profiled(lambda: clip_loss(x, y, 1.0).backward())
     sent = [(name.split(":")[0].removeprefix("diffcoll."), int(name.split()[-2])) for name in calls]
     assert sent == [
         ("all_gather", 16),  # a digest of what ranks agree on, and the number of rows
