@@ -33,7 +33,7 @@ from benchmarks.floor import floor
 from benchmarks.rows import Row, Times
 from diffcoll.cli.competitors import SYSTEMS
 from diffcoll.cli.launch import gloo_beside_mpi
-from diffcoll.cli.report import wide_console
+from diffcoll.cli.verify import wide_console
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.testing.cases import Case, median_in_parts
 from diffcoll.testing.spawn import spawn

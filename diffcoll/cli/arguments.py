@@ -22,8 +22,7 @@ from diffcoll.collectives import COLLECTIVES
 def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the checked options; exits with status 2 if one is wrong or a package is missing."""
     parser = argparse.ArgumentParser(
-        prog="diffcoll",
-        description="verify: are the library's gradients right? check: are those of my code?",
+        prog="diffcoll", description="verify: are the library's gradients right? check: are those of my code?"
     )
     parser.add_argument("--version", action="version", version=f"diffcoll {diffcoll.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)

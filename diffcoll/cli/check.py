@@ -16,14 +16,17 @@ import torch
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor, nn
+from typing_extensions import override
 
-from diffcoll.cli.check_page import page
 from diffcoll.cli.importing import NotUsableError, called, named, place
+from diffcoll.cli.page import page
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.engines.process_state import seed_rank
 from diffcoll.testing.gradients import assert_matches_single_process, check_gradients
+from diffcoll.testing.harness.packing import arguments_of
 from diffcoll.testing.harness.parts import refuse_equal_ranks
-from diffcoll.testing.harness.report import GradientMismatchError, Report, Table, UncheckedWarning
+from diffcoll.testing.harness.report import GradientMismatchError, Report, Table, UncheckedWarning, title_of
+from diffcoll.testing.harness.runs import Runs
 from diffcoll.testing.harness.variables import shared
 from diffcoll.testing.processes import in_words, start_server
 
@@ -42,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UncheckedWarning)  # the report has the notes
             try:
-                report = _against(subject, options) if options.against else _alone(subject, options)
+                report = _against(subject, options) if options.against else _Alone(subject, options).report(options.on)
             except GradientMismatchError as error:
                 report = error.report
     except (Exception, SystemExit) as error:  # a function that ends the program has not been checked
@@ -130,7 +133,7 @@ def _data(fn: Callable[..., Any], first: tuple[Any, ...], batch: Callable[[int],
     if double:
         leaves, rebuild = tree_flatten(found)
         found = rebuild([leaf.to(_double(leaf.dtype)) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-    args, kwargs = _arguments(found)
+    args, kwargs = arguments_of(found)
     signature = _signature(fn)
     try:
         signature.bind(*first, *args, **kwargs)
@@ -148,12 +151,6 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature:
         return inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
     except ValueError:  # a builtin has none
         return inspect.signature(lambda *args, **kwargs: None)
-
-
-def _arguments(part: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(part, (tuple, list)) and not hasattr(part, "_fields"):
-        return tuple(part), {}
-    return ((), part) if isinstance(part, dict) else ((part,), {})
 
 
 def _double(dtype: torch.dtype) -> torch.dtype:
@@ -177,93 +174,74 @@ def _against(subject: _Subject, options: argparse.Namespace) -> Report:
         more = {"mesh": options.mesh, "shard": subject.shard, "placements": subject.placements}
     else:
         batch, more = subject.batch, {"sizes": subject.sizes}
-    return assert_matches_single_process(
-        subject.fn,
-        subject.single,
-        batch,
-        **more,
-        module=subject.module,
-        rank_reduction=options.rank_reduction,
-        order=options.order,
-        constant=options.constant,
-        on=options.on,
-        seed=options.seed,
-        timeout=options.timeout,
-    )
+    how = {**more, **_how(subject, options), "rank_reduction": options.rank_reduction, "on": options.on}
+    return assert_matches_single_process(subject.fn, subject.single, batch, **how)
 
 
-def _alone(subject: _Subject, options: argparse.Namespace) -> Report:
-    """Check with finite differences; returns one report for all kinds and sizes of ranks."""
-    calls = {rows: _Calls([subject.batch(k) for k in rows], subject) for rows in subject.sizes}
-    tables: list[Table] = []
-    reports: list[Report] = []
-    wrong: dict[tuple[int, ...], str] = {}
-    for kind in options.on:
-        for rows, each in calls.items():
-            of_rows = f", rows {', '.join(map(str, rows))}"
-            table = Table(f"{kind}, {len(rows)} rank{'s' * (len(rows) != 1)}{of_rows}", len(rows))
-            if rows in wrong:
-                tables.append(replace(table, skipped=f"wrong already on {wrong[rows]} ranks"))
-                continue
-            try:
-                found = each.report(options, kind)
-            except Exception as error:
-                if not tables:
-                    raise
-                tables.append(replace(table, raised=in_words(error)))
-                wrong[rows] = kind
-                continue
-            tables += [replace(t, title=t.title + of_rows) for t in found.tables]
-            reports.append(found)
-            if not found.ok:
-                wrong[rows] = kind
-
-    def merged(entries: Iterable[Sequence[Any]]) -> tuple[Any, ...]:
-        return tuple(dict.fromkeys(entry for of_one in entries for entry in of_one))
-
-    causes, cuts, notes = (merged(getattr(r, name) for r in reports) for name in ("causes", "cuts", "notes"))
-    return Report("check_gradients", tuple(tables), causes, cuts, notes)
+def _how(subject: _Subject, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments that both checks have."""
+    names = ("order", "constant", "seed", "timeout")
+    return {"module": subject.module, **{name: getattr(options, name) for name in names}}
 
 
-class _Calls:
-    """The calls of all ranks for one run of `check_gradients`, with what it refuses in terms of the command line."""
+class _Alone(Runs[Report]):
+    """Runs of `check_gradients`, one for each kind of ranks and the rows of each rank."""
 
-    def __init__(self, parts: list[Any], subject: _Subject) -> None:
-        parts = shared(subject.placements, subject.fn, parts)
-        given = [_arguments(part) for part in parts]
-        shapes = {(len(args), *sorted(kwargs)) for args, kwargs in given}
-        if len(shapes) > 1:
-            raise NotUsableError("--batch", "other arguments on other ranks", "the same on all ranks")
-        _expect_double("--batch", [leaf for part in parts for leaf in tree_flatten(part)[0]])
-        _expect_double("--module", _tensors(subject.module))
-        try:
-            if subject.placements is None:  # else check_gradients knows which may be equal
-                refuse_equal_ranks("check", "batch", parts)
-        except ValueError:
-            got, expected = "the same numbers on two ranks", "different ones, since equal ranks hide wrong gradients"
-            remedy = "do not seed in the function: it is called once for each rank, after --seed"
-            raise NotUsableError("--batch", got, expected, remedy) from None
-        names = list(given[0][1])
-        self.fn = _by_position(subject.fn, names) if names else subject.fn
-        self.per_rank = list(zip(*([*args, *(kwargs[n] for n in names)] for args, kwargs in given), strict=True))
-        self.module, self.placements = subject.module, subject.placements
+    def __init__(self, subject: _Subject, options: argparse.Namespace) -> None:
+        self._how = {**_how(subject, options), "placements": subject.placements}
+        self._calls = {rows: _calls(subject, [subject.batch(k) for k in rows]) for rows in subject.sizes}
 
-    def report(self, options: argparse.Namespace, on: str) -> Report:
+    def report(self, on: Sequence[str]) -> Report:
+        """Return one report for all kinds and sizes of ranks."""
+        reports = self.runs([(rows,) for rows in self._calls], on)
+
+        def merged(name: str) -> tuple[Any, ...]:
+            return tuple(dict.fromkeys(entry for report in reports for entry in getattr(report, name)))
+
+        tables = tuple(table for report in reports for table in report.tables)
+        return Report("check_gradients", tables, merged("causes"), merged("cuts"), merged("notes"))
+
+    def run(self, on: str, rows: tuple[int, ...]) -> Report:
         """Return the report, right or wrong."""
+        fn, per_rank = self._calls[rows]
         try:
-            return check_gradients(
-                self.fn,
-                *self.per_rank,
-                order=options.order,
-                constant=options.constant,
-                module=self.module,
-                placements=self.placements,
-                on=[on],
-                seed=options.seed,
-                timeout=options.timeout,
-            )
+            report = check_gradients(fn, *per_rank, on=[on], **self._how)
         except GradientMismatchError as error:
-            return error.report
+            report = error.report
+        return replace(report, tables=tuple(replace(t, title=f"{t.title}, {_in_words(rows)}") for t in report.tables))
+
+    def of_results(self, on: str, rows: tuple[int, ...], **words: Any) -> Report:
+        """Return the report of a run without results."""
+        return Report("check_gradients", (Table(title_of(on, len(rows), _in_words(rows)), len(rows), **words),))
+
+    @override
+    def is_right(self, run: Report) -> bool:
+        return run.ok
+
+
+def _in_words(rows: Sequence[int]) -> str:
+    return f"rows {', '.join(map(str, rows))}"
+
+
+def _calls(subject: _Subject, parts: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
+    """Return the function and the arguments of `check_gradients`, which it refuses in terms of the command line."""
+    parts = shared(subject.placements, subject.fn, parts)
+    given = [arguments_of(part) for part in parts]
+    shapes = {(len(args), *sorted(kwargs)) for args, kwargs in given}
+    if len(shapes) > 1:
+        raise NotUsableError("--batch", "other arguments on other ranks", "the same on all ranks")
+    _expect_double("--batch", [leaf for part in parts for leaf in tree_flatten(part)[0]])
+    _expect_double("--module", _tensors(subject.module))
+    try:
+        if subject.placements is None:  # else check_gradients knows which may be equal
+            refuse_equal_ranks("check", "batch", parts)
+    except ValueError:
+        got, expected = "the same numbers on two ranks", "different ones, since equal ranks hide wrong gradients"
+        remedy = "do not seed in the function: it is called once for each rank, after --seed"
+        raise NotUsableError("--batch", got, expected, remedy) from None
+    names = list(given[0][1])
+    per_rank = list(zip(*([*args, *(kwargs[n] for n in names)] for args, kwargs in given), strict=True))
+    return _by_position(subject.fn, names) if names else subject.fn, per_rank
 
 
 def _expect_double(argument: str, values: Iterable[Any]) -> None:

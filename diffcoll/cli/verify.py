@@ -8,19 +8,50 @@ be on several hosts. PyTorch's own collectives always run on torch.distributed.
 from __future__ import annotations
 
 import argparse
+import html
 import json
+import os
 import sys
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
-from diffcoll.cli import report
-from diffcoll.cli.checks import jobs
+from diffcoll.cli.checks import NOT_OFFERED, Errors, jobs, worst
 from diffcoll.cli.competitors import SYSTEMS
+from diffcoll.cli.page import document, table
 from diffcoll.cli.ranks import Launched, LaunchedByMpi, Spawned
-from diffcoll.cli.report import Row
 from diffcoll.core.torch_private.release import COMPILES
+
+#: Tolerance: the largest relative error at which a collective passes.
+TOLERANCE = 1e-10
+#: A larger error is shown as wrong; a smaller one may be rounding.
+WRONG = 1e-6
+
+_STYLES = {"right": "green", "wrong": "red", "none": "dim"}
+_MARKS = {"right": "✓ ", "wrong": "✗ ", "none": ""}
+
+
+@dataclass
+class Row:
+    """One call at one world size."""
+
+    collective: str
+    call: str
+    world_size: int
+    systems: dict[str, Errors] = field(default_factory=dict)
+
+    def passes(self) -> bool:
+        """Whether all errors of diffcoll are within the tolerance."""
+        own = self.systems["diffcoll"]
+        return isinstance(own, dict) and max(own.values()) <= TOLERANCE
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     sizes = [dist.get_world_size()] if options.launched else options.world_size or [2, 3]
     todo = list(jobs(sizes, options.names))
     rows: list[Row] = []
-    with report.progress(len(todo) * len(SYSTEMS), quiet=not world.speaks) as advance:
+    with progress(len(todo) * len(SYSTEMS), quiet=not world.speaks) as advance:
         for checks, timeout in todo:
             new = [Row(check.collective, check.call, check.world_size) for check in checks]
             for system in SYSTEMS:
@@ -45,15 +76,126 @@ def run(options: argparse.Namespace) -> int:
     if world.speaks:
         about = f"{world.description}, torch {torch.__version__}, float64, seed {options.seed}"
         about += "" if COMPILES else "; compiled: not run, which needs torch 2.12 or later"
-        report.show(rows, about)
+        show(rows, about)
         content = {"about": about, "torch": torch.__version__, "passed": passed, "rows": [asdict(row) for row in rows]}
         try:
             if options.json:
                 options.json.write_text(json.dumps(content, indent=1) + "\n")
             if options.html:
-                options.html.write_text(report.page(rows, about))
+                options.html.write_text(page(rows, about))
         except OSError as error:  # the file was writable when the run began
             print(f"diffcoll verify: {error}", file=sys.stderr)
             passed = False
     world.close()
     return 0 if passed else 1
+
+
+# ── output ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def progress(total: int, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Show a progress bar; yields a function that advances it by one and sets its description."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, transient=True, disable=quiet, console=Console(stderr=True)) as bar:
+        task = bar.add_task("verify", total=total)
+
+        def advance(what: str) -> None:
+            bar.update(task, advance=1, description=what)
+
+        yield advance
+
+
+def wide_console() -> Console:
+    """Return a console of the terminal's width, or 160 columns if the width is unknown."""
+    console = Console()
+    known = console.is_terminal and os.get_terminal_size(console.file.fileno()).columns > 0  # 0 under mpiexec
+    return console if known else Console(width=160)
+
+
+def show(rows: list[Row], about: str) -> None:
+    """Print the table; a call at several world sizes is one line, with the larger error."""
+    console = wide_console()
+    console.print(_matrix(rows, about))
+    failed = [row for row in rows if not row.passes()]
+    for row in failed:
+        own = row.systems["diffcoll"]
+        why = own if isinstance(own, str) else "error above tolerance"
+        console.print(Text(f"{why}: {row.collective}({row.call}), N = {row.world_size}", style="red"))
+    style = "red" if failed else "green"
+    console.print(f"diffcoll: {len(rows) - len(failed)} of {len(rows)} calls are right", style=style)
+
+
+def _matrix(rows: list[Row], about: str) -> Table:
+    grid = Table(
+        title=f"relative error against the reference: output, gradient, second order\n"
+        f"jvp: output, tangent; compiled (fullgraph, inductor): output, gradient\n{about}"
+    )
+    grid.add_column("collective", style="bold", no_wrap=True)
+    grid.add_column("call")
+    grid.add_column("N", no_wrap=True)
+    for system in _systems(rows):
+        grid.add_column(_short(system), min_width=26)
+    for name, call, sizes, outcomes in _merged(rows):
+        if name:
+            grid.add_section()
+        cells = [Text(_text(outcome), style=_STYLES[_verdict(outcome)]) for outcome in outcomes]
+        grid.add_row(name, Text(call), sizes, *cells)
+    return grid
+
+
+def _merged(rows: list[Row]) -> Iterator[tuple[str, str, str, list[Errors]]]:
+    """Yield for each call its collective where another one begins, its words, its world sizes, and all outcomes.
+
+    The n-th call of a collective is the same call at every world size.
+    """
+    systems, count = _systems(rows), Counter[tuple[str, int]]()
+    groups: dict[str, dict[int, list[Row]]] = {}
+    for row in rows:
+        at = row.collective, row.world_size
+        groups.setdefault(row.collective, {}).setdefault(count[at], []).append(row)
+        count[at] += 1
+    for collective, calls in groups.items():
+        for number, same in sorted(calls.items()):
+            sizes = " ".join(str(row.world_size) for row in same)
+            outcomes = [worst([row.systems[system] for row in same]) for system in systems]
+            yield "" if number else collective, same[-1].call, sizes, outcomes
+
+
+def _systems(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(system for row in rows for system in row.systems))
+
+
+def _short(system: str) -> str:
+    """Return the title of a column; PyTorch's own collectives get the release, on which their results depend."""
+    short = system.removeprefix("torch.distributed.")
+    return short if short == system else f"{short} of torch {torch.__version__}"
+
+
+def _text(outcome: Errors) -> str:
+    return outcome if isinstance(outcome, str) else " ".join(f"{value:.0e}" for value in outcome.values())
+
+
+def _verdict(outcome: Errors) -> str:
+    if isinstance(outcome, str):
+        return "none" if outcome == NOT_OFFERED else "wrong"
+    return "wrong" if max(outcome.values()) > WRONG else "right"
+
+
+def page(rows: list[Row], about: str) -> str:
+    """Return the page as HTML, without references to other files."""
+    failed = sum(not row.passes() for row in rows)
+    verdict = f"{len(rows) - failed} of {len(rows)} calls of diffcoll are right"
+    head = "".join(f"<th>{html.escape(_short(system))}" for system in _systems(rows))
+    body = []
+    for name, call, sizes, outcomes in _merged(rows):
+        cells = [f'<td class="n {_verdict(o)}">{_MARKS[_verdict(o)]}{html.escape(_text(o))}' for o in outcomes]
+        what = f'<th>{html.escape(name)}<td class="call">{html.escape(call)}<td class="n">{sizes}'
+        body.append(f"<tr>{what}{''.join(cells)}")
+    text = f"""<p>Rank r computes a loss ℓ<sub>r</sub>; the objective is their sum. Each call ran on real processes with
+data and cotangents that differ on every rank. Each cell has three numbers: the relative errors of the output, the
+gradient and a second-order gradient, against reference gradients that PyTorch derives with all ranks in one autograd
+graph. Rows jvp (forward mode) have two: output and tangent. Rows compiled (torch.compile(fullgraph=True)) have two:
+output and gradient. The columns of PyTorch's own collectives hold for torch {html.escape(torch.__version__)}.
+{table(f"<th>collective<th>call<th>N{head}", body, about)}"""
+    return document("diffcoll verify", verdict, not failed, text)

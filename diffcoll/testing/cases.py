@@ -210,14 +210,27 @@ def _unpacked(y: Tensor) -> Measured:
 
 
 def error(got: Tensor, expected: Tensor, scale: Sequence[Tensor]) -> float:
-    """Return max |got − expected| / max |scale|; inf if shape or dtype differ or a value is NaN."""
-    if (got.shape, got.dtype) != (expected.shape, expected.dtype):
+    """Return max |got − expected| / max |scale|; inf if shape or dtype differ or a value is not finite."""
+    if got.dtype != expected.dtype or not got.isfinite().all():
         return math.inf
-    if not got.numel():
-        return 0.0
-    unit = max((float(t.abs().max()) for t in scale if t.numel()), default=0.0)
-    difference = float((got - expected).abs().max()) / (unit or 1.0)
-    return math.inf if math.isnan(difference) else difference
+    found = relative_errors(got, expected, largest(*scale) or 1.0)
+    return float(found.max()) if found.numel() else 0.0
+
+
+def relative_errors(got: Tensor, expected: Tensor, unit: float | Tensor) -> Tensor:
+    """Return |got − expected| / unit; inf if shapes differ, or where one is not finite and the other another number."""
+    if got.shape != expected.shape:
+        return torch.full((1,), math.inf)
+    # Equal infinities are right, and so are NaNs in the same places.
+    same = (got == expected) | (got.isnan() & expected.isnan())
+    difference = torch.where(same, 0, got - expected).abs().double() / unit
+    return difference.nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def largest(*tensors: Tensor) -> float:
+    """Return the largest finite |x| of these tensors, 0 if there is none."""
+    finite = [t.detach().abs()[t.isfinite()] for t in tensors if t.dtype != torch.bool]
+    return max((float(x.max()) for x in finite if x.numel()), default=0.0)
 
 
 def errors(got: Measured, expected: Sequence[Measured], rank: int) -> dict[str, float]:

@@ -15,10 +15,9 @@ from diffcoll.testing._calls import per_rank_arguments
 from diffcoll.testing.harness.checking import Checking
 from diffcoll.testing.harness.matching import Matching
 from diffcoll.testing.harness.measure import MeasurementPlan, leaves_of
-from diffcoll.testing.harness.names import input_names
 from diffcoll.testing.harness.one_process import report_of
 from diffcoll.testing.harness.packing import pack
-from diffcoll.testing.harness.parts import marked, refuse_equal_ranks
+from diffcoll.testing.harness.parts import input_names, marked, refuse_equal_ranks
 from diffcoll.testing.harness.report import GradientMismatchError, Report, concluded
 from diffcoll.testing.harness.variables import variables
 from diffcoll.testing.sharding.program import Sharding, program

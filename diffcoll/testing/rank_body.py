@@ -130,11 +130,7 @@ def attempt(call: Body, rank: int, known: Mapping[str, Any], copied: Callable[[A
 
 
 def _value_of(
-    x: Any,
-    known: Mapping[str, Any],
-    own: dict[int, Any],
-    stack: contextlib.ExitStack,
-    copied: Callable[[Any], Any],
+    x: Any, known: Mapping[str, Any], own: dict[int, Any], stack: contextlib.ExitStack, copied: Callable[[Any], Any]
 ) -> Any:
     """Return this rank's value of an argument; set a fixture up at its first use."""
     if not isinstance(x, RankFixture):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from diffcoll.cli import arguments, check, check_page, importing, main
+from diffcoll.cli import arguments, check, importing, main
+from diffcoll.cli import page as check_page
 from diffcoll.testing import processes
 from diffcoll.testing.gradients import assert_matches_single_process
 from diffcoll.testing.harness.report import Cause, Report, Row, Table

@@ -13,7 +13,8 @@ import torch
 from releases import compiles
 
 import diffcoll
-from diffcoll.cli import checks, competitors, main, ranks, report
+from diffcoll.cli import checks, competitors, main, ranks
+from diffcoll.cli import verify as report
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.core.torch_private.release import COMPILES
 from diffcoll.testing import RanksFailedError, cases

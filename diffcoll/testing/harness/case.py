@@ -11,7 +11,7 @@ from typing import NamedTuple
 from diffcoll.testing.harness.causes import Kind
 from diffcoll.testing.harness.comparison import Quantity, is_near, right
 from diffcoll.testing.harness.cuts import Cuts
-from diffcoll.testing.harness.evidence import Evidence
+from diffcoll.testing.harness.differences import Evidence
 from diffcoll.testing.harness.report import ratio_in_words
 
 #: A quantity is nearly right if its relative error is below this.
@@ -144,6 +144,15 @@ class Case:
         """Return the ratio that all ranks have; None: they have none in common."""
         first, *others = self.ratios(name).values() or [None]
         return first if all(is_near(other, first or 0.0, self.tolerance) for other in others) else None
+
+    def by_ratio(self, names: Sequence[str]) -> dict[float, list[str]]:
+        """Return the names by the ratio that all ranks have, and those of about the same ratio together."""
+        groups: dict[float, list[str]] = {}
+        for name in names:
+            if ratio := self.ratio(name):
+                like = next((other for other in groups if is_near(ratio, other, self.tolerance)), ratio)
+                groups.setdefault(like, []).append(name)
+        return groups
 
     def is_power(self, ratio: float | None) -> bool:
         """Whether a ratio is a power of N, as a sum or a mean over ranks too many or too few gives."""

@@ -168,10 +168,7 @@ class Kind(Enum):
         "every rank of the axis adds the bias before the sum over the axis",
         "add it after the sum, or on one rank",
     )
-    OFF_BY_LOG_N = (
-        "the sum of exponentials has each term N times",
-        "sum over the pieces of the axis once",
-    )
+    OFF_BY_LOG_N = ("the sum of exponentials has each term N times", "sum over the pieces of the axis once")
     PADDING_COUNTED = (
         "elements that a mask or an ignored label leaves out are counted where the loss is divided",
         "divide by the number of elements that count, on all ranks",

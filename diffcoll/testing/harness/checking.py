@@ -12,13 +12,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.core.errors import message
+from diffcoll.testing.cases import largest
 from diffcoll.testing.harness.case import Case, Witness
-from diffcoll.testing.harness.comparison import SMALL, Quantity, largest, unused
+from diffcoll.testing.harness.comparison import SMALL, Quantity, unused
 from diffcoll.testing.harness.cuts import Cuts
 from diffcoll.testing.harness.differences import (
     STEPS,
     Difference,
     Direction,
+    Evidence,
     along,
     central,
     directions,
@@ -27,7 +29,6 @@ from diffcoll.testing.harness.differences import (
     size,
     step,
 )
-from diffcoll.testing.harness.evidence import Evidence
 from diffcoll.testing.harness.hypotheses import HYPOTHESES, diagnose, not_replicated, part_of_sum
 from diffcoll.testing.harness.joint import JointGraph
 from diffcoll.testing.harness.measure import (
@@ -41,7 +42,7 @@ from diffcoll.testing.harness.measure import (
     undetached,
 )
 from diffcoll.testing.harness.packing import Packed
-from diffcoll.testing.harness.report import Report, Table
+from diffcoll.testing.harness.report import Report, Table, title_of
 from diffcoll.testing.harness.variables import Variables
 from diffcoll.testing.sharding.placements import PARTIAL, REPLICATE
 
@@ -111,8 +112,7 @@ class Checking:
         self._refuse_imprecise(quantities, joint)
         if self.plan.order > 1:
             quantities += self._second_order(on, measured, plan)
-        title = f"{on}, {self.size} rank{'s' * (self.size != 1)}"
-        tables = [Table(title, self.size, tuple(q.row for q in quantities))]
+        tables = [Table(title_of(on, self.size), self.size, tuple(q.row for q in quantities))]
         causes = []
         if not tables[0].ok:
             witness = _Differences(self, on, measured, found, cuts, joint)

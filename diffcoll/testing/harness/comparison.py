@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from diffcoll.core.errors import message
+from diffcoll.testing.cases import largest, relative_errors
 from diffcoll.testing.harness.measure import Gradients, Measurement, differentiable
 from diffcoll.testing.harness.report import Row
 
@@ -59,14 +60,9 @@ class Quantity:
     @cached_property
     def errors(self) -> Tensor:
         """|got − wanted| / (unit · rows); inf if shapes differ or a value is not finite."""
-        if self.mismatched:
-            return torch.full((1,), math.inf)
-        if not differentiable(self.wanted):
-            return torch.where(self.got == self.wanted.to(self.got.dtype), 0.0, math.inf)
-        # Equal infinities are right, and so are NaNs in the same places.
-        same = (self.got == self.wanted) | (self.got.isnan() & self.wanted.isnan())
-        difference = torch.where(same, 0, self.got - self.wanted).abs().double() / ((self.unit or 1.0) * self.rows)
-        return difference.nan_to_num(nan=math.inf, posinf=math.inf)
+        if self.mismatched or differentiable(self.wanted):
+            return relative_errors(self.got, self.wanted, (self.unit or 1.0) * self.rows)
+        return torch.where(self.got == self.wanted.to(self.got.dtype), 0.0, math.inf)
 
     @property
     def error(self) -> float:
@@ -231,12 +227,6 @@ def together(ys: Sequence[Tensor], wanted: Tensor) -> Tensor:
     if wanted.dtype == torch.bool:  # of any rank, or of all
         return every.any(0) if wanted.any() else every.all(0)
     return wanted if bool((every == wanted).all()) else every.sum(0)  # the same on all, or a count
-
-
-def largest(*tensors: Tensor) -> float:
-    """Return the largest finite |x| of these tensors, 0 if there is none."""
-    finite = [t.detach().abs()[t.isfinite()] for t in tensors if t.dtype != torch.bool]
-    return max((float(x.max()) for x in finite if x.numel()), default=0.0)
 
 
 def unused(name: str, functions: str) -> ValueError:

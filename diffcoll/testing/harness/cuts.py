@@ -109,7 +109,7 @@ class GraphCuts:
 
     def __enter__(self) -> GraphCuts:
         """Begin to record."""
-        self._modes.enter_context(_Detaches(self.detached))
+        self._modes.enter_context(Detaches(self.detached))
         if here() is None:
             self._modes.enter_context(_Dispatched(self))
         self._modes.callback(sys.setprofile, sys.getprofile())
@@ -189,33 +189,26 @@ def _frames() -> Iterator[tuple[str, str]]:
         frame = frame.f_back
 
 
-class _Detaches(TorchFunctionMode):
-    """Records the lines of the user's that call `detach()` or read `.data`, for tensors that require a gradient."""
+class Detaches(TorchFunctionMode):
+    """Looks at the lines of the user's that call `detach()` or read `.data`, for tensors that require a gradient.
 
-    def __init__(self, lines: dict[str, str]) -> None:
+    Args:
+        lines: what records them. None: they keep the graph, to find out whether they lose the gradient.
+    """
+
+    def __init__(self, lines: dict[str, str] | None = None) -> None:
         super().__init__()
         self._lines = lines
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if _detaches(func, args):
+        if func in _DETACHING and args[0].requires_grad and torch.is_grad_enabled() and _users_call():
+            if self._lines is None:
+                return args[0].clone()
             line = Origin("").line
             self._lines.setdefault(line, f"{_DETACHING[func]} at {line} takes a tensor out of the graph")
         return func(*args, **(kwargs or {}))
-
-
-class Undetached(TorchFunctionMode):
-    """Lets the user's calls of `detach()` and `.data` keep the graph, to find out whether they lose the gradient."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return args[0].clone() if _detaches(func, args) else func(*args, **(kwargs or {}))
-
-
-def _detaches(func: Any, args: Sequence[Any]) -> bool:
-    return func in _DETACHING and args[0].requires_grad and torch.is_grad_enabled() and _users_call()
 
 
 #: `Tensor.data` and functions, as a function mode sees them, by what users write.

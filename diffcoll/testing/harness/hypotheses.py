@@ -13,9 +13,8 @@ import torch
 
 from diffcoll.testing.harness.case import LITTLE, Case, Finding, in_list, ranks_in_words, short
 from diffcoll.testing.harness.causes import Kind, cause_of
-from diffcoll.testing.harness.comparison import Quantity, is_near
-from diffcoll.testing.harness.report import Cause
-from diffcoll.testing.harness.some_rows import left_out, some_rows
+from diffcoll.testing.harness.comparison import Quantity, busy, is_near, multiple
+from diffcoll.testing.harness.report import Cause, ratio_in_words
 
 
 def diagnose(case: Case, hypotheses: Sequence[Callable[[Case], Iterator[Finding]]] | None = None) -> list[Cause]:
@@ -120,19 +119,17 @@ def _no_reduction(case: Case) -> Iterator[Finding]:
 
 def _scaled(case: Case) -> Iterator[Finding]:
     """A gradient is the right one times a number, the same on all ranks; a single number must be a power of N."""
-    groups: dict[float, list[str]] = {}
-    for name in case.left("gradient"):
-        ratio = case.ratio(name)
+
+    def is_scaled(name: str) -> bool:
+        ratio = case.ratio(name) or 0.0
         # A single number is a multiple of any other, and the gradient of another loss may be one.
         single = sum(int(((q.got != 0) | (q.wanted != 0)).sum()) for q in case.of(name) if not q.mismatched) == 1
-        if ratio and (
-            case.is_power(ratio / case.factor) if single or case.values_differ else not is_near(ratio, 1.0, LITTLE)
-        ):
-            like = next((other for other in groups if is_near(ratio, other, case.tolerance)), ratio)
-            groups.setdefault(like, []).append(name)
+        exact = case.is_power(ratio / case.factor)
+        return exact if single or case.values_differ else not is_near(ratio, 1.0, LITTLE)
+
     # A gradient that is zero but for rounding is right whatever it is multiplied by.
     right = any(q.ok and not q.times(case.size).ok for q in case.quantities if q.group == "gradient")
-    for ratio, names in groups.items():
+    for ratio, names in case.by_ratio(list(filter(is_scaled, case.left("gradient")))).items():
         twice = bool(case.rank_reduction) and right and is_near(ratio, case.size, case.tolerance)
         words = f"{in_list(names)}: {case.scaled(ratio, case.witness.reference)}; right in direction"
         of_ranks = case.witness.one_loss and case.is_power(ratio)
@@ -191,6 +188,53 @@ def restored(case: Case) -> Iterator[Finding]:
     """Right if the user's calls of detach() keep the graph."""
     if case.cuts.detached and (names := [name for name in case.left("gradient") if name in case.witness.restored]):
         yield Finding(Kind.GRAPH_CUT, names, f"{in_list(names)}: right if the calls of detach() keep the graph")
+
+
+# ── rows ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def some_rows(case: Case) -> Iterator[Finding]:
+    """Some rows of a gradient are wrong, all by the same factor or not, and those that are large are right."""
+    groups: dict[float | None, list[str]] = {}
+    of_names: dict[str, str] = {}
+    for name in case.left("gradient"):
+        wrong = [q for q in case.of(name) if not q.ok]
+        if not all(isinstance(q.rows, torch.Tensor) and is_near(q.ratio, 1.0, case.tolerance) for q in wrong):
+            continue
+        each = [
+            (q, row) for q in wrong for row in (q.errors > q.allowed).flatten(1).any(1).nonzero().flatten().tolist()
+        ]
+        ratios = [multiple(q.got[row], q.wanted[row], 30 * case.tolerance) for q, row in each]
+        same = all(is_near(ratio, ratios[0] or 0.0, 30 * case.tolerance) for ratio in ratios)
+        ratio = ratios[0] if same else None
+        if all(q.error < LITTLE for q in wrong) and (ratio is None or is_near(ratio, 1.0, LITTLE)):
+            continue
+        groups.setdefault(ratio, []).append(name)
+        where = [f"{row}" if q.rank is None else f"{row} on rank {q.rank}" for q, row in each]
+        of_names[name] = f"{short(name)}: row{'s' * (len(where) > 1)} {', '.join(where[:5])}{', …' * (len(where) > 5)}"
+    for ratio, names in groups.items():
+        words = "; ".join(of_names[name] for name in names)
+        factor = "" if ratio is None else f", {ratio_in_words(ratio, case.size)} times the right one"
+        yield Finding(Kind.SOME_ROWS, names, f"{words}: wrong{factor}; the larger rows are right")
+
+
+def _left_out(case: Case) -> Iterator[Finding]:
+    """Rows that count on one process have no effect on the losses of the ranks."""
+    names: list[str] = []
+    where: list[str] = []
+    for name in case.left("gradient") if case.values_differ else []:
+        lost = [
+            f"row {row} on rank {q.rank}"
+            for q in case.of(name)
+            if q.rank is not None and not q.mismatched
+            for row in (busy(q.wanted) & ~busy(q.got)).nonzero().flatten().tolist()
+        ]
+        if lost and (found := case.witness.evidence.cause(short(name))) and found[0] == Kind.CONSISTENT:
+            names.append(name)
+            where = where or [*lost[:5], *["…"] * (len(lost) > 5)]
+    if names and case.witness.local_statistics is None:
+        seen = f"{in_list(names)}: no effect on the losses of the ranks: {', '.join(where)}"
+        yield Finding(Kind.LEFT_OUT, names + case.left("value", "output"), seen)
 
 
 # ── another computation ──────────────────────────────────────────────────────────────────────────────────
@@ -282,7 +326,7 @@ HYPOTHESES: Sequence[Callable[[Case], Iterator[Finding]]] = (
     _no_reduction,
     _scaled,
     some_rows,
-    left_out,
+    _left_out,
     zero,
     restored,
     _mean_of_local_means,

@@ -14,9 +14,8 @@ from diffcoll.core.errors import message
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing.harness.comparison import Names, compare, largest_errors, rows_of, unused
 from diffcoll.testing.harness.measure import Measurement, MeasurementPlan, differentiable, on_rank
-from diffcoll.testing.harness.names import input_names
 from diffcoll.testing.harness.packing import Packed
-from diffcoll.testing.harness.parts import hides_tensors, marked, refuse_equal_ranks, split
+from diffcoll.testing.harness.parts import hides_tensors, input_names, marked, refuse_equal_ranks, split
 from diffcoll.testing.harness.runs import Against, Run
 
 

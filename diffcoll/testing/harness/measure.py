@@ -22,8 +22,9 @@ from diffcoll.core.torch_private.autograd import leaves_of_graph
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.engines.simulated_moves import LostGradientWarning
 from diffcoll.testing.cases import numbers, real_inner
-from diffcoll.testing.harness.cuts import Cuts, GraphCuts, Undetached
+from diffcoll.testing.harness.cuts import Cuts, Detaches, GraphCuts
 from diffcoll.testing.harness.packing import Packed, Subject
+from diffcoll.testing.layouts import same
 from diffcoll.testing.simulate import simulate
 from diffcoll.testing.spawn import spawn
 
@@ -241,9 +242,7 @@ def started(packed: Packed, plan: MeasurementPlan, rank: int) -> Subject:
 
 def differs(x: Tensor, y: Tensor | None) -> bool:
     """Whether two tensors have other numbers; NaNs are equal."""
-    if y is None or x.shape != y.shape or x.dtype != y.dtype:
-        return True
-    return not bool(((x == y) | ((x != x) & (y != y))).all())
+    return y is None or x.dtype != y.dtype or not same(x, y)
 
 
 class _Others:
@@ -315,7 +314,7 @@ def cuts_on_rank(packed: Packed, part: Any) -> Cuts:
 
 def undetached(measure: Callable[..., T], *arguments: Any) -> T:
     """Measure on this rank, where the user's calls of `detach()` keep the graph."""
-    with Undetached():
+    with Detaches():
         return measure(*arguments)
 
 

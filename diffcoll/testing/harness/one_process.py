@@ -12,22 +12,15 @@ from typing import Any
 from typing_extensions import override
 
 from diffcoll.core.torch_private.trees import tree_flatten
+from diffcoll.testing.cases import largest
 from diffcoll.testing.harness.case import Case
 from diffcoll.testing.harness.causes import Kind, cause_of
-from diffcoll.testing.harness.comparison import Quantity, all_near, compare, largest, right, rows_of
+from diffcoll.testing.harness.comparison import Quantity, all_near, compare, right, rows_of
 from diffcoll.testing.harness.cuts import Cuts
-from diffcoll.testing.harness.differences import directions, losses_along, partials, size
-from diffcoll.testing.harness.evidence import Evidence
+from diffcoll.testing.harness.differences import Evidence, directions, losses_along, partials, size
 from diffcoll.testing.harness.hypotheses import diagnose
 from diffcoll.testing.harness.matching import Matching
-from diffcoll.testing.harness.measure import (
-    Measurement,
-    cuts_on_rank,
-    leaves_of,
-    on_rank,
-    outputs_on_rank,
-    undetached,
-)
+from diffcoll.testing.harness.measure import Measurement, cuts_on_rank, leaves_of, on_rank, outputs_on_rank, undetached
 from diffcoll.testing.harness.parts import joined, rolled
 from diffcoll.testing.harness.report import Cause, Report
 from diffcoll.testing.harness.runs import OfRun, Run, changed_attributes

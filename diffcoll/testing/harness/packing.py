@@ -8,7 +8,7 @@ import pickle
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from importlib.util import find_spec
 from types import ModuleType
@@ -85,11 +85,16 @@ class Subject:
 
     def call(self, part: Any) -> list[Tensor]:
         """Call the function on one rank's part of the batch. Returns the leaves of its result as tensors."""
-        if isinstance(part, (tuple, list)) and not hasattr(part, "_fields"):
-            y = self.fn(*part)
-        else:
-            y = self.fn(**part) if isinstance(part, dict) else self.fn(part)
+        args, kwargs = arguments_of(part)
+        y = self.fn(*args, **kwargs)
         return [y[0] if i in self.losses and y.shape == (1,) else y for i, y in enumerate(_results(y))]
+
+
+def arguments_of(part: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return the positional and the keyword arguments that a part of the batch is."""
+    if isinstance(part, (tuple, list)) and not hasattr(part, "_fields"):
+        return part, {}
+    return ((), part) if isinstance(part, dict) else ((part,), {})
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,11 @@ def concluded(report: Report, strict: bool) -> Report:
     return report
 
 
+def title_of(on: str, n: int, *more: str) -> str:
+    """Return the title of a table: the kind of ranks, N, and what they have."""
+    return ", ".join((on, f"{n} rank{'s' * (n != 1)}", *more))
+
+
 def _lines(table: Table) -> list[str]:
     if table.skipped:
         return [f"── {table.title}: not run: {table.skipped}"]

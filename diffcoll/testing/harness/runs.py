@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from diffcoll.core.errors import message
 from diffcoll.testing.harness.case import Witness
@@ -24,9 +25,10 @@ from diffcoll.testing.harness.comparison import (
 )
 from diffcoll.testing.harness.measure import Measurement, MeasurementPlan, outputs_on_rank, run_on
 from diffcoll.testing.harness.packing import Packed
-from diffcoll.testing.harness.report import Cause, Table
+from diffcoll.testing.harness.report import Cause, Table, title_of
 from diffcoll.testing.processes import in_words
 
+R = TypeVar("R")
 #: The groups of quantities.
 GROUPS = ("value", "output", "gradient", "second order", "state")
 
@@ -88,17 +90,56 @@ class Run:
 
     def table(self, rank_reduction: str = "") -> Table:
         """Return the table of the report."""
-        title = f"{self.on}, {self.size} rank{'s' * (self.size != 1)}, {self.what}"
         rows = tuple(q.row for q in self.under(rank_reduction))
-        return Table(title, self.size, rows, self.raised, self.skipped)
+        return Table(title_of(self.on, self.size, self.what), self.size, rows, self.raised, self.skipped)
 
     def values_differ(self, rank_reduction: str = "") -> bool:
         """Whether the values or outputs are not those of one process, compared or not."""
         return any(not q.ok for q in replace(self, groups=("value", "output")).under(rank_reduction))
 
 
+class Runs(Generic[R]):
+    """Runs on several kinds of ranks, each of which has a setting, such as the rows of each rank."""
+
+    #: (on, *setting) → the run.
+    run: ClassVar[Callable[..., Any]]
+    #: (on, *setting, **results) → a run with these results.
+    of_results: ClassVar[Callable[..., Any]]
+
+    def is_right(self, run: R) -> bool:
+        """Whether a run is right under a reduction that was asked for."""
+        raise NotImplementedError
+
+    def attempt(self, on: str, *setting: Any) -> R:
+        """Run, and keep the error if one is raised."""
+        found: R
+        try:
+            found = self.run(on, *setting)
+        except Exception as error:
+            found = self.of_results(on, *setting, raised=in_words(error))
+        return found
+
+    def runs(self, settings: Iterable[tuple[Any, ...]], on: Sequence[str]) -> list[R]:
+        """Run on each kind of ranks; only the first run may raise.
+
+        What is wrong already is skipped: after a run that is wrong, those whose setting begins with the same.
+        """
+        found: list[R] = []
+        wrong: list[tuple[Any, str]] = []
+        each = list(settings)
+        for kind, setting in itertools.product(on, each):
+            if first := next((before for what, before in wrong if what == setting[0]), None):
+                where = "in the step before" if first == kind else f"on {first} ranks"
+                found.append(self.of_results(kind, *setting, skipped=f"wrong already {where}"))
+                continue
+            found.append((self.attempt if found else self.run)(kind, *setting))
+            if not self.is_right(found[-1]):
+                wrong.append((setting[0], kind))
+        return found
+
+
 @dataclass(frozen=True)
-class Against:
+class Against(Runs[Run]):
     """Distributed code, the same on one process, and how they are compared."""
 
     name: str
@@ -116,39 +157,13 @@ class Against:
     #: The largest relative error that is right.
     tolerance: float = 0.0
 
-    #: (on, *setting) → the run, measured on ranks and on one process.
-    run: ClassVar[Callable[..., Run]]
-    #: (on, *setting, **results) → a run with these results.
-    of_results: ClassVar[Callable[..., Run]]
-
     def noise(self, run: Run) -> dict[str, float]:
         """Return by how much each quantity changes on one process with the last digits of inputs and parameters."""
         raise NotImplementedError
 
+    @override
     def is_right(self, run: Run) -> bool:
-        """Whether a run is right under a reduction that was asked for."""
         return run.ok()
-
-    def attempt(self, on: str, *setting: Any) -> Run:
-        """Run, and keep the error if one is raised."""
-        try:
-            return self.run(on, *setting)
-        except Exception as error:
-            return self.of_results(on, *setting, raised=in_words(error))
-
-    def runs(self, settings: Iterable[tuple[Any, ...]], on: Sequence[str]) -> list[Run]:
-        """Run on each kind of ranks; what is wrong already is skipped, and only the first run may raise."""
-        found: list[Run] = []
-        settings = list(settings)
-        for kind in on:
-            for setting in settings:
-                known = [run for run in found if run.setting[0] == setting[0] and not run.skipped]
-                if wrong := [run for run in known if not self.is_right(run)]:
-                    where = "in the step before" if wrong[-1].on == kind else f"on {wrong[-1].on} ranks"
-                    found.append(self.of_results(kind, *setting, skipped=f"wrong already {where}"))
-                else:
-                    found.append((self.attempt if found else self.run)(kind, *setting))
-        return found
 
     def shared_state(
         self, runs: list[Run], wrong: Run, causes: Sequence[Cause], rank_reduction: str = ""

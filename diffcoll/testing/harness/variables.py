@@ -12,7 +12,7 @@ from torch import Tensor
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing.harness.measure import Constant
-from diffcoll.testing.harness.names import named_tensors, tensor_names
+from diffcoll.testing.harness.parts import named_tensors, tensor_names
 from diffcoll.testing.sharding.placements import REPLICATE, SHARD, is_placement, kind_of, refuse_unused, said_of
 
 OUTPUT = "output"

@@ -18,16 +18,8 @@ from torch import Tensor
 from diffcoll.testing.harness.case import Case, Finding, in_list
 from diffcoll.testing.harness.causes import Kind
 from diffcoll.testing.harness.comparison import Quantity, is_near, near
-from diffcoll.testing.harness.hypotheses import (
-    nearly_right,
-    not_finite,
-    random,
-    restored,
-    rounding,
-    zero,
-)
+from diffcoll.testing.harness.hypotheses import nearly_right, not_finite, random, restored, rounding, some_rows, zero
 from diffcoll.testing.harness.runs import OfRun
-from diffcoll.testing.harness.some_rows import some_rows
 from diffcoll.testing.sharding.placements import REPLICATE, SHARD, Mesh
 from diffcoll.testing.sharding.rank import Piece
 from diffcoll.testing.sharding.trace import Change
@@ -91,13 +83,8 @@ def experiments(case: Case) -> Iterator[Finding]:
 
 def factors(case: Case) -> Iterator[Finding]:
     """A value, output or gradient is the right one times a number that is made of the sizes of axes or of counts."""
-    groups: dict[float, list[str]] = {}
-    for name in case.left("value", "output", "gradient"):
-        ratio = case.ratio(name)
-        if ratio and not is_near(ratio, 1.0):
-            like = next((other for other in groups if is_near(ratio, other, case.tolerance)), ratio)
-            groups.setdefault(like, []).append(name)
-    for ratio, names in groups.items():
+    scaled = [name for name in case.left("value", "output", "gradient") if not is_near(case.ratio(name), 1.0)]
+    for ratio, names in case.by_ratio(scaled).items():
         several = any(q.wanted.numel() > 1 for name in names for q in case.of(name))
         of_axes = powers(_of(case).mesh, ratio, case.tolerance)
         inexact = any(not q.ok for q in case.quantities if q.group in ("value", "output"))

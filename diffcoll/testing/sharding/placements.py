@@ -173,12 +173,12 @@ def by_function(name: str, said: Placement, whole: Tensor, mesh: Mesh, rank: int
     return Layout(kinds, lambda x: cut(x, mesh.at(rank)))
 
 
-def candidates(whole: Tensor, mesh: Mesh) -> list[dict[str, Placement]]:
-    """Return the placements that a shape may mean: each axis is Replicate, or Shard of a dim."""
+def candidates(whole: Tensor, mesh: Mesh, *more: Placement) -> list[dict[str, Placement]]:
+    """Return the placements that a shape may mean: each axis is Replicate, one of some more, or Shard of a dim."""
     from torch.distributed.tensor import Shard
 
-    each = [[None, *(Shard(dim) for dim in range(whole.dim()))] if n > 1 else [None] for n in mesh.sizes.values()]
-    every = itertools.product(*each)
+    each = [None, *more, *(Shard(dim) for dim in range(whole.dim()))]
+    every = itertools.product(*(each if n > 1 else [None] for n in mesh.sizes.values()))
     return [{axis: p for axis, p in zip(mesh.sizes, some, strict=True) if p is not None} for some in every]
 
 

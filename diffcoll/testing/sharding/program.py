@@ -16,9 +16,8 @@ from diffcoll.core.errors import message
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing.harness.comparison import Quantity, rows, together, unused
 from diffcoll.testing.harness.measure import Measurement, differentiable, on_rank, outputs_on_rank
-from diffcoll.testing.harness.names import input_names, named_tensors
 from diffcoll.testing.harness.packing import Packed, pack
-from diffcoll.testing.harness.parts import marked
+from diffcoll.testing.harness.parts import input_names, marked, named_tensors
 from diffcoll.testing.harness.runs import Against, Run
 from diffcoll.testing.sharding.placements import PARTIAL, REPLICATE, SHARD, Mesh, Placement, refuse_unused
 from diffcoll.testing.sharding.rank import (

@@ -18,8 +18,8 @@ from diffcoll.testing.harness.comparison import Quantity
 from diffcoll.testing.harness.cuts import Cuts, GraphCuts
 from diffcoll.testing.harness.hypotheses import diagnose
 from diffcoll.testing.harness.measure import differentiable, undetached
-from diffcoll.testing.harness.names import named_tensors
 from diffcoll.testing.harness.packing import Packed
+from diffcoll.testing.harness.parts import named_tensors
 from diffcoll.testing.harness.report import First, Report
 from diffcoll.testing.harness.runs import Run, changed_attributes
 from diffcoll.testing.sharding.axes import MESH_HYPOTHESES, OfMesh

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing.harness.comparison import near
 from diffcoll.testing.harness.measure import differentiable
-from diffcoll.testing.sharding.placements import PARTIAL, Mesh, Placement, by_function
+from diffcoll.testing.sharding.placements import PARTIAL, Mesh, Placement, by_function, candidates
 from diffcoll.testing.sharding.settling import whole_of
 
 
@@ -139,18 +139,12 @@ def suspects(
 
 
 def _agree(
-    wanted: Tensor,
-    got: Mapping[int, Tensor],
-    mesh: Mesh,
-    functions: Sequence[Callable[..., Any]],
-    parts: bool = True,
+    wanted: Tensor, got: Mapping[int, Tensor], mesh: Mesh, functions: Sequence[Callable[..., Any]], parts: bool = True
 ) -> bool:
     """Whether the ranks have pieces of a tensor, or parts of a sum."""
-    from torch.distributed.tensor import Partial, Shard
+    from torch.distributed.tensor import Partial
 
-    each: list[Placement] = [None, *[Partial()] * parts, *(Shard(dim) for dim in range(wanted.dim())), *functions]
-    for some in itertools.product(*[each if n > 1 else [None] for n in mesh.sizes.values()]):
-        said = {axis: placement for axis, placement in zip(mesh.sizes, some, strict=True) if placement is not None}
+    for said in candidates(wanted, mesh, *[Partial()] * parts, *functions):
         with contextlib.suppress(Exception):  # a function of the user's, meant for another tensor
             if all(_is_piece(wanted, r, got, said, mesh) for r in got):
                 return True
