@@ -36,9 +36,13 @@ TIMEOUT = 110
 
 def on_ranks(backend, body):
     """Run body(r) on the ranks of a backend; without a GPU, gloo replaces NCCL."""
-    return spawn(
-        body, range(RANKS[backend]), backend=backend if ON_GPU else backend.replace("nccl", "gloo"), timeout=TIMEOUT
-    )
+
+    def quiet(r):
+        warnings.simplefilter("ignore", UserWarning)  # MPI warns that it cannot read CUDA memory
+        return body(r)
+
+    there = backend if ON_GPU else backend.replace("nccl", "gloo")
+    return spawn(quiet, range(RANKS[backend]), backend=there, timeout=TIMEOUT)
 
 
 class OnDevice(cases.Case):
@@ -88,9 +92,7 @@ def test_value_and_gradients_to_second_order_are_those_of_truth(backend):
     n = RANKS[backend]
 
     def body(r):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # MPI warns that it cannot read CUDA memory
-            return [on_cpu(cases.on_rank(here(case), r, SEED)) for case in table(n)]
+        return [on_cpu(cases.on_rank(here(case), r, SEED)) for case in table(n)]
 
     found = list(zip(*on_ranks(backend, body), strict=True))
     assert len(found) == len(table(n)) > 100
@@ -154,20 +156,18 @@ def test_sizes_that_ranks_tell_each_other_and_what_they_compare(backend):
     n = RANKS[backend]
 
     def body(r):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            x = torch.arange(r + 1.0, device=DEVICE)
-            with dc.check_mode():
-                gathered = dc.all_gather(x, sizes="auto")
-                scattered = dc.scatter(torch.arange(2.0 * n, device=DEVICE) if r == 0 else None)
-            halves = [torch.full((2,), 1.0 + r, dtype=torch.bfloat16, device=DEVICE)]
-            mean = dc.average_gradients(halves, weight=r + 1)[0]
-            logged = dc.global_mean(2.0 + r, weight=r + 1)
-            if n > 1:
-                with pytest.raises(dc.CollectiveMismatchError), dc.check_mode():
-                    dc.all_reduce(torch.ones(1 + r, device=DEVICE))
-            assert {t.device.type for t in (gathered, scattered, mean)} == {DEVICE}
-            return gathered.tolist(), scattered.tolist(), mean.tolist(), logged.item()
+        x = torch.arange(r + 1.0, device=DEVICE)
+        with dc.check_mode():
+            gathered = dc.all_gather(x, sizes="auto")
+            scattered = dc.scatter(torch.arange(2.0 * n, device=DEVICE) if r == 0 else None)
+        halves = [torch.full((2,), 1.0 + r, dtype=torch.bfloat16, device=DEVICE)]
+        mean = dc.average_gradients(halves, weight=r + 1)[0]
+        logged = dc.global_mean(2.0 + r, weight=r + 1)
+        if n > 1:
+            with pytest.raises(dc.CollectiveMismatchError), dc.check_mode():
+                dc.all_reduce(torch.ones(1 + r, device=DEVICE))
+        assert {t.device.type for t in (gathered, scattered, mean)} == {DEVICE}
+        return gathered.tolist(), scattered.tolist(), mean.tolist(), logged.item()
 
     weights = range(1, n + 1)
     mean = sum(w * w for w in weights) / sum(weights)
@@ -246,18 +246,16 @@ def steps(model, r, averager=None):
 @pytest.mark.parametrize("backend", RANKS)
 def test_the_averager_does_what_ddp_does(backend):
     def body(r):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            results = {}
-            for name, more in {
-                "one": {},
-                "several": {"bucket_mb": 0.05},
-                "weighted": {"reduction": "weighted"},
-            }.items():
-                model = made()
-                averager = dc.GradientAverager(model, **more)
-                results[name] = steps(model, r, averager)
-                averager.detach()
+        results = {}
+        for name, more in {
+            "one": {},
+            "several": {"bucket_mb": 0.05},
+            "weighted": {"reduction": "weighted"},
+        }.items():
+            model = made()
+            averager = dc.GradientAverager(model, **more)
+            results[name] = steps(model, r, averager)
+            averager.detach()
         if backend != "mpi":
             ddp = DistributedDataParallel(made(), find_unused_parameters=True)
             results["DDP"] = steps(ddp, r)
@@ -405,51 +403,36 @@ def assert_all_right(results, calls, n):
 
 
 @pytest.mark.parametrize("backend", RANKS)
-def test_input_that_is_not_there_yet(backend):
-    """A long kernel is queued before the input and before the gradient; no explicit synchronization."""
-    calls = {**CALLS, **ONLY_AT_ONCE}
+@pytest.mark.parametrize("where", ["nowhere", "input", "collective", "use"])
+def test_input_that_is_not_there_yet_and_side_streams(backend, where):
+    """A long kernel is queued before the input and before the gradient; no explicit synchronization.
 
-    def body(r):
-        found = {}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            for name, call in calls.items():
-                x = late_input(r)
-                y = call(x)
-                long_kernel()
-                (g,) = torch.autograd.grad(loss_of(y, r), x)
-                found[name] = y.detach(), g
-        return found
-
-    assert_all_right(on_ranks(backend, body), calls, RANKS[backend])
-
-
-@pytest.mark.parametrize("backend", RANKS)
-@pytest.mark.parametrize("where", ["input", "collective", "use"])
-def test_side_streams(backend, where):
-    """The input, the collective or the use of the result is on another stream, in backward too."""
+    The input, the collective or the use of the result is on another stream, in backward too.
+    """
     calls = {**CALLS, **ONLY_AT_ONCE}
 
     def body(r):
         found = {}
         streams = Streams()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            for name, call in calls.items():
-                with streams.on_side() if where == "input" else contextlib.nullcontext():
-                    x = late_input(r)
-                streams.back(x.detach())
-                with streams.on_side() if where == "collective" else contextlib.nullcontext():
-                    y = call(x)
-                if where == "collective":
-                    streams.back(y.detach())
-                with streams.on_side() if where == "use" else contextlib.nullcontext():
-                    long_kernel()
-                    loss = loss_of(y, r)
-                    kept = y.detach().clone()
-                streams.back(loss.detach(), kept)
-                (g,) = torch.autograd.grad(loss, x)
-                found[name] = kept, g
+
+        def stream_of(part):
+            return streams.on_side() if where == part else contextlib.nullcontext()
+
+        for name, call in calls.items():
+            with stream_of("input"):
+                x = late_input(r)
+            streams.back(x.detach())
+            with stream_of("collective"):
+                y = call(x)
+            if where == "collective":
+                streams.back(y.detach())
+            with stream_of("use"):
+                long_kernel()
+                loss = loss_of(y, r)
+                kept = y.detach().clone()
+            streams.back(loss.detach(), kept)
+            (g,) = torch.autograd.grad(loss, x)
+            found[name] = kept, g
         return found
 
     assert_all_right(on_ranks(backend, body), calls, RANKS[backend])
@@ -462,21 +445,19 @@ def test_started_on_one_stream_and_awaited_on_another(backend):
     def body(r):
         found = {}
         streams = Streams()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            for name, call in CALLS.items():
-                x = late_input(r)
-                pending = call(x, async_op=True)
-                with streams.on_side():
-                    long_kernel()
-                    y = pending.wait()
-                    kept = y.detach().clone()
-                    loss = loss_of(y, r)
-                # Reuses memory of the size that the wait has released, on the stream of the start.
-                torch.full(SHAPE, 77.0, device=DEVICE)
-                streams.back(loss.detach(), kept)
-                (g,) = torch.autograd.grad(loss, x)
-                found[name] = kept, g
+        for name, call in CALLS.items():
+            x = late_input(r)
+            pending = call(x, async_op=True)
+            with streams.on_side():
+                long_kernel()
+                y = pending.wait()
+                kept = y.detach().clone()
+                loss = loss_of(y, r)
+            # Reuses memory of the size that the wait has released, on the stream of the start.
+            torch.full(SHAPE, 77.0, device=DEVICE)
+            streams.back(loss.detach(), kept)
+            (g,) = torch.autograd.grad(loss, x)
+            found[name] = kept, g
         return found
 
     assert_all_right(on_ranks(backend, body), CALLS, RANKS[backend])

@@ -174,6 +174,10 @@ def parameters_of(kind):
     return Scale(scale=2.5, bias=-2.0) if kind == "siglip" else Scale(scale=2.5)
 
 
+def data(*shape, seed=0, dtype=torch.double):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
 def batch(rows, dtype=torch.double, seed=None):
     """Features of 6 dimensions, labels, one of which a single row has, and ids."""
     g = torch.Generator().manual_seed(rows if seed is None else seed)

@@ -8,16 +8,13 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from references import data
 from releases import compiles
 from runs import gloo, refusal, rules
 from torch import nn
 
 import diffcoll as dc
 from diffcoll.nn import SyncBatchNorm
-
-
-def data(*shape, seed=0, dtype=torch.double):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 class WithActivation(nn.BatchNorm2d):

@@ -1,14 +1,11 @@
 """Dice, IoU and Tversky losses on ranks against one process with the whole batch."""
 
-import pickle
-
 import pytest
 import torch
 from references import ratio
 from releases import compiles
 from runs import gloo, refusal, rules, truth
 
-from diffcoll.nn import DiceLoss, IoULoss, TverskyLoss
 from diffcoll.nn.functional import dice_loss, iou_loss, tversky_loss
 from diffcoll.testing import assert_matches_single_process, simulate
 
@@ -247,23 +244,3 @@ BAD = [
 def test_errors(kind, arguments, options, text):
     with pytest.raises((TypeError, ValueError), match=f"^{kind}_loss: {text}"):
         call(kind, *arguments, **options)
-
-
-@pytest.mark.parametrize(
-    ("module", "loss", "options"),
-    [
-        (DiceLoss, dice_loss, {"smooth": 0.1, "dims": "per class", "rank_reduction": "sum"}),
-        (IoULoss, iou_loss, {"smooth": 0.2, "dims": (2, 3)}),
-        (TverskyLoss, tversky_loss, {"alpha": 0.2, "beta": 0.9, "smooth": 0.3, "dims": 0}),
-    ],
-)
-def test_modules(module, loss, options):
-    made = module(**options)
-    assert made(*segmented(5)) == loss(*segmented(5), **options)
-    assert repr(pickle.loads(pickle.dumps(made))) == repr(made)
-    for name, value in options.items():
-        assert f"{name}={value!r}" in repr(made)
-    with pytest.raises(ValueError, match=f"^{module.__name__}: rank_reduction: got 'none'"):
-        module(rank_reduction="none")
-    with pytest.raises(ValueError, match=f"^{module.__name__}: smooth: got -1"):
-        module(smooth=-1)

@@ -2,13 +2,15 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
 from runs import refusal
 from torch import nn
 
-from diffcoll.nn import CLIPLoss, InfoNCELoss, SigLIPLoss
+import diffcoll.nn as nn_
+from diffcoll.nn import CLIPLoss, InfoNCELoss, SigLIPLoss, functional
 from diffcoll.nn.functional import clip_loss, info_nce_loss, siglip_loss
 from diffcoll.testing import assert_matches_single_process
 
@@ -121,3 +123,24 @@ def test_an_option_that_is_no_parameter_may_be_set():
     loss = InfoNCELoss()
     loss.temperature = 0.7
     torch.testing.assert_close(loss(X, Y), InfoNCELoss(temperature=0.7)(X, Y))
+
+
+SUMS = [
+    (nn_.DiceLoss, functional.dice_loss, {"smooth": 0.1, "dims": "per class", "rank_reduction": "sum"}),
+    (nn_.IoULoss, functional.iou_loss, {"smooth": 0.2, "dims": (1,)}),
+    (nn_.TverskyLoss, functional.tversky_loss, {"alpha": 0.2, "beta": 0.9, "smooth": 0.3, "dims": 0}),
+    (nn_.BarlowTwinsLoss, functional.barlow_twins_loss, {"lambd": 0.1, "eps": 1e-3, "rank_reduction": "sum"}),
+    (nn_.VICRegLoss, functional.vicreg_loss, {"sim_coeff": 2.0, "std_coeff": 3.0, "cov_coeff": 4.0, "eps": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("module", "loss", "options"), SUMS)
+def test_losses_of_sums(module, loss, options):
+    made, xs = module(**options), (X.sigmoid(), Y.sigmoid())
+    assert made(*xs) == loss(*xs, **options)
+    assert repr(pickle.loads(pickle.dumps(made))) == repr(made)
+    assert all(f"{name}={value!r}" in repr(made) for name, value in options.items())
+    assert isinstance(made, nn.Module) and not list(made.parameters())
+    for wrong in ({"rank_reduction": "none"}, {"smooth" if "smooth" in options else "eps": -1}):
+        [(name, value)] = wrong.items()
+        assert refusal(ValueError, module, **wrong).startswith(f"{module.__name__}: {name}: got {value!r}")
