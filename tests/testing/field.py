@@ -265,7 +265,7 @@ def _sizes(x):
     return [int(k) for k in sizes]
 
 
-def _blocks(x):
+def blocks_of_all(x):
     """The blocks of all ranks, padded to the length of the longest one for the message; the gradient is lost."""
     sizes = _sizes(x)
     padded = x.new_zeros(max(sizes), *x.shape[1:])
@@ -275,8 +275,8 @@ def _blocks(x):
     return [block[:k] for block, k in zip(blocks, sizes, strict=True)]
 
 
-def _plain_gather(x):
-    return torch.cat(_blocks(x))
+def plain_gather(x):
+    return torch.cat(blocks_of_all(x))
 
 
 def _gather_layer(rule):
@@ -284,7 +284,7 @@ def _gather_layer(rule):
 
     def gather(x):
         sizes = _sizes(x)
-        return ruled(_plain_gather, lambda g: rule(g, sizes))(x)
+        return ruled(plain_gather, lambda g: rule(g, sizes))(x)
 
     return gather
 
@@ -297,8 +297,8 @@ _from_the_next_rank = _gather_layer(
 )
 
 
-def _own_block_kept(x):
-    blocks = _blocks(x)
+def own_block_kept(x):
+    blocks = blocks_of_all(x)
     blocks[dist.get_rank()] = x
     return torch.cat(blocks)
 
@@ -335,7 +335,7 @@ def _distributed_nn_gather(x):
     return torch.cat(all_gather(x))
 
 
-def _alone(x):
+def alone(x):
     return x
 
 
@@ -372,21 +372,21 @@ _SCALED = {"value scaled", "scaled"}
 #: For rows of which every rank returns the whole loss. There all ranks have the same cotangents, so that a rank's slice
 #: of its own is 1/N of the right gradient.
 ROW_MISTAKES = {
-    "no gradient": Mistake(_plain_gather, ({"graph cut"},)),
-    "own block kept": Mistake(_own_block_kept, ({"scaled"},)),
+    "no gradient": Mistake(plain_gather, ({"graph cut"},)),
+    "own block kept": Mistake(own_block_kept, ({"scaled"},)),
     "own slice": Mistake(own_slice, ({"scaled"},)),
     "the next rank's block": Mistake(_from_the_next_rank, ({"ranks swapped", "wrong in direction"},)),
-    "no collective": Mistake(_alone, ({"local statistics"},)),
+    "no collective": Mistake(alone, ({"local statistics"},)),
     "the last rank left out": Mistake(_without_the_last_rank, ({"left out"},)),
     "times N": Mistake(GATHERS["dc.all_gather"][0], (_SCALED,), _by_n),
 }
 #: For the terms of a rank's own rows. Such a term alone is no loss of one process: only the values say that it differs.
 PAIR_MISTAKES = {
-    "no gradient": Mistake(_plain_gather, ({"graph cut"},)),
-    "own block kept": Mistake(_own_block_kept, ({"local slice"},)),
+    "no gradient": Mistake(plain_gather, ({"graph cut"},)),
+    "own block kept": Mistake(own_block_kept, ({"local slice"},)),
     "own slice": Mistake(own_slice, ({"local slice"},)),
     "the next rank's block": Mistake(_from_the_next_rank, ({"wrong in direction"},)),
-    "no collective": Mistake(_alone, ({"local statistics"}, {"another loss"})),
+    "no collective": Mistake(alone, ({"local statistics"}, {"another loss"})),
     "the last rank zero": Mistake(_last_rank_zero, ({"another loss"}, {"left out"})),
     "times N": Mistake(GATHERS["dc.all_gather"][0], (_SCALED,), _by_n),
 }
@@ -394,7 +394,7 @@ SUM_MISTAKES = {
     "no gradient": Mistake(_plain_sum, ({"wrong in direction"},)),
     "identity": Mistake(identity, ({"not reduced"},)),
     "averaged": Mistake(ruled(_plain_sum, lambda g: _plain_sum(g) / dist.get_world_size()), ({"not reduced"},)),
-    "no collective": Mistake(_alone, ({"local statistics"}, {"another loss"})),
+    "no collective": Mistake(alone, ({"local statistics"}, {"another loss"})),
     "of rank 0": Mistake(dc.broadcast, ({"another loss"},)),
     "times N": Mistake(dc.all_reduce, (_SCALED,), _by_n),
 }
@@ -406,7 +406,7 @@ def of_rows(family, gather, factor=lambda: 1.0):
 
     def distributed(x, y, k):
         z = gather(model(x))
-        if gather is not _alone:
+        if gather is not alone:
             y, k = (dc.all_gather(v, sizes="auto")[: len(z)] for v in (y, k))
         return loss(z, y, k) * factor()
 
@@ -435,7 +435,7 @@ def of_pairs(family, gather, factor=lambda: 1.0):
     def distributed(x, y, k):
         first = int(dc.scan(torch.tensor([len(x)]), exclusive=True))
         z, n = model(x), int(dc.all_reduce(torch.tensor([len(x)])))
-        return loss(z, gather(z), 0 if gather is _alone else first, n) * factor()
+        return loss(z, gather(z), 0 if gather is alone else first, n) * factor()
 
     def single(x, y, k):
         z = model(x)

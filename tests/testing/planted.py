@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from field import identity, own_slice
+from field import identity, own_block_kept, own_slice, plain_gather
 from torch.autograd import Function
 from verdicts import ruled
 
@@ -63,20 +63,6 @@ right_gather = partial(dc.all_gather, sizes="auto")
 
 
 # ── the bugs ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def plain_gather(x):
-    blocks = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(blocks, x.contiguous())
-    return torch.cat(blocks)
-
-
-def own_block_kept(x):
-    """open_clip's default: the gathered copies are constants, and the own block is put back."""
-    blocks = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(blocks, x.contiguous())
-    blocks[dist.get_rank()] = x
-    return torch.cat(blocks)
 
 
 without_rank_zero = ruled(dc.all_gather, lambda g: dc.reduce_scatter(g if dc.get_rank() else torch.zeros_like(g)))

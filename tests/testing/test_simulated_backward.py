@@ -6,38 +6,19 @@ from functools import partial
 
 import pytest
 import torch
-from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+from verdicts import ruled
 
 import diffcoll as dc
 from diffcoll.engines import guards
 from diffcoll.testing import simulate, spawn
 
-
-class Identity(Function):
-    """Megatron's f: identity forward, all-reduce backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gy):
-        return dc.all_reduce(gy)
-
-
-class Twice(Function):
-    """Its first derivative has no collective, its second derivative has one."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gy):
-        return Identity.apply(gy)
+#: Megatron's f: identity forward, all-reduce backward.
+identity = ruled(torch.clone, dc.all_reduce)
+#: Its first derivative has no collective, its second derivative has one.
+twice = ruled(torch.clone, identity)
 
 
 def reduced(x):
@@ -67,8 +48,8 @@ PROGRAMS = {
     "nested": reentrant(reentrant(reduced)),
     "non-reentrant in reentrant": reentrant(recorded(reduced)),
     "non-reentrant in non-reentrant": recorded(recorded(reduced)),
-    "Function": lambda x: Identity.apply(x).square().sum(),
-    "Function in reentrant": reentrant(lambda x: Identity.apply(x).square().sum()),
+    "Function": lambda x: identity(x).square().sum(),
+    "Function in reentrant": reentrant(lambda x: identity(x).square().sum()),
     "hook": with_a_hook,
     "hook in reentrant": reentrant(with_a_hook),
     "hook in non-reentrant": recorded(lambda x: with_a_hook(x) + reduced(x)),
@@ -201,7 +182,7 @@ def test_derivatives_of_higher_order(rules):
     """Nodes created by a backward belong to the simulated ranks too."""
     kept = []
     xs = leaves()
-    simulate(lambda x: kept.append(Twice.apply(x**2).square().sum()), xs, rules=rules)
+    simulate(lambda x: kept.append(twice(x**2).square().sum()), xs, rules=rules)
     gx = torch.autograd.grad(kept[0], xs[0], create_graph=True)[0]
     with pytest.raises(RuntimeError, match=r"all_reduce: called in .*rules=True"):
         gx.sum().backward()
@@ -222,7 +203,7 @@ def test_losses_may_be_combined_outside():
     """The caller's own Function and checkpoint run on one rank."""
     xs = leaves(2)
     losses = simulate(lambda x: dc.all_reduce(x).square().sum(), xs)
-    total = checkpoint(lambda a, b: dc.all_reduce(Identity.apply(a + b)), *losses, use_reentrant=True)
+    total = checkpoint(lambda a, b: dc.all_reduce(identity(a + b)), *losses, use_reentrant=True)
     total.backward()
     for x, gx in zip(xs, _of_reduced(xs), strict=True):
         torch.testing.assert_close(x.grad, gx)
@@ -250,7 +231,7 @@ def test_torch_is_left_as_it_was():
     """The patched private API, through which Python code enters a graph, is restored."""
     before = [vars(BackwardCFunction).get("__init__"), saved_tensors_hooks.__init__, torch.Tensor.register_hook]
     noted = set(guards._backwards)
-    losses = simulate(lambda x: Identity.apply(x).sum(), leaves(2))
+    losses = simulate(lambda x: identity(x).sum(), leaves(2))
     assert before == [vars(BackwardCFunction).get("__init__"), saved_tensors_hooks.__init__, torch.Tensor.register_hook]
     with pytest.raises(RuntimeError, match="joint graph"):
         losses[0].backward()
