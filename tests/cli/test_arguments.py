@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks
 import diffcoll
 from diffcoll.cli import main
 
@@ -44,20 +45,24 @@ def test_help_needs_torch_alone():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "module", "extra"),
+    ("command", "arguments", "module", "extra"),
     [
-        ("verify", "rich", "test"),
-        ("verify --only scan", "cloudpickle", "test"),
-        ("verify --engine mpi --only scan", "mpi4py", "mpi"),
-        ("check a:b", "rich", "test"),
-        ("check a:b", "cloudpickle", "test"),
-        ("check a:b --on mpi", "mpi4py", "mpi"),
+        (main, "verify", "rich", "test"),
+        (main, "verify --only scan", "cloudpickle", "test"),
+        (main, "verify --engine mpi --only scan", "mpi4py", "mpi"),
+        (main, "check a:b", "rich", "test"),
+        (main, "check a:b", "cloudpickle", "test"),
+        (main, "check a:b --on mpi", "mpi4py", "mpi"),
+        (benchmarks.main, "scan --plot x.png", "matplotlib", "examples"),
+        (benchmarks.main, "", "rich", "test"),
+        (benchmarks.main, "", "cloudpickle", "test"),
+        (benchmarks.main, "--engine mpi", "mpi4py", "mpi"),
     ],
 )
-def test_an_extra_that_is_missing(arguments, module, extra, monkeypatch, capsys):
+def test_an_extra_that_is_missing(command, arguments, module, extra, monkeypatch, status_of, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(SystemExit) as caught:
-        main(arguments.split())
-    assert caught.value.code == 2
+    status, _, printed = status_of(command, *arguments.split())
+    assert status == 2
     said = f"the module {module} is missing; from a checkout of diffcoll: pip install '.[{extra}]'\n"
-    assert capsys.readouterr().err.endswith(said)
+    assert printed.endswith(said)

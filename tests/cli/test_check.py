@@ -188,16 +188,10 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(capsys):
+def run(status_of):
     def run(words, *more):
         """Return the exit status and the output, on simulated ranks unless the words say otherwise."""
-        where = [] if "--on" in words else ["--on", "simulated"]
-        try:
-            status = main(["check", *words.split(), *where, *map(str, more)])
-        except SystemExit as end:
-            status = end.code
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
+        return status_of(main, "check", *words.split(), *([] if "--on" in words else ["--on", "simulated"]), *more)
 
     return run
 

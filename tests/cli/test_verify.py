@@ -297,21 +297,19 @@ def test_compiled_calls_run_on_the_largest_number_of_ranks():
         ("", "the following arguments are required: command"),
     ],
 )
-def test_wrong_arguments(arguments, said, capsys, monkeypatch, tmp_path):
+def test_wrong_arguments(arguments, said, status_of, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as caught:
-        main(arguments.split())
-    assert caught.value.code == 2
-    assert f"error: {said}" in capsys.readouterr().err
+    status, _, printed = status_of(main, *arguments.split())
+    assert status == 2
+    assert f"error: {said}" in printed
     assert not list(tmp_path.iterdir())
 
 
-def test_a_size_that_the_launcher_has_set(monkeypatch, capsys):
+def test_a_size_that_the_launcher_has_set(monkeypatch, status_of):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit) as caught:
-        main(["verify", "--world-size", "2"])
-    assert caught.value.code == 2
-    assert "argument --world-size: the launcher has set it already; leave it out" in capsys.readouterr().err
+    status, _, printed = status_of(main, "verify", "--world-size", "2")
+    assert status == 2
+    assert "argument --world-size: the launcher has set it already; leave it out" in printed
 
 
 def test_under_torchrun(tmp_path):
