@@ -1,11 +1,9 @@
 """The command line without the extras that only its commands need."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from runs import python
 
 import benchmarks
 import diffcoll
@@ -30,8 +28,7 @@ print("imported", sorted(name for name in set(sys.modules) - before if name.star
 
 
 def test_help_needs_torch_alone():
-    environment = {**os.environ, "PYTHONPATH": str(Path(diffcoll.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=True)
+    done = python("-c", PROGRAM)
     assert done.stdout.startswith(f"diffcoll {diffcoll.__version__}\n")
     assert [line for line in done.stdout.splitlines() if line.startswith("status")] == ["status 0"] * 4 + ["status 2"]
     assert done.stderr == (

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from releases import compiles
+from runs import ROOT, python
 
-import diffcoll
 from diffcoll.cli import checks, competitors, main, ranks
 from diffcoll.cli import verify as report
 from diffcoll.collectives import COLLECTIVES
@@ -21,8 +21,6 @@ from diffcoll.testing import RanksFailedError, cases
 from diffcoll.testing.launched import Launched
 from diffcoll.testing.pool import Pool
 from diffcoll.testing.processes import RankFailure
-
-ROOT = Path(diffcoll.__file__).parent.parent
 
 
 @pytest.fixture
@@ -214,19 +212,16 @@ sys.exit(main(arguments))
 """
 
 
-def torchrun(*command):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+def torchrun(*command, returns=0):
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
     launcher += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [*launcher, *map(str, command)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
+    return python(*launcher, *command, returns=returns, environment={"GLOO_SOCKET_IFNAME": "lo"}, timeout=110)
 
 
 def fail_under_torchrun(tmp_path, ranks, names):
     script, file = tmp_path / "script.py", tmp_path / "report.json"
     script.write_text(FAILS_UNDER_TORCHRUN)
-    done = torchrun(script, ranks, "verify", "--only", names, "--json", file)
-    assert done.returncode == 1, done.stderr
+    torchrun(script, ranks, "verify", "--only", names, "--json", file, returns=1)
     rows = json.loads(file.read_text())["rows"]
     assert {row["collective"] for row in rows} == set(names.split(","))
     rows = {(row["collective"], row["call"]): row["systems"]["diffcoll"] for row in rows}
@@ -315,7 +310,6 @@ def test_a_size_that_the_launcher_has_set(monkeypatch, status_of):
 def test_under_torchrun(tmp_path):
     file = tmp_path / "report.json"
     done = torchrun("-m", "diffcoll", "verify", "--only", "split,sum_gradients", "--json", file)
-    assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
     assert found["passed"]
     assert "2 launched gloo processes" in found["about"]

@@ -51,6 +51,15 @@ def outcomes(reports):
     return {name: r.outcome for name, r in reports.items() if r.when != "collect"}
 
 
+def texts(reports):
+    """By name of the test function."""
+    return {name.split("[")[0]: r.longreprtext for name, r in reports.items()}
+
+
+def with_outcome(reports, outcome):
+    return {name.split("[")[0] for name, of_test in outcomes(reports).items() if of_test == outcome}
+
+
 GOOD = """
 @pytest.fixture(scope="module")
 def shared():
@@ -259,12 +268,9 @@ def test_good_at_the_end(rank):
 @on_both
 def test_what_fails(run, kind):
     reports = run(BAD, f"--ranks={kind}", "-W", "error")
-    text = {name.split("[")[0]: r.longreprtext for name, r in reports.items()}
-    found = {name.split("[")[0]: outcome for name, outcome in outcomes(reports).items()}
-    skipped = {"test_skip", "test_xfail", "test_expected"}
-    assert {name for name, outcome in found.items() if outcome == "skipped"} == skipped
-    assert {name for name, outcome in found.items() if outcome == "passed"} == {"test_good_at_the_end"}
-
+    text = texts(reports)
+    assert with_outcome(reports, "skipped") == {"test_skip", "test_xfail", "test_expected"}
+    assert with_outcome(reports, "passed") == {"test_good_at_the_end"}
     assert "── rank 1 of 3 ──" in text["test_assert"]
     assert "assert [4.0, 4.0] == [3, 3]" in text["test_assert"]
     assert "At index 0 diff: 4.0 != 3" in text["test_assert"]
@@ -399,9 +405,13 @@ def test_17_end(): assert dc.all_reduce(torch.ones(1)) == 2
 
 def test_hostile_bodies_on_processes(run, pytester):
     reports = run(HOSTILE, "--ranks=gloo")
-    text = {name.split("[")[0]: r.longreprtext for name, r in reports.items()}
-    failed = {name.split("[")[0] for name, outcome in outcomes(reports).items() if outcome == "failed"}
-    assert failed == {"test_02_raises", "test_07_dies", "test_09_hangs", "test_16_does_not_join"}, text
+    text = texts(reports)
+    assert with_outcome(reports, "failed") == {
+        "test_02_raises",
+        "test_07_dies",
+        "test_09_hangs",
+        "test_16_does_not_join",
+    }, text
     assert "the process ended with exit code 7" in text["test_07_dies"]
     assert dict(reports["test_07_dies[2 ranks]"].sections)["Captured stdout of rank 0 call"] == "last words\n"
     assert "the rank had not ended after 1 s; it hung in" in text["test_09_hangs"]
@@ -467,7 +477,7 @@ def test_patched(patched, monkeypatch): pass
 @pytest.mark.ranks(2)
 def test_patched_before(patched): pass
 """
-    text = {name.split("[")[0]: r.longreprtext for name, r in run(source, "--ranks=gloo").items()}
+    text = texts(run(source, "--ranks=gloo"))
     assert text["test_patched_before"] == text["test_patched"]
     copied = "cannot be copied to the ranks' processes (TypeError: cannot pickle '_thread.lock' object); make it in the"
     assert f"ranks on gloo: fixture or argument 'unpicklable' of type lock {copied}" in text["test_fixture"]

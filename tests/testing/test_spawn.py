@@ -3,7 +3,6 @@
 import os
 import pickle
 import socket
-import subprocess
 import sys
 import time
 from functools import partial
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from runs import ROOT, python
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import diffcoll as dc
@@ -68,16 +68,11 @@ def test_all_tracebacks_in_one_error(backend):
 
     with pytest.raises(RanksFailedError) as caught:
         spawn(body, range(3), backend=backend, timeout=30)
-    text, reports = str(caught.value), caught.value.reports
+    text, reports, failure = str(caught.value), caught.value.reports, caught.value.failures[1]
     assert list(reports) == [0, 1, 2]
     assert "ValueError: mine alone" in reports[1]
-    failure = caught.value.failures[1]
-    assert (failure.kind, failure.type, failure.message, failure.text) == (
-        "raised",
-        "ValueError",
-        "mine alone",
-        reports[1],
-    )
+    found = failure.kind, failure.type, failure.message, failure.text
+    assert found == ("raised", "ValueError", "mine alone", reports[1])
     assert failure.line == f"{__file__}:{body.__code__.co_firstlineno + 2}"
     assert caught.value.first is failure
     again = pickle.loads(pickle.dumps(caught.value))
@@ -181,8 +176,7 @@ def test_ranks_have_the_variables_of_a_launcher(kind, monkeypatch):
     assert dict(os.environ) == before
     named = ("RANK", "DIFFCOLL_TEST", "DIFFCOLL_GONE", "DIFFCOLL_NEW")
     code = f"import os; print([os.getenv(name, '') for name in {named}])"
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert child.stdout == "['caller', 'caller', 'caller', '']\n"
+    assert python("-c", code).stdout == "['caller', 'caller', 'caller', '']\n"
 
 
 def test_setting_up_torch_distributed_does_not_wait_for_ranks_that_never_come():
@@ -205,21 +199,12 @@ def test_setting_up_torch_distributed_does_not_wait_for_ranks_that_never_come():
 
 
 def in_another_process(tmp_path, code, **modules):
-    """Run code in a Python in which some modules are others."""
-    for name, source in modules.items():
+    """Run code in a Python in which some modules are others; return the lines that it prints."""
+    for name, source in {"script_of_this_test": code, **modules}.items():
         (tmp_path / f"{name}.py").write_text(source)
-    root = os.path.dirname(os.path.dirname(dc.__file__))
-    path = os.pathsep.join((str(tmp_path), root))
     script = tmp_path / "script_of_this_test.py"
-    script.write_text(code)
-    return subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "PYTHONPATH": path},
-        check=False,
-    )
+    done = python(script, environment={"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))})
+    return [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # torch 2.8 prints such
 
 
 def test_extras_that_are_not_installed(tmp_path):
@@ -251,9 +236,8 @@ said(lambda: spawn(lambda r: r, range(1), backend="mpi"))
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").touch()
     (tmp_path / "mpi4py" / "MPI.py").write_text("raise RuntimeError('cannot load MPI library: libmpi.so.40')")
-    done = in_another_process(tmp_path, code, cloudpickle=gone, hypothesis=gone)
-    lines = done.stdout.splitlines()
-    assert len(lines) == 5, done.stderr
+    lines = in_another_process(tmp_path, code, cloudpickle=gone, hypothesis=gone)
+    assert len(lines) == 5, lines
     mend = "is not installed; from a checkout of diffcoll: pip install '.["
     assert lines[0] == f"ModuleNotFoundError | spawn: cloudpickle {mend}test]'"
     assert lines[1] == f"ModuleNotFoundError | diffcoll.testing.strategies: hypothesis {mend}test]'"
@@ -284,9 +268,8 @@ print("once", spawn(lambda r: dc.all_reduce(torch.tensor(r)).item() + (Mine is N
 """
     (tmp_path / "shadows" / "torch").mkdir(parents=True)
     (tmp_path / "shadows" / "torch" / "__init__.py").write_text("raise ValueError('this is not PyTorch')")
-    done = in_another_process(tmp_path, code)
-    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # torch 2.8 prints such
-    assert len(lines) == 2, done.stderr
+    lines = in_another_process(tmp_path, code)
+    assert len(lines) == 2, lines
     assert lines[0].startswith("RanksFailedError | spawn: the server that forks the ranks' processes did not start one")
     assert "ValueError: this is not PyTorch" in lines[0]
     assert lines[1] == "once [1, 1]"
@@ -307,7 +290,7 @@ def test_a_current_folder_that_was_removed(tmp_path, monkeypatch):
         spawn(lambda r: r, range(2))
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@on_both
 def test_a_long_name_of_the_temporary_folder(backend, monkeypatch, tmp_path):
     """The path of a Unix socket has at most 107 bytes."""
     long = tmp_path / ("x" * 150)
@@ -389,11 +372,8 @@ print("good")
 """
     # As a module: its __spec__ is not None then.
     (tmp_path / "script_of_this_test.py").write_text(code)
-    root = os.path.dirname(os.path.dirname(dc.__file__))
-    path = os.pathsep.join((str(tmp_path), root))
-    command = [sys.executable, "-m", "script_of_this_test"]
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    environment = {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    done = python("-m", "script_of_this_test", environment=environment)
     assert done.stdout.splitlines()[-1:] == ["good"], done.stderr
 
 
