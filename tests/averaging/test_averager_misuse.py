@@ -15,21 +15,11 @@ import torch.distributed as dist
 from runs import gloo, rules
 from torch import nn
 from torch.nn.utils import parametrizations, prune
-from training import RUNS, attach, everywhere, on_two, refused, same
+from training import RUNS, attach, batch, everywhere, mlp, on_two, refused, same
 
 import diffcoll as dc
 from diffcoll.core.torch_private.tensors import storage_uses
 from diffcoll.testing import new_group, simulate, spawn
-
-
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-
-
-def batch(r, k=0):
-    """Different values on every rank and in every step."""
-    return torch.linspace(-1, 1 + r + k, 6, dtype=torch.double).view(2, 3)
 
 
 def averaged(n, k=0, model=None):

@@ -8,18 +8,9 @@ import pytest
 import torch
 from runs import rules
 from torch import nn
-from training import attach, by_each_reduction, refused
+from training import attach, batch, by_each_reduction, mlp, refused
 
 import diffcoll as dc
-
-
-def mlp(dtype=torch.double):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
-
-
-def batch(r, k=0, dtype=torch.double):
-    return torch.linspace(-1, 1 + r + k, 6, dtype=dtype).view(2, 3)
 
 
 def expected(n, reduction, model, k=0):

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from runs import gloo, mpi, refusal, rules
+from torch import nn
 
 import diffcoll as dc
 
@@ -15,6 +16,16 @@ everywhere = pytest.mark.parametrize("where", RUNS)
 on_two = pytest.mark.parametrize("where", ["rules", "gloo"])
 by_each_reduction = pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
 LEFT = "a rank has left this backward by an error"
+
+
+def mlp(dtype=torch.double):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+
+
+def batch(r, k=0, dtype=torch.double):
+    """Different values on every rank and in every step, for `mlp`."""
+    return torch.linspace(-1, 1 + r + k, 6, dtype=dtype).view(2, 3)
 
 
 def attach(parameters, reduction="mean", **arguments):
