@@ -5,9 +5,9 @@ import re
 import signal
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from threading import Thread
 
 import pytest
 import torch
@@ -336,11 +336,8 @@ def test_messages_of_another_size_do_not_meet():
         programs = {(name, n): (call, dist.new_group(timeout=timeout)) for name, call in UNEVEN.items() for n in SIZES}
         for _, group in programs.values():
             dc.all_reduce(torch.ones(1), group=group)  # connects
-        threads = [Thread(target=fails, args=(key, *program)) for key, program in programs.items()]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(programs)) as threads:
+            list(threads.map(fails, programs, *zip(*programs.values(), strict=True)))
         return texts
 
     for r, texts in enumerate(spawn(body, range(2), timeout=60)):

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -76,11 +77,8 @@ def test_threads_with_a_group_each(backend):
                 ((r + 1) * y).sum().backward()
                 found[t].append((y[0].item(), x.grad[-1].item()))
 
-        threads = [threading.Thread(target=work, args=(t,)) for t in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(work, range(3)))
         return found
 
     for r, of_threads in enumerate(gloo(body, range(N), backend=backend)):
@@ -104,11 +102,8 @@ def test_threads_that_take_turns_in_one_group():
                 found[i] = dc.all_reduce(torch.tensor(float(r + i))).item()
                 turn[i + 1].set()
 
-        threads = [threading.Thread(target=work, args=(t,)) for t in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(work, range(2)))
         return found
 
     for found in gloo(body, range(N)):

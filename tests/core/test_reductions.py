@@ -55,22 +55,15 @@ def gradients_of(op, xs, ws=None, **more):
     return ys[0].tolist(), [g.tolist() for g in gs]
 
 
-def test_max(gradients):
-    assert gradients(weighted("max"), XS, WS) == [0, 11]
+SHARE = 1 / (1 + math.exp(2))  # of the smaller of XS in Σ exp x
 
 
-def test_min(gradients):
-    assert gradients(weighted("min"), XS, WS) == [11, 0]
-
-
-def test_product(gradients):
-    assert gradients(weighted("product"), XS, WS) == [55, 33]
-
-
-def test_logsumexp(gradients):
-    a, b = gradients(weighted("logsumexp"), XS, WS)
-    p = 1 / (1 + math.exp(2))
-    assert (a, b) == pytest.approx((11 * p, 11 * (1 - p)), rel=1e-12)
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [("max", (0, 11)), ("min", (11, 0)), ("product", (55, 33)), ("logsumexp", (11 * SHARE, 11 * (1 - SHARE)))],
+)
+def test_two_numbers(gradients, op, expected):
+    assert tuple(gradients(weighted(op), XS, WS)) == pytest.approx(expected, rel=1e-12, abs=0)
 
 
 def test_a_function(gradients):
@@ -236,6 +229,21 @@ def test_an_infinite_derivative_where_only_one_loss_uses_the_result():
     assert on_ranks(body, [0.0, 4.0], [1.0, 0.0]) == [[INF] * 12, [0.25, 0.25, 0.25, 0.5, 0.5, 0.5] * 2]
 
 
+def derivatives_by(op, x, g, t, tx):
+    """The gradient of the reduction in all ways; its derivative along t, in both modes, and the tangent along tx."""
+
+    def pulled(x):
+        return torch.func.vjp(lambda x: dc.all_reduce(x, op), x)[1](g)[0]
+
+    y = dc.all_reduce(x.requires_grad_(), op)
+    (plain,) = torch.autograd.grad(y, x, g, retain_graph=True)
+    (recorded,) = torch.autograd.grad(y, x, g, create_graph=True)
+    first = [plain, recorded.detach(), pulled(x.detach())]
+    tangent = torch.func.jvp(lambda x: dc.all_reduce(x, op), (x.detach(),), (tx,))[1]
+    second = [torch.autograd.grad(recorded, x, t)[0], torch.func.jvp(pulled, (x.detach(),), (t,))[1]]
+    return first, tangent, second
+
+
 @pytest.mark.parametrize(
     ("xs", "gy", "dtype", "expected"),
     [
@@ -251,25 +259,17 @@ def test_an_infinite_derivative_where_only_one_loss_uses_the_result():
 )
 def test_gy_is_multiplied_before_the_gradient_of_a_product_is_rounded(xs, gy, dtype, expected):
     """Π_{s≠r} x_s is 0 or inf in this dtype, gy · Π_{s≠r} x_s is not; in both modes, and in second order."""
-    g = torch.tensor(gy, dtype=dtype)
+    g, n = torch.tensor(gy, dtype=dtype), len(xs)
 
     def body(r):
-        def pulled(x):
-            return torch.func.vjp(lambda x: dc.all_reduce(x, "product"), x)[1](g if r == 0 else 0 * g)[0]
+        x = torch.tensor(xs[r], dtype=dtype)
+        # Σ_k t_k ∂/∂x_k gradient_r = (N − 1)/2 · gradient_r for t = x/2, and the same the other way round
+        first, tangent, second = derivatives_by("product", x, g if r == 0 else 0 * g, x / 2, g)
+        return [*first, tangent / n, *(h * 2 / (n - 1) for h in second)]
 
-        x = torch.tensor(xs[r], dtype=dtype).requires_grad_()
-        y = dc.all_reduce(x, "product")
-        (first,) = torch.autograd.grad(y, x, g if r == 0 else 0 * g, create_graph=True)
-        found = [first.detach(), pulled(x.detach())]
-        found.append(torch.func.jvp(lambda x: dc.all_reduce(x, "product"), (x.detach(),), (g,))[1] / len(xs))
-        t = x.detach() / 2  # Σ_k t_k ∂/∂x_k gradient_r = (N − 1)/2 · gradient_r, and the same the other way round
-        second = (torch.autograd.grad(first, x, t)[0], torch.func.jvp(pulled, (x.detach(),), (t,))[1])
-        return found + [h * 2 / (len(xs) - 1) for h in second]
-
-    for of_rank in rules(body, range(len(xs))):
-        for k, value in enumerate(of_rank):
-            right = torch.tensor(expected, dtype=dtype)
-            torch.testing.assert_close(value, right, atol=0, rtol=20 * torch.finfo(dtype).eps, msg=f"{k}: {of_rank}")
+    right = [torch.tensor(expected, dtype=dtype)] * 6
+    for of_rank in rules(body, range(n)):
+        torch.testing.assert_close(of_rank, right, atol=0, rtol=20 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize(
@@ -283,28 +283,18 @@ def test_gy_is_multiplied_before_the_gradient_of_a_product_is_rounded(xs, gy, dt
 )
 def test_gy_is_multiplied_before_the_gradient_of_a_logsumexp_is_rounded(xs, gy, dtype):
     """exp(x_1 − y) is 0 in this dtype, gy · exp(x_1 − y) is not; in both modes, and in second order."""
-    wide = torch.complex128 if dtype.is_complex else torch.float64
-    stack = torch.tensor(xs, dtype=wide)
-    log_weight = (stack[1] - stack.logsumexp(0)).conj()
-    right = ((log_weight + math.log(gy)).exp()).to(dtype)
+    stack = torch.tensor(xs, dtype=torch.complex128 if dtype.is_complex else torch.float64)
+    right = ((stack[1] - stack.logsumexp(0)).conj() + math.log(gy)).exp().to(dtype)
     g = torch.tensor(gy, dtype=dtype)
 
     def body(r):
-        def pulled(x):
-            return torch.func.vjp(lambda x: dc.all_reduce(x, "logsumexp"), x)[1](g if r == 0 else 0 * g)[0]
-
-        x, one = torch.tensor(xs[r], dtype=dtype).requires_grad_(), torch.tensor(float(r == 1), dtype=dtype)
-        y = dc.all_reduce(x, "logsumexp")
-        (first,) = torch.autograd.grad(y, x, g if r == 0 else 0 * g, retain_graph=True)
-        (recorded,) = torch.autograd.grad(y, x, g if r == 0 else 0 * g, create_graph=True)
-        found = [first, recorded.detach(), pulled(x.detach())]
-        found.append(torch.func.jvp(lambda x: dc.all_reduce(x, "logsumexp"), (x.detach(),), (g * one,))[1].conj())
+        x, one = torch.tensor(xs[r], dtype=dtype), torch.tensor(float(r == 1), dtype=dtype)
         # ∂gradient_1/∂x_1 = gradient_1 · (1 − exp(x_1 − y))
-        found += [torch.autograd.grad(recorded, x, one)[0], torch.func.jvp(pulled, (x.detach(),), (one,))[1]]
-        return found
+        first, tangent, second = derivatives_by("logsumexp", x, g if r == 0 else 0 * g, one, g * one)
+        return [*first, tangent.conj().resolve_conj(), *second]
 
-    for k, value in enumerate(rules(body, range(len(xs)))[1]):
-        torch.testing.assert_close(value, right, atol=0, rtol=300 * torch.finfo(dtype).eps, msg=f"{k}: {value} {right}")
+    found = rules(body, range(len(xs)))[1]
+    torch.testing.assert_close(found, [right] * 6, atol=0, rtol=300 * torch.finfo(dtype).eps)
 
 
 def test_products_of_any_size_to_second_order():
@@ -364,13 +354,21 @@ def test_products_whose_modulus_overflows():
     assert y.real == INF  # the imaginary part is ∞·0 in PyTorch's multiplication
 
 
-def test_ties(gradients):
-    xs = [[7.0, 1.0], [7.0, 2.0], [7.0, 2.0]]
-    ws = [1.0, 10.0, 100.0]
-    assert gradients(weighted("max"), xs, ws) == [[37, 0], [37, 55.5], [37, 55.5]]
-    assert gradients(weighted("max", ties="first"), xs, ws) == [[111, 0], [0, 111], [0, 0]]
-    assert gradients(weighted("min"), xs, ws) == [[37, 111], [37, 0], [37, 0]]
-    assert gradients(weighted("min", ties="first"), xs, ws) == [[111, 111], [0, 0], [0, 0]]
+TIED = [[7.0, 1.0], [7.0, 2.0], [7.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("op", "ties", "xs", "expected"),
+    [
+        ("max", "even", TIED, [[37, 0], [37, 55.5], [37, 55.5]]),
+        ("max", "first", TIED, [[111, 0], [0, 111], [0, 0]]),
+        ("min", "even", TIED, [[37, 111], [37, 0], [37, 0]]),
+        ("min", "first", TIED, [[111, 111], [0, 0], [0, 0]]),
+        ("max", "first", [[NAN, 1.0], [2.0, NAN], [NAN, NAN]], [[111, 0], [0, 111], [0, 0]]),
+    ],
+)
+def test_ties(gradients, op, ties, xs, expected):
+    assert gradients(weighted(op, ties=ties), xs, [1.0, 10.0, 100.0]) == expected
 
 
 @pytest.mark.parametrize("op", ["max", "min", "logsumexp"])
@@ -382,14 +380,6 @@ def test_nan_and_infinities_are_treated_as_torch_does(op, values):
     found = gradients_of(op, [torch.tensor(float(v), dtype=torch.float64) for v in values], [1.0, 0.0, 0.0])
     torch.testing.assert_close(torch.tensor(found[0], dtype=torch.float64), y.detach(), equal_nan=True)
     torch.testing.assert_close(torch.tensor(found[1], dtype=torch.float64), g, equal_nan=True)
-
-
-def test_the_first_nan_has_the_gradient_with_ties_first(gradients):
-    assert gradients(weighted("max", ties="first"), [[NAN, 1.0], [2.0, NAN], [NAN, NAN]], [1.0, 10.0, 100.0]) == [
-        [111, 0],
-        [0, 111],
-        [0, 0],
-    ]
 
 
 def test_logsumexp_is_shifted():
