@@ -42,16 +42,16 @@ def summed(distributed, single=None, batch=rows, **more):
     return distributed, single or distributed, batch, {"rank_reduction": "sum", **more}
 
 
+def of_modules(loss, *modules, **more):
+    """A loss of modules and of rows."""
+    return summed(lambda *batch: loss(*modules, *batch), module=modules if modules[1:] else modules[0], **more)
+
+
+def squares(module, x):
+    return module(x).square().sum()
+
+
 # ── right programs ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def token_ids_alone():
-    table = layer(7, 3, kind=nn.Embedding)
-
-    def loss(ids):
-        return table(ids).sin().sum()
-
-    return summed(loss, batch=lambda n: torch.arange(n) % 7, module=table)
 
 
 def _dictionary(kind):
@@ -73,24 +73,6 @@ class ModelOutput(OrderedDict):
     """As Transformers has it."""
 
 
-def two_modules():
-    first, second = layer(3, 4), layer(4, 2, seed=1)
-
-    def loss(x):
-        return second(first(x).tanh()).square().sum()
-
-    return summed(loss, module=(first, second))
-
-
-def parametrized(how):
-    module = how(layer(3, 4))
-
-    def loss(x):
-        return module(x).square().sum()
-
-    return summed(loss, module=module)
-
-
 def counted():
     def loss(x):
         flags = bool((x > 1).any()), (x > -0.1).all(), 7
@@ -99,14 +81,9 @@ def counted():
     return summed(loss)
 
 
-def a_frozen_table():
-    module = layer(3, 4)
+def frozen(module):
     module.weight.requires_grad_(False)
-
-    def loss(x):
-        return module(x).square().sum()
-
-    return summed(loss, module=module)
+    return module
 
 
 def a_queue_of_all_rows():
@@ -162,7 +139,7 @@ def a_value_that_is_n_times_too_large():
 def lazy():
     module = nn.Sequential(nn.LazyLinear(4), nn.Tanh()).double()
     module(rows(2))
-    return summed(lambda x: module(x).square().sum(), module=module)
+    return module
 
 
 class Graph(nn.Module):
@@ -205,23 +182,25 @@ def outputs_of_all_rows():
 
 RIGHT = {
     "a loss of shape (1,)": lambda: summed(lambda x: (x**3).sum(0, keepdim=True).sum(1), order=2),
-    "a lazy module": lazy,
+    "a lazy module": lambda: of_modules(squares, lazy()),
     "attributes": attributes,
     "a mask": a_mask_gathered_without_a_gradient,
     "a value N times too large": a_value_that_is_n_times_too_large,
-    "token ids alone": token_ids_alone,
+    "token ids alone": lambda: of_modules(
+        lambda table, ids: table(ids).sin().sum(), layer(7, 3, kind=nn.Embedding), batch=lambda n: torch.arange(n) % 7
+    ),
     "a dictionary": lambda: summed(_dictionary(dict)),
     "a dataclass": lambda: summed(_dictionary(Output)),
     "an output of a model": lambda: summed(_dictionary(ModelOutput)),
-    "two modules": two_modules,
-    "weight norm": lambda: parametrized(nn.utils.parametrizations.weight_norm),
-    "orthogonal": lambda: parametrized(nn.utils.parametrizations.orthogonal),
-    "spectral norm": lambda: parametrized(nn.utils.parametrizations.spectral_norm),
-    "spectral norm of old": lambda: parametrized(nn.utils.spectral_norm),
+    "two modules": lambda: of_modules(lambda a, b, x: squares(b, a(x).tanh()), layer(3, 4), layer(4, 2, seed=1)),
+    "weight norm": lambda: of_modules(squares, nn.utils.parametrizations.weight_norm(layer(3, 4))),
+    "orthogonal": lambda: of_modules(squares, nn.utils.parametrizations.orthogonal(layer(3, 4))),
+    "spectral norm": lambda: of_modules(squares, nn.utils.parametrizations.spectral_norm(layer(3, 4))),
+    "spectral norm of old": lambda: of_modules(squares, nn.utils.spectral_norm(layer(3, 4))),
     "anchors beside the rows": anchors_beside_the_rows,
     "outputs of all rows": outputs_of_all_rows,
     "counts": counted,
-    "a frozen table": a_frozen_table,
+    "a frozen table": lambda: of_modules(squares, frozen(layer(3, 4))),
     "a queue of all rows": a_queue_of_all_rows,
     "the launcher's variables": the_launchers_variables,
 }
@@ -316,13 +295,6 @@ def _without_the_last_row(every):
     return every[:-1] if dc.get_world_size() > 1 else every
 
 
-def _local_mean():
-    def distributed(x):
-        return ((x - x.mean(0)) ** 2).sum()
-
-    return summed(distributed, sizes=EVEN)
-
-
 def _sign():
     return -1 if dc.get_world_size() > 1 else 1
 
@@ -338,12 +310,7 @@ def another_value_and_a_detach():
 
 def a_penalty_on_every_rank():
     """The squares of the weights count N times; the gradients of the rows are right."""
-    module = layer(3, 2)
-
-    def loss(x):
-        return module(x).square().sum() + module.weight.square().sum()
-
-    return summed(loss, module=module, sizes=EVEN)
+    return of_modules(lambda module, x: squares(module, x) + module.weight.square().sum(), layer(3, 2), sizes=EVEN)
 
 
 def a_ring_in_the_other_direction():
@@ -411,7 +378,7 @@ WRONG = {
     "another value, and a detach": (another_value_and_a_detach, ["no contribution"], ["left out"]),
     "a penalty on every rank": (a_penalty_on_every_rank, ["another loss"], ["local statistics"]),
     "a row is dropped": (lambda: _local(_without_the_last_row), [], ["local statistics"]),
-    "local mean": (_local_mean, ["local statistics"], []),
+    "local mean": (lambda: summed(lambda x: ((x - x.mean(0)) ** 2).sum(), sizes=EVEN), ["local statistics"], []),
     "tiny and N times": (tiny_and_twice, ["no reduction"], ["scaled"]),
     "part of a number is detached": (a_number_with_a_detached_part, ["graph cut"], ["scaled"]),
     "a target that is not stopped": (a_target_that_is_not_stopped, ["stop-gradient"], ["another loss"]),
