@@ -26,6 +26,7 @@ from training import (
     on_two,
     refused,
     same,
+    shares,
 )
 
 import diffcoll as dc
@@ -753,11 +754,7 @@ def test_join(where):
         for _ in range(2):
             for ks in ((0, 1), (2, 3), (4,)):
                 batches = [(r, k) for r in range(3) for k in ks if k < lengths[r]]
-                weights = {
-                    "sum": [1.0] * len(batches),
-                    "mean": [1 / len({r for r, _ in batches})] * len(batches),
-                    "weighted": [(1.0 + k) / sum(1.0 + k for _, k in batches) for _, k in batches],
-                }[reduction]
+                weights = shares(reduction, [(r, 1.0 + k) for r, k in batches])
                 optimizer.zero_grad()
                 for (r, k), w in zip(batches, weights, strict=True):
                     (w * model(batch(r, k)[0]).pow(2).mean()).backward()

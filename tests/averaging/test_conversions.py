@@ -8,19 +8,15 @@ import pytest
 import torch
 from runs import rules
 from torch import nn
-from training import attach, batch, by_each_reduction, mlp, refused
+from training import attach, batch, by_each_reduction, mlp, refused, shares
 
 import diffcoll as dc
 
 
 def expected(n, reduction, model, k=0):
     """Return the reduced gradients of the ranks' losses at the model's parameters, by one process."""
-    weights = [float(r + 1) for r in range(n)] if reduction == "weighted" else [1.0] * n
-    divisor = 1.0 if reduction == "sum" else sum(weights)
-    parameters = list(model.parameters())
-    dtype = parameters[0].dtype
-    losses = [weights[r] / divisor * model(batch(r, k, dtype)).square().sum() for r in range(n)]
-    return torch.autograd.grad(sum(losses), parameters)
+    weights = shares(reduction, [(r, r + 1) for r in range(n)])
+    return torch.autograd.grad(sum(w * loss(model, r, k) for r, w in enumerate(weights)), list(model.parameters()))
 
 
 def loss(model, r, k=0):

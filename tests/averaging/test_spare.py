@@ -5,7 +5,7 @@ from collections import namedtuple
 import torch
 from runs import gloo
 from torch import nn
-from training import RUNS, attach, equal_on_all_ranks, everywhere, refused
+from training import RUNS, attach, equal_on_all_ranks, everywhere, refused, shares
 
 import diffcoll as dc
 
@@ -51,9 +51,8 @@ def alone(lengths, reduction):
     for epoch in range(2):
         for k in range(max(lengths[epoch])):
             own = [r for r in range(len(lengths[epoch])) if k < lengths[epoch][r]]
-            total = {"mean": len(own), "sum": 1, "weighted": (1 + k) * len(own)}[reduction]
-            losses = [(1 if reduction == "sum" else (1 + k) ** (reduction == "weighted")) / total for _ in own]
-            sum(w * model(batch(r, k)["x"]).square().mean() for w, r in zip(losses, own, strict=True)).backward()
+            weights = shares(reduction, [(r, 1 + k) for r in own])
+            sum(w * model(batch(r, k)["x"]).square().mean() for w, r in zip(weights, own, strict=True)).backward()
             optimizer.step()
             optimizer.zero_grad()
     return [p.detach() for p in model.parameters()]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from runs import rules
 from torch import nn
-from training import attach
+from training import attach, shares
 
 import diffcoll as dc
 from diffcoll.testing import new_group
@@ -165,13 +165,9 @@ class Alone:
             self.net.zero_grad()
 
     def backward_of_all(self, ks):
-        of_all = [(batch(self.n, r, k), 1.0) for r in range(self.n) for k in ks]
-        if self.reduction == "weighted":
-            total = sum(len(x) for x, _ in of_all)
-            of_all = [(x, len(x) / total) for x, _ in of_all]
-        elif self.reduction == "mean":
-            of_all = [(x, 1 / self.n) for x, _ in of_all]
-        for x, weight in of_all:
+        xs = [(r, batch(self.n, r, k)) for r in range(self.n) for k in ks]
+        weights = shares(self.reduction, [(r, len(x)) for r, x in xs])
+        for (_, x), weight in zip(xs, weights, strict=True):
             (weight * self.net(x).square().mean()).backward()
 
 

@@ -44,6 +44,12 @@ def attach(parameters, reduction="mean", **arguments):
     return averager, backward
 
 
+def shares(reduction, batches):
+    """Return what the gradients of batches, given as (rank, weight), are multiplied by in the reduced one."""
+    total = {"sum": 1, "mean": len({r for r, _ in batches}), "weighted": sum(w for _, w in batches)}[reduction]
+    return [(w if reduction == "weighted" else 1) / total for _, w in batches]
+
+
 def each(body, n, where="rules"):
     """Run a function that returns tensors, the same on all ranks, and return them."""
     found = RUNS[where](body, range(n))
