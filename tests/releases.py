@@ -1,9 +1,15 @@
 """Marks of tests that some releases of PyTorch cannot run; notes/versions.md says what each release lacks."""
 
 import pytest
+import torch
 
 from diffcoll.core.torch_private.release import COMPILES, RELEASE
 
 compiles = pytest.mark.skipif(not COMPILES, reason="collectives are compiled on torch 2.12 and later")
 
 keeps_orders = pytest.mark.skipif(RELEASE < (2, 12), reason="groups keep the order of their ranks since torch 2.12")
+
+
+def one_graph(f):
+    """Compile f to one graph, without generating code."""
+    return torch.compile(f, fullgraph=True, backend="aot_eager")

@@ -247,11 +247,8 @@ def steps(model, r, averager=None):
 def test_the_averager_does_what_ddp_does(backend):
     def body(r):
         results = {}
-        for name, more in {
-            "one": {},
-            "several": {"bucket_mb": 0.05},
-            "weighted": {"reduction": "weighted"},
-        }.items():
+        ways = {"one": {}, "several": {"bucket_mb": 0.05}, "weighted": {"reduction": "weighted"}}
+        for name, more in ways.items():
             model = made()
             averager = dc.GradientAverager(model, **more)
             results[name] = steps(model, r, averager)

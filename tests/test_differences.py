@@ -13,7 +13,7 @@ import calls
 import pytest
 import torch
 from hypothesis import strategies as st
-from releases import compiles
+from releases import compiles, one_graph
 from runs import rules
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -359,7 +359,7 @@ def test_compiled_on_one_rank_only(where):
                 return case.call(x, r)
 
             if r == 1:
-                call = torch.compile(call, fullgraph=True, backend="aot_eager")
+                call = one_graph(call)
             found.append(cases.on_rank(case, r, SEED, call, orders=1))
         return [(m.output, m.gradient) for m in found]
 

@@ -125,7 +125,5 @@ def test_a_failing_example_is_named(tmp_path, code, line, what):
 
 def test_blocks_of_a_note_share_a_namespace(tmp_path):
     note = tmp_path / "two.md"
-    note.write_text(
-        "```python\na = 1\n```\n\n```text\nno code\n```\n\n```python\nassert a == 1\n```\n", encoding="utf-8"
-    )
+    note.write_text("```python\na = 1\n```\n\n```text\nno code\n```\n\n```python\nassert a == 1\n```\n")
     run_blocks(note)

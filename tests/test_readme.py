@@ -41,9 +41,8 @@ INSTALL = re.compile(r"""pip install +(?:--\S+ +)*((?:'[^']*'|[\w.-]+)(?: +openm
 
 def test_every_line_that_installs_works():
     """The package is not on PyPI: every pip command installs from a checkout, and names extras that exist."""
-    extras = re.findall(
-        r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().partition("optional-dep")[2], re.MULTILINE
-    )
+    optional = (ROOT / "pyproject.toml").read_text().partition("optional-dep")[2]
+    extras = re.findall(r"^(\w+) = \[", optional, re.MULTILINE)
     folders = [ROOT / name for name in ("notes", "examples", "diffcoll")]
     found = set()
     for path in (ROOT / "README.md", ROOT / "pyproject.toml", *(p for f in folders for p in f.rglob("*.*"))):

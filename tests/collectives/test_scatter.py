@@ -154,14 +154,14 @@ def test_gradient_only_where_src_asks_for_it(run):
     assert {needs for _, needs in run(body, range(3))} == {True}
 
 
+X = torch.ones(3)
+
+
 @pytest.mark.parametrize(
     ("of_rank", "text"),
     [
         (lambda r: dc.scatter(torch.arange(3.0), src=int(r == 2)), "src: got 0, 0, 1 on the ranks in order, expected"),
-        (
-            lambda r: dc.scatter([torch.ones(3)] if r else torch.ones(3)),
-            "x: got a tree on rank 1, 2, expected a tensor",
-        ),
+        (lambda r: dc.scatter([X] if r else X), "x: got a tree on rank 1, 2, expected a tensor"),
         (lambda r: dc.scatter("ones" if r == 1 else torch.ones(3)), "an argument is invalid on rank 1, see the error"),
     ],
 )

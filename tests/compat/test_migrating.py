@@ -81,33 +81,28 @@ def measured(r):
         except (RuntimeError, NotImplementedError):
             return RAISES
 
-    names = [*OPS, "broadcast from rank 0", "torch.func.grad of the sum", "torch.func.jvp of the sum"]
-    names += ["forward_ad of the sum", "second order of the sum"]
-    for name in names:
+    def second(f):
+        x = torch.tensor([start], requires_grad=True)
+        (g,) = torch.autograd.grad((f(x) ** 2 / 2).sum(), x, create_graph=True)
+        return torch.autograd.grad(weight * g.sum(), x)[0].item()
+
+    def by_func(f):
+        return torch.func.grad(lambda x: weight * f(x).sum())(torch.tensor([start])).item()
+
+    measures = {
+        **{op: lambda reduce, _, op=op: gradient(reduce(op)) for op in OPS},
+        "broadcast from rank 0": lambda _, broadcast: gradient(broadcast),
+        "torch.func.grad of the sum": lambda reduce, _: by_func(reduce("sum")),
+        "torch.func.jvp of the sum": lambda reduce, _: torch.func.jvp(
+            reduce("sum"), (torch.tensor([start]),), (torch.ones(1),)
+        )[1].item(),
+        "forward_ad of the sum": lambda reduce, _: tangent(reduce("sum")),
+        "second order of the sum": lambda reduce, _: second(reduce("sum")),
+    }
+    for name, measure in measures.items():
         group = dist.new_group()  # a call that raises leaves messages of other ranks in its group
-        for system, reduce, broadcast in systems(group):
-            f = reduce(name if name in OPS else "sum")
-            if name in OPS:
-                value = attempt(gradient, f)
-            elif name.startswith("broadcast"):
-                value = attempt(gradient, broadcast)
-            elif "func.grad" in name:
-                value = attempt(
-                    lambda f: torch.func.grad(lambda x: weight * f(x).sum())(torch.tensor([start])).item(), f
-                )
-            elif "func.jvp" in name:
-                value = attempt(lambda f: torch.func.jvp(f, (torch.tensor([start]),), (torch.ones(1),))[1].item(), f)
-            elif "forward_ad" in name:
-                value = attempt(tangent, f)
-            else:
-
-                def second(f):
-                    x = torch.tensor([start], requires_grad=True)
-                    (g,) = torch.autograd.grad((f(x) ** 2 / 2).sum(), x, create_graph=True)
-                    return torch.autograd.grad(weight * g.sum(), x)[0].item()
-
-                value = attempt(second, f)
-            found[system, name] = value
+        for system, *functions in systems(group):
+            found[system, name] = attempt(measure, *functions)
     return found
 
 

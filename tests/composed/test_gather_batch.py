@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from releases import compiles
+from releases import compiles, one_graph
 from runs import gloo, profiled, refusal, rules, runs_on
 
 import diffcoll as dc
@@ -80,7 +80,7 @@ def test_under_vmap():
 @compiles
 def test_in_a_compiled_function():
     def body(r):
-        f = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        f = one_graph(loss)
         found = []
         for run in loss, f:
             z = sample(r).z.requires_grad_()

@@ -103,9 +103,8 @@ def test_finite_differences():
     def loss(x):
         return sum((x.sum() * block.sin() * (source + 1)).sum() for source, block in dc.ring(x))
 
-    check_gradients(
-        loss, [torch.linspace(r, 1, SIZES[r], dtype=torch.double) for r in range(3)], order=2, on=["simulated"]
-    )
+    xs = [torch.linspace(r, 1, SIZES[r], dtype=torch.double) for r in range(3)]
+    check_gradients(loss, xs, order=2, on=["simulated"])
 
 
 @runs_on("rules", "gloo")

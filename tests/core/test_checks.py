@@ -133,7 +133,7 @@ def not_one_tensor(odd):
 F = dc.nn.functional
 DISAGREEMENTS |= {
     "option of a loss": (
-        lambda odd: F.clip_loss(x_(3, 2), -x_(3, 2), 2.0, normalize=odd),
+        lambda odd: F.clip_loss(x_(3, 2), x_(3, 2), 2.0, normalize=odd),
         "rank 1: clip_loss.*normalize=True",
     ),
     "number of a loss": (lambda odd: F.barlow_twins_loss(x_(4, 2), -x_(4, 2), lambd=1.0 + odd), "lambd=2.0"),

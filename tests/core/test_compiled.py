@@ -11,7 +11,7 @@ import properties
 import pytest
 import torch
 import torch.distributed as dist
-from releases import compiles
+from releases import compiles, one_graph
 from runs import python, refusal, rules, runs_on, truth
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -179,7 +179,7 @@ def test_one_graph_for_all_steps_and_batch_sizes():
 def test_groups_meshes_transforms_and_messages():
     def raised(fn, *arguments):
         try:
-            torch.compile(fn, fullgraph=True, backend="aot_eager")(*arguments)
+            one_graph(fn)(*arguments)
         except Exception as error:
             return str(error)
         return ""
@@ -194,16 +194,16 @@ def test_groups_meshes_transforms_and_messages():
             return pair.sum() + (row * (r + 1)).sum() + column.sum()
 
         x = torch.tensor([r + 1.0, -r], requires_grad=True)
-        compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
+        compiled = one_graph(program)
         (g,), (h,) = (torch.autograd.grad(f(x), x) for f in (compiled, program))
 
-        mapped = torch.compile(torch.func.vmap(dc.all_reduce), fullgraph=True, backend="aot_eager")(x).tolist()
+        mapped = one_graph(torch.func.vmap(dc.all_reduce))(x).tolist()
         loss = lambda x: dc.all_reduce(x).square().sum()  # noqa: E731
         refused = [raised(torch.func.grad(loss), x.detach())]
         refused.append(raised(lambda x: torch.func.jvp(loss, (x,), (x,)), x.detach()))
         with dc.set_default_group(groups[r % 2]):
-            default = torch.compile(dc.all_reduce, fullgraph=True, backend="aot_eager")(x).tolist()
-        again = torch.compile(dc.all_reduce, fullgraph=True, backend="aot_eager")(x).tolist()
+            default = one_graph(dc.all_reduce)(x).tolist()
+        again = one_graph(dc.all_reduce)(x).tolist()
         wrong = raised(lambda x: dc.all_reduce(x, "mode"), x)
         none = raised(lambda x: dc.scatter(None), x)
         return (g - h).tolist(), refused, mapped, default, again, wrong, none
@@ -219,7 +219,7 @@ def test_groups_meshes_transforms_and_messages():
 
 
 def test_a_simulated_world_is_refused():
-    compiled = torch.compile(dc.all_reduce, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(dc.all_reduce)
     for run in (rules, truth):
         with pytest.raises(Exception, match=r"torch\.compile, .* do not work within a simulated world"):
             run(compiled, [torch.ones(2)] * 2)
@@ -353,7 +353,7 @@ def test_a_graph_refuses_to_run_where_it_would_be_wrong():
     """Dynamo guards on none of these contexts; the ops check them."""
 
     def body(r, folder):
-        mean = torch.compile(lambda x: dc.all_reduce(x, "mean"), fullgraph=True, backend="aot_eager")
+        mean = one_graph(lambda x: dc.all_reduce(x, "mean"))
         x = torch.tensor([1.0, 2.0 + r])
         leaf = x.clone().requires_grad_()
         mean(leaf).sum().backward()
@@ -392,7 +392,7 @@ def test_a_graph_refuses_to_run_where_it_would_be_wrong():
         dist.destroy_process_group()
         del os.environ["WORLD_SIZE"]  # else a call without a group is an error
         after = [refusal(Exception, lambda: mean(x)), refusal(Exception, lambda: exported(x))]
-        alone = torch.compile(lambda x: dc.all_reduce(x), fullgraph=True, backend="aot_eager")
+        alone = one_graph(lambda x: dc.all_reduce(x))
         assert alone(x).tolist() == x.tolist()
         if r < 2:
             dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=r, world_size=2)
@@ -412,10 +412,8 @@ def test_a_graph_refuses_to_run_where_it_would_be_wrong():
         assert all("graph was called within torch.func.jvp, forward_ad and the like" in t for t in refused[4:9])
         assert "setup_context" in refused[9]  # PyTorch's own error
         assert values == [[1, 3]] * 5 + [[1 + 1 + 3] * 2]
-        gone, elsewhere = (
-            f"for rank {r} of 3 in the group '0', and that group is no more; ",
-            f"is rank {r} of 2 in it now",
-        )
+        gone = f"for rank {r} of 3 in the group '0', and that group is no more; "
+        elsewhere = f"is rank {r} of 2 in it now"
         alone = "in the group 'the world of one rank', and a group has been set up since; compile it again"
         for text, words in zip(after, [gone, gone, elsewhere, elsewhere, alone], strict=False):
             assert words in text
@@ -435,9 +433,7 @@ def test_check_mode_compares_what_is_compiled(backend):
     """Enabled after the graphs were compiled. If ops were not compared, a rank that runs eager code would hang."""
 
     def body(r):
-        total, gathered = (
-            torch.compile(f, fullgraph=True, backend="aot_eager") for f in (dc.all_reduce, dc.all_gather)
-        )
+        total, gathered = (one_graph(f) for f in (dc.all_reduce, dc.all_gather))
         x = torch.tensor([1.0, 2.0 + r], requires_grad=True)
         (total(x).sum() + gathered(x).square().sum()).backward()
         expected, x.grad = x.grad, None
@@ -509,7 +505,7 @@ def test_sizes_that_are_symbols():
         def program(x):
             return dc.all_gather(x, sizes=[x.shape[0], 0] if r == 0 else [4, 0]).sum(0)
 
-        compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
+        compiled = one_graph(program)
         x = torch.ones(4 if r == 0 else 0, 2)
         if r == 0:
             torch._dynamo.mark_dynamic(x, 0)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from releases import compiles
+from releases import compiles, one_graph
 
 import diffcoll as dc
 from diffcoll.core.linear import MAPS
@@ -61,7 +61,7 @@ def test_ranks_may_be_compiled_or_not(backend):
     def body(r):
         x, found = numbers(r), []
         eager = lambda x: loss(x, r, names, order)  # noqa: E731
-        compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
+        compiled = one_graph(eager)
         for which in ((True, True, True), (True, False, False), (False, True, True), (False, False, True)):
             found.append(gradient(compiled if which[r] else eager, x))
         return found

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from releases import compiles
+from releases import compiles, one_graph
 from runs import rules
 
 import diffcoll as dc
@@ -63,7 +63,7 @@ def test_reductions_of_sizes_that_are_known_at_run_time_only():
         return ((r + 2) * dc.all_reduce(dc.all_gather(x, sizes="auto"), "max")).sum()
 
     def body(r):
-        compiled = torch.compile(lambda x: loss(x, r), fullgraph=True, backend="aot_eager")
+        compiled = one_graph(lambda x: loss(x, r))
         x = torch.tensor([[3.0 - r, 1.0 + r]] * (2 + r), requires_grad=True)
         return [torch.autograd.grad(f, x)[0] for f in (compiled(x), loss(x, r))]
 
@@ -87,7 +87,7 @@ def test_control_flow_is_refused_on_every_rank():
         x = torch.tensor([1.0, 1.0 + r])
         texts = []
         for program in (branch, inside, loop):
-            for f in (program, torch.compile(program, backend="aot_eager", fullgraph=True)):
+            for f in (program, one_graph(program)):
                 with pytest.raises(Exception, match="cannot be compiled") as caught:
                     f(x)
                 texts.append(str(caught.value))

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from releases import compiles
+from releases import compiles, one_graph
 
 import diffcoll as dc
 from diffcoll.testing import simulate, spawn
@@ -40,7 +40,7 @@ def scatters(x, r):
 def test_scatter(backend):
     def body(r):
         x = numbers(r)
-        compiled = torch.compile(lambda x: scatters(x, r), fullgraph=True, backend="aot_eager")
+        compiled = one_graph(lambda x: scatters(x, r))
         return [
             gradients(compiled if which[r] else lambda x: scatters(x, r), x)[0]
             for which in itertools.product((False, True), repeat=3)
@@ -56,7 +56,7 @@ def test_scatter(backend):
 def test_a_scatter_of_another_tensor_than_was_compiled_is_an_error_on_every_rank():
     def body(r):
         def compiled(x, **options):
-            return torch.compile(lambda x: dc.scatter(x, **options), fullgraph=True, backend="aot_eager")(x)
+            return one_graph(lambda x: dc.scatter(x, **options))(x)
 
         x = torch.arange(6.0) + r
         on_one = compiled if r == 1 else dc.scatter

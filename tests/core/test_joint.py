@@ -152,9 +152,7 @@ def test_gradients_are_those_of_truth(run):
 
 @runs_on("rules", "gloo")
 def test_every_collective_ignored_by_one_rank(run):
-    table = [
-        case for case in cases.table(N) if None not in case.shapes and case.arguments.get("grad_placement") is None
-    ]
+    table = [c for c in cases.table(N) if None not in c.shapes and c.arguments.get("grad_placement") is None]
     assert len(table) > 50
 
     def loss(case, r, x):

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from releases import compiles
+from releases import compiles, one_graph
 from runs import refusal, rules, runs_on, truth
 from torch.utils import _pytree
 
@@ -334,7 +334,7 @@ def test_transforms_and_compile_go_through_trees():
         x = torch.tensor([0.5 + r, -1.0], dtype=torch.float64)
         leaf = x.clone().requires_grad_()
         (plain,) = torch.autograd.grad(loss(leaf), leaf)
-        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        compiled = one_graph(loss)
         (traced,) = torch.autograd.grad(compiled(leaf), leaf)
         found = [torch.func.grad(loss)(x), torch.func.vmap(torch.func.grad(loss))(x[None])[0], traced]
         return plain, found, torch.func.hessian(loss)(x).sum()

@@ -83,67 +83,43 @@ def test_operations_grow_linearly_with_the_ranks(collective):
     assert (sixteen - eight) == 2 * (eight - four) == 4 * (four - two)
 
 
-def of_rank_1(other, usual):
-    """A call that differs on rank 1."""
-    return lambda r: (other if r == 1 else usual)()
+def got(receiver, expected, sender, sent):
+    return re.escape(f"rank {receiver} expects {expected} from rank {sender}, which sends {sent}")
 
 
+def ones(n):
+    return f"torch.float32 ({n},)"
+
+
+def primitive(odd):
+    engine, x = resolve(None, "test"), torch.ones(2)
+    engine.broadcast(x, 0)() if odd else engine.all_reduce(x, torch.ones(2))()
+
+
+#: A call that differs on rank 1, where `odd` is 1, and what is said of it.
 MISMATCHES = {
-    "all_reduce": (
-        of_rank_1(lambda: dc.all_reduce(torch.ones(3)), lambda: dc.all_reduce(torch.ones(2))),
-        r"rank 0 expects torch.float32 \(2,\) from rank 1, which sends torch.float32 \(3,\)",
-    ),
+    "all_reduce": (lambda odd: dc.all_reduce(torch.ones(2 + odd)), got(0, ones(2), 1, ones(3))),
     "dtype": (
-        of_rank_1(lambda: dc.all_reduce(torch.ones(2).double()), lambda: dc.all_reduce(torch.ones(2))),
-        r"rank 0 expects torch.float32 \(2,\) from rank 1, which sends torch.float64 \(2,\)",
+        lambda odd: dc.all_reduce(torch.ones(2).double() if odd else torch.ones(2)),
+        got(0, ones(2), 1, "torch.float64 (2,)"),
     ),
-    "all_gather": (
-        lambda r: dc.all_gather(torch.ones(2 + r)),
-        r"rank 0 expects torch.float32 \(2,\) from rank 1, which sends torch.float32 \(3,\)",
-    ),
+    "all_gather": (lambda odd: dc.all_gather(torch.ones(2 + odd)), got(0, ones(2), 1, ones(3))),
     "dtype gathered": (
-        of_rank_1(lambda: dc.all_gather(torch.ones(2).int()), lambda: dc.all_gather(torch.ones(2))),
-        r"rank 0 expects torch.float32 \(2,\) from rank 1, which sends torch.int32 \(2,\)",
+        lambda odd: dc.all_gather(torch.ones(2).int() if odd else torch.ones(2)),
+        got(0, ones(2), 1, "torch.int32 (2,)"),
     ),
     "sizes": (
-        of_rank_1(lambda: dc.reduce_scatter(torch.ones(6), sizes=[1, 2, 3]), lambda: dc.reduce_scatter(torch.ones(6))),
-        r"rank 0 expects torch.float32 \(2,\) from rank 1, which sends torch.float32 \(1,\)",
+        lambda odd: dc.reduce_scatter(torch.ones(6), sizes=[1, 2, 3] if odd else None),
+        got(0, ones(2), 1, ones(1)),
     ),
-    "src": (
-        of_rank_1(lambda: dc.broadcast(torch.ones(2), src=1), lambda: dc.broadcast(torch.ones(2), src=2)),
-        r"src=2 on rank 0, 1 on rank 1",
-    ),
-    "broadcast": (
-        of_rank_1(lambda: dc.broadcast(torch.ones(3)), lambda: dc.broadcast(torch.ones(2))),
-        r"rank 1 expects torch.float32 \(3,\) from rank 0, which sends torch.float32 \(2,\)",
-    ),
-    "dst": (
-        of_rank_1(lambda: dc.reduce(torch.ones(2), dst=1), lambda: dc.reduce(torch.ones(2), dst=2)),
-        r"dst=2 on rank 0, 1 on rank 1",
-    ),
-    "reduce": (
-        of_rank_1(lambda: dc.reduce(torch.ones(3), 2), lambda: dc.reduce(torch.ones(2), 2)),
-        r"rank 2 expects torch.float32 \(2,\) from rank 1, which sends torch.float32 \(3,\)",
-    ),
-    "op": (
-        of_rank_1(lambda: dc.all_reduce(torch.ones(3), "max"), lambda: dc.all_reduce(torch.ones(3))),
-        "the ranks are in different collectives",
-    ),
-    "primitive": (
-        of_rank_1(
-            lambda: resolve(None, "test").broadcast(torch.ones(2), 0)(),
-            lambda: resolve(None, "test").all_reduce(torch.ones(2), torch.ones(2))(),
-        ),
-        "nothing was called with different arguments: rank 0 needs all_reduce, rank 1 broadcast",
-    ),
-    "all_to_all": (
-        of_rank_1(lambda: dc.all_to_all(torch.ones(6)), lambda: dc.all_to_all(torch.ones(3))),
-        r"rank 0 expects torch.float32 \(1,\) from rank 1, which sends torch.float32 \(2,\)",
-    ),
-    "pairs": (
-        of_rank_1(lambda: dc.permute(torch.ones(2), []), lambda: dc.permute(torch.ones(2), [(0, 1)])),
-        r"rank 1 expects nothing from rank 0, which sends torch.float32 \(2,\)",
-    ),
+    "src": (lambda odd: dc.broadcast(torch.ones(2), src=2 - odd), "src=2 on rank 0, 1 on rank 1"),
+    "broadcast": (lambda odd: dc.broadcast(torch.ones(2 + odd)), got(1, ones(3), 0, ones(2))),
+    "dst": (lambda odd: dc.reduce(torch.ones(2), dst=2 - odd), "dst=2 on rank 0, 1 on rank 1"),
+    "reduce": (lambda odd: dc.reduce(torch.ones(2 + odd), 2), got(2, ones(2), 1, ones(3))),
+    "op": (lambda odd: dc.all_reduce(torch.ones(3), "max" if odd else "sum"), "the ranks are in different collectives"),
+    "primitive": (primitive, "nothing was called with different arguments: rank 0 needs all_reduce, rank 1 broadcast"),
+    "all_to_all": (lambda odd: dc.all_to_all(torch.ones(3 + 3 * odd)), got(0, ones(1), 1, ones(2))),
+    "pairs": (lambda odd: dc.permute(torch.ones(2), [] if odd else [(0, 1)]), got(1, "nothing", 0, ones(2))),
 }
 
 
@@ -154,7 +130,7 @@ def test_ranks_that_disagree(name):
     texts = []
 
     def body(r):
-        texts.append(refusal(dc.CollectiveMismatchError, call, r))
+        texts.append(refusal(dc.CollectiveMismatchError, call, int(r == 1)))
 
     rules(body, range(3))
     assert len(texts) == 3 and len(set(texts)) == 1

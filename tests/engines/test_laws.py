@@ -65,11 +65,8 @@ ENGINES = {
     "nccl": ([1], lambda n: spawn(on_rank, range(n), backend="nccl", timeout=TIMEOUT)),  # one rank per GPU
 }
 MARKS = {"nccl": [pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]}
-RUNS = [
-    pytest.param(name, n, id=f"{name}-{n}", marks=MARKS.get(name, []))
-    for name, (sizes, _) in ENGINES.items()
-    for n in sizes
-]
+EACH = [(name, n) for name, (sizes, _) in ENGINES.items() for n in sizes]
+RUNS = [pytest.param(name, n, id=f"{name}-{n}", marks=MARKS.get(name, [])) for name, n in EACH]
 
 
 @pytest.mark.parametrize(("name", "n"), RUNS)

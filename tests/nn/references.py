@@ -182,11 +182,8 @@ def batch(rows, dtype=torch.double, seed=None):
     """Features of 6 dimensions, labels, one of which a single row has, and ids."""
     g = torch.Generator().manual_seed(rows if seed is None else seed)
     xs = [torch.randn(rows, 6, generator=g, dtype=torch.double).to(dtype) for _ in range(2)]
-    return (
-        *xs,
-        torch.tensor([0, 1, 2, 0, 1, 1, 3, 2])[torch.arange(rows) % 8],
-        torch.randint(0, 4, (rows,), generator=g),
-    )
+    labels = torch.tensor([0, 1, 2, 0, 1, 1, 3, 2])[torch.arange(rows) % 8]
+    return *xs, labels, torch.randint(0, 4, (rows,), generator=g)
 
 
 def holds(ours, reference, make=batch, module=None, **more):

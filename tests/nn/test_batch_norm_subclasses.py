@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import data
-from releases import compiles
+from releases import compiles, one_graph
 from runs import gloo, refusal, rules
 from torch import nn
 
@@ -275,7 +275,7 @@ def test_compiled():
         found = []
         for compiled in (False, True):
             net, own = dc.nn.convert_sync_batchnorm(network()), x.clone().requires_grad_()
-            f = torch.compile(net, fullgraph=True, backend="aot_eager") if compiled else net
+            f = one_graph(net) if compiled else net
             y = f(own)
             y.pow(3).sum().backward()
             found.append((y.detach(), own.grad, [p.grad for p in net.parameters()], dict(net.named_buffers())))

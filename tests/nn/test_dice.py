@@ -3,7 +3,7 @@
 import pytest
 import torch
 from references import ratio
-from releases import compiles
+from releases import compiles, one_graph
 from runs import gloo, refusal, rules, truth
 
 from diffcoll.nn.functional import dice_loss, iou_loss, tversky_loss
@@ -201,13 +201,13 @@ def test_compiles_to_one_graph_in_which_logits_are_an_error():
     p, t = segmented(4)
     wrong = p.clone()
     wrong[3] = 1.5
-    compiled = torch.compile(lambda p: iou_loss(p, t, dims="per class"), fullgraph=True, backend="aot_eager")
+    compiled = one_graph(lambda p: iou_loss(p, t, dims="per class"))
     torch.testing.assert_close(compiled(p), ratio("iou", p, t, dims="per class"))
     with pytest.raises(
         RuntimeError, match=r"^iou_loss: probabilities: got values outside \[0, 1\], expected .*sigmoid"
     ):
         compiled(wrong)
-    batched = torch.compile(lambda p: torch.vmap(dice_loss)(p, t), fullgraph=True, backend="aot_eager")
+    batched = one_graph(lambda p: torch.vmap(dice_loss)(p, t))
     assert batched(wrong).isnan().tolist() == [False, False, False, True]
     torch.testing.assert_close(batched(p), torch.vmap(dice_loss)(p, t))
 
