@@ -65,3 +65,19 @@ def profiled(call, *arguments):
     with torch.profiler.profile() as profile:
         call(*arguments)
     return [event.name for event in profile.events() if event.name.startswith("diffcoll.")]
+
+
+def noted(where, *names, setattr=setattr):
+    """Make functions of a class or a module note their names, on this rank; return the notes."""
+    notes = []
+
+    def noting(name, call):
+        def function(*arguments, **more):
+            notes.append(name)
+            return call(*arguments, **more)
+
+        return function
+
+    for name in names:
+        setattr(where, name, noting(name, getattr(where, name)))
+    return notes

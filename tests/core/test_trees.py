@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from releases import compiles, one_graph
-from runs import refusal, rules, runs_on, truth
+from runs import noted, refusal, rules, runs_on, truth
 from torch.utils import _pytree
 
 import diffcoll as dc
@@ -188,15 +188,7 @@ def test_one_tensor_at_two_places(run):
 
 def test_one_message_for_each_dtype(monkeypatch):
     def body(r):
-        calls = []
-        for primitive in ("all_reduce", "all_gather", "broadcast"):
-            whole = getattr(C10dEngine, primitive)
-
-            def counted(self, *arguments, whole=whole, primitive=primitive):
-                calls.append(primitive)
-                return whole(self, *arguments)
-
-            setattr(C10dEngine, primitive, counted)
+        calls = noted(C10dEngine, "all_reduce", "all_gather", "broadcast")
         x = [torch.ones(3), {"a": torch.ones(2, 2), "b": torch.arange(3)}, torch.ones(())]
         for collective in (dc.all_reduce, dc.broadcast, lambda x: dc.all_gather(x, sizes="auto")):
             collective(x)

@@ -4,7 +4,7 @@ import laws
 import pytest
 import torch
 import torch.distributed as dist
-from runs import runs_on
+from runs import noted, runs_on
 
 import diffcoll as dc
 from diffcoll.engines import c10d
@@ -17,9 +17,8 @@ def test_native_collectives_of_gloo_are_those_of_the_table():
     """The table selects the algorithm by primitive, dtype and shape."""
 
     def body(r):
-        calls = []
-        for name in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "reduce", "all_to_all_single"):
-            setattr(dist, name, _noting(calls, name, getattr(dist, name)))
+        names = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "reduce", "all_to_all_single")
+        calls = noted(dist, *names)
         engine = c10d.engine_of(None)
         for primitive in (*laws.MOVES, *laws.SUMS):
             laws.outcome(primitive, engine, laws.Data())
@@ -28,13 +27,6 @@ def test_native_collectives_of_gloo_are_those_of_the_table():
         engine.all_reduce(x := torch.ones(3, dtype=torch.complex64), x.clone())()
         engine.all_reduce(x := torch.ones(0), x.clone())()
         return calls
-
-    def _noting(calls, name, call):
-        def noted(*args, **kwargs):
-            calls.append(name)
-            return call(*args, **kwargs)
-
-        return noted
 
     expected = ["broadcast", "all_reduce", "all_reduce"]  # everything else is messages between two ranks
     assert spawn(body, range(2)) == [expected] * 2

@@ -5,6 +5,7 @@ For NCCL this tests which calls are made, not their results on a GPU.
 
 import torch
 import torch.distributed as dist
+from runs import noted
 
 import diffcoll as dc
 from diffcoll.collectives.permute import Permute
@@ -66,10 +67,7 @@ def test_all_ranks_connect_before_the_first_message():
     """NCCL would wait for ranks that do not take part in the first point-to-point message of a group."""
 
     def body(r):
-        calls = []
-        reduce, send = dist.all_reduce, dist.batch_isend_irecv
-        dist.all_reduce = lambda *call, **more: calls.append("all_reduce") or reduce(*call, **more)
-        dist.batch_isend_irecv = lambda ops: calls.append("messages") or send(ops)
+        calls = noted(dist, "all_reduce", "batch_isend_irecv")
         engine = under_another_name()
 
         class Elsewhere(torch.Tensor):
@@ -84,13 +82,12 @@ def test_all_ranks_connect_before_the_first_message():
         return calls
 
     for r, calls in enumerate(spawn(body, range(3))):
-        assert calls == ["all_reduce", *["messages"] * (2 * (r != 1))]
+        assert calls == ["all_reduce", *["batch_isend_irecv"] * (2 * (r != 1))]
 
 
 def test_gloo_needs_no_such_call():
     def body(r):
-        calls = []
-        dist.all_reduce = lambda *call, **more: calls.append(call)
+        calls = noted(dist, "all_reduce")
         engine = resolve(None, "test")
         engine.connect(torch.device("cpu"))
         return len(calls), dc.get_world_size()

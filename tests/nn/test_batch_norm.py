@@ -9,7 +9,7 @@ import pytest
 import torch
 from references import data, holds
 from releases import compiles, one_graph
-from runs import gloo, mpi, refusal, rules
+from runs import gloo, mpi, noted, refusal, rules
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -151,16 +151,8 @@ def test_the_function_and_operations_agree(sizes, layout, affine, monkeypatch):
 def test_one_message_in_each_direction(n, monkeypatch):
     from diffcoll.engines.local import LocalEngine
 
-    sent = []
-    for name in ("all_gather", "all_reduce", "reduce_scatter", "exchange", "broadcast"):
-        if hasattr(LocalEngine, name):
-            original = getattr(LocalEngine, name)
-
-            def counted(self, *args, _original=original, _name=name):
-                sent.append(_name)
-                return _original(self, *args)
-
-            monkeypatch.setattr(LocalEngine, name, counted)
+    names = "all_gather", "all_reduce", "reduce_scatter", "exchange", "broadcast"
+    sent = noted(LocalEngine, *names, setattr=monkeypatch.setattr)
 
     def step(x):
         layer = norm()
