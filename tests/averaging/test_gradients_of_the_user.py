@@ -117,12 +117,13 @@ def test_gradients_that_are_views_of_a_flat_buffer(reduction, arguments):
             torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
 
 
-def flat_model(reduction, **arguments):
-    """Two parameters whose gradients are views of a buffer."""
+def flat_model(reduction, is_flat=True, **arguments):
+    """Two parameters whose gradients are views of a buffer, or are not."""
     w, v = (nn.Parameter(torch.ones(2, dtype=torch.double)) for _ in range(2))
     averager, of = attach([w, v], reduction, **arguments)
     flat = torch.zeros(4, dtype=torch.double)
-    w.grad, v.grad = flat.split(2)
+    if is_flat:
+        w.grad, v.grad = flat.split(2)
 
     def backward(x, weight=1.0, reduces=False, dead=False):
         """The gradient of w is x, that of v is 2 x, or zero if it is dead; both are used."""
@@ -138,6 +139,14 @@ ZEROS = {
     "zero_grad": lambda flat, parameters: torch.optim.SGD(parameters).zero_grad(set_to_none=False),
 }
 WAYS = [*(("rules", zero) for zero in ZEROS), ("gloo", "zero_")]
+#: How a user drops gradients, in a flat buffer and without.
+DROPS = {
+    **ZEROS,
+    "in place": lambda _, parameters: torch.optim.SGD(parameters).zero_grad(set_to_none=False),
+    "to None": lambda _, parameters: torch.optim.SGD(parameters).zero_grad(),
+    "each by data": lambda _, parameters: [p.grad.data.zero_() for p in parameters],
+}
+ALL_WAYS = [*(("rules", drop) for drop in DROPS), ("gloo", "zero_")]
 LOSSLESS = {"comm_hook": lambda bucket: bucket.all_reduce(bucket.row)}
 
 
@@ -165,17 +174,25 @@ def test_a_flat_buffer_that_is_zeroed_drops_the_weight(where, zero, dead):
     assert RUNS[where](body, range(3)) == [[pytest.approx([mean, mean, 2 * mean, 2 * mean])] * 3] * 3
 
 
-@pytest.mark.parametrize(("where", "zero"), WAYS)
-def test_a_rank_that_zeroes_its_flat_buffer_and_synchronizes(where, zero):
+def numbers(flat, parameters):
+    """What is in the gradients, and in the buffer if they are views of it."""
+    found = torch.cat([p.grad for p in parameters])
+    assert parameters[0].grad.data_ptr() != flat.data_ptr() or torch.equal(found, flat)
+    return found.tolist()
+
+
+@pytest.mark.parametrize(("where", "drop"), ALL_WAYS)
+def test_a_rank_that_drops_its_gradients_and_synchronizes(where, drop):
     """It contributes zeros of weight zero."""
 
     def body(r):
-        parameters, averager, flat, backward = flat_model("weighted")
+        parameters, averager, flat, backward = flat_model("weighted", drop in ZEROS)
         backward(1.0 + r, 2.0 + r)
         if r == 1:
-            ZEROS[zero](flat, parameters)
+            DROPS[drop](flat, parameters)
         averager.synchronize()
-        return flat.tolist()
+        assert (parameters[0].grad.data_ptr() == flat.data_ptr()) == (drop in ZEROS)
+        return numbers(flat, parameters)
 
     mean = (2.0 * 1.0 + 4.0 * 3.0) / 6.0
     assert RUNS[where](body, range(3)) == [pytest.approx([mean, mean, 2 * mean, 2 * mean])] * 3
@@ -217,24 +234,25 @@ def test_a_batch_whose_gradients_are_zero_in_a_flat_buffer(modified):
     assert all(LEFT in found[r][0] for r in (0, 2))
 
 
-@pytest.mark.parametrize(("where", "zero"), WAYS)
+@pytest.mark.parametrize(("where", "drop"), ALL_WAYS)
 @pytest.mark.parametrize(
     "arguments", [{"reduction": "sum"}, {"reduction": "weighted"}, {"reduction": "mean", **LOSSLESS}]
 )
-def test_a_flat_buffer_that_is_zeroed_within_an_accumulation(where, zero, arguments):
+def test_gradients_that_are_dropped_within_an_accumulation(where, drop, arguments):
     """After a reduction that was not zeroed: neither its result nor the micro-batch before counts."""
 
     def body(r):
-        parameters, _, flat, backward = flat_model(**arguments)
+        parameters, _, flat, backward = flat_model(is_flat=drop in ZEROS, **arguments)
         backward(1.0 + r, reduces=True)
-        found = [flat.tolist()]
+        found = [numbers(flat, parameters)]
         backward(10.0 * r)  # added to it
         backward(2.0 + r, reduces=True)
-        found.append(flat.tolist())
+        found.append(numbers(flat, parameters))
         backward(20.0 * r + 1.0)
-        ZEROS[zero](flat, parameters)
+        DROPS[drop](flat, parameters)
         backward(3.0 * r, reduces=True)
-        return [*found, flat.tolist()]
+        assert (parameters[0].grad.data_ptr() == flat.data_ptr()) == (drop in ZEROS)
+        return [*found, numbers(flat, parameters)]
 
     n = 1.0 if arguments["reduction"] == "sum" else 3.0
     m = 2.0 if arguments["reduction"] == "weighted" else 1.0  # two micro-batches of weight one
