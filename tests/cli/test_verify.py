@@ -89,11 +89,11 @@ def test_a_wrong_rule_is_noticed(tmp_path, monkeypatch, capsys, ours):
         return y + (y - y.detach()) * 1e-8  # a small error in the gradient
 
     monkeypatch.setitem(competitors.SYSTEMS, "diffcoll", lambda case, rank: lambda x: wrong(case, x, rank))
-    status, found, page = run(tmp_path, "--world-size", "2", "--only", "shift")
+    status, found, page = run(tmp_path, "--world-size", "2", "--only", "scan")
     assert status == 1
     assert not found["passed"]
-    assert "error above tolerance: shift" in capsys.readouterr().out
-    calls = sum(case.name == "shift" for case in cases.table(2)) + 1 + COMPILES  # jvp, and compiled
+    assert "error above tolerance: scan" in capsys.readouterr().out
+    calls = sum(case.name == "scan" for case in cases.table(2)) + 1 + COMPILES  # jvp, and compiled
     assert f"0 of {calls} calls of diffcoll are right" in page
 
 
