@@ -729,12 +729,15 @@ ALL = [*CALLS, *GROUPS]
 
 
 def broken(law: Law, engine: Engine, later: bool) -> str:
-    """Return how a law is broken on this rank; "" if it holds."""
+    """Return how a law is broken on this rank; "" if it holds.
+
+    An error is raised: other ranks wait for messages that this one has not sent, and would hang in the next law.
+    """
     engine.now = Turn(engine, law.__name__, later=later)
     try:
         found = list(law(engine))
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        raise AssertionError(f"{law.__name__}: {type(error).__name__}: {error}") from error
     assert found, "a law that compares nothing"
     for i, (got, expected) in enumerate(found):
         if not same(got, expected):
