@@ -92,35 +92,34 @@ def _check_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         epilog=_CHECK_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _check_names(check.add_argument)
+    target = "package.module:name or path/to/file.py:name of a function; the current directory is searched first"
+    check.add_argument("target", metavar="TARGET", help=target)
+    for name, text in _CHECK_NAMES.items():
+        check.add_argument(name, metavar="NAME", help=text)
     _check_runs(check.add_argument)
     return check
 
 
-def _check_names(add: Callable[..., object]) -> None:
-    """Add the arguments that name something in the user's code."""
-    target = "package.module:name or path/to/file.py:name of a function; the current directory is searched first"
-    against = "the function on one process; module:name, file.py:name, or a name in TARGET's module, as the next two"
-    batch = (
+#: The options of `diffcoll check` that name something in the user's code.
+_CHECK_NAMES = {
+    "--against": (
+        "the function on one process; module:name, file.py:name, or a name in TARGET's module, as the next two"
+    ),
+    "--batch": (
         "a function of a number of rows that returns data with so many rows: a tensor, a tuple (positional arguments) "
         "or a dict (keyword arguments). Called with the rows of all ranks if there is --against, else once for each "
         "rank; it must not seed. Default: `batch` in TARGET's module"
-    )
-    module = (
+    ),
+    "--module": (
         "the nn.Module, or the list of parameters, that the function uses: their gradients are compared too. Default: "
         "TARGET, if it is an nn.Module"
-    )
-    add("target", metavar="TARGET", help=target)
-    add("--against", metavar="NAME", help=against)
-    add("--batch", metavar="NAME", help=batch)
-    placements = (
+    ),
+    "--placements": (
         "a dict: what each rank has of a tensor, as in the argument placements= of assert_matches_single_process (with "
         "--mesh) or of check_gradients. Default with --mesh: what DTensors and shapes say"
-    )
-    shard = "with --mesh: a function of a copy of the module and the DeviceMesh that returns the rank's module"
-    add("--module", metavar="NAME", help=module)
-    add("--placements", metavar="NAME", help=placements)
-    add("--shard", metavar="NAME", help=shard)
+    ),
+    "--shard": "with --mesh: a function of a copy of the module and the DeviceMesh that returns the rank's module",
+}
 
 
 def _check_runs(add: Callable[..., object]) -> None:

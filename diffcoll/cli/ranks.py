@@ -191,21 +191,17 @@ class Launched:
         return outcome
 
     def _gathered(self, mine: T) -> list[T]:
-        """Return all ranks' values, exchanged as JSON by torch's own all_gather."""
+        """Return all ranks' values."""
+        found = [mine] * self.n
         if self.broken:
             return [mine]
-        text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.n)]
         try:
-            dist.all_gather(lengths, torch.tensor([len(text)]), group=self.control)
-            longest = max(int(length) for length in lengths)
-            texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.n)]
-            dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group=self.control)
+            dist.all_gather_object(found, mine, group=self.control)
         except RuntimeError as error:
             self.broken = f"not run: rank {self.rank} waited for a rank that failed: {str(error).splitlines()[0][:80]}"
             print(f"diffcoll verify: {self.broken}", file=sys.stderr)
             return [mine]
-        return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, lengths, strict=True)]
+        return found
 
     def close(self) -> None:
         """Leave the group; end this process if that could hang."""

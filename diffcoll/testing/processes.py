@@ -52,9 +52,8 @@ class RankFailure:
         name = type(error).__qualname__
         if type(error).__module__ not in ("builtins", "__main__"):
             name = f"{type(error).__module__}.{name}"
-        words = "".join(traceback.format_exception_only(error)).strip()
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users_file(f.filename)]
-        line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        words, frame = _words_and_frame(error)
+        line = f"{frame.filename}:{frame.lineno}" if frame else ""
         message = words.removeprefix(name).removeprefix(": ")
         return cls("raised", "".join(traceback.format_exception(error)), name, message, line)
 
@@ -102,11 +101,14 @@ def in_words(error: BaseException) -> str:
     if isinstance(error, RanksFailedError) and error.failures:
         found = [f"rank {r}: {_in_words(failure)}" for r, failure in error.failures.items() if failure]
         return "\n".join(found)
-    words = "".join(traceback.format_exception_only(error)).strip()
+    words, frame = _words_and_frame(error)
+    return words + (f"\nraised at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}" if frame else "")
+
+
+def _words_and_frame(error: BaseException) -> tuple[str, traceback.FrameSummary | None]:
+    """Return the last lines of a traceback, and the innermost line of the user's that raised the error."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users_file(f.filename)]
-    if not frames:
-        return words
-    return f"{words}\nraised at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}"
+    return "".join(traceback.format_exception_only(error)).strip(), frames[-1] if frames else None
 
 
 def _in_words(failure: RankFailure) -> str:

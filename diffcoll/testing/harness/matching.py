@@ -30,10 +30,9 @@ class Matching(Against):
 
     def run(self, on: str, sizes: tuple[int, ...], step: int = 0) -> Run:
         """Measure on ranks with these numbers of rows, and on one process, after so many steps before."""
-        n = len(sizes)
         distributed, single, parts, whole = self.at(sizes, step)
         refuse_equal_ranks(self.name, "batch", parts, in_any_order=True)
-        measured: list[Measurement] = self.on(on, on_rank, distributed, [self.plan_of(n)] * n, range(n), parts)
+        measured: list[Measurement] = self.on_parts(on, on_rank, distributed, parts, self.plan_of(len(sizes)))
         count = len(measured[0].outputs)
         if any(len(m.outputs) != count for m in measured):
             counts = [len(m.outputs) for m in measured]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
 
 from typing_extensions import override
 
@@ -140,8 +139,7 @@ class _OneProcess(OfRun):
     check: Matching
 
     def __init__(self, matching: Matching, run: Run, rank_reduction: str) -> None:
-        self.distributed, single, self.parts, whole = matching.at(run.sizes, run.step)
-        super().__init__(matching, run, rank_reduction, (single, whole))
+        super().__init__(matching, run, rank_reduction, matching.at(run.sizes, run.step))
         self._names = matching.names(run.sizes)
         #: Names of the collectives that ran in the forward.
         self.seen: Sequence[str] = ()
@@ -149,29 +147,27 @@ class _OneProcess(OfRun):
     @cached_property
     def evidence(self) -> Evidence:
         """Finite differences of each rank's loss by each rank's tensors."""
-        run, n = self.run, self.run.size
+        run = self.run
         parameters = list(self.check.distributed.unpack().parameters.values())
         leaves = [leaves_of(part) + parameters for part in self.parts]
         each = directions(leaves, few=0, random=_DIRECTIONS if len(leaves[0]) < 20 else 1)
-        losses = self._on_ranks(losses_along, [self.check.plan_of(n)] * n, [each] * n, range(n), self.parts)
+        losses = self.on_ranks(losses_along, self.check.plan_of(run.size), each)
         found = partials(each, losses, [size(leaves[d.rank][d.leaf]) for d in each])
         gradients = [m.first.every for m in run.measured]
         return Evidence(run.sizes, self._names.inputs + self._names.parameters, gradients, found, self.seen)
 
     @override
     def undetached(self) -> list[Quantity]:
-        plan, n = replace(self.check.plan_of(self.run.size), order=1), self.run.size
-        measured = self._on_ranks(partial(undetached, on_rank), [plan] * n, range(n), self.parts)
+        measured = self.on_ranks(partial(undetached, on_rank), replace(self.check.plan_of(self.run.size), order=1))
         assert self.run.reference is not None
         return self._compared(measured, replace(self.run.reference, second=None))
 
     @cached_property
     def unstopped(self) -> set[str]:
         """The names of the gradients that one process has too, if its calls of detach() keep the graph."""
-        single, whole = self.whole
         plan = replace(self.check.plan, order=1, outputs=rows_of(self.run.measured), inputs=self.run.sizes)
         with contextlib.suppress(Exception):
-            one = self.check.on_one(partial(undetached, on_rank), single, plan, 0, whole)
+            one = self.check.on_one(partial(undetached, on_rank), self.single, plan, 0, self.whole)
             return right(self._compared(self.run.measured, one))
         return set()
 
@@ -212,12 +208,12 @@ class _OneProcess(OfRun):
                 return "each rank returns what one process returns for the rank's own rows"
             if not run.even:
                 return None
-            swapped = self._on_ranks(on_rank, [plan] * n, range(n), self.parts[::-1])
+            swapped = matching.on_parts(run.on, on_rank, self.distributed, self.parts[::-1], plan)
             if not all(_same(mine, other, wrong) for mine, other in zip(swapped[::-1], run.measured, strict=True)):
                 return None
             first = self.parts[0]
             parts = [rolled(first, r) for r in range(n)]
-            together = matching.on("simulated", on_rank, self.distributed, [plan] * n, range(n), parts)
+            together = matching.on_parts("simulated", on_rank, self.distributed, parts, plan)
             of_one = replace(of_one, outputs=rows_of(together), inputs=run.sizes)
             one = matching.on_one(on_rank, matching.single, of_one, 0, joined(parts))
             again = replace(run, quantities=compare(together, one, run.sizes, self._names, matching.tolerance))
@@ -226,9 +222,6 @@ class _OneProcess(OfRun):
         if any(all(q.ok for q in again.under(kind) if q.what in wrong) for kind in ("mean", "sum")):
             return "right if all ranks have the same rows, wrong if they differ"
         return None
-
-    def _on_ranks(self, fn: Callable[..., Any], *per_rank: Sequence[Any]) -> list[Any]:
-        return self.check.on(self.run.on, fn, self.distributed, *per_rank)
 
 
 def _same(mine: Measurement, other: Measurement, wrong: set[str]) -> bool:

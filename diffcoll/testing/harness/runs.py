@@ -184,6 +184,13 @@ class Against(Runs[Run]):
         """Run fn once per rank on one kind of ranks."""
         return run_on(kind, fn, *per_rank, seed=self.plan.seed if seed is None else seed, timeout=self.timeout)
 
+    def on_parts(
+        self, kind: str, fn: Callable[..., Any], distributed: Sequence[Packed], parts: Sequence[Any], *same: Any
+    ) -> list[Any]:
+        """Run fn(packed, *same, rank, part) on each rank."""
+        n = len(parts)
+        return self.on(kind, fn, distributed, *([each] * n for each in same), range(n), parts)
+
     def on_one(self, fn: Callable[..., Any], *arguments: Any, seed: int | None = None) -> Any:
         """Run fn on one process."""
         return self.on("simulated", fn, *([each] for each in arguments), seed=seed)[0]
@@ -227,8 +234,20 @@ def changed_attributes(runs: Sequence[Run]) -> Iterator[str]:
 class OfRun(Witness):
     """Measures more of a run that differs from one process."""
 
-    def __init__(self, check: Against, run: Run, rank_reduction: str, whole: tuple[Packed, Any]) -> None:
-        self.check, self.run, self.rank_reduction, self.whole = check, run, rank_reduction, whole
+    def __init__(
+        self,
+        check: Against,
+        run: Run,
+        rank_reduction: str,
+        at: tuple[Sequence[Packed], Packed, Sequence[Any], Any],
+    ) -> None:
+        self.check, self.run, self.rank_reduction = check, run, rank_reduction
+        #: The function and the part of the batch of each rank, and those of one process.
+        self.distributed, self.single, self.parts, self.whole = at
+
+    def on_ranks(self, fn: Callable[..., Any], *same: Any) -> list[Any]:
+        """Run fn(packed, *same, rank, part) on the ranks."""
+        return self.check.on_parts(self.run.on, fn, self.distributed, self.parts, *same)
 
     @cached_property
     def rounding(self) -> set[str]:
@@ -240,7 +259,6 @@ class OfRun(Witness):
     @cached_property
     def is_random(self) -> bool:
         """Whether one process gets other results with another seed."""
-        single, batch = self.whole
-        seed = self.check.plan.seed
-        a, b = (self.check.on_one(outputs_on_rank, single, batch, seed=each) for each in (seed, seed + 1))
+        check, seed = self.check, self.check.plan.seed
+        a, b = (check.on_one(outputs_on_rank, self.single, self.whole, seed=each) for each in (seed, seed + 1))
         return not all_near(a, b)

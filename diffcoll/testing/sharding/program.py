@@ -131,8 +131,8 @@ class Sharding(Against):
 
     def run(self, on: str, mesh: Mesh) -> Run:
         """Measure on the ranks of a mesh."""
-        n, whole, plan = mesh.size, self.whole, self.plan_of(on, mesh)
-        ranks: list[OfRank] = self.on(on, on_mesh, [self.distributed] * n, [plan] * n, range(n), self.parts(mesh))
+        whole, plan = self.whole, self.plan_of(on, mesh)
+        ranks: list[OfRank] = self.on_parts(on, on_mesh, [self.distributed] * mesh.size, self.parts(mesh), plan)
         held = {piece.what for rank in ranks for piece in rank.pieces}
         missing = [name for name in whole.gradients if f"gradient of {name}" not in held]
         if missing and "gradient" in self.groups:

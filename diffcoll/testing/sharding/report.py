@@ -1,40 +1,39 @@
-"""The report of a sharded program: runs on each mesh, and the causes of what is wrong on the first wrong one."""
+"""The report of a sharded program: runs on each mesh, and the causes of what is wrong, axis by axis of the mesh.
+
+A cause is named if the numbers follow from it: a factor that is made of the sizes of axes, a sum over an axis that is
+right where its parts are not, another rank's piece, a weighting by the counts of the ranks; or if the outputs are right
+once the program is changed accordingly and run again.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from diffcoll.testing.harness.case import Case
+from diffcoll.testing.harness.case import Case, Finding, in_list
 from diffcoll.testing.harness.causes import Kind, cause_of
-from diffcoll.testing.harness.comparison import Quantity
-from diffcoll.testing.harness.cuts import Cuts, GraphCuts
-from diffcoll.testing.harness.hypotheses import diagnose
-from diffcoll.testing.harness.measure import differentiable, undetached
-from diffcoll.testing.harness.packing import Packed
-from diffcoll.testing.harness.parts import named_tensors
-from diffcoll.testing.harness.report import First, Report
-from diffcoll.testing.harness.runs import Run, changed_attributes
-from diffcoll.testing.sharding.axes import MESH_HYPOTHESES, OfMesh
-from diffcoll.testing.sharding.placements import parsed_mesh, parsed_placements, parsed_reduction
-from diffcoll.testing.sharding.program import Sharding, reduced
-from diffcoll.testing.sharding.rank import (
-    MeshPlan,
-    OfRank,
-    Piece,
-    modules_by_name,
-    on_mesh,
-    outputs_on_mesh,
-    trace_of_one,
+from diffcoll.testing.harness.comparison import Quantity, is_near, near
+from diffcoll.testing.harness.hypotheses import (
+    diagnose,
+    nearly_right,
+    not_finite,
+    random,
+    restored,
+    rounding,
+    some_rows,
+    zero,
 )
-from diffcoll.testing.sharding.trace import Change, Trace, first_difference, suspects
+from diffcoll.testing.harness.report import Report
+from diffcoll.testing.harness.runs import changed_attributes
+from diffcoll.testing.sharding.placements import REPLICATE, Mesh, parsed_mesh, parsed_placements, parsed_reduction
+from diffcoll.testing.sharding.program import Sharding
+from diffcoll.testing.sharding.rank import Piece
+from diffcoll.testing.sharding.witness import OfMesh
 
 _NAME = "assert_matches_single_process"
 
@@ -52,7 +51,7 @@ def sharded_report(
     notes = list(changed_attributes(runs))
     wrong = next((run for run in runs if run.quantities and not run.ok()), None)
     if wrong is not None:
-        witness = _Mesh(sharding, wrong)
+        witness = OfMesh(sharding, wrong)
         found = {name: said for rank in wrong.measured for name, said in rank.found.items()}
         notes += [
             f"{name}: taken to be {said}, by its shape; placements= may say otherwise" for name, said in found.items()
@@ -66,139 +65,213 @@ def sharded_report(
     return replace(report, tables=tuple(run.table() for run in runs), notes=tuple(notes))
 
 
-class _Mesh(OfMesh):
-    """Measures more of a wrong run."""
+def _of(case: Case) -> OfMesh:
+    assert isinstance(case.witness, OfMesh)
+    return case.witness
 
-    check: Sharding
 
-    def __init__(self, sharding: Sharding, run: Run) -> None:
-        super().__init__(sharding, run, "", (sharding.single, sharding.whole_batch))
-        (self.mesh,), self.reduction = run.setting, sharding.rank_reduction
-        self._parts = sharding.parts(self.mesh)
-        self._plan = sharding.plan_of(run.on, self.mesh)
-        self.pieces: dict[str, dict[int, Piece]] = {}
-        for r, rank in enumerate(run.measured):
-            for piece in rank.pieces:
-                self.pieces.setdefault(piece.what, {})[r] = piece
-        of_ranks = [_counts(named_tensors(sharding.fn, part)) for part in self._parts]
-        whole = _counts(sharding.inputs)
-        self.counts = {name: [each[name] for each in of_ranks] for name in whole}
-        elements = {name: x.numel() for name, x in sharding.inputs.items()}
-        ones = {name: k / elements[name.split(" of ", 1)[1]] for name, k in whole.items() if "rows" not in name}
-        self.shares = {name: share for name, share in ones.items() if 0 < share < 1}
+# ── values and outputs ───────────────────────────────────────────────────────────────────────────────────
 
-    @cached_property
-    def case(self) -> Case:
-        """The run for the diagnosis."""
-        n, run = self.mesh.size, self.run
-        bad = [r for r, rank in enumerate(run.measured) if not all(_is_finite(piece) for piece in rank.pieces)]
-        return Case(run.under(""), (1,) * n, "", self.check.tolerance, bad, run.values_differ(), self.cuts, self)
 
-    @cached_property
-    def cuts(self) -> Cuts:
-        """Where tensors leave the graph of a forward."""
-        return Cuts.of_all(self._on_ranks(_cuts, [self._plan] * self.mesh.size, range(self.mesh.size), self._parts))
+def log_of_size(case: Case) -> Iterator[Finding]:
+    """A value is off by the logarithm of the size of an axis."""
+    for name in case.left("value", "output"):
+        differences = [(q.got - q.wanted).double() for q in case.of(name) if q.got.shape == q.wanted.shape]
+        for axis, n in _of(case).mesh.sizes.items():
+            right = [torch.full_like(d, math.log(n)) for d in differences]
+            if n > 1 and differences and all(map(near, differences, right)):
+                words = f"larger than that of one process by {math.log(n):.4g}, the logarithm of the size of {axis}"
+                yield Finding(Kind.OFF_BY_LOG_N, [name], f"{name}: {words}")
+                break
 
-    @override
-    def undetached(self) -> list[Quantity]:
-        n = self.mesh.size
-        ranks = self._on_ranks(partial(undetached, on_mesh), [self._plan] * n, range(n), self._parts)
-        return reduced([rank.pieces for rank in ranks], self._plan, self.check.tolerance)
 
-    # ── submodules ──
+def experiments(case: Case) -> Iterator[Finding]:
+    """All outputs are right after a change of what one submodule returns."""
+    names = case.left("value", "output")
+    if names and (change := _of(case).change) is not None:
+        kind = Kind.PART_OF_A_SUM if change.summed else Kind.BIAS_REPEATED if change.added else Kind.SCALED_OVER_AN_AXIS
+        yield Finding(kind, names + case.left("gradient", "state"), f"{in_list(names)}: right if {change}")
 
-    @cached_property
-    def _traces(self) -> tuple[Trace, list[Trace]]:
-        sharding, n = self.check, self.mesh.size
-        whole = sharding.on_one(trace_of_one, sharding.single, sharding.plan, sharding.whole_batch)
-        plan = replace(self._plan, traced=True)
-        ranks: list[OfRank] = self._on_ranks(on_mesh, [plan] * n, range(n), self._parts)
-        return whole, [rank.trace for rank in ranks]
 
-    @cached_property
-    def _functions(self) -> list[Callable[..., Any]]:
-        """The functions among the placements."""
-        each = [
-            p
-            for said in self.check.placements.values()
-            for p in (said.values() if isinstance(said, Mapping) else [said])
+# ── factors ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def factors(case: Case) -> Iterator[Finding]:
+    """A value, output or gradient is the right one times a number that is made of the sizes of axes or of counts."""
+    scaled = [name for name in case.left("value", "output", "gradient") if not is_near(case.ratio(name), 1.0)]
+    for ratio, names in case.by_ratio(scaled).items():
+        several = any(q.wanted.numel() > 1 for name in names for q in case.of(name))
+        of_axes = powers(_of(case).mesh, ratio, case.tolerance)
+        inexact = any(not q.ok for q in case.quantities if q.group in ("value", "output"))
+        shares = [
+            count for count, k in _of(case).shares.items() if inexact and (is_near(ratio, k) or is_near(ratio, 1 / k))
         ]
-        return [p for p in each if callable(p)]
+        if not of_axes and not shares and not several:
+            continue  # a single number is a multiple of any other
+        words = [_power_in_words(each) for each in of_axes]
+        words += [f"the part of all elements that {count} counts" for count in shares]
+        seen = f"{in_list(names)}: {ratio:.4g} times that of one process"
+        seen += f", which is {' or '.join(words)}" if words else ""
+        if shares and not of_axes:
+            kind = Kind.PADDING_COUNTED
+        elif not of_axes:
+            kind = Kind.MULTIPLIED
+        elif shares:
+            kind = Kind.SCALED
+        else:
+            both = all(min(each.values()) < 0 < max(each.values()) for each in of_axes)
+            kind = Kind.WRONG_AXES if both else Kind.SCALED_OVER_AN_AXIS
+        yield Finding(kind, names, seen)
 
-    @cached_property
-    def first(self) -> First:
-        """The first submodules whose output and whose gradient differ."""
-        with contextlib.suppress(Exception):  # a program that does not bear being watched has no such line
-            whole, ranks = self._traces
-            means = [self.mesh.sizes[axis] for axis, how in self.reduction.items() if how == "mean"]
-            factors = (1.0, float(torch.tensor(means).prod())) if means else (1.0,)
-            outputs, gradients = [trace.outputs for trace in ranks], [trace.gradients for trace in ranks]
-            return First(
-                first_difference(whole.outputs, outputs, self.mesh, self._functions),
-                first_difference(whole.gradients, gradients, self.mesh, self._functions, factors),
-            )
-        return First()
 
-    @cached_property
-    def change(self) -> Change | None:
-        """The experiment after which all outputs are right."""
-        if self.first.output is None:
-            return None
-        whole, ranks = self._traces
-        names = suspects(self.first.output, whole.outputs, [t.outputs for t in ranks], self.mesh, self._functions)
-        names = [name for name in names if all(name in t.outputs for t in ranks)]  # else a sum over an axis would wait
-        modules = modules_by_name(self.check.single.unpack())
-        for name in names[-_MOST:]:
-            for change in _changes(name, modules.get(name), whole.outputs[name], self.mesh.sizes):
-                if self._is_right(change):
-                    return change
-        return None
+def powers(mesh: Mesh, ratio: float, tolerance: float = 0.0) -> list[dict[str, int]]:
+    """Return the products of powers of the axes' sizes that a number is, of the fewest factors."""
+    axes = [axis for axis, n in mesh.sizes.items() if n > 1]
+    found = []
+    for exponents in itertools.product(range(-2, 3), repeat=len(axes)):
+        each = {axis: e for axis, e in zip(axes, exponents, strict=True) if e}
+        if each and is_near(ratio, math.prod(mesh.sizes[axis] ** e for axis, e in each.items()), tolerance):
+            found.append(each)
+    fewest = min((sum(map(abs, each.values())) for each in found), default=0)
+    return [each for each in found if sum(map(abs, each.values())) == fewest]
 
-    def _is_right(self, change: Change) -> bool:
-        n = self.mesh.size
-        with contextlib.suppress(Exception):
-            ranks = self._on_ranks(outputs_on_mesh, [self._plan] * n, [change] * n, range(n), self._parts)
-            return all(q.ok for q in reduced(ranks, self._plan, self.check.tolerance))
+
+def _power_in_words(exponents: Mapping[str, int]) -> str:
+    each = {axis + "²" * (abs(e) > 1): e > 0 for axis, e in exponents.items()}
+    above, below = ([axis for axis, up in each.items() if up == wanted] for wanted in (True, False))
+    number = f"the size of {' times that of '.join(above)}" if above else "1"
+    return number + (f" divided by the size of {' and that of '.join(below)}" if below else "")
+
+
+# ── counts ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def local_counts(case: Case) -> Iterator[Finding]:
+    """Weighted by the counts of the ranks, the average over an axis is right."""
+    witness = _of(case)
+    for count, of_ranks in witness.counts.items():
+        names = [name for name in case.left("value", "gradient") if _is_weighted(case, name, of_ranks)]
+        if names:
+            seen = f"{in_list(names)}: right if the ranks are weighted with {count} on each rank"
+            yield Finding(Kind.MEAN_OF_LOCAL_MEANS, names + case.left("value", "output"), seen)
+            return
+
+
+def _is_weighted(case: Case, name: str, counts: Sequence[int]) -> bool:
+    """Whether the sum over the axes that are reduced is right with these weights; of an input, its own gradient."""
+    witness = _of(case)
+    pieces, mesh = witness.pieces[name], witness.mesh
+    own = next(iter(pieces.values())).of_input
+    if not witness.reduction or len(pieces) < mesh.size:
         return False
-
-    def _on_ranks(self, fn: Callable[..., Any], *per_rank: Sequence[Any]) -> list[Any]:
-        return self.check.on(self.run.on, fn, [self.check.distributed] * self.mesh.size, *per_rank)
-
-
-#: How many submodules experiments are made on.
-_MOST = 4
-
-
-def _changes(name: str, module: Any, y: Tensor, sizes: Mapping[str, int]) -> Iterator[Change]:
-    own = {} if module is None else dict(module.named_parameters(recurse=False))
-    added = [each for each, p in own.items() if p.dim() == 1 and y.dim() and len(p) == y.shape[-1]]
-    for axis in [axis for axis, n in sizes.items() if n > 1]:
-        yield Change(name, axis, summed=True)
-        for each in added:
-            yield Change(name, axis, summed=True, added=each)
-            yield Change(name, axis, added=each)
-        yield Change(name, axis, divided=True)
+    for r, piece in pieces.items():
+        group = mesh.along([axis for axis in witness.reduction if own or piece.kinds[axis] == REPLICATE], r)
+        total = sum(counts[s] for s in group)
+        among = [r] if own else group
+        if not total or len(group) < 2 or any(pieces[s].got.shape != piece.wanted.shape for s in among):
+            return False
+        weighted = torch.stack([pieces[s].got * (counts[s] / total) for s in among]).sum(0)
+        if not _close(weighted, pieces[r], case.tolerance):
+            return False
+    return True
 
 
-def _counts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the numbers of a rank's part that a loss may divide by."""
-    found = {}
-    for name, x in tensors.items():
-        if x.dim():
-            found[f"the rows of {name}"] = len(x)
-        if bool(((x == 0) | (x == 1)).all()):  # a mask
-            found[f"the ones of {name}"] = int((x != 0).sum())
-        if not differentiable(x) and x.dtype != torch.bool:
-            found[f"the labels of {name}"] = int((x >= 0).sum())
-    return found
+# ── gradients ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _is_finite(piece: Piece) -> bool:
-    return not differentiable(piece.got) or bool(piece.got.isfinite().all())
+def part_of_sum(case: Case) -> Iterator[Finding]:
+    """Each rank has a part, and the sum or mean over an axis is right."""
+    witness, mesh = _of(case), _of(case).mesh
+    groups: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for name in case.left("gradient", "output", "value"):
+        pieces = witness.pieces[name]
+        done = [axis for axis in mesh.sizes if axis in witness.reduction or mesh.sizes[axis] == 1]
+        kinds = next(iter(pieces.values())).kinds
+        free = [axis for axis in mesh.sizes if axis not in done and kinds[axis] == REPLICATE]
+        for axes in [some for k in range(1, len(free) + 1) for some in itertools.combinations(free, k)]:
+            each = {"sum": 1.0, "mean": 1 / math.prod(mesh.sizes[axis] for axis in axes)}
+            if right := [what for what, factor in each.items() if _sums(case, name, axes, factor)]:
+                groups.setdefault((axes, right[0]), []).append(name)
+                break
+    for (axes, how), names in groups.items():
+        over = " and ".join(axes)
+        if how == "mean" and (inputs := witness.inputs_along(axes)):  # an axis of data
+            also = [name for name in case.left("gradient") if name in inputs and _is_not_averaged(case, name, axes)]
+            seen = f"{in_list(names + also)}: that of each rank's data along {over}; the mean is right"
+            yield Finding(Kind.NOT_AVERAGED, names + also, seen)
+        else:
+            seen = f"{in_list(names)}: one rank's part of a {how} over {over}; the {how} is right"
+            yield Finding(Kind.PART_OF_A_SUM, names, seen)
 
 
-def _cuts(packed: Packed, plan: MeshPlan, rank: int, part: Any) -> Cuts:
-    """Run this rank, and return its graph cuts."""
-    with GraphCuts() as cuts:
-        on_mesh(packed, plan, rank, part)
-    return cuts.found
+def _is_not_averaged(case: Case, name: str, axes: Sequence[str]) -> bool:
+    """Whether the gradient of an input is too large by what the mean over these axes divides by."""
+    return is_near(case.ratio(name), math.prod(_of(case).mesh.sizes[axis] for axis in axes), case.tolerance)
+
+
+def _sums(case: Case, name: str, axes: Sequence[str], factor: float) -> bool:
+    """Whether what is compared is right after a sum over axes, times a factor."""
+    held = {q.rank: q for q in case.of(name)}
+    if None in held:
+        return False
+    got = {r: held[r] for r in held if r is not None}
+    mesh, differ = _of(case).mesh, False
+    for r, q in got.items():
+        group = [got[s].got for s in mesh.along(axes, r) if s in got]
+        if len(group) < 2 or any(x.shape != q.wanted.shape for x in group):
+            return False
+        if not _close(torch.stack(group).sum(0) * factor, q, case.tolerance):
+            return False
+        differ = differ or not all(near(x, group[0]) for x in group)
+    return differ  # equal ones are the right one times a number
+
+
+def another_piece(case: Case) -> Iterator[Finding]:
+    """A rank has the piece that belongs to another one."""
+    for name in case.left("gradient", "output"):
+        each = {q.rank: q for q in case.of(name) if q.rank is not None}
+        where = []
+        for r, q in each.items():
+            if not q.ok:
+                found = [s for s, other in each.items() if s != r and near_piece(q.got, other, case.tolerance)]
+                where += [f"rank {r} has that of rank {found[0]}"] if len(found) == 1 else []
+        if where and len(where) == sum(not q.ok for q in each.values()):
+            yield Finding(Kind.ANOTHER_PIECE, [name], f"{in_list([name])}: {', '.join(where)}")
+
+
+def near_piece(got: Tensor, other: Quantity, tolerance: float) -> bool:
+    """Whether a tensor is what another rank should have; one without numbers is nobody's."""
+    return got.shape == other.wanted.shape and bool(other.wanted.any()) and _close(got, other, tolerance)
+
+
+def observed(case: Case) -> Iterator[Finding]:
+    """Nothing explains the rest."""
+    if names := case.left("value", "output"):
+        words = "not that of one process, under any placement"
+        yield Finding(Kind.ANOTHER_LOSS, names + case.left("gradient"), f"{in_list(names)}: {words}")
+    if state := case.left("state"):
+        yield Finding(Kind.ANOTHER_STATE, state, f"{in_list(state)}: not as on one process after the call")
+    if (names := case.left("gradient")) and not case.values_differ:  # else they are those of another function
+        yield Finding(Kind.WRONG_IN_DIRECTION, names, f"{in_list(names)}: no multiple of {case.witness.reference}")
+
+
+def _close(got: Tensor, right: Quantity | Piece, tolerance: float) -> bool:
+    return bool(((got - right.wanted).abs().double() <= 10 * tolerance * (right.unit or 1.0)).all())
+
+
+MESH_HYPOTHESES: Sequence[Callable[[Case], Iterator[Finding]]] = (
+    random,
+    not_finite,
+    rounding,
+    log_of_size,
+    part_of_sum,
+    factors,
+    local_counts,
+    another_piece,
+    experiments,
+    some_rows,
+    nearly_right,
+    zero,
+    restored,
+    observed,
+)
