@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -42,7 +42,7 @@ from diffcoll.testing.harness.measure import (
     undetached,
 )
 from diffcoll.testing.harness.packing import Packed
-from diffcoll.testing.harness.report import Report, Table, title_of
+from diffcoll.testing.harness.report import Cause, Report, Table, title_of
 from diffcoll.testing.harness.variables import Variables
 from diffcoll.testing.sharding.placements import PARTIAL, REPLICATE
 
@@ -61,9 +61,11 @@ _SMALL = 1e-6
 _LIMIT = "a tensor that is detached on purpose, such as a target, looks like a lost gradient to finite differences"
 
 
-@dataclass(frozen=True)
-class Checking:
-    """A function of each rank's tensors whose gradients are checked."""
+@dataclass(frozen=True, eq=False)
+class Checking(Witness):
+    """A function of each rank's tensors whose gradients are checked, and what one kind of ranks measures of it."""
+
+    reference = "the derivative of the losses that the ranks return"
 
     name: str
     packed: Packed
@@ -73,11 +75,48 @@ class Checking:
     plan: MeasurementPlan
     timeout: float
     variables: Variables
+    #: The kind of ranks.
+    kind: str = "simulated"
+    cuts: Cuts = field(default_factory=Cuts)
+
+    def report(self, on: Sequence[str]) -> Report:
+        """Check on each kind of ranks, until one is wrong."""
+        cuts = Cuts.of_all(replace(self, kind=on[0])._on_ranks(cuts_on_rank, self.parts))
+        report = Report(f"{self.name}, {self.size} ranks", ())
+        for kind in on:
+            if report.ok:
+                tables, causes = replace(self, kind=kind, cuts=cuts)._result()
+                report = replace(report, tables=(*report.tables, *tables), causes=(*report.causes, *causes))
+        return replace(report, cuts=cuts.lines, notes=(_LIMIT,) * bool(cuts.lines and not report.ok))
+
+    def _result(self) -> tuple[list[Table], list[Cause]]:
+        """Check on one kind of ranks."""
+        self._refuse_not_finite()
+        self._refuse_unused()
+        quantities = [*self._outputs(), *self._first_order(self.measured)]
+        self._refuse_imprecise(quantities)
+        if self.plan.order > 1:
+            quantities += self._second_order()
+        tables = [Table(title_of(self.kind, self.size), self.size, tuple(q.row for q in quantities))]
+        causes = []
+        if not tables[0].ok:
+            case = Case(quantities, (1,) * self.size, "", _TOLERANCE, [], False, self.cuts, self)
+            causes = diagnose(case, [not_replicated, part_of_sum, *HYPOTHESES])
+        return tables + ([self.joint.table] if self.joint is not None else []), causes
 
     @property
     def size(self) -> int:
         """N."""
         return len(self.parts)
+
+    # ── what is measured ──
+
+    def _on_ranks(self, fn: Callable[..., Any], *per_rank: Any) -> list[Any]:
+        """Run fn on all ranks with the packed function and these arguments."""
+        return run_on(self.kind, fn, [self.packed] * self.size, *per_rank, seed=self.plan.seed, timeout=self.timeout)
+
+    def _measure(self, plan: MeasurementPlan, on_rank: Callable[..., Measurement] = on_rank) -> list[Measurement]:
+        return self._on_ranks(on_rank, [plan] * self.size, range(self.size), self.parts)
 
     @cached_property
     def leaves(self) -> list[list[Tensor]]:
@@ -85,50 +124,32 @@ class Checking:
         parameters = list(self.packed.unpack().parameters.values())
         return [leaves_of(part) + parameters for part in self.parts]
 
-    def report(self, on: Sequence[str]) -> Report:
-        """Check on each kind of ranks, until one is wrong."""
-        cuts = Cuts.of_all(self.on(on[0], cuts_on_rank, self.parts))
-        report = Report(f"{self.name}, {self.size} ranks", ())
-        for kind in on:
-            if report.ok:
-                report = self._on_one_kind(kind, cuts, report)
-        return replace(report, cuts=cuts.lines, notes=(_LIMIT,) * bool(cuts.lines and not report.ok))
-
-    def _on_one_kind(self, on: str, cuts: Cuts, report: Report) -> Report:
-        """Check on one kind of ranks, and return the report with what was found."""
+    @cached_property
+    def scaled_plan(self) -> MeasurementPlan:
+        """The plan with directions of second order that are as long as the tensors."""
         lengths = tuple(max(x, 1e-5) if x else 1.0 for x in (largest(*of) for of in zip(*self.leaves, strict=True)))
-        plan = replace(self.plan, lengths=lengths)
-        measured: list[Measurement] = self.on(on, on_rank, [plan] * self.size, range(self.size), self.parts)
-        self._refuse_not_finite(measured)
-        found = self._differences(on)
-        self._refuse_unused(measured, found)
-        # The joint graph differentiates the sum of all losses by each rank's tensors.
-        joint = (
-            JointGraph(self.packed, self.parts, self.names, self.plan, measured)
-            if on == "simulated" and not self.variables
-            else None
-        )
-        quantities = [*self._outputs(measured), *self.first_order(measured, found)]
-        self._refuse_imprecise(quantities, joint)
-        if self.plan.order > 1:
-            quantities += self._second_order(on, measured, plan)
-        tables = [Table(title_of(on, self.size), self.size, tuple(q.row for q in quantities))]
-        causes = []
-        if not tables[0].ok:
-            witness = _Differences(self, on, measured, found, cuts, joint)
-            case = Case(quantities, (1,) * self.size, "", _TOLERANCE, [], False, cuts, witness)
-            causes = diagnose(case, [not_replicated, part_of_sum, *HYPOTHESES])
-        if joint is not None:
-            tables.append(joint.table)
-        return replace(report, tables=(*report.tables, *tables), causes=(*report.causes, *causes))
+        return replace(self.plan, lengths=lengths)
 
-    def _differences(self, on: str) -> list[Difference]:
-        """Move every rank's tensors; where there seems to be a kink, by less: a smooth function may vary fast."""
+    @cached_property
+    def measured(self) -> list[Measurement]:
+        """What backward gives on each rank."""
+        return self._measure(self.scaled_plan)
+
+    @cached_property
+    def joint(self) -> JointGraph | None:
+        """The joint graph, which differentiates the sum of all losses by each rank's tensors."""
+        if self.kind != "simulated" or self.variables:
+            return None
+        return JointGraph(self.packed, self.parts, self.names, self.plan, self.measured)
+
+    @cached_property
+    def differences(self) -> list[Difference]:
+        """What comes of moving every rank's tensors; where there seems to be a kink, by less: it may vary fast."""
         n, tried = self.size, dict[Direction, list[Difference]]()
         shared = {leaf for leaf, name in enumerate(self.names) if name in self.variables.shared}
         each = directions(self.leaves, _FEW, 2 if len(self.names) < 20 else 1, shared)
         for scale in _SCALES:
-            losses = self.on(on, losses_along, [self.plan] * n, [each] * n, range(n), self.parts, [scale] * n)
+            losses = self._on_ranks(losses_along, [self.plan] * n, [each] * n, range(n), self.parts, [scale] * n)
             for d in partials(each, losses, [scale * size(self.leaves[d.rank][d.leaf]) for d in each]):
                 tried.setdefault(d.direction, []).append(d)
             best = list(map(_best, tried.values()))
@@ -148,7 +169,7 @@ class Checking:
         for r in range(self.size) if every else [d.direction.rank]:
             yield replace(d, direction=replace(d.direction, rank=r))
 
-    def gradients(self, measured: Sequence[Measurement]) -> list[list[Tensor]]:
+    def _gradients(self, measured: Sequence[Measurement]) -> list[list[Tensor]]:
         """Return the gradients of each rank; of a variable whose gradient is spread over the ranks, their sum."""
         each = [m.first.every for m in measured]
         for leaf, name in enumerate(self.names):
@@ -158,9 +179,11 @@ class Checking:
                     of_rank[leaf] = total
         return each
 
-    def _outputs(self, measured: Sequence[Measurement]) -> Iterator[Quantity]:
+    # ── what is compared ──
+
+    def _outputs(self) -> Iterator[Quantity]:
         """Compare the outputs of the ranks, if they should be the same."""
-        first, *others = measured if self.variables.once else measured[:1]
+        first, *others = self.measured if self.variables.once else self.measured[:1]
         for r, m in enumerate(others, 1):
             if len(m.outputs) != len(first.outputs):
                 got = f"{len(m.outputs)} outputs on rank {r}, {len(first.outputs)} on rank 0"
@@ -169,15 +192,16 @@ class Checking:
                 what = f"output[{i}]" if len(m.outputs) > 1 else "output"
                 yield Quantity(what, "output", r, y, wanted, largest(wanted), _TOLERANCE)
 
-    def _refuse_not_finite(self, measured: Sequence[Measurement]) -> None:
+    def _refuse_not_finite(self) -> None:
         """Raise if a rank's loss is NaN or infinite, and has no differences."""
-        losses = [objective(self.plan.weights(r, m.outputs), m.outputs) for r, m in enumerate(measured)]
+        losses = [objective(self.plan.weights(r, m.outputs), m.outputs) for r, m in enumerate(self.measured)]
         if bad := [r for r, loss in enumerate(losses) if not loss.isfinite()]:
             got = f"NaN or infinity in the results of rank {', '.join(map(str, bad))}"
             raise ValueError(message(self.name, "fn", got, "a finite loss", "choose other data"))
 
-    def _refuse_unused(self, measured: Sequence[Measurement], found: Sequence[Difference]) -> None:
+    def _refuse_unused(self) -> None:
         """Raise if the losses depend on no tensor, or on no parameter of the module."""
+        measured, found = self.measured, self.differences
         count = len(measured[0].first.inputs)
         every = [g for m in measured for g in m.first.every]
         if not any(g.any() for g in every) and not any(d.partials.any() for d in found):
@@ -188,18 +212,19 @@ class Checking:
             if not any(d.partials.any() for d in found if d.direction.leaf >= count):
                 raise unused(self.name, "fn")
 
-    def _refuse_imprecise(self, quantities: Sequence[Quantity], joint: JointGraph | None) -> None:
+    def _refuse_imprecise(self, quantities: Sequence[Quantity]) -> None:
         """Raise if rounding hides derivatives, and no joint graph shows that the gradients are right."""
         hidden = [q.what for q in quantities if q.ok and (q.most_allowed or 0.0) > _PRECISE]
-        if hidden and (joint is None or not joint.ok):
+        if hidden and (self.joint is None or not self.joint.ok):
             names = ", ".join(dict.fromkeys(hidden))
             got = f"a loss that is too large, or varies too fast, for finite differences of the {names}"
             remedy = "subtract constants, or use assert_matches_single_process"
             raise ValueError(message(self.name, "fn", got, "differences that rounding does not hide", remedy))
 
-    def first_order(self, measured: Sequence[Measurement], found: Sequence[Difference]) -> Iterator[Quantity]:
+    def _first_order(self, measured: Sequence[Measurement]) -> Iterator[Quantity]:
         """Compare each tensor of each rank along its directions."""
-        most, gradients = max((abs(d.total) for d in found), default=0.0), self.gradients(measured)
+        found, gradients = self.differences, self._gradients(measured)
+        most = max((abs(d.total) for d in found), default=0.0)
         for leaf, name in enumerate(self.names):
             of_leaf = [d for d in found if d.direction.leaf == leaf]
             unit = max([abs(d.total) for d in of_leaf] + [_SMALL * most]) or 1.0
@@ -211,15 +236,12 @@ class Checking:
                 what, rank = f"gradient of {name}", None if is_sum else r
                 yield Quantity(what, "gradient", rank, got, wanted, unit, allowed)
 
-    def _second_order(self, on: str, measured: Sequence[Measurement], plan: MeasurementPlan) -> Iterator[Quantity]:
+    def _second_order(self) -> Iterator[Quantity]:
         """Compare the Hessian-vector products with finite differences of the gradients."""
         h = step(torch.float64)
-        plans = [replace(plan, order=1, move=k * h) for k in STEPS]
-        moved: list[list[Measurement]] = [
-            self.on(on, on_rank, [each] * self.size, range(self.size), self.parts) for each in plans
-        ]
-        count = len(measured[0].first.inputs)
-        got = [m.second.every for m in measured if m.second is not None]
+        moved = [self._measure(replace(self.scaled_plan, order=1, move=k * h)) for k in STEPS]
+        count = len(self.measured[0].first.inputs)
+        got = [m.second.every for m in self.measured if m.second is not None]
         at = [[m.first.every for m in each] for each in moved]
         wanted = [[central([each[r][i] for each in at], h) for i in range(len(self.names))] for r in range(self.size)]
         most = largest(*(w for each in wanted for w in each))
@@ -232,58 +254,34 @@ class Checking:
             for r, g, w in zip(ranks, *of_ranks, strict=True):
                 yield Quantity(f"second order of {name}", "second order", r, g, w, unit, _SECOND)
 
-    def on(self, on: str, fn: Callable[..., Any], *per_rank: Any) -> list[Any]:
-        """Run fn on all ranks with the packed function and these arguments."""
-        return run_on(on, fn, [self.packed] * self.size, *per_rank, seed=self.plan.seed, timeout=self.timeout)
-
-
-class _Differences(Witness):
-    """Finite differences of the losses, and what the joint graph says."""
-
-    reference = "the derivative of the losses that the ranks return"
-
-    def __init__(
-        self,
-        checking: Checking,
-        on: str,
-        measured: Sequence[Measurement],
-        found: Sequence[Difference],
-        cuts: Cuts,
-        joint: JointGraph | None,
-    ) -> None:
-        self._checking, self._on, self._measured, self._found = checking, on, measured, found
-        self._seen, self._joint = cuts.seen, joint
+    # ── for the diagnosis ──
 
     @cached_property
     def evidence(self) -> Evidence:
         """The differences that the gradients were compared with."""
-        gradients = self._checking.gradients(self._measured)
-        return Evidence((1,) * len(gradients), self._checking.names, gradients, list(self._found), self._seen)
+        gradients = self._gradients(self.measured)
+        return Evidence((1,) * self.size, self.names, gradients, self.differences, self.cuts.seen)
 
     @property
     def one_loss(self) -> bool:
         """Whether all ranks return the same loss."""
-        return self._checking.variables.once
+        return self.variables.once
 
     @cached_property
     def replicated(self) -> set[str]:
         """The names of the gradients that every rank should have whole."""
-        shared = self._checking.variables.shared
-        return {f"gradient of {name}" for name, kind in shared.items() if kind == REPLICATE}
+        return {f"gradient of {name}" for name, kind in self.variables.shared.items() if kind == REPLICATE}
 
     @cached_property
     def detached(self) -> str | None:
         """Words if the graph of all ranks has these gradients too, so that something is detached."""
-        if self._joint is not None and self._joint.ok:
+        if self.joint is not None and self.joint.ok:
             return "backward agrees with the joint graph of all ranks, and not with finite differences"
         return None
 
     @override
     def undetached(self) -> list[Quantity]:
-        checking, n = self._checking, self._checking.size
-        measure = partial(undetached, on_rank)
-        measured = checking.on(self._on, measure, [checking.plan] * n, range(n), checking.parts)
-        return list(checking.first_order(measured, self._found))
+        return list(self._first_order(self._measure(self.plan, partial(undetached, on_rank))))
 
 
 def _best(tried: Sequence[Difference]) -> Difference:
