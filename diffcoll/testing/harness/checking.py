@@ -144,7 +144,7 @@ class Checking(Witness):
 
     @cached_property
     def differences(self) -> list[Difference]:
-        """What comes of moving every rank's tensors; where there seems to be a kink, by less: it may vary fast."""
+        """The derivatives along each direction; with smaller steps where there seems to be a kink: fn may vary fast."""
         n, tried = self.size, dict[Direction, list[Difference]]()
         shared = {leaf for leaf, name in enumerate(self.names) if name in self.variables.shared}
         each = directions(self.leaves, _FEW, 2 if len(self.names) < 20 else 1, shared)
