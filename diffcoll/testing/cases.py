@@ -24,6 +24,7 @@ import diffcoll
 from diffcoll import truth
 from diffcoll.core.reductions import REDUCTIONS
 from diffcoll.testing.layouts import with_layout
+from diffcoll.testing.numbers import largest, numbers, real_inner, relative_errors
 
 Shape = tuple[int, ...]
 
@@ -217,22 +218,6 @@ def error(got: Tensor, expected: Tensor, scale: Sequence[Tensor]) -> float:
     return float(found.max()) if found.numel() else 0.0
 
 
-def relative_errors(got: Tensor, expected: Tensor, unit: float | Tensor) -> Tensor:
-    """Return |got − expected| / unit; inf if shapes differ, or where one is not finite and the other another number."""
-    if got.shape != expected.shape:
-        return torch.full((1,), math.inf)
-    # Equal infinities are right, and so are NaNs in the same places.
-    same = (got == expected) | (got.isnan() & expected.isnan())
-    difference = torch.where(same, 0, got - expected).abs().double() / unit
-    return difference.nan_to_num(nan=math.inf, posinf=math.inf)
-
-
-def largest(*tensors: Tensor) -> float:
-    """Return the largest finite |x| of these tensors, 0 if there is none."""
-    finite = [t.detach().abs()[t.isfinite()] for t in tensors if t.dtype != torch.bool]
-    return max((float(x.max()) for x in finite if x.numel()), default=0.0)
-
-
 def errors(got: Measured, expected: Sequence[Measured], rank: int) -> dict[str, float]:
     """Return one rank's error of each measured field, relative to the largest value on any rank."""
 
@@ -241,18 +226,6 @@ def errors(got: Measured, expected: Sequence[Measured], rank: int) -> dict[str, 
         return error(getattr(got, name), of_all[rank], of_all)
 
     return {f.name: one(f.name) for f in fields(Measured) if getattr(got, f.name) is not None}
-
-
-def real_inner(a: Tensor, b: Tensor) -> Tensor:
-    """⟨a, b⟩, a real number."""
-    total = (a.conj() * b).sum()
-    return total.real if total.is_complex() else total
-
-
-def numbers(shape: Shape, dtype: torch.dtype, seed: int, rank: int, stream: int) -> Tensor:
-    """Return random numbers that depend on the seed, the rank and the stream."""
-    generator = torch.Generator().manual_seed((seed * 1000 + rank) * 10 + stream)
-    return torch.randn(shape, dtype=dtype, generator=generator)
 
 
 # ── the table ────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,7 +12,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.core.errors import message
-from diffcoll.testing.cases import largest
 from diffcoll.testing.harness.case import Case, Witness
 from diffcoll.testing.harness.comparison import SMALL, Quantity, unused
 from diffcoll.testing.harness.cuts import Cuts
@@ -44,6 +43,7 @@ from diffcoll.testing.harness.measure import (
 from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.harness.report import Cause, Report, Table, title_of
 from diffcoll.testing.harness.variables import Variables
+from diffcoll.testing.numbers import largest
 from diffcoll.testing.sharding.placements import PARTIAL, REPLICATE
 
 #: All elements are moved one by one if the ranks have at most this many in all; else along random directions.

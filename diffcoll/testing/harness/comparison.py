@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from diffcoll.core.errors import message
-from diffcoll.testing.cases import largest, relative_errors
 from diffcoll.testing.harness.measure import Gradients, Measurement, differentiable
 from diffcoll.testing.harness.report import Row
+from diffcoll.testing.numbers import largest, relative_errors
 
 #: A gradient smaller than this part of the largest one is compared with that part: what is zero by cancellation, such
 #: as the gradient of a bias before a batch norm, has a relative error of 1.

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from diffcoll.engines.process_state import seed_rank
-from diffcoll.testing.cases import numbers, real_inner
 from diffcoll.testing.harness.causes import Kind
 from diffcoll.testing.harness.comparison import is_near, multiple
 from diffcoll.testing.harness.measure import MeasurementPlan, leaves_of, objective, started, with_leaves
 from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.harness.report import ratio_in_words
+from diffcoll.testing.numbers import numbers, real_inner
 
 #: Distances in steps at which the losses are evaluated, after the point itself.
 STEPS = (1, -1, 2, -2)

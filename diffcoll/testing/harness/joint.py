@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from diffcoll.core.torch_private.autograd import nodes_of_graph
-from diffcoll.testing.cases import largest
 from diffcoll.testing.harness.comparison import SMALL, Quantity
 from diffcoll.testing.harness.measure import Measurement, MeasurementPlan, leaves_of, objective, with_leaves
 from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.harness.report import Table
+from diffcoll.testing.numbers import largest
 from diffcoll.testing.simulate import calls_torch_distributed, simulate
 
 #: The relative error that is right.

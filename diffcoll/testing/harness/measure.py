@@ -21,15 +21,15 @@ from torch import Tensor
 from diffcoll.core.torch_private.autograd import leaves_of_graph
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.engines.simulated_moves import LostGradientWarning
-from diffcoll.testing.cases import numbers, real_inner
 from diffcoll.testing.harness.cuts import Cuts, Detaches, GraphCuts
 from diffcoll.testing.harness.packing import Packed, Subject
 from diffcoll.testing.layouts import same
+from diffcoll.testing.numbers import numbers, real_inner
 from diffcoll.testing.simulate import simulate
 from diffcoll.testing.spawn import spawn
 
 T = TypeVar("T")
-#: Streams of random numbers, see `cases.numbers`: weights of the outputs, directions of second order.
+#: Streams of random numbers, see `numbers.numbers`: weights of the outputs, directions of second order.
 WEIGHTS, DIRECTIONS = 1, 2
 
 

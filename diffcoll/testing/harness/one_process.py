@@ -11,7 +11,6 @@ from functools import cached_property, partial
 from typing_extensions import override
 
 from diffcoll.core.torch_private.trees import tree_flatten
-from diffcoll.testing.cases import largest
 from diffcoll.testing.harness.case import Case
 from diffcoll.testing.harness.causes import Kind, cause_of
 from diffcoll.testing.harness.comparison import Quantity, all_near, compare, right, rows_of
@@ -23,6 +22,7 @@ from diffcoll.testing.harness.measure import Measurement, cuts_on_rank, leaves_o
 from diffcoll.testing.harness.parts import joined, rolled
 from diffcoll.testing.harness.report import Cause, Report
 from diffcoll.testing.harness.runs import OfRun, Run, changed_attributes
+from diffcoll.testing.numbers import largest
 
 #: Random directions of each tensor along which finite differences are taken for the diagnosis.
 _DIRECTIONS = 4

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from diffcoll.core.errors import message
-from diffcoll.testing.cases import largest
 from diffcoll.testing.harness.comparison import SMALL, near
 from diffcoll.testing.harness.measure import MeasurementPlan, differentiable, differs, leaves_of, objective, with_leaves
 from diffcoll.testing.harness.packing import Packed, Subject
 from diffcoll.testing.harness.parts import input_names
+from diffcoll.testing.numbers import largest
 from diffcoll.testing.sharding.placements import SHARD, Layout, Mesh, Placement, by_function, said_of
 from diffcoll.testing.sharding.settling import local, refuse_another_order, settled, whole_of
 from diffcoll.testing.sharding.trace import Change, Trace, changed, traced
