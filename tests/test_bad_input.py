@@ -109,7 +109,11 @@ WRONG_BY_NAME = {
         ([(0, 1, 1)], TypeError, "got [(0, 1, 1)], expected a list of pairs (src, dst) of ranks"),
         ([("a", 1)], TypeError, "got str, expected an integer"),
         ([(0, 1), (0, 0)], ValueError, "got [(0, 1), (0, 0)], expected each rank at most once as src (rank 0"),
-        ([(0, 1), (1, 1)], ValueError, "got [(0, 1), (1, 1)], expected each rank at most once as dst (rank 1 is"),
+        (
+            [(0, 1), (1, 1)],
+            ValueError,
+            "got [(0, 1), (1, 1)], expected each rank at most once as dst (rank 1 is listed twice)",
+        ),
         ([(0, 2)], ValueError, "got [(0, 2)], expected ranks within the group, from 0 to 1"),
     ],
     "reverse": FLAG,

@@ -242,10 +242,10 @@ def test_a_rank_that_fails_alone_under_torchrun(tmp_path):
     """One rank raises, so the other times out; later the first one hangs."""
     failed, others = fail_under_torchrun(tmp_path, "1", "shift,scan,split,broadcast")
     for word in failed:
-        assert word.startswith("raises CollectiveFailedError: shift, forward")
+        assert word.startswith("raises diffcoll.core.errors.CollectiveFailedError: shift, forward")
     assert {name for name, _ in others} == {"split", "broadcast"}
     first = others.pop(("split", ""))
-    assert first.startswith("raises CollectiveFailedError: split, backward"), first
+    assert first.startswith("raises diffcoll.core.errors.CollectiveFailedError: split, backward"), first
     for word in others.values():
         assert word.startswith("not run: rank 0 waited for a rank that failed"), word
 
