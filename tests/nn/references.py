@@ -135,7 +135,7 @@ ALL = ((), ("labels",), ("ids",), ("labels", "ids"))
 CONTRASTIVE = {
     "clip": Contrastive(lambda x, y, s, b, **o: functional.clip_loss(x, y, s, **o), clip, ALL, normalize=False),
     "siglip": Contrastive(
-        lambda x, y, s, b, **o: functional.siglip_loss(x, y, s, b, **o), siglip, ALL[0::2] + ALL[3:], normalize=False
+        lambda x, y, s, b, **o: functional.siglip_loss(x, y, s, b, **o), siglip, ALL, normalize=False
     ),
     "info_nce": Contrastive(
         lambda x, y, s, b, **o: functional.info_nce_loss(x, y, temperature=1 / s, **o), info_nce, ALL

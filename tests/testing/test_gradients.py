@@ -23,6 +23,8 @@ from diffcoll.testing import (
     cases,
     check_gradients,
 )
+from diffcoll.testing.harness.comparison import near
+from diffcoll.testing.numbers import relative_errors
 
 N = 3
 X = numbers(8, 2)
@@ -50,6 +52,32 @@ def test_a_planted_bug_is_named(name, n):
     report = differs(make(), sizes=sizes[n])
     assert cause in causes(report), str(report)
     assert re.search(words, str(report)), str(report)
+
+
+OTHER_SHAPES = {
+    (8,): summed(lambda x: x.square().sum(1, keepdim=True), lambda x: x.square().sum(1)),
+    (8, 1, 1): summed(lambda x: (x.sum(1, keepdim=True), x.sum()), lambda x: (x.sum(1)[:, None, None], x.sum())),
+}
+
+
+@pytest.mark.parametrize("shape", OTHER_SHAPES)
+def test_an_output_of_another_shape(shape):
+    """The numbers are the same."""
+    report = differs(OTHER_SHAPES[shape], sizes=[(5, 3)])
+    (wrong,) = (row for row in report.tables[0].rows if not row.ok)
+    assert wrong.error == float("inf") and wrong.ratio_in_words(2) == "other shape"
+    assert report.causes[0].seen == f"{wrong.what}: shape (8, 1), expected {shape}"
+
+
+def test_how_far_tensors_are_from_each_other():
+    inf, nan = float("inf"), float("nan")
+    a, b = torch.tensor([1.0, inf, nan, 3.0]), torch.tensor([1.5, inf, nan, 3.0])
+    assert relative_errors(a, b, 2.0).tolist() == [0.25, 0, 0, 0]
+    assert relative_errors(a, torch.tensor([1.0, -inf, 0.0, nan]), 1.0).tolist() == [0, inf, inf, inf]
+    assert relative_errors(a, a[:1], 1.0).tolist() == [inf]
+    masked = torch.tensor([[1.0, -inf], [2.0, 3.0]])  # an infinity says nothing of the others
+    assert near(masked, masked) and not near(masked, masked + torch.tensor([0.1, 0.0]))
+    assert not near(masked, masked[:1]) and not near(torch.tensor([2]), torch.tensor([3]))
 
 
 def test_the_line_that_cuts_the_graph():

@@ -88,7 +88,7 @@ class Quantity:
     @property
     def row(self) -> Row:
         """The row of the report."""
-        return Row(self.what, self.rank, self.error, self.ratio, self.ok, self.most_allowed)
+        return Row(self.what, self.rank, self.error, self.ratio, self.ok, self.most_allowed, self.mismatched)
 
     def times(self, factor: float) -> Quantity:
         """Return the quantity with what the ranks have multiplied by a factor."""

@@ -257,7 +257,13 @@ def _other_values(case: Case) -> Iterator[Finding]:
             "not what one process computes on the whole batch, under any reduction (if all ranks compute the same loss "
             "of the same rows, as in tensor parallelism, state it with mesh=)"
         )
-        yield Finding(Kind.ANOTHER_LOSS, values, f"{in_list(values)}: {words}")
+        shapes = [
+            f"{name}: shape {tuple(q.got.shape)}, expected {tuple(q.wanted.shape)}"
+            for name in values
+            for q in case.of(name)
+            if q.mismatched
+        ]
+        yield Finding(Kind.ANOTHER_LOSS, values, "; ".join(shapes) or f"{in_list(values)}: {words}")
 
 
 def _mistakes(case: Case) -> Iterator[Finding]:

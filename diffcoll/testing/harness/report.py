@@ -24,11 +24,15 @@ class Row:
     ok: bool
     #: The tolerance; None: the quantity cannot be compared, because the loss has a kink here.
     allowed: float | None
+    #: Whether the shapes differ.
+    mismatched: bool = False
 
     def ratio_in_words(self, n: int) -> str:
         """Return got / wanted of N ranks, or why there is none."""
         if self.allowed is None:
             return "kink"
+        if self.mismatched:
+            return "other shape"
         return "not finite" if math.isinf(self.error) else ratio_in_words(self.ratio, n)
 
 
