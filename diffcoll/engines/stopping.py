@@ -20,11 +20,6 @@ def stop(thread: threading.Thread) -> None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Stopped))
 
 
-def refuse_stops(thread: threading.Thread) -> None:
-    """Drop a `Stopped` that this thread, the current one, has not noticed yet."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), None)
-
-
 def place_of(thread: threading.Thread) -> str:
     """Return the innermost line of the user's code that a thread executes, in words; "" if there is none."""
     frame = sys._current_frames().get(thread.ident or 0)

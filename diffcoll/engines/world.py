@@ -9,11 +9,9 @@ into one result for each rank.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -37,15 +35,13 @@ from diffcoll.engines.process_state import (
     states_of_ranks,
 )
 from diffcoll.engines.rank_threads import ambient, forward_mode, set_forward_mode, shared_forward_mode
-from diffcoll.engines.stopping import Stopped, place_of, refuse_stops, stop
+from diffcoll.engines.stopping import Stopped, place_of, stop
 
 #: (name of the collective, each rank's tensor, arguments and facts, see `Engine.run_truth`) → each rank's result.
 Truth = Callable[[str, list[Any], list[dict[str, Any]], list[tuple[object, object]]], list[Any]]
 
 
-#: Seconds after which a rank that has not noticed the end by itself is stopped, and stopped again.
-_NOTICE = 0.2
-#: Seconds that stopped ranks have to end.
+#: Seconds that a stopped rank has to end.
 _GRACE = 5.0
 
 
@@ -65,35 +61,14 @@ class _Rank(threading.Thread):
         self.error: BaseException | None = None  # to be raised where this rank waits
         self.outcome: str = ""  # "returned" or "raised …", once it has ended
         self.result: Any = None
-        self.is_over = False  # whether nothing is left to stop
-        self.end = threading.Lock()
         self.state: Any = None  # the process's state of this rank, while other ranks run
         self.forward_mode = forward_mode()
 
     def run(self) -> None:
-        while not self.is_over:
-            try:
-                if not self.world.stopped:
-                    self.turn.acquire()
-                if not self.world.stopped:
-                    self._run()
-                if not self.world.stopped:
-                    self.world.leave(self)
-                with self.end:
-                    self.is_over = True
-                refuse_stops(self)
-            except Stopped:  # it came outside the function
-                continue
-
-    def stop(self) -> None:
-        """Raise `Stopped` in this rank, unless it is at its end; wake it if it waits."""
-        with contextlib.suppress(RuntimeError):  # it does not wait
-            self.turn.release()
-        with self.end:
-            if not self.is_over:
-                stop(self)
-
-    def _run(self) -> None:
+        self.turn.acquire()
+        if self.world.stopped:
+            self.world.leave(self)
+            return
         guards.HERE.rank = self
         set_process_state(self.state)
         set_forward_mode(self.forward_mode)
@@ -105,6 +80,7 @@ class _Rank(threading.Thread):
         except BaseException as error:
             self.outcome = f"raised {type(error).__name__}"
             self.world.failures.append((self.number, error))
+        self.world.leave(self)
 
 
 class World:
@@ -188,14 +164,9 @@ class World:
             for r in self._ranks
         ]
         self.stopped = True
-        end = time.monotonic() + _GRACE  # one that does not execute Python code, such as a sleep, ends later
-        running = self._running
-        for r in sorted(self._ranks, key=lambda r: r is not running):
-            while r.is_alive():
-                r.stop()  # again, for it is lost where Python ignores errors, as in __del__
-                r.join(min(_NOTICE, _GRACE))
-                if time.monotonic() > end:
-                    break
+        if self._running is not None:
+            stop(self._running)
+        self._over.acquire(timeout=_GRACE)  # one that does not execute Python code, such as a sleep, ends later
         for r in self._ranks:
             r.result = None  # its graph may refer to the world
         raise TimeoutError("\n".join([f"simulated ranks had not ended after {self.timeout:g} s", *lines]))
@@ -282,8 +253,6 @@ class World:
 
     def _hand_over(self, me: _Rank) -> None:
         """Let the next rank that can run do so. Returns when it is this rank's turn again."""
-        if self.stopped:
-            raise Stopped
         if not self._ready:
             self._call_off(None, "no rank can go on")
         if self._ready[0] is me:
@@ -300,6 +269,10 @@ class World:
     def leave(self, me: _Rank) -> None:
         """End a rank: call off the meetings that it will not join, and let the next rank run."""
         self._ended.add(me.number)
+        if self.stopped:  # each of the others raises Stopped when it has its turn
+            self._ready.extend(r for r in self._ranks if r.waits_for is not None)
+            for r in self._ranks:
+                r.waits_for = None
         for meeting in list(self._meetings.values()):
             if me.number in meeting.ranks and me.number not in meeting.entries and not meeting.off:
                 self._call_off(meeting, f"rank {me.number} has ended")
