@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextvars
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -35,25 +34,24 @@ from diffcoll.engines.process_state import (
     states_of_ranks,
 )
 from diffcoll.engines.rank_threads import ambient, forward_mode, set_forward_mode, shared_forward_mode
-from diffcoll.engines.stopping import Stopped, place_of, stop
+from diffcoll.engines.stopping import Stoppable, Stopped, closed_lock, end_all, place_of
 
 #: (name of the collective, each rank's tensor, arguments and facts, see `Engine.run_truth`) → each rank's result.
 Truth = Callable[[str, list[Any], list[dict[str, Any]], list[tuple[object, object]]], list[Any]]
 
 
-#: Seconds that a stopped rank has to end.
+#: Seconds that stopped ranks have to end.
 _GRACE = 5.0
 
 
-class _Rank(threading.Thread):
+class _Rank(Stoppable):
     """One simulated rank."""
 
     def __init__(self, world: World, number: int, body: Callable[[], Any]) -> None:
-        super().__init__(name=f"rank {number}", daemon=True)
+        super().__init__(f"rank {number}")
         self.world = world
         self.number = number
         self.body = body
-        self.turn = _closed_lock()
         self.engines: dict[LocalGroup, Any] = {}
         self.default_group: object = None
         self.has_group: Callable[[], bool] | None = None  # whether torch's default group is set up, if that matters
@@ -65,10 +63,19 @@ class _Rank(threading.Thread):
         self.forward_mode = forward_mode()
 
     def run(self) -> None:
-        self.turn.acquire()
-        if self.world.stopped:
-            self.world.leave(self)
-            return
+        while not self.is_over:
+            try:
+                if not self.world.stopped:
+                    self.turn.acquire()
+                if not self.world.stopped:
+                    self._run()
+                if not self.world.stopped:
+                    self.world.leave(self)
+                self.no_more_stops()
+            except Stopped:  # outside the function
+                continue
+
+    def _run(self) -> None:
         guards.HERE.rank = self
         set_process_state(self.state)
         set_forward_mode(self.forward_mode)
@@ -80,7 +87,6 @@ class _Rank(threading.Thread):
         except BaseException as error:
             self.outcome = f"raised {type(error).__name__}"
             self.world.failures.append((self.number, error))
-        self.world.leave(self)
 
 
 class World:
@@ -102,7 +108,7 @@ class World:
         self._ended: set[int] = set()
         self._ready: deque[_Rank] = deque()
         self._running: _Rank | None = None  # the rank whose turn it is
-        self._over = _closed_lock()
+        self._over = closed_lock()
         self._meetings: dict[tuple[LocalGroup, int], Meeting] = {}
 
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -164,9 +170,8 @@ class World:
             for r in self._ranks
         ]
         self.stopped = True
-        if self._running is not None:
-            stop(self._running)
-        self._over.acquire(timeout=_GRACE)  # one that does not execute Python code, such as a sleep, ends later
+        running = self._running
+        end_all(sorted(self._ranks, key=lambda r: r is not running), _GRACE)
         for r in self._ranks:
             r.result = None  # its graph may refer to the world
         raise TimeoutError("\n".join([f"simulated ranks had not ended after {self.timeout:g} s", *lines]))
@@ -253,6 +258,8 @@ class World:
 
     def _hand_over(self, me: _Rank) -> None:
         """Let the next rank that can run do so. Returns when it is this rank's turn again."""
+        if self.stopped:
+            raise Stopped
         if not self._ready:
             self._call_off(None, "no rank can go on")
         if self._ready[0] is me:
@@ -269,10 +276,6 @@ class World:
     def leave(self, me: _Rank) -> None:
         """End a rank: call off the meetings that it will not join, and let the next rank run."""
         self._ended.add(me.number)
-        if self.stopped:  # each of the others raises Stopped when it has its turn
-            self._ready.extend(r for r in self._ranks if r.waits_for is not None)
-            for r in self._ranks:
-                r.waits_for = None
         for meeting in list(self._meetings.values()):
             if me.number in meeting.ranks and me.number not in meeting.entries and not meeting.off:
                 self._call_off(meeting, f"rank {me.number} has ended")
@@ -319,12 +322,6 @@ class World:
         if meeting is not None and rank.number in meeting.entries:
             return str(meeting.entries[rank.number])
         return str(rank.waits_for.entries[rank.number]) if rank.waits_for else "is in no collective"
-
-
-def _closed_lock() -> threading.Lock:
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
 
 
 def _within(modes: AbstractContextManager[None], body: Callable[[], Any]) -> Any:

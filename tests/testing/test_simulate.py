@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import sys
 import threading
 import time
 
@@ -574,12 +575,30 @@ def test_a_loop_that_does_not_end(run, body):
         assert re.search(rf"rank 0 waits in all_reduce at {__file__}:\d+\n", text)
         assert text.endswith("rank 2 is in no collective")
     assert re.search(r"rank \d runs at .*, in loops", text)
-    for _ in range(100):  # threads that were stopped end
-        if threading.active_count() <= threads:
-            break
-        time.sleep(0.02)
     assert threading.active_count() <= threads
     assert run(lambda r: dc.all_reduce(torch.tensor(r)).item(), range(3)) == [3, 3, 3]
+
+
+@pytest.mark.timeout(60)
+@both
+@pytest.mark.parametrize("method", ["_give_turn", "_wake"])
+def test_a_rank_is_stopped_while_it_looks_after_the_others(run, method, monkeypatch):
+    """Where it has taken one from the list of those that can run, or has not put it there yet: all end."""
+    threads, calls, own = threading.active_count(), [], getattr(world.World, method)
+
+    def interrupted(self, *arguments):
+        calls.append(method)
+        if len(calls) != 5:
+            return own(self, *arguments)
+        if method == "_give_turn":
+            self._ready.popleft()
+        while True:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(world.World, method, interrupted)
+    with pytest.raises(TimeoutError, match="had not ended after"):
+        run(loops_together, range(3), timeout=0.3)
+    assert threading.active_count() <= threads
 
 
 def test_a_rank_that_sleeps_is_left_behind(monkeypatch):
@@ -602,6 +621,21 @@ def test_a_rank_that_sleeps_is_left_behind(monkeypatch):
         time.sleep(0.02)
     assert not any(thread.name.startswith("rank ") for thread in threading.enumerate())
     assert torch.equal(torch.get_rng_state(), state) and os.environ._data is environment
+
+
+def test_profiled_code_goes_on_while_a_rank_sleeps(monkeypatch):
+    """On Python 3.11 it hung until the rank had noticed that it was stopped."""
+    monkeypatch.setattr(world, "_GRACE", 0.05)
+    with pytest.raises(TimeoutError, match="rank 0 runs at"):
+        simulate(lambda r: time.sleep(2), range(1), timeout=0.2)
+    (rank,) = (thread for thread in threading.enumerate() if thread.name == "rank 0")
+    other = sys.getprofile()
+    sys.setprofile(lambda *_: None)
+    found = [2 * r for r in range(2)]
+    sys.setprofile(other)
+    assert found == [0, 2] and rank.is_alive()
+    rank.join(20)
+    assert not rank.is_alive()
 
 
 def test_a_copy_of_the_process_does_not_wait_for_ranks_that_it_lacks():
