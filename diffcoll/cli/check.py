@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffcoll.cli.importing import NotUsableError, called, named, place
-from diffcoll.cli.page import page
+from diffcoll.cli.page import STYLES, page
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.engines.process_state import seed_rank
 from diffcoll.testing.gradients import assert_matches_single_process, check_gradients
@@ -283,15 +282,8 @@ def _written(options: argparse.Namespace, report: Report) -> bool:
 def _show(report: Report) -> None:
     """Print the report, in color on a terminal; lines are not wrapped or cut."""
     console = Console()
-    for line in str(report).splitlines():
-        console.print(Text(line, style=_style(line)), soft_wrap=True)
-
-
-def _style(line: str) -> str:
-    head = line.startswith("── ") or not line.startswith((" ", "✗"))
-    if line.startswith("✗") or (head and line.lower().endswith((": wrong", ": raised"))):
-        return "red"
-    return "green" if head and re.search(": right($|;)", line) else "bold" if line.endswith(" ──") else ""
+    for line in report.lines():
+        console.print(Text(line.text, style=STYLES[line.style]), soft_wrap=True)
 
 
 def _about(options: argparse.Namespace) -> str:

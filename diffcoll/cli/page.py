@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from diffcoll.testing.harness.report import Cause, Report, Row, Table
 
@@ -46,12 +47,35 @@ def document(title: str, verdict: str, right: bool, body: str, style: str = "") 
 """
 
 
-def table(head: str, rows: Iterable[str], caption: str = "") -> str:
-    """Return a table that scrolls where the page is too narrow; head and rows are HTML, the caption is escaped here."""
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a table, on a page or in a terminal."""
+
+    text: str
+    #: "n": numbers, "call": code, "bar": a picture.
+    kind: str = "n"
+    #: A key of `STYLES`.
+    style: str = ""
+    #: HTML that follows the text.
+    picture: str = ""
+
+    def __str__(self) -> str:
+        mark = {"right": "✓ ", "wrong": "✗ "}.get(self.style, "")
+        kinds = f"{self.kind} {self.style}".rstrip()
+        return f'<td class="{kinds}">{mark}{html.escape(self.text)}{self.picture}'
+
+
+#: How a terminal shows what is right, wrong or missing, and titles.
+STYLES = {"right": "green", "wrong": "red", "none": "dim", "title": "bold", "": ""}
+
+
+def table(head: Iterable[str | Cell], rows: Iterable[tuple[str, Sequence[Cell]]], caption: str = "") -> str:
+    """Return a table that scrolls where the page is too narrow. Each row has a title and its cells."""
     title = f"<caption>{html.escape(caption)}</caption>\n" if caption else ""
-    body = "\n".join(rows)
+    top = "".join(str(each) if isinstance(each, Cell) else f"<th>{html.escape(each)}" for each in head)
+    body = "\n".join(f"<tr><th>{html.escape(name)}{''.join(map(str, cells))}" for name, cells in rows)
     return f"""<div class="wide"><table>
-{title}<thead><tr>{head}
+{title}<thead><tr>{top}
 <tbody>
 {body}
 </table></div>"""
@@ -127,26 +151,19 @@ def _table(of: Table) -> str:
         return f'<h2>{title}: <span class="wrong">✗ raised</span></h2>\n<pre>{html.escape(of.raised)}</pre>'
     verdict = f'<span class="{"right" if of.ok else "wrong"}">{"✓ right" if of.ok else "✗ wrong"}</span>'
     pictured = any(_has_picture(row, of.world_size) for row in of.rows)
-    rows = (_row(row, of.world_size, pictured) for row in of.rows)
-    ratios = f'<td class="bar">{_ratio_axis()}' if pictured else ""
-    head = f'<th>quantity<th>rank<th>error<th>allowed<th>got/wanted{ratios}<td class="bar">{_axis()}'
+    ratios = [Cell("", "bar", picture=_ratio_axis())] * pictured
+    columns = "quantity", "rank", "error", "allowed", "got/wanted"
+    head: list[str | Cell] = [*columns, *ratios, Cell("", "bar", picture=_axis())]
+    rows = ((row.what, _cells(row, of.world_size, pictured)) for row in of.rows)
     return f"<h2>{title}: {verdict}</h2>\n{table(head, rows)}"
 
 
-def _row(row: Row, n: int, pictured: bool) -> str:
-    rank = "all" if row.rank is None else row.rank
-    style = "right" if row.ok else "wrong"
-    ratio = html.escape(row.ratio_in_words(n)) if row.ratio is not None or not row.ok else ""
+def _cells(row: Row, n: int, pictured: bool) -> list[Cell]:
+    _, rank, error, ratio = row.words(n)
     allowed = "" if row.allowed is None else f"{row.allowed:.1e}"
-    cells = [
-        f'<td class="n">{rank}',
-        f'<td class="n {style}">{"✓" if row.ok else "✗"} {row.error:.1e}',
-        f'<td class="n">{allowed}',
-        f'<td class="n">{ratio}',
-        f'<td class="bar">{_ratio_bar(row.ratio or 0.0, n) if _has_picture(row, n) else ""}' if pictured else "",
-        f'<td class="bar">{_bar(row)}',
-    ]
-    return f"<tr><th>{html.escape(row.what)}{''.join(cells)}"
+    bar = _ratio_bar(row.ratio or 0.0, n) if _has_picture(row, n) else ""
+    cells = [Cell(rank), Cell(error, style="right" if row.ok else "wrong"), Cell(allowed), Cell(ratio)]
+    return [*cells, *[Cell("", "bar", picture=bar)] * pictured, Cell("", "bar", picture=_bar(row))]
 
 
 def _bar(row: Row) -> str:

@@ -8,7 +8,6 @@ be on several hosts. PyTorch's own collectives always run on torch.distributed.
 from __future__ import annotations
 
 import argparse
-import html
 import json
 import os
 import sys
@@ -26,7 +25,7 @@ from rich.text import Text
 
 from diffcoll.cli.checks import NOT_OFFERED, Errors, jobs, worst
 from diffcoll.cli.competitors import SYSTEMS
-from diffcoll.cli.page import document, table
+from diffcoll.cli.page import STYLES, Cell, document, table
 from diffcoll.cli.ranks import Launched, LaunchedByMpi, Spawned
 from diffcoll.core.torch_private.release import COMPILES
 
@@ -35,12 +34,9 @@ TOLERANCE = 1e-10
 #: A larger error is shown as wrong; a smaller one may be rounding.
 WRONG = 1e-6
 
-_STYLES = {"right": "green", "wrong": "red", "none": "dim"}
-_MARKS = {"right": "✓ ", "wrong": "✗ ", "none": ""}
-
 
 @dataclass
-class Row:
+class CheckedCall:
     """One call at one world size."""
 
     collective: str
@@ -63,10 +59,10 @@ def run(options: argparse.Namespace) -> int:
         world = Spawned("mpi" if options.engine == "mpi" else options.backend)
     sizes = [dist.get_world_size()] if options.launched else options.world_size or [2, 3]
     todo = list(jobs(sizes, options.names))
-    rows: list[Row] = []
+    rows: list[CheckedCall] = []
     with progress(len(todo) * len(SYSTEMS), quiet=not world.speaks) as advance:
         for checks, timeout in todo:
-            new = [Row(check.collective, check.call, check.world_size) for check in checks]
+            new = [CheckedCall(check.collective, check.call, check.world_size) for check in checks]
             for system in SYSTEMS:
                 advance(f"{checks[0].collective}, {checks[0].world_size} processes")
                 for row, outcome in zip(new, world.run(checks, timeout, system, options.seed), strict=True):
@@ -113,10 +109,10 @@ def wide_console() -> Console:
     return console if known else Console(width=160)
 
 
-def show(rows: list[Row], about: str) -> None:
+def show(rows: list[CheckedCall], about: str) -> None:
     """Print the table; a call at several world sizes is one line, with the larger error."""
     console = wide_console()
-    console.print(_matrix(rows, about))
+    console.print(_grid(rows, about))
     failed = [row for row in rows if not row.passes()]
     for row in failed:
         own = row.systems["diffcoll"]
@@ -126,7 +122,7 @@ def show(rows: list[Row], about: str) -> None:
     console.print(f"diffcoll: {len(rows) - len(failed)} of {len(rows)} calls are right", style=style)
 
 
-def _matrix(rows: list[Row], about: str) -> Table:
+def _grid(rows: list[CheckedCall], about: str) -> Table:
     grid = Table(
         title=f"relative error against the reference: output, gradient, second order\n"
         f"jvp: output, tangent; compiled (fullgraph, inductor): output, gradient\n{about}"
@@ -136,21 +132,20 @@ def _matrix(rows: list[Row], about: str) -> Table:
     grid.add_column("N", no_wrap=True)
     for system in _systems(rows):
         grid.add_column(_short(system), min_width=26)
-    for name, call, sizes, outcomes in _merged(rows):
+    for name, cells in _merged(rows):
         if name:
             grid.add_section()
-        cells = [Text(_text(outcome), style=_STYLES[_verdict(outcome)]) for outcome in outcomes]
-        grid.add_row(name, Text(call), sizes, *cells)
+        grid.add_row(name, *(Text(cell.text, style=STYLES[cell.style]) for cell in cells))
     return grid
 
 
-def _merged(rows: list[Row]) -> Iterator[tuple[str, str, str, list[Errors]]]:
-    """Yield for each call its collective where another one begins, its words, its world sizes, and all outcomes.
+def _merged(rows: list[CheckedCall]) -> Iterator[tuple[str, list[Cell]]]:
+    """Yield for each call its collective where another one begins, and the cells: words, world sizes, all outcomes.
 
     The n-th call of a collective is the same call at every world size.
     """
     systems, count = _systems(rows), Counter[tuple[str, int]]()
-    groups: dict[str, dict[int, list[Row]]] = {}
+    groups: dict[str, dict[int, list[CheckedCall]]] = {}
     for row in rows:
         at = row.collective, row.world_size
         groups.setdefault(row.collective, {}).setdefault(count[at], []).append(row)
@@ -158,11 +153,11 @@ def _merged(rows: list[Row]) -> Iterator[tuple[str, str, str, list[Errors]]]:
     for collective, calls in groups.items():
         for number, same in sorted(calls.items()):
             sizes = " ".join(str(row.world_size) for row in same)
-            outcomes = [worst([row.systems[system] for row in same]) for system in systems]
-            yield "" if number else collective, same[-1].call, sizes, outcomes
+            outcomes = [_cell(worst([row.systems[system] for row in same])) for system in systems]
+            yield "" if number else collective, [Cell(same[-1].call, "call"), Cell(sizes), *outcomes]
 
 
-def _systems(rows: list[Row]) -> list[str]:
+def _systems(rows: list[CheckedCall]) -> list[str]:
     return list(dict.fromkeys(system for row in rows for system in row.systems))
 
 
@@ -172,30 +167,22 @@ def _short(system: str) -> str:
     return short if short == system else f"{short} of torch {torch.__version__}"
 
 
-def _text(outcome: Errors) -> str:
-    return outcome if isinstance(outcome, str) else " ".join(f"{value:.0e}" for value in outcome.values())
-
-
-def _verdict(outcome: Errors) -> str:
+def _cell(outcome: Errors) -> Cell:
     if isinstance(outcome, str):
-        return "none" if outcome == NOT_OFFERED else "wrong"
-    return "wrong" if max(outcome.values()) > WRONG else "right"
+        return Cell(outcome, style="none" if outcome == NOT_OFFERED else "wrong")
+    words = " ".join(f"{value:.0e}" for value in outcome.values())
+    return Cell(words, style="wrong" if max(outcome.values()) > WRONG else "right")
 
 
-def page(rows: list[Row], about: str) -> str:
+def page(rows: list[CheckedCall], about: str) -> str:
     """Return the page as HTML, without references to other files."""
     failed = sum(not row.passes() for row in rows)
     verdict = f"{len(rows) - failed} of {len(rows)} calls of diffcoll are right"
-    head = "".join(f"<th>{html.escape(_short(system))}" for system in _systems(rows))
-    body = []
-    for name, call, sizes, outcomes in _merged(rows):
-        cells = [f'<td class="n {_verdict(o)}">{_MARKS[_verdict(o)]}{html.escape(_text(o))}' for o in outcomes]
-        what = f'<th>{html.escape(name)}<td class="call">{html.escape(call)}<td class="n">{sizes}'
-        body.append(f"<tr>{what}{''.join(cells)}")
+    head = ["collective", "call", "N", *map(_short, _systems(rows))]
     text = f"""<p>Rank r computes a loss ℓ<sub>r</sub>; the objective is their sum. Each call ran on real processes with
 data and cotangents that differ on every rank. Each cell has three numbers: the relative errors of the output, the
 gradient and a second-order gradient, against reference gradients that PyTorch derives with all ranks in one autograd
 graph. Rows jvp (forward mode) have two: output and tangent. Rows compiled (torch.compile(fullgraph=True)) have two:
-output and gradient. The columns of PyTorch's own collectives hold for torch {html.escape(torch.__version__)}.
-{table(f"<th>collective<th>call<th>N{head}", body, about)}"""
+output and gradient. The columns of PyTorch's own collectives hold for torch {torch.__version__}.
+{table(head, _merged(rows), about)}"""
     return document("diffcoll verify", verdict, not failed, text)

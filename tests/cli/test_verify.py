@@ -104,6 +104,22 @@ def test_the_table_has_every_collective():
         assert len(set(labels)) == len(labels)
 
 
+def test_a_call_that_a_system_offers_at_one_size_alone(capsys):
+    """Several world sizes are one line, with the largest error of those that have one."""
+    right = {"output": 0.0, "gradient": 1e-16}
+    rows = [
+        report.CheckedCall("shift", "wrap=False", 2, {"diffcoll": right, "other": "not offered"}),
+        report.CheckedCall("shift", "wrap=False", 3, {"diffcoll": right, "other": {"output": 0.0, "gradient": 0.5}}),
+        report.CheckedCall("scan", "<b>", 3, {"diffcoll": right, "other": "not offered"}),
+    ]
+    report.show(rows, "about")
+    printed, page = capsys.readouterr().out, report.page(rows, "about <i>")
+    assert "2 3 │ 0e+00 1e-16" in printed and "0e+00 5e-01" in printed and "3 of 3 calls" in printed
+    assert '<td class="n">2 3<td class="n right">✓ 0e+00 1e-16<td class="n wrong">✗ 0e+00 5e-01' in page
+    assert '<td class="call">&lt;b&gt;<td class="n">3' in page and '<td class="n none">not offered' in page
+    assert printed.count("not offered") == page.count("not offered") == 1 and "<i>" not in page
+
+
 # ── failures ─────────────────────────────────────────────────────────────────────────────────────────────
 
 

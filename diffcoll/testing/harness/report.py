@@ -5,7 +5,17 @@ from __future__ import annotations
 import math
 import textwrap
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+
+class Line(NamedTuple):
+    """A line of the report, or several."""
+
+    text: str
+    #: "right", "wrong", "title" or "": how a terminal shows it.
+    style: str = ""
 
 
 @dataclass(frozen=True)
@@ -27,13 +37,15 @@ class Row:
     #: Whether the shapes differ.
     mismatched: bool = False
 
-    def ratio_in_words(self, n: int) -> str:
-        """Return got / wanted of N ranks, or why there is none."""
+    def words(self, n: int) -> tuple[str, str, str, str]:
+        """Return the quantity, the rank of N, the error, and got / wanted or why there is none."""
         if self.allowed is None:
-            return "kink"
-        if self.mismatched:
-            return "other shape"
-        return "not finite" if math.isinf(self.error) else ratio_in_words(self.ratio, n)
+            ratio = "kink"
+        elif self.mismatched or math.isinf(self.error):
+            ratio = "other shape" if self.mismatched else "not finite"
+        else:
+            ratio = "" if self.ok and self.ratio is None else ratio_in_words(self.ratio, n)
+        return self.what, "all" if self.rank is None else str(self.rank), f"{self.error:.1e}", ratio
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,27 @@ class Table:
     def ok(self) -> bool:
         """Whether the run raised nothing, and every quantity is right."""
         return not self.raised and all(row.ok for row in self.rows)
+
+    def lines(self) -> Iterator[Line]:
+        """Yield what is wrong, and how large the largest error of the rest is."""
+        wrong = [row.words(self.world_size) for row in self.rows if not row.ok]
+        right = [row.error for row in self.rows if row.ok]
+        largest = f"largest error {max(right, default=0.0):.1e}"
+        if self.skipped:
+            yield Line(f"── {self.title}: not run: {self.skipped}")
+        elif self.raised:
+            yield Line(f"── {self.title}: raised", "wrong")
+            yield Line("  " + self.raised.rstrip().replace("\n", "\n  "))
+        elif not wrong:
+            yield Line(f"── {self.title}: right; {largest} in {len(right)} comparisons", "right")
+        else:
+            width = max(len(what) for what, *_ in wrong)
+            yield Line(f"── {self.title}: wrong", "wrong")
+            yield Line(f"  {'what':{width}}  rank      error  got/wanted")
+            for what, rank, error, ratio in wrong:
+                yield Line(f"✗ {what:{width}}  {rank:>4}  {error:>9}  {ratio}", "wrong")
+            if right:
+                yield Line(f"  right: {len(right)} other{'s' * (len(right) != 1)}, {largest}")
 
 
 @dataclass(frozen=True)
@@ -124,15 +157,20 @@ class Report:
         raised = any(right) and all(table.ok or table.raised for table in self.tables)
         return "raised an error in some runs" if raised else "WRONG"
 
-    def __str__(self) -> str:
-        lines = [f"{self.title}: {self._verdict}"]
-        lines += [f"  {self.first}"] if str(self.first or "") else []
+    def lines(self) -> Iterator[Line]:
+        """Yield the verdict, the tables, the causes, the graph cuts and the notes."""
+        yield Line(f"{self.title}: {self._verdict}", {"right": "right", "WRONG": "wrong"}.get(self._verdict, ""))
+        if words := str(self.first or ""):
+            yield Line(f"  {words}")
         for table in self.tables:
-            lines += _lines(table)
+            yield from table.lines()
         for title, entries in (("diagnosis", self.causes), ("graph cuts", self.cuts), ("notes", self.notes)):
             if entries:
-                lines += [f"── {title} ──", *(_wrapped(str(entry)) for entry in entries)]
-        return "\n".join(lines)
+                yield Line(f"── {title} ──", "title")
+                yield from (Line(_wrapped(str(entry))) for entry in entries)
+
+    def __str__(self) -> str:
+        return "\n".join(line.text for line in self.lines())
 
 
 class GradientMismatchError(AssertionError):
@@ -167,27 +205,6 @@ def title_of(on: str, n: int, *more: str) -> str:
     return ", ".join((on, f"{n} rank{'s' * (n != 1)}", *more))
 
 
-def _lines(table: Table) -> list[str]:
-    if table.skipped:
-        return [f"── {table.title}: not run: {table.skipped}"]
-    if table.raised:
-        return [f"── {table.title}: raised", f"  {_indented(table.raised)}"]
-    largest = max((row.error for row in table.rows), default=0.0)
-    if table.ok:
-        return [f"── {table.title}: right; largest error {largest:.1e} in {len(table.rows)} comparisons"]
-    wrong = [row for row in table.rows if not row.ok]
-    right = [row.error for row in table.rows if row.ok]
-    width = max(len(row.what) for row in wrong)
-    lines = [f"── {table.title}: wrong", f"  {'what':{width}}  rank      error  got/wanted"]
-    for row in wrong:
-        rank = "all" if row.rank is None else row.rank
-        ratio = row.ratio_in_words(table.world_size)
-        lines.append(f"✗ {row.what:{width}}  {rank!s:>4}  {row.error:9.1e}  {ratio}".rstrip())
-    if right:
-        lines.append(f"  right: {len(right)} other{'s' * (len(right) != 1)}, largest error {max(right):.1e}")
-    return lines
-
-
 def ratio_in_words(ratio: float | None, n: int, near: float = 1e-3) -> str:
     """Return a ratio as a number, and what it is in terms of N, as far as it is near enough."""
     if ratio is None:
@@ -206,7 +223,3 @@ def _wrapped(text: str) -> str:
             line.strip(), 110, initial_indent=indent, subsequent_indent=indent + "  ", break_long_words=False
         )
     return "\n".join(found)
-
-
-def _indented(text: str) -> str:
-    return text.rstrip().replace("\n", "\n  ")
