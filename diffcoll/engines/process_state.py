@@ -1,4 +1,4 @@
-"""State of the process that each rank has for itself: random numbers, warnings, output streams, the environment.
+"""State of the process that each rank has for itself: random numbers, settings, warnings, streams, the environment.
 
 Simulated ranks take turns. Each keeps its own state while the others run. A copy of the process that a rank forks is
 not a rank.
@@ -53,24 +53,37 @@ def states_of_ranks(seed: int, size: int, launched: bool) -> Iterator[Any]:
 
 
 def process_state() -> Any:
-    """Return the state of the generators of the CPU, of warnings and of streams, and the environment itself.
+    """Return the state of the generators of the CPU, torch's settings, warnings, streams, and the environment itself.
 
     The environment is the dict behind `os.environ`, whatever has imported that; ranks must not change the caller's.
     """
     numpy = sys.modules.get("numpy")
     generators = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
     handling = [getattr(warnings, w, None) for w in _WARNINGS]
-    return generators, handling, [getattr(sys, s) for s in _STREAMS], os.environ._data  # type: ignore[attr-defined]
+    streams = [getattr(sys, s) for s in _STREAMS]
+    return generators, _settings(), handling, streams, os.environ._data  # type: ignore[attr-defined]
+
+
+def _settings() -> tuple[Any, ...]:
+    """Return the default dtype, whether algorithms are deterministic, and the mode that detects anomalies."""
+    strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    return torch.get_default_dtype(), *strict, *anomaly
 
 
 def set_process_state(state: Any) -> None:
     """Restore a state returned by `process_state`."""
-    generators, handling, streams, environment = state
+    generators, settings, handling, streams, environment = state
     os.environ._data = environment  # type: ignore[attr-defined]
     torch.set_rng_state(generators[0])
     random.setstate(generators[1])
     if generators[2] is not None:
         sys.modules["numpy"].random.set_state(generators[2])
+    if settings != _settings():
+        dtype, strict, warn_only, *anomaly = settings
+        torch.set_default_dtype(dtype)
+        torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+        torch.autograd.set_detect_anomaly(*anomaly)
     if any(getattr(warnings, name, None) is not value for name, value in zip(_WARNINGS, handling, strict=True)):
         for name, value in zip(_WARNINGS, handling, strict=True):
             setattr(warnings, name, value)

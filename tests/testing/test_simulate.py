@@ -86,6 +86,34 @@ def test_random_streams(run):
 
 
 @both
+def test_settings_of_the_process_are_each_ranks_own(run):
+    """As on real processes, also if ranks are in such a block at the same time; the caller's are not changed."""
+
+    def settings():
+        anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+        strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        return torch.get_default_dtype(), *anomaly, *strict
+
+    def body(r):
+        if r != 1:
+            torch.set_default_dtype([torch.float64, None, torch.float16][r])
+            torch.use_deterministic_algorithms(True, warn_only=r == 2)
+        with torch.autograd.set_detect_anomaly(r != 1, check_nan=r == 0):
+            dc.all_reduce(torch.ones(1, dtype=torch.float32))
+            found = settings()
+        dc.all_reduce(torch.ones(1, dtype=torch.float32))
+        return found, settings()
+
+    before = settings()
+    assert run(body, range(3)) == spawn(body, range(3)) == [
+        ((torch.float64, True, True, True, False), (torch.float64, False, True, True, False)),
+        ((torch.float32, False, False, False, False), (torch.float32, False, True, False, False)),
+        ((torch.float16, True, False, True, True), (torch.float16, False, True, True, True)),
+    ]
+    assert settings() == before
+
+
+@both
 def test_threads_of_an_operation_are_divided_among_the_ranks(run):
     """Each thread that runs parallel operations keeps a pool of threads of its own."""
     before = torch.get_num_threads()
