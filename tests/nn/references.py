@@ -157,17 +157,20 @@ CONTRASTIVE = {
 }
 
 
+def program(loss, marks, module, **options):
+    """A loss of x, y, labels and ids, which has those in `marks`; module: its parameters."""
+
+    def of(x, y, labels, ids):
+        chosen = {name: value for name, value in (("labels", labels), ("ids", ids)) if name in marks}
+        return loss(x, y, module.scale, getattr(module, "bias", 0.0), **chosen, **options)
+
+    return of
+
+
 def pair(kind, marks, module, **options):
-    """Our loss on a rank and the loss on one process, of x, y, labels and ids; module: its parameters."""
-
-    def program(loss, **options):
-        def of(x, y, labels, ids):
-            chosen = {name: {"labels": labels, "ids": ids}[name] for name in marks}
-            return loss(x, y, module.scale, getattr(module, "bias", 0.0), **chosen, **options)
-
-        return of
-
-    return program(CONTRASTIVE[kind].ours, **options), program(CONTRASTIVE[kind].whole)
+    """Our loss on a rank and the loss on one process; see `program`."""
+    loss = CONTRASTIVE[kind]
+    return program(loss.ours, marks, module, **options), program(loss.whole, marks, module)
 
 
 def parameters_of(kind):

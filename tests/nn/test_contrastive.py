@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from references import CONTRASTIVE, OPTIONS, SIZES, batch, holds, pair, parameters_of
+from references import CONTRASTIVE, OPTIONS, SIZES, batch, holds, pair, parameters_of, program
 from runs import gloo, profiled, refusal, rules, runs_on
 
 import diffcoll as dc
@@ -18,6 +18,12 @@ from diffcoll.testing import simulate
 ROWS = [(kind, marks) for kind, loss in CONTRASTIVE.items() for marks in loss.marks]
 each_row = pytest.mark.parametrize(("kind", "marks"), ROWS, ids=[" ".join([kind, *marks]) for kind, marks in ROWS])
 each_kind = pytest.mark.parametrize("kind", CONTRASTIVE)
+
+
+def weighted_sum(losses):
+    """The sum of losses, each with another weight."""
+    losses = list(losses)
+    return lambda *x: sum((k + 1) * loss(*x) for k, loss in enumerate(losses))
 
 
 # ── the references are published code ────────────────────────────────────────────────────────────────────
@@ -77,7 +83,10 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize(("kind", "marks"), [row for row in ROWS if not row[1] or "supcon" in row[0]])
+OF_PUBLISHED = [(kind, marks) for kind, marks in ROWS if not marks or "supcon" in kind]
+
+
+@pytest.mark.parametrize(("kind", "marks"), OF_PUBLISHED)
 def test_the_reference_is_published_code(kind, marks):
     """Value and gradients, for any number of rows; published code of pairs knows no labels and ids."""
     for rows in (2, 5, 8):
@@ -87,6 +96,19 @@ def test_the_reference_is_published_code(kind, marks):
         found = [f(*xs, **chosen) for f in (CONTRASTIVE[kind].whole, PUBLISHED[kind])]
         torch.testing.assert_close(*found)
         torch.testing.assert_close(*(torch.autograd.grad(y, xs, materialize_grads=True) for y in found))
+
+
+@pytest.mark.parametrize(("kind", "marks"), OF_PUBLISHED)
+def test_it_is_published_code(kind, marks):
+    module = parameters_of(kind)
+    holds(pair(kind, marks, module)[0], program(PUBLISHED[kind], marks, module), module=module)
+
+
+def test_it_is_published_code_on_processes():
+    module = parameters_of("siglip")
+    ours = weighted_sum(pair(kind, marks, module)[0] for kind, marks in OF_PUBLISHED)
+    published = weighted_sum(program(PUBLISHED[kind], marks, module) for kind, marks in OF_PUBLISHED)
+    holds(ours, published, module=module, on=["gloo"], sizes=[(5, 3), (5, 0, 3)], order=1)
 
 
 # ── laws of all losses ───────────────────────────────────────────────────────────────────────────────────
@@ -122,31 +144,23 @@ def test_its_sum(kind):
     ("options", "order"), [({}, 2), ({"chunk_size": 3}, 2), ({"exchange": "ring", "chunk_size": 2}, 1)], ids=str
 )
 def test_on_processes(on, options, order):
-    """A sum of all losses, each with another weight."""
     module = parameters_of("siglip")
-    pairs = [pair(kind, marks, module, **options) for kind, marks in ROWS]
-
-    def ours(*x):
-        return sum((k + 1) * loss(*x) for k, (loss, _) in enumerate(pairs))
-
-    def reference(*x):
-        return sum((k + 1) * loss(*x) for k, (_, loss) in enumerate(pairs))
-
-    holds(ours, reference, module=module, on=[on], sizes=[(5, 3), (5, 0, 3)], order=order)
+    ours, references = zip(*(pair(kind, marks, module, **options) for kind, marks in ROWS), strict=True)
+    holds(weighted_sum(ours), weighted_sum(references), module=module, on=[on], sizes=[(5, 3), (5, 0, 3)], order=order)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CONTRASTIVE if kind != "supcon_of_one_view"])  # two halves
 def test_numbers_and_the_other_normalization(kind):
     loss, chosen = CONTRASTIVE[kind], "supcon" in kind
 
-    def program(function):
-        def of(x, y, labels, ids):
+    def of(function):
+        def call(x, y, labels, ids):
             marks = {"labels": labels} if chosen else {}
             return function(x, y, 0.5 if loss.normalize else 10.0, -10, normalize=not loss.normalize, **marks)
 
-        return of
+        return call
 
-    holds(program(loss.ours), program(loss.whole), sizes=SIZES[2:4])
+    holds(of(loss.ours), of(loss.whole), sizes=SIZES[2:4])
 
 
 @each_kind
