@@ -61,10 +61,24 @@ def python(*arguments, returns=0, environment=None, timeout=100, **more):
 
 
 def profiled(call, *arguments):
-    """Return the names of the collectives that ran in a call."""
-    with torch.profiler.profile() as profile:
+    """Return (name, bytes) of the collectives that ran in a call, in order; starts and waits are two."""
+    names = [event.name for event in _events("diffcoll.", call, *arguments)]
+    return [(name.split(":")[0], int(name.split()[-2])) for name in names]
+
+
+def gloo_messages(call, *arguments):
+    """Return (name, numel) of a call's messages on gloo, sent and received, in order, the library's own included."""
+    found = [event for event in _events("gloo:", call, *arguments) if event.input_shapes]
+    return [(event.name, torch.Size(event.input_shapes[0]).numel()) for event in found]
+
+
+def _events(prefix, call, *arguments):
+    with torch.profiler.profile(record_shapes=True) as profile:
         call(*arguments)
-    return [event.name for event in profile.events() if event.name.startswith("diffcoll.")]
+    found = [event for event in profile.events() if event.name.startswith(prefix)]
+    for event in found:
+        event.name = event.name.removeprefix(prefix)
+    return found
 
 
 def noted(where, *names, setattr=setattr):

@@ -3,29 +3,23 @@
 import random
 
 import torch
+from runs import gloo, profiled
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
-from diffcoll.core import moves
-from diffcoll.testing import new_group, spawn
+from diffcoll.testing import new_group
 
 N = 3
 
 
 def recorded(r, seed):
-    """The sizes of the tensors that collectives move, forward and backward, in a program with a graph of its own."""
-    sizes, begin = [], moves._begin
-
-    def noting(f, x, later=False):
-        sizes.append(x.numel())
-        return begin(f, x, later)
-
+    """Return the bytes of the collectives in the forward and in the backward of a program with a graph of its own."""
     common, own = random.Random(seed), random.Random(f"{seed} {r}")
     pair = new_group([0, 1])
     x = torch.randn(1, dtype=torch.float64, requires_grad=True)
     terms, steps = [x], common.randrange(3, 12)
-    moves._begin = noting
-    try:
+
+    def forward():
         for size in range(2, steps + 2):
             kind = common.choice(["plain", "pair", "checkpoint", "async"])
             a = own.choice(terms).sum().sin().expand(size)
@@ -42,20 +36,18 @@ def recorded(r, seed):
             for _ in range(own.randrange(4)):
                 y = (y * own.random()).tanh()
             terms.append(y)
-        made = len(sizes)
-        own.shuffle(terms)
-        sum(t.square().sum() for t in terms).backward()
-    finally:
-        moves._begin = begin
-    forward, backward = sizes[:made], sizes[made:]
-    return forward, list(dict.fromkeys(backward))  # a checkpoint runs its collectives again before their backward
+
+    called = [nbytes for _, nbytes in profiled(forward) if nbytes]  # 0: a wait
+    own.shuffle(terms)
+    backward = profiled(sum(t.square().sum() for t in terms).backward)  # in which checkpoints run forwards again
+    return called, [nbytes for name, nbytes in backward if name.endswith(" backward") and nbytes]
 
 
 def test_reverse_order():
     def body(r):
         return [recorded(r, seed) for seed in range(25)]
 
-    for of_rank in spawn(body, range(N), timeout=60):
+    for of_rank in gloo(body, range(N)):
         for forward, backward in of_rank:
             assert backward == forward[::-1]
         assert sum(len(forward) for forward, _ in of_rank) > 80

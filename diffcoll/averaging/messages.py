@@ -41,7 +41,7 @@ def communicating(
         engine: which sends the message.
         at: which message it is, for errors and profiles.
         nbytes: its size.
-        what: its contents, for errors.
+        what: its contents, for errors and profiles.
         remedy: what an absent rank may have done, and what to do, for errors.
         later: whether what starts here is waited for later.
     """
@@ -49,7 +49,7 @@ def communicating(
         with contextlib.ExitStack() as stack:
             stack.enter_context(engine.turn(f"{NAME}, {at}", later=later))
             if is_profiling():
-                label = f"diffcoll.{NAME} {at}: {engine.description}, {nbytes} B"
+                label = f"diffcoll.{NAME} {at} ({what}): {engine.description}, {nbytes} B"
                 stack.enter_context(torch.profiler.record_function(label))
             yield
     except CollectiveMismatchError:

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from runs import gloo, rules
+from runs import gloo, profiled, rules
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import (
@@ -362,7 +362,8 @@ def test_buckets_in_a_profile():
             model(torch.ones(1, 5)).sum().backward()
         return [event.key for event in profile.key_averages() if "diffcoll" in event.key]
 
-    words = r"diffcoll.GradientAverager bucket 0 of 1: a gloo group of 2 ranks, \d+ B"
+    what = "bucket 0 of 1 (4.bias … 0.weight, 6 parameters)"
+    words = re.escape(f"diffcoll.GradientAverager {what}: a gloo group of 2 ranks, ") + r"\d+ B"
     assert all(any(re.match(words, name) for name in names) for names in gloo(body, range(2)))
 
 
@@ -462,17 +463,17 @@ def test_frozen_shared_and_unfrozen_parameters():
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)).double()
         model[2].weight = model[0].weight
         model[1].requires_grad_(False)
-        averager = dc.GradientAverager(model, bucket_mb=8e-5)
+        dc.GradientAverager(model, bucket_mb=8e-5)
         found = []
         x = torch.full((2, 3), r + 1.0, dtype=torch.double)
         for k in range(5):
             model.zero_grad()
             model[1].requires_grad_(k >= 2)
             model[0].bias.requires_grad_(k != 3)
-            model(x).pow(2).sum().backward()
+            sent = dict(profiled(model(x).pow(2).sum().backward))
             found.append(gradients(model))
-            sent = sum(bucket.body.numel() for bucket in averager._reducer.buckets)
-            assert sent == sum(p.numel() for p in model.parameters() if p.requires_grad)  # not frozen ones
+            trained = [p.numel() + 1 for p in model.parameters() if p.requires_grad]  # not frozen ones; 1: its flag
+            assert dc.get_world_size() == 1 or sum(sent.values()) == 8 * (sum(trained) + 3), sent
         return [g for of_step in found for g in of_step]
 
     found = each(body, 2, "gloo")
@@ -774,28 +775,30 @@ def test_buckets_follow_the_order_in_which_gradients_come():
 
     def body(r):
         model = Branches()
-        averager = dc.GradientAverager(model, bucket_mb=8 / 2**20)
-        events = []
-        start = averager._reducer._start
-        averager._reducer._start = lambda bucket, now: (events.append(str(bucket)), start(bucket, now))
+        dc.GradientAverager(model, bucket_mb=8 / 2**20)
         for i, p in enumerate(model.parts):
-            p.register_post_accumulate_grad_hook(lambda _, i=i: events.append(i))
+
+            def note(_, i=i):
+                with torch.profiler.record_function(f"diffcoll.{i}: 0 B"):
+                    pass
+
+            p.register_post_accumulate_grad_hook(note)
+        events = []
         for _ in range(2):
             a, b, c, d, e = model.parts
             y = (((a * b).sum() * c).sum() * d).sum() * e  # e is accumulated first
             if r == 1:
                 y = (((e * b).sum() * d).sum() * c).sum() * a  # a is accumulated first
-            y.sum().backward()
+            names = [name for name, _ in profiled(y.sum().backward)]
+            parts = [int(part) for name in names for part in re.findall(r"\(parts\.(\d)\)", name)]
+            events.append((list(dict.fromkeys(parts)), names))  # every bucket is started and waited for
         return events
 
-    found = gloo(body, range(2))
-    sent = [[e for e in events if isinstance(e, str)] for events in found]
-    assert sent[0] == sent[1]
-    assert sent[0][:5] == [f"parts.{i}" for i in (4, 3, 2, 1, 0)]  # the first step uses the reverse order of parameters
-    second = found[0][10:]
-    order = [e for e in second if not isinstance(e, str)]
-    assert sent[0][5:] == [f"parts.{i}" for i in order]
-    assert second[:4] == [f"parts.{order[0]}", order[0], f"parts.{order[1]}", order[1]]  # each is sent immediately
+    (first, (order, names)), (first_of_1, (order_of_1, _)) = gloo(body, range(2))
+    assert first[0] == first_of_1[0] == [4, 3, 2, 1, 0]  # the first step uses the reverse order of parameters
+    assert order == order_of_1 == [int(name) for name in names if name.isdigit()]
+    starts = [f"GradientAverager bucket {k} of 5 (parts.{i})" for k, i in enumerate(order[:2])]
+    assert names[:4] == [starts[0], str(order[0]), starts[1], str(order[1])]  # each is sent immediately
 
 
 # ── failures ─────────────────────────────────────────────────────────────────────────────────────────────

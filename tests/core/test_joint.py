@@ -9,12 +9,11 @@ from itertools import product
 import nests
 import pytest
 import torch
-from runs import rules, runs_on
+from runs import gloo, gloo_messages, rules, runs_on
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
-from diffcoll.core.groups import resolve
 from diffcoll.testing import cases, new_group, simulate
 
 N = 3
@@ -302,31 +301,20 @@ def test_check_mode_compares_recording_and_tangents(run):
 def test_a_region_sends_no_further_bytes():
     """If all ranks use all outputs, the bytes are those without the region."""
 
-    def sent(region):
-        calls = []
+    def body(r):
+        x = inputs(r).requires_grad_()
 
-        def body(r):
-            engine = resolve(None, "test")
-            deliver = engine._deliver
+        def loss():
+            return dc.all_reduce(x).sum() + dc.all_gather(x, sizes="auto").sum()
 
-            def counted(step, *arguments):
-                calls.append((step.__name__, [a.nbytes for a in arguments if isinstance(a, torch.Tensor)]))
-                return deliver(step, *arguments)
+        def with_region():
+            with dc.joint_backward() as joint:
+                joint(loss()).backward()
 
-            if r == 0:
-                engine._deliver = counted
-            x = inputs(r).requires_grad_()
-            if region:
-                with dc.joint_backward() as joint:
-                    joint(dc.all_reduce(x).sum() + dc.all_gather(x, sizes="auto").sum()).backward()
-            else:
-                (dc.all_reduce(x).sum() + dc.all_gather(x, sizes="auto").sum()).backward()
+        return gloo_messages(with_region), gloo_messages(lambda: loss().backward())
 
-        rules(body, range(2))
-        return calls
-
-    assert sent(True) == sent(False)
-    assert sent(True)
+    for region, plain in gloo(body, range(3)):
+        assert region == plain != []
 
 
 @pytest.mark.parametrize(

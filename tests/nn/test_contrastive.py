@@ -346,9 +346,7 @@ def test_a_copy_of_the_module_has_its_own_temperature_and_the_same_group():
 def test_the_messages():
     """One modality is gathered, in its dtype, its gradient in float32; one number per column is reduced."""
     x, y = (torch.ones(7, 5, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    calls = profiled(lambda: clip_loss(x, y, 1.0).backward())
-    sent = [(name.split(":")[0].removeprefix("diffcoll."), int(name.split()[-2])) for name in calls]
-    assert sent == [
+    assert profiled(lambda: clip_loss(x, y, 1.0).backward()) == [
         ("all_gather", 16),  # a digest of what ranks agree on, and the number of rows
         ("all_gather", 7 * 5 * 2),
         ("all_to_all", 7 * 4),  # of which a reduce-scatter of logsumexp is made

@@ -4,7 +4,7 @@ import pytest
 import torch
 from references import ratio
 from releases import compiles, one_graph
-from runs import gloo, refusal, rules, truth
+from runs import gloo, gloo_messages, refusal, rules, truth
 
 from diffcoll.nn.functional import dice_loss, iou_loss, tversky_loss
 from diffcoll.testing import assert_matches_single_process, simulate
@@ -98,18 +98,13 @@ def test_a_class_that_is_nowhere():
 
 @pytest.mark.parametrize(("dims", "numbers"), [(None, [[7], [7]]), ((0, 2, 3), [[13], [13]]), ((2, 3), [[3], []])])
 def test_what_is_sent(dims, numbers):
-    def sent(profile):
-        events = [e for e in profile.events() if e.name.startswith("gloo:all_reduce") and e.input_shapes]
-        return [torch.Size(e.input_shapes[0]).numel() for e in events]
-
     def body(p, t):
-        with torch.profiler.profile(record_shapes=True) as forward:
-            value = dice_loss(p.requires_grad_(), t, dims=dims)
-        with torch.profiler.profile(record_shapes=True) as backward:
-            value.backward()
-        return [sent(forward), sent(backward)]
+        values = []
+        forward = gloo_messages(lambda: values.append(dice_loss(p.requires_grad_(), t, dims=dims)))
+        return [forward, gloo_messages(values[0].backward)]
 
-    assert gloo(body, *(x.split([5, 3]) for x in segmented(8)))[0] == numbers
+    found = gloo(body, *(x.split([5, 3]) for x in segmented(8)))[0]
+    assert found == [[("all_reduce", numel) for numel in each] for each in numbers]
 
 
 def test_torch_func():

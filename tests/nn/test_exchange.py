@@ -102,11 +102,11 @@ def test_gradients_of_features_that_no_rank_trains_are_not_sent():
     def messages(x, y, exchange, trained):
         x, y = x.clone().requires_grad_(), y.clone().requires_grad_(trained)
         loss = siglip_loss(x, y, 2.0, -1.0, exchange=exchange)
-        return {name.split(":")[0] for name in profiled(loss.backward)}
+        return {name for name, _ in profiled(loss.backward)}
 
     x, y = features(4)
-    assert messages(x, y, "gather", True) == {"diffcoll.all_gather backward"}
-    assert messages(x, y, "ring", True) == {"diffcoll.shift"}  # one rank: no blocks, and a shift to itself
+    assert messages(x, y, "gather", True) == {"all_gather backward"}
+    assert messages(x, y, "ring", True) == {"shift"}  # one rank: no blocks, and a shift to itself
     assert messages(x, y, "gather", False) == messages(x, y, "ring", False) == set()
 
 
