@@ -123,7 +123,7 @@ class C10dEngine(MessageEngine):
         timeout = group._get_backend(torch.device(next(iter(self.backends)))).options._timeout
         twin = C10dEngine(self._new_group(dist.get_process_group_ranks(group), timeout=timeout, backend=backend))
         twin._ends = True
-        x = torch.zeros(1, device=twin.control_device)
+        x = torch.zeros(1, dtype=torch.float32, device=twin.control_device)
         with twin.turn("making a group"):
             twin.all_reduce(x, x)()  # so that no rank destroys the group while another still connects to it
         return twin
@@ -172,7 +172,7 @@ class C10dEngine(MessageEngine):
         if device in self._connected or self.size == 1:
             return
         if self.backends[device.type] != "gloo":
-            dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+            dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=self.group)
         self._connected.add(device)
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────

@@ -1,5 +1,8 @@
 """Properties of engines besides their laws (test_laws.py): calls of gloo, sums in order, scratch memory, devices."""
 
+import contextlib
+from functools import partial
+
 import laws
 import pytest
 import torch
@@ -81,9 +84,20 @@ def test_scratch_is_kept_lent_once_and_bounded():
     scratch.take(10, like).zero_()  # not an inference tensor
 
 
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("default", ["device", "dtype"])
 @runs_on("rules", "gloo")
-def test_a_default_device(run):
-    """The library sets the device of all its own tensors: `with torch.device(…)` affects the user's tensors only."""
+def test_defaults_of_some_ranks(run, default):
+    """The library sets device and dtype of all its own tensors: defaults affect the user's tensors only."""
     calls = {
         "half": lambda x: dc.all_reduce(x.half()),
         "large": lambda x: dc.all_reduce(x.expand(1 << 16, 4).contiguous()),
@@ -97,17 +111,17 @@ def test_a_default_device(run):
         "async": lambda x: dc.all_reduce(x, async_op=True).wait(),
     }
 
-    def found(x, device):
+    def found(x, defaults):
         results = []
         for call in calls.values():
             for compare in (False, True):
                 x.grad = None
-                with torch.device(device), dc.check_mode(compare), dc.joint_backward() as joint:
+                with defaults(), dc.check_mode(compare), dc.joint_backward() as joint:
                     y = call(x)
                     joint(y.float().square().sum()).backward()
                 results += [y.detach(), x.grad]
-        with torch.device(device):
-            m = torch.nn.Linear(4, 1, device="cpu")
+        with defaults():
+            m = torch.nn.Linear(4, 1, device="cpu", dtype=torch.float32)
             averager = dc.GradientAverager(m)
             m(x.detach()).backward()
             averager.detach()
@@ -115,9 +129,10 @@ def test_a_default_device(run):
 
     def body(x):
         torch.manual_seed(0)
-        there = found(x, "meta")
+        of_rank = {"device": partial(torch.device, "meta"), "dtype": partial(default_dtype, torch.float64)}[default]
+        there = found(x, of_rank if dc.get_rank() else contextlib.nullcontext)
         torch.manual_seed(0)
-        return there, found(x, "cpu")
+        return there, found(x, contextlib.nullcontext)
 
     xs = [torch.tensor([1.0, 2.0, -1.0, 0.5]) * (r + 1) for r in range(2)]
     for there, here in run(body, [x.clone().requires_grad_() for x in xs]):

@@ -105,11 +105,15 @@ def test_settings_of_the_process_are_each_ranks_own(run):
         return found, settings()
 
     before = settings()
-    assert run(body, range(3)) == spawn(body, range(3)) == [
-        ((torch.float64, True, True, True, False), (torch.float64, False, True, True, False)),
-        ((torch.float32, False, False, False, False), (torch.float32, False, True, False, False)),
-        ((torch.float16, True, False, True, True), (torch.float16, False, True, True, True)),
-    ]
+    assert (
+        run(body, range(3))
+        == spawn(body, range(3))
+        == [
+            ((torch.float64, True, True, True, False), (torch.float64, False, True, True, False)),
+            ((torch.float32, False, False, False, False), (torch.float32, False, True, False, False)),
+            ((torch.float16, True, False, True, True), (torch.float16, False, True, True, True)),
+        ]
+    )
     assert settings() == before
 
 
