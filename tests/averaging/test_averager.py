@@ -354,19 +354,6 @@ def test_two_averagers_side_by_side(where):
     same(each(body, 2, where), [torch.tensor([1.0 + 12, 2.0 + 12]), torch.tensor([4.5, 5.0])])
 
 
-def test_buckets_in_a_profile():
-    def body(r):
-        model = mlp()
-        dc.GradientAverager(model)
-        with torch.profiler.profile() as profile:
-            model(torch.ones(1, 5)).sum().backward()
-        return [event.key for event in profile.key_averages() if "diffcoll" in event.key]
-
-    what = "bucket 0 of 1 (4.bias … 0.weight, 6 parameters)"
-    words = re.escape(f"diffcoll.GradientAverager {what}: a gloo group of 2 ranks, ") + r"\d+ B"
-    assert all(any(re.match(words, name) for name in names) for names in gloo(body, range(2)))
-
-
 def test_two_weighted_losses():
     def body(model, averager, loss, r):
         for _ in range(2):
@@ -403,24 +390,6 @@ def test_all_weights_zero_and_autograd_grad():
     same(steps_of("weighted", body), [torch.zeros_like(g) for g in summed()])
 
 
-def test_without_hooks():
-    parts = data((5,), 2)
-
-    def body(r):
-        model = made(mlp)
-        averager = dc.GradientAverager(model.parameters(), reduction="mean", hooks=False)
-        x, t = parts[r]
-        nn.functional.cross_entropy(model(x), t, reduction="sum").backward()
-        before = gradients(model)
-        averager.synchronize()
-        return gradients(model), before
-
-    found = gloo(body, range(2))
-    equal_on_all_ranks([g for g, _ in found])
-    same(found[0][0], [g / 2 for g in summed(n=2)])
-    assert not torch.equal(found[0][1][0], found[1][1][0])
-
-
 @by_each_reduction
 @pytest.mark.parametrize("how", ["hooks=False", "no_sync"])
 def test_synchronize_after_several_backward_calls(reduction, how):
@@ -433,6 +402,8 @@ def test_synchronize_after_several_backward_calls(reduction, how):
         found = []
         for slope in slopes[r]:
             backward((slope * p).sum(), 1 + 2 * r, reduces=how != "no_sync")
+            if not found:  # nothing is reduced yet
+                assert p.grad.item() == slope * (1 + 2 * r if reduction == "weighted" else 1)
             averager.synchronize()
             found.append(p.grad.item())
         return found

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from releases import compiles, one_graph
 from runs import gloo, refusal, rules, runs_on
 from torch.utils.checkpoint import checkpoint
 
@@ -167,22 +166,6 @@ def test_repr():
     assert ", not waited for>" in repr(pending)
     pending.wait()
     assert ", waited for>" in repr(pending)
-
-
-@compiles
-def test_compiled_it_is_the_collective():
-    def loss(x):
-        pending = dc.all_reduce(x, "max", async_op=True)
-        y = x.square()
-        return (pending.wait() * y).sum()
-
-    def body(r):
-        x = torch.tensor([1.0, -r], requires_grad=True)
-        (a,) = torch.autograd.grad(loss(x), x)
-        (b,) = torch.autograd.grad(one_graph(loss)(x), x)
-        return torch.equal(a, b)
-
-    assert spawn(body, range(2), timeout=60) == [True, True]
 
 
 def test_modified_in_place_after_the_wait():

@@ -15,7 +15,6 @@ import laws
 import pytest
 import torch
 import torch.distributed as dist
-from releases import compiles, one_graph
 from runs import ROOT, refusal
 from runs import mpi as on_mpi
 
@@ -162,28 +161,14 @@ def test_with_the_users_messages_and_gloo_in_the_same_program(tmp_path):
     assert on_mpi(body, range(2)) == [([0, 1], 3, "from 1", 40, 55), ([0, 1], 3, "from 0", 40, 11 * 13)]
 
 
-@compiles
-def test_compiled_and_async_and_trees():
+def test_large_messages_awaited_in_another_order():
     def body(r):
-        def loss(x):
-            y = dc.all_reduce(x, "product").sum() + dc.all_gather(x, dim=1).square().sum() * (r + 1)
-            pending = dc.all_reduce({"a": x, "b": [x.double()]}, async_op=True)
-            z = dc.broadcast(x.sin(), src=1).sum()
-            tree = pending.wait()
-            return y + z + (tree["a"] ** 2).sum() + tree["b"][0].sum() * (r + 1)
-
-        x = torch.linspace(-1, 1 + r, 6, dtype=torch.float32).view(2, 3).requires_grad_()
-        (g,) = torch.autograd.grad(loss(x), x)
-        (h,) = torch.autograd.grad(one_graph(loss)(x), x)
         large = torch.randn(1 << 20, generator=torch.Generator().manual_seed(r))
         pending = [dc.all_reduce(large, op, async_op=True) for op in ("sum", "max")]
         right = dc.all_reduce(large), dc.all_reduce(large, "max")
-        same = [torch.equal(p.wait(), y) for p, y in zip(reversed(pending), reversed(right), strict=True)]
-        return (g - h).abs().max().item(), same
+        return [torch.equal(p.wait(), y) for p, y in zip(reversed(pending), reversed(right), strict=True)]
 
-    for error, same in on_mpi(body, range(2), timeout=90):
-        assert error < 1e-5
-        assert all(same)
+    assert on_mpi(body, range(2), timeout=90) == [[True, True]] * 2
 
 
 def test_memory_that_mpi_cannot_read_is_copied_to_the_cpu():
