@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from diffcoll.testing.launched import Launched
+from diffcoll.testing.mpi_job import MpiJob
 from diffcoll.testing.pickling import dumps, load
 from diffcoll.testing.processes import (
     GRACE,
@@ -60,7 +60,7 @@ class Pool:
         if kind == "mpi":
             if n not in self._launched:
                 folder = tempfile.mkdtemp(dir=self._folder)
-                self._launched[n] = Launched(n, folder).begin(self._start)
+                self._launched[n] = MpiJob(n, folder).begin(self._start)
             return self._launched[n]
         while len(self._forked) < n:
             self._forked.append(Member(n, serve_forked, surroundings()))

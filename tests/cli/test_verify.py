@@ -18,7 +18,7 @@ from diffcoll.cli import verify as report
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.core.torch_private.release import COMPILES
 from diffcoll.testing import RanksFailedError, cases
-from diffcoll.testing.launched import Launched
+from diffcoll.testing.mpi_job import MpiJob
 from diffcoll.testing.pool import Pool
 from diffcoll.testing.processes import RankFailure
 
@@ -338,7 +338,7 @@ def test_under_mpiexec(tmp_path):
     file = tmp_path / "report.json"
     command = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", sys.executable, "-m", "diffcoll", "verify"]
     command += ["--only", "split", "--json", str(file)]
-    environment = {**os.environ, **Launched.SETTINGS, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **MpiJob.SETTINGS, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())

@@ -22,7 +22,7 @@ import diffcoll as dc
 from diffcoll.core.groups import resolve
 from diffcoll.engines import messages, mpi
 from diffcoll.testing import RanksFailedError, new_group, spawn
-from diffcoll.testing.launched import Launched
+from diffcoll.testing.mpi_job import MpiJob
 
 spawned = partial(spawn, backend="mpi")  # where a test changes a module or its surroundings
 N = 3
@@ -280,7 +280,7 @@ def _processes_with(mark):
 def launch(program, n=2, timeout=60, interrupt=""):
     """Run a program under mpiexec; `interrupt`: send Ctrl-C when it prints that."""
     mpiexec = Path(sys.executable).parent / "mpiexec"
-    environment = {**os.environ, **Launched.SETTINGS, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **MpiJob.SETTINGS, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [str(mpiexec), "-n", str(n), sys.executable, "-c", program]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:

@@ -38,7 +38,7 @@ os._exit(line.recv(1) != b"0")
 """
 
 
-class Launched:
+class MpiJob:
     """A job of mpiexec whose ranks are forked processes.
 
     mpiexec starts a stand-in for each rank. The rank uses its environment, by which MPI identifies processes, and its
