@@ -12,7 +12,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.core.errors import message
-from diffcoll.testing.harness.case import Case, Witness
 from diffcoll.testing.harness.comparison import SMALL, Quantity, unused
 from diffcoll.testing.harness.cuts import Cuts
 from diffcoll.testing.harness.differences import (
@@ -43,6 +42,7 @@ from diffcoll.testing.harness.measure import (
 from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.harness.report import Cause, Report, Table, title_of
 from diffcoll.testing.harness.variables import Variables
+from diffcoll.testing.harness.wrong_run import WrongRun
 from diffcoll.testing.numbers import largest
 from diffcoll.testing.sharding.placements import PARTIAL, REPLICATE
 
@@ -61,11 +61,12 @@ _SMALL = 1e-6
 _LIMIT = "a tensor that is detached on purpose, such as a target, looks like a lost gradient to finite differences"
 
 
-@dataclass(frozen=True, eq=False)
-class Checking(Witness):
+@dataclass(eq=False)
+class Checking(WrongRun):
     """A function of each rank's tensors whose gradients are checked, and what one kind of ranks measures of it."""
 
     reference = "the derivative of the losses that the ranks return"
+    tolerance = _TOLERANCE
 
     name: str
     packed: Packed
@@ -78,6 +79,9 @@ class Checking(Witness):
     #: The kind of ranks.
     kind: str = "simulated"
     cuts: Cuts = field(default_factory=Cuts)
+
+    def __post_init__(self) -> None:
+        self.one_loss, self.sizes = self.variables.once, (1,) * len(self.parts)
 
     def report(self, on: Sequence[str]) -> Report:
         """Check on each kind of ranks, until one is wrong."""
@@ -100,14 +104,9 @@ class Checking(Witness):
         tables = [Table(title_of(self.kind, self.size), self.size, tuple(q.row for q in quantities))]
         causes = []
         if not tables[0].ok:
-            case = Case(quantities, (1,) * self.size, "", _TOLERANCE, [], False, self.cuts, self)
-            causes = diagnose(case, [not_replicated, part_of_sum, *HYPOTHESES])
+            self.quantities = quantities
+            causes = diagnose(self, [not_replicated, part_of_sum, *HYPOTHESES])
         return tables + ([self.joint.table] if self.joint is not None else []), causes
-
-    @property
-    def size(self) -> int:
-        """N."""
-        return len(self.parts)
 
     # ── what is measured ──
 
@@ -260,12 +259,7 @@ class Checking(Witness):
     def evidence(self) -> Evidence:
         """The differences that the gradients were compared with."""
         gradients = self._gradients(self.measured)
-        return Evidence((1,) * self.size, self.names, gradients, self.differences, self.cuts.seen)
-
-    @property
-    def one_loss(self) -> bool:
-        """Whether all ranks return the same loss."""
-        return self.variables.once
+        return Evidence(self.sizes, self.names, gradients, self.differences, self.cuts.seen)
 
     @cached_property
     def replicated(self) -> set[str]:

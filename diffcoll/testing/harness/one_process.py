@@ -11,17 +11,16 @@ from functools import cached_property, partial
 from typing_extensions import override
 
 from diffcoll.core.torch_private.trees import tree_flatten
-from diffcoll.testing.harness.case import Case
 from diffcoll.testing.harness.causes import Kind, cause_of
 from diffcoll.testing.harness.comparison import Quantity, all_near, compare, right, rows_of
 from diffcoll.testing.harness.cuts import Cuts
 from diffcoll.testing.harness.differences import Evidence, directions, losses_along, partials, size
-from diffcoll.testing.harness.hypotheses import diagnose
+from diffcoll.testing.harness.hypotheses import HYPOTHESES, diagnose
 from diffcoll.testing.harness.matching import Matching
 from diffcoll.testing.harness.measure import Measurement, cuts_on_rank, leaves_of, on_rank, outputs_on_rank, undetached
 from diffcoll.testing.harness.parts import joined, rolled
 from diffcoll.testing.harness.report import Cause, Report
-from diffcoll.testing.harness.runs import OfRun, Run, changed_attributes
+from diffcoll.testing.harness.runs import Run, WrongMatch, changed_attributes
 from diffcoll.testing.numbers import largest
 
 #: Random directions of each tensor along which finite differences are taken for the diagnosis.
@@ -54,14 +53,14 @@ def _concluded(matching: Matching, runs: list[Run]) -> Report:
     wrong = sorted((run for run in runs if run.quantities and not run.ok(asked)), key=lambda run: not run.even)
     if not wrong:
         return replace(report, causes=scope)
-    case = _case_of(matching, wrong[0], asked)
-    causes = diagnose(case)
+    diagnosed = _WrongRows(matching, wrong[0], asked)
+    causes = diagnose(diagnosed, HYPOTHESES)
     if shared_state := matching.shared_state(runs, wrong[0], causes, asked):
         causes, scope = [shared_state], ()
     report = replace(report, tables=tuple(run.table(asked) for run in runs))
     if any(cause.name == str(Kind.NOT_FINITE) for cause in causes):
         scope = tuple(cause for cause in scope if cause.name != str(Kind.EMPTY))
-    return replace(report, causes=(*causes, *scope), cuts=case.cuts.lines)
+    return replace(report, causes=(*causes, *scope), cuts=diagnosed.cuts.lines)
 
 
 def _closest(runs: list[Run]) -> str:
@@ -123,26 +122,21 @@ def _unchecked(runs: Sequence[Run], tolerance: float) -> Iterator[str]:
             yield f"{name}: too small beside the others to be checked in this precision: {remedy}"
 
 
-def _case_of(matching: Matching, run: Run, rank_reduction: str) -> Case:
-    """Return a wrong run for the diagnosis, with the graph cuts of its forward, which runs again."""
-    witness = _OneProcess(matching, run, rank_reduction)
-    cuts = Cuts.of_all(matching.on(run.on, cuts_on_rank, witness.distributed, witness.parts))
-    witness.seen = cuts.seen
-    bad = [r for r, m in enumerate(run.measured) if not all(y.isfinite().all() for y in m.outputs)]
-    other = run.values_differ(rank_reduction)
-    return Case(run.under(rank_reduction), run.sizes, rank_reduction, matching.tolerance, bad, other, cuts, witness)
-
-
-class _OneProcess(OfRun):
-    """Measures more of a run of ranks that have rows."""
+class _WrongRows(WrongMatch):
+    """A wrong run of ranks that have rows."""
 
     check: Matching
 
     def __init__(self, matching: Matching, run: Run, rank_reduction: str) -> None:
         super().__init__(matching, run, rank_reduction, matching.at(run.sizes, run.step))
         self._names = matching.names(run.sizes)
-        #: Names of the collectives that ran in the forward.
-        self.seen: Sequence[str] = ()
+        self.sizes = run.sizes
+        self.not_finite = [r for r, m in enumerate(run.measured) if not all(y.isfinite().all() for y in m.outputs)]
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        """Where tensors leave the graph of a forward."""
+        return Cuts.of_all(self.check.on(self.run.on, cuts_on_rank, self.distributed, self.parts))
 
     @cached_property
     def evidence(self) -> Evidence:
@@ -154,7 +148,7 @@ class _OneProcess(OfRun):
         losses = self.on_ranks(losses_along, self.check.plan_of(run.size), each)
         found = partials(each, losses, [size(leaves[d.rank][d.leaf]) for d in each])
         gradients = [m.first.every for m in run.measured]
-        return Evidence(run.sizes, self._names.inputs + self._names.parameters, gradients, found, self.seen)
+        return Evidence(run.sizes, self._names.inputs + self._names.parameters, gradients, found, self.cuts.seen)
 
     @override
     def undetached(self) -> list[Quantity]:
@@ -186,7 +180,7 @@ class _OneProcess(OfRun):
         run, matching, n = self.run, self.check, self.run.size
         if run.step:
             return None
-        quantities = run.under(self.rank_reduction)
+        quantities = self.quantities
         wrong = {q.what for q in quantities if not q.ok and q.group in ("value", "output", "state")}
         of_rows = [q for q in quantities if q.group == "gradient" and q.rank is not None]
         if (

@@ -12,7 +12,6 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from diffcoll.core.errors import message
-from diffcoll.testing.harness.case import Witness
 from diffcoll.testing.harness.causes import OBSERVED, Kind, cause_of
 from diffcoll.testing.harness.comparison import (
     Quantity,
@@ -26,6 +25,7 @@ from diffcoll.testing.harness.comparison import (
 from diffcoll.testing.harness.measure import Measurement, MeasurementPlan, outputs_on_rank, run_on
 from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.harness.report import Cause, Table, title_of
+from diffcoll.testing.harness.wrong_run import WrongRun
 from diffcoll.testing.processes import in_words
 
 R = TypeVar("R")
@@ -231,8 +231,8 @@ def changed_attributes(runs: Sequence[Run]) -> Iterator[str]:
         yield f"{name}: an attribute that the call changed is not compared: register it as a buffer"
 
 
-class OfRun(Witness):
-    """Measures more of a run that differs from one process."""
+class WrongMatch(WrongRun):
+    """A run that differs from one process."""
 
     def __init__(
         self,
@@ -242,6 +242,8 @@ class OfRun(Witness):
         at: tuple[Sequence[Packed], Packed, Sequence[Any], Any],
     ) -> None:
         self.check, self.run, self.rank_reduction = check, run, rank_reduction
+        self.quantities, self.values_differ = run.under(rank_reduction), run.values_differ(rank_reduction)
+        self.sizes, self.tolerance = (1,) * run.size, check.tolerance
         #: The function and the part of the batch of each rank, and those of one process.
         self.distributed, self.single, self.parts, self.whole = at
 
@@ -252,9 +254,9 @@ class OfRun(Witness):
     @cached_property
     def rounding(self) -> set[str]:
         """The names of what changes as much on one process with the last digits of inputs and parameters."""
-        errors = largest_errors(self.run.under(self.rank_reduction))
-        least = {name: max(self.check.tolerance, 0.1 * error) for name, error in errors.items()}
-        return {name for name, k in self.check.noise(self.run).items() if k > least.get(name, self.check.tolerance)}
+        errors = largest_errors(self.quantities)
+        least = {name: max(self.tolerance, 0.1 * error) for name, error in errors.items()}
+        return {name for name, k in self.check.noise(self.run).items() if k > least.get(name, self.tolerance)}
 
     @cached_property
     def is_random(self) -> bool:

@@ -15,7 +15,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from diffcoll.testing.harness.case import Case, Finding, in_list
 from diffcoll.testing.harness.causes import Kind, cause_of
 from diffcoll.testing.harness.comparison import Quantity, is_near, near
 from diffcoll.testing.harness.hypotheses import (
@@ -30,10 +29,11 @@ from diffcoll.testing.harness.hypotheses import (
 )
 from diffcoll.testing.harness.report import Report
 from diffcoll.testing.harness.runs import changed_attributes
+from diffcoll.testing.harness.wrong_run import Finding, in_list
 from diffcoll.testing.sharding.placements import REPLICATE, Mesh, parsed_mesh, parsed_placements, parsed_reduction
 from diffcoll.testing.sharding.program import Sharding
 from diffcoll.testing.sharding.rank import Piece
-from diffcoll.testing.sharding.witness import OfMesh
+from diffcoll.testing.sharding.wrong_mesh import WrongMesh
 
 _NAME = "assert_matches_single_process"
 
@@ -51,33 +51,28 @@ def sharded_report(
     notes = list(changed_attributes(runs))
     wrong = next((run for run in runs if run.quantities and not run.ok()), None)
     if wrong is not None:
-        witness = OfMesh(sharding, wrong)
+        diagnosed = WrongMesh(sharding, wrong)
         found = {name: said for rank in wrong.measured for name, said in rank.found.items()}
         notes += [
             f"{name}: taken to be {said}, by its shape; placements= may say otherwise" for name, said in found.items()
         ]
-        causes = diagnose(witness.case, MESH_HYPOTHESES)
+        causes = diagnose(diagnosed, MESH_HYPOTHESES)
         if shared_state := sharding.shared_state(runs, wrong, causes):
             causes = [shared_state]
         elif wrong.on != "simulated" and any(run.on == "simulated" and run.ok() for run in runs):
             causes.append(cause_of(Kind.ON_PROCESSES, f"right on simulated ranks, wrong on {wrong.on}"))
-        report = replace(report, causes=tuple(causes), cuts=witness.cuts.lines, first=witness.first)
+        report = replace(report, causes=tuple(causes), cuts=diagnosed.cuts.lines, first=diagnosed.first)
     return replace(report, tables=tuple(run.table() for run in runs), notes=tuple(notes))
-
-
-def _of(case: Case) -> OfMesh:
-    assert isinstance(case.witness, OfMesh)
-    return case.witness
 
 
 # ── values and outputs ───────────────────────────────────────────────────────────────────────────────────
 
 
-def log_of_size(case: Case) -> Iterator[Finding]:
+def log_of_size(run: WrongMesh) -> Iterator[Finding]:
     """A value is off by the logarithm of the size of an axis."""
-    for name in case.left("value", "output"):
-        differences = [(q.got - q.wanted).double() for q in case.of(name) if q.got.shape == q.wanted.shape]
-        for axis, n in _of(case).mesh.sizes.items():
+    for name in run.left("value", "output"):
+        differences = [(q.got - q.wanted).double() for q in run.of(name) if q.got.shape == q.wanted.shape]
+        for axis, n in run.mesh.sizes.items():
             right = [torch.full_like(d, math.log(n)) for d in differences]
             if n > 1 and differences and all(map(near, differences, right)):
                 words = f"larger than that of one process by {math.log(n):.4g}, the logarithm of the size of {axis}"
@@ -85,27 +80,25 @@ def log_of_size(case: Case) -> Iterator[Finding]:
                 break
 
 
-def experiments(case: Case) -> Iterator[Finding]:
+def experiments(run: WrongMesh) -> Iterator[Finding]:
     """All outputs are right after a change of what one submodule returns."""
-    names = case.left("value", "output")
-    if names and (change := _of(case).change) is not None:
+    names = run.left("value", "output")
+    if names and (change := run.change) is not None:
         kind = Kind.PART_OF_A_SUM if change.summed else Kind.BIAS_REPEATED if change.added else Kind.SCALED_OVER_AN_AXIS
-        yield Finding(kind, names + case.left("gradient", "state"), f"{in_list(names)}: right if {change}")
+        yield Finding(kind, names + run.left("gradient", "state"), f"{in_list(names)}: right if {change}")
 
 
 # ── factors ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def factors(case: Case) -> Iterator[Finding]:
+def factors(run: WrongMesh) -> Iterator[Finding]:
     """A value, output or gradient is the right one times a number that is made of the sizes of axes or of counts."""
-    scaled = [name for name in case.left("value", "output", "gradient") if not is_near(case.ratio(name), 1.0)]
-    for ratio, names in case.by_ratio(scaled).items():
-        several = any(q.wanted.numel() > 1 for name in names for q in case.of(name))
-        of_axes = powers(_of(case).mesh, ratio, case.tolerance)
-        inexact = any(not q.ok for q in case.quantities if q.group in ("value", "output"))
-        shares = [
-            count for count, k in _of(case).shares.items() if inexact and (is_near(ratio, k) or is_near(ratio, 1 / k))
-        ]
+    scaled = [name for name in run.left("value", "output", "gradient") if not is_near(run.ratio(name), 1.0)]
+    for ratio, names in run.by_ratio(scaled).items():
+        several = any(q.wanted.numel() > 1 for name in names for q in run.of(name))
+        of_axes = powers(run.mesh, ratio, run.tolerance)
+        inexact = any(not q.ok for q in run.quantities if q.group in ("value", "output"))
+        shares = [count for count, k in run.shares.items() if inexact and (is_near(ratio, k) or is_near(ratio, 1 / k))]
         if not of_axes and not shares and not several:
             continue  # a single number is a multiple of any other
         words = [_power_in_words(each) for each in of_axes]
@@ -146,32 +139,30 @@ def _power_in_words(exponents: Mapping[str, int]) -> str:
 # ── counts ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def local_counts(case: Case) -> Iterator[Finding]:
+def local_counts(run: WrongMesh) -> Iterator[Finding]:
     """Weighted by the counts of the ranks, the average over an axis is right."""
-    witness = _of(case)
-    for count, of_ranks in witness.counts.items():
-        names = [name for name in case.left("value", "gradient") if _is_weighted(case, name, of_ranks)]
+    for count, of_ranks in run.counts.items():
+        names = [name for name in run.left("value", "gradient") if _is_weighted(run, name, of_ranks)]
         if names:
             seen = f"{in_list(names)}: right if the ranks are weighted with {count} on each rank"
-            yield Finding(Kind.MEAN_OF_LOCAL_MEANS, names + case.left("value", "output"), seen)
+            yield Finding(Kind.MEAN_OF_LOCAL_MEANS, names + run.left("value", "output"), seen)
             return
 
 
-def _is_weighted(case: Case, name: str, counts: Sequence[int]) -> bool:
+def _is_weighted(run: WrongMesh, name: str, counts: Sequence[int]) -> bool:
     """Whether the sum over the axes that are reduced is right with these weights; of an input, its own gradient."""
-    witness = _of(case)
-    pieces, mesh = witness.pieces[name], witness.mesh
+    pieces, mesh = run.pieces[name], run.mesh
     own = next(iter(pieces.values())).of_input
-    if not witness.reduction or len(pieces) < mesh.size:
+    if not run.reduction or len(pieces) < mesh.size:
         return False
     for r, piece in pieces.items():
-        group = mesh.along([axis for axis in witness.reduction if own or piece.kinds[axis] == REPLICATE], r)
+        group = mesh.along([axis for axis in run.reduction if own or piece.kinds[axis] == REPLICATE], r)
         total = sum(counts[s] for s in group)
         among = [r] if own else group
         if not total or len(group) < 2 or any(pieces[s].got.shape != piece.wanted.shape for s in among):
             return False
         weighted = torch.stack([pieces[s].got * (counts[s] / total) for s in among]).sum(0)
-        if not _close(weighted, pieces[r], case.tolerance):
+        if not _close(weighted, pieces[r], run.tolerance):
             return False
     return True
 
@@ -179,24 +170,24 @@ def _is_weighted(case: Case, name: str, counts: Sequence[int]) -> bool:
 # ── gradients ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def part_of_sum(case: Case) -> Iterator[Finding]:
+def part_of_sum(run: WrongMesh) -> Iterator[Finding]:
     """Each rank has a part, and the sum or mean over an axis is right."""
-    witness, mesh = _of(case), _of(case).mesh
+    mesh = run.mesh
     groups: dict[tuple[tuple[str, ...], str], list[str]] = {}
-    for name in case.left("gradient", "output", "value"):
-        pieces = witness.pieces[name]
-        done = [axis for axis in mesh.sizes if axis in witness.reduction or mesh.sizes[axis] == 1]
+    for name in run.left("gradient", "output", "value"):
+        pieces = run.pieces[name]
+        done = [axis for axis in mesh.sizes if axis in run.reduction or mesh.sizes[axis] == 1]
         kinds = next(iter(pieces.values())).kinds
         free = [axis for axis in mesh.sizes if axis not in done and kinds[axis] == REPLICATE]
         for axes in [some for k in range(1, len(free) + 1) for some in itertools.combinations(free, k)]:
             each = {"sum": 1.0, "mean": 1 / math.prod(mesh.sizes[axis] for axis in axes)}
-            if right := [what for what, factor in each.items() if _sums(case, name, axes, factor)]:
+            if right := [what for what, factor in each.items() if _sums(run, name, axes, factor)]:
                 groups.setdefault((axes, right[0]), []).append(name)
                 break
     for (axes, how), names in groups.items():
         over = " and ".join(axes)
-        if how == "mean" and (inputs := witness.inputs_along(axes)):  # an axis of data
-            also = [name for name in case.left("gradient") if name in inputs and _is_not_averaged(case, name, axes)]
+        if how == "mean" and (inputs := run.inputs_along(axes)):  # an axis of data
+            also = [name for name in run.left("gradient") if name in inputs and _is_not_averaged(run, name, axes)]
             seen = f"{in_list(names + also)}: that of each rank's data along {over}; the mean is right"
             yield Finding(Kind.NOT_AVERAGED, names + also, seen)
         else:
@@ -204,36 +195,36 @@ def part_of_sum(case: Case) -> Iterator[Finding]:
             yield Finding(Kind.PART_OF_A_SUM, names, seen)
 
 
-def _is_not_averaged(case: Case, name: str, axes: Sequence[str]) -> bool:
+def _is_not_averaged(run: WrongMesh, name: str, axes: Sequence[str]) -> bool:
     """Whether the gradient of an input is too large by what the mean over these axes divides by."""
-    return is_near(case.ratio(name), math.prod(_of(case).mesh.sizes[axis] for axis in axes), case.tolerance)
+    return is_near(run.ratio(name), math.prod(run.mesh.sizes[axis] for axis in axes), run.tolerance)
 
 
-def _sums(case: Case, name: str, axes: Sequence[str], factor: float) -> bool:
+def _sums(run: WrongMesh, name: str, axes: Sequence[str], factor: float) -> bool:
     """Whether what is compared is right after a sum over axes, times a factor."""
-    held = {q.rank: q for q in case.of(name)}
+    held = {q.rank: q for q in run.of(name)}
     if None in held:
         return False
     got = {r: held[r] for r in held if r is not None}
-    mesh, differ = _of(case).mesh, False
+    mesh, differ = run.mesh, False
     for r, q in got.items():
         group = [got[s].got for s in mesh.along(axes, r) if s in got]
         if len(group) < 2 or any(x.shape != q.wanted.shape for x in group):
             return False
-        if not _close(torch.stack(group).sum(0) * factor, q, case.tolerance):
+        if not _close(torch.stack(group).sum(0) * factor, q, run.tolerance):
             return False
         differ = differ or not all(near(x, group[0]) for x in group)
     return differ  # equal ones are the right one times a number
 
 
-def another_piece(case: Case) -> Iterator[Finding]:
+def another_piece(run: WrongMesh) -> Iterator[Finding]:
     """A rank has the piece that belongs to another one."""
-    for name in case.left("gradient", "output"):
-        each = {q.rank: q for q in case.of(name) if q.rank is not None}
+    for name in run.left("gradient", "output"):
+        each = {q.rank: q for q in run.of(name) if q.rank is not None}
         where = []
         for r, q in each.items():
             if not q.ok:
-                found = [s for s, other in each.items() if s != r and near_piece(q.got, other, case.tolerance)]
+                found = [s for s, other in each.items() if s != r and near_piece(q.got, other, run.tolerance)]
                 where += [f"rank {r} has that of rank {found[0]}"] if len(found) == 1 else []
         if where and len(where) == sum(not q.ok for q in each.values()):
             yield Finding(Kind.ANOTHER_PIECE, [name], f"{in_list([name])}: {', '.join(where)}")
@@ -244,22 +235,22 @@ def near_piece(got: Tensor, other: Quantity, tolerance: float) -> bool:
     return got.shape == other.wanted.shape and bool(other.wanted.any()) and _close(got, other, tolerance)
 
 
-def observed(case: Case) -> Iterator[Finding]:
+def observed(run: WrongMesh) -> Iterator[Finding]:
     """Nothing explains the rest."""
-    if names := case.left("value", "output"):
+    if names := run.left("value", "output"):
         words = "not that of one process, under any placement"
-        yield Finding(Kind.ANOTHER_LOSS, names + case.left("gradient"), f"{in_list(names)}: {words}")
-    if state := case.left("state"):
+        yield Finding(Kind.ANOTHER_LOSS, names + run.left("gradient"), f"{in_list(names)}: {words}")
+    if state := run.left("state"):
         yield Finding(Kind.ANOTHER_STATE, state, f"{in_list(state)}: not as on one process after the call")
-    if (names := case.left("gradient")) and not case.values_differ:  # else they are those of another function
-        yield Finding(Kind.WRONG_IN_DIRECTION, names, f"{in_list(names)}: no multiple of {case.witness.reference}")
+    if (names := run.left("gradient")) and not run.values_differ:  # else they are those of another function
+        yield Finding(Kind.WRONG_IN_DIRECTION, names, f"{in_list(names)}: no multiple of {run.reference}")
 
 
 def _close(got: Tensor, right: Quantity | Piece, tolerance: float) -> bool:
     return bool(((got - right.wanted).abs().double() <= 10 * tolerance * (right.unit or 1.0)).all())
 
 
-MESH_HYPOTHESES: Sequence[Callable[[Case], Iterator[Finding]]] = (
+MESH_HYPOTHESES: Sequence[Callable[[WrongMesh], Iterator[Finding]]] = (
     random,
     not_finite,
     rounding,

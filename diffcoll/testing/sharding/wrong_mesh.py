@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from diffcoll.testing.harness.case import Case
 from diffcoll.testing.harness.comparison import Quantity
 from diffcoll.testing.harness.cuts import Cuts, GraphCuts
 from diffcoll.testing.harness.measure import differentiable, undetached
 from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.harness.parts import named_tensors
 from diffcoll.testing.harness.report import First
-from diffcoll.testing.harness.runs import OfRun, Run
+from diffcoll.testing.harness.runs import Run, WrongMatch
 from diffcoll.testing.sharding.placements import SHARD
 from diffcoll.testing.sharding.program import Sharding, reduced
 from diffcoll.testing.sharding.rank import (
@@ -34,8 +33,8 @@ from diffcoll.testing.sharding.rank import (
 from diffcoll.testing.sharding.trace import Change, Trace, first_difference, suspects
 
 
-class OfMesh(OfRun):
-    """Measures more of a wrong run of a sharded program."""
+class WrongMesh(WrongMatch):
+    """A wrong run of a sharded program."""
 
     reference = "that of one process"
     check: Sharding
@@ -44,6 +43,9 @@ class OfMesh(OfRun):
         (self.mesh,), self.reduction = run.setting, sharding.rank_reduction
         distributed, parts = [sharding.distributed] * self.mesh.size, sharding.parts(self.mesh)
         super().__init__(sharding, run, "", (distributed, sharding.single, parts, sharding.whole_batch))
+        self.not_finite = [
+            r for r, rank in enumerate(run.measured) if not all(_is_finite(piece) for piece in rank.pieces)
+        ]
         self._plan = sharding.plan_of(run.on, self.mesh)
         #: What each rank has, before anything is reduced: by name and rank.
         self.pieces: dict[str, dict[int, Piece]] = {}
@@ -60,13 +62,6 @@ class OfMesh(OfRun):
         self.shares = {name: share for name, share in ones.items() if 0 < share < 1}
 
     @cached_property
-    def case(self) -> Case:
-        """The run for the diagnosis."""
-        n, run = self.mesh.size, self.run
-        bad = [r for r, rank in enumerate(run.measured) if not all(_is_finite(piece) for piece in rank.pieces)]
-        return Case(run.under(""), (1,) * n, "", self.check.tolerance, bad, run.values_differ(), self.cuts, self)
-
-    @cached_property
     def cuts(self) -> Cuts:
         """Where tensors leave the graph of a forward."""
         return Cuts.of_all(self.on_ranks(_cuts, self._plan))
@@ -74,7 +69,7 @@ class OfMesh(OfRun):
     @override
     def undetached(self) -> list[Quantity]:
         ranks = self.on_ranks(partial(undetached, on_mesh), self._plan)
-        return reduced([rank.pieces for rank in ranks], self._plan, self.check.tolerance)
+        return reduced([rank.pieces for rank in ranks], self._plan, self.tolerance)
 
     def inputs_along(self, axes: Sequence[str]) -> set[str]:
         """Return the gradients of the inputs that are spread over one of these axes."""
@@ -131,7 +126,7 @@ class OfMesh(OfRun):
     def _is_right(self, change: Change) -> bool:
         with contextlib.suppress(Exception):
             ranks = self.on_ranks(outputs_on_mesh, self._plan, change)
-            return all(q.ok for q in reduced(ranks, self._plan, self.check.tolerance))
+            return all(q.ok for q in reduced(ranks, self._plan, self.tolerance))
         return False
 
 

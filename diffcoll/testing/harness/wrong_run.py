@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,64 +19,6 @@ LITTLE = 5e-3
 _POWERS = (-2, -1, 0, 1, 2, 3)
 
 
-class Witness:
-    """Further measurements of the run that is examined, made when they are asked for."""
-
-    #: What the gradients are compared with, in words.
-    reference = "the right gradient"
-
-    @cached_property
-    def evidence(self) -> Evidence:
-        """Finite differences."""
-        raise NotImplementedError
-
-    @cached_property
-    def detached(self) -> str | None:
-        """Words if the graph of all ranks has these gradients too, so that something is detached."""
-        return None
-
-    @cached_property
-    def local_statistics(self) -> str | None:
-        """Words if the run takes statistics of each rank's rows alone."""
-        return None
-
-    @cached_property
-    def rounding(self) -> set[str]:
-        """The names of what changes as much on one process with the last digits of inputs and parameters."""
-        return set()
-
-    @cached_property
-    def restored(self) -> set[str]:
-        """The names of the gradients that are right if the user's calls of detach() keep the graph."""
-        with contextlib.suppress(Exception):
-            return right(self.undetached())
-        return set()
-
-    def undetached(self) -> Sequence[Quantity]:
-        """Measure where the user's calls of detach() keep the graph."""
-        return ()
-
-    @cached_property
-    def unstopped(self) -> set[str]:
-        """The names of the gradients that the reference has too without its calls of detach()."""
-        return set()
-
-    @property
-    def one_loss(self) -> bool:
-        """Whether all ranks should return the same loss, which counts once."""
-        return False
-
-    @cached_property
-    def replicated(self) -> set[str]:
-        """The names of the gradients of one variable that every rank should have whole."""
-        return set()
-
-    @cached_property
-    def is_random(self) -> bool:
-        """Whether the reference changes with the seed."""
-        return False
-
-
 class Finding(NamedTuple):
     """What a hypothesis explains."""
 
@@ -88,24 +29,80 @@ class Finding(NamedTuple):
     seen: str
 
 
-@dataclass
-class Case:
-    """A wrong run."""
+class WrongRun:
+    """A wrong run, and further measurements of it, made when they are asked for."""
 
+    #: What the gradients are compared with, in words.
+    reference = "the right gradient"
     #: Under the reduction that was asked for.
-    quantities: Sequence[Quantity]
+    quantities: Sequence[Quantity] = ()
     #: The rows of each rank; without rows 1.
     sizes: tuple[int, ...]
     #: "mean" or "sum"; "": the losses are summed and nothing is reduced afterwards.
-    rank_reduction: str
+    rank_reduction = ""
     tolerance: float
     #: The ranks that returned NaN or infinity.
-    not_finite: list[int]
+    not_finite: Sequence[int] = ()
     #: Whether the values or outputs are not those of the reference, compared or not.
-    values_differ: bool
-    cuts: Cuts
-    witness: Witness
-    found: list[Finding] = field(default_factory=list)
+    values_differ = False
+    #: Whether all ranks should return the same loss, which counts once.
+    one_loss = False
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        """Where tensors leave the graph of a forward."""
+        raise NotImplementedError
+
+    @property
+    def evidence(self) -> Evidence:
+        """Finite differences."""
+        raise NotImplementedError
+
+    @property
+    def detached(self) -> str | None:
+        """Words if the graph of all ranks has these gradients too, so that something is detached."""
+        return None
+
+    @property
+    def local_statistics(self) -> str | None:
+        """Words if the run takes statistics of each rank's rows alone."""
+        return None
+
+    @property
+    def rounding(self) -> set[str]:
+        """The names of what changes as much on one process with the last digits of inputs and parameters."""
+        return set()
+
+    @property
+    def unstopped(self) -> set[str]:
+        """The names of the gradients that the reference has too without its calls of detach()."""
+        return set()
+
+    @property
+    def replicated(self) -> set[str]:
+        """The names of the gradients of one variable that every rank should have whole."""
+        return set()
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the reference changes with the seed."""
+        return False
+
+    @cached_property
+    def found(self) -> list[Finding]:
+        """What hypotheses have explained so far."""
+        return []
+
+    @cached_property
+    def restored(self) -> set[str]:
+        """The names of the gradients that are right if the user's calls of detach() keep the graph."""
+        with contextlib.suppress(Exception):
+            return right(self.undetached())
+        return set()
+
+    def undetached(self) -> Sequence[Quantity]:
+        """Measure where the user's calls of detach() keep the graph."""
+        raise NotImplementedError
 
     @property
     def size(self) -> int:
