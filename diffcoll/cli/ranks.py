@@ -152,24 +152,28 @@ class Launched:
     """The processes that a launcher started; rank 0 reports."""
 
     def __init__(self, backend: str) -> None:
+        self._on_mpi = backend == "mpi"
         if backend == "nccl":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(backend)
-        self._introduce(f"launched {backend} processes")
-        self._connect()
-
-    def _introduce(self, what: str) -> None:
+        if self._on_mpi:  # with gloo in addition, for PyTorch's own collectives
+            gloo_beside_mpi()
+        else:
+            dist.init_process_group(backend)
         self.rank, self.n = dist.get_rank(), dist.get_world_size()
         self.speaks = self.rank == 0
-        self.description = f"{self.n} {what}"
+        self.description = (
+            f"{self.n} {'processes launched by MPI' if self._on_mpi else f'launched {backend} processes'}"
+        )
         #: Group for the exchange of outcomes; its timeout is longer than that of a call.
         self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * TIMEOUT_COMPILED))
         #: The reason why this rank no longer waits for others.
         self.broken = ""
+        self._connect()
 
     def _connect(self) -> None:
-        """Make a new group the default: a group is not usable after a failure."""
-        diffcoll.set_default_group(dist.new_group(timeout=timedelta(seconds=TIMEOUT_COMPILED)))
+        """Make a new group the default: one of torch.distributed is not usable after a failure."""
+        if not self._on_mpi:
+            diffcoll.set_default_group(dist.new_group(timeout=timedelta(seconds=TIMEOUT_COMPILED)))
 
     def run(self, checks: Sequence[Check], timeout: float, system: str, seed: int) -> list[Errors]:
         """Run checks, each when all ranks have finished the one before it."""
@@ -211,14 +215,3 @@ class Launched:
         sys.stdout.flush()
         time.sleep(0 if self.speaks else 10)  # the launcher ends all ranks when one exits; rank 0 must report first
         os._exit(1)  # a group that hangs cannot be destroyed
-
-
-class LaunchedByMpi(Launched):
-    """The processes that MPI's launcher started, with gloo in addition for PyTorch's own collectives."""
-
-    def __init__(self) -> None:
-        gloo_beside_mpi()
-        self._introduce("processes launched by MPI")
-
-    def _connect(self) -> None:
-        pass  # a communicator has no timeout

@@ -26,7 +26,7 @@ from rich.text import Text
 from diffcoll.cli.checks import NOT_OFFERED, Errors, jobs, worst
 from diffcoll.cli.competitors import SYSTEMS
 from diffcoll.cli.page import STYLES, Cell, document, table
-from diffcoll.cli.ranks import Launched, LaunchedByMpi, Spawned
+from diffcoll.cli.ranks import Launched, Spawned
 from diffcoll.core.torch_private.release import COMPILES
 
 #: Tolerance: the largest relative error at which a collective passes.
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     world: Spawned | Launched
     if options.launched:
-        world = LaunchedByMpi() if options.launched == "mpi" else Launched(options.backend)
+        world = Launched("mpi" if options.launched == "mpi" else options.backend)
     else:
         world = Spawned("mpi" if options.engine == "mpi" else options.backend)
     sizes = [dist.get_world_size()] if options.launched else options.world_size or [2, 3]

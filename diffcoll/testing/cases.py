@@ -133,7 +133,7 @@ def on_rank(case: Case, rank: int, seed: int, call: Callable[[Any], Tensor] | No
         x = leaf_of(y)
     else:
         y = (call or (lambda x: case.call(x, rank)))(x.requires_grad_())
-    (found,) = _measured(case, [rank], [x], [y], seed, orders)
+    (found,) = _measured([(case, rank)], [x], [y], seed, orders)
     if case.shapes[rank] is None:  # the shape of that leaf is not specified, only that it is empty
         found = Measured(
             found.output, *(g.flatten() for g in (found.gradient, found.second, found.third) if g is not None)
@@ -156,21 +156,21 @@ def in_truth(case: Case, seed: int, orders: int = 2) -> list[Measured]:
     leaves = [torch.zeros(0, dtype=case.dtype) if x is None else x for x in xs]
     for leaf in leaves:
         leaf.requires_grad_()
-    return _measured(case, range(case.size), leaves, case.truth(xs), seed, orders)
+    return _measured([(case, r) for r in range(case.size)], leaves, case.truth(xs), seed, orders)
 
 
 def _measured(
-    case: Case, ranks: Sequence[int], xs: list[Tensor], ys: list[Tensor], seed: int, orders: int
+    each: Sequence[tuple[Case, int]], xs: list[Tensor], ys: list[Tensor], seed: int, orders: int
 ) -> list[Measured]:
-    """Run the program on the ranks in this graph."""
+    """Run the program on the ranks, and for the calls, in this graph."""
     # The total depends on every x, and so does its gradient: torch.autograd.grad raises for an unused input.
     zero = torch.stack([0 * real_inner(x, x) for x in xs]).sum()
-    losses = [real_inner(case.w(y, r, seed), y.sin()) for r, y in zip(ranks, ys, strict=True)]
+    losses = [real_inner(case.w(y, r, seed), y.sin()) for (case, r), y in zip(each, ys, strict=True)]
     found: list[tuple[Tensor, ...]] = []
     for order in range(orders):
         total = torch.stack(losses).sum() + zero
         gs = torch.autograd.grad(total, xs, create_graph=order + 1 < orders)
-        losses = [real_inner(case.v(g, r, seed + order), g) for r, g in zip(ranks, gs, strict=True)]
+        losses = [real_inner(case.v(g, r, seed + order), g) for (case, r), g in zip(each, gs, strict=True)]
         found.append(gs)
     return [Measured(*(t.detach() for t in (y, *gs))) for y, *gs in zip(ys, *found, strict=True)]
 
@@ -180,11 +180,7 @@ def together_on_rank(
 ) -> list[Measured]:
     """Run the first order of the program for several calls, which `program` makes together, in one backward pass."""
     xs = [case.x(rank, seed).requires_grad_() for case in table]
-    ys = program(xs)
-    pairs = zip(table, xs, ys, strict=True)
-    losses = [real_inner(case.w(y, rank, seed), y.sin()) + 0 * real_inner(x, x) for case, x, y in pairs]
-    gs = torch.autograd.grad(torch.stack(losses).sum(), xs)
-    return [Measured(y.detach(), g) for y, g in zip(ys, gs, strict=True)]
+    return _measured([(case, rank) for case in table], xs, program(xs), seed, orders=1)
 
 
 def tangent_on_rank(case: Case, rank: int, seed: int, call: Callable[[Any], Tensor] | None = None) -> Measured:

@@ -116,9 +116,26 @@ def attempt(call: Body, rank: int, known: Mapping[str, Any], copied: Callable[[A
     """
     if copied is not None:
         call = replace(call, function=copied(call.function))
+    own: dict[int, Any] = {}
+    stack = contextlib.ExitStack()
+
+    def value(x: Any) -> Any:
+        """Return this rank's value of an argument; set a fixture up at its first use."""
+        if not isinstance(x, RankFixture):
+            return x if copied is None else copied(x)
+        if x.function is None:
+            return known[x.name]
+        if id(x) not in own:
+            function = x.function if copied is None else copied(x.function)
+            made = function(**{name: value(y) for name, y in x.arguments.items()})
+            if inspect.isgenerator(made):
+                generator, made = made, next(made)
+                stack.callback(_tear_down, x.name, generator)
+            own[id(x)] = made
+        return own[id(x)]
+
     try:
-        with contextlib.ExitStack() as stack, copies_end_here():
-            value = partial(_value_of, known=known, own={}, stack=stack, copied=copied or (lambda x: x))
+        with stack, copies_end_here():
             for fixture in call.fixtures:
                 value(fixture)
             call.function(*map(value, call.args), **{name: value(x) for name, x in call.kwargs.items()})
@@ -127,24 +144,6 @@ def attempt(call: Body, rank: int, known: Mapping[str, Any], copied: Callable[[A
         line = frame.f_code.co_filename, number
         return BodyEnd(rank, _kind(error), error, traceback_of(error, call), time.monotonic(), line)
     return BodyEnd(rank, "passed", at=time.monotonic())
-
-
-def _value_of(
-    x: Any, known: Mapping[str, Any], own: dict[int, Any], stack: contextlib.ExitStack, copied: Callable[[Any], Any]
-) -> Any:
-    """Return this rank's value of an argument; set a fixture up at its first use."""
-    if not isinstance(x, RankFixture):
-        return copied(x)
-    if x.function is None:
-        return known[x.name]
-    if id(x) not in own:
-        arguments = {name: _value_of(y, known, own, stack, copied) for name, y in x.arguments.items()}
-        made = copied(x.function)(**arguments)
-        if inspect.isgenerator(made):
-            generator, made = made, next(made)
-            stack.callback(_tear_down, x.name, generator)
-        own[id(x)] = made
-    return own[id(x)]
 
 
 def _tear_down(name: str, generator: Any) -> None:

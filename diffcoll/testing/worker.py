@@ -149,7 +149,10 @@ def _answer(seat: Seat, payload: bytes) -> Answer:
             result = fn(*arguments)
         if isinstance(result, Failed):
             return Answer(result.data)
-        return Answer(result if isinstance(result, bytes) else _saved(result), failed=False)
+        if not isinstance(result, bytes):
+            plain = tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, result)
+            result = save(plain, _pickle)
+        return Answer(result, failed=False)
     except BaseException as error:
         return Answer(b"", RankFailure.of(error))
 
@@ -228,15 +231,6 @@ def _output_to_files(seat: Seat) -> Iterator[None]:
 
 
 # ── results ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _saved(result: Any) -> bytes:
-    """Return a result as bytes; tensors in it detached, on the CPU."""
-    return save(tree_map(_plain, result), _pickle)
-
-
-def _plain(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 class _Pickler(pickle.Pickler):

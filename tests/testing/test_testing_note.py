@@ -11,7 +11,7 @@ import pytest
 import diffcoll
 import diffcoll.testing.plugin
 import diffcoll.testing.strategies  # pytester forgets what a run inside this process has imported
-from diffcoll.testing.harness.causes import CAUSES
+from diffcoll.testing.harness.causes import Kind
 
 pytest_plugins = ["pytester"]
 ROOT = Path(diffcoll.__file__).parent.parent
@@ -23,7 +23,8 @@ REPORT = re.compile(rf"(?<=^```text\n)\$ python {re.escape(EXAMPLE)}\n.*?(?=^```
 
 
 def table():
-    return HEAD + "".join(f"| {name} | {usually or '–'} | {fix or '–'} |\n" for name, (usually, fix) in CAUSES.items())
+    rows = [(str(kind), *kind.value) for kind in Kind if kind.value is not None]
+    return HEAD + "".join(f"| {name} | {usually or '–'} | {fix or '–'} |\n" for name, usually, fix in rows)
 
 
 def printed():

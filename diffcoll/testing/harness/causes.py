@@ -197,8 +197,6 @@ class Kind(Enum):
         return _SPELLED.get(self.name) or self.name.lower().replace("_", " ")
 
 
-#: The usual bug and the fix of each cause that reports name.
-CAUSES: dict[Kind, tuple[str, str]] = {kind: kind.value for kind in Kind if kind.value is not None}
 #: Names that say what was observed; state that simulated ranks share may be behind each.
 OBSERVED = {
     str(kind)
@@ -216,4 +214,4 @@ OBSERVED = {
 
 def cause_of(kind: Kind, seen: str) -> Cause:
     """Return a cause, with the usual bug and the fix, and what was seen."""
-    return Cause(str(kind), seen, *CAUSES[kind])
+    return Cause(str(kind), seen, *kind.value)

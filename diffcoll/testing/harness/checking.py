@@ -28,7 +28,7 @@ from diffcoll.testing.harness.differences import (
     step,
 )
 from diffcoll.testing.harness.hypotheses import HYPOTHESES, diagnose, not_replicated, part_of_sum
-from diffcoll.testing.harness.joint import JointGraph
+from diffcoll.testing.harness.joint import joint_graph
 from diffcoll.testing.harness.measure import (
     Measurement,
     MeasurementPlan,
@@ -106,7 +106,7 @@ class Checking(WrongRun):
         if not tables[0].ok:
             self.quantities = quantities
             causes = diagnose(self, [not_replicated, part_of_sum, *HYPOTHESES])
-        return tables + ([self.joint.table] if self.joint is not None else []), causes
+        return tables + ([self.joint] if self.joint is not None else []), causes
 
     # ── what is measured ──
 
@@ -135,11 +135,16 @@ class Checking(WrongRun):
         return self._measure(self.scaled_plan)
 
     @cached_property
-    def joint(self) -> JointGraph | None:
-        """The joint graph, which differentiates the sum of all losses by each rank's tensors."""
+    def joint(self) -> Table | None:
+        """The comparison with the joint graph, which differentiates the sum of all losses by each rank's tensors."""
         if self.kind != "simulated" or self.variables:
             return None
-        return JointGraph(self.packed, self.parts, self.names, self.plan, self.measured)
+        return joint_graph(self.packed, self.parts, self.names, self.plan, self.measured)
+
+    @property
+    def _agrees_with_joint(self) -> bool:
+        """Whether the joint graph shows that all gradients are right."""
+        return self.joint is not None and bool(self.joint.rows) and self.joint.ok
 
     @cached_property
     def differences(self) -> list[Difference]:
@@ -214,7 +219,7 @@ class Checking(WrongRun):
     def _refuse_imprecise(self, quantities: Sequence[Quantity]) -> None:
         """Raise if rounding hides derivatives, and no joint graph shows that the gradients are right."""
         hidden = [q.what for q in quantities if q.ok and (q.most_allowed or 0.0) > _PRECISE]
-        if hidden and (self.joint is None or not self.joint.ok):
+        if hidden and not self._agrees_with_joint:
             names = ", ".join(dict.fromkeys(hidden))
             got = f"a loss that is too large, or varies too fast, for finite differences of the {names}"
             remedy = "subtract constants, or use assert_matches_single_process"
@@ -269,7 +274,7 @@ class Checking(WrongRun):
     @cached_property
     def detached(self) -> str | None:
         """Words if the graph of all ranks has these gradients too, so that something is detached."""
-        if self.joint is not None and self.joint.ok:
+        if self._agrees_with_joint:
             return "backward agrees with the joint graph of all ranks, and not with finite differences"
         return None
 

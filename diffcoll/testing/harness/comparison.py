@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -113,13 +113,10 @@ def in_doubt(quantities: Sequence[Quantity]) -> set[str]:
     return {q.what for q in gradients if q.error < _DOUBT * (q.most_allowed or 0.0)}
 
 
-def with_noise(quantities: Sequence[Quantity], doubtful: set[str], noise: Mapping[str, float]) -> list[Quantity]:
-    """Allow errors of ten times what rounding is on one process, as of a bias before a batch norm."""
-
-    def allowed(q: Quantity) -> float:
-        return max(q.most_allowed or 0.0, min(10 * noise.get(q.what, 0.0), _DOUBT * (q.most_allowed or 0.0)))
-
-    return [replace(q, allowed=allowed(q)) if q.what in doubtful else q for q in quantities]
+def with_noise(q: Quantity, noise: float) -> Quantity:
+    """Allow an error of ten times what rounding is on one process, as of a bias before a batch norm."""
+    least = q.most_allowed or 0.0
+    return replace(q, allowed=max(least, min(10 * noise, _DOUBT * least)))
 
 
 def largest_errors(quantities: Sequence[Quantity]) -> dict[str, float]:
@@ -236,9 +233,3 @@ def unused(name: str, functions: str) -> ValueError:
         "a model that is a global of another module than the function is copied apart from it: pass it in a closure"
     )
     return ValueError(message(name, "module", "parameters of which none has a gradient", expected, remedy))
-
-
-def nothing_compared(name: str, groups: Sequence[str]) -> ValueError:
-    """Return the error for a check that would compare nothing."""
-    got, remedy = f"only {', '.join(groups)}, of which there is nothing", "compare gradients too"
-    return ValueError(message(name, "compare", got, "something to compare", remedy))

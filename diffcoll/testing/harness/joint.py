@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,49 +24,32 @@ _JOINT = 1e-9
 _OTHERS = "fn calls torch.distributed, and this graph has diffcoll's collectives alone"
 
 
-class JointGraph:
-    """The gradients that PyTorch derives from the graph of all ranks, if the function allows it."""
-
-    def __init__(
-        self,
-        packed: Packed,
-        parts: Sequence[Any],
-        names: Sequence[str],
-        plan: MeasurementPlan,
-        measured: Sequence[Measurement],
-    ) -> None:
-        self.quantities: list[Quantity] = []
-        #: Why there are none.
-        self.skipped = ""
-        n = self._size = len(parts)
-        try:
-            found = simulate(_in_truth, [packed] * n, [plan] * n, range(n), parts)
-            total = torch.stack([loss for loss, _ in found]).sum()
-            own = [type(node).__name__ for node in nodes_of_graph(total) if isinstance(node, BackwardCFunction)]
-            leaves = [leaf for _, leaves in found for leaf in leaves]
-            given = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
-        except Exception as error:
-            what = traceback.format_exception_only(error)[0].strip().partition("\n")[0]
-            self.skipped = _OTHERS if calls_torch_distributed(error) else f"in it fn raises {what}"
-            return
-        got = [objective(plan.weights(r, m.outputs), m.outputs) for r, m in enumerate(measured)]
-        if own:
-            self.skipped = f"fn has a backward of its own, {own[0]}"
-        elif not torch.allclose(torch.stack(got).sum(), total.detach(), rtol=1e-9, atol=1e-12):
-            self.skipped = "fn has another loss in it, as where it tests whether torch.distributed is set up"
-        else:
-            self.quantities = list(_beside(names, measured, given))
-
-    @property
-    def ok(self) -> bool:
-        """Whether it is a witness that all gradients are right."""
-        return bool(self.quantities) and all(q.ok for q in self.quantities)
-
-    @property
-    def table(self) -> Table:
-        """The comparison, or why there is none."""
-        rows = tuple(q.row for q in self.quantities)
-        return Table("the joint graph of all ranks", self._size, rows, skipped=self.skipped)
+def joint_graph(
+    packed: Packed,
+    parts: Sequence[Any],
+    names: Sequence[str],
+    plan: MeasurementPlan,
+    measured: Sequence[Measurement],
+) -> Table:
+    """Compare with the gradients that PyTorch derives from the graph of all ranks, if the function allows it."""
+    n, result = len(parts), Table("the joint graph of all ranks", len(parts))
+    try:
+        found = simulate(_in_truth, [packed] * n, [plan] * n, range(n), parts)
+        total = torch.stack([loss for loss, _ in found]).sum()
+        own = [type(node).__name__ for node in nodes_of_graph(total) if isinstance(node, BackwardCFunction)]
+        leaves = [leaf for _, leaves in found for leaf in leaves]
+        given = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    except Exception as error:
+        what = traceback.format_exception_only(error)[0].strip().partition("\n")[0]
+        return replace(result, skipped=_OTHERS if calls_torch_distributed(error) else f"in it fn raises {what}")
+    if own:
+        return replace(result, skipped=f"fn has a backward of its own, {own[0]}")
+    got = [objective(plan.weights(r, m.outputs), m.outputs) for r, m in enumerate(measured)]
+    if not torch.allclose(torch.stack(got).sum(), total.detach(), rtol=1e-9, atol=1e-12):
+        return replace(
+            result, skipped="fn has another loss in it, as where it tests whether torch.distributed is set up"
+        )
+    return replace(result, rows=tuple(q.row for q in _beside(names, measured, given)))
 
 
 def _beside(names: Sequence[str], measured: Sequence[Measurement], given: Sequence[Tensor]) -> Iterator[Quantity]:

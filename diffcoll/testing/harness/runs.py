@@ -18,7 +18,6 @@ from diffcoll.testing.harness.comparison import (
     all_near,
     in_doubt,
     largest_errors,
-    nothing_compared,
     tolerance_of,
     with_noise,
 )
@@ -219,9 +218,12 @@ class Against(Runs[Run]):
     def judged(self, run: Run) -> Run:
         """Return the run, where what is in doubt may be off by the rounding of one process."""
         if not any(q.group in self.groups for q in run.quantities):
-            raise nothing_compared(self.name, self.groups)
+            got, remedy = f"only {', '.join(self.groups)}, of which there is nothing", "compare gradients too"
+            raise ValueError(message(self.name, "compare", got, "something to compare", remedy))
         if self.rank_reduction != "any" and (doubtful := in_doubt(run.under(self.rank_reduction))):
-            run = replace(run, quantities=with_noise(run.quantities, doubtful, self.noise(run)))
+            noise = self.noise(run)
+            each = [with_noise(q, noise.get(q.what, 0.0)) if q.what in doubtful else q for q in run.quantities]
+            run = replace(run, quantities=each)
         return run
 
 

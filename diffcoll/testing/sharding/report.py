@@ -187,17 +187,15 @@ def part_of_sum(run: WrongMesh) -> Iterator[Finding]:
     for (axes, how), names in groups.items():
         over = " and ".join(axes)
         if how == "mean" and (inputs := run.inputs_along(axes)):  # an axis of data
-            also = [name for name in run.left("gradient") if name in inputs and _is_not_averaged(run, name, axes)]
+            n = math.prod(mesh.sizes[axis] for axis in axes)  # by which the mean divides
+            also = [
+                name for name in run.left("gradient") if name in inputs and is_near(run.ratio(name), n, run.tolerance)
+            ]
             seen = f"{in_list(names + also)}: that of each rank's data along {over}; the mean is right"
             yield Finding(Kind.NOT_AVERAGED, names + also, seen)
         else:
             seen = f"{in_list(names)}: one rank's part of a {how} over {over}; the {how} is right"
             yield Finding(Kind.PART_OF_A_SUM, names, seen)
-
-
-def _is_not_averaged(run: WrongMesh, name: str, axes: Sequence[str]) -> bool:
-    """Whether the gradient of an input is too large by what the mean over these axes divides by."""
-    return is_near(run.ratio(name), math.prod(run.mesh.sizes[axis] for axis in axes), run.tolerance)
 
 
 def _sums(run: WrongMesh, name: str, axes: Sequence[str], factor: float) -> bool:

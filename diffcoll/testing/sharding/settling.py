@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,7 +53,6 @@ class _Fact:
     fits: tuple[set[int], set[int]] | None = None
     #: Which elements of the whole it has, as a DTensor says.
     elements: bytes = b""
-    index: Tensor | None = field(default=None, repr=False)
 
 
 def settled(
@@ -62,25 +61,24 @@ def settled(
     """Return the layout of each tensor that this rank holds; all ranks call it, and may hold others."""
     from torch.distributed.tensor import DTensor
 
-    mine: dict[str, _Fact] = {}
+    mine, indices = dict[str, _Fact](), dict[str, Tensor]()
     for name, x in held.items():
-        said = said_of(placements, name.split(" ", 1)[-1])
-        mine[name] = _Fact(tuple(local(x).shape))
+        short = name.split(" ", 1)[-1]
+        fact = mine[name] = _Fact(tuple(local(x).shape))
         if isinstance(x, DTensor):
-            index = _elements(x)
-            mine[name] = replace(mine[name], elements=index.numpy().tobytes(), index=index)
-        elif said is None:
-            short = name.split(" ", 1)[-1]
-            mine[name].fits = fitting(short, wholes[name], x.detach().cpu(), mesh, rank)
+            indices[name] = _elements(x)
+            fact.elements = indices[name].numpy().tobytes()
+        elif said_of(placements, short) is None:
+            fact.fits = fitting(short, wholes[name], x.detach().cpu(), mesh, rank)
     every: list[dict[str, _Fact]] = [{}] * mesh.size
-    dist.all_gather_object(every, {name: replace(fact, index=None) for name, fact in mine.items()})
+    dist.all_gather_object(every, mine)
     found = {}
     for name, fact in mine.items():
         short = name.split(" ", 1)[-1]
         others = [facts.get(name) for facts in every]
         said = said_of(placements, short)
-        if fact.index is not None:
-            found[name] = _of_dtensor(short, fact.index, others, said, mesh, wholes[name])
+        if name in indices:
+            found[name] = _of_dtensor(short, indices[name], others, said, mesh, wholes[name])
         elif said is not None:
             found[name] = by_function(short, said, wholes[name], mesh, rank)
         else:

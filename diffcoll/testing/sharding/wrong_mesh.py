@@ -43,9 +43,8 @@ class WrongMesh(WrongMatch):
         (self.mesh,), self.reduction = run.setting, sharding.rank_reduction
         distributed, parts = [sharding.distributed] * self.mesh.size, sharding.parts(self.mesh)
         super().__init__(sharding, run, "", (distributed, sharding.single, parts, sharding.whole_batch))
-        self.not_finite = [
-            r for r, rank in enumerate(run.measured) if not all(_is_finite(piece) for piece in rank.pieces)
-        ]
+        got = [[piece.got for piece in rank.pieces if differentiable(piece.got)] for rank in run.measured]
+        self.not_finite = [r for r, each in enumerate(got) if not all(x.isfinite().all() for x in each)]
         self._plan = sharding.plan_of(run.on, self.mesh)
         #: What each rank has, before anything is reduced: by name and rank.
         self.pieces: dict[str, dict[int, Piece]] = {}
@@ -156,10 +155,6 @@ def _counts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
         if not differentiable(x) and x.dtype != torch.bool:
             found[f"the labels of {name}"] = int((x >= 0).sum())
     return found
-
-
-def _is_finite(piece: Piece) -> bool:
-    return not differentiable(piece.got) or bool(piece.got.isfinite().all())
 
 
 def _cuts(packed: Packed, plan: MeshPlan, rank: int, part: Any) -> Cuts:
