@@ -1,110 +1,117 @@
-"""What the last rank to arrive does for all simulated ranks: one function for each primitive of `Engine`.
+"""What the last rank to arrive does for all simulated ranks: one method for each primitive of `Engine`.
 
-Each gets the arguments of every rank, in the order of ranks, checks that they fit together, and writes every rank's
-outputs. A sum is computed once, in the order of ranks, and copied to the ranks that receive it. So the cost grows with
-the data that the ranks send and receive. The defaults of `Engine` would send a message for each pair of ranks.
+Each gets the arguments of every rank, in the order of ranks, checks that they fit together, and yields what is to be
+written: the rank that receives, its output, and the block for it. A sum is computed once, in the order of ranks, and
+written to the ranks that receive it. So the cost grows with the data that the ranks send and receive. The defaults of
+`Engine` would send a message for each pair of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from diffcoll.core.errors import CollectiveMismatchError
-from diffcoll.engines.engine import Blocks, add_up
+from diffcoll.engines.engine import Blocks
+
+Writes = Iterator[tuple[int, Tensor, Tensor]]
 
 
-def exchange(*ranks: tuple[Blocks, Blocks]) -> None:
-    """Copy every block from its sender to its receiver."""
-    for r, blocks in enumerate(zip(*[sends for sends, _ in ranks], strict=True)):
-        for s, (block, into) in enumerate(zip(blocks, ranks[r][1], strict=True)):
-            if block is into:  # None, or a rank's own block, in its place
-                continue
-            if block is not None and into is not None:
-                _fits(r, into, s, block)
-                into.copy_(block)
-            elif any(b is not None and b.numel() for b in (block, into)):
-                raise unlike(r, into, s, block)
+@dataclass(frozen=True)
+class Delivery:
+    """Carries out primitives of `Engine`, or collectives of torch.distributed.
+
+    Args:
+        total: the sum, or another reduction, of one tensor for each rank, as a new tensor.
+        reshapes: whether a block fits an output of another shape and the same size.
+    """
+
+    total: Callable[[Sequence[Tensor]], Tensor]
+    reshapes: bool = False
+
+    def exchange(self, *ranks: tuple[Blocks, Blocks]) -> Writes:
+        """Every block from its sender to its receiver."""
+        for r, blocks in enumerate(zip(*[sends for sends, _ in ranks], strict=True)):
+            for s, (block, into) in enumerate(zip(blocks, ranks[r][1], strict=True)):
+                if block is into:  # None, or a rank's own block, in its place
+                    continue
+                if block is not None and into is not None:
+                    self._fits(r, into, s, block)
+                    yield r, into, block
+                elif any(b is not None and b.numel() for b in (block, into)):
+                    raise unlike(r, into, s, block)
+
+    def all_gather(self, *ranks: tuple[Tensor | None, Tensor, list[int]]) -> Writes:
+        """row_r ← x_0, …, x_{N−1}."""
+        blocks = [row.split_with_sizes(n)[s] if x is None else x.view(-1) for s, (x, row, n) in enumerate(ranks)]
+        sizes, dtypes = [b.numel() for b in blocks], {b.dtype for b in blocks}
+        for r, (_, row, counts) in enumerate(ranks):
+            if counts != sizes or dtypes != {row.dtype}:
+                for s, (into, block) in enumerate(zip(row.split_with_sizes(counts), blocks, strict=True)):
+                    self._fits(r, into, s, block)
+        gathered = joined(blocks)
+        for r, (_, row, _) in enumerate(ranks):
+            yield r, row, gathered
+
+    def reduce_scatter(self, *ranks: tuple[Tensor, list[int], Tensor]) -> Writes:
+        """out_r ← Σ_s part r of row_s."""
+        rows, (_, counts, _) = [row for row, _, _ in ranks], ranks[0]
+        if any(n != counts or row.dtype != rows[0].dtype for row, n, _ in ranks):
+            parts = [row.split_with_sizes(n) for row, n, _ in ranks]
+            for r, of_rank in enumerate(parts):
+                for s, of_other in enumerate(parts):
+                    self._fits(r, of_rank[r], s, of_other[r])
+        sums = self.total(rows).split_with_sizes(counts)
+        for r, (part, (_, _, out)) in enumerate(zip(sums, ranks, strict=True)):
+            yield r, out, part.view_as(out)
+
+    def all_reduce(self, *ranks: tuple[Tensor, Tensor]) -> Writes:
+        """y_r ← Σ_s x_s."""
+        for s, (x, _) in enumerate(ranks):
+            self._fits(0, ranks[0][1], s, x)
+        total = self.total([x for x, _ in ranks])
+        for r, (_, y) in enumerate(ranks):
+            yield r, y, total
+
+    def broadcast(self, *ranks: tuple[Tensor, int]) -> Writes:
+        """y_r ← y_src."""
+        src = _same("src", [src for _, src in ranks])
+        for r, (y, _) in enumerate(ranks):
+            self._fits(r, y, src, ranks[src][0])
+            if r != src:
+                yield r, y, ranks[src][0]
+
+    def reduce(self, *ranks: tuple[Tensor, Tensor, int]) -> Writes:
+        """y_dst ← Σ_s x_s."""
+        dst = _same("dst", [dst for _, _, dst in ranks])
+        y = ranks[dst][1]
+        for s, (x, _, _) in enumerate(ranks):
+            self._fits(dst, y, s, x)
+        yield dst, y, self.total([x for x, _, _ in ranks])
+
+    def _fits(self, r: int, into: Tensor, s: int, block: Tensor) -> None:
+        """Raise unless the block that rank s sends is like the one that rank r expects."""
+        fits = into.shape == block.shape or (self.reshapes and into.numel() == block.numel())
+        if not fits or into.dtype != block.dtype:
+            raise unlike(r, into, s, block)
 
 
-def all_gather(*ranks: tuple[Tensor | None, Tensor, list[int]]) -> None:
-    """row_r ← x_0, …, x_{N−1}."""
-    blocks = [row.split_with_sizes(n)[s] if x is None else x.view(-1) for s, (x, row, n) in enumerate(ranks)]
-    sizes, dtypes = [b.numel() for b in blocks], {b.dtype for b in blocks}
-    for r, (_, row, counts) in enumerate(ranks):
-        if counts != sizes or dtypes != {row.dtype}:
-            for s, (into, block) in enumerate(zip(row.split_with_sizes(counts), blocks, strict=True)):
-                _fits(r, into, s, block)
-    whole = torch.cat(blocks, out=blocks[0].new_empty(sum(sizes)))  # `out`: which autocast of a rank does not see
-    for _, row, _ in ranks:
-        row.copy_(whole)
-
-
-def reduce_scatter(*ranks: tuple[Tensor, list[int], Tensor]) -> None:
-    """out_r ← Σ_s part r of row_s."""
-    rows, (_, counts, _) = [row for row, _, _ in ranks], ranks[0]
-    if any(n != counts or row.dtype != rows[0].dtype for row, n, _ in ranks):
-        parts = [row.split_with_sizes(n) for row, n, _ in ranks]
-        for r, of_rank in enumerate(parts):
-            for s, of_other in enumerate(parts):
-                _fits(r, of_rank[r], s, of_other[r])
-    for part, (_, _, out) in zip(_sum(rows).split_with_sizes(counts), ranks, strict=True):
-        out.view(-1).copy_(part)
-
-
-def all_reduce(*ranks: tuple[Tensor, Tensor]) -> None:
-    """y_r ← Σ_s x_s."""
-    for s, (x, _) in enumerate(ranks):
-        _fits(0, ranks[0][1], s, x)
-    total = _sum([x for x, _ in ranks])
-    for _, y in ranks:
-        y.copy_(total)
-
-
-def broadcast(*ranks: tuple[Tensor, int]) -> None:
-    """y_r ← y_src."""
-    src = _same("src", [src for _, src in ranks])
-    for r, (y, _) in enumerate(ranks):
-        _fits(r, y, src, ranks[src][0])
-        if r != src:
-            y.copy_(ranks[src][0])
-
-
-def reduce(*ranks: tuple[Tensor, int]) -> None:
-    """y_dst ← Σ_s y_s."""
-    dst = _same("dst", [dst for _, dst in ranks])
-    ys = [y for y, _ in ranks]
-    for s, y in enumerate(ys):
-        _fits(dst, ys[dst], s, y)
-    ys[dst].copy_(_sum(ys))
-
-
-def _sum(xs: Sequence[Tensor]) -> Tensor:
-    total = xs[0].new_empty(xs[0].shape)
-    add_up(xs, total)
-    return total
-
-
-def _fits(r: int, into: Tensor, s: int, block: Tensor) -> None:
-    """Raise unless the block that rank s sends is like the one that rank r expects."""
-    if into.shape != block.shape or into.dtype != block.dtype:
-        raise unlike(r, into, s, block)
+def joined(blocks: list[Tensor]) -> Tensor:
+    """Return 1-d blocks of one dtype, one behind the other."""
+    return torch.cat(blocks, out=blocks[0].new_empty(0))  # `out`: which autocast of a rank does not see
 
 
 def unlike(r: int, into: Tensor | None, s: int, block: Tensor | None) -> CollectiveMismatchError:
     """Return the error if rank r expects another block from rank s than that one sends."""
-    return CollectiveMismatchError(f"rank {r} expects {_of(into)} from rank {s}, which sends {_of(block)}")
-
-
-def _of(block: Tensor | None) -> str:
-    return "nothing" if block is None else f"{block.dtype} {tuple(block.shape)}"
+    expected, sent = ("nothing" if b is None else f"{b.dtype} {tuple(b.shape)}" for b in (into, block))
+    return CollectiveMismatchError(f"rank {r} expects {expected} from rank {s}, which sends {sent}")
 
 
 def _same(argument: str, of_ranks: Sequence[int]) -> int:
-    first = of_ranks[0]
     for r, other in enumerate(of_ranks):
-        if other != first:
-            raise CollectiveMismatchError(f"{argument}={first} on rank 0, {other} on rank {r}")
-    return first
+        if other != of_ranks[0]:
+            raise CollectiveMismatchError(f"{argument}={of_ranks[0]} on rank 0, {other} on rank {r}")
+    return of_ranks[0]

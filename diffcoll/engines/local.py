@@ -15,11 +15,20 @@ from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.core.torch_private.tracing import is_traced
-from diffcoll.engines import delivery
-from diffcoll.engines.engine import Blocks, Engine, Wait
+from diffcoll.engines.delivery import Delivery, Writes
+from diffcoll.engines.engine import Blocks, Engine, Wait, add_up
 from diffcoll.engines.guards import HERE, NO_GRAPHS
 from diffcoll.engines.meeting import Entry, LocalGroup
 from diffcoll.engines.world import World
+
+
+def _sum(xs: Sequence[Tensor]) -> Tensor:
+    total = xs[0].new_empty(xs[0].shape)
+    add_up(xs, total)
+    return total
+
+
+_DELIVERY = Delivery(_sum)
 
 
 class LocalEngine(Engine):
@@ -54,36 +63,37 @@ class LocalEngine(Engine):
 
     @override
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
-        return self._deliver(delivery.exchange, sends, recvs)
+        return self._deliver(_DELIVERY.exchange, sends, recvs)
 
     @override
     def all_gather(self, x: Tensor | None, row: Tensor, counts: list[int]) -> Wait:
-        return self._deliver(delivery.all_gather, x, row, counts)
+        return self._deliver(_DELIVERY.all_gather, x, row, counts)
 
     @override
     def reduce_scatter_in_order(self, row: Tensor, counts: list[int], out: Tensor) -> Wait:
-        return self._deliver(delivery.reduce_scatter, row, counts, out)
+        return self._deliver(_DELIVERY.reduce_scatter, row, counts, out)
 
     @override
     def all_reduce_in_order(self, x: Tensor, y: Tensor) -> Wait:
         if self.now.later and x is not y:  # x may be modified before the other ranks arrive
             x = y.copy_(x)
-        return self._deliver(delivery.all_reduce, x, y)
+        return self._deliver(_DELIVERY.all_reduce, x, y)
 
     @override
     def broadcast(self, y: Tensor, src: int) -> Wait:
-        return self._deliver(delivery.broadcast, y, src)
+        return self._deliver(_DELIVERY.broadcast, y, src)
 
     @override
     def reduce(self, y: Tensor, dst: int) -> Wait:
-        return self._deliver(delivery.reduce, y, dst)
+        return self._deliver(_DELIVERY.reduce, y, y, dst)
 
-    def _deliver(self, step: Callable[..., None], *arguments: Any) -> Wait:
+    def _deliver(self, step: Callable[..., Writes], *arguments: Any) -> Wait:
         """Return the wait for a primitive, which the last rank to call it carries out for all."""
 
         def combine(ranks: list[Any]) -> list[None]:
             with torch.inference_mode():  # outputs of a rank in inference mode can be written in that mode only
-                step(*ranks)
+                for _, out, block in step(*ranks):
+                    out.copy_(block)
             return [None] * len(ranks)
 
         return self._meet(self.now.name, step.__name__, arguments, combine)

@@ -87,7 +87,7 @@ class Simulation:
         group = SimulatedGroup(engine, options.group_id, self._mailboxes.setdefault(handle, [Mailbox() for _ in ranks]))
         use(group, engine)
         if not default:
-            group._meet("new_group", [], []).wait()
+            group._meet("new_group", "", [], []).wait()
         return group
 
 

@@ -4,7 +4,8 @@
 """`dist.ProcessGroup` of simulated ranks: the collectives and messages of torch.distributed, on `LocalEngine`.
 
 torch.distributed, in Python and in C++, calls the methods of this class, whose names and arguments are those of torch.
-All collectives are one exchange of blocks, `Part`, which the last rank to arrive carries out for all ranks.
+Each collective is one call, or several that were coalesced, of a method of `Delivery`, which the last rank to arrive
+carries out for all ranks.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diffcoll.core.errors import message, user_line
+from diffcoll.engines.delivery import joined, unlike
+from diffcoll.engines.engine import Blocks
 from diffcoll.engines.guards import here
 from diffcoll.engines.local import LocalEngine
 from diffcoll.engines.simulated_moves import (
     AS_NCCL,
     Mailbox,
     Message,
-    Part,
     SimulatedWork,
     carry_out,
     check_dtypes,
@@ -107,12 +109,14 @@ class SimulatedGroup(dist.ProcessGroup):
 
     # ── collectives ──────────────────────────────────────────────────────────────────────────────────────
 
-    def _meet(self, name: str, parts: Sequence[Part], outputs: Tensors, op: str = "", how: str = "") -> SimulatedWork:
-        """Join a collective. `how` is equal on all ranks, or their calls do not fit together."""
+    def _meet(
+        self, name: str, step: str, calls: Sequence[Any], outputs: Tensors, how: str = "", op: str = "SUM"
+    ) -> SimulatedWork:
+        """Join a collective by calls of a method of `Delivery`. They fit together if `how` is equal on all ranks."""
         what = f"torch.distributed.{name}{how and f' ({how})'}"
         if self.as_gloo:
-            check_dtypes(name, parts)
-        wait = self.engine._meet(what, "", list(parts), partial(carry_out, op))
+            check_dtypes(name, outputs)
+        wait = self.engine._meet(what, "", calls, partial(carry_out, step, op))
         for y in outputs:
             warn_in_backward(f"torch.distributed.{name}, called at {user_line()},", y)
 
@@ -127,24 +131,21 @@ class SimulatedGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
-    def _everybody(self, x: Tensor | None) -> list[Tensor | None]:
+    def _everybody(self, x: Tensor | None) -> Blocks:
         return [x] * self._engine.size
 
-    def _only(self, rank: int, x: Tensor) -> list[Tensor | None]:
+    def _only(self, rank: int, x: Tensor) -> Blocks:
         return [x if s == rank else None for s in range(self._engine.size)]
 
     def broadcast(self, tensors: Tensors, opts: Any) -> SimulatedWork:
-        root, rank = opts.rootRank, self._engine.rank
-        parts = [
-            Part(self._everybody(x if rank == root else None), self._only(root, x) if rank != root else ())
-            for x in map(plain, tensors)
-        ]
-        return self._meet("broadcast", parts, tensors, how=f"from rank {root}{layout('broadcast', tensors)}")
+        calls = [(plain(x), opts.rootRank) for x in tensors]
+        how = f"from rank {opts.rootRank}{layout('broadcast', tensors)}"
+        return self._meet("broadcast", "broadcast", calls, tensors, how)
 
     def allreduce(self, tensors: Tensors, opts: Any = None, name: str = "all_reduce") -> SimulatedWork:
         op, blocks = reduction(name, opts, tensors, self.as_gloo)
-        parts = [Part(self._everybody(b), total=x) for b, x in zip(blocks, tensors, strict=True)]
-        return self._meet(name, parts, tensors, op, f"{op}{layout(name, tensors)}")
+        calls = [*zip(blocks, tensors, strict=True)]
+        return self._meet(name, "all_reduce", calls, tensors, f"{op}{layout(name, tensors)}", op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> SimulatedWork:
         return self.allreduce(tensors, opts, "all_reduce_coalesced")
@@ -152,18 +153,17 @@ class SimulatedGroup(dist.ProcessGroup):
     def reduce(self, tensors: Tensors, opts: Any) -> SimulatedWork:
         op, blocks = reduction("reduce", opts, tensors, self.as_gloo)
         root = opts.rootRank
-        mine = self._engine.rank == root
-        parts = [Part(self._only(root, b), total=x if mine else None) for b, x in zip(blocks, tensors, strict=True)]
+        calls = [(b, x, root) for b, x in zip(blocks, tensors, strict=True)]
         how = f"{op}, to rank {root}{layout('reduce', tensors)}"
-        return self._meet("reduce", parts, tensors if mine else [], op, how)
+        return self._meet("reduce", "reduce", calls, tensors if self._engine.rank == root else [], how, op)
 
     def allgather(
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = None, name: str = "all_gather"
     ) -> SimulatedWork:
         for ys, x in zip(outputs, inputs):  # noqa: B905
             self._check_shapes(name, ys, x)
-        parts = [Part(self._everybody(plain(x)), self._one_each(name, ys)) for ys, x in zip(outputs, inputs)]  # noqa: B905
-        return self._meet(name, parts, [y for ys in outputs for y in ys])
+        calls = [(self._everybody(plain(x)), self._one_each(name, ys)) for ys, x in zip(outputs, inputs)]  # noqa: B905
+        return self._meet(name, "exchange", calls, [y for ys in outputs for y in ys])
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> SimulatedWork:
         """The output at [s][i] is the input i of rank s."""
@@ -189,9 +189,9 @@ class SimulatedGroup(dist.ProcessGroup):
         root, (x,) = opts.rootRank, inputs
         for ys in outputs:
             self._check_shapes("gather", ys, x)
-        recvs = self._one_each("gather", outputs[0]) if self._engine.rank == root else ()
-        parts = [Part(self._only(root, plain(x)), recvs)]
-        return self._meet("gather", parts, [y for ys in outputs for y in ys], how=f"to rank {root}")
+        recvs = self._one_each("gather", outputs[0]) if self._engine.rank == root else self._everybody(None)
+        calls = [(self._only(root, plain(x)), recvs)]
+        return self._meet("gather", "exchange", calls, [y for ys in outputs for y in ys], f"to rank {root}")
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> SimulatedWork:
         mine = self._engine.rank == opts.rootRank
@@ -204,18 +204,21 @@ class SimulatedGroup(dist.ProcessGroup):
         sends = self._one_each("scatter", inputs[0]) if self._engine.rank == root else self._everybody(None)
         for x in sends:
             contiguous("scatter", y if x is None else x)
-        return self._meet("scatter", [Part(sends, self._only(root, plain(y)))], outputs, how=f"from rank {root}")
+        calls = [(sends, self._only(root, plain(y)))]
+        return self._meet("scatter", "exchange", calls, outputs, f"from rank {root}")
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: list[Tensors], opts: Any = None, name: str = "reduce_scatter"
     ) -> SimulatedWork:
         for xs, y in zip(inputs, outputs, strict=True):
             self._check_shapes(name, xs[self._engine.rank : self._engine.rank + 1], y)  # as gloo, no more than that
-        ops = [reduction(name, opts, xs, self.as_gloo) for xs in inputs]
-        parts = [
-            Part(self._one_each(name, blocks), total=plain(y)) for (_, blocks), y in zip(ops, outputs, strict=True)
-        ]
-        return self._meet(name, parts, outputs, ops[0][0], ops[0][0])
+        calls, op, me = [], "", self._engine.rank
+        for xs, y in zip(inputs, outputs, strict=True):
+            op, blocks = reduction(name, opts, self._one_each(name, xs), self.as_gloo)
+            if (blocks[me].dtype, blocks[me].numel()) != (y.dtype, y.numel()):
+                raise unlike(me, y, me, blocks[me])
+            calls.append((joined([x.reshape(-1) for x in blocks]), [x.numel() for x in blocks], plain(y)))
+        return self._meet(name, "reduce_scatter", calls, outputs, op, op)
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None, name: str = "reduce_scatter_tensor"
@@ -229,21 +232,22 @@ class SimulatedGroup(dist.ProcessGroup):
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimulatedWork:
         if inputs:
             self._check_shapes("all_to_all", [*inputs, *outputs], inputs[0])
-        parts = [Part(self._one_each("all_to_all", inputs), self._one_each("all_to_all", outputs))]
-        return self._meet("all_to_all", parts, outputs)
+        calls = [(self._one_each("all_to_all", inputs), self._one_each("all_to_all", outputs))]
+        return self._meet("all_to_all", "exchange", calls, outputs)
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> SimulatedWork:
         name = "all_to_all_single"
         sends = self._cut_rows(name, "input", input, input_sizes)
-        return self._meet(name, [Part(sends, self._cut_rows(name, "output", output, output_sizes))], [output])
+        calls = [(sends, self._cut_rows(name, "output", output, output_sizes))]
+        return self._meet(name, "exchange", calls, [output])
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
-        return self._meet("barrier", [], [])
+        return self._meet("barrier", "", [], [])
 
     def monitored_barrier(self, timeout: object = None, wait_all_ranks: bool = False) -> None:
-        self._meet("monitored_barrier", [], []).wait()
+        self._meet("monitored_barrier", "", [], []).wait()
 
     # Names that later releases of torch have given to some of these.
     all_gather_single = _allgather_base

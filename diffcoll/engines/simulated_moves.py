@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -17,7 +17,7 @@ from typing_extensions import override
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.torch_private.tracing import is_traced
 from diffcoll.core.torch_private.transforms import is_transformed
-from diffcoll.engines.delivery import unlike
+from diffcoll.engines.delivery import Delivery, unlike
 from diffcoll.engines.engine import Wait
 from diffcoll.engines.guards import NO_GRAPHS
 
@@ -95,18 +95,6 @@ class SimulatedWork(dist.Work):
     _source_rank = source_rank
 
 
-@dataclass
-class Part:
-    """One rank's part in a collective."""
-
-    #: The block for each rank.
-    sends: Sequence[Tensor | None]
-    #: Where the block from each rank goes.
-    recvs: Sequence[Tensor | None] = ()
-    #: Where the reduction of all received blocks goes.
-    total: Tensor | None = None
-
-
 @dataclass(eq=False)
 class Message:
     """A send or receive that waits for its counterpart."""
@@ -135,63 +123,34 @@ def deliver(source: int, destination: int, sent: Message, expected: Message) -> 
         lines = f"  rank {source} is in {sent.what}\n  rank {destination} is in {expected.what}"
         raise CollectiveMismatchError(f"simulated ranks cannot go on: {error}\n{lines}")
     with torch.inference_mode():
-        _write(expected.x, sent.x)
+        expected.x.copy_(sent.x.view_as(expected.x))
     expected.work.source = source
     sent.finish()
     expected.finish()
 
 
 @torch.inference_mode()  # outputs of a rank in inference mode can be written in that mode only
-def carry_out(op: str, payloads: list[list[Part]]) -> list[None]:
-    """Carry out a collective, or several that were coalesced, for all ranks."""
-    if len({len(parts) for parts in payloads}) > 1:
-        raise CollectiveMismatchError(f"the ranks pass {[len(parts) for parts in payloads]} tensors")
-    outputs = {y.untyped_storage().data_ptr() for parts in payloads for p in parts for y in p.recvs if y is not None}
-    writes = []
-    for parts in zip(*payloads, strict=True):
-        writes += _reduced(op, parts) if op else _exchanged(parts, outputs)
+def carry_out(step: str, op: str, payloads: list[list[Any]]) -> list[None]:
+    """Carry out calls of a method of `Delivery` for all ranks; of a mean the sum.
+
+    Rounds after each term, as gloo does, which has its own order.
+    """
+
+    def total(xs: Sequence[Tensor]) -> Tensor:
+        first, *others = (x.reshape(-1) for x in xs)
+        return reduce(_FOLDS[op], others, first) if others else first.clone()
+
+    if len({len(calls) for calls in payloads}) > 1:
+        raise CollectiveMismatchError(f"the ranks pass {[len(calls) for calls in payloads]} tensors")
+    delivery = Delivery(total, reshapes=True)
+    writes = [w for ranks in zip(*payloads, strict=True) for w in getattr(delivery, step)(*ranks)]
     _refuse_shared(writes)
-    for _, out, block in writes:  # at the end, since an output may be an input too, or overlap one
-        _write(out, block)
+    outputs = {out.untyped_storage().data_ptr() for _, out, _ in writes}
+    # An output may be an input too, or overlap one.
+    blocks = [b.clone() if b.untyped_storage().data_ptr() in outputs else b for _, _, b in writes]
+    for (_, out, _), block in zip(writes, blocks, strict=True):
+        out.copy_(block.reshape_as(out))
     return [None] * len(payloads)
-
-
-def _exchanged(parts: Sequence[Part], outputs: set[int]) -> list[tuple[int, Tensor, Tensor]]:
-    """Return (rank, output, block to write to it) for all outputs. A block in the memory of an output is copied."""
-    writes = []
-    for r, part in enumerate(parts):
-        for s, out in enumerate(part.recvs):
-            block = parts[s].sends[r]
-            if out is None or (out.numel() == 0 and block is None):
-                continue
-            if block is None or (block.numel(), block.dtype) != (out.numel(), out.dtype):
-                raise unlike(r, out, s, block)
-            written = block.untyped_storage().data_ptr() in outputs
-            writes.append((r, out, block.clone() if written else block))
-    return writes
-
-
-def _reduced(op: str, parts: Sequence[Part]) -> list[tuple[int, Tensor, Tensor]]:
-    writes = []
-    totals: dict[tuple[int, ...], Tensor] = {}  # all ranks of an all_reduce share one
-    for r, part in enumerate(parts):
-        if part.total is None:
-            continue
-        blocks = [p.sends[r] for p in parts]
-        for s, block in enumerate(blocks):
-            if block is None or (block.numel(), block.dtype) != (part.total.numel(), part.total.dtype):
-                raise unlike(r, part.total, s, block)
-        key = tuple(map(id, blocks))
-        if key not in totals:
-            totals[key] = _total(op, [b for b in blocks if b is not None])
-        writes.append((r, part.total, totals[key]))
-    return writes
-
-
-def _total(op: str, blocks: list[Tensor]) -> Tensor:
-    """Return the reduction, of a mean the sum. Rounds after each term, as gloo does, which has its own order."""
-    first, *others = (b.reshape(-1) for b in blocks)
-    return reduce(_FOLDS[op], others, first) if others else first.clone()
 
 
 def divide(x: Tensor, n: int) -> None:
@@ -223,10 +182,6 @@ def warn_in_backward(call: str, y: Tensor) -> None:
     y.register_hook(warn)  # type: ignore[no-untyped-call]
 
 
-def _write(out: Tensor, block: Tensor) -> None:
-    out.copy_(block.reshape(out.shape))
-
-
 def _refuse_shared(writes: list[tuple[int, Tensor, Tensor]]) -> None:
     """Raise if two ranks receive in the same memory, which cannot be on processes."""
     before: list[tuple[int, int, Tensor]] = []  # those that reach beyond the start of the next one
@@ -256,13 +211,12 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
     return bool(used.as_strided(y.shape, y.stride(), offset).any())
 
 
-def check_dtypes(name: str, parts: Sequence[Part]) -> None:
+def check_dtypes(name: str, tensors: Iterable[Tensor]) -> None:
     """Raise, as gloo does, for a dtype that it does not have."""
-    for part in parts:
-        for x in (*part.sends, *part.recvs, part.total):
-            if x is not None and x.dtype not in _GLOO_DTYPES:
-                expected = "a dtype of gloo: float16 to float64, bfloat16, bool, uint8, int8, int32 or int64"
-                raise TypeError(message(f"torch.distributed.{name}", "tensor", x.dtype, expected, AS_NCCL))
+    for x in tensors:
+        if x.dtype not in _GLOO_DTYPES:
+            expected = "a dtype of gloo: float16 to float64, bfloat16, bool, uint8, int8, int32 or int64"
+            raise TypeError(message(f"torch.distributed.{name}", "tensor", x.dtype, expected, AS_NCCL))
 
 
 def reduction(name: str, opts: Any, tensors: list[Tensor], as_gloo: bool) -> tuple[str, list[Tensor]]:

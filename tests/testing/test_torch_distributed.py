@@ -454,6 +454,10 @@ def test_mismatches_are_found_at_once():
     fails(error, words, lambda r: dist.all_reduce(torch.ones(r + 1)))
     words = "rank 0 expects torch.int64 .* which sends torch.float32"
     fails(error, words, lambda r: dist.all_reduce(ones[r]))
+    words = r"rank 0 expects torch.float32 \(1,\) from rank 0, which sends torch.float64 \(1,\)"
+    fails(error, words, lambda r: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(2).double()))
+    words = r"rank 0 expects torch.float32 \(2,\) from rank 1, which sends torch.float32 \(1,\)"
+    fails(error, words, lambda r: dist.reduce_scatter(torch.ones(2 - r), [torch.ones(2 - r)] * 2))
     words = rf"rank 1 has ended\n  rank 0 waits in torch.distributed.barrier {here}"
     fails(error, words, lambda r: r or dist.barrier())
     words = rf"rank 0 waits in all_reduce {here}\n  rank 1 waits in torch.distributed.all_reduce \(SUM\) {here}"
