@@ -136,7 +136,7 @@ def test_private_torch_api_is_used_where_its_reason_is_stated():
 
 
 def test_only_these_modules_run_maps():
-    """So every collective is compared: public functions submit maps through `core.call`, which compares them."""
+    """So every collective is compared: public functions return maps to `core.call`, which compares and runs them."""
     run = [
         f"diffcoll.core.{name}" for name in ("derivatives.apply", "derivatives.start", "moves.move", "moves.InFlight")
     ]

@@ -19,9 +19,10 @@ from typing_extensions import override
 
 from diffcoll.collectives import reduce_scatter, split
 from diffcoll.core import trees
-from diffcoll.core.arguments import Sizes, Tree
+from diffcoll.core.arguments import Call, Sizes, Tree
 from diffcoll.core.blocks import join
-from diffcoll.core.call import Call, perform
+from diffcoll.core.bound import Bound, BoundTree
+from diffcoll.core.call import perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import GradPlacement, Group
@@ -161,18 +162,17 @@ def all_gather(
     )
 
 
-def _all_gather(call: Call, x: Any) -> Any:
+def _all_gather(call: Call, x: Any) -> Bound | BoundTree:
     replicated = call.replicated()
     if call.flag("stack") and call.arguments["sizes"] is not None:
         raise call.error("sizes", "None with stack=True, where every rank has one slice")
     if not isinstance(x, Tensor):
-        if call.engine.in_one_graph:
-            return trees.by_leaf(call, _all_gather)
         ranks = list(range(call.engine.size))
-        return trees.by_blocks(call, _block, lambda call, sizes: AllGather(call.engine, 0, sizes, replicated), ranks)
+        rows = trees.Rows(_block, lambda call, sizes: AllGather(call.engine, 0, sizes, replicated), ranks)
+        return trees.by_blocks(call, _all_gather, rows)
     block, d = _block(call, x)
     f = AllGather(call.engine, d, call.sizes_of_all(block, d), replicated)
-    return call.submit(f, x, before=(lambda x: x.unsqueeze(d)) if block is not x else None)
+    return Bound(call, f, x, (lambda x: x.unsqueeze(d)) if block is not x else None)
 
 
 def _block(call: Call, x: Tensor) -> tuple[Tensor, int]:
@@ -188,10 +188,8 @@ def gathered_as(dtype: torch.dtype, x: Tensor, sizes: list[int], group: Group) -
     The ranks' gradients are sent and added in the dtype of x.
     """
 
-    def understand(call: Call, x: Tensor) -> Any:
-        return call.submit(AllGather(call.engine, 0, call.sizes_of_all(x, 0), sent=dtype), x)
+    def bind(call: Call, x: Tensor) -> Bound:
+        return Bound(call, AllGather(call.engine, 0, call.sizes_of_all(x, 0), sent=dtype), x)
 
-    y: Tensor = perform(
-        understand, "all_gather", x, group, False, dim=0, sizes=sizes, stack=False, grad_placement="partial"
-    )
+    y: Tensor = perform(bind, "all_gather", x, group, False, dim=0, sizes=sizes, stack=False, grad_placement="partial")
     return y

@@ -19,8 +19,9 @@ from typing_extensions import override
 
 from diffcoll.collectives import sum_gradients
 from diffcoll.core import trees
-from diffcoll.core.arguments import Tree
-from diffcoll.core.call import Call, perform
+from diffcoll.core.arguments import Call, Tree
+from diffcoll.core.bound import Bound, BoundTree, bind_reduction
+from diffcoll.core.call import perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import Op, Ties
@@ -167,8 +168,8 @@ def all_reduce(
     )
 
 
-def _all_reduce(call: Call, x: Any) -> Any:
+def _all_reduce(call: Call, x: Any) -> Bound | BoundTree:
     how = call.replicated(), call.flag("deterministic")
     if isinstance(x, Tensor):
-        return call.reduce(AllReduce(call.engine, *how), x, lambda reducing: reducing.on_all_ranks(*how))
+        return bind_reduction(call, AllReduce(call.engine, *how), x, lambda reducing: reducing.on_all_ranks(*how))
     return trees.for_op(call)(call, _all_reduce)

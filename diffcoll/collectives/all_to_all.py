@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, overload
+from typing import ClassVar, Literal, overload
 
 from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.core import checks
-from diffcoll.core.arguments import Parts, Sizes
+from diffcoll.core.arguments import Call, Parts, Sizes
 from diffcoll.core.blocks import blocks_of, cut, join
-from diffcoll.core.call import Call, perform
+from diffcoll.core.bound import Bound
+from diffcoll.core.call import perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
@@ -149,7 +150,7 @@ def all_to_all(
     )
 
 
-def _all_to_all(call: Call, x: Tensor) -> Any:
+def _all_to_all(call: Call, x: Tensor) -> Bound:
     split_sizes, concat_sizes = call.arguments["split_sizes"], call.arguments["concat_sizes"]
     d, c = call.dim("split_dim", x), call.dim("concat_dim", x)
     parts = call.sizes_of_parts(x, d, "split_sizes")
@@ -165,7 +166,7 @@ def _all_to_all(call: Call, x: Tensor) -> Any:
         call.agree_on_blocks(
             [_block(x, {d: part}) for part in parts], [_block(x, {d: parts[call.engine.rank], c: k}) for k in received]
         )
-    return call.submit(AllToAll(call.engine, d, c, parts, received), x)
+    return Bound(call, AllToAll(call.engine, d, c, parts, received), x)
 
 
 def _block(x: Tensor, sizes: dict[int, int]) -> list[int]:

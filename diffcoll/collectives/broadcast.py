@@ -19,8 +19,9 @@ from typing_extensions import override
 
 from diffcoll.collectives import reduce
 from diffcoll.core import trees
-from diffcoll.core.arguments import Tree
-from diffcoll.core.call import Call, perform
+from diffcoll.core.arguments import Call, Tree
+from diffcoll.core.bound import Bound, BoundTree
+from diffcoll.core.call import perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import GradPlacement, Group
@@ -151,6 +152,6 @@ def broadcast(
     return perform(_broadcast, "broadcast", x, group, async_op, src=src, grad_placement=grad_placement)
 
 
-def _broadcast(call: Call, x: Any) -> Any:
+def _broadcast(call: Call, x: Any) -> Bound | BoundTree:
     f = Broadcast(call.engine, call.root("src"), call.replicated())
-    return call.submit(f, x) if isinstance(x, Tensor) else trees.by_message(call, _broadcast)
+    return Bound(call, f, x) if isinstance(x, Tensor) else trees.by_message(call, _broadcast)

@@ -17,9 +17,10 @@ from typing_extensions import override
 
 from diffcoll.collectives import scatter
 from diffcoll.core import trees
-from diffcoll.core.arguments import Sizes, Tree
+from diffcoll.core.arguments import Call, Sizes, Tree
 from diffcoll.core.blocks import blocks_of, join
-from diffcoll.core.call import Call, perform
+from diffcoll.core.bound import Bound, BoundTree
+from diffcoll.core.call import perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
@@ -132,16 +133,15 @@ def gather(
     return perform(_gather, "gather", x, group, async_op, dst=dst, dim=dim, sizes=sizes)
 
 
-def _gather(call: Call, x: Any) -> Any:
+def _gather(call: Call, x: Any) -> Bound | BoundTree:
     root = call.root("dst")
     if not isinstance(x, Tensor):
-        if call.engine.in_one_graph:
-            return trees.by_leaf(call, _gather)
         received = list(range(call.engine.size)) if call.engine.rank == root else []
-        return trees.by_blocks(call, _block, lambda call, sizes: Gather(call.engine, root, 0, sizes), received)
+        rows = trees.Rows(_block, lambda call, sizes: Gather(call.engine, root, 0, sizes), received)
+        return trees.by_blocks(call, _gather, rows)
     block, d = _block(call, x)
     f = Gather(call.engine, root, d, call.sizes_of_all(block, d))
-    return call.submit(f, x, before=(lambda x: x.unsqueeze(d)) if block is not x else None)
+    return Bound(call, f, x, (lambda x: x.unsqueeze(d)) if block is not x else None)
 
 
 def _block(call: Call, x: Tensor) -> tuple[Tensor, int]:

@@ -17,8 +17,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.core import trees
-from diffcoll.core.arguments import Sizes, Tree
-from diffcoll.core.call import Call, perform
+from diffcoll.core.arguments import Call, Sizes, Tree
+from diffcoll.core.bound import Bound, BoundTree
+from diffcoll.core.call import perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
@@ -135,29 +136,27 @@ def permute(
     return perform(_permute, "permute", x, group, async_op, pairs=pairs, dim=dim, sizes=sizes)
 
 
-def _permute(call: Call, x: Any) -> Any:
-    return submit(call, x, Permute, call.pairs("pairs"))
+def _permute(call: Call, x: Any) -> Bound | BoundTree:
+    return bind(call, x, Permute, call.pairs("pairs"))
 
 
-def submit(call: Call, x: Any, kind: type[Permute], pairs: tuple[tuple[int, int], ...]) -> Any:
-    """Submit the map of this kind for a tensor or a tree."""
+def bind(call: Call, x: Any, kind: type[Permute], pairs: tuple[tuple[int, int], ...]) -> Bound | BoundTree:
+    """Bind the map of this kind to a tensor or a tree."""
     if isinstance(x, Tensor):
         d = call.dim("dim", x, new=x.dim() == 0 and call.arguments["sizes"] is None)
-        return call.submit(_map(call, kind, pairs, d, _sizes(call, x, d)), x)
-    if call.engine.in_one_graph:
-        return trees.by_leaf(call, lambda call, x: submit(call, x, kind, pairs))
+        return Bound(call, _map(call, kind, pairs, d, _sizes(call, x, d)), x)
     if call.arguments["sizes"] is None:
         for leaf in trees.checked(call)[0]:
             call.of(leaf).dim("dim", leaf, new=leaf.dim() == 0)
-        return trees.by_message(call, lambda call, row: call.submit(kind(call.engine, pairs), row))
+        return trees.by_message(call, lambda call, row: Bound(call, kind(call.engine, pairs), row))
     rank = call.engine.rank
     source = next((src for src, dst in pairs if dst == rank), rank)
-    return trees.by_blocks(
-        call,
+    rows = trees.Rows(
         lambda call, leaf: (leaf, call.dim("dim", leaf)),
         lambda call, sizes: _map(call, kind, pairs, 0, sizes),
         [source],
     )
+    return trees.by_blocks(call, lambda call, x: bind(call, x, kind, pairs), rows)
 
 
 def _sizes(call: Call, x: Tensor, dim: int) -> tuple[int, ...]:

@@ -18,8 +18,9 @@ from typing_extensions import override
 
 from diffcoll.collectives import broadcast
 from diffcoll.core import trees
-from diffcoll.core.arguments import Tree
-from diffcoll.core.call import Call, perform
+from diffcoll.core.arguments import Call, Tree
+from diffcoll.core.bound import Bound, BoundTree, bind_reduction
+from diffcoll.core.call import perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import Op
@@ -119,8 +120,8 @@ def reduce(
     return perform(_reduce, "reduce", x, group, async_op, dst=dst, op=op)
 
 
-def _reduce(call: Call, x: Any) -> Any:
+def _reduce(call: Call, x: Any) -> Bound | BoundTree:
     root = call.root("dst")
     if not isinstance(x, Tensor):
         return trees.for_op(call)(call, _reduce)
-    return call.reduce(Reduce(call.engine, root), x, lambda reducing: reducing.on_rank(root))
+    return bind_reduction(call, Reduce(call.engine, root), x, lambda reducing: reducing.on_rank(root))

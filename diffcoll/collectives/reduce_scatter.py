@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, overload
+from typing import ClassVar, Literal, overload
 
 from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.collectives import all_gather
-from diffcoll.core.arguments import Parts
+from diffcoll.core.arguments import Call, Parts
 from diffcoll.core.blocks import row_of
-from diffcoll.core.call import Call, perform
+from diffcoll.core.bound import Bound, bind_reduction
+from diffcoll.core.call import perform
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import Op, Ties
@@ -142,7 +143,7 @@ def reduce_scatter(
     )
 
 
-def _reduce_scatter(call: Call, x: Tensor) -> Any:
+def _reduce_scatter(call: Call, x: Tensor) -> Bound:
     d = call.dim("dim", x)
     how = d, call.sizes_of_parts(x, d), call.flag("deterministic")
-    return call.reduce(ReduceScatter(call.engine, *how), x, lambda reducing: reducing.blocks(*how))
+    return bind_reduction(call, ReduceScatter(call.engine, *how), x, lambda reducing: reducing.blocks(*how))

@@ -17,8 +17,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.core import trees
-from diffcoll.core.arguments import Tree
-from diffcoll.core.call import Call, perform
+from diffcoll.core.arguments import Call, Tree
+from diffcoll.core.bound import Bound, BoundTree
+from diffcoll.core.call import perform
 from diffcoll.core.dtypes import wider
 from diffcoll.core.linear import Linear
 from diffcoll.core.pending import Pending
@@ -154,8 +155,8 @@ def scan(
     return perform(_scan, "scan", x, group, async_op, reverse=reverse, exclusive=exclusive)
 
 
-def _scan(call: Call, x: Any) -> Any:
+def _scan(call: Call, x: Any) -> Bound | BoundTree:
     if not isinstance(x, Tensor):
         return trees.by_message(call, _scan)
     call.adds(x)
-    return call.submit(Scan(call.engine, call.flag("reverse"), call.flag("exclusive")), x)
+    return Bound(call, Scan(call.engine, call.flag("reverse"), call.flag("exclusive")), x)

@@ -7,7 +7,7 @@ note      notes/scatter.md                             truth  diffcoll.truth.sca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -20,9 +20,10 @@ from typing_extensions import override
 
 from diffcoll.collectives import gather
 from diffcoll.core import trees
-from diffcoll.core.arguments import Parts, Tensors, Tree
+from diffcoll.core.arguments import Call, Parts, Tensors, Tree
 from diffcoll.core.blocks import as_row, cut
-from diffcoll.core.call import Call, perform
+from diffcoll.core.bound import Bound, BoundTree
+from diffcoll.core.call import perform
 from diffcoll.core.control import digest
 from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
@@ -189,16 +190,16 @@ class _Block(NamedTuple):
         return [*self.x.shape[: self.dim], self.parts[rank], *self.x.shape[self.dim + 1 :]]
 
 
-def _scatter(call: Call, x: Any) -> Any:
+def _scatter(call: Call, x: Any) -> Bound | BoundTree:
     if isinstance(x, Tensor) or not is_tree(x):
         root = _told(call, lambda: call.root("src"))
-        return _submit(call, root, _blocks(call, root, [x], [""], 0)[0])
+        return _bind(call, root, _blocks(call, root, [x], [""], 0)[0])
     root, (leaves, rebuild) = _told(call, lambda: (call.root("src"), trees.flattened(call.name, "x", x)))
     paths = tree_paths(x)
     blocks = _blocks(call, root, leaves, paths, 1 + digest(repr(paths)))
     if call.engine.in_one_graph:
-        found = [_submit(call.of(leaf), root, block) for leaf, block in zip(leaves, blocks, strict=True)]
-        return trees.delivered(call, lambda: rebuild([y.wait() if call.async_op else y for y in found]), found)
+        parts = [_bind(call.of(leaf), root, block) for leaf, block in zip(leaves, blocks, strict=True)]
+        return BoundTree(call, parts, rebuild)
     return _rows(call, root, blocks, rebuild)
 
 
@@ -212,26 +213,22 @@ def _told(call: Call, read: Callable[[], T]) -> T:
         raise
 
 
-def _submit(call: Call, root: int, block: _Block) -> Any:
+def _bind(call: Call, root: int, block: _Block) -> Bound:
     call = call.of(call.x, dim=block.dim, sizes=list(block.parts))  # those of rank src
-    return call.submit(Scatter(call.engine, root, block.dim, block.parts), block.x)
+    return Bound(call, Scatter(call.engine, root, block.dim, block.parts), block.x)
 
 
-def _rows(call: Call, root: int, blocks: list[_Block], rebuild: Callable[[list[Tensor]], Any]) -> Any:
+def _rows(call: Call, root: int, blocks: list[_Block], rebuild: Callable[[list[Tensor]], Any]) -> BoundTree:
     """Scatter one row for each dtype and device: its leaves' blocks for rank 0, then those for rank 1, and so on."""
-    ranks = range(call.engine.size)
-    started = []
-    for indices in trees.by_dtype(block.x for block in blocks):
-        of_row = [blocks[i] for i in indices]
-        sizes = tuple(sum(prod(block.shape(r)) for block in of_row) for r in ranks)
-        row = _row(of_row, cuts=call.engine.rank == root)
-        started.append((indices, call.of(row).submit(Scatter(call.engine, root, 0, sizes), row)))
+    groups, shapes = trees.by_dtype(block.x for block in blocks), [block.shape(call.engine.rank) for block in blocks]
 
-    def unpack() -> Any:
-        rows = [(indices, y.wait() if call.async_op else y) for indices, y in started]
-        return rebuild(trees.unpacked(rows, [block.shape(call.engine.rank) for block in blocks]))
+    def bound() -> Iterator[Bound]:
+        for of_row in ([blocks[i] for i in indices] for indices in groups):
+            sizes = tuple(sum(prod(block.shape(r)) for block in of_row) for r in range(call.engine.size))
+            row = _row(of_row, cuts=call.engine.rank == root)
+            yield Bound(call.of(row), Scatter(call.engine, root, 0, sizes), row)
 
-    return trees.delivered(call, unpack, [y for _, y in started])
+    return BoundTree(call, bound(), lambda ys: rebuild(trees.unpacked(zip(groups, ys, strict=True), shapes)))
 
 
 def _row(blocks: list[_Block], cuts: bool) -> Tensor:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, overload
 
 from diffcoll.collectives import permute
-from diffcoll.core.arguments import Sizes, Tree
-from diffcoll.core.call import Call, perform
+from diffcoll.core.arguments import Call, Sizes, Tree
+from diffcoll.core.bound import Bound, BoundTree
+from diffcoll.core.call import perform
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
 
@@ -110,7 +111,7 @@ def shift(
     return perform(_shift, "shift", x, group, async_op, offset=offset, wrap=wrap, dim=dim, sizes=sizes)
 
 
-def _shift(call: Call, x: Any) -> Any:
+def _shift(call: Call, x: Any) -> Bound | BoundTree:
     k, n, ring = call.integer("offset"), call.engine.size, call.flag("wrap")
     pairs = tuple((r, (r + k) % n) for r in range(n) if ring or 0 <= r + k < n)
-    return permute.submit(call, x, Shift, pairs)
+    return permute.bind(call, x, Shift, pairs)

@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.collectives import all_gather
-from diffcoll.core.arguments import Parts
-from diffcoll.core.call import Call, perform
+from diffcoll.core.arguments import Call, Parts
+from diffcoll.core.bound import Bound
+from diffcoll.core.call import perform
 from diffcoll.core.linear import Linear
 from diffcoll.engines.types import Group
 
@@ -83,6 +84,6 @@ def split(x: Tensor, dim: int = 0, *, group: Group = None, sizes: Parts = None) 
     return y
 
 
-def _split(call: Call, x: Tensor) -> Any:
+def _split(call: Call, x: Tensor) -> Bound:
     d = call.dim("dim", x)
-    return call.submit(Split(call.engine, d, call.sizes_of_parts(x, d)), x)
+    return Bound(call, Split(call.engine, d, call.sizes_of_parts(x, d)), x)

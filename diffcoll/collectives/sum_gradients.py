@@ -18,8 +18,9 @@ from typing_extensions import override
 
 from diffcoll.collectives import all_reduce
 from diffcoll.core import trees
-from diffcoll.core.arguments import Tree
-from diffcoll.core.call import Call, perform
+from diffcoll.core.arguments import Call, Tree
+from diffcoll.core.bound import Bound, BoundTree
+from diffcoll.core.call import perform
 from diffcoll.core.linear import Linear
 from diffcoll.engines.types import Group
 
@@ -82,7 +83,7 @@ def sum_gradients(x: Tree, *, group: Group = None) -> Tree:
     return perform(_sum_gradients, "sum_gradients", x, group)
 
 
-def _sum_gradients(call: Call, x: Any) -> Any:
+def _sum_gradients(call: Call, x: Any) -> Bound | BoundTree:
     if isinstance(x, Tensor):
-        return call.submit(SumGradients(call.engine), x)
+        return Bound(call, SumGradients(call.engine), x)
     return trees.by_message(call, _sum_gradients)

@@ -16,8 +16,7 @@ from torch import Tensor
 from diffcoll.collectives.shift import shift
 from diffcoll.composed.leaves import batch_leaves, lengths_of_ranks
 from diffcoll.core import trees
-from diffcoll.core.arguments import Tree
-from diffcoll.core.call import Call
+from diffcoll.core.arguments import Call, Tree
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.trees import tree_paths
 from diffcoll.engines.engine import Engine
@@ -79,7 +78,7 @@ def _blocks(
         yield rank, tree
         return
     units = [prod(leaf.shape[1:]) for leaf in leaves]
-    rows = trees.rows(leaves)
+    rows = list(trees.rows(leaves))
     pending: list[Any] = []
     try:
         for i in range(n):

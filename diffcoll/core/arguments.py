@@ -48,12 +48,16 @@ _NAMES = ", ".join(f'"{name}"' for name in REDUCTIONS["even"])
 _OPS = f"{_NAMES}, a function that reduces dim 0 of a stack, or a ReduceOp"
 
 
-class Arguments(Agreement):
-    """The arguments of `name(x, group=group, async_op=async_op, **arguments)`.
+class Call(Agreement):
+    """The call `name(x, group=group, async_op=async_op, **arguments)`, whose arguments a collective reads.
 
     Raises:
         TypeError, ValueError: one of them is invalid. Each method that reads one raises these too.
     """
+
+    def of(self, x: Any, **arguments: Any) -> Call:
+        """Return the same call for a leaf of a tree, for several leaves concatenated, or with other arguments."""
+        return Call(self.name, x, self.engine, self.async_op, {**self.arguments, **arguments})
 
     def check(self) -> None:
         """Raise unless x and `async_op` are valid, and no argument holds tensors that torch.distributed would take."""

@@ -1,6 +1,6 @@
 """How one call of a collective is executed.
 
-The public function reads its arguments and submits a map, which is executed by:
+The public function reads its arguments and binds a map, which is executed by:
 
     group                 async_op
     simulated, no rules   both        `diffcoll.truth`, in one autograd graph of all ranks
@@ -13,23 +13,23 @@ The public function reads its arguments and submits a map, which is executed by:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from diffcoll.core import checks
 from diffcoll.core.agreement import kind
-from diffcoll.core.arguments import ADDED, CHECK_X_THEMSELVES, Arguments
+from diffcoll.core.arguments import ADDED, CHECK_X_THEMSELVES, Call
+from diffcoll.core.bound import Bound, BoundTree
 from diffcoll.core.derivatives import Started, apply, start
 from diffcoll.core.dtypes import wider
 from diffcoll.core.groups import resolve
 from diffcoll.core.linear import Linear
 from diffcoll.core.pending import Pending
-from diffcoll.core.reducing import Reducing, Steps
-from diffcoll.core.reductions import Reduction
-from diffcoll.core.torch_private.tensors import divide_, times
+from diffcoll.core.reducing import Reducing
+from diffcoll.core.torch_private.tensors import divide_
 from diffcoll.engines.types import Group
 
 #: Immutable types. Arguments are compared by identity; a plan keeps its arguments alive, so identities are not reused.
@@ -51,12 +51,17 @@ class Plan(NamedTuple):
 
 
 def perform(
-    understand: Callable[[Call, Any], Any], name: str, x: Any, group: Group, async_op: bool = False, **arguments: Any
+    bind: Callable[[Call, Any], Bound | BoundTree],
+    name: str,
+    x: Any,
+    group: Group,
+    async_op: bool = False,
+    **arguments: Any,
 ) -> Any:
     """Return the result of `name(x, group=group, **arguments)`.
 
     Args:
-        understand: reads the arguments of the Call and submits a map. The group keeps that map for calls with the same
+        bind: reads the arguments of the Call and returns a map of x. The group keeps that map for calls with the same
             arguments and an x of the same dtype, shape and device, unless ranks had to exchange sizes for it.
         name: of the collective.
         x: as the user passed it.
@@ -70,89 +75,69 @@ def perform(
         key = (name, x.dtype, x.layout, x.shape, x.device, *map(id, (async_op, *arguments.values())))
         plan = engine.plans.get(key)
         if plan is not None:
-            return _eager(plan.f, x if plan.before is None else plan.before(x), plan.after, name, async_op)
-    call = Call(name, x, engine, async_op, arguments, key)
+            return _by_rules(plan, x if plan.before is None else plan.before(x), name, async_op)
+    call = Call(name, x, engine, async_op, arguments)
     call.check()
-    return understand(call, x)
+    return _execute(bind(call, x), key)
 
 
-def _eager(f: Linear, x: Tensor, after: Callable[[Tensor], Tensor] | None, name: str, async_op: bool) -> Any:
+def _execute(bound: Bound | BoundTree, key: tuple[Any, ...] | None = None) -> Any:
+    """Execute a call; `key`: under which `engine.plans` may keep its map."""
+    call = bound.call
+    if isinstance(bound, BoundTree):
+        ys, joined = [_execute(part) for part in bound.parts], bound.joined
+        return Pending(call.name, lambda: joined([y.wait() for y in ys]), ys) if call.async_op else joined(ys)
+    block = bound.x if bound.before is None else bound.before(bound.x)
+    if checks.is_on():
+        call.agree(bound.f, block, bound.reduction)
+    if call.engine.in_one_graph:
+        return _in_truth(bound, block)
+    plan = Plan(bound.f, bound.before, None, (call.async_op, *call.arguments.values()))
+    if bound.reduction is not None and bound.steps is not None:
+        if bound.reduction.over is not None:
+            reducing = Reducing(call.name, bound.reduction, call.engine, block, checked=call.compares())
+            f, block, after = bound.steps(reducing)
+            return _by_rules(Plan(f, None, after, ()), block, call.name, call.async_op)
+        if bound.reduction.name == "mean":
+            plan = _mean(plan, block.dtype)
+            block = block if plan.before is None else plan.before(block)
+    y = _by_rules(plan, block, call.name, call.async_op)
+    if key is not None and _may_be_kept(plan, call.name, block.dtype):
+        plans = call.engine.plans
+        if len(plans) >= _PLANS:
+            plans.clear()
+        plans[key] = plan
+    return y
+
+
+def _by_rules(plan: Plan, x: Tensor, name: str, async_op: bool) -> Any:
+    after = plan.after
     if async_op:
-        wait = start(f, x)
+        wait = start(plan.f, x)
         flights = (wait,) if isinstance(wait, Started) else ()
         return Pending(name, wait if after is None else lambda: after(wait()), flights)
-    y = apply(f, x)
+    y = apply(plan.f, x)
     return y if after is None else after(y)
 
 
-@dataclass(frozen=True, eq=False)
-class Call(Arguments):
-    """One call. A collective reads its arguments and submits a map, which is compared and executed here."""
+def _in_truth(bound: Bound, block: Tensor) -> Any:
+    call, f, reduction = bound.call, bound.f, bound.reduction
+    facts = call.meaning(f, reduction), kind(f, block)
+    y: Tensor = call.engine.run_truth(call.name, call.x, call.settled(f, block, reduction), facts)
+    return Pending(call.name, lambda: y) if call.async_op else y
 
-    #: The key of this call's plan in `engine.plans`; None: no plan is kept.
-    key: tuple[Any, ...] | None = None
 
-    def of(self, x: Any, **arguments: Any) -> Call:
-        """Return the same call for a leaf of a tree, for several leaves concatenated, or with other arguments."""
-        return Call(self.name, x, self.engine, self.async_op, {**self.arguments, **arguments})
+def _mean(total: Plan, dtype: torch.dtype) -> Plan:
+    """Return the sum divided by N. In half precision the sum may overflow where the mean does not."""
+    f, wide, n = total.f, wider(dtype), total.f.engine.size
+    before = None if wide == dtype else lambda x: x.to(wide)
+    if (mean := f.averaging) is not None:
+        return Plan(mean, before, None if wide == dtype else lambda y: y.to(dtype), total.arguments)
+    return Plan(f, before, lambda y: divide_(y, n).to(dtype), total.arguments)
 
-    def submit(
-        self,
-        f: Linear,
-        x: Tensor,
-        *,
-        before: Callable[[Tensor], Tensor] | None = None,
-        after: Callable[[Tensor], Tensor] | None = None,
-    ) -> Any:
-        """Return after(f(before(x))), or with `async_op` a Pending of it. In check mode the ranks compare it first."""
-        block = x if before is None else before(x)
-        if checks.is_on():
-            self.agree(f, block)
-        if self.engine.in_one_graph:
-            return self._in_truth(self.x, f, block)
-        return self._by_rules(Plan(f, before, after, self._given), x, block)
 
-    def reduce(self, f: Linear, x: Tensor, steps: Callable[[Reducing], Steps]) -> Any:
-        """Return the reduction of x that `op` names: f(x) for the sum, the result of `steps` if it is not linear."""
-        reduction, factor = self.op(x)
-        if factor is not None:
-            x = times(x, factor)
-        if checks.is_on():
-            self.agree(f, x, reduction)
-        if self.engine.in_one_graph:
-            return self._in_truth(x, f, x, reduction)
-        if reduction.over is not None:
-            last, block, after = steps(Reducing(self.name, reduction, self.engine, x, checked=self.compares()))
-            return _eager(last, block, after, self.name, self.async_op)
-        plan = Plan(f, None, None, self._given) if reduction.name == "sum" else self._mean(f, x)
-        return self._by_rules(plan, x, x if plan.before is None else plan.before(x))
-
-    def _mean(self, f: Linear, x: Tensor) -> Plan:
-        """Return the sum f divided by N. In half precision the sum may overflow where the mean does not."""
-        n, dtype, wide = self.engine.size, x.dtype, wider(x.dtype)
-        before = None if wide == dtype else lambda x: x.to(wide)
-        if (mean := f.averaging) is not None:
-            return Plan(mean, before, None if wide == dtype else lambda y: y.to(dtype), self._given)
-        return Plan(f, before, lambda y: divide_(y, n).to(dtype), self._given)
-
-    @property
-    def _given(self) -> tuple[Any, ...]:
-        return self.async_op, *self.arguments.values()
-
-    def _by_rules(self, plan: Plan, x: Tensor, block: Tensor) -> Any:
-        """Apply the map; keep the plan for the next call if nothing in it is of other ranks or may change."""
-        y = _eager(plan.f, block, plan.after, self.name, self.async_op)
-        if self.key is None or self.name in CHECK_X_THEMSELVES or x.dtype not in ADDED:
-            return y
-        if _ATOMS.issuperset(map(type, plan.arguments)) and "auto" not in plan.arguments:
-            plans = self.engine.plans
-            if len(plans) >= _PLANS:
-                plans.clear()
-            plans[self.key] = plan
-        return y
-
-    def _in_truth(self, x: Any, f: Linear, block: Tensor, reduction: Reduction | None = None) -> Any:
-        y: Tensor = self.engine.run_truth(
-            self.name, x, self.settled(f, block, reduction), (self.meaning(f, reduction), kind(f, block))
-        )
-        return Pending(self.name, lambda: y) if self.async_op else y
+def _may_be_kept(plan: Plan, name: str, dtype: torch.dtype) -> bool:
+    """Whether nothing in the plan is of other ranks, or may change."""
+    if name in CHECK_X_THEMSELVES or dtype not in ADDED:
+        return False
+    return _ATOMS.issuperset(map(type, plan.arguments)) and "auto" not in plan.arguments

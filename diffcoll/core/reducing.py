@@ -100,10 +100,12 @@ class Reducing:
     def _in_one_stack(self, sizes: tuple[int, ...]) -> bool:
         """Whether every rank reduces the stack of all ranks' whole x.
 
-        A user's function is not called with an empty part if other ranks' parts are not empty: it might build a
-        different graph.
+        One rank has no parts to share. A user's function is not called with an empty part if other ranks' parts are not
+        empty: it might build a different graph.
         """
-        return self.reduction.whole or (self.reduction.users and any(is_known(size == 0) for size in sizes))
+        if self.reduction.whole or self.engine.size == 1:
+            return True
+        return self.reduction.users and any(is_known(size == 0) for size in sizes)
 
     def _whole(self, after: Callable[[Tensor], Tensor]) -> Steps:
         """Every rank reduces the stack of all ranks' x. So the stack and y are replicated."""
@@ -113,9 +115,9 @@ class Reducing:
         """From the stack to f(y), where f takes the replicated y to what each rank's loss uses.
 
         Its adjoint adds up the gradients of y before the local derivative. After it, the terms may overflow or be NaN
-        where the derivative of the sum is not.
+        where the derivative of the sum is not. On one rank f is the identity.
         """
-        return lambda stack: apply(f, self._reduced(stack))
+        return self._result if self.engine.size == 1 else lambda stack: apply(f, self._reduced(stack))
 
     @property
     def _ones(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -10,89 +10,87 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from diffcoll.core.arguments import Call
 from diffcoll.core.blocks import as_row, concatenated, pieces
-from diffcoll.core.call import Call
+from diffcoll.core.bound import Bound, BoundTree
 from diffcoll.core.linear import Linear
-from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import elementwise
 from diffcoll.core.torch_private.trees import tree_flatten, tree_paths
 
+#: Reads the arguments of a call.
+Bind = Callable[[Call, Any], Bound | BoundTree]
 
-def by_message(call: Call, understand: Callable[[Call, Tensor], Any]) -> Any:
-    """Apply an elementwise collective: one call for all leaves of a dtype and device, flattened and concatenated."""
+
+def by_message(call: Call, bind: Bind) -> BoundTree:
+    """Bind an elementwise collective: one map for all leaves of a dtype and device, flattened and concatenated."""
     if call.engine.in_one_graph:
-        return by_leaf(call, understand)
+        return by_leaf(call, bind)
     leaves, rebuild = checked(call)
     call.agree_on_leaves([tuple(leaf.shape) for leaf in leaves], leaves)
-    started = [(indices, understand(call.of(row), row)) for indices, row in rows(leaves)]
+    groups = by_dtype(leaves)
 
-    def unpack() -> Any:
+    def unpack(ys: list[Tensor]) -> Any:
         found: list[Tensor] = [*leaves]
-        for indices, y in started:
-            y = y.wait() if call.async_op else y
+        for indices, y in zip(groups, ys, strict=True):
             sizes = [leaves[i].numel() for i in indices]
             parts: tuple[Tensor, ...] = torch.split_with_sizes_copy(y, sizes)  # type: ignore[assignment, func-returns-value]
             for i, piece in zip(indices, parts, strict=True):
                 found[i] = piece if leaves[i].ndim == 1 else piece.view(leaves[i].shape)
         return rebuild(found)
 
-    return delivered(call, unpack, [y for _, y in started])
+    return BoundTree(call, (bind(call.of(row), row) for _, row in rows(leaves)), unpack)
 
 
-def for_op(call: Call) -> Callable[..., Any]:
+def for_op(call: Call) -> Callable[[Call, Bind], BoundTree]:
     """Return `by_message`, or `by_leaf` if `op` is a function that may use whole tensors."""
     op = call.arguments["op"]
     return by_leaf if callable(op) and not isinstance(op, elementwise) else by_message
 
 
-def by_leaf(call: Call, understand: Callable[[Call, Tensor], Any]) -> Any:
-    """Apply a collective to one leaf after the other."""
+def by_leaf(call: Call, bind: Bind) -> BoundTree:
+    """Bind a collective to one leaf after the other."""
     leaves, rebuild = checked(call)
     call.agree_on_leaves([tuple(leaf.shape) for leaf in leaves], leaves)
-    found = [understand(call.of(leaf), leaf) for leaf in leaves]
-    return delivered(call, lambda: rebuild([y.wait() if call.async_op else y for y in found]), found)
+    return BoundTree(call, (bind(call.of(leaf), leaf) for leaf in leaves), rebuild)
 
 
-def delivered(call: Call, unpack: Callable[[], Any], started: list[Any]) -> Any:
-    """Return the tree, or with `async_op` a Pending of it."""
-    return Pending(call.name, unpack, started) if call.async_op else unpack()
+class Rows(NamedTuple):
+    """A collective of whole blocks, whose sizes may differ, as a collective of rows."""
+
+    #: A leaf as a block, and the dimension along which the ranks' blocks may differ in size.
+    block_of: Callable[[Call, Tensor], tuple[Tensor, int]]
+    #: The map for rows, 1-d tensors of these sizes on the ranks.
+    map_of: Callable[[Call, tuple[int, ...]], Linear]
+    #: The ranks whose rows are the result on this rank, in order. Each leaf's blocks are joined.
+    received: list[int]
 
 
-def by_blocks(
-    call: Call,
-    block_of: Callable[[Call, Tensor], tuple[Tensor, int]],
-    map_of: Callable[[Call, tuple[int, ...]], Linear],
-    received: list[int],
-) -> Any:
-    """Apply a collective that moves whole blocks, of sizes that may differ: one call for all leaves of a dtype.
-
-    Args:
-        call: x is the tree; `sizes` as in `all_gather`.
-        block_of: a leaf as a block, and the dimension along which the ranks' blocks may differ in size.
-        map_of: the map for rows, 1-d tensors of these sizes on the ranks.
-        received: the ranks whose rows are the result on this rank, in order. Each leaf's blocks are joined.
-    """
+def by_blocks(call: Call, bind: Bind, how: Rows) -> BoundTree:
+    """Bind a collective that moves whole blocks: one map for all leaves of a dtype; `sizes` as in `all_gather`."""
+    if call.engine.in_one_graph:
+        return by_leaf(call, bind)
     leaves, rebuild = checked(call)
-    blocks = [block_of(call.of(leaf), leaf) for leaf in leaves]
+    blocks = [how.block_of(call.of(leaf), leaf) for leaf in leaves]
     shapes = _shapes(call, leaves, blocks)
-    ranks = range(call.engine.size)
-    started = []
-    for indices, row in rows([block for block, _ in blocks]):
-        of_row = call.of(row)
-        sizes = tuple(sum(shapes[i][s].numel() for i in indices) for s in ranks)
-        started.append((indices, of_row.submit(map_of(of_row, sizes), row)))
+    tensors, ranks = [block for block, _ in blocks], range(call.engine.size)
+    groups = by_dtype(tensors)
 
-    def unpack() -> Any:
+    def bound() -> Iterator[Bound]:
+        for indices, row in rows(tensors):
+            of_row = call.of(row)
+            sizes = tuple(sum(shapes[i][s].numel() for i in indices) for s in ranks)
+            yield Bound(of_row, how.map_of(of_row, sizes), row)
+
+    def unpack(ys: list[Tensor]) -> Any:
         found: list[Tensor] = [*leaves]
-        for indices, y in started:
-            y = y.wait() if call.async_op else y
-            of_ranks = pieces(y, [shapes[i][s].numel() for s in received for i in indices])
+        for indices, y in zip(groups, ys, strict=True):
+            of_ranks = pieces(y, [shapes[i][s].numel() for s in how.received for i in indices])
             for k, i in enumerate(indices):
-                parts = [part.view(shapes[i][s]) for s, part in zip(received, of_ranks[k :: len(indices)], strict=True)]
-                found[i] = _joined(parts, y, shapes[i][0], blocks[i][1])
+                of_leaf = zip(how.received, of_ranks[k :: len(indices)], strict=True)
+                found[i] = _joined([part.view(shapes[i][s]) for s, part in of_leaf], y, shapes[i][0], blocks[i][1])
         return rebuild(found)
 
-    return delivered(call, unpack, [y for _, y in started])
+    return BoundTree(call, bound(), unpack)
 
 
 def _shapes(call: Call, leaves: list[Tensor], blocks: list[tuple[Tensor, int]]) -> list[list[torch.Size]]:
@@ -157,9 +155,9 @@ def by_dtype(leaves: Iterable[Tensor]) -> list[list[int]]:
     return list(groups.values())
 
 
-def rows(leaves: list[Tensor]) -> list[tuple[list[int], Tensor]]:
-    """Return one row of numbers for each dtype and device, with the indices of its leaves."""
-    return [(indices, _row([leaves[i] for i in indices])) for indices in by_dtype(leaves)]
+def rows(leaves: list[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
+    """Yield one row of numbers for each dtype and device, with the indices of its leaves."""
+    return ((indices, _row([leaves[i] for i in indices])) for indices in by_dtype(leaves))
 
 
 def unpacked(rows: Iterable[tuple[list[int], Tensor]], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
