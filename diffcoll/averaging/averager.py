@@ -141,7 +141,7 @@ class GradientAverager:
         self._buffers = None if repeats is None else ModuleBuffers(repeats, ignored, twin(engine, self))
         engine = twin(engine, self)
         ownership.refuse_shared(named)  # again: another simulated rank may have made its averager since
-        self._rank = guards.here()  # a simulated rank is a thread
+        self._rank = guards.THREAD.rank  # a simulated rank is a thread
         self._tree = None if module is None else ModuleTree(module, named, ignored, self)
         hook = None if comm_hook is None else CommHook(comm_hook, engine, group)
         parameters = [Parameter(i, *pair) for i, pair in enumerate(differentiable(named))]
@@ -279,7 +279,7 @@ class GradientAverager:
             self._tree.detach()
         self._hooks.detach()
         engine = self._reducer.engine
-        if self._reducer.now is not None and not engine.ended and self._rank is guards.here():
+        if self._reducer.now is not None and not engine.ended and self._rank is guards.THREAD.rank:
             with contextlib.suppress(RuntimeError):  # the group has failed: no rank waits
                 self._reducer.abandon()
         if self._buffers is not None:

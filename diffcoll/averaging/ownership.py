@@ -213,7 +213,7 @@ def claims_on(named: Named) -> list[Claim]:
 
 def refuse_shared(named: Named) -> None:
     """Raise if another simulated rank, a thread of this process, averages the same parameters."""
-    me: Any = guards.here()
+    me: Any = guards.THREAD.rank
     for claim in claims_on(named) if me is not None else ():
         if claim.rank is not None and claim.rank is not me and claim.rank.world is me.world:
             remedy = "make the module in the function that each rank runs"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -32,14 +31,7 @@ class _State:
         self.used: dict[Engine, bool] | None = None
 
 
-class _Rank(threading.local):
-    """The state of a simulated rank, which is a thread of this process."""
-
-    state: _State | None = None
-
-
 _process = _State(os.environ.get("DIFFCOLL_CHECK", "0") not in ("", "0"))
-_rank = _Rank()
 _ever_on = _process.on  # whether check mode was ever on in this process: a fast first test for `is_on`
 
 
@@ -124,14 +116,16 @@ def _compare_end(used: dict[Engine, bool], error: BaseException | None) -> None:
 
 def _state() -> _State:
     """Return the state of this simulated rank, or of this process."""
-    if _rank.state is None and guards.here() is not None:
-        _rank.state = _State(_process.on)
-    return _rank.state or _process
+    if (me := guards.THREAD.rank) is None:
+        return _process
+    state: _State = me.check_mode or _State(_process.on)
+    me.check_mode = state
+    return state
 
 
 def is_on() -> bool:
     """Whether check mode is on for this rank."""
-    return _ever_on and (_rank.state or _process).on
+    return _ever_on and _state().on
 
 
 def compare(engine: Engine, facts: object, text: str, leaves: Sequence[str] | None = None) -> None:

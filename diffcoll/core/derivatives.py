@@ -55,7 +55,7 @@ class Started:
 
     def __init__(self, f: Linear, x: Tensor) -> None:
         self._f, self._request = f, _Request()
-        self._chain, self._backward = joint.here.chain and joint.recording(), joint.here.backward
+        self._chain, self._backward = joint.of_thread.chain and joint.recording(), joint.of_thread.backward
         self._like = x.shape, x.dtype, x.device
         self._empty = record(_Start, x, f, self._request)
 

@@ -37,7 +37,7 @@ def resolve(group: Any, operation: str) -> Engine:
     if group is None:
         if not compiling:
             guards.refuse_in_backward(operation)
-        me = guards.HERE.rank
+        me = guards.THREAD.rank
         group = me.default_group if me else _default
     try:
         engine = _named(group) if compiling else _find(group)
@@ -131,7 +131,7 @@ def _engine_of_name(name: str) -> Engine | None:
 
 def _refuse_simulated() -> None:
     guards.refuse_in_backward("a compiled collective")
-    if guards.here() is not None:
+    if guards.THREAD.rank is not None:
         raise RuntimeError(guards.NO_GRAPHS)
 
 
@@ -231,7 +231,7 @@ class set_default_group:
 
 def _set_default(group: Any) -> Any:
     global _default
-    me = guards.here()
+    me = guards.THREAD.rank
     if me is not None:
         me.default_group, before = group, me.default_group
     else:

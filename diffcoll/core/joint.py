@@ -59,23 +59,23 @@ def _recomputing() -> AbstractContextManager[None]:
     return _recording_on(_Chain())
 
 
-class _Here(threading.local):
+class _ChainOfThread(threading.local):
     chain: _Chain | None = None
     #: The backward pass in which the chain was entered; -1: none. Nothing is recorded in any other, nested or not.
     backward: int = -1
 
 
-here = _Here()
+of_thread = _ChainOfThread()
 
 
 @contextmanager
 def _recording_on(chain: _Chain | None) -> Iterator[None]:
-    before = here.chain, here.backward
-    here.chain, here.backward = chain, backward_at_work()
+    before = of_thread.chain, of_thread.backward
+    of_thread.chain, of_thread.backward = chain, backward_at_work()
     try:
         yield
     finally:
-        here.chain, here.backward = before
+        of_thread.chain, of_thread.backward = before
 
 
 class joint_backward:
@@ -121,16 +121,16 @@ class joint_backward:
 
     def __enter__(self) -> joint_backward:
         """Start recording collectives."""
-        self._outer = here.chain, here.backward
+        self._outer = of_thread.chain, of_thread.backward
         self._chain = recording() or _Chain()
-        here.chain, here.backward = self._chain, backward_at_work()
+        of_thread.chain, of_thread.backward = self._chain, backward_at_work()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop recording collectives; those recorded so far stay in the region."""
-        here.chain, here.backward = self._outer
+        of_thread.chain, of_thread.backward = self._outer
 
     def __call__(self, loss: Tensor) -> Tensor:
         """Return the loss as a function of all collectives of the region so far."""
@@ -145,26 +145,26 @@ class joint_backward:
 
 def is_joint() -> bool:
     """Whether this thread is within a region."""
-    return here.chain is not None
+    return of_thread.chain is not None
 
 
 def recording() -> _Chain | None:
     """Return the chain that records a collective called now; None: it is not recorded."""
-    return here.chain if here.backward == backward_at_work() else None
+    return of_thread.chain if of_thread.backward == backward_at_work() else None
 
 
 def recording_again(chain: _Chain | None, backward: int) -> AbstractContextManager[None]:
-    """Return a context that records collectives on a chain, also after its region; `backward` is `here.backward` of it.
+    """Return a context that records collectives on a chain, also after its region, whose `of_thread.backward` is given.
 
     A result may be waited for after the region in which it was started; its wait belongs to the same chain.
     """
-    again = chain is not None and chain is not here.chain and backward == backward_at_work()
+    again = chain is not None and chain is not of_thread.chain and backward == backward_at_work()
     return _recording_on(chain) if again else nullcontext()
 
 
 def record(rule: Any, x: Tensor, *more: Any) -> Tensor:
     """Return rule.apply(x, *more), recorded on the region's chain if there is one."""
-    chain = None if here.chain is None else recording()
+    chain = None if of_thread.chain is None else recording()
     if chain is None or is_within_transform() or is_batched_by_autograd(x):
         return apply_rule(rule, x, *more)
     differentiable = x.is_floating_point() or x.is_complex()

@@ -24,15 +24,14 @@ OWN_THREAD = (
 )
 
 
-class _Here(threading.local):
-    #: The simulated rank that it is.
+class _OfThread(threading.local):
+    #: The simulated rank that this thread is.
     rank: Any = None
     #: The world whose ranks registered the backward code that this thread executes.
     backward_of: Any = None
 
 
-#: Of this thread.
-HERE = _Here()
+THREAD = _OfThread()
 
 #: Held while a world runs that is in no other; how long a thread waits for it, in seconds.
 _one_world = threading.Lock()
@@ -70,18 +69,13 @@ def uncaught() -> Iterator[list[NotARankError]]:
         threading.excepthook = before
 
 
-def here() -> Any:
-    """Return the simulated rank that this thread is; None if it is not one."""
-    return HERE.rank
-
-
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
     """Wait while another thread runs a world: the state that ranks save and restore is the process's.
 
     A world within a world belongs to it and does not wait.
     """
-    if HERE.rank is not None or HERE.backward_of is not None:
+    if THREAD.rank is not None or THREAD.backward_of is not None:
         yield
         return
     lock = _one_world
@@ -99,7 +93,7 @@ def one_at_a_time() -> Iterator[None]:
 
 def current(world: Any) -> Any:
     """Return the rank of this world that this thread is; raise if it is none."""
-    me = HERE.rank
+    me = THREAD.rank
     if not world.running:
         raise RuntimeError(
             "a collective of a simulated world was used after the world had ended; "
@@ -155,17 +149,17 @@ def _forget(task: int) -> None:
 
 @contextmanager
 def _in_backward_of(world: Any) -> Iterator[None]:
-    before, HERE.backward_of = HERE.backward_of, world
+    before, THREAD.backward_of = THREAD.backward_of, world
     try:
         with wrapped_backward_code(_wrapper):  # for higher-order derivatives and recomputed checkpoints
             yield
     finally:
-        HERE.backward_of = before
+        THREAD.backward_of = before
 
 
 def _wrapper() -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
     """Return a decorator that binds backward code to this thread's world; None outside of worlds."""
-    world = HERE.backward_of if HERE.rank is None else HERE.backward_of or HERE.rank.world
+    world = THREAD.backward_of if THREAD.rank is None else THREAD.backward_of or THREAD.rank.world
     if world is None:
         return None
 
@@ -181,7 +175,7 @@ def _wrapper() -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
 
 def refuse_in_backward(operation: str) -> None:
     """Raise if this thread runs a backward of ranks that cannot take part, or is no rank while a world runs."""
-    me, world = HERE.rank, HERE.backward_of
+    me, world = THREAD.rank, THREAD.backward_of
     if me is None and world is None and not (_running or _backwards):
         return
     if me is None and world is None and _running:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from diffcoll.core.torch_private.tracing import is_traced
 from diffcoll.engines.delivery import Delivery, Writes
 from diffcoll.engines.engine import Blocks, Engine, Wait, add_up
-from diffcoll.engines.guards import HERE, NO_GRAPHS
+from diffcoll.engines.guards import NO_GRAPHS, THREAD
 from diffcoll.engines.meeting import Entry, LocalGroup
 from diffcoll.engines.world import World
 
@@ -118,12 +118,12 @@ class LocalEngine(Engine):
 
 def engine_of(group: object) -> LocalEngine | None:
     """Return this thread's engine for a `LocalGroup`; for None, that of its whole world. None if it is no rank."""
-    me = HERE.rank
+    me = THREAD.rank
     if me is None:
         if isinstance(group, LocalGroup):
             raise ValueError("got a group of a simulated world, outside of that world; use it inside simulate()")
         return None
-    if group is None and me.has_group is not None and not me.has_group():
+    if group is None and me.c10d_groups is not None and me.c10d_groups.default_pg is None:
         raise RuntimeError(
             "got no group on a simulated rank that has called destroy_process_group(); call init_process_group() again"
         )

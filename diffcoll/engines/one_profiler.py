@@ -12,6 +12,8 @@ from typing import Any
 
 from torch.autograd import profiler
 
+from diffcoll.engines.guards import THREAD
+
 _REPLACED = ("_prepare_profiler", "_disable_profiler")
 _lock = threading.Lock()
 _simulations = 0
@@ -21,14 +23,14 @@ _owner: object = None
 
 
 @contextmanager
-def one_profiler(here: Callable[[], Any]) -> Iterator[None]:
-    """Let a rank enter a profiler only if neither another rank nor the caller is in one; `here` returns this rank."""
+def one_profiler() -> Iterator[None]:
+    """Let a rank enter a profiler only if neither another rank nor the caller is in one."""
     global _simulations, _owner
     with _lock:
         if not _simulations:
             _before.update({name: getattr(profiler, name) for name in _REPLACED})
             for name, replaced in zip(_REPLACED, (_prepare, _disable), strict=True):
-                setattr(profiler, name, _with_rank(replaced, _before[name], here))
+                setattr(profiler, name, _with_rank(replaced, _before[name]))
         _simulations += 1
     try:
         yield
@@ -41,9 +43,9 @@ def one_profiler(here: Callable[[], Any]) -> Iterator[None]:
                     setattr(profiler, name, _before.pop(name))
 
 
-def _with_rank(replaced: Callable[..., Any], real: Callable[..., Any], here: Callable[[], Any]) -> Callable[..., Any]:
+def _with_rank(replaced: Callable[[Any], None], real: Callable[..., Any]) -> Callable[..., Any]:
     def either(*args: Any, **more: Any) -> Any:
-        replaced(here())
+        replaced(THREAD.rank)
         return real(*args, **more)
 
     return either

@@ -33,7 +33,7 @@ from torch.distributed import distributed_c10d as c10d
 from typing_extensions import override
 
 from diffcoll.engines.c10d import use
-from diffcoll.engines.guards import NO_GRAPHS, OWN_THREAD, NotARankError, here
+from diffcoll.engines.guards import NO_GRAPHS, OWN_THREAD, THREAD, NotARankError
 from diffcoll.engines.local import engine_of
 from diffcoll.engines.meeting import LocalGroup
 from diffcoll.engines.simulated_group import SimulatedGroup
@@ -69,8 +69,7 @@ class Simulation:
 
     def group(self, options: Any) -> SimulatedGroup:
         """Make a rank's side of a group. Waits for the group's other ranks."""
-        me = here()
-        assert me is not None
+        me = THREAD.rank
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         default = not options.global_ranks_in_group
         asked, given = (options.group_rank, len(ranks)), (me.number, self.world.size)
@@ -117,23 +116,22 @@ class _Groups(c10d._World):
     pg_to_tag: Any = None
     group_count: Any = 0
 
-    def __init__(self) -> None:
+    def __init__(self, simulation: Simulation) -> None:
         super().__init__()
+        self.simulation = simulation
         for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag"):
             setattr(self, name, _OfGroups())
 
 
-class _Here(threading.local):
-    simulation: Simulation | None = None
-    groups: _Groups | None = None
-
-
-_here = _Here()
+def _groups() -> _Groups | None:
+    """Return the groups of the rank that this thread is; None if it is none for which torch.distributed is set up."""
+    groups: _Groups | None = THREAD.rank and THREAD.rank.c10d_groups
+    return groups
 
 
 def is_rank() -> bool:
     """Whether this thread is a rank that torch.distributed has been set up for."""
-    return _here.groups is not None
+    return _groups() is not None
 
 
 def default_group() -> Any:
@@ -149,12 +147,12 @@ class _GroupsOfThread:
         self.__dict__["_threads"] = weakref.WeakSet(threading.enumerate())
 
     def _of_thread(self) -> Any:
-        if _here.groups is not None:
+        if (groups := _groups()) is not None:
             # No public API tells whether this thread compiles: Dynamo calls functions to get constants for its graph.
             if torch._guards.CompileContext.current_compile_id() is not None:
                 raise RuntimeError(f"torch.distributed: {NO_GRAPHS}")
-            return _here.groups
-        if here() is None and threading.current_thread() not in self._threads:
+            return groups
+        if THREAD.rank is None and threading.current_thread() not in self._threads:
             raise NotARankError(
                 "torch.distributed: called while simulate(torch_distributed=True) runs, from a thread that is not one "
                 f"of its ranks; {OWN_THREAD}"
@@ -162,7 +160,7 @@ class _GroupsOfThread:
         return self._before
 
     def __getattr__(self, name: str) -> Any:
-        if name == "default_pg" and _here.groups is not None and _is_default_argument():
+        if name == "default_pg" and _groups() is not None and _is_default_argument():
             return None
         return getattr(self._of_thread(), name)
 
@@ -186,10 +184,8 @@ def _is_default_argument() -> bool:
 @contextmanager
 def _rank_of(simulation: Simulation) -> Iterator[None]:
     """Make this thread, a rank, one whose default group is set up."""
-    me = here()
-    assert me is not None
-    _here.simulation, _here.groups = simulation, _Groups()
-    me.has_group = dist.is_initialized
+    me = THREAD.rank
+    me.c10d_groups = groups = _Groups(simulation)
     try:
         group, _ = c10d._new_process_group_helper(
             simulation.world.size,
@@ -201,11 +197,11 @@ def _rank_of(simulation: Simulation) -> Iterator[None]:
             timeout=timedelta(minutes=30),
             group_desc="default_pg",
         )
-        _here.groups.default_pg = group
-        _here.groups.pg_group_ranks[group] = {r: r for r in range(simulation.world.size)}
+        groups.default_pg = group
+        groups.pg_group_ranks[group] = {r: r for r in range(simulation.world.size)}
         yield
     finally:
-        _here.simulation = _here.groups = None
+        me.c10d_groups = None
         _c._unregister_all_process_groups()
 
 
@@ -216,21 +212,20 @@ def _on_ranks(simulated: Callable[..., Any], real: Callable[..., Any]) -> Callab
     """Return a function that calls the first on ranks of a simulation, with it and `real`, and else the second."""
 
     def either(*args: Any, **more: Any) -> Any:
-        simulation = _here.simulation
-        return real(*args, **more) if simulation is None else simulated(simulation, real, *args, **more)
+        groups = _groups()
+        return real(*args, **more) if groups is None else simulated(groups, real, *args, **more)
 
     return either
 
 
-def _make_group(simulation: Simulation, real: Callable[..., Any], *args: Any, **more: Any) -> Any:
+def _make_group(groups: _Groups, real: Callable[..., Any], *args: Any, **more: Any) -> Any:
     call = inspect.signature(real).bind(*args, **more).arguments
     asked = str(call["backend"] or "").lower()
     call.update(backend=_NAME, backend_options=None, device_id=None)
     group, store = real(**call)
-    groups = _here.groups
-    if isinstance(group, SimulatedGroup) and groups is not None:
+    if isinstance(group, SimulatedGroup):
         group._device_types = (torch.device("cpu"),)
-        group.as_gloo = simulation.backend == "gloo" and "nccl" not in asked
+        group.as_gloo = groups.simulation.backend == "gloo" and "nccl" not in asked
         # As under gloo on CPU, so that programs that ask for the backend do what they do there.
         groups.pg_map[group] = dist.Backend("gloo"), store
         groups.pg_backend_config[group] = str(c10d.BackendConfig(dist.Backend("gloo")))
@@ -238,22 +233,21 @@ def _make_group(simulation: Simulation, real: Callable[..., Any], *args: Any, **
 
 
 def _rendezvous(
-    simulation: Simulation, real: object, url: str, rank: int = -1, world_size: int = -1, **_: Any
+    groups: _Groups, real: object, url: str, rank: int = -1, world_size: int = -1, **_: Any
 ) -> Iterator[Any]:
-    me = here()
-    assert me is not None
+    simulation = groups.simulation
     yield (
         _c.PrefixStore("rendezvous", simulation.store),
-        me.number if rank < 0 else rank,
+        THREAD.rank.number if rank < 0 else rank,
         simulation.world.size if world_size < 0 else world_size,
     )
 
 
-def _no_barrier(simulation: Simulation, real: object, *_: Any, **__: Any) -> None:
+def _no_barrier(groups: _Groups, real: object, *_: Any, **__: Any) -> None:
     """Do nothing: the ranks of a group have met when it was made."""
 
 
-def _resolve(simulation: Simulation, real: Callable[..., Any], name: Any) -> Any:
+def _resolve(groups: _Groups, real: Callable[..., Any], name: Any) -> Any:
     """Return this rank's group of a name; a mesh keeps names."""
     try:
         return real(name)
@@ -319,6 +313,6 @@ def _restore() -> None:
 
 
 def _create(options: Any, _: object) -> SimulatedGroup:
-    if _here.simulation is None:
+    if (groups := _groups()) is None:
         raise RuntimeError(f"the backend {_NAME!r} is for the ranks of diffcoll.testing.simulate")
-    return _here.simulation.group(options)
+    return groups.simulation.group(options)

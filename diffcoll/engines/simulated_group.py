@@ -21,7 +21,7 @@ from torch import Tensor
 from diffcoll.core.errors import message, user_line
 from diffcoll.engines.delivery import joined, unlike
 from diffcoll.engines.engine import Blocks
-from diffcoll.engines.guards import here
+from diffcoll.engines.guards import THREAD
 from diffcoll.engines.local import LocalEngine
 from diffcoll.engines.simulated_moves import (
     AS_NCCL,
@@ -58,13 +58,13 @@ class SimulatedGroup(dist.ProcessGroup):
         self._engine = engine
         self._name = name
         self._mailboxes = mailboxes
-        self._owner = here()
+        self._owner = THREAD.rank
         self._coalesced: list[SimulatedWork] | None = None
 
     @property
     def engine(self) -> LocalEngine:
         """This rank's engine; raises on other ranks."""
-        if here() is not self._owner:
+        if THREAD.rank is not self._owner:
             raise RuntimeError(
                 f"got a process group that simulated rank {self._engine.group.ranks[self._engine.rank]} has made, in a "
                 "thread that is not that rank; groups belong to a rank, so call new_group on every rank and do not "

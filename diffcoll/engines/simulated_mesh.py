@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from diffcoll.engines.guards import here
+from diffcoll.engines.guards import THREAD
 
 MESH_REMEDY = (
     "make meshes on every rank and do not keep them in globals or caches, which simulated ranks share; a program that "
@@ -41,7 +41,7 @@ def _make_mesh(real: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(real)
     def init(mesh: Any, *args: Any, **more: Any) -> None:
-        mesh.__dict__[_MAKER] = _Maker(here())
+        mesh.__dict__[_MAKER] = _Maker(THREAD.rank)
         real(mesh, *args, **more)
 
     return init
@@ -52,7 +52,7 @@ def _of_mesh(real: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(real)
     def method(mesh: Any, *args: Any, **more: Any) -> Any:
-        maker, me = mesh.__dict__.get(_MAKER), here()
+        maker, me = mesh.__dict__.get(_MAKER), THREAD.rank
         if me is not None and maker is not None and maker.rank is not None and maker.rank() is not me:
             raise RuntimeError(
                 f"{real.__qualname__}: got a DeviceMesh that simulated rank {maker.number} has made, on another one, "

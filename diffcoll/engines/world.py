@@ -54,7 +54,8 @@ class _Rank(Stoppable):
         self.body = body
         self.engines: dict[LocalGroup, Any] = {}
         self.default_group: object = None
-        self.has_group: Callable[[], bool] | None = None  # whether torch's default group is set up, if that matters
+        self.c10d_groups: Any = None  # its groups of torch.distributed, if the simulation has that
+        self.check_mode: Any = None  # see `core.checks`
         self.waits_for: Meeting | None = None
         self.error: BaseException | None = None  # to be raised where this rank waits
         self.outcome: str = ""  # "returned" or "raised …", once it has ended
@@ -76,7 +77,7 @@ class _Rank(Stoppable):
                 continue
 
     def _run(self) -> None:
-        guards.HERE.rank = self
+        guards.THREAD.rank = self
         set_process_state(self.state)
         set_forward_mode(self.forward_mode)
         torch.set_num_threads(self.world.threads)
@@ -130,7 +131,7 @@ class World:
             rank.start()
         self.running = True
         self._ready.extend(self._ranks)
-        with shared_forward_mode(), guards.running(), one_profiler(guards.here), guards.uncaught() as of_threads:
+        with shared_forward_mode(), guards.running(), one_profiler(), guards.uncaught() as of_threads:
             try:
                 self._give_turn()
                 self._until_over()
@@ -225,7 +226,7 @@ class World:
     def poll(self, me: _Rank, meeting: Meeting) -> bool:
         """Whether the wait for a meeting would return or raise at once; if not, let the other ranks run first."""
         if meeting.results is None and not meeting.off and me.error is None and self.running:
-            if guards.HERE.rank is me and self._ready:
+            if guards.THREAD.rank is me and self._ready:
                 self._ready.append(me)
                 self._hand_over(me)
         return meeting.results is not None or bool(meeting.off) or not self.running
@@ -245,7 +246,7 @@ class World:
         while meeting.results is None:
             # An engine's Wait may be called in any thread, while the rank's own thread does nothing else. A Work of
             # torch.distributed promises no such thing, and two threads of one rank would both go on.
-            if guards.HERE.rank is not me and (meeting.is_work or guards.HERE.rank is not None or not self.running):
+            if guards.THREAD.rank is not me and (meeting.is_work or guards.THREAD.rank is not None or not self.running):
                 guards.current(self)
                 raise RuntimeError("a simulated rank waits for what another rank has started; wait in that rank")
             if me.error is None:

@@ -817,7 +817,7 @@ def test_private_names():
         assert hasattr(distributed_c10d, name), name
     for name in ("_set_thread_isolation_mode", "_unregister_all_process_groups"):
         assert hasattr(torch._C._distributed_c10d, name), name
-    mine, real = simulated_c10d._Groups(), distributed_c10d._World()
+    mine, real = simulated_c10d._Groups(None), distributed_c10d._World()
     for name in {name for name in dir(real) if not name.startswith("__")} - {"pg_config_info"}:
         value = getattr(real, name)
         assert not isinstance(value, (dict, list, set)) or getattr(mine, name) is not value, name

@@ -26,7 +26,7 @@ from diffcoll.collectives import COLLECTIVES
 from diffcoll.core.errors import Origin
 from diffcoll.core.torch_private.autograd import backward_at_work
 from diffcoll.core.torch_private.tracing import TorchDispatchMode
-from diffcoll.engines.guards import here
+from diffcoll.engines.guards import THREAD
 from diffcoll.engines.simulated_group import SimulatedGroup
 
 #: Dispatcher namespaces of torch.distributed's collectives.
@@ -110,7 +110,7 @@ class GraphCuts:
     def __enter__(self) -> GraphCuts:
         """Begin to record."""
         self._modes.enter_context(Detaches(self.detached))
-        if here() is None:
+        if THREAD.rank is None:
             self._modes.enter_context(_Dispatched(self))
         self._modes.callback(sys.setprofile, sys.getprofile())
         sys.setprofile(self._on_call)
