@@ -35,7 +35,7 @@ def runs_on(*names):
 
 
 def end():
-    _pool.end()
+    _pool.close()
 
 
 def refusal(error, call, *arguments, **options):

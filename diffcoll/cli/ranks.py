@@ -98,7 +98,7 @@ class Spawned:
     def close(self) -> None:
         """End the processes."""
         if not self.broken:
-            self._pool.end()
+            self._pool.close()
 
 
 def _on_rank(rank: int, checks: Sequence[Check], adapter: Adapter, ours: bool, seed: int, folder: str) -> None:

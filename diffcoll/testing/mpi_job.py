@@ -99,9 +99,7 @@ class MpiJob:
                 self._await(member.pipe, end)
                 ranks.append(pickle.loads(member.pipe.recv_bytes()))
         except EOFError:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._launcher.wait(GRACE)
-            code, said = self._launcher.poll(), self._words.read_text()
+            said, code = self._said(), self._launcher.poll()
             how = "does not end" if code is None else f"ended with exit code {code}"
             text = f"spawn: {len(ranks)} of {n} ranks began within {timeout:g} s, and mpiexec {how}\n{said}"
             raise RanksFailedError(text, dict.fromkeys(range(n), RankFailure("died", said))) from None
@@ -117,15 +115,17 @@ class MpiJob:
     def last_words(self, exitcode: int | None) -> str:
         """Say how a rank's process ended that has this exit code."""
         how = f"the process ended with exit code {exitcode}" if exitcode != -signal.SIGIO else "ended by mpiexec"
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._launcher.wait(GRACE)
-        return f"{how}; mpiexec says\n{self._words.read_text()}"
+        return f"{how}; mpiexec says\n{self._said()}"
 
     def leave(self) -> None:
-        """Wait a while for mpiexec to end, whose ranks have ended, and print what it says."""
+        """Print what mpiexec says when its ranks have ended."""
+        sys.stderr.write(self._said())
+
+    def _said(self) -> str:
+        """Wait a while for mpiexec to end; returns what it has printed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(GRACE)
-        sys.stderr.write(self._words.read_text())
+        return self._words.read_text()
 
     def end(self) -> None:
         """Leave nothing behind."""

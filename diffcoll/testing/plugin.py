@@ -138,7 +138,7 @@ class Plugin:
 
     def pytest_unconfigure(self) -> None:
         """End the processes."""
-        self._pool.end()
+        self._pool.close()
 
 
 class _Parameter:

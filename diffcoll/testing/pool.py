@@ -45,14 +45,6 @@ class Pool:
         self._holds_folder = contextlib.ExitStack()
         self._calls = count()
 
-    def __enter__(self) -> Pool:
-        """Return the pool."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """End all processes."""
-        self.end()
-
     def members(self, kind: str, n: int) -> list[Member]:
         """Return n processes; start those that do not exist yet."""
         if self._folder is None:
@@ -100,7 +92,7 @@ class Pool:
                 if captured:
                     each = [{name: _read(folder, name, rank) for name in STREAMS} for rank in range(n)]
                     answers = [replace(answer, output=output) for answer, output in zip(answers, each, strict=True)]
-                lost = any(answer.is_lost for answer in answers)
+                lost = any(a.failure is not None and a.failure.kind != "raised" for a in answers)
                 if self._once:
                     if any(answer.failed for answer in answers):
                         self._discard(members)
@@ -124,7 +116,7 @@ class Pool:
         self._forked = [member for member in self._forked if member not in members]
         self._launched = {n: job for n, job in self._launched.items() if job[0].job not in [m.job for m in members]}
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End all processes."""
         everybody = [*self._forked, *(member for job in self._launched.values() for member in job)]
         for member in everybody:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any, TypeVar
 
 from diffcoll.engines.rank_threads import forward_mode
@@ -66,5 +67,5 @@ def spawn(
             "spawn: called within forward_ad.dual_level(), expected a call outside of it: tangents are not sent to "
             "other processes; enter the level in fn, or use simulate"
         )
-    with Pool(start=timeout, once=True) as pool:
+    with closing(Pool(start=timeout, once=True)) as pool:
         return pool.call(fn, calls, backend, timeout, seed)

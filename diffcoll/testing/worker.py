@@ -82,11 +82,6 @@ class Answer:
     #: What the rank printed, of "stdout" and "stderr", if it was captured.
     output: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the rank's process cannot go on."""
-        return self.failure is not None and self.failure.kind != "raised"
-
 
 def serve_forked(pipe: Connection, around: tuple[str, list[str], dict[str, str]]) -> None:
     """Run calls in a process that is no rank of an MPI job."""
