@@ -11,10 +11,10 @@ import argparse
 import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -130,7 +130,7 @@ def _grid(rows: list[CheckedCall], about: str) -> Table:
     grid.add_column("collective", style="bold", no_wrap=True)
     grid.add_column("call")
     grid.add_column("N", no_wrap=True)
-    for system in _systems(rows):
+    for system in rows[0].systems:
         grid.add_column(_short(system), min_width=26)
     for name, cells in _merged(rows):
         if name:
@@ -144,21 +144,15 @@ def _merged(rows: list[CheckedCall]) -> Iterator[tuple[str, list[Cell]]]:
 
     The n-th call of a collective is the same call at every world size.
     """
-    systems, count = _systems(rows), Counter[tuple[str, int]]()
     groups: dict[str, dict[int, list[CheckedCall]]] = {}
     for row in rows:
-        at = row.collective, row.world_size
-        groups.setdefault(row.collective, {}).setdefault(count[at], []).append(row)
-        count[at] += 1
-    for collective, calls in groups.items():
-        for number, same in sorted(calls.items()):
+        groups.setdefault(row.collective, {}).setdefault(row.world_size, []).append(row)
+    for collective, by_size in groups.items():
+        for number, each in enumerate(zip_longest(*by_size.values())):
+            same = [row for row in each if row is not None]
             sizes = " ".join(str(row.world_size) for row in same)
-            outcomes = [_cell(worst([row.systems[system] for row in same])) for system in systems]
+            outcomes = [_cell(worst([row.systems[system] for row in same])) for system in same[0].systems]
             yield "" if number else collective, [Cell(same[-1].call, "call"), Cell(sizes), *outcomes]
-
-
-def _systems(rows: list[CheckedCall]) -> list[str]:
-    return list(dict.fromkeys(system for row in rows for system in row.systems))
 
 
 def _short(system: str) -> str:
@@ -178,7 +172,7 @@ def page(rows: list[CheckedCall], about: str) -> str:
     """Return the page as HTML, without references to other files."""
     failed = sum(not row.passes() for row in rows)
     verdict = f"{len(rows) - failed} of {len(rows)} calls of diffcoll are right"
-    head = ["collective", "call", "N", *map(_short, _systems(rows))]
+    head = ["collective", "call", "N", *map(_short, rows[0].systems)]
     text = f"""<p>Rank r computes a loss ℓ<sub>r</sub>; the objective is their sum. Each call ran on real processes with
 data and cotangents that differ on every rank. Each cell has three numbers: the relative errors of the output, the
 gradient and a second-order gradient, against reference gradients that PyTorch derives with all ranks in one autograd

@@ -232,7 +232,8 @@ def run_in_process(call: Body, filters: list[Any], preload: Sequence[str], verbo
                 importlib.import_module(module)
             _explain_comparisons(verbosity)
             warnings.filters[:] = filters  # type: ignore[index]
-            warnings.simplefilter("ignore", _hypothesis_deprecation())
+            if hypothesis := sys.modules.get("hypothesis.errors"):  # of assume() in another process than that of @given
+                warnings.simplefilter("ignore", hypothesis.HypothesisDeprecationWarning)
         except BaseException as error:
             outcome = BodyEnd(get_rank(), "failed", error, traceback_of(error, call), time.monotonic())
         else:
@@ -319,14 +320,3 @@ def _comparison(op: str, left: object, right: object) -> list[str]:
 
 
 _config: Any = None
-
-
-def _hypothesis_deprecation() -> type[Warning]:
-    """Return the category of the warning that assume() gives in a process other than that of @given."""
-    hypothesis = sys.modules.get("hypothesis.errors")
-    category: type[Warning] = hypothesis.HypothesisDeprecationWarning if hypothesis else _NoWarning
-    return category
-
-
-class _NoWarning(Warning):
-    """A category that nobody uses."""

@@ -164,11 +164,6 @@ def differentiable(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
-def noise(x: Tensor) -> Tensor:
-    """Return random numbers for a tensor."""
-    return numbers(tuple(x.shape), x.dtype, 0, 0, 0).to(x.device)
-
-
 def leaves_of(part: Any) -> list[Tensor]:
     """Return a new leaf tensor for each differentiable leaf of a tree."""
     return [leaf.detach().clone().requires_grad_() for leaf in tree_flatten(part)[0] if differentiable(leaf)]
@@ -199,7 +194,7 @@ def on_rank(packed: Packed, plan: MeasurementPlan, rank: int, part: Any) -> Meas
         if plan.jitter:
             with torch.no_grad():
                 for x in inputs + parameters:
-                    x += torch.finfo(x.dtype).eps * x * noise(x)
+                    x += torch.finfo(x.dtype).eps * x * numbers(tuple(x.shape), x.dtype, 0, 0, 0).to(x.device)
         before = (packed.unpack() if packed.before else subject).state
         held = {name: x.clone() for name, x in subject.attributes.items()}
         outputs = subject.call(with_leaves(part, inputs))

@@ -149,8 +149,9 @@ def refuse_unused(operation: str, placements: Mapping[str, Placement], names: Se
             raise ValueError(message(operation, "placements", repr(key), f"one of {', '.join(dict.fromkeys(names))}"))
 
 
-def by_function(name: str, said: Placement, whole: Tensor, mesh: Mesh, rank: int) -> Layout:
-    """Return the layout that the user said."""
+def by_function(name: str, said: Placement | None, whole: Tensor, mesh: Mesh, rank: int) -> Layout:
+    """Return the layout that the user said; Replicate if nothing is said."""
+    said = said or {}
 
     def cut(x: Tensor, at: Coordinates) -> Tensor:
         if not isinstance(said, Mapping):

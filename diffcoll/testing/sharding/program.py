@@ -19,7 +19,16 @@ from diffcoll.testing.harness.measure import Measurement, differentiable, on_ran
 from diffcoll.testing.harness.packing import Packed, pack
 from diffcoll.testing.harness.parts import input_names, marked, named_tensors
 from diffcoll.testing.harness.runs import Against, Run
-from diffcoll.testing.sharding.placements import PARTIAL, REPLICATE, SHARD, Mesh, Placement, refuse_unused
+from diffcoll.testing.sharding.placements import (
+    PARTIAL,
+    REPLICATE,
+    SHARD,
+    Mesh,
+    Placement,
+    by_function,
+    refuse_unused,
+    said_of,
+)
 from diffcoll.testing.sharding.rank import (
     MeshPlan,
     OfRank,
@@ -27,7 +36,6 @@ from diffcoll.testing.sharding.rank import (
     Program,
     Whole,
     copies,
-    layout_of_input,
     on_mesh,
     output_names,
     piece_name,
@@ -116,7 +124,7 @@ class Sharding(Against):
         names = list(self.inputs)
         of_ranks: list[list[Tensor]] = []
         for r in range(mesh.size):
-            layouts = [layout_of_input(name, x, self.placements, mesh, r) for name, x in self.inputs.items()]
+            layouts = [by_function(name, said_of(self.placements, name), x, mesh, r) for name, x in self.inputs.items()]
             of_ranks.append(
                 [each.piece(x).detach().clone() for each, x in zip(layouts, self.inputs.values(), strict=True)]
             )

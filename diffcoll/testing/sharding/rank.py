@@ -222,7 +222,7 @@ def _outputs(layouts: Mapping[str, Layout], outputs: list[Tensor], plan: MeshPla
 
 def _inputs(fn: Callable[..., Any], inputs: list[Tensor], plan: MeshPlan, rank: int, part: Any) -> Iterator[Piece]:
     for name, x in zip(input_names(fn, part), inputs, strict=True):
-        layout = layout_of_input(name, plan.whole.inputs[name], plan.placements, plan.mesh, rank)
+        layout = by_function(name, said_of(plan.placements, name), plan.whole.inputs[name], plan.mesh, rank)
         yield _gradient(name, layout, torch.zeros_like(x) if x.grad is None else x.grad, plan, of_input=True)
 
 
@@ -312,9 +312,3 @@ def output_names(count: int) -> list[str]:
 def piece_name(name: str, whole: Tensor) -> str:
     """Return what reports call an output: a number is a value."""
     return name.replace("output", "value") if whole.dim() == 0 and differentiable(whole) else name
-
-
-def layout_of_input(name: str, whole: Tensor, placements: Mapping[str, Placement], mesh: Mesh, rank: int) -> Layout:
-    """Return the layout of a tensor of the batch: what is said, else Replicate."""
-    said = said_of(placements, name)
-    return by_function(name, {} if said is None else said, whole, mesh, rank)
