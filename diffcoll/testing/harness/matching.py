@@ -16,7 +16,7 @@ from diffcoll.testing.harness.comparison import Names, compare, largest_errors, 
 from diffcoll.testing.harness.measure import Measurement, MeasurementPlan, differentiable, on_rank
 from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.harness.parts import hides_tensors, input_names, marked, refuse_equal_ranks, split
-from diffcoll.testing.harness.runs import Against, Run
+from diffcoll.testing.harness.runs import Against, ComparedRun
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Matching(Against):
     #: The batch by its number of rows: a function is called once for each.
     _wholes: dict[int, Any] = field(default_factory=dict)
 
-    def run(self, on: str, sizes: tuple[int, ...], step: int = 0) -> Run:
+    def run(self, on: str, sizes: tuple[int, ...], step: int = 0) -> ComparedRun:
         """Measure on ranks with these numbers of rows, and on one process, after so many steps before."""
         distributed, single, parts, whole = self.at(sizes, step)
         refuse_equal_ranks(self.name, "batch", parts, in_any_order=True)
@@ -51,19 +51,19 @@ class Matching(Against):
         results = {"quantities": quantities, "measured": measured, "reference": reference}
         return self.judged(self.of_results(on, sizes, step, **results))
 
-    def of_results(self, on: str, sizes: tuple[int, ...], step: int = 0, **results: Any) -> Run:
+    def of_results(self, on: str, sizes: tuple[int, ...], step: int = 0, **results: Any) -> ComparedRun:
         """Return a run with these results."""
         what = f"rows {', '.join(map(str, sizes))}" + (f", step {step + 1}" if step else "")
         any_value = self.rank_reduction == "any"
-        return Run(on, (sizes, step), len(sizes), what, groups=self.groups, any_value=any_value, **results)
+        return ComparedRun(on, (sizes, step), len(sizes), what, groups=self.groups, any_value=any_value, **results)
 
     @override
-    def is_right(self, run: Run) -> bool:
+    def is_right(self, run: ComparedRun) -> bool:
         asked = ("mean", "sum") if self.rank_reduction == "any" else (self.rank_reduction,)
         return any(run.ok(each) for each in asked)
 
     @override
-    def noise(self, run: Run) -> dict[str, float]:
+    def noise(self, run: ComparedRun) -> dict[str, float]:
         plan = replace(self.plan, outputs=rows_of(run.measured), inputs=run.sizes, jitter=True)
         _, single, _, whole = self.at(run.sizes, run.step)
         found = self.on_one(on_rank, single, plan, 0, whole)

@@ -20,7 +20,7 @@ from diffcoll.testing.harness.matching import Matching
 from diffcoll.testing.harness.measure import Measurement, cuts_on_rank, leaves_of, on_rank, outputs_on_rank, undetached
 from diffcoll.testing.harness.parts import joined, rolled
 from diffcoll.testing.harness.report import Cause, Report
-from diffcoll.testing.harness.runs import Run, WrongMatch, changed_attributes
+from diffcoll.testing.harness.runs import ComparedRun, WrongMatch, changed_attributes
 from diffcoll.testing.numbers import largest
 
 #: Random directions of each tensor along which finite differences are taken for the diagnosis.
@@ -39,7 +39,7 @@ def report_of(
     return _concluded(matching, matching.runs(itertools.product(each_sizes, range(matching.steps)), on))
 
 
-def _concluded(matching: Matching, runs: list[Run]) -> Report:
+def _concluded(matching: Matching, runs: list[ComparedRun]) -> Report:
     """Return the report. The run that is diagnosed is the first wrong one with equal sizes, or else the first."""
     asked = _closest(runs) if matching.rank_reduction == "any" else matching.rank_reduction
     tables = tuple(run.table(asked) for run in runs)
@@ -63,7 +63,7 @@ def _concluded(matching: Matching, runs: list[Run]) -> Report:
     return replace(report, causes=(*causes, *scope), cuts=diagnosed.cuts.lines)
 
 
-def _closest(runs: list[Run]) -> str:
+def _closest(runs: list[ComparedRun]) -> str:
     """Return the reduction under which the fewest quantities are wrong, gradients of first order first."""
 
     def wrong(rank_reduction: str) -> tuple[int, int]:
@@ -73,13 +73,13 @@ def _closest(runs: list[Run]) -> str:
     return min(("mean", "sum"), key=wrong)
 
 
-def _scope(runs: Sequence[Run], rank_reduction: str) -> Iterator[Cause]:
+def _scope(runs: Sequence[ComparedRun], rank_reduction: str) -> Iterator[Cause]:
     """Say which runs raised errors, and in which runs alone something is wrong."""
 
-    def sizes(of: Sequence[Run]) -> str:
+    def sizes(of: Sequence[ComparedRun]) -> str:
         return ", ".join(dict.fromkeys(str(run.sizes) for run in of))
 
-    def steps(of: Sequence[Run]) -> str:
+    def steps(of: Sequence[ComparedRun]) -> str:
         return ", ".join(f"step {step + 1}" for step in sorted({run.step for run in of}))
 
     wrong = [run for run in runs if not run.ok(rank_reduction)]
@@ -105,7 +105,7 @@ def _scope(runs: Sequence[Run], rank_reduction: str) -> Iterator[Cause]:
         yield cause_of(Kind.ON_PROCESSES, f"right on simulated ranks, wrong on {kinds}")
 
 
-def _unchecked(runs: Sequence[Run], tolerance: float) -> Iterator[str]:
+def _unchecked(runs: Sequence[ComparedRun], tolerance: float) -> Iterator[str]:
     """Say which wrong gradients would pass, because of the precision or because there is nothing to compare."""
     if tolerance > 1e-3:
         yield f"errors below {tolerance:.1g} pass, because of the precision of the tensors: pass float64"
@@ -127,7 +127,7 @@ class _WrongRows(WrongMatch):
 
     check: Matching
 
-    def __init__(self, matching: Matching, run: Run, rank_reduction: str) -> None:
+    def __init__(self, matching: Matching, run: ComparedRun, rank_reduction: str) -> None:
         super().__init__(matching, run, rank_reduction, matching.at(run.sizes, run.step))
         self._names = matching.names(run.sizes)
         self.sizes = run.sizes

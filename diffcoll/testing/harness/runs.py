@@ -33,7 +33,7 @@ GROUPS = ("value", "output", "gradient", "second order", "state")
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class ComparedRun:
     """The results of one run."""
 
     on: str
@@ -138,7 +138,7 @@ class Runs(Generic[R]):
 
 
 @dataclass(frozen=True)
-class Against(Runs[Run]):
+class Against(Runs[ComparedRun]):
     """Distributed code, the same on one process, and how they are compared."""
 
     name: str
@@ -156,16 +156,16 @@ class Against(Runs[Run]):
     #: The largest relative error that is right.
     tolerance: float = 0.0
 
-    def noise(self, run: Run) -> dict[str, float]:
+    def noise(self, run: ComparedRun) -> dict[str, float]:
         """Return by how much each quantity changes on one process with the last digits of inputs and parameters."""
         raise NotImplementedError
 
     @override
-    def is_right(self, run: Run) -> bool:
+    def is_right(self, run: ComparedRun) -> bool:
         return run.ok()
 
     def shared_state(
-        self, runs: list[Run], wrong: Run, causes: Sequence[Cause], rank_reduction: str = ""
+        self, runs: list[ComparedRun], wrong: ComparedRun, causes: Sequence[Cause], rank_reduction: str = ""
     ) -> Cause | None:
         """Return a cause if what is wrong on simulated ranks is right on the next kind, which is run if need be.
 
@@ -215,7 +215,7 @@ class Against(Runs[Run]):
             got = f"NaN or infinity in {', '.join(bad)}"
             raise ValueError(message(self.name, "single", got, "finite numbers to compare with", "choose other data"))
 
-    def judged(self, run: Run) -> Run:
+    def judged(self, run: ComparedRun) -> ComparedRun:
         """Return the run, where what is in doubt may be off by the rounding of one process."""
         if not any(q.group in self.groups for q in run.quantities):
             got, remedy = f"only {', '.join(self.groups)}, of which there is nothing", "compare gradients too"
@@ -227,7 +227,7 @@ class Against(Runs[Run]):
         return run
 
 
-def changed_attributes(runs: Sequence[Run]) -> Iterator[str]:
+def changed_attributes(runs: Sequence[ComparedRun]) -> Iterator[str]:
     """Say which attributes of modules are not compared."""
     for name in dict.fromkeys(name for run in runs for m in run.measured for name in m.attributes):
         yield f"{name}: an attribute that the call changed is not compared: register it as a buffer"
@@ -239,7 +239,7 @@ class WrongMatch(WrongRun):
     def __init__(
         self,
         check: Against,
-        run: Run,
+        run: ComparedRun,
         rank_reduction: str,
         at: tuple[Sequence[Packed], Packed, Sequence[Any], Any],
     ) -> None:

@@ -18,7 +18,7 @@ from diffcoll.testing.harness.comparison import Quantity, rows, together, unused
 from diffcoll.testing.harness.measure import Measurement, differentiable, on_rank, outputs_on_rank
 from diffcoll.testing.harness.packing import Packed, pack
 from diffcoll.testing.harness.parts import input_names, marked, named_tensors
-from diffcoll.testing.harness.runs import Against, Run
+from diffcoll.testing.harness.runs import Against, ComparedRun
 from diffcoll.testing.sharding.placements import (
     PARTIAL,
     REPLICATE,
@@ -137,7 +137,7 @@ class Sharding(Against):
             parts.append(marked(_NAME, self.fn, part, self.constant))
         return parts
 
-    def run(self, on: str, mesh: Mesh) -> Run:
+    def run(self, on: str, mesh: Mesh) -> ComparedRun:
         """Measure on the ranks of a mesh."""
         whole, plan = self.whole, self.plan_of(on, mesh)
         ranks: list[OfRank] = self.on_parts(on, on_mesh, [self.distributed] * mesh.size, self.parts(mesh), plan)
@@ -149,9 +149,9 @@ class Sharding(Against):
         quantities = reduced([rank.pieces for rank in ranks], plan, self.tolerance)
         return self.judged(self.of_results(on, mesh, quantities=quantities, measured=ranks))
 
-    def of_results(self, on: str, mesh: Mesh, **results: Any) -> Run:
+    def of_results(self, on: str, mesh: Mesh, **results: Any) -> ComparedRun:
         """Return a run with these results."""
-        return Run(on, (mesh,), mesh.size, f"mesh {mesh}", groups=self.groups, **results)
+        return ComparedRun(on, (mesh,), mesh.size, f"mesh {mesh}", groups=self.groups, **results)
 
     def plan_of(self, on: str, mesh: Mesh) -> MeshPlan:
         """Return what the ranks of a mesh measure."""
@@ -159,7 +159,7 @@ class Sharding(Against):
         return MeshPlan(mesh, self.placements, self.rank_reduction, self.plan, self.whole, device)
 
     @override
-    def noise(self, run: Run) -> dict[str, float]:
+    def noise(self, run: ComparedRun) -> dict[str, float]:
         plan = replace(self.plan, jitter=True)
         other = self.whole_from(self.on_one(on_rank, self.single, plan, 0, self.whole_batch))
         pairs = {f"gradient of {name}": (g, other.gradients[name]) for name, g in self.whole.gradients.items()}

@@ -18,7 +18,7 @@ from diffcoll.testing.harness.measure import differentiable, undetached
 from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.harness.parts import named_tensors
 from diffcoll.testing.harness.report import First
-from diffcoll.testing.harness.runs import Run, WrongMatch
+from diffcoll.testing.harness.runs import ComparedRun, WrongMatch
 from diffcoll.testing.sharding.placements import SHARD
 from diffcoll.testing.sharding.program import Sharding, reduced
 from diffcoll.testing.sharding.rank import (
@@ -39,7 +39,7 @@ class WrongMesh(WrongMatch):
     reference = "that of one process"
     check: Sharding
 
-    def __init__(self, sharding: Sharding, run: Run) -> None:
+    def __init__(self, sharding: Sharding, run: ComparedRun) -> None:
         (self.mesh,), self.reduction = run.setting, sharding.rank_reduction
         distributed, parts = [sharding.distributed] * self.mesh.size, sharding.parts(self.mesh)
         super().__init__(sharding, run, "", (distributed, sharding.single, parts, sharding.whole_batch))
