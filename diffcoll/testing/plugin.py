@@ -85,8 +85,6 @@ class Plugin:
 
     def _run_examples(self, item: pytest.Function, ranks: Ranks, arguments: dict[str, Any]) -> None:
         """Let hypothesis draw in this process, and run each example on the ranks."""
-        if ranks.kind != "simulated":
-            self._pool.members(ranks.kind, ranks.size)
         handle = item.obj.hypothesis
         inner = handle.inner_test
 

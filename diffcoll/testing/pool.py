@@ -45,7 +45,7 @@ class Pool:
         self._holds_folder = contextlib.ExitStack()
         self._calls = count()
 
-    def members(self, kind: str, n: int) -> list[Member]:
+    def _members(self, kind: str, n: int) -> list[Member]:
         """Return n processes; start those that do not exist yet."""
         if self._folder is None:
             self._folder = self._holds_folder.enter_context(temporary_folder())
@@ -79,7 +79,7 @@ class Pool:
     ) -> list[Answer]:
         """Make one call. A payload is a pickled function with its arguments for one rank."""
         n = len(payloads)
-        members = self.members(kind, n)
+        members = self._members(kind, n)
         assert self._folder is not None
         try:
             with tempfile.TemporaryDirectory(prefix=f"{next(self._calls)}-", dir=self._folder) as folder:
@@ -102,8 +102,6 @@ class Pool:
             self._discard(members)
             raise
         self._discard(unclean)
-        if unclean and captured:  # now, so that it does not count in the next example's time
-            self.members(kind, n)
         return answers
 
     def _discard(self, members: Sequence[Member]) -> None:
