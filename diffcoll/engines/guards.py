@@ -7,10 +7,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from diffcoll.core.torch_private.autograd import after_backward, backward_at_work
-from diffcoll.engines.rank_threads import wrapped_backward_code
+from diffcoll.engines.rank_threads import wrap_backward_code
+from diffcoll.engines.replacing import Replacing
 
 #: A graph is compiled or traced for one rank, but simulated ranks share one cache of graphs, or one autograd graph.
 NO_GRAPHS = (
@@ -129,7 +131,7 @@ def running() -> Iterator[None]:
     global _running
     _running += 1
     try:
-        with wrapped_backward_code(_wrapper):
+        with _wrapped_backward_code():
             yield
     finally:
         _running -= 1
@@ -151,7 +153,7 @@ def _forget(task: int) -> None:
 def _in_backward_of(world: Any) -> Iterator[None]:
     before, THREAD.backward_of = THREAD.backward_of, world
     try:
-        with wrapped_backward_code(_wrapper):  # for higher-order derivatives and recomputed checkpoints
+        with _wrapped_backward_code():  # for higher-order derivatives and recomputed checkpoints
             yield
     finally:
         THREAD.backward_of = before
@@ -171,6 +173,9 @@ def _wrapper() -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
         return within
 
     return decorate
+
+
+_wrapped_backward_code = Replacing(partial(wrap_backward_code, _wrapper))
 
 
 def refuse_in_backward(operation: str) -> None:

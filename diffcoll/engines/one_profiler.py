@@ -5,47 +5,28 @@ While a simulation runs, two private names of torch.autograd.profiler are replac
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch.autograd import profiler
 
 from diffcoll.engines.guards import THREAD
+from diffcoll.engines.replacing import Replacing, replace
 
-_REPLACED = ("_prepare_profiler", "_disable_profiler")
-_lock = threading.Lock()
-_simulations = 0
-_before: dict[str, Callable[..., Any]] = {}
 #: The rank that has entered a profiler.
 _owner: object = None
 
 
-@contextmanager
-def one_profiler() -> Iterator[None]:
-    """Let a rank enter a profiler only if neither another rank nor the caller is in one."""
-    global _simulations, _owner
-    with _lock:
-        if not _simulations:
-            _before.update({name: getattr(profiler, name) for name in _REPLACED})
-            for name, replaced in zip(_REPLACED, (_prepare, _disable), strict=True):
-                setattr(profiler, name, _with_rank(replaced, _before[name]))
-        _simulations += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _simulations -= 1
-            if not _simulations:
-                _owner = None
-                for name in _REPLACED:
-                    setattr(profiler, name, _before.pop(name))
+def _install(undo: ExitStack) -> None:
+    undo.callback(_forget_owner)
+    for name, check in _REPLACED.items():
+        replace(undo, profiler, name, _with_rank(check, getattr(profiler, name)))
 
 
-def _with_rank(replaced: Callable[[Any], None], real: Callable[..., Any]) -> Callable[..., Any]:
+def _with_rank(check: Callable[[Any], None], real: Callable[..., Any]) -> Callable[..., Any]:
     def either(*args: Any, **more: Any) -> Any:
-        replaced(THREAD.rank)
+        check(THREAD.rank)
         return real(*args, **more)
 
     return either
@@ -65,6 +46,15 @@ def _prepare(rank: Any) -> None:
 
 
 def _disable(rank: Any) -> None:
-    global _owner
     if _owner is rank:
-        _owner = None
+        _forget_owner()
+
+
+def _forget_owner() -> None:
+    global _owner
+    _owner = None
+
+
+_REPLACED = {"_prepare_profiler": _prepare, "_disable_profiler": _disable}
+#: Lets a rank enter a profiler only if neither another rank nor the caller is in one.
+one_profiler = Replacing(_install)

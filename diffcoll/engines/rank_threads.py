@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -18,6 +17,8 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
+
+from diffcoll.engines.replacing import replace
 
 # Forward mode has one level, kept in globals of the process, not of the thread. Simulated ranks are threads that
 # switch within it. So the globals are saved and restored for each rank; the first rank enters the level and the last
@@ -130,49 +131,24 @@ def _pop_modes() -> None:
 
 _Code = Callable[..., Any]
 
-_patching = threading.Lock()
 
-_patches = 0
-
-_unpatch = contextlib.ExitStack()
-
-
-@contextlib.contextmanager
-def wrapped_backward_code(wrapper: Callable[[], Callable[[_Code], _Code] | None]) -> Iterator[None]:
-    """Within the block, wrap Python code that a backward will call, at the moment autograd receives it.
+def wrap_backward_code(wrapper: Callable[[], Callable[[_Code], _Code] | None], undo: contextlib.ExitStack) -> None:
+    """Until `undo` is closed, wrap Python code that a backward will call, at the moment autograd receives it.
 
     This is the backward of a `Function`, a hook of a tensor, and a hook that unpacks saved tensors, which includes the
     recomputation of a checkpoint. PyTorch does not record in which thread or context a node was made, so the three
     places where Python code enters the graph are patched. `wrapper` is called by the thread that builds the graph; it
-    returns the decorator, or None to leave the code as it is. All callers pass the same wrapper.
+    returns the decorator, or None to leave the code as it is.
 
     It is not enough to mark the backward passes that begin at a result of `simulate`: tensors leave ranks by closures,
     too, and a checkpoint, Function or hook in their graphs would then run its collectives on one rank, as most cases of
     tests/testing/test_simulated_backward.py.
     """
-    global _patches
-    with _patching:
-        _patches += 1
-        if _patches == 1:
-            _patch(BackwardCFunction, "__init__", _marking_init(BackwardCFunction.__init__, wrapper))
-            _patch(graph.saved_tensors_hooks, "__init__", _unpacking_init(graph.saved_tensors_hooks.__init__, wrapper))
-            for name in ("register_hook", "register_post_accumulate_grad_hook"):
-                _patch(Tensor, name, _registering(getattr(Tensor, name), wrapper))
-    try:
-        yield
-    finally:
-        with _patching:
-            _patches -= 1
-            if _patches == 0:
-                _unpatch.close()
-
-
-def _patch(where: type, name: str, by: _Code) -> None:
-    if name in vars(where):
-        _unpatch.callback(setattr, where, name, vars(where)[name])
-    else:
-        _unpatch.callback(delattr, where, name)
-    setattr(where, name, by)
+    hooks = graph.saved_tensors_hooks
+    replace(undo, BackwardCFunction, "__init__", _marking_init(BackwardCFunction.__init__, wrapper))
+    replace(undo, hooks, "__init__", _unpacking_init(hooks.__init__, wrapper))
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        replace(undo, Tensor, name, _registering(getattr(Tensor, name), wrapper))
 
 
 def _marking_init(init: _Code, wrapper: Callable[[], Callable[[_Code], _Code] | None]) -> _Code:

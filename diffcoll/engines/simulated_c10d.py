@@ -22,7 +22,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -36,8 +36,9 @@ from diffcoll.engines.c10d import use
 from diffcoll.engines.guards import NO_GRAPHS, OWN_THREAD, THREAD, NotARankError
 from diffcoll.engines.local import engine_of
 from diffcoll.engines.meeting import LocalGroup
+from diffcoll.engines.replacing import Replacing, replace
 from diffcoll.engines.simulated_group import SimulatedGroup
-from diffcoll.engines.simulated_mesh import MESH_REMEDY, of_makers
+from diffcoll.engines.simulated_mesh import MESH_REMEDY, replace_methods
 from diffcoll.engines.simulated_moves import Mailbox
 from diffcoll.engines.world import World
 
@@ -260,56 +261,27 @@ def _resolve(groups: _Groups, real: Callable[..., Any], name: Any) -> Any:
 _REPLACED = {"_new_process_group_helper": _make_group, "rendezvous": _rendezvous, "_store_based_barrier": _no_barrier}
 _KEPT = ("_world", "_backend", "_default_pg_init_method", *_REPLACED)
 
-_lock = threading.Lock()
-_installed = 0
-_before: dict[str, Any] = {}
 
-
-@contextmanager
-def installed() -> Iterator[None]:
-    """Replace what the ranks' threads need replaced, until the last of all simulations has ended."""
-    global _installed
-    with _lock:
-        if not _installed:
-            _install()
-        _installed += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _installed -= 1
-            if not _installed:
-                _restore()
-
-
-def _install() -> None:
+def _install(undo: ExitStack) -> None:
     if _NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu"])
-    _before.update({name: getattr(c10d, name) for name in _KEPT}, excepthook=sys.excepthook)
-    for name, simulated in _REPLACED.items():
-        setattr(c10d, name, _on_ranks(simulated, _before[name]))
-    _before[_RESOLVE] = real = getattr(device_mesh, _RESOLVE)
-    setattr(device_mesh, _RESOLVE, _on_ranks(_resolve, real))
-    _before["meshes"] = meshes = of_makers()
-    meshes.__enter__()
-    c10d._world = _GroupsOfThread(_before["_world"])  # type: ignore[assignment]
-    _c._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
-    if "torch._dynamo" in sys.modules:  # else nothing has been compiled, and its import takes seconds
-        _before["stance"] = stance = torch.compiler.set_stance("force_eager")
-        stance.__enter__()
-
-
-def _restore() -> None:
-    _c._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
-    if "stance" in _before:
-        _before["stance"].__exit__(None, None, None)
+    undo.callback(lambda: c10d._update_default_pg(c10d._world.default_pg))  # at the end: tells C++ the process's rank
+    undo.callback(setattr, sys, "excepthook", sys.excepthook)  # init_process_group on a rank replaces it
     for name in _KEPT:
-        setattr(c10d, name, _before[name])
-    setattr(device_mesh, _RESOLVE, _before[_RESOLVE])
-    _before["meshes"].__exit__(None, None, None)
-    sys.excepthook = _before["excepthook"]  # init_process_group on a rank replaces it
-    c10d._update_default_pg(c10d._world.default_pg)  # and tells C++ its rank, for log messages
-    _before.clear()
+        by = _REPLACED.get(name)
+        real = getattr(c10d, name)
+        replace(undo, c10d, name, real if by is None else _on_ranks(by, real))
+    replace(undo, device_mesh, _RESOLVE, _on_ranks(_resolve, getattr(device_mesh, _RESOLVE)))
+    replace_methods(undo)
+    replace(undo, c10d, "_world", _GroupsOfThread(c10d._world))
+    _c._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
+    undo.callback(_c._set_thread_isolation_mode, False)  # type: ignore[attr-defined]
+    if "torch._dynamo" in sys.modules:  # else nothing has been compiled, and its import takes seconds
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
+
+
+#: Replaces what the ranks' threads need replaced.
+installed = Replacing(_install)
 
 
 def _create(options: Any, _: object) -> SimulatedGroup:

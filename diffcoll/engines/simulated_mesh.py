@@ -7,8 +7,8 @@ find another rank's there.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from diffcoll.engines.guards import THREAD
+from diffcoll.engines.replacing import replace
 
 MESH_REMEDY = (
     "make meshes on every rank and do not keep them in globals or caches, which simulated ranks share; a program that "
@@ -67,14 +68,7 @@ _OF_RANK = ("get_coordinate", "get_local_rank", "get_group", "__getitem__")
 _METHODS = {"__init__": _make_mesh, **dict.fromkeys(_OF_RANK, _of_mesh)}
 
 
-@contextmanager
-def of_makers() -> Iterator[None]:
-    """Replace the methods of `DeviceMesh` within the block."""
-    before = {name: getattr(DeviceMesh, name) for name in _METHODS}
+def replace_methods(undo: ExitStack) -> None:
+    """Replace the methods of `DeviceMesh` until `undo` is closed."""
     for name, replaced in _METHODS.items():
-        setattr(DeviceMesh, name, replaced(before[name]))
-    try:
-        yield
-    finally:
-        for name, method in before.items():
-            setattr(DeviceMesh, name, method)
+        replace(undo, DeviceMesh, name, replaced(getattr(DeviceMesh, name)))
