@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffcoll.core.errors import message, user_line
+from diffcoll.core.errors import user_line
 from diffcoll.engines.delivery import joined, unlike
 from diffcoll.engines.engine import Blocks
 from diffcoll.engines.guards import THREAD
@@ -37,6 +37,7 @@ from diffcoll.engines.simulated_moves import (
     plain,
     reduction,
     warn_in_backward,
+    wrong,
 )
 
 Tensors = list[Tensor]
@@ -91,8 +92,8 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def _start_coalescing(self, device: object) -> None:
         if self.as_gloo:
-            what, expected = "torch.distributed._coalescing_manager", "no device on gloo, which does not implement it"
-            raise RuntimeError(message(what, "device", device, expected, AS_NCCL))
+            expected = "no device on gloo, which does not implement it"
+            raise wrong("_coalescing_manager", "device", device, expected, AS_NCCL, RuntimeError)
         self._coalesced = []
 
     def _end_coalescing(self, device: object) -> SimulatedWork:
@@ -171,9 +172,7 @@ class SimulatedGroup(dist.ProcessGroup):
         lengths = [len(ys) for ys in outputs]
         if lengths != [len(inputs)] * self._engine.size:
             expected = f"for each of the {self._engine.size} ranks a list of {len(inputs)} tensors, as many as inputs"
-            raise ValueError(
-                message(f"torch.distributed.{name}", "output_tensor_lists", f"lengths {lengths}", expected)
-            )
+            raise wrong(name, "output_tensor_lists", f"lengths {lengths}", expected)
         return self.allgather([list(ys) for ys in zip(*outputs, strict=True)], inputs, opts, name)
 
     def allgather_into_tensor_coalesced(
@@ -260,7 +259,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def _one_each(self, name: str, xs: Tensors) -> Tensors:
         if len(xs) != self._engine.size:
             expected = f"one tensor for each of the {self._engine.size} ranks"
-            raise ValueError(message(f"torch.distributed.{name}", "tensors", f"{len(xs)} tensors", expected))
+            raise wrong(name, "tensors", f"{len(xs)} tensors", expected)
         return [plain(x) for x in xs]
 
     def _check_shapes(self, name: str, xs: Tensors, like: Tensor) -> None:
@@ -268,7 +267,7 @@ class SimulatedGroup(dist.ProcessGroup):
         for x in xs:
             if self.as_gloo and x.shape != like.shape:
                 got, expected = f"shape {tuple(x.shape)}", f"{tuple(like.shape)}: gloo takes equal shapes only"
-                raise ValueError(message(f"torch.distributed.{name}", "tensors", got, expected, AS_NCCL))
+                raise wrong(name, "tensors", got, expected, AS_NCCL)
 
     def _cut(self, name: str, argument: str, x: Tensor, block: Tensor) -> Tensors:
         """Cut the tensor of all blocks, one behind the other in memory, into blocks; under gloo along dimension 0."""
@@ -279,13 +278,11 @@ class SimulatedGroup(dist.ProcessGroup):
                 expected = f"{shape}: gloo takes blocks of {tuple(block.shape)} along dimension 0"
                 if shape is None:
                     expected = "blocks with a dimension 0, along which gloo takes them"
-                raise ValueError(
-                    message(f"torch.distributed.{name}", argument, f"shape {tuple(x.shape)}", expected, AS_NCCL)
-                )
+                raise wrong(name, argument, f"shape {tuple(x.shape)}", expected, AS_NCCL)
             return list(x.split_with_sizes([block.shape[0]] * n))
         if x.numel() % n or not x.is_contiguous():
             got, expected = f"shape {tuple(x.shape)}", f"a contiguous tensor with a multiple of {n} numbers"
-            raise ValueError(message(f"torch.distributed.{name}", argument, got, expected))
+            raise wrong(name, argument, got, expected)
         return list(x.view(n, -1) if x.numel() else x.new_empty(n, 0))
 
     def _cut_rows(self, name: str, argument: str, x: Tensor, sizes: Sequence[int]) -> Tensors:
@@ -295,7 +292,7 @@ class SimulatedGroup(dist.ProcessGroup):
         sizes = list(sizes) or [rows // n] * n
         if not x.dim() or len(sizes) != n or sum(sizes) != rows:
             got, expected = f"shape {tuple(x.shape)}, split sizes {sizes}", f"{n} sizes that add up to dimension 0"
-            raise ValueError(message(f"torch.distributed.{name}", argument, got, expected))
+            raise wrong(name, argument, got, expected)
         return list(x.split_with_sizes(sizes))
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────

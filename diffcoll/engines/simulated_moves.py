@@ -59,22 +59,8 @@ class SimulatedWork(dist.Work):
             self._wait = None
         return True
 
-    @override
-    def is_completed(self) -> bool:
-        """Wait, since a rank that polls would never let another rank run."""
-        return self.wait()
-
-    @override
-    def is_success(self) -> bool:
-        return self.wait()
-
-    @override
-    def synchronize(self) -> None:
-        self.wait()
-
-    @override
-    def block_current_stream(self) -> None:
-        self.wait()
+    # A rank that polls would never let another rank run, so a poll waits.
+    is_completed = is_success = synchronize = block_current_stream = wait  # type: ignore[assignment]
 
     @override
     def result(self) -> list[Tensor]:
@@ -211,12 +197,19 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
     return bool(used.as_strided(y.shape, y.stride(), offset).any())
 
 
+def wrong(
+    name: str, argument: str, got: object, expected: str, remedy: str = "", kind: type[Exception] = ValueError
+) -> Exception:
+    """Return the error about an argument of a function of torch.distributed."""
+    return kind(message(f"torch.distributed.{name}", argument, got, expected, remedy))
+
+
 def check_dtypes(name: str, tensors: Iterable[Tensor]) -> None:
     """Raise, as gloo does, for a dtype that it does not have."""
     for x in tensors:
         if x.dtype not in _GLOO_DTYPES:
             expected = "a dtype of gloo: float16 to float64, bfloat16, bool, uint8, int8, int32 or int64"
-            raise TypeError(message(f"torch.distributed.{name}", "tensor", x.dtype, expected, AS_NCCL))
+            raise wrong(name, "tensor", x.dtype, expected, AS_NCCL, TypeError)
 
 
 def reduction(name: str, opts: Any, tensors: list[Tensor], as_gloo: bool) -> tuple[str, list[Tensor]]:
@@ -226,7 +219,7 @@ def reduction(name: str, opts: Any, tensors: list[Tensor], as_gloo: bool) -> tup
     op = str(getattr(chosen, "op", chosen).name)
     if as_gloo and (op == "PREMUL_SUM" or (op == "AVG" and not all(map(_is_fractional, blocks)))):
         what = op if op == "PREMUL_SUM" else f"AVG of {tensors[0].dtype}"
-        raise ValueError(message(f"torch.distributed.{name}", "op", what, "an op that gloo has", AS_NCCL))
+        raise wrong(name, "op", what, "an op that gloo has", AS_NCCL)
     if op == "PREMUL_SUM":
         # There is no public access to the factor; its pickled state has it.
         _, factor = chosen.__getstate__()
@@ -234,7 +227,7 @@ def reduction(name: str, opts: Any, tensors: list[Tensor], as_gloo: bool) -> tup
     for x in blocks:
         if (op == "AVG" and x.dtype == torch.bool) or (op[0] == "B" and _is_fractional(x)):
             expected = "numbers" if op == "AVG" else "integers or bool"
-            raise ValueError(message(f"torch.distributed.{name}", "op", f"{op} of {x.dtype}", f"{expected} for {op}"))
+            raise wrong(name, "op", f"{op} of {x.dtype}", f"{expected} for {op}")
     return op, blocks
 
 
@@ -259,9 +252,7 @@ def plain(x: Tensor) -> Tensor:
 def contiguous(name: str, x: Tensor) -> Tensor:
     """Return the plain tensor; raise if it is not contiguous, for calls that read memory one behind the other."""
     if not (x := plain(x)).is_contiguous():
-        raise ValueError(
-            message(f"torch.distributed.{name}", "tensor", f"strides {x.stride()}", "a contiguous tensor", _MEMORY)
-        )
+        raise wrong(name, "tensor", f"strides {x.stride()}", "a contiguous tensor", _MEMORY)
     return x
 
 
@@ -275,5 +266,5 @@ def layout(name: str, tensors: list[Tensor]) -> str:
     for x in strided:
         if torch.empty_like(x).stride() != x.stride():  # equal if x has no gaps and no overlaps
             got, expected = f"strides {x.stride()} for shape {tuple(x.shape)}", "a tensor without gaps or overlaps"
-            raise ValueError(message(f"torch.distributed.{name}", "tensor", got, expected, _MEMORY))
+            raise wrong(name, "tensor", got, expected, _MEMORY)
     return f", strides {', '.join(str(x.stride()) for x in strided)}" if strided else ""
