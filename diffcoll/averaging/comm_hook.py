@@ -62,7 +62,7 @@ class GradientBucket:
     group: Group
     index: int
     is_last: bool
-    _ranks: Ranks = field(repr=False)
+    _comm_hook: CommHook = field(repr=False)
 
     def all_reduce(self, x: Tensor) -> Pending[Tensor]:
         """Start the sum of x over the ranks; `wait()` returns it, bitwise the same on all ranks.
@@ -73,33 +73,58 @@ class GradientBucket:
         Raises:
             CollectiveMismatchError: on all ranks, if a hook has raised on one, or if x differs in shape or dtype.
         """
-        return self._ranks.all_reduce(x)
+        return self._comm_hook.all_reduce(x)
 
 
 Hook: TypeAlias = Callable[[GradientBucket], Tensor | Waitable]
 
 
-class Ranks:
-    """The messages of the hook of one averager, which begin with a comparison of all ranks."""
+class CommHook:
+    """Calls the user's hook of one averager for all buckets, and sends its messages, each after a comparison."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.at = "comm_hook"
+    def __init__(self, hook: Hook, engine: Engine, group: Any) -> None:
+        self._hook, self._engine, self._group = hook, engine, group
+        self._name = f"comm_hook {name_of(hook)}"
+        #: The bucket at work, for errors and comparisons.
+        self._at = self._name
         #: An error that all ranks have raised in this reduction; no rank answers to further messages.
-        self.error: Exception | None = None
+        self._error: Exception | None = None
         self._waits: dict[object, Wait] = {}
 
-    def agree(self, does: str, text: str) -> None:
-        """Raise on all ranks unless all of them do the same; the error has each rank's text."""
-        if self.error is not None:
-            raise self.error
-        if self._engine.size == 1:
-            return
+    @torch.no_grad()
+    def reduce(self, buckets: Sequence[Bucket]) -> None:
+        """Replace each bucket's row by what the hook returns; an error of the hook is raised on all ranks."""
+        self._error, self._waits = None, {}
         try:
-            checks.compare(self._engine, (NAME, self.at, does), f"{NAME}, {self.at}: {text}")
-        except Exception as error:
-            self.error = error
-            raise
+            results = [self._call(i, buckets) for i in range(len(buckets))]
+            for i, (bucket, result) in enumerate(zip(buckets, results, strict=True)):
+                self._enter(i, buckets)
+                reduced = result if isinstance(result, Tensor) else _waited(result)
+                _refuse_unlike(reduced, bucket.row)
+                if not reduced.is_set_to(bucket.row):
+                    bucket.row.copy_(reduced)
+            while self._waits:
+                with communicating(self._engine, self._at, 0, "not waited for", _REMEDY):
+                    self._waits.pop(next(iter(self._waits)))()
+        except BaseException as error:
+            if error is self._error:
+                raise
+            text = f"raised {type(error).__name__}: {error}"
+            self._agree("raised", text)
+            if not isinstance(error, Exception):
+                raise
+            raise RuntimeError(f"{NAME}, {self._at}: {text}") from error
+        self._at = self._name
+        self._agree("ended", f"has returned for all {len(buckets)} buckets")
+
+    def _enter(self, i: int, buckets: Sequence[Bucket]) -> None:
+        self._at = f"{self._name}, bucket {i} of {len(buckets)} ({buckets[i]})"
+
+    def _call(self, i: int, buckets: Sequence[Bucket]) -> Any:
+        self._enter(i, buckets)
+        # Tensors of their own: the bucket counts them, and allocates new memory if the hook keeps one.
+        row, gradients = buckets[i].row.detach(), {p.name: p.place.memory.detach() for p in buckets[i].parameters}
+        return self._hook(GradientBucket(row, gradients, self._group, i, i == len(buckets) - 1, self))
 
     @torch.no_grad()
     def all_reduce(self, x: Tensor) -> Pending[Tensor]:
@@ -108,68 +133,32 @@ class Ranks:
             got = f"{x.dtype}, {x.layout}" if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"bucket.all_reduce: x: got {got}, expected a strided tensor of a dtype other than bool")
         what = f"all_reduce of {tuple(x.shape)} {x.dtype}"
-        self.agree(what, what)
+        self._agree(what, what)
         y = x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-        engine, key, at = self._engine, object(), self.at
+        engine, at, waits, key = self._engine, self._at, self._waits, object()
         if engine.size > 1:
             with communicating(engine, at, y.nbytes, what, _REMEDY, later=engine.overlaps(y)):
-                self._waits[key] = engine.all_reduce(y, y)
+                waits[key] = engine.all_reduce(y, y)
 
         def wait() -> Tensor:
-            if key in self._waits:
+            if key in waits:
                 with communicating(engine, at, y.nbytes, what, _REMEDY):
-                    self._waits.pop(key)()
+                    waits.pop(key)()
             return y
 
         return Pending(f"{NAME}, {at}: bucket.all_reduce", wait)
 
-    def finish(self) -> None:
-        """Wait for what the hook has not waited for."""
-        for wait in list(self._waits.values()):
-            with communicating(self._engine, self.at, 0, "not waited for", _REMEDY):
-                wait()
-        self._waits.clear()
-
-
-class CommHook:
-    """Calls a user's hook for all buckets of one averager."""
-
-    def __init__(self, hook: Hook, engine: Engine, group: Any) -> None:
-        self._hook, self._engine, self._group = hook, engine, group
-        self._name = name_of(hook)
-
-    @torch.no_grad()
-    def reduce(self, buckets: Sequence[Bucket]) -> None:
-        """Replace each bucket's row by what the hook returns; an error of the hook is raised on all ranks."""
-        ranks = Ranks(self._engine)
+    def _agree(self, does: str, text: str) -> None:
+        """Raise on all ranks unless all of them do the same; the error has each rank's text."""
+        if self._error is not None:
+            raise self._error
+        if self._engine.size == 1:
+            return
         try:
-            results = [self._call(ranks, i, buckets) for i in range(len(buckets))]
-            for i, (bucket, result) in enumerate(zip(buckets, results, strict=True)):
-                ranks.at = self._at(i, buckets)
-                reduced = result if isinstance(result, Tensor) else _waited(result)
-                _refuse_unlike(reduced, bucket.row)
-                if not reduced.is_set_to(bucket.row):
-                    bucket.row.copy_(reduced)
-            ranks.finish()
-        except BaseException as error:
-            if error is ranks.error:
-                raise
-            text = f"raised {type(error).__name__}: {error}"
-            ranks.agree("raised", text)
-            if not isinstance(error, Exception):
-                raise
-            raise RuntimeError(f"{NAME}, {ranks.at}: {text}") from error
-        ranks.at = f"comm_hook {self._name}"
-        ranks.agree("ended", f"has returned for all {len(buckets)} buckets")
-
-    def _at(self, i: int, buckets: Sequence[Bucket]) -> str:
-        return f"comm_hook {self._name}, bucket {i} of {len(buckets)} ({buckets[i]})"
-
-    def _call(self, ranks: Ranks, i: int, buckets: Sequence[Bucket]) -> Any:
-        ranks.at = self._at(i, buckets)
-        # Tensors of their own: the bucket counts them, and allocates new memory if the hook keeps one.
-        row, gradients = buckets[i].row.detach(), {p.name: p.place.memory.detach() for p in buckets[i].parameters}
-        return self._hook(GradientBucket(row, gradients, self._group, i, i == len(buckets) - 1, ranks))
+            checks.compare(self._engine, (NAME, self._at, does), f"{NAME}, {self._at}: {text}")
+        except Exception as error:
+            self._error = error
+            raise
 
 
 def _waited(result: Any) -> Any:
