@@ -1,4 +1,4 @@
-"""What autograd accumulates between two reductions, and the weights that it is multiplied by.
+"""What autograd accumulates: in a pass whose gradients are reduced, and between two reductions.
 
 note  notes/averaging.md
 """
@@ -6,15 +6,43 @@ note  notes/averaging.md
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from diffcoll.averaging.buckets import Bucket
 from diffcoll.averaging.functions import weighted
 from diffcoll.averaging.gradient import Parameter, is_readable
-from diffcoll.averaging.ownership import SPARSE
+from diffcoll.averaging.ownership import SPARSE, find_ddp
 from diffcoll.averaging.policy import NAME, Policy
 from diffcoll.core.torch_private.tensors import version
+from diffcoll.core.torch_private.tracing import untraced
+from diffcoll.engines.engine import Wait
+
+
+@dataclass(eq=False)
+class Collecting:
+    """A reduction that has begun: of a backward pass with the passes nested in it, or of `synchronize`."""
+
+    #: Autograd's graph task ids of the pass and of those nested in it; none in `synchronize`.
+    tasks: set[int]
+    #: Whether check mode was on when it began.
+    is_checked: bool
+    #: The graph task id of the outermost pass, at whose end gradients are reduced; -1: not known yet.
+    ends_with: int = -1
+    #: Whether a nested pass has accumulated a gradient: then nothing is sent before the end.
+    is_nested: bool = False
+    #: Whether this rank has taken part in the exchange of the module's buffers.
+    is_exchanged: bool = False
+    #: Parameters in the order in which their gradients were accumulated.
+    collected: dict[Parameter, None] = field(default_factory=dict)
+    #: The number of gradients that each bucket waits for; empty if an error has prevented that buckets are prepared.
+    pending: dict[Bucket, int] = field(default_factory=dict)
+    #: For each parameter whether it counts as used; known when the last bucket is sent.
+    used: list[bool] = field(default_factory=list)
+    #: One for each bucket that was sent.
+    waits: list[Wait] = field(default_factory=list)
 
 
 class Accumulation:
@@ -28,7 +56,6 @@ class Accumulation:
         """Prepare `.grad` for a gradient that autograd is about to add to it, and return that times its weight."""
         p.value_version, p.is_prepared = version(p.tensor), True
         weight = self._policy.weight(before_first=self.drop_weights_of_zeroed)
-        p.is_weighted = True
         self._refuse_replaced(p)
         self._set_aside(p)
         p.reduced, p.was_replaced = None, False
@@ -51,11 +78,9 @@ class Accumulation:
             p.record(is_witness=self._is_witness(p))
 
     def check(self, p: Parameter, *, in_backward: bool) -> None:
-        """Prepare `.grad` for its reduction, or raise if its reduction would be wrong.
+        """Prepare `.grad` for its reduction, or raise if that would be wrong.
 
-        Args:
-            p: the parameter.
-            in_backward: False: `synchronize` reduces what is in `.grad`, whoever has assigned it.
+        Not in backward, `synchronize` reduces what is in `.grad`, whoever has assigned it.
         """
         self._set_aside(p)
         grad = p.tensor.grad
@@ -65,7 +90,7 @@ class Accumulation:
             raise TypeError(f"{NAME}: {p.name}: {SPARSE}")
         if in_backward:
             self._refuse_replaced(p)
-        if self._policy.is_weighted and not p.is_weighted and grad.any():
+        if self._policy.is_weighted and not p.is_accumulated and grad.any():
             raise RuntimeError(
                 f"{NAME}: {p.name}: its gradient was not multiplied by the weight, since no backward has accumulated "
                 "it since the last reduction; call set_weight(w) before backward, and average gradients that you "
@@ -152,3 +177,58 @@ class Accumulation:
         """Whether a gradient that was zero may have been zeroed: it is a view, and its base was modified."""
         of_all = [q.accumulated for q in self._parameters]
         return p.accumulated.is_zero_view(p.tensor.grad) and p.accumulated.is_base_modified(of_all)
+
+
+# ── gradients that were changed, or that nobody uses ─────────────────────────────────────────────────────
+
+
+def is_used(p: Parameter) -> bool:
+    """Whether autograd has accumulated a gradient since the last reduction, or the user has assigned one."""
+    grad = p.tensor.grad
+    return p.is_accumulated or (grad is not None and grad is not p.reduced and grad is not p.place.view)
+
+
+def refuse_changes(trainable: Sequence[Parameter], now: Collecting) -> None:
+    """Raise if a gradient or its parameter was modified in this pass after the gradient was accumulated."""
+    for p in now.collected:
+        if p.tensor.grad is None:
+            why = "its gradient was set to None"
+        elif p.place.is_filled and p.place.has_changed():
+            why = "its gradient was changed"
+        elif version(p.tensor) != p.value_version:
+            why = "its value was changed"
+        else:
+            continue
+        _refuse_ddp(p, trainable)
+        raise RuntimeError(
+            f"{NAME}: {p.name}: {why} in backward, before it was averaged, as by an optimizer that steps within "
+            "backward: its step would differ between ranks; step after backward, or change gradients in hooks of "
+            "the tensor, p.register_hook(…)"
+        )
+
+
+@untraced
+def refuse_second_average(trainable: Sequence[Parameter]) -> None:
+    """Raise if DistributedDataParallel has averaged the gradients again, in a callback after all averagers'."""
+    changed = next((p for p in trainable if p.reduced is not None and p.place.has_changed()), None)
+    if changed is not None:
+        _refuse_ddp(changed, trainable)
+
+
+def _refuse_ddp(p: Parameter, trainable: Sequence[Parameter]) -> None:
+    if find_ddp(q.tensor for q in trainable):
+        raise RuntimeError(
+            f"{NAME}: {p.name}: DistributedDataParallel averages this parameter, too; remove one of the two: call "
+            "detach(), or use the module without DistributedDataParallel"
+        )
+
+
+def refuse_unused(trainable: Sequence[Parameter], flags: Sequence[float]) -> None:
+    """Raise the names of the parameters that no rank has used; the same on all ranks."""
+    names = [p.name for p, flag in zip(trainable, flags, strict=False) if not flag]
+    if names:
+        raise RuntimeError(
+            f"{NAME}: unused: got {len(names)} of {len(trainable)} parameters that no rank's loss has used "
+            f'since the last reduction, expected none with unused="error": {", ".join(names)}; use them, freeze '
+            "them by requires_grad_(False), or leave them out by ignore=[…]"
+        )

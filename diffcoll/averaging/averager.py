@@ -9,9 +9,8 @@ note  notes/averaging.md, notes/when-gradients-synchronize.md
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Generator, Iterable, Iterator
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +21,17 @@ from diffcoll.averaging.functions import checked_weight
 from diffcoll.averaging.gradient import Parameter, is_channels_last
 from diffcoll.averaging.hooks import Hooks
 from diffcoll.averaging.joined import Joined, joined
-from diffcoll.averaging.messages import agree, broadcast_from_first, twin
+from diffcoll.averaging.messages import broadcast_from_first, twin
 from diffcoll.averaging.module_buffers import ModuleBuffers, facts, named_buffers, refuse_without_memory
-from diffcoll.averaging.ownership import Ignore, Named, differentiable, named_parameters
+from diffcoll.averaging.ownership import Ignore, differentiable, named_parameters
 from diffcoll.averaging.policy import NAME, Averaging, BroadcastBuffers, Settings, Unused, read_reduction
 from diffcoll.averaging.reducer import Reducer
 from diffcoll.averaging.watch import ModuleTree
+from diffcoll.core.control import Control
 from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import untraced
 from diffcoll.engines import guards
-from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group
 
 Batch = TypeVar("Batch")
@@ -123,43 +122,35 @@ class GradientAverager:
         arguments = Settings(how, bucket_mb, comm_dtype, deterministic, comm_hook, unused, *sends, hooks)
         arguments.check(module)
         named, ignored = named_parameters(module_or_params, ignore)
-        engine = _engine(group)
+        engine = resolve(group, NAME)
+        if engine.in_one_graph:
+            got, expected = "simulated ranks that share one autograd graph", "ranks that call backward themselves"
+            remedy = "simulate(…, rules=True), with backward inside"
+            raise RuntimeError(message(NAME, "group", got, expected, remedy))
         ownership.refuse_shared(named)
-        claims = ownership.claims_on(named)
-        agree(
-            NAME,
-            "parameters",
-            [_fact(*pair) + ownership.status(pair[1], claims, module, named) for pair in named],
-            group,
-        )
-        buffers = named_buffers(module, ignored) if module is not None and broadcast_buffers != "never" else {}
-        agree(NAME, "arguments", [*arguments.facts(), *facts(buffers)], group)
+        claims, ranks = ownership.claims_on(named), Control(engine, NAME)
+        parameters = [_fact(*pair) + ownership.status(pair[1], claims, module, named) for pair in named]
+        ranks.agree_on_each(parameters, "parameters")
+        buffers = {} if broadcast_buffers == "never" else named_buffers(module, ignored)
+        ranks.agree_on_each([*arguments.facts(), *facts(buffers)], "arguments")
         refuse_without_memory(buffers)
         ownership.detach_replaced(claims, module, named)
         broadcast_from_first([*(p for _, p in named if broadcast_parameters), *buffers.values()], group)
-        repeats = module if broadcast_buffers == "each forward" else None
-        self._buffers = None if repeats is None else ModuleBuffers(repeats, ignored, twin(engine, self))
+        repeats = broadcast_buffers == "each forward"
+        repeated = ModuleBuffers(module, ignored, twin(engine, self)) if repeats else None
         engine = twin(engine, self)
         ownership.refuse_shared(named)  # again: another simulated rank may have made its averager since
-        self._rank = guards.THREAD.rank  # a simulated rank is a thread
-        self._tree = None if module is None else ModuleTree(module, named, ignored, self)
+        tree = ModuleTree(module, named, ignored, self)
         hook = None if comm_hook is None else CommHook(comm_hook, engine, group)
-        parameters = [Parameter(i, *pair) for i, pair in enumerate(differentiable(named))]
-        self._reducer = Reducer(parameters, engine, arguments, self._tree, self._buffers, hook)
-        self._hooks = Hooks(self._reducer)
-        self._attach(module, named, hooks)
-
-    def _attach(self, module: nn.Module | None, named: Named, hooks: bool) -> None:
-        owner = None if module is None else weakref.ref(module)
-        self._claim = ownership.Claim(named, self._reducer, owner, self._rank, self.detach)
-        self._number = ownership.enter(self._claim)
+        owned = [Parameter(i, *pair) for i, pair in enumerate(differentiable(named))]
+        self._reducer = Reducer(owned, engine, arguments, tree, repeated, hook)
+        self._hooks = Hooks(self._reducer, no_sync_depth=int(not hooks))
+        self._claim = ownership.Claim(named, self._reducer, tree.module, guards.THREAD.rank, self.detach)
         self._is_attached = True
-        if self._tree is not None:
-            self._tree.attach(self._hooks.after_new_parameter)
-        if self._buffers is not None:
-            self._buffers.attach(self._hooks.end_failed_backward)
-        if not hooks:
-            self._hooks.no_sync_depth += 1
+        ownership.enter(self._claim)
+        tree.attach(self._hooks.after_new_parameter)
+        if repeated is not None:
+            repeated.attach(self._hooks.end_failed_backward)
         self._hooks.attach()
 
     @contextlib.contextmanager
@@ -259,11 +250,8 @@ class GradientAverager:
             RuntimeError: another `join` of this averager has begun before this one ended; or a second loop over what
                 this returned, after one that was left early.
         """
-        return Joined(self._join(batches, spare))
-
-    def _join(self, batches: Iterable[Batch], spare: Batch | None) -> Generator[Batch, None, None]:
         self._check_attached("join")
-        yield from joined(batches, spare, self._hooks, self._reducer, self._buffers)
+        return Joined(joined(batches, spare, self._hooks, self._reducer))
 
     @untraced
     def detach(self) -> None:
@@ -274,16 +262,15 @@ class GradientAverager:
         if not self._is_attached:
             return
         self._is_attached = False
-        ownership.leave(self._number)
-        if self._tree is not None:
-            self._tree.detach()
+        ownership.leave(self._claim)
+        engine, tree, buffers = self._reducer.engine, self._reducer.tree, self._reducer.buffers
+        tree.detach()
         self._hooks.detach()
-        engine = self._reducer.engine
-        if self._reducer.now is not None and not engine.ended and self._rank is guards.THREAD.rank:
+        if not engine.ended and self._claim.rank is guards.THREAD.rank:
             with contextlib.suppress(RuntimeError):  # the group has failed: no rank waits
-                self._reducer.abandon()
-        if self._buffers is not None:
-            self._buffers.detach()
+                self._hooks.end_failed_backward()
+        if buffers is not None:
+            buffers.detach()
         if engine.size > 1:
             engine.close()
 
@@ -296,12 +283,3 @@ class GradientAverager:
 
 def _fact(name: str, p: Tensor) -> str:
     return f"{name} {tuple(p.shape)} {p.dtype}{' channels_last' * is_channels_last(p)}"
-
-
-def _engine(group: Any) -> Engine:
-    engine = resolve(group, NAME)
-    if engine.in_one_graph:
-        remedy = "simulate(…, rules=True), with backward inside"
-        got = "simulated ranks that share one autograd graph"
-        raise RuntimeError(message(NAME, "group", got, "ranks that call backward themselves", remedy))
-    return engine

@@ -19,7 +19,7 @@ class Bucket:
     ) -> None:
         self.parameters = parameters
         for p in parameters:
-            p.place = Place(p.tensor, p.strides, dtype)
+            p.place = Place(p, dtype)
         self._sorted = sorted((p.place for p in parameters), key=lambda place: not place.is_small)
         self._small = [place for place in self._sorted if place.is_small]
         self._like = torch.empty(0, dtype=dtype, device=device)
@@ -47,7 +47,9 @@ class Bucket:
         self._row_of_small = memory[: sum(sizes[: len(self._small)])]
         for place, part, row in zip(self._sorted, parts, self.body.split_with_sizes(sizes), strict=True):
             strides = place.strides if part.dim() == place.tensor.dim() else None
-            place.memory, place.view = _shaped_view(row, part, strides), None
+            place.view = None
+            shape, offset = part.shape, row.storage_offset()
+            place.memory = row.view(shape) if strides is None else row.as_strided(shape, strides, offset)
 
     def reallocate_if_held(self) -> None:
         """Allocate new memory if anything but `.grad` references the old: gradients that the user holds never change.
@@ -80,9 +82,7 @@ class Bucket:
         for other in self._others:
             self.stream.wait_stream(other)
         self._others.clear()
-        here = torch.cuda.current_stream(self.body.device)
-        if here != self.stream:
-            here.wait_stream(self.stream)
+        torch.cuda.current_stream(self.body.device).wait_stream(self.stream)
 
     def put_missing(self, scale: float) -> None:
         """Put the gradients that are not in the bucket yet."""
@@ -97,9 +97,9 @@ class Bucket:
         if scale == 0 or not grads:
             return
         for place, grad in zip(self._small, grads, strict=True):
-            if place.is_filled or grad is None or grad is place.view or not grad.is_contiguous() or grad.is_conj():
+            if place.is_filled or grad is None or grad is place.view or is_view(grad):
                 return
-            if is_view(grad):
+            if not grad.is_contiguous() or grad.is_conj():
                 return
         torch.cat([grad.view(-1) for grad in grads], out=self._row_of_small)  # type: ignore[union-attr]
         if scale != 1:
@@ -159,8 +159,3 @@ def cut(
     buckets = [Bucket(*c, engine) for c in (*made, *(r for r in rest if r is not end))]
     buckets.sort(key=lambda bucket: not bucket.overlaps)  # blocking reductions wait for the end of backward
     return [*buckets, Bucket(*end, engine, tail)]
-
-
-def _shaped_view(row: Tensor, like: Tensor, strides: tuple[int, ...] | None) -> Tensor:
-    """Return a view of a row in the shape of a tensor with these strides; None: contiguous."""
-    return row.view(like.shape) if strides is None else row.as_strided(like.shape, strides, row.storage_offset())

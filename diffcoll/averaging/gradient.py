@@ -101,13 +101,13 @@ class Place:
     #: `.grad` when it was put here.
     recorded = Snapshot(None)
 
-    def __init__(self, tensor: Tensor, strides: tuple[int, ...] | None, dtype: torch.dtype) -> None:
-        self.tensor, self.strides = tensor, strides
+    def __init__(self, p: Parameter, dtype: torch.dtype) -> None:
+        self.tensor, self.strides = p.tensor, p.strides
         #: Whether `.grad` can be a view of the memory: False if gradients are sent in another dtype.
-        self.shares = tensor.dtype == dtype
-        #: Whether it is put together with other small gradients. They come first in the message, so this depends on
+        self.shares = p.dtype == dtype
+        #: Whether it is put together with other small gradients. They are first in the message, so this depends on
         #: facts that are equal on all ranks.
-        self.is_small = self.shares and tensor.nbytes < SMALL and strides is None
+        self.is_small = self.shares and p.tensor.nbytes < SMALL and p.strides is None
 
     def put(self, scale: float) -> None:
         """memory ← scale · `.grad`, or zeros if `.grad` is None; then make `.grad` a view of the memory."""
@@ -157,28 +157,24 @@ class Place:
         return self.is_used and self.shares and self.holds(self.tensor.grad)
 
     def take(self, earlier: Tensor | None) -> Tensor:
-        """Make `.grad` the reduced gradient, with an earlier one added to it; returns it."""
-        grad = self._taken()
+        """Make `.grad` the reduced gradient, with an earlier one added to it; returns it.
+
+        It is a view of the memory, or a copy if the dtypes differ or the user has the memory.
+        """
+        grad = self.kept
+        if grad is None and self.shares:
+            grad = self._set_view()
+        else:
+            if grad is None:
+                grad = self.tensor.grad
+                # Autograd may have made `.grad` a view of another tensor, e.g. of the cotangent that the user passed.
+                if grad is None or storage_uses(grad) > _SOLE_USES:
+                    grad = torch.empty_like(self.tensor)
+            as_summed(self.memory.dtype, grad.detach()).copy_(self.memory)
+            self.tensor.grad = grad
         if earlier is not None:
             grad.add_(earlier)
         self.recorded = Snapshot(grad)
-        return grad
-
-    def _taken(self) -> Tensor:
-        """Make `.grad` a view of the memory, or a copy if the dtypes differ or the user has the memory."""
-        grad = self.kept
-        if grad is not None:
-            as_summed(self.memory.dtype, grad.detach()).copy_(self.memory)
-            self.tensor.grad = grad
-            return grad
-        if self.shares:
-            return self._set_view()
-        grad = self.tensor.grad
-        # Autograd may have made `.grad` a view of another tensor, e.g. of the cotangent that the user passed.
-        if grad is None or storage_uses(grad) > _SOLE_USES:
-            grad = torch.empty_like(self.tensor)
-        as_summed(self.memory.dtype, grad).copy_(self.memory)
-        self.tensor.grad = grad
         return grad
 
     def drop_views(self) -> None:
@@ -197,7 +193,7 @@ class Parameter:
     reduced: Tensor | None = None
     #: Whether a pass has begun with another `.grad` than `reduced`, which autograd has not added to yet.
     was_replaced = False
-    #: The version of the parameter when a gradient was last accumulated, if there is a pre-hook.
+    #: The version of the parameter before its hooks that run after an accumulation.
     value_version = 0
     #: Keeps swap_tensors, which would drop the hooks, from accepting the parameter.
     reference: weakref.ref[Tensor] | None = None
@@ -215,8 +211,8 @@ class Parameter:
 
     def start_over(self) -> None:
         """Forget what has happened since the last reduction."""
-        #: Whether autograd has accumulated a gradient, and multiplied it by the weight.
-        self.is_accumulated = self.is_weighted = self.was_replaced = False
+        #: Whether autograd has accumulated a gradient.
+        self.is_accumulated = self.was_replaced = False
         #: A reduced gradient to which the gradient of this step is added at the end.
         self.earlier: Tensor | None = None
         #: `.grad` after accumulation, recorded while `earlier` or a weight depends on it.

@@ -11,11 +11,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from diffcoll.averaging import ownership
-from diffcoll.averaging.collecting import Collecting, refuse_second_average
+from diffcoll.averaging.accumulation import Collecting, refuse_second_average
 from diffcoll.averaging.gradient import Parameter
 from diffcoll.averaging.messages import numbers_of_ranks
 from diffcoll.averaging.policy import NAME
@@ -46,11 +45,10 @@ _numbers = itertools.count()
 class Hooks:
     """The hooks of one averager; parameters hold it weakly."""
 
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = reducer
+    def __init__(self, reducer: Reducer, no_sync_depth: int) -> None:
+        self._reducer, self.no_sync_depth = reducer, no_sync_depth
         #: Autograd has a thread per GPU, so hooks of parameters on several GPUs may run at the same time.
         self._lock = threading.RLock()
-        self.no_sync_depth = 0
         #: Marks nodes that have the pre-hook.
         self._key = f"diffcoll {next(_numbers)}"
         #: The number of reductions when `skip_step` was last called; 0: never.
@@ -64,22 +62,22 @@ class Hooks:
             # torch.utils.swap_tensors, by which load_state_dict and conversions may replace a parameter, removes its
             # hooks without a word. It refuses tensors with weak references.
             p.reference = weakref.ref(p.tensor)
-            with _requiring_grad(p.tensor):
-                hook = self._hook(Hooks._after_accumulate, p)
-                p.hooks.append(p.tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            self._register(p, p.tensor.register_post_accumulate_grad_hook, Hooks._after_accumulate)
             if self._reducer.policy.changes_reduced or has_earlier_hooks(p.tensor):
-                self._hook_before(p)
+                self.hook_before([p])
 
-    def hook_before(self) -> None:
-        """Let `_before_accumulate` run for all parameters."""
-        for p in self._reducer.parameters:
-            self._hook_before(p)
+    def hook_before(self, parameters: Iterable[Parameter]) -> None:
+        """Let `_before_accumulate` run for these parameters."""
+        for p in parameters:
+            if p.hooks and p.pre_hook is None:
+                p.pre_hook = self._hook(Hooks._before_accumulate, p)
+                self._register(p, p.tensor.register_hook, Hooks._on_gradient)
 
-    def _hook_before(self, p: Parameter) -> None:
-        if p.hooks and p.pre_hook is None:
-            p.pre_hook = self._hook(Hooks._before_accumulate, p)
-            with _requiring_grad(p.tensor):
-                p.hooks.append(p.tensor.register_hook(self._hook(Hooks._on_gradient, p)))  # type: ignore[no-untyped-call]
+    def _register(self, p: Parameter, register: Callable[..., Any], method: Callable[[Hooks, Any, Any], Any]) -> None:
+        requires_grad = p.tensor.requires_grad
+        p.tensor.requires_grad_(True)  # otherwise no hook can be registered
+        p.hooks.append(register(self._hook(method, p)))
+        p.tensor.requires_grad_(requires_grad)
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -183,13 +181,13 @@ class Hooks:
         if backward_at_work() >= 0:
             raise RuntimeError(f"{name}: called within backward; call it after backward has returned or raised")
         count = reducer.count - self._skipped_at
-        is_open = reducer.now is not None and reducer.now.is_prepared
+        is_open = reducer.now is not None and bool(reducer.now.pending)
         failed = failed or is_open
         if is_open or (failed and not count):
             reducer.skip()
         elif count and not self._skipped_at:
             # The first call: if this rank has failed before its backward, the others may wait in a reduction.
-            if not reducer.is_skipped and not reducer.was_skipped():
+            if not reducer.was_skipped():
                 reducer.skip(failed)
         elif count != 1:
             raise RuntimeError(
@@ -199,7 +197,7 @@ class Hooks:
         reducer.now = None
         # If a rank has skipped the reduction, all ranks know that: no message, since it may have to end the reductions
         # of other averagers in this pass, for which ranks wait, before those call this.
-        skips = reducer.is_skipped or reducer.was_skipped() or any(numbers_of_ranks(failed, reducer.engine))
+        skips = reducer.was_skipped() or any(numbers_of_ranks(failed, reducer.engine))
         reducer.is_skipped = False
         self._skipped_at = reducer.count
         if skips:
@@ -228,12 +226,6 @@ class Hooks:
         """Register the callback of the outer pass as soon as its next node runs, where it can be registered."""
         if now.ends_with >= 0 or now is not self._reducer.now:
             return
-        following = nodes_after_nested_backward()
-        if not following:
-            raise RuntimeError(
-                f"{NAME}: a backward within another, and the end of the outer one cannot be detected; use "
-                "use_reentrant=False, or no_sync() and synchronize()"
-            )
         handles: list[Any] = []
 
         def before_next_node(_: object) -> None:
@@ -242,7 +234,7 @@ class Hooks:
             handles.clear()
             self._register_end_callback(is_backward_nested(), now)
 
-        handles += [node.register_prehook(untraced(before_next_node)) for node in following]
+        handles += [node.register_prehook(untraced(before_next_node)) for node in nodes_after_nested_backward()]
 
 
 def _reducers_of(task: int) -> list[Reducer]:
@@ -270,23 +262,4 @@ def _on_backward_end(task: int) -> None:
     if errors:
         raise errors[0]
     if any(reducer.engine.size > 1 for reducer in reducers):
-        after_backward(partial(_after_all_callbacks, reducers))
-
-
-@untraced
-def _after_all_callbacks(reducers: list[Reducer]) -> None:
-    for reducer in reducers:
-        refuse_second_average(reducer.trainable)
-
-
-@contextlib.contextmanager
-def _requiring_grad(p: Tensor) -> Iterator[None]:
-    """Let p require a gradient within the block: hooks can only be registered then."""
-    frozen = not p.requires_grad
-    if frozen:
-        p.requires_grad_(True)
-    try:
-        yield
-    finally:
-        if frozen:
-            p.requires_grad_(False)
+        after_backward(partial(refuse_second_average, [p for reducer in reducers for p in reducer.trainable]))

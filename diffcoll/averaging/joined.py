@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from diffcoll.averaging.hooks import Hooks
 from diffcoll.averaging.messages import numbers_of_ranks
-from diffcoll.averaging.module_buffers import ModuleBuffers
 from diffcoll.averaging.policy import NAME
 from diffcoll.averaging.reducer import Reducer
 from diffcoll.core.errors import message
@@ -24,10 +23,10 @@ _REPLACED = f"{NAME}.join: another join() has begun since, expected one loop at 
 
 
 def joined(
-    batches: Iterable[Batch], spare: Batch | None, hooks: Hooks, reducer: Reducer, buffers: ModuleBuffers | None
+    batches: Iterable[Batch], spare: Batch | None, hooks: Hooks, reducer: Reducer
 ) -> Generator[Batch, None, None]:
     """Yield this rank's batches, then its last one again until every rank has run out."""
-    state, engine = reducer.policy.join, reducer.engine
+    state, engine, buffers = reducer.policy.join, reducer.engine, reducer.buffers
     iterator, nothing = iter(batches), object()
     mine: Any = next(iterator, nothing)
     last, yielded_at = nothing if spare is None else spare, -1
@@ -43,7 +42,7 @@ def joined(
                 last, state.took_part = copied_containers(mine), True  # the loop may modify its own
             elif not state.ran_out:
                 state.run_out(reducer.accumulation.has_gradients())
-                hooks.hook_before()
+                hooks.hook_before(reducer.parameters)
             state.source = of_ranks.index(_HAS_BATCH)
             yielded_at = reducer.count
             yield copied_containers(last) if state.ran_out else mine

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from diffcoll.averaging.policy import NAME
 from diffcoll.collectives.broadcast import broadcast
 from diffcoll.core.control import Control
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
-from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import is_profiling
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group
@@ -35,15 +34,10 @@ _BYTES = 64 << 20
 def communicating(
     engine: Engine, at: str, nbytes: int, what: str, remedy: str, *, later: bool = False
 ) -> Iterator[None]:
-    """Take the engine's turn, label the profile, and add the message and the absent ranks to an error of the backend.
+    """Take the engine's turn for the message `at`, label the profile, and add to an error of the backend.
 
-    Args:
-        engine: which sends the message.
-        at: which message it is, for errors and profiles.
-        nbytes: its size.
-        what: its contents, for errors and profiles.
-        remedy: what an absent rank may have done, and what to do, for errors.
-        later: whether what starts here is waited for later.
+    An error names the message, its contents `what`, the absent ranks, and by `remedy` what these may have done.
+    `later`: whether what starts here is waited for later.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -80,40 +74,22 @@ def write(x: Tensor, value: Tensor) -> None:
     x.copy_(value)
 
 
-# ── numbers ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def numbers_of_ranks(number: int, engine: Engine) -> list[int]:
     """Return the number of each rank."""
     return [first for (first,) in Control(engine, NAME).numbers([int(number)])]
-
-
-def numbers_of_first(numbers: list[int], engine: Engine) -> list[int]:
-    """Return the numbers of rank 0, equally many on all."""
-    return Control(engine, NAME).numbers_of_first(numbers)
 
 
 # ── before training, in the user's group ─────────────────────────────────────────────────────────────────
 
 
 @torch.no_grad()
-def agree(name: str, what: str, facts: Sequence[str], group: Group) -> None:
-    """Raise on all ranks, with the first difference, if their facts differ."""
-    Control(resolve(group, name), name).agree_on_each(facts, what)
-
-
-@torch.no_grad()
 def broadcast_from_first(tensors: Sequence[Tensor], group: Group) -> None:
     """Copy rank 0's values to all ranks, in place."""
-    chunk: list[Any] = []
-    nbytes = 0
-    for i, t in enumerate(tensors):
-        chunk.append(t.detach())
-        nbytes += t.nbytes
-        if nbytes >= _BYTES or i == len(tensors) - 1:
-            for mine, first in zip(chunk, broadcast(chunk, 0, group=group), strict=True):
-                write(mine, first)
-            chunk, nbytes = [], 0
+    ends = accumulate(t.nbytes for t in tensors)
+    for _, pairs in groupby(zip(ends, tensors, strict=True), key=lambda pair: pair[0] // _BYTES):
+        chunk = [t.detach() for _, t in pairs]
+        for mine, first in zip(chunk, broadcast(chunk, 0, group=group), strict=True):
+            write(mine, first)
 
 
 def twin(engine: Engine, owner: object) -> Engine:
@@ -124,15 +100,12 @@ def twin(engine: Engine, owner: object) -> Engine:
     """
     if engine.size == 1:
         return engine
-    freed = [*engine.twins_freed]
-    most = max(numbers_of_ranks(len(freed), engine))
-    if most:
-        rows = Control(engine, NAME).numbers([*freed, *[-1] * (most - len(freed))])
-        for number in sorted(set.intersection(*map(set, rows)) - {-1}):
-            engine.twins_freed.remove(number)
-            engine.twins.pop(number).close()
-    made, number = engine.twin(), engine.twins_made
-    engine.twins[number] = made
-    engine.twins_made += 1
-    weakref.finalize(owner, engine.twins_freed.append, number).atexit = False
-    return made
+    if engine.twins:
+        freed = Control(engine, NAME).numbers([of() is None for of, _ in engine.twins])
+        are_freed = [*zip(engine.twins, map(all, zip(*freed, strict=True)), strict=True)]
+        engine.twins = [pair for pair, is_freed in are_freed if not is_freed]
+        for (_, made), is_freed in are_freed:
+            if is_freed:
+                made.close()
+    engine.twins.append((weakref.ref(owner), engine.twin()))
+    return engine.twins[-1][1]

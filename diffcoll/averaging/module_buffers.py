@@ -9,8 +9,6 @@ note  notes/averaging.md
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -23,16 +21,15 @@ from diffcoll.core.torch_private.autograd import backward_at_work
 from diffcoll.core.torch_private.transforms import is_within_transform
 from diffcoll.engines.engine import Engine
 
-#: Buffers begin at multiples of as many bytes in a message, a multiple of every item size.
-_ALIGNMENT = 16
 _REMEDY = (
     "died, hangs, or has neither run a training forward nor called backward; call backward equally often on all ranks"
 )
 
 
-def named_buffers(module: nn.Module, ignored: Ignored) -> dict[str, Tensor]:
+def named_buffers(module: nn.Module | None, ignored: Ignored) -> dict[str, Tensor]:
     """Return the buffers that are not ignored."""
-    return {name: buffer for name, buffer in module.named_buffers() if not ignored(name, buffer)}
+    pairs = () if module is None else module.named_buffers()
+    return {name: buffer for name, buffer in pairs if not ignored(name, buffer)}
 
 
 def facts(buffers: dict[str, Tensor]) -> list[str]:
@@ -64,13 +61,11 @@ def _without_memory(b: Tensor) -> str:
 class ModuleBuffers(ForwardHook):
     """The buffers of a module, and the messages that copy them.
 
-    Args:
-        module: held weakly.
-        ignored: whether a buffer is left out.
-        engine: with messages of its own: ranks may be in another order here than in the reduction of gradients.
+    The engine has messages of its own: ranks may be in another order here than in the reduction of gradients. The
+    callback, before an exchange in a forward, ends a backward that was left by an error, for which other ranks wait.
     """
 
-    def __init__(self, module: nn.Module, ignored: Ignored, engine: Engine) -> None:
+    def __init__(self, module: nn.Module | None, ignored: Ignored, engine: Engine) -> None:
         super().__init__(module)
         self.engine, self._ignored = engine, ignored
         buffers = named_buffers(module, ignored)
@@ -79,20 +74,10 @@ class ModuleBuffers(ForwardHook):
         #: The rank whose buffers are copied; changes between two reductions, at the same time on all ranks.
         self._source = 0
         #: Whether the exchange of this reduction was made.
-        self.is_exchanged = self._is_round_open = False
+        self.is_exchanged = False
         #: Buffers to be written at the end of backward.
         self._late: dict[str, Tensor] = {}
         self._difference = ""
-
-    def attach(self, before_exchange: Callable[[], None]) -> None:
-        """Copy rank 0's buffers now, and again before forward passes.
-
-        Args:
-            before_exchange: ends a backward pass that was left by an error, for which other ranks wait.
-        """
-        self._write(self._exchange())
-        self._before_exchange = before_exchange
-        self.register()
 
     def detach(self) -> None:
         """Remove the hook."""
@@ -105,33 +90,26 @@ class ModuleBuffers(ForwardHook):
 
         Not in a recomputation, nor within a transform of torch.func, which refuses writes to these tensors.
         """
-        module = self._module()
+        module = self.module()
         if module is None or not module.training or not torch.is_grad_enabled():
             return
         if backward_at_work() >= 0 or is_within_transform():
             return
         refuse_ended(self.engine)
-        self._before_exchange()
+        self._callback()
         if not self.is_exchanged:
             self.is_exchanged = True
             self._write(self._exchange())
 
     # ── reductions ───────────────────────────────────────────────────────────────────────────────────────
 
-    def open_round(self) -> None:
-        """Begin a reduction."""
-        self._is_round_open = True
-
     def end_round(self, source: int) -> None:
-        """Take part in the exchange of this reduction, unless it was made before a forward.
+        """End a reduction: take part in its exchange, unless that was made before a forward.
 
-        Args:
-            source: the rank whose buffers are copied from the next exchange on.
+        From the next exchange on, the buffers of rank `source` are copied.
         """
-        if not self._is_round_open:
-            return
         self._late = {} if self.is_exchanged else self._exchange()
-        self._is_round_open = self.is_exchanged = False
+        self.is_exchanged = False
         self._source = source
 
     def write_late(self) -> None:
@@ -150,8 +128,7 @@ class ModuleBuffers(ForwardHook):
     def synchronize(self, resets_source: bool) -> None:
         """Copy the buffers now; all ranks call it.
 
-        Args:
-            resets_source: copy those of rank 0 from the next exchange on; all ranks have made the same ones so far.
+        `resets_source`: all ranks have made the same exchanges so far, and from the next on those of rank 0 are copied.
         """
         self._write(self._exchange())
         if resets_source:
@@ -162,8 +139,7 @@ class ModuleBuffers(ForwardHook):
     @torch.no_grad()
     def _exchange(self) -> dict[str, Tensor]:
         """Send or receive the buffers; returns those to be written, none if they are others than at the start."""
-        engine, module = self.engine, self._module()
-        buffers = {} if module is None else named_buffers(module, self._ignored)
+        engine, buffers = self.engine, named_buffers(self.module(), self._ignored)
         now = facts(buffers)
         self._difference = "" if now == self._facts else _difference(self._facts, now)
         if self._difference:  # what was sent last is sent again; the error is raised in backward, on all ranks
@@ -186,15 +162,16 @@ class ModuleBuffers(ForwardHook):
 
 
 def _allocate(buffers: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return one row of bytes for each device, and each buffer's view of its row."""
+    """Return one row of bytes for each device, and each buffer's view of its row, in which its values are."""
     rows: list[Tensor] = []
     views: dict[str, Tensor] = {}
     for device in dict.fromkeys(b.device for b in buffers.values()):
-        here = {name: b for name, b in buffers.items() if b.device == device}
-        sizes = [-(-b.nbytes // _ALIGNMENT) * _ALIGNMENT for b in here.values()]
+        here = [(name, b) for name, b in buffers.items() if b.device == device]
+        here.sort(key=lambda pair: -pair[1].itemsize)  # so that each begins at a multiple of its item size
+        sizes = [b.nbytes for _, b in here]
         row = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-        for (name, b), part in zip(here.items(), row.split_with_sizes(sizes), strict=True):
-            views[name] = part[: b.nbytes].view(b.dtype).view(b.shape)
+        for (name, b), part in zip(here, row.split_with_sizes(sizes), strict=True):
+            views[name] = part.view(b.dtype).view(b.shape).copy_(b.detach())
         rows.append(row)
     return rows, views
 

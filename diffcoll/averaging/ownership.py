@@ -10,7 +10,6 @@ note  notes/averaging.md
 from __future__ import annotations
 
 import gc
-import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -67,24 +66,25 @@ def named_parameters(given: Any, ignore: Ignore) -> tuple[Named, Ignored]:
     named = [*first.values()]
     for name, p in named:
         if is_lazy(p):
-            got = f"{name}, which is not initialized yet"
             remedy = "initialize lazy modules by a forward pass first, on all ranks"
-            raise ValueError(message(NAME, "module_or_params", got, "initialized parameters", remedy))
+            raise _refused(f"{name}, which is not initialized yet", "initialized parameters", remedy)
         if not p.is_leaf:
-            got = f"{name}, which is not a leaf"
-            raise ValueError(message(NAME, "module_or_params", got, "leaf tensors"))
-        if _is_sharded(p):
+            raise _refused(f"{name}, which is not a leaf", "leaf tensors")
+        if is_sharded(p):
             raise TypeError(
                 f"{NAME}: module_or_params: {name}: FSDP or tensor parallelism shards this parameter and reduces "
                 f"its own gradients; remove {NAME}, or give it the other parameters"
             )
     if not named:
-        raise ValueError(message(NAME, "module_or_params", "nothing", "at least one parameter"))
+        raise _refused("nothing", "at least one parameter")
     if not differentiable(named):
-        got = f"{named[0][0]}, which is of {named[0][1].dtype}"
-        expected = "at least one parameter of floating-point or complex dtype"
-        raise ValueError(message(NAME, "module_or_params", got, expected))
+        got, kinds = f"{named[0][0]}, which is of {named[0][1].dtype}", "floating-point or complex dtype"
+        raise _refused(got, f"at least one parameter of {kinds}")
     return named, ignored
+
+
+def _refused(got: str, expected: str, remedy: str = "") -> ValueError:
+    return ValueError(message(NAME, "module_or_params", got, expected, remedy))
 
 
 def differentiable(named: Named) -> Named:
@@ -107,17 +107,12 @@ def _refuse_modules(given: nn.Module, ignored: Ignored) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             why = "is scripted, and cannot be watched for new parameters"
             raise TypeError(f"{where}: {why}; give {NAME} its named_parameters()")
-        if isinstance(module, _fsdp_classes()):
-            raise TypeError(f"{where}: FSDP shards this module and reduces its own gradients; remove {NAME}")
 
 
 def _checked_ignore(ignore: Any, module: nn.Module | None, named: Named) -> Ignored:
     """Return the function that says what is left out; raise if a name is unknown or the answer depends on the name.
 
-    Args:
-        ignore: the argument.
-        module: whose buffers may be left out too; None: parameters were given.
-        named: all parameters, a shared one once for each of its names.
+    `named` has all parameters, a shared one once for each of its names; buffers of the module may be left out too.
     """
     if ignore is None:
         return lambda name, tensor: False
@@ -162,42 +157,35 @@ class Claim:
 
     named: Named
     reducer: Any
-    module: weakref.ref[nn.Module] | None
+    #: A weak reference; the module is None if parameters were given.
+    module: Callable[[], nn.Module | None]
     #: The simulated rank that made the averager; None: not simulated.
     rank: Any
     detach: Callable[[], None]
 
     def is_same(self, module: nn.Module | None, named: Named) -> bool:
         """Whether the averager is on this module or on exactly these parameters, so that a new one replaces it."""
-        of_module = module is not None and self.module is not None and self.module() is module
+        of_module = module is not None and self.module() is module
         return of_module or {id(p) for _, p in named} == {id(p) for _, p in self.named}
 
 
-_numbers = itertools.count()
-#: In order of construction, by number.
-_claims: dict[int, weakref.ref[Claim]] = {}
-#: Those of bare parameters.
-_kept: dict[int, Claim] = {}
+#: In order of construction; those of bare parameters are kept alive.
+_claims: weakref.WeakKeyDictionary[Claim, Claim | None] = weakref.WeakKeyDictionary()
 
 
-def enter(claim: Claim) -> int:
-    """Add a claim until it is freed; returns its number."""
-    number = next(_numbers)
-    if claim.module is None:
-        _kept[number] = claim
-    _claims[number] = weakref.ref(claim, lambda _: leave(number))
-    return number
+def enter(claim: Claim) -> None:
+    """Add a claim until it leaves or is freed."""
+    _claims[claim] = claim if claim.module() is None else None
 
 
-def leave(number: int) -> None:
+def leave(claim: Claim) -> None:
     """Remove a claim."""
-    _claims.pop(number, None)
-    _kept.pop(number, None)
+    _claims.pop(claim, None)
 
 
 def claims() -> list[Claim]:
     """Return all claims in order of construction."""
-    return [claim for ref in list(_claims.values()) if (claim := ref()) is not None]
+    return [claim for ref in _claims.keyrefs() if (claim := ref()) is not None]
 
 
 def averaged() -> set[int]:
@@ -214,19 +202,16 @@ def claims_on(named: Named) -> list[Claim]:
 def refuse_shared(named: Named) -> None:
     """Raise if another simulated rank, a thread of this process, averages the same parameters."""
     me: Any = guards.THREAD.rank
-    for claim in claims_on(named) if me is not None else ():
-        if claim.rank is not None and claim.rank is not me and claim.rank.world is me.world:
-            remedy = "make the module in the function that each rank runs"
-            got = "parameters that another simulated rank holds as well"
-            raise ValueError(message(NAME, "module_or_params", got, "parameters of this rank's own", remedy))
+    ranks = [claim.rank for claim in claims_on(named) if me is not None and claim.rank is not None]
+    if any(rank is not me and rank.world is me.world for rank in ranks):
+        remedy = "make the module in the function that each rank runs"
+        raise _refused("parameters that another simulated rank holds as well", "parameters of this rank's own", remedy)
 
 
 def status(p: Tensor, of_others: list[Claim], module: nn.Module | None, named: Named) -> str:
     """Return words for the averager that p already has; all ranks must agree on them."""
-    for claim in of_others:
-        if any(p is q for _, q in claim.named):
-            return ", taken over" if claim.is_same(module, named) else ", averaged by another"
-    return ""
+    claim = next((claim for claim in of_others if any(p is q for _, q in claim.named)), None)
+    return "" if claim is None else ", taken over" if claim.is_same(module, named) else ", averaged by another"
 
 
 def detach_replaced(of_others: list[Claim], module: nn.Module | None, named: Named) -> None:
@@ -237,28 +222,14 @@ def detach_replaced(of_others: list[Claim], module: nn.Module | None, named: Nam
             first = next(name for name, p in claim.named if id(p) in ids)
             got = f"{first}, which another {NAME} averages, together with others than these"
             remedy = "call detach() on that one first, or make one for all of them"
-            raise ValueError(message(NAME, "module_or_params", got, "parameters of which no other has some", remedy))
+            raise _refused(got, "parameters of which no other has some", remedy)
     for claim in of_others:
         claim.detach()
 
 
-def is_sharded(module: nn.Module | None, parameters: Iterable[Tensor]) -> str:
-    """Return words for the (sub)module or parameter that FSDP has sharded since; "": none."""
-    for name, m in module.named_modules() if module is not None else ():
-        if isinstance(m, _fsdp_classes()):
-            return name or type(m).__name__
-    return "one of its parameters" if any(_is_sharded(p) for p in parameters) else ""
-
-
-def _fsdp_classes() -> tuple[type, ...]:
-    """Return the classes of sharded modules, if they were imported; importing them here would be slow."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return (fsdp.FullyShardedDataParallel, fsdp.FSDPModule) if fsdp else ()
-
-
-def _is_sharded(p: Tensor) -> bool:
+def is_sharded(p: Tensor) -> bool:
     """Whether p is a DTensor, or a flat parameter of FSDP or a part of one, which FSDP marks."""
-    tensor = sys.modules.get("torch.distributed.tensor")
+    tensor = sys.modules.get("torch.distributed.tensor")  # to import it would be slow
     flat = getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False)
     return bool(flat) or (tensor is not None and isinstance(p, tensor.DTensor))
 

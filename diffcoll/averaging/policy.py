@@ -30,9 +30,7 @@ NAME = "GradientAverager"
 class Join:
     """What the loop over unequal numbers of batches says of this rank's gradients; as it is outside of the loop."""
 
-    #: Whether a loop runs, or has ended with gradients that are not reduced yet.
-    is_active = False
-    #: The loop that runs; a later one replaces it.
+    #: The loop that runs, or has ended with gradients that are not reduced yet; a later one replaces it.
     loop: object = None
     #: The loop has ended, and gradients accumulated in it have not been reduced yet.
     is_leaving = False
@@ -45,8 +43,7 @@ class Join:
 
     def enter(self) -> object:
         """Begin a loop, which replaces one that has not ended; returns what stands for it in `loop`."""
-        self.is_active, self.is_leaving, self.ran_out = True, False, False
-        self.loop = object()
+        self.loop, self.is_leaving, self.ran_out = object(), False, False
         return self.loop
 
     def run_out(self, has_gradients: bool) -> None:
@@ -66,9 +63,7 @@ class Join:
 
     def leave(self) -> None:
         """Return to the state outside of the loop: every rank's gradients count."""
-        self.is_active = self.is_leaving = False
-        self.took_part = True
-        self.source = 0
+        self.loop, self.is_leaving, self.took_part, self.source = None, False, True, 0
 
 
 class Policy:
@@ -80,8 +75,9 @@ class Policy:
         self.changes_reduced = reduction != "mean" or has_hook
         self.join = Join()
         self._is_mean, self._has_hook, self._ranks = reduction == "mean", has_hook, ranks
-        self._is_set = self._is_new = False
-        self._of_batch: float | Tensor = 0.0
+        #: The weight of the current batch, and whether no gradient of it has been accumulated yet.
+        self._of_batch: float | Tensor | None = None
+        self._is_new = False
         #: Sum, in float64 where possible, of the weights of the batches whose gradients are reduced together.
         self.total: float | Tensor = 0.0
 
@@ -90,18 +86,16 @@ class Policy:
         if isinstance(weight, Tensor):  # sums of half precision and small integers would overflow
             wide = torch.float64 if weight.device.type in ("cpu", "cuda") else torch.float32
             weight = weight.to(wide, copy=True)  # a counter of the user's may be reset before backward
-        self._of_batch = 0.0 if self.join.ran_out else weight
-        self._is_set = self._is_new = True
+        self._of_batch, self._is_new = 0.0 if self.join.ran_out else weight, True
 
     def weight(self, before_first: Callable[[], None]) -> float | Tensor:
         """Return the weight of a gradient that is about to be accumulated.
 
-        Args:
-            before_first: called before the first gradient of a batch, whose weight counts from then on.
+        Calls `before_first` before the first gradient of a batch, whose weight counts from then on.
         """
         if not self.is_weighted:
             return 0.0 if self.join.ran_out else 1.0
-        if not self._is_set:
+        if self._of_batch is None:
             remedy = "call set_weight(w) before the backward of each batch, and take all losses of one in one backward"
             raise RuntimeError(message(NAME, "weight", "none for this batch", "one", remedy))
         if self._is_new:
@@ -126,11 +120,11 @@ class Policy:
     @property
     def _counts_ranks(self) -> bool:
         """Whether a mean is divided by the number of ranks that take part, which the last bucket brings."""
-        return self.join.is_active or self._has_hook
+        return self.join.loop is not None or self._has_hook
 
     def on_reduction(self) -> None:
         """Gradients were reduced."""
-        self.total, self._is_set, self._is_new = 0.0, False, False
+        self.total, self._of_batch, self._is_new = 0.0, None, False
         self.join.on_reduction()
 
 

@@ -18,18 +18,18 @@ import math
 
 import torch
 
-from diffcoll.averaging.accumulation import Accumulation
+from diffcoll.averaging.accumulation import Accumulation, Collecting, is_used, refuse_changes, refuse_unused
 from diffcoll.averaging.buckets import Bucket, cut
-from diffcoll.averaging.collecting import Collecting, is_used, refuse_changes, refuse_unused
 from diffcoll.averaging.comm_hook import CommHook
 from diffcoll.averaging.gradient import Parameter
-from diffcoll.averaging.messages import ABSENT, communicating, numbers_of_first, refuse_ended
+from diffcoll.averaging.messages import ABSENT, communicating, refuse_ended
 from diffcoll.averaging.module_buffers import ModuleBuffers
 from diffcoll.averaging.policy import NAME, Policy, Settings
 from diffcoll.averaging.watch import ModuleTree
 from diffcoll.core import checks
+from diffcoll.core.control import Control
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
-from diffcoll.core.torch_private.tensors import is_view, versions
+from diffcoll.core.torch_private.tensors import is_view, version
 from diffcoll.engines.engine import Engine, done
 
 #: Numbers after the flags: NaN from a rank that failed, infinity from one that skips the step; the weight; whether the
@@ -45,11 +45,11 @@ class Reducer:
         parameters: list[Parameter],
         engine: Engine,
         settings: Settings,
-        tree: ModuleTree | None,
+        tree: ModuleTree,
         buffers: ModuleBuffers | None,
         comm_hook: CommHook | None,
     ) -> None:
-        self.parameters, self.engine, self.buffers = parameters, engine, buffers
+        self.parameters, self.engine, self.tree, self.buffers = parameters, engine, tree, buffers
         self.policy = Policy(settings.reduction, comm_hook is not None, engine.size)
         self.accumulation = Accumulation(parameters, self.policy)
         #: Parameters that are not frozen, in the order in which gradients are expected.
@@ -62,27 +62,23 @@ class Reducer:
         self.count = 0
         #: Whether another rank has called `skip_step` in the last reduction, and this one has not yet.
         self.is_skipped = False
-        self._settings, self._tree, self._comm_hook = settings, tree, comm_hook
+        self._settings, self._comm_hook = settings, comm_hook
         #: The order in which gradients are expected, and whether the ranks have agreed on it.
         self._order, self._is_ordered = list(reversed(range(len(parameters)))), False
 
     # ── idle → collecting ────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, *tasks: int, is_checked: bool | None = None) -> Collecting:
+    def begin(self, *tasks: int) -> Collecting:
         """Prepare the buckets for the gradients of a backward pass."""
-        if self.engine.ended:
-            self.now = None
-            refuse_ended(self.engine)
-        if is_checked is None:
-            is_checked = checks.is_on() and self.engine.size > 1
+        is_checked = checks.is_on() and self.engine.size > 1 if self.now is None else self.now.is_checked
+        self.now = None
+        refuse_ended(self.engine)
         self.now = now = Collecting({*tasks}, is_checked)
         if self.is_skipped:
             raise RuntimeError(
                 f"{NAME}: another rank has called skip_step() in the last step, and this one has not, and has no "
                 "gradients of it; call skip_step(failed) on all ranks after backward, and step if it returns False"
             )
-        if self.buffers is not None:
-            self.buffers.open_round()
         for p in self.parameters:
             p.refuse_changed_kind(NAME)
         trainable = [p for i in self._order if (p := self.parameters[i]).tensor.requires_grad]
@@ -94,8 +90,6 @@ class Reducer:
         for p in trainable:
             p.place.is_filled = False
         now.pending = {bucket: len(bucket.parameters) for bucket in self.buckets}
-        now.value_versions = versions([p.tensor for p in trainable])
-        now.is_prepared = True
         return now
 
     def _cut(self, trainable: list[Parameter]) -> None:
@@ -117,6 +111,8 @@ class Reducer:
         if p in now.collected:
             return  # a nested pass has accumulated it before
         now.collected[p] = None
+        if p.pre_hook is None:
+            p.value_version = version(p.tensor)
         grad, bucket = p.tensor.grad, self._bucket_of[p]
         if grad is not None and grad.layout != torch.strided:
             return  # the bucket stays incomplete until the end of backward, where an error reaches all ranks
@@ -179,17 +175,16 @@ class Reducer:
         try:
             if self.policy.is_weighted and not now.tasks:  # `synchronize`: no backward has done it
                 self.accumulation.drop_weights_of_zeroed()
-            self._end_round()
+            self._exchange_buffers(now)
             if self._settings.unused == "error":
                 now.used = [is_used(p) for p in self.trainable]
             if now.is_checked:
                 self._compare_names()
-            if self._tree is not None and self.engine.size > 1:
-                self._tree.check()
+            if self.engine.size > 1:
+                self.tree.check()
+                refuse_changes(self.trainable, now)
             if self.buffers is not None:
                 self.buffers.check()
-            if self.engine.size > 1:
-                refuse_changes(self.trainable, now)
             for bucket in self.buckets[len(now.waits) :]:
                 self._send(bucket, now)
         except (CollectiveMismatchError, CollectiveFailedError):
@@ -275,14 +270,12 @@ class Reducer:
     def _agree_on_order(self, now: Collecting) -> None:
         """After the first reduction, order the buckets as gradients were accumulated on rank 0."""
         if not self._is_ordered:
-            first = [p.index for p in now.collected]
-            self._order = numbers_of_first([*first, *(i for i in self._order if i not in {*first})], self.engine)
-            self._is_ordered = True
+            order = dict.fromkeys([*(p.index for p in now.collected), *self._order])
+            self._order, self._is_ordered = Control(self.engine, NAME).numbers_of_first([*order]), True
 
     def _end(self) -> None:
         self.now = None
-        if self._tree is not None:
-            self._tree.is_checked = False
+        self.tree.is_checked = False
         self.count += 1
         self.accumulation.start_over()
 
@@ -292,7 +285,7 @@ class Reducer:
         """Send NaN in all unsent buckets, for which the other ranks wait; it tells them of the error."""
         now = self._prepared()  # if this raises, the ranks wait until the next call here
         try:
-            self._end_round()
+            self._exchange_buffers(now)
             if now.is_checked and not compared:  # the other ranks wait in the comparison
                 with contextlib.suppress(CollectiveMismatchError):
                     self._compare("left", "which has left this backward by an error")
@@ -305,7 +298,7 @@ class Reducer:
         """Send infinity in the place of the flags if failed; it tells the other ranks to drop their gradients."""
         try:
             now = self._prepared()
-            self._end_round()
+            self._exchange_buffers(now)
             if not failed:  # gradients stay in the memory of the last reduction
                 for bucket in self.buckets:
                     bucket.allocate()
@@ -322,15 +315,14 @@ class Reducer:
 
     def _prepared(self) -> Collecting:
         """Return the reduction that has begun, or one that begins, for messages that no backward sends."""
-        now = self.now
-        if now is None or not now.is_prepared:
-            now = self.begin(is_checked=None if now is None else now.is_checked)
+        now = self.now if self.now is not None and self.now.pending else self.begin()
         now.ends_with = -1
         return now
 
-    def _end_round(self) -> None:
-        if self.buffers is not None:
+    def _exchange_buffers(self, now: Collecting) -> None:
+        if self.buffers is not None and not now.is_exchanged:
             self.buffers.end_round(self.policy.join.source)
+            now.is_exchanged = True
 
     @torch.no_grad()
     def _send_mark(self, mark: float, now: Collecting) -> None:

@@ -20,8 +20,8 @@ from diffcoll.core.torch_private.tracing import untraced
 class ForwardHook:
     """A forward pre-hook of a module, which it holds weakly. Copies of the module do not have it."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
+    def __init__(self, module: nn.Module | None) -> None:
+        self.module: Callable[[], nn.Module | None] = (lambda: None) if module is None else weakref.ref(module)
         self._handles: list[Any] = []
 
     def before_forward(self) -> None:
@@ -33,11 +33,12 @@ class ForwardHook:
         if not torch.compiler.is_compiling():
             self.before_forward()
 
-    def register(self) -> None:
-        """Register the hook."""
-        module = self._module()
-        assert module is not None
-        self._handles.append(module.register_forward_pre_hook(self))
+    def attach(self, callback: Callable[[], None]) -> None:
+        """Register the hook; each subclass says when it calls `callback`."""
+        self._callback = callback
+        module = self.module()
+        if module is not None:
+            self._handles.append(module.register_forward_pre_hook(self))
 
     def detach(self) -> None:
         """Remove all hooks."""
@@ -60,16 +61,13 @@ class ForwardHook:
 
 
 class ModuleTree(ForwardHook):
-    """Checks that every parameter of a module that requires a gradient is averaged.
+    """Checks before each forward that every parameter of a module that requires a gradient is averaged, or ignored.
 
-    Args:
-        module: held weakly.
-        named: the names and parameters that its averager averages.
-        ignored: whether a parameter is left out.
-        averager: kept alive by the module.
+    The module keeps the averager alive. Without a module there is nothing to check. The callback is called after a
+    gradient of a new parameter was accumulated.
     """
 
-    def __init__(self, module: nn.Module, named: Named, ignored: Ignored, averager: object) -> None:
+    def __init__(self, module: nn.Module | None, named: Named, ignored: Ignored, averager: object) -> None:
         super().__init__(module)
         self._named, self._ignored, self._averager = named, ignored, averager
         #: New parameters that have a hook.
@@ -77,15 +75,6 @@ class ModuleTree(ForwardHook):
         #: Whether the module was found unchanged since its last forward.
         self.is_checked = False
         self._record()
-
-    def attach(self, on_gradient: Callable[[], None]) -> None:
-        """Check the module before each forward.
-
-        Args:
-            on_gradient: called when a gradient of an unaveraged parameter is accumulated.
-        """
-        self._on_gradient = on_gradient
-        self.register()
 
     def detach(self) -> None:
         """Remove all hooks."""
@@ -113,21 +102,24 @@ class ModuleTree(ForwardHook):
 
     def _after_accumulate(self, p: Tensor) -> None:
         if self._handles and any(p is q for _, q in self._unaveraged()):
-            self._on_gradient()
+            self._callback()
 
     def _unaveraged(self) -> Named:
         """Return the module's trainable parameters that no averager averages."""
-        module = self._module()
-        if module is None or not self._has_changed():
+        module = self.module()
+        now, before = self._registered(), self._recorded
+        if module is None or (len(now) == len(before) and all(map(is_, now, before))):
             self.is_checked = True
             return []
         ids = averaged()
         unaveraged = [
             (name, t) for name, t in module.named_parameters() if id(t) not in ids and not self._ignored(name, t)
         ]
-        sharded = is_sharded(module, [t for _, t in (*self._named, *unaveraged)])
-        if sharded:
-            raise RuntimeError(f"{NAME}: FSDP shards {sharded} and reduces its gradient; call detach()")
+        for name, t in (*unaveraged, *self._named):
+            if is_sharded(t):
+                raise RuntimeError(
+                    f"{NAME}: {name}: FSDP shards this parameter and reduces its gradient; call detach()"
+                )
         if not unaveraged:  # the same parameters under other names, as after pruning
             self._record()
         return [(name, t) for name, t in unaveraged if t.requires_grad]
@@ -137,14 +129,9 @@ class ModuleTree(ForwardHook):
 
         The objects, not their ids: a new object may have the id of one that was freed.
         """
-        module = self._module()
+        module = self.module()
         self._registries = [] if module is None else registries(module)
         self._recorded = self._registered()
-
-    def _has_changed(self) -> bool:
-        """Whether any submodule or parameter was added, replaced or removed since they were recorded."""
-        now = self._registered()
-        return len(now) != len(self._recorded) or not all(map(is_, now, self._recorded))
 
     def _registered(self) -> list[Any]:
         return [*chain.from_iterable(map(dict.values, self._registries))]

@@ -10,6 +10,7 @@ The docstrings below state laws. tests/engines/laws.py checks each of them on ev
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -69,9 +70,8 @@ class Engine(ABC):
         self.lock = threading.Lock()  # held by the thread whose turn it is
         self.unwaited: dict[int, int] = {}  # id of a collective that was started and not waited for → its thread
         self.abandoned: deque[Wait] = deque()  # Waits whose caller dropped them; the next call in the group calls them
-        # Twins of averagers by their number, which is equal on all ranks; those whose averager was freed on this rank.
-        self.twins: dict[int, Engine] = {}
-        self.twins_made, self.twins_freed = 0, list[int]()
+        # The averagers of this group that have twins, and these, in an order that is equal on all ranks.
+        self.twins: list[tuple[weakref.ref[Any], Engine]] = []
         self.plans: dict[tuple[Any, ...], Any] = {}  # arguments of an earlier call → its `core.call.Plan`
 
     @property

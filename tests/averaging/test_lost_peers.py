@@ -15,11 +15,11 @@ from diffcoll.testing import RanksFailedError, spawn
 N = 3
 #: What is between the call of a function of the library and the message in which rank 1 dies.
 WHERE = {
-    "comparison of the parameters": "agree",
+    "comparison of the parameters": "agree_on_each",
     "copy of the parameters": "broadcast_from_first",
     "new group": "twin",
     "order of the buckets": "_agree_on_order",
-    "flags of join": "_join",
+    "flags of join": "joined",
 }
 PRIMITIVES = "all_reduce", "all_gather", "broadcast", "messages"
 
@@ -43,6 +43,7 @@ def dies(where):
 
 
 def train(r, where):
+    dc.GradientAverager(nn.Linear(1, 1))  # the next one asks whether this one was freed
     if r == 1:
         dies(where)
     model = nn.Linear(3, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -79,11 +78,6 @@ def has_hooks(x: Tensor) -> bool:
 def registries(module: nn.Module) -> list[dict[str, Any]]:
     """Return the dicts of parameters and submodules of a module and all submodules; nn.Module's iterators are slow."""
     return [registry for m in module.modules() for registry in (m._parameters, m._modules)]
-
-
-def versions(xs: Iterable[Tensor]) -> list[int]:
-    """Return the `version` of each tensor."""
-    return [x._version for x in xs]
 
 
 def version(x: Tensor) -> int:
