@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import product
 
 import calls
 import nests
@@ -9,13 +10,14 @@ import pytest
 import torch
 from hypothesis import Phase
 from hypothesis import strategies as st
+from releases import compiles
 from runs import rules, runs_on
 
 import diffcoll as dc
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.collectives.scan import Scan
 from diffcoll.testing import cases as _cases
-from diffcoll.testing import new_group, simulate
+from diffcoll.testing import new_group, simulate, spawn
 from diffcoll.testing.cases import Case
 
 # Collectives that need a replicated input cannot take an arbitrary result.
@@ -31,6 +33,15 @@ class Step:
     source: int
     ranks: tuple[int, ...]
 
+    def given(self, r):
+        """Rank r's own input."""
+        return self.case.x(self.ranks.index(r), SEED) if r in self.ranks else None
+
+    def start(self, x, r, group):
+        me = self.ranks.index(r)
+        own = {key: value[me] for key, value in self.case.per_rank.items()}
+        return getattr(dc, self.case.name)(x, group=group, **self.case.arguments, **own)
+
 
 @dataclass(frozen=True)
 class Program:
@@ -40,37 +51,40 @@ class Program:
     steps: tuple[Step, ...]
     uses: tuple[tuple[int, ...], ...]
 
+    def groups(self):
+        """All ranks make all groups, in the same order."""
+        return {ranks: new_group(ranks) for ranks in dict.fromkeys(step.ranks for step in self.steps)}
+
+    def given(self, r):
+        return [step.given(r) for step in self.steps]
+
+    def results(self, r, given, groups, x0):
+        """Every step's result; one in flight is waited for when a step uses it, or at the end, on all ranks alike."""
+        pool = [x0]
+
+        def waited(i):
+            pool[i] = pool[i].wait() if isinstance(pool[i], dc.Pending) else pool[i]
+            return pool[i]
+
+        for step, x in zip(self.steps, given, strict=True):
+            earlier = waited(step.source).sin().sum().tanh()
+            y = earlier
+            if r in step.ranks:
+                y = step.start(x if x is None else x * (1.5 + earlier), r, groups[step.ranks])
+            pool.append(y)
+        return [waited(i) for i in range(len(pool))]
+
     def loss(self, r, x0):
         """Rank r's loss; a result may be used several times, by some ranks only, or not at all."""
-        groups = {step.ranks: None for step in self.steps}
-        for ranks in groups:  # all ranks make all groups, in the same order
-            groups[ranks] = new_group(ranks)
-        pool = [x0]
+        given, groups = self.given(r), self.groups()
         with dc.joint_backward() as joint:
-            for step in self.steps:
-                earlier = pool[step.source].sin().sum().tanh()
-                if r in step.ranks:
-                    me = step.ranks.index(r)
-                    x = step.case.x(me, SEED)
-                    y = step.case.call(x if x is None else x * (1.5 + earlier), me, groups[step.ranks])
-                else:
-                    y = earlier
-                pool.append(y)
+            pool = self.results(r, given, groups, x0)
             terms = [(i + 1 + r) * pool[i].sin().sum() for i in self.uses[r]]
             return joint(sum(terms, x0.sum() * 0))
 
-    def value(self, r, given, x0):
-        """A number that uses every result; as `loss`, for transforms of torch.func, in which nothing is recorded."""
-        groups = {ranks: None for ranks in dict.fromkeys(step.ranks for step in self.steps)}
-        for ranks in groups:
-            groups[ranks] = new_group(ranks)
-        pool = [x0]
-        for step, x in zip(self.steps, given, strict=True):
-            y = earlier = pool[step.source].sin().sum().tanh()
-            if x is not None:
-                y = step.case.call(x * (1.5 + earlier), step.ranks.index(r), groups[step.ranks])
-            pool.append(y)
-        return sum((i + 1 + r) * y.sin().sum() for i, y in enumerate(pool))
+    def value(self, r, given, groups, x0):
+        """A number that uses every result; as `loss`, where nothing is recorded: in torch.func and in a graph."""
+        return sum((i + 1 + r) * y.sin().sum() for i, y in enumerate(self.results(r, given, groups, x0)))
 
     def inputs(self):
         return [torch.linspace(-1, 1 + r, 3, dtype=torch.float64).requires_grad_() for r in range(self.n)]
@@ -111,13 +125,15 @@ def check(program, run=None):
 
 def check_nest(program, nest):
     """Compare transforms of a program within one another with truth."""
-    xs, ranks, steps = [x.detach() for x in program.inputs()], range(program.n), program.steps
-    given = [[s.case.x(s.ranks.index(r), SEED) if r in s.ranks else None for s in steps] for r in ranks]
+    xs, ranks = [x.detach() for x in program.inputs()], range(program.n)
+
+    def of_rank(r):
+        return partial(program.value, r, program.given(r), program.groups())
 
     def body(r):
-        return nests.by_transforms(nest, partial(program.value, r, given[r]), r)(xs[r])
+        return nests.by_transforms(nest, of_rank(r), r)(xs[r])
 
-    defined = nests.by_definition(nest, lambda xs: simulate(program.value, ranks, given, xs))
+    defined = nests.by_definition(nest, lambda xs: simulate(lambda r, x: of_rank(r)(x), ranks, xs))
     for r, (got, right) in enumerate(zip(rules(body, ranks), defined(xs), strict=True)):
         text = f"rank {r} {nest}\n{program}"
         torch.testing.assert_close(got, right.detach(), rtol=1e-7, atol=1e-8, equal_nan=True, msg=text)
@@ -181,6 +197,35 @@ def test_programs_on_processes(run):
     got = run(lambda r: [program.gradient(r) for program in drawn], range(n), timeout=100)
     for i, program in enumerate(drawn):
         check(program, lambda gradient: [of_rank[i] for of_rank in got])  # noqa: B023
+
+
+@pytest.mark.slow
+@compiles
+@pytest.mark.timeout(1600)  # hundreds of graphs on each rank: more than 300 s on a machine with other work
+@pytest.mark.parametrize(("backend", "compiler"), [("gloo", "aot_eager"), ("gloo", "inductor"), ("mpi", "aot_eager")])
+def test_programs_on_ranks_that_are_compiled_or_not(backend, compiler):
+    n, count = 3, 40 if compiler == "aot_eager" else 8
+    drawn = calls.drawn(programs(n=n, most=6), count, derandomize=True)
+    if compiler == "inductor":  # refuses to slice the result of a wait whose size is known at run time only
+        drawn = [program for program in drawn if not any("'auto'" in step.case.label for step in program.steps)]
+
+    def body(r):
+        found = []
+        for program in drawn:
+            torch.compiler.reset()
+            x = program.inputs()[r]
+            eager = partial(program.value, r, program.given(r), program.groups())
+            compiled = torch.compile(eager, fullgraph=True, backend=compiler)
+            for which in product((True, False), repeat=n):
+                found.append(torch.autograd.grad((compiled if which[r] else eager)(x), x)[0])
+        return found
+
+    for of_rank in spawn(body, range(n), backend=backend, timeout=1500):
+        for i, program in enumerate(drawn):
+            *mixed, eager = of_rank[i * 2**n : (i + 1) * 2**n]
+            torch.testing.assert_close(
+                mixed, [eager] * len(mixed), rtol=1e-6, atol=1e-6, equal_nan=True, msg=str(program)
+            )
 
 
 def test_a_failure_is_code_that_runs():

@@ -1,8 +1,6 @@
 """`async_op` in compiled graphs: the order of messages is that of eager code, so ranks may be compiled or not."""
 
 import importlib
-import itertools
-import random
 
 import pytest
 import torch
@@ -53,26 +51,29 @@ def gradient(f, x, *more):
     return torch.autograd.grad(f(x, *more), x)[0]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_ranks_may_be_compiled_or_not(backend):
+FEW = ("sum", "gathered", "tree", "sum", "on one", "max", "broadcast", "product in parts")
+EVERY = pytest.param("gloo", (*CALLS, "sum"), marks=pytest.mark.slow, id="every call")
+
+
+@pytest.mark.parametrize(("backend", "names"), [("gloo", FEW), ("mpi", FEW), EVERY])
+def test_ranks_may_be_compiled_or_not(backend, names):
     """Waits in another order than calls; eager code starts the adjoints in the reverse order of the waits."""
-    names = ("sum", "gathered", "tree", "sum", "on one", "max", "broadcast", "product in parts")
-    order = (3, 0, 6, 5, 4, 7, 1, 2)
+    order = [7 * i % len(names) for i in range(1, len(names) + 1)]
+    ways = [(True, True, True), (True, False, False), (False, True, True), (False, False, True), (False, False, False)]
 
     def body(r):
-        x, found = numbers(r), []
+        x = numbers(r)
         eager = lambda x: loss(x, r, names, order)  # noqa: E731
         compiled = one_graph(eager)
-        for which in ((True, True, True), (True, False, False), (False, True, True), (False, False, True)):
-            found.append(gradient(compiled if which[r] else eager, x))
-        return found
+        return [gradient(compiled if which[r] else eager, x) for which in ways]
 
-    found = spawn(body, range(3), backend=backend, timeout=200)
+    found = spawn(body, range(3), backend=backend, timeout=280)
     xs = [numbers(r) for r in range(3)]
     torch.autograd.backward(simulate(lambda x, r: loss(x, r, names, order), xs, range(3)))
-    for x, of_rank in zip(xs, found, strict=True):
-        for g in of_rank:
-            torch.testing.assert_close(g, x.grad, rtol=1e-5, atol=1e-5)  # a leaf of the tree is float32
+    near = 1e-2 if "mean of halves" in names else 1e-5  # a leaf of the tree is float32
+    for x, (*mixed, eager) in zip(xs, found, strict=True):
+        torch.testing.assert_close(eager, x.grad, rtol=near, atol=near)
+        torch.testing.assert_close(mixed, [eager] * len(mixed), rtol=1e-5, atol=1e-5)
 
 
 def test_a_pending_crosses_the_boundary_of_a_graph():
@@ -126,65 +127,3 @@ def test_a_ticket_keeps_alive_what_was_started():
         return before, gone, batch(torch.stack([x, -x])).tolist(), dc.all_reduce(x).tolist()
 
     assert spawn(body, range(2), timeout=200) == [(1, 0, [[3, 4], [-3, -4]], [3, 4])] * 2
-
-
-def drawn(seed, calls):
-    """Return a random program on tensors (6, 2), the same for all ranks."""
-    draw = random.Random(seed)
-    steps, tensors, flying = [], 1, []
-    for _ in range(draw.randint(4, 10)):
-        kind = draw.choice(("start", "start", "wait", "wait", "call", "mix"))
-        if kind in ("start", "call"):
-            steps.append((kind, draw.choice(calls), draw.randrange(tensors)))
-            flying += [len(steps) - 1] * (kind == "start")
-            tensors += kind == "call"
-        elif kind == "mix":
-            steps.append((kind, draw.randrange(tensors), draw.randrange(tensors)))
-            tensors += 1
-        elif flying:
-            steps.append((kind, flying.pop(draw.randrange(len(flying)))))
-            tensors += 1
-    draw.shuffle(flying)
-    return steps + [("wait", i) for i in flying]
-
-
-def run(steps, x, r):
-    tensors, flying = [x], {}
-    for i, (kind, *what) in enumerate(steps):
-        if kind == "start":
-            call, after = CALLS[what[0]]
-            flying[i] = call(tensors[what[1]] * 0.9, async_op=True), after
-        elif kind == "call":
-            call, after = CALLS[what[0]]
-            tensors.append(after(call(tensors[what[1]])).cos())
-        elif kind == "mix":
-            tensors.append(tensors[what[0]].sin() * tensors[what[1]] + 1)
-        else:
-            pending, after = flying.pop(what[0])
-            tensors.append(after(pending.wait()).sin())
-    return sum(((k + 1.0) * (r + 1) * t).sum() for k, t in enumerate(tensors))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1600)  # 320 graphs on each rank: more than 300 s on a machine with other work
-@pytest.mark.parametrize(("backend", "compiler"), [("gloo", "aot_eager"), ("gloo", "inductor"), ("mpi", "aot_eager")])
-def test_random_programs_on_mixed_ranks(backend, compiler):
-    seeds = range(40 if compiler == "aot_eager" else 8)
-    # Inductor refuses to slice the result of a wait whose size is known at run time only.
-    calls = [name for name in CALLS if compiler == "aot_eager" or name != "asked for sizes"]
-
-    def body(r):
-        errors = []
-        for seed in seeds:
-            torch.compiler.reset()
-            x, steps = numbers(r), drawn(seed, calls)
-            eager = lambda x, steps=steps: run(steps, x, r)  # noqa: E731
-            expected = gradient(eager, x)
-            compiled = torch.compile(eager, fullgraph=True, backend=compiler)
-            for which in itertools.product((False, True), repeat=3):
-                g = gradient(compiled if which[r] else eager, x)
-                errors.append((float((g - expected).abs().max() / (1 + expected.abs().max())), seed, which))
-        return max(errors)
-
-    for error, *where in spawn(body, range(3), backend=backend, timeout=1500):
-        assert error < 1e-6, where
