@@ -288,11 +288,6 @@ def use(group: dist.ProcessGroup, engine: Engine) -> None:
     _engines[group] = engine
 
 
-def is_running() -> bool:
-    """Whether torch's default process group has been set up."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def engine_of(group: object) -> Engine | None:
     """Return the engine of a `ProcessGroup` or a one-dimensional `DeviceMesh`; None for anything else.
 
@@ -302,7 +297,7 @@ def engine_of(group: object) -> Engine | None:
         ValueError: this process is not in the group, or the mesh has several dimensions.
     """
     if group is None:
-        if not is_running():
+        if not dist.is_initialized():
             return None
         group = dist.group.WORLD
         if group is not None and group in _engines:  # the usual case; it has not been destroyed

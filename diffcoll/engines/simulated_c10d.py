@@ -124,15 +124,10 @@ class _Groups(c10d._World):
             setattr(self, name, _OfGroups())
 
 
-def _groups() -> _Groups | None:
+def groups_of_rank() -> _Groups | None:
     """Return the groups of the rank that this thread is; None if it is none for which torch.distributed is set up."""
     groups: _Groups | None = THREAD.rank and THREAD.rank.c10d_groups
     return groups
-
-
-def is_rank() -> bool:
-    """Whether this thread is a rank that torch.distributed has been set up for."""
-    return _groups() is not None
 
 
 def default_group() -> Any:
@@ -148,7 +143,7 @@ class _GroupsOfThread:
         self.__dict__["_threads"] = weakref.WeakSet(threading.enumerate())
 
     def _of_thread(self) -> Any:
-        if (groups := _groups()) is not None:
+        if (groups := groups_of_rank()) is not None:
             # No public API tells whether this thread compiles: Dynamo calls functions to get constants for its graph.
             if torch._guards.CompileContext.current_compile_id() is not None:
                 raise RuntimeError(f"torch.distributed: {NO_GRAPHS}")
@@ -161,7 +156,7 @@ class _GroupsOfThread:
         return self._before
 
     def __getattr__(self, name: str) -> Any:
-        if name == "default_pg" and _groups() is not None and _is_default_argument():
+        if name == "default_pg" and groups_of_rank() is not None and _is_default_argument():
             return None
         return getattr(self._of_thread(), name)
 
@@ -213,7 +208,7 @@ def _on_ranks(simulated: Callable[..., Any], real: Callable[..., Any]) -> Callab
     """Return a function that calls the first on ranks of a simulation, with it and `real`, and else the second."""
 
     def either(*args: Any, **more: Any) -> Any:
-        groups = _groups()
+        groups = groups_of_rank()
         return real(*args, **more) if groups is None else simulated(groups, real, *args, **more)
 
     return either
@@ -285,6 +280,6 @@ installed = Replacing(_install)
 
 
 def _create(options: Any, _: object) -> SimulatedGroup:
-    if (groups := _groups()) is None:
+    if (groups := groups_of_rank()) is None:
         raise RuntimeError(f"the backend {_NAME!r} is for the ranks of diffcoll.testing.simulate")
     return groups.simulation.group(options)

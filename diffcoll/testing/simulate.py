@@ -203,6 +203,6 @@ def new_group(ranks: Sequence[int]) -> Any:
         raise TypeError(message("new_group", "ranks", repr(ranks), expected)) from None
     if not numbers or len(set(numbers)) < len(numbers) or not all(0 <= r < engine.size for r in numbers):
         raise ValueError(message("new_group", "ranks", numbers, expected))
-    if simulated_c10d.is_rank() and isinstance(engine, LocalEngine):
+    if simulated_c10d.groups_of_rank() is not None and isinstance(engine, LocalEngine):
         return c10d_groups.new_group([engine.group.ranks[r] for r in numbers])
     return engine.subgroup(numbers)
