@@ -19,7 +19,8 @@ from diffcoll.testing.harness.comparison import near
 #: What a tensor is along an axis.
 SHARD, REPLICATE, PARTIAL = "shard", "replicate", "partial"
 
-_NAME = "assert_matches_single_process"
+#: What errors of sharded programs begin with.
+NAME = "assert_matches_single_process"
 _EXPECTED = (
     "Shard(dim), Replicate() or Partial() of torch.distributed.tensor, or a function (whole, {axis: coordinate})"
 )
@@ -85,15 +86,15 @@ def parsed_mesh(mesh: object) -> list[Mesh]:
     expected = 'the sizes of the axes by name, such as {"dp": 2, "tp": 2}, or a list of such'
     each = [mesh] if isinstance(mesh, Mapping) else mesh
     if not isinstance(each, Sequence) or isinstance(each, str) or not each:
-        raise TypeError(message(_NAME, "mesh", repr(mesh), expected))
+        raise TypeError(message(NAME, "mesh", repr(mesh), expected))
     for one in each:
         if not isinstance(one, Mapping) or not one:
-            raise TypeError(message(_NAME, "mesh", repr(one), expected))
+            raise TypeError(message(NAME, "mesh", repr(one), expected))
         for axis, n in one.items():
             if not isinstance(axis, str) or isinstance(n, bool) or not isinstance(n, int) or n < 1:
-                raise ValueError(message(_NAME, "mesh", f"{axis!r}: {n!r}", f"{expected}, each size at least 1"))
+                raise ValueError(message(NAME, "mesh", f"{axis!r}: {n!r}", f"{expected}, each size at least 1"))
         if list(one) != list(each[0]):
-            raise ValueError(message(_NAME, "mesh", f"axes {list(one)}", f"those of the first mesh, {list(each[0])}"))
+            raise ValueError(message(NAME, "mesh", f"axes {list(one)}", f"those of the first mesh, {list(each[0])}"))
     return [Mesh(dict(one)) for one in each]
 
 
@@ -103,10 +104,10 @@ def parsed_reduction(rank_reduction: object, mesh: Mesh) -> dict[str, str]:
         return {}
     if not isinstance(rank_reduction, Mapping):
         expected = f'"mean" or "sum" by axis, such as {{"{next(iter(mesh.sizes))}": "mean"}}'
-        raise TypeError(message(_NAME, "rank_reduction", repr(rank_reduction), expected))
+        raise TypeError(message(NAME, "rank_reduction", repr(rank_reduction), expected))
     for axis, how in rank_reduction.items():
-        expect.choice(_NAME, "rank_reduction", axis, tuple(mesh.sizes))
-        expect.choice(_NAME, f"rank_reduction[{axis!r}]", how, ("mean", "sum"))
+        expect.choice(NAME, "rank_reduction", axis, tuple(mesh.sizes))
+        expect.choice(NAME, f"rank_reduction[{axis!r}]", how, ("mean", "sum"))
     return dict(rank_reduction)
 
 
@@ -115,19 +116,19 @@ def parsed_placements(placements: object, mesh: Mesh) -> dict[str, Placement]:
     if placements is None:
         return {}
     if not isinstance(placements, Mapping):
-        raise TypeError(message(_NAME, "placements", repr(placements), "placements by the name of a tensor"))
+        raise TypeError(message(NAME, "placements", repr(placements), "placements by the name of a tensor"))
     for name, said in placements.items():
         where = f"placements[{name!r}]"
         if not isinstance(name, str):
-            raise TypeError(message(_NAME, where, repr(name), "the name of an input, parameter, buffer or output"))
+            raise TypeError(message(NAME, where, repr(name), "the name of an input, parameter, buffer or output"))
         if isinstance(said, Mapping):
             for axis, placement in said.items():
-                expect.choice(_NAME, where, axis, tuple(mesh.sizes))
+                expect.choice(NAME, where, axis, tuple(mesh.sizes))
                 if not (is_placement(placement) or callable(placement)):
-                    raise TypeError(message(_NAME, f"{where}[{axis!r}]", repr(placement), _EXPECTED))
+                    raise TypeError(message(NAME, f"{where}[{axis!r}]", repr(placement), _EXPECTED))
         elif not callable(said):
             expected = "placements by axis, or one function for all axes"
-            raise TypeError(message(_NAME, where, repr(said), expected))
+            raise TypeError(message(NAME, where, repr(said), expected))
     return dict(placements)
 
 
@@ -210,9 +211,9 @@ def chosen(
         return every[left.pop()]
     got = f"shapes {', '.join(map(str, dict.fromkeys(shapes)))} of {tuple(whole.shape)} on the ranks of {mesh}"
     if not left:
-        raise ValueError(message(_NAME, name, got, "pieces along some axes", f"say what it is: placements[{name!r}]"))
+        raise ValueError(message(NAME, name, got, "pieces along some axes", f"say what it is: placements[{name!r}]"))
     words = " or ".join(in_words(every[i]) for i in sorted(left))
-    raise ValueError(message(_NAME, name, f"{got}, which may be {words}", "one of them", f"say placements[{name!r}]"))
+    raise ValueError(message(NAME, name, f"{got}, which may be {words}", "one of them", f"say placements[{name!r}]"))
 
 
 def in_words(said: Mapping[str, Placement]) -> str:
@@ -247,7 +248,7 @@ def _placed(name: str, placement: Placement | None, x: Tensor, axis: str, n: int
         return _called(name, placement, x, at)
     if not -x.dim() <= placement.dim < x.dim():
         got = f"Shard({placement.dim}) on {axis} of a tensor of shape {tuple(x.shape)}"
-        raise ValueError(message(_NAME, f"placements[{name!r}]", got, f"a dim of {x.dim()}"))
+        raise ValueError(message(NAME, f"placements[{name!r}]", got, f"a dim of {x.dim()}"))
     length = x.shape[placement.dim]
     most = -(-length // n)
     start = min(at[axis] * most, length)
@@ -258,5 +259,5 @@ def _called(name: str, f: Callable[..., Any], x: Tensor, at: Coordinates) -> Ten
     piece = f(x, at)
     if not isinstance(piece, Tensor):
         got = f"a function that returned {type(piece).__name__}"
-        raise TypeError(message(_NAME, f"placements[{name!r}]", got, "the piece of the whole, a tensor"))
+        raise TypeError(message(NAME, f"placements[{name!r}]", got, "the piece of the whole, a tensor"))
     return piece

@@ -20,6 +20,7 @@ from diffcoll.testing.harness.packing import Packed, pack
 from diffcoll.testing.harness.parts import input_names, marked, named_tensors
 from diffcoll.testing.harness.runs import Against, ComparedRun
 from diffcoll.testing.sharding.placements import (
+    NAME,
     PARTIAL,
     REPLICATE,
     SHARD,
@@ -42,8 +43,6 @@ from diffcoll.testing.sharding.rank import (
     tensors_by_name,
 )
 
-_NAME = "assert_matches_single_process"
-
 
 def program(
     distributed: Callable[..., Any], single: Callable[..., Any], module: Any, shard: Callable[..., Any] | None
@@ -53,12 +52,12 @@ def program(
         each = Program(distributed, None), single
     else:
         if not isinstance(module, nn.Module):
-            raise TypeError(message(_NAME, "module", type(module).__name__, "an nn.Module, which shard= gets"))
+            raise TypeError(message(NAME, "module", type(module).__name__, "an nn.Module, which shard= gets"))
         for argument, f in (("distributed", distributed), ("single", single), ("shard", shard)):
             if not callable(f):
-                raise TypeError(message(_NAME, argument, type(f).__name__, "a function"))
+                raise TypeError(message(NAME, argument, type(f).__name__, "a function"))
         each = Program(distributed, shard), partial(single, module)
-    return pack(_NAME, "distributed", each[0], module), pack(_NAME, "single", each[1], module)
+    return pack(NAME, "distributed", each[0], module), pack(NAME, "single", each[1], module)
 
 
 @dataclass(frozen=True)
@@ -72,11 +71,11 @@ class Sharding(Against):
         if callable(self.batch) and not isinstance(self.batch, Tensor):
             got, remedy = "a function with mesh=", "call it"
             raise TypeError(
-                message(_NAME, "batch", got, "the whole batch, of which placements= says the pieces", remedy)
+                message(NAME, "batch", got, "the whole batch, of which placements= says the pieces", remedy)
             )
         subject, outputs = self.distributed.unpack(), self.on_one(outputs_on_rank, self.single, self.whole_batch)
         names = [*self.inputs, *(name.split(" ", 1)[1] for name in copies(subject)), *output_names(len(outputs))]
-        refuse_unused(_NAME, self.placements, names)
+        refuse_unused(NAME, self.placements, names)
         return self.with_losses(outputs).with_tolerance(tolerance, self.inputs.values())
 
     @cached_property
@@ -92,7 +91,7 @@ class Sharding(Against):
     @cached_property
     def whole_batch(self) -> Any:
         """The batch of one process."""
-        return marked(_NAME, self.fn, self.batch, self.constant)
+        return marked(NAME, self.fn, self.batch, self.constant)
 
     @cached_property
     def whole(self) -> Whole:
@@ -102,7 +101,7 @@ class Sharding(Against):
         values = [(f"value[{i}]", y) for i, y in enumerate(measured.outputs) if y.dim() == 0]
         self.refuse_nothing(whole.gradients.values(), [*whole.gradients.items(), *values])
         if measured.first.parameters and not any(g.any() for g in measured.first.parameters):
-            raise unused(_NAME, "single")
+            raise unused(NAME, "single")
         return whole
 
     def whole_from(self, measured: Measurement) -> Whole:
@@ -134,7 +133,7 @@ class Sharding(Against):
         for pieces in of_ranks:
             given = iter(pieces)
             part = rebuild([next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-            parts.append(marked(_NAME, self.fn, part, self.constant))
+            parts.append(marked(NAME, self.fn, part, self.constant))
         return parts
 
     def run(self, on: str, mesh: Mesh) -> ComparedRun:
@@ -145,7 +144,7 @@ class Sharding(Against):
         missing = [name for name in whole.gradients if f"gradient of {name}" not in held]
         if missing and "gradient" in self.groups:
             got, expected = f"no {missing[0]} on any rank", "every parameter of the whole on some rank"
-            raise ValueError(message(_NAME, "shard", got, expected, "let it keep its name, or freeze it in the whole"))
+            raise ValueError(message(NAME, "shard", got, expected, "let it keep its name, or freeze it in the whole"))
         quantities = reduced([rank.pieces for rank in ranks], plan, self.tolerance)
         return self.judged(self.of_results(on, mesh, quantities=quantities, measured=ranks))
 
@@ -185,7 +184,7 @@ class Sharding(Against):
                     if s < r and pairs and all(a.numel() and torch.equal(a, b) for a, b in pairs):
                         got = f"the same pieces of {', '.join(names[i] for i in spread)} on ranks {s} and {r}"
                         expected = "different ones on every rank, since equal ranks hide wrong gradients"
-                        raise ValueError(message(_NAME, "batch", got, expected, "pass random numbers"))
+                        raise ValueError(message(NAME, "batch", got, expected, "pass random numbers"))
 
 
 def reduced(ranks: Sequence[Sequence[Piece]], plan: MeshPlan, tolerance: float) -> list[Quantity]:

@@ -22,11 +22,10 @@ from diffcoll.testing.harness.measure import MeasurementPlan, differentiable, di
 from diffcoll.testing.harness.packing import Packed, Subject
 from diffcoll.testing.harness.parts import input_names
 from diffcoll.testing.numbers import largest
-from diffcoll.testing.sharding.placements import SHARD, Layout, Mesh, Placement, by_function, said_of
+from diffcoll.testing.sharding.placements import NAME, SHARD, Layout, Mesh, Placement, by_function, said_of
 from diffcoll.testing.sharding.settling import local, refuse_another_order, settled, whole_of
 from diffcoll.testing.sharding.trace import Change, Trace, changed, traced
 
-_NAME = "assert_matches_single_process"
 #: What wrappers of modules put into the names of parameters.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
@@ -166,14 +165,14 @@ def sharded(subject: Subject, plan: MeshPlan, rank: int) -> Subject:
     wholes = {name: x.detach().clone() for name, x in tensors_by_name(subject)}
     module = subject.fn.shard(subject.modules[""], _device_mesh(plan))
     if not isinstance(module, nn.Module):
-        raise TypeError(message(_NAME, "shard", f"a function that returned {type(module).__name__}", "a module"))
+        raise TypeError(message(NAME, "shard", f"a function that returned {type(module).__name__}", "a module"))
     found = replace(subject, fn=partial(subject.fn.func, module), modules={"": module})
     mine = {name: x for name, x in tensors_by_name(found) if name in wholes}
     unknown = [name for name, x in tensors_by_name(found) if name not in wholes and x.requires_grad]
     if unknown:
         expected = f"those of the whole: {', '.join(wholes)}"
         remedy = "let the sharded module call its tensors as the whole does"
-        raise ValueError(message(_NAME, "shard", f"a module with {unknown[0]}", expected, remedy))
+        raise ValueError(message(NAME, "shard", f"a module with {unknown[0]}", expected, remedy))
     layouts = plan.settled({name: wholes[name] for name in mine}, mine, rank)
     refuse_another_order(mine, wholes, layouts, plan.mesh)
     with torch.no_grad():

@@ -35,8 +35,6 @@ from diffcoll.testing.sharding.program import Sharding
 from diffcoll.testing.sharding.rank import Piece
 from diffcoll.testing.sharding.wrong_mesh import WrongMesh
 
-_NAME = "assert_matches_single_process"
-
 
 def sharded_report(
     sharding: Sharding, tolerance: float | None, mesh: object, placements: object, on: Sequence[str]
@@ -47,7 +45,7 @@ def sharded_report(
     sharding = replace(sharding, placements=placed, rank_reduction=reduction).checked(tolerance)
     runs = sharding.runs([(each,) for each in meshes], on)
     how = [f"{how} over {axis}" for axis, how in reduction.items()]
-    report = Report(f"{_NAME}, {', '.join(how) or 'nothing reduced afterwards'}", ())
+    report = Report(f"{sharding.name}, {', '.join(how) or 'nothing reduced afterwards'}", ())
     notes = list(changed_attributes(runs))
     wrong = next((run for run in runs if run.quantities and not run.ok()), None)
     if wrong is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from diffcoll.core.errors import message
 from diffcoll.testing.harness.comparison import near
 from diffcoll.testing.sharding.placements import (
+    NAME,
     PARTIAL,
     REPLICATE,
     SHARD,
@@ -26,8 +27,6 @@ from diffcoll.testing.sharding.placements import (
     in_words,
     said_of,
 )
-
-_NAME = "assert_matches_single_process"
 
 
 def whole_of(y: Tensor) -> Tensor:
@@ -91,7 +90,7 @@ def settled(
             got = f"shape {fact.shape} on rank {rank}"
             whole = tuple(wholes[name].shape)
             remedy = f"see placements[{short!r}]" if said is not None else ""
-            raise ValueError(message(_NAME, short, got, f"{expected}, the piece of {whole}", remedy))
+            raise ValueError(message(NAME, short, got, f"{expected}, the piece of {whole}", remedy))
     return found
 
 
@@ -139,4 +138,4 @@ def refuse_another_order(
             short = name.split(" ", 1)[-1]
             got = f"numbers of the whole in another order than {layouts[name].found}, which its shape may mean"
             remedy = f"say placements[{short!r}], such as a function (whole, {{axis: coordinate}}) -> piece"
-            raise ValueError(message(_NAME, short, got, "a placement", remedy))
+            raise ValueError(message(NAME, short, got, "a placement", remedy))
