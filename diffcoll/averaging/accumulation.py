@@ -16,7 +16,7 @@ from diffcoll.averaging.functions import weighted
 from diffcoll.averaging.gradient import Parameter, is_readable
 from diffcoll.averaging.ownership import SPARSE, find_ddp
 from diffcoll.averaging.policy import NAME, Policy
-from diffcoll.core.torch_private.tensors import version
+from diffcoll.core.torch_private.tensors import is_view, version
 from diffcoll.core.torch_private.tracing import untraced
 from diffcoll.engines.engine import Wait
 
@@ -29,6 +29,8 @@ class Collecting:
     tasks: set[int]
     #: Whether check mode was on when it began.
     is_checked: bool
+    #: Whether the ranks still have to compare which parameters are frozen: it has changed, or check mode is on.
+    compares: bool = False
     #: The graph task id of the outermost pass, at whose end gradients are reduced; -1: not known yet.
     ends_with: int = -1
     #: Whether a nested pass has accumulated a gradient: then nothing is sent before the end.
@@ -213,6 +215,13 @@ def refuse_second_average(trainable: Sequence[Parameter]) -> None:
     changed = next((p for p in trainable if p.reduced is not None and p.place.has_changed()), None)
     if changed is not None:
         _refuse_ddp(changed, trainable)
+
+
+def refuse_views_of_ddp(trainable: Sequence[Parameter]) -> None:
+    """Raise if gradients are views of buckets of DistributedDataParallel, which may have averaged them already."""
+    view = next((p for p in trainable if p.tensor.grad is not None and is_view(p.tensor.grad)), None)
+    if view is not None:
+        _refuse_ddp(view, trainable)
 
 
 def _refuse_ddp(p: Parameter, trainable: Sequence[Parameter]) -> None:

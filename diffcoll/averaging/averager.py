@@ -93,7 +93,8 @@ class GradientAverager:
         TypeError, ValueError: an argument is wrong on its own; a module has sparse gradients; DistributedDataParallel,
             FSDP or an averager that also has other parameters already reduces some of these.
         CollectiveMismatchError: the ranks' parameters, buffers to be broadcast or arguments differ; raised on all
-            ranks, with the first difference. From backward: on some ranks `comm_hook` has raised or sent other tensors.
+            ranks, with the first difference. From backward: on some ranks other parameters are frozen, or `comm_hook`
+            has raised or sent other tensors.
         CollectiveFailedError: from backward: a rank died or did not call it; names the bucket and, if known, the rank.
         RuntimeError: from backward: gradients would be wrong, with the cause, e.g. an optimizer step within backward.
 

@@ -18,7 +18,14 @@ import math
 
 import torch
 
-from diffcoll.averaging.accumulation import Accumulation, Collecting, is_used, refuse_changes, refuse_unused
+from diffcoll.averaging.accumulation import (
+    Accumulation,
+    Collecting,
+    is_used,
+    refuse_changes,
+    refuse_unused,
+    refuse_views_of_ddp,
+)
 from diffcoll.averaging.buckets import Bucket, cut
 from diffcoll.averaging.comm_hook import CommHook
 from diffcoll.averaging.gradient import Parameter
@@ -52,8 +59,9 @@ class Reducer:
         self.parameters, self.engine, self.tree, self.buffers = parameters, engine, tree, buffers
         self.policy = Policy(settings.reduction, comm_hook is not None, engine.size)
         self.accumulation = Accumulation(parameters, self.policy)
-        #: Parameters that are not frozen, in the order in which gradients are expected.
+        #: Parameters that are not frozen, in the order in which gradients are expected, and those last agreed on.
         self.trainable: list[Parameter] = []
+        self._agreed: set[Parameter] | None = None
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[Parameter, Bucket] = {}
         #: The reduction that has begun; None: idle.
@@ -70,7 +78,7 @@ class Reducer:
 
     def begin(self, *tasks: int) -> Collecting:
         """Prepare the buckets for the gradients of a backward pass."""
-        is_checked = checks.is_on() and self.engine.size > 1 if self.now is None else self.now.is_checked
+        is_checked = checks.is_on() if self.now is None else self.now.is_checked
         self.now = None
         refuse_ended(self.engine)
         self.now = now = Collecting({*tasks}, is_checked)
@@ -82,6 +90,7 @@ class Reducer:
         for p in self.parameters:
             p.refuse_changed_kind(NAME)
         trainable = [p for i in self._order if (p := self.parameters[i]).tensor.requires_grad]
+        now.compares = self.engine.size > 1 and (is_checked or {*trainable} != self._agreed)
         if trainable != self.trainable or not self.buckets:
             self._cut(trainable)
         else:
@@ -130,7 +139,7 @@ class Reducer:
 
     def _send_ready(self, now: Collecting) -> None:
         """Send complete buckets, in order; not the last one, which reports errors of the whole pass."""
-        if now.is_checked or self._comm_hook is not None:
+        if now.compares or self._comm_hook is not None:
             return
         for bucket in self.buckets[len(now.waits) : -1]:
             if now.pending[bucket] or not bucket.overlaps:
@@ -178,8 +187,8 @@ class Reducer:
             self._exchange_buffers(now)
             if self._settings.unused == "error":
                 now.used = [is_used(p) for p in self.trainable]
-            if now.is_checked:
-                self._compare_names()
+            refuse_views_of_ddp(self.trainable if now.compares else ())
+            self._compare_names(now)
             if self.engine.size > 1:
                 self.tree.check()
                 refuse_changes(self.trainable, now)
@@ -192,18 +201,21 @@ class Reducer:
             raise
         except BaseException:
             try:
-                self.abandon(compared=True)
+                self.abandon()
             finally:
                 self._end()
             raise
         return now
 
-    def _compare_names(self) -> None:
-        names = [p.name for p in self.trainable]
-        self._compare(names, f"{len(names)} parameters that are not frozen: {', '.join(names)}")
+    def _compare_names(self, now: Collecting) -> None:
+        """Raise on all ranks if other parameters are frozen on some; their buckets would differ."""
+        if now.compares:
+            now.compares, names = False, [p.name for p in self.trainable]
+            self._compare(names, f"{len(names)} parameters that are not frozen: {', '.join(names)}")
+            self._agreed = {*self.trainable}
 
     def _compare(self, facts: object, text: str) -> None:
-        checks.compare(self.engine, (NAME, facts), f"{NAME}, {text}")
+        checks.compare(self.engine, (NAME, facts), f"{NAME}, {text}", name=f"{NAME}, which parameters are frozen")
 
     # ── sent → idle ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -281,15 +293,15 @@ class Reducer:
 
     # ── errors ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def abandon(self, compared: bool = False) -> None:
+    def abandon(self) -> None:
         """Send NaN in all unsent buckets, for which the other ranks wait; it tells them of the error."""
         now = self._prepared()  # if this raises, the ranks wait until the next call here
         try:
             self._exchange_buffers(now)
-            if now.is_checked and not compared:  # the other ranks wait in the comparison
-                with contextlib.suppress(CollectiveMismatchError):
+            with contextlib.suppress(CollectiveMismatchError):  # the other ranks raise it, too
+                if now.compares and now.is_checked:
                     self._compare("left", "which has left this backward by an error")
-            else:
+                self._compare_names(now)
                 self._send_mark(math.nan, now)
         finally:
             self.now = None
@@ -302,8 +314,7 @@ class Reducer:
             if not failed:  # gradients stay in the memory of the last reduction
                 for bucket in self.buckets:
                     bucket.allocate()
-            if now.is_checked:
-                self._compare_names()
+            self._compare_names(now)
             self._send_mark(math.inf if failed else 0.0, now)
             self.is_skipped = self.was_skipped()
             if self.buffers is not None and self.is_skipped:

@@ -128,13 +128,15 @@ def is_on() -> bool:
     return _ever_on and _state().on
 
 
-def compare(engine: Engine, facts: object, text: str, leaves: Sequence[str] | None = None) -> None:
+def compare(
+    engine: Engine, facts: object, text: str, leaves: Sequence[str] | None = None, name: str = "check mode"
+) -> None:
     """Do what `Control.agree` does, and record that the group was used, for the end of a `with` block."""
     used = _state().used
     if used is not None:
         used[engine] = False
     try:
-        Control(engine).agree(facts, text, leaves)
+        Control(engine, name).agree(facts, text, leaves)
     except CollectiveMismatchError:
         if used is not None:
             used[engine] = True

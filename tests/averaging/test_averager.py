@@ -543,6 +543,8 @@ def test_a_gradient_that_comes_after_its_bucket_was_sent():
         def model_with(layers):
             model = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(layers)]).double()
             dc.GradientAverager(model, bucket_mb=8e-6, reduction="sum")
+            model(torch.ones(1, 2, dtype=torch.double)).sum().backward()  # the first sends no bucket before its end
+            model.zero_grad()
             x = torch.full((1, 2), r + 1.0, dtype=torch.double, requires_grad=True)
             y = checkpoint(model[-1], x, use_reentrant=True)
             return model, y.sum() + model[-1](x.detach()).sum()
@@ -846,30 +848,53 @@ def test_a_backward_left_by_an_error():
     same(found[0], [torch.full((2,), 2.0 * (k + 1)) for k in range(5)])
 
 
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("later", [False, True])
 @on_two
-def test_check_mode_finds_what_one_rank_has_frozen(where):
+def test_ranks_that_freeze_different_parameters(where, later, check):
+    """An error on all ranks, instead of sums of different parameters."""
+
     def body(r):
         model = made(mlp)
         dc.GradientAverager(model, bucket_mb=SMALL)
         x = torch.full((1, 5), r + 1.0, dtype=torch.double)
-        model[2].bias.requires_grad_(r != 1)
-        with dc.check_mode():
+        if later:
+            model(x).sum().backward()
+        frozen = model[2].bias if r == 1 else model[2].weight
+        frozen.requires_grad_(False)
+        with dc.check_mode(check):
             text = refused(lambda: model(x).sum().backward(), dc.CollectiveMismatchError)
-            model[2].bias.requires_grad_()
+            frozen.requires_grad_()
             model.zero_grad()
             model(x).sum().backward()  # the group works
         return text, gradients(model)
 
-    found = RUNS[where](body, range(2))
+    found = RUNS[where](body, range(3))
     equal_on_all_ranks([g for _, g in found])
     for text, _ in found:
-        assert text.startswith("the ranks of a ")
-        assert "rank 0: GradientAverager, 6 parameters that are not frozen: 4." in text
-        assert "rank 1: GradientAverager, 5 parameters that are not frozen: 4." in text
+        first, *of_ranks = text.splitlines()
+        assert first.startswith("the ranks of a ")
+        for r in range(3):
+            assert f"rank {r}: GradientAverager, 5 parameters that are not frozen: " in of_ranks[r]
+            assert ("2.weight" in of_ranks[r]) == ("2.bias" not in of_ranks[r]) == (r == 1)
     plain = made(mlp)
-    for s in range(2):
-        (plain(torch.full((1, 5), s + 1.0, dtype=torch.double)).sum() / 2).backward()
+    for s in range(3):
+        (plain(torch.full((1, 5), s + 1.0, dtype=torch.double)).sum() / 3).backward()
     same(found[0][1], gradients(plain))
+
+
+def test_one_rank_freezes_a_parameter_after_the_first_reduction():
+    def body(r):
+        model = made(mlp)
+        dc.GradientAverager(model)
+        x = torch.full((1, 5), r + 1.0, dtype=torch.double)
+        model(x).sum().backward()
+        model[2].bias.requires_grad_(r != 1)
+        return refused(lambda: model(x).sum().backward(), dc.CollectiveMismatchError)
+
+    for text in rules(body, range(3)):
+        assert "rank 0 waits in GradientAverager, bucket 0 of 1 at " in text
+        assert "rank 1 waits in GradientAverager, which parameters are frozen at " in text
 
 
 WRONG = [

@@ -271,11 +271,11 @@ def test_with_distributed_data_parallel():
     def body(r):
         wrapped = DDP(mlp()), nn.Sequential(DDP(mlp()))
         texts = [refused(lambda wrap=wrap: dc.GradientAverager(wrap), TypeError) for wrap in wrapped]
-        for k, bucket_mb in enumerate([25, 1e-5]):
+        for as_view, bucket_mb in itertools.product((False, True), (25, 1e-5)):
             for ddp_first in (True, False):
                 for some in (lambda m: m, lambda m: m[2], lambda m: list(m.parameters())):
                     model = mlp()
-                    wrap = partial(DDP, model, gradient_as_bucket_view=bool(k))
+                    wrap = partial(DDP, model, gradient_as_bucket_view=as_view)
                     ddp = wrap() if ddp_first else None
                     averager = dc.GradientAverager(some(model), bucket_mb=bucket_mb)
                     ddp = ddp or wrap()
@@ -292,7 +292,7 @@ def test_with_distributed_data_parallel():
         return texts
 
     for texts in gloo(body, range(2)):
-        assert len(texts) == 15
+        assert len(texts) == 2 + 4 * 6 + 1
         for text in texts:
             assert text.startswith("GradientAverager: ")
             words = "DistributedDataParallel.*, (too|which averages its gradients); remove one of the two"
