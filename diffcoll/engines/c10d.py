@@ -134,11 +134,13 @@ class C10dEngine(MessageEngine):
         torch names groups by how many the process has made, so the names differ if the ranks have made different ones.
         """
         number = torch.tensor([next(_numbers)], device=self.control_device)
+        of_ranks = number.new_empty(self.size)
         with self.turn("making a group"):
-            self.broadcast(number, 0)()
+            # Not a broadcast: a rank that waits for nobody would wait in new_group for one that has died before it.
+            self.all_gather(number, of_ranks, [1] * self.size)()
             # If this is not the whole world, the processes outside do not call new_group.
             more["use_local_synchronization"] = self.size < dist.get_world_size()
-            return new_group(ranks, name=f"diffcoll {number.item()} in {self.key}", **more)
+            return new_group(ranks, name=f"diffcoll {of_ranks[0].item()} in {self.key}", **more)
 
     @override
     def overlaps(self, x: Tensor) -> bool:
