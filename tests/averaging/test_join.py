@@ -106,6 +106,22 @@ def test_a_loop_that_was_left_while_its_iterator_is_kept(where, keep, left):
         assert error == ("" if left == "close" else text)
 
 
+def test_an_iterator_around_it_that_is_kept_is_closed_by_the_user():
+    def body(r, closes):
+        _, averager, step = made("mean")
+        joined = averager.join([4.0 + r] * NUMBERS[r], spare=1.0)
+        kept = enumerate(joined)
+        for k, _ in kept:
+            if k == 1:
+                break
+        if closes:
+            joined.close()
+        return step(3.0 * 2**r)
+
+    assert rules(body, range(3), [True] * 3) == [7.0] * 3
+    assert rules(body, range(3), [False] * 3) == [3.0] * 3  # "Not covered" of the note
+
+
 def test_micro_batches_of_a_loop_that_was_left():
     """What was accumulated in the loop is reduced as in the loop, by the plain backward or by synchronize."""
 

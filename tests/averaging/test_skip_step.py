@@ -343,6 +343,22 @@ def test_a_rank_that_does_not_call_it(where):
     )
 
 
+def test_a_rank_that_fails_before_a_collective_of_the_loss():
+    """The others wait in that collective, not in backward: an error with both calls."""
+
+    def body(r):
+        net = Net()
+        averager = dc.GradientAverager(net)
+        net(batch(r, 0)).sum().backward()
+        if r == 1:
+            return refused(lambda: averager.skip_step(True))
+        return refused(lambda: dc.all_gather(net(batch(r, 1)), sizes="auto"))
+
+    for text in rules(body, range(3)):
+        assert "rank 0 waits in all_gather at " in text
+        assert "rank 1 waits in GradientAverager, bucket 0 of 1 at " in text
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_misuse(n):
     def body(r):

@@ -410,3 +410,13 @@ def test_second_order_of_leaves_that_are_empty_on_all_ranks(call, dtypes):
         found = rules(lambda t, r: second(loss(t, r), list(t.values())), trees, range(3))
         expected = second(sum(simulate(loss, trees, range(3))), [leaf for t in trees for leaf in t.values()])
         torch.testing.assert_close([h for of_rank in found for h in of_rank], list(expected))
+
+
+def test_a_sparse_gradient_of_a_leaf_is_an_error_of_pytorch():
+    def body(r):
+        w = torch.ones(3, 2).mul(r + 1).requires_grad_()
+        loss = torch.nn.functional.embedding(torch.tensor([0, r]), dc.all_reduce([w])[0], sparse=True).sum()
+        with pytest.raises(RuntimeError, match=r"(?i)sparse"):
+            loss.backward()
+
+    rules(body, range(3))
