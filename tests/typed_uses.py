@@ -86,6 +86,8 @@ def placements(x: Tensor) -> None:
 def losses(x: Tensor, y: Tensor) -> None:
     assert_type(dc.nn.functional.clip_loss(x, y, 3.0, exchange="ring"), Tensor)
     dc.nn.CLIPLoss(chunk_size=512)
+    dc.nn.CLIPLoss(chunksize=512)  # type: ignore
+    dc.nn.DiceLoss(dims=0.5)  # type: ignore
     dc.nn.functional.clip_loss(x, y, 3.0, rank_reduction="none")  # type: ignore
     dc.nn.functional.clip_loss(x, y, 3.0, reduction="mean")  # type: ignore
     dc.nn.functional.moments(x, 0, y)  # type: ignore

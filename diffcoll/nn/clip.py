@@ -10,10 +10,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from diffcoll.engines.types import Group
-from diffcoll.nn.convention import LossModule, RankReduction
-from diffcoll.nn.features import Exchange, Options, check_features, columns_of, per_row, scalar, wide
+from diffcoll.nn.convention import RankReduction
+from diffcoll.nn.features import Options, check_features, columns_of, per_row, scalar, wide
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.logits import LossRule
+from diffcoll.nn.loss_module import Exchange, LossModule
 from diffcoll.nn.pairs import compare
 
 _NAME = "clip_loss"
@@ -84,7 +85,7 @@ def clip_loss(
         return options.returned(share)
 
 
-class CLIPLoss(LossModule):
+class CLIPLoss(LossModule, of=clip_loss, starts={"logit_scale": 1 / 0.07}):
     """`clip_loss` as a module; its arguments are the options, `forward` takes the tensors.
 
     The scale is passed to `forward`, or here: a number, a parameter of yours, or with `learnable=True` a number to
@@ -96,27 +97,6 @@ class CLIPLoss(LossModule):
     >>> [name for name, _ in CLIPLoss(learnable=True).named_parameters()]
     ['log_scale']
     """
-
-    def __init__(
-        self,
-        *,
-        logit_scale: Tensor | float | None = None,
-        learnable: bool = False,
-        normalize: bool = False,
-        group: Group = None,
-        rank_reduction: RankReduction = "mean",
-        chunk_size: int | None = None,
-        exchange: Exchange = "gather",
-    ) -> None:
-        super().__init__(
-            learnable=learnable,
-            logit_scale=1 / 0.07 if learnable and logit_scale is None else logit_scale,
-            normalize=normalize,
-            group=group,
-            rank_reduction=rank_reduction,
-            chunk_size=chunk_size,
-            exchange=exchange,
-        )
 
     def forward(
         self,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from typing_extensions import override
 
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.sum_gradients import sum_gradients
@@ -19,9 +18,10 @@ from diffcoll.core.errors import message
 from diffcoll.core.expect import not_negative
 from diffcoll.core.groups import get_world_size
 from diffcoll.engines.types import Group
-from diffcoll.nn.convention import LossModule, RankReduction, check_options, returned
+from diffcoll.nn.convention import RankReduction, check_options, returned
 from diffcoll.nn.followers import bit, follows, leaf, needs_gradient, refuse_absent
 from diffcoll.nn.inputs import check_rows, in_full_precision, without_autocast
+from diffcoll.nn.loss_module import LossModule
 
 
 def barlow_twins_loss(
@@ -152,61 +152,29 @@ def vicreg_loss(
         return returned(sim_coeff * invariance + _share(shared, group), rank_reduction, group)
 
 
-class BarlowTwinsLoss(LossModule):
-    """`barlow_twins_loss` as a module.
+class BarlowTwinsLoss(LossModule, of=barlow_twins_loss):
+    """`barlow_twins_loss` as a module; its arguments are the options, `forward` takes the tensors.
 
     >>> import diffcoll as dc
     >>> dc.nn.BarlowTwinsLoss(lambd=0.01)
     BarlowTwinsLoss(lambd=0.01, eps=1e-05, rank_reduction='mean')
-
-    Args:
-        lambd, eps, group, rank_reduction: as of `barlow_twins_loss`.
     """
 
-    def __init__(
-        self, *, lambd: float = 5e-3, eps: float = 1e-5, group: Group = None, rank_reduction: RankReduction = "mean"
-    ) -> None:
-        not_negative("BarlowTwinsLoss", lambd=lambd, eps=eps)
-        super().__init__(lambd=lambd, eps=eps, group=group, rank_reduction=rank_reduction)
-
-    @override
     def forward(self, z1: Tensor, z2: Tensor) -> Tensor:
+        """Return the loss, as `barlow_twins_loss` does."""
         return barlow_twins_loss(z1, z2, **self.options)
 
 
-class VICRegLoss(LossModule):
-    """`vicreg_loss` as a module.
+class VICRegLoss(LossModule, of=vicreg_loss):
+    """`vicreg_loss` as a module; its arguments are the options, `forward` takes the tensors.
 
     >>> import diffcoll as dc
     >>> dc.nn.VICRegLoss(cov_coeff=2.0)
     VICRegLoss(sim_coeff=25.0, std_coeff=25.0, cov_coeff=2.0, eps=0.0001, rank_reduction='mean')
-
-    Args:
-        sim_coeff, std_coeff, cov_coeff, eps, group, rank_reduction: as of `vicreg_loss`.
     """
 
-    def __init__(
-        self,
-        *,
-        sim_coeff: float = 25.0,
-        std_coeff: float = 25.0,
-        cov_coeff: float = 1.0,
-        eps: float = 1e-4,
-        group: Group = None,
-        rank_reduction: RankReduction = "mean",
-    ) -> None:
-        not_negative("VICRegLoss", sim_coeff=sim_coeff, std_coeff=std_coeff, cov_coeff=cov_coeff, eps=eps)
-        super().__init__(
-            sim_coeff=sim_coeff,
-            std_coeff=std_coeff,
-            cov_coeff=cov_coeff,
-            eps=eps,
-            group=group,
-            rank_reduction=rank_reduction,
-        )
-
-    @override
     def forward(self, z1: Tensor, z2: Tensor) -> Tensor:
+        """Return the loss, as `vicreg_loss` does."""
         return vicreg_loss(z1, z2, **self.options)
 
 

@@ -7,13 +7,11 @@ note      notes/data-parallel.md
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.core import expect
@@ -21,7 +19,7 @@ from diffcoll.core.blocks import as_row
 from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size
 from diffcoll.engines.types import Group
-from diffcoll.nn.convention import LossModule, RankReduction, check_options, returned
+from diffcoll.nn.convention import RankReduction, check_options, returned
 from diffcoll.nn.followers import sent
 from diffcoll.nn.inputs import (
     check_fractions,
@@ -30,8 +28,8 @@ from diffcoll.nn.inputs import (
     no_fractions,
     without_autocast,
 )
+from diffcoll.nn.loss_module import Dims, LossModule
 
-Dims = int | Sequence[int] | Literal["per class"] | None
 #: (overlap T, sum of probabilities P, sum of targets Q) → similarity
 _Ratio = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -199,76 +197,42 @@ def tversky_loss(
     )
 
 
-class DiceLoss(LossModule):
-    """`dice_loss` as a module.
+class DiceLoss(LossModule, of=dice_loss):
+    """`dice_loss` as a module; its arguments are the options, `forward` takes the tensors.
 
     >>> import diffcoll as dc
     >>> dc.nn.DiceLoss(dims="per class")
     DiceLoss(smooth=1.0, dims='per class', rank_reduction='mean')
-
-    Args:
-        smooth, dims, group, rank_reduction: as of `dice_loss`.
     """
 
-    def __init__(
-        self, *, smooth: float = 1.0, dims: Dims = None, group: Group = None, rank_reduction: RankReduction = "mean"
-    ) -> None:
-        expect.not_negative("DiceLoss", smooth=smooth)
-        super().__init__(smooth=smooth, dims=dims, group=group, rank_reduction=rank_reduction)
-
-    @override
     def forward(self, probabilities: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss, as `dice_loss` does."""
         return dice_loss(probabilities, targets, **self.options)
 
 
-class IoULoss(LossModule):
-    """`iou_loss` as a module.
+class IoULoss(LossModule, of=iou_loss):
+    """`iou_loss` as a module; its arguments are the options, `forward` takes the tensors.
 
     >>> import diffcoll as dc
     >>> dc.nn.IoULoss(smooth=0.0)
     IoULoss(smooth=0.0, dims=None, rank_reduction='mean')
-
-    Args:
-        smooth, dims, group, rank_reduction: as of `iou_loss`.
     """
 
-    def __init__(
-        self, *, smooth: float = 1.0, dims: Dims = None, group: Group = None, rank_reduction: RankReduction = "mean"
-    ) -> None:
-        expect.not_negative("IoULoss", smooth=smooth)
-        super().__init__(smooth=smooth, dims=dims, group=group, rank_reduction=rank_reduction)
-
-    @override
     def forward(self, probabilities: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss, as `iou_loss` does."""
         return iou_loss(probabilities, targets, **self.options)
 
 
-class TverskyLoss(LossModule):
-    """`tversky_loss` as a module.
+class TverskyLoss(LossModule, of=tversky_loss):
+    """`tversky_loss` as a module; its arguments are the options, `forward` takes the tensors.
 
     >>> import diffcoll as dc
     >>> dc.nn.TverskyLoss(alpha=0.3, beta=0.7)
     TverskyLoss(alpha=0.3, beta=0.7, smooth=1.0, dims=None, rank_reduction='mean')
-
-    Args:
-        alpha, beta, smooth, dims, group, rank_reduction: as of `tversky_loss`.
     """
 
-    def __init__(
-        self,
-        *,
-        alpha: float = 0.5,
-        beta: float = 0.5,
-        smooth: float = 1.0,
-        dims: Dims = None,
-        group: Group = None,
-        rank_reduction: RankReduction = "mean",
-    ) -> None:
-        expect.not_negative("TverskyLoss", alpha=alpha, beta=beta, smooth=smooth)
-        super().__init__(alpha=alpha, beta=beta, smooth=smooth, dims=dims, group=group, rank_reduction=rank_reduction)
-
-    @override
     def forward(self, probabilities: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss, as `tversky_loss` does."""
         return tversky_loss(probabilities, targets, **self.options)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,7 @@ from diffcoll.core.torch_private.transforms import is_eager
 from diffcoll.engines.types import Group
 from diffcoll.nn.convention import RankReduction, check_options, returned
 from diffcoll.nn.logits import normalized
-
-#: How ranks get the other ranks' features: all at once, or one rank's block after the other.
-Exchange = Literal["gather", "ring"]
+from diffcoll.nn.loss_module import Exchange
 
 
 @dataclass(frozen=True)

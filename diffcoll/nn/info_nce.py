@@ -10,10 +10,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from diffcoll.engines.types import Group
-from diffcoll.nn.convention import LossModule, RankReduction
-from diffcoll.nn.features import Exchange, Options, check_features, columns_of, per_row, scalar, wide
+from diffcoll.nn.convention import RankReduction
+from diffcoll.nn.features import Options, check_features, columns_of, per_row, scalar, wide
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.logits import LossRule
+from diffcoll.nn.loss_module import Exchange, LossModule
 from diffcoll.nn.pairs import compare
 
 _NAME = "info_nce_loss"
@@ -78,7 +79,7 @@ def info_nce_loss(
         return options.returned(found.of_rows().sum() / found.total)
 
 
-class InfoNCELoss(LossModule):
+class InfoNCELoss(LossModule, of=info_nce_loss):
     """`info_nce_loss` as a module; its arguments are the options, `forward` takes the tensors.
 
     A temperature that is an `nn.Parameter` becomes a parameter of the module. With `learnable=True` the temperature is
@@ -88,27 +89,6 @@ class InfoNCELoss(LossModule):
     >>> InfoNCELoss(temperature=0.2)
     InfoNCELoss(temperature=0.2, normalize=True, rank_reduction='mean', chunk_size=None, exchange='gather')
     """
-
-    def __init__(
-        self,
-        *,
-        temperature: Tensor | float = 0.1,
-        learnable: bool = False,
-        normalize: bool = True,
-        group: Group = None,
-        rank_reduction: RankReduction = "mean",
-        chunk_size: int | None = None,
-        exchange: Exchange = "gather",
-    ) -> None:
-        super().__init__(
-            learnable=learnable,
-            temperature=temperature,
-            normalize=normalize,
-            group=group,
-            rank_reduction=rank_reduction,
-            chunk_size=chunk_size,
-            exchange=exchange,
-        )
 
     def forward(
         self, query: Tensor, positive: Tensor, labels: Tensor | None = None, ids: Tensor | None = None

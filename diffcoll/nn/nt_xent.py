@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from diffcoll.engines.types import Group
-from diffcoll.nn.convention import LossModule, RankReduction
-from diffcoll.nn.features import Exchange, Options, check_features, columns_of, per_row, scalar
+from diffcoll.nn.convention import RankReduction
+from diffcoll.nn.features import Options, check_features, columns_of, per_row, scalar
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.logits import LossRule
+from diffcoll.nn.loss_module import Exchange, LossModule
 from diffcoll.nn.pairs import compare
 
 _NAME = "nt_xent_loss"
@@ -77,34 +78,16 @@ def nt_xent_loss(
         return options.returned(found.of_rows().sum() / found.total)
 
 
-class NTXentLoss(LossModule):
+class NTXentLoss(LossModule, of=nt_xent_loss):
     """`nt_xent_loss` as a module; its arguments are the options, `forward` takes the tensors.
 
-    A temperature that is an `nn.Parameter` becomes a parameter of the module.
+    A temperature that is an `nn.Parameter` becomes a parameter of the module. With `learnable=True` the temperature is
+    a number to start with, and the module's parameter its logarithm, `log_temperature`.
 
     >>> from diffcoll.nn import NTXentLoss
     >>> NTXentLoss(chunk_size=512)
     NTXentLoss(temperature=0.5, normalize=True, rank_reduction='mean', chunk_size=512, exchange='gather')
     """
-
-    def __init__(
-        self,
-        *,
-        temperature: Tensor | float = 0.5,
-        normalize: bool = True,
-        group: Group = None,
-        rank_reduction: RankReduction = "mean",
-        chunk_size: int | None = None,
-        exchange: Exchange = "gather",
-    ) -> None:
-        super().__init__(
-            temperature=temperature,
-            normalize=normalize,
-            group=group,
-            rank_reduction=rank_reduction,
-            chunk_size=chunk_size,
-            exchange=exchange,
-        )
 
     def forward(self, z1: Tensor, z2: Tensor, ids: Tensor | None = None) -> Tensor:
         """Return the loss, as `nt_xent_loss` does."""

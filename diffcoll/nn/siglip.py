@@ -10,10 +10,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from diffcoll.engines.types import Group
-from diffcoll.nn.convention import LossModule, RankReduction
-from diffcoll.nn.features import Exchange, Options, check_features, columns_of, per_row, scalar, wide
+from diffcoll.nn.convention import RankReduction
+from diffcoll.nn.features import Options, check_features, columns_of, per_row, scalar, wide
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.logits import LossRule
+from diffcoll.nn.loss_module import Exchange, LossModule
 from diffcoll.nn.pairs import compare
 
 _NAME = "siglip_loss"
@@ -83,7 +84,7 @@ def siglip_loss(
         return options.returned(found.row_sum.sum() / found.total)
 
 
-class SigLIPLoss(LossModule):
+class SigLIPLoss(LossModule, of=siglip_loss, starts={"logit_scale": 10.0, "logit_bias": -10.0}):
     """`siglip_loss` as a module; its arguments are the options, `forward` takes the tensors.
 
     Scale and bias are passed to `forward`, or here: numbers, parameters of yours, or with `learnable=True` numbers to
@@ -93,29 +94,6 @@ class SigLIPLoss(LossModule):
     >>> SigLIPLoss(exchange="ring")
     SigLIPLoss(normalize=False, rank_reduction='mean', chunk_size=None, exchange='ring')
     """
-
-    def __init__(
-        self,
-        *,
-        logit_scale: Tensor | float | None = None,
-        logit_bias: Tensor | float | None = None,
-        learnable: bool = False,
-        normalize: bool = False,
-        group: Group = None,
-        rank_reduction: RankReduction = "mean",
-        chunk_size: int | None = None,
-        exchange: Exchange = "gather",
-    ) -> None:
-        super().__init__(
-            learnable=learnable,
-            logit_scale=10.0 if learnable and logit_scale is None else logit_scale,
-            logit_bias=-10.0 if learnable and logit_bias is None else logit_bias,
-            normalize=normalize,
-            group=group,
-            rank_reduction=rank_reduction,
-            chunk_size=chunk_size,
-            exchange=exchange,
-        )
 
     def forward(
         self,

@@ -1,8 +1,10 @@
 """Modules of losses that hold scale, bias or temperature."""
 
 import copy
+import inspect
 import math
 import pickle
+import pydoc
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 import diffcoll.nn as nn_
 from diffcoll.nn import CLIPLoss, InfoNCELoss, SigLIPLoss, functional
 from diffcoll.nn.functional import clip_loss, info_nce_loss, siglip_loss
+from diffcoll.nn.loss_module import LossOptions
 from diffcoll.testing import assert_matches_single_process
 
 X, Y = (torch.randn(8, 3, generator=torch.Generator().manual_seed(k)).double() for k in (1, 2))
@@ -78,7 +81,67 @@ def test_how_they_are_shown():
     assert "temperature=0.2, normalize=True" in repr(InfoNCELoss(temperature=0.2, learnable=True))
 
 
+@pytest.mark.parametrize(
+    ("module", "loss", "of_the_module", "of_the_call"),
+    [
+        (CLIPLoss, clip_loss, {"logit_scale": None, "learnable": False}, {"labels", "ids"}),
+        (SigLIPLoss, siglip_loss, {"logit_scale": None, "logit_bias": None, "learnable": False}, {"labels", "ids"}),
+        (InfoNCELoss, info_nce_loss, {"learnable": False}, {"labels", "ids"}),
+        (nn_.NTXentLoss, functional.nt_xent_loss, {"learnable": False}, {"ids"}),
+        (nn_.SupConLoss, functional.supcon_loss, {"learnable": False}, {"ids"}),
+        (nn_.DiceLoss, functional.dice_loss, {}, set()),
+        (nn_.IoULoss, functional.iou_loss, {}, set()),
+        (nn_.TverskyLoss, functional.tversky_loss, {}, set()),
+        (nn_.BarlowTwinsLoss, functional.barlow_twins_loss, {}, set()),
+        (nn_.VICRegLoss, functional.vicreg_loss, {}, set()),
+    ],
+)
+def test_options_of_a_module_are_those_of_the_loss(module, loss, of_the_module, of_the_call):
+    """What `help` shows, what type checkers accept, and what the module accepts."""
+    function = {name: p for name, p in inspect.signature(loss).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    shown = inspect.signature(module).parameters
+    assert {name: p.default for name, p in shown.items()} == of_the_module | {
+        name: p.default for name, p in function.items() if name not in of_the_call
+    }
+    types = {name: annotation.__forward_arg__ for name, annotation in LossOptions.__annotations__.items()}
+    assert all(p.kind is p.KEYWORD_ONLY and p.annotation == types[name] for name, p in shown.items())
+    text = pydoc.plain(pydoc.render_doc(module))
+    assert all(f"{name}: '{p.annotation}' = {p.default!r}" in text for name, p in shown.items())
+    assert repr(module(**{name: p.default for name, p in shown.items()})) == repr(module())
+
+
+def test_a_subclass_shows_its_own_arguments():
+    class Fixed(CLIPLoss):
+        def __init__(self, scale: float):
+            super().__init__(logit_scale=scale, chunk_size=3)
+
+    class Renamed(CLIPLoss):
+        pass
+
+    assert list(inspect.signature(Fixed).parameters) == ["scale"]
+    assert inspect.signature(Renamed) == inspect.signature(CLIPLoss)
+    torch.testing.assert_close(Fixed(4.0)(X, Y), clip_loss(X, Y, 4.0))
+    assert "chunk_size=3" in repr(copy.deepcopy(Fixed(4.0)))
+
+
+@pytest.mark.parametrize("module", [nn_.NTXentLoss, nn_.SupConLoss])
+def test_learnable_temperature_of_views(module):
+    loss = module(learnable=True, temperature=0.2).double()
+    assert [name for name, _ in loss.named_parameters()] == ["log_temperature"]
+    tensors = (X, Y) if module is nn_.NTXentLoss else (X, torch.tensor([0, 1, 2, 0, 1, 2, 3, 0]))
+    torch.testing.assert_close(loss(*tensors), module(temperature=0.2)(*tensors))
+    loss(*tensors).backward()
+    assert loss.log_temperature.grad.abs() > 0
+
+
 WRONG = [
+    (
+        lambda: CLIPLoss(chunksize=3),
+        TypeError,
+        "CLIPLoss: chunksize: got an option that this loss does not have, expected one of its options: logit_scale, "
+        "normalize, group, rank_reduction, chunk_size, exchange, learnable",
+    ),
+    (lambda: nn_.DiceLoss(learnable=True), TypeError, "DiceLoss: learnable: got an option that this loss does not"),
     (lambda: CLIPLoss()(X, Y), ValueError, "CLIPLoss: logit_scale: got none, expected one; pass logit_scale, make the"),
     (
         lambda: CLIPLoss(learnable=True)(X, Y, 3.0),
