@@ -11,13 +11,10 @@ from torch import Tensor
 
 from diffcoll.engines.types import Group
 from diffcoll.nn.convention import RankReduction
-from diffcoll.nn.features import Options, check_features, columns_of, per_row, scalar, wide
-from diffcoll.nn.inputs import without_autocast
+from diffcoll.nn.features import Options, check_features
 from diffcoll.nn.logits import LossRule
 from diffcoll.nn.loss_module import Exchange, LossModule
-from diffcoll.nn.pairs import compare
-
-_NAME = "clip_loss"
+from diffcoll.nn.pairs import loss_of_pairs
 
 
 def clip_loss(
@@ -71,18 +68,10 @@ def clip_loss(
 
     Source: notes/contrastive.md.
     """
-    options = Options(
-        _NAME, group, rank_reduction, chunk_size, exchange, {"normalize": normalize, "logit_scale": logit_scale}
-    )
-    check_features(_NAME, image=image, text=text)
-    labels, ids = per_row(_NAME, "labels", labels, image), per_row(_NAME, "ids", ids, image)
-    with without_autocast(image):
-        q = wide(image, normalize)
-        q = q * scalar(_NAME, "logit_scale", logit_scale, q)
-        k = columns_of(text, normalize)
-        found = compare(q, k, options, LossRule(columns=True, normalize=k.later), labels=labels, ids=ids)
-        share = (found.of_rows() + found.of_columns()).sum() / (2 * found.total)
-        return options.returned(share)
+    check_features("clip_loss", image=image, text=text)
+    scale = {"logit_scale": logit_scale}
+    options = Options("clip_loss", scale, normalize, group, rank_reduction, chunk_size, exchange)
+    return loss_of_pairs(options, LossRule(columns=True), [image], text, labels=labels, ids=ids)
 
 
 class CLIPLoss(LossModule, of=clip_loss, starts={"logit_scale": 1 / 0.07}):

@@ -17,7 +17,7 @@ from diffcoll.core.dtypes import FLOATS, wider
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.transforms import is_eager
 from diffcoll.engines.types import Group
-from diffcoll.nn.convention import RankReduction, check_options, returned
+from diffcoll.nn.convention import RankReduction, check_options
 from diffcoll.nn.logits import normalized
 from diffcoll.nn.loss_module import Exchange
 
@@ -27,25 +27,23 @@ class Options:
     """The options of a call of the loss `name`, checked."""
 
     name: str
+    #: Scale and bias, or temperature.
+    numbers: Mapping[str, Tensor | float]
+    normalize: bool
     group: Group
     rank_reduction: RankReduction
     chunk_size: int | None
     exchange: Exchange
-    #: Of this loss alone.
-    own: Mapping[str, object]
 
     def __post_init__(self) -> None:
-        check_options(self.name, self.group, self.rank_reduction, exchange=self.exchange, **self.own)
+        own = {"exchange": self.exchange, "normalize": self.normalize, **self.numbers}
+        check_options(self.name, self.group, self.rank_reduction, **own)
         chunk = self.chunk_size
         if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
             remedy = "the number of columns of the matrix of logits that are computed at a time, e.g. 512"
             raise ValueError(message(self.name, "chunk_size", repr(chunk), "None or a positive integer", remedy))
         remedy = '"ring" keeps the features of one other rank at a time instead of those of all ranks'
         expect.choice(self.name, "exchange", self.exchange, ("gather", "ring"), remedy)
-
-    def returned(self, share: Tensor) -> Tensor:
-        """Return what `rank_reduction` says of this rank's share of the loss of the whole batch."""
-        return returned(share, self.rank_reduction, self.group)
 
 
 def check_features(name: str, dims: tuple[int, ...] = (2,), **features: Tensor) -> None:
@@ -59,7 +57,7 @@ def check_features(name: str, dims: tuple[int, ...] = (2,), **features: Tensor) 
         if y.dtype not in FLOATS:
             remedy = "pass the features as x.float()"
             raise TypeError(message(name, argument, str(y.dtype), "float16, bfloat16, float32 or float64", remedy))
-        if y.ndim not in dims or y.shape[-1] == 0:
+        if y.ndim not in dims or 0 in y.shape[1:]:
             remedy = "flatten the features to one row per sample: x.flatten(1)"
             raise ValueError(message(name, argument, f"shape {tuple(y.shape)}", f"shape {expected}", remedy))
     for argument, y in others:
@@ -75,10 +73,8 @@ def check_features(name: str, dims: tuple[int, ...] = (2,), **features: Tensor) 
             raise ValueError(message(name, argument, f"a tensor on {y.device}", f"{x.device}, as {first}", remedy))
 
 
-def per_row(name: str, argument: str, x: Tensor | None, rows: Tensor) -> Tensor | None:
+def per_row(name: str, argument: str, x: Tensor, rows: Tensor) -> Tensor:
     """Return labels or ids, after a check that there is one number for each row of the features."""
-    if x is None:
-        return None
     if not isinstance(x, Tensor) or x.shape != (len(rows),):
         expected = f"a tensor of shape ({len(rows)},), one number per row of the features"
         if not isinstance(x, Tensor):

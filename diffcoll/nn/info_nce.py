@@ -11,13 +11,10 @@ from torch import Tensor
 
 from diffcoll.engines.types import Group
 from diffcoll.nn.convention import RankReduction
-from diffcoll.nn.features import Options, check_features, columns_of, per_row, scalar, wide
-from diffcoll.nn.inputs import without_autocast
+from diffcoll.nn.features import Options, check_features
 from diffcoll.nn.logits import LossRule
 from diffcoll.nn.loss_module import Exchange, LossModule
-from diffcoll.nn.pairs import compare
-
-_NAME = "info_nce_loss"
+from diffcoll.nn.pairs import loss_of_pairs
 
 
 def info_nce_loss(
@@ -66,17 +63,10 @@ def info_nce_loss(
 
     Source: notes/contrastive.md.
     """
-    options = Options(
-        _NAME, group, rank_reduction, chunk_size, exchange, {"normalize": normalize, "temperature": temperature}
-    )
-    check_features(_NAME, query=query, positive=positive)
-    labels, ids = per_row(_NAME, "labels", labels, query), per_row(_NAME, "ids", ids, query)
-    with without_autocast(query):
-        q = wide(query, normalize)
-        q = q / scalar(_NAME, "temperature", temperature, q, positive=True)
-        k = columns_of(positive, normalize)
-        found = compare(q, k, options, LossRule(normalize=k.later), labels=labels, ids=ids)
-        return options.returned(found.of_rows().sum() / found.total)
+    check_features("info_nce_loss", query=query, positive=positive)
+    number = {"temperature": temperature}
+    options = Options("info_nce_loss", number, normalize, group, rank_reduction, chunk_size, exchange)
+    return loss_of_pairs(options, LossRule(), [query], positive, labels=labels, ids=ids)
 
 
 class InfoNCELoss(LossModule, of=info_nce_loss):

@@ -7,18 +7,14 @@ note  notes/contrastive.md
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from diffcoll.engines.types import Group
 from diffcoll.nn.convention import RankReduction
-from diffcoll.nn.features import Options, check_features, columns_of, per_row, scalar
-from diffcoll.nn.inputs import without_autocast
+from diffcoll.nn.features import Options, check_features
 from diffcoll.nn.logits import LossRule
 from diffcoll.nn.loss_module import Exchange, LossModule
-from diffcoll.nn.pairs import compare
-
-_NAME = "nt_xent_loss"
+from diffcoll.nn.pairs import loss_of_pairs
 
 
 def nt_xent_loss(
@@ -65,17 +61,10 @@ def nt_xent_loss(
 
     Source: notes/contrastive.md.
     """
-    options = Options(
-        _NAME, group, rank_reduction, chunk_size, exchange, {"normalize": normalize, "temperature": temperature}
-    )
-    check_features(_NAME, z1=z1, z2=z2)
-    ids = per_row(_NAME, "ids", ids, z1)
-    with without_autocast(z1):
-        z = columns_of(torch.cat([z1, z2]), normalize)
-        q = z.here / scalar(_NAME, "temperature", temperature, z.here, positive=True)
-        rule = LossRule(within=True, normalize=z.later)
-        found = compare(q, z, options, rule, views=2, ids=None if ids is None else ids.repeat(2))
-        return options.returned(found.of_rows().sum() / found.total)
+    check_features("nt_xent_loss", z1=z1, z2=z2)
+    number = {"temperature": temperature}
+    options = Options("nt_xent_loss", number, normalize, group, rank_reduction, chunk_size, exchange)
+    return loss_of_pairs(options, LossRule(), [z1, z2], ids=ids)
 
 
 class NTXentLoss(LossModule, of=nt_xent_loss):

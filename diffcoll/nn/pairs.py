@@ -11,6 +11,7 @@ note  notes/contrastive.md
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,76 +23,59 @@ from diffcoll.collectives.all_gather import all_gather, gathered_as
 from diffcoll.collectives.reduce_scatter import reduce_scatter
 from diffcoll.composed.leaves import batch_leaves, lengths_and_bits
 from diffcoll.core.errors import CollectiveMismatchError, message
-from diffcoll.core.groups import collectives_only, get_rank
+from diffcoll.core.groups import collectives_only, resolve
 from diffcoll.core.joint import is_joint
 from diffcoll.core.torch_private.tracing import assert_in_graph, assume, untraced
 from diffcoll.core.torch_private.transforms import is_vmapped, is_within_transform
+from diffcoll.engines.engine import Engine
+from diffcoll.engines.types import Group
 from diffcoll.nn.chunks import sums_of
-from diffcoll.nn.features import Columns, Options
+from diffcoll.nn.features import Columns, Options, columns_of, per_row, scalar, wide
 from diffcoll.nn.followers import ABSENT, DIFFER, leaf, refuse_absent_of
-from diffcoll.nn.logits import LossRule, Marks
+from diffcoll.nn.inputs import without_autocast
+from diffcoll.nn.logits import LossRule, Marks, Sums
 from diffcoll.nn.ring import Ring
 
 #: A parameter without elements.
 _LEAF = torch.zeros(0, 1, device="cpu", requires_grad=True)
 
 
-class Compared(NamedTuple):
-    """The sums of this rank's rows over all columns, and of this rank's columns over all rows."""
-
-    row_neg: Tensor | None
-    row_sum: Tensor
-    row_pos: Tensor | None
-    col_neg: Tensor | None
-    col_pos: Tensor | None
-    #: Number of positives of each row; None: there are no labels, and each row has one.
-    row_count: Tensor | None
-    #: Number of all ranks' rows.
-    total: int
-
-    def of_rows(self) -> Tensor:
-        """Return −log softmax over each row, averaged over its positives; 0 for a row without positives."""
-        return self._cross_entropy(self.row_neg, self.row_pos)
-
-    def of_columns(self) -> Tensor:
-        """Return the same over each column; single values are permuted, their sum is right."""
-        return self._cross_entropy(self.col_neg, self.col_pos)
-
-    def _cross_entropy(self, neg: Tensor | None, pos: Tensor | None) -> Tensor:
-        assert neg is not None
-        if pos is None or self.row_count is None:
-            return -F.logsigmoid(self.row_sum - neg)
-        several = self.row_count > 1
-        among = torch.where(several, pos - self.row_sum / self.row_count.clamp(min=1), 0.0)
-        pos = torch.where(several, pos, self.row_sum)  # not `among` of one positive, whose gradients would cancel
-        return torch.where(self.row_count > 0, among - F.logsigmoid(pos - neg), 0.0)
-
-
-def compare(
-    q: Tensor,
-    k: Columns,
+def loss_of_pairs(
     options: Options,
     rule: LossRule,
+    views: Sequence[Tensor],
+    columns: Tensor | None = None,
     *,
-    bias: Tensor | None = None,
-    views: int = 1,
     labels: Tensor | None = None,
     ids: Tensor | None = None,
-) -> Compared:
-    """Return the sums of this rank's rows q over all ranks' k, and of its k over all ranks' q.
+) -> Tensor:
+    """Return a contrastive loss as one rank returns it.
 
     Args:
-        q: (n, D), in the dtype of the logits, with the scale.
-        k: n columns.
         options: of the loss.
         rule: what is summed.
-        bias: of the logits, for the sigmoid.
-        views: the rows are this many views of the samples, one view after the other.
-        labels: (n,); pairs of equal labels are positives. None: pairs of the same sample are.
-        ids: (n,); pairs of equal ids that are not positives are excluded.
+        views: features of this rank's samples, (b, D) each, which are the rows, one view after the other.
+        columns: (b, D), features of the same samples in the columns. None: the rows are the columns too, and a pair of
+            a row with itself is excluded.
+        labels: (b,); pairs of equal labels are positives. None: pairs of the same sample are.
+        ids: (b,); pairs of equal ids that are not positives are excluded.
     """
-    how = _compare_untraced if options.exchange == "ring" else _compare
-    return how(q, k, options, rule, bias, views, labels, ids)
+    x = views[0]
+    labels, ids = (
+        None if marks is None else per_row(options.name, argument, marks, x).repeat(len(views))
+        for argument, marks in (("labels", labels), ("ids", ids))
+    )
+    with without_autocast(x):
+        k = columns_of(torch.cat([*views]) if columns is None else columns, options.normalize)
+        q = k.here if columns is None else wide(x, options.normalize)
+        scale, *biases = (
+            scalar(options.name, argument, number, q, positive=argument == "temperature")
+            for argument, number in options.numbers.items()
+        )
+        q = q / scale if "temperature" in options.numbers else q * scale
+        rule = rule._replace(within=columns is None, normalize=k.later)
+        returned = _returned_untraced if options.exchange == "ring" else _returned
+        return returned(q, k, biases[0] if biases else None, options, rule, len(views), labels, ids)
 
 
 _NOT_COMPILED = (
@@ -100,50 +84,81 @@ _NOT_COMPILED = (
 
 
 @partial(untraced, reason=_NOT_COMPILED)
-def _compare_untraced(*arguments: Any) -> Compared:
+def _returned_untraced(*arguments: Any) -> Tensor:
     """Compiled ranks send the messages of eager ones."""
-    return _compare(*arguments)
+    return _returned(*arguments)
 
 
-def _compare(
+def _returned(
     q: Tensor,
     k: Columns,
+    bias: Tensor | None,
     options: Options,
     rule: LossRule,
-    bias: Tensor | None,
     views: int,
     labels: Tensor | None,
     ids: Tensor | None,
-) -> Compared:
+) -> Tensor:
+    group, engine = options.group, resolve(options.group, options.name)
+    alone = engine.size == 1
     marks = {name: x for name, x in (("labels", labels), ("ids", ids)) if x is not None}
-    sizes, wants = _agree(q, k, bias, marks, options)
-    rank, total = get_rank(options.group), sum(sizes)
-    offset = sum(sizes[:rank])
+    sizes, wants = _agree(q, k, bias, marks, options, engine)
+    total, offset = sum(sizes), sum(sizes[: engine.rank])
     if not torch.compiler.is_compiling() and total == 0:  # a size from another rank has no value while compiling
         remedy = "one rank at least must have rows"
         raise ValueError(message(options.name, "features", "an empty batch on every rank", "a row", remedy))
     q, x = _tracked(q, wants.any), k.k
     if not torch.compiler.is_compiling() and wants.any and x.is_inference():
         x = x.clone()  # autograd does not save tensors that were made in inference mode
-    if wants.k:  # makes their gradient a part of any other: autograd.grad of other tensors alone would not send it
+    if (
+        wants.k and not alone
+    ):  # makes their gradient a part of any other: autograd.grad of other tensors alone would not send it
         x = torch.cat([x, q[:0], *([] if bias is None else [bias.expand(0, x.shape[1])])])
-    everyone = all_gather(marks, 0, group=options.group, sizes=sizes) if marks else marks
+    everyone = all_gather(marks, 0, group=group, sizes=sizes) if marks else marks
     cols = _marks(sizes, views, everyone.get("labels"), everyone.get("ids"), q.device)
     rows = cols.part(offset, len(q))
     if options.exchange == "ring":
-        ring = Ring(rule, rows, cols, sizes, options.chunk_size, options.group, k.sent, wants.k, wants.loop)
-        sums = ring.sums(q, x, bias)
+        sums = Ring(rule, rows, cols, sizes, options.chunk_size, group, k.sent, wants.k, wants.loop).sums(q, x, bias)
     else:
-        x = gathered_as(k.sent, x, sizes, options.group)
+        x = x if alone else gathered_as(k.sent, x, sizes, group)
         sums = sums_of(q, x, bias, rule, rows, cols, options.chunk_size)
-    col_neg, col_pos = sums.col_neg, sums.col_pos
-    if col_neg is not None:
-        both = col_neg.unsqueeze(1) if col_pos is None else torch.stack([col_neg, col_pos], 1)
-        both = reduce_scatter(both, "logsumexp", 0, group=options.group, sizes=sizes)
-        col_neg, col_pos = both[:, 0], None if col_pos is None else both[:, 1]
-    count = None if cols.label is None else _counts(cols.label)[offset : offset + len(q)] - int(rule.within)
     assert sums.row_sum is not None
-    return Compared(sums.row_neg, sums.row_sum, sums.row_pos, col_neg, col_pos, count, total)
+    if rule.sigmoid:
+        share = sums.row_sum.sum() / total
+    else:
+        count = None if cols.label is None else _counts(cols.label)[offset : offset + len(q)] - int(rule.within)
+        terms = _cross_entropy(sums.row_neg, sums.row_pos, sums.row_sum, count)
+        if rule.columns:  # single values are permuted, their sum is right
+            col_neg, col_pos = (sums.col_neg, sums.col_pos) if alone else _over_ranks(sums, sizes, group)
+            terms = terms + _cross_entropy(col_neg, col_pos, sums.row_sum, count)
+        share = terms.sum() / (2 * total if rule.columns else total)
+    return share * engine.size if options.rank_reduction == "mean" else share
+
+
+def _over_ranks(sums: Sums, sizes: list[int], group: Group) -> tuple[Tensor, Tensor | None]:
+    """Return the sums of this rank's columns over all ranks' rows."""
+    assert sums.col_neg is not None
+    both = sums.col_neg.unsqueeze(1) if sums.col_pos is None else torch.stack([sums.col_neg, sums.col_pos], 1)
+    both = reduce_scatter(both, "logsumexp", 0, group=group, sizes=sizes)
+    return both[:, 0], None if sums.col_pos is None else both[:, 1]
+
+
+def _cross_entropy(neg: Tensor | None, pos: Tensor | None, total: Tensor, count: Tensor | None) -> Tensor:
+    """Return −log softmax of each row, averaged over its positives; 0 for a row without positives.
+
+    Args:
+        neg: log-sum-exp of the negatives.
+        pos: of the positives; None: there are no labels, and each row has one positive.
+        total: sum of the positives.
+        count: number of the positives.
+    """
+    assert neg is not None
+    if pos is None or count is None:
+        return -F.logsigmoid(total - neg)
+    several = count > 1
+    among = torch.where(several, pos - total / count.clamp(min=1), 0.0)
+    pos = torch.where(several, pos, total)  # not `among` of one positive, whose gradients would cancel
+    return torch.where(count > 0, among - F.logsigmoid(pos - neg), 0.0)
 
 
 class _Wants(NamedTuple):
@@ -158,15 +173,17 @@ class _Wants(NamedTuple):
 
 
 def _agree(
-    q: Tensor, k: Columns, bias: Tensor | None, marks: dict[str, Tensor], options: Options
+    q: Tensor, k: Columns, bias: Tensor | None, marks: dict[str, Tensor], options: Options, engine: Engine
 ) -> tuple[list[int], _Wants]:
     """Return the ranks' numbers of rows, after a check that they pass the same things, and what backward has to do."""
     loop = options.exchange == "ring" and collectives_only(options.group)
-    tree = {f"{options.exchange}{' in a transform' if loop else ''}": k.k.detach().to(k.sent), **marks}
-    leaves, _ = batch_leaves(options.name, tree)
     grad = torch.is_grad_enabled()
     needs_k = grad and k.k.requires_grad
     needs = needs_k or (grad and (q.requires_grad or (bias is not None and bias.requires_grad)))
+    if engine.size == 1:
+        return [len(q)], _Wants(needs_k, needs, loop)
+    tree = {f"{options.exchange}{' in a transform' if loop else ''}": k.k.detach().to(k.sent), **marks}
+    leaves, _ = batch_leaves(options.name, tree)
     compiling, absent = torch.compiler.is_compiling(), not grad and not is_joint()
     mine = 3 if compiling and grad else needs_k + 2 * needs + 4 * absent  # a graph always computes all gradients
     try:
@@ -178,7 +195,7 @@ def _agree(
     if compiling:
         for size in sizes:
             assume(size >= 0)
-        assume(sizes[get_rank(options.group)] == len(q))
+        assume(sizes[engine.rank] == len(q))
         for b in bits:
             if is_within_transform():  # no assertion with a text can be traced there
                 assume(b < 4 if grad else b % 4 == 0)
@@ -203,7 +220,7 @@ def _tracked(x: Tensor, wanted: bool) -> Tensor:
 def _marks(sizes: list[int], views: int, labels: Tensor | None, ids: Tensor | None, device: torch.device) -> Marks:
     """Return the marks of all ranks' rows."""
     index = torch.arange(sum(sizes), device=device)
-    if views == 1:
+    if views == 1 or labels is not None:
         return Marks(index, index, labels, ids)
     partners = []
     for r, size in enumerate(sizes):

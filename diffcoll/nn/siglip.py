@@ -11,13 +11,10 @@ from torch import Tensor
 
 from diffcoll.engines.types import Group
 from diffcoll.nn.convention import RankReduction
-from diffcoll.nn.features import Options, check_features, columns_of, per_row, scalar, wide
-from diffcoll.nn.inputs import without_autocast
+from diffcoll.nn.features import Options, check_features
 from diffcoll.nn.logits import LossRule
 from diffcoll.nn.loss_module import Exchange, LossModule
-from diffcoll.nn.pairs import compare
-
-_NAME = "siglip_loss"
+from diffcoll.nn.pairs import loss_of_pairs
 
 
 def siglip_loss(
@@ -70,18 +67,10 @@ def siglip_loss(
 
     Source: notes/contrastive.md.
     """
-    own = {"normalize": normalize, "logit_scale": logit_scale, "logit_bias": logit_bias}
-    options = Options(_NAME, group, rank_reduction, chunk_size, exchange, own)
-    check_features(_NAME, image=image, text=text)
-    labels, ids = per_row(_NAME, "labels", labels, image), per_row(_NAME, "ids", ids, image)
-    with without_autocast(image):
-        q = wide(image, normalize)
-        q = q * scalar(_NAME, "logit_scale", logit_scale, q)
-        bias = scalar(_NAME, "logit_bias", logit_bias, q)
-        k = columns_of(text, normalize)
-        rule = LossRule(sigmoid=True, normalize=k.later)
-        found = compare(q, k, options, rule, bias=bias, labels=labels, ids=ids)
-        return options.returned(found.row_sum.sum() / found.total)
+    check_features("siglip_loss", image=image, text=text)
+    numbers = {"logit_scale": logit_scale, "logit_bias": logit_bias}
+    options = Options("siglip_loss", numbers, normalize, group, rank_reduction, chunk_size, exchange)
+    return loss_of_pairs(options, LossRule(sigmoid=True), [image], text, labels=labels, ids=ids)
 
 
 class SigLIPLoss(LossModule, of=siglip_loss, starts={"logit_scale": 10.0, "logit_bias": -10.0}):

@@ -12,13 +12,10 @@ from torch import Tensor
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
 from diffcoll.nn.convention import RankReduction
-from diffcoll.nn.features import Options, check_features, columns_of, per_row, scalar
-from diffcoll.nn.inputs import without_autocast
+from diffcoll.nn.features import Options, check_features
 from diffcoll.nn.logits import LossRule
 from diffcoll.nn.loss_module import Exchange, LossModule
-from diffcoll.nn.pairs import compare
-
-_NAME = "supcon_loss"
+from diffcoll.nn.pairs import loss_of_pairs
 
 
 def supcon_loss(
@@ -70,24 +67,14 @@ def supcon_loss(
 
     Source: notes/contrastive.md.
     """
-    options = Options(
-        _NAME, group, rank_reduction, chunk_size, exchange, {"normalize": normalize, "temperature": temperature}
-    )
-    check_features(_NAME, (2, 3), features=features)
+    name = "supcon_loss"
+    check_features(name, (2, 3), features=features)
     if labels is None:
         remedy = "pass the classes; nt_xent_loss is the loss of two views without labels"
-        raise TypeError(message(_NAME, "labels", "None", f"a tensor of shape ({len(features)},)", remedy))
-    views = features.shape[1] if features.ndim == 3 else 1
-    of_rows, ids_of_rows = (
-        None if x is None else x.repeat_interleave(views)
-        for x in (per_row(_NAME, "labels", labels, features), per_row(_NAME, "ids", ids, features))
-    )
-    with without_autocast(features):
-        z = columns_of(features.flatten(0, -2), normalize)
-        q = z.here / scalar(_NAME, "temperature", temperature, z.here, positive=True)
-        rule = LossRule(within=True, normalize=z.later)
-        found = compare(q, z, options, rule, labels=of_rows, ids=ids_of_rows)
-        return options.returned(found.of_rows().sum() / found.total)
+        raise TypeError(message(name, "labels", "None", f"a tensor of shape ({len(features)},)", remedy))
+    options = Options(name, {"temperature": temperature}, normalize, group, rank_reduction, chunk_size, exchange)
+    views = features.unbind(1) if features.ndim == 3 else [features]
+    return loss_of_pairs(options, LossRule(), views, labels=labels, ids=ids)
 
 
 class SupConLoss(LossModule, of=supcon_loss):

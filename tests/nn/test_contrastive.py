@@ -345,11 +345,17 @@ def test_a_copy_of_the_module_has_its_own_temperature_and_the_same_group():
 
 def test_the_messages():
     """One modality is gathered, in its dtype, its gradient in float32; one number per column is reduced."""
-    x, y = (torch.ones(7, 5, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    assert profiled(lambda: clip_loss(x, y, 1.0).backward()) == [
-        ("all_gather", 16),  # a digest of what ranks agree on, and the number of rows
-        ("all_gather", 7 * 5 * 2),
-        ("all_to_all", 7 * 4),  # of which a reduce-scatter of logsumexp is made
-        ("all_to_all backward", 7 * 4),
-        ("all_gather backward", 7 * 5 * 4),
-    ]
+
+    def sent(rows):
+        x, y = (torch.full((rows, 5), float(rows), dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        return profiled(lambda: clip_loss(x, y, 1.0).backward())
+
+    for rows, found in zip((7, 4), gloo(sent, [7, 4]), strict=True):
+        assert found == [
+            ("all_gather", 16),  # a digest of what ranks agree on, and the number of rows
+            ("all_gather", rows * 5 * 2),
+            ("all_to_all", 11 * 4),  # of which a reduce-scatter of logsumexp is made
+            ("all_to_all backward", rows * 2 * 4),
+            ("all_gather backward", 11 * 5 * 4),
+        ]
+    assert sent(7) == []  # one rank
