@@ -68,23 +68,34 @@ def _shapes(*inputs: Any) -> tuple[Tensor, ...]:
 def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and bias from the inputs, the sums, and the gradients of the sums."""
     inputs, whole, g = arguments[:-10], Sums(*arguments[-10:-5]), Sums(*arguments[-5:])
-    q, k, bias = inputs[:3]
     rule, rows, cols, chunk = _read(inputs)
-    gq, gk, gbias = torch.zeros_like(q), torch.empty_like(k), q.new_zeros(())
-    for first in range(0, len(k), chunk):
-        part = slice(first, first + chunk)
-        x = k[part]
-        gs = _gradient(q, x, bias, rule, rows, cols.part(first, len(x)), *(_columns(sums, part) for sums in (whole, g)))
-        gq.addmm_(gs, x)
-        gk[part] = gs.T @ q
-        gbias += gs.sum()
-    return gq, gk, gbias
+    q, k, bias = inputs[:3]
+    return gradients_of(q, k, bias, rule, rows, cols, chunk, whole, g)
 
 
-def _columns(sums: Sums, part: slice) -> Sums:
-    """Return the sums of a part of the columns."""
-    col_neg, col_pos = (None if y is None else y[part] for y in (sums.col_neg, sums.col_pos))
-    return sums._replace(col_neg=col_neg, col_pos=col_pos)
+def gradients_of(
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    rule: LossRule,
+    rows: Marks,
+    cols: Marks,
+    chunk: int | None,
+    whole: Sums,
+    g: Sums,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and bias from the sums and their gradients.
+
+    `whole` contains the sums of rows over all columns, of which k may be a part, and those of these columns. Nothing is
+    written in place, as autograd may batch the gradients.
+    """
+    gq, gbias, gk, first = torch.zeros_like(q), q.new_zeros(()), [], 0
+    for x in torch.split(k, chunk or max(len(k), 1)):
+        part = first, len(x)
+        gs = _gradient(q, x, bias, rule, rows, cols.part(*part), whole.of_columns(*part), g.of_columns(*part))
+        gq, gbias, first = gq + gs @ x, gbias + gs.sum(), first + len(x)
+        gk.append(gs.T @ q)
+    return gq, torch.cat(gk), gbias
 
 
 def _gradient(
@@ -106,9 +117,9 @@ def _gradient(
         (pos, whole.row_pos, g.row_pos, whole.col_pos, g.col_pos),
     ):
         if g_row is not None and row is not None and len(row) == len(q):
-            gs += (masked - row.unsqueeze(1)).exp_() * g_row.unsqueeze(1)
+            gs = gs + (masked - row.unsqueeze(1)).exp_() * g_row.unsqueeze(1)
         if g_col is not None and col is not None and len(col) == len(k):
-            gs += (masked - col).exp_() * g_col
+            gs = gs + (masked - col).exp_() * g_col
     return gs
 
 

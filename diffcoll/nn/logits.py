@@ -70,6 +70,11 @@ class Sums(NamedTuple):
     col_neg: Tensor | None = None
     col_pos: Tensor | None = None
 
+    def of_columns(self, first: int, count: int) -> Sums:
+        """Return those of all rows and of `count` columns."""
+        col_neg, col_pos = (None if y is None else y[first : first + count] for y in (self.col_neg, self.col_pos))
+        return self._replace(col_neg=col_neg, col_pos=col_pos)
+
 
 def _equal(a: Tensor, b: Tensor) -> Tensor:
     return a.unsqueeze(1) == b.unsqueeze(0)

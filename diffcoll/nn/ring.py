@@ -23,11 +23,10 @@ from torch.autograd import Function
 from diffcoll.collectives.shift import shift
 from diffcoll.composed.ring import ring
 from diffcoll.core.pending import Pending
-from diffcoll.core.torch_private.tracing import is_observed
 from diffcoll.engines.types import Group
-from diffcoll.nn.chunks import sums_of
+from diffcoll.nn.chunks import gradients_of, sums_of
 from diffcoll.nn.inputs import without_autocast
-from diffcoll.nn.logits import LossRule, Marks, Sums, block, merged
+from diffcoll.nn.logits import LossRule, Marks, Sums, merged, normalized
 from diffcoll.nn.recomputed import gradients
 
 _FIRST_ORDER, _ALL_ORDERS = "backward without create_graph", "backward with create_graph=True"
@@ -80,46 +79,22 @@ class Ring:
     def backward(
         self, q: Tensor, k: Tensor, bias: Tensor | None, whole: Sums, g: Sums
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the gradients of q, k and bias; `whole`: the row sums over all columns."""
-        gq, gbias = torch.zeros_like(q), None if bias is None else torch.zeros_like(bias)
+        """Return the gradients of q, k and bias from the sums and their gradients."""
+        gq, gbias = torch.zeros_like(q), q.new_zeros(())
         gk: Pending[Tensor] | None = None  # of the block that arrives, from the ranks that have held it
         for step, (source, held) in enumerate(self._around(k.to(self.sent), _FIRST_ORDER)):
-            mine = []
-            for part, cols, first in self._parts(held, source):
-                found = self._gradients(q, part, bias, whole, cols, first, g)
-                gq = gq + found[0]
-                mine.append(found[1])
-                gbias = None if gbias is None or found[2] is None else gbias + found[2]
+            part = sum(self.sizes[:source]), len(held)
+            of_block = self.cols.part(*part), self.chunk, whole.of_columns(*part), g.of_columns(*part)
+            x = held.detach().to(q.dtype).requires_grad_()
+            with torch.enable_grad(), without_autocast(q):
+                y = normalized(x) if self.rule.normalize else x
+            with without_autocast(q):
+                found = gradients_of(q, y.detach(), bias, self.rule, self.rows, *of_block)
+            gq, gbias = gq + found[0], gbias + found[2]
             if self.trained:
-                total = torch.cat(mine) if gk is None else gk.wait() + torch.cat(mine)
-                gk = self._pass_on(total, step)
-        return gq, None if gk is None else gk.wait(), gbias  # after N steps it is home
-
-    def _gradients(
-        self,
-        q: Tensor,
-        k: Tensor,
-        bias: Tensor | None,
-        whole: Sums,
-        cols: Marks,
-        first: int,
-        g: Sums,
-    ) -> list[Any]:
-        """Return the gradients of q, some columns k and bias; the first column has this number among all ranks'."""
-        with torch.enable_grad(), without_autocast(q):
-            xs = [None if x is None else x.detach().to(q.dtype).requires_grad_() for x in (q, k, bias)]
-            assert xs[0] is not None and xs[1] is not None
-            sums = block(xs[0], xs[1], xs[2], self.rule, self.rows, cols, is_observed())
-        g = Sums(
-            _rescaled(g.row_neg, sums.row_neg, whole.row_neg),
-            g.row_sum,
-            _rescaled(g.row_pos, sums.row_pos, whole.row_pos),
-            *(None if gy is None else gy.narrow(0, first, len(k)) for gy in (g.col_neg, g.col_pos)),
-        )
-        pairs = [(y, gy) for y, gy in zip(sums, g, strict=True) if y is not None]
-        ys, gys = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(ys, [x for x in xs if x is not None], gys))
-        return [None if x is None else next(found) for x in xs]
+                mine = torch.autograd.grad(y, x, found[1])[0] if self.rule.normalize else found[1]
+                gk = self._pass_on(mine if gk is None else gk.wait() + mine, step)
+        return gq, None if gk is None else gk.wait(), None if bias is None else gbias  # gk is back on its owner
 
     def _around(self, k: Tensor, purpose: str) -> Iterator[tuple[int, Tensor]]:
         """Iterate over all ranks' k. Ranks with different purposes send different messages: all raise an error."""
@@ -130,13 +105,6 @@ class Ring:
         n = len(self.sizes)
         return shift(x, 1, group=self.group, sizes=[self.sizes[(r - step) % n] for r in range(n)], async_op=True)
 
-    def _parts(self, k: Tensor, source: int) -> Iterator[tuple[Tensor, Marks, int]]:
-        """Yield chunks of a rank's columns, with the number of their first column among all ranks'."""
-        first = sum(self.sizes[:source])
-        for part in torch.split(k, self.chunk or max(len(k), 1)):
-            yield part, self.cols.part(first, len(part)), first
-            first += len(part)
-
 
 class _Ring(Function):
     """(q, k, bias) ↦ the sums that the rule needs."""
@@ -145,20 +113,15 @@ class _Ring(Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, bias: Tensor | None, work: Ring) -> tuple[Tensor, ...]:
         sums = work.forward(q, k.to(work.sent), bias)
         ctx.work = work
-        ctx.save_for_backward(q, k, bias, sums.row_neg, sums.row_pos)
+        ctx.save_for_backward(q, k, bias, *sums)
         return tuple(x for x in sums if x is not None)
 
     @staticmethod
     def backward(ctx: Any, *gys: Tensor) -> tuple[Tensor | None, ...]:
         work: Ring = ctx.work
-        q, k, bias, row_neg, row_pos = ctx.saved_tensors
+        q, k, bias, *sums = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *gradients(work.repeated, (q, k, bias), gys), None
         g = iter(gys)
         gs = Sums(*(next(g) if needed else None for needed in work.needed))
-        return *work.backward(q, k, bias, Sums(row_neg=row_neg, row_pos=row_pos), gs), None
-
-
-def _rescaled(g: Tensor | None, part: Tensor | None, whole: Tensor | None) -> Tensor | None:
-    """Return the gradient of a log-sum-exp over a part of the columns."""
-    return None if g is None or part is None or whole is None else g * (part.detach() - whole).exp()
+        return *work.backward(q, k, bias, Sums(*sums), gs), None
