@@ -1,13 +1,13 @@
 """Dice, IoU and Tversky losses of a segmentation: ratios of three sums over the batch of all ranks.
 
 forward   T = Σ_r Σ p t,  P = Σ_r Σ p,  Q = Σ_r Σ t; the loss is 1 − (T + s) / (T + α (P − T) + β (Q − T) + s)
+          Dice: α = β = 1/2 and half the smooth; IoU: α = β = 1
 note      notes/data-parallel.md
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -29,9 +29,6 @@ from diffcoll.nn.inputs import (
     without_autocast,
 )
 from diffcoll.nn.loss_module import Dims, LossModule
-
-#: (overlap T, sum of probabilities P, sum of targets Q) → similarity
-_Ratio = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _LOGITS = "apply torch.sigmoid to logits of one class, torch.softmax over the classes to those of several"
 _CODES = "divide a mask of 0 and 255 by 255; for class indices, F.one_hot(targets, C).movedim(-1, 1)"
@@ -88,12 +85,8 @@ def dice_loss(
 
     Source: notes/data-parallel.md#dice-and-iou.
     """
-    expect.not_negative("dice_loss", smooth=smooth)
-
-    def ratio(overlap: Tensor, predicted: Tensor, there: Tensor) -> Tensor:
-        return (2 * overlap + smooth) / (predicted + there + smooth)
-
-    return _loss("dice_loss", ratio, probabilities, targets, dims, group, rank_reduction, smooth=smooth)
+    numbers, weights = {"smooth": smooth}, (0.5, 0.5, 0.5)
+    return _loss("dice_loss", numbers, weights, probabilities, targets, dims, group, rank_reduction)
 
 
 def iou_loss(
@@ -129,12 +122,8 @@ def iou_loss(
 
     Source: notes/data-parallel.md#dice-and-iou.
     """
-    expect.not_negative("iou_loss", smooth=smooth)
-
-    def ratio(overlap: Tensor, predicted: Tensor, there: Tensor) -> Tensor:
-        return (overlap + smooth) / (predicted + there - overlap + smooth)
-
-    return _loss("iou_loss", ratio, probabilities, targets, dims, group, rank_reduction, smooth=smooth)
+    numbers, weights = {"smooth": smooth}, (1.0, 1.0, 1.0)
+    return _loss("iou_loss", numbers, weights, probabilities, targets, dims, group, rank_reduction)
 
 
 def tversky_loss(
@@ -177,24 +166,8 @@ def tversky_loss(
 
     Source: notes/data-parallel.md#dice-and-iou.
     """
-    expect.not_negative("tversky_loss", alpha=alpha, beta=beta, smooth=smooth)
-
-    def ratio(overlap: Tensor, predicted: Tensor, there: Tensor) -> Tensor:
-        wrong = alpha * (predicted - overlap) + beta * (there - overlap)
-        return (overlap + smooth) / (overlap + wrong + smooth)
-
-    return _loss(
-        "tversky_loss",
-        ratio,
-        probabilities,
-        targets,
-        dims,
-        group,
-        rank_reduction,
-        smooth=smooth,
-        alpha=alpha,
-        beta=beta,
-    )
+    numbers, weights = {"smooth": smooth, "alpha": alpha, "beta": beta}, (alpha, beta, 1.0)
+    return _loss("tversky_loss", numbers, weights, probabilities, targets, dims, group, rank_reduction)
 
 
 class DiceLoss(LossModule, of=dice_loss):
@@ -238,16 +211,26 @@ class TverskyLoss(LossModule, of=tversky_loss):
 
 def _loss(
     name: str,
-    ratio: _Ratio,
+    numbers: dict[str, float],
+    weights: tuple[float, float, float],
     probabilities: Tensor,
     targets: Tensor,
     dims: Dims,
     group: Group,
     rank_reduction: RankReduction,
-    **numbers: float,
 ) -> Tensor:
-    """Return 1 minus the mean of the ratios, as one rank returns it."""
+    """Return 1 minus the mean of Tversky's ratios, as one rank returns it.
+
+    `numbers` are passed to the loss; `weights` are α, β, and what the smooth is multiplied by.
+    """
+    expect.not_negative(name, **numbers)
     check_options(name, group, rank_reduction, dims=dims, **numbers)
+    alpha, beta, unit = weights
+
+    def ratio(overlap: Tensor, predicted: Tensor, there: Tensor) -> Tensor:
+        s = unit * numbers["smooth"]
+        return (overlap + s) / (overlap + alpha * (predicted - overlap) + beta * (there - overlap) + s)
+
     p, t = _segmentation(name, probabilities, targets)
     summed = _dims(name, dims, p)
     with without_autocast(p):
