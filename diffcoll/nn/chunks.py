@@ -86,8 +86,8 @@ def gradients_of(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and bias from the sums and their gradients.
 
-    `whole` contains the sums of rows over all columns, of which k may be a part, and those of these columns. Nothing is
-    written in place, as autograd may batch the gradients.
+    `whole` contains the sums of rows over all columns, of which k may be a part, and those of these columns. Their
+    gradients are not written in place, as autograd may batch them.
     """
     gq, gbias, gk, first = torch.zeros_like(q), q.new_zeros(()), [], 0
     for x in torch.split(k, chunk or max(len(k), 1)):
@@ -109,17 +109,17 @@ def _gradient(
         s = s if bias is None else s + bias
         gs = torch.where(positive, -torch.sigmoid(-s), torch.sigmoid(s)) * g_sum
         return gs if excluded is None else gs.masked_fill(excluded, 0)
-    neg = s.masked_fill(positive if excluded is None else positive | excluded, least(s))
     gs = torch.where(positive, g_sum, 0.0)
-    pos = s.masked_fill(~positive, least(s)) if rows.label is not None else neg
+    pos = s.masked_fill(~positive, least(s)) if rows.label is not None else s
+    neg = s.masked_fill_(positive if excluded is None else positive | excluded, least(s))
     for masked, row, g_row, col, g_col in (
         (neg, whole.row_neg, g.row_neg, whole.col_neg, g.col_neg),
         (pos, whole.row_pos, g.row_pos, whole.col_pos, g.col_pos),
     ):
         if g_row is not None and row is not None and len(row) == len(q):
-            gs = gs + (masked - row.unsqueeze(1)).exp_() * g_row.unsqueeze(1)
+            gs = torch.addcmul(gs, (masked - row.unsqueeze(1)).exp_(), g_row.unsqueeze(1))
         if g_col is not None and col is not None and len(col) == len(k):
-            gs = gs + (masked - col).exp_() * g_col
+            gs = torch.addcmul(gs, (masked - col).exp_(), g_col)
     return gs
 
 
