@@ -8,6 +8,7 @@ from __future__ import annotations
 from diffcoll.nn import functional
 from diffcoll.nn.batch_norm import SyncBatchNorm
 from diffcoll.nn.clip import CLIPLoss
+from diffcoll.nn.clipping import clip_grad_norm_
 from diffcoll.nn.conversion import convert_sync_batchnorm, revert_sync_batchnorm
 from diffcoll.nn.decorrelation import BarlowTwinsLoss, VICRegLoss
 from diffcoll.nn.dice import DiceLoss, IoULoss, TverskyLoss
@@ -28,6 +29,7 @@ __all__ = [
     "SyncBatchNorm",
     "TverskyLoss",
     "VICRegLoss",
+    "clip_grad_norm_",
     "convert_sync_batchnorm",
     "functional",
     "revert_sync_batchnorm",
