@@ -12,6 +12,7 @@ from diffcoll.nn.clipping import clip_grad_norm_
 from diffcoll.nn.conversion import convert_sync_batchnorm, revert_sync_batchnorm
 from diffcoll.nn.decorrelation import BarlowTwinsLoss, VICRegLoss
 from diffcoll.nn.dice import DiceLoss, IoULoss, TverskyLoss
+from diffcoll.nn.feature_queue import FeatureQueue
 from diffcoll.nn.info_nce import InfoNCELoss
 from diffcoll.nn.nt_xent import NTXentLoss
 from diffcoll.nn.siglip import SigLIPLoss
@@ -21,6 +22,7 @@ __all__ = [
     "BarlowTwinsLoss",
     "CLIPLoss",
     "DiceLoss",
+    "FeatureQueue",
     "InfoNCELoss",
     "IoULoss",
     "NTXentLoss",

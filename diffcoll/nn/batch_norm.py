@@ -23,6 +23,7 @@ from diffcoll.core.torch_private.tracing import is_jit_tracing
 from diffcoll.core.torch_private.transforms import without_transforms
 from diffcoll.engines.types import Group
 from diffcoll.nn.convention import same_options
+from diffcoll.nn.in_group import InGroup
 from diffcoll.nn.normalize import batch_norm
 
 _NAME = "SyncBatchNorm"
@@ -90,7 +91,7 @@ class SyncBatchNorm(BatchNormBase):
         if group is not None:
             resolve(group, _NAME)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        self._in = InGroup(group)
+        self._in = InGroup(group, _NAME)
 
     @property
     @torch.jit.unused
@@ -201,20 +202,3 @@ def node_of(module: nn.Module, *args: Any, **more: Any) -> Any:
     """Add a call of the module to the graph that torch.fx traces, as it does for the modules of torch.nn."""
     tracer: fx.Tracer = next(x for x in (*args, *more.values()) if isinstance(x, fx.Proxy)).tracer  # type: ignore[assignment]
     return tracer.create_proxy("call_module", tracer.path_of_module(module), args, more)
-
-
-class InGroup:
-    """Holds a group, which copies of the module share."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> InGroup:
-        return self
-
-    def __reduce__(self) -> tuple[type[InGroup], tuple[None]]:
-        if self.group is not None:
-            got, expected = f"a module with {type(self.group).__name__}", "group=None, which alone can be pickled"
-            remedy = "save module.state_dict(), or use dc.set_default_group"
-            raise TypeError(message(_NAME, "group", got, expected, remedy))
-        return InGroup, (None,)

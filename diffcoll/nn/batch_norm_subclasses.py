@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
-from diffcoll.nn.batch_norm import InGroup, check_input, check_scripted, node_of, refuse_one_value, update
+from diffcoll.nn.batch_norm import check_input, check_scripted, node_of, refuse_one_value, update
+from diffcoll.nn.in_group import InGroup
 from diffcoll.nn.normalize import batch_norm
 
 _CONVERT = "convert_sync_batchnorm"

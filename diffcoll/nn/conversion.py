@@ -11,8 +11,9 @@ from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tensors import BatchNormBase
 from diffcoll.engines.types import Group
-from diffcoll.nn.batch_norm import InGroup, SyncBatchNorm
+from diffcoll.nn.batch_norm import SyncBatchNorm
 from diffcoll.nn.batch_norm_subclasses import Synchronized, synchronized_class
+from diffcoll.nn.in_group import InGroup
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -77,7 +78,7 @@ def convert_sync_batchnorm(module: nn.Module, *, group: Group = None) -> nn.Modu
         kind = type(old)
         made: type[SyncBatchNorm | Synchronized] = SyncBatchNorm if kind in _CONVERTED else synchronized_class(kind)
         new = _with_state_of(old, made)
-        new._in = InGroup(new.__dict__.pop("process_group", None) if group is None else group)
+        new._in = InGroup(new.__dict__.pop("process_group", None) if group is None else group, SyncBatchNorm.__name__)
         if isinstance(new, SyncBatchNorm):
             new.converted_from = None if kind is nn.SyncBatchNorm else kind
         return new

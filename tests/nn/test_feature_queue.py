@@ -1,0 +1,347 @@
+"""FeatureQueue: the features of earlier steps, on every rank as on one process with the whole batch."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from runs import gloo, profiled, refusal, rules, runs_on
+from torch import nn
+
+import diffcoll as dc
+from diffcoll.nn import FeatureQueue
+from diffcoll.testing import GradientMismatchError, assert_matches_single_process, new_group
+
+SIZES = [(8,), (4, 4), (5, 3), (5, 0, 3), (0, 4, 0)]
+
+
+class Model(nn.Module):
+    """Encoders, a temperature, and the keys of earlier steps: in a queue, and for one process in a list."""
+
+    def __init__(self, size, labels=False, group=None):
+        super().__init__()
+        g = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(4, 3, generator=g).double())
+        self.scale = nn.Parameter(torch.tensor(2.0).double())
+        self.queue = FeatureQueue(size, 3, labels=labels, group=group, dtype=torch.double)
+        self.kept = []
+
+    def forward(self, x):
+        return F.normalize(x @ self.weight)
+
+
+def batch(rows):
+    g = torch.Generator().manual_seed(rows)
+    query, key = (torch.randn(rows, 4, generator=g).double() for _ in range(2))
+    return query, key, torch.randint(0, 3, (rows,), generator=g)
+
+
+def moco(model, query, key, negatives):
+    """The terms of InfoNCE with one positive for each row, in the first column."""
+    q, k = model(query), model(key).detach()
+    logits = torch.cat([(q * k).sum(1, keepdim=True), q @ negatives.T], 1) * model.scale
+    return k, F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long), reduction="none").sum()
+
+
+def xbm(model, query, labels, others, of_others):
+    """A contrastive loss of labels: all pairs of this batch with the memory."""
+    z = model(query)
+    same = labels[:, None] == of_others
+    pairs = torch.cdist(z, others).square()
+    return z, (torch.where(same, pairs, F.relu(model.scale - pairs))).sum()
+
+
+def mean(total, rows):
+    """The share of a mean over all ranks' rows, times the number of ranks."""
+    return total * dc.get_world_size() / dc.all_reduce(torch.tensor(float(rows)).double())
+
+
+def programs(model, enqueue=FeatureQueue.enqueue):
+    """Two losses that use a queue, on ranks and on one process, each (distributed, single)."""
+    queue = model.queue
+
+    def moco_of_ranks(query, key, labels):
+        k, total = moco(model, query, key, queue.features())
+        enqueue(queue, k)
+        return mean(total, len(query))
+
+    def moco_of_one(query, key, labels):
+        k, total = moco(model, query, key, torch.tensor(model.kept, dtype=torch.double).reshape(-1, 3))
+        model.kept = [*model.kept, *k.tolist()][-queue.size :]
+        queue.enqueue(k)
+        return total / len(query)
+
+    def xbm_of_ranks(query, key, labels):
+        z, total = xbm(model, query, labels, queue.features(), queue.labels())
+        enqueue(queue, z, labels)
+        return mean(total, len(query))
+
+    def xbm_of_one(query, key, labels):
+        others, of_others = ([row[:3] for row in model.kept], [row[3] for row in model.kept])
+        others = torch.tensor(others, dtype=torch.double).reshape(-1, 3)
+        z, total = xbm(model, query, labels, others, torch.tensor(of_others))
+        model.kept = [*model.kept, *torch.cat([z.detach(), labels[:, None]], 1).tolist()][-queue.size :]
+        queue.enqueue(z, labels)
+        return total / len(query)
+
+    return (xbm_of_ranks, xbm_of_one) if queue.labels_of_rows is not None else (moco_of_ranks, moco_of_one)
+
+
+def holds(model, enqueue=FeatureQueue.enqueue, **more):
+    more = {"sizes": SIZES, "steps": 4, "on": ["simulated"], "tolerance": 1e-12, "constant": ["key"]} | more
+    return assert_matches_single_process(*programs(model, enqueue), batch, module=model, **more)
+
+
+# ── training with it is training on one process ──────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize("size", [1, 3, 11, 100])  # smaller than a batch, no multiple of one, never full
+def test_losses_of_four_steps(size, labels):
+    """Value, gradients and buffers of each step."""
+    assert holds(Model(size, labels)).ok
+
+
+@pytest.mark.parametrize("on", ["gloo", "mpi"])
+def test_on_processes(on):
+    assert holds(Model(11, labels=True), steps=3, sizes=[(5, 0, 3)], on=[on]).ok
+
+
+def of_this_rank(queue, *rows):
+    """A queue of local rows."""
+    n = int(queue.enqueued)
+    at = torch.arange(n, n + len(rows[0])) % queue.size
+    queue.rows[at] = rows[0].detach()
+    queue.enqueued += len(rows[0])
+
+
+def in_order_of_arrival(queue, *rows):
+    """Rank 0 is the last one."""
+    everyone = dc.gather_batch(rows[0].detach())
+    first, *others = everyone.tree.split(everyone.sizes)
+    queue.rows[(int(queue.enqueued) + torch.arange(everyone.total)) % queue.size] = torch.cat([*others, first])
+    queue.enqueued += everyone.total
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cause"), [(of_this_rank, "local statistics"), (in_order_of_arrival, "another state")]
+)
+def test_a_wrong_queue_is_found(wrong, cause):
+    with pytest.raises(GradientMismatchError) as caught:
+        holds(Model(11), wrong, sizes=[(5, 3)])
+    assert cause in [found.name for found in caught.value.report.causes]
+
+
+# ── laws ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rows_of(r, step, b):
+    return torch.randn(b, 3, generator=torch.Generator().manual_seed(10 * step + r))
+
+
+def whole(steps, n, sizes):
+    return torch.cat([rows_of(r, step, sizes[r]) for step in range(steps) for r in range(n)])
+
+
+@runs_on("truth", "rules", "gloo")
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_rows_of_all_ranks(run, n):
+    """After each step, bit by bit; and shares are the queue once."""
+    sizes = [3, 0, 2]
+
+    def body(r):
+        queue, found = FeatureQueue(8, 3, labels=True), []
+        for step in range(4):
+            found.append((queue.features(), queue.labels(), queue.features(share=True), queue.labels(share=True)))
+            x = rows_of(r, step, sizes[r]).requires_grad_()
+            queue.enqueue(x, torch.full((sizes[r],), 10 * step + r))
+        return found
+
+    found = run(body, range(n))
+    for step in range(4):
+        rows, labels, *shares = zip(*(each[step] for each in found), strict=True)
+        right = whole(step, n, sizes)[-8:] if step else torch.empty(0, 3)
+        of_rows = [10 * s + r for s in range(step) for r in range(n) for _ in range(sizes[r])][-8:]
+        assert all(x.equal(right) and not x.requires_grad for x in rows)
+        assert all(x.tolist() == of_rows for x in labels)
+        for share, all_of_it in zip(shares, (right, labels[0]), strict=True):
+            assert torch.cat(share).equal(all_of_it)
+            lengths = [len(x) for x in share]
+            assert max(lengths) - min(lengths) <= 1
+
+
+def test_training_goes_on_with_another_number_of_ranks():
+    sizes = [3, 1, 2]
+
+    def steps(r, n, state, first, last):
+        queue = FeatureQueue(10, 3)
+        queue.load_state_dict(state or queue.state_dict())
+        for step in range(first, last):
+            queue.enqueue(torch.cat([rows_of(s, step, sizes[s]) for s in range(3) if s * n // 3 == r]))
+        return queue.features(), {key: x.clone() for key, x in queue.state_dict().items()}
+
+    state = None
+    for n, first, last in ((2, 0, 2), (3, 2, 3), (1, 3, 5)):
+        found = rules(steps, range(n), [n] * n, [state] * n, [first] * n, [last] * n)
+        state = found[0][1]
+        assert all(features.equal(whole(last, 3, sizes)[-10:]) for features, _ in found)
+
+
+def test_what_it_returned_is_not_changed():
+    queue = FeatureQueue(4, 3, labels=True)
+    queue.enqueue(rows_of(0, 0, 3), torch.arange(3))
+    found = queue.features(), queue.labels(), queue.features(share=True)
+    before = [x.clone() for x in found]
+    weight = torch.ones(3, requires_grad=True)
+    loss = (found[0] * weight).sum()
+    queue.enqueue(rows_of(0, 1, 3), torch.arange(3))
+    queue.load_state_dict(FeatureQueue(4, 3, labels=True).state_dict())
+    loss.backward()
+    assert all(x.equal(y) for x, y in zip(found, before, strict=True))
+    torch.testing.assert_close(weight.grad, before[0].sum(0))
+
+
+def test_no_gradient_flows():
+    def body(r):
+        queue = FeatureQueue(4, 3)
+        x = rows_of(r, 0, 2).requires_grad_()
+        with dc.joint_backward() as joint:
+            queue.enqueue(x)
+            joint((queue.features() * x[:1]).sum()).backward()
+        return x.grad.equal(torch.cat([queue.features().sum(0)[None], torch.zeros(1, 3)])), queue.rows.requires_grad
+
+    assert rules(body, range(2)) == [(True, False)] * 2
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_grad_mode(mode):
+    """Rows that were made there are appended there and later."""
+
+    def body(r):
+        queue = FeatureQueue(8, 3)
+        with mode():
+            x = rows_of(r, 0, 2)
+            queue.enqueue(x)
+        queue.enqueue(x)
+        weight = torch.ones(3, requires_grad=True)
+        (queue.features() * weight).sum().backward()
+        return weight.grad
+
+    right = 2 * whole(1, 2, [2, 2]).sum(0)
+    for found in rules(body, range(2)):
+        torch.testing.assert_close(found, right)
+
+
+def test_copies_and_groups():
+    def body(r):
+        pair = new_group([0, 1] if r < 2 else [2, 3])
+        queue = FeatureQueue(8, 3, group=pair)
+        twin = copy.deepcopy(queue)
+        queue.enqueue(rows_of(r, 0, 2))
+        assert twin.group is pair and len(twin.features()) == 0 and f"group={pair!r}" in repr(queue)
+        with pytest.raises(TypeError, match=r"FeatureQueue: group: got a module with .*, expected group=None"):
+            pickle.dumps(queue)
+        return queue.features()
+
+    for r, found in enumerate(rules(body, range(4))):
+        assert found.equal(torch.cat([rows_of(s, 0, 2) for s in ((0, 1) if r < 2 else (2, 3))]))
+    queue = pickle.loads(pickle.dumps(FeatureQueue(4, 3, labels=True)))
+    assert repr(queue) == "FeatureQueue(4, 3, labels=True)" and repr(FeatureQueue(4, 3)) == "FeatureQueue(4, 3)"
+    assert list(queue.state_dict()) == ["rows", "labels_of_rows", "enqueued"]
+    assert list(FeatureQueue(4, 3).state_dict()) == ["rows", "enqueued"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    """Sent as they are; kept in the dtype of the queue."""
+
+    def body(r):
+        x = rows_of(r, 0, 2).to(dtype)
+        queue, half = FeatureQueue(8, 3), FeatureQueue(8, 3).to(dtype)
+        sent = profiled(queue.enqueue, x)
+        half.enqueue(rows_of(r, 0, 2))
+        return queue.features(), half.features(), sent
+
+    right = whole(1, 2, [2, 2])
+    for wide, half, sent in gloo(body, range(2)):
+        assert wide.equal(right.to(dtype).float()) and half.equal(right.to(dtype)) and half.dtype == dtype
+        assert sent == [("all_gather", 16), ("all_gather", 2 * 3 * dtype.itemsize)]
+
+
+def test_messages():
+    """The numbers of rows, the rows, the labels; reading sends nothing."""
+
+    def body(r):
+        queue = FeatureQueue(8, 3, labels=True)
+        sent = profiled(queue.enqueue, rows_of(r, 0, 2), torch.arange(2))
+        return [name for name, _ in sent], profiled(lambda: (queue.features(share=True), queue.labels()))
+
+    assert gloo(body, range(2)) == [(["all_gather"] * 3, [])] * 2
+
+
+def test_ranks_that_differ_in_check_mode():
+    def body(r):
+        queue = FeatureQueue(8, 3)
+        queue.enqueued += r
+        with dc.check_mode():
+            return refusal(dc.CollectiveMismatchError, queue.enqueue, rows_of(r, 0, 2))
+
+    for text in rules(body, range(2)):
+        assert "FeatureQueue.enqueue(size=8, dtype=torch.float32, enqueued=1)" in text
+
+
+def test_ranks_that_differ():
+    def body(r):
+        queue = FeatureQueue(8, 3 + r)
+        return refusal(dc.CollectiveMismatchError, queue.enqueue, torch.zeros(2, 3 + r))
+
+    assert all("gather_batch" in text for text in rules(body, range(2)))
+
+
+WRONG = [
+    (lambda: FeatureQueue(0, 3), ValueError, "FeatureQueue: size: got 0, expected an integer of at least 1"),
+    (lambda: FeatureQueue(3, 0), ValueError, "FeatureQueue: dim: got 0, expected an integer of at least 1"),
+    (lambda: FeatureQueue(2.5, 3), TypeError, "FeatureQueue: size: got 2.5, expected an integer of at least 1"),
+    (lambda: FeatureQueue(3, 3, labels=1), TypeError, "FeatureQueue: labels: got int, expected True or False"),
+    (
+        lambda: FeatureQueue(3, 3).enqueue(torch.zeros(2, 4)),
+        ValueError,
+        "FeatureQueue.enqueue: features: got shape (2, 4), expected shape (b, 3); dim of the queue is the length of a",
+    ),
+    (
+        lambda: FeatureQueue(3, 3).enqueue([1.0]),
+        TypeError,
+        "FeatureQueue.enqueue: features: got list, expected a tensor",
+    ),
+    (
+        lambda: FeatureQueue(3, 3).enqueue(torch.zeros(2, 3, device="meta")),
+        ValueError,
+        "features: got a tensor on meta, expected cpu, as the queue; move the queue with queue.to(device)",
+    ),
+    (
+        lambda: FeatureQueue(3, 3, labels=True).enqueue(torch.zeros(2, 3)),
+        ValueError,
+        "FeatureQueue.enqueue: labels: got none, expected one for each row; FeatureQueue(…, labels=True) keeps labels",
+    ),
+    (
+        lambda: FeatureQueue(3, 3).enqueue(torch.zeros(2, 3), torch.zeros(2).long()),
+        ValueError,
+        "FeatureQueue.enqueue: labels: got a tensor, expected none; FeatureQueue(…, labels=True) keeps labels",
+    ),
+    (
+        lambda: FeatureQueue(3, 3, labels=True).enqueue(torch.zeros(2, 3), torch.zeros(3).long()),
+        ValueError,
+        "FeatureQueue.enqueue: labels: got shape (3,), expected a tensor of shape (2,)",
+    ),
+    (
+        lambda: FeatureQueue(3, 3).labels(),
+        ValueError,
+        "FeatureQueue.labels: queue: got a queue without labels, expected one with labels; pass labels=True to",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), WRONG)
+def test_wrong_arguments(call, error, text):
+    assert text in refusal(error, call)
