@@ -14,6 +14,7 @@ from diffcoll.nn.decorrelation import BarlowTwinsLoss, VICRegLoss
 from diffcoll.nn.dice import DiceLoss, IoULoss, TverskyLoss
 from diffcoll.nn.feature_queue import FeatureQueue
 from diffcoll.nn.info_nce import InfoNCELoss
+from diffcoll.nn.koleo import KoLeoLoss
 from diffcoll.nn.nt_xent import NTXentLoss
 from diffcoll.nn.siglip import SigLIPLoss
 from diffcoll.nn.supcon import SupConLoss
@@ -25,6 +26,7 @@ __all__ = [
     "FeatureQueue",
     "InfoNCELoss",
     "IoULoss",
+    "KoLeoLoss",
     "NTXentLoss",
     "SigLIPLoss",
     "SupConLoss",

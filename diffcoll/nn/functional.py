@@ -6,6 +6,7 @@ from diffcoll.nn.clip import clip_loss
 from diffcoll.nn.decorrelation import barlow_twins_loss, vicreg_loss
 from diffcoll.nn.dice import dice_loss, iou_loss, tversky_loss
 from diffcoll.nn.info_nce import info_nce_loss
+from diffcoll.nn.koleo import koleo_loss
 from diffcoll.nn.moments import Moments, moments, weighted_mean
 from diffcoll.nn.nt_xent import nt_xent_loss
 from diffcoll.nn.siglip import siglip_loss
@@ -18,6 +19,7 @@ __all__ = [
     "dice_loss",
     "info_nce_loss",
     "iou_loss",
+    "koleo_loss",
     "moments",
     "nt_xent_loss",
     "siglip_loss",

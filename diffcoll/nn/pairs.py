@@ -102,12 +102,12 @@ def _returned(
     group, engine = options.group, resolve(options.group, options.name)
     alone = engine.size == 1
     marks = {name: x for name, x in (("labels", labels), ("ids", ids)) if x is not None}
-    sizes, wants = _agree(q, k, bias, marks, options, engine)
+    sizes, wants = agree(q, k, bias, marks, options, engine)
     total, offset = sum(sizes), sum(sizes[: engine.rank])
     if not torch.compiler.is_compiling() and total == 0:  # a size from another rank has no value while compiling
         remedy = "one rank at least must have rows"
         raise ValueError(message(options.name, "features", "an empty batch on every rank", "a row", remedy))
-    q, x = _tracked(q, wants.any), k.k
+    q, x = tracked(q, wants.any), k.k
     if not torch.compiler.is_compiling() and wants.any and x.is_inference():
         x = x.clone()  # autograd does not save tensors that were made in inference mode
     if (
@@ -172,7 +172,7 @@ class _Wants(NamedTuple):
     loop: bool
 
 
-def _agree(
+def agree(
     q: Tensor, k: Columns, bias: Tensor | None, marks: dict[str, Tensor], options: Options, engine: Engine
 ) -> tuple[list[int], _Wants]:
     """Return the ranks' numbers of rows, after a check that they pass the same things, and what backward has to do."""
@@ -208,7 +208,7 @@ def _agree(
     return sizes, _Wants(any(b & 1 for b in bits), any(b & 2 for b in bits), loop)
 
 
-def _tracked(x: Tensor, wanted: bool) -> Tensor:
+def tracked(x: Tensor, wanted: bool) -> Tensor:
     """Return x such that backward computes its gradient on this rank too, if a rank wants one."""
     if not wanted or x.requires_grad or not torch.is_grad_enabled() or is_within_transform():
         return x

@@ -98,6 +98,17 @@ def vicreg(z1, z2, sim=25.0, std=25.0, cov=1.0, eps=1e-4):
     return sim * F.mse_loss(z1, z2) + std * variance + cov * covariance
 
 
+def koleo(x, eps=1e-8, normalize=True):
+    """Oquab et al. 2024, section 4, with the epsilons of the published code: one row after the other."""
+    x = F.normalize(x) if normalize else x
+    loss = 0
+    for i, row in enumerate(x):
+        others = torch.cat([x[:i], x[i + 1 :]])
+        nearest = others[(others - row).detach().norm(dim=1).argmin()]
+        loss = loss - torch.log(F.pairwise_distance(row, nearest, eps=eps) + eps)
+    return loss / len(x)
+
+
 def ratio(kind, p, t, smooth=1.0, dims=None, alpha=0.3, beta=0.8):
     """Milletari et al. 2016, Rahman and Wang 2016, Salehi et al. 2017, each with the sums as they write them."""
     dims = {None: tuple(range(p.ndim)), "per class": (0, *range(2, p.ndim))}.get(dims, dims)

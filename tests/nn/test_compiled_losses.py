@@ -22,6 +22,7 @@ LOSSES = {
     "nt_xent_loss in chunks": lambda a, b: dc.nn.functional.nt_xent_loss(a, b, chunk_size=2),
     "barlow_twins_loss": lambda a, b: dc.nn.functional.barlow_twins_loss(a, b),
     "vicreg_loss": lambda a, b: dc.nn.functional.vicreg_loss(a, b),
+    "koleo_loss": lambda a, b: dc.nn.functional.koleo_loss(a * b),
     "dice_loss": lambda a, b: dc.nn.functional.dice_loss(a.sigmoid(), (a > 0).double()),
     "moments": lambda a, b: dc.nn.functional.moments(a * b, 0).variance.sum(),
 }

@@ -35,6 +35,7 @@ CONTRASTIVES = {
 OTHERS = {
     "barlow twins": lambda x, y, n, **o: dc.nn.functional.barlow_twins_loss(x, y, **o),
     "vicreg": lambda x, y, n, **o: dc.nn.functional.vicreg_loss(x, y, **o),
+    "koleo": lambda x, y, n, **o: dc.nn.functional.koleo_loss(x, **o) + dc.nn.functional.koleo_loss(y, **o),
 }
 WAYS = [{}, {"chunk_size": 4}, {"exchange": "ring", "chunk_size": 3}]
 #: Noise between the features of a pair, from equal to independent, and whether pairs are wrong.

@@ -59,6 +59,14 @@ def vicreg_on_one(z, sizes):
     return [share + vicreg(*halves(z), sim=0.0) for share in shares(differences, sizes)]
 
 
+def koleo_on_one(z, sizes):
+    terms = []
+    for i, row in enumerate(z):
+        distances = (row - torch.cat([z[:i], z[i + 1 :]]) + 1e-8).square().sum(1).sqrt()
+        terms.append(-torch.log(distances.min() + 1e-8))
+    return shares(torch.stack(terms), sizes)
+
+
 def dice_on_one(z, sizes):
     p, t = ((v + 1) / 2 for v in halves(z))
     return [ratio("dice", p, t, dims=0)] * len(sizes)
@@ -121,6 +129,7 @@ PROGRAMS = {
     },
     "barlow twins": (lambda z, r: functional.barlow_twins_loss(*halves(z), lambd=0.3), barlow_on_one),
     "vicreg": (lambda z, r: functional.vicreg_loss(*halves(z)), vicreg_on_one),
+    "koleo": (lambda z, r: functional.koleo_loss(z, normalize=False), koleo_on_one),
     "dice": (lambda z, r: functional.dice_loss(*((v + 1) / 2 for v in halves(z)), dims="per class"), dice_on_one),
     "moments": (lambda z, r: torch.stack(moments(z, (0, 1))[1:]), moments_on_one),
     "moments of weighted": (weighted_moments, moments_of_weighted_on_one),
