@@ -9,15 +9,12 @@ from __future__ import annotations
 from typing import Generic, NamedTuple
 
 import torch
-from torch import Tensor
 
 from diffcoll.collectives.all_gather import all_gather
-from diffcoll.composed.leaves import batch_leaves, lengths_of_ranks
+from diffcoll.composed.leaves import batch_leaves, lengths_of_ranks, number_of_rows
 from diffcoll.core.arguments import Tree
-from diffcoll.core.errors import message
 from diffcoll.core.groups import get_rank
 from diffcoll.core.torch_private.tracing import assume
-from diffcoll.core.torch_private.trees import tree_paths
 from diffcoll.engines.types import Group
 
 _NAME = "gather_batch"
@@ -67,7 +64,7 @@ def gather_batch(tree: Tree, *, group: Group = None) -> GatheredBatch[Tree]:
     Source: notes/gather_batch.md.
     """
     leaves, _ = batch_leaves(_NAME, tree)
-    rows = _rows(tree, leaves)
+    rows = number_of_rows(_NAME, tree, leaves)
     sizes = [size for (size,) in lengths_of_ranks(_NAME, tree, leaves, [rows], group)]
     rank = get_rank(group)
     if torch.compiler.is_compiling():
@@ -76,15 +73,3 @@ def gather_batch(tree: Tree, *, group: Group = None) -> GatheredBatch[Tree]:
         assume(sizes[rank] == rows)
     gathered = all_gather(tree, 0, group=group, sizes=sizes)
     return GatheredBatch(gathered, sizes, sum(sizes[:rank]), sum(sizes))
-
-
-def _rows(tree: object, leaves: list[Tensor]) -> int:
-    """Return the number of this rank's rows."""
-    for i, leaf in enumerate(leaves):
-        if len(leaf) != len(leaves[0]):
-            paths = tree_paths(tree)
-            expected = f"{len(leaves[0])} rows, as tree{paths[0]} has"
-            raise ValueError(
-                message(_NAME, f"tree{paths[i]}", f"{len(leaf)} rows", expected, "pass one row for each sample")
-            )
-    return len(leaves[0])

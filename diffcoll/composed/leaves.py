@@ -17,23 +17,34 @@ from diffcoll.core.torch_private.trees import tree_paths
 from diffcoll.engines.types import Group
 
 
-def batch_leaves(name: str, tree: object) -> tuple[list[Tensor], Callable[[list[Any]], Any]]:
+def batch_leaves(name: str, tree: object, argument: str = "tree") -> tuple[list[Tensor], Callable[[list[Any]], Any]]:
     """Return the leaves of a tree in the order of their paths, and the function that rebuilds it from new leaves.
 
     Raises:
         TypeError, ValueError: a leaf is not a tensor with a dim 0, or there is none; `name` is the function's.
     """
-    leaves, rebuild = trees.flattened(name, "tree", tree)
+    leaves, rebuild = trees.flattened(name, argument, tree)
     for path, leaf in zip(tree_paths(tree), leaves, strict=True):
-        argument = f"tree{path}"
+        at = f"{argument}{path}"
         if not isinstance(leaf, Tensor):
-            raise TypeError(message(name, argument, type(leaf).__name__, "a tensor", "torch.as_tensor(x) makes one"))
+            raise TypeError(message(name, at, type(leaf).__name__, "a tensor", "torch.as_tensor(x) makes one"))
         if leaf.ndim == 0:
             remedy = "dim 0 is the batch: pass x.expand(len(features))"
-            raise ValueError(message(name, argument, "a 0-d tensor", "at least one dimension", remedy))
+            raise ValueError(message(name, at, "a 0-d tensor", "at least one dimension", remedy))
     if not leaves:
-        raise ValueError(message(name, "tree", "a tree without tensors", "at least one tensor"))
+        raise ValueError(message(name, argument, "a tree without tensors", "at least one tensor"))
     return leaves, rebuild
+
+
+def number_of_rows(name: str, tree: object, leaves: list[Tensor], argument: str = "tree") -> int:
+    """Return the number of rows of all leaves of a tree; raise if they differ."""
+    for i, leaf in enumerate(leaves):
+        if len(leaf) != len(leaves[0]):
+            paths = tree_paths(tree)
+            expected = f"{len(leaves[0])} rows, as {argument}{paths[0]} has"
+            at, remedy = f"{argument}{paths[i]}", "pass one row for each sample"
+            raise ValueError(message(name, at, f"{len(leaf)} rows", expected, remedy))
+    return len(leaves[0])
 
 
 def lengths_of_ranks(name: str, tree: object, leaves: list[Tensor], mine: list[int], group: Group) -> list[list[int]]:

@@ -13,6 +13,7 @@ from diffcoll.nn.conversion import convert_sync_batchnorm, revert_sync_batchnorm
 from diffcoll.nn.decorrelation import BarlowTwinsLoss, VICRegLoss
 from diffcoll.nn.dice import DiceLoss, IoULoss, TverskyLoss
 from diffcoll.nn.feature_queue import FeatureQueue
+from diffcoll.nn.grad_cache import grad_cache
 from diffcoll.nn.info_nce import InfoNCELoss
 from diffcoll.nn.koleo import KoLeoLoss
 from diffcoll.nn.nt_xent import NTXentLoss
@@ -36,5 +37,6 @@ __all__ = [
     "clip_grad_norm_",
     "convert_sync_batchnorm",
     "functional",
+    "grad_cache",
     "revert_sync_batchnorm",
 ]
