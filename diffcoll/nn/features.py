@@ -51,12 +51,7 @@ def check_features(name: str, dims: tuple[int, ...] = (2,), **features: Tensor) 
     (first, x), *others = features.items()
     expected = "(b, D)" if dims == (2,) else "(b, D) or (b, views, D)"
     for argument, y in features.items():
-        if not isinstance(y, Tensor):
-            remedy = "torch.as_tensor(x) makes one"
-            raise TypeError(message(name, argument, type(y).__name__, f"a tensor of shape {expected}", remedy))
-        if y.dtype not in FLOATS:
-            remedy = "pass the features as x.float()"
-            raise TypeError(message(name, argument, str(y.dtype), "float16, bfloat16, float32 or float64", remedy))
+        _check_floats(name, argument, y, expected)
         if y.ndim not in dims or 0 in y.shape[1:]:
             remedy = "flatten the features to one row per sample: x.flatten(1)"
             raise ValueError(message(name, argument, f"shape {tuple(y.shape)}", f"shape {expected}", remedy))
@@ -65,12 +60,36 @@ def check_features(name: str, dims: tuple[int, ...] = (2,), **features: Tensor) 
             remedy = f"row i of {argument} belongs to row i of {first}"
             got = f"shape {tuple(y.shape)}"
             raise ValueError(message(name, argument, got, f"shape {tuple(x.shape)}, as {first} has", remedy))
-        if y.dtype != x.dtype:
-            remedy = "convert one of them"
-            raise TypeError(message(name, argument, str(y.dtype), f"{x.dtype}, as {first} has", remedy))
-        if y.device != x.device:
-            remedy = "move one of them"
-            raise ValueError(message(name, argument, f"a tensor on {y.device}", f"{x.device}, as {first}", remedy))
+        _check_alike(name, argument, y, first, x)
+
+
+def check_negatives(name: str, x: Tensor, first: str, query: Tensor) -> None:
+    """Raise unless negatives are features of the size, dtype and device of the queries, K for each query."""
+    b, size = query.shape
+    _check_floats(name, "negatives", x, "(b, K, D)")
+    if x.ndim != 3 or (x.shape[0], x.shape[2]) != (b, size):
+        expected = f"shape ({b}, K, {size}), K for each row of {first}"  # here, as Dynamo specializes a size it formats
+        remedy = f"negatives[i] belongs to row i of {first}"
+        raise ValueError(message(name, "negatives", f"shape {tuple(x.shape)}", expected, remedy))
+    _check_alike(name, "negatives", x, first, query)
+
+
+def _check_floats(name: str, argument: str, x: Tensor, shape: str) -> None:
+    if not isinstance(x, Tensor):
+        remedy = "torch.as_tensor(x) makes one"
+        raise TypeError(message(name, argument, type(x).__name__, f"a tensor of shape {shape}", remedy))
+    if x.dtype not in FLOATS:
+        remedy = "pass the features as x.float()"
+        raise TypeError(message(name, argument, str(x.dtype), "float16, bfloat16, float32 or float64", remedy))
+
+
+def _check_alike(name: str, argument: str, y: Tensor, first: str, x: Tensor) -> None:
+    if y.dtype != x.dtype:
+        remedy = "convert one of them"
+        raise TypeError(message(name, argument, str(y.dtype), f"{x.dtype}, as {first} has", remedy))
+    if y.device != x.device:
+        remedy = "move one of them"
+        raise ValueError(message(name, argument, f"a tensor on {y.device}", f"{x.device}, as {first}", remedy))
 
 
 def per_row(name: str, argument: str, x: Tensor, rows: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """InfoNCE: each query's positive key among all ranks' keys.
 
-    L = Σ_i (log Σ_j exp s_ij − s_ii) / B,   s_ij = q_i · k_j / temperature
+    L = Σ_i (log Σ_j exp s_ij − s_ii) / B,   s_ij = q_i · k_j / temperature,   k_j: positives, and negatives of query i
 
 note  notes/contrastive.md
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diffcoll.engines.types import Group
 from diffcoll.nn.convention import RankReduction
-from diffcoll.nn.features import Options, check_features
+from diffcoll.nn.features import Options, check_features, check_negatives
 from diffcoll.nn.logits import LossRule
 from diffcoll.nn.loss_module import Exchange, LossModule
 from diffcoll.nn.pairs import loss_of_pairs
@@ -21,6 +21,7 @@ def info_nce_loss(
     query: Tensor,
     positive: Tensor,
     *,
+    negatives: Tensor | None = None,
     labels: Tensor | None = None,
     ids: Tensor | None = None,
     temperature: Tensor | float = 0.1,
@@ -43,6 +44,8 @@ def info_nce_loss(
         query: this rank's features, (b, D), of float16, bfloat16, float32 or float64; b may differ between ranks, and
             be 0. Half precision is sent as it is; logits are computed in float32.
         positive: row i is the positive of query i; all other rows of all ranks are its negatives.
+        negatives: (b, K, D): negatives[i] are K more negatives of query i, and of no other query. They are not sent;
+            K may differ between ranks, and be 0. They have no labels and no ids.
         labels: (b,), integers: all keys of a query's label are its positives; the loss is averaged over them (UniCL).
         ids: keys of other samples with the query's id are *left out*, as false negatives; (b,), integers.
         temperature: a number or a tensor with one element; divides the logits.
@@ -51,7 +54,7 @@ def info_nce_loss(
         rank_reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean
             over ranks of the returned values is the loss of the whole batch. "sum": their sum is.
         chunk_size: keep the logits of this many columns at a time and compute them again in backward. None: keep all,
-            a matrix of b × B numbers.
+            a matrix of b × B numbers. The b × K logits of a query's own negatives are kept.
         exchange: "gather": every rank gets all keys. "ring": one rank's keys after the other's.
 
     Returns:
@@ -63,10 +66,12 @@ def info_nce_loss(
 
     Source: notes/contrastive.md.
     """
-    check_features("info_nce_loss", query=query, positive=positive)
-    number = {"temperature": temperature}
-    options = Options("info_nce_loss", number, normalize, group, rank_reduction, chunk_size, exchange)
-    return loss_of_pairs(options, LossRule(), [query], positive, labels=labels, ids=ids)
+    name = "info_nce_loss"
+    check_features(name, query=query, positive=positive)
+    if negatives is not None:
+        check_negatives(name, negatives, "query", query)
+    options = Options(name, {"temperature": temperature}, normalize, group, rank_reduction, chunk_size, exchange)
+    return loss_of_pairs(options, LossRule(), [query], positive, negatives=negatives, labels=labels, ids=ids)
 
 
 class InfoNCELoss(LossModule, of=info_nce_loss):
@@ -81,7 +86,12 @@ class InfoNCELoss(LossModule, of=info_nce_loss):
     """
 
     def forward(
-        self, query: Tensor, positive: Tensor, labels: Tensor | None = None, ids: Tensor | None = None
+        self,
+        query: Tensor,
+        positive: Tensor,
+        labels: Tensor | None = None,
+        ids: Tensor | None = None,
+        negatives: Tensor | None = None,
     ) -> Tensor:
         """Return the loss, as `info_nce_loss` does."""
-        return info_nce_loss(query, positive, labels=labels, ids=ids, **self.options)
+        return info_nce_loss(query, positive, negatives=negatives, labels=labels, ids=ids, **self.options)

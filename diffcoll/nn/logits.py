@@ -137,15 +137,15 @@ def block(q: Tensor, k: Tensor, bias: Tensor | None, rule: LossRule, rows: Marks
     neg = s.masked_fill(positive if excluded is None else positive | excluded, least(s))
     pos = None if rows.label is None else s.masked_fill(~positive, least(s))
     return Sums(
-        row_neg=_logsumexp(neg, 1),
+        row_neg=logsumexp(neg, 1),
         row_sum=s.masked_fill(~positive, 0).sum(1),
-        row_pos=None if pos is None else _logsumexp(pos, 1),
-        col_neg=_logsumexp(neg, 0) if rule.columns else None,
-        col_pos=None if pos is None or not rule.columns else _logsumexp(pos, 0),
+        row_pos=None if pos is None else logsumexp(pos, 1),
+        col_neg=logsumexp(neg, 0) if rule.columns else None,
+        col_pos=None if pos is None or not rule.columns else logsumexp(pos, 0),
     )
 
 
-def _logsumexp(s: Tensor, dim: int) -> Tensor:
+def logsumexp(s: Tensor, dim: int) -> Tensor:
     """Return log Σ exp s; that of no terms is `least(s)`: its tangent is 0, which PyTorch's of −inf is not."""
     if not torch.compiler.is_compiling() and s.shape[dim] == 0:  # while compiling a size may have no value
         return s.sum(dim) + least(s)

@@ -31,9 +31,9 @@ from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group
 from diffcoll.nn.chunks import sums_of
 from diffcoll.nn.features import Columns, Options, columns_of, per_row, scalar, wide
-from diffcoll.nn.followers import ABSENT, DIFFER, leaf, refuse_absent_of
+from diffcoll.nn.followers import ABSENT, DIFFER, leaf, needs_gradient, refuse_absent_of
 from diffcoll.nn.inputs import without_autocast
-from diffcoll.nn.logits import LossRule, Marks, Sums
+from diffcoll.nn.logits import LossRule, Marks, Sums, logsumexp, merged
 from diffcoll.nn.ring import Ring
 
 #: A parameter without elements.
@@ -46,6 +46,7 @@ def loss_of_pairs(
     views: Sequence[Tensor],
     columns: Tensor | None = None,
     *,
+    negatives: Tensor | None = None,
     labels: Tensor | None = None,
     ids: Tensor | None = None,
 ) -> Tensor:
@@ -57,6 +58,7 @@ def loss_of_pairs(
         views: features of this rank's samples, (b, D) each, which are the rows, one view after the other.
         columns: (b, D), features of the same samples in the columns. None: the rows are the columns too, and a pair of
             a row with itself is excluded.
+        negatives: (b, K, D), more columns, each of one row.
         labels: (b,); pairs of equal labels are positives. None: pairs of the same sample are.
         ids: (b,); pairs of equal ids that are not positives are excluded.
     """
@@ -74,8 +76,11 @@ def loss_of_pairs(
         )
         q = q / scale if "temperature" in options.numbers else q * scale
         rule = rule._replace(within=columns is None, normalize=k.later)
+        own = None if negatives is None else torch.bmm(wide(negatives, options.normalize), q.unsqueeze(2)).squeeze(2)
+        if own is not None:  # so that autograd.grad of the negatives alone runs the collectives' backward too
+            q = torch.cat([q, own.sum().expand(0, q.shape[1])])
         returned = _returned_untraced if options.exchange == "ring" else _returned
-        return returned(q, k, biases[0] if biases else None, options, rule, len(views), labels, ids)
+        return returned(q, k, biases[0] if biases else None, own, options, rule, len(views), labels, ids)
 
 
 _NOT_COMPILED = (
@@ -93,6 +98,7 @@ def _returned(
     q: Tensor,
     k: Columns,
     bias: Tensor | None,
+    own: Tensor | None,
     options: Options,
     rule: LossRule,
     views: int,
@@ -102,7 +108,8 @@ def _returned(
     group, engine = options.group, resolve(options.group, options.name)
     alone = engine.size == 1
     marks = {name: x for name, x in (("labels", labels), ("ids", ids)) if x is not None}
-    sizes, wants = agree(q, k, bias, marks, options, engine)
+    compared = marks if own is None else {**marks, "negatives of each query": own.detach()[:, :0]}
+    sizes, wants = agree(q, k, bias, compared, options, engine)
     total, offset = sum(sizes), sum(sizes[: engine.rank])
     if not torch.compiler.is_compiling() and total == 0:  # a size from another rank has no value while compiling
         remedy = "one rank at least must have rows"
@@ -110,9 +117,7 @@ def _returned(
     q, x = tracked(q, wants.any), k.k
     if not torch.compiler.is_compiling() and wants.any and x.is_inference():
         x = x.clone()  # autograd does not save tensors that were made in inference mode
-    if (
-        wants.k and not alone
-    ):  # makes their gradient a part of any other: autograd.grad of other tensors alone would not send it
+    if wants.k and not alone:  # autograd.grad of other tensors alone would not send the gradient of the columns
         x = torch.cat([x, q[:0], *([] if bias is None else [bias.expand(0, x.shape[1])])])
     everyone = all_gather(marks, 0, group=group, sizes=sizes) if marks else marks
     cols = _marks(sizes, views, everyone.get("labels"), everyone.get("ids"), q.device)
@@ -122,6 +127,8 @@ def _returned(
     else:
         x = x if alone else gathered_as(k.sent, x, sizes, group)
         sums = sums_of(q, x, bias, rule, rows, cols, options.chunk_size)
+    if own is not None:
+        sums = merged([sums, Sums(row_neg=logsumexp(own, 1))])
     assert sums.row_sum is not None
     if rule.sigmoid:
         share = sums.row_sum.sum() / total
@@ -173,23 +180,22 @@ class _Wants(NamedTuple):
 
 
 def agree(
-    q: Tensor, k: Columns, bias: Tensor | None, marks: dict[str, Tensor], options: Options, engine: Engine
+    q: Tensor, k: Columns, bias: Tensor | None, compared: dict[str, Tensor], options: Options, engine: Engine
 ) -> tuple[list[int], _Wants]:
     """Return the ranks' numbers of rows, after a check that they pass the same things, and what backward has to do."""
     loop = options.exchange == "ring" and collectives_only(options.group)
     grad = torch.is_grad_enabled()
-    needs_k = grad and k.k.requires_grad
-    needs = needs_k or (grad and (q.requires_grad or (bias is not None and bias.requires_grad)))
+    needs_k, needs = needs_gradient(k.k), needs_gradient(k.k, q, bias)
     if engine.size == 1:
         return [len(q)], _Wants(needs_k, needs, loop)
-    tree = {f"{options.exchange}{' in a transform' if loop else ''}": k.k.detach().to(k.sent), **marks}
+    tree = {f"{options.exchange}{' in a transform' if loop else ''}": k.k.detach().to(k.sent), **compared}
     leaves, _ = batch_leaves(options.name, tree)
     compiling, absent = torch.compiler.is_compiling(), not grad and not is_joint()
     mine = 3 if compiling and grad else needs_k + 2 * needs + 4 * absent  # a graph always computes all gradients
     try:
         lengths, bits = lengths_and_bits(options.name, tree, leaves, [len(q)], options.group, mine)
     except CollectiveMismatchError as error:
-        facts = "labels or ids (given on all ranks, of one dtype), exchange, or dtype or size of the features"
+        facts = "labels, ids or negatives (given on all ranks, of one dtype), exchange, dtype or size of the features"
         raise CollectiveMismatchError(f"{options.name}: the ranks differ in {facts}; {error}") from None
     sizes = [length for (length,) in lengths]
     if compiling:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,6 +14,8 @@ from diffcoll.testing import assert_matches_single_process
 SIZES = ((8,), (4, 4), (5, 3), (5, 0, 3), (0, 4, 0))
 
 OPTIONS = ({}, {"chunk_size": 3}, {"exchange": "ring"}, {"exchange": "ring", "chunk_size": 2})
+
+each_way = pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"exchange": "ring"}], ids=str)
 
 
 class Scale(nn.Module):
@@ -52,8 +55,23 @@ def siglip(x, y, scale, bias, labels=None, ids=None):
     return -F.logsigmoid(torch.where(positive, logits, -logits)).masked_fill(excluded, 0).sum(1)
 
 
-def info_nce(x, y, scale, bias, labels=None, ids=None):
-    return softmax(scale * x @ y.T, *masks(len(x), labels, ids))
+def info_nce(x, y, scale, bias, labels=None, ids=None, more=None):
+    """more: logits of further columns, which are negatives."""
+    logits, pairs = scale * x @ y.T, masks(len(x), labels, ids)
+    if more is not None:
+        logits = torch.cat([logits, scale * more], 1)
+        pairs = [torch.cat([mask, torch.zeros(more.shape, dtype=torch.bool)], 1) for mask in pairs]
+    return softmax(logits, *pairs)
+
+
+def hard(x, y):
+    """Two negatives of each row, functions of it that are exact in half precision."""
+    return torch.stack([y.flip(1), 2 * x.roll(1, 1)], 1)
+
+
+def info_nce_of_hard_negatives(x, y, *scale, **marks):
+    q, k, n = (F.normalize(z, dim=-1) for z in (x, y, hard(x, y)))
+    return info_nce(q, k, *scale, more=(q[:, None] * n).sum(2), **marks)
 
 
 def views(zs, scale, labels, ids):
@@ -150,6 +168,12 @@ CONTRASTIVE = {
     ),
     "info_nce": Contrastive(
         lambda x, y, s, b, **o: functional.info_nce_loss(x, y, temperature=1 / s, **o), info_nce, ALL
+    ),
+    "info_nce_of_hard_negatives": Contrastive(
+        lambda x, y, s, b, **o: functional.info_nce_loss(x, y, negatives=hard(x, y), temperature=1 / s, **o),
+        info_nce_of_hard_negatives,
+        ALL,
+        normalize=False,  # `terms` normalizes the negatives too
     ),
     "nt_xent": Contrastive(
         lambda x, y, s, b, **o: functional.nt_xent_loss(x, y, temperature=1 / s, **o), nt_xent, ((), ("ids",))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch._dynamo.testing
+from references import hard
 from releases import compiles
 from runs import rules
 
@@ -18,6 +19,7 @@ LOSSES = {
     "clip_loss of labels": lambda a, b: dc.nn.functional.clip_loss(a, b, 3.0, labels=LABELS[: len(a)]),
     "siglip_loss in chunks": lambda a, b: dc.nn.functional.siglip_loss(a, b, 2.0, -1.0, chunk_size=2),
     "info_nce_loss": lambda a, b: dc.nn.functional.info_nce_loss(a, b, ids=LABELS[: len(a)], chunk_size=2),
+    "info_nce_loss of hard negatives": lambda a, b: dc.nn.functional.info_nce_loss(a, b, negatives=hard(a, b)),
     "nt_xent_loss": lambda a, b: dc.nn.functional.nt_xent_loss(a, b),
     "nt_xent_loss in chunks": lambda a, b: dc.nn.functional.nt_xent_loss(a, b, chunk_size=2),
     "barlow_twins_loss": lambda a, b: dc.nn.functional.barlow_twins_loss(a, b),

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from references import CONTRASTIVE, OPTIONS, SIZES, batch, holds, pair, parameters_of, program
+from references import CONTRASTIVE, OPTIONS, SIZES, batch, each_way, hard, holds, info_nce, pair, parameters_of, program
 from runs import gloo, profiled, refusal, rules, runs_on
 
 import diffcoll as dc
@@ -47,6 +47,13 @@ def cross_entropy(query, key, scale, bias):
     return F.cross_entropy(F.normalize(query) @ F.normalize(key).T * scale, torch.arange(len(query)))
 
 
+def one_cross_entropy_for_each_query(query, key, scale, bias):
+    """Of all keys and the query's own negatives."""
+    q, k, n = (F.normalize(x, dim=-1) for x in (query, key, hard(query, key)))
+    terms = [F.cross_entropy(torch.cat([k, n[i]]) @ q[i] * scale, torch.tensor(i)) for i in range(len(q))]
+    return torch.stack(terms).mean()
+
+
 def simclr(z1, z2, scale, bias):
     """As a cross-entropy of 2B rows, the diagonal excluded."""
     z = F.normalize(torch.cat([z1, z2]))
@@ -80,6 +87,7 @@ PUBLISHED = {
     "nt_xent": simclr,
     "supcon": lambda x, y, scale, bias, labels, ids=None: khosla(torch.stack([x, y], 1), labels, scale, ids),
     "supcon_of_one_view": lambda x, y, scale, bias, labels, ids=None: khosla(torch.cat([x, y], 1), labels, scale, ids),
+    "info_nce_of_hard_negatives": one_cross_entropy_for_each_query,
 }
 
 
@@ -149,7 +157,7 @@ def test_on_processes(on, options, order):
     holds(weighted_sum(ours), weighted_sum(references), module=module, on=[on], sizes=[(5, 3), (5, 0, 3)], order=order)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in CONTRASTIVE if kind != "supcon_of_one_view"])  # two halves
+@pytest.mark.parametrize("kind", [kind for kind in CONTRASTIVE if "_of_" not in kind])  # `terms` normalizes those
 def test_numbers_and_the_other_normalization(kind):
     loss, chosen = CONTRASTIVE[kind], "supcon" in kind
 
@@ -255,6 +263,19 @@ def test_an_empty_batch_is_an_error_on_all_ranks(loss, text):
 
 
 @runs_on("truth", "gloo")
+def test_ranks_that_differ_in_their_negatives_get_an_error(run):
+    x = torch.ones(2, 4)
+
+    def body(r):
+        negatives = x[:, None] if r else None
+        return refusal(dc.CollectiveMismatchError, lambda: info_nce_loss(x, x, negatives=negatives))
+
+    for text in run(body, range(2)):
+        assert text.startswith("info_nce_loss: the ranks differ in labels, ids or negatives (given on all ranks,")
+        assert "rank 1 differs from rank 0" in text
+
+
+@runs_on("truth", "gloo")
 def test_ranks_that_differ_get_an_error(run):
     """Labels on one rank, labels of two dtypes, another exchange, and features of another dtype."""
     x, marks = torch.ones(2, 4), torch.arange(2)
@@ -269,8 +290,42 @@ def test_ranks_that_differ_get_an_error(run):
         return texts
 
     for texts in run(body, range(2)):
-        assert all(text.startswith("clip_loss: the ranks differ in labels or ids (given on all") for text in texts)
+        assert all(
+            text.startswith("clip_loss: the ranks differ in labels, ids or negatives (given on all") for text in texts
+        )
         assert all("rank 1 differs from rank 0" in text for text in texts)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_ranks_with_different_numbers_of_hard_negatives(options):
+    """None on a rank; a query's negatives are in no other query's sum."""
+    x, y, *_ = (t.requires_grad_() if t.is_floating_point() else t for t in batch(8))
+    ours = rules(
+        lambda x, y, k: info_nce_loss(x, y, negatives=hard(x, y)[:, :k], normalize=False, **options),
+        *(t.split([3, 0, 4, 1]) for t in (x, y)),
+        [2, 1, 0, 1],
+    )
+    more = (x[:, None] * hard(x, y)).sum(2)
+    without = torch.tensor([[0, 0]] * 3 + [[1, 1]] * 4 + [[0, 1]]).bool()
+    right = info_nce(x, y, 10.0, 0.0, more=more.masked_fill(without, -torch.inf)).mean()
+    torch.testing.assert_close(sum(ours) / 4, right)
+
+
+@each_way
+def test_a_rank_that_asks_for_the_gradient_of_its_hard_negatives_alone(options):
+    """On the other rank the keys train; all messages of backward are sent."""
+
+    def gradient(x, y, n, r):
+        xs = [t.clone().requires_grad_(trained) for t, trained in zip((x, y, n), (False, r == 1, r == 0), strict=True)]
+        loss = info_nce_loss(*xs[:2], negatives=xs[2], **options)
+        return torch.autograd.grad(loss, xs[1] if r else xs[2])[0]
+
+    x, y, _, _ = batch(8)
+    xs = [t.clone().requires_grad_() for t in (x, y, hard(x, y))]
+    right = torch.autograd.grad(info_nce_loss(*xs[:2], negatives=xs[2]), xs)
+    ranks = [t.split([5, 3]) for t in (x, y, hard(x, y))]
+    found = rules(gradient, *ranks, [0, 1])
+    torch.testing.assert_close([g / 2 for g in found], [right[2][:5], right[1][5:]])
 
 
 X, Y, IDS = torch.ones(2, 4), torch.randn(5, 2, 4), torch.tensor([0, 1, 1, 2, 0])
@@ -293,6 +348,12 @@ WRONG = [
     (info_nce_loss, (X, X), {"temperature": 0}, ValueError, "temperature: got 0, expected a number above 0; logits are divided"),
     (info_nce_loss, (X, X), {"temperature": torch.tensor([-0.5])}, ValueError, "temperature: got a tensor with -0.5, expected a number above 0"),
     (info_nce_loss, (X, X[:1]), {}, ValueError, "positive: got shape (1, 4), expected shape (2, 4), as query"),
+    (info_nce_loss, (X, X), {"negatives": [X]}, TypeError, "negatives: got list, expected a tensor of shape (b, K, D); torch"),
+    (info_nce_loss, (X, X), {"negatives": Y}, ValueError, "negatives: got shape (5, 2, 4), expected shape (2, K, 4), K for each row of query; n"),
+    (info_nce_loss, (X, X), {"negatives": Y[:2, :, :3]}, ValueError, "negatives: got shape (2, 2, 3), expected shape (2, K, 4), K"),
+    (info_nce_loss, (X, X), {"negatives": Y[:2].double()}, TypeError, "negatives: got torch.float64, expected torch.float32, as query"),
+    (info_nce_loss, (X, X), {"negatives": Y[:2].long()}, TypeError, "negatives: got torch.int64, expected float16, bfloat16, f"),
+    (info_nce_loss, (X, X), {"negatives": Y[:2].to("meta")}, ValueError, "negatives: got a tensor on meta, expected cpu, as query; move"),
     (nt_xent_loss, (Y[:, 0], Y[1:, 0]), {}, ValueError, "z2: got shape (4, 4), expected shape (5, 4), as z1 has"),
     (supcon_loss, (Y, None), {}, TypeError, "labels: got None, expected a tensor of shape (5,); pass the"),
     (supcon_loss, (Y[0, 0], IDS), {}, ValueError, "features: got shape (4,), expected shape (b, D) or (b, v"),
@@ -314,6 +375,8 @@ def test_a_temperature_that_is_no_number():
 
 def test_the_modules():
     x, y = Y.unbind(1)
+    negatives = torch.stack([x, y], 1).cos()
+    assert InfoNCELoss()(x, y, negatives=negatives) == info_nce_loss(x, y, negatives=negatives)
     assert NTXentLoss(temperature=0.2)(x, y, IDS) == nt_xent_loss(x, y, ids=IDS, temperature=0.2)
     assert SigLIPLoss()(x, y, 2.0, torch.tensor([-1.0]), ids=IDS) == siglip_loss(x, y, 2.0, -1.0, ids=IDS)
     assert SupConLoss(temperature=0.2)(Y, IDS) == supcon_loss(Y, IDS, temperature=0.2)

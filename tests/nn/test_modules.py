@@ -86,7 +86,7 @@ def test_how_they_are_shown():
     [
         (CLIPLoss, clip_loss, {"logit_scale": None, "learnable": False}, {"labels", "ids"}),
         (SigLIPLoss, siglip_loss, {"logit_scale": None, "logit_bias": None, "learnable": False}, {"labels", "ids"}),
-        (InfoNCELoss, info_nce_loss, {"learnable": False}, {"labels", "ids"}),
+        (InfoNCELoss, info_nce_loss, {"learnable": False}, {"negatives", "labels", "ids"}),
         (nn_.NTXentLoss, functional.nt_xent_loss, {"learnable": False}, {"ids"}),
         (nn_.SupConLoss, functional.supcon_loss, {"learnable": False}, {"ids"}),
         (nn_.DiceLoss, functional.dice_loss, {}, set()),
