@@ -316,13 +316,13 @@ def together(where, count, disagree, n, **more):
 
 @pytest.mark.parametrize("disagree", [False, True])
 def test_simulated(disagree):
-    one_by_one(120, disagree, derandomize=True)
+    one_by_one(60, disagree, derandomize=True)
 
 
 @pytest.mark.parametrize("disagree", [False, True])
 @pytest.mark.parametrize("where", ["gloo", "mpi"])
 def test_on_processes(where, disagree):
-    together(where, 60, disagree, 3, derandomize=True)
+    together(where, 30, disagree, 3, derandomize=True)
 
 
 @pytest.mark.slow

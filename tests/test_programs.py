@@ -174,8 +174,8 @@ def test_many_programs_in_nests():
     fuzz_nests(400)
 
 
-def test_a_hundred_programs():
-    calls.each(programs(), 100, check, derandomize=True)
+def test_fifty_programs():
+    calls.each(programs(), 50, check, derandomize=True)
 
 
 def test_a_planted_mistake_is_found(monkeypatch):

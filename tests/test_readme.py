@@ -104,12 +104,10 @@ def test_the_public_api_is_one_list():
                 assert part in value.__doc__, (name, part)
 
 
+@pytest.mark.slow  # diffcoll verify is started by both launchers in the fast suite
 @pytest.mark.parametrize(
     ("name", "arguments", "same"),
-    [
-        ("digits_launched.py", [], ": (.*)"),
-        pytest.param("self_supervised.py", ["--steps", "4"], r", (\w+: accuracy \S+),", marks=pytest.mark.slow),
-    ],
+    [("digits_launched.py", [], ": (.*)"), ("self_supervised.py", ["--steps", "4"], r", (\w+: accuracy \S+),")],
     ids=["digits_launched", "self_supervised"],
 )
 def test_one_example_under_two_launchers(name, arguments, same):

@@ -11,7 +11,7 @@ import properties
 import pytest
 import torch
 import torch.distributed as dist
-from releases import compiles, one_graph
+from releases import compiles, generated, one_graph
 from runs import python, refusal, rules, runs_on, truth
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -94,11 +94,11 @@ def test_order_is_kept_and_nothing_is_dropped():
 
     def body(r):
         x = torch.linspace(-1, 1 + r, 8, dtype=torch.float64).view(2, 4).requires_grad_()
-        y = torch.compile(lambda x: program(x, r), fullgraph=True)(x)
+        y = generated(lambda x: program(x, r))(x)
         (g,) = torch.autograd.grad(y, x)
         z = program(x, r)
         (h,) = torch.autograd.grad(z, x)
-        ignoring = torch.compile(lambda x: (dc.all_reduce(x), dc.all_reduce(x + 1))[r], fullgraph=True)
+        ignoring = generated(lambda x: (dc.all_reduce(x), dc.all_reduce(x + 1))[r])
         return y - z, (g - h).abs().max(), ignoring(x.detach())[0, 0].item()
 
     found = spawn(body, range(2), timeout=110)
@@ -153,7 +153,8 @@ def test_inductor_keeps_the_order_of_the_program():
         ]
 
 
-def test_one_graph_for_all_steps_and_batch_sizes():
+@pytest.mark.parametrize("compiler", [one_graph, pytest.param(generated, marks=pytest.mark.slow)])
+def test_one_graph_for_all_steps_and_batch_sizes(compiler):
     def loss(x, w):
         y = dc.all_gather(x @ w, sizes="auto")
         z = dc.all_gather(x @ w)
@@ -163,7 +164,7 @@ def test_one_graph_for_all_steps_and_batch_sizes():
 
     def body(r):
         w = torch.randn(3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
-        compiled = torch.compile(loss, fullgraph=True, dynamic=True)
+        compiled = compiler(loss, dynamic=True)
         errors = []
         for batch in (4, 5, 9, 4):
             x = torch.randn(batch, 3, generator=torch.Generator().manual_seed(batch + r), dtype=torch.float64)
@@ -423,7 +424,7 @@ def test_a_graph_refuses_to_run_where_it_would_be_wrong():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Inductor
 def test_results_are_as_dense_as_the_graph_says():
     x = torch.arange(6.0).view(2, 3)
-    y = torch.compile(lambda x: dc.sum_gradients(x.t()), fullgraph=True)(x)
+    y = generated(lambda x: dc.sum_gradients(x.t()))(x)
     assert y.tolist() == x.t().tolist()
     assert y.stride() == dc.sum_gradients(x.t()).stride() == (2, 1)
 

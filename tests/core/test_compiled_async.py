@@ -23,6 +23,7 @@ CALLS = {
         lambda y: y[0] + y[1].double() + y[2].repeat(3, 1),
     ),
     "gathered": (lambda x, **more: dc.all_gather(x, **more), lambda y: y.view(3, 6, 2).sum(0)),
+    "gathered in rows": (lambda x, **more: dc.all_gather(x, 1, **more), lambda y: y[:, :2] + y[:, -2:]),
     "asked for sizes": (lambda x, **more: dc.all_gather(x, sizes="auto", **more), lambda y: y[:6] + y[-6:]),
     "scattered": (lambda x, **more: dc.reduce_scatter(x.repeat(3, 1), **more), lambda y: y),
     "exchanged": (lambda x, **more: dc.all_to_all(x, **more), lambda y: y),
@@ -51,7 +52,7 @@ def gradient(f, x, *more):
     return torch.autograd.grad(f(x, *more), x)[0]
 
 
-FEW = ("sum", "gathered", "tree", "sum", "on one", "max", "broadcast", "product in parts")
+FEW = ("sum", "gathered", "gathered in rows", "tree", "sum", "on one", "max", "broadcast", "product in parts")
 EVERY = pytest.param("gloo", (*CALLS, "sum"), marks=pytest.mark.slow, id="every call")
 
 

@@ -64,9 +64,13 @@ ENGINES = {
     "mpi": ([1, 2, 3], lambda n: spawn(on_rank, range(n), backend="mpi", timeout=TIMEOUT)),
     "nccl": ([1], lambda n: spawn(on_rank, range(n), backend="nccl", timeout=TIMEOUT)),  # one rank per GPU
 }
-MARKS = {"nccl": [pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]}
+#: Two ranks on a backend take as long as three.
+MARKS = {
+    "nccl-1": [pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")],
+    **{name: [pytest.mark.slow] for name in ("gloo-2", "mpi-2")},
+}
 EACH = [(name, n) for name, (sizes, _) in ENGINES.items() for n in sizes]
-RUNS = [pytest.param(name, n, id=f"{name}-{n}", marks=MARKS.get(name, [])) for name, n in EACH]
+RUNS = [pytest.param(name, n, id=f"{name}-{n}", marks=MARKS.get(f"{name}-{n}", [])) for name, n in EACH]
 
 
 @pytest.mark.parametrize(("name", "n"), RUNS)

@@ -21,7 +21,7 @@ def test_a_right_program_passes(on, name):
     matches(make(family, how), sizes=[(5, 3), (0, 2, 4, 2)] if uneven else [(4, 4), (2, 2, 2)], on=[on])
 
 
-@pytest.mark.parametrize(("on", "name"), on_both(WRONG, of_fast_suite=2))
+@pytest.mark.parametrize(("on", "name"), on_both(WRONG, of_fast_suite=3))
 def test_a_mistake_is_named(on, name):
     make, family, mistake = WRONG[name]
     report = differs(make(family, mistake.way, mistake.factor), sizes=[(4, 4)], on=[on])
