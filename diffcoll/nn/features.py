@@ -63,15 +63,28 @@ def check_features(name: str, dims: tuple[int, ...] = (2,), **features: Tensor) 
         _check_alike(name, argument, y, first, x)
 
 
-def check_negatives(name: str, x: Tensor, first: str, query: Tensor) -> None:
-    """Raise unless negatives are features of the size, dtype and device of the queries, K for each query."""
+def check_columns(name: str, query: Tensor, positive: Tensor, negatives: Tensor | None) -> None:
+    """Raise unless these are features of the size, dtype and device of the queries, in numbers that fit them.
+
+    Expected sizes are formatted where they are needed, as Dynamo specializes a size that is formatted.
+    """
     b, size = query.shape
-    _check_floats(name, "negatives", x, "(b, K, D)")
-    if x.ndim != 3 or (x.shape[0], x.shape[2]) != (b, size):
-        expected = f"shape ({b}, K, {size}), K for each row of {first}"  # here, as Dynamo specializes a size it formats
-        remedy = f"negatives[i] belongs to row i of {first}"
-        raise ValueError(message(name, "negatives", f"shape {tuple(x.shape)}", expected, remedy))
-    _check_alike(name, "negatives", x, first, query)
+    _check_floats(name, "positive", positive, "(b, D) or (b, P, D)")
+    rows, *several, last = positive.shape if positive.ndim > 1 else (-1, -1)
+    if rows != b or last != size or len(several) > 1 or 0 in several:
+        expected = f"shape {tuple(query.shape)}, as query has, or ({b}, P, {size}) with P positives for each query"
+        got, remedy = f"shape {tuple(positive.shape)}", "row i of positive belongs to row i of query"
+        raise ValueError(message(name, "positive", got, expected, remedy))
+    _check_alike(name, "positive", positive, "query", query)
+    if negatives is None:
+        return
+    _check_floats(name, "negatives", negatives, "(m, D) or (b, K, D)")
+    n = negatives.shape
+    if len(n) not in (2, 3) or n[-1] != size or (len(n) == 3 and n[0] != b):
+        expected = f"shape (m, {size}), for all queries, or ({b}, K, {size}), K for each row of query"
+        remedy = "(m, D) are negatives of all ranks' queries, and negatives[i] of (b, K, D) of row i of query alone"
+        raise ValueError(message(name, "negatives", f"shape {tuple(n)}", expected, remedy))
+    _check_alike(name, "negatives", negatives, "query", query)
 
 
 def _check_floats(name: str, argument: str, x: Tensor, shape: str) -> None:

@@ -1,6 +1,8 @@
-"""InfoNCE: each query's positive key among all ranks' keys.
+"""InfoNCE: each query's positive keys among all ranks' keys.
 
-    L = Σ_i (log Σ_j exp s_ij − s_ii) / B,   s_ij = q_i · k_j / temperature,   k_j: positives, and negatives of query i
+    L = Σ_i (log Σ_j exp s_ij − mean of s_ip over i's positives) / B        s_ij = q_i · k_j / temperature
+
+k_j: all ranks' positives and negatives, and the negatives of query i alone.
 
 note  notes/contrastive.md
 """
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from diffcoll.engines.types import Group
 from diffcoll.nn.convention import RankReduction
-from diffcoll.nn.features import Options, check_features, check_negatives
+from diffcoll.nn.features import Options, check_columns, check_features
 from diffcoll.nn.logits import LossRule
 from diffcoll.nn.loss_module import Exchange, LossModule
 from diffcoll.nn.pairs import loss_of_pairs
@@ -31,7 +33,7 @@ def info_nce_loss(
     chunk_size: int | None = None,
     exchange: Exchange = "gather",
 ) -> Tensor:
-    """Retrieval and representation learning: the cross-entropy of each query's own key among all ranks' keys.
+    """Retrieval and representation learning: the cross-entropy of each query's own keys among all ranks' keys.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -43,9 +45,11 @@ def info_nce_loss(
     Args:
         query: this rank's features, (b, D), of float16, bfloat16, float32 or float64; b may differ between ranks, and
             be 0. Half precision is sent as it is; logits are computed in float32.
-        positive: row i is the positive of query i; all other rows of all ranks are its negatives.
-        negatives: (b, K, D): negatives[i] are K more negatives of query i, and of no other query. They are not sent;
-            K may differ between ranks, and be 0. They have no labels and no ids.
+        positive: (b, D): row i is the positive of query i; all other rows of all ranks are its negatives. Or (b, P, D):
+            query i has the P positives positive[i], and the loss is averaged over them; P is the same on all ranks.
+        negatives: more negatives, without labels and ids. (m, D): of all queries of all ranks, which receive them as
+            they do the positives; m may differ between ranks, and be 0. Or (b, K, D): negatives[i] are K negatives of
+            query i, and of no other query; they are not sent, and K may differ between ranks, and be 0.
         labels: (b,), integers: all keys of a query's label are its positives; the loss is averaged over them (UniCL).
         ids: keys of other samples with the query's id are *left out*, as false negatives; (b,), integers.
         temperature: a number or a tensor with one element; divides the logits.
@@ -54,7 +58,7 @@ def info_nce_loss(
         rank_reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean
             over ranks of the returned values is the loss of the whole batch. "sum": their sum is.
         chunk_size: keep the logits of this many columns at a time and compute them again in backward. None: keep all,
-            a matrix of b × B numbers. The b × K logits of a query's own negatives are kept.
+            a matrix of b × B numbers. The b × K logits of queries' own negatives are kept.
         exchange: "gather": every rank gets all keys. "ring": one rank's keys after the other's.
 
     Returns:
@@ -67,9 +71,8 @@ def info_nce_loss(
     Source: notes/contrastive.md.
     """
     name = "info_nce_loss"
-    check_features(name, query=query, positive=positive)
-    if negatives is not None:
-        check_negatives(name, negatives, "query", query)
+    check_features(name, query=query)
+    check_columns(name, query, positive, negatives)
     options = Options(name, {"temperature": temperature}, normalize, group, rank_reduction, chunk_size, exchange)
     return loss_of_pairs(options, LossRule(), [query], positive, negatives=negatives, labels=labels, ids=ids)
 

@@ -67,7 +67,7 @@ def koleo_loss(
     not_negative(name, eps=eps)
     with without_autocast(features):
         columns, engine = columns_of(features, False), resolve(group, name)
-        sizes, wants = agree(columns.k, columns, None, {}, options, engine)
+        sizes, wants = agree(columns.k, [columns], None, {}, options, engine)
         total = sum(sizes)
         if not torch.compiler.is_compiling():
             check_rows(name, len(features), torch.tensor(total), 2)

@@ -60,6 +60,25 @@ class Marks(NamedTuple):
         """Return those of `count` rows."""
         return Marks(*(None if x is None else x[first : first + count] for x in self))  # type: ignore[arg-type]
 
+    def repeated(self, times: int) -> Marks:
+        """Return those of as many columns for each of these rows, which have labels."""
+        label, sample = (
+            None if x is None else x.unsqueeze(1).expand(-1, times).flatten() for x in (self.label, self.id)
+        )
+        assert label is not None
+        number = torch.arange(label.shape[0], device=label.device)
+        return Marks(number, number, label, sample)
+
+    @staticmethod
+    def of_negatives(count: int, device: torch.device) -> Marks:
+        """Return those of columns that are no row's positives."""
+        number = torch.arange(count, device=device)
+        return Marks(number, number, None, None)
+
+    def of_no_columns(self) -> Marks:
+        """Return those of these rows among such columns."""
+        return Marks(self.number, torch.full_like(self.number, -1), None, None)
+
 
 class Sums(NamedTuple):
     """Sums over a block of logits; None: the rule does not need it."""

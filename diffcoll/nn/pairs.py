@@ -21,7 +21,7 @@ from torch import Tensor
 
 from diffcoll.collectives.all_gather import all_gather, gathered_as
 from diffcoll.collectives.reduce_scatter import reduce_scatter
-from diffcoll.composed.leaves import batch_leaves, lengths_and_bits
+from diffcoll.composed.leaves import batch_leaves, lengths_and_bits, lengths_of_ranks
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.groups import collectives_only, resolve
 from diffcoll.core.joint import is_joint
@@ -56,9 +56,9 @@ def loss_of_pairs(
         options: of the loss.
         rule: what is summed.
         views: features of this rank's samples, (b, D) each, which are the rows, one view after the other.
-        columns: (b, D), features of the same samples in the columns. None: the rows are the columns too, and a pair of
-            a row with itself is excluded.
-        negatives: (b, K, D), more columns, each of one row.
+        columns: (b, D) or (b, P, D), features of the same samples in the columns. None: the rows are the columns too,
+            and a pair of a row with itself is excluded.
+        negatives: more columns: (b, K, D), each of one row; (m, D), of all ranks' rows.
         labels: (b,); pairs of equal labels are positives. None: pairs of the same sample are.
         ids: (b,); pairs of equal ids that are not positives are excluded.
     """
@@ -68,7 +68,8 @@ def loss_of_pairs(
         for argument, marks in (("labels", labels), ("ids", ids))
     )
     with without_autocast(x):
-        k = columns_of(torch.cat([*views]) if columns is None else columns, options.normalize)
+        each = 1 if columns is None or columns.ndim == 2 else columns.shape[1]
+        k = columns_of(torch.cat([*views]) if columns is None else columns.flatten(0, -2), options.normalize)
         q = k.here if columns is None else wide(x, options.normalize)
         scale, *biases = (
             scalar(options.name, argument, number, q, positive=argument == "temperature")
@@ -76,11 +77,17 @@ def loss_of_pairs(
         )
         q = q / scale if "temperature" in options.numbers else q * scale
         rule = rule._replace(within=columns is None, normalize=k.later)
-        own = None if negatives is None else torch.bmm(wide(negatives, options.normalize), q.unsqueeze(2)).squeeze(2)
-        if own is not None:  # so that autograd.grad of the negatives alone runs the collectives' backward too
+        # autograd.grad of some features alone runs the backward of all collectives, as on the other ranks.
+        own, more = None, None
+        if negatives is not None and negatives.ndim == 3:
+            own = torch.bmm(wide(negatives, options.normalize), q.unsqueeze(2)).squeeze(2)
             q = torch.cat([q, own.sum().expand(0, q.shape[1])])
+        elif negatives is not None:
+            more = columns_of(negatives, options.normalize)
+            q = torch.cat([q, more.k[:0], k.k[:0]])
+        bias = biases[0] if biases else None
         returned = _returned_untraced if options.exchange == "ring" else _returned
-        return returned(q, k, biases[0] if biases else None, own, options, rule, len(views), labels, ids)
+        return returned(q, k, more, bias, own, options, rule, len(views), each, labels, ids)
 
 
 _NOT_COMPILED = (
@@ -97,49 +104,80 @@ def _returned_untraced(*arguments: Any) -> Tensor:
 def _returned(
     q: Tensor,
     k: Columns,
+    more: Columns | None,
     bias: Tensor | None,
     own: Tensor | None,
     options: Options,
     rule: LossRule,
     views: int,
+    each: int,
     labels: Tensor | None,
     ids: Tensor | None,
 ) -> Tensor:
     group, engine = options.group, resolve(options.group, options.name)
     alone = engine.size == 1
     marks = {name: x for name, x in (("labels", labels), ("ids", ids)) if x is not None}
-    compared = marks if own is None else {**marks, "negatives of each query": own.detach()[:, :0]}
-    sizes, wants = agree(q, k, bias, compared, options, engine)
+    compared = dict(marks)
+    if own is not None:
+        compared["negatives of each query"] = own.detach()[:, :0]
+    if more is not None:
+        compared["negatives of all queries"] = more.k.detach()[:0].to(more.sent)
+    if each > 1:
+        compared["positives of a query"] = k.k.detach()[:0].to(k.sent).view(0, each, q.shape[1])
+    sizes, wants = agree(q, [k] if more is None else [k, more], bias, compared, options, engine)
     total, offset = sum(sizes), sum(sizes[: engine.rank])
     if not torch.compiler.is_compiling() and total == 0:  # a size from another rank has no value while compiling
         remedy = "one rank at least must have rows"
         raise ValueError(message(options.name, "features", "an empty batch on every rank", "a row", remedy))
-    q, x = tracked(q, wants.any), k.k
-    if not torch.compiler.is_compiling() and wants.any and x.is_inference():
-        x = x.clone()  # autograd does not save tensors that were made in inference mode
-    if wants.k and not alone:  # autograd.grad of other tensors alone would not send the gradient of the columns
-        x = torch.cat([x, q[:0], *([] if bias is None else [bias.expand(0, x.shape[1])])])
+    q = tracked(q, wants.any)
     everyone = all_gather(marks, 0, group=group, sizes=sizes) if marks else marks
-    cols = _marks(sizes, views, everyone.get("labels"), everyone.get("ids"), q.device)
-    rows = cols.part(offset, len(q))
-    if options.exchange == "ring":
-        sums = Ring(rule, rows, cols, sizes, options.chunk_size, group, k.sent, wants.k, wants.loop).sums(q, x, bias)
-    else:
-        x = x if alone else gathered_as(k.sent, x, sizes, group)
-        sums = sums_of(q, x, bias, rule, rows, cols, options.chunk_size)
+    samples = _marks(sizes, views, each, everyone.get("labels"), everyone.get("ids"), q.device)
+    rows, cols = samples.part(offset, len(q)), samples if each == 1 else samples.repeated(each)
+    sums = _sums_over(q, k, bias, options, rule, rows, cols, [each * size for size in sizes], wants, alone)
     if own is not None:
         sums = merged([sums, Sums(row_neg=logsumexp(own, 1))])
+    if more is not None:
+        counts = [len(more.k)] if alone else _lengths_of_negatives(more, options, engine)
+        none, negatives = rows.of_no_columns(), Marks.of_negatives(sum(counts), q.device)
+        of_all = rule._replace(normalize=more.later)
+        sums = merged([sums, _sums_over(q, more, bias, options, of_all, none, negatives, counts, wants, alone)])
     assert sums.row_sum is not None
     if rule.sigmoid:
         share = sums.row_sum.sum() / total
     else:
-        count = None if cols.label is None else _counts(cols.label)[offset : offset + len(q)] - int(rule.within)
+        count = None
+        if samples.label is not None:
+            count = each * _counts(samples.label)[offset : offset + len(q)] - int(rule.within)
         terms = _cross_entropy(sums.row_neg, sums.row_pos, sums.row_sum, count)
         if rule.columns:  # single values are permuted, their sum is right
             col_neg, col_pos = (sums.col_neg, sums.col_pos) if alone else _over_ranks(sums, sizes, group)
             terms = terms + _cross_entropy(col_neg, col_pos, sums.row_sum, count)
         share = terms.sum() / (2 * total if rule.columns else total)
     return share * engine.size if options.rank_reduction == "mean" else share
+
+
+def _sums_over(
+    q: Tensor,
+    k: Columns,
+    bias: Tensor | None,
+    options: Options,
+    rule: LossRule,
+    rows: Marks,
+    cols: Marks,
+    sizes: list[int],
+    wants: _Wants,
+    alone: bool,
+) -> Sums:
+    """Return the sums over the columns of all ranks, of which each has `sizes`."""
+    x, group = k.k, options.group
+    if not torch.compiler.is_compiling() and wants.any and x.is_inference():
+        x = x.clone()  # autograd does not save tensors that were made in inference mode
+    if wants.k and not alone:  # autograd.grad of other tensors alone would not send the gradient of the columns
+        x = torch.cat([x, q[:0], *([] if bias is None else [bias.expand(0, x.shape[1])])])
+    if options.exchange == "ring":
+        return Ring(rule, rows, cols, sizes, options.chunk_size, group, k.sent, wants.k, wants.loop).sums(q, x, bias)
+    x = x if alone else gathered_as(k.sent, x, sizes, group)
+    return sums_of(q, x, bias, rule, rows, cols, options.chunk_size)
 
 
 def _over_ranks(sums: Sums, sizes: list[int], group: Group) -> tuple[Tensor, Tensor | None]:
@@ -180,12 +218,18 @@ class _Wants(NamedTuple):
 
 
 def agree(
-    q: Tensor, k: Columns, bias: Tensor | None, compared: dict[str, Tensor], options: Options, engine: Engine
+    q: Tensor,
+    columns: list[Columns],
+    bias: Tensor | None,
+    compared: dict[str, Tensor],
+    options: Options,
+    engine: Engine,
 ) -> tuple[list[int], _Wants]:
     """Return the ranks' numbers of rows, after a check that they pass the same things, and what backward has to do."""
     loop = options.exchange == "ring" and collectives_only(options.group)
     grad = torch.is_grad_enabled()
-    needs_k, needs = needs_gradient(k.k), needs_gradient(k.k, q, bias)
+    k, xs = columns[0], [x.k for x in columns]
+    needs_k, needs = needs_gradient(*xs), needs_gradient(*xs, q, bias)
     if engine.size == 1:
         return [len(q)], _Wants(needs_k, needs, loop)
     tree = {f"{options.exchange}{' in a transform' if loop else ''}": k.k.detach().to(k.sent), **compared}
@@ -195,13 +239,12 @@ def agree(
     try:
         lengths, bits = lengths_and_bits(options.name, tree, leaves, [len(q)], options.group, mine)
     except CollectiveMismatchError as error:
-        facts = "labels, ids or negatives (given on all ranks, of one dtype), exchange, dtype or size of the features"
+        what = "labels, ids, negatives or numbers of positives (given on all ranks, of one dtype)"
+        facts = f"{what}, exchange, dtype or size of the features"
         raise CollectiveMismatchError(f"{options.name}: the ranks differ in {facts}; {error}") from None
     sizes = [length for (length,) in lengths]
     if compiling:
-        for size in sizes:
-            assume(size >= 0)
-        assume(sizes[engine.rank] == len(q))
+        _assume(sizes, len(q), engine)
         for b in bits:
             if is_within_transform():  # no assertion with a text can be traced there
                 assume(b < 4 if grad else b % 4 == 0)
@@ -214,6 +257,21 @@ def agree(
     return sizes, _Wants(any(b & 1 for b in bits), any(b & 2 for b in bits), loop)
 
 
+def _lengths_of_negatives(more: Columns, options: Options, engine: Engine) -> list[int]:
+    """Return the ranks' numbers of negatives."""
+    lengths = [n for (n,) in lengths_of_ranks(options.name, [more.k], [more.k], [len(more.k)], options.group)]
+    if torch.compiler.is_compiling():
+        _assume(lengths, len(more.k), engine)
+    return lengths
+
+
+def _assume(sizes: list[int], mine: int, engine: Engine) -> None:
+    """Tell the compiler what it cannot know of sizes that ranks have sent."""
+    for size in sizes:
+        assume(size >= 0)
+    assume(sizes[engine.rank] == mine)
+
+
 def tracked(x: Tensor, wanted: bool) -> Tensor:
     """Return x such that backward computes its gradient on this rank too, if a rank wants one."""
     if not wanted or x.requires_grad or not torch.is_grad_enabled() or is_within_transform():
@@ -223,9 +281,12 @@ def tracked(x: Tensor, wanted: bool) -> Tensor:
     return leaf(x)
 
 
-def _marks(sizes: list[int], views: int, labels: Tensor | None, ids: Tensor | None, device: torch.device) -> Marks:
-    """Return the marks of all ranks' rows."""
+def _marks(
+    sizes: list[int], views: int, each: int, labels: Tensor | None, ids: Tensor | None, device: torch.device
+) -> Marks:
+    """Return the marks of all ranks' rows; each of them has a label if it has several positives."""
     index = torch.arange(sum(sizes), device=device)
+    labels = index if labels is None and each > 1 else labels
     if views == 1 or labels is not None:
         return Marks(index, index, labels, ids)
     partners = []

@@ -74,6 +74,18 @@ def info_nce_of_hard_negatives(x, y, *scale, **marks):
     return info_nce(q, k, *scale, more=(q[:, None] * n).sum(2), **marks)
 
 
+def passages(x, y):
+    """Two positives of each row, and two negatives of all for each row."""
+    return torch.stack([y, y.roll(1, 1)], 1), hard(x, y).flatten(0, 1)
+
+
+def info_nce_of_passages(x, y, scale, bias, labels=None, ids=None):
+    q, p, n = (F.normalize(z, dim=-1) for z in (x, *passages(x, y)))
+    logits = scale * q @ torch.cat([p.flatten(0, 1), n]).T
+    more = torch.zeros(len(x), len(n), dtype=torch.bool)
+    return softmax(logits, *(torch.cat([mask.repeat_interleave(2, 1), more], 1) for mask in masks(len(x), labels, ids)))
+
+
 def views(zs, scale, labels, ids):
     """Of all views of the samples: the mean over the views of each sample."""
     z, labels, ids = torch.cat(zs), labels.repeat(len(zs)), ids if ids is None else ids.repeat(len(zs))
@@ -174,6 +186,14 @@ CONTRASTIVE = {
         info_nce_of_hard_negatives,
         ALL,
         normalize=False,  # `terms` normalizes the negatives too
+    ),
+    "info_nce_of_passages": Contrastive(
+        lambda x, y, s, b, **o: functional.info_nce_loss(
+            x, passages(x, y)[0], negatives=passages(x, y)[1], temperature=1 / s, **o
+        ),
+        info_nce_of_passages,
+        ALL,
+        normalize=False,
     ),
     "nt_xent": Contrastive(
         lambda x, y, s, b, **o: functional.nt_xent_loss(x, y, temperature=1 / s, **o), nt_xent, ((), ("ids",))

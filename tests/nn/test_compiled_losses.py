@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch._dynamo.testing
-from references import hard
+from references import hard, passages
 from releases import compiles
 from runs import rules
 
@@ -20,6 +20,9 @@ LOSSES = {
     "siglip_loss in chunks": lambda a, b: dc.nn.functional.siglip_loss(a, b, 2.0, -1.0, chunk_size=2),
     "info_nce_loss": lambda a, b: dc.nn.functional.info_nce_loss(a, b, ids=LABELS[: len(a)], chunk_size=2),
     "info_nce_loss of hard negatives": lambda a, b: dc.nn.functional.info_nce_loss(a, b, negatives=hard(a, b)),
+    "info_nce_loss of passages": lambda a, b: dc.nn.functional.info_nce_loss(
+        a, passages(a, b)[0], negatives=passages(a, b)[1], chunk_size=2
+    ),
     "nt_xent_loss": lambda a, b: dc.nn.functional.nt_xent_loss(a, b),
     "nt_xent_loss in chunks": lambda a, b: dc.nn.functional.nt_xent_loss(a, b, chunk_size=2),
     "barlow_twins_loss": lambda a, b: dc.nn.functional.barlow_twins_loss(a, b),

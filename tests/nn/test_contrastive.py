@@ -7,7 +7,20 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from references import CONTRASTIVE, OPTIONS, SIZES, batch, each_way, hard, holds, info_nce, pair, parameters_of, program
+from references import (
+    CONTRASTIVE,
+    OPTIONS,
+    SIZES,
+    batch,
+    each_way,
+    hard,
+    holds,
+    info_nce,
+    pair,
+    parameters_of,
+    passages,
+    program,
+)
 from runs import gloo, profiled, refusal, rules, runs_on
 
 import diffcoll as dc
@@ -54,6 +67,14 @@ def one_cross_entropy_for_each_query(query, key, scale, bias):
     return torch.stack(terms).mean()
 
 
+def one_cross_entropy_for_each_positive(query, key, scale, bias):
+    """Of all positives and all negatives, averaged over the two positives of each query."""
+    q, p, n = (F.normalize(x, dim=-1) for x in (query, *passages(query, key)))
+    columns = torch.cat([p[:, 0], p[:, 1], n])
+    targets = torch.arange(len(q)), torch.arange(len(q)) + len(q)
+    return sum(F.cross_entropy(q @ columns.T * scale, target) for target in targets) / 2
+
+
 def simclr(z1, z2, scale, bias):
     """As a cross-entropy of 2B rows, the diagonal excluded."""
     z = F.normalize(torch.cat([z1, z2]))
@@ -88,6 +109,7 @@ PUBLISHED = {
     "supcon": lambda x, y, scale, bias, labels, ids=None: khosla(torch.stack([x, y], 1), labels, scale, ids),
     "supcon_of_one_view": lambda x, y, scale, bias, labels, ids=None: khosla(torch.cat([x, y], 1), labels, scale, ids),
     "info_nce_of_hard_negatives": one_cross_entropy_for_each_query,
+    "info_nce_of_passages": one_cross_entropy_for_each_positive,
 }
 
 
@@ -264,15 +286,29 @@ def test_an_empty_batch_is_an_error_on_all_ranks(loss, text):
 
 @runs_on("truth", "gloo")
 def test_ranks_that_differ_in_their_negatives_get_an_error(run):
+    """Also in those of all queries and of their own, and in numbers of positives; an empty rank is no exception."""
     x = torch.ones(2, 4)
+    own, several = x[:, None], torch.stack([x, x], 1)
 
     def body(r):
-        negatives = x[:, None] if r else None
-        return refusal(dc.CollectiveMismatchError, lambda: info_nce_loss(x, x, negatives=negatives))
+        texts = []
+        for positive, negatives in ((x, (None, own)), (x, (None, x)), (x, (own[:0], x)), (several, (None, None))):
+            rows = len(negatives[r]) if negatives[r] is not None and negatives[r].ndim == 3 else 2
+            one = (several if r else x) if positive is several else x
+            texts.append(
+                refusal(
+                    dc.CollectiveMismatchError,
+                    lambda: info_nce_loss(x[:rows], one[:rows], negatives=negatives[r]),  # noqa: B023
+                )
+            )
+        return texts
 
-    for text in run(body, range(2)):
-        assert text.startswith("info_nce_loss: the ranks differ in labels, ids or negatives (given on all ranks,")
-        assert "rank 1 differs from rank 0" in text
+    for texts in run(body, range(2)):
+        for text in texts:
+            assert text.startswith(
+                "info_nce_loss: the ranks differ in labels, ids, negatives or numbers of positives ("
+            )
+            assert "rank 1 differs from rank 0" in text
 
 
 @runs_on("truth", "gloo")
@@ -291,7 +327,8 @@ def test_ranks_that_differ_get_an_error(run):
 
     for texts in run(body, range(2)):
         assert all(
-            text.startswith("clip_loss: the ranks differ in labels, ids or negatives (given on all") for text in texts
+            text.startswith("clip_loss: the ranks differ in labels, ids, negatives or numbers of positives (")
+            for text in texts
         )
         assert all("rank 1 differs from rank 0" in text for text in texts)
 
@@ -312,20 +349,55 @@ def test_ranks_with_different_numbers_of_hard_negatives(options):
 
 
 @each_way
-def test_a_rank_that_asks_for_the_gradient_of_its_hard_negatives_alone(options):
+@pytest.mark.parametrize("own", [True, False])
+def test_a_rank_that_asks_for_the_gradient_of_its_negatives_alone(own, options):
     """On the other rank the keys train; all messages of backward are sent."""
 
     def gradient(x, y, n, r):
         xs = [t.clone().requires_grad_(trained) for t, trained in zip((x, y, n), (False, r == 1, r == 0), strict=True)]
-        loss = info_nce_loss(*xs[:2], negatives=xs[2], **options)
+        loss = info_nce_loss(*xs[:2], negatives=xs[2] if own else xs[2].flatten(0, 1), **options)
         return torch.autograd.grad(loss, xs[1] if r else xs[2])[0]
 
     x, y, _, _ = batch(8)
     xs = [t.clone().requires_grad_() for t in (x, y, hard(x, y))]
-    right = torch.autograd.grad(info_nce_loss(*xs[:2], negatives=xs[2]), xs)
+    right = torch.autograd.grad(info_nce_loss(*xs[:2], negatives=xs[2] if own else xs[2].flatten(0, 1)), xs)
     ranks = [t.split([5, 3]) for t in (x, y, hard(x, y))]
     found = rules(gradient, *ranks, [0, 1])
     torch.testing.assert_close([g / 2 for g in found], [right[2][:5], right[1][5:]])
+
+
+@each_way
+def test_ranks_with_different_numbers_of_negatives(options):
+    """None on a rank, and a rank that has negatives alone; without any the loss is that of no negatives."""
+    x, y, *_ = batch(8)
+    negatives, sizes = hard(x, y).flatten(0, 1)[:6], [3, 0, 4, 1]
+    for rows in ([2, 4, 0, 0], [0, 0, 0, 0]):
+        ours = rules(
+            lambda *xs: info_nce_loss(*xs[:2], negatives=xs[2], **options),
+            *(t.split(sizes) for t in (x, y)),
+            negatives[: sum(rows)].split(rows),
+        )
+        more = F.normalize(x) @ F.normalize(negatives[: sum(rows)]).T
+        right = info_nce(F.normalize(x), F.normalize(y), 10.0, 0.0, more=more).mean()
+        torch.testing.assert_close(sum(ours) / 4, right)
+
+
+def test_messages_of_negatives():
+    """Their numbers, and a gather, whose backward is one more message; also from a rank that has none or trains nothing."""
+    x, y, *_ = batch(4)
+
+    def body(r):
+        found = []
+        for count in (None, 3 * r):
+            q, k, n = (t.clone().requires_grad_(r == 1) for t in (x, y, hard(x, y).flatten(0, 1)[:count]))
+            losses = []
+            forward = profiled(lambda: losses.append(info_nce_loss(q, k, negatives=None if count is None else n)))  # noqa: B023
+            found.append(([name for name, _ in forward], [name for name, _ in profiled(losses[0].backward)]))
+        return found
+
+    for plain, more in gloo(body, range(2)):
+        assert more[0] == [*plain[0], "all_gather", "all_gather"]
+        assert more[1] == [*plain[1], "all_gather backward"]
 
 
 X, Y, IDS = torch.ones(2, 4), torch.randn(5, 2, 4), torch.tensor([0, 1, 1, 2, 0])
@@ -347,10 +419,18 @@ WRONG = [
     (siglip_loss, (X, X, 1.0, torch.ones(2)), {}, ValueError, "logit_bias: got a torch.float32 tensor of shape (2,), expect"),
     (info_nce_loss, (X, X), {"temperature": 0}, ValueError, "temperature: got 0, expected a number above 0; logits are divided"),
     (info_nce_loss, (X, X), {"temperature": torch.tensor([-0.5])}, ValueError, "temperature: got a tensor with -0.5, expected a number above 0"),
-    (info_nce_loss, (X, X[:1]), {}, ValueError, "positive: got shape (1, 4), expected shape (2, 4), as query"),
-    (info_nce_loss, (X, X), {"negatives": [X]}, TypeError, "negatives: got list, expected a tensor of shape (b, K, D); torch"),
-    (info_nce_loss, (X, X), {"negatives": Y}, ValueError, "negatives: got shape (5, 2, 4), expected shape (2, K, 4), K for each row of query; n"),
-    (info_nce_loss, (X, X), {"negatives": Y[:2, :, :3]}, ValueError, "negatives: got shape (2, 2, 3), expected shape (2, K, 4), K"),
+    (info_nce_loss, (X, X[:1]), {}, ValueError, "positive: got shape (1, 4), expected shape (2, 4), as query has, or (2, P, 4) with P"),
+    (info_nce_loss, (X, X[0]), {}, ValueError, "positive: got shape (4,), expected shape (2, 4), as query has"),
+    (info_nce_loss, (X, Y), {}, ValueError, "positive: got shape (5, 2, 4), expected shape (2, 4), as query has, or (2, P, 4)"),
+    (info_nce_loss, (X, Y[:2, :0]), {}, ValueError, "positive: got shape (2, 0, 4), expected"),
+    (info_nce_loss, (X, Y[:2, :, None]), {}, ValueError, "positive: got shape (2, 2, 1, 4), expected"),
+    (info_nce_loss, (X, Y[:2].double()), {}, TypeError, "positive: got torch.float64, expected torch.float32, as query has"),
+    (info_nce_loss, (Y, Y), {}, ValueError, "query: got shape (5, 2, 4), expected shape (b, D)"),
+    (info_nce_loss, (X, X), {"negatives": [X]}, TypeError, "negatives: got list, expected a tensor of shape (m, D) or (b, K, D); torch"),
+    (info_nce_loss, (X, X), {"negatives": Y}, ValueError, "negatives: got shape (5, 2, 4), expected shape (m, 4), for all queries, or (2, K, 4), K for each row of query; (m"),
+    (info_nce_loss, (X, X), {"negatives": Y[:2, :, :3]}, ValueError, "negatives: got shape (2, 2, 3), expected shape (m, 4)"),
+    (info_nce_loss, (X, X), {"negatives": X[:, :3]}, ValueError, "negatives: got shape (2, 3), expected shape (m, 4)"),
+    (info_nce_loss, (X, X), {"negatives": X[0]}, ValueError, "negatives: got shape (4,), expected shape (m, 4)"),
     (info_nce_loss, (X, X), {"negatives": Y[:2].double()}, TypeError, "negatives: got torch.float64, expected torch.float32, as query"),
     (info_nce_loss, (X, X), {"negatives": Y[:2].long()}, TypeError, "negatives: got torch.int64, expected float16, bfloat16, f"),
     (info_nce_loss, (X, X), {"negatives": Y[:2].to("meta")}, ValueError, "negatives: got a tensor on meta, expected cpu, as query; move"),

@@ -29,6 +29,7 @@ CONTRASTIVES = {
     "info_nce_loss": contrastive("info_nce"),
     "info_nce_loss ids": contrastive("info_nce", ids=lambda n: n // 2),
     "info_nce_loss hard negatives": contrastive("info_nce_of_hard_negatives"),
+    "info_nce_loss two passages": contrastive("info_nce_of_passages"),
     "nt_xent_loss": contrastive("nt_xent"),
     "supcon": contrastive("supcon", labels=lambda n: n),
     "siglip": contrastive("siglip", 3 * SCALE, -1.7 * SCALE),

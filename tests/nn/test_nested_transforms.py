@@ -115,7 +115,7 @@ def contrastive(kind, scale, bias, z, r, **options):
 
 
 SCALES = {"clip": (2.0, 0.0), "info_nce": (2.0, 0.0), "nt_xent": (2.0, 0.0), "supcon_of_one_view": (2.0, 0.0)}
-SCALES |= {"siglip": (3.0, -1.0), "info_nce_of_hard_negatives": (2.0, 0.0)}
+SCALES |= {"siglip": (3.0, -1.0), "info_nce_of_hard_negatives": (2.0, 0.0), "info_nce_of_passages": (2.0, 0.0)}
 OPTIONS = ({}, {"chunk_size": 2}, {"exchange": "ring"}, {"exchange": "ring", "chunk_size": 2})  # ranks have 3 rows
 #: name → on a rank, from its features; on one process, from all features.
 PROGRAMS = {
