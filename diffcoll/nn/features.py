@@ -34,9 +34,12 @@ class Options:
     rank_reduction: RankReduction
     chunk_size: int | None
     exchange: Exchange
+    #: Whether a row's positives are left out of its denominator.
+    decoupled: bool = False
 
     def __post_init__(self) -> None:
-        own = {"exchange": self.exchange, "normalize": self.normalize, **self.numbers}
+        own = {"exchange": self.exchange, "normalize": self.normalize, "decoupled": self.decoupled, **self.numbers}
+        expect.flag(self.name, "decoupled", self.decoupled)
         check_options(self.name, self.group, self.rank_reduction, **own)
         chunk = self.chunk_size
         if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):

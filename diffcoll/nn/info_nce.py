@@ -28,6 +28,7 @@ def info_nce_loss(
     ids: Tensor | None = None,
     temperature: Tensor | float = 0.1,
     normalize: bool = True,
+    decoupled: bool = False,
     group: Group = None,
     rank_reduction: RankReduction = "mean",
     chunk_size: int | None = None,
@@ -54,6 +55,8 @@ def info_nce_loss(
         ids: keys of other samples with the query's id are *left out*, as false negatives; (b,), integers.
         temperature: a number or a tensor with one element; divides the logits.
         normalize: normalize the features first.
+        decoupled: leave a query's positives out of its denominator, which has its negatives alone (Yeh et al. 2022); a
+            query without negatives contributes 0.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         rank_reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean
             over ranks of the returned values is the loss of the whole batch. "sum": their sum is.
@@ -73,7 +76,8 @@ def info_nce_loss(
     name = "info_nce_loss"
     check_features(name, query=query)
     check_columns(name, query, positive, negatives)
-    options = Options(name, {"temperature": temperature}, normalize, group, rank_reduction, chunk_size, exchange)
+    number = {"temperature": temperature}
+    options = Options(name, number, normalize, group, rank_reduction, chunk_size, exchange, decoupled)
     return loss_of_pairs(options, LossRule(), [query], positive, negatives=negatives, labels=labels, ids=ids)
 
 
@@ -84,8 +88,8 @@ class InfoNCELoss(LossModule, of=info_nce_loss):
     a number to start with, and the module's parameter its logarithm, `log_temperature`.
 
     >>> from diffcoll.nn import InfoNCELoss
-    >>> InfoNCELoss(temperature=0.2)
-    InfoNCELoss(temperature=0.2, normalize=True, rank_reduction='mean', chunk_size=None, exchange='gather')
+    >>> InfoNCELoss(decoupled=True).decoupled
+    True
     """
 
     def forward(

@@ -37,6 +37,7 @@ class LossOptions(TypedDict, total=False):
     logit_bias: Tensor | float | None
     learnable: bool
     normalize: bool
+    decoupled: bool
     smooth: float
     dims: Dims
     alpha: float

@@ -24,6 +24,7 @@ def nt_xent_loss(
     ids: Tensor | None = None,
     temperature: Tensor | float = 0.5,
     normalize: bool = True,
+    decoupled: bool = False,
     group: Group = None,
     rank_reduction: RankReduction = "mean",
     chunk_size: int | None = None,
@@ -45,6 +46,8 @@ def nt_xent_loss(
         ids: views of other samples with an equal id are *left out*, as false negatives; (b,), integers.
         temperature: a number or a tensor with one element; divides the logits.
         normalize: normalize the features first.
+        decoupled: leave a view's positives out of its denominator, which has its negatives alone (Yeh et al. 2022); a
+            view without negatives contributes 0.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         rank_reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean
             over ranks of the returned values is the loss of the whole batch. "sum": their sum is.
@@ -62,8 +65,8 @@ def nt_xent_loss(
     Source: notes/contrastive.md.
     """
     check_features("nt_xent_loss", z1=z1, z2=z2)
-    number = {"temperature": temperature}
-    options = Options("nt_xent_loss", number, normalize, group, rank_reduction, chunk_size, exchange)
+    name, number = "nt_xent_loss", {"temperature": temperature}
+    options = Options(name, number, normalize, group, rank_reduction, chunk_size, exchange, decoupled)
     return loss_of_pairs(options, LossRule(), [z1, z2], ids=ids)
 
 
@@ -74,8 +77,8 @@ class NTXentLoss(LossModule, of=nt_xent_loss):
     a number to start with, and the module's parameter its logarithm, `log_temperature`.
 
     >>> from diffcoll.nn import NTXentLoss
-    >>> NTXentLoss(chunk_size=512)
-    NTXentLoss(temperature=0.5, normalize=True, rank_reduction='mean', chunk_size=512, exchange='gather')
+    >>> NTXentLoss(decoupled=True).decoupled
+    True
     """
 
     def forward(self, z1: Tensor, z2: Tensor, ids: Tensor | None = None) -> Tensor:

@@ -33,7 +33,7 @@ from diffcoll.nn.chunks import sums_of
 from diffcoll.nn.features import Columns, Options, columns_of, per_row, scalar, wide
 from diffcoll.nn.followers import ABSENT, DIFFER, leaf, needs_gradient, refuse_absent_of
 from diffcoll.nn.inputs import without_autocast
-from diffcoll.nn.logits import LossRule, Marks, Sums, logsumexp, merged
+from diffcoll.nn.logits import LossRule, Marks, Sums, least, logsumexp, merged
 from diffcoll.nn.ring import Ring
 
 #: A parameter without elements.
@@ -148,10 +148,11 @@ def _returned(
         count = None
         if samples.label is not None:
             count = each * _counts(samples.label)[offset : offset + len(q)] - int(rule.within)
-        terms = _cross_entropy(sums.row_neg, sums.row_pos, sums.row_sum, count)
+        of_row = _decoupled if options.decoupled else _cross_entropy
+        terms = of_row(sums.row_neg, sums.row_pos, sums.row_sum, count)
         if rule.columns:  # single values are permuted, their sum is right
             col_neg, col_pos = (sums.col_neg, sums.col_pos) if alone else _over_ranks(sums, sizes, group)
-            terms = terms + _cross_entropy(col_neg, col_pos, sums.row_sum, count)
+            terms = terms + of_row(col_neg, col_pos, sums.row_sum, count)
         share = terms.sum() / (2 * total if rule.columns else total)
     return share * engine.size if options.rank_reduction == "mean" else share
 
@@ -204,6 +205,14 @@ def _cross_entropy(neg: Tensor | None, pos: Tensor | None, total: Tensor, count:
     among = torch.where(several, pos - total / count.clamp(min=1), 0.0)
     pos = torch.where(several, pos, total)  # not `among` of one positive, whose gradients would cancel
     return torch.where(count > 0, among - F.logsigmoid(pos - neg), 0.0)
+
+
+def _decoupled(neg: Tensor | None, pos: Tensor | None, total: Tensor, count: Tensor | None) -> Tensor:
+    """Return log Σ exp of each row's negatives less the mean of its positives; 0 for a row without one or the other."""
+    assert neg is not None
+    terms = neg - (total if count is None else total / count.clamp(min=1))
+    none = neg <= least(neg) / 2  # and NaN is not
+    return torch.where(none if count is None else none | (count == 0), 0.0, terms)
 
 
 class _Wants(NamedTuple):
