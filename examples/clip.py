@@ -1,0 +1,39 @@
+"""CLIP with a learned scale: the upper and the lower half of handwritten digits, two encoders.
+
+The scale is a parameter of the loss, which is a part of the model, so its gradient is averaged with the others.
+
+    python examples/clip.py [--steps 100]    three processes with unequal parts of each batch, and one process
+    torchrun --nproc-per-node 3 examples/clip.py
+    mpiexec -n 3 python examples/clip.py
+"""
+
+import torch
+from digit_images import chosen, digits, mlp, nearest_neighbours, view
+from on_ranks import Task, main
+from torch import nn
+
+import diffcoll as dc
+
+
+class CLIP(nn.Module):
+    """One encoder for each half."""
+
+    def __init__(self):
+        super().__init__()
+        self.upper, self.lower = mlp(32), mlp(32)
+        self.loss = dc.nn.CLIPLoss(normalize=True, logit_scale=7.0, learnable=True)
+
+    def forward(self, upper, lower):
+        return self.loss(self.upper(upper), self.lower(lower))
+
+    def features(self, images):
+        return torch.cat([self.upper(images[:, :32]), self.lower(images[:, 32:])], 1)
+
+
+def batch(generator):
+    images, _ = chosen(generator)
+    return view(images, generator)[:, :32], view(images, generator)[:, 32:]
+
+
+if __name__ == "__main__":
+    main(Task(CLIP, batch, CLIP.forward, lambda model: nearest_neighbours(model.features(digits()[0]))))
