@@ -18,6 +18,7 @@ from diffcoll.nn.info_nce import InfoNCELoss
 from diffcoll.nn.koleo import KoLeoLoss
 from diffcoll.nn.nt_xent import NTXentLoss
 from diffcoll.nn.siglip import SigLIPLoss
+from diffcoll.nn.sigreg import SIGRegLoss
 from diffcoll.nn.supcon import SupConLoss
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "IoULoss",
     "KoLeoLoss",
     "NTXentLoss",
+    "SIGRegLoss",
     "SigLIPLoss",
     "SupConLoss",
     "SyncBatchNorm",

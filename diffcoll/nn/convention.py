@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from diffcoll.collectives.sum_gradients import sum_gradients
 from diffcoll.core import checks, expect
 from diffcoll.core.errors import user_line
 from diffcoll.core.groups import get_world_size, resolve
@@ -42,6 +43,16 @@ def same_options(name: str, group: Group, **options: object) -> None:
         facts = {key: "tensor" if isinstance(x, Tensor) else x for key, x in options.items()}
         words = ", ".join(f"{key}={x!r}" for key, x in facts.items())
         checks.compare(resolve(group, name), (name, facts), f"{name}({words}) at {user_line()}")
+
+
+def share_of_replicated(loss: Tensor, group: Group) -> Tensor:
+    """Return 1/N of a loss that every rank has computed from replicated tensors.
+
+    sum_gradients adds the ranks' gradients of this one number, so that the gradient that arrives at the replicated
+    tensors is the whole one on every rank, whatever each rank does with its share.
+    """
+    share: Tensor = sum_gradients(loss, group=group) / get_world_size(group)
+    return share
 
 
 def returned(share: Tensor, rank_reduction: RankReduction, group: Group) -> Tensor:

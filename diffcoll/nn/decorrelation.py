@@ -13,12 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffcoll.collectives.all_reduce import all_reduce
-from diffcoll.collectives.sum_gradients import sum_gradients
 from diffcoll.core.errors import message
 from diffcoll.core.expect import not_negative
-from diffcoll.core.groups import get_world_size
 from diffcoll.engines.types import Group
-from diffcoll.nn.convention import RankReduction, check_options, returned
+from diffcoll.nn.convention import RankReduction, check_options, returned, share_of_replicated
 from diffcoll.nn.followers import bit, follows, leaf, needs_gradient, refuse_absent
 from diffcoll.nn.inputs import check_rows, in_full_precision, without_autocast
 from diffcoll.nn.loss_module import LossModule
@@ -79,7 +77,7 @@ def barlow_twins_loss(
         scale2 = ((square2 - rest2.square() / count) / count + eps).rsqrt()
         correlation = products / count * scale1[:, None] * scale2
         loss = (correlation.diagonal() - 1).square().sum() + lambd * _off_diagonal(correlation).square().sum()
-        return returned(_share(loss, group), rank_reduction, group)
+        return returned(share_of_replicated(loss, group), rank_reduction, group)
 
 
 def vicreg_loss(
@@ -149,7 +147,7 @@ def vicreg_loss(
         hinges = sum(F.relu(1 - (variance + eps).sqrt()).mean() / 2 for variance in (variance1, variance2))
         shared = std_coeff * hinges + cov_coeff * covariances
         invariance = (x1 - x2).square().sum() / (count * features)
-        return returned(sim_coeff * invariance + _share(shared, group), rank_reduction, group)
+        return returned(sim_coeff * invariance + share_of_replicated(shared, group), rank_reduction, group)
 
 
 class BarlowTwinsLoss(LossModule, of=barlow_twins_loss):
@@ -208,13 +206,3 @@ def _off_diagonal(square: Tensor) -> Tensor:
     """Return a view of the elements off the diagonal of a square matrix."""
     n = len(square)
     return square.flatten()[:-1].view(n - 1, n + 1)[:, 1:]
-
-
-def _share(loss: Tensor, group: Group) -> Tensor:
-    """Return 1/N of a loss that every rank has computed from replicated tensors.
-
-    sum_gradients adds the ranks' gradients of this one number, so that the gradient that arrives at the replicated
-    tensors is the whole one on every rank, whatever each rank does with its share.
-    """
-    share: Tensor = sum_gradients(loss, group=group) / get_world_size(group)
-    return share

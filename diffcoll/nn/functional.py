@@ -10,6 +10,7 @@ from diffcoll.nn.koleo import koleo_loss
 from diffcoll.nn.moments import Moments, moments, weighted_mean
 from diffcoll.nn.nt_xent import nt_xent_loss
 from diffcoll.nn.siglip import siglip_loss
+from diffcoll.nn.sigreg import sigreg_loss
 from diffcoll.nn.sinkhorn import sinkhorn
 from diffcoll.nn.supcon import supcon_loss
 
@@ -24,6 +25,7 @@ __all__ = [
     "moments",
     "nt_xent_loss",
     "siglip_loss",
+    "sigreg_loss",
     "sinkhorn",
     "supcon_loss",
     "tversky_loss",

@@ -47,6 +47,9 @@ class LossOptions(TypedDict, total=False):
     sim_coeff: float
     std_coeff: float
     cov_coeff: float
+    num_slices: int
+    num_points: int
+    t_max: float
     group: Group
     rank_reduction: RankReduction
     chunk_size: int | None

@@ -139,6 +139,18 @@ def koleo(x, eps=1e-8, normalize=True):
     return loss / len(x)
 
 
+def sigreg(z, seed, num_slices=256, num_points=17, t_max=3.0):
+    """Balestriero and LeCun 2025, section 4, direction by direction; t from −t_max to t_max."""
+    a = torch.randn(z.shape[1], num_slices, generator=torch.Generator().manual_seed(seed)).to(z.dtype)
+    t = torch.linspace(-t_max, t_max, 2 * num_points - 1, dtype=z.dtype)
+    gaussian, statistics = torch.exp(-(t**2) / 2), []
+    for direction in F.normalize(a, dim=0).T:
+        angles = t * (z @ direction)[:, None]
+        distance = (angles.cos().mean(0) - gaussian) ** 2 + angles.sin().mean(0) ** 2
+        statistics.append(len(z) * torch.trapezoid(distance * gaussian, t))
+    return torch.stack(statistics).mean()
+
+
 def ratio(kind, p, t, smooth=1.0, dims=None, alpha=0.3, beta=0.8):
     """Milletari et al. 2016, Rahman and Wang 2016, Salehi et al. 2017, each with the sums as they write them."""
     dims = {None: tuple(range(p.ndim)), "per class": (0, *range(2, p.ndim))}.get(dims, dims)

@@ -28,6 +28,7 @@ LOSSES = {
     "barlow_twins_loss": lambda a, b: dc.nn.functional.barlow_twins_loss(a, b),
     "vicreg_loss": lambda a, b: dc.nn.functional.vicreg_loss(a, b),
     "koleo_loss": lambda a, b: dc.nn.functional.koleo_loss(a * b),
+    "sigreg_loss": lambda a, b: dc.nn.functional.sigreg_loss(a * b, seed=3, num_slices=4),
     "dice_loss": lambda a, b: dc.nn.functional.dice_loss(a.sigmoid(), (a > 0).double()),
     "moments": lambda a, b: dc.nn.functional.moments(a * b, 0).variance.sum(),
 }

@@ -29,6 +29,7 @@ PROGRAMS = {
     "barlow_twins_loss": lambda x: dc.nn.functional.barlow_twins_loss(x, x.sin() + 1),
     "vicreg_loss": lambda x: dc.nn.functional.vicreg_loss(x, x.square()),
     "koleo_loss": lambda x: dc.nn.functional.koleo_loss(x),
+    "sigreg_loss": lambda x: dc.nn.functional.sigreg_loss(x, seed=3, num_slices=4),
     "dice_loss": lambda x: dc.nn.functional.dice_loss(x, (x.detach() > 0.4).double()),
     "iou_loss": lambda x: dc.nn.functional.iou_loss(x, x.detach(), dims="per class"),
     "tversky_loss": lambda x: dc.nn.functional.tversky_loss(x, x.detach(), dims=0),

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from references import CONTRASTIVE
 
 import diffcoll as dc
+from diffcoll.nn.functional import sigreg_loss
 from diffcoll.testing import simulate
 
 SCALE = 20.0
@@ -38,6 +39,7 @@ OTHERS = {
     "barlow twins": lambda x, y, n, **o: dc.nn.functional.barlow_twins_loss(x, y, **o),
     "vicreg": lambda x, y, n, **o: dc.nn.functional.vicreg_loss(x, y, **o),
     "koleo": lambda x, y, n, **o: dc.nn.functional.koleo_loss(x, **o) + dc.nn.functional.koleo_loss(y, **o),
+    "sigreg": lambda x, y, n, **o: sigreg_loss(x, seed=0, **o) + sigreg_loss(5 * y, seed=1, **o),
 }
 WAYS = [{}, {"chunk_size": 4}, {"exchange": "ring", "chunk_size": 3}]
 #: Noise between the features of a pair, from equal to independent, and whether pairs are wrong.

@@ -95,6 +95,7 @@ def test_how_they_are_shown():
         (nn_.BarlowTwinsLoss, functional.barlow_twins_loss, {}, set()),
         (nn_.VICRegLoss, functional.vicreg_loss, {}, set()),
         (nn_.KoLeoLoss, functional.koleo_loss, {}, set()),
+        (nn_.SIGRegLoss, functional.sigreg_loss, {}, {"seed"}),
     ],
 )
 def test_options_of_a_module_are_those_of_the_loss(module, loss, of_the_module, of_the_call):

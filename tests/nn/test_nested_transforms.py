@@ -11,7 +11,7 @@ import nests
 import pytest
 import torch
 import torch.nn.functional as F
-from references import CONTRASTIVE, barlow_twins, ratio, vicreg
+from references import CONTRASTIVE, barlow_twins, ratio, sigreg, vicreg
 from runs import gloo, rules
 
 from diffcoll import nn
@@ -65,6 +65,10 @@ def koleo_on_one(z, sizes):
         distances = (row - torch.cat([z[:i], z[i + 1 :]]) + 1e-8).square().sum(1).sqrt()
         terms.append(-torch.log(distances.min() + 1e-8))
     return shares(torch.stack(terms), sizes)
+
+
+def sigreg_on_one(z, sizes):
+    return [sigreg(z, 3, num_slices=4)] * len(sizes)
 
 
 def dice_on_one(z, sizes):
@@ -130,6 +134,7 @@ PROGRAMS = {
     "barlow twins": (lambda z, r: functional.barlow_twins_loss(*halves(z), lambd=0.3), barlow_on_one),
     "vicreg": (lambda z, r: functional.vicreg_loss(*halves(z)), vicreg_on_one),
     "koleo": (lambda z, r: functional.koleo_loss(z, normalize=False), koleo_on_one),
+    "sigreg": (lambda z, r: functional.sigreg_loss(z, seed=3, num_slices=4), sigreg_on_one),
     "dice": (lambda z, r: functional.dice_loss(*((v + 1) / 2 for v in halves(z)), dims="per class"), dice_on_one),
     "moments": (lambda z, r: torch.stack(moments(z, (0, 1))[1:]), moments_on_one),
     "moments of weighted": (weighted_moments, moments_of_weighted_on_one),

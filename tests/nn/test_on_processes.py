@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from references import barlow_twins, koleo, ratio, vicreg
+from references import barlow_twins, koleo, ratio, sigreg, vicreg
 from torch import nn
 
 import diffcoll as dc
@@ -25,12 +25,12 @@ def features(n):
 def test_losses_of_sums(on):
     def distributed(x, y, labels):
         twins = dc.nn.functional.barlow_twins_loss(x, y, lambd=0.02) + dc.nn.functional.vicreg_loss(x, y)
-        others = dc.nn.functional.koleo_loss(x + y)
+        others = dc.nn.functional.koleo_loss(x + y) + dc.nn.functional.sigreg_loss(x * y, seed=1)
         return twins + others + dc.nn.functional.dice_loss(x.sigmoid(), y > 0, dims=0)
 
     def single(x, y, labels):
         twins = barlow_twins(x, y, lambd=0.02) + vicreg(x, y)
-        return twins + koleo(x + y) + ratio("dice", x.sigmoid(), (y > 0).double(), dims=0)
+        return twins + koleo(x + y) + sigreg(x * y, 1) + ratio("dice", x.sigmoid(), (y > 0).double(), dims=0)
 
     held(distributed, single, features, on)
 
