@@ -85,6 +85,10 @@ def placements(x: Tensor) -> None:
 
 def losses(x: Tensor, y: Tensor) -> None:
     assert_type(dc.nn.functional.clip_loss(x, y, 3.0, exchange="ring"), Tensor)
+    assert_type(dc.nn.functional.sinkhorn(x, epsilon=0.1), Tensor)
+    dc.nn.functional.sinkhorn(x, 0.1)  # type: ignore
+    dc.nn.functional.sigreg_loss(x)  # type: ignore
+    dc.nn.SIGRegLoss(num_slices=64)
     dc.nn.CLIPLoss(chunk_size=512)
     dc.nn.CLIPLoss(chunksize=512)  # type: ignore
     dc.nn.DiceLoss(dims=0.5)  # type: ignore

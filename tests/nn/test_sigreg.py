@@ -8,10 +8,12 @@ import torch
 from references import data, holds, sigreg
 from releases import compiles, one_graph
 from runs import gloo, gloo_messages, refusal, rules
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
 from diffcoll.nn.functional import sigreg_loss
-from diffcoll.testing import simulate
+from diffcoll.testing import new_group, simulate
 
 SIZES = ((6,), (4, 4), (5, 0, 3), (0, 1, 0))
 FEW = {"num_slices": 5, "num_points": 4}
@@ -150,6 +152,29 @@ def test_torch_func():
     torch.testing.assert_close(torch.stack(found), want.expand(2))
 
 
+def test_a_part_of_the_ranks():
+    """Rank 1 takes no part, and its own group is another one, with another seed."""
+
+    def body(x, seed):
+        pair, other = new_group([0, 2]), new_group([1])
+        group = other if dc.get_rank() == 1 else pair
+        return torch.func.grad(lambda x: sigreg_loss(x, seed=seed, group=group, **FEW))(x)
+
+    (x,) = rows(9)
+    for run in (rules, gloo):
+        first, alone, last = run(body, x.split([4, 2, 3]), [0, 1, 0])
+        torch.testing.assert_close(alone, torch.func.grad(lambda z: sigreg(z, 1, **FEW))(x[4:6]))
+        want = torch.func.grad(lambda z: sigreg(z, 0, **FEW))(torch.cat([x[:4], x[6:]]))
+        torch.testing.assert_close(torch.cat([first, last]), 2 * want)
+
+
+def test_a_recomputed_loss_has_the_same_directions():
+    (x,) = rows(6)
+    z = x.clone().requires_grad_()
+    checkpoint(lambda z: sigreg_loss(z, seed=4, **FEW), z, use_reentrant=False).backward()
+    torch.testing.assert_close(z.grad, torch.func.grad(lambda z: sigreg(z, 4, **FEW))(x))
+
+
 @compiles
 def test_compiles_to_one_graph():
     """One graph for the first seed, one for all others; directions are those of eager code."""
@@ -164,6 +189,7 @@ def test_compiles_to_one_graph():
         want.backward()
         torch.testing.assert_close(value, want)
         torch.testing.assert_close(a.grad, b.grad)
+    torch.testing.assert_close(make_fx(lambda x: sigreg_loss(x, seed=4, **FEW))(x)(x), sigreg(x, 4, **FEW))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

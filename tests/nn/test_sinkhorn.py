@@ -190,6 +190,20 @@ def test_what_is_sent():
         ]
 
 
+@runs_on("rules", "gloo")
+def test_a_part_of_the_ranks(run):
+    """Rank 1 takes no part, and its own group is another one."""
+
+    def body(x):
+        pair, other = new_group([0, 2]), new_group([1])
+        return sinkhorn(x, group=other if dc.get_rank() == 1 else pair)
+
+    scores = data(9, 4)
+    first, alone, last = run(body, scores.split([4, 2, 3]))
+    torch.testing.assert_close(alone, published(scores[4:6]))
+    torch.testing.assert_close(torch.cat([first, last]), published(torch.cat([scores[:4], scores[6:]])))
+
+
 @compiles
 def test_compiles_to_one_graph():
     """Also with another temperature, as of a schedule, and for an empty batch."""
