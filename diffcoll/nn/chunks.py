@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from diffcoll.nn.logits import LossRule, Marks, Sums, blocks, least, masks, merged
+from diffcoll.nn.logits import LossRule, Marks, Sums, blocks, least, masks, merged, of_columns
 
 
 def sums_of(
@@ -89,24 +89,26 @@ def gradients_of(
     `whole` contains the sums of rows over all columns, of which k may be a part, and those of these columns. Their
     gradients are not written in place, as autograd may batch them.
     """
-    gq, gbias, gk, first = torch.zeros_like(q), q.new_zeros(()), [], 0
+    gq, gbias, gk, first = torch.zeros_like(q), [], [], 0
     for x in torch.split(k, chunk or max(len(k), 1)):
         part = first, len(x)
-        gs = _gradient(q, x, bias, rule, rows, cols.part(*part), whole.of_columns(*part), g.of_columns(*part))
-        gq, gbias, first = gq + gs @ x, gbias + gs.sum(), first + len(x)
+        of_part = rows, cols.part(*part), whole.of_columns(*part), g.of_columns(*part)
+        gs = _gradient(q, x, of_columns(bias, *part), rule, *of_part)
+        gq, first = gq + gs @ x, first + len(x)
+        gbias.append(gs.sum(0))
         gk.append(gs.T @ q)
-    return gq, torch.cat(gk), gbias
+    of_each = torch.cat(gbias)
+    return gq, torch.cat(gk), of_each if bias is not None and bias.ndim else of_each.sum()
 
 
 def _gradient(
     q: Tensor, k: Tensor, bias: Tensor | None, rule: LossRule, rows: Marks, cols: Marks, whole: Sums, g: Sums
 ) -> Tensor:
     """Return the gradient of the logits of some columns."""
-    s = q @ k.T
+    s = q @ k.T if bias is None else q @ k.T + bias
     positive, excluded = masks(rows, cols, rule)
     g_sum = q.new_zeros(len(q), 1) if g.row_sum is None else g.row_sum.unsqueeze(1)
     if rule.sigmoid:
-        s = s if bias is None else s + bias
         gs = torch.where(positive, -torch.sigmoid(-s), torch.sigmoid(s)) * g_sum
         return gs if excluded is None else gs.masked_fill(excluded, 0)
     gs = torch.where(positive, g_sum, 0.0)
@@ -123,8 +125,8 @@ def _gradient(
     return gs
 
 
-def _shapes_of_gradients(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), q.new_empty(())
+def _shapes_of_gradients(q: Tensor, k: Tensor, bias: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), q.new_empty(()) if bias is None else torch.empty_like(bias)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -18,6 +18,7 @@ from diffcoll.core import expect
 from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
 from diffcoll.engines.types import Group
+from diffcoll.nn.inputs import is_dtensor
 
 _NAME = "clip_grad_norm_"
 #: Whether numbers are complex → the dtype in which their squares are added: those of float32 overflow above 1e19.
@@ -117,7 +118,7 @@ def _checked(parameters: Sequence[Iterable[Tensor]], groups: Sequence[Sequence[G
     if len({id(p) for listed in lists for p in listed}) < sum(map(len, lists)):
         raise ValueError(message(_NAME, "parameters", "a parameter in two lists", "each in one", remedy))
     for p in (p for listed in lists for p in listed):
-        if p.grad is not None and any(c.__name__ == "DTensor" for c in type(p.grad).__mro__):
+        if p.grad is not None and is_dtensor(p.grad):
             remedy = "torch.nn.utils.clip_grad_norm_ knows the placements of DTensors"
             raise TypeError(message(_NAME, "parameters", "a gradient that is a DTensor", "plain tensors", remedy))
         if p.grad is not None and p.grad.layout is not torch.strided:

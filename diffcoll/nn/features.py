@@ -41,12 +41,16 @@ class Options:
         own = {"exchange": self.exchange, "normalize": self.normalize, "decoupled": self.decoupled, **self.numbers}
         expect.flag(self.name, "decoupled", self.decoupled)
         check_options(self.name, self.group, self.rank_reduction, **own)
-        chunk = self.chunk_size
-        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-            remedy = "the number of columns of the matrix of logits that are computed at a time, e.g. 512"
-            raise ValueError(message(self.name, "chunk_size", repr(chunk), "None or a positive integer", remedy))
+        check_chunk_size(self.name, self.chunk_size)
         remedy = '"ring" keeps the features of one other rank at a time instead of those of all ranks'
         expect.choice(self.name, "exchange", self.exchange, ("gather", "ring"), remedy)
+
+
+def check_chunk_size(name: str, chunk_size: object) -> None:
+    """Raise unless `chunk_size`, an argument of the loss `name`, is None or a positive integer."""
+    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
+        remedy = "the number of columns of the matrix of logits that are computed at a time, e.g. 512"
+        raise ValueError(message(name, "chunk_size", repr(chunk_size), "None or a positive integer", remedy))
 
 
 def check_features(name: str, dims: tuple[int, ...] = (2,), **features: Tensor) -> None:

@@ -14,6 +14,11 @@ from diffcoll.core.torch_private.tracing import assert_in_graph, is_traced
 from diffcoll.core.torch_private.transforms import is_vmapped, is_within_transform, without_transforms
 
 
+def is_dtensor(x: object) -> bool:
+    """Whether x is a DTensor, without an import of torch.distributed."""
+    return any(c.__name__ == "DTensor" for c in type(x).__mro__)
+
+
 def in_full_precision(name: str, **arguments: Tensor) -> list[Tensor]:
     """Return these arguments of the loss `name` in their common dtype, which is float32 or float64."""
     for argument, x in arguments.items():
@@ -55,6 +60,17 @@ def no_fractions(x: Tensor, tolerance: float) -> Tensor:
     return ((x.detach() - 0.5).abs() > 0.5 + tolerance).any()
 
 
+def asserted(loss: Tensor, right: Tensor, text: str) -> Tensor:
+    """Return the loss; when it is computed, raise a RuntimeError if the 0-d bool `right` is False, without waiting.
+
+    Within a transform no assertion can be traced: the loss is NaN then.
+    """
+    if is_within_transform():
+        return loss.masked_fill(~right, math.nan)
+    assert_in_graph(right, text)
+    return loss
+
+
 def check_fractions(
     name: str, loss: Tensor, wrong: Tensor, tolerance: float, **arguments: tuple[Tensor, str]
 ) -> Tensor:
@@ -69,10 +85,9 @@ def check_fractions(
     """
     expected = "values in [0, 1] on every rank"
     if torch.compiler.is_compiling() or is_traced(wrong):
-        if is_within_transform():  # where no assertion can be traced
-            return loss.masked_fill((wrong > 0).any(), math.nan)
         for ranks, (argument, (_, remedy)) in zip(wrong.unbind(), arguments.items(), strict=True):
-            assert_in_graph(ranks == 0, message(name, argument, "values outside [0, 1]", expected, remedy))
+            text = message(name, argument, "values outside [0, 1]", expected, remedy)
+            loss = asserted(loss, ranks == 0, text)
         return loss
     if bool(without_transforms(wrong.detach()).any()):
         for ranks, (argument, (x, remedy)) in zip(wrong.unbind(), arguments.items(), strict=True):

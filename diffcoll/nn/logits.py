@@ -1,6 +1,6 @@
 """Sums over a block of logits, on one rank.
 
-    s_ij = q_i · k_j (+ bias)         i: this rank's rows; j: columns; q contains the scale
+    s_ij = q_i · k_j (+ bias)         i: this rank's rows; j: columns; q contains the scale; one bias, or one per column
     row_neg_i = log Σ_j exp s_ij      over the negatives: pairs that are neither positive nor excluded
     row_sum_i                         Σ_{j positive} s_ij, or Σ_j −log σ(±s_ij)
     row_pos_i = log Σ_j exp s_ij      over the positives, with labels; without, a row has one positive, row_sum
@@ -95,6 +95,11 @@ class Sums(NamedTuple):
         return self._replace(col_neg=col_neg, col_pos=col_pos)
 
 
+def of_columns(bias: Tensor | None, first: int, count: int) -> Tensor | None:
+    """Return the bias of `count` columns."""
+    return bias if bias is None or bias.ndim == 0 else bias[first : first + count]
+
+
 def _equal(a: Tensor, b: Tensor) -> Tensor:
     return a.unsqueeze(1) == b.unsqueeze(0)
 
@@ -142,7 +147,7 @@ def block(q: Tensor, k: Tensor, bias: Tensor | None, rule: LossRule, rows: Marks
     """
     k = k.to(q.dtype)
     k = normalized(k) if rule.normalize else k
-    s = q @ k.T
+    s = q @ k.T if bias is None else q @ k.T + bias
     traced = torch.compiler.is_compiling() or is_within_transform() or carries_tangents()
     # A selective checkpoint, which observes, may keep s, which _Softmax modifies.
     if not (rule.sigmoid or rows.label is not None or traced or observed):
@@ -150,7 +155,6 @@ def block(q: Tensor, k: Tensor, bias: Tensor | None, rule: LossRule, rows: Marks
         return Sums(row_neg=sums[0], row_sum=sums[1], col_neg=sums[2] if rule.columns else None)
     positive, excluded = masks(rows, cols, rule)
     if rule.sigmoid:
-        s = s if bias is None else s + bias
         terms = -F.logsigmoid(torch.where(positive, s, -s))
         return Sums(row_sum=(terms if excluded is None else terms.masked_fill(excluded, 0)).sum(1))
     neg = s.masked_fill(positive if excluded is None else positive | excluded, least(s))
@@ -244,11 +248,12 @@ def blocks(
     first = 0
     for part in (k,) if chunk is None else torch.split(k, chunk):  # an empty k has one part, so it stays in the graph
         one = partial(block, rule=rule, rows=rows, cols=cols.part(first, len(part)), observed=observed)
+        added = of_columns(bias, first, len(part))
         first += len(part)
         if again:
-            yield checkpoint(one, q, part, bias, use_reentrant=False, preserve_rng_state=False)
+            yield checkpoint(one, q, part, added, use_reentrant=False, preserve_rng_state=False)
         else:
-            yield one(q, part, bias)
+            yield one(q, part, added)
 
 
 def merged(parts: list[Sums]) -> Sums:

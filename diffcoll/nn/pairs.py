@@ -236,34 +236,52 @@ def agree(
 ) -> tuple[list[int], _Wants]:
     """Return the ranks' numbers of rows, after a check that they pass the same things, and what backward has to do."""
     loop = options.exchange == "ring" and collectives_only(options.group)
-    grad = torch.is_grad_enabled()
     k, xs = columns[0], [x.k for x in columns]
-    needs_k, needs = needs_gradient(*xs), needs_gradient(*xs, q, bias)
-    if engine.size == 1:
-        return [len(q)], _Wants(needs_k, needs, loop)
     tree = {f"{options.exchange}{' in a transform' if loop else ''}": k.k.detach().to(k.sent), **compared}
-    leaves, _ = batch_leaves(options.name, tree)
-    compiling, absent = torch.compiler.is_compiling(), not grad and not is_joint()
-    mine = 3 if compiling and grad else needs_k + 2 * needs + 4 * absent  # a graph always computes all gradients
+    what = "labels, ids, negatives or numbers of positives (given on all ranks, of one dtype)"
+    what = f"{what}, exchange, dtype or size of the features"
+    needs = needs_gradient(*xs), needs_gradient(*xs, q, bias)
+    sizes, (needs_k, needs_any) = agreed(options.name, tree, what, len(q), needs, engine, options.group)
+    return sizes, _Wants(needs_k, needs_any, loop)
+
+
+def agreed(
+    name: str,
+    tree: dict[str, Tensor],
+    what: str,
+    rows: int,
+    needs: tuple[bool, bool],
+    engine: Engine,
+    group: Group,
+) -> tuple[list[int], tuple[bool, bool]]:
+    """Return the ranks' numbers of rows, and whether a rank needs the gradients of a part of the inputs, and any.
+
+    Raise on all ranks if their trees differ in keys, dtypes or dimensions other than 0, in words `what`, or if one rank
+    needs a gradient and another one is absent.
+    """
+    if engine.size == 1:
+        return [rows], needs
+    leaves, _ = batch_leaves(name, tree)
+    grad, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
+    absent = not grad and not is_joint()
+    mine = 3 if compiling and grad else needs[0] + 2 * needs[1] + 4 * absent  # a graph always computes all gradients
     try:
-        lengths, bits = lengths_and_bits(options.name, tree, leaves, [len(q)], options.group, mine)
+        lengths, bits = lengths_and_bits(name, tree, leaves, [rows], group, mine)
     except CollectiveMismatchError as error:
-        what = "labels, ids, negatives or numbers of positives (given on all ranks, of one dtype)"
-        facts = f"{what}, exchange, dtype or size of the features"
-        raise CollectiveMismatchError(f"{options.name}: the ranks differ in {facts}; {error}") from None
+        raise CollectiveMismatchError(f"{name}: the ranks differ in {what}; {error}") from None
     sizes = [length for (length,) in lengths]
     if compiling:
-        _assume(sizes, len(q), engine)
+        _assume(sizes, rows, engine)
         for b in bits:
             if is_within_transform():  # no assertion with a text can be traced there
                 assume(b < 4 if grad else b % 4 == 0)
             else:
                 of_rank = torch.full((), b)
-                assert_in_graph(of_rank < 4 if grad else of_rank % 4 == 0, f"{options.name}: {DIFFER}")
-        return sizes, _Wants(grad, grad, loop)
+                assert_in_graph(of_rank < 4 if grad else of_rank % 4 == 0, f"{name}: {DIFFER}")
+        return sizes, (grad, grad)
     numbers = [float(ABSENT if b & 4 else b & 2) for b in bits]
-    refuse_absent_of(options.name, numbers, options.group)
-    return sizes, _Wants(any(b & 1 for b in bits), any(b & 2 for b in bits), loop)
+    refuse_absent_of(name, numbers, group)
+    return sizes, (any(b & 1 for b in bits), any(b & 2 for b in bits))
 
 
 def _lengths_of_negatives(more: Columns, options: Options, engine: Engine) -> list[int]:
