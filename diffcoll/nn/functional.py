@@ -13,6 +13,7 @@ from diffcoll.nn.siglip import siglip_loss
 from diffcoll.nn.sigreg import sigreg_loss
 from diffcoll.nn.sinkhorn import sinkhorn
 from diffcoll.nn.supcon import supcon_loss
+from diffcoll.nn.vocab_parallel import vocab_parallel_cross_entropy
 
 __all__ = [
     "Moments",
@@ -30,5 +31,6 @@ __all__ = [
     "supcon_loss",
     "tversky_loss",
     "vicreg_loss",
+    "vocab_parallel_cross_entropy",
     "weighted_mean",
 ]

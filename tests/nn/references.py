@@ -151,6 +151,20 @@ def sigreg(z, seed, num_slices=256, num_points=17, t_max=3.0):
     return torch.stack(statistics).mean()
 
 
+def vocabulary_cross_entropy(
+    hidden, weight, target, bias=None, label_smoothing=0.0, z_loss=0.0, ignore_index=-100, reduction="mean"
+):
+    """PyTorch's, of all logits; the z-loss of Chowdhery et al. 2022, section 5, over the same tokens."""
+    logits = (hidden @ weight.T + (0 if bias is None else bias)).reshape(-1, len(weight))
+    options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index, "reduction": reduction}
+    loss = F.cross_entropy(logits, target.reshape(-1), **options)
+    log_z = logits.logsumexp(1).masked_fill(target.reshape(-1) == ignore_index, 0)
+    if reduction == "none":
+        return (loss + z_loss * log_z**2).view(target.shape)
+    z_term = z_loss * (log_z**2).sum()
+    return loss + (z_term if reduction == "sum" else z_term / (target != ignore_index).sum())
+
+
 def ratio(kind, p, t, smooth=1.0, dims=None, alpha=0.3, beta=0.8):
     """Milletari et al. 2016, Rahman and Wang 2016, Salehi et al. 2017, each with the sums as they write them."""
     dims = {None: tuple(range(p.ndim)), "per class": (0, *range(2, p.ndim))}.get(dims, dims)

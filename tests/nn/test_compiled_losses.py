@@ -10,6 +10,14 @@ from runs import rules
 import diffcoll as dc
 from diffcoll.testing import spawn
 
+
+def vocabulary(weight, b, **options):
+    """The bias is of b, and hidden is of all ranks' weights."""
+    hidden = dc.all_reduce((weight.sum(0), (weight**2).sum(0)), grad_placement="replicate")
+    more = {"bias_shard": b.sum(1), "label_smoothing": 0.1, "z_loss": 0.1, **options}
+    return dc.nn.functional.vocab_parallel_cross_entropy(torch.stack(hidden), weight, torch.tensor([1, 5]), **more)
+
+
 LABELS = torch.tensor([0, 1, 0, 1, 2, 2, 0, 1])
 LOSSES = {
     "clip_loss": lambda a, b: dc.nn.functional.clip_loss(a, b, 5.0, normalize=True, chunk_size=2),
@@ -29,6 +37,8 @@ LOSSES = {
     "vicreg_loss": lambda a, b: dc.nn.functional.vicreg_loss(a, b),
     "koleo_loss": lambda a, b: dc.nn.functional.koleo_loss(a * b),
     "sigreg_loss": lambda a, b: dc.nn.functional.sigreg_loss(a * b, seed=3, num_slices=4),
+    "vocab_parallel_cross_entropy": lambda a, b: vocabulary(a, b),
+    "vocab_parallel_cross_entropy in chunks": lambda a, b: vocabulary(a, b, chunk_size=2),
     "dice_loss": lambda a, b: dc.nn.functional.dice_loss(a.sigmoid(), (a > 0).double()),
     "moments": lambda a, b: dc.nn.functional.moments(a * b, 0).variance.sum(),
 }

@@ -11,10 +11,10 @@ import nests
 import pytest
 import torch
 import torch.nn.functional as F
-from references import CONTRASTIVE, barlow_twins, ratio, sigreg, vicreg
+from references import CONTRASTIVE, barlow_twins, ratio, sigreg, vicreg, vocabulary_cross_entropy
 from runs import gloo, rules
 
-from diffcoll import nn
+from diffcoll import all_reduce, get_world_size, nn, sum_gradients
 from diffcoll.nn import functional
 from diffcoll.nn.functional import moments, weighted_mean
 
@@ -71,6 +71,19 @@ def sigreg_on_one(z, sizes):
     return [sigreg(z, 3, num_slices=4)] * len(sizes)
 
 
+#: Tokens, whose hidden states depend on the rows of all ranks.
+TARGET = torch.tensor([1, -100, 2, 0])
+
+
+def hidden(total):
+    return (1.3 * torch.arange(16, dtype=torch.float64)).view(4, 4).sin() + total.cos()
+
+
+def vocabulary_on_one(z, sizes):
+    loss = vocabulary_cross_entropy(hidden(z.sum(0)), z, TARGET, z[:, 0], label_smoothing=0.1, z_loss=0.1)
+    return [loss / len(sizes)] * len(sizes)
+
+
 def dice_on_one(z, sizes):
     p, t = ((v + 1) / 2 for v in halves(z))
     return [ratio("dice", p, t, dims=0)] * len(sizes)
@@ -113,6 +126,12 @@ def normalized(z, r):
     return used(nn.SyncBatchNorm(4, eps=1e-3, affine=False, track_running_stats=False)(z))
 
 
+def vocabulary(z, r, **options):
+    states = hidden(all_reduce(z.sum(0), grad_placement="replicate"))
+    more = {"bias_shard": z[:, 0], "label_smoothing": 0.1, "z_loss": 0.1, **options}
+    return sum_gradients(functional.vocab_parallel_cross_entropy(states, z, TARGET, **more)) / get_world_size()
+
+
 def contrastive(kind, scale, bias, z, r, **options):
     marks = {"labels": labels_of(r, len(z))} if "supcon" in kind else {}
     return CONTRASTIVE[kind].ours(*halves(z), scale, bias, **marks, **options)
@@ -135,6 +154,8 @@ PROGRAMS = {
     "vicreg": (lambda z, r: functional.vicreg_loss(*halves(z)), vicreg_on_one),
     "koleo": (lambda z, r: functional.koleo_loss(z, normalize=False), koleo_on_one),
     "sigreg": (lambda z, r: functional.sigreg_loss(z, seed=3, num_slices=4), sigreg_on_one),
+    "vocabulary": (vocabulary, vocabulary_on_one),
+    "vocabulary 2": (partial(vocabulary, chunk_size=2), vocabulary_on_one),
     "dice": (lambda z, r: functional.dice_loss(*((v + 1) / 2 for v in halves(z)), dims="per class"), dice_on_one),
     "moments": (lambda z, r: torch.stack(moments(z, (0, 1))[1:]), moments_on_one),
     "moments of weighted": (weighted_moments, moments_of_weighted_on_one),

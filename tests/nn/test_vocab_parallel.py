@@ -1,0 +1,484 @@
+"""Cross-entropy over a sharded vocabulary against PyTorch's of the whole one."""
+
+from functools import partial
+
+import pytest
+import torch
+from references import data, holds, vocabulary_cross_entropy
+from releases import compiles
+from runs import gloo, gloo_messages, mpi, refusal, rules
+from torch import nn
+from torch.distributed.tensor import Shard
+
+import diffcoll as dc
+from diffcoll.nn.functional import vocab_parallel_cross_entropy
+from diffcoll.testing import assert_matches_single_process, simulate
+
+TARGET = torch.tensor([[0, 8, -100], [5, 5, 3]])
+OPTIONS = [
+    {},
+    {"label_smoothing": 0.3, "z_loss": 0.01, "reduction": "sum"},
+    {"label_smoothing": 1.0, "ignore_index": 5, "reduction": "none"},
+    {"label_smoothing": 0.1, "z_loss": 0.2, "chunk_size": 2},
+]
+
+
+def numbers(rows=9, dims=4, dtype=torch.double):
+    """Hidden states of six tokens, weight and bias of a vocabulary."""
+    return tuple(
+        data(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate([(2, 3, dims), (rows, dims), (rows,)])
+    )
+
+
+def ours(hidden, weight, bias=None, target=TARGET, **options):
+    target = target.masked_fill(target == -100, options.get("ignore_index", -100))
+    return vocab_parallel_cross_entropy(hidden, weight, target, bias_shard=bias, **options)
+
+
+def whole(hidden, weight, bias=None, target=TARGET, chunk_size=None, **options):
+    target = target.masked_fill(target == -100, options.get("ignore_index", -100))
+    return vocabulary_cross_entropy(hidden, weight, target, bias, **options)
+
+
+def gradients(hidden, weight, bias, target=TARGET, loss=ours, **options):
+    """Loss, and the gradients of hidden, weight and bias."""
+    xs = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
+    y = loss(*xs, target, **options)
+    return y.detach(), *torch.autograd.grad(y.sum(), xs)
+
+
+def held(run, sizes, hidden, weight, bias, target=TARGET, options=({},)):
+    """Assert that ranks with these numbers of rows compute what one process computes, for each of the options."""
+    n = len(sizes)
+
+    def body(*mine):
+        return [gradients(*mine, target, **o) for o in options]
+
+    ranks = run(body, [hidden] * n, weight.split(sizes), bias.split(sizes))
+    for i, o in enumerate(options):
+        y, *gs = gradients(hidden, weight, bias, target, whole, **o)
+        for found, to_hidden, *_ in (each[i] for each in ranks):
+            close(found, y)
+            close(to_hidden, gs[0])
+        for k in (1, 2):
+            close(torch.cat([each[i][k + 1] for each in ranks]), gs[k])
+
+
+def close(found, expected):
+    """Assert that the error is below 1e-12 of the largest element."""
+    largest = expected.abs().max().item() if expected.numel() and not expected.isnan().any() else 0
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12 * largest, equal_nan=True)
+
+
+# ── against one process ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("on", ["simulated", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_check_of_sharded_programs(options, on):
+    """Value and hidden's gradient are the same on all ranks, those of weight and bias are split as they are."""
+    assert assert_matches_single_process(
+        lambda h, w, b: ours(h, w, b, **options),
+        lambda h, w, b: whole(h, w, b, **options),
+        numbers(),
+        mesh=[{"tp": 3}] if on == "simulated" else [{"tp": 3}, {"tp": 9}],
+        placements={"w": {"tp": Shard(0)}, "b": {"tp": Shard(0)}},
+        on=[on],
+    ).ok
+
+
+class Hidden(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.states = nn.Parameter(data(5, 4))
+
+
+@pytest.mark.parametrize("on", ["simulated", *(pytest.param(on, marks=pytest.mark.slow) for on in ("gloo", "mpi"))])
+def test_to_second_order(on):
+    """By the law: N copies of hidden, of which one variable is made, and N shares of the loss."""
+    hidden, target = Hidden(), torch.tensor([7, 0, -100, 1, 0])  # a rank in the middle has none of them
+
+    def distributed(w, b, **options):
+        h = dc.all_reduce(hidden.states, "mean", grad_placement="replicate")
+        return dc.sum_gradients(ours(h, w, b, target, **options)) / dc.get_world_size()
+
+    def single(w, b, **options):
+        return whole(hidden.states, w, b, target, **options)
+
+    def make(rows):
+        return data(rows, 4, seed=1), data(rows, seed=2)
+
+    more = {"module": hidden, "sizes": [(8,), (3, 5), (5, 0, 3), (0, 8, 0), (2, 3, 3)], "on": [on]}
+    for options in OPTIONS[1::2]:
+        functions = (partial(f, **options) for f in (distributed, single))
+        holds(*functions, make, rank_reduction="sum", **more)
+
+
+def test_on_mpi():
+    held(mpi, [4, 0, 5], *numbers(), options=OPTIONS)
+
+
+@pytest.mark.parametrize("run", [rules, gloo], ids=["rules", "gloo"])
+@pytest.mark.parametrize("sizes", [[9], [4, 0, 5], [0, 9], [1, 8]], ids=str)
+def test_uneven_and_empty_shards(sizes, run):
+    held(run, sizes, *numbers(), options=OPTIONS)
+
+
+def test_a_vocabulary_of_one_row():
+    held(rules, [0, 1, 0], *numbers(1), target=torch.tensor([[0, 0, -100], [-100, 0, 0]]), options=OPTIONS)
+
+
+def test_one_token_and_none():
+    h, w, b = numbers()
+    held(rules, [4, 5], h[0, 0], w, b, target=torch.tensor(7), options=OPTIONS)
+    held(rules, [4, 5], h[:0], w, b, target=TARGET[:0], options=OPTIONS)
+
+
+def test_where_all_tokens_are_ignored():
+    """NaN for the mean and 0 for the sum, as PyTorch; no gradient in any case."""
+    nothing = torch.full_like(TARGET, -100)
+    held(rules, [4, 5], *numbers(), target=nothing, options=[{**o, "ignore_index": -100} for o in OPTIONS])
+    loss, *gs = gradients(*numbers(), nothing)
+    assert loss.isnan() and not any(g.any() for g in gs)
+    assert gradients(*numbers(), nothing, reduction="sum")[0] == 0
+
+
+def test_integers_of_all_sizes():
+    h, w, _ = numbers()
+    expected = ours(h, w)
+    for dtype in (torch.int8, torch.int16, torch.int32):
+        assert ours(h, w, target=TARGET.to(dtype)) == expected
+    target = torch.where(TARGET < 0, 255, TARGET)
+    assert ours(h, w, target=target.to(torch.uint8), ignore_index=255) == expected
+    target = torch.full((2, 3), 156, dtype=torch.uint8)  # what −100 becomes in this dtype
+    assert "got values from 156 to 156" in refusal(ValueError, vocab_parallel_cross_entropy, h, w, target)
+
+
+def test_a_subgroup():
+    def body(r, h, w, b):
+        tp = [torch.distributed.new_group([0, 2]), torch.distributed.new_group([1])][r % 2]
+        return gradients(h, w, b, group=tp)
+
+    h, w, b = numbers()
+    parts = [[w[:4], w, w[4:]], [b[:4], b, b[4:]]]
+    expected = gradients(h, w, b, loss=whole)
+    first, alone, last = gloo(body, range(3), [h] * 3, *parts)
+    torch.testing.assert_close(alone, expected)
+    torch.testing.assert_close(first[:2], expected[:2])
+    torch.testing.assert_close([torch.cat(pair) for pair in zip(first[2:], last[2:], strict=True)], list(expected[2:]))
+
+
+# ── magnitudes and dtypes ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e3, 1e15])
+def test_large_and_small_logits(scale):
+    h, w, b = numbers()
+    held(rules, [4, 0, 5], scale * h, w, scale * b, options=OPTIONS[:2])
+    loss, *gs = gradients(*(x.float() for x in (scale * h, w, scale * b)))
+    assert all(x.isfinite().all() for x in (loss, *gs))
+
+
+def test_a_small_loss_keeps_its_digits():
+    """Of 1e-7 in float32, where log Z − s would be 0."""
+    h, w = torch.eye(3), torch.diag(torch.tensor([17.0, 17.0, 17.0]))
+    found = simulate(lambda w: ours(h, w, target=torch.arange(3)), w.split([1, 2]))
+    torch.testing.assert_close(
+        found[0].double(), whole(h.double(), w.double(), target=torch.arange(3)), rtol=1e-5, atol=0
+    )
+
+
+def test_words_that_a_bias_excludes():
+    """−inf for all words of a shard, as for padding."""
+    h, w, b = numbers()
+    b[:4] = -torch.inf
+    held(rules, [4, 5], h, w, b, target=TARGET.masked_fill(TARGET < 4, 6), options=[{}, {"chunk_size": 3}])
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_half_precision_is_computed_in_float32(chunk_size):
+    options = {"label_smoothing": 0.1, "z_loss": 0.01}
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+    loss = autocast(partial(ours, chunk_size=chunk_size, **options))
+    for dtype in (torch.bfloat16, torch.float16):
+        h, w, b = numbers(dtype=dtype)
+        expected, *right = gradients(*(x.double() for x in (h, w, b)), loss=whole, **options)
+
+        def body(w, b, h=h):
+            return gradients(h, w, b, loss=loss)
+
+        ranks = rules(body, w.split([4, 5]), b.split([4, 5]))
+        for value, *found in ranks:
+            assert value.dtype == torch.float32 and {g.dtype for g in found} == {dtype}
+            torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=0)
+        found = ranks[0][1], *(torch.cat([rank[i] for rank in ranks]) for i in (2, 3))
+        for g, r in zip(found, right, strict=True):
+            assert (g.double() - r).norm() < 3 * torch.finfo(dtype).eps / 2 * r.norm()
+
+
+# ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_sent():
+    """Two numbers, then two for each token and two more; backward one all-reduce of hidden's gradient."""
+
+    def body(h, w, b):
+        xs, values = [x.requires_grad_() for x in (h, w, b)], []
+        forward = gloo_messages(lambda: values.append(ours(*xs)))
+        return forward, gloo_messages(values[0].backward)
+
+    h, w, b = numbers()
+    for forward, backward in gloo(body, [h] * 2, w.split([4, 5]), b.split([4, 5])):
+        assert [n for name, n in forward if name == "send"] == [2, 2 * 6 + 2]
+        assert len(forward) == 4
+        assert backward == [("all_reduce", 6 * 4)]
+
+
+def test_where_hidden_needs_no_gradient_backward_sends_nothing():
+    def body(h, w):
+        loss = ours(h, w.requires_grad_())
+        return gloo_messages(loss.backward)
+
+    h, w, _ = numbers()
+    assert gloo(body, [h] * 2, w.split([4, 5])) == [[], []]
+
+
+def test_one_rank_alone_sends_nothing():
+    def body(h, w, b):
+        group = [torch.distributed.new_group([r]) for r in range(2)][dc.get_rank()]
+        return gloo_messages(gradients, h, w, b, TARGET, partial(ours, group=group))
+
+    assert gloo(body, *([x] * 2 for x in numbers())) == [[], []]
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "both", "all but bias"])
+def test_a_rank_that_does_not_train(frozen):
+    """Rank 0 needs fewer gradients than rank 1, or none."""
+    h, w, b = numbers()
+    _, *right = gradients(h, w, b, loss=whole)
+    right = [right[0], right[1][:4], right[2][:4]], [right[0], right[1][4:], right[2][4:]]
+
+    def body(r, *xs):
+        names = {"hidden": [1, 2], "weight": [0, 2], "both": [], "all but bias": [2]}[frozen] if r == 0 else [0, 1, 2]
+        xs = [x.clone().requires_grad_(i in names) for i, x in enumerate(xs)]
+        loss = ours(*xs)
+        if not names:
+            loss.backward()
+            return [], []
+        return torch.autograd.grad(loss, [xs[i] for i in names]), names
+
+    for run in (rules, gloo):
+        for r, (found, names) in enumerate(run(body, range(2), [h] * 2, w.split([4, 5]), b.split([4, 5]))):
+            torch.testing.assert_close(list(found), [right[r][i] for i in names])
+
+
+def test_where_one_rank_trains_its_weight_alone():
+    """No rank needs hidden's gradient; the loss requires a gradient on all ranks."""
+
+    def body(h, w, r):
+        w = w.clone().requires_grad_(r == 1)
+        ours(h, w).backward()
+        return w.grad
+
+    h, w, b = numbers()
+    found = gloo(body, [h] * 2, w.split([4, 5]), range(2))
+    assert found[0] is None
+    torch.testing.assert_close(found[1], gradients(h, w, 0 * b, loss=whole)[2][4:])
+
+
+def test_where_no_rank_trains_nothing_requires_a_gradient():
+    h, w, _ = numbers()
+    assert not any(y.requires_grad for y in rules(ours, [h] * 2, w.split([4, 5])))
+
+
+def test_a_rank_without_grad_mode_is_an_error_on_all():
+    def body(r, h, w):
+        with torch.set_grad_enabled(r == 0):
+            return refusal(dc.CollectiveMismatchError, ours, h, w.clone().requires_grad_())
+
+    h, w, _ = numbers()
+    for text in gloo(body, range(2), [h] * 2, w.split([4, 5])):
+        assert text.startswith(
+            "vocab_parallel_cross_entropy: some ranks need gradients, and others will not run backward"
+        )
+
+
+def test_tensors_of_inference_mode():
+    """A trunk that is evaluated, and a head that trains, on one rank."""
+
+    def body(r, h, w, b):
+        with torch.inference_mode(r == 0):
+            h, w = h.clone(), w.clone()
+        trained = [b.clone().requires_grad_()] if r == 0 else [x.clone().requires_grad_() for x in (b, w)]
+        return torch.autograd.grad(ours(h, w if r == 0 else trained[1], trained[0]), trained)
+
+    h, w, b = numbers()
+    _, _, to_w, to_b = gradients(h, w, b, loss=whole)
+    found = rules(body, range(2), [h] * 2, w.split([4, 5]), b.split([4, 5]))
+    torch.testing.assert_close([list(gs) for gs in found], [[to_b[:4]], [to_b[4:], to_w[4:]]])
+
+
+def test_joint_backward_and_check_mode():
+    def body(h, w, b, r):
+        xs = [x.clone().requires_grad_() for x in (h, w, b)]
+        with dc.check_mode(), dc.joint_backward() as joint:
+            loss = ours(*xs)
+            joint(loss if r == 0 else loss.clone()).backward()
+        return loss.detach(), *(x.grad for x in xs)
+
+    h, w, b = numbers()
+    found = rules(body, [h] * 2, w.split([4, 5]), b.split([4, 5]), range(2))
+    torch.testing.assert_close(found[0][:2], gradients(h, w, b, loss=whole)[:2])
+
+
+# ── transforms ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_transforms(chunk_size):
+    """Gradient, tangent, and a batch of hidden states, of targets or of weights."""
+    h, w, b = numbers()
+    batch = torch.stack([h, 2 * h]), torch.stack([TARGET, TARGET.flip(0)])
+
+    def body(w, b, t_w, t_b, loss=ours):
+        loss = partial(loss, label_smoothing=0.1, z_loss=0.1, chunk_size=chunk_size)
+        gs = torch.func.grad(loss, argnums=(0, 1, 2))(h, w, b)
+        tangent = torch.func.jvp(loss, (h, w, b), (h.cos(), t_w, t_b))
+        of_hidden = torch.func.vmap(lambda h, t: torch.func.grad(loss)(h, w, b, t))(*batch)
+        of_weight = torch.func.vmap(lambda c: loss(h, c * w, b))(torch.tensor([0.5, 2.0]))
+        of_both = torch.func.jacrev(lambda h: loss(h, w, b, reduction="none"))(h)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(w, t_w)
+            outer = torch.autograd.forward_ad.unpack_dual(loss(h, dual, b)).tangent
+        return (gs[0], *tangent, of_hidden, of_weight, of_both, outer), gs[1:]
+
+    sizes = [4, 0, 5]
+    found = rules(body, *(x.split(sizes) for x in (w, b, w.sin(), b.sin())))
+    shared, own = body(w, b, w.sin(), b.sin(), whole)
+    for mine, _ in found:
+        torch.testing.assert_close(mine, shared)
+    torch.testing.assert_close([torch.cat(pieces) for pieces in zip(*(gs for _, gs in found), strict=True)], list(own))
+
+
+def test_within_a_batch_of_gradients():
+    h, w, b = numbers()
+
+    def body(w, b, loss=ours):
+        xs = [x.clone().requires_grad_() for x in (h, w, b)]
+        losses = loss(*xs, reduction="none").reshape(-1)
+        return torch.autograd.grad(losses, xs, torch.eye(6, dtype=torch.double), is_grads_batched=True)
+
+    found, expected = rules(body, w.split([4, 5]), b.split([4, 5])), body(w, b, whole)
+    torch.testing.assert_close([gs[0] for gs in found], [expected[0]] * 2)
+    torch.testing.assert_close([torch.cat(pair, 1) for pair in list(zip(*found, strict=True))[1:]], list(expected[1:]))
+
+
+# ── errors ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("bad", "got"), [(9, "0 to 9"), (-1, "-1 to 8"), (1 << 40, f"0 to {1 << 40}")])
+def test_a_target_outside_the_vocabulary_is_an_error_on_all_ranks(bad, got):
+    target = TARGET.clone()
+    target[1, 2] = bad
+
+    def body(w):
+        return refusal(ValueError, ours, numbers()[0], w, target=target)
+
+    name, expected = "vocab_parallel_cross_entropy", "indices from 0 to 8, or ignore_index=-100"
+    low, high = got.split(" to ")
+    low = "-1"  # that of an ignored token
+    for run in (rules, gloo):
+        assert (
+            run(body, numbers()[1].split([4, 5]))
+            == [f"{name}: target: got values from {low} to {high}, expected {expected}"] * 2
+        )
+
+
+def test_ranks_with_different_targets_are_an_error_on_all_ranks():
+    def body(w, r):
+        return refusal(dc.CollectiveMismatchError, ours, numbers()[0], w, target=TARGET.roll(r, 1))
+
+    words = "the ranks have different targets, expected the same on all ranks of the group"
+    expected = f"vocab_parallel_cross_entropy: target: {words}"
+    assert gloo(body, numbers()[1].split([4, 5]), range(2)) == [expected] * 2
+
+
+@pytest.mark.parametrize("differ", ["tokens", "size", "bias", "dtype"])
+def test_ranks_that_disagree(differ):
+    def body(r, h, w, b):
+        h = {"tokens": h[: 2 - r], "size": h[..., : 4 - r], "dtype": h.float() if r else h}.get(differ, h)
+        bias = b if differ == "bias" and r else None
+        return refusal(dc.CollectiveMismatchError, ours, h, w[:, : h.shape[-1]], bias, TARGET[: len(h)])
+
+    h, w, b = numbers()
+    for text in gloo(body, range(2), [h] * 2, w.split([4, 5]), b.split([4, 5])):
+        what = "shapes or dtypes of hidden, target, weight_shard or bias_shard"
+        assert text.startswith(f"vocab_parallel_cross_entropy: the ranks differ in {what}; ")
+
+
+def test_check_mode_compares_options_and_hidden():
+    def body(r, h, w):
+        with dc.check_mode():
+            options = refusal(dc.CollectiveMismatchError, ours, h, w, z_loss=r / 10)
+            return options, refusal(dc.CollectiveMismatchError, ours, h + r, w)
+
+    h, w, _ = numbers()
+    for options, hidden in rules(body, range(2), [h] * 2, w.split([4, 5])):
+        assert "z_loss=0.0" in options and "z_loss=0.1" in options
+        assert "declared replicated, but it differs by 1 between rank 0 and rank 1" in hidden
+
+
+@compiles
+@pytest.mark.slow
+def test_a_wrong_target_of_a_compiled_function():
+    torch._dynamo.reset()
+    h, w, _ = numbers()
+    compiled = torch.compile(lambda t: ours(h, w, target=t), fullgraph=True, backend="aot_eager")
+    batched = torch.compile(torch.func.vmap(lambda t: ours(h, w, target=t)), fullgraph=True, backend="aot_eager")
+    bad = TARGET.masked_fill(TARGET == 8, 9)
+    torch.testing.assert_close(compiled(TARGET), whole(h, w))
+    assert "target: got an index outside the vocabulary" in refusal(RuntimeError, compiled, bad)
+    torch.testing.assert_close(batched(torch.stack([TARGET, bad])).isnan(), torch.tensor([False, True]))
+
+
+def test_no_row_on_any_rank():
+    def body(w):
+        return refusal(ValueError, ours, numbers()[0], w)
+
+    expected = "vocab_parallel_cross_entropy: weight_shard: got no rows on any rank, expected one row at least"
+    assert rules(body, [torch.ones(0, 4).double()] * 2) == [expected] * 2
+
+
+H, W, B = numbers()
+BAD = [
+    ({"hidden": H[..., :0]}, r"hidden: got shape \(2, 3, 0\), expected \(…, D\) with D > 0"),
+    ({"hidden": H.long()}, "hidden: got torch.int64, expected a floating-point tensor"),
+    ({"hidden": [1.0]}, "hidden: got list, expected a tensor"),
+    (
+        {"weight_shard": W[:, :3]},
+        r"weight_shard: got shape \(9, 3\), expected \(V_r, 4\); each rank passes its own rows",
+    ),
+    ({"weight_shard": W[0, 0]}, r"weight_shard: got shape \(\), expected \(V_r, 4\)"),
+    ({"bias_shard": B[:3]}, r"bias_shard: got shape \(3,\), expected \(9,\), a number for each row"),
+    ({"target": TARGET[:1]}, r"target: got shape \(1, 3\), expected \(2, 3\), an index for each token"),
+    ({"target": TARGET.double()}, "target: got torch.float64, expected integers, indices in the whole vocabulary"),
+    ({"target": TARGET > 0}, "target: got torch.bool, expected integers"),
+    ({"target": 3}, "target: got int, expected integers"),
+    ({"target": TARGET.to("meta")}, "target: got a tensor on meta, expected cpu, as hidden"),
+    (
+        {"target": TARGET.as_subclass(type("DTensor", (torch.Tensor,), {}))},
+        r"target: got a DTensor, expected a plain tensor; pass x.to_local\(\)",
+    ),
+    ({"label_smoothing": 1.5}, "label_smoothing: got 1.5, expected a number from 0 to 1"),
+    ({"label_smoothing": -0.1}, "label_smoothing: got -0.1, expected a finite non-negative number"),
+    ({"z_loss": float("nan")}, "z_loss: got nan, expected a finite non-negative number"),
+    ({"ignore_index": 1.0}, "ignore_index: got float, expected an integer"),
+    ({"reduction": "max"}, 'reduction: got \'max\', expected "mean", "sum" or "none"; it is over the tokens'),
+    ({"chunk_size": 0}, "chunk_size: got 0, expected None or a positive integer; the number of columns"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text"), BAD)
+def test_errors(arguments, text):
+    with pytest.raises((TypeError, ValueError), match=f"^vocab_parallel_cross_entropy: {text}"):
+        vocab_parallel_cross_entropy(**{"hidden": H, "weight_shard": W, "target": TARGET, **arguments})
