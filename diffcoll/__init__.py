@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from diffcoll.averaging.comm_hook import GradientBucket
     from diffcoll.averaging.functions import average_gradients, global_mean
     from diffcoll.composed.gather_batch import GatheredBatch, gather_batch
+    from diffcoll.composed.halo_exchange import halo_exchange
     from diffcoll.composed.ring import ring
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "global_mean",
+    "halo_exchange",
     "joint_backward",
     "nn",
     "permute",
@@ -86,6 +88,7 @@ _DEFERRED = {
     "average_gradients": "diffcoll.averaging.functions",
     "gather_batch": "diffcoll.composed.gather_batch",
     "global_mean": "diffcoll.averaging.functions",
+    "halo_exchange": "diffcoll.composed.halo_exchange",
     "nn": "diffcoll.nn",
     "ring": "diffcoll.composed.ring",
     "truth": "diffcoll.truth",
