@@ -48,7 +48,7 @@ def clip_loss(
         text: the features of the same samples, of the same shape and dtype.
         logit_scale: a number or a tensor with one element; multiplies the logits. open_clip passes `logit_scale.exp()`.
         labels: (b,), integers: the pairs of all samples of a label are positives, and the loss is averaged over the
-            positives of each row and column (UniCL). None: a sample's own pair is its only positive.
+            positives of each row and column (UniCL). None, or a label of −1: a sample's own pair is its only positive.
         ids: pairs of different samples with equal ids are *left out*, e.g. of equal captions; (b,), integers.
         normalize: normalize the features first; open_clip's model has done so.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.

@@ -52,6 +52,7 @@ def info_nce_loss(
             they do the positives; m may differ between ranks, and be 0. Or (b, K, D): negatives[i] are K negatives of
             query i, and of no other query; they are not sent, and K may differ between ranks, and be 0.
         labels: (b,), integers: all keys of a query's label are its positives; the loss is averaged over them (UniCL).
+            Of label −1, a query's own keys alone.
         ids: keys of other samples with the query's id are *left out*, as false negatives; (b,), integers.
         temperature: a number or a tensor with one element; divides the logits.
         normalize: normalize the features first.

@@ -311,9 +311,16 @@ def tracked(x: Tensor, wanted: bool) -> Tensor:
 def _marks(
     sizes: list[int], views: int, each: int, labels: Tensor | None, ids: Tensor | None, device: torch.device
 ) -> Marks:
-    """Return the marks of all ranks' rows; each of them has a label if it has several positives."""
+    """Return the marks of all ranks' rows; each of them has a label if it has several positives.
+
+    A label of −1 becomes one that no other row has.
+    """
     index = torch.arange(sum(sizes), device=device)
-    labels = index if labels is None and each > 1 else labels
+    if labels is not None:
+        labels = labels.long()  # −1 as a uint8 is 255
+        labels = torch.where(labels == -1, index + torch.iinfo(torch.long).min, labels)
+    elif each > 1:
+        labels = index
     if views == 1 or labels is not None:
         return Marks(index, index, labels, ids)
     partners = []

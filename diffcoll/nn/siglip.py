@@ -48,7 +48,7 @@ def siglip_loss(
         text: the features of the same samples, of the same shape and dtype.
         logit_scale: a number or a tensor with one element; multiplies the logits. open_clip passes `logit_scale.exp()`.
         logit_bias: a number or a tensor with one element; is added to the logits.
-        labels: (b,), integers: all pairs of equal labels are positives.
+        labels: (b,), integers: all pairs of equal labels are positives; of label −1, a sample's own pair alone.
         ids: pairs of equal ids that are not positives are *left out*, e.g. of equal captions; (b,), integers.
         normalize: normalize the features first; open_clip's model has done so.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.

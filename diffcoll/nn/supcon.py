@@ -46,7 +46,8 @@ def supcon_loss(
         features: this rank's features, (b, D), or (b, views, D) as in the authors' code, of float16, bfloat16, float32
             or float64; b may differ between ranks, and be 0. Half precision is sent as it is; logits are computed in
             float32.
-        labels: (b,), integers: the class of each sample. All views of all samples of a class are positives.
+        labels: (b,), integers: the class of each sample. All views of all samples of a class are positives. Samples of
+            class −1 are negatives of the others, and have no positives.
         ids: rows of an equal id and another label are *left out*; (b,), integers. Those of equal id and label stay
             positives.
         temperature: a number or a tensor with one element; divides the logits.

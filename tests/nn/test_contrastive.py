@@ -21,6 +21,7 @@ from references import (
     parameters_of,
     passages,
     program,
+    softmax,
 )
 from runs import gloo, profiled, refusal, rules, runs_on
 
@@ -283,6 +284,28 @@ def test_an_empty_batch_is_an_error_on_all_ranks(loss, text):
     texts = rules(lambda r: refusal(ValueError, loss, torch.ones(0, 4)), range(2))
     assert len(set(texts)) == 1
     assert texts[0].startswith(f"{text}: features: got an empty batch on every rank")
+
+
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
+@pytest.mark.parametrize("kind", ["clip", "siglip", "info_nce_of_passages", "supcon"])
+def test_samples_without_a_label(kind, options):
+    """They are their own positives only, and in supcon_loss nobody's; also with labels in one byte."""
+    module = parameters_of(kind)
+
+    def ours(x, y, labels, ids):
+        labels = labels.masked_fill(ids < 2, -1).to(torch.int8 if kind == "clip" else torch.long)
+        return program(CONTRASTIVE[kind].ours, ["labels"], module, **options)(x, y, labels, ids)
+
+    def whole(x, y, labels, ids):
+        apart = torch.where(ids < 2, 10 + torch.arange(len(ids)), labels)
+        if kind != "supcon":
+            return program(CONTRASTIVE[kind].whole, ["labels"], module)(x, y, apart, ids)
+        z, labels = F.normalize(torch.cat([x, y])), apart.repeat(2)
+        itself = torch.eye(len(z), dtype=torch.bool)
+        positive = (labels[:, None] == labels) & ~itself & (labels < 10)
+        return softmax(module.scale * z @ z.T, positive, itself).mean()
+
+    holds(ours, whole, module=module, sizes=[(8,), (5, 0, 3)], order=1)
 
 
 def decoupled(logits, positive, excluded):
