@@ -39,6 +39,8 @@ class LossRule(NamedTuple):
     within: bool = False
     #: Whether received columns are to be normalized.
     normalize: bool = False
+    #: Whether all columns are in one block, each row's positive among them.
+    whole: bool = False
 
     def needs(self, labels: bool) -> tuple[bool, ...]:
         """Return which of the `Sums` are computed."""
@@ -176,9 +178,13 @@ def logsumexp(s: Tensor, dim: int) -> Tensor:
 
 
 class _Place:
-    """One column of each row, if it is among these columns."""
+    """One column of each row, if it is among these columns; if they are the `whole`, it is."""
 
-    def __init__(self, number: Tensor, cols: Marks) -> None:
+    def __init__(self, number: Tensor, cols: Marks, whole: bool) -> None:
+        self._whole, self._none = whole, False
+        if whole:
+            self._at = number.unsqueeze(1)
+            return
         at = number - cols.number[:1] if len(cols.number) else number.new_full(number.shape, -1)
         self._none = not len(cols.number)
         self._here = ((at >= 0) & (at < len(cols.number))).unsqueeze(1)
@@ -186,16 +192,22 @@ class _Place:
 
     def take(self, s: Tensor) -> Tensor:
         """Return the logit in each row's column, 0 if it is not here."""
-        return s.new_zeros(len(s)) if self._none else torch.where(self._here, s.gather(1, self._at), 0).squeeze(1)
+        if self._none:
+            return s.new_zeros(len(s))
+        found = s.gather(1, self._at)
+        return (found if self._whole else torch.where(self._here, found, 0)).squeeze(1)
 
     def put_(self, s: Tensor, value: Tensor | float) -> None:
         """Set the logit in each row's column."""
         if not self._none:
-            s.scatter_(1, self._at, torch.where(self._here, value, s.gather(1, self._at)))
+            s.scatter_(1, self._at, self._where_here(s, value))
 
     def put(self, s: Tensor, value: Tensor) -> Tensor:
         """Return s with another logit in each row's column; differentiable."""
-        return s if self._none else s.scatter(1, self._at, torch.where(self._here, value, s.gather(1, self._at)))
+        return s if self._none else s.scatter(1, self._at, self._where_here(s, value))
+
+    def _where_here(self, s: Tensor, value: Any) -> Any:
+        return value if self._whole else torch.where(self._here, value, s.gather(1, self._at))
 
 
 class _Softmax(Function):
@@ -208,12 +220,12 @@ class _Softmax(Function):
     def forward(
         ctx: Any, s: Tensor, rows: Marks, cols: Marks, same_id: Tensor | None, rule: LossRule
     ) -> tuple[Any, ...]:
-        ctx.positive = _Place(rows.partner, cols)
+        ctx.positive = _Place(rows.partner, cols, rule.whole)
         memory = s.detach()
         row_sum = ctx.positive.take(memory)
         ctx.positive.put_(memory, least(s))
         if rule.within:
-            _Place(rows.number, cols).put_(memory, least(s))
+            _Place(rows.number, cols, rule.whole).put_(memory, least(s))
         if same_id is not None:
             memory.masked_fill_(same_id, least(s))
         lses = (memory.logsumexp(1), memory.logsumexp(0)) if rule.columns else (memory.logsumexp(1),)
@@ -247,7 +259,8 @@ def blocks(
     observed = not torch.compiler.is_compiling() and is_observed()  # Dynamo does not trace it
     first = 0
     for part in (k,) if chunk is None else torch.split(k, chunk):  # an empty k has one part, so it stays in the graph
-        one = partial(block, rule=rule, rows=rows, cols=cols.part(first, len(part)), observed=observed)
+        of_part = cols if chunk is None else cols.part(first, len(part))
+        one = partial(block, rule=rule, rows=rows, cols=of_part, observed=observed)
         added = of_columns(bias, first, len(part))
         first += len(part)
         if again:

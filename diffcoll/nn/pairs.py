@@ -132,8 +132,10 @@ def _returned(
     q = tracked(q, wants.any)
     everyone = all_gather(marks, 0, group=group, sizes=sizes) if marks else marks
     samples = _marks(sizes, views, each, everyone.get("labels"), everyone.get("ids"), q.device)
-    rows, cols = samples.part(offset, len(q)), samples if each == 1 else samples.repeated(each)
-    sums = _sums_over(q, k, bias, options, rule, rows, cols, [each * size for size in sizes], wants, alone)
+    rows = samples if alone else samples.part(offset, len(q))
+    cols = samples if each == 1 else samples.repeated(each)
+    whole = rule._replace(whole=options.chunk_size is None and options.exchange == "gather")
+    sums = _sums_over(q, k, bias, options, whole, rows, cols, [each * size for size in sizes], wants, alone)
     if own is not None:
         sums = merged([sums, Sums(row_neg=logsumexp(own, 1))])
     if more is not None:
@@ -148,13 +150,16 @@ def _returned(
         count = None
         if samples.label is not None:
             count = each * _counts(samples.label)[offset : offset + len(q)] - int(rule.within)
-        of_row = _decoupled if options.decoupled else _cross_entropy
-        terms = of_row(sums.row_neg, sums.row_pos, sums.row_sum, count)
-        if rule.columns:  # single values are permuted, their sum is right
+        neg, pos = sums.row_neg, sums.row_pos
+        assert neg is not None
+        if rule.columns:  # (2, b); single values are permuted, their sum is right
             col_neg, col_pos = (sums.col_neg, sums.col_pos) if alone else _over_ranks(sums, sizes, group)
-            terms = terms + of_row(col_neg, col_pos, sums.row_sum, count)
+            assert col_neg is not None
+            neg = torch.stack([neg, col_neg])
+            pos = None if pos is None or col_pos is None else torch.stack([pos, col_pos])
+        terms = (_decoupled if options.decoupled else _cross_entropy)(neg, pos, sums.row_sum, count)
         share = terms.sum() / (2 * total if rule.columns else total)
-    return share * engine.size if options.rank_reduction == "mean" else share
+    return share * engine.size if options.rank_reduction == "mean" and not alone else share
 
 
 def _sums_over(
@@ -189,16 +194,15 @@ def _over_ranks(sums: Sums, sizes: list[int], group: Group) -> tuple[Tensor, Ten
     return both[:, 0], None if sums.col_pos is None else both[:, 1]
 
 
-def _cross_entropy(neg: Tensor | None, pos: Tensor | None, total: Tensor, count: Tensor | None) -> Tensor:
+def _cross_entropy(neg: Tensor, pos: Tensor | None, total: Tensor, count: Tensor | None) -> Tensor:
     """Return −log softmax of each row, averaged over its positives; 0 for a row without positives.
 
     Args:
-        neg: log-sum-exp of the negatives.
+        neg: log-sum-exp of the negatives, (b,), or (2, b) of the rows and the columns.
         pos: of the positives; None: there are no labels, and each row has one positive.
         total: sum of the positives.
         count: number of the positives.
     """
-    assert neg is not None
     if pos is None or count is None:
         return -F.logsigmoid(total - neg)
     several = count > 1
@@ -207,9 +211,8 @@ def _cross_entropy(neg: Tensor | None, pos: Tensor | None, total: Tensor, count:
     return torch.where(count > 0, among - F.logsigmoid(pos - neg), 0.0)
 
 
-def _decoupled(neg: Tensor | None, pos: Tensor | None, total: Tensor, count: Tensor | None) -> Tensor:
+def _decoupled(neg: Tensor, pos: Tensor | None, total: Tensor, count: Tensor | None) -> Tensor:
     """Return log Σ exp of each row's negatives less the mean of its positives; 0 for a row without one or the other."""
-    assert neg is not None
     terms = neg - (total if count is None else total / count.clamp(min=1))
     none = neg <= least(neg) / 2  # and NaN is not
     return torch.where(none if count is None else none | (count == 0), 0.0, terms)
