@@ -14,14 +14,19 @@ from torch import Tensor
 
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.core import expect
-from diffcoll.core.errors import message
+from diffcoll.core.errors import CollectiveMismatchError, message
+from diffcoll.core.groups import get_world_size
 from diffcoll.core.torch_private.tracing import is_traced, unobserved
+from diffcoll.core.torch_private.transforms import without_transforms
 from diffcoll.engines.types import Group
 from diffcoll.nn.convention import RankReduction, check_options, returned, share_of_replicated
 from diffcoll.nn.features import check_features
 from diffcoll.nn.followers import sent
-from diffcoll.nn.inputs import check_rows, in_full_precision, without_autocast
+from diffcoll.nn.inputs import asserted, check_rows, in_full_precision, without_autocast
 from diffcoll.nn.loss_module import LossModule
+
+#: Seeds with equal residues are taken for one: one pair in 190,747.
+_PRIMES = (61, 59, 53)
 
 
 def sigreg_loss(
@@ -40,7 +45,7 @@ def sigreg_loss(
     random unit vector a; the loss is the Epps–Pulley statistic of normality. The integral is over [−t_max, t_max], by
     the trapezoidal rule with `num_points` points on [0, t_max], doubled since the integrand is even. As published, the
     number of rows multiplies: twice as many rows of the same distribution give about twice the loss. The ranks send
-    2 · num_slices · (num_points − 1) + 2 numbers in the forward and one number in the backward.
+    2 · num_slices · (num_points − 1) + 8 numbers in the forward and one number in the backward.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -66,7 +71,8 @@ def sigreg_loss(
 
     Raises:
         TypeError, ValueError: an argument is invalid, or no rank has a row.
-        CollectiveMismatchError: on all ranks in check mode, if they differ in seed, D or another option.
+        CollectiveMismatchError: on all ranks, if they differ in the seed (a RuntimeError in compiled functions); in
+            check mode also if they differ in D or another option.
 
     Source: notes/decorrelation.md#sigreg.
     """
@@ -88,13 +94,15 @@ def sigreg_loss(
         weights = torch.cat([weights[:-1], weights[-1:] / 2])
         angles = (x @ _directions(seed, num_slices, x)).unsqueeze(2) * t
         count = torch.full((1,), len(x), dtype=x.dtype, device=x.device)
-        row = torch.cat([angles.cos().sum(0).flatten(), angles.sin().sum(0).flatten(), count])
+        row = torch.cat([angles.cos().sum(0).flatten(), angles.sin().sum(0).flatten(), _residues(seed, x), count])
         total = sent(name, partial(all_reduce, group=group, grad_placement="replicate"), row, row.requires_grad, group)
         count = total[-1].detach()
         check_rows(name, len(x), count, 1)
-        cosine, sine = (total[:-1] / count).view(2, num_slices, num_points - 1)
+        sums, residues = total[: -2 * len(_PRIMES) - 1], total[-2 * len(_PRIMES) - 1 : -1].detach()
+        cosine, sine = (sums / count).view(2, num_slices, num_points - 1)
         statistics = ((cosine - gaussian).square() + sine.square()) @ weights * count
-        return returned(share_of_replicated(statistics.mean(), group), rank_reduction, group)
+        loss = _of_one_seed(statistics.mean(), residues, name, seed, get_world_size(group))
+        return returned(share_of_replicated(loss, group), rank_reduction, group)
 
 
 class SIGRegLoss(LossModule, of=sigreg_loss):
@@ -116,6 +124,24 @@ def _checked_seed(name: str, seed: object) -> int:
     if number >= 1 << 63:
         raise ValueError(message(name, "seed", number, "an integer below 2⁶³", "the number of the step is one"))
     return number
+
+
+def _residues(seed: int, x: Tensor) -> Tensor:
+    """Return the residues of the seed and their squares, small integers: sums over many ranks are exact."""
+    residues = [torch.full((1,), seed % prime, dtype=x.dtype, device=x.device) for prime in _PRIMES]
+    return torch.cat([*residues, *(residue.square() for residue in residues)])
+
+
+def _of_one_seed(loss: Tensor, summed: Tensor, name: str, seed: int, n: int) -> Tensor:
+    """Return the loss; raise, on all ranks, unless N Σ r² = (Σ r)² for all residues, which are equal then."""
+    once, squared = summed.round().long().view(2, len(_PRIMES))
+    same = (n * squared == once.square()).all()
+    if torch.compiler.is_compiling() or is_traced(same):
+        return asserted(loss, same, f"{name}: seed: the ranks have different seeds, expected the same on all ranks")
+    if not bool(without_transforms(same).all()):
+        remedy = "pass the number of the step, or a number that rank 0 has sent to all"
+        raise CollectiveMismatchError(message(name, "seed", seed, "the same seed on all ranks", remedy))
+    return loss
 
 
 def _directions(seed: int, slices: int, x: Tensor) -> Tensor:

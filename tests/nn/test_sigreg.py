@@ -7,7 +7,7 @@ import pytest
 import torch
 from references import data, holds, sigreg
 from releases import compiles, one_graph
-from runs import gloo, gloo_messages, refusal, rules
+from runs import gloo, gloo_messages, refusal, rules, runs_on
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -123,7 +123,7 @@ def test_half_precision_is_computed_in_float32():
 
 
 def test_what_is_sent():
-    """One message forward, of the cosines, the sines, the number of rows and a bit; one number backward."""
+    """One message forward, of the cosines, the sines, what tells seeds apart, the number of rows and a bit."""
 
     def body(x):
         values = []
@@ -131,7 +131,7 @@ def test_what_is_sent():
         return forward, gloo_messages(values[0].backward)
 
     for forward, backward in gloo(body, rows(8)[0].split([5, 3])):
-        assert forward == [("all_reduce", 2 * 5 * 3 + 2)]
+        assert forward == [("all_reduce", 2 * 5 * 3 + 8)]
         assert backward == [("all_reduce", 1)]
 
 
@@ -209,6 +209,29 @@ def test_check_mode_compares_options(option, values):
 
     for text in rules(body, rows(8)[0].split([5, 3]), values):
         assert all(f"{option}={value}" in text for value in values)
+
+
+@runs_on("rules", "gloo")
+def test_ranks_with_different_seeds(run):
+    """Also if one of many ranks has another one, and within a transform."""
+    x = rows(8)[0]
+
+    def body(r):
+        loss = partial(sigreg_loss, seed=4 + (r == 2) * 2**40, **FEW)
+        return [refusal(dc.CollectiveMismatchError, call, x) for call in (loss, torch.func.grad(loss))]
+
+    for r, texts in enumerate(run(body, range(3))):
+        got = 4 + (r == 2) * 2**40
+        assert all(
+            text.startswith(f"sigreg_loss: seed: got {got}, expected the same seed on all ranks") for text in texts
+        )
+
+
+def test_the_seed_is_told_apart_on_many_ranks_in_float32():
+    x = rows(8)[0].float()
+    assert torch.stack(rules(lambda x: sigreg_loss(x, seed=60, num_slices=1, num_points=2), [x] * 300)).isfinite().all()
+    with pytest.raises(dc.CollectiveMismatchError, match="seed"):
+        rules(lambda x, seed: sigreg_loss(x, seed=seed, num_slices=1, num_points=2), [x] * 300, [60] * 299 + [61])
 
 
 def test_check_mode_compares_the_size_of_the_features():
