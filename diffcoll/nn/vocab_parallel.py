@@ -93,7 +93,7 @@ def vocab_parallel_cross_entropy(
     Raises:
         TypeError, ValueError: an argument is invalid; or a target is outside the vocabulary, on all ranks (a
             RuntimeError on an accelerator and in compiled functions).
-        CollectiveMismatchError: on all ranks, if they differ in shapes, dtypes, bias or target.
+        CollectiveMismatchError: on all ranks, if they differ in options, shapes, dtypes, bias or target.
 
     Source: notes/vocab-parallel.md.
     """
@@ -112,9 +112,16 @@ def vocab_parallel_cross_entropy(
     with without_autocast(hidden):
         q = hidden.to(dtype).reshape(-1, hidden.shape[-1])
         k, bias = weight_shard, None if bias_shard is None else bias_shard.to(dtype)
-        tree = {"hidden": hidden.detach().unsqueeze(0), "target": index.unsqueeze(0), "weight_shard": k.detach()}
+        # Numbers that a graph formats become its constants.
+        facts = {**{key: float(x) for key, x in numbers.items()}, "ignore_index": ignore_index, "reduction": reduction}
+        options = "" if torch.compiler.is_compiling() else "".join(f", {key}={x}" for key, x in facts.items())
+        tree = {
+            f"hidden{options}": hidden.detach().unsqueeze(0),
+            "target": index.unsqueeze(0),
+            "weight_shard": k.detach(),
+        }
         tree |= {} if bias_shard is None else {"bias_shard": bias_shard.detach()}
-        what = "shapes or dtypes of hidden, target, weight_shard or bias_shard"
+        what = "options, or shapes or dtypes of hidden, target, weight_shard or bias_shard"
         needs = needs_gradient(q), needs_gradient(q, k, bias)
         sizes, (needs_hidden, needs_any) = agreed(_NAME, tree, what, len(k), needs, engine, group)
         total, first = sum(sizes), sum(sizes[: engine.rank])

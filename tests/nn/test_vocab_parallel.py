@@ -412,8 +412,27 @@ def test_ranks_that_disagree(differ):
 
     h, w, b = numbers()
     for text in gloo(body, range(2), [h] * 2, w.split([4, 5]), b.split([4, 5])):
-        what = "shapes or dtypes of hidden, target, weight_shard or bias_shard"
+        what = "options, or shapes or dtypes of hidden, target, weight_shard or bias_shard"
         assert text.startswith(f"vocab_parallel_cross_entropy: the ranks differ in {what}; ")
+
+
+DIFFERENT = {"label_smoothing": 0.1, "z_loss": 0.1, "ignore_index": 50, "reduction": "sum"}
+
+
+def test_ranks_with_different_options_are_an_error_on_all_ranks():
+    """Without check mode: label_smoothing makes a message longer, and the others change the loss of a rank alone."""
+
+    def body(r, w):
+        return [
+            refusal(dc.CollectiveMismatchError, ours, numbers()[0], w, **({name: value} if r else {}))
+            for name, value in DIFFERENT.items()
+        ]
+
+    for texts in gloo(body, range(2), numbers()[1].split([4, 5])):
+        for text in texts:
+            assert text.startswith("vocab_parallel_cross_entropy: the ranks differ in options, or shapes or dtypes of")
+    w = numbers()[1].split([4, 5])
+    assert len({x.item() for x in gloo(lambda z, w: ours(numbers()[0], w, z_loss=z), [1, 1.0], w)}) == 1
 
 
 def test_check_mode_compares_options_and_hidden():
