@@ -18,7 +18,7 @@ from torch import Tensor
 from diffcoll.collectives.all_to_all import all_to_all
 from diffcoll.composed.leaves import lengths_of_ranks
 from diffcoll.core import expect
-from diffcoll.core.errors import message
+from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import untraced
 from diffcoll.engines.types import Group
@@ -86,7 +86,11 @@ def halo_exchange(
     if engine.size > 1:
         rows = x.movedim(d, 0)
         tree = {f"dim {d}, left {left}, right {right}, padding_mode {padding_mode}": rows}
-        sizes = [n for (n,) in lengths_of_ranks(_NAME, tree, [rows], sizes, group)]
+        try:
+            sizes = [n for (n,) in lengths_of_ranks(_NAME, tree, [rows], sizes, group)]
+        except CollectiveMismatchError as error:
+            facts = "arguments, or in dtype or another dimension of x"
+            raise CollectiveMismatchError(f"{_NAME}: the ranks differ in {facts}; {error}") from None
     _check_total(sum(sizes), left, right, padding_mode)
     plan = _plan(tuple(sizes), engine.rank, left, right, padding_mode)
     found = all_to_all(
@@ -99,7 +103,10 @@ def halo_exchange(
 
 
 def _rows_of(x: Tensor, dim: int, rows: list[int]) -> Tensor:
-    return x.index_select(dim, torch.tensor(rows, dtype=torch.long, device=x.device))
+    index = torch.tensor(rows, dtype=torch.long, device=x.device)
+    if x.dtype in (torch.uint16, torch.uint32, torch.uint64):  # PyTorch has no index_select of them
+        return x.movedim(dim, 0)[index].movedim(0, dim)
+    return x.index_select(dim, index)
 
 
 def _check_total(total: int, left: int, right: int, mode: str | None) -> None:
