@@ -95,7 +95,7 @@ def _checked(scores: Tensor, epsilon: float, iterations: int, group: Group) -> T
     sizes = [rows]
     if get_world_size(group) > 1:
         # Numbers that a graph formats become its constants.
-        options = "" if compiling else f"epsilon={epsilon}, iterations={iterations}"
+        options = "" if compiling else f"epsilon={float(epsilon)}, iterations={iterations}"
         try:
             sizes = [size for (size,) in lengths_of_ranks(_NAME, {options: x}, [x], [rows], group)]
         except CollectiveMismatchError as error:

@@ -318,6 +318,11 @@ def test_ranks_that_differ(scores, options):
             assert "the ranks differ in K" in text or "disagree" in text
 
 
+def test_equal_numbers_of_different_types():
+    found = rules(lambda x, epsilon: sinkhorn(x, epsilon=epsilon), [torch.ones(2, 3)] * 2, [1, 1.0])
+    assert torch.equal(*found)
+
+
 def test_check_mode_passes_what_is_equal():
     def body(x):
         with dc.check_mode():
