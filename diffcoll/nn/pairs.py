@@ -240,9 +240,11 @@ def agree(
     """Return the ranks' numbers of rows, after a check that they pass the same things, and what backward has to do."""
     loop = options.exchange == "ring" and collectives_only(options.group)
     k, xs = columns[0], [x.k for x in columns]
-    tree = {f"{options.exchange}{' in a transform' if loop else ''}": k.k.detach().to(k.sent), **compared}
+    facts = f"{options.exchange}{' in a transform' if loop else ''}, normalize={bool(options.normalize)}"
+    facts = f"{facts}, decoupled={options.decoupled}, rank_reduction={options.rank_reduction}"
+    tree = {facts: k.k.detach().to(k.sent), **compared}
     what = "labels, ids, negatives or numbers of positives (given on all ranks, of one dtype)"
-    what = f"{what}, exchange, dtype or size of the features"
+    what = f"{what}, exchange, normalize, decoupled, rank_reduction, dtype or size of the features"
     needs = needs_gradient(*xs), needs_gradient(*xs, q, bias)
     sizes, (needs_k, needs_any) = agreed(options.name, tree, what, len(q), needs, engine, options.group)
     return sizes, _Wants(needs_k, needs_any, loop)

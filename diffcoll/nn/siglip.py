@@ -63,7 +63,8 @@ def siglip_loss(
 
     Raises:
         TypeError, ValueError: an argument is invalid, or the batch is empty on all ranks.
-        CollectiveMismatchError: on all ranks, if they differ in the arguments that are given, in dtypes or in D.
+        CollectiveMismatchError: on all ranks, if they differ in the tensors that are given, in options that are no
+            numbers, in dtypes or in D.
 
     Source: notes/contrastive.md.
     """

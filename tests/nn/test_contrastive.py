@@ -364,7 +364,7 @@ def test_decoupled_on_processes():
 
 @runs_on("truth", "gloo")
 def test_ranks_that_differ_in_their_negatives_get_an_error(run):
-    """Also in those of all queries and of their own, and in numbers of positives; an empty rank is no exception."""
+    """Of all queries or of their own, or in numbers of positives, or in decoupled; an empty rank is no exception."""
     x = torch.ones(2, 4)
     own, several = x[:, None], torch.stack([x, x], 1)
 
@@ -379,6 +379,7 @@ def test_ranks_that_differ_in_their_negatives_get_an_error(run):
                     lambda: info_nce_loss(x[:rows], one[:rows], negatives=negatives[r]),  # noqa: B023
                 )
             )
+        texts.append(refusal(dc.CollectiveMismatchError, lambda: info_nce_loss(x, x, decoupled=r == 1)))
         return texts
 
     for texts in run(body, range(2)):
@@ -391,12 +392,13 @@ def test_ranks_that_differ_in_their_negatives_get_an_error(run):
 
 @runs_on("truth", "gloo")
 def test_ranks_that_differ_get_an_error(run):
-    """Labels on one rank, labels of two dtypes, another exchange, and features of another dtype."""
+    """Labels on one rank, labels of two dtypes, another option, and features of another dtype."""
     x, marks = torch.ones(2, 4), torch.arange(2)
 
     def body(r):
         texts = []
-        for odd in ({"labels": marks}, {"labels": marks, "ids": marks.int()}, {"exchange": "ring"}, {"x": x.double()}):
+        options = [{"exchange": "ring"}, {"normalize": True}, {"rank_reduction": "sum"}]
+        for odd in ({"labels": marks}, {"labels": marks, "ids": marks.int()}, *options, {"x": x.double()}):
             usual = {"labels": marks, "ids": marks} if "ids" in odd else {}
             options = {"x": x, **usual, **(odd if r == 1 else {})}
             features = options.pop("x")
