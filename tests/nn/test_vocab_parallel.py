@@ -179,6 +179,24 @@ def test_large_and_small_logits(scale):
     assert all(x.isfinite().all() for x in (loss, *gs))
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_logit_that_is_not_finite_is_seen_in_the_loss_and_its_gradients(value, smoothing):
+    """As in PyTorch, also if it is the target's and the loss would otherwise be 0."""
+    h, w, b = numbers()
+    b[0] = value
+
+    def body(w, b):
+        leaf = h.clone().requires_grad_()
+        loss = ours(leaf, w, b, reduction="none", label_smoothing=smoothing)
+        return loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]
+
+    keep = TARGET != -100
+    for loss, gradient in rules(body, w.split([4, 5]), b.split([4, 5])):
+        assert not loss[keep].isfinite().any() and loss[0, 0].isnan() and loss[0, 2] == 0
+        assert gradient[0, 0].isnan().all()
+
+
 def test_a_small_loss_keeps_its_digits():
     """Of 1e-7 in float32, where log Z − s would be 0."""
     h, w = torch.eye(3), torch.diag(torch.tensor([17.0, 17.0, 17.0]))
