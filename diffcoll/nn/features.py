@@ -18,6 +18,7 @@ from diffcoll.core.errors import message
 from diffcoll.core.torch_private.transforms import is_eager
 from diffcoll.engines.types import Group
 from diffcoll.nn.convention import RankReduction, check_options
+from diffcoll.nn.inputs import saveable
 from diffcoll.nn.logits import normalized
 from diffcoll.nn.loss_module import Exchange
 
@@ -139,7 +140,7 @@ def scalar(name: str, argument: str, x: Tensor | float, like: Tensor, positive: 
         if readable and float(x.detach()) <= 0:
             got = f"a tensor with {float(x.detach())}"
             raise ValueError(message(name, argument, got, "a number above 0", "logits are divided by it"))
-        return x.reshape(()).to(like.device, like.dtype)
+        return saveable(x).reshape(()).to(like.device, like.dtype)
     if not expect.is_number(x):
         raise TypeError(message(name, argument, type(x).__name__, expected))
     if positive and not x > 0:
@@ -149,7 +150,7 @@ def scalar(name: str, argument: str, x: Tensor | float, like: Tensor, positive: 
 
 def wide(x: Tensor, normalize: bool) -> Tensor:
     """Return features in float32, or float64 if they are, and normalized rows if asked for."""
-    x = x.to(wider(x.dtype))
+    x = saveable(x).to(wider(x.dtype))
     return normalized(x) if normalize else x
 
 

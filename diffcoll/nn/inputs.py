@@ -32,6 +32,11 @@ def in_full_precision(name: str, **arguments: Tensor) -> list[Tensor]:
     return [x.to(dtype) for x in arguments.values()]
 
 
+def saveable(x: Tensor) -> Tensor:
+    """Return x, or a copy if it was made in inference mode and autograd, which does not save such tensors, is on."""
+    return x.clone() if not torch.compiler.is_compiling() and torch.is_grad_enabled() and x.is_inference() else x
+
+
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Return a context in which autocast does not cast the products of tensors like x to half precision."""
     if not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type):

@@ -176,8 +176,6 @@ def _sums_over(
 ) -> Sums:
     """Return the sums over the columns of all ranks, of which each has `sizes`."""
     x, group = k.k, options.group
-    if not torch.compiler.is_compiling() and wants.any and x.is_inference():
-        x = x.clone()  # autograd does not save tensors that were made in inference mode
     if wants.k and not alone:  # autograd.grad of other tensors alone would not send the gradient of the columns
         x = torch.cat([x, q[:0], *([] if bias is None else [bias.expand(0, x.shape[1])])])
     if options.exchange == "ring":

@@ -29,7 +29,7 @@ from diffcoll.nn.chunks import sums_of
 from diffcoll.nn.convention import same_options
 from diffcoll.nn.features import check_chunk_size
 from diffcoll.nn.followers import needs_gradient
-from diffcoll.nn.inputs import asserted, in_full_precision, is_dtensor, without_autocast
+from diffcoll.nn.inputs import asserted, in_full_precision, is_dtensor, saveable, without_autocast
 from diffcoll.nn.logits import LossRule, Marks, least
 from diffcoll.nn.pairs import agreed, tracked
 
@@ -110,7 +110,7 @@ def vocab_parallel_cross_entropy(
     ignored = index == ignore_index
     index = index.masked_fill(ignored, -1)
     with without_autocast(hidden):
-        q = hidden.to(dtype).reshape(-1, hidden.shape[-1])
+        q = saveable(hidden).to(dtype).reshape(-1, hidden.shape[-1])
         k, bias = weight_shard, None if bias_shard is None else bias_shard.to(dtype)
         # Numbers that a graph formats become its constants.
         facts = {**{key: float(x) for key, x in numbers.items()}, "ignore_index": ignore_index, "reduction": reduction}
@@ -128,8 +128,7 @@ def vocab_parallel_cross_entropy(
         if not torch.compiler.is_compiling():  # a size from another rank has no value there
             if total == 0:
                 raise ValueError(message(_NAME, "weight_shard", "no rows on any rank", "one row at least"))
-            if needs_any and k.is_inference():
-                k = k.clone()  # autograd does not save tensors that were made in inference mode
+            k = saveable(k) if needs_any else k
         if engine.size > 1:
             if needs_hidden:
                 q, k, bias = _together(tracked(q, True), k, bias)

@@ -462,6 +462,31 @@ def test_ranks_with_different_numbers_of_negatives(options):
         torch.testing.assert_close(sum(ours) / 4, right)
 
 
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("options", [{}, {"decoupled": True, "chunk_size": 2}, {"exchange": "ring"}], ids=str)
+def test_tensors_of_inference_mode(own, options):
+    """Queries, negatives or a temperature that were made in it, on one rank, where other tensors train."""
+    numbers = torch.Generator().manual_seed(5)
+    xs = [*(torch.randn(4, 3, generator=numbers).double() for _ in range(3)), torch.tensor(0.5).double()]
+
+    def body(r, frozen):
+        with torch.inference_mode():
+            made = [x.clone() for x in xs]
+        q, k, n, t = (
+            y if i in frozen and r == 0 else x.clone().requires_grad_()
+            for i, (x, y) in enumerate(zip(xs, made, strict=True))
+        )
+        loss = info_nce_loss(q, k, negatives=n[:, None] if own else n, temperature=t, normalize=False, **options)
+        trained = [x for x in (q, k, n, t) if x.requires_grad]
+        return dict(zip([x for x in range(4) if r or x not in frozen], torch.autograd.grad(loss, trained), strict=True))
+
+    for ranks in (1, 2):
+        every = rules(body, range(ranks), [()] * ranks)
+        for frozen in ((0,), (1,), (2,), (3,), (0, 1, 2)):
+            for found, right in zip(rules(body, range(ranks), [frozen] * ranks), every, strict=True):
+                torch.testing.assert_close(found, {i: right[i] for i in found})
+
+
 def test_messages_of_negatives():
     """Their numbers, and a gather, whose backward is one more message; also from a rank that has none or trains nothing."""
     x, y, *_ = batch(4)

@@ -334,6 +334,10 @@ def test_tensors_of_inference_mode():
     _, _, to_w, to_b = gradients(h, w, b, loss=whole)
     found = rules(body, range(2), [h] * 2, w.split([4, 5]), b.split([4, 5]))
     torch.testing.assert_close([list(gs) for gs in found], [[to_b[:4]], [to_b[4:], to_w[4:]]])
+    with torch.inference_mode():
+        frozen = h.clone()
+    w = w.clone().requires_grad_()
+    torch.testing.assert_close(torch.autograd.grad(ours(frozen, w, b), w)[0], to_w)  # one rank
 
 
 def test_joint_backward_and_check_mode():
