@@ -7,9 +7,9 @@ note      notes/halo_exchange.md
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -137,27 +137,27 @@ def _plan(sizes: tuple[int, ...], rank: int, left: int, right: int, mode: str | 
     ends = list(accumulate(sizes, initial=0))
     total = ends[-1]
 
-    def halo(r: int) -> tuple[list[int | None], int]:
-        """Return the numbers of the rows that a rank needs, None for zeros, and how many are before its block."""
-        before, after = range(ends[r] - left, ends[r]), range(ends[r + 1], ends[r + 1] + right)
-        numbers = [[_row(i, total, mode) for i in part if mode or 0 <= i < total] for part in (before, after)]
-        return numbers[0] + numbers[1], len(numbers[0])
+    def halo(r: int) -> list[list[int | None]]:
+        """Return the numbers of the rows before and after a rank's block; None: zeros."""
+        parts = range(ends[r] - left, ends[r]), range(ends[r + 1], ends[r + 1] + right)
+        return [[_row(i, total, mode) for i in part if mode or 0 <= i < total] for part in parts]
 
-    def of(source: int, r: int) -> list[int]:
-        """Return the rows of `source`, counted from its first, that rank r receives from it."""
-        return [i - ends[source] for i in halo(r)[0] if i is not None and ends[source] <= i < ends[source + 1]]
+    def received(r: int) -> list[int]:
+        """Return the numbers of the rows that a rank receives, each once; their order is that of ranks too."""
+        return sorted({i for part in halo(r) for i in part if i is not None})
 
-    to = [of(rank, r) for r in range(len(sizes))]
-    received = [len(of(source, rank)) for source in range(len(sizes))]
-    needed, before = halo(rank)
-    owners = [None if i is None else bisect_right(ends, i) - 1 for i in needed]
-    next_place = list(accumulate(received, initial=0))
-    places = []
-    for owner in owners:
-        places.append(sum(received) if owner is None else next_place[owner])
-        if owner is not None:
-            next_place[owner] += 1
-    return _Plan([i for rows in to for i in rows], [len(rows) for rows in to], received, places, before)
+    to = [[i - ends[rank] for i in received(r) if ends[rank] <= i < ends[rank + 1]] for r in range(len(sizes))]
+    mine = received(rank)
+    firsts = [bisect_left(mine, end) for end in ends]
+    before, after = halo(rank)
+    places = [len(mine) if i is None else bisect_left(mine, i) for i in before + after]
+    return _Plan(
+        [i for rows in to for i in rows],
+        [len(rows) for rows in to],
+        [b - a for a, b in pairwise(firsts)],
+        places,
+        len(before),
+    )
 
 
 def _row(i: int, total: int, mode: str | None) -> int | None:

@@ -1,12 +1,13 @@
 """halo_exchange: this rank's rows with those next to them, as torch.nn.functional.pad has them of the whole tensor."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 from releases import compiles, one_graph
-from runs import profiled, refusal, rules, runs_on, truth
+from runs import gloo, profiled, refusal, rules, runs_on, truth
 
 import diffcoll as dc
 from diffcoll.testing import spawn
@@ -115,6 +116,18 @@ def test_messages():
         assert [name for name in forward if "all_to_all" in name] and len(forward) == 2
         assert len(backward) == 1 and x == [1, 1, 1]
     assert not any(size for _, size in profiled(dc.halo_exchange, torch.ones(3), 0, 1, 1))
+
+
+@pytest.mark.parametrize("mode", ["replicate", "circular"])
+def test_a_row_is_sent_once(mode):
+    """However often it is in the halo."""
+
+    def body(r):
+        call = partial(dc.halo_exchange, torch.ones(2, 5), 0, padding_mode=mode)
+        return [dict(profiled(call, n, n))["all_to_all"] for n in (4, 9)]
+
+    for few, many in gloo(body, range(2)):
+        assert few == many
 
 
 @compiles
