@@ -14,6 +14,7 @@ note  notes/contrastive.md
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -163,11 +164,16 @@ def block(q: Tensor, k: Tensor, bias: Tensor | None, rule: LossRule, rows: Marks
     pos = None if rows.label is None else s.masked_fill(~positive, least(s))
     return Sums(
         row_neg=logsumexp(neg, 1),
-        row_sum=s.masked_fill(~positive, 0).sum(1),
+        row_sum=_not_infinite(s.masked_fill(~positive, 0).sum(1)),
         row_pos=None if pos is None else logsumexp(pos, 1),
         col_neg=logsumexp(neg, 0) if rule.columns else None,
         col_pos=None if pos is None or not rule.columns else logsumexp(pos, 0),
     )
+
+
+def _not_infinite(positives: Tensor) -> Tensor:
+    """Return sums of positives, NaN where they have overflowed: PyTorch's cross-entropy is ∞ − ∞ there, and not 0."""
+    return torch.where(positives == math.inf, math.nan, positives)
 
 
 def logsumexp(s: Tensor, dim: int) -> Tensor:
@@ -222,7 +228,7 @@ class _Softmax(Function):
     ) -> tuple[Any, ...]:
         ctx.positive = _Place(rows.partner, cols, rule.whole)
         memory = s.detach()
-        row_sum = ctx.positive.take(memory)
+        row_sum = _not_infinite(ctx.positive.take(memory))
         ctx.positive.put_(memory, least(s))
         if rule.within:
             _Place(rows.number, cols, rule.whole).put_(memory, least(s))

@@ -139,8 +139,7 @@ def vocab_parallel_cross_entropy(
             row = all_gather(tracked(row, needs_any), group=group, grad_placement="replicate")
         neg, own, *every = row[:, :-2].reshape(engine.size, *mine.shape).unbind(1)
         log_neg, logit = neg.logsumexp(0), own.sum(0)
-        # 0 · ∞: as in PyTorch the loss is NaN where the target's logit is infinite, and not 0.
-        loss = -F.logsigmoid(logit - log_neg + 0 * logit.clamp(min=0))
+        loss = -F.logsigmoid(logit - log_neg)
         if z_loss:
             loss = loss + z_loss * torch.logaddexp(log_neg, logit).square()
         if label_smoothing:

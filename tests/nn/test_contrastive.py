@@ -308,6 +308,23 @@ def test_samples_without_a_label(kind, options):
     holds(ours, whole, module=module, sizes=[(8,), (5, 0, 3)], order=1)
 
 
+@pytest.mark.parametrize("options", [*OPTIONS, {"labels": torch.tensor([0, 1, 0])}], ids=str)
+def test_a_positive_that_overflows_is_nan(options):
+    """As in PyTorch's cross-entropy; a loss of 0 would hide it from a GradScaler."""
+    x, y = (torch.eye(3) * torch.tensor([[1e20], [1.0], [1.0]]) for _ in range(2))
+
+    def body(x, y, *labels):
+        x.requires_grad_()
+        loss = clip_loss(x, y, 1.0, **{**options, **dict(zip(["labels"], labels, strict=False))})
+        loss.backward()
+        return loss.detach(), x.grad
+
+    marks = [options["labels"].split([2, 1])] if "labels" in options else []
+    (loss, g), _ = rules(body, x.split([2, 1]), y.split([2, 1]), *marks)
+    assert loss.isnan() and g.isnan().any()
+    assert body(x.clone(), y, *([options["labels"]] if marks else []))[0].isnan()
+
+
 def decoupled(logits, positive, excluded):
     """Yeh et al. 2022, equation 6: −s of the positive + log Σ exp s of the negatives; 0 for a row without one of them."""
     terms = []
