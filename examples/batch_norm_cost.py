@@ -9,12 +9,13 @@ layer, of the same size as those of SyncBatchNorm. Steps alternate; times are th
 """
 
 import argparse
-import time
+from functools import partial
 from statistics import quantiles
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from cost import alternating
 from torch import nn
 
 import diffcoll as dc
@@ -67,33 +68,25 @@ class LocalNorm(nn.BatchNorm2d):
         return Messages.apply(super().forward(x))
 
 
-def models():
-    baseline = resnet()
-    for module in baseline.modules():
-        if type(module) is nn.BatchNorm2d:
-            module.__class__ = LocalNorm
-    return baseline, dc.nn.convert_sync_batchnorm(resnet())
+def step(model, x, target):
+    F.cross_entropy(model(x), target).backward()
 
 
-def times(batch, layout, steps):
+def times(batch, layout, repeats):
     """Return wall and CPU time of a step of both models."""
     torch.set_num_threads(1)
     torch.manual_seed(dist.get_rank())
     x = torch.randn(batch, 3, 32, 32).contiguous(memory_format=layout)
     target = torch.randint(10, (batch,))
-    found = [([], []), ([], [])]
-    nets = [model.to(memory_format=layout) for model in models()]
-    for step in range(steps + 2):
-        for model, (wall, cpu) in zip(nets, found, strict=True):
-            dist.barrier()
-            start, start_cpu = time.perf_counter(), time.process_time()
-            F.cross_entropy(model(x), target).backward()
-            used = time.process_time() - start_cpu
-            dist.barrier()
-            if step >= 2:
-                wall.append(1e3 * (time.perf_counter() - start))
-                cpu.append(1e3 * used)
-    return [[quantiles(each)[0] for each in both] for both in found]
+    baseline, ours = resnet(), dc.nn.convert_sync_batchnorm(resnet())
+    for module in baseline.modules():
+        if type(module) is nn.BatchNorm2d:
+            module.__class__ = LocalNorm
+    models = {"baseline": baseline, "SyncBatchNorm": ours}
+    found = alternating(
+        {name: partial(step, model.to(memory_format=layout), x, target) for name, model in models.items()}, repeats
+    )
+    return [[quantiles(each)[0] for each in zip(*both, strict=True)] for both in found.values()]
 
 
 def main(batches, steps):

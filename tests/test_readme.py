@@ -139,6 +139,7 @@ SCORES = {"simclr": 75, "clip": 71, "supcon": 80, "barlow_twins": 75, "segmentat
 SMALLER = {
     **{f"{name}.py": ["--steps", "3"] for name in SCORES},
     "contrastive_cost.py": ["128", "32", "32"],
+    "grad_cache_cost.py": ["64", "32", "2", "32"],
     "vocab_parallel_cost.py": ["64", "512", "16", "64"],
     "batch_norm_cost.py": ["2", "--steps", "2"],
 }

@@ -1,44 +1,62 @@
-"""chunk_size bounds the memory of the logits, as notes/contrastive.md and notes/vocab-parallel.md say."""
+"""Chunks bound the memory of logits and of a model, as notes/contrastive.md and notes/vocab-parallel.md say."""
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
+from runs import ROOT
 
-import diffcoll
 from diffcoll.testing import spawn
+
+sys.path.append(str(ROOT / "examples"))
+import contrastive_cost
+import cost
+import grad_cache_cost
+import vocab_parallel_cost
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 MEGA = 1 << 20
 
 
-def example(name):
-    path = Path(diffcoll.__file__).parent.parent / "examples" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def peaks(rank, steps, names, sizes):
+    return [cost.memory(steps, name, sizes) for name in names]
+
+
+def on_ranks(script, names, *sizes):
+    """Return the peaks of these variants of a script on rank 0."""
+    return spawn(peaks, range(2), [script.steps] * 2, [names] * 2, [sizes] * 2)[0]
 
 
 def test_the_peak_of_a_step():
-    cost, b, dims, chunk = example("contrastive_cost"), 2048, 16, 64
-
-    def peaks(r):
-        return [cost.memory(name, b, dims, chunk) for name in ("clip_loss", f"chunk_size={chunk}")]
-
-    whole, chunked = spawn(peaks, range(2))[0]
+    b, dims, chunk = 2048, 16, 64
+    whole, chunked = on_ranks(contrastive_cost, ("clip_loss", f"chunk_size={chunk}"), b, dims, chunk)
     assert 2 * b * 2 * b * 4 / MEGA < whole < 6 * b * 2 * b * 4 / MEGA
     assert chunked < whole / 5
 
 
 def test_the_peak_of_a_sharded_vocabulary():
     """Two matrices of logits, and the gradients."""
-    cost, b, words, dims, chunk = example("vocab_parallel_cost"), 2048, 8192, 16, 64
-
-    def peaks(r):
-        return [cost.memory(name, b, words, dims, chunk) for name in ("all logits", f"chunk_size={chunk}")]
-
-    whole, chunked = spawn(peaks, range(2))[0]
+    b, words, dims, chunk = 2048, 8192, 16, 64
+    whole, chunked = on_ranks(vocab_parallel_cost, ("all logits", f"chunk_size={chunk}"), b, words, dims, chunk)
     assert 2 * b * words / 2 * 4 / MEGA < whole < 3 * b * words / 2 * 4 / MEGA
     assert chunked < whole / 10
+
+
+def test_the_peak_of_grad_cache():
+    """Without activations of the batch, of both parts of the pairs after each of the modules."""
+    b, dims, layers, chunk = 1024, 64, 16, 32
+    whole, cached = on_ranks(grad_cache_cost, ("GradientAverager", "grad_cache"), b, dims, layers, chunk)
+    activations = 2 * 2 * layers * b * dims * 4 / MEGA
+    assert 0.8 * activations < whole - cached < 1.3 * activations
+
+
+def counted(rank):
+    steps = grad_cache_cost.steps(8, 512, 2, 2).values()
+    for step in [*steps, *steps]:  # the averager compares arguments in the first, DistributedDataParallel in the second
+        step()
+    return [cost.collectives(step) for step in steps]
+
+
+def test_the_collectives_of_a_step():
+    """Three of the loss, and a reduction of gradients; DistributedDataParallel has a first bucket of 1 MB."""
+    for found in spawn(counted, range(2)):
+        assert found == [4, 5, 4, 4]

@@ -1,0 +1,72 @@
+"""Cost of grad_cache on two gloo processes: collectives, time of a step, and peak memory above inputs and model.
+
+    python examples/grad_cache_cost.py                     # 1024 pairs per rank, 512 dimensions, 8 layers, chunks: 128
+    python examples/grad_cache_cost.py 4096 256 12 256     # pairs per rank, dimensions, layers, chunk_size
+
+The baseline is the plain step under a GradientAverager: encoder, InfoNCE over the pairs of both ranks, backward.
+Steps of the variants alternate; the time is their median. Memory is measured in processes of its own.
+"""
+
+import sys
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from cost import table
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import diffcoll as dc
+from diffcoll.nn.functional import info_nce_loss
+
+
+class Encoder(nn.Sequential):
+    """Encodes both parts of the pairs."""
+
+    def __init__(self, dims, layers):
+        super().__init__(*(module for _ in range(layers) for module in (nn.Linear(dims, dims), nn.GELU())))
+
+    def forward(self, pair):
+        return [super(Encoder, self).forward(x) for x in pair]
+
+
+def plain(encode, pair, loss):
+    loss(encode(pair)).backward()
+
+
+def step(run, encode, pair, loss):
+    encode.zero_grad()
+    run(encode, pair, loss)
+    return [p.grad for p in encode.parameters()]
+
+
+def steps(rows, dims, layers, chunk):
+    torch.manual_seed(dist.get_rank())
+    pair = torch.randn(2, rows, dims).unbind()
+
+    def loss(features, chunk_size=None):
+        return info_nce_loss(*features, temperature=0.05, chunk_size=chunk_size)
+
+    def encoder():
+        torch.manual_seed(0)
+        return Encoder(dims, layers)
+
+    averaged = encoder()
+    averager = dc.GradientAverager(averaged)
+    cached = partial(dc.nn.grad_cache, chunk_size=chunk, no_sync=averager.no_sync)
+    variants = {
+        "GradientAverager": (plain, averaged, pair, loss),
+        "DistributedDataParallel": (plain, DistributedDataParallel(encoder()), pair, loss),
+        "grad_cache": (cached, averaged, pair, loss),
+        "grad_cache, loss in chunks": (cached, averaged, pair, partial(loss, chunk_size=chunk)),
+    }
+    return {name: partial(step, *variant) for name, variant in variants.items()}
+
+
+def main(rows=1024, dims=512, layers=8, chunk=128, repeats=5):
+    title = f"{rows} pairs per rank, {dims} dimensions, {layers} layers, chunk_size={chunk}"
+    table(title, steps, (rows, dims, layers, chunk), repeats)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
