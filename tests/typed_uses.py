@@ -92,6 +92,8 @@ def losses(x: Tensor, y: Tensor) -> None:
     dc.nn.CLIPLoss(chunk_size=512)
     dc.nn.CLIPLoss(chunksize=512)  # type: ignore
     dc.nn.DiceLoss(dims=0.5)  # type: ignore
+    assert_type(dc.nn.VocabParallelCrossEntropy(reduction="none").forward(x, x, y, bias_shard=y), Tensor)
+    dc.nn.VocabParallelCrossEntropy(reduction="max")  # type: ignore
     dc.nn.functional.clip_loss(x, y, 3.0, rank_reduction="none")  # type: ignore
     dc.nn.functional.clip_loss(x, y, 3.0, reduction="mean")  # type: ignore
     dc.nn.functional.moments(x, 0, y)  # type: ignore

@@ -20,6 +20,7 @@ from diffcoll.nn.nt_xent import NTXentLoss
 from diffcoll.nn.siglip import SigLIPLoss
 from diffcoll.nn.sigreg import SIGRegLoss
 from diffcoll.nn.supcon import SupConLoss
+from diffcoll.nn.vocab_parallel import VocabParallelCrossEntropy
 
 __all__ = [
     "BarlowTwinsLoss",
@@ -36,6 +37,7 @@ __all__ = [
     "SyncBatchNorm",
     "TverskyLoss",
     "VICRegLoss",
+    "VocabParallelCrossEntropy",
     "clip_grad_norm_",
     "convert_sync_batchnorm",
     "functional",

@@ -22,6 +22,8 @@ from diffcoll.nn.convention import RankReduction, check_rank_reduction
 
 #: How ranks get the other ranks' features: all at once, or one rank's block after the other.
 Exchange = Literal["gather", "ring"]
+#: What is done over the tokens.
+Reduction = Literal["mean", "sum", "none"]
 #: What one ratio of a segmentation is of.
 Dims = int | Sequence[int] | Literal["per class"] | None
 
@@ -50,6 +52,10 @@ class LossOptions(TypedDict, total=False):
     num_slices: int
     num_points: int
     t_max: float
+    label_smoothing: float
+    z_loss: float
+    ignore_index: int
+    reduction: Reduction
     group: Group
     rank_reduction: RankReduction
     chunk_size: int | None
@@ -92,7 +98,8 @@ class LossModule(nn.Module):
             raise TypeError(message(module, name, "an option that this loss does not have", expected))
         values: dict[str, Any] = {**self._defaults, **options}
         learnable = expect.flag(module, "learnable", values.pop("learnable", False))
-        check_rank_reduction(module, values["rank_reduction"])
+        if "rank_reduction" in values:  # not that of a loss that is the same on all ranks
+            check_rank_reduction(module, values["rank_reduction"])
         # A number that no module learns is a coefficient.
         numbers = {name for name, x in self._defaults.items() if isinstance(x, float)} - _LEARNED.keys()
         expect.not_negative(module, **{name: values[name] for name in values if name in numbers})

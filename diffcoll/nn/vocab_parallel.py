@@ -10,7 +10,7 @@ note      notes/vocab-parallel.md
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from diffcoll.nn.features import check_chunk_size
 from diffcoll.nn.followers import needs_gradient
 from diffcoll.nn.inputs import asserted, in_full_precision, is_dtensor, saveable, without_autocast
 from diffcoll.nn.logits import LossRule, Marks, least
+from diffcoll.nn.loss_module import LossModule, Reduction
 from diffcoll.nn.pairs import agreed, tracked
 
 _NAME = "vocab_parallel_cross_entropy"
@@ -48,7 +49,7 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     ignore_index: int = -100,
-    reduction: Literal["mean", "sum", "none"] = "mean",
+    reduction: Reduction = "mean",
     chunk_size: int | None = None,
     group: Group = None,
 ) -> Tensor:
@@ -148,6 +149,25 @@ def vocab_parallel_cross_entropy(
         if reduction == "none":
             return loss.view(target.shape)
         return loss.sum() if reduction == "sum" else loss.sum() / (~ignored).sum()
+
+
+class VocabParallelCrossEntropy(LossModule, of=vocab_parallel_cross_entropy):
+    """`vocab_parallel_cross_entropy` as a module; its arguments are the options, `forward` takes the tensors.
+
+    It has no parameters: the rows of the output layer are passed to `forward`.
+
+    >>> import torch, diffcoll as dc
+    >>> loss = dc.nn.VocabParallelCrossEntropy(label_smoothing=0.1, chunk_size=4)
+    >>> loss
+    VocabParallelCrossEntropy(label_smoothing=0.1, z_loss=0.0, ignore_index=-100, reduction='mean', chunk_size=4)
+    >>> hidden, layer, target = torch.randn(6, 3), torch.nn.Linear(3, 10), torch.arange(6)
+    >>> whole = torch.nn.functional.cross_entropy(layer(hidden), target, label_smoothing=0.1)
+    >>> torch.testing.assert_close(loss(hidden, layer.weight, target, layer.bias), whole)
+    """
+
+    def forward(self, hidden: Tensor, weight_shard: Tensor, target: Tensor, bias_shard: Tensor | None = None) -> Tensor:
+        """Return the loss, as `vocab_parallel_cross_entropy` does."""
+        return vocab_parallel_cross_entropy(hidden, weight_shard, target, bias_shard=bias_shard, **self.options)
 
 
 def _checked(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> torch.dtype:

@@ -96,6 +96,7 @@ def test_how_they_are_shown():
         (nn_.VICRegLoss, functional.vicreg_loss, {}, set()),
         (nn_.KoLeoLoss, functional.koleo_loss, {}, set()),
         (nn_.SIGRegLoss, functional.sigreg_loss, {}, {"seed"}),
+        (nn_.VocabParallelCrossEntropy, functional.vocab_parallel_cross_entropy, {}, {"bias_shard"}),
     ],
 )
 def test_options_of_a_module_are_those_of_the_loss(module, loss, of_the_module, of_the_call):
@@ -142,6 +143,17 @@ WRONG = [
         TypeError,
         "CLIPLoss: chunksize: got an option that this loss does not have, expected one of its options: logit_scale, "
         "normalize, group, rank_reduction, chunk_size, exchange, learnable",
+    ),
+    (
+        lambda: nn_.VocabParallelCrossEntropy(rank_reduction="mean"),
+        TypeError,
+        "VocabParallelCrossEntropy: rank_reduction: got an option that this loss does not have, expected one of its "
+        "options: label_smoothing, z_loss, ignore_index, reduction, chunk_size, group",
+    ),
+    (
+        lambda: nn_.VocabParallelCrossEntropy(z_loss=-1.0),
+        ValueError,
+        "VocabParallelCrossEntropy: z_loss: got -1.0, expected a finite non-negative number",
     ),
     (lambda: nn_.DiceLoss(learnable=True), TypeError, "DiceLoss: learnable: got an option that this loss does not"),
     (lambda: CLIPLoss()(X, Y), ValueError, "CLIPLoss: logit_scale: got none, expected one; pass logit_scale, make the"),

@@ -1,5 +1,7 @@
 """Cross-entropy over a sharded vocabulary against PyTorch's of the whole one."""
 
+import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import diffcoll as dc
+import diffcoll.nn as nn_
 from diffcoll.nn.functional import vocab_parallel_cross_entropy
 from diffcoll.testing import assert_matches_single_process, simulate
 
@@ -166,6 +169,37 @@ def test_a_subgroup():
     torch.testing.assert_close(alone, expected)
     torch.testing.assert_close(first[:2], expected[:2])
     torch.testing.assert_close([torch.cat(pair) for pair in zip(first[2:], last[2:], strict=True)], list(expected[2:]))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_module(options):
+    """Options are its attributes, and what is set last is used; on ranks it is the function, also with a bias."""
+    module = nn_.VocabParallelCrossEntropy(**{**options, "z_loss": 0.5})
+    module.z_loss = options.get("z_loss", 0.0)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(module)))
+    assert repr(copied) == repr(module) and not list(module.parameters())
+    target = TARGET.masked_fill(TARGET == -100, module.ignore_index)
+
+    def by_module(h, w, b, _):
+        return copied(h, w, target, b)
+
+    def body(*mine):
+        return gradients(*mine, loss=by_module), gradients(*mine, **options), copied(mine[0], mine[1], target)
+
+    h, w, b = numbers()
+    for found, expected, without_bias in rules(body, [h] * 2, w.split([4, 5]), b.split([4, 5])):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        close(without_bias, whole(h, w, **options))
+
+
+def test_the_module_of_a_subgroup():
+    def body(r, h, w):
+        tp = [torch.distributed.new_group([0, 2]), torch.distributed.new_group([1])][r % 2]
+        return copy.deepcopy(nn_.VocabParallelCrossEntropy(group=tp))(h, w, TARGET)
+
+    h, w, _ = numbers()
+    for found in gloo(body, range(3), [h] * 3, [w[:4], w, w[4:]]):
+        torch.testing.assert_close(found, whole(h, w))
 
 
 # ── magnitudes and dtypes ────────────────────────────────────────────────────────────────────────────────
