@@ -13,11 +13,10 @@ from math import inf
 import torch
 from torch import Tensor, nn
 
-from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.core import expect
 from diffcoll.core.errors import message
-from diffcoll.core.groups import resolve
 from diffcoll.engines.types import Group
+from diffcoll.nn.axes import axes, reduced
 from diffcoll.nn.inputs import is_dtensor
 
 _NAME = "clip_grad_norm_"
@@ -58,8 +57,8 @@ def clip_grad_norm_(
         max_norm: the largest norm.
         groups: for each list, the groups over which its parameters are split: each rank of such a group has another
             part. `()`: every rank has the same. `(tensor_parallel,)`, `(pipeline, expert_parallel)`: groups as
-            everywhere, and None is the default group. Ranks over which a parameter is replicated, as data parallel
-            ones, are not named. One small message for each of the groups.
+            everywhere, and None is the default group; those of one list have only this rank in common. Ranks over which
+            a parameter is replicated, as data parallel ones, are not named. One small message for each of the groups.
         norm_type: k > 0, or `inf` for the largest absolute value.
         error_if_nonfinite: raise, on all ranks, if the norm is infinite or NaN. If not, gradients become NaN or zero.
 
@@ -77,15 +76,13 @@ def clip_grad_norm_(
         raise ValueError(message(_NAME, "norm_type", repr(norm_type), "a number above 0, or inf"))
     expect.flag(_NAME, "error_if_nonfinite", error_if_nonfinite)
     lists, largest = _checked(parameters, groups), norm_type == inf
+    over = [axes(_NAME, tuple(of_list)) for of_list in groups]
     terms = []
-    for listed, of_list in zip(lists, groups, strict=True):
+    for listed, of_list in zip(lists, over, strict=True):
         gradients = [p.grad for p in listed if p.grad is not None and p.grad.numel()]  # an empty one has no maximum
         norms = [torch.linalg.vector_norm(g, norm_type, dtype=_WIDE[g.is_complex()]).real for g in gradients]
         term = _combined(norms if largest else [norm**norm_type for norm in norms], largest)
-        for group in of_list:
-            device = resolve(group, _NAME).control_device
-            term = all_reduce(term.to(device), "max" if largest else "sum", group=group)
-        terms.append(term)
+        terms.append(reduced(_NAME, term, "max" if largest else "sum", of_list))
     total = _combined(terms, largest)
     total = total if largest else total ** (1 / norm_type)
     if error_if_nonfinite and not total.isfinite():

@@ -151,6 +151,21 @@ def test_wrong_arguments(what):
     assert torch.equal(p.grad, before)
 
 
+def test_an_axis_that_is_named_twice_is_refused():
+    """Its ranks would count twice in the norm."""
+
+    def body(r):
+        p = parameter(2, r)
+        text = refusal(ValueError, dc.nn.clip_grad_norm_, [[p]], 1.0, [(new_group([0, 1, 2]), None)])
+        assert torch.equal(p.grad, parameter(2, r).grad)
+        return text
+
+    assert set(rules(body, range(3))) == {
+        "clip_grad_norm_: groups: got two groups with the ranks [0, 1, 2], expected groups that have only this rank in "
+        "common; name each axis of the mesh once"
+    }
+
+
 def test_wrong_options_and_gradients():
     p = parameter(2, 0)
     assert "norm_type: got 0, expected a number above 0, or inf" in refusal(
