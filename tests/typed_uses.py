@@ -97,6 +97,9 @@ def losses(x: Tensor, y: Tensor) -> None:
     dc.nn.functional.clip_loss(x, y, 3.0, rank_reduction="none")  # type: ignore
     dc.nn.functional.clip_loss(x, y, 3.0, reduction="mean")  # type: ignore
     dc.nn.functional.moments(x, 0, y)  # type: ignore
+    assert_type(dc.nn.functional.token_mean(x, y, total=3, groups=[None, None]), Tensor)
+    dc.nn.functional.token_mean(x, 1.0)  # type: ignore
+    dc.nn.functional.share(x)  # type: ignore
 
 
 def averaging(model: nn.Module, gs: list[Tensor], loader: list[Tensor]) -> None:

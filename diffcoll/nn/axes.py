@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from diffcoll.collectives.all_reduce import all_reduce
@@ -28,8 +29,18 @@ def axes(name: str, groups: object) -> tuple[Group, ...]:
     return listed
 
 
-def reduced(name: str, x: Tensor, op: Literal["sum", "max"], groups: tuple[Group, ...]) -> Tensor:
-    """Return small x, reduced over each of the groups, on a device that the last of them can send."""
+def device_of(group: Group, name: str, near: torch.device | None = None) -> torch.device:
+    """Return a device on which the group sends numbers, the same on all ranks if `near` is: `near` if it can."""
+    engine = resolve(group, name)
+    if near is None or near.type == "meta" or (engine.devices is not None and near.type not in engine.devices):
+        return engine.control_device
+    return near
+
+
+def reduced(
+    name: str, x: Tensor, op: Literal["sum", "max"], groups: tuple[Group, ...], near: torch.device | None = None
+) -> Tensor:
+    """Return small x, reduced over each of the groups, which send it on `device_of`."""
     for group in groups:
-        x = all_reduce(x.to(resolve(group, name).control_device), op, group=group)
+        x = all_reduce(x.to(device_of(group, name, near)), op, group=group)
     return x

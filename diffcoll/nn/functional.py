@@ -9,6 +9,7 @@ from diffcoll.nn.info_nce import info_nce_loss
 from diffcoll.nn.koleo import koleo_loss
 from diffcoll.nn.moments import Moments, moments, weighted_mean
 from diffcoll.nn.nt_xent import nt_xent_loss
+from diffcoll.nn.shares import share, token_mean
 from diffcoll.nn.siglip import siglip_loss
 from diffcoll.nn.sigreg import sigreg_loss
 from diffcoll.nn.sinkhorn import sinkhorn
@@ -25,10 +26,12 @@ __all__ = [
     "koleo_loss",
     "moments",
     "nt_xent_loss",
+    "share",
     "siglip_loss",
     "sigreg_loss",
     "sinkhorn",
     "supcon_loss",
+    "token_mean",
     "tversky_loss",
     "vicreg_loss",
     "vocab_parallel_cross_entropy",

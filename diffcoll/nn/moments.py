@@ -139,7 +139,7 @@ def weighted_mean(
         sums, counts = values.sum(reduced), torch.full((), n, dtype=values.dtype, device=x.device)
     else:
         w = _weight(name, _along(name, weight, reduced, x), x)
-        sums = (w * _finite_where_it_counts(values, w)).sum(reduced)
+        sums = (w * finite_where_it_counts(values, w)).sum(reduced)
         counts = w.expand(x.shape).sum(reduced).to(values.dtype)
     row = as_row([sums, counts])
     total = sent(name, partial(all_reduce, group=group), row, row.requires_grad, group)
@@ -194,7 +194,7 @@ def row_of(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, int]:
 
 def _weighted_row(x: Tensor, dims: tuple[int, ...], weight: Tensor) -> tuple[Tensor, int]:
     """Return k, a, b and n, one n for each mean, in one 1-d tensor, and the number of means."""
-    values = _finite_where_it_counts(x.to(weight.dtype), weight)
+    values = finite_where_it_counts(x.to(weight.dtype), weight)
     n = weight.expand(x.shape).sum(dims, keepdim=True)
     with torch.no_grad():
         k = (weight * values).sum(dims, keepdim=True) / _divisor(n)
@@ -213,7 +213,7 @@ def _divisor(total: Tensor) -> Tensor:
     return torch.where(total == 0, inf, total)
 
 
-def _finite_where_it_counts(x: Tensor, weight: Tensor) -> Tensor:
+def finite_where_it_counts(x: Tensor, weight: Tensor) -> Tensor:
     """Return x with zeros for the non-finite values of weight zero, as 0 · NaN is NaN."""
     return torch.where((weight == 0) & ~torch.isfinite(x), 0.0, x)
 
@@ -233,8 +233,8 @@ def _dims(name: str, dims: object, x: Tensor) -> tuple[int, ...]:
     return expect.dims(name, "dim", dims, x)
 
 
-def _weight(name: str, weight: object, x: Tensor) -> Tensor:
-    """Return the weights in the dtype that x is summed in."""
+def weight_of(name: str, weight: object, x: Tensor, of: str = "x's") -> Tensor:
+    """Return the weights; raise unless they are real and broadcast to the shape of x, which is `of` in words."""
     if not isinstance(weight, Tensor) or weight.is_complex():
         got = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
         raise TypeError(message(name, "weight", got, "a real tensor, or None"))
@@ -243,10 +243,15 @@ def _weight(name: str, weight: object, x: Tensor) -> Tensor:
     except RuntimeError:
         broadcasts = False
     if not broadcasts:
-        got, expected = f"shape {tuple(weight.shape)}", f"a shape that broadcasts to x's, {tuple(x.shape)}"
+        got, expected = f"shape {tuple(weight.shape)}", f"a shape that broadcasts to {of}, {tuple(x.shape)}"
         raise ValueError(message(name, "weight", got, expected, "weight.unsqueeze(-1) adds a dimension"))
+    return weight
+
+
+def _weight(name: str, weight: object, x: Tensor) -> Tensor:
+    """Return the weights in the dtype that x is summed in."""
     dtype = wider(x.dtype)
-    return weight.to(dtype.to_real() if dtype.is_complex else dtype)
+    return weight_of(name, weight, x).to(dtype.to_real() if dtype.is_complex else dtype)
 
 
 def _along(name: str, weight: object, dims: tuple[int, ...], x: Tensor) -> object:

@@ -165,6 +165,13 @@ def vocabulary_cross_entropy(
     return loss + (z_term if reduction == "sum" else z_term / (target != ignore_index).sum())
 
 
+def mean_of_tokens(losses, weight):
+    """Σ w l / Σ w, one token after the other; those of weight zero are left out."""
+    listed = zip(losses.flatten(), weight.expand(losses.shape).flatten(), strict=True)
+    pairs = [(loss, w.item()) for loss, w in listed if w]
+    return sum(w * loss for loss, w in pairs) / sum(w for _, w in pairs)
+
+
 def ratio(kind, p, t, smooth=1.0, dims=None, alpha=0.3, beta=0.8):
     """Milletari et al. 2016, Rahman and Wang 2016, Salehi et al. 2017, each with the sums as they write them."""
     dims = {None: tuple(range(p.ndim)), "per class": (0, *range(2, p.ndim))}.get(dims, dims)

@@ -104,6 +104,11 @@ def weighted_mean_on_one(z, sizes):
     return [(w * z[:, 1]).sum() / w.sum()] * len(sizes)
 
 
+def token_mean_on_one(z, sizes):
+    w = torch.cat([labels_of(r, rows) for r, rows in enumerate(sizes)])[:, None]
+    return [len(sizes) * part.sum() / (4 * w.sum()) for part in (w * z).split(sizes)]
+
+
 def batch_norm_on_one(z, sizes):
     y = (z - z.mean(0)) / (z.var(0, correction=0) + 1e-3).sqrt()
     return [used(part) for part in y.split(sizes)]
@@ -160,6 +165,7 @@ PROGRAMS = {
     "moments": (lambda z, r: torch.stack(moments(z, (0, 1))[1:]), moments_on_one),
     "moments of weighted": (weighted_moments, moments_of_weighted_on_one),
     "weighted mean": (lambda z, r: weighted_mean(z[:, 1], weight=z[:, 0].square()), weighted_mean_on_one),
+    "token mean": (lambda z, r: functional.token_mean(z, labels_of(r, len(z))[:, None]), token_mean_on_one),
     "batch norm": (normalized, batch_norm_on_one),
 }
 
