@@ -18,6 +18,8 @@ from diffcoll.core.torch_private.transforms import is_vmapped, is_within_transfo
 
 def is_dtensor(x: object) -> bool:
     """Whether x is a DTensor, without an import of torch.distributed."""
+    if torch.compiler.is_compiling():  # Dynamo cannot iterate over the classes of a Parameter
+        return type(x).__name__ == "DTensor"
     return any(c.__name__ == "DTensor" for c in type(x).__mro__)
 
 

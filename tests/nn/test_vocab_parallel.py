@@ -504,6 +504,18 @@ def test_check_mode_compares_options_and_hidden():
 
 
 @compiles
+def test_the_module_compiled_with_the_parameters_of_a_layer():
+    """A Parameter is of another class than a tensor."""
+    torch._dynamo.reset()
+    module, layer = nn_.VocabParallelCrossEntropy(z_loss=0.1), nn.Linear(4, 9).double()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    found, expected = (each(H, layer.weight, TARGET, layer.bias) for each in (compiled, module))
+    torch.testing.assert_close(found, expected)
+    found, expected = (torch.autograd.grad(loss, [*layer.parameters()]) for loss in (found, expected))
+    torch.testing.assert_close(found, expected)
+
+
+@compiles
 @pytest.mark.slow
 def test_a_wrong_target_of_a_compiled_function():
     torch._dynamo.reset()
