@@ -71,7 +71,7 @@ def clip_loss(
     """
     check_features("clip_loss", image=image, text=text)
     scale = {"logit_scale": logit_scale}
-    options = Options("clip_loss", scale, normalize, group, rank_reduction, chunk_size, exchange)
+    options = Options("clip_loss", "image", scale, normalize, group, rank_reduction, chunk_size, exchange)
     return loss_of_pairs(options, LossRule(columns=True), [image], text, labels=labels, ids=ids)
 
 

@@ -28,6 +28,8 @@ class Options:
     """The options of a call of the loss `name`, checked."""
 
     name: str
+    #: The argument with the features of the rows.
+    rows: str
     #: Scale and bias, or temperature.
     numbers: Mapping[str, Tensor | float]
     normalize: bool

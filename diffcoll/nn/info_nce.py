@@ -79,7 +79,7 @@ def info_nce_loss(
     check_features(name, query=query)
     check_columns(name, query, positive, negatives)
     number = {"temperature": temperature}
-    options = Options(name, number, normalize, group, rank_reduction, chunk_size, exchange, decoupled)
+    options = Options(name, "query", number, normalize, group, rank_reduction, chunk_size, exchange, decoupled)
     return loss_of_pairs(options, LossRule(), [query], positive, negatives=negatives, labels=labels, ids=ids)
 
 

@@ -14,12 +14,13 @@ from diffcoll.collectives.all_gather import gathered_as
 from diffcoll.core.expect import flag, not_negative
 from diffcoll.core.groups import resolve
 from diffcoll.engines.types import Group
-from diffcoll.nn.convention import RankReduction, returned
-from diffcoll.nn.features import Options, check_features, columns_of
+from diffcoll.nn.convention import RankReduction, check_options, returned
+from diffcoll.nn.features import check_features, columns_of
+from diffcoll.nn.followers import needs_gradient
 from diffcoll.nn.inputs import check_rows, without_autocast
 from diffcoll.nn.logits import normalized
 from diffcoll.nn.loss_module import LossModule
-from diffcoll.nn.pairs import agree, tracked
+from diffcoll.nn.pairs import agreed, tracked
 
 
 def koleo_loss(
@@ -57,21 +58,26 @@ def koleo_loss(
 
     Raises:
         TypeError, ValueError: an argument is invalid, or all ranks together have fewer than two rows.
-        CollectiveMismatchError: on all ranks, if they differ in dtypes or in D.
+        CollectiveMismatchError: on all ranks, if they differ in options, in dtypes or in D.
 
     Source: notes/decorrelation.md#koleo.
     """
     name = "koleo_loss"
     check_features(name, features=features)
-    options = Options(name, {"eps": eps}, flag(name, "normalize", normalize), group, rank_reduction, None, "gather")
+    check_options(name, group, rank_reduction, eps=eps, normalize=flag(name, "normalize", normalize))
     not_negative(name, eps=eps)
+    # A number that a graph formats becomes its constant.
+    number = "" if torch.compiler.is_compiling() else f"eps={float(eps)}, "
+    facts = {f"{number}normalize={normalize}, rank_reduction={rank_reduction}": features.detach()}
+    what = "eps, normalize, rank_reduction, dtype or size of the features"
     with without_autocast(features):
         columns, engine = columns_of(features, False), resolve(group, name)
-        sizes, wants = agree(columns.k, [columns], None, {}, options, engine)
+        needs = needs_gradient(columns.k)
+        sizes, (_, needs) = agreed(name, facts, what, len(features), (needs, needs), engine, group)
         total = sum(sizes)
         if not torch.compiler.is_compiling():
             check_rows(name, len(features), torch.tensor(total), 2)
-        everyone = gathered_as(columns.sent, tracked(columns.k, wants.any), sizes, group)
+        everyone = gathered_as(columns.sent, tracked(columns.k, needs), sizes, group)
         everyone = normalized(everyone) if normalize else everyone
         mine = sum(sizes[: engine.rank]) + torch.arange(len(features), device=features.device)
         distances = (everyone[mine] - everyone[_nearest(everyone.detach(), mine)] + eps).square().sum(1).sqrt()

@@ -67,7 +67,7 @@ def nt_xent_loss(
     """
     check_features("nt_xent_loss", z1=z1, z2=z2)
     name, number = "nt_xent_loss", {"temperature": temperature}
-    options = Options(name, number, normalize, group, rank_reduction, chunk_size, exchange, decoupled)
+    options = Options(name, "z1", number, normalize, group, rank_reduction, chunk_size, exchange, decoupled)
     return loss_of_pairs(options, LossRule(), [z1, z2], ids=ids)
 
 

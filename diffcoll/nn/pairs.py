@@ -124,11 +124,11 @@ def _returned(
         compared["negatives of all queries"] = more.k.detach()[:0].to(more.sent)
     if each > 1:
         compared["positives of a query"] = k.k.detach()[:0].to(k.sent).view(0, each, q.shape[1])
-    sizes, wants = agree(q, [k] if more is None else [k, more], bias, compared, options, engine)
+    sizes, wants = _agree(q, [k] if more is None else [k, more], bias, compared, options, engine)
     total, offset = sum(sizes), sum(sizes[: engine.rank])
     if not torch.compiler.is_compiling() and total == 0:  # a size from another rank has no value while compiling
         remedy = "one rank at least must have rows"
-        raise ValueError(message(options.name, "features", "an empty batch on every rank", "a row", remedy))
+        raise ValueError(message(options.name, options.rows, "an empty batch on every rank", "a row", remedy))
     q = tracked(q, wants.any)
     everyone = all_gather(marks, 0, group=group, sizes=sizes) if marks else marks
     samples = _marks(sizes, views, each, everyone.get("labels"), everyone.get("ids"), q.device)
@@ -227,7 +227,7 @@ class _Wants(NamedTuple):
     loop: bool
 
 
-def agree(
+def _agree(
     q: Tensor,
     columns: list[Columns],
     bias: Tensor | None,

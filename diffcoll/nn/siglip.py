@@ -70,7 +70,7 @@ def siglip_loss(
     """
     check_features("siglip_loss", image=image, text=text)
     numbers = {"logit_scale": logit_scale, "logit_bias": logit_bias}
-    options = Options("siglip_loss", numbers, normalize, group, rank_reduction, chunk_size, exchange)
+    options = Options("siglip_loss", "image", numbers, normalize, group, rank_reduction, chunk_size, exchange)
     return loss_of_pairs(options, LossRule(sigmoid=True), [image], text, labels=labels, ids=ids)
 
 

@@ -74,7 +74,8 @@ def supcon_loss(
     if labels is None:
         remedy = "pass the classes; nt_xent_loss is the loss of two views without labels"
         raise TypeError(message(name, "labels", "None", f"a tensor of shape ({len(features)},)", remedy))
-    options = Options(name, {"temperature": temperature}, normalize, group, rank_reduction, chunk_size, exchange)
+    number = {"temperature": temperature}
+    options = Options(name, "features", number, normalize, group, rank_reduction, chunk_size, exchange)
     views = features.unbind(1) if features.ndim == 3 else [features]
     return loss_of_pairs(options, LossRule(), views, labels=labels, ids=ids)
 

@@ -277,13 +277,20 @@ def test_it_is_deterministic_whatever_the_ranks_delays():
         torch.testing.assert_close(others, [first] * 4, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("loss", "text"), [(lambda x: clip_loss(x, x, 1.0), "clip_loss"), (lambda x: nt_xent_loss(x, x), "nt_xent_loss")]
-)
-def test_an_empty_batch_is_an_error_on_all_ranks(loss, text):
-    texts = rules(lambda r: refusal(ValueError, loss, torch.ones(0, 4)), range(2))
-    assert len(set(texts)) == 1
-    assert texts[0].startswith(f"{text}: features: got an empty batch on every rank")
+NONE = torch.ones(0, 4)
+EMPTY = {
+    "clip_loss: image": lambda: clip_loss(NONE, NONE, 1.0),
+    "siglip_loss: image": lambda: siglip_loss(NONE, NONE, 1.0, 0.0),
+    "info_nce_loss: query": lambda: info_nce_loss(NONE, NONE),
+    "nt_xent_loss: z1": lambda: nt_xent_loss(NONE, NONE),
+    "supcon_loss: features": lambda: supcon_loss(NONE, NONE[:, 0].long()),
+}
+
+
+@pytest.mark.parametrize("argument", EMPTY)
+def test_an_empty_batch_is_an_error_on_all_ranks(argument):
+    text = f"{argument}: got an empty batch on every rank, expected a row; one rank at least must have rows"
+    assert rules(lambda r: refusal(ValueError, EMPTY[argument]), range(2)) == [text] * 2
 
 
 @pytest.mark.parametrize("options", OPTIONS[:3], ids=str)

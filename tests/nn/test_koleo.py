@@ -94,12 +94,24 @@ def test_check_mode_compares_options():
         assert "eps=1e-08" in text and "eps=1e-06" in text
 
 
-def test_ranks_with_different_features_are_an_error():
-    def body(x):
-        return refusal(dc.CollectiveMismatchError, koleo_loss, x)
+DIFFERENT = [{"eps": 1e-6}, {"normalize": False}, {"rank_reduction": "sum"}, {"size": 4}, {"dtype": torch.double}]
 
-    for text in rules(body, [torch.ones(2, 3), torch.ones(2, 4)]):
-        assert text.startswith("koleo_loss: the ranks differ in")
+
+def test_ranks_that_differ_are_an_error():
+    """Without check mode, in the message that there is; equal numbers are equal."""
+
+    def body(r):
+        texts = []
+        for more in DIFFERENT:
+            options = {"size": 3, "dtype": torch.float32, **(more if r else {})}
+            x = torch.ones(2, options.pop("size"), dtype=options.pop("dtype"))
+            texts.append(refusal(dc.CollectiveMismatchError, koleo_loss, x, **options))
+        koleo_loss(x.float(), eps=[1, 1.0][r])
+        return texts
+
+    what = "eps, normalize, rank_reduction, dtype or size of the features"
+    for texts in gloo(body, range(2)):
+        assert all(text.startswith(f"koleo_loss: the ranks differ in {what}; ") for text in texts)
 
 
 X = torch.ones(4, 3)
