@@ -62,6 +62,39 @@ def test_large_scores_in_float32(largest):
     assert published(scores, 1.0).isnan().all() == (largest >= 200)
 
 
+@pytest.mark.parametrize("epsilon", [1e-39, 1e-46, 1e-300])
+def test_an_epsilon_so_small_that_quotients_overflow_in_float32(epsilon):
+    """On one rank only, of which a pair is not assigned: all ranks compute in float64."""
+    scores = data(8, 4, seed=2, dtype=torch.float32)
+    scores[5:] *= torch.finfo(torch.float32).tiny if epsilon > 1e-200 else 0
+    scores[1, 2] = -torch.inf
+    right = in_log_domain(scores, epsilon, 3).float()
+    for run in (rules, gloo):
+        found = on_ranks(run, scores, (5, 0, 3), epsilon=epsilon)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(sinkhorn(scores, epsilon=epsilon), right, rtol=1e-4, atol=1e-6)
+    large = scores * 1e30  # with an ordinary epsilon
+    torch.testing.assert_close(on_ranks(rules, large, (5, 3), epsilon=1e-9), in_log_domain(large, 1e-9, 3).float())
+    torch.testing.assert_close(sinkhorn(torch.zeros(3, 2), epsilon=epsilon), torch.full((3, 2), 0.5))
+    stack = torch.stack([scores, scores.flip(1)])
+    found = torch.cat(rules(torch.vmap(lambda x: sinkhorn(x, epsilon=epsilon)), stack.split([5, 3], 1)), 1)
+    torch.testing.assert_close(found, torch.stack([right, right.flip(1)]), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_quotients_that_overflow_in_float64_are_an_error_on_all_ranks(dtype):
+    def body(x):
+        return refusal(ValueError, sinkhorn, x, epsilon=1e-310)
+
+    expected = (
+        "sinkhorn: epsilon: got 1e-310; scores / epsilon overflows on rank 1, expected quotients below 1e308; "
+        "pass a larger epsilon"
+    )
+    for run in (rules, gloo):
+        assert run(body, [torch.zeros(2, 3, dtype=dtype), torch.ones(1, 3, dtype=dtype)]) == [expected] * 2
+
+
 def test_a_prototype_far_from_all_samples():
     """Its exponentials are all 0 in float64, and a row of which all are 0: each has its share all the same."""
     scores = data(8, 4)
@@ -222,6 +255,8 @@ def test_a_compiled_rank_sends_the_messages_of_an_eager_one():
     for compiled in ([True, True], [True, False]):
         found = torch.cat(gloo(body, data(7, 4).split([4, 3]), compiled))
         torch.testing.assert_close(found, published(data(7, 4), 0.1))
+    large = data(7, 4, dtype=torch.float32).clamp(-1, 1) * 3e38  # a graph cannot change its dtype, so no rank does
+    assert torch.cat(gloo(body, large.split([4, 3]), compiled)).isnan().any()
 
 
 # ── SwAV ─────────────────────────────────────────────────────────────────────────────────────────────────
