@@ -55,8 +55,9 @@ torch.tensor([[0.0, 1.0]], dtype=torch.float64)]
     ...     features = draw(strategies.per_rank_tensors(shape=(4,), rows=rows))
     ...     more = {"dtype": torch.int64, "elements": st.integers(0, 9), "distinct": False}
     ...     return features, draw(strategies.per_rank_tensors(shape=(), rows=rows, **more))
-    >>> find(batches(), lambda batch: 3 in batch[1][1])[1]
-    [torch.empty((0,), dtype=torch.int64), torch.tensor([3], dtype=torch.int64)]
+    >>> features, labels = find(batches(), lambda batch: 3 in batch[1][1])
+    >>> labels[1], [len(x) for x in features] == [len(x) for x in labels]
+    (tensor([3]), True)
 
     Args:
         n: the world size N, or a strategy for it; None: the length of `rows`, or 1 to 6.
