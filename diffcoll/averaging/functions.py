@@ -84,14 +84,15 @@ def global_mean(value: float | Tensor, weight: float | Tensor | None = None, *, 
     [3.0, 3.0]
 
     Args:
-        value: a number or a tensor, the same shape on all ranks; integer and half-precision tensors are averaged in
-            float32.
+        value: a number or a 0-d tensor, or a tensor of the same shape on all ranks. It is averaged in float64, complex
+            values in complex128; ranks may differ in dtype, if all are real or all complex.
         weight: None: every rank counts the same. Otherwise a non-negative number or a 0-d tensor. The value of a rank
             of weight zero is ignored, even if it is NaN; if all weights are zero, the mean is NaN.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
     Returns:
-        A tensor of the value's shape, float64 for a number; the same on every rank.
+        A tensor of the value's shape and dtype, float64 for a number, float32 for an integer or half-precision tensor;
+        the same on every rank but for the dtype.
 
     Raises:
         TypeError, ValueError: an argument is wrong on its own.
@@ -107,8 +108,9 @@ def global_mean(value: float | Tensor, weight: float | Tensor | None = None, *, 
     w = checked_weight("global_mean", 1.0 if weight is None else weight)
     w = _number(w, torch.float64, v.device)
     with torch.no_grad():
-        total = all_reduce(torch.stack([weighted(v, w), w.to(v).expand(v.shape)]), "sum", group=group)
-        return total[0] / total[1]
+        wide = v.to(torch.complex128 if v.is_complex() else torch.float64)  # messages of two dtypes end a gloo process
+        total = all_reduce(torch.stack([weighted(wide, w), w.to(wide).expand(v.shape)]), "sum", group=group)
+        return (total[0] / total[1]).to(v.dtype)
 
 
 def _number(value: float | Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:

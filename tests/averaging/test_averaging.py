@@ -165,6 +165,22 @@ def test_global_mean(where):
         assert [m.dtype for m in means[:4]] == [torch.float32, torch.float64, torch.float64, torch.float32]
 
 
+@everywhere
+def test_global_mean_of_numbers_and_tensors(where):
+    """A rank without a batch passes 0.0, the others a loss in float32 or bfloat16; large weights are exact."""
+    values = [0.0, torch.tensor(3.0), torch.tensor(5.0, dtype=torch.bfloat16)]
+
+    def body(value, tokens):
+        return dc.global_mean(value, tokens)
+
+    found = RUNS[where](body, values, [0, 2**25, torch.tensor(1)])
+    right = (3.0 * 2**25 + 5.0) / (2**25 + 1)
+    assert [mean.item() for mean in found] == [right, 3.0, 3.0]
+    assert [mean.dtype for mean in found] == [torch.float64, torch.float32, torch.float32]
+    found = RUNS[where](body, [torch.tensor(1j), torch.tensor(2j, dtype=torch.complex128), torch.tensor(3j)], [1, 1, 2])
+    assert [mean.item() for mean in found] == [2.25j] * 3
+
+
 @pytest.mark.parametrize("spelling", ["avg", "average", dist.ReduceOp.AVG, "sum", dist.ReduceOp.SUM])
 def test_spellings_are_those_of_all_reduce(spelling):
     """Also if ranks spell it in different ways."""
