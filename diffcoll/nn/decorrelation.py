@@ -13,12 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffcoll.collectives.all_reduce import all_reduce
-from diffcoll.core.errors import message
+from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.expect import not_negative
+from diffcoll.core.groups import get_world_size
+from diffcoll.core.torch_private.tracing import assert_in_graph, is_traced
+from diffcoll.core.torch_private.transforms import is_within_transform, without_transforms
 from diffcoll.engines.types import Group
 from diffcoll.nn.convention import RankReduction, check_options, returned, share_of_replicated
 from diffcoll.nn.followers import bit, follows, leaf, needs_gradient, refuse_absent
-from diffcoll.nn.inputs import check_rows, in_full_precision, without_autocast
+from diffcoll.nn.inputs import check_rows, dtype_of_messages, in_full_precision, without_autocast
 from diffcoll.nn.loss_module import LossModule
 
 
@@ -61,6 +64,8 @@ def barlow_twins_loss(
 
     Raises:
         TypeError, ValueError: an argument is invalid, or all ranks together have fewer than two rows.
+        CollectiveMismatchError: on all ranks, if some have float64 and others another dtype (a RuntimeError in compiled
+            functions).
 
     Source: notes/decorrelation.md.
     """
@@ -125,6 +130,8 @@ def vicreg_loss(
 
     Raises:
         TypeError, ValueError: an argument is invalid, or all ranks together have fewer than two rows.
+        CollectiveMismatchError: on all ranks, if some have float64 and others another dtype (a RuntimeError in compiled
+            functions).
 
     Source: notes/decorrelation.md.
     """
@@ -193,13 +200,31 @@ def _centered(name: str, x1: Tensor, x2: Tensor, group: Group) -> tuple[Tensor, 
     """Return both views minus their rounded means k over all ranks' rows, and the number of these rows."""
     rows = len(x1)
     count = torch.full((), rows, dtype=x1.dtype, device=x1.device)
-    mine = (x1.detach().sum(0), x2.detach().sum(0), count, bit(needs_gradient(x1, x2), x1))
-    sum1, sum2, count, needs = all_reduce(mine, group=group)
+    double = torch.full((), float(x1.dtype == torch.float64), dtype=x1.dtype, device=x1.device)
+    mine = (x1.detach().sum(0), x2.detach().sum(0), count, bit(needs_gradient(x1, x2), x1), double)
+    wide = dtype_of_messages(x1, group)
+    *sums, double = all_reduce(tuple(x.to(wide) for x in mine), group=group)
+    _refuse_two_dtypes(name, double, group)
+    sum1, sum2, count, needs = (x.to(x1.dtype) for x in sums)
     needs = refuse_absent(name, needs, group)
     check_rows(name, rows, count, 2)
     if follows(group, x1, x2) and needs.any():
         x1 = leaf(x1)
     return x1 - sum1 / count, x2 - sum2 / count, count
+
+
+def _refuse_two_dtypes(name: str, double: Tensor, group: Group) -> None:
+    """Raise on all ranks unless none of them or all have float64: the next message is of D × D numbers of x's dtype."""
+    n, compiling = get_world_size(group), torch.compiler.is_compiling()
+    same, expected, remedy = double % n == 0, "one dtype on all ranks", "pass z.float() or z.double() on all of them"
+    if compiling or is_traced(double) or not double.is_cpu:
+        if not is_within_transform():  # no assertion can be traced there
+            assert_in_graph(same, message(name, "z1, z2", "dtypes that differ between ranks", expected, remedy))
+        return
+    count = int(without_transforms(double).max())
+    if count % n:
+        got = f"float64 on {count} of {n} ranks, and float32 or half precision on the others"
+        raise CollectiveMismatchError(message(name, "z1, z2", got, expected, remedy))
 
 
 def _off_diagonal(square: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from diffcoll.nn.followers import sent
 from diffcoll.nn.inputs import (
     check_fractions,
     check_rows,
+    dtype_of_messages,
     in_full_precision,
     no_fractions,
     without_autocast,
@@ -46,7 +47,7 @@ def dice_loss(
     """Dice loss of the whole batch, 1 − (2 Σ p t + s) / (Σ p + Σ t + s), with sums over the batch of all ranks.
 
     It is a ratio of sums, so the mean of the ranks' own Dice losses is another loss. The ranks send three sums for each
-    ratio and four numbers.
+    ratio and four numbers, in float64.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -234,11 +235,12 @@ def _loss(
     p, t = _segmentation(name, probabilities, targets)
     summed = _dims(name, dims, p)
     with without_autocast(p):
-        sums = [x.sum(summed) for x in (p * t, p, t)]
+        wide = dtype_of_messages(p, group)
+        sums = [x.sum(summed).to(wide) for x in (p * t, p, t)]
         rounding = max(4 * torch.finfo(x.dtype).eps for x in (probabilities, targets) if x.is_floating_point())
         # The number of samples, and of ranks whose values are no probabilities or no targets.
         wrong = [no_fractions(x, rounding) for x in (p, t)]
-        facts = torch.stack([torch.full((), len(p), dtype=p.dtype, device=p.device), *(w.to(p.dtype) for w in wrong)])
+        facts = torch.stack([torch.full((), len(p), dtype=wide, device=p.device), *(w.to(wide) for w in wrong)])
         if 0 in summed:
             row = as_row([*sums, facts])
             total = sent(name, partial(all_reduce, group=group), row, row.requires_grad, group)
@@ -250,7 +252,7 @@ def _loss(
             share = losses.sum() / (facts[0] * math.prod(losses.shape[1:]))
         check_rows(name, len(p), facts[0], 1)
         share = check_fractions(name, share, facts[1:], rounding, probabilities=(p, _LOGITS), targets=(t, _CODES))
-        return returned(share, rank_reduction, group)
+        return returned(share, rank_reduction, group).to(p.dtype)
 
 
 def _segmentation(name: str, probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

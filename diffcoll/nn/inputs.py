@@ -12,8 +12,10 @@ from torch import Tensor
 
 from diffcoll.core.dtypes import FLOATS
 from diffcoll.core.errors import message
+from diffcoll.core.groups import get_world_size
 from diffcoll.core.torch_private.tracing import assert_in_graph, is_traced
 from diffcoll.core.torch_private.transforms import is_vmapped, is_within_transform, without_transforms
+from diffcoll.engines.types import Group
 
 
 def is_dtensor(x: object) -> bool:
@@ -32,6 +34,14 @@ def in_full_precision(name: str, **arguments: Tensor) -> list[Tensor]:
             raise TypeError(message(name, argument, str(x.dtype), "a floating-point tensor", "pass x.float()"))
     dtype = reduce(torch.promote_types, (x.dtype for x in arguments.values()), torch.float32)
     return [x.to(dtype) for x in arguments.values()]
+
+
+def dtype_of_messages(x: Tensor, group: Group) -> torch.dtype:
+    """Return the dtype in which ranks send statistics of tensors like x; float64, as x may be float32 on other ranks.
+
+    In a message of two dtypes gloo ends a process, and MPI fails on some ranks or gives wrong numbers.
+    """
+    return torch.float64 if get_world_size(group) > 1 else x.dtype
 
 
 def saveable(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from diffcoll.engines.types import Group
 from diffcoll.nn.convention import RankReduction, check_options, returned, share_of_replicated
 from diffcoll.nn.features import check_features
 from diffcoll.nn.followers import sent
-from diffcoll.nn.inputs import asserted, check_rows, in_full_precision, without_autocast
+from diffcoll.nn.inputs import asserted, check_rows, dtype_of_messages, in_full_precision, without_autocast
 from diffcoll.nn.loss_module import LossModule
 
 #: Seeds with equal residues are taken for one: one pair in 190,747.
@@ -45,7 +45,8 @@ def sigreg_loss(
     random unit vector a; the loss is the Epps–Pulley statistic of normality. The integral is over [−t_max, t_max], by
     the trapezoidal rule with `num_points` points on [0, t_max], doubled since the integrand is even. As published, the
     number of rows multiplies: twice as many rows of the same distribution give about twice the loss. The ranks send
-    2 · num_slices · (num_points − 1) + 8 numbers in the forward and one number in the backward.
+    2 · num_slices · (num_points − 1) + 8 numbers in the forward and one number in the backward, in
+    float64.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -55,7 +56,8 @@ def sigreg_loss(
 
     Args:
         features: of this rank's samples, (b, D), of float16, bfloat16, float32 or float64; b may differ between ranks,
-            and be 0, D is the same. Half precision is computed in float32, also under autocast. Not normalized.
+            and be 0, D is the same. Half precision is computed in float32, also under autocast; the dtype may differ
+            between ranks. Not normalized.
         seed: of the random directions, an integer from 0 to 2⁶³ − 1, the same on all ranks; for new directions in each
             step, the number of the step. PyTorch's random numbers are not changed.
         num_slices: number of directions.
@@ -95,14 +97,15 @@ def sigreg_loss(
         angles = (x @ _directions(seed, num_slices, x)).unsqueeze(2) * t
         count = torch.full((1,), len(x), dtype=x.dtype, device=x.device)
         row = torch.cat([angles.cos().sum(0).flatten(), angles.sin().sum(0).flatten(), _residues(seed, x), count])
+        row = row.to(dtype_of_messages(x, group))
         total = sent(name, partial(all_reduce, group=group, grad_placement="replicate"), row, row.requires_grad, group)
         count = total[-1].detach()
         check_rows(name, len(x), count, 1)
         sums, residues = total[: -2 * len(_PRIMES) - 1], total[-2 * len(_PRIMES) - 1 : -1].detach()
         cosine, sine = (sums / count).view(2, num_slices, num_points - 1)
-        statistics = ((cosine - gaussian).square() + sine.square()) @ weights * count
+        statistics = ((cosine - gaussian).square() + sine.square()) @ weights.to(count) * count
         loss = _of_one_seed(statistics.mean(), residues, name, seed, get_world_size(group))
-        return returned(share_of_replicated(loss, group), rank_reduction, group)
+        return returned(share_of_replicated(loss, group), rank_reduction, group).to(x.dtype)
 
 
 class SIGRegLoss(LossModule, of=sigreg_loss):

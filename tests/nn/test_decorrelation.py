@@ -160,7 +160,7 @@ def test_one_feature_and_no_variance(loss):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_what_is_sent(loss):
-    """Two messages forward, of 2 D + 2 and D² + 4 D numbers, and one backward, of one number."""
+    """Two messages forward, of 2 D + 3 and D² + 4 D numbers, and one backward, of one number."""
     d = 7
 
     def body(z1, z2):
@@ -169,7 +169,7 @@ def test_what_is_sent(loss):
         return forward, gloo_messages(values[0].backward)
 
     forward, backward = gloo(body, *(z.split([5, 3]) for z in rows(8, features=d)))[0]
-    assert forward == [("all_reduce", 2 * d + 2), ("all_reduce", d * d + 4 * d)]
+    assert forward == [("all_reduce", 2 * d + 3), ("all_reduce", d * d + 4 * d)]
     assert backward == [("all_reduce", 1)]
 
 
