@@ -42,6 +42,13 @@ def not_negative(name: str, expected: str = "a number", /, **arguments: float) -
             raise ValueError(message(name, argument, repr(value), "a finite non-negative number"))
 
 
+def fraction(name: str, argument: str, value: float) -> None:
+    """Raise unless the value is a number from 0 to 1."""
+    not_negative(name, **{argument: value})
+    if value > 1:
+        raise ValueError(message(name, argument, value, "a number from 0 to 1"))
+
+
 def integer(name: str, argument: str, value: Any, least: int | None = None) -> int:
     """Return an integer, which may be of NumPy or a symbol of the compiler; raise if it is below `least`."""
     expected = "an integer" if least is None else f"an integer of at least {least}"

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from diffcoll.nn.logits import LossRule, Marks, Sums, blocks, least, masks, merged, of_columns
+from diffcoll.nn.logits import LossRule, Sums, blocks, least, merged, of_columns
+from diffcoll.nn.marks import Marks, masks, soft_weights
 
 
 def sums_of(
@@ -30,22 +31,26 @@ def sums_of(
     k = F.normalize(k, dim=-1) if rule.normalize else k
     flags = rule.sigmoid, rule.columns, rule.within, chunk
     found = torch.ops.diffcoll.logits(q, k, bias, *rows, *cols, *flags)
-    needed = rule.needs(rows.label is not None)
+    needed = rule.needs(rows)
     return Sums(*(y if needs else None for y, needs in zip(found, needed, strict=True)))
 
 
-_MARKS = ", ".join(f"Tensor {x}_number, Tensor {x}_partner, Tensor? {x}_label, Tensor? {x}_id" for x in ("row", "col"))
+_OF_MARKS = ("Tensor {}_number", "Tensor {}_partner", "Tensor? {}_label", "Tensor? {}_id", "Tensor? {}_weight")
+_MARKS = ", ".join(each.format(x) for x in ("row", "col") for each in _OF_MARKS)
 _FLAGS = "bool sigmoid, bool columns, bool within, int chunk"
 _INPUTS = f"Tensor q, Tensor k, Tensor? bias, {_MARKS}, {_FLAGS}"
 _SUMS = ", ".join(f"Tensor {name}" for name in Sums._fields)
 _GRADIENTS = ", ".join(f"Tensor? g_{name}" for name in Sums._fields)
 #: Number of the tensors, with those that may be None, before the flags.
-_TENSORS = 11
+_TENSORS = 3 + 2 * len(Marks._fields)
+#: Number of the sums.
+_N = len(Sums._fields)
 
 
 def _read(inputs: tuple[Any, ...]) -> tuple[LossRule, Marks, Marks, int]:
     *flags, chunk = inputs[_TENSORS:]
-    return LossRule(*flags), Marks(*inputs[3:7]), Marks(*inputs[7:_TENSORS]), chunk
+    of_rows = 3 + len(Marks._fields)
+    return LossRule(*flags), Marks(*inputs[3:of_rows]), Marks(*inputs[of_rows:_TENSORS]), chunk
 
 
 def _sums(*inputs: Any) -> tuple[Tensor, ...]:
@@ -60,14 +65,14 @@ def _shapes(*inputs: Any) -> tuple[Tensor, ...]:
     q, k = inputs[:2]
     rule, rows, _, _ = _read(inputs)
     b, m = q.shape[0], k.shape[0]  # len() of a symbolic size is an error
-    lengths = b, b, b, m, m
-    needed = rule.needs(rows.label is not None)
+    lengths = b, b, b, m, m, b
+    needed = rule.needs(rows)
     return tuple(q.new_empty(n if needs else 0) for n, needs in zip(lengths, needed, strict=True))
 
 
 def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and bias from the inputs, the sums, and the gradients of the sums."""
-    inputs, whole, g = arguments[:-10], Sums(*arguments[-10:-5]), Sums(*arguments[-5:])
+    inputs, whole, g = arguments[: -2 * _N], Sums(*arguments[-2 * _N : -_N]), Sums(*arguments[-_N:])
     rule, rows, cols, chunk = _read(inputs)
     q, k, bias = inputs[:3]
     return gradients_of(q, k, bias, rule, rows, cols, chunk, whole, g)
@@ -106,12 +111,14 @@ def _gradient(
 ) -> Tensor:
     """Return the gradient of the logits of some columns."""
     s = q @ k.T if bias is None else q @ k.T + bias
-    positive, excluded = masks(rows, cols, rule)
+    positive, excluded = masks(rows, cols, rule.within)
     g_sum = q.new_zeros(len(q), 1) if g.row_sum is None else g.row_sum.unsqueeze(1)
     if rule.sigmoid:
         gs = torch.where(positive, -torch.sigmoid(-s), torch.sigmoid(s)) * g_sum
         return gs if excluded is None else gs.masked_fill(excluded, 0)
     gs = torch.where(positive, g_sum, 0.0)
+    if g.row_soft is not None and rows.weight is not None:
+        gs = torch.addcmul(gs, soft_weights(rows, cols, excluded), g.row_soft.unsqueeze(1))
     pos = s.masked_fill(~positive, least(s)) if rows.label is not None else s
     neg = s.masked_fill_(positive if excluded is None else positive | excluded, least(s))
     for masked, row, g_row, col, g_col in (
@@ -142,7 +149,7 @@ def _backward(ctx: Any, *gs: Tensor | None) -> tuple[Any, ...]:
 
 
 _op = torch.library.custom_op(
-    "diffcoll::logits", _sums, mutates_args=(), schema=f"({_INPUTS}) -> ({', '.join(['Tensor'] * 5)})"
+    "diffcoll::logits", _sums, mutates_args=(), schema=f"({_INPUTS}) -> ({', '.join(['Tensor'] * _N)})"
 )
 _op.register_fake(_shapes)
 _op.register_autograd(_backward, setup_context=_save)

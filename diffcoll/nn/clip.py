@@ -25,6 +25,7 @@ def clip_loss(
     labels: Tensor | None = None,
     ids: Tensor | None = None,
     normalize: bool = False,
+    label_smoothing: float = 0.0,
     group: Group = None,
     rank_reduction: RankReduction = "mean",
     chunk_size: int | None = None,
@@ -51,6 +52,8 @@ def clip_loss(
             positives of each row and column (UniCL). None, or a label of −1: a sample's own pair is its only positive.
         ids: pairs of different samples with equal ids are *left out*, e.g. of equal captions; (b,), integers.
         normalize: normalize the features first; open_clip's model has done so.
+        label_smoothing: from 0 to 1, the part of a target that all columns, or rows, share equally, as in
+            `torch.nn.functional.cross_entropy`; pairs left out by `ids` have none.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         rank_reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean
             over ranks of the returned values is the loss of the whole batch. "sum": their sum is.
@@ -71,8 +74,9 @@ def clip_loss(
     """
     check_features("clip_loss", image=image, text=text)
     scale = {"logit_scale": logit_scale}
-    options = Options("clip_loss", "image", scale, normalize, group, rank_reduction, chunk_size, exchange)
-    return loss_of_pairs(options, LossRule(columns=True), [image], text, labels=labels, ids=ids)
+    common = group, rank_reduction, chunk_size, exchange
+    options = Options("clip_loss", "image", scale, normalize, *common, label_smoothing=label_smoothing, symmetric=True)
+    return loss_of_pairs(options, LossRule(), [image], text, labels=labels, ids=ids)
 
 
 class CLIPLoss(LossModule, of=clip_loss, starts={"logit_scale": 1 / 0.07}):
@@ -83,7 +87,7 @@ class CLIPLoss(LossModule, of=clip_loss, starts={"logit_scale": 1 / 0.07}):
 
     >>> from diffcoll.nn import CLIPLoss
     >>> CLIPLoss(chunk_size=512)
-    CLIPLoss(normalize=False, rank_reduction='mean', chunk_size=512, exchange='gather')
+    CLIPLoss(normalize=False, label_smoothing=0.0, rank_reduction='mean', chunk_size=512, exchange='gather')
     >>> [name for name, _ in CLIPLoss(learnable=True).named_parameters()]
     ['log_scale']
     """

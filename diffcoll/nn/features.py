@@ -6,7 +6,7 @@ note  notes/contrastive.md
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from diffcoll.core import expect
 from diffcoll.core.dtypes import FLOATS, wider
 from diffcoll.core.errors import message
+from diffcoll.core.torch_private.tracing import assume
 from diffcoll.core.torch_private.transforms import is_eager
 from diffcoll.engines.types import Group
 from diffcoll.nn.convention import RankReduction, check_options
@@ -39,11 +40,28 @@ class Options:
     exchange: Exchange
     #: Whether a row's positives are left out of its denominator.
     decoupled: bool = False
+    #: The part of a row's target that all its columns share.
+    label_smoothing: float = 0.0
+    #: Whether columns, too, are classified among the rows.
+    symmetric: bool = False
+    #: Whether rows without positives are left out of the mean.
+    only_rows_with_positives: bool = False
+
+    @property
+    def same(self) -> dict[str, object]:
+        """The options that are the same on all ranks; numbers and chunk_size may differ."""
+        different = "name", "numbers", "group", "chunk_size"
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in different}
 
     def __post_init__(self) -> None:
-        own = {"exchange": self.exchange, "normalize": self.normalize, "decoupled": self.decoupled, **self.numbers}
-        expect.flag(self.name, "decoupled", self.decoupled)
-        check_options(self.name, self.group, self.rank_reduction, **own)
+        for flag in ("decoupled", "symmetric", "only_rows_with_positives"):
+            expect.flag(self.name, flag, getattr(self, flag))
+        expect.fraction(self.name, "label_smoothing", self.label_smoothing)
+        own = {key: x for key, x in self.same.items() if key != "rank_reduction"}
+        check_options(self.name, self.group, self.rank_reduction, **own, **self.numbers)
+        if self.decoupled and self.label_smoothing:
+            remedy = "a decoupled loss is no cross-entropy: its denominator lacks the positives"
+            raise ValueError(message(self.name, "label_smoothing", self.label_smoothing, "0 with decoupled", remedy))
         check_chunk_size(self.name, self.chunk_size)
         remedy = '"ring" keeps the features of one other rank at a time instead of those of all ranks'
         expect.choice(self.name, "exchange", self.exchange, ("gather", "ring"), remedy)
@@ -95,6 +113,40 @@ def check_columns(name: str, query: Tensor, positive: Tensor, negatives: Tensor 
         remedy = "(m, D) are negatives of all ranks' queries, and negatives[i] of (b, K, D) of row i of query alone"
         raise ValueError(message(name, "negatives", f"shape {tuple(n)}", expected, remedy))
     _check_alike(name, "negatives", negatives, "query", query)
+
+
+def soft_targets(name: str, targets: Tensor, x: Tensor, **others: object) -> Tensor:
+    """Return soft targets in the dtype of the logits; raise unless they fit this rank's rows, x.
+
+    `others`: arguments that say what the targets are, and have no meaning besides them.
+    """
+    _check_floats(name, "targets", targets, "(b, number of all ranks' columns)")
+    if targets.ndim != 2 or len(targets) != len(x):
+        expected = f"shape ({len(x)}, number of all ranks' columns)"
+        raise ValueError(message(name, "targets", f"shape {tuple(targets.shape)}", expected))
+    if targets.device != x.device:
+        raise ValueError(message(name, "targets", f"a tensor on {targets.device}", f"{x.device}, as the features"))
+    if targets.requires_grad:
+        remedy = "the loss has no gradient of its targets; pass targets.detach()"
+        raise ValueError(message(name, "targets", "a tensor that requires a gradient", "one that does not", remedy))
+    for other, value in others.items():
+        if isinstance(value, Tensor) or value:
+            remedy = "targets alone say which columns are right"
+            raise ValueError(message(name, other, "given together with targets", "one of the two", remedy))
+    return saveable(targets).to(wider(x.dtype))
+
+
+def check_targets(name: str, targets: Tensor, columns: int) -> None:
+    """Raise, on all ranks, unless there is a target for each of all ranks' columns; each rank has as many.
+
+    While compiling, a number of columns has no value: this becomes an assertion of the graph.
+    """
+    if torch.compiler.is_compiling():
+        assume(columns == targets.shape[1])
+    elif targets.shape[1] != columns:
+        expected = f"(b, {columns}), a target for each column of all ranks"
+        remedy = "columns are the positives of all ranks, in the order of ranks"
+        raise ValueError(message(name, "targets", f"{targets.shape[1]} columns", expected, remedy))
 
 
 def _check_floats(name: str, argument: str, x: Tensor, shape: str) -> None:

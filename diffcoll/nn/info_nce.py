@@ -2,7 +2,9 @@
 
     L = Σ_i (log Σ_j exp s_ij − mean of s_ip over i's positives) / B        s_ij = q_i · k_j / temperature
 
-k_j: all ranks' positives and negatives, and the negatives of query i alone.
+k_j: all ranks' positives and negatives, and the negatives of query i alone. With soft targets t_ij:
+
+    L = Σ_i (Σ_j t_ij log Σ_j exp s_ij − Σ_j t_ij s_ij) / B
 
 note  notes/contrastive.md
 """
@@ -11,9 +13,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
 from diffcoll.nn.convention import RankReduction
-from diffcoll.nn.features import Options, check_columns, check_features
+from diffcoll.nn.features import Options, check_columns, check_features, soft_targets
 from diffcoll.nn.logits import LossRule
 from diffcoll.nn.loss_module import Exchange, LossModule
 from diffcoll.nn.pairs import loss_of_pairs
@@ -26,9 +29,12 @@ def info_nce_loss(
     negatives: Tensor | None = None,
     labels: Tensor | None = None,
     ids: Tensor | None = None,
+    targets: Tensor | None = None,
     temperature: Tensor | float = 0.1,
     normalize: bool = True,
     decoupled: bool = False,
+    label_smoothing: float = 0.0,
+    symmetric: bool = False,
     group: Group = None,
     rank_reduction: RankReduction = "mean",
     chunk_size: int | None = None,
@@ -54,10 +60,18 @@ def info_nce_loss(
         labels: (b,), integers: all keys of a query's label are its positives; the loss is averaged over them (UniCL).
             Of label −1, a query's own keys alone.
         ids: keys of other samples with the query's id are *left out*, as false negatives; (b,), integers.
+        targets: (b, number of all ranks' positives), floating-point: soft targets, such as the softmax of a teacher's
+            logits, as the probabilities of `torch.nn.functional.cross_entropy`; columns are in the order of ranks, P
+            for each query. `negatives` have the target 0. Not together with labels, ids, decoupled, label_smoothing or
+            symmetric.
         temperature: a number or a tensor with one element; divides the logits.
         normalize: normalize the features first.
         decoupled: leave a query's positives out of its denominator, which has its negatives alone (Yeh et al. 2022); a
             query without negatives contributes 0.
+        label_smoothing: from 0 to 1, the part of a query's target that all its keys share equally, as in
+            `torch.nn.functional.cross_entropy`; keys left out by `ids` have none.
+        symmetric: the mean of this loss and that of each positive key's query among all ranks' queries, as in
+            `clip_loss`; the keys of `negatives` are no queries. positive is (b, D) then.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         rank_reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean
             over ranks of the returned values is the loss of the whole batch. "sum": their sum is.
@@ -79,8 +93,29 @@ def info_nce_loss(
     check_features(name, query=query)
     check_columns(name, query, positive, negatives)
     number = {"temperature": temperature}
-    options = Options(name, "query", number, normalize, group, rank_reduction, chunk_size, exchange, decoupled)
-    return loss_of_pairs(options, LossRule(), [query], positive, negatives=negatives, labels=labels, ids=ids)
+    options = Options(
+        name,
+        "query",
+        number,
+        normalize,
+        group,
+        rank_reduction,
+        chunk_size,
+        exchange,
+        decoupled=decoupled,
+        label_smoothing=label_smoothing,
+        symmetric=symmetric,
+    )
+    if symmetric and positive.ndim == 3:
+        got, expected = f"shape {tuple(positive.shape)}", f"shape {tuple(query.shape)} with symmetric=True"
+        remedy = "a key has one query; pass one positive for each query, and the others as negatives"
+        raise ValueError(message(name, "positive", got, expected, remedy))
+    if targets is not None:
+        others = {"decoupled": decoupled, "label_smoothing": label_smoothing, "symmetric": symmetric}
+        targets = soft_targets(name, targets, query, labels=labels, ids=ids, **others)
+    return loss_of_pairs(
+        options, LossRule(), [query], positive, negatives=negatives, labels=labels, ids=ids, targets=targets
+    )
 
 
 class InfoNCELoss(LossModule, of=info_nce_loss):
@@ -101,6 +136,9 @@ class InfoNCELoss(LossModule, of=info_nce_loss):
         labels: Tensor | None = None,
         ids: Tensor | None = None,
         negatives: Tensor | None = None,
+        targets: Tensor | None = None,
     ) -> Tensor:
         """Return the loss, as `info_nce_loss` does."""
-        return info_nce_loss(query, positive, negatives=negatives, labels=labels, ids=ids, **self.options)
+        return info_nce_loss(
+            query, positive, negatives=negatives, labels=labels, ids=ids, targets=targets, **self.options
+        )

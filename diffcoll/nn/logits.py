@@ -5,6 +5,7 @@
     row_sum_i                         Σ_{j positive} s_ij, or Σ_j −log σ(±s_ij)
     row_pos_i = log Σ_j exp s_ij      over the positives, with labels; without, a row has one positive, row_sum
     col_neg_j, col_pos_j              the same over this rank's rows
+    row_soft_i = Σ_j w_ij s_ij        over pairs that are not excluded; w_ij: weights of a row and of a column
 
 Positives and negatives are apart, so that log(exp pos + exp neg) − pos and its derivatives are computed without
 cancellation.
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from diffcoll.core.torch_private.tracing import is_observed
 from diffcoll.core.torch_private.transforms import carries_tangents, is_batched_by_autograd, is_within_transform
+from diffcoll.nn.marks import Marks, masks, same_id, soft_weights
 
 
 class LossRule(NamedTuple):
@@ -43,44 +45,10 @@ class LossRule(NamedTuple):
     #: Whether all columns are in one block, each row's positive among them.
     whole: bool = False
 
-    def needs(self, labels: bool) -> tuple[bool, ...]:
+    def needs(self, rows: Marks) -> tuple[bool, ...]:
         """Return which of the `Sums` are computed."""
-        softmax = not self.sigmoid
-        return softmax, True, softmax and labels, self.columns, self.columns and labels
-
-
-class Marks(NamedTuple):
-    """Identifies the sample of each row or column."""
-
-    #: Number of the row among all ranks' rows.
-    number: Tensor
-    #: Without labels, the number of its positive.
-    partner: Tensor
-    label: Tensor | None
-    id: Tensor | None
-
-    def part(self, first: int, count: int) -> Marks:
-        """Return those of `count` rows."""
-        return Marks(*(None if x is None else x[first : first + count] for x in self))  # type: ignore[arg-type]
-
-    def repeated(self, times: int) -> Marks:
-        """Return those of as many columns for each of these rows, which have labels."""
-        label, sample = (
-            None if x is None else x.unsqueeze(1).expand(-1, times).flatten() for x in (self.label, self.id)
-        )
-        assert label is not None
-        number = torch.arange(label.shape[0], device=label.device)
-        return Marks(number, number, label, sample)
-
-    @staticmethod
-    def of_negatives(count: int, device: torch.device) -> Marks:
-        """Return those of columns that are no row's positives."""
-        number = torch.arange(count, device=device)
-        return Marks(number, number, None, None)
-
-    def of_no_columns(self) -> Marks:
-        """Return those of these rows among such columns."""
-        return Marks(self.number, torch.full_like(self.number, -1), None, None)
+        softmax, labels = not self.sigmoid, rows.label is not None
+        return softmax, True, softmax and labels, self.columns, self.columns and labels, rows.weight is not None
 
 
 class Sums(NamedTuple):
@@ -91,6 +59,7 @@ class Sums(NamedTuple):
     row_pos: Tensor | None = None
     col_neg: Tensor | None = None
     col_pos: Tensor | None = None
+    row_soft: Tensor | None = None
 
     def of_columns(self, first: int, count: int) -> Sums:
         """Return those of all rows and of `count` columns."""
@@ -101,10 +70,6 @@ class Sums(NamedTuple):
 def of_columns(bias: Tensor | None, first: int, count: int) -> Tensor | None:
     """Return the bias of `count` columns."""
     return bias if bias is None or bias.ndim == 0 else bias[first : first + count]
-
-
-def _equal(a: Tensor, b: Tensor) -> Tensor:
-    return a.unsqueeze(1) == b.unsqueeze(0)
 
 
 def least(s: Tensor) -> float:
@@ -123,25 +88,6 @@ def normalized(x: Tensor) -> Tensor:
     return x / (torch.where(squared > 0, squared, 1.0).sqrt() * largest).clamp_min(1e-12)
 
 
-def _same_id(rows: Marks, cols: Marks) -> Tensor | None:
-    return None if rows.id is None or cols.id is None else _equal(rows.id, cols.id)
-
-
-def masks(rows: Marks, cols: Marks, rule: LossRule) -> tuple[Tensor, Tensor | None]:
-    """Return which pairs are positive and which are excluded; None: none."""
-    if rows.label is not None and cols.label is not None:
-        positive = _equal(rows.label, cols.label)
-    else:
-        positive = _equal(rows.partner, cols.number)
-    itself = _equal(rows.number, cols.number) if rule.within else None
-    if itself is not None:
-        positive = positive & ~itself
-    same_id = _same_id(rows, cols)
-    if same_id is None:
-        return positive, itself
-    return positive, same_id & ~positive  # the pair of a row with itself is one of them
-
-
 def block(q: Tensor, k: Tensor, bias: Tensor | None, rule: LossRule, rows: Marks, cols: Marks, observed: bool) -> Sums:
     """Return the sums over the logits of some columns.
 
@@ -153,10 +99,10 @@ def block(q: Tensor, k: Tensor, bias: Tensor | None, rule: LossRule, rows: Marks
     s = q @ k.T if bias is None else q @ k.T + bias
     traced = torch.compiler.is_compiling() or is_within_transform() or carries_tangents()
     # A selective checkpoint, which observes, may keep s, which _Softmax modifies.
-    if not (rule.sigmoid or rows.label is not None or traced or observed):
-        sums = _Softmax.apply(s, rows, cols, _same_id(rows, cols), rule)  # type: ignore[no-untyped-call]
+    if not (rule.sigmoid or rows.label is not None or rows.weight is not None or traced or observed):
+        sums = _Softmax.apply(s, rows, cols, same_id(rows, cols), rule)  # type: ignore[no-untyped-call]
         return Sums(row_neg=sums[0], row_sum=sums[1], col_neg=sums[2] if rule.columns else None)
-    positive, excluded = masks(rows, cols, rule)
+    positive, excluded = masks(rows, cols, rule.within)
     if rule.sigmoid:
         terms = -F.logsigmoid(torch.where(positive, s, -s))
         return Sums(row_sum=(terms if excluded is None else terms.masked_fill(excluded, 0)).sum(1))
@@ -168,6 +114,7 @@ def block(q: Tensor, k: Tensor, bias: Tensor | None, rule: LossRule, rows: Marks
         row_pos=None if pos is None else logsumexp(pos, 1),
         col_neg=logsumexp(neg, 0) if rule.columns else None,
         col_pos=None if pos is None or not rule.columns else logsumexp(pos, 0),
+        row_soft=None if rows.weight is None else (soft_weights(rows, cols, excluded) * s).sum(1),
     )
 
 
@@ -279,7 +226,7 @@ def merged(parts: list[Sums]) -> Sums:
     """Return the sums over all columns from those over parts of them."""
     if len(parts) == 1:
         return parts[0]
-    row_neg, row_sum, row_pos, col_neg, col_pos = (
+    row_neg, row_sum, row_pos, col_neg, col_pos, row_soft = (
         [x for x in each if x is not None] for each in zip(*parts, strict=True)
     )
     return Sums(
@@ -288,4 +235,5 @@ def merged(parts: list[Sums]) -> Sums:
         torch.stack(row_pos).logsumexp(0) if row_pos else None,
         torch.cat(col_neg) if col_neg else None,
         torch.cat(col_pos) if col_pos else None,
+        torch.stack(row_soft).sum(0) if row_soft else None,
     )

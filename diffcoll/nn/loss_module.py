@@ -40,6 +40,9 @@ class LossOptions(TypedDict, total=False):
     learnable: bool
     normalize: bool
     decoupled: bool
+    label_smoothing: float
+    symmetric: bool
+    only_rows_with_positives: bool
     smooth: float
     dims: Dims
     alpha: float
@@ -52,7 +55,6 @@ class LossOptions(TypedDict, total=False):
     num_slices: int
     num_points: int
     t_max: float
-    label_smoothing: float
     z_loss: float
     ignore_index: int
     reduction: Reduction

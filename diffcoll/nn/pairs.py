@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,23 +21,17 @@ from torch import Tensor
 
 from diffcoll.collectives.all_gather import all_gather, gathered_as
 from diffcoll.collectives.reduce_scatter import reduce_scatter
-from diffcoll.composed.leaves import batch_leaves, lengths_and_bits, lengths_of_ranks
-from diffcoll.core.errors import CollectiveMismatchError, message
-from diffcoll.core.groups import collectives_only, resolve
-from diffcoll.core.joint import is_joint
-from diffcoll.core.torch_private.tracing import assert_in_graph, assume, untraced
-from diffcoll.core.torch_private.transforms import is_vmapped, is_within_transform
-from diffcoll.engines.engine import Engine
+from diffcoll.core.errors import message
+from diffcoll.core.groups import resolve
+from diffcoll.core.torch_private.tracing import untraced
 from diffcoll.engines.types import Group
+from diffcoll.nn.agreed import Wants, agree, lengths_of_negatives, tracked
 from diffcoll.nn.chunks import sums_of
-from diffcoll.nn.features import Columns, Options, columns_of, per_row, scalar, wide
-from diffcoll.nn.followers import ABSENT, DIFFER, leaf, needs_gradient, refuse_absent_of
+from diffcoll.nn.features import Columns, Options, check_targets, columns_of, per_row, scalar, wide
 from diffcoll.nn.inputs import without_autocast
-from diffcoll.nn.logits import LossRule, Marks, Sums, least, logsumexp, merged
+from diffcoll.nn.logits import LossRule, Sums, least, logsumexp, merged
+from diffcoll.nn.marks import Marks, counts
 from diffcoll.nn.ring import Ring
-
-#: A parameter without elements.
-_LEAF = torch.zeros(0, 1, device="cpu", requires_grad=True)
 
 
 def loss_of_pairs(
@@ -49,6 +43,7 @@ def loss_of_pairs(
     negatives: Tensor | None = None,
     labels: Tensor | None = None,
     ids: Tensor | None = None,
+    targets: Tensor | None = None,
 ) -> Tensor:
     """Return a contrastive loss as one rank returns it.
 
@@ -61,6 +56,7 @@ def loss_of_pairs(
         negatives: more columns: (b, K, D), each of one row; (m, D), of all ranks' rows.
         labels: (b,); pairs of equal labels are positives. None: pairs of the same sample are.
         ids: (b,); pairs of equal ids that are not positives are excluded.
+        targets: (b, number of all ranks' columns); no pair is a positive then.
     """
     x = views[0]
     labels, ids = (
@@ -76,7 +72,7 @@ def loss_of_pairs(
             for argument, number in options.numbers.items()
         )
         q = q / scale if "temperature" in options.numbers else q * scale
-        rule = rule._replace(within=columns is None, normalize=k.later)
+        rule = rule._replace(within=columns is None, columns=options.symmetric, normalize=k.later)
         # autograd.grad of some features alone runs the backward of all collectives, as on the other ranks.
         own, more = None, None
         if negatives is not None and negatives.ndim == 3:
@@ -87,7 +83,7 @@ def loss_of_pairs(
             q = torch.cat([q, more.k[:0], k.k[:0]])
         bias = biases[0] if biases else None
         returned = _returned_untraced if options.exchange == "ring" else _returned
-        return returned(q, k, more, bias, own, options, rule, len(views), each, labels, ids)
+        return returned(q, k, more, bias, own, options, rule, len(views), each, labels, ids, targets)
 
 
 _NOT_COMPILED = (
@@ -113,6 +109,7 @@ def _returned(
     each: int,
     labels: Tensor | None,
     ids: Tensor | None,
+    targets: Tensor | None,
 ) -> Tensor:
     group, engine = options.group, resolve(options.group, options.name)
     alone = engine.size == 1
@@ -124,42 +121,79 @@ def _returned(
         compared["negatives of all queries"] = more.k.detach()[:0].to(more.sent)
     if each > 1:
         compared["positives of a query"] = k.k.detach()[:0].to(k.sent).view(0, each, q.shape[1])
-    sizes, wants = _agree(q, [k] if more is None else [k, more], bias, compared, options, engine)
+    if targets is not None:
+        compared["targets"] = targets
+    sizes, wants = agree(q, [k] if more is None else [k, more], bias, compared, options, engine)
     total, offset = sum(sizes), sum(sizes[: engine.rank])
     if not torch.compiler.is_compiling() and total == 0:  # a size from another rank has no value while compiling
         remedy = "one rank at least must have rows"
         raise ValueError(message(options.name, options.rows, "an empty batch on every rank", "a row", remedy))
+    if targets is not None:
+        check_targets(options.name, targets, each * total)
     q = tracked(q, wants.any)
     everyone = all_gather(marks, 0, group=group, sizes=sizes) if marks else marks
-    samples = _marks(sizes, views, each, everyone.get("labels"), everyone.get("ids"), q.device)
+    samples = Marks.of_samples(sizes, views, each, everyone.get("labels"), everyone.get("ids"), q.device)
+    lengths = [] if more is None else [len(more.k)] if alone else lengths_of_negatives(more, options, engine)
     rows = samples if alone else samples.part(offset, len(q))
     cols = samples if each == 1 else samples.repeated(each)
+    if targets is not None:
+        rows, cols = rows.of_no_columns().weighted(q.new_zeros(len(q))), cols.weighted(targets.T)
+    elif options.label_smoothing:
+        others = sum(lengths) + (0 if own is None else own.shape[1])
+        shares = _shares(samples, each, others, rule, q.dtype)
+        rows, cols = rows.weighted(shares[0][offset : offset + len(q)]), cols.weighted(shares[1])
     whole = rule._replace(whole=options.chunk_size is None and options.exchange == "gather")
     sums = _sums_over(q, k, bias, options, whole, rows, cols, [each * size for size in sizes], wants, alone)
     if own is not None:
-        sums = merged([sums, Sums(row_neg=logsumexp(own, 1))])
+        soft = None if rows.weight is None else rows.weight.squeeze(1) * own.sum(1)
+        sums = merged([sums, Sums(row_neg=logsumexp(own, 1), row_soft=soft)])
     if more is not None:
-        counts = [len(more.k)] if alone else _lengths_of_negatives(more, options, engine)
-        none, negatives = rows.of_no_columns(), Marks.of_negatives(sum(counts), q.device)
-        of_all = rule._replace(normalize=more.later)
-        sums = merged([sums, _sums_over(q, more, bias, options, of_all, none, negatives, counts, wants, alone)])
+        none, negatives = rows.of_no_columns(), Marks.of_negatives(sum(lengths), q.device)
+        if rows.weight is not None:
+            negatives = negatives.weighted(q.new_zeros(sum(lengths)))
+        of_all = rule._replace(normalize=more.later, columns=False)
+        sums = merged([sums, _sums_over(q, more, bias, options, of_all, none, negatives, lengths, wants, alone)])
     assert sums.row_sum is not None
     if rule.sigmoid:
         share = sums.row_sum.sum() / total
+    elif targets is not None:
+        assert sums.row_neg is not None and sums.row_soft is not None
+        share = (targets.sum(1) * sums.row_neg - sums.row_soft).sum() / total
     else:
-        count = None
-        if samples.label is not None:
-            count = each * _counts(samples.label)[offset : offset + len(q)] - int(rule.within)
-        neg, pos = sums.row_neg, sums.row_pos
-        assert neg is not None
-        if rule.columns:  # (2, b); single values are permuted, their sum is right
-            col_neg, col_pos = (sums.col_neg, sums.col_pos) if alone else _over_ranks(sums, sizes, group)
-            assert col_neg is not None
-            neg = torch.stack([neg, col_neg])
-            pos = None if pos is None or col_pos is None else torch.stack([pos, col_pos])
-        terms = (_decoupled if options.decoupled else _cross_entropy)(neg, pos, sums.row_sum, count)
-        share = terms.sum() / (2 * total if rule.columns else total)
+        share = _share_of_softmax(sums, samples, offset, each, rule, options, sizes, alone)
     return share * engine.size if options.rank_reduction == "mean" and not alone else share
+
+
+def _shares(samples: Marks, each: int, others: int, rule: LossRule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return 1 / the number of columns that each row is compared with, and of rows that each column is, or 0."""
+    ones, excluded = torch.ones_like(samples.number, dtype=dtype), samples.excluded()
+    n = ones.shape[0]
+    of_rows = ones / (each * (n - excluded) + others)
+    return of_rows, ones / (n - excluded) if rule.columns else torch.zeros_like(ones).repeat(each)
+
+
+def _share_of_softmax(
+    sums: Sums, samples: Marks, offset: int, each: int, rule: LossRule, options: Options, sizes: list[int], alone: bool
+) -> Tensor:
+    """Return this rank's part of the mean over all ranks' rows, and over the columns if the rule has them."""
+    total, count, neg, pos = sum(sizes), None, sums.row_neg, sums.row_pos
+    assert neg is not None and sums.row_sum is not None
+    divisor: Tensor | int = total
+    if samples.label is not None:
+        of_all = each * counts(samples.label) - int(rule.within)
+        count = of_all[offset : offset + neg.shape[0]]
+        if options.only_rows_with_positives:
+            divisor = (of_all > 0).sum().clamp(min=1)
+    if rule.columns:  # (2, b); single values are permuted, their sum is right
+        col_neg, col_pos = (sums.col_neg, sums.col_pos) if alone else _over_ranks(sums, sizes, options.group)
+        assert col_neg is not None
+        neg = torch.stack([neg, col_neg])
+        pos = None if pos is None or col_pos is None else torch.stack([pos, col_pos])
+    terms = (_decoupled if options.decoupled else _cross_entropy)(neg, pos, sums.row_sum, count)
+    if sums.row_soft is not None:
+        mean = sums.row_sum if count is None else sums.row_sum / count.clamp(min=1)
+        terms = terms + options.label_smoothing * (mean - sums.row_soft / (2 if rule.columns else 1))
+    return terms.sum() / (2 * divisor if rule.columns else divisor)
 
 
 def _sums_over(
@@ -171,7 +205,7 @@ def _sums_over(
     rows: Marks,
     cols: Marks,
     sizes: list[int],
-    wants: _Wants,
+    wants: Wants,
     alone: bool,
 ) -> Sums:
     """Return the sums over the columns of all ranks, of which each has `sizes`."""
@@ -214,130 +248,3 @@ def _decoupled(neg: Tensor, pos: Tensor | None, total: Tensor, count: Tensor | N
     terms = neg - (total if count is None else total / count.clamp(min=1))
     none = neg <= least(neg) / 2  # and NaN is not
     return torch.where(none if count is None else none | (count == 0), 0.0, terms)
-
-
-class _Wants(NamedTuple):
-    """What the ranks have agreed on for backward, in which they send the same messages."""
-
-    #: Whether a rank needs the gradient of its columns.
-    k: bool
-    #: Whether a rank needs any gradient.
-    any: bool
-    #: Whether a ring is differentiated as a loop of shifts.
-    loop: bool
-
-
-def _agree(
-    q: Tensor,
-    columns: list[Columns],
-    bias: Tensor | None,
-    compared: dict[str, Tensor],
-    options: Options,
-    engine: Engine,
-) -> tuple[list[int], _Wants]:
-    """Return the ranks' numbers of rows, after a check that they pass the same things, and what backward has to do."""
-    loop = options.exchange == "ring" and collectives_only(options.group)
-    k, xs = columns[0], [x.k for x in columns]
-    facts = f"{options.exchange}{' in a transform' if loop else ''}, normalize={bool(options.normalize)}"
-    facts = f"{facts}, decoupled={options.decoupled}, rank_reduction={options.rank_reduction}"
-    tree = {facts: k.k.detach().to(k.sent), **compared}
-    what = "labels, ids, negatives or numbers of positives (given on all ranks, of one dtype)"
-    what = f"{what}, exchange, normalize, decoupled, rank_reduction, dtype or size of the features"
-    needs = needs_gradient(*xs), needs_gradient(*xs, q, bias)
-    sizes, (needs_k, needs_any) = agreed(options.name, tree, what, len(q), needs, engine, options.group)
-    return sizes, _Wants(needs_k, needs_any, loop)
-
-
-def agreed(
-    name: str,
-    tree: dict[str, Tensor],
-    what: str,
-    rows: int,
-    needs: tuple[bool, bool],
-    engine: Engine,
-    group: Group,
-) -> tuple[list[int], tuple[bool, bool]]:
-    """Return the ranks' numbers of rows, and whether a rank needs the gradients of a part of the inputs, and any.
-
-    Raise on all ranks if their trees differ in keys, dtypes or dimensions other than 0, in words `what`, or if one rank
-    needs a gradient and another one is absent.
-    """
-    if engine.size == 1:
-        return [rows], needs
-    leaves, _ = batch_leaves(name, tree)
-    grad, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
-    absent = not grad and not is_joint()
-    mine = 3 if compiling and grad else needs[0] + 2 * needs[1] + 4 * absent  # a graph always computes all gradients
-    try:
-        lengths, bits = lengths_and_bits(name, tree, leaves, [rows], group, mine)
-    except CollectiveMismatchError as error:
-        raise CollectiveMismatchError(f"{name}: the ranks differ in {what}; {error}") from None
-    sizes = [length for (length,) in lengths]
-    if compiling:
-        _assume(sizes, rows, engine)
-        for b in bits:
-            if is_within_transform():  # no assertion with a text can be traced there
-                assume(b < 4 if grad else b % 4 == 0)
-            else:
-                of_rank = torch.full((), b)
-                assert_in_graph(of_rank < 4 if grad else of_rank % 4 == 0, f"{name}: {DIFFER}")
-        return sizes, (grad, grad)
-    numbers = [float(ABSENT if b & 4 else b & 2) for b in bits]
-    refuse_absent_of(name, numbers, group)
-    return sizes, (any(b & 1 for b in bits), any(b & 2 for b in bits))
-
-
-def _lengths_of_negatives(more: Columns, options: Options, engine: Engine) -> list[int]:
-    """Return the ranks' numbers of negatives."""
-    lengths = [n for (n,) in lengths_of_ranks(options.name, [more.k], [more.k], [len(more.k)], options.group)]
-    if torch.compiler.is_compiling():
-        _assume(lengths, len(more.k), engine)
-    return lengths
-
-
-def _assume(sizes: list[int], mine: int, engine: Engine) -> None:
-    """Tell the compiler what it cannot know of sizes that ranks have sent."""
-    for size in sizes:
-        assume(size >= 0)
-    assume(sizes[engine.rank] == mine)
-
-
-def tracked(x: Tensor, wanted: bool) -> Tensor:
-    """Return x such that backward computes its gradient on this rank too, if a rank wants one."""
-    if not wanted or x.requires_grad or not torch.is_grad_enabled() or is_within_transform():
-        return x
-    if torch.compiler.is_compiling():  # refuses requires_grad_
-        return torch.cat([x, _LEAF.to(x).expand(0, x.shape[1])])
-    return leaf(x)
-
-
-def _marks(
-    sizes: list[int], views: int, each: int, labels: Tensor | None, ids: Tensor | None, device: torch.device
-) -> Marks:
-    """Return the marks of all ranks' rows; each of them has a label if it has several positives.
-
-    A label of −1 becomes one that no other row has.
-    """
-    index = torch.arange(sum(sizes), device=device)
-    if labels is not None:
-        labels = labels.long()  # −1 as a uint8 is 255
-        labels = torch.where(labels == -1, index + torch.iinfo(torch.long).min, labels)
-    elif each > 1:
-        labels = index
-    if views == 1 or labels is not None:
-        return Marks(index, index, labels, ids)
-    partners = []
-    for r, size in enumerate(sizes):
-        first, half = sum(sizes[:r]), size // views
-        part = index[first : first + size]
-        partners.append(torch.where(part < first + half, part + (size - half), part - half))
-    return Marks(index, torch.cat(partners), labels, ids)
-
-
-def _counts(labels: Tensor) -> Tensor:
-    """Return the number of rows with the label of each row."""
-    if not torch.compiler.is_compiling() and is_vmapped(labels):  # vmap refuses unique
-        return (labels.unsqueeze(1) == labels).sum(1)
-    inverse, counts = torch.unique(labels, return_inverse=True, return_counts=True)[1:]
-    found: Tensor = counts[inverse]
-    return found

@@ -26,7 +26,8 @@ from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
 from diffcoll.nn.chunks import gradients_of, sums_of
 from diffcoll.nn.inputs import without_autocast
-from diffcoll.nn.logits import LossRule, Marks, Sums, merged, normalized
+from diffcoll.nn.logits import LossRule, Sums, merged, normalized
+from diffcoll.nn.marks import Marks
 from diffcoll.nn.recomputed import gradients
 
 _FIRST_ORDER, _ALL_ORDERS = "backward without create_graph", "backward with create_graph=True"
@@ -61,7 +62,7 @@ class Ring:
     @property
     def needed(self) -> tuple[bool, ...]:
         """Which sums the rule needs."""
-        return self.rule.needs(self.rows.label is not None)
+        return self.rule.needs(self.rows)
 
     def forward(self, q: Tensor, k: Tensor, bias: Tensor | None, purpose: str = "forward") -> Sums:
         """Return the sums, differentiable if grad mode is on."""

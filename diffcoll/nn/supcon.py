@@ -25,6 +25,7 @@ def supcon_loss(
     ids: Tensor | None = None,
     temperature: Tensor | float = 0.1,
     normalize: bool = True,
+    only_rows_with_positives: bool = False,
     group: Group = None,
     rank_reduction: RankReduction = "mean",
     chunk_size: int | None = None,
@@ -32,7 +33,7 @@ def supcon_loss(
 ) -> Tensor:
     """Supervised contrastive training: Khosla et al.'s L_out, with the rows of all ranks as contrast.
 
-    A row without a positive contributes 0 and counts in the mean, as in the authors' code.
+    A row without a positive contributes 0. It counts in the mean, as in the authors' code, or is left out.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -52,6 +53,8 @@ def supcon_loss(
             positives.
         temperature: a number or a tensor with one element; divides the logits.
         normalize: normalize the features first.
+        only_rows_with_positives: the mean is over the rows that have a positive, on any rank, instead of over all; 0 if
+            none has.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         rank_reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean
             over ranks of the returned values is the loss of the whole batch. "sum": their sum is.
@@ -74,8 +77,9 @@ def supcon_loss(
     if labels is None:
         remedy = "pass the classes; nt_xent_loss is the loss of two views without labels"
         raise TypeError(message(name, "labels", "None", f"a tensor of shape ({len(features)},)", remedy))
-    number = {"temperature": temperature}
-    options = Options(name, "features", number, normalize, group, rank_reduction, chunk_size, exchange)
+    number, only = {"temperature": temperature}, only_rows_with_positives
+    common = group, rank_reduction, chunk_size, exchange
+    options = Options(name, "features", number, normalize, *common, only_rows_with_positives=only)
     views = features.unbind(1) if features.ndim == 3 else [features]
     return loss_of_pairs(options, LossRule(), views, labels=labels, ids=ids)
 
@@ -87,8 +91,8 @@ class SupConLoss(LossModule, of=supcon_loss):
     a number to start with, and the module's parameter its logarithm, `log_temperature`.
 
     >>> from diffcoll.nn import SupConLoss
-    >>> SupConLoss(temperature=0.07)
-    SupConLoss(temperature=0.07, normalize=True, rank_reduction='mean', chunk_size=None, exchange='gather')
+    >>> SupConLoss(only_rows_with_positives=True).temperature
+    0.1
     """
 
     def forward(self, features: Tensor, labels: Tensor, ids: Tensor | None = None) -> Tensor:

@@ -25,14 +25,15 @@ from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import is_traced
 from diffcoll.core.torch_private.transforms import carries_tangents, is_within_transform, without_transforms
 from diffcoll.engines.types import Group
+from diffcoll.nn.agreed import agreed, tracked
 from diffcoll.nn.chunks import sums_of
 from diffcoll.nn.convention import same_options
 from diffcoll.nn.features import check_chunk_size
 from diffcoll.nn.followers import needs_gradient
 from diffcoll.nn.inputs import asserted, in_full_precision, is_dtensor, saveable, without_autocast
-from diffcoll.nn.logits import LossRule, Marks, least
+from diffcoll.nn.logits import LossRule, least
 from diffcoll.nn.loss_module import LossModule, Reduction
-from diffcoll.nn.pairs import agreed, tracked
+from diffcoll.nn.marks import Marks
 
 _NAME = "vocab_parallel_cross_entropy"
 #: Checksums of targets are exact in float32.
@@ -100,9 +101,8 @@ def vocab_parallel_cross_entropy(
     """
     numbers = {"label_smoothing": label_smoothing, "z_loss": z_loss}
     same_options(_NAME, group, **numbers, ignore_index=ignore_index, reduction=reduction)
-    expect.not_negative(_NAME, **numbers)
-    if label_smoothing > 1:
-        raise ValueError(message(_NAME, "label_smoothing", label_smoothing, "a number from 0 to 1"))
+    expect.fraction(_NAME, "label_smoothing", label_smoothing)
+    expect.not_negative(_NAME, z_loss=z_loss)
     expect.integer(_NAME, "ignore_index", ignore_index)
     expect.choice(_NAME, "reduction", reduction, ("mean", "sum", "none"), "it is over the tokens, not over the ranks")
     check_chunk_size(_NAME, chunk_size)
@@ -230,7 +230,7 @@ def _sums(
 ) -> Tensor:
     """Return, for each token, log Σ_j exp s_ij of this rank's j ≠ t, s_it or 0, and, to `smooth`, Σ_j s_ij."""
     here = torch.arange(k.shape[0], device=q.device) + first
-    rows, cols = (Marks(at, at, None, None) for at in (index, here))
+    rows, cols = (Marks(at, at) for at in (index, here))
     added = None if bias is None else bias.clamp(min=least(q))  # −inf excludes rows, of some ranks all
     sums = sums_of(q, k, added, LossRule(), rows, cols, chunk_size)
     assert sums.row_neg is not None and sums.row_sum is not None

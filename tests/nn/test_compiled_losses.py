@@ -31,6 +31,21 @@ LOSSES = {
     "info_nce_loss of passages": lambda a, b: dc.nn.functional.info_nce_loss(
         a, passages(a, b)[0], negatives=passages(a, b)[1], chunk_size=2
     ),
+    "info_nce_loss of soft targets": lambda a, b: dc.nn.functional.info_nce_loss(
+        a, b, targets=(a @ dc.gather_batch(b).tree.T).softmax(1).detach(), negatives=hard(a, b)
+    ),
+    "info_nce_loss of soft targets in chunks": lambda a, b: dc.nn.functional.info_nce_loss(
+        a, b, targets=(a @ dc.gather_batch(b).tree.T).softmax(1).detach(), chunk_size=2
+    ),
+    "info_nce_loss with label smoothing": lambda a, b: dc.nn.functional.info_nce_loss(
+        a, b, labels=LABELS[: len(a)], ids=LABELS[: len(a)] // 2, label_smoothing=0.1, symmetric=True
+    ),
+    "clip_loss with label smoothing in chunks": lambda a, b: dc.nn.functional.clip_loss(
+        a, b, 3.0, ids=LABELS[: len(a)], label_smoothing=0.1, chunk_size=2
+    ),
+    "supcon_loss over rows with positives": lambda a, b: dc.nn.functional.supcon_loss(
+        a, LABELS[: len(a)], only_rows_with_positives=True
+    ),
     "nt_xent_loss": lambda a, b: dc.nn.functional.nt_xent_loss(a, b),
     "nt_xent_loss in chunks": lambda a, b: dc.nn.functional.nt_xent_loss(a, b, chunk_size=2),
     "barlow_twins_loss": lambda a, b: dc.nn.functional.barlow_twins_loss(a, b),

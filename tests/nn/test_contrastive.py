@@ -591,7 +591,10 @@ def test_the_modules():
     assert SigLIPLoss()(x, y, 2.0, torch.tensor([-1.0]), ids=IDS) == siglip_loss(x, y, 2.0, -1.0, ids=IDS)
     assert SupConLoss(temperature=0.2)(Y, IDS) == supcon_loss(Y, IDS, temperature=0.2)
     clip = CLIPLoss(rank_reduction="sum", chunk_size=2)
-    assert repr(clip) == "CLIPLoss(normalize=False, rank_reduction='sum', chunk_size=2, exchange='gather')"
+    assert (
+        repr(clip)
+        == "CLIPLoss(normalize=False, label_smoothing=0.0, rank_reduction='sum', chunk_size=2, exchange='gather')"
+    )
     options = {"rank_reduction": "sum", "chunk_size": 2}
     assert clip(x, y, 3.0) == clip_loss(x, y, 3.0, **options)
     assert clip(x, y, 3.0, labels=IDS, ids=IDS) == clip_loss(x, y, 3.0, labels=IDS, ids=IDS, **options)
@@ -599,7 +602,8 @@ def test_the_modules():
     info_nce = InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.5)), chunk_size=2)
     assert [name for name, _ in info_nce.named_parameters()] == ["temperature"]
     options = (
-        "(temperature=0.5, normalize=True, decoupled=False, rank_reduction='mean', chunk_size=2, exchange='gather')"
+        "(temperature=0.5, normalize=True, decoupled=False, label_smoothing=0.0, symmetric=False, "
+        "rank_reduction='mean', chunk_size=2, exchange='gather')"
     )
     assert repr(info_nce) == f"InfoNCELoss{options}"
     torch.testing.assert_close(info_nce(x, y, ids=IDS), info_nce_loss(x, y, ids=IDS, temperature=0.5))

@@ -75,8 +75,8 @@ def test_held_and_not_learned():
 
 def test_how_they_are_shown():
     assert repr(CLIPLoss(logit_scale=4.0, learnable=True)) == (
-        "CLIPLoss(logit_scale=4, normalize=False, rank_reduction='mean', chunk_size=None, exchange='gather', "
-        "learnable=True)"
+        "CLIPLoss(logit_scale=4, normalize=False, label_smoothing=0.0, rank_reduction='mean', chunk_size=None, "
+        "exchange='gather', learnable=True)"
     )
     assert "temperature=0.2, normalize=True" in repr(InfoNCELoss(temperature=0.2, learnable=True))
 
@@ -86,7 +86,7 @@ def test_how_they_are_shown():
     [
         (CLIPLoss, clip_loss, {"logit_scale": None, "learnable": False}, {"labels", "ids"}),
         (SigLIPLoss, siglip_loss, {"logit_scale": None, "logit_bias": None, "learnable": False}, {"labels", "ids"}),
-        (InfoNCELoss, info_nce_loss, {"learnable": False}, {"negatives", "labels", "ids"}),
+        (InfoNCELoss, info_nce_loss, {"learnable": False}, {"negatives", "targets", "labels", "ids"}),
         (nn_.NTXentLoss, functional.nt_xent_loss, {"learnable": False}, {"ids"}),
         (nn_.SupConLoss, functional.supcon_loss, {"learnable": False}, {"ids"}),
         (nn_.DiceLoss, functional.dice_loss, {}, set()),
@@ -142,7 +142,7 @@ WRONG = [
         lambda: CLIPLoss(chunksize=3),
         TypeError,
         "CLIPLoss: chunksize: got an option that this loss does not have, expected one of its options: logit_scale, "
-        "normalize, group, rank_reduction, chunk_size, exchange, learnable",
+        "normalize, label_smoothing, group, rank_reduction, chunk_size, exchange, learnable",
     ),
     (
         lambda: nn_.VocabParallelCrossEntropy(rank_reduction="mean"),
