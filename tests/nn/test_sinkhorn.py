@@ -74,8 +74,9 @@ def test_an_epsilon_so_small_that_quotients_overflow_in_float32(epsilon):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(sinkhorn(scores, epsilon=epsilon), right, rtol=1e-4, atol=1e-6)
-    large = scores * 1e30  # with an ordinary epsilon
-    torch.testing.assert_close(on_ranks(rules, large, (5, 3), epsilon=1e-9), in_log_domain(large, 1e-9, 3).float())
+    large = scores * 1e30  # with an ordinary epsilon; the first rank overflows, or the last one
+    for x, sizes in ((large, (5, 3)), (large.flip(0), (3, 0, 5)), (large.flip(0), (0, 3, 5))):
+        torch.testing.assert_close(on_ranks(rules, x, sizes, epsilon=1e-9), in_log_domain(x, 1e-9, 3).float())
     torch.testing.assert_close(sinkhorn(torch.zeros(3, 2), epsilon=epsilon), torch.full((3, 2), 0.5))
     stack = torch.stack([scores, scores.flip(1)])
     found = torch.cat(rules(torch.vmap(lambda x: sinkhorn(x, epsilon=epsilon)), stack.split([5, 3], 1)), 1)
