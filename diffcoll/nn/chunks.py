@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from diffcoll.core.torch_private.transforms import is_batched_by_autograd
 from diffcoll.nn.logits import LossRule, Sums, blocks, least, merged, of_columns
 from diffcoll.nn.marks import Marks, masks, soft_weights
 
@@ -92,7 +93,7 @@ def gradients_of(
     """Return the gradients of q, k and bias from the sums and their gradients.
 
     `whole` contains the sums of rows over all columns, of which k may be a part, and those of these columns. Their
-    gradients are not written in place, as autograd may batch them.
+    gradients are not written in place.
     """
     gq, gbias, gk, first = torch.zeros_like(q), [], [], 0
     for x in torch.split(k, chunk or max(len(k), 1)):
@@ -103,7 +104,7 @@ def gradients_of(
         gbias.append(gs.sum(0))
         gk.append(gs.T @ q)
     of_each = torch.cat(gbias)
-    return gq, torch.cat(gk), of_each if bias is not None and bias.ndim else of_each.sum()
+    return gq, gk[0] if len(gk) == 1 else torch.cat(gk), of_each if bias is not None and bias.ndim else of_each.sum()
 
 
 def _gradient(
@@ -117,8 +118,10 @@ def _gradient(
         gs = torch.where(positive, -torch.sigmoid(-s), torch.sigmoid(s)) * g_sum
         return gs if excluded is None else gs.masked_fill(excluded, 0)
     gs = torch.where(positive, g_sum, 0.0)
+    # In place, unless autograd batches the gradients of sums: that saves one matrix of logits.
+    add = torch.addcmul if any(x is not None and is_batched_by_autograd(x) for x in g) else Tensor.addcmul_
     if g.row_soft is not None and rows.weight is not None:
-        gs = torch.addcmul(gs, soft_weights(rows, cols, excluded), g.row_soft.unsqueeze(1))
+        gs = add(gs, soft_weights(rows, cols, excluded), g.row_soft.unsqueeze(1))
     pos = s.masked_fill(~positive, least(s)) if rows.label is not None else s
     neg = s.masked_fill_(positive if excluded is None else positive | excluded, least(s))
     for masked, row, g_row, col, g_col in (
@@ -126,9 +129,9 @@ def _gradient(
         (pos, whole.row_pos, g.row_pos, whole.col_pos, g.col_pos),
     ):
         if g_row is not None and row is not None and len(row) == len(q):
-            gs = torch.addcmul(gs, (masked - row.unsqueeze(1)).exp_(), g_row.unsqueeze(1))
+            gs = add(gs, (masked - row.unsqueeze(1)).exp_(), g_row.unsqueeze(1))
         if g_col is not None and col is not None and len(col) == len(k):
-            gs = torch.addcmul(gs, (masked - col).exp_(), g_col)
+            gs = add(gs, (masked - col).exp_(), g_col)
     return gs
 
 

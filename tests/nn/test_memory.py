@@ -28,9 +28,11 @@ def on_ranks(script, names, *sizes):
 
 def test_the_peak_of_a_step():
     b, dims, chunk = 2048, 16, 64
-    whole, chunked = on_ranks(contrastive_cost, ("clip_loss", f"chunk_size={chunk}"), b, dims, chunk)
+    names = "clip_loss", f"chunk_size={chunk}", "exchange=ring"
+    whole, chunked, ring = on_ranks(contrastive_cost, names, b, dims, chunk)
     assert 2 * b * 2 * b * 4 / MEGA < whole < 6 * b * 2 * b * 4 / MEGA
     assert chunked < whole / 5
+    assert 2 * b * b * 4 / MEGA < ring < 3.5 * b * b * 4 / MEGA  # of one block
 
 
 def test_the_peak_of_a_sharded_vocabulary():
