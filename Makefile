@@ -1,5 +1,6 @@
 # make verify   the correctness matrix, on real gloo processes on this machine
 # make test     the whole test suite
+# make test-frameworks   with Accelerate, Lightning, the HF Trainer and others, in .venv-frameworks
 # Each builds .venv itself when it is missing or older than what it is made from.
 # TORCH=2.15.0 with any of them: on that release of PyTorch, in .venv-torch, which holds one release at a time.
 
@@ -12,7 +13,7 @@ READY = $(VENV)/ready$(TORCH)
 # Where images set it, every process that a test starts would compile the modules anew: a third of the suite's time.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: verify test test-slow lint types format clean
+.PHONY: verify test test-slow test-frameworks lint types format clean
 
 verify: $(READY)
 	$(BIN)/python -m diffcoll verify $(ARGS)
@@ -23,6 +24,9 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal --timeout 3600 $(ARGS)
+
+test-frameworks: .venv-frameworks/ready
+	.venv-frameworks/bin/python -m pytest tests/frameworks $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -37,10 +41,15 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-.venv/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+.venv/ready: EXTRA = dev
+.venv-frameworks/ready: EXTRA = frameworks
+# They ask for torchvision, whose wheel on PyPI loads with a CUDA build of PyTorch alone. Their losses need none.
+.venv-frameworks/ready: WITHOUT_DEPENDENCIES = lightly open_clip_torch
+.venv/ready .venv-frameworks/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --constraint constraints.txt torch
+	$(@D)/bin/pip install --quiet --constraint constraints.txt --editable ".[$(EXTRA)]"
+	$(if $(WITHOUT_DEPENDENCIES),$(@D)/bin/pip install --quiet --constraint constraints.txt --no-deps $(WITHOUT_DEPENDENCIES))
 	touch $@
 
 # What a release of PyTorch needs of its own is not what the pinned one does: sympy, for one.
@@ -53,4 +62,4 @@ format: $(READY)
 	touch $@
 
 clean:
-	rm -rf .venv .venv-torch build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch .venv-frameworks build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
