@@ -146,6 +146,22 @@ def test_wrapped_layers_of_pytorch():
     matches((layer, layer, numbers(2, 6, 3), more))
 
 
+def test_an_argument_holds_no_parameter():
+    """An argument that is called as a submodule is: its placement is not that of the submodule's parameters."""
+
+    class Encoders(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.image, self.text = (nn.Linear(3, 2, dtype=torch.double) for _ in range(2))
+
+    def product(model, image, text):
+        return (model.image(image) * model.text(text)).sum(1).sin().mean()
+
+    placed = {"image": {"dp": Shard(0)}, "text": {"dp": Shard(0)}}
+    more = {"module": Encoders(), "shard": lambda whole, mesh: whole, "mesh": {"dp": 2}, "placements": placed}
+    matches((product, product, (numbers(6, 3), numbers(3, 6).T), more | {"rank_reduction": {"dp": "mean"}}))
+
+
 def causes_of(*program, **more):
     report = differs((*program, more))
     return set(causes(report)), " ".join(str(report).split())

@@ -13,7 +13,15 @@ from diffcoll.core.errors import message
 from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.testing.harness.measure import Constant
 from diffcoll.testing.harness.parts import named_tensors, tensor_names
-from diffcoll.testing.sharding.placements import REPLICATE, SHARD, is_placement, kind_of, refuse_unused, said_of
+from diffcoll.testing.sharding.placements import (
+    REPLICATE,
+    SHARD,
+    is_placement,
+    kind_of,
+    refuse_unused,
+    said_of,
+    short_name,
+)
 
 OUTPUT = "output"
 _EXPECTED = "Replicate(), Partial() or Shard(dim) of torch.distributed.tensor"
@@ -52,9 +60,9 @@ def variables(
         if not is_placement(said):
             raise TypeError(message(name, f"placements[{which!r}]", repr(said), _EXPECTED))
     each = [named_tensors(fn, part) for part in parts]
-    known = [*each[0], *parameters, OUTPUT]
+    known = [*each[0], *(f"parameter {which}" for which in parameters), OUTPUT]
     refuse_unused(name, placements, known)
-    found = {which: said_of(placements, which) for which in known[:-1]}
+    found = {short_name(which): said_of(placements, which) for which in known[:-1]}
     shared = {which: kind_of(said) for which, said in found.items() if said is not None and kind_of(said) != SHARD}
     output = placements.get(OUTPUT)  # a pattern for all tensors says nothing about the losses
     if output is not None and kind_of(output) != REPLICATE:

@@ -135,19 +135,27 @@ def parsed_placements(placements: object, mesh: Mesh) -> dict[str, Placement]:
 def said_of(placements: Mapping[str, Placement], name: str) -> Placement | None:
     """Return what is said of a tensor: by its name, by the argument that holds it, else by the first pattern.
 
-    In patterns * and ? are special; brackets are those of names, such as module[0].weight.
+    A parameter or buffer comes as "parameter image.weight": an argument that is called image does not hold it. In
+    patterns * and ? are special; brackets are those of names, such as module[0].weight.
     """
-    for key in (name, name.partition("[")[0], name.partition(".")[0]):
+    short = short_name(name)
+    for key in (short, *((short.partition("[")[0], short.partition(".")[0]) if short == name else ())):
         if key in placements:
             return placements[key]
-    return next((said for key, said in placements.items() if fnmatchcase(name, key.replace("[", "[[]"))), None)
+    return next((said for key, said in placements.items() if fnmatchcase(short, key.replace("[", "[[]"))), None)
+
+
+def short_name(name: str) -> str:
+    """Return the name without what kind of tensor it is."""
+    return name.removeprefix("parameter ").removeprefix("buffer ")
 
 
 def refuse_unused(operation: str, placements: Mapping[str, Placement], names: Sequence[str]) -> None:
     """Raise if nothing has one of these names."""
     for key in placements:
         if not any(said_of({key: key}, name) for name in names):
-            raise ValueError(message(operation, "placements", repr(key), f"one of {', '.join(dict.fromkeys(names))}"))
+            known = ", ".join(dict.fromkeys(map(short_name, names)))
+            raise ValueError(message(operation, "placements", repr(key), f"one of {known}"))
 
 
 def by_function(name: str, said: Placement | None, whole: Tensor, mesh: Mesh, rank: int) -> Layout:

@@ -74,7 +74,7 @@ class Sharding(Against):
                 message(NAME, "batch", got, "the whole batch, of which placements= says the pieces", remedy)
             )
         subject, outputs = self.distributed.unpack(), self.on_one(outputs_on_rank, self.single, self.whole_batch)
-        names = [*self.inputs, *(name.split(" ", 1)[1] for name in copies(subject)), *output_names(len(outputs))]
+        names = [*self.inputs, *copies(subject), *output_names(len(outputs))]
         refuse_unused(NAME, self.placements, names)
         return self.with_losses(outputs).with_tolerance(tolerance, self.inputs.values())
 

@@ -22,7 +22,7 @@ from diffcoll.testing.harness.measure import MeasurementPlan, differentiable, di
 from diffcoll.testing.harness.packing import Packed, Subject
 from diffcoll.testing.harness.parts import input_names
 from diffcoll.testing.numbers import largest
-from diffcoll.testing.sharding.placements import NAME, SHARD, Layout, Mesh, Placement, by_function, said_of
+from diffcoll.testing.sharding.placements import NAME, SHARD, Layout, Mesh, Placement, by_function, said_of, short_name
 from diffcoll.testing.sharding.settling import local, refuse_another_order, settled, whole_of
 from diffcoll.testing.sharding.trace import Change, Trace, changed, traced
 
@@ -153,7 +153,7 @@ def _measured(subject: Subject, plan: MeshPlan, rank: int, part: Any, trace: Tra
     pieces += _state(after, before, found, plan)
     others = tuple(name for name, x in subject.attributes.items() if differs(x, held.get(name)))
     layouts.update(found)
-    words = {name.split(" ", 1)[-1]: layout.found for name, layout in layouts.items() if layout.found}
+    words = {short_name(name): layout.found for name, layout in layouts.items() if layout.found}
     return OfRank(pieces, words, others, trace)
 
 

@@ -26,6 +26,7 @@ from diffcoll.testing.sharding.placements import (
     fitting,
     in_words,
     said_of,
+    short_name,
 )
 
 
@@ -62,20 +63,20 @@ def settled(
 
     mine, indices = dict[str, _Fact](), dict[str, Tensor]()
     for name, x in held.items():
-        short = name.split(" ", 1)[-1]
+        short = short_name(name)
         fact = mine[name] = _Fact(tuple(local(x).shape))
         if isinstance(x, DTensor):
             indices[name] = _elements(x)
             fact.elements = indices[name].numpy().tobytes()
-        elif said_of(placements, short) is None:
+        elif said_of(placements, name) is None:
             fact.fits = fitting(short, wholes[name], x.detach().cpu(), mesh, rank)
     every: list[dict[str, _Fact]] = [{}] * mesh.size
     dist.all_gather_object(every, mine)
     found = {}
     for name, fact in mine.items():
-        short = name.split(" ", 1)[-1]
+        short = short_name(name)
         others = [facts.get(name) for facts in every]
-        said = said_of(placements, short)
+        said = said_of(placements, name)
         if name in indices:
             found[name] = _of_dtensor(short, indices[name], others, said, mesh, wholes[name])
         elif said is not None:
@@ -135,7 +136,7 @@ def refuse_another_order(
         held = [each[name] for each in every if name in each]
         equal, within, sums = zip(*held, strict=True)
         if not all(equal) and all(within) and near(torch.tensor(sum(sums)), wholes[name].sum().float()):
-            short = name.split(" ", 1)[-1]
+            short = short_name(name)
             got = f"numbers of the whole in another order than {layouts[name].found}, which its shape may mean"
             remedy = f"say placements[{short!r}], such as a function (whole, {{axis: coordinate}}) -> piece"
             raise ValueError(message(NAME, short, got, "a placement", remedy))
