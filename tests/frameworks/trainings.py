@@ -7,10 +7,12 @@ micro-batch, and one rank has none in some. SGD: Adam would hide a factor.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,8 @@ from diffcoll.testing import spawn
 
 RANKS, UPDATES, RATE = 3, 20, 0.1
 PAGES = Path(__file__).parents[2] / "notes" / "with"
-ROWS = [(3, 2, 4), (2, 5, 1), (4, 0, 3), (1, 3, 2)]  # of each rank, micro-batch by micro-batch
+ROWS = (3, 2, 4), (2, 5, 1), (4, 0, 3), (1, 3, 2)  # of each rank, micro-batch by micro-batch
+EQUAL = ((3, 3, 3),)  # what most published losses ask for
 
 
 class Towers(nn.Module):
@@ -86,11 +89,15 @@ class Training:
     rows: Callable[[int, torch.Generator], tuple[Tensor, ...]]
     loss: Callable[..., Tensor]
     whole: Callable[[nn.Module, list[tuple[Tensor, ...]]], Tensor]
+    sizes: Sequence[tuple[int, ...]] = ROWS
 
     def batches(self, micro_batches: int, updates: int) -> list[list[list[tuple[Tensor, ...]]]]:
         """Return [rank][update][micro-batch]."""
         generator = torch.Generator().manual_seed(1)
-        sizes = [[ROWS[(u * micro_batches + m) % len(ROWS)] for m in range(micro_batches)] for u in range(updates)]
+        sizes = [
+            [self.sizes[(u * micro_batches + m) % len(self.sizes)] for m in range(micro_batches)]
+            for u in range(updates)
+        ]
         drawn = [[[self.rows(n, generator) for n in ranks] for ranks in micro] for micro in sizes]
         return [[[micro[r] for micro in update] for update in drawn] for r in range(RANKS)]
 
@@ -156,3 +163,18 @@ def row_of_the_table(name: str) -> list[str]:
     text = (PAGES / "README.md").read_text(encoding="utf-8")
     (row,) = re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", text, re.MULTILINE)
     return row.split(" | ")
+
+
+def cell(factor: float | str) -> str:
+    """Return what the table says of a factor."""
+    return factor if isinstance(factor, str) else f"{factor:g}"
+
+
+def without_torchvision(*more: str) -> None:
+    """Let this process import packages that import torchvision, and others: their names lead to nothing.
+
+    PyPI's wheel of torchvision loads with a CUDA build of PyTorch alone.
+    """
+    names = ["", ".transforms", ".transforms.functional", ".ops", ".ops.misc", ".datasets", ".models"]
+    for name in [f"torchvision{name}" for name in names] + list(more):
+        sys.modules[name] = MagicMock()
