@@ -10,6 +10,7 @@ note  notes/averaging.md
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +49,10 @@ def named_parameters(given: Any, ignore: Ignore) -> tuple[Named, Ignored]:
     module = given if isinstance(given, nn.Module) else None
     pairs: Named
     if module is not None:
-        pairs = [*module.named_parameters(remove_duplicate=False)]
+        # An override, as in losses of TorchRL, need not have the option: each parameter has one name then.
+        takes = inspect.signature(module.named_parameters).parameters
+        every = "remove_duplicate" in takes
+        pairs = [*(module.named_parameters(remove_duplicate=False) if every else module.named_parameters())]
     else:
         if isinstance(given, (Tensor, str)) or not isinstance(given, Iterable):
             raise TypeError(message(NAME, "module_or_params", type(given).__name__, _EXPECTED))

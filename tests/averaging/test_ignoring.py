@@ -86,6 +86,24 @@ def test_ignored_on_one_rank(where):
     assert "rank 0: nothing\n  rank 1: head.bias (2,) torch.float32" in last
 
 
+def test_a_module_that_lists_its_parameters_itself():
+    """Without the option `remove_duplicate`, and without some of its parameters: as losses of TorchRL do."""
+
+    class Listing(Net):
+        def named_parameters(self, prefix="", recurse=True):
+            return (pair for pair in super().named_parameters(prefix, recurse) if not pair[0].startswith("head"))
+
+    def body(r):
+        torch.manual_seed(r)
+        net = Listing()
+        dc.GradientAverager(net)
+        net(torch.randn(3, 2)).sum().backward()
+        return net.body.weight.grad, net.head.bias.detach()
+
+    (grad0, left0), (grad1, left1) = RUNS["rules"](body, range(2))
+    assert torch.equal(grad0, grad1) and not torch.equal(left0, left1)
+
+
 WRONG = [
     (["body.bais"], ValueError, "got 'body.bais', expected a name such as body.bias"),
     (["head"], ValueError, "got 'head', expected a name such as head.weight, head.bias"),
