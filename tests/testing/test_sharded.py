@@ -317,3 +317,37 @@ def test_nothing_of_the_users_is_modified():
 def test_a_pipeline_has_each_parameter_on_one_rank():
     rows = [(row.what, row.rank) for row in matches(pipeline("")).tables[0].rows if "weight" in row.what]
     assert rows == [("gradient of up.weight", 0), ("gradient of down.weight", 1)]
+
+
+class FabricLike(nn.Module):
+    """Has the module twice, as the wrapper of Lightning's Fabric."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._forward_module, self._original_module = nn.parallel.DistributedDataParallel(module), module
+
+    def forward(self, x):
+        return self._forward_module(x)
+
+
+def inner_in_ddp(module, mesh):
+    module[0] = nn.parallel.DistributedDataParallel(module[0])
+    return module
+
+
+@pytest.mark.parametrize("shard", [lambda module, mesh: FabricLike(module), inner_in_ddp], ids=["Fabric", "inner DDP"])
+def test_wrappers_leave_the_names(shard):
+    matches(
+        (
+            lambda module, x: dc.nn.functional.share(module(x).sin().mean(), len(x)),
+            lambda module, x: module(x).sin().mean(),
+            {
+                "batch": numbers(7, 3),
+                "module": nn.Sequential(nn.Linear(3, 2), nn.Tanh()).double(),
+                "shard": shard,
+                "mesh": {"dp": 3},
+                "placements": {"x": {"dp": Shard(0)}},
+                "rank_reduction": {"dp": "mean"},
+            },
+        )
+    )

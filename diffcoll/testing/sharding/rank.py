@@ -26,8 +26,8 @@ from diffcoll.testing.sharding.placements import NAME, SHARD, Layout, Mesh, Plac
 from diffcoll.testing.sharding.settling import local, refuse_another_order, settled, whole_of
 from diffcoll.testing.sharding.trace import Change, Trace, changed, traced
 
-#: What wrappers of modules put into the names of parameters.
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+#: What wrappers of modules put into the names of parameters; Fabric's has the module twice, with and without DDP.
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_original_module")
 
 
 @dataclass(frozen=True)
@@ -277,10 +277,14 @@ def modules_by_name(subject: Subject) -> dict[str, nn.Module]:
 
 def _unwrapped(module: nn.Module, name: str) -> str:
     """Return a name without what wrappers have put into it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "").removesuffix(wrapper.removesuffix("."))
-    inner = isinstance(module, nn.parallel.DistributedDataParallel)
-    return name.removeprefix("module").removeprefix(".") if inner else name
+    kept: list[str] = []
+    holder: Any = module
+    for part in name.split("."):
+        inner = part == "module" and isinstance(holder, nn.parallel.DistributedDataParallel)
+        if part not in _WRAPPERS and not inner:
+            kept.append(part)
+        holder = getattr(holder, part, None)
+    return ".".join(kept)
 
 
 def copies(subject: Subject) -> dict[str, Tensor]:
