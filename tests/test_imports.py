@@ -24,6 +24,7 @@ LAYERS = {
     "nn": {"nn"},
     "diffcoll": {"diffcoll"},
     "compat": {"compat"},
+    "integrations": {"integrations"},
     "testing": {"testing"},
     "cli": {"cli", "__main__"},
 }
@@ -99,6 +100,14 @@ def test_arrows_go_down():
             assert layer(other) <= layer(module), f"{module} imports {other}, which stands above it"
             assert layer(module) != ORDER.index("truth"), f"truth imports {other}"
             assert layer(other) != ORDER.index("truth") or ORDER[layer(module)] in ("diffcoll", "testing"), module
+
+
+def test_only_users_import_adapters_to_frameworks():
+    adapters = {module for module in MODULES if module.startswith("integrations.")}
+    assert adapters
+    for module, to in ARROWS.items():
+        assert adapters.isdisjoint(to), module
+        assert module in adapters or not any(name.startswith("lightning") for name in FOREIGN[module]), module
 
 
 def test_circles_are_pairs_of_adjoints():
