@@ -50,8 +50,8 @@ def named_parameters(given: Any, ignore: Ignore) -> tuple[Named, Ignored]:
     pairs: Named
     if module is not None:
         # An override, as in losses of TorchRL, need not have the option: each parameter has one name then.
-        takes = inspect.signature(module.named_parameters).parameters
-        every = "remove_duplicate" in takes
+        takes = inspect.signature(module.named_parameters).parameters.values()
+        every = any(each.name == "remove_duplicate" or each.kind is each.VAR_KEYWORD for each in takes)
         pairs = [*(module.named_parameters(remove_duplicate=False) if every else module.named_parameters())]
     else:
         if isinstance(given, (Tensor, str)) or not isinstance(given, Iterable):
