@@ -389,12 +389,13 @@ def audited(packages: Sequence[Callable[[], Iterator[Any]]], line: Callable[[Any
     """Print a line for each layer or loss of each package, and the reports of those that are asked for."""
     for package in packages:
         name = package.__name__.replace("_", "-")
+        distribution = "torch" if name.startswith("torch-distributed") else name
         try:
             found = list(package())
         except ImportError as error:
             print(f"{name}: skipped: {error}")
             continue
-        print(f"{name} {importlib.metadata.version(name)}")
+        print(f"{name} {importlib.metadata.version(distribution).partition('+')[0]}")
         for each in found:
             if asked in each.name:
                 try:

@@ -592,6 +592,16 @@ def test_a_gradient_with_the_wrong_sign_is_not_another_ranks():
     assert causes_alone(fn, per_rank(2, n=2)) == ["wrong in direction"]
 
 
+def test_an_identity_behind_a_broadcast_is_no_swap():
+    """On two ranks the second has the number that the first lacks, by coincidence."""
+    weights = torch.tensor([1.0, 10.0], dtype=torch.double)
+
+    def fn(x, weight):
+        return (weight * ruled(dc.broadcast, lambda g: g)(x)).sum()
+
+    assert causes_alone(fn, per_rank(1, n=2), list(weights)) == ["wrong in direction"]
+
+
 def test_a_detach_is_blamed_if_the_gradient_is_right_without_it():
     def logs(x):
         dc.all_reduce(x.detach())

@@ -245,10 +245,12 @@ class Evidence:
             if is_near(ratio, right):
                 return Kind.AVERAGED, f"it is the {word} of all ranks' gradients on every rank"
         powers = (1.0, float(n), 1.0 / n)
-        for a, b, part, known in (
-            (got, total, "", powers),
-            (got - own, total - own, "of the part that comes from other ranks' losses, ", powers[:1]),
-        ):
+        hypotheses = [(got, total, "", powers)]
+        # If one rank alone has such a part, as in a broadcast, another may have this number for other reasons: an
+        # identity as the backward of two ranks' broadcast.
+        if int((total - own).abs().amax(1).gt(sure * total.abs().max()).sum()) > 1:
+            hypotheses.append((got - own, total - own, "of the part that comes from other ranks' losses, ", powers[:1]))
+        for a, b, part, known in hypotheses:
             ratios = {order: multiple(a[list(order)], b, sure / 10) for order in itertools.permutations(range(n))}
             found = [(order, ratio) for order, ratio in ratios.items() if any(is_near(ratio, x) for x in known)]
             if len(found) == 1 and found[0][0] != tuple(range(n)):  # else they are equal, and do not say whose they are
