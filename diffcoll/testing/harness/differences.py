@@ -245,7 +245,7 @@ class Evidence:
             if is_near(ratio, right):
                 return Kind.AVERAGED, f"it is the {word} of all ranks' gradients on every rank"
         powers = (1.0, float(n), 1.0 / n)
-        hypotheses = [(got, total, "", powers)]
+        hypotheses: list[tuple[Tensor, Tensor, str, tuple[float, ...]]] = [(got, total, "", powers)]
         # If one rank alone has such a part, as in a broadcast, another may have this number for other reasons: an
         # identity as the backward of two ranks' broadcast.
         if int((total - own).abs().amax(1).gt(sure * total.abs().max()).sum()) > 1:
