@@ -3,9 +3,8 @@
 note  notes/with/lightning.md
 """
 
-from __future__ import annotations
-
-from contextlib import AbstractContextManager
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
@@ -16,11 +15,8 @@ from diffcoll.averaging.averager import GradientAverager
 class GradientAveragerStrategy(DDPStrategy):
     """`Trainer(strategy=GradientAveragerStrategy())`: as `strategy="ddp"`, with `GradientAverager` in place of DDP.
 
-    It is `trainer.strategy.averager`. The model is not wrapped; parameters may be unused.
-
-    Args:
-        options: arguments of `GradientAverager`. With `reduction="weighted"` nothing is to be divided by the number of
-            micro-batches, but the Trainer does: multiply the loss by `accumulate_grad_batches`.
+    It is `trainer.strategy.averager`. Args: those of `GradientAverager`. With `reduction="weighted"` multiply the loss
+    by `accumulate_grad_batches`, by which the Trainer divides.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -29,11 +25,14 @@ class GradientAveragerStrategy(DDPStrategy):
         self._options = options
 
     def configure_ddp(self) -> None:  # noqa: D102
+        assert self.model is not None
         self.averager = GradientAverager(self.model, **self._options)
 
-    def block_backward_sync(self) -> AbstractContextManager[None]:  # noqa: D102
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:  # noqa: D102
         assert self.averager is not None
-        return self.averager.no_sync()
+        with self.averager.no_sync():
+            yield
 
     def teardown(self) -> None:  # noqa: D102
         if self.averager is not None:

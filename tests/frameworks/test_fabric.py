@@ -1,6 +1,7 @@
 """Lightning's Fabric: DDP takes the mean over ranks, nobody divides by the micro-batches."""
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -9,10 +10,10 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from trainings import CLIP, RATE, TOKENS, Towers, parameters, row_of_the_table
+from trainings import CLIP, EQUAL, RATE, TOKENS, Towers, failures, parameters, row_of_the_table
 
 import diffcoll as dc
-from diffcoll.testing import GradientMismatchError, RanksFailedError, assert_matches_single_process, spawn
+from diffcoll.testing import GradientMismatchError, assert_matches_single_process, spawn
 
 
 def launched(**options):
@@ -55,13 +56,6 @@ def of_pairs(model, batch, update):
 def of_tokens(model, batch, update):
     total = dc.all_reduce(sum((labels != -100).sum() for _, labels in update))
     return TOKENS.loss(model, *batch, total=total)
-
-
-def failures(*arguments, timeout=30):
-    """Return (kind, message) of each rank's failure."""
-    with pytest.raises(RanksFailedError) as caught:
-        spawn(*arguments, timeout=timeout)
-    return [failed and (failed.kind, failed.message) for failed in caught.value.failures.values()]
 
 
 AVERAGERS = pytest.mark.parametrize("averager", [False, True], ids=["DDP", "GradientAverager"])
@@ -116,10 +110,6 @@ def test_a_loss_that_is_a_share():
     assert factors(lambda model, batch, update: CLIP.loss(model, *batch, rank_reduction="sum")) == {0.333333}
 
 
-def even(monkeypatch):
-    monkeypatch.setattr("trainings.ROWS", [(3, 3, 3)])
-
-
 def of_gathered_rows(sync_grads):
     """Return the whole loss, which each rank computes of what Fabric gathers."""
 
@@ -133,10 +123,10 @@ def of_gathered_rows(sync_grads):
     return with_fabric(loss)
 
 
-def test_all_gather_of_equal_rows(monkeypatch):
-    even(monkeypatch)
-    assert set(CLIP.factor(of_gathered_rows(True)).values()) == {1.0}
-    found = CLIP.factor(of_gathered_rows(False))
+def test_all_gather_of_equal_rows():
+    equal = dataclasses.replace(CLIP, sizes=EQUAL)
+    assert set(equal.factor(of_gathered_rows(True)).values()) == {1.0}
+    found = equal.factor(of_gathered_rows(False))
     assert found.pop("scale") == 1.0 and set(found.values()) == {0.0}
 
 

@@ -1,73 +1,14 @@
 """Lightning's Trainer: DDP takes the mean over ranks, the Trainer divides by `accumulate_grad_batches`."""
 
-import lightning.pytorch as pl
 import pytest
 import torch
-import torch.nn.functional as F
+from lightning_trainings import Module, loader, summed, trainer, with_trainer
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader, TensorDataset
-from trainings import CLIP, RATE, TOKENS, Towers, Training, parameters, row_of_the_table
+from trainings import CLIP, TOKENS, Towers, Training, parameters, row_of_the_table
 
 import diffcoll as dc
-from diffcoll.integrations.lightning import GradientAveragerStrategy
-from diffcoll.testing import GradientMismatchError, RanksFailedError, assert_matches_single_process, spawn
-
-
-class Module(pl.LightningModule):
-    def __init__(self, net, loss=CLIP.loss):
-        super().__init__()
-        self.net, self.loss = net, loss
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(self.net, *batch)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.net.parameters(), RATE)
-
-
-class ByHand(Module):
-    automatic_optimization = False
-
-    def training_step(self, update, batch_idx):
-        optimizer = self.optimizers()
-        for batch in update:
-            self.manual_backward(self.loss(self.net, *batch))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def trainer(strategy="ddp", **options):
-    quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
-    given = {"max_epochs": 1, "use_distributed_sampler": False, **quiet, **options}
-    averager = GradientAveragerStrategy(**strategy) if isinstance(strategy, dict) else strategy
-    return pl.Trainer(accelerator="cpu", devices=dc.get_world_size(), strategy=averager, **given)
-
-
-def loader(batches):
-    return DataLoader(list(batches), batch_size=None)
-
-
-def with_trainer(loss=CLIP.loss, strategy="ddp", steps=None, **options):
-    """Return a function that trains with a loss of a micro-batch; `strategy`: a dict for `GradientAverager`."""
-
-    def train(model, updates):
-        held = trainer(strategy, accumulate_grad_batches=steps or len(updates[0]), **options)
-        held.fit(Module(model, loss), loader(batch for update in updates for batch in update))
-
-    return train
-
-
-def by_hand(model, updates):
-    trainer().fit(ByHand(model), loader(updates))
-
-
-def failures(*arguments, timeout=30):
-    """Return (kind, message) of each rank's failure."""
-    with pytest.raises(RanksFailedError) as caught:
-        spawn(*arguments, timeout=timeout)
-    return [failed and (failed.kind, failed.message) for failed in caught.value.failures.values()]
-
+from diffcoll.testing import GradientMismatchError, assert_matches_single_process, spawn
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", {}], ids=["DDP", "GradientAverager"])
 
@@ -176,116 +117,6 @@ def test_a_second_fit_and_another_averager_afterwards():
             with_trainer(strategy=strategy)(model, half)
 
     CLIP.assert_as_one_process(train)
-
-
-# ── what goes wrong otherwise ────────────────────────────────────────────────────────────────────────────
-
-
-def summed(model, *batch):
-    return CLIP.loss(model, *batch, rank_reduction="sum")
-
-
-@pytest.mark.parametrize(
-    ("train", "micro_batches", "factor"),
-    [
-        pytest.param(with_trainer(summed), 1, 1 / 3, id="sum"),
-        pytest.param(with_trainer(lambda *given: CLIP.loss(*given) / 2), 2, 1 / 2, id="divided twice"),
-        pytest.param(with_trainer(steps=2), 1, 1 / 2, id="fewer batches than accumulate_grad_batches"),
-        pytest.param(by_hand, 1, 1, id="manual optimization"),
-        pytest.param(by_hand, 2, 2, id="manual optimization, two"),
-    ],
-)
-def test_factors_of_mistakes(train, micro_batches, factor):
-    assert set(CLIP.factor(train, micro_batches).values()) == {round(factor, 6)}
-
-
-def test_weighted_means_are_divided_too():
-    def loss(model, x, labels):
-        valid = labels.flatten() != -100
-        averager = model.strategy.averager
-        averager.set_weight(int(valid.sum()))
-        return F.cross_entropy(model(x).flatten(0, 1)[valid], labels.flatten()[valid], reduction="sum") / max(
-            valid.sum(), 1
-        )
-
-    def train(model, updates):
-        held = trainer({"reduction": "weighted"}, accumulate_grad_batches=len(updates[0]))
-        object.__setattr__(model, "strategy", held.strategy)
-        held.fit(Module(model, loss), loader(batch for update in updates for batch in update))
-
-    assert [set(TOKENS.factor(train, steps).values()) for steps in (1, 2)] == [{1.0}, {0.5}]
-
-
-def test_an_averager_within_ddp_raises():
-    def train(model, updates):
-        dc.GradientAverager(model)
-        with_trainer()(model, updates)
-
-    for kind, text in failures(train, [Towers() for _ in range(3)], CLIP.batches(1, 1)):
-        assert kind == "raised" and "DistributedDataParallel averages this parameter, too" in text
-
-
-def test_a_parameter_that_no_rank_uses():
-    class More(Towers):
-        def __init__(self):
-            super().__init__()
-            self.unused = nn.Linear(2, 2)
-
-    def train(strategy, updates):
-        with_trainer(strategy=strategy)(More(), updates)
-
-    for kind, text in failures(train, ["ddp"] * 3, CLIP.batches(1, 2)):
-        assert kind == "raised" and "parameters that were not used" in text
-    for strategy in "ddp_find_unused_parameters_true", {}:
-        spawn(train, [strategy] * 3, CLIP.batches(1, 2))
-
-
-def test_torch_synchronized_batch_norm_refuses_the_cpu_and_replaces_ours():
-    def train(convert, updates):
-        model = dc.nn.convert_sync_batchnorm(Normalized()) if convert else Normalized()
-        with_trainer(BATCH_NORM.loss, sync_batchnorm=True)(model, updates)
-
-    for convert in False, True:
-        for kind, text in failures(train, [convert] * 3, BATCH_NORM.batches(1, 1)):
-            assert kind == "raised" and text == "SyncBatchNorm layers only work with GPU modules"
-
-
-def test_a_sampler_that_lightning_adds_takes_a_third_of_this_ranks_rows():
-    class Notes(Module):
-        def training_step(self, batch, batch_idx):
-            seen.extend(batch[0].tolist())
-            return self.net(batch[0][:, None]).mean()
-
-    seen = []
-
-    def rows_seen(rows, added):
-        trainer(use_distributed_sampler=added).fit(Notes(nn.Linear(1, 1)), DataLoader(TensorDataset(rows)))
-        return len(seen)
-
-    rows = list(torch.arange(21.0).split(7))
-    assert spawn(rows_seen, rows, [True] * 3) == [3] * 3
-    assert spawn(rows_seen, rows, [False] * 3) == [7] * 3
-
-
-def test_a_rank_with_more_batches_hangs():
-    def train(n):
-        batches = [[torch.randn(2, d).double() for d in (6, 5)] for _ in range(n)]
-        with_trainer()(Towers(), [[batch] for batch in batches])
-
-    spawn(train, [1, 1, 1])  # the processes' server has started, so that the time below is that of the training
-    first, *others = failures(train, [3, 2, 2], timeout=6)
-    assert first[0] == "hung" and others == [None, None]
-
-
-def test_a_rank_that_skips_its_step_raises():
-    def loss(model, *batch):
-        return CLIP.loss(model, *batch) if len(batch[0]) else None
-
-    def train(rows):
-        with_trainer(loss)(Towers(), [[[torch.randn(rows, d).double() for d in (6, 5)]]])
-
-    texts = [text for _, text in failures(train, [2, 0, 3])]
-    assert "returning None in distributed training is not supported" in texts[1]
 
 
 # ── what is printed ──────────────────────────────────────────────────────────────────────────────────────

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import diffcoll as dc
-from diffcoll.testing import spawn
+from diffcoll.testing import RanksFailedError, spawn
 
 RANKS, UPDATES, RATE = 3, 20, 0.1
 PAGES = Path(__file__).parents[2] / "notes" / "with"
@@ -163,6 +163,15 @@ def row_of_the_table(name: str) -> list[str]:
     text = (PAGES / "README.md").read_text(encoding="utf-8")
     (row,) = re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", text, re.MULTILINE)
     return row.split(" | ")
+
+
+def failures(*call: Any, timeout: float = 30) -> list[tuple[str, str] | None]:
+    """Run a call on ranks, `spawn(*call)`, that fails; return each rank's (kind of failure, message)."""
+    try:
+        spawn(*call, timeout=timeout)
+    except RanksFailedError as error:
+        return [failed and (failed.kind, failed.message) for failed in error.failures.values()]
+    raise AssertionError("no rank failed")
 
 
 def cell(factor: float | str) -> str:
