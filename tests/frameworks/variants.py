@@ -16,8 +16,13 @@ from diffcoll.testing import spawn
 Train = Callable[..., Any]
 
 
-def on_ranks(training: Training, trains: dict[str, Train], micro_batches: int = 1, updates: int = UPDATES):
-    """Return {name: the parameters of each rank, or the error that all ranks raised}."""
+def on_ranks(
+    training: Training, trains: dict[str, Train], micro_batches: int = 1, updates: int = UPDATES, copies: int = 1
+):
+    """Return {name: the parameters of each rank, or the error that all ranks raised}.
+
+    `copies`: so many ranks after each other have the same rows, as with tensor parallelism.
+    """
 
     def on_rank(mine):
         found = {}
@@ -29,7 +34,8 @@ def on_ranks(training: Training, trains: dict[str, Train], micro_batches: int = 
                 found[name] = f"{type(error).__name__}: {error}"
         return found
 
-    ranks = spawn(on_rank, training.batches(micro_batches, updates), timeout=100)
+    batches = [mine for mine in training.batches(micro_batches, updates) for _ in range(copies)]
+    ranks = spawn(on_rank, batches, timeout=100)
     found: dict[str, Any] = {}
     for name in trains:
         each = [rank[name] for rank in ranks]
@@ -39,10 +45,12 @@ def on_ranks(training: Training, trains: dict[str, Train], micro_batches: int = 
     return found
 
 
-def assert_as_one_process(training: Training, trains: dict[str, Train], micro_batches: int = 1) -> None:
+def assert_as_one_process(
+    training: Training, trains: dict[str, Train], micro_batches: int = 1, copies: int = 1
+) -> None:
     """Check that each way ends, on every rank, in the parameters that one process has, to rounding."""
     expected = training.on_one_process(micro_batches)
-    for way, ranks in on_ranks(training, trains, micro_batches).items():
+    for way, ranks in on_ranks(training, trains, micro_batches, copies=copies).items():
         assert not isinstance(ranks, str), f"{way}: {ranks}"
         for found in ranks:
             assert found.keys() == expected.keys()
@@ -52,14 +60,14 @@ def assert_as_one_process(training: Training, trains: dict[str, Train], micro_ba
                 assert torch.equal(found[name], ranks[0][name]), f"{way}: {name} differs between ranks"
 
 
-def factors(training: Training, trains: dict[str, Train], micro_batches: int = 1) -> dict[str, Any]:
+def factors(training: Training, trains: dict[str, Train], micro_batches: int = 1, copies: int = 1) -> dict[str, Any]:
     """Return, for each way, what the gradients of one process are multiplied by; the text of an error if it raises.
 
     By parameter unless it is one factor for all; "wrong": another direction, "differs": not one value on all ranks.
     """
     start, expected = parameters(training.model()), training.on_one_process(micro_batches, 1)
     found: dict[str, Any] = {}
-    for way, ranks in on_ranks(training, trains, micro_batches, 1).items():
+    for way, ranks in on_ranks(training, trains, micro_batches, 1, copies).items():
         found[way] = ranks if isinstance(ranks, str) else {n: _of(n, ranks, start, expected) for n in expected}
         if not isinstance(ranks, str) and len(set(found[way].values())) == 1:
             (found[way],) = set(found[way].values())
@@ -72,12 +80,14 @@ def _of(name: str, ranks: list[dict[str, Tensor]], start: dict[str, Tensor], exp
     return _factor(ranks[0][name] - start[name], expected[name] - start[name])
 
 
-def loop(model, updates, loss, optimized=None, last_only=None, divides=False):
+def loop(model, updates, loss, optimized=None, last_only=None, divides=False, before_step=None):
     """Train by a plain loop; `last_only(is_last)` surrounds a micro-batch's backward, `divides` each loss by them."""
     optimizer = torch.optim.SGD(list(model.parameters() if optimized is None else optimized), RATE)
     for update in updates:
         for k, batch in enumerate(update, 1):
             with last_only(k == len(update)) if last_only else contextlib.nullcontext():
                 (loss(model, *batch) / (len(update) if divides else 1)).backward()
+        if before_step:
+            before_step()
         optimizer.step()
         optimizer.zero_grad()
