@@ -30,11 +30,11 @@ from diffcoll.averaging.reducer import Reducer
 from diffcoll.core.torch_private.autograd import (
     after_backward,
     backward_at_work,
+    hooks_after_nested_backward,
     is_backward_compiled,
     is_backward_nested,
     is_backward_returned,
     node_at_work,
-    nodes_after_nested_backward,
 )
 from diffcoll.core.torch_private.tensors import has_earlier_hooks, is_last_hook
 from diffcoll.core.torch_private.tracing import untraced
@@ -223,18 +223,19 @@ class Hooks:
 
     @untraced
     def _on_nested_end(self, now: Collecting) -> None:
-        """Register the callback of the outer pass as soon as its next node runs, where it can be registered."""
+        """Register the callback of the outer pass as soon as its node ends or its next one runs, where it can be."""
         if now.ends_with >= 0 or now is not self._reducer.now:
             return
         handles: list[Any] = []
 
-        def before_next_node(_: object) -> None:
+        def in_outer_pass(*_: object) -> None:
             for handle in handles:
                 handle.remove()
             handles.clear()
-            self._register_end_callback(is_backward_nested(), now)
+            if now is self._reducer.now:  # not after an error that ended the outer pass
+                self._register_end_callback(is_backward_nested(), now)
 
-        handles += [node.register_prehook(untraced(before_next_node)) for node in nodes_after_nested_backward()]
+        handles += hooks_after_nested_backward(untraced(in_outer_pass))
 
 
 def _reducers_of(task: int) -> list[Reducer]:

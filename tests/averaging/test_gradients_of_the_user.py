@@ -458,6 +458,38 @@ def test_a_backward_within_a_hook_of_the_same_parameter(reduction):
     assert rules(body, range(2)) == [pytest.approx(total)] * 2
 
 
+@pytest.mark.parametrize("where", ["rules", "gloo"])
+@pytest.mark.parametrize("place", ["leaf", "inner", "accumulated", "pre-hook", "post-hook"])
+def test_backward_within_a_hook_of_another_tensor(where, place):
+    """As sentence-transformers' cached losses do: nothing of the outer graph may follow the hook. Reduced once."""
+
+    def body(r):
+        w, _, _ = made("sum")
+        leaf = torch.ones(2, dtype=torch.double, requires_grad=True)
+        inner = leaf * 1.0
+
+        def nested(*_):
+            for k in (1, 10):  # two chunks
+                with torch.enable_grad():
+                    (w.sum() * k * (r + 1)).backward()
+
+        {
+            "leaf": leaf.register_hook,
+            "inner": inner.register_hook,
+            "accumulated": leaf.register_post_accumulate_grad_hook,
+            "pre-hook": inner.grad_fn.register_prehook,
+            "post-hook": inner.grad_fn.register_hook,
+        }[place](nested)
+        found = []
+        for _ in range(2):
+            w.grad = None
+            inner.sum().backward(retain_graph=True)
+            found.append(w.grad[0].item())
+        return found
+
+    assert RUNS[where](body, range(2)) == [[33.0, 33.0]] * 2
+
+
 @pytest.mark.parametrize("reduction", ["sum", "weighted"])
 def test_the_averagers_hook_was_removed(reduction):
     """An error, not a gradient without its weight, or with the reduced one in it."""

@@ -75,10 +75,17 @@ def node_at_work() -> Any:
     return torch._C._current_autograd_node()
 
 
-def nodes_after_nested_backward() -> list[Any]:
-    """Return the nodes that follow the current one in the outer backward, after the nested backward has ended."""
+def hooks_after_nested_backward(hook: Callable[..., None]) -> list[Any]:
+    """Register a hook for the outer backward, after a nested one has ended; return its handles.
+
+    It runs as a post-hook of the node that called the nested backward, also where that is the last one, as the hook of
+    a leaf; and as a pre-hook of the following nodes, since a post-hook that calls a nested backward is the last one.
+    """
     node = node_at_work()
-    return [] if node is None else [following for following, _ in node.next_functions if following is not None]
+    if node is None:
+        return []
+    following = [each for each, _ in node.next_functions if each is not None]
+    return [node.register_hook(hook), *(each.register_prehook(hook) for each in following)]
 
 
 def nodes_of_graph(x: Tensor) -> list[Any]:
