@@ -58,12 +58,15 @@ class DividedLoss(OwnLoss):
     loss_is_scaled_for_ga = False
 
 
-class WithoutDDP(DividedLoss):
-    """With `evaluation_mode` accelerate does not wrap the model."""
+def without_ddp(kind):
+    """Return the Trainer with a model that accelerate does not wrap."""
 
-    def create_accelerator_and_postprocess(self):
-        super().create_accelerator_and_postprocess()
-        self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
+    class WithoutDDP(kind):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
+
+    return WithoutDDP
 
 
 def run(model, data, kind=transformers.Trainer, loss=None, output="unused", scaled=None, resume=None, **options):
