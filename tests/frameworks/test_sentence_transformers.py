@@ -264,6 +264,8 @@ def test_rows_that_do_not_divide():
 
     assert spawn(arguments, range(RANKS)) == [True] * RANKS  # under DDP, whatever it was
     assert of_rows(20, 3, True) == ([6, 6, 6], 2)
+    with pytest.raises(RanksFailedError, match="max_steps must be set to a positive value if dataloader does not have"):
+        of_rows(8, 3, True)
     assert of_rows(8, 3, False) == ([3, 3, 2], 1)
     with pytest.raises(RanksFailedError, match=r"hung in(.|\n)*in info_nce_loss\n"):
         of_rows(12, 3, False)

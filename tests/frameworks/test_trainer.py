@@ -146,8 +146,14 @@ def gpt2():
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=11, resid_pdrop=0, **config))
 
 
+def of_next_tokens(outputs, labels, num_items_in_batch):
+    labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    return summed_tokens(outputs, labels, num_items_in_batch)
+
+
+@pytest.mark.parametrize("loss", [None, of_next_tokens], ids=["own loss", "compute_loss_func"])
 @pytest.mark.parametrize(("make", "factor"), [(llama, 1.0), (gpt2, 0.8)])
-def test_causal_models(make, factor):
+def test_causal_models(make, factor, loss):
     """A row has five labels, of which four are predicted; of a GPT2LMHeadModel the Trainer counts all five."""
 
     def on_rank(rank):
@@ -156,7 +162,7 @@ def test_causal_models(make, factor):
         start = [p.detach().clone() for p in model.parameters()]
         whole = torch.autograd.grad(model(input_ids=ids, labels=ids).loss, [*model.parameters()])
         mine = ids.split([3, 1, 2])[rank]
-        run(model, [{"input_ids": mine, "labels": mine}])
+        run(model, [{"input_ids": mine, "labels": mine}], loss=loss)
         moved = [(old - new.detach()).flatten() / RATE for old, new in zip(start, model.parameters(), strict=True)]
         return torch.cat(moved), torch.cat([g.flatten() for g in whole])
 

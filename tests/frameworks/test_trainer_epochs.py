@@ -105,8 +105,12 @@ def test_losses_that_the_trainer_shows():
         def show(kind, loss, rows, **options):
             return run(Plain(Towers()), rows, kind, loss, per_device_train_batch_size=3, logging_steps=1, **options)
 
-        shown = show(DividedLoss, None, data), show(transformers.Trainer, SUMMED, labelled)
-        logged = [each.state.log_history[0]["loss"] for each in shown]
+        shown = (
+            show(DividedLoss, None, data),
+            show(transformers.Trainer, SUMMED, labelled),
+            show(transformers.Trainer, clip, labelled),
+        )
+        logged = [[each.state.log_history[0][name] for each in shown] for name in ("loss", "grad_norm")]
         own = run(Plain(Towers()), data, DividedLoss, per_device_train_batch_size=3)
         options = {"learning_rate": 0.0, "per_device_train_batch_size": 3, "per_device_eval_batch_size": 3}
         of = run(Plain(Towers()), data, DividedLoss, **options)
@@ -117,7 +121,8 @@ def test_losses_that_the_trainer_shows():
     ranks = spawn(on_rank, range(RANKS))
     assert len({own for _, own, _ in ranks}) == RANKS  # without a logging step nobody averages it
     for logged, _, (of_nine, of_seven, without_labels) in ranks:
-        assert logged == [pytest.approx(loss_of[0])] * 2
+        assert logged[0] == pytest.approx([loss_of[0], loss_of[0], 3 * loss_of[0]])
+        assert logged[1] == pytest.approx([logged[1][0], logged[1][0], 3 * logged[1][0]])
         assert of_nine == pytest.approx(loss_of[0])
         assert of_seven != pytest.approx(loss_of[1], rel=1e-2)
         assert without_labels is None
