@@ -1,6 +1,7 @@
 """DistributedDataParallel takes the mean over ranks; nobody divides by the micro-batches."""
 
 import contextlib
+import time
 
 import pytest
 import torch
@@ -211,30 +212,41 @@ def test_hooks_that_compress_round():
 
 
 def test_delayed_parameters():
-    """They are sent when the hooked parameter's gradient is computed, be theirs complete or not, in float32 alone."""
+    """They are sent when the hooked parameter's gradient is computed, be theirs complete or not, in float32 alone.
 
-    def gradient(rank, dtype=torch.float32, hooked=None):
+    Nobody waits for the message, so the test does.
+    """
+
+    def wait(gradient):
+        time.sleep(0.5)
+
+    def gradient(rank, delayed, hooked, dtype=torch.float32):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).to(dtype)
-        delayed = [("0.weight" if hooked == "1.bias" else "1.weight", net[0 if hooked == "1.bias" else 1].weight)]
-        options = {"delay_all_reduce_named_params": delayed, "param_to_hook_all_reduce": net.get_parameter(hooked)}
-        wrapped = DistributedDataParallel(net, **options)
+        net[0].register_forward_hook(lambda module, inputs, output: output.register_hook(wait) and None)
+        wrapped = DistributedDataParallel(
+            net,
+            delay_all_reduce_named_params=[(delayed, net.get_parameter(delayed))],
+            param_to_hook_all_reduce=net.get_parameter(hooked),
+        )
         wrapped(torch.full((4, 3), rank + 1.0, dtype=dtype)).mean().backward()
-        return delayed[0][1].grad
+        wait(None)
+        return net.get_parameter(delayed).grad
 
-    def mean(rank):
+    def mean(rank, name):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
         sum(net(torch.full((4, 3), s + 1.0)).mean() for s in range(3)).backward()
-        return net[1].weight.grad / 3
+        return net.get_parameter(name).grad / 3
 
-    (right,) = spawn(mean, [0])
-    for found in spawn(lambda rank: gradient(rank, hooked="0.bias"), range(3)):
+    (right,) = spawn(mean, [0], ["1.weight"])
+    for found in spawn(lambda rank: gradient(rank, "1.weight", "0.bias"), range(3)):
         torch.testing.assert_close(found, right)
-    first, second, _ = spawn(lambda rank: gradient(rank, hooked="1.bias"), range(3))
-    assert not torch.allclose(first, second)
+    (right,) = spawn(mean, [0], ["0.weight"])
+    for rank, found in enumerate(spawn(lambda rank: gradient(rank, "0.weight", "1.bias"), range(3))):
+        torch.testing.assert_close(found, right * (rank + 1) / 2)  # its own: the mean is that of two ones
     with pytest.raises(RanksFailedError, match="assign a gradient with dtype 'float' to a tensor with grad_dtype"):
-        spawn(lambda rank: gradient(rank, torch.float64, "0.bias"), range(3))
+        spawn(lambda rank: gradient(rank, "1.weight", "0.bias", torch.float64), range(3))
 
 
 def test_join_with_a_collective_in_the_loss_ends_a_rank():
