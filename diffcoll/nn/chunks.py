@@ -1,10 +1,11 @@
-"""The sums of a block of logits as one op of torch.library, for torch.compile.
+"""The sums of a block of logits in chunks of columns, whose logits are not kept.
 
-A loop over chunks has as many steps as the ranks' sizes require, which have no value while compiling. Within the op it
-is eager code.
+forward   the sums of `diffcoll.nn.logits`, chunk by chunk
+backward  gs_ij from logits that are computed again, and from the sums; gq = gs k, gk = gsᵀ q, gbias = Σ gs
 
-forward   the sums of `diffcoll.nn.logits`, in chunks; no logits are kept
-backward  gs_ij from logits that are computed again; gq = gs k, gk = gsᵀ q, gbias = Σ gs
+    first order      an autograd Function; in torch.compile an op of torch.library, since a loop over chunks has as
+                     many steps as the ranks' sizes require, which have no value while compiling
+    higher orders    and transforms: a loop of checkpoints; all derivatives come from theirs
 
 note  notes/contrastive.md
 """
@@ -15,25 +16,75 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import functional as F
 
-from diffcoll.core.torch_private.transforms import is_batched_by_autograd
-from diffcoll.nn.logits import LossRule, Sums, blocks, least, merged, of_columns
-from diffcoll.nn.marks import Marks, masks, soft_weights
+from diffcoll.core.torch_private.transforms import carries_tangents, is_batched_by_autograd, is_within_transform
+from diffcoll.nn.inputs import without_autocast
+from diffcoll.nn.logits import (
+    LossRule,
+    Place,
+    Sums,
+    blocks,
+    gradient_of_logits,
+    keep_negatives_,
+    least,
+    merged,
+    normalized,
+    of_columns,
+)
+from diffcoll.nn.marks import Marks, masks, same_id, soft_weights
+from diffcoll.nn.recomputed import gradients
 
 
 def sums_of(
     q: Tensor, k: Tensor, bias: Tensor | None, rule: LossRule, rows: Marks, cols: Marks, chunk: int | None
 ) -> Sums:
     """Return the sums over all these columns."""
-    if chunk is None or not torch.compiler.is_compiling():
+    if chunk is None or (not torch.compiler.is_compiling() and not _is_first_order()):
         return merged(list(blocks(q, k, bias, rule, rows, cols, chunk)))
+    needed = rule.needs(rows)
+    if not torch.compiler.is_compiling():
+        found = iter(_Chunks.apply(q, k, bias, (rule, rows, cols, chunk)))  # type: ignore[no-untyped-call]
+        return Sums(*(next(found) if needs else None for needs in needed))
     k = k.to(q.dtype)
     k = F.normalize(k, dim=-1) if rule.normalize else k
     flags = rule.sigmoid, rule.columns, rule.within, chunk
-    found = torch.ops.diffcoll.logits(q, k, bias, *rows, *cols, *flags)
-    needed = rule.needs(rows)
-    return Sums(*(y if needs else None for y, needs in zip(found, needed, strict=True)))
+    of_op = torch.ops.diffcoll.logits(q, k, bias, *rows, *cols, *flags)
+    return Sums(*(y if needs else None for y, needs in zip(of_op, needed, strict=True)))
+
+
+def _is_first_order() -> bool:
+    """Whether a Function without rules for transforms and tangents may be applied."""
+    return torch.is_grad_enabled() and not is_within_transform() and not carries_tangents()
+
+
+class _Chunks(Function):
+    """(q, k, bias) ↦ the sums that the rule needs."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, bias: Tensor | None, work: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        sums = merged(list(blocks(q, k, bias, *work)))
+        ctx.work = work
+        ctx.save_for_backward(q, k, bias, *sums)
+        return tuple(x for x in sums if x is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *gys: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, bias, *sums = ctx.saved_tensors
+        rule, rows, cols, chunk = ctx.work
+        with without_autocast(q):
+            if torch.is_grad_enabled():
+
+                def again(*xs: Any) -> list[Tensor]:
+                    return [x for x in merged(list(blocks(*xs, *ctx.work))) if x is not None]
+
+                return *gradients(again, (q, k, bias), gys), None
+            g = iter(gys)
+            of_sums = Sums(*(next(g) if needs else None for needs in rule.needs(rows)))
+            whole, of_k = Sums(*sums), ctx.needs_input_grad[1]
+            gq, gk, gbias = gradients_of(q, k, bias, rule, rows, cols, chunk, whole, of_sums, of_k)
+        return gq, gk, None if bias is None else gbias, None
 
 
 _OF_MARKS = ("Tensor {}_number", "Tensor {}_partner", "Tensor? {}_label", "Tensor? {}_id", "Tensor? {}_weight")
@@ -76,7 +127,9 @@ def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs, whole, g = arguments[: -2 * _N], Sums(*arguments[-2 * _N : -_N]), Sums(*arguments[-_N:])
     rule, rows, cols, chunk = _read(inputs)
     q, k, bias = inputs[:3]
-    return gradients_of(q, k, bias, rule, rows, cols, chunk, whole, g)
+    gq, gk, gbias = gradients_of(q, k, bias, rule, rows, cols, chunk, whole, g)
+    assert gk is not None
+    return gq, gk, gbias
 
 
 def gradients_of(
@@ -89,41 +142,68 @@ def gradients_of(
     chunk: int | None,
     whole: Sums,
     g: Sums,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and bias from the sums and their gradients.
+    of_k: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the gradients of q, k, unless nobody wants it, and bias, in the dtype of q, from those of the sums.
 
     `whole` contains the sums of rows over all columns, of which k may be a part, and those of these columns. Their
     gradients are not written in place.
     """
-    gq, gbias, gk, first = torch.zeros_like(q), [], [], 0
-    for x in torch.split(k, chunk or max(len(k), 1)):
+    in_place = not (is_within_transform() or any(x is not None and is_batched_by_autograd(x) for x in g))
+    gq, gbias, parts, first = torch.zeros_like(q), [], [], 0
+    gk = q.new_empty(k.shape) if of_k and in_place else None
+    for of_chunk in torch.split(k.detach(), chunk or max(len(k), 1)):
+        x = of_chunk.to(q.dtype)
+        with torch.enable_grad():
+            y = normalized(x.requires_grad_()) if rule.normalize else x
         part = first, len(x)
         of_part = rows, cols.part(*part), whole.of_columns(*part), g.of_columns(*part)
-        gs = _gradient(q, x, of_columns(bias, *part), rule, *of_part)
-        gq, first = gq + gs @ x, first + len(x)
-        gbias.append(gs.sum(0))
-        gk.append(gs.T @ q)
+        gs = _gradient(q, y.detach(), of_columns(bias, *part), rule, *of_part, in_place)
+        gq, first = gq.addmm_(gs, y.detach()) if in_place else gq + gs @ y.detach(), first + len(x)
+        gbias.append(gs.sum(0) if bias is not None else gs.new_zeros(len(x)))
+        if of_k:
+            gy = gs.T @ q
+            gy = torch.autograd.grad(y, x, gy)[0] if rule.normalize else gy
+            parts.append(gy if gk is None else gk[part[0] : first].copy_(gy))
     of_each = torch.cat(gbias)
-    return gq, gk[0] if len(gk) == 1 else torch.cat(gk), of_each if bias is not None and bias.ndim else of_each.sum()
+    of_bias = of_each if bias is not None and bias.ndim else of_each.sum()
+    return gq, torch.cat(parts) if of_k and gk is None else gk, of_bias
 
 
 def _gradient(
-    q: Tensor, k: Tensor, bias: Tensor | None, rule: LossRule, rows: Marks, cols: Marks, whole: Sums, g: Sums
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    rule: LossRule,
+    rows: Marks,
+    cols: Marks,
+    whole: Sums,
+    g: Sums,
+    in_place: bool,
 ) -> Tensor:
-    """Return the gradient of the logits of some columns."""
+    """Return the gradient of the logits of some columns; in place: in one matrix and one or two temporary ones."""
     s = q @ k.T if bias is None else q @ k.T + bias
-    positive, excluded = masks(rows, cols, rule.within)
+    if not (rule.sigmoid or rows.label is not None or rows.weight is not None):
+        positive, zero = Place(rows.partner, cols), q.new_zeros(len(q))
+        keep_negatives_(s, positive, rows, cols, same_id(rows, cols), rule)
+        assert whole.row_neg is not None
+        of_rows = whole.row_neg, zero if g.row_neg is None else g.row_neg
+        of_cols = []
+        if rule.columns and whole.col_neg is not None and g.col_neg is not None:
+            of_cols = [(whole.col_neg, g.col_neg)]
+        g_sum = zero if g.row_sum is None else g.row_sum
+        return gradient_of_logits(s, of_rows, of_cols, positive, g_sum, in_place, overwritten=in_place)
+    is_positive, excluded = masks(rows, cols, rule.within)
     g_sum = q.new_zeros(len(q), 1) if g.row_sum is None else g.row_sum.unsqueeze(1)
     if rule.sigmoid:
-        gs = torch.where(positive, -torch.sigmoid(-s), torch.sigmoid(s)) * g_sum
+        gs = torch.where(is_positive, -torch.sigmoid(-s), torch.sigmoid(s)) * g_sum
         return gs if excluded is None else gs.masked_fill(excluded, 0)
-    gs = torch.where(positive, g_sum, 0.0)
-    # In place, unless autograd batches the gradients of sums: that saves one matrix of logits.
-    add = torch.addcmul if any(x is not None and is_batched_by_autograd(x) for x in g) else Tensor.addcmul_
+    gs = torch.where(is_positive, g_sum, 0.0)
+    add = Tensor.addcmul_ if in_place else torch.addcmul
     if g.row_soft is not None and rows.weight is not None:
         gs = add(gs, soft_weights(rows, cols, excluded), g.row_soft.unsqueeze(1))
-    pos = s.masked_fill(~positive, least(s)) if rows.label is not None else s
-    neg = s.masked_fill_(positive if excluded is None else positive | excluded, least(s))
+    pos = s.masked_fill(~is_positive, least(s)) if rows.label is not None else s
+    neg = s.masked_fill_(is_positive if excluded is None else is_positive | excluded, least(s))
     for masked, row, g_row, col, g_col in (
         (neg, whole.row_neg, g.row_neg, whole.col_neg, g.col_neg),
         (pos, whole.row_pos, g.row_pos, whole.col_pos, g.col_pos),

@@ -16,7 +16,7 @@ note  notes/contrastive.md
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -130,10 +130,10 @@ def logsumexp(s: Tensor, dim: int) -> Tensor:
     return s.logsumexp(dim)
 
 
-class _Place:
+class Place:
     """One column of each row, if it is among these columns; if they are the `whole`, it is."""
 
-    def __init__(self, number: Tensor, cols: Marks, whole: bool) -> None:
+    def __init__(self, number: Tensor, cols: Marks, whole: bool = False) -> None:
         self._whole, self._none = whole, False
         if whole:
             self._at = number.unsqueeze(1)
@@ -173,14 +173,10 @@ class _Softmax(Function):
     def forward(
         ctx: Any, s: Tensor, rows: Marks, cols: Marks, same_id: Tensor | None, rule: LossRule
     ) -> tuple[Any, ...]:
-        ctx.positive = _Place(rows.partner, cols, rule.whole)
+        ctx.positive = Place(rows.partner, cols, rule.whole)
         memory = s.detach()
         row_sum = _not_infinite(ctx.positive.take(memory))
-        ctx.positive.put_(memory, least(s))
-        if rule.within:
-            _Place(rows.number, cols, rule.whole).put_(memory, least(s))
-        if same_id is not None:
-            memory.masked_fill_(same_id, least(s))
+        keep_negatives_(memory, ctx.positive, rows, cols, same_id, rule)
         lses = (memory.logsumexp(1), memory.logsumexp(0)) if rule.columns else (memory.logsumexp(1),)
         ctx.save_for_backward(s, *lses)
         return lses[0], row_sum, *lses[1:]
@@ -188,17 +184,49 @@ class _Softmax(Function):
     @staticmethod
     def backward(ctx: Any, g_row: Tensor, g_sum: Tensor, *g_col: Tensor) -> tuple[Tensor, None, None, None, None]:
         s, row_neg, *col_neg = ctx.saved_tensors
-        row_neg, g_row, g_sum = row_neg.unsqueeze(1), g_row.unsqueeze(1), g_sum.unsqueeze(1)
-        if torch.is_grad_enabled() or any(map(is_batched_by_autograd, (g_row, g_sum, *g_col))):
-            g = g_row * (s - row_neg).exp()
-            for lse, gy in zip(col_neg, g_col, strict=True):
-                g = g + gy * (s - lse).exp()
-            return ctx.positive.put(g, g_sum), None, None, None, None
-        g = (s - row_neg).exp_().mul_(g_row)
-        for lse, gy in zip(col_neg, g_col, strict=True):
-            g.addcmul_((s - lse).exp_(), gy)
-        ctx.positive.put_(g, g_sum)
+        is_batched = is_within_transform() or any(map(is_batched_by_autograd, (g_row, g_sum, *g_col)))
+        of_cols, in_place = zip(col_neg, g_col, strict=True), not (torch.is_grad_enabled() or is_batched)
+        g = gradient_of_logits(s, (row_neg, g_row), of_cols, ctx.positive, g_sum, in_place)
         return g, None, None, None, None
+
+
+def keep_negatives_(
+    s: Tensor, positive: Place, rows: Marks, cols: Marks, same_id: Tensor | None, rule: LossRule
+) -> None:
+    """Set the logits of positives and of excluded pairs to `least(s)`, for one positive in each row."""
+    positive.put_(s, least(s))
+    if rule.within:
+        Place(rows.number, cols, rule.whole).put_(s, least(s))
+    if same_id is not None:
+        s.masked_fill_(same_id, least(s))
+
+
+def gradient_of_logits(
+    s: Tensor,
+    of_rows: tuple[Tensor, Tensor],
+    of_cols: Iterable[tuple[Tensor, Tensor]],
+    positive: Place,
+    g_sum: Tensor,
+    in_place: bool,
+    overwritten: bool = False,
+) -> Tensor:
+    """Return the gradient of the logits, from row_neg and, if the rule has it, col_neg, each with its gradient.
+
+    s contains the logits of negatives, `least(s)` elsewhere. In place, without a derivative: in one matrix, which is s
+    if that may be overwritten, and for columns one more.
+    """
+    row_neg, g_row = (x.unsqueeze(1) for x in of_rows)
+    if not in_place:
+        g = g_row * (s - row_neg).exp()
+        for col_neg, g_col in of_cols:
+            g = g + g_col * (s - col_neg).exp()
+        return positive.put(g, g_sum.unsqueeze(1))
+    parts = [((s - col_neg).exp_(), g_col) for col_neg, g_col in of_cols]
+    g = torch.sub(s, row_neg, out=s if overwritten else None).exp_().mul_(g_row)
+    for part, g_col in parts:
+        g.addcmul_(part, g_col)
+    positive.put_(g, g_sum.unsqueeze(1))
+    return g
 
 
 def blocks(

@@ -26,7 +26,7 @@ from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
 from diffcoll.nn.chunks import gradients_of, sums_of
 from diffcoll.nn.inputs import without_autocast
-from diffcoll.nn.logits import LossRule, Sums, merged, normalized
+from diffcoll.nn.logits import LossRule, Sums, merged
 from diffcoll.nn.marks import Marks
 from diffcoll.nn.recomputed import gradients
 
@@ -86,14 +86,10 @@ class Ring:
         for step, (source, held) in enumerate(self._around(k.to(self.sent), _FIRST_ORDER)):
             part = sum(self.sizes[:source]), len(held)
             of_block = self.cols.part(*part), self.chunk, whole.of_columns(*part), g.of_columns(*part)
-            x = held.detach().to(q.dtype).requires_grad_()
-            with torch.enable_grad(), without_autocast(q):
-                y = normalized(x) if self.rule.normalize else x
             with without_autocast(q):
-                found = gradients_of(q, y.detach(), bias, self.rule, self.rows, *of_block)
-            gq, gbias = gq + found[0], gbias + found[2]
-            if self.trained:
-                mine = torch.autograd.grad(y, x, found[1])[0] if self.rule.normalize else found[1]
+                found, mine, of_bias = gradients_of(q, held, bias, self.rule, self.rows, *of_block, self.trained)
+            gq, gbias = gq + found, gbias + of_bias
+            if mine is not None:
                 gk = self._pass_on(mine if gk is None else gk.wait() + mine, step)
         return gq, None if gk is None else gk.wait(), None if bias is None else gbias  # gk is back on its owner
 

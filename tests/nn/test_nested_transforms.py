@@ -226,6 +226,20 @@ def test_an_empty_rank_and_normalized_features(pair):
     check([pair], 3, rules)
 
 
+@pytest.mark.parametrize("loss", ["clip_loss", "nt_xent_loss"])
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_a_backward_within_vmap(loss, chunk):
+    """The gradients of the loss are a batch of torch.func's, those of its inputs are outside: nothing is in place."""
+    x, y = (torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
+    x.requires_grad_()
+    more = (2.0,) if loss == "clip_loss" else ()
+    value = getattr(functional, loss)(x, y, *more, chunk_size=chunk)
+    (expected,) = torch.autograd.grad(value, x, retain_graph=True)
+    factors = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    found = torch.func.vmap(lambda g: torch.autograd.grad(value, x, g, retain_graph=True)[0])(factors)
+    torch.testing.assert_close(found, torch.stack([expected, -2 * expected]))
+
+
 def test_one_value_is_refused_within_vmap_too():
     def body(r):
         norm = nn.SyncBatchNorm(4, affine=False, track_running_stats=False, dtype=torch.float64)
