@@ -6,7 +6,7 @@ import os
 from diffcoll.testing import processes
 
 if importlib.util.find_spec("accelerate") is None:
-    collect_ignore_glob = ["test_*.py"]
+    collect_ignore_glob = ["*.py"]
 else:
     os.environ["OMP_NUM_THREADS"] = "1"  # accelerate warns that it sets this one itself
     os.environ["HF_HUB_OFFLINE"] = "1"
