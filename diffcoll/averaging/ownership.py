@@ -76,8 +76,9 @@ def named_parameters(given: Any, ignore: Ignore) -> tuple[Named, Ignored]:
             raise _refused(f"{name}, which is not a leaf", "leaf tensors")
         if is_sharded(p):
             raise TypeError(
-                f"{NAME}: module_or_params: {name}: FSDP or tensor parallelism shards this parameter and reduces "
-                f"its own gradients; remove {NAME}, or give it the other parameters"
+                f"{NAME}: module_or_params: {name}: FSDP or tensor parallelism shards this parameter. FSDP reduces "
+                "its gradient itself; with tensor parallelism alone, average p.grad.to_local() over the data axis by "
+                f"diffcoll.average_gradients; give {NAME} the other parameters"
             )
     if not named:
         raise _refused("nothing", "at least one parameter")
