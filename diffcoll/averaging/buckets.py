@@ -8,6 +8,7 @@ from torch import Tensor
 from diffcoll.averaging.gradient import Parameter, Place, as_summed
 from diffcoll.core.dtypes import wider
 from diffcoll.core.torch_private.tensors import is_view, storage_uses
+from diffcoll.engines.devices import current_stream
 from diffcoll.engines.engine import Engine
 
 
@@ -24,16 +25,16 @@ class Bucket:
         self._small = [place for place in self._sorted if place.is_small]
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._tail = tail
-        self.stream: torch.cuda.Stream | None = None
-        self._others: set[torch.cuda.Stream] = set()
+        self.stream: torch.Stream | None = None
+        self._others: set[torch.Stream] = set()
         self.allocate()
         self.overlaps = engine.overlaps(self.row)
 
     def allocate(self) -> None:
         """Allocate the memory and count the bucket's own references to it."""
         self._lay_out()
-        if self.body.is_cuda:  # without synchronization, memory is safe on its allocation stream only
-            self.stream = torch.cuda.current_stream(self.body.device)
+        if not self.body.is_cpu:  # without synchronization, memory is safe on its allocation stream only
+            self.stream = current_stream(self.body.device)
             self._others.clear()
         self._uses = storage_uses(self.body)
 
@@ -70,7 +71,8 @@ class Bucket:
         """Make the current stream, on which a gradient is accumulated, wait for the bucket's stream."""
         if self.stream is None:
             return
-        here = torch.cuda.current_stream(self.body.device)
+        here = current_stream(self.body.device)
+        assert here is not None
         if here != self.stream:
             here.wait_stream(self.stream)
             self._others.add(here)
@@ -82,7 +84,9 @@ class Bucket:
         for other in self._others:
             self.stream.wait_stream(other)
         self._others.clear()
-        torch.cuda.current_stream(self.body.device).wait_stream(self.stream)
+        here = current_stream(self.body.device)
+        assert here is not None
+        here.wait_stream(self.stream)
 
     def put_missing(self, scale: float) -> None:
         """Put the gradients that are not in the bucket yet."""

@@ -37,6 +37,7 @@ from diffcoll.core import checks
 from diffcoll.core.control import Control
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
 from diffcoll.core.torch_private.tensors import is_view, version
+from diffcoll.engines.devices import can_pin
 from diffcoll.engines.engine import Engine, done
 
 #: Numbers after the flags: NaN from a rank that failed, infinity from one that skips the step; the weight; whether the
@@ -161,7 +162,8 @@ class Reducer:
     def _put_flags(self, bucket: Bucket, now: Collecting) -> None:
         if self._settings.unused == "allow":
             now.used = [p.place.is_used or p.earlier is not None for p in self.trainable]
-        pinned = bucket.tail.is_cuda  # otherwise the copy would block the host until all earlier kernels are done
+        # On a GPU from pinned memory: else the copy would block the host until all earlier kernels are done.
+        pinned = not bucket.tail.is_cpu and can_pin(bucket.tail.device.type)
         flags = [*now.used, 0.0, 0.0, self.policy.join.took_part]
         tail = torch.tensor(flags, dtype=bucket.tail.dtype, device="cpu", pin_memory=pinned)
         bucket.tail.copy_(tail, non_blocking=pinned)
@@ -246,9 +248,9 @@ class Reducer:
     def _must_skip(self) -> bool:
         """Whether a rank skips this step; raises if one has left backward by an error.
 
-        On a GPU only if the host waits for the other ranks anyway: for a hook, or to agree on an order.
+        Where there are streams, only if the host waits for the other ranks anyway: for a hook, or to agree on an order.
         """
-        if self.buckets[-1].tail.is_cuda and self._comm_hook is None and self._is_ordered:
+        if self.buckets[-1].stream is not None and self._comm_hook is None and self._is_ordered:
             return False
         if math.isnan(self._mark()):
             raise RuntimeError(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import diffcoll
 from diffcoll.cli.launch import ENGINES, launcher
 from diffcoll.collectives import COLLECTIVES
+from diffcoll.engines.devices import needs_accelerator
 
 
 def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -256,8 +257,8 @@ def _backend(text: str) -> str:
     for name in (part.rpartition(":")[2].lower() for part in text.split(",")):  # cpu:gloo,cuda:nccl
         if name not in known:
             raise argparse.ArgumentTypeError(f"got {text!r}, expected one that PyTorch has here: {', '.join(known)}")
-        if name == "nccl" and not torch.cuda.device_count():
-            raise argparse.ArgumentTypeError(f"got {text!r}, but PyTorch finds no GPU")
+        if needs_accelerator(name) and not torch.accelerator.device_count():
+            raise argparse.ArgumentTypeError(f"got {text!r}, but PyTorch finds no GPU or other accelerator")
     return text
 
 

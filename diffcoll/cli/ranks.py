@@ -14,7 +14,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 import diffcoll
@@ -22,6 +21,7 @@ from diffcoll.cli.checks import NOT_OFFERED, TIMEOUT_COMPILED, Check, Errors, wo
 from diffcoll.cli.competitors import SYSTEMS, Adapter
 from diffcoll.cli.launch import gloo_beside_mpi
 from diffcoll.core.torch_private.release import COMPILES
+from diffcoll.engines.devices import select_device
 from diffcoll.testing.pool import Pool
 from diffcoll.testing.processes import RankFailure, RanksFailedError, preload
 
@@ -153,11 +153,10 @@ class Launched:
 
     def __init__(self, backend: str) -> None:
         self._on_mpi = backend == "mpi"
-        if backend == "nccl":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if self._on_mpi:  # with gloo in addition, for PyTorch's own collectives
             gloo_beside_mpi()
         else:
+            select_device(backend, int(os.environ.get("LOCAL_RANK", "0")))
             dist.init_process_group(backend)
         self.rank, self.n = dist.get_rank(), dist.get_world_size()
         self.speaks = self.rank == 0

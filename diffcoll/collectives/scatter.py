@@ -29,6 +29,7 @@ from diffcoll.core.linear import Linear, then
 from diffcoll.core.pending import Pending
 from diffcoll.core.torch_private.transforms import carries_tangents, has_tangent, is_within_transform
 from diffcoll.core.torch_private.trees import is_tree, tree_paths
+from diffcoll.engines.devices import number_of, type_numbered
 from diffcoll.engines.types import Group
 
 T = TypeVar("T")
@@ -290,15 +291,14 @@ def _described(call: Call, leaf: Any, path: str) -> _Block:
 
 # ── the header that rank src sends: dtype, shape, dim and sizes ──────────────────────────────────────────
 
-_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "npu")
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
 
 
 def _header(block: _Block) -> list[int]:
     x = block.x
-    device = _DEVICES.index(x.device.type) if x.device.type in _DEVICES else 0
     trained, moving = x.requires_grad and torch.is_grad_enabled(), has_tangent(x)
-    return [_DTYPES.index(x.dtype), device, trained + 2 * moving, block.dim, x.dim(), *x.shape, *block.parts]
+    kind = [_DTYPES.index(x.dtype), number_of(x.device), trained + 2 * moving]
+    return [*kind, block.dim, x.dim(), *x.shape, *block.parts]
 
 
 def _empty(numbers: list[int], n: int, x: Tensor | None) -> tuple[_Block, list[int]]:
@@ -311,7 +311,7 @@ def _empty(numbers: list[int], n: int, x: Tensor | None) -> tuple[_Block, list[i
         x = x if requires_grad or not x.requires_grad else x.detach()
         none = x.flatten()[:0].to(_DTYPES[dtype]).reshape(shape)
     else:  # a new leaf, so that this rank takes part in the gather of the backward
-        none = torch.empty(shape, dtype=_DTYPES[dtype], device=_DEVICES[device])
+        none = torch.empty(shape, dtype=_DTYPES[dtype], device=type_numbered(device))
         none = none.requires_grad_() if requires_grad else none
     if moving and not has_tangent(none):  # so that this rank takes part in the scatter of the tangent
         none = forward_ad.make_dual(none, torch.zeros_like(none))  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ from diffcoll.core.linear import Linear, common_shape
 from diffcoll.core.torch_private.tensors import is_zero_without_memory
 from diffcoll.core.torch_private.tracing import is_observed, is_profiling, unobserved
 from diffcoll.core.torch_private.transforms import is_transformed
+from diffcoll.engines.devices import current_stream
 from diffcoll.engines.turn import Turn
 
 T = TypeVar("T")
@@ -58,7 +59,7 @@ class InFlight:
         _compare(f, origin, x, compare)
         with f.engine.turn(f.name, origin, later=True, polls=self._polls):
             wait = _begin(f, x, later=True)
-            self._wait = _wait_across_streams(wait, x.device) if x.is_cuda else wait
+            self._wait = wait if x.is_cpu else _wait_across_streams(wait, x.device)
         if self._engine.size > 1:
             self._engine.unwaited[id(self)] = get_ident()
 
@@ -145,12 +146,14 @@ def _wait_across_streams(wait: Callable[[], Tensor], device: torch.device) -> Ca
     Memory allocated at the start belongs to the stream of the start. The wait releases it, and it may then be reused on
     that stream while the stream of the wait, and the backend that it waits for, still read it.
     """
-    start = torch.cuda.current_stream(device)
+    start = current_stream(device)
+    if start is None:
+        return wait
 
     def finish() -> Tensor:
         y = wait()
-        here = torch.cuda.current_stream(device)
-        if here != start:
+        here = current_stream(device)
+        if here is not None and here != start:
             start.wait_stream(here)
             y.record_stream(here)
         return y

@@ -30,6 +30,7 @@ from diffcoll.core.moves import move
 from diffcoll.core.reductions import Reduction
 from diffcoll.core.torch_private.tracing import is_known, unobserved
 from diffcoll.core.torch_private.transforms import is_within_transform
+from diffcoll.engines.devices import forked_rng
 from diffcoll.engines.engine import Engine, even_sizes
 
 #: The last collective of the reduction, the tensor to apply it to, and the local function of its result.
@@ -146,7 +147,7 @@ class Reducing:
 
     def _compare_functions(self, cut: Cut) -> None:
         n = self.engine.size
-        with torch.random.fork_rng([self.x.device] if self.x.is_cuda else []):
+        with forked_rng(self.x):
             stack = self._gathered(self.x.detach())
             y = self._reduced(stack.clone()).detach()
             cuts: list[Cut] = [cut, lambda stack: [_row(stack)[:, k::n] for k in range(n)]]

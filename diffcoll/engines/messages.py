@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from diffcoll.engines.devices import can_pin
 from diffcoll.engines.engine import Blocks, Engine, Wait, done
 
 #: For each message the other rank, and the tensor that is sent or filled.
@@ -56,5 +57,5 @@ class MessageEngine(Engine):
 
 
 def _on_cpu(t: Tensor) -> Tensor:
-    """Uninitialized CPU memory with the shape and dtype of t, pinned if t is on a GPU."""
-    return torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
+    """Uninitialized CPU memory with the shape and dtype of t, pinned for t's device if possible."""
+    return torch.empty_like(t, device="cpu", pin_memory=can_pin(t.device.type))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from diffcoll.engines.devices import accelerator_type, current_stream
 from diffcoll.engines.engine import Blocks, Wait, add_up, done, is_even
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.mpi_library import end_the_job_on_errors, mpi_library, reads_cuda
@@ -56,8 +57,6 @@ class MpiEngine(MessageEngine):
     From SMALL bytes on, reduce_scatter uses the default, messages and a local sum: MPI's own takes twice as long.
     """
 
-    devices = ("cpu", "cuda")
-
     def __init__(self, comm: Any, key: str, number: int = 0) -> None:
         super().__init__(rank=comm.Get_rank(), size=comm.Get_size())
         self.key = key
@@ -67,6 +66,7 @@ class MpiEngine(MessageEngine):
         self._twins_made = 0
         self._twin_of: MpiEngine | None = None
         self._mpi = mpi_library()
+        self.devices = tuple(dict.fromkeys(("cpu", "cuda", accelerator_type() or "cpu")))
         self._kinds = {dtype: getattr(self._mpi, name) for dtype, name in SUMS.items()}
         watch(self)
 
@@ -119,7 +119,7 @@ class MpiEngine(MessageEngine):
 
     @override
     def reaches(self, x: Tensor) -> bool:
-        return x.is_cpu or reads_cuda()
+        return x.is_cpu or (x.is_cuda and reads_cuda())  # MPI's query, and its streams, are those of CUDA
 
     @override
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
@@ -264,7 +264,9 @@ class MpiEngine(MessageEngine):
 
 def _settle(x: Tensor) -> None:
     """Wait for the current stream of x's device, because MPI does not use PyTorch's streams."""
-    torch.cuda.current_stream(x.device).synchronize()
+    stream = current_stream(x.device)
+    assert stream is not None
+    stream.synchronize()
 
 
 # ── from a communicator to its engine ────────────────────────────────────────────────────────────────────

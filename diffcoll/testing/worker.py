@@ -33,6 +33,7 @@ from typing_extensions import override
 from diffcoll.core.checks import is_on
 from diffcoll.core.groups import set_default_group
 from diffcoll.core.torch_private.trees import tree_map
+from diffcoll.engines.devices import select_device
 from diffcoll.engines.process_state import copies_end_here, launched_as, seed_rank
 from diffcoll.testing._calls import missing
 from diffcoll.testing.pickling import save
@@ -171,8 +172,7 @@ def join(backend: str, rank: int, size: int, rendezvous: str, timeout: float) ->
     if backend == "mpi":
         set_default_group(mpi_world())
         return
-    if "nccl" in backend:  # "cpu:gloo,cuda:nccl" too
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+    select_device(backend, rank)
     dist.init_process_group(
         backend,
         init_method=f"file://{rendezvous}",

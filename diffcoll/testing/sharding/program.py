@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.trees import tree_flatten
+from diffcoll.engines.devices import device_of_backend
 from diffcoll.testing.harness.comparison import Quantity, rows, together, unused
 from diffcoll.testing.harness.measure import Measurement, differentiable, on_rank, outputs_on_rank
 from diffcoll.testing.harness.packing import Packed, pack
@@ -154,8 +155,7 @@ class Sharding(Against):
 
     def plan_of(self, on: str, mesh: Mesh) -> MeshPlan:
         """Return what the ranks of a mesh measure."""
-        device = "cuda" if on == "nccl" else "cpu"
-        return MeshPlan(mesh, self.placements, self.rank_reduction, self.plan, self.whole, device)
+        return MeshPlan(mesh, self.placements, self.rank_reduction, self.plan, self.whole, device_of_backend(on))
 
     @override
     def noise(self, run: ComparedRun) -> dict[str, float]:

@@ -1,0 +1,109 @@
+"""Accelerators: which device has streams, which stream is current, what memory can be pinned.
+
+`torch.accelerator` serves CUDA, XPU, MTIA, HPU, MPS and what a package registers as PrivateUse1, such as NPU. It serves
+one type of device per process; if there are tensors of another, as CUDA's beside a PrivateUse1 device, the type's own
+module is asked. The library names no type of device elsewhere, except where MPI reads CUDA memory (engines/mpi.py), and
+where float64 is known to exist (averaging/policy.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+#: Types of devices, in an order that all processes share; a package gives "privateuseone" another name.
+_NAMES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "maia", "lazy", "ipu", "ve", "vulkan", "privateuseone")
+
+
+def accelerator_type() -> str | None:
+    """Return the type of device that `torch.accelerator` serves, such as "cuda"; None: no accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    return None if accelerator is None else accelerator.type
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """Return the current stream of a tensor's device; None if it has no streams, as the CPU.
+
+    Call it for tensors that are not on the CPU: `x.is_cpu` is faster.
+    """
+    if device.type == accelerator_type():
+        return torch.accelerator.current_stream(device)
+    if device.type in ("cpu", "meta"):
+        return None
+    current = getattr(_module(device.type), "current_stream", None)
+    stream: torch.Stream | None = None if current is None else current(device)
+    return stream
+
+
+@cache
+def can_pin(kind: str) -> bool:
+    """Whether host memory can be pinned for this type of device, for copies that do not block the host.
+
+    A PrivateUse1 device need not have an allocator of such memory; PyTorch then raises.
+    """
+    if kind == "cpu" or kind != accelerator_type():
+        return False  # memory is pinned for the accelerator
+    try:
+        return torch.empty(1, device="cpu", pin_memory=True).is_pinned()
+    except RuntimeError:
+        return False
+
+
+def forked_rng(x: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Return a context after which the random numbers of the CPU and of x's device are as before."""
+    if x.is_cpu or not hasattr(_module(x.device.type), "get_rng_state"):
+        return torch.random.fork_rng([], device_type="cpu")
+    return torch.random.fork_rng([x.device], device_type=x.device.type)
+
+
+def _module(kind: str) -> Any:
+    try:
+        return torch.get_device_module(kind)
+    except RuntimeError:  # a type of device without a module
+        return None
+
+
+# ── a type of device in a message ────────────────────────────────────────────────────────────────────────
+
+
+def number_of(device: torch.device) -> int:
+    """Return a number for the type of a device, the same in every process.
+
+    Raises:
+        ValueError: its type is not listed: it has no memory, or is newer than this list.
+    """
+    return _types().index(device.type)
+
+
+def type_numbered(number: int) -> str:
+    """Return the type of device with this number; a PrivateUse1 device may have another name here than there."""
+    return _types()[number]
+
+
+def _types() -> list[str]:
+    return [*_NAMES[:-1], torch.device(_NAMES[-1]).type]
+
+
+# ── backends of torch.distributed ────────────────────────────────────────────────────────────────────────
+
+
+def needs_accelerator(backend: str) -> bool:
+    """Whether a backend, or one of several as in "cpu:gloo,cuda:nccl", moves no CPU tensors: NCCL, XCCL, HCCL, …."""
+    names = (part.rpartition(":")[2].lower() for part in backend.split(","))
+    return any("cpu" not in dist.Backend.backend_capability.get(name, ["cpu"]) for name in names)
+
+
+def device_of_backend(backend: str) -> str:
+    """Return the type of device on which tensors are sent through a backend."""
+    return (accelerator_type() or "cpu") if needs_accelerator(backend) else "cpu"
+
+
+def select_device(backend: str, rank: int) -> None:
+    """Let ranks of such a backend use the accelerators of the host in turn, before their group is made."""
+    if needs_accelerator(backend):
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
