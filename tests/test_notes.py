@@ -98,7 +98,8 @@ def test_links_lead_to_headings(path):
 def test_the_table_of_the_reducer_names_what_there_is():
     """What the note says of our functions and of DDP's is in the source and in PyTorch's header."""
     text = (NOTES / "when-gradients-synchronize.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", text.split("| event | here | in DDP |")[1], re.MULTILINE)
+    table = text.split("| event | here | in DDP |\n")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", table, re.MULTILINE)
     assert len(rows) == 7
     ours = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "diffcoll" / "averaging").glob("*.py"))
     ours += (ROOT / "diffcoll" / "core" / "torch_private" / "autograd.py").read_text(encoding="utf-8")
