@@ -2,10 +2,15 @@
 
 import inspect
 import re
+import warnings
 from importlib import import_module
 
 import pytest
+import torch
+import torch.distributed as dist
 from test_migrating import NOTE, RAISES, RELEASE, releases, table
+
+from diffcoll.testing import simulate
 
 #: Rows of the table of silent bugs that follow from the table of gradients: a system and its rows there.
 SILENT = {
@@ -36,6 +41,29 @@ def test_the_list_of_silent_bugs():
             last_cell = columns[max(columns, key=lambda head: releases(head)[1])]
             now = RAISES if last_cell == RAISES else "still wrong" if last_cell.startswith("**") else "right"
             assert rows[bug]["in 2.15"] == now, (bug, name)
+
+
+def test_reduce_scatter():
+    """The gradient of torch.distributed.nn's reduce_scatter is that of the sum, whatever its op is; the list has it."""
+    (row,) = (
+        row for row in table("Which release has which silent bug?") if "nn.functional.reduce_scatter" in row["bug"]
+    )
+    first, last = releases(row["wrong in"])
+    if not first <= RELEASE <= last:
+        pytest.skip("the note says nothing of this release")
+
+    def gradients(r, op):
+        nn = import_module("torch.distributed.nn.functional")
+        blocks = [torch.tensor([v], requires_grad=True) for v in ((1.0, 2.0), (3.0, 1.0))[r]]
+        y = nn.reduce_scatter(torch.empty(1), blocks, getattr(dist.ReduceOp, op))
+        ((1.0, 10.0)[r] * y.sum()).backward()
+        return [x.grad.item() for x in blocks]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        for op in ("SUM", "AVG", "MAX", "PRODUCT"):
+            found = simulate(gradients, range(2), [op] * 2, torch_distributed=True)
+            assert found == [[1, 10], [1, 10]], op  # that of the maximum is 0 where x is not the largest
 
 
 @pytest.mark.skipif(RELEASE != (2, 13), reason="the note counts the functions of 2.13")
