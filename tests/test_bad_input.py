@@ -103,6 +103,8 @@ WRONG_BY_NAME = {
         (None, ValueError, 'got None, expected "sum", "mean", "product"'),
         (dist.ReduceOp.BAND, TypeError, "got the bitwise BAND, expected "),
         ("bxor", TypeError, "got the bitwise BXOR, expected "),
+        (torch.add, TypeError, 'got add, a function of two values, expected "sum", "mean"'),
+        (torch.maximum, TypeError, "got maximum, a function of two values, expected "),
     ],
     "pairs": [
         (3, TypeError, "got 3, expected a list of pairs"),
@@ -131,11 +133,15 @@ WRONG_BY_NAME = {
 # what else has to be valid for the argument to be read
 NEEDED = {"ties": {"op": "max"}, "concat_sizes": {"split_sizes": [2, 2]}}
 
+GROUP = type("Comm", (), {})()  # a group by position, as in torch.distributed and mpi4py
+
 # (collective, arguments, error, text); x is X unless given
 WRONG_ARGUMENTS = [
     ("all_reduce", {"op": "max", "x": X.to(torch.complex64)}, TypeError, 'op: got "max" of torch.complex64, expected numbers that are ordered; reduce x.abs(), or'),
     ("reduce_scatter", {"op": "logsumexp", "x": X.int()}, TypeError, 'op: got "logsumexp" of torch.int32, expected a floating-point'),
     ("reduce", {"op": "mean", "x": X.int()}, TypeError, 'op: got "mean" of torch.int32, expected a floating-point'),
+    ("all_reduce", {"op": torch.logaddexp}, TypeError, 'op: got logaddexp, a function of two values, expected "sum", "mean", "product", "max", "min", "logsumexp", a function that reduces dim 0 of a stack, or a ReduceOp; pass op="logsumexp"'),
+    ("all_gather", {"dim": GROUP}, TypeError, "dim: got Comm, expected an integer; groups are passed by keyword: group=…"),
     ("all_reduce", {"op": "prod", "x": X > 0}, TypeError, "x: got torch.bool, expected numbers"),
     ("all_reduce", {"x": X > 1}, TypeError, "x: got torch.bool, expected numbers, which can be added; pass x.to(torch.int64)"),
     ("scan", {"x": X > 1}, TypeError, "x: got torch.bool, expected numbers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -46,6 +47,15 @@ MOVED = (
 
 _NAMES = ", ".join(f'"{name}"' for name in REDUCTIONS["even"])
 _OPS = f"{_NAMES}, a function that reduces dim 0 of a stack, or a ReduceOp"
+
+#: Functions that others take for a reduction, and that are none of a stack.
+_OF_TWO: dict[str, tuple[Any, ...]] = {
+    "sum": (torch.add, operator.add),
+    "product": (torch.mul, torch.multiply, operator.mul),
+    "max": (torch.maximum, torch.fmax),
+    "min": (torch.minimum, torch.fmin),
+    "logsumexp": (torch.logaddexp,),
+}
 
 
 class Call(Agreement):
@@ -138,6 +148,10 @@ class Call(Agreement):
         if named is None:
             if not callable(op):
                 raise self.error("op", _OPS)
+            for name, functions in _OF_TWO.items():
+                if any(op is function for function in functions):
+                    got, remedy = f"{op.__name__}, a function of two values", f'pass op="{name}"'
+                    raise TypeError(message(self.name, "op", got, _OPS, remedy))
             return users(op), None
         name, factor = named
         reduction = REDUCTIONS[ties].get(name)
