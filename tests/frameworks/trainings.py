@@ -6,6 +6,7 @@ micro-batch, and one rank has none in some. SGD: Adam would hide a factor.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -101,14 +102,17 @@ class Training:
         drawn = [[[self.rows(n, generator) for n in ranks] for ranks in micro] for micro in sizes]
         return [[[micro[r] for micro in update] for update in drawn] for r in range(RANKS)]
 
-    def on_one_process(self, micro_batches: int = 1, updates: int = UPDATES) -> dict[str, Tensor]:
-        """Return the parameters after the updates with the batches of all ranks."""
+    def on_one_process(
+        self, micro_batches: int = 1, updates: int = UPDATES, max_norm: float = math.inf
+    ) -> dict[str, Tensor]:
+        """Return the parameters after the updates with the batches of all ranks, and gradients clipped to max_norm."""
         model = self.model()
         optimizer = torch.optim.SGD(model.parameters(), RATE)
         for update in zip(*self.batches(micro_batches, updates), strict=True):
             whole = [tuple(map(torch.cat, zip(*ranks, strict=True))) for ranks in zip(*update, strict=True)]
             optimizer.zero_grad()
             self.whole(model, whole).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             optimizer.step()
         return parameters(model)
 
