@@ -1,6 +1,7 @@
 # make verify   the correctness matrix, on real gloo processes on this machine
 # make test     the whole test suite
 # make test-frameworks   with Accelerate, Lightning, the HF Trainer and others, in .venv-frameworks
+# make test-device   on a device of the tests' own, where missing synchronization is a wrong number; needs a C++ compiler
 # Each builds .venv itself when it is missing or older than what it is made from.
 # TORCH=2.15.0 with any of them: on that release of PyTorch, in .venv-torch, which holds one release at a time.
 
@@ -13,7 +14,7 @@ READY = $(VENV)/ready$(TORCH)
 # Where images set it, every process that a test starts would compile the modules anew: a third of the suite's time.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: verify test test-slow test-frameworks lint types format clean
+.PHONY: verify test test-slow test-device test-frameworks lint types format clean
 
 verify: $(READY)
 	$(BIN)/python -m diffcoll verify $(ARGS)
@@ -24,6 +25,9 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal --timeout 3600 $(ARGS)
+
+test-device: $(READY)
+	DIFFCOLL_TEST_DEVICE=late $(BIN)/python -m pytest tests/late_device $(ARGS)
 
 test-frameworks: .venv-frameworks/ready
 	.venv-frameworks/bin/python -m pytest tests/frameworks $(ARGS)

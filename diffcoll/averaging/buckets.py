@@ -81,12 +81,16 @@ class Bucket:
         """Make the current stream wait for all gradients: the backend waits for the current stream only."""
         if self.stream is None:
             return
-        for other in self._others:
-            self.stream.wait_stream(other)
-        self._others.clear()
         here = current_stream(self.body.device)
         assert here is not None
+        for other in self._others:
+            self.stream.wait_stream(other)
         here.wait_stream(self.stream)
+        if self._others or here != self.stream:
+            for p in self.parameters:  # copied on this stream, then freed; their memory is that of their own stream
+                if not p.place.is_filled and p.tensor.grad is not None:
+                    p.tensor.grad.record_stream(here)
+        self._others.clear()
 
     def put_missing(self, scale: float) -> None:
         """Put the gradients that are not in the bucket yet."""

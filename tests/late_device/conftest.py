@@ -1,0 +1,27 @@
+"""The tests here make the test device this process's accelerator, for good: they run in a process of their own."""
+
+import os
+
+import pytest
+
+ON = os.environ.get("DIFFCOLL_TEST_DEVICE") == "late"
+#: None of these files is imported elsewhere.
+collect_ignore_glob = [] if ON else ["*.py"]
+
+if ON:
+    import late
+    import mirror
+
+    late.register()
+
+    @pytest.fixture(params=late.ORDERS)
+    def order(request):
+        """Both orders in which the device may run what nobody has waited for."""
+        with late.order(request.param):
+            yield request.param
+
+    @pytest.fixture
+    def two_ranks():
+        """The default group: this rank and its mirror image."""
+        with mirror.group():
+            yield

@@ -1,0 +1,123 @@
+"""A backend of torch.distributed on the test device: two ranks, of which the other has what this one has.
+
+It treats streams as NCCL does: it has a stream of its own, which waits for the caller's; the wait for a call makes the
+current stream wait for its end, not the host; inputs and outputs are kept until then.
+"""
+
+import contextlib
+from datetime import timedelta
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+class MirrorWork(dist.Work):
+    """A call; `end` is an event on the backend's stream."""
+
+    def __init__(self, kept, end=None):
+        super().__init__()
+        self.kept, self.end = kept, end
+
+    def wait(self, timeout=None):
+        """Make the current stream wait for the call."""
+        if self.end is not None:
+            torch.accelerator.current_stream().wait_event(self.end)
+        self.kept = None
+        return True
+
+    def is_completed(self):
+        """Whether the device has done it."""
+        return self.end is None or self.end.query()
+
+
+class MirrorGroup(dist.ProcessGroup):
+    """Two ranks; this one is 0."""
+
+    def __init__(self, rank, size):
+        super().__init__(rank, size)
+        self.stream = torch.Stream(device="late")
+        self.expected = []
+
+    def getBackendName(self):
+        """Return the name for PyTorch's messages."""
+        return "mirror"
+
+    def _set_group_name(self, name):
+        self._name = name
+
+    @property
+    def group_name(self):
+        """Return the name that `init_process_group` and `new_group` have set."""
+        return self._name
+
+    def _get_backend(self, device):
+        return SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=60)), supports_coalescing=False)
+
+    def _run(self, kernel, *kept):
+        if kept[0].is_cpu:
+            kernel()
+            return MirrorWork(None)
+        self.stream.wait_stream(torch.accelerator.current_stream())
+        with self.stream:
+            kernel()
+        return MirrorWork(kept, self.stream.record_event())
+
+    def _reduce(self, x, op):
+        if op == dist.ReduceOp.SUM:
+            x.mul_(2)
+        elif op not in (dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+            raise NotImplementedError(op)
+
+    def allreduce(self, tensors, opts=None):
+        """Sum, max or min."""
+        return self._run(lambda: self._reduce(tensors[0], opts.reduceOp), *tensors)
+
+    def reduce(self, tensors, opts=None):
+        """Reduce to the root; the other rank's memory is left alone."""
+        return self._run(lambda: opts.rootRank == 0 and self._reduce(tensors[0], opts.reduceOp), *tensors)
+
+    def broadcast(self, tensors, opts=None):
+        """Both ranks have the same."""
+        return self._run(lambda: None, *tensors)
+
+    def allgather(self, outputs, inputs, opts=None):
+        """Copy the input to both places."""
+        return self._run(lambda: [y.copy_(inputs[0]) for y in outputs[0]], inputs[0], *outputs[0])
+
+    def reduce_scatter(self, outputs, inputs, opts=None):
+        """Sum of both ranks' first part."""
+
+        def kernel():
+            outputs[0].copy_(inputs[0][0])
+            self._reduce(outputs[0], opts.reduceOp)
+
+        return self._run(kernel, outputs[0], *inputs[0])
+
+    def recv(self, tensors, src, tag):
+        """Expect what the next `send` sends: for calls that send the same to every rank."""
+        work = MirrorWork(tensors)
+        self.expected.append((tensors[0], work))
+        return work
+
+    def send(self, tensors, dst, tag):
+        """Fill the first tensor that is expected."""
+        into, work = self.expected.pop(0)
+        sent = self._run(lambda: into.copy_(tensors[0]), tensors[0], into)
+        work.end = sent.end
+        return sent
+
+
+@contextlib.contextmanager
+def group():
+    """Make the default group one of two such ranks."""
+    if "MIRROR" not in dist.Backend._plugins:
+        dist.Backend.register_backend(
+            "mirror", lambda store, rank, size, _: MirrorGroup(rank, size), devices=["cpu", "late"]
+        )
+    dist.init_process_group("mirror", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,36 @@
+"""Runs tests/late_device, whose device becomes a process's accelerator for good, in a process of its own."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.utils import cpp_extension
+
+from diffcoll.core.torch_private.release import RELEASE
+
+FOLDER = Path(__file__).parent / "late_device"
+
+
+pytestmark = pytest.mark.slow
+COMPILER = shutil.which("c++") and cpp_extension.is_ninja_available()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(RELEASE < (2, 13), reason="the device is written for torch 2.13")
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler, or no ninja")
+def test_the_tests_on_the_test_device_pass():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER)]
+    done = subprocess.run(command, env={**os.environ, "DIFFCOLL_TEST_DEVICE": "late"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout
+
+
+def test_no_file_of_them_is_collected_elsewhere():
+    """Importing one would register the device."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", str(FOLDER)]
+    environment = {name: value for name, value in os.environ.items() if name != "DIFFCOLL_TEST_DEVICE"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout
