@@ -137,7 +137,8 @@ def not_run(origin: Origin | None) -> str:
         why = "its loss does not use the output or its x requires no gradient"
     else:
         why = "the gradients in its loss do not depend on the output, e.g. if the loss is linear in it"
-    return f"did not run this backward because {why}; `with diffcoll.joint_backward()` makes every rank run it"
+    why = f"it called backward() less often, or {why}"
+    return f"did not run this backward: {why}; of the latter `with diffcoll.joint_backward()` makes every rank run it"
 
 
 def failure(name: str, group: str, rank: int, origin: Origin | None, error: BaseException) -> CollectiveFailedError:
