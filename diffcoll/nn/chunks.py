@@ -12,20 +12,24 @@ note  notes/contrastive.md
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from diffcoll.core.torch_private.tracing import is_observed
 from diffcoll.core.torch_private.transforms import carries_tangents, is_batched_by_autograd, is_within_transform
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.logits import (
     LossRule,
     Place,
     Sums,
-    blocks,
+    block,
     gradient_of_logits,
     keep_negatives_,
     least,
@@ -37,20 +41,36 @@ from diffcoll.nn.marks import Marks, masks, same_id, soft_weights
 from diffcoll.nn.recomputed import gradients
 
 
-def sums_of(
-    q: Tensor, k: Tensor, bias: Tensor | None, rule: LossRule, rows: Marks, cols: Marks, chunk: int | None
-) -> Sums:
+class Work(NamedTuple):
+    """What is computed of the logits of all these rows and columns."""
+
+    rule: LossRule
+    rows: Marks
+    cols: Marks
+    #: Number of columns at a time; None: all at once.
+    chunk: int | None
+
+    def parts(self, k: Tensor) -> Iterator[tuple[int, Tensor, Work]]:
+        """Yield the first column of each chunk, its part of k and the work of it. An empty k has one part, itself."""
+        first = 0
+        for part in (k,) if self.chunk is None else torch.split(k, self.chunk):
+            cols = self.cols if self.chunk is None else self.cols.part(first, len(part))
+            yield first, part, self._replace(cols=cols)
+            first += len(part)
+
+
+def sums_of(q: Tensor, k: Tensor, bias: Tensor | None, work: Work) -> Sums:
     """Return the sums over all these columns."""
-    if chunk is None or (not torch.compiler.is_compiling() and not _is_first_order()):
-        return merged(list(blocks(q, k, bias, rule, rows, cols, chunk)))
-    needed = rule.needs(rows)
+    if work.chunk is None or (not torch.compiler.is_compiling() and not _is_first_order()):
+        return _by_loop(q, k, bias, work)
+    needed = work.rule.needs(work.rows)
     if not torch.compiler.is_compiling():
-        found = iter(_Chunks.apply(q, k, bias, (rule, rows, cols, chunk)))  # type: ignore[no-untyped-call]
+        found = iter(_Chunks.apply(q, k, bias, work))  # type: ignore[no-untyped-call]
         return Sums(*(next(found) if needs else None for needs in needed))
+    rule, rows, cols, chunk = work
     k = k.to(q.dtype)
     k = F.normalize(k, dim=-1) if rule.normalize else k
-    flags = rule.sigmoid, rule.columns, rule.within, chunk
-    of_op = torch.ops.diffcoll.logits(q, k, bias, *rows, *cols, *flags)
+    of_op = torch.ops.diffcoll.logits(q, k, bias, *rows, *cols, rule.sigmoid, rule.columns, rule.within, chunk)
     return Sums(*(y if needs else None for y, needs in zip(of_op, needed, strict=True)))
 
 
@@ -59,32 +79,49 @@ def _is_first_order() -> bool:
     return torch.is_grad_enabled() and not is_within_transform() and not carries_tangents()
 
 
+def _by_loop(q: Tensor, k: Tensor, bias: Tensor | None, work: Work) -> Sums:
+    """Return the sums, differentiable to any order; backward computes the logits of chunks again.
+
+    torch.func refuses the hooks of checkpoints; within its transforms the logits of all chunks are kept.
+    """
+    again = work.chunk is not None and torch.is_grad_enabled() and not is_within_transform()
+    observed = not torch.compiler.is_compiling() and is_observed()  # Dynamo does not trace it
+    found = []
+    for first, x, (rule, rows, cols, _) in work.parts(k):
+        one = partial(block, rule=rule, rows=rows, cols=cols, observed=observed)
+        added = of_columns(bias, first, len(x))
+        if again:
+            found.append(checkpoint(one, q, x, added, use_reentrant=False, preserve_rng_state=False))
+        else:
+            found.append(one(q, x, added))
+    return merged(found)
+
+
 class _Chunks(Function):
     """(q, k, bias) ↦ the sums that the rule needs."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, bias: Tensor | None, work: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        sums = merged(list(blocks(q, k, bias, *work)))
+    def forward(ctx: Any, q: Tensor, k: Tensor, bias: Tensor | None, work: Work) -> tuple[Tensor, ...]:
+        sums = _by_loop(q, k, bias, work)
         ctx.work = work
         ctx.save_for_backward(q, k, bias, *sums)
-        return tuple(x for x in sums if x is not None)
+        return _present(sums)
 
     @staticmethod
     def backward(ctx: Any, *gys: Tensor) -> tuple[Tensor | None, ...]:
         q, k, bias, *sums = ctx.saved_tensors
-        rule, rows, cols, chunk = ctx.work
+        work: Work = ctx.work
         with without_autocast(q):
             if torch.is_grad_enabled():
-
-                def again(*xs: Any) -> list[Tensor]:
-                    return [x for x in merged(list(blocks(*xs, *ctx.work))) if x is not None]
-
-                return *gradients(again, (q, k, bias), gys), None
+                return *gradients(lambda *xs: _present(_by_loop(xs[0], xs[1], xs[2], work)), (q, k, bias), gys), None
             g = iter(gys)
-            of_sums = Sums(*(next(g) if needs else None for needs in rule.needs(rows)))
-            whole, of_k = Sums(*sums), ctx.needs_input_grad[1]
-            gq, gk, gbias = gradients_of(q, k, bias, rule, rows, cols, chunk, whole, of_sums, of_k)
+            of_sums = Sums(*(next(g) if needs else None for needs in work.rule.needs(work.rows)))
+            gq, gk, gbias = gradients_of(q, k, bias, work, Sums(*sums), of_sums, ctx.needs_input_grad[1])
         return gq, gk, None if bias is None else gbias, None
+
+
+def _present(sums: Sums) -> tuple[Tensor, ...]:
+    return tuple(x for x in sums if x is not None)
 
 
 _OF_MARKS = ("Tensor {}_number", "Tensor {}_partner", "Tensor? {}_label", "Tensor? {}_id", "Tensor? {}_weight")
@@ -99,50 +136,39 @@ _TENSORS = 3 + 2 * len(Marks._fields)
 _N = len(Sums._fields)
 
 
-def _read(inputs: tuple[Any, ...]) -> tuple[LossRule, Marks, Marks, int]:
+def _read(inputs: tuple[Any, ...]) -> Work:
     *flags, chunk = inputs[_TENSORS:]
     of_rows = 3 + len(Marks._fields)
-    return LossRule(*flags), Marks(*inputs[3:of_rows]), Marks(*inputs[of_rows:_TENSORS]), chunk
+    return Work(LossRule(*flags), Marks(*inputs[3:of_rows]), Marks(*inputs[of_rows:_TENSORS]), chunk)
 
 
 def _sums(*inputs: Any) -> tuple[Tensor, ...]:
     q, k, bias = inputs[:3]
-    rule, rows, cols, chunk = _read(inputs)
     with torch.no_grad():
-        found = merged(list(blocks(q, k, bias, rule, rows, cols, chunk)))
+        found = _by_loop(q, k, bias, _read(inputs))
     return tuple(q.new_empty(0) if y is None else y for y in found)
 
 
 def _shapes(*inputs: Any) -> tuple[Tensor, ...]:
     q, k = inputs[:2]
-    rule, rows, _, _ = _read(inputs)
+    work = _read(inputs)
     b, m = q.shape[0], k.shape[0]  # len() of a symbolic size is an error
     lengths = b, b, b, m, m, b
-    needed = rule.needs(rows)
+    needed = work.rule.needs(work.rows)
     return tuple(q.new_empty(n if needs else 0) for n, needs in zip(lengths, needed, strict=True))
 
 
 def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and bias from the inputs, the sums, and the gradients of the sums."""
     inputs, whole, g = arguments[: -2 * _N], Sums(*arguments[-2 * _N : -_N]), Sums(*arguments[-_N:])
-    rule, rows, cols, chunk = _read(inputs)
     q, k, bias = inputs[:3]
-    gq, gk, gbias = gradients_of(q, k, bias, rule, rows, cols, chunk, whole, g)
+    gq, gk, gbias = gradients_of(q, k, bias, _read(inputs), whole, g)
     assert gk is not None
     return gq, gk, gbias
 
 
 def gradients_of(
-    q: Tensor,
-    k: Tensor,
-    bias: Tensor | None,
-    rule: LossRule,
-    rows: Marks,
-    cols: Marks,
-    chunk: int | None,
-    whole: Sums,
-    g: Sums,
-    of_k: bool = True,
+    q: Tensor, k: Tensor, bias: Tensor | None, work: Work, whole: Sums, g: Sums, of_k: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the gradients of q, k, unless nobody wants it, and bias, in the dtype of q, from those of the sums.
 
@@ -150,38 +176,28 @@ def gradients_of(
     gradients are not written in place.
     """
     in_place = not (is_within_transform() or any(x is not None and is_batched_by_autograd(x) for x in g))
-    gq, gbias, parts, first = torch.zeros_like(q), [], [], 0
+    gq, gbias, parts = torch.zeros_like(q), [], []
     gk = q.new_empty(k.shape) if of_k and in_place else None
-    for of_chunk in torch.split(k.detach(), chunk or max(len(k), 1)):
-        x = of_chunk.to(q.dtype)
+    for first, of_chunk, of_part in work.parts(k.detach()):
+        x, part = of_chunk.to(q.dtype), (first, len(of_chunk))
         with torch.enable_grad():
-            y = normalized(x.requires_grad_()) if rule.normalize else x
-        part = first, len(x)
-        of_part = rows, cols.part(*part), whole.of_columns(*part), g.of_columns(*part)
-        gs = _gradient(q, y.detach(), of_columns(bias, *part), rule, *of_part, in_place)
-        gq, first = gq.addmm_(gs, y.detach()) if in_place else gq + gs @ y.detach(), first + len(x)
+            y = normalized(x.requires_grad_()) if work.rule.normalize else x
+        of_sums = whole.of_columns(*part), g.of_columns(*part)
+        gs = _gradient(q, y.detach(), of_columns(bias, *part), of_part, *of_sums, in_place)
+        gq = gq.addmm_(gs, y.detach()) if in_place else gq + gs @ y.detach()
         gbias.append(gs.sum(0) if bias is not None else gs.new_zeros(len(x)))
         if of_k:
             gy = gs.T @ q
-            gy = torch.autograd.grad(y, x, gy)[0] if rule.normalize else gy
-            parts.append(gy if gk is None else gk[part[0] : first].copy_(gy))
+            gy = torch.autograd.grad(y, x, gy)[0] if work.rule.normalize else gy
+            parts.append(gy if gk is None else gk[first : first + len(x)].copy_(gy))
     of_each = torch.cat(gbias)
     of_bias = of_each if bias is not None and bias.ndim else of_each.sum()
     return gq, torch.cat(parts) if of_k and gk is None else gk, of_bias
 
 
-def _gradient(
-    q: Tensor,
-    k: Tensor,
-    bias: Tensor | None,
-    rule: LossRule,
-    rows: Marks,
-    cols: Marks,
-    whole: Sums,
-    g: Sums,
-    in_place: bool,
-) -> Tensor:
+def _gradient(q: Tensor, k: Tensor, bias: Tensor | None, work: Work, whole: Sums, g: Sums, in_place: bool) -> Tensor:
     """Return the gradient of the logits of some columns; in place: in one matrix and one or two temporary ones."""
+    rule, rows, cols, _ = work
     s = q @ k.T if bias is None else q @ k.T + bias
     if not (rule.sigmoid or rows.label is not None or rows.weight is not None):
         positive, zero = Place(rows.partner, cols), q.new_zeros(len(q))

@@ -16,17 +16,14 @@ note  notes/contrastive.md
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from diffcoll.core.torch_private.tracing import is_observed
 from diffcoll.core.torch_private.transforms import carries_tangents, is_batched_by_autograd, is_within_transform
 from diffcoll.nn.marks import Marks, masks, same_id, soft_weights
 
@@ -227,27 +224,6 @@ def gradient_of_logits(
         g.addcmul_(part, g_col)
     positive.put_(g, g_sum.unsqueeze(1))
     return g
-
-
-def blocks(
-    q: Tensor, k: Tensor, bias: Tensor | None, rule: LossRule, rows: Marks, cols: Marks, chunk: int | None
-) -> Iterator[Sums]:
-    """Yield the sums over `chunk` columns at a time, whose logits backward computes again.
-
-    torch.func refuses the hooks of checkpoints; within its transforms the logits of all chunks are kept.
-    """
-    again = chunk is not None and torch.is_grad_enabled() and not is_within_transform()
-    observed = not torch.compiler.is_compiling() and is_observed()  # Dynamo does not trace it
-    first = 0
-    for part in (k,) if chunk is None else torch.split(k, chunk):  # an empty k has one part, so it stays in the graph
-        of_part = cols if chunk is None else cols.part(first, len(part))
-        one = partial(block, rule=rule, rows=rows, cols=of_part, observed=observed)
-        added = of_columns(bias, first, len(part))
-        first += len(part)
-        if again:
-            yield checkpoint(one, q, part, added, use_reentrant=False, preserve_rng_state=False)
-        else:
-            yield one(q, part, added)
 
 
 def merged(parts: list[Sums]) -> Sums:

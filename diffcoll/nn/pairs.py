@@ -26,7 +26,7 @@ from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import untraced
 from diffcoll.engines.types import Group
 from diffcoll.nn.agreed import Wants, agree, lengths_of_negatives, tracked
-from diffcoll.nn.chunks import sums_of
+from diffcoll.nn.chunks import Work, sums_of
 from diffcoll.nn.features import Columns, Options, check_targets, columns_of, per_row, scalar, wide
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.logits import LossRule, Sums, least, logsumexp, merged
@@ -215,7 +215,7 @@ def _sums_over(
     if options.exchange == "ring":
         return Ring(rule, rows, cols, sizes, options.chunk_size, group, k.sent, wants.k, wants.loop).sums(q, x, bias)
     x = x if alone else gathered_as(k.sent, x, sizes, group)
-    return sums_of(q, x, bias, rule, rows, cols, options.chunk_size)
+    return sums_of(q, x, bias, Work(rule, rows, cols, options.chunk_size))
 
 
 def _over_ranks(sums: Sums, sizes: list[int], group: Group) -> tuple[Tensor, Tensor | None]:

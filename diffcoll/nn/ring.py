@@ -24,7 +24,7 @@ from diffcoll.collectives.shift import shift
 from diffcoll.composed.ring import ring
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
-from diffcoll.nn.chunks import gradients_of, sums_of
+from diffcoll.nn.chunks import Work, gradients_of, sums_of
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.logits import LossRule, Sums, merged
 from diffcoll.nn.marks import Marks
@@ -69,7 +69,7 @@ class Ring:
         found: dict[int, Sums] = {}
         for source, held in self._around(k, purpose):
             cols = self.cols.part(sum(self.sizes[:source]), len(held))
-            found[source] = sums_of(q, held, bias, self.rule, self.rows, cols, self.chunk)
+            found[source] = sums_of(q, held, bias, Work(self.rule, self.rows, cols, self.chunk))
         return merged([found[source] for source in range(len(self.sizes))])
 
     def repeated(self, q: Tensor, k: Tensor, bias: Tensor | None) -> list[Tensor]:
@@ -85,9 +85,10 @@ class Ring:
         gk: Pending[Tensor] | None = None  # of the block that arrives, from the ranks that have held it
         for step, (source, held) in enumerate(self._around(k.to(self.sent), _FIRST_ORDER)):
             part = sum(self.sizes[:source]), len(held)
-            of_block = self.cols.part(*part), self.chunk, whole.of_columns(*part), g.of_columns(*part)
+            work = Work(self.rule, self.rows, self.cols.part(*part), self.chunk)
+            of_sums = whole.of_columns(*part), g.of_columns(*part)
             with without_autocast(q):
-                found, mine, of_bias = gradients_of(q, held, bias, self.rule, self.rows, *of_block, self.trained)
+                found, mine, of_bias = gradients_of(q, held, bias, work, *of_sums, self.trained)
             gq, gbias = gq + found, gbias + of_bias
             if mine is not None:
                 gk = self._pass_on(mine if gk is None else gk.wait() + mine, step)
