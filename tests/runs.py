@@ -19,6 +19,16 @@ from diffcoll.testing.pool import Pool
 ROOT = Path(diffcoll.__file__).parent.parent
 _pool = Pool()
 
+#: Collectives that overlap with computation in both directions, for tests of devices with streams.
+OVERLAPPING = {
+    "all_reduce": diffcoll.all_reduce,
+    "max": partial(diffcoll.all_reduce, op="max"),
+    "all_gather": partial(diffcoll.all_gather, dim=1),
+    "reduce_scatter": diffcoll.reduce_scatter,
+    "all_to_all": diffcoll.all_to_all,
+    "broadcast": diffcoll.broadcast,
+}
+
 
 def kept(fn, *per_rank, backend="gloo", timeout=60):
     """As `spawn`, on processes that are kept: a test that changes a class or a module on its ranks uses `spawn`."""

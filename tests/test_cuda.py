@@ -14,6 +14,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from runs import OVERLAPPING
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -380,14 +381,6 @@ def long_kernel():
         torch.cuda._sleep(LONG)
 
 
-CALLS = {
-    "all_reduce": lambda x, **more: dc.all_reduce(x, **more),
-    "max": lambda x, **more: dc.all_reduce(x, "max", **more),
-    "all_gather": lambda x, **more: dc.all_gather(x, dim=1, **more),
-    "reduce_scatter": lambda x, **more: dc.reduce_scatter(x, **more),
-    "all_to_all": lambda x, **more: dc.all_to_all(x, **more),
-    "broadcast": lambda x, **more: dc.broadcast(x, **more),
-}
 ONLY_AT_ONCE = {"shift": dc.shift, "scan": dc.scan, "gather": dc.gather, "reduce": dc.reduce, "scatter": dc.scatter}
 SHAPE = (64, 1024)
 
@@ -430,7 +423,7 @@ def test_input_that_is_not_there_yet_and_side_streams(backend, where):
 
     The input, the collective or the use of the result is on another stream, in backward too.
     """
-    calls = {**CALLS, **ONLY_AT_ONCE}
+    calls = {**OVERLAPPING, **ONLY_AT_ONCE}
 
     def body(r):
         found = {}
@@ -466,7 +459,7 @@ def test_started_on_one_stream_and_awaited_on_another(backend):
     def body(r):
         found = {}
         streams = Streams()
-        for name, call in CALLS.items():
+        for name, call in OVERLAPPING.items():
             x = late_input(r)
             pending = call(x, async_op=True)
             with streams.on_side():
@@ -481,7 +474,7 @@ def test_started_on_one_stream_and_awaited_on_another(backend):
             found[name] = kept, g
         return found
 
-    assert_all_right(on_ranks(backend, body), CALLS, RANKS[backend])
+    assert_all_right(on_ranks(backend, body), OVERLAPPING, RANKS[backend])
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
@@ -527,8 +520,8 @@ def calls_for_the_host(n):
     x = torch.randn(4 * n, 8, device=DEVICE, requires_grad=True)
     sizes = [4 * n] * n
     every = {
-        **{name: lambda call=call: call(x) for name, call in CALLS.items()},
-        **{f"{name}, async": lambda call=call: call(x, async_op=True).wait() for name, call in CALLS.items()},
+        **{name: lambda call=call: call(x) for name, call in OVERLAPPING.items()},
+        **{f"{name}, async": lambda call=call: call(x, async_op=True).wait() for name, call in OVERLAPPING.items()},
         **{name: lambda call=ONLY_AT_ONCE[name]: call(x) for name in ("shift", "scan", "gather", "reduce")},
         **{op: lambda op=op: dc.all_reduce(x, op) for op in ("mean", "product", "min", "logsumexp")},
         **{f"reduce {op}": lambda op=op: dc.reduce(x, op=op) for op in ("mean", "product", "max")},

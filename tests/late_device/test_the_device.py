@@ -50,14 +50,20 @@ def on_both_orders(body):
     return found
 
 
+def tripled(waits):
+    """Return x, and 3 x of another stream, for which the current one waits or not."""
+    streams, x = late.Streams(), X.to("late")
+    with streams.on_side():
+        y = x * 3
+    if waits:
+        streams.back(y)
+    return streams, x, y
+
+
 @pytest.mark.parametrize(("waits", "right"), EXPECTED)
 def test_reading_what_another_stream_writes(waits, right):
     def body():
-        streams, x = late.Streams(), X.to("late")
-        with streams.on_side():
-            y = x * 3
-        if waits:
-            streams.back(y)
+        _, _, y = tripled(waits)
         return torch.equal((y + 1).cpu(), X * 3 + 1)
 
     assert on_both_orders(body) == right
@@ -66,11 +72,7 @@ def test_reading_what_another_stream_writes(waits, right):
 @pytest.mark.parametrize(("waits", "right"), EXPECTED)
 def test_writing_what_another_stream_reads(waits, right):
     def body():
-        streams, x = late.Streams(), X.to("late")
-        with streams.on_side():
-            y = x * 3
-        if waits:
-            streams.back(y)
+        streams, x, y = tripled(waits)
         x.zero_()
         x.cpu()
         with streams.side:
