@@ -490,6 +490,36 @@ def test_backward_within_a_hook_of_another_tensor(where, place):
     assert RUNS[where](body, range(2)) == [[33.0, 33.0]] * 2
 
 
+@pytest.mark.parametrize("where", ["rules", "gloo"])
+@pytest.mark.parametrize("place", ["leaf", "inner"])
+def test_an_error_after_a_backward_within_a_hook(where, place):
+    """It ends the outer pass, which reduces nothing; the next ones reduce once each."""
+
+    def body(r):
+        w, _, _ = made("sum")
+        leaf = torch.ones(2, dtype=torch.double, requires_grad=True)
+        inner = leaf * 1.0
+        errors = [ValueError("once")]
+
+        def nested(_):
+            with torch.enable_grad():
+                (w.sum() * (r + 1)).backward()
+            if errors:
+                raise errors.pop()
+
+        {"leaf": leaf, "inner": inner}[place].register_hook(nested)
+        with pytest.raises(ValueError, match="once"):
+            inner.sum().backward(retain_graph=True)
+        found = [w.grad[0].item()]
+        for _ in range(2):
+            w.grad = None
+            inner.sum().backward(retain_graph=True)
+            found.append(w.grad[0].item())
+        return found
+
+    assert RUNS[where](body, range(2)) == [[1.0, 3.0, 3.0], [2.0, 3.0, 3.0]]
+
+
 @pytest.mark.parametrize("reduction", ["sum", "weighted"])
 def test_the_averagers_hook_was_removed(reduction):
     """An error, not a gradient without its weight, or with the reduced one in it."""
