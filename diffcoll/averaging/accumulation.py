@@ -122,6 +122,11 @@ class Accumulation:
             p.reduced = None
             p.start_over()
 
+    def undo(self, trainable: Sequence[Parameter]) -> None:
+        """After a message has failed: drop the gradients of this step, and restore those that they were added to."""
+        for p in trainable:
+            p.restore_earlier()
+
     # ── gradients that were reduced before ───────────────────────────────────────────────────────────────
 
     def _set_aside(self, p: Parameter) -> None:

@@ -253,6 +253,16 @@ class Parameter:
         self.zero()
         self.record()
 
+    def restore_earlier(self) -> None:
+        """Make `.grad` the gradient that was set aside; None, or zeros in the user's memory, if there is none."""
+        self.zero()
+        self.reduced = self.earlier
+        if self.earlier is not None and self.tensor.grad is not None:
+            self.tensor.grad.detach().copy_(self.earlier)
+            self.reduced = self.tensor.grad
+        elif self.earlier is not None:
+            self.tensor.grad = self.earlier
+
     def zero(self) -> None:
         """Set `.grad` to None, or to zeros if it is a view of the user's memory."""
         grad = self.tensor.grad

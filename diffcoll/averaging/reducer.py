@@ -198,7 +198,11 @@ class Reducer:
                 self.buffers.check()
             for bucket in self.buckets[len(now.waits) :]:
                 self._send(bucket, now)
-        except (CollectiveMismatchError, CollectiveFailedError):
+        except CollectiveFailedError:
+            self.accumulation.undo(self.trainable)
+            self._end()
+            raise
+        except CollectiveMismatchError:
             self._end()
             raise
         except BaseException:
@@ -237,6 +241,9 @@ class Reducer:
             self._agree_on_order(now)
             if self._settings.unused == "error" and not all(now.used):
                 refuse_unused(self.trainable, self.buckets[-1].tail.real.tolist())
+        except CollectiveFailedError:  # the buckets are sums over some ranks only
+            self.accumulation.undo(self.trainable)
+            raise
         finally:
             self._end()
 

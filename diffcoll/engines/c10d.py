@@ -7,7 +7,6 @@ ranks in others (pytorch#130515), so methods of the group, or the arguments `gro
 from __future__ import annotations
 
 import itertools
-import time
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from diffcoll.engines.c10d_absent import absent
 from diffcoll.engines.c10d_groups import new_group
 from diffcoll.engines.c10d_polling import InThread, wait_for
 from diffcoll.engines.engine import Blocks, Engine, Wait, done, is_even
@@ -45,9 +45,6 @@ SUMS = {
 }
 
 _numbers = itertools.count()  # of groups that the library has made
-
-# How long the ranks of a failed group wait for each other to report. All of them fail at about the same time.
-ABSENT_SECONDS = 2.0
 
 # Tags of the library's messages, so that they are not received by the user's calls in the same group. gloo ends the
 # process if a message is longer than its receiver expects, and accepts a shorter one. So the size is part of the tag:
@@ -153,19 +150,7 @@ class C10dEngine(MessageEngine):
 
     @override
     def absent(self) -> list[int]:
-        # Each rank sets a key in the default group's store, to which there is no public access.
-        store = distributed_c10d._get_default_store()
-        key = f"diffcoll/failed/{self.key}/{{}}"
-        end = time.monotonic() + ABSENT_SECONDS
-        try:
-            store.set(key.format(self.rank), "")
-            silent = [r for r in range(self.size) if r != self.rank]
-            while silent and time.monotonic() < end:
-                silent = [r for r in silent if not store.check([key.format(r)])]
-                time.sleep(0.02)
-        except RuntimeError:  # the process that hosts the store has ended
-            return []
-        return silent
+        return absent(self.key, self.rank, range(self.size))
 
     @override
     def connect(self, device: torch.device) -> None:

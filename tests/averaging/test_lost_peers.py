@@ -2,7 +2,10 @@
 
 import os
 import re
+import socket
+import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import nn
 
 import diffcoll as dc
 from diffcoll.engines.c10d import C10dEngine
+from diffcoll.engines.process_state import launched_as
 from diffcoll.testing import RanksFailedError, spawn
 
 N = 3
@@ -63,3 +67,58 @@ def test_a_peer_dies_in_a_small_message(what):
         assert re.match(rf"diffcoll.*CollectiveFailedError: .*failed on rank {r} of a gloo group of 3 ranks", last), (
             last
         )
+
+
+STOPPED = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+import diffcoll as dc
+
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", timeout=timedelta(seconds=1))
+model = torch.nn.Linear(3, 2)
+averager = dc.GradientAverager(model, reduction=sys.argv[1])
+x = torch.full((1, 3), rank + 1.0)
+model(x).sum().backward()
+before = [p.grad.clone() for p in model.parameters()]
+values = [p.detach().clone() for p in model.parameters()]
+if rank == 0:
+    model.bias.register_hook(lambda g: os.kill(os.getpid(), signal.SIGSTOP))
+try:
+    model(x).sum().backward()
+except dc.CollectiveFailedError as error:
+    print(time.monotonic(), error)
+for p, g, value in zip(model.parameters(), before, values):
+    assert p.grad is None if sys.argv[1] == "mean" else torch.equal(p.grad, g), p.grad
+    assert torch.equal(p, value)
+"""
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_process_that_serves_the_store_is_stopped(reduction):
+    """Calls of a TCPStore do not return then. The others raise all the same, and end.
+
+    No sum over some ranks is left in `.grad`: means that were added to are gone, sums are as before the step.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for r in range(N):
+        launched = {**launched_as(r, N, port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", STOPPED, reduction]
+        ranks.append(subprocess.Popen(command, env={**os.environ, **launched}, stdout=-1, stderr=-1, text=True))
+    try:
+        for r in (1, 2):
+            out, err = ranks[r].communicate(timeout=40)
+            ended = time.monotonic()
+            assert ranks[r].returncode == 0, err
+            raised, text = out.split(maxsplit=1)
+            assert re.match(rf"GradientAverager, bucket 0 of 1 .*: failed on rank {r} of a gloo group of 3 ranks", text)
+            assert "a rank died, hangs, has not called backward" in text
+            assert ended - float(raised) < 10
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
