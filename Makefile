@@ -2,6 +2,7 @@
 # make test     the whole test suite
 # make test-frameworks   with Accelerate, Lightning, the HF Trainer and others, in .venv-frameworks
 # make test-device   on a device of the tests' own, where missing synchronization is a wrong number; needs a C++ compiler
+# make test-hosts    on hosts made of network namespaces, whose cables are pulled; needs root and iproute2
 # Each builds .venv itself when it is missing or older than what it is made from.
 # TORCH=2.15.0 with any of them: on that release of PyTorch, in .venv-torch, which holds one release at a time.
 
@@ -14,7 +15,7 @@ READY = $(VENV)/ready$(TORCH)
 # Where images set it, every process that a test starts would compile the modules anew: a third of the suite's time.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: verify test test-slow test-device test-frameworks lint types format clean
+.PHONY: verify test test-slow test-device test-hosts test-frameworks lint types format clean
 
 verify: $(READY)
 	$(BIN)/python -m diffcoll verify $(ARGS)
@@ -28,6 +29,9 @@ test-slow: $(READY)
 
 test-device: $(READY)
 	DIFFCOLL_TEST_DEVICE=late $(BIN)/python -m pytest tests/late_device $(ARGS)
+
+test-hosts: $(READY)
+	DIFFCOLL_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts --timeout 7200 $(ARGS)
 
 test-frameworks: .venv-frameworks/ready
 	.venv-frameworks/bin/python -m pytest tests/frameworks $(ARGS)

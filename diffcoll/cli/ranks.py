@@ -19,7 +19,7 @@ import torch.distributed as dist
 import diffcoll
 from diffcoll.cli.checks import NOT_OFFERED, TIMEOUT_COMPILED, Check, Errors, worst
 from diffcoll.cli.competitors import SYSTEMS, Adapter
-from diffcoll.cli.launch import gloo_beside_mpi
+from diffcoll.cli.launch import gloo_beside_mpi, gloo_on_hosts
 from diffcoll.core.torch_private.release import COMPILES
 from diffcoll.engines.devices import select_device
 from diffcoll.testing.pool import Pool
@@ -157,7 +157,7 @@ class Launched:
             gloo_beside_mpi()
         else:
             select_device(backend, int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group(backend)
+            gloo_on_hosts(backend)
         self.rank, self.n = dist.get_rank(), dist.get_world_size()
         self.speaks = self.rank == 0
         self.description = (

@@ -25,6 +25,7 @@ from rich.text import Text
 
 from diffcoll.cli.checks import NOT_OFFERED, Errors, jobs, worst
 from diffcoll.cli.competitors import SYSTEMS
+from diffcoll.cli.launch import UnreachableError
 from diffcoll.cli.page import STYLES, Cell, document, table
 from diffcoll.cli.ranks import Launched, Spawned
 from diffcoll.core.torch_private.release import COMPILES
@@ -54,7 +55,11 @@ def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     world: Spawned | Launched
     if options.launched:
-        world = Launched("mpi" if options.launched == "mpi" else options.backend)
+        try:
+            world = Launched("mpi" if options.launched == "mpi" else options.backend)
+        except UnreachableError as error:
+            print(f"diffcoll verify: {error}", file=sys.stderr)
+            return 2
     else:
         world = Spawned("mpi" if options.engine == "mpi" else options.backend)
     sizes = [dist.get_world_size()] if options.launched else options.world_size or [2, 3]

@@ -1,0 +1,177 @@
+"""torchrun and mpiexec on three hosts."""
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from namespaces import ends
+from namespaces import network as made_of
+
+PROGRAMS = Path(__file__).parent / "programs.py"
+LONG = 200
+
+
+def torchrun(network, *command, per_host=1, environment=None, timeout=LONG):
+    """Start torchrun on every host, with a rendezvous on the first one; return how each ended."""
+    first = network.hosts[0]
+    options = ["--nnodes", len(network.hosts), "--nproc-per-node", per_host, "--rdzv-id", "tests"]
+    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.name}:29400"]
+    launch = [sys.executable, "-m", "torch.distributed.run", *options, *command]
+    return ends([host.start(*launch, environment=environment) for host in network.hosts], timeout)
+
+
+def right(name, ended):
+    """All ranks have printed that they are right, on the host where they were started."""
+    assert [code for code, _, _ in ended] == [0] * len(ended), "\n".join(err for _, _, err in ended)
+    found = re.findall(rf"{name}: rank (\d+) of (\d+) on (\w+): right", "".join(out for _, out, _ in ended))
+    assert len({host for _, _, host in found}) == len(ended)
+    return sorted(int(rank) for rank, _, _ in found)
+
+
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_a_training_under_torchrun(network, per_host):
+    if per_host == 2:
+        network.hosts.pop().end()  # four ranks
+    ended = torchrun(network, PROGRAMS, "training", "gloo", per_host=per_host)
+    assert right("training", ended) == list(range(len(network.hosts) * per_host))
+
+
+def test_check_mode(network):
+    ended = torchrun(network, PROGRAMS, "disagreement", "gloo", environment={"DIFFCOLL_CHECK": "1"})
+    assert right("disagreement", ended) == [0, 1, 2]
+
+
+def test_verify(network):
+    ended = torchrun(network, "-m", "diffcoll", "verify", "--only", "all_reduce,all_gather,shift")
+    assert [code for code, _, _ in ended] == [0, 0, 0], ended
+    assert re.search(r"(\d+) of \1 calls are right", ended[0][1]), ended[0][1]
+
+
+def test_ipv6_only():
+    with made_of(ipv6=True) as network:
+        ended = torchrun(network, PROGRAMS, "training", "gloo")
+        assert right("training", ended) == [0, 1, 2]
+
+
+def loopback(network):
+    """Let each host's own name mean loopback there, as Debian's /etc/hosts does."""
+    for host in network.hosts:
+        network.resolve({other.name: other.address for other in network.hosts} | {host.name: "127.0.1.1"}, on=host)
+
+
+def as_torchrun_sets(network, rank):
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(network.hosts)),
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": network.hosts[0].address,
+        "MASTER_PORT": "29400",
+    }
+
+
+def started(network, *command, environment=None, timeout=LONG):
+    """Start a command as a rank on each host, without an agent; return how each ended."""
+    ranks = [{**as_torchrun_sets(network, r), **(environment or {})} for r in range(len(network.hosts))]
+    command = [sys.executable, *command]
+    begun = [host.start(*command, environment=env) for host, env in zip(network.hosts, ranks, strict=True)]
+    return ends(begun, timeout)
+
+
+def test_names_that_mean_loopback(network):
+    loopback(network)
+    begin = time.monotonic()
+    ended = started(network, "-m", "diffcoll", "verify", "--only", "shift")
+    assert time.monotonic() - begin < 30
+    for host, (code, _, err) in zip(network.hosts, ended, strict=True):
+        assert code == 2
+        assert err.splitlines()[-1] == (
+            f"diffcoll verify: gloo on several hosts: the host name '{host.name}' means 127.0.1.1, where the other "
+            "hosts cannot connect to it; set GLOO_SOCKET_IFNAME on each host to the interface that the others reach it by "
+            "(ip -brief address lists them), or mend /etc/hosts"
+        )
+
+
+def test_a_name_that_means_nothing_here(network):
+    network.resolve({host.name: host.address for host in network.hosts[1:]}, on=network.hosts[0])
+    code, _, err = started(network, "-m", "diffcoll", "verify", "--only", "shift", timeout=20)[0]
+    assert code == 2
+    assert "the host name 'node0' means no address of this host" in err
+
+
+def test_loopback_names_and_a_named_interface(network):
+    """What the error advises."""
+    loopback(network)
+    ended = started(network, PROGRAMS, "training", "gloo", environment={"GLOO_SOCKET_IFNAME": "eth0"})
+    assert right("training", ended) == [0, 1, 2]
+
+
+def test_pytorchs_own_error_about_loopback(network):
+    """What the note says of a program that sets gloo up itself; with this release of PyTorch."""
+    loopback(network)
+    ended = started(network, PROGRAMS, "training", "gloo", timeout=20)
+    for code, _, err in ended[1:]:
+        assert code == 1
+        assert "Connection refused, remote=[127.0.1.1]" in err and "GLOO_SOCKET_IFNAME" not in err
+    assert "killed after 20 s" in ended[0][2]
+
+
+def test_two_interfaces(network):
+    """Other names of interfaces on each host; the bytes go through the chosen one."""
+    names = {host: f"fast{r}" for r, host in enumerate(network.hosts)}
+    network.connect("fast", names, {host: f"10.78.0.{r + 1}" for r, host in enumerate(network.hosts)})
+    before = [(host.bytes_of(names[host]), host.bytes_of("eth0")) for host in network.hosts]
+    ranks = [{**as_torchrun_sets(network, r), "GLOO_SOCKET_IFNAME": names[h]} for r, h in enumerate(network.hosts)]
+    command = [sys.executable, PROGRAMS, "bytes", "gloo"]
+    begun = [host.start(*command, environment=env) for host, env in zip(network.hosts, ranks, strict=True)]
+    assert right("bytes", ends(begun, LONG)) == [0, 1, 2]
+    for host, (fast, slow) in zip(network.hosts, before, strict=True):
+        assert host.bytes_of(names[host]) - fast > 4 * 8 << 20
+        assert host.bytes_of("eth0") - slow < 1 << 20  # the store's
+
+
+# ── MPI ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+#: In the place of ssh: mpiexec calls it with the name of a host and a command, on any host.
+AGENT = """#!/bin/sh
+host=$1; shift
+exec ip netns exec {tag}h"${{host#node}}" unshare --uts sh -c "hostname $host; $*"
+"""
+
+
+def mpiexec(network, folder, *command, timeout=LONG, environment=None):
+    """Run one rank on each host under Open MPI, from the first host."""
+    agent = folder / "agent"
+    agent.write_text(AGENT.format(tag=network.tag), encoding="utf-8")
+    agent.chmod(0o755)
+    hosts = ",".join(f"{host.name}:1" for host in network.hosts)
+    options = ["--host", hosts, "-n", len(network.hosts), "--allow-run-as-root", "--prtemca", "plm_ssh_agent", agent]
+    options += ["--prtemca", "prte_if_include", "eth0", "--mca", "btl_tcp_if_include", "eth0"]
+    options += ["-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"]
+    mpi = Path(sys.executable).parent / "mpiexec"
+    given = [network.hosts[0].start(mpi, *options, sys.executable, *command, environment=environment)]
+    return ends(given, timeout)
+
+
+def test_a_training_on_mpi(network, tmp_path):
+    [(code, out, err)] = mpiexec(network, tmp_path, PROGRAMS, "training", "mpi")
+    assert code == 0, err
+    found = re.findall(r"training: rank (\d) of 3 on (\w+): right", out)
+    assert sorted(found) == [("0", "node0"), ("1", "node1"), ("2", "node2")]
+
+
+def test_verify_on_mpi(network, tmp_path):
+    [(code, out, err)] = mpiexec(network, tmp_path, "-m", "diffcoll", "verify", "--only", "shift")
+    assert code == 0, err
+    assert re.search(r"(\d+) of \1 calls are right", re.sub(r"\x1b\[[\d;]*m", "", out)), (
+        out
+    )  # in colour, on its terminal
+
+
+def test_verify_on_mpi_where_names_mean_loopback(network, tmp_path):
+    """PyTorch's own collectives are called on gloo, next to MPI."""
+    loopback(network)
+    [(code, out, err)] = mpiexec(network, tmp_path, "-m", "diffcoll", "verify", "--only", "shift", timeout=60)
+    assert code == 2, (out, err)
+    assert "gloo on several hosts: the host name 'node0' means 127.0.1.1" in err
