@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import socket
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 import diffcoll
+from diffcoll.core.control import Control
+from diffcoll.core.groups import resolve
 
 #: Values of `--engine`: a process group of torch.distributed, or an MPI communicator.
 ENGINES = ("torch", "mpi")
@@ -45,14 +48,14 @@ def gloo_on_hosts(backend: str) -> None:
     dist.init_process_group(backend)
 
 
-def unreachable() -> str | None:
-    """Return why other hosts cannot connect to gloo on this one; None if they can, as far as is known here.
+def unreachable() -> str:
+    """Return why other hosts cannot connect to gloo on this one; "" if they can, as far as is known here.
 
     Without GLOO_SOCKET_IFNAME, gloo listens on the first address of the host's name that is this host's, or else on
     loopback. Connections of other hosts to 127.0.1.1, as Debian names a host, end at themselves.
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return None
+        return ""
     name = socket.gethostname()
     try:
         found = [str(address[0]) for *_, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
@@ -60,13 +63,13 @@ def unreachable() -> str | None:
         found = []
     mine = next(filter(_is_of_this_host, found), None)
     if mine is not None and not ipaddress.ip_address(mine.partition("%")[0]).is_loopback:
-        return None
+        return ""
     return f"the host name {name!r} means {mine}" if mine else f"the host name {name!r} means no address of this host"
 
 
-def refuse_unreachable(reasons: list[str | None]) -> None:
+def refuse_unreachable(reasons: list[str]) -> None:
     """Raise if gloo on one of the hosts is out of the others' reach."""
-    if why := next(filter(None, reasons), None):
+    if why := next(filter(None, reasons), ""):
         raise UnreachableError(
             f"gloo on several hosts: {why}, where the other hosts cannot connect to it; set GLOO_SOCKET_IFNAME on each "
             "host to the interface that the others reach it by (ip -brief address lists them), or mend /etc/hosts"
@@ -89,15 +92,22 @@ def gloo_beside_mpi() -> Any:
 
     world = MPI.COMM_WORLD
     diffcoll.set_default_group(world)
+    control = Control(resolve(world, "diffcoll verify"), "diffcoll verify")
     one_host = world.Split_type(MPI.COMM_TYPE_SHARED).Get_size() == world.Get_size()
     host = "127.0.0.1" if one_host else socket.gethostname()
     if one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     else:
-        refuse_unreachable(world.allgather(unreachable()))
+        refuse_unreachable(control.texts(unreachable()))
     n, rank = world.Get_size(), world.Get_rank()
     tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
-    store = tcp(host, 0, n, is_master=True, wait_for_workers=False) if rank == 0 else None
-    host, port = world.bcast((host, store.port) if store else None)
+    store = None
+    if rank == 0:
+        # Without a socket of ours the store would listen on all interfaces.
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family)
+        port = listener.getsockname()[1]
+        store = tcp(host, port, n, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    host, port = json.loads(control.texts(json.dumps([host, store.port] if store else None))[0])
     dist.init_process_group("gloo", store=store or tcp(host, port, n), rank=rank, world_size=n)
     return world

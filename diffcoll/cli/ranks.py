@@ -20,6 +20,8 @@ import diffcoll
 from diffcoll.cli.checks import NOT_OFFERED, TIMEOUT_COMPILED, Check, Errors, worst
 from diffcoll.cli.competitors import SYSTEMS, Adapter
 from diffcoll.cli.launch import gloo_beside_mpi, gloo_on_hosts
+from diffcoll.core.control import Control
+from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.release import COMPILES
 from diffcoll.engines.devices import select_device
 from diffcoll.testing.pool import Pool
@@ -163,8 +165,9 @@ class Launched:
         self.description = (
             f"{self.n} {'processes launched by MPI' if self._on_mpi else f'launched {backend} processes'}"
         )
-        #: Group for the exchange of outcomes; its timeout is longer than that of a call.
-        self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * TIMEOUT_COMPILED))
+        #: For the exchange of outcomes; its timeout is longer than that of a call.
+        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * TIMEOUT_COMPILED))
+        self._control = Control(resolve(control, "diffcoll verify"), "diffcoll verify")
         #: The reason why this rank no longer waits for others.
         self.broken = ""
         self._connect()
@@ -195,16 +198,14 @@ class Launched:
 
     def _gathered(self, mine: T) -> list[T]:
         """Return all ranks' values."""
-        found = [mine] * self.n
         if self.broken:
             return [mine]
         try:
-            dist.all_gather_object(found, mine, group=self.control)
+            return [json.loads(text) for text in self._control.texts(json.dumps(mine))]
         except RuntimeError as error:
             self.broken = f"not run: rank {self.rank} waited for a rank that failed: {str(error).splitlines()[0][:80]}"
             print(f"diffcoll verify: {self.broken}", file=sys.stderr)
             return [mine]
-        return found
 
     def close(self) -> None:
         """Leave the group; end this process if that could hang."""

@@ -58,10 +58,15 @@ class Control:
     @unobserved()
     def refuse(self, text: str, why: str) -> NoReturn:
         """Raise on all ranks, which all call this for the same reason `why`; text describes this rank's call."""
-        words = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self._engine.control_device)
-        texts = self.gather(words, [length for (length,) in self.numbers([len(words)])])
-        calls = "\n".join(f"  rank {r}: {bytes(text.tolist()).decode()}" for r, text in enumerate(texts))
+        calls = "\n".join(f"  rank {r}: {of_rank}" for r, of_rank in enumerate(self.texts(text)))
         raise CollectiveMismatchError(f"{why}\n{calls}")
+
+    @unobserved()
+    def texts(self, mine: str) -> list[str]:
+        """Return each rank's text."""
+        words = torch.tensor(list(mine.encode()), dtype=torch.uint8, device=self._engine.control_device)
+        found = self.gather(words, [length for (length,) in self.numbers([len(words)])])
+        return [bytes(text.tolist()).decode() for text in found]
 
     @unobserved()
     def numbers(self, mine: Sequence[int]) -> list[list[int]]:

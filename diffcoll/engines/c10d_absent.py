@@ -10,8 +10,8 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 # How long the ranks of a failed group wait for each other to report. All of them fail at about the same time.
@@ -70,10 +70,10 @@ def _end() -> None:
 def _port() -> int | None:
     """Return the port of the default group's store; None if it has none, or the group was destroyed."""
     try:
-        store = distributed_c10d._get_default_store()
+        store: Any = distributed_c10d._get_default_store()
     except ValueError:
         return None
-    while isinstance(store, dist.PrefixStore):
+    while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "port", None)
 

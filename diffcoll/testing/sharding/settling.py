@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from hashlib import blake2b
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from diffcoll.core.control import Control
 from diffcoll.core.errors import message
+from diffcoll.core.groups import resolve
 from diffcoll.testing.harness.comparison import near
 from diffcoll.testing.sharding.placements import (
     NAME,
@@ -28,6 +32,8 @@ from diffcoll.testing.sharding.placements import (
     said_of,
     short_name,
 )
+
+T = TypeVar("T")
 
 
 def whole_of(y: Tensor) -> Tensor:
@@ -51,8 +57,22 @@ class _Fact:
     shape: tuple[int, ...]
     #: The candidates that fit, by shape and by numbers.
     fits: tuple[set[int], set[int]] | None = None
-    #: Which elements of the whole it has, as a DTensor says.
-    elements: bytes = b""
+    #: Which elements of the whole it has, as a DTensor says: a hash of their numbers.
+    elements: str = ""
+
+    def packed(self) -> list[Any]:
+        """Return what JSON can hold."""
+        return [self.shape, self.fits and [sorted(fit) for fit in self.fits], self.elements]
+
+    @staticmethod
+    def unpacked(shape: list[int], fits: list[list[int]] | None, elements: str) -> _Fact:
+        """Return what was packed."""
+        return _Fact(tuple(shape), None if fits is None else (set(fits[0]), set(fits[1])), elements)
+
+
+def _of_ranks(mine: T) -> list[T]:
+    """Return each rank's value, as JSON sends it: what comes through the network is not unpickled."""
+    return [json.loads(text) for text in Control(resolve(dist.group.WORLD, NAME), NAME).texts(json.dumps(mine))]
 
 
 def settled(
@@ -67,11 +87,11 @@ def settled(
         fact = mine[name] = _Fact(tuple(local(x).shape))
         if isinstance(x, DTensor):
             indices[name] = _elements(x)
-            fact.elements = indices[name].numpy().tobytes()
+            fact.elements = blake2b(indices[name].numpy().tobytes()).hexdigest()
         elif said_of(placements, name) is None:
             fact.fits = fitting(short, wholes[name], x.detach().cpu(), mesh, rank)
-    every: list[dict[str, _Fact]] = [{}] * mesh.size
-    dist.all_gather_object(every, mine)
+    packed = _of_ranks({name: fact.packed() for name, fact in mine.items()})
+    every = [{name: _Fact.unpacked(*fact) for name, fact in facts.items()} for facts in packed]
     found = {}
     for name, fact in mine.items():
         short = short_name(name)
@@ -130,8 +150,7 @@ def refuse_another_order(
             x, whole = local(mine[name]), wholes[name]
             copies = mesh.size // math.prod(mesh.sizes[axis] for axis in layout.has(SHARD))
             facts[name] = near(x, layout.piece(whole)), bool(torch.isin(x, whole).all()), float(x.sum()) / copies
-    every: list[dict[str, tuple[bool, bool, float]]] = [{}] * mesh.size
-    dist.all_gather_object(every, facts)
+    every = _of_ranks(facts)
     for name in facts:
         held = [each[name] for each in every if name in each]
         equal, within, sums = zip(*held, strict=True)
