@@ -10,13 +10,15 @@ from namespaces import ends
 from namespaces import network as made_of
 
 PROGRAMS = Path(__file__).parent / "programs.py"
+ELASTIC = PROGRAMS.with_name("elastic.py")
 LONG = 200
 
 
-def torchrun(network, *command, per_host=1, environment=None, timeout=LONG):
+def torchrun(network, *command, per_host=1, environment=None, timeout=LONG, restarts=0):
     """Start torchrun on every host, with a rendezvous on the first one; return how each ended."""
     first = network.hosts[0]
     options = ["--nnodes", len(network.hosts), "--nproc-per-node", per_host, "--rdzv-id", "tests"]
+    options += ["--max-restarts", restarts]
     options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.name}:29400"]
     launch = [sys.executable, "-m", "torch.distributed.run", *options, *command]
     return ends([host.start(*launch, environment=environment) for host in network.hosts], timeout)
@@ -88,8 +90,8 @@ def test_names_that_mean_loopback(network):
         assert code == 2
         assert err.splitlines()[-1] == (
             f"diffcoll verify: gloo on several hosts: the host name '{host.name}' means 127.0.1.1, where the other "
-            "hosts cannot connect to it; set GLOO_SOCKET_IFNAME on each host to the interface that the others reach it by "
-            "(ip -brief address lists them), or mend /etc/hosts"
+            "hosts cannot connect to it; set GLOO_SOCKET_IFNAME on each host to the interface that the others reach it "
+            "by (ip -brief address lists them), or mend /etc/hosts"
         )
 
 
@@ -129,6 +131,21 @@ def test_two_interfaces(network):
     for host, (fast, slow) in zip(network.hosts, before, strict=True):
         assert host.bytes_of(names[host]) - fast > 4 * 8 << 20
         assert host.bytes_of("eth0") - slow < 1 << 20  # the store's
+
+
+@pytest.mark.parametrize(("victim", "step"), [(0, 2), (1, 0), (2, 5), (2, 3)])
+def test_a_rank_is_killed_and_all_are_restarted(network, tmp_path, victim, step):
+    """The other ranks raise, so that torchrun's agents start all ranks again; the training ends as on one process.
+
+    Without the variable the store keeps the addresses of the ranks that have ended, and gloo may connect to those.
+    """
+    own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    ended = torchrun(network, ELASTIC, tmp_path, victim, step, restarts=3, environment=own)
+    assert right("elastic", ended) == [0, 1, 2]
+    assert (tmp_path / "killed").exists()
+    first = re.findall(r"right, first step (\d)", "".join(out for _, out, _ in ended))
+    assert first == [str(step)] * 3
+    assert not any(host.processes() for host in network.hosts)
 
 
 # ── MPI ──────────────────────────────────────────────────────────────────────────────────────────────────
