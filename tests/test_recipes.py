@@ -16,10 +16,10 @@ def test_recipes_on_processes(monkeypatch):
     """All programs of N ranks in one set of processes: each gives what it gives on simulated ranks."""
     programs, inputs, expected = [], [], []
 
-    def recorded(fn, *per_rank, rules):
+    def recorded(fn, *per_rank, **options):
         programs.append(cloudpickle.dumps(fn))  # now: what it refers to changes later in the note
         inputs.append(list(zip(*per_rank, strict=True)))
-        expected.append(simulate(fn, *per_rank, rules=rules))
+        expected.append(simulate(fn, *per_rank, **options))
         return expected[-1]
 
     def every_program(chosen, *mine):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import diffcoll as dc
 
@@ -67,7 +68,20 @@ def many_bytes(rank, size):
     assert y.view(size, -1).mean(1).tolist() == [r + 1.0 for r in range(size)]
 
 
-PROGRAMS = {"training": training, "disagreement": disagreement, "bytes": many_bytes}
+def summed(rank, size):
+    """A sum of 8 MB over two hosts of two ranks, in one step or, with STEPS=2, in the two of notes/recipes.md."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "ranks"))
+    x = torch.full((2 << 20,), rank + 1.0, requires_grad=True)
+    if os.environ["STEPS"] == "2":
+        part = dc.all_reduce(dc.reduce_scatter(x, group=mesh["ranks"]), group=mesh["hosts"])
+        y = dc.all_gather(part, group=mesh["ranks"])
+    else:
+        y = dc.all_reduce(x)
+    (y * (rank + 1)).sum().backward()
+    assert y.unique().tolist() == [10.0] and x.grad.unique().tolist() == [10.0]
+
+
+PROGRAMS = {"summed": summed, "training": training, "disagreement": disagreement, "bytes": many_bytes}
 
 if __name__ == "__main__":
     name, engine = sys.argv[1], sys.argv[2]

@@ -133,6 +133,18 @@ def test_two_interfaces(network):
         assert host.bytes_of("eth0") - slow < 1 << 20  # the store's
 
 
+def test_a_sum_in_two_steps_sends_less_between_hosts(network):
+    network.hosts.pop().end()
+    sent = []
+    for steps in "1", "2":
+        before = network.hosts[0].bytes_of("eth0")
+        ended = torchrun(network, PROGRAMS, "summed", "gloo", per_host=2, environment={"STEPS": steps})
+        assert right("summed", ended) == [0, 1, 2, 3]
+        sent.append((network.hosts[0].bytes_of("eth0") - before) / 2**20)
+    print(f"\none step: {sent[0]:.1f} MB, two steps: {sent[1]:.1f} MB")
+    assert sent[1] < 0.8 * sent[0]
+
+
 @pytest.mark.parametrize(("victim", "step"), [(0, 2), (1, 0), (2, 5), (2, 3)])
 def test_a_rank_is_killed_and_all_are_restarted(network, tmp_path, victim, step):
     """The other ranks raise, so that torchrun's agents start all ranks again; the training ends as on one process.
