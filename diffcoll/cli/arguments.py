@@ -28,7 +28,13 @@ def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"diffcoll {diffcoll.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    verify = commands.add_parser("verify", help="check every collective against a reference gradient, on processes")
+    verify = commands.add_parser(
+        "verify",
+        help="check every collective against a reference gradient, on processes",
+        description=_VERIFY,
+        epilog=_VERIFY_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = verify.add_argument
     add("--world-size", type=number_from(1), nargs="+", metavar="N", help="default: 2 3")
     add("--only", type=names_of(COLLECTIVES), default=[], metavar="NAMES", help=f"of {', '.join(COLLECTIVES)}")
@@ -53,6 +59,22 @@ def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
         need(verify, "mpi4py", "mpi")
     return options
 
+
+#: The text of `diffcoll verify --help` above and below its options.
+_VERIFY = """\
+Check the output, the gradient and the second order of every collective, on real processes, against the reference, in
+which PyTorch derives the gradient. PyTorch's own functions are checked beside them. It takes about a minute."""
+
+_VERIFY_EXAMPLES = """\
+examples:
+
+  diffcoll verify
+  diffcoll verify --only all_reduce,all_gather --world-size 3
+  diffcoll verify --only shift --engine mpi
+  diffcoll verify --only split --html report.html --json report.json
+  torchrun --nproc-per-node 2 -m diffcoll verify --only scan
+
+exit status: 0 if all is right, 1 if something is wrong, 2 if an argument is wrong or hosts cannot be reached"""
 
 #: The text of `diffcoll check --help` above and below its options.
 _CHECK = """\

@@ -8,6 +8,7 @@ be on several hosts. PyTorch's own collectives always run on torch.distributed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -96,13 +97,21 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def progress(total: int, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar; yields a function that advances it by one and sets its description."""
+    """Show the progress on stderr; yields a function that says what is checked next.
+
+    On a terminal it is a bar. In a pipe or a file it is a line for each that is not as the one before.
+    """
+    console, begun, last = Console(stderr=True), itertools.count(1), [""]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, transient=True, disable=quiet, console=Console(stderr=True)) as bar:
+    with Progress(*columns, transient=True, disable=quiet or not console.is_terminal, console=console) as bar:
         task = bar.add_task("verify", total=total)
 
         def advance(what: str) -> None:
             bar.update(task, advance=1, description=what)
+            number = next(begun)
+            if not quiet and not console.is_terminal and what != last[0]:
+                last[0] = what
+                print(f"diffcoll verify: {what} ({number} of {total})", file=sys.stderr, flush=True)
 
         yield advance
 

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import re
 import shutil
@@ -162,9 +163,20 @@ def preload(*modules: str) -> None:
     _PRELOADED = tuple(dict.fromkeys((*_PRELOADED, *modules)))
 
 
+@contextlib.contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """Let Ctrl-C wait, and not reach the server if this starts it: it would print where it is in its imports."""
+    multiprocessing.resource_tracker.ensure_running()  # it unblocks SIGINT when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def start_server() -> None:
     """Start the server that forks processes, which imports PyTorch while this process does something else."""
-    with _without_main(), contextlib.suppress(OSError):  # a process that does not start says why
+    with _without_main(), _interrupted_later(), contextlib.suppress(OSError):  # a process that does not start says why
         _context().set_forkserver_preload(list(_PRELOADED))
         multiprocessing.forkserver.ensure_running()
 
@@ -206,7 +218,8 @@ class Member:
             # A daemon is ended at exit, where others would be waited for.
             self.process = context.Process(target=_main, args=(leash, main, theirs, *arguments), daemon=True)
             try:
-                self.process.start()
+                with _interrupted_later():
+                    self.process.start()
             except (EOFError, OSError) as error:
                 raise _no_server(error, n) from error
 
@@ -264,6 +277,7 @@ def stacks(members: Sequence[Member], hanging: Sequence[int], folder: str) -> di
 
 def _main(leash: Connection, main: Callable[..., None], *arguments: Any) -> None:
     """Run in the process."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _end_with(leash)
     # A rank may start processes as any program does.
     multiprocessing.current_process().daemon = False

@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from runs import ROOT, python
 
 from diffcoll.cli import checks, competitors, main, ranks
 from diffcoll.cli import verify as report
+from diffcoll.cli.arguments import checked
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.core.torch_private.release import COMPILES
 from diffcoll.testing import RanksFailedError, cases
@@ -208,6 +211,7 @@ def test_the_first_line_of_a_failure(failures, word):
 
 FAILS_UNDER_TORCHRUN = """
 import sys, threading
+from diffcoll.cli.arguments import checked
 from diffcoll.cli import checks, competitors, main, ranks
 
 where, *arguments = sys.argv[1:]
@@ -357,3 +361,41 @@ def test_on_mpi(tmp_path, monkeypatch):
     assert status == 0
     assert "mpi processes on this machine" in found["about"]
     assert found["rows"][0]["systems"]["torch.distributed.nn.functional"]["gradient"] < 1e-10  # on gloo
+
+
+# ── while it runs ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_progress_in_a_pipe(tmp_path, capsys, alone):
+    """A line for each collective and size before it is checked; nothing of it in the report."""
+    run(tmp_path, "--world-size", "2", "--only", "shift,split")
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == [
+        "diffcoll verify: shift, 2 processes (1 of 2)",
+        "diffcoll verify: split, 2 processes (2 of 2)",
+    ]
+    assert "(1 of 2)" not in printed.out
+
+
+def test_interrupted():
+    """Ctrl-C, where the ranks' processes run: one line, and the status of a shell's commands."""
+    command = [sys.executable, "-m", "diffcoll", "verify", "--only", "all_reduce"]
+    around = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=around, start_new_session=True) as process:
+        first = process.stderr.readline()
+        time.sleep(2)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert first == "diffcoll verify: all_reduce, 2 processes (1 of 9)\n"
+    assert (process.returncode, out, err) == (130, "", "diffcoll verify: interrupted\n")
+
+
+def test_the_examples_of_the_help(capsys, monkeypatch, tmp_path):
+    """Their arguments are accepted."""
+    with pytest.raises(SystemExit):
+        main(["verify", "--help"])
+    examples = re.findall(r"^  .*?\bdiffcoll verify(.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert len(examples) == 5
+    monkeypatch.chdir(tmp_path)
+    for example in examples:
+        assert checked(["verify", *example.split()]).command == "verify"
