@@ -1,0 +1,228 @@
+"""The site of the notes: `make docs`. It makes a page of the reference for every public name."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import re
+import tempfile
+import zlib
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import diffcoll
+from diffcoll.cli import main
+
+HERE = Path(__file__).parent
+#: Where the pages of the reference are written.
+REFERENCE = HERE / "reference"
+#: The modules that users import, and what a page says of each.
+MODULES = {
+    "diffcoll": "Collectives, averages of gradients, check mode and groups.",
+    "diffcoll.nn": "Layers and losses as modules.",
+    "diffcoll.nn.functional": "The same losses as functions.",
+    "diffcoll.testing": "Simulated ranks, processes, and checks of gradients.",
+    "diffcoll.truth": "The reference of each collective, in which N ranks live in one autograd graph.",
+}
+#: The parts of the site, in order, and their pages; a page that is named nowhere comes last.
+PARTS = {
+    "Start": ["which-convention", "losses", "testing", "migrating", "recipes"],
+    "Why": ["which-gradient", "reductions", "when-gradients-synchronize", "learning-rate", "parameter-server"],
+    "Train": ["averaging", "data-parallel", "batch-norm", "contrastive", "decorrelation", "vocab-parallel"],
+    "Run": ["engines", "compile", "async", "deterministic", "joint_backward", "failures", "costs", "versions"],
+    "Collectives": [*diffcoll.collectives.COLLECTIVES],
+    "With the frameworks": ["with/README"],
+    "Reference": [*(f"reference/{module}" for module in MODULES), "reference/commands", "reference/changes"],
+}
+
+project, author = "diffcoll", "the diffcoll developers"
+version = release = diffcoll.__version__
+root_doc = "README"
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build"]
+default_role = "code"
+myst_heading_anchors = 4
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+napoleon_use_rtype = False
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+#: Types of our own that have no page: they stand in annotations alone.
+nitpick_ignore_regex = [
+    ("py:class", r"diffcoll\..*|Batch|Dims|Exchange|Group|RankReduction|Reduction|Tree|Tensor|_\w+")
+]
+html_theme = "furo"
+html_title = f"diffcoll {version}"
+html_show_sphinx = html_show_copyright = False
+
+
+COLLECTIONS = "Callable", "Iterable", "Iterator", "Mapping", "Sequence"
+#: Names of others that signatures have, and where they are documented: the site is built without a network.
+OTHERS = {
+    "https://docs.python.org/3": {
+        "library/collections.abc.html": [
+            f"collections.abc.{n}" for n in "Callable Iterable Iterator Mapping Sequence".split()
+        ],
+        "library/contextlib.html": ["contextlib.AbstractContextManager"],
+    },
+    "https://docs.pytorch.org/docs/stable": {
+        "tensors.html": ["torch.Tensor"],
+        "tensor_attributes.html": ["torch.dtype", "torch.device"],
+        "generated/torch.nn.Module.html": ["torch.nn.Module", "torch.nn.modules.module.Module"],
+    },
+}
+
+
+def inventory(pages: dict[str, list[str]]) -> str:
+    """Write the inventory of a site, as intersphinx would load it, to a file; return its path."""
+    anchors = {"torch.nn.modules.module.Module": "torch.nn.Module"}
+    lines = [f"{name} py:class 1 {page}#{anchors.get(name, name)} -" for page, names in pages.items() for name in names]
+    head = "# Sphinx inventory version 2\n# Project: other\n# Version: \n# The rest is compressed with zlib.\n"
+    with tempfile.NamedTemporaryFile(suffix=".inv", delete=False) as file:
+        file.write(head.encode() + zlib.compress("\n".join([*lines, ""]).encode()))
+    return file.name
+
+
+intersphinx_mapping = {f"other{i}": (site, inventory(pages)) for i, (site, pages) in enumerate(OTHERS.items())}
+
+
+def public(module: ModuleType) -> list[str]:
+    """Return the names that a module offers, without its submodules; those of the references are its functions."""
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    names = getattr(module, "__all__", [name for name in own if not name.startswith("_")])
+    return [name for name in names if not isinstance(getattr(module, name), ModuleType)]
+
+
+def write_reference(app: Any) -> None:
+    """Write a page for each module and each of its public names."""
+    REFERENCE.mkdir(exist_ok=True)
+    for name, about in MODULES.items():
+        module = import_module(name)
+        pages = {f"{name}.{member}": getattr(module, member) for member in public(module)}
+        lines = [
+            name,
+            "=" * len(name),
+            "",
+            about,
+            "",
+            ".. toctree::",
+            "   :maxdepth: 1",
+            "",
+            *(f"   {p}" for p in pages),
+        ]
+        _write(REFERENCE / f"{name}.rst", lines)
+        for page, value in pages.items():
+            kind = "autoclass" if inspect.isclass(value) else "autofunction" if callable(value) else "autodata"
+            members = ["   :members:"] if kind == "autoclass" else []
+            title = page.rpartition(".")[2]
+            _write(REFERENCE / f"{page}.rst", [title, "=" * len(title), "", f".. {kind}:: {page}", *members])
+    lines = ["Commands and the pytest plugin", "=" * 30, ""]
+    for command in "verify", "check":
+        text = re.sub("^", "   ", help_of(command), flags=re.MULTILINE)
+        lines += [f"diffcoll {command}", "-" * 20, "", "::", "", text, ""]
+    _write(REFERENCE / "commands.rst", [*lines, "pytest", "-" * 20, "", ".. automodule:: diffcoll_pytest"])
+    included = [".. include:: ../../CHANGELOG.md", "   :parser: myst_parser.sphinx_"]
+    _write(REFERENCE / "changes.rst", included)
+
+
+def help_of(command: str) -> str:
+    """Return what `diffcoll COMMAND --help` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        main([command, "--help"])
+    return printed.getvalue()
+
+
+def _write(path: Path, lines: list[str]) -> None:
+    """Write a page if it is not as it was, so that only what changed is built again."""
+    text = "\n".join(lines) + "\n"
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
+
+
+def add_contents(app: Any, name: str, source: list[str]) -> None:
+    """Put the table of contents at the end of the pages that are folders' indices; GitHub lists folders itself."""
+    if name == root_doc:
+        parts = {**PARTS, "More": _others()}
+        source[0] += "".join(_toctree(caption, pages) for caption, pages in parts.items())
+    elif name == "with/README":
+        source[0] += _toctree("", sorted(path.stem for path in (HERE / "with").glob("*.md") if path.stem != "README"))
+
+
+def _others() -> list[str]:
+    named = {page for pages in PARTS.values() for page in pages} | {root_doc}
+    return sorted(path.stem for path in HERE.glob("*.md") if path.stem not in named)
+
+
+def _toctree(caption: str, pages: list[str]) -> str:
+    return "\n".join(["", "```{toctree}", ":hidden:", f":caption: {caption}" if caption else "", "", *pages, "```", ""])
+
+
+#: A link to a file of the repository that is no page.
+_OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+((?!notes/)[^)\s#]*)[^)\s]*\)")
+
+
+def name_files(app: Any, name: str, source: list[str]) -> None:
+    """Replace links to files that are not on the site by the files' names in the repository."""
+    depth = name.count("/") + 1
+
+    def named(link: re.Match[str]) -> str:
+        text, path = link.groups()
+        if link[0].count("../") < depth:
+            return link[0]
+        return f"`{path}`" if text.strip("`") in (path, Path(path).name) else f"{text} (`{path}`)"
+
+    source[0] = _OUTSIDE.sub(named, source[0])
+
+
+#: In a docstring: an example with what it prints, code, or emphasis, which stay; or what only reStructuredText reads.
+_MARKUP = re.compile(
+    r"(^ *>>>.*(?:\n *\S.*)*|`[^`]*`|(?<!\w)\*\w[^*`]*\w\*(?!\w))|(\*+|\||(?<=\w)_(?!\w))", re.MULTILINE
+)
+_whole: list[str] = []
+
+
+def escape(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Escape what docstrings mean as it stands: products, absolute values, names that end in an underscore.
+
+    Napoleon takes the words before a colon in the first line of an attribute's for its type: it does not get these.
+    """
+    text = _MARKUP.sub(lambda found: found[1] or "".join(f"\\{c}" for c in found[2]), "\n".join(lines))
+    lines[:] = text.split("\n")
+    if what in ("attribute", "property", "data"):
+        _whole[:], lines[:] = lines, []
+
+
+def bring_back(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Undo that, after napoleon; make links of the notes that are named."""
+    if what in ("attribute", "property", "data"):
+        lines[:] = _whole
+    lines[:] = [re.sub(r"notes/([\w/-]+)\.md(#[\w-]+)?", r":doc:`/\1`", line) for line in lines]
+
+
+def redirect(app: Any, error: Exception | None) -> None:
+    """Make the folder of the site open at the first page."""
+    if error is None and app.builder.name == "html":
+        page = (
+            f'<meta charset="utf-8"><meta http-equiv="refresh" content="0; url={root_doc}.html"><title>diffcoll</title>'
+        )
+        Path(app.outdir, "index.html").write_text(page, encoding="utf-8")
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", name_files)
+    app.connect("autodoc-process-docstring", escape, priority=400)
+    app.connect("autodoc-process-docstring", bring_back, priority=600)
+    app.connect("build-finished", redirect)
+    app.connect("builder-inited", write_reference)
+    app.connect("source-read", add_contents)
