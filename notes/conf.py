@@ -129,7 +129,7 @@ def write_reference(app: Any) -> None:
     lines = ["Commands and the pytest plugin", "=" * 30, ""]
     for command in "verify", "check":
         text = re.sub("^", "   ", help_of(command), flags=re.MULTILINE)
-        lines += [f"diffcoll {command}", "-" * 20, "", "::", "", text, ""]
+        lines += [f"diffcoll {command}", "-" * 20, "", ".. code-block:: text", "", text, ""]
     _write(REFERENCE / "commands.rst", [*lines, "pytest", "-" * 20, "", ".. automodule:: diffcoll_pytest"])
     included = [".. include:: ../../CHANGELOG.md", "   :parser: myst_parser.sphinx_"]
     _write(REFERENCE / "changes.rst", included)
