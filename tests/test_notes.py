@@ -82,6 +82,26 @@ def test_links_lead_somewhere(path):
             assert (path.parent / link).exists(), f"{path.name} links to {link}"
 
 
+def test_mentioned_notes_exist():
+    """Docstrings, comments, error texts and pages name notes by their path; each is there."""
+    folders = [ROOT / name for name in ("diffcoll", "notes", "tests", "examples", "benchmarks")]
+    paths = [path for folder in folders for kind in ("*.py", "*.md") for path in folder.rglob(kind)]
+    found = {
+        (str(path.relative_to(ROOT)), note)
+        for path in [ROOT / "README.md", *paths]
+        for note in re.findall(r"(?<![\w/-])notes/[\w/-]+\.md", path.read_text(encoding="utf-8"))
+    }
+    assert len(found) > 100
+    assert not [(path, note) for path, note in sorted(found) if not (ROOT / note).exists()]
+
+
+def test_programs_of_symptoms_can_be_pasted_alone():
+    programs = list(blocks((NOTES / "symptoms.md").read_text(encoding="utf-8")))
+    assert len(programs) == 7
+    for line, code in programs:
+        exec(compile("\n" * (line - 1) + code, "symptoms.md", "exec"), {"__name__": "symptoms"})
+
+
 def anchors(text):
     """The anchors that GitHub gives a page's headings."""
     headings = re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE)
