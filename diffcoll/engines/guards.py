@@ -104,7 +104,7 @@ def current(world: Any) -> Any:
     if me is None or me.world is not world:
         raise NotARankError(
             "a collective of a simulated world was called from a thread that is not one of its ranks "
-            "(the backward of CUDA tensors runs on such a thread); simulate on CPU tensors"
+            "(the backward of tensors on an accelerator runs on such a thread); simulate on CPU tensors"
         )
     if os.getpid() != world.process:
         raise RuntimeError(
