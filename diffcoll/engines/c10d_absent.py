@@ -81,7 +81,7 @@ def _port() -> int | None:
 def _connections(port: int) -> list[socket.socket]:
     """Return copies of this process's TCP connections to a port."""
     found = []
-    for name in os.listdir("/dev/fd"):
+    for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else []:
         with contextlib.suppress(OSError):
             connection = socket.socket(fileno=os.dup(int(name)))
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:

@@ -154,6 +154,7 @@ def _without_main() -> Iterator[None]:
                 setattr(main, name, value)
 
 
+_LAST = "diffcoll.testing.unblocked"
 _PRELOADED: tuple[str, ...] = ("diffcoll.testing.processes", "diffcoll.testing.worker", *LAZY_MODULES)
 
 
@@ -165,7 +166,7 @@ def preload(*modules: str) -> None:
 
 @contextlib.contextmanager
 def _interrupted_later() -> Iterator[None]:
-    """Let Ctrl-C wait, and not reach the server if this starts it: it would print where it is in its imports."""
+    """Let Ctrl-C wait here, and in the server, if this starts it, until its imports have ended (unblocked.py)."""
     multiprocessing.resource_tracker.ensure_running()  # it unblocks SIGINT when it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -177,7 +178,7 @@ def _interrupted_later() -> Iterator[None]:
 def start_server() -> None:
     """Start the server that forks processes, which imports PyTorch while this process does something else."""
     with _without_main(), _interrupted_later(), contextlib.suppress(OSError):  # a process that does not start says why
-        _context().set_forkserver_preload(list(_PRELOADED))
+        _context().set_forkserver_preload([*_PRELOADED, _LAST])
         multiprocessing.forkserver.ensure_running()
 
 
@@ -210,7 +211,7 @@ class Member:
 
     def __init__(self, n: int, main: Callable[..., None], *arguments: Any, job: Any = None) -> None:
         context = _context()
-        context.set_forkserver_preload(list(_PRELOADED))
+        context.set_forkserver_preload([*_PRELOADED, _LAST])
         self.job = job
         self.pipe, theirs = context.Pipe()
         leash, self._leash = context.Pipe(duplex=False)
@@ -219,7 +220,8 @@ class Member:
             self.process = context.Process(target=_main, args=(leash, main, theirs, *arguments), daemon=True)
             try:
                 with _interrupted_later():
-                    self.process.start()
+                    multiprocessing.forkserver.ensure_running()
+                self.process.start()
             except (EOFError, OSError) as error:
                 raise _no_server(error, n) from error
 
@@ -277,7 +279,6 @@ def stacks(members: Sequence[Member], hanging: Sequence[int], folder: str) -> di
 
 def _main(leash: Connection, main: Callable[..., None], *arguments: Any) -> None:
     """Run in the process."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _end_with(leash)
     # A rank may start processes as any program does.
     multiprocessing.current_process().daemon = False

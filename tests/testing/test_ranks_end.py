@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import python
 
 import diffcoll as dc
 from diffcoll.testing import processes, simulate, spawn
@@ -101,3 +102,29 @@ def test_a_child_that_a_rank_forks_ends_where_it_leaves_the_function(run, tmp_pa
     for ends, code in (("returns", 0), ("raises", 1), ("exits", 3)):
         assert call(forks, range(2), [tmp_path] * 2, [ends] * 2) == [(3.0, 0), (3.0, code)]
         (tmp_path / "child").unlink()
+
+
+SIGNALS = """
+import multiprocessing, signal
+from diffcoll.testing import spawn
+
+def blocked(*_):
+    return [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+
+def send(pipe):
+    pipe.send(blocked())
+
+if __name__ == "__main__":
+    print(blocked(), spawn(blocked, range(2)), blocked())
+    context = multiprocessing.get_context("forkserver")  # the same server
+    ours, theirs = context.Pipe()
+    context.Process(target=send, args=(theirs,)).start()
+    print(ours.recv())
+"""
+
+
+def test_ctrl_c_is_blocked_in_no_process_that_the_server_forks(tmp_path):
+    """It is blocked while the server is started; ranks, and processes of the user's, receive it."""
+    (tmp_path / "program.py").write_text(SIGNALS)
+    done = python(tmp_path / "program.py")
+    assert done.stdout == "[] [[], []] []\n[]\n"
