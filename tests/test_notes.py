@@ -95,11 +95,12 @@ def test_mentioned_notes_exist():
     assert not [(path, note) for path, note in sorted(found) if not (ROOT / note).exists()]
 
 
-def test_programs_of_symptoms_can_be_pasted_alone():
-    programs = list(blocks((NOTES / "symptoms.md").read_text(encoding="utf-8")))
-    assert len(programs) == 7
+@pytest.mark.parametrize(("name", "count"), [("symptoms.md", 7), ("how-to.md", 5)])
+def test_programs_can_be_pasted_alone(name, count):
+    programs = list(blocks((NOTES / name).read_text(encoding="utf-8")))
+    assert len(programs) == count
     for line, code in programs:
-        exec(compile("\n" * (line - 1) + code, "symptoms.md", "exec"), {"__name__": "symptoms"})
+        exec(compile("\n" * (line - 1) + code, name, "exec"), {"__name__": name})
 
 
 def anchors(text):
