@@ -29,7 +29,7 @@ MODULES = {
 }
 #: The parts of the site, in order, and their pages; a page that is named nowhere comes last.
 PARTS = {
-    "Start": ["which-convention", "losses", "testing", "migrating", "recipes"],
+    "Start": ["how-to", "symptoms", "which-convention", "losses", "testing", "migrating", "recipes"],
     "Why": ["which-gradient", "reductions", "when-gradients-synchronize", "learning-rate", "parameter-server"],
     "Train": ["averaging", "data-parallel", "batch-norm", "contrastive", "decorrelation", "vocab-parallel"],
     "Run": ["engines", "compile", "async", "deterministic", "joint_backward", "failures", "costs", "versions"],
