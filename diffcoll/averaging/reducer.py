@@ -228,24 +228,27 @@ class Reducer:
     def receive(self, now: Collecting) -> None:
         """Wait for all buckets, and write the results to `.grad`."""
         try:
-            self._wait(now)
-            self.is_skipped = self._must_skip()
-            if self.buffers is not None:
-                self.buffers.write_late()
-            if self.is_skipped:
-                self.accumulation.drop()
-                return
-            if self._comm_hook is not None:
-                self._comm_hook.reduce(self.buckets[:-1])
-            self._finish(now)
-            self._agree_on_order(now)
-            if self._settings.unused == "error" and not all(now.used):
-                refuse_unused(self.trainable, self.buckets[-1].tail.real.tolist())
-        except CollectiveFailedError:  # the buckets are sums over some ranks only
+            self._receive(now)
+        except BaseException:  # the buckets may be sums over some ranks only, or as a hook left them
             self.accumulation.undo(self.trainable)
             raise
         finally:
             self._end()
+        if not self.is_skipped and self._settings.unused == "error" and not all(now.used):
+            refuse_unused(self.trainable, self.buckets[-1].tail.real.tolist())
+
+    def _receive(self, now: Collecting) -> None:
+        self._wait(now)
+        self.is_skipped = self._must_skip()
+        if self.buffers is not None:
+            self.buffers.write_late()
+        if self.is_skipped:
+            self.accumulation.drop()
+            return
+        if self._comm_hook is not None:
+            self._comm_hook.reduce(self.buckets[:-1])
+        self._finish(now)
+        self._agree_on_order(now)
 
     def _wait(self, now: Collecting) -> None:
         for bucket, wait in zip(self.buckets, now.waits, strict=True):

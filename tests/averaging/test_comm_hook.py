@@ -223,6 +223,7 @@ def test_a_hook_that_raises_on_all_ranks():
         with pytest.raises(RuntimeError) as caught:
             net(torch.ones(2, 4).double() * r).sum().backward()
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        assert [p.grad for p in net.parameters()] == [None] * len([*net.parameters()])  # some buckets were reduced
         return str(caught.value)
 
     for text in rules(body, range(2)):
