@@ -1,7 +1,7 @@
 """What each collective costs: rounds, messages and bytes, forward and backward, as functions of N.
 
 `ROWS` says which stages a call consists of, `WAYS` what a stage costs, for each way to carry it out. The tables of
-notes/costs.md are written from both. tests/benchmarks/test_costs.py compares them with messages that are counted.
+notes/running/costs.md are written from both. tests/benchmarks/test_costs.py compares them with counted messages.
 
     N    number of ranks
     B    bytes of x; of the largest one if the ranks' x differ in size

@@ -8,6 +8,7 @@ import io
 import re
 import tempfile
 import zlib
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -27,15 +28,17 @@ MODULES = {
     "diffcoll.testing": "Simulated ranks, processes, and checks of gradients.",
     "diffcoll.truth": "The reference of each collective, in which N ranks live in one autograd graph.",
 }
-#: The parts of the site, in order, and their pages; a page that is named nowhere comes last.
+#: The parts of the site in order: a folder of notes, and those of its pages that come first.
 PARTS = {
-    "Start": ["how-to", "symptoms", "which-convention", "losses", "testing", "migrating", "recipes"],
-    "Why": ["which-gradient", "reductions", "when-gradients-synchronize", "learning-rate", "parameter-server"],
-    "Train": ["averaging", "data-parallel", "batch-norm", "contrastive", "decorrelation", "vocab-parallel"],
-    "Run": ["engines", "compile", "async", "deterministic", "joint_backward", "failures", "costs", "versions"],
-    "Collectives": [*diffcoll.collectives.COLLECTIVES],
-    "With the frameworks": ["with/README"],
-    "Reference": [*(f"reference/{module}" for module in MODULES), "reference/commands", "reference/changes"],
+    "How to": ("how-to", ["testing", "recipes", "migrating"]),
+    "Training": ("training", ["which-convention", "losses", "averaging", "data-parallel", "batch-norm"]),
+    "With the frameworks": ("with", ["README"]),
+    "Collectives": (
+        "collectives",
+        ["all_reduce", "all_gather", "gather", "broadcast", "all_to_all", "permute", "scan"],
+    ),
+    "Running": ("running", ["engines", "versions"]),
+    "Why": ("why", ["which-gradient", "when-gradients-synchronize"]),
 }
 
 project, author = "diffcoll", "the diffcoll developers"
@@ -152,15 +155,20 @@ def _write(path: Path, lines: list[str]) -> None:
 def add_contents(app: Any, name: str, source: list[str]) -> None:
     """Put the table of contents at the end of the pages that are folders' indices; GitHub lists folders itself."""
     if name == root_doc:
-        parts = {**PARTS, "More": _others()}
-        source[0] += "".join(_toctree(caption, pages) for caption, pages in parts.items())
-    elif name == "with/README":
-        source[0] += _toctree("", sorted(path.stem for path in (HERE / "with").glob("*.md") if path.stem != "README"))
+        names = [*(f"reference/{module}" for module in MODULES), "reference/commands", "reference/changes"]
+        parts = {
+            "First": pages_of("."),
+            **{part: pages_of(*pages) for part, pages in PARTS.items()},
+            "Reference": names,
+        }
+        source[0] += "".join(_toctree(part, pages) for part, pages in parts.items())
 
 
-def _others() -> list[str]:
-    named = {page for pages in PARTS.values() for page in pages} | {root_doc}
-    return sorted(path.stem for path in HERE.glob("*.md") if path.stem not in named)
+def pages_of(folder: str, first: Sequence[str] = ()) -> list[str]:
+    """Return the pages of a folder, those that are named first, the others by their names."""
+    others = sorted({path.stem for path in (HERE / folder).glob("*.md")} - {*first})
+    pages = (Path(folder, name).as_posix() for name in (*first, *others))
+    return [page for page in pages if page != root_doc]
 
 
 def _toctree(caption: str, pages: list[str]) -> str:

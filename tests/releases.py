@@ -1,4 +1,4 @@
-"""Marks of tests that some releases of PyTorch cannot run; notes/versions.md says what each release lacks."""
+"""Marks of tests that some releases of PyTorch cannot run; notes/running/versions.md says what each release lacks."""
 
 import pytest
 import torch

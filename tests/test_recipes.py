@@ -1,4 +1,4 @@
-"""The programs of notes/recipes.md, which test_notes.py runs on simulated ranks, on gloo processes."""
+"""The programs of notes/how-to/recipes.md, which test_notes.py runs on simulated ranks, on gloo processes."""
 
 import pickle
 from functools import partial
@@ -26,7 +26,7 @@ def test_recipes_on_processes(monkeypatch):
         return [pickle.loads(programs[i])(*arguments) for i, arguments in zip(chosen, mine, strict=True)]
 
     monkeypatch.setattr(testing, "simulate", recorded)
-    run_blocks(NOTES / "recipes.md")
+    run_blocks(NOTES / "how-to" / "recipes.md")
     assert len(programs) >= 9
     for n in {len(of_ranks) for of_ranks in inputs}:
         chosen = [i for i, of_ranks in enumerate(inputs) if len(of_ranks) == n]

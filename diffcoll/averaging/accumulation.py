@@ -1,6 +1,6 @@
 """What autograd accumulates: in a pass whose gradients are reduced, and between two reductions.
 
-note  notes/averaging.md
+note  notes/training/averaging.md
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `hooks.py` follows the backward pass, `reducer.py` reduces the buckets, `buckets.py` stores gradients contiguously in
 memory. Buckets are sent in a duplicate of the group, so their messages cannot match other messages.
 
-note  notes/averaging.md, notes/when-gradients-synchronize.md
+note  notes/training/averaging.md, notes/why/when-gradients-synchronize.md
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class GradientAverager:
         comm_dtype: the dtype in which gradients are sent and added; None: their own.
         deterministic: add in the order of ranks, so that gradients have the same bits on every engine and for every
             `bucket_mb`. Buckets are then sent at the end of backward and do not overlap with it; see
-            notes/deterministic.md. Not with `comm_hook`.
+            notes/collectives/deterministic.md. Not with `comm_hook`.
         broadcast_parameters: copy rank 0's parameters to all ranks on construction.
         broadcast_buffers: `"once"`: copy rank 0's buffers, integers included, to all ranks on construction, if a module
             is given. `"each forward"`: also before each training forward of the module that follows a reduction, which
@@ -98,7 +98,7 @@ class GradientAverager:
         CollectiveFailedError: from backward: a rank died or did not call it; names the bucket and, if known, the rank.
         RuntimeError: from backward: gradients would be wrong, with the cause, e.g. an optimizer step within backward.
 
-    Source: notes/averaging.md.
+    Source: notes/training/averaging.md.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class GradientAverager:
         reduced and `optimizer.step()`. A rank whose forward or backward has raised calls it with True, without another
         backward: the others' backward then returns without gradients. If it returns True, `.grad` is None on all ranks,
         micro-batches included, or zero if it is a view of memory of yours. Cost: one small message per step, in the
-        first call another reduction. See notes/averaging.md.
+        first call another reduction. See notes/training/averaging.md.
 
         Args:
             failed: whether this rank has failed, or finds another reason to skip, such as a loss that is not finite.

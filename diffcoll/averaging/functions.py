@@ -1,6 +1,6 @@
 """Averages over ranks as functions.
 
-note  notes/averaging.md
+note  notes/training/averaging.md
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def average_gradients(
     Raises:
         TypeError, ValueError: an argument is wrong on its own.
 
-    Source: notes/averaging.md.
+    Source: notes/training/averaging.md.
     """
     op: Op = "mean" if read_reduction("average_gradients", reduction, ("mean", "sum")) == "mean" else "sum"
     if weight is None:
@@ -97,7 +97,7 @@ def global_mean(value: float | Tensor, weight: float | Tensor | None = None, *, 
     Raises:
         TypeError, ValueError: an argument is wrong on its own.
 
-    Source: notes/averaging.md.
+    Source: notes/training/averaging.md.
     """
     if not isinstance(value, Tensor) and not is_number(value):
         raise TypeError(message("global_mean", "value", type(value).__name__, "a number or a tensor"))

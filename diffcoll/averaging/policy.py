@@ -1,6 +1,6 @@
 """How the ranks' gradients become one: the arguments, and what a gradient is multiplied and divided by.
 
-note  notes/averaging.md
+note  notes/training/averaging.md
 """
 
 from __future__ import annotations

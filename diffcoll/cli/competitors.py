@@ -1,7 +1,7 @@
 """The same calls made with what PyTorch itself offers.
 
 Private modules are named here to be measured against, not built on. What they do depends on the release of PyTorch
-(notes/migrating.md), so whatever is measured is shown with the release that it was measured on.
+(notes/how-to/migrating.md), so whatever is measured is shown with the release that it was measured on.
 
 An adapter takes a case and a rank and returns a function of x, or None where the system does not offer that
 call. Adapters are as kind as can be: they cut, join and choose arguments around the system's own collective.

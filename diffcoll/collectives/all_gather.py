@@ -3,7 +3,7 @@
 forward   y_r  = [x_0 … x_{N-1}]          joined along dim
 adjoint   gx_r = (Σ_s gy_s)[block r]      reduce_scatter
           gx_r = gy_r[block r]            replicated: split
-note      notes/all_gather.md             truth  diffcoll.truth.all_gather
+note      notes/collectives/all_gather.md             truth  diffcoll.truth.all_gather
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def all_gather(
     Raises:
         TypeError, ValueError: an argument is invalid.
 
-    Source: notes/all_gather.md.
+    Source: notes/collectives/all_gather.md.
     """
     return perform(
         _all_gather, "all_gather", x, group, async_op, dim=dim, sizes=sizes, stack=stack, grad_placement=grad_placement

@@ -3,7 +3,7 @@
 forward   y_r  = Σ_s x_s        shape unchanged; mean: Σ_s x_s / N
 adjoint   gx_r = Σ_s gy_s       self-adjoint, as is the mean
           gx_r = gy_r           replicated: sum_gradients
-note      notes/all_reduce.md   truth  diffcoll.truth.all_reduce
+note      notes/collectives/all_reduce.md   truth  diffcoll.truth.all_reduce
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def all_reduce(
             `"min"`: `"even"`, all of them in equal parts, as `torch.amax`; `"first"`, the lowest of these ranks.
         deterministic: add in the order of ranks, ((x_0 + x_1) + x_2) + …, and the gradients in the backward too. Each
             element of a sum or mean then has the same bits on every engine, whatever the size of x and the position of
-            the element in it. Slower than a backend's own sum where it has one; see notes/deterministic.md.
+            the element in it. Slower than a backend's own sum where it has one; see notes/collectives/deterministic.md.
         async_op: do not block: return a `Pending`, whose `wait()` gives the result. Communication overlaps with
             computation in the backward too.
 
@@ -152,7 +152,7 @@ def all_reduce(
     Raises:
         TypeError, ValueError: an argument is invalid.
 
-    Source: notes/all_reduce.md.
+    Source: notes/collectives/all_reduce.md.
     """
     name = "all_reduce"
     return perform(

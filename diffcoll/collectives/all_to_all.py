@@ -2,7 +2,7 @@
 
 forward   y_r  = [x_s block r]_s        cut along split_dim, joined along concat_dim
 adjoint   gx_r = [gy_s block r]_s       all_to_all, dimensions and sizes swapped
-note      notes/all_to_all.md           truth  diffcoll.truth.all_to_all
+note      notes/collectives/all_to_all.md           truth  diffcoll.truth.all_to_all
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def all_to_all(
     Raises:
         TypeError, ValueError: an argument is invalid.
 
-    Source: notes/all_to_all.md.
+    Source: notes/collectives/all_to_all.md.
     """
     return perform(
         _all_to_all,

@@ -3,7 +3,7 @@
 forward   y_r  = x_src                           shape unchanged
 adjoint   gx_src = Σ_s gy_s; 0 elsewhere         reduce
           gx_src = gy_src; 0 elsewhere           replicated: local, its adjoint is this broadcast
-note      notes/broadcast.md                     truth  diffcoll.truth.broadcast
+note      notes/collectives/broadcast.md                     truth  diffcoll.truth.broadcast
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def broadcast(
     Raises:
         TypeError, ValueError: an argument is invalid.
 
-    Source: notes/broadcast.md.
+    Source: notes/collectives/broadcast.md.
     """
     return perform(_broadcast, "broadcast", x, group, async_op, src=src, grad_placement=grad_placement)
 

@@ -2,7 +2,7 @@
 
 forward   y_dst = [x_0 … x_{N-1}]; empty elsewhere     joined along dim
 adjoint   gx_r  = gy_dst[block r]                      scatter
-note      notes/gather.md                              truth  diffcoll.truth.gather
+note      notes/collectives/gather.md                              truth  diffcoll.truth.gather
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def gather(
     Raises:
         TypeError, ValueError: an argument is invalid.
 
-    Source: notes/gather.md.
+    Source: notes/collectives/gather.md.
     """
     return perform(_gather, "gather", x, group, async_op, dst=dst, dim=dim, sizes=sizes)
 

@@ -2,7 +2,7 @@
 
 forward   y_dst  = x_src for each pair (src, dst); 0 where none is received     the shape of x_src; of x_r where none is
 adjoint   gx_src = gy_dst; 0 where none was sent                                permute, pairs reversed
-note      notes/permute.md                                                      truth  diffcoll.truth.permute
+note      notes/collectives/permute.md                                                    truth  diffcoll.truth.permute
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def permute(
     Raises:
         TypeError, ValueError: an argument is invalid.
 
-    Source: notes/permute.md.
+    Source: notes/collectives/permute.md.
     """
     return perform(_permute, "permute", x, group, async_op, pairs=pairs, dim=dim, sizes=sizes)
 

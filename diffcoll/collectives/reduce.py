@@ -2,7 +2,7 @@
 
 forward   y_dst = Σ_s x_s; 0 elsewhere     shape unchanged
 adjoint   gx_r  = gy_dst                   broadcast
-note      notes/reduce.md                  truth  diffcoll.truth.reduce
+note      notes/collectives/broadcast.md#reduce                  truth  diffcoll.truth.reduce
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def reduce(
     Raises:
         TypeError, ValueError: an argument is invalid.
 
-    Source: notes/reduce.md.
+    Source: notes/collectives/broadcast.md#reduce.
     """
     return perform(_reduce, "reduce", x, group, async_op, dst=dst, op=op)
 

@@ -2,7 +2,7 @@
 
 forward   y_r  = (Σ_s x_s)[block r]      blocks along dim
 adjoint   gx_r = [gy_0 … gy_{N-1}]       all_gather
-note      notes/reduce_scatter.md        truth  diffcoll.truth.reduce_scatter
+note      notes/collectives/all_gather.md#reduce_scatter        truth  diffcoll.truth.reduce_scatter
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def reduce_scatter(
             `"min"`: `"even"`, all of them in equal parts, as `torch.amax`; `"first"`, the lowest of these ranks.
         deterministic: add in the order of ranks, ((x_0 + x_1) + x_2) + …, and the gradients in the backward too. Each
             element of a sum or mean then has the same bits on every engine, whatever the size of x and the position of
-            the element in it. Slower than a backend's own sum where it has one; see notes/deterministic.md.
+            the element in it. Slower than a backend's own sum where it has one; see notes/collectives/deterministic.md.
         async_op: do not block: return a `Pending`, whose `wait()` gives the result. Communication overlaps with
             computation in the backward too.
 
@@ -135,7 +135,7 @@ def reduce_scatter(
     Raises:
         TypeError, ValueError: an argument is invalid.
 
-    Source: notes/reduce_scatter.md.
+    Source: notes/collectives/all_gather.md#reduce_scatter.
     """
     name = "reduce_scatter"
     return perform(

@@ -2,7 +2,7 @@
 
 forward   y_r  = Σ_{s≤r} x_s         exclusive: s<r; reverse: s≥r (s>r)
 adjoint   gx_r = Σ_{s≥r} gy_s        scan, reversed
-note      notes/scan.md              truth  diffcoll.truth.scan
+note      notes/collectives/scan.md              truth  diffcoll.truth.scan
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def scan(
     Raises:
         TypeError, ValueError: an argument is invalid.
 
-    Source: notes/scan.md.
+    Source: notes/collectives/scan.md.
     """
     return perform(_scan, "scan", x, group, async_op, reverse=reverse, exclusive=exclusive)
 

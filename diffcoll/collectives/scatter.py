@@ -2,7 +2,7 @@
 
 forward   y_r    = x_src[block r]                      blocks along dim
 adjoint   gx_src = [gy_0 … gy_{N-1}]; empty elsewhere  gather
-note      notes/scatter.md                             truth  diffcoll.truth.scatter
+note      notes/collectives/gather.md#scatter                             truth  diffcoll.truth.scatter
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def scatter(
         CollectiveMismatchError: on the other ranks, if an argument is invalid on one; on all ranks, if they differ in
             src, if a tree has another structure than on rank src, or if a compiled x is not like that of rank src.
 
-    Source: notes/scatter.md.
+    Source: notes/collectives/gather.md#scatter.
     """
     return perform(_scatter, "scatter", x, group, async_op, src=src, dim=dim, sizes=sizes)
 

@@ -2,7 +2,7 @@
 
 forward   y_r  = x_{r − offset}; without wrap 0 where there is no such rank     the shape of x_{r − offset}
 adjoint   gx_r = gy_{r + offset}                                                permute, pairs reversed
-note      notes/shift.md                                                        truth  diffcoll.truth.shift
+note      notes/collectives/permute.md#shift                                                truth  diffcoll.truth.shift
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def shift(
     Raises:
         TypeError, ValueError: an argument is invalid.
 
-    Source: notes/shift.md.
+    Source: notes/collectives/permute.md#shift.
     """
     return perform(_shift, "shift", x, group, async_op, offset=offset, wrap=wrap, dim=dim, sizes=sizes)
 

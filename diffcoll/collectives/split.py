@@ -2,7 +2,7 @@
 
 forward   y_r  = x_r[block r]            x replicated
 adjoint   gx_r = [gy_0 … gy_{N-1}]       all_gather, replicated
-note      notes/split.md                 truth  diffcoll.truth.split
+note      notes/collectives/all_gather.md#split                 truth  diffcoll.truth.split
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def split(x: Tensor, dim: int = 0, *, group: Group = None, sizes: Parts = None) 
     Raises:
         TypeError, ValueError: an argument is invalid.
 
-    Source: notes/split.md.
+    Source: notes/collectives/all_gather.md#split.
     """
     y: Tensor = perform(_split, "split", x, group, dim=dim, sizes=sizes)
     return y

@@ -2,7 +2,7 @@
 
 forward   y_r  = x_r               x replicated
 adjoint   gx_r = Σ_s gy_s          all_reduce, replicated
-note      notes/sum_gradients.md   truth  diffcoll.truth.sum_gradients
+note      notes/collectives/all_reduce.md#sum_gradients   truth  diffcoll.truth.sum_gradients
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def sum_gradients(x: Tree, *, group: Group = None) -> Tree:
     Raises:
         TypeError, ValueError: an argument is invalid.
 
-    Source: notes/sum_gradients.md.
+    Source: notes/collectives/all_reduce.md#sum_gradients.
     """
     return perform(_sum_gradients, "sum_gradients", x, group)
 

@@ -3,8 +3,8 @@
     import diffcoll.compat.torch_nn as dist_nn      # was: import torch.distributed.nn.functional as dist_nn
 
 As there, `src` and `dst` are *global* ranks, for every group and mesh, output arguments are filled, and blocks are
-lists of tensors. Gradients flow through the returned tensor, not through the output argument. notes/migrating.md lists
-which gradients change, and how each call is written with diffcoll's own functions.
+lists of tensors. Gradients flow through the returned tensor, not through the output argument.
+notes/how-to/migrating.md lists which gradients change, and each call in diffcoll's own functions.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
         src: a global rank.
         group: None is the default group.
 
-    Source: notes/broadcast.md.
+    Source: notes/collectives/broadcast.md.
     """
     return diffcoll.broadcast(tensor, rank_within(src, group, "broadcast", "src"), group=group)
 
@@ -58,7 +58,7 @@ def gather(tensor: Tensor, dst: int = 0, group: Group = None) -> tuple[Tensor, .
         dst: a global rank.
         group: None is the default group.
 
-    Source: notes/gather.md.
+    Source: notes/collectives/gather.md.
     """
     y = diffcoll.gather(tensor.unsqueeze(0), rank_within(dst, group, "gather", "dst"), group=group)
     if not len(y):  # not rank dst; the sum over the empty dimension is zeros that stay in the graph
@@ -75,7 +75,7 @@ def scatter(tensors: Sequence[Tensor], src: int = 0, group: Group = None) -> Ten
         src: a global rank.
         group: None is the default group.
 
-    Source: notes/scatter.md.
+    Source: notes/collectives/gather.md#scatter.
     """
     root = rank_within(src, group, "scatter", "src")
     for i, t in enumerate(tensors):
@@ -92,7 +92,7 @@ def reduce(tensor: Tensor, dst: int, op: Op = torch.distributed.ReduceOp.SUM, gr
         op: any `torch.distributed.ReduceOp` except the bitwise ones, or any `op` of `diffcoll.reduce`.
         group: None is the default group.
 
-    Source: notes/reduce.md.
+    Source: notes/collectives/broadcast.md#reduce.
     """
     return diffcoll.reduce(tensor, rank_within(dst, group, "reduce", "dst"), op, group=group)
 
@@ -108,7 +108,7 @@ def reduce_scatter(
         op: any `torch.distributed.ReduceOp` except the bitwise ones, or any `op` of `diffcoll.reduce_scatter`.
         group: None is the default group.
 
-    Source: notes/reduce_scatter.md.
+    Source: notes/collectives/all_gather.md#reduce_scatter.
     """
     row, sizes = _row("reduce_scatter", "input_list", input_list)
     mine = diffcoll.get_rank(group)
@@ -126,7 +126,7 @@ def all_gather(tensor: Tensor, group: Group = None) -> tuple[Tensor, ...]:
         tensor: any shape and dtype, the same on all ranks.
         group: None is the default group.
 
-    Source: notes/all_gather.md.
+    Source: notes/collectives/all_gather.md.
     """
     return diffcoll.all_gather(tensor, group=group, stack=True).unbind()
 
@@ -149,7 +149,7 @@ def all_to_all(
         input_tensor_list: one tensor for each rank, of any shape.
         group: None is the default group.
 
-    Source: notes/all_to_all.md.
+    Source: notes/collectives/all_to_all.md.
     """
     row, sizes = _row("all_to_all", "input_tensor_list", input_tensor_list)
     for i, output in enumerate(output_tensor_list):
@@ -175,7 +175,7 @@ def all_to_all_single(
         input_split_sizes: sizes along dim 0 of the blocks sent to each rank; None or empty: equal.
         group: None is the default group.
 
-    Source: notes/all_to_all.md.
+    Source: notes/collectives/all_to_all.md.
     """
     n = diffcoll.get_world_size(group)
     if not input_split_sizes and not output_split_sizes:
@@ -195,7 +195,7 @@ def all_reduce(tensor: Tensor, op: Op = torch.distributed.ReduceOp.SUM, group: G
         op: any `torch.distributed.ReduceOp` except the bitwise ones, or any `op` of `diffcoll.all_reduce`.
         group: None is the default group.
 
-    Source: notes/all_reduce.md.
+    Source: notes/collectives/all_reduce.md.
     """
     return diffcoll.all_reduce(tensor, op, group=group)
 

@@ -1,7 +1,7 @@
 """The batch of all ranks, gathered in one message per dtype.
 
 forward   y_r = [x_0 … x_{N-1}] of each leaf, joined along dim 0, with the ranks' numbers of rows
-note      notes/gather_batch.md
+note      notes/collectives/gather_batch.md
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def gather_batch(tree: Tree, *, group: Group = None) -> GatheredBatch[Tree]:
         TypeError, ValueError: an argument is invalid.
         CollectiveMismatchError: on all ranks, if the ranks' trees differ in paths, dtypes, or dimensions other than 0.
 
-    Source: notes/gather_batch.md.
+    Source: notes/collectives/gather_batch.md.
     """
     leaves, _ = batch_leaves(_NAME, tree)
     rows = number_of_rows(_NAME, tree, leaves)

@@ -2,7 +2,7 @@
 
 forward   y_r = X[o_r − left … o_r + n_r + right − 1]    X: all blocks, one after the other; rank r's n_r rows from o_r
 adjoint   gx_r = Σ_s gy_s at rank r's rows               the messages reversed
-note      notes/halo_exchange.md
+note      notes/collectives/halo_exchange.md
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def halo_exchange(
         TypeError, ValueError: an argument is invalid, or "reflect" or "circular" does not have rows enough.
         CollectiveMismatchError: on all ranks, if they differ in arguments, dtypes, or dimensions other than `dim`.
 
-    Source: notes/halo_exchange.md.
+    Source: notes/collectives/halo_exchange.md.
     """
     if not isinstance(x, Tensor):
         raise TypeError(message(_NAME, "x", type(x).__name__, "a tensor", "torch.as_tensor(x) makes one"))

@@ -2,7 +2,7 @@
 
 forward   block i on rank r is x_{r − i}, i = 0 … N−1: N − 1 shifts
 adjoint   gx_r = gblock_0 + shift back of (gblock_1 + shift back of (…)): N − 1 shifts back
-note      notes/ring.md
+note      notes/collectives/ring.md
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def ring(tree: Tree, *, group: Group = None) -> Iterator[tuple[int, Tree]]:
         TypeError, ValueError: an argument is invalid. Raised by the call, not by the first `next()`.
         CollectiveMismatchError: on all ranks, if the ranks' trees differ in paths, dtypes, or dimensions other than 0.
 
-    Source: notes/ring.md.
+    Source: notes/collectives/ring.md.
     """
     engine = resolve(group, _NAME)
     leaves, rebuild = batch_leaves(_NAME, tree)

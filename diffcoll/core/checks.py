@@ -63,7 +63,7 @@ class check_mode:
     Args:
         on: whether to compare from this call on.
 
-    Source: notes/failures.md.
+    Source: notes/running/failures.md.
     """
 
     def __init__(self, on: bool = True) -> None:

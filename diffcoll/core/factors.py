@@ -2,7 +2,7 @@
 
 Where the sizes of the factors require it, a number is m · 2^e, or is computed in a wider dtype.
 
-note      notes/reductions.md
+note      notes/collectives/reductions.md
 """
 
 from __future__ import annotations

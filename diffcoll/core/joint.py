@@ -112,7 +112,7 @@ class joint_backward:
         TypeError: the loss is not a floating-point or complex tensor.
         RuntimeError: a collective within the region is called in a reentrant checkpoint.
 
-    Source: notes/joint_backward.md.
+    Source: notes/collectives/joint_backward.md.
     """
 
     def __init__(self) -> None:

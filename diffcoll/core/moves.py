@@ -30,7 +30,7 @@ def move(x: Tensor, f: Linear, origin: Origin | None = None, compare: Callable[[
         origin: the forward call whose backward this is; None: this is a forward call.
         compare: called in check mode instead of the comparison of f and origin.
     """
-    # Runs several times per training step with cold caches, where every Python statement counts (notes/engines.md).
+    # Runs several times per training step with cold caches: every Python statement counts (notes/running/engines.md).
     if is_profiling() or is_observed() or checks.is_on():
         return named(f, origin, x, lambda: _compared(x, f, origin, compare))
     with Turn(f.engine, f.name, origin):

@@ -12,7 +12,7 @@ y has the gradient h, for the conjugates of a_k and for g = gy. A tangent is aga
 because second derivatives are symmetric: ga_j^A is th_j^A for tg = 0 and ta = gh, and gg^B is
 [ε^(full∖B) ε] Π_k (a_k + ε gh_k), both for the conjugates. So two Functions have all derivatives, in both modes.
 
-note      notes/reductions.md       truth  diffcoll.truth.all_reduce
+note      notes/collectives/reductions.md       truth  diffcoll.truth.all_reduce
 """
 
 from __future__ import annotations

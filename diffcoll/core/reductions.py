@@ -4,7 +4,7 @@ A reduction is a function over dim 0 of a stack (N, …). The sum and the mean n
 other op `core/reducing.py` stacks the ranks' tensors. All functions except the product are PyTorch's, and so are their
 gradients, so ties, NaN and −inf are treated as in PyTorch.
 
-note      notes/reductions.md       truth  diffcoll.truth.all_reduce
+note      notes/collectives/reductions.md       truth  diffcoll.truth.all_reduce
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class elementwise:
     Raises:
         TypeError: f is not callable.
 
-    Source: notes/reductions.md.
+    Source: notes/collectives/reductions.md.
     """
 
     def __init__(self, f: Over) -> None:

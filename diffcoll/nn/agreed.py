@@ -1,6 +1,6 @@
 """What ranks agree on before they exchange features: numbers of rows, options, and what backward has to do.
 
-note  notes/contrastive.md
+note  notes/training/contrastive.md
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 forward   mean, var over samples, positions and ranks;  x̂ = (x − mean) / √(var + eps);  y = w x̂ + b
 adjoint   gx = w / √(var + eps) · (g − Σ g / n − x̂ Σ g x̂ / n), the sums over the ranks too
-note      notes/batch-norm.md
+note      notes/training/batch-norm.md
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SyncBatchNorm(BatchNormBase):
         TypeError, ValueError: x has the wrong dtype or shape, or the whole batch has one value for each channel. A
             compiled function does not check the latter.
 
-    Source: notes/batch-norm.md.
+    Source: notes/training/batch-norm.md.
     """
 
     #: What `revert_sync_batchnorm` makes of this module; None: a batch norm for any number of dimensions.

@@ -4,7 +4,7 @@ A subclass may do more than batch norm, as timm's `BatchNormAct2d`, which ends i
 here, and its call of `torch.nn.functional.batch_norm` that normalizes with the statistics of the batch uses those of
 all ranks.
 
-note  notes/batch-norm.md
+note  notes/training/batch-norm.md
 """
 
 from __future__ import annotations

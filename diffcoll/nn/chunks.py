@@ -7,7 +7,7 @@ backward  gs_ij from logits that are computed again, and from the sums; gq = gs 
                      many steps as the ranks' sizes require, which have no value while compiling
     higher orders    and transforms: a loop of checkpoints; all derivatives come from theirs
 
-note  notes/contrastive.md
+note  notes/training/contrastive.md
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     L = Σ_i (log Σ_j exp s_ij − s_ii) / 2B + Σ_j (log Σ_i exp s_ij − s_jj) / 2B,   s_ij = scale · x_i · y_j
 
-note  notes/contrastive.md
+note  notes/training/contrastive.md
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def clip_loss(
         CollectiveMismatchError: on all ranks, if they differ in the tensors that are given, in options that are no
             numbers, in dtypes or in D.
 
-    Source: notes/contrastive.md.
+    Source: notes/training/contrastive.md.
     """
     check_features("clip_loss", image=image, text=text)
     scale = {"logit_scale": logit_scale}

@@ -2,7 +2,7 @@
 
     ‖g‖ = (Σ_l Σ_{ranks of the groups of list l} Σ_{p in list l} ‖g_p‖^k)^{1/k},    g ← g · min(1, max_norm / ‖g‖)
 
-note  notes/recipes.md
+note  notes/how-to/recipes.md
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def clip_grad_norm_(
         TypeError, ValueError: an argument is invalid, or a gradient is sparse or a DTensor.
         RuntimeError: with `error_if_nonfinite`.
 
-    Source: torch.nn.utils.clip_grad_norm_ on one process; notes/recipes.md.
+    Source: torch.nn.utils.clip_grad_norm_ on one process; notes/how-to/recipes.md.
     """
     expect.not_negative(_NAME, max_norm=max_norm)
     if not expect.is_number(norm_type) or not norm_type > 0:

@@ -64,7 +64,7 @@ def convert_sync_batchnorm(module: nn.Module, *, group: Group = None) -> nn.Modu
             assigned to the module. Nothing is replaced then. In training, the forward of a converted subclass raises
             if it did not call `torch.nn.functional.batch_norm`, or calls it for a second batch.
 
-    Source: notes/batch-norm.md.
+    Source: notes/training/batch-norm.md.
     """
     if group is not None:
         resolve(group, "convert_sync_batchnorm")

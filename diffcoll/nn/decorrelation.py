@@ -3,7 +3,7 @@
 forward   S = Σ_r (z_r − k)ᵀ (z'_r − k') − a a'ᵀ / B with a = Σ_r Σ_b (z_r − k), and the loss is a function of S
           k and k', the rounded means of all ranks' rows, are constants: S does not depend on them
 backward  every rank computes ∂L/∂S from S; one number is sent
-note      notes/decorrelation.md
+note      notes/training/decorrelation.md
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def barlow_twins_loss(
         CollectiveMismatchError: on all ranks, if some have float64 and others another dtype (a RuntimeError in compiled
             functions).
 
-    Source: notes/decorrelation.md.
+    Source: notes/training/decorrelation.md.
     """
     name = "barlow_twins_loss"
     check_options(name, group, rank_reduction, lambd=lambd, eps=eps)
@@ -133,7 +133,7 @@ def vicreg_loss(
         CollectiveMismatchError: on all ranks, if some have float64 and others another dtype (a RuntimeError in compiled
             functions).
 
-    Source: notes/decorrelation.md.
+    Source: notes/training/decorrelation.md.
     """
     name = "vicreg_loss"
     coefficients = {"sim_coeff": sim_coeff, "std_coeff": std_coeff, "cov_coeff": cov_coeff}

@@ -1,6 +1,6 @@
 """A queue of the features of earlier steps, the same on all ranks (MoCo, XBM).
 
-note  notes/contrastive.md
+note  notes/training/contrastive.md
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FeatureQueue(nn.Module):
     Raises:
         TypeError, ValueError: an argument is invalid.
 
-    Source: notes/contrastive.md.
+    Source: notes/training/contrastive.md.
     """
 
     rows: Tensor

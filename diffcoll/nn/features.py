@@ -1,6 +1,6 @@
 """The arguments that contrastive losses share: features, scales, labels, and options.
 
-note  notes/contrastive.md
+note  notes/training/contrastive.md
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 forward   features of each chunk without a graph; the loss of all of them, and its gradient g_i of chunk i's features
 backward  the features of chunk i again, with a graph, and their backward with g_i
-note      notes/contrastive.md
+note      notes/training/contrastive.md
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def grad_cache(
         TypeError, ValueError: an argument, or what `encode` or `loss` returns, is invalid.
         RuntimeError: gradients are disabled, or no feature requires one.
 
-    Source: notes/contrastive.md.
+    Source: notes/training/contrastive.md.
     """
     size = expect.integer(_NAME, "chunk_size", chunk_size, 1)
     if hasattr(no_sync, "no_sync"):

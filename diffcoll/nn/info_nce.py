@@ -6,7 +6,7 @@ k_j: all ranks' positives and negatives, and the negatives of query i alone. Wit
 
     L = Σ_i (Σ_j t_ij log Σ_j exp s_ij − Σ_j t_ij s_ij) / B
 
-note  notes/contrastive.md
+note  notes/training/contrastive.md
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def info_nce_loss(
         CollectiveMismatchError: on all ranks, if they differ in the tensors that are given, in options that are no
             numbers, in dtypes or in D.
 
-    Source: notes/contrastive.md.
+    Source: notes/training/contrastive.md.
     """
     name = "info_nce_loss"
     check_features(name, query=query)

@@ -2,7 +2,7 @@
 
 forward   L = −Σ_i log(‖x_i − x_n(i) + eps‖ + eps) / B,   n(i) = argmax_{j≠i} x_i · x_j of the normalized rows
 backward  n(i) is a constant; both rows of a distance get its gradient, on whichever ranks they are
-note      notes/decorrelation.md#koleo
+note      notes/training/decorrelation.md#koleo
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def koleo_loss(
         TypeError, ValueError: an argument is invalid, or all ranks together have fewer than two rows.
         CollectiveMismatchError: on all ranks, if they differ in options, in dtypes or in D.
 
-    Source: notes/decorrelation.md#koleo.
+    Source: notes/training/decorrelation.md#koleo.
     """
     name = "koleo_loss"
     check_features(name, features=features)

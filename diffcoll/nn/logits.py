@@ -10,7 +10,7 @@
 Positives and negatives are apart, so that log(exp pos + exp neg) − pos and its derivatives are computed without
 cancellation.
 
-note  notes/contrastive.md
+note  notes/training/contrastive.md
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which pairs of a row and a column are positives, and which are excluded.
 
-note  notes/contrastive.md
+note  notes/training/contrastive.md
 """
 
 from __future__ import annotations

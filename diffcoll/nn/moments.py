@@ -7,7 +7,7 @@ b_r = Σ (x − k_r)².
 
 The mean is computed from differences of shifts, so neither loses precision if it is large.
 
-note  notes/batch-norm.md
+note  notes/training/batch-norm.md
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def moments(
     Raises:
         TypeError, ValueError: an argument is invalid.
 
-    Source: notes/batch-norm.md.
+    Source: notes/training/batch-norm.md.
     """
     name = "moments"
     _check_real(name, x)
@@ -127,7 +127,7 @@ def weighted_mean(
     Raises:
         TypeError, ValueError: an argument is invalid.
 
-    Source: notes/batch-norm.md.
+    Source: notes/training/batch-norm.md.
     """
     name = "weighted_mean"
     expect.floating(name, "x", x, "x.float() is one", or_complex=True)

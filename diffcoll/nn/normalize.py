@@ -10,7 +10,7 @@
 
 Both send the same messages.
 
-note  notes/batch-norm.md
+note  notes/training/batch-norm.md
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     L = Σ_i (log Σ_{j≠i} exp s_ij − s_{i,p(i)}) / 2B,   s_ij = z_i · z_j / temperature,   z = [z1; z2]
 
-note  notes/contrastive.md
+note  notes/training/contrastive.md
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def nt_xent_loss(
         CollectiveMismatchError: on all ranks, if they differ in the tensors that are given, in options that are no
             numbers, in dtypes or in D.
 
-    Source: notes/contrastive.md.
+    Source: notes/training/contrastive.md.
     """
     check_features("nt_xent_loss", z1=z1, z2=z2)
     name, number = "nt_xent_loss", {"temperature": temperature}

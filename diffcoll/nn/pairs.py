@@ -6,7 +6,7 @@
 A rank computes b × B logits, in chunks if asked for. Its part of the column sums is combined with those of the other
 ranks by a reduce-scatter of B numbers, so no second matrix is needed.
 
-note  notes/contrastive.md
+note  notes/training/contrastive.md
 """
 
 from __future__ import annotations

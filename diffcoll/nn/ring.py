@@ -7,7 +7,7 @@ for it; the logits are computed again. Each rank keeps a few blocks, whatever N.
     first order      an autograd Function, whose forward and backward are loops of shifts
     higher orders    the same forward as a differentiable loop of shifts; all derivatives come from theirs
 
-note  notes/contrastive.md
+note  notes/training/contrastive.md
 """
 
 from __future__ import annotations

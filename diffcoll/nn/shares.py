@@ -2,7 +2,7 @@
 
 forward   share_r = N Σ_i w_i l_i / W,   W = Σ_r Σ_i w_i over all ranks, micro-batches and axes; "sum": without N
 backward  W and w are constants: no message
-note      notes/recipes.md#token-weighted-loss-as-in-a-trainer
+note      notes/how-to/recipes.md#token-weighted-loss-as-in-a-trainer
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def share(
             Where reading a number would make the host wait, on an accelerator, and within torch.vmap the loss is NaN;
             in a compiled function it is a RuntimeError.
 
-    Source: notes/recipes.md#token-weighted-loss-as-in-a-trainer.
+    Source: notes/how-to/recipes.md#token-weighted-loss-as-in-a-trainer.
     """
     name = "share"
     _check_plain(name, loss=loss, weight=weight, total=total)
@@ -126,7 +126,7 @@ def token_mean(
     Raises:
         TypeError, ValueError: as of `share`.
 
-    Source: notes/recipes.md#token-weighted-loss-as-in-a-trainer.
+    Source: notes/how-to/recipes.md#token-weighted-loss-as-in-a-trainer.
     """
     name = "token_mean"
     _check_plain(name, losses=losses, weight=weight, total=total)

@@ -2,7 +2,7 @@
 
     L = −Σ_ij log σ(z_ij · s_ij) / B,   s_ij = scale · x_i · y_j + bias,   z_ij = 1 for positives, −1 for the others
 
-note  notes/contrastive.md
+note  notes/training/contrastive.md
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def siglip_loss(
         CollectiveMismatchError: on all ranks, if they differ in the tensors that are given, in options that are no
             numbers, in dtypes or in D.
 
-    Source: notes/contrastive.md.
+    Source: notes/training/contrastive.md.
     """
     check_features("siglip_loss", image=image, text=text)
     numbers = {"logit_scale": logit_scale, "logit_bias": logit_bias}

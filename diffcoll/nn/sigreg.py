@@ -2,7 +2,7 @@
 
 forward   S_mk = Σ_b exp(i t_k a_m · z_b), one all-reduce of cosines and sines, and the loss is a function of S
 backward  every rank computes ∂L/∂S from S; one number is sent
-note      notes/decorrelation.md#sigreg
+note      notes/training/decorrelation.md#sigreg
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def sigreg_loss(
         CollectiveMismatchError: on all ranks, if they differ in the seed (a RuntimeError in compiled functions); in
             check mode also if they differ in D or another option.
 
-    Source: notes/decorrelation.md#sigreg.
+    Source: notes/training/decorrelation.md#sigreg.
     """
     name = "sigreg_loss"
     check_features(name, features=features)

@@ -9,7 +9,7 @@ the second line is at least 1/K, so nothing overflows or underflows: before the 
 softmax divides a row by a sum of K numbers that are at most 1. Where a quotient x_ij overflows float32 on a
 rank, all ranks compute in float64.
 
-note      notes/contrastive.md#how-do-i-assign-samples-to-prototypes-swav-dino
+note      notes/training/contrastive.md#how-do-i-assign-samples-to-prototypes-swav-dino
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def sinkhorn(scores: Tensor, *, epsilon: float = 0.05, iterations: int = 3, grou
             1e308 on one; a compiled function does not check this, and returns NaN above 1e38 in float32.
         CollectiveMismatchError: on all ranks, if they differ in K, dtype, epsilon or iterations.
 
-    Source: notes/contrastive.md#how-do-i-assign-samples-to-prototypes-swav-dino.
+    Source: notes/training/contrastive.md#how-do-i-assign-samples-to-prototypes-swav-dino.
     """
     iterations = expect.integer(_NAME, "iterations", iterations, 1)
     if not expect.is_number(epsilon):

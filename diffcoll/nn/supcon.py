@@ -2,7 +2,7 @@
 
     L = Σ_i (log Σ_{j≠i} exp s_ij − Σ_{p∈P(i)} s_ip / |P(i)|) / B,   s_ij = z_i · z_j / temperature
 
-note  notes/contrastive.md
+note  notes/training/contrastive.md
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def supcon_loss(
         CollectiveMismatchError: on all ranks, if they differ in the tensors that are given, in options that are no
             numbers, in dtypes or in D.
 
-    Source: notes/contrastive.md.
+    Source: notes/training/contrastive.md.
     """
     name = "supcon_loss"
     check_features(name, (2, 3), features=features)

@@ -5,7 +5,7 @@
 forward   L_i = log Z_i − s_it, t the target, log Z_i = log Σ_j exp s_ij; each rank sends its part of log Z_i, and s_it
           label_smoothing ε: + ε (s_it − Σ_j s_ij / V);  z_loss λ: + λ (log Z_i)²
 backward  gs_ij = p_ij − [j = t], locally; gw_j = Σ_i gs_ij h_i, locally; gh_i = Σ_r Σ_{j on r} gs_ij w_j, all-reduced
-note      notes/vocab-parallel.md
+note      notes/training/vocab-parallel.md
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def vocab_parallel_cross_entropy(
             RuntimeError on an accelerator and in compiled functions).
         CollectiveMismatchError: on all ranks, if they differ in options, shapes, dtypes, bias or target.
 
-    Source: notes/vocab-parallel.md.
+    Source: notes/training/vocab-parallel.md.
     """
     numbers = {"label_smoothing": label_smoothing, "z_loss": z_loss}
     same_options(_NAME, group, **numbers, ignore_index=ignore_index, reduction=reduction)

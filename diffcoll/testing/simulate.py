@@ -72,7 +72,7 @@ def simulate(
             `DistributedDataParallel`. `get_backend()` is "gloo", and what gloo refuses is an error: unequal shapes in
             lists, stacked outputs, int16, means of integers. "nccl", and groups of backend "nccl", do what NCCL does.
             Compiled functions run uncompiled. Implies `rules`. Module globals and caches are shared by all ranks:
-            a program that keeps process groups there, as Megatron-core, needs `spawn`. See notes/which-gradient.md.
+            a program that keeps process groups there, as Megatron-core, needs `spawn`. See notes/why/which-gradient.md.
         seed: rank r seeds its random number generators (torch, random, numpy) with (seed, r), as under `spawn`; the
             caller's generators are not changed.
         timeout: seconds after which ranks that have not ended are stopped; None: never.

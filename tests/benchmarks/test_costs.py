@@ -1,4 +1,4 @@
-"""The cost model agrees with counted messages, and with notes/costs.md, whose tables this file writes as a program."""
+"""The cost model agrees with counted messages and notes/running/costs.md; as a program, this file writes its tables."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ from diffcoll.engines.engine import even_sizes
 from diffcoll.testing.cases import Case, median, median_in_parts
 
 ROOT = Path(diffcoll.__file__).parent.parent
-NOTE = ROOT / "notes" / "costs.md"
+NOTE = ROOT / "notes" / "running" / "costs.md"
 CALLS_HEAD = (
     "| call | direction | stages | rounds | messages | bytes | copied and summed |\n|---|---|---|---|---|---|---|\n"
 )

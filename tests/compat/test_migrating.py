@@ -1,4 +1,4 @@
-"""Claims of notes/migrating.md about other libraries: their gradients by release, and equivalent calls."""
+"""Claims of notes/how-to/migrating.md about other libraries: their gradients by release, and equivalent calls."""
 
 import re
 import warnings
@@ -13,7 +13,7 @@ from test_notes import NOTES
 import diffcoll as dc
 from diffcoll.testing import spawn
 
-NOTE = (NOTES / "migrating.md").read_text(encoding="utf-8")
+NOTE = (NOTES / "how-to" / "migrating.md").read_text(encoding="utf-8")
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 

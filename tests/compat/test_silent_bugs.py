@@ -1,4 +1,4 @@
-"""The list of silent bugs in notes/migrating.md follows from its tables; its deprecated functions are torch's."""
+"""The list of silent bugs in notes/how-to/migrating.md follows from its tables; deprecated are torch's functions."""
 
 import inspect
 import re

@@ -28,7 +28,7 @@ def test_programs_run(page, line, code, tmp_path):
     except AssertionError as error:
         if "exitcode  : -6" not in str(error) or "import diffcoll" in code:
             raise
-        python(*launcher, file, cwd=tmp_path)  # PyTorch's own end of a process on gloo, see notes/failures.md
+        python(*launcher, file, cwd=tmp_path)  # PyTorch's own end of a process on gloo, see notes/running/failures.md
 
 
 def test_versions_of_the_table_are_installed():

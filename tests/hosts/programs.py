@@ -69,7 +69,7 @@ def many_bytes(rank, size):
 
 
 def summed(rank, size):
-    """A sum of 8 MB over two hosts of two ranks, in one step or, with STEPS=2, in the two of notes/recipes.md."""
+    """A sum of 8 MB over two hosts of two ranks, in one step or (STEPS=2) in the two of notes/how-to/recipes.md."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "ranks"))
     x = torch.full((2 << 20,), rank + 1.0, requires_grad=True)
     if os.environ["STEPS"] == "2":

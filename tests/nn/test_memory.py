@@ -1,4 +1,4 @@
-"""Chunks bound the memory of logits and of a model, as notes/contrastive.md and notes/vocab-parallel.md say."""
+"""Chunks bound the memory of logits and of a model, as contrastive.md and vocab-parallel.md in notes/training say."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""notes/testing.md and the README's report say what the code says; run as a program, this file writes both again."""
+"""notes/how-to/testing.md and the README's report say what the code says; as a program, this file writes both."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ from diffcoll.testing.harness.causes import Kind
 
 pytest_plugins = ["pytester"]
 ROOT = Path(diffcoll.__file__).parent.parent
-NOTE, README = ROOT / "notes" / "testing.md", ROOT / "README.md"
+NOTE, README = ROOT / "notes" / "how-to" / "testing.md", ROOT / "README.md"
 EXAMPLE = "examples/check_your_loss.py"
 HEAD = "| cause | usually | fix |\n|---|---|---|\n"
 TABLE = re.compile(re.escape(HEAD) + r"(\|.*\n)+")
