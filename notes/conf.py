@@ -30,15 +30,13 @@ MODULES = {
 }
 #: The parts of the site in order: a folder of notes, and those of its pages that come first.
 PARTS = {
-    "How to": ("how-to", ["testing", "recipes", "migrating"]),
-    "Training": ("training", ["which-convention", "losses", "averaging", "data-parallel", "batch-norm"]),
+    "Start": ("start", ["README"]),
+    "How to": ("how-to", ["README"]),
+    "Training": ("training", ["README", "losses", "averaging"]),
     "With the frameworks": ("with", ["README"]),
-    "Collectives": (
-        "collectives",
-        ["all_reduce", "all_gather", "gather", "broadcast", "all_to_all", "permute", "scan"],
-    ),
-    "Running": ("running", ["engines", "versions"]),
-    "Why": ("why", ["which-gradient", "when-gradients-synchronize"]),
+    "Collectives": ("collectives", ["README", "all_reduce", "all_gather", "gather", "broadcast", "all_to_all"]),
+    "Running": ("running", ["README"]),
+    "Why": ("why", ["README", "law"]),
 }
 
 project, author = "diffcoll", "the diffcoll developers"

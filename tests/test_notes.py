@@ -114,12 +114,28 @@ def test_mentioned_notes_exist():
     assert not [(path, note) for path, note in sorted(found) if not (ROOT / note).exists()]
 
 
-@pytest.mark.parametrize(("name", "count"), [("symptoms.md", 7), ("how-to.md", 5)])
-def test_programs_can_be_pasted_alone(name, count):
-    programs = list(blocks((NOTES / name).read_text(encoding="utf-8")))
-    assert len(programs) == count
+#: Pages that each question of a newcomer has: one program, which the test of all pages runs alone.
+ANSWERS = sorted(
+    {path.stem for path in (NOTES / "how-to").glob("*.md")} - {"README", "testing", "recipes", "migrating"}
+)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_is_short(name):
+    """The answer before the program, and why after it."""
+    text = (NOTES / "how-to" / f"{name}.md").read_text(encoding="utf-8")
+    assert len(list(blocks(text))) == 1
+    assert re.match(r"# .*\n\n[A-Z].*(\n.+)*\n\n```python\n", text)
+    assert "\n```\n\nWhy: " in text
+    assert len(prose(text).split()) < 150
+    assert f"({name}.md)" in (NOTES / "how-to" / "README.md").read_text(encoding="utf-8")
+
+
+def test_programs_can_be_pasted_alone():
+    programs = list(blocks((NOTES / "symptoms.md").read_text(encoding="utf-8")))
+    assert len(programs) == 7
     for line, code in programs:
-        exec(compile("\n" * (line - 1) + code, name, "exec"), {"__name__": name})
+        exec(compile("\n" * (line - 1) + code, "symptoms.md", "exec"), {"__name__": "symptoms"})
 
 
 def anchors(text):

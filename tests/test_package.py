@@ -7,6 +7,7 @@ import zipfile
 
 import pytest
 from runs import ROOT, python
+from test_notes import blocks
 
 import diffcoll
 
@@ -55,6 +56,32 @@ def test_the_wheel_has_the_library_alone(tree, built):
     assert f"Version: {diffcoll.__version__}\n" in metadata
     assert re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE)[0].startswith("torch>=")
     assert not re.search(r"^Requires-Dist: [^;]*<", metadata, re.MULTILINE)  # no upper bounds
+
+
+def test_a_newcomer(built, tmp_path):
+    """Installs the wheel, and runs README and the three tutorials as they stand, one after the other."""
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        wheel.extractall(installed)
+    pages = [ROOT / "README.md", *(ROOT / "notes" / "start").glob("*-*.md")]
+    assert len(pages) == 4
+    programs = {}
+    for page in pages:
+        programs[page.stem] = [code for _, code in blocks(page.read_text(encoding="utf-8"))]
+        (tmp_path / f"{page.stem.replace('-', '_')}.py").write_text("\n".join(programs[page.stem]), encoding="utf-8")
+    run = "runpy.run_path(f'{name}.py', run_name='__main__')"
+    every = f"import runpy, sys, diffcoll\nfor name in sys.argv[1:]: {run}\nprint(diffcoll.__file__)"
+    found = {"cwd": tmp_path, "environment": {"PYTHONPATH": str(installed)}}
+    names = "README", "first_gradient", "whole_batch_loss", "test_your_loss"
+    assert python("-c", every, *names, **found).stdout.endswith(f"{installed}/diffcoll/__init__.py\n")
+
+    (tmp_path / "train.py").write_text(programs["first-gradient"][-1], encoding="utf-8")
+    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    printed = python(*launcher, "train.py", **found).stdout
+    for rank in range(2):
+        assert f"rank {rank} of 2: y = [2.0, 2.0], gradient [2.0, 2.0]" in printed
+    check = "-m", "diffcoll", "check", "test_your_loss.py:uneven", "--against", "one_process"
+    assert "averaged over ranks: right" in python(*check, **found).stdout
 
 
 def test_the_citation_is_of_this_version():

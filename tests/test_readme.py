@@ -81,13 +81,13 @@ def test_links_lead_somewhere():
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_the_index_says_what_the_rule_says(name):
-    """The table in notes/README.md has the formulas of the modules' headers."""
+    """The table in notes/collectives/README.md has the formulas of the modules' headers."""
     header = (ROOT / "diffcoll" / "collectives" / f"{name}.py").read_text(encoding="utf-8").split('"""')[1]
     lines = [re.search(rf"^{label} +(.*)$", header, re.MULTILINE)[1] for label in ("forward", "adjoint")]
     formulas = [re.sub(r" +=", " =", line).split("  ")[0] for line in lines]
     row = next(
         line
-        for line in (ROOT / "notes" / "README.md").read_text(encoding="utf-8").splitlines()
+        for line in (ROOT / "notes" / "collectives" / "README.md").read_text(encoding="utf-8").splitlines()
         if line.startswith(f"| [{name}](")
     )
     cells = [cell.strip() for cell in row.strip("|").split("|")]

@@ -1,6 +1,6 @@
 """The linear collectives, one file each. Their common base is `diffcoll.core.linear`.
 
-`COLLECTIVES` is the list of them. The public API, the tests, `diffcoll verify` and the index in `notes/README.md` are
+`COLLECTIVES` is the list of them. The public API, the tests, `diffcoll verify` and notes/collectives/README.md are
 generated from it or checked against it.
 """
 

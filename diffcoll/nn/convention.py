@@ -2,7 +2,7 @@
 
 A loss of this package computes on each rank a *share*; the sum of the ranks' shares is the loss of the whole batch.
 
-note  notes/training/which-convention.md
+note  notes/training/losses.md
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 forward   T = Σ_r Σ p t,  P = Σ_r Σ p,  Q = Σ_r Σ t; the loss is 1 − (T + s) / (T + α (P − T) + β (Q − T) + s)
           Dice: α = β = 1/2 and half the smooth; IoU: α = β = 1
-note      notes/training/data-parallel.md
+note      notes/training/segmentation.md
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def dice_loss(
             makes the host wait. In a compiled function it is a RuntimeError, and within torch.vmap and torch.func.grad
             there the loss is NaN.
 
-    Source: notes/training/data-parallel.md#dice-and-iou.
+    Source: notes/training/segmentation.md.
     """
     numbers, weights = {"smooth": smooth}, (0.5, 0.5, 0.5)
     return _loss("dice_loss", numbers, weights, probabilities, targets, dims, group, rank_reduction)
@@ -121,7 +121,7 @@ def iou_loss(
     Raises:
         TypeError, ValueError: as `dice_loss`.
 
-    Source: notes/training/data-parallel.md#dice-and-iou.
+    Source: notes/training/segmentation.md.
     """
     numbers, weights = {"smooth": smooth}, (1.0, 1.0, 1.0)
     return _loss("iou_loss", numbers, weights, probabilities, targets, dims, group, rank_reduction)
@@ -165,7 +165,7 @@ def tversky_loss(
     Raises:
         TypeError, ValueError: as `dice_loss`.
 
-    Source: notes/training/data-parallel.md#dice-and-iou.
+    Source: notes/training/segmentation.md.
     """
     numbers, weights = {"smooth": smooth, "alpha": alpha, "beta": beta}, (alpha, beta, 1.0)
     return _loss("tversky_loss", numbers, weights, probabilities, targets, dims, group, rank_reduction)

@@ -1,6 +1,6 @@
 """Losses as modules. An option is stated once, as a keyword argument of the loss's function.
 
-note  notes/training/which-convention.md
+note  notes/training/losses.md
 """
 
 from __future__ import annotations

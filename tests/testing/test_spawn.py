@@ -3,6 +3,7 @@
 import os
 import pickle
 import socket
+import subprocess
 import sys
 import time
 from functools import partial
@@ -331,6 +332,25 @@ def test_a_rank_that_dies_is_noticed_while_a_process_that_it_started_lives(tmp_p
     end = time.monotonic() + 10
     while Path("/proc", child).exists() and Path("/proc", child, "stat").read_text().split()[2] != "Z":
         assert time.monotonic() < end
+
+
+def test_a_session_that_changes_what_it_defines():
+    """As in a notebook: functions have no file, and a cell defines one again."""
+    cells = [
+        "import torch, diffcoll as dc",
+        "from diffcoll.testing import spawn",
+        "factor = 1",
+        "def total(x): return factor * dc.all_reduce(torch.tensor(x)).item()\n",
+        "print(spawn(total, [1, 2]))",
+        "factor = 10",
+        "def body(x): return total(x) + x\n",
+        "print(spawn(body, [1, 2]))",
+    ]
+    command = [sys.executable, "-i", "-q", "-c", "pass"]
+    done = subprocess.run(
+        command, input="\n".join(cells) + "\n", capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split("\n") == ["[3, 3]", "[31, 32]", ""], done.stderr
 
 
 def test_several_threads_and_what_a_script_defines(tmp_path):
