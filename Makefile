@@ -39,6 +39,7 @@ test-frameworks: .venv-frameworks/ready
 
 docs: $(READY)
 	$(BIN)/python -m sphinx -q -W -n notes build/docs $(ARGS)
+	DIFFCOLL_SITE=build/docs $(BIN)/python -m pytest -q tests/test_site.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -65,6 +65,7 @@ nitpick_ignore_regex = [
 html_theme = "furo"
 html_title = f"diffcoll {version}"
 html_show_sphinx = html_show_copyright = False
+html_search_scorer = str(HERE / "scorer.js")
 
 
 COLLECTIONS = "Callable", "Iterable", "Iterator", "Mapping", "Sequence"
@@ -107,6 +108,15 @@ def public(module: ModuleType) -> list[str]:
 def write_reference(app: Any) -> None:
     """Write a page for each module and each of its public names."""
     REFERENCE.mkdir(exist_ok=True)
+    lines = [
+        "API reference",
+        "=" * 13,
+        "",
+        "Every public name has a page: signature, shapes, dtypes, errors and an example.",
+        "",
+    ]
+    names = [*MODULES, "commands", "changes"]
+    _write(REFERENCE / "index.rst", [*lines, ".. toctree::", "   :maxdepth: 2", "", *(f"   {name}" for name in names)])
     for name, about in MODULES.items():
         module = import_module(name)
         pages = {f"{name}.{member}": getattr(module, member) for member in public(module)}
@@ -153,12 +163,8 @@ def _write(path: Path, lines: list[str]) -> None:
 def add_contents(app: Any, name: str, source: list[str]) -> None:
     """Put the table of contents at the end of the pages that are folders' indices; GitHub lists folders itself."""
     if name == root_doc:
-        names = [*(f"reference/{module}" for module in MODULES), "reference/commands", "reference/changes"]
-        parts = {
-            "First": pages_of("."),
-            **{part: pages_of(*pages) for part, pages in PARTS.items()},
-            "Reference": names,
-        }
+        parts = {part: pages_of(*pages) for part, pages in {"First": (".",), **PARTS}.items()}
+        parts["Reference"] = ["reference/index"]
         source[0] += "".join(_toctree(part, pages) for part, pages in parts.items())
 
 
@@ -232,3 +238,4 @@ def setup(app: Any) -> None:
     app.connect("build-finished", redirect)
     app.connect("builder-inited", write_reference)
     app.connect("source-read", add_contents)
+    app.connect("env-get-outdated", lambda *_: [root_doc])  # its contents follow from the folders, not from its text

@@ -1,7 +1,12 @@
-"""The site of `make docs`, without building it: CI does, and a warning is an error."""
+"""The site. `make docs` builds it, with warnings as errors, and runs this file once more with DIFFCOLL_SITE."""
 
 import importlib.util
+import json
+import os
 import pkgutil
+import re
+import shutil
+import subprocess
 
 import pytest
 from runs import ROOT
@@ -71,3 +76,43 @@ def test_docstrings_mean_what_they_say(conf, text, escaped):
     lines = text.split("\n")
     conf.escape(None, "function", "", None, None, lines)
     assert "\n".join(lines) == escaped
+
+
+#: What newcomers look for, the page that answers, and words of its first sentence.
+QUESTIONS = {
+    "releases": ("running/versions", "torch 2.9 or later"),
+    "CLIP under DDP": ("how-to/clip-under-ddp", "clip_loss"),
+    "replicate": ("how-to/replicate", "only if every rank computes the same loss"),
+    "tensor parallelism": ("how-to/tensor-parallelism", "sum_gradients"),
+    "Lightning": ("with/lightning", 'rank_reduction="mean"'),
+    "Accelerate": ("with/accelerate", 'rank_reduction="mean"'),
+    "FSDP": ("with/fsdp", "divided by the number of micro-batches"),
+    "unused parameters": ("how-to/unused-parameters", "With `GradientAverager` nothing has to be said"),
+    "weighted accumulation": ("how-to/weighted-accumulation", 'reduction="weighted"'),
+    "hangs": ("how-to/find-a-hang", "DIFFCOLL_CHECK=1"),
+    "clipping": ("how-to/clip-gradients", "torch.nn.utils.clip_grad_norm_"),
+    "platforms": ("running/platforms", "Linux"),
+    "notebook": ("how-to/notebooks", "simulate"),
+    "API reference": ("reference/index", "Every public name has a page"),
+    "stability": ("running/stability", "signatures"),
+}
+
+
+def test_the_first_hit_answers():
+    """Of the site's own search."""
+    site = os.environ.get("DIFFCOLL_SITE")
+    if not site or not shutil.which("node"):
+        pytest.skip("make docs sets DIFFCOLL_SITE; the search needs node")
+    command = ["node", str(ROOT / "tests" / "site_search.js"), site, *QUESTIONS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    first = [hits[0] if hits else None for hits in json.loads(done.stdout)]
+    assert first == [page for page, _ in QUESTIONS.values()]
+    for page, words in QUESTIONS.values():
+        (source,) = (ROOT / "notes").glob(f"{page}.*")
+        paragraphs = source.read_text(encoding="utf-8").split("\n\n")
+        prose = next(
+            text
+            for text in paragraphs
+            if re.match(r"[A-Z*][^|]*[a-z]", text) and " · " not in text and "\n==" not in text
+        )
+        assert words in prose.replace("\n", " ").split(". ")[0], page
