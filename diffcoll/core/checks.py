@@ -31,7 +31,12 @@ class _State:
         self.used: dict[Engine, bool] | None = None
 
 
-_process = _State(os.environ.get("DIFFCOLL_CHECK", "0") not in ("", "0"))
+def set_in_environment() -> bool:
+    """Whether the environment enables check mode."""
+    return os.environ.get("DIFFCOLL_CHECK", "0") not in ("", "0")
+
+
+_process = _State(set_in_environment())
 _ever_on = _process.on  # whether check mode was ever on in this process: a fast first test for `is_on`
 
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from diffcoll.core.checks import is_on
+from diffcoll.core.checks import check_mode, is_on, set_in_environment
 from diffcoll.core.groups import set_default_group
 from diffcoll.core.torch_private.trees import tree_map
 from diffcoll.engines.devices import select_device
@@ -103,6 +103,7 @@ def serve(pipe: Connection, own: Mapping[str, str] | None = None) -> None:
             seat, payload = pickle.loads(pipe.recv_bytes()), pipe.recv_bytes()
             here, path, environment = seat.around
             surround(here, path, {**environment, **launched_as(seat.rank, seat.size, seat.port), **(own or {})})
+            check_mode(set_in_environment())  # the server has imported the library with an environment of before
             _one_call(pipe, seat, payload)
 
 

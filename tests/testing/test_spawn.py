@@ -16,6 +16,7 @@ from runs import ROOT, python
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import diffcoll as dc
+from diffcoll.core import checks
 from diffcoll.core.arguments import MOVED
 from diffcoll.testing import RanksFailedError, simulate, spawn
 
@@ -149,6 +150,16 @@ def test_surroundings(backend, monkeypatch, tmp_path):
         monkeypatch.setenv("DIFFCOLL_TEST", value)
         found = value, os.environ.get("PYTHONPATH"), str(tmp_path), sys.path
         assert spawn(body, range(1), backend=backend) == [found]
+
+
+@on_both
+def test_ranks_read_the_callers_variable_of_check_mode(backend, monkeypatch):
+    """As it is at each call: a server that imported the library before forks them."""
+    for value, on in ("0", False), ("1", True), ("", False):
+        monkeypatch.setenv("DIFFCOLL_CHECK", value)
+        assert spawn(lambda r: checks.is_on(), range(2), backend=backend) == [on, on]
+    monkeypatch.delenv("DIFFCOLL_CHECK")
+    assert spawn(lambda r: checks.is_on(), range(2), backend=backend) == [False, False]
 
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
