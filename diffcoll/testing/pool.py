@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import wait
@@ -69,10 +69,8 @@ class Pool:
         failures = {r: answer.failure for r, answer in enumerate(answers)}
         if not any(failures.values()):
             return [load(answer.data) for answer in answers]
-        hung = all(failure is None or failure.kind == "hung" for failure in failures.values())
-        what = f"no end after {timeout:g} s" if hung else "a rank failed"
         text = "\n".join(f"── rank {r} of {n} ──\n{f.text if f else 'returned'}" for r, f in failures.items())
-        raise RanksFailedError(f"spawn: {what}\n{text}", failures)
+        raise RanksFailedError(f"spawn: {_cause(failures, timeout)}\n{text}", failures)
 
     def run(
         self, kind: str, timeout: float, payloads: Sequence[bytes], seed: int = 0, captured: bool = False
@@ -161,6 +159,24 @@ def _answer(member: Member) -> Answer:
     except (EOFError, OSError):
         return Answer(b"", RankFailure("died", member.last_words()))
     return answer
+
+
+def _cause(failures: Mapping[int, RankFailure | None], timeout: float) -> str:
+    """Return the failure that explains the others, in one sentence that begins with what it is."""
+    first = RanksFailedError("", dict(failures)).first
+    if first is None:
+        return f"no end after {timeout:g} s"
+    alike = [
+        r for r, f in failures.items() if f and (f.kind, f.type, f.message) == (first.kind, first.type, first.message)
+    ]
+    where = f"rank{'s' * (len(alike) > 1)} {' and '.join(map(str, alike))} of {len(failures)}"
+    if first.kind != "raised":
+        return f"{where}: {first.summary}"
+    where = "every rank" if len(alike) == len(failures) > 1 else where
+    lines = {f.line for r, f in failures.items() if f and r in alike}
+    line = f", at {first.line}" if lines == {first.line} != {""} else ""
+    said = f": {first.message}" if first.message else ""
+    return f"{first.type.rpartition('.')[2]} on {where}{line}{said}"
 
 
 def _leave(members: Sequence[Member]) -> list[Member]:

@@ -94,6 +94,65 @@ def test_a_rank_that_is_killed():
 
 
 @on_both
+def test_the_first_line_is_the_cause(backend, monkeypatch):
+    """Not that a rank failed; also where other ranks only report that it has, or hang, or return."""
+    monkeypatch.setenv("DIFFCOLL_CHECK", "1")
+
+    def disagree(r):
+        dc.all_reduce(torch.ones(2 + (r == 1)))
+
+    def mine_alone(r):
+        if r == 2:
+            raise KeyError("mine")
+        if r == 1:
+            time.sleep(1000)
+
+    def alike(r):
+        raise ValueError("first\nsecond")
+
+    def at(fn, after):
+        return f"{__file__}:{fn.__code__.co_firstlineno + after}"
+
+    def lines(fn):
+        with pytest.raises(RanksFailedError) as caught:
+            spawn(fn, range(3), backend=backend, timeout=30)
+        return str(caught.value).splitlines()
+
+    found = lines(disagree)
+    assert found[0].startswith(f"spawn: CollectiveMismatchError on every rank, at {at(disagree, 1)}: the ranks of ")
+    assert found[0].endswith(" of 3 ranks disagree:")
+    for r, line in enumerate(found[1:4]):
+        assert line.startswith(f"  rank {r}: all_reduce(torch.float32 ({2 + (r == 1)},),")
+        assert line.endswith(at(disagree, 1))
+    assert found[4] == "── rank 0 of 3 ──"
+    assert lines(mine_alone)[:2] == [
+        f"spawn: KeyError on rank 2 of 3, at {at(mine_alone, 2)}: 'mine'",
+        "── rank 0 of 3 ──",
+    ]
+    assert lines(alike)[:2] == [f"spawn: ValueError on every rank, at {at(alike, 1)}: first", "second"]
+
+
+def test_the_first_line_of_ranks_that_die_or_cannot_go_on():
+    def dies(r):
+        if r == 0:
+            os._exit(7)
+        dc.all_reduce(torch.ones(1))
+
+    def leaves(r):
+        if r == 0:
+            raise ConnectionError
+        dc.all_reduce(torch.ones(1))
+
+    for fn, first in (
+        (dies, "rank 0 of 2: the process ended with exit code 7"),
+        (leaves, "ConnectionError on rank 0 of 2"),
+    ):
+        with pytest.raises(RanksFailedError) as caught:
+            spawn(fn, range(2), timeout=30)
+        assert str(caught.value).startswith(f"spawn: {first}"), caught.value
+
+
+@on_both
 def test_a_hang_ends_with_every_stack(backend):
     def waits_for_ever(r):
         if r == 0:
