@@ -22,10 +22,10 @@ from diffcoll.testing.processes import (
     Member,
     RankFailure,
     RanksFailedError,
-    stacks,
     surroundings,
     temporary_folder,
 )
+from diffcoll.testing.stacks import stacks
 from diffcoll.testing.worker import STREAMS, Answer, Seat, serve_forked
 
 
@@ -165,7 +165,8 @@ def _cause(failures: Mapping[int, RankFailure | None], timeout: float) -> str:
     """Return the failure that explains the others, in one sentence that begins with what it is."""
     first = RanksFailedError("", dict(failures)).first
     if first is None:
-        return f"no end after {timeout:g} s"
+        each = (f"  rank {r}: {f.summary if f else 'returned'}" for r, f in failures.items())
+        return "\n".join((f"no end after {timeout:g} s", *each))
     alike = [
         r for r, f in failures.items() if f and (f.kind, f.type, f.message) == (first.kind, first.type, first.message)
     ]

@@ -8,22 +8,19 @@ import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.util import get_temp_dir
-from pathlib import Path
 from typing import Any, Literal
 
 from diffcoll.core.errors import is_users_file
@@ -113,13 +110,7 @@ def _words_and_frame(error: BaseException) -> tuple[str, traceback.FrameSummary 
 
 
 def _in_words(failure: RankFailure) -> str:
-    if not failure.line:
-        return failure.summary
-    return (
-        f"{failure.summary}\nraised at {failure.line}"
-        if failure.kind == "raised"
-        else f"{failure.summary} {failure.line}"
-    )
+    return failure.summary + (f"\nraised at {failure.line}" if failure.kind == "raised" and failure.line else "")
 
 
 def surroundings() -> tuple[str, list[str], dict[str, str]]:
@@ -254,27 +245,6 @@ class Member:
             self.process.join()
         self._leash.close()
         self.pipe.close()
-
-
-def stacks(members: Sequence[Member], hanging: Sequence[int], folder: str) -> dict[int, RankFailure]:
-    """Ask ranks that hang for their Python stacks."""
-    for r in hanging:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(members[r].process.pid or 0, signal.SIGUSR1)
-    found = {}
-    end = time.monotonic() + GRACE
-    for r in hanging:
-        file = Path(folder, f"stack-{r}")
-        while not (file.exists() and file.read_text().endswith("\n")) and time.monotonic() < end:
-            time.sleep(0.05)
-        time.sleep(0.05)
-        stack = file.read_text() if file.exists() else ""
-        lines = (
-            f"{name}:{line}" for name, line in re.findall(r'File "(.+?)", line (\d+)', stack) if is_users_file(name)
-        )
-        text = f"hung in\n{stack}" if stack else "hung, and did not say where\n"
-        found[r] = RankFailure("hung", text, line=next(lines, ""))
-    return found
 
 
 def _main(leash: Connection, main: Callable[..., None], *arguments: Any) -> None:

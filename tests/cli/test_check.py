@@ -455,7 +455,10 @@ def test_a_failure_on_processes(run):
 @pytest.mark.parametrize(
     ("failure", "words"),
     [
-        (RankFailure("hung", "hung in\nThread 0x1:\n", line="mine.py:3"), "hung in mine.py:3"),
+        (
+            RankFailure("hung", "hung in mine.py:3, in f: g()\nThread 0x1:\n", line="mine.py:3"),
+            "hung in mine.py:3, in f: g()",
+        ),
         (RankFailure("died", "the process ended with exit code -6\n"), "the process ended with exit code -6"),
     ],
 )

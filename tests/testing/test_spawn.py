@@ -1,10 +1,12 @@
 """Real processes, called like simulated ones."""
 
+import inspect
 import os
 import pickle
 import socket
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import diffcoll as dc
 from diffcoll.core import checks
 from diffcoll.core.arguments import MOVED
-from diffcoll.testing import RanksFailedError, simulate, spawn
+from diffcoll.testing import RanksFailedError, processes, simulate, spawn, worker
+from diffcoll.testing.stacks import of_dump
 
 on_both = pytest.mark.parametrize("backend", ["gloo", "mpi"])
 
@@ -169,6 +172,108 @@ def test_a_hang_ends_with_every_stack(backend):
         assert "in waits_for_ever" in report
     assert all(failure.line.startswith(f"{__file__}:") for failure in caught.value.failures.values())
     assert "all_gather" in caught.value.reports[0]
+
+
+@on_both
+def test_a_stack_is_the_users_lines(backend):
+    """The first line names the innermost one, the last frame is the outermost; threads of the library are not shown.
+
+    The library's frames in between say which call waits.
+    """
+
+    def inner(x):
+        dc.all_reduce(x)
+
+    def waits(r):
+        dc.all_reduce(torch.ones(1))  # the library's watcher of this group is a thread
+        if r == 0:
+            return
+        also = threading.Thread(target=time.sleep, args=(1000,), daemon=True)
+        also.start()
+        if r == 1:
+            inner(torch.ones(1))
+        time.sleep(1000)
+
+    def at(fn, words):
+        lines, first = inspect.getsourcelines(fn)
+        return f"{__file__}:{first + next(i for i, line in enumerate(lines) if words in line)}"
+
+    with pytest.raises(RanksFailedError) as caught:
+        spawn(waits, range(3), backend=backend, timeout=4)
+    reports = caught.value.reports
+    places = [
+        f"{at(inner, 'all_reduce')}, in inner: dc.all_reduce(x)",
+        f"{at(waits, '  time.sleep')}, in waits: time.sleep(1000)",
+    ]
+    calls = at(waits, "inner(torch"), at(waits, "  time.sleep")
+    for rank, place, call in zip((1, 2), places, calls, strict=True):
+        first, thread, *frames = reports[rank].splitlines()
+        assert first == f"hung in {place}"
+        assert "hread 0x" in thread
+        assert all(frame.startswith("  File ") for frame in frames), frames  # one thread
+        assert frames[-1] == '  File "{}", line {} in waits'.format(*call.split(":"))
+        assert caught.value.failures[rank].line == place.split(",")[0]
+    assert "all_reduce.py" in reports[1]
+    assert str(caught.value).splitlines()[:4] == [
+        "spawn: no end after 4 s",
+        "  rank 0: returned",
+        f"  rank 1: hung in {places[0]}",
+        f"  rank 2: hung in {places[1]}",
+    ]
+
+
+def test_a_stack_without_a_line_of_the_users():
+    """As it is: it has all there is to see."""
+    with pytest.raises(RanksFailedError) as caught:
+        spawn(time.sleep, [1000, 0], timeout=2)
+    report = caught.value.reports[0]
+    assert report.startswith("hung, in no line of the user's\n") and "in _one_call" in report
+    assert caught.value.failures[0].line == ""
+    assert str(caught.value).startswith(
+        "spawn: no end after 2 s\n  rank 0: hung, in no line of the user's\n  rank 1: returned\n"
+    )
+
+
+def test_threads_of_a_stack(tmp_path):
+    """Those with lines of the user's; the one that runs the call first. A line that is not there is left out."""
+    mine, library = tmp_path / "mine.py", processes.__file__
+    mine.write_text("\n\nloss.backward()\n")
+    dump = f"""\
+Thread 0x01 (most recent call first):
+  File "{library}", line 66 in _look_again
+  File "{threading.__file__}", line 982 in run
+
+Thread 0x02 [worker] (most recent call first):
+  File "{mine}", line 3 in background
+  File "{threading.__file__}", line 982 in run
+
+Current thread 0x03 (most recent call first):
+  File "{library}", line 97 in finish
+  File "{mine}", line 9 in <lambda>
+  File "{torch.__file__}", line 623 in backward
+  File "{mine}", line 3 in body
+  File "{worker.__file__}", line 145 in _answer
+  File "<string>", line 1 in <module>
+"""
+    failure = of_dump(dump)
+    assert failure.line == f"{mine}:9"
+    assert (
+        failure.text
+        == f"""\
+hung in {mine}:9, in <lambda>
+Current thread 0x03 (most recent call first):
+  File "{library}", line 97 in finish
+  File "{mine}", line 9 in <lambda>
+  File "{torch.__file__}", line 623 in backward
+  File "{mine}", line 3 in body
+
+Thread 0x02 [worker] (most recent call first):
+  File "{mine}", line 3 in background
+"""
+    )
+    assert of_dump(dump.split("\n\n")[1]).text.startswith(
+        f"hung in {mine}:3, in background: loss.backward()\nThread 0x02"
+    )
 
 
 def test_classes_that_are_defined_in_a_function():
