@@ -23,7 +23,10 @@ from diffcoll.engines.devices import needs_accelerator
 def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the checked options; exits with status 2 if one is wrong or a package is missing."""
     parser = argparse.ArgumentParser(
-        prog="diffcoll", description="verify: are the library's gradients right? check: are those of my code?"
+        prog="diffcoll",
+        description="verify: are the library's gradients right? check: are those of my code?",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"diffcoll {diffcoll.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -60,10 +63,20 @@ def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+#: The text of `diffcoll --help` below the options.
+_EXAMPLES = """\
+examples:
+
+  diffcoll verify                                          every collective; it takes a minute or two
+  diffcoll verify --only all_gather --html page.html       one of them, and a page with the errors
+  diffcoll check loss.py:my_loss --batch batch             is backward the derivative of my_loss?
+  diffcoll check loss.py:my_loss --against on_one_process  do several ranks match one?
+  diffcoll check --help                                    what loss.py has to contain"""
+
 #: The text of `diffcoll verify --help` above and below its options.
 _VERIFY = """\
 Check the output, the gradient and the second order of every collective, on real processes, against the reference, in
-which PyTorch derives the gradient. PyTorch's own functions are checked beside them. It takes about a minute."""
+which PyTorch derives the gradient. PyTorch's own functions are checked beside them. It takes a minute or two."""
 
 _VERIFY_EXAMPLES = """\
 examples:

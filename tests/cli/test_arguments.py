@@ -1,6 +1,9 @@
 """The command line without the extras that only its commands need."""
 
+import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from runs import python
@@ -8,6 +11,7 @@ from runs import python
 import benchmarks
 import diffcoll
 from diffcoll.cli import main
+from diffcoll.cli.arguments import checked
 
 EXTRAS = ["cloudpickle", "hypothesis", "matplotlib", "mpi4py", "numpy", "pytest", "rich", "scipy", "sklearn"]
 
@@ -39,6 +43,30 @@ def test_help_needs_torch_alone():
     ours = [name for name in imported if name.startswith("diffcoll")]
     assert ours == ["diffcoll.cli", "diffcoll.cli.arguments", "diffcoll.cli.launch"]
     assert "numpy" not in imported
+
+
+def test_the_examples_of_the_help(capsys, monkeypatch, tmp_path):
+    """Both commands, with what each is for; their arguments are accepted."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    examples = re.findall(r"^  diffcoll (.*?)  +(\S.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert {arguments.split()[0] for arguments, _ in examples} == {"verify", "check"}
+    assert len(examples) >= 4
+    for arguments, _ in examples:
+        if not arguments.endswith("--help"):
+            assert checked(arguments.split()).command == arguments.split()[0]
+    helps = [arguments for arguments, _ in examples if arguments.endswith("--help")]
+    assert helps == ["check --help"]
+
+
+def test_the_version_of_what_is_installed():
+    """By both names of the command."""
+    both = [Path(sys.executable).with_name("diffcoll")], [sys.executable, "-m", "diffcoll"]
+    for command in both:
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout == f"diffcoll {diffcoll.__version__}\n"
 
 
 @pytest.mark.parametrize(
