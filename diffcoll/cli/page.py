@@ -59,10 +59,20 @@ class Cell:
     #: HTML that follows the text.
     picture: str = ""
 
+    @property
+    def marked(self) -> str:
+        """The text, after a tick or a cross."""
+        return MARKS.get(self.style, "") + self.text
+
     def __str__(self) -> str:
-        mark = {"right": "✓ ", "wrong": "✗ "}.get(self.style, "")
         kinds = f"{self.kind} {self.style}".rstrip()
-        return f'<td class="{kinds}">{mark}{html.escape(self.text)}{self.picture}'
+        if not self.text and not self.picture:
+            return f'<td class="{kinds} none">–'
+        return f'<td class="{kinds}">{html.escape(self.marked)}{self.picture}'
+
+
+#: What is before a text that is right or wrong.
+MARKS = {"right": "✓ ", "wrong": "✗ "}
 
 
 #: How a terminal shows what is right, wrong or missing, and titles.
@@ -70,10 +80,23 @@ STYLES = {"right": "green", "wrong": "red", "none": "dim", "title": "bold", "": 
 
 
 def table(head: Iterable[str | Cell], rows: Iterable[tuple[str, Sequence[Cell]]], caption: str = "") -> str:
-    """Return a table that scrolls where the page is too narrow. Each row has a title and its cells."""
+    """Return a table that scrolls where the page is too narrow. Each row has a title and its cells.
+
+    The title of a row stands for the rows after it that have none.
+    """
     title = f"<caption>{html.escape(caption)}</caption>\n" if caption else ""
     top = "".join(str(each) if isinstance(each, Cell) else f"<th>{html.escape(each)}" for each in head)
-    body = "\n".join(f"<tr><th>{html.escape(name)}{''.join(map(str, cells))}" for name, cells in rows)
+    groups: list[list[str]] = []
+    titles = []
+    for name, cells in rows:
+        if name or not groups:
+            groups.append([])
+            titles.append(html.escape(name))
+        groups[-1].append("".join(map(str, cells)))
+    spans = [f' rowspan="{len(group)}"' if len(group) > 1 else "" for group in groups]
+    body = "\n".join(
+        f"<tr><th{span}>{name}" + "\n<tr>".join(group) for name, span, group in zip(titles, spans, groups, strict=True)
+    )
     return f"""<div class="wide"><table>
 {title}<thead><tr>{top}
 <tbody>

@@ -27,14 +27,10 @@ from rich.text import Text
 from diffcoll.cli.checks import NOT_OFFERED, Errors, jobs, worst
 from diffcoll.cli.competitors import SYSTEMS
 from diffcoll.cli.launch import UnreachableError
-from diffcoll.cli.page import STYLES, Cell, document, table
+from diffcoll.cli.page import MARKS, STYLES, Cell, document, table
 from diffcoll.cli.ranks import Launched, Spawned
+from diffcoll.cli.tally import KINDS, STYLE, Counts, headline, in_words, kind, picture
 from diffcoll.core.torch_private.release import COMPILES
-
-#: Tolerance: the largest relative error at which a collective passes.
-TOLERANCE = 1e-10
-#: A larger error is shown as wrong; a smaller one may be rounding.
-WRONG = 1e-6
 
 
 @dataclass
@@ -48,8 +44,7 @@ class CheckedCall:
 
     def passes(self) -> bool:
         """Whether all errors of diffcoll are within the tolerance."""
-        own = self.systems["diffcoll"]
-        return isinstance(own, dict) and max(own.values()) <= TOLERANCE
+        return kind("diffcoll", self.systems["diffcoll"]) == "right"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -79,12 +74,13 @@ def run(options: argparse.Namespace) -> int:
         about = f"{world.description}, torch {torch.__version__}, float64, seed {options.seed}"
         about += "" if COMPILES else "; compiled: not run, which needs torch 2.12 or later"
         show(rows, about)
-        content = {"about": about, "torch": torch.__version__, "passed": passed, "rows": [asdict(row) for row in rows]}
+        content = {"about": about, "torch": torch.__version__, "passed": passed, "counts": counts(rows)}
+        content["rows"] = [asdict(row) for row in rows]
         try:
             if options.json:
                 options.json.write_text(json.dumps(content, indent=1) + "\n")
             if options.html:
-                options.html.write_text(page(rows, about))
+                options.html.write_text(page(rows, about), encoding="utf-8")
         except OSError as error:  # the file was writable when the run began
             print(f"diffcoll verify: {error}", file=sys.stderr)
             passed = False
@@ -132,8 +128,16 @@ def show(rows: list[CheckedCall], about: str) -> None:
         own = row.systems["diffcoll"]
         why = own if isinstance(own, str) else "error above tolerance"
         console.print(Text(f"{why}: {row.collective}({row.call}), N = {row.world_size}", style="red"))
-    style = "red" if failed else "green"
-    console.print(f"diffcoll: {len(rows) - len(failed)} of {len(rows)} calls are right", style=style)
+    style, found = "wrong" if failed else "right", counts(rows)
+    console.print(Text(MARKS[style] + headline(found), style=STYLES[style]))
+    for system, of in list(found.items())[1:]:
+        console.print(Text(f"  {system}: {in_words(of)}"))
+
+
+def counts(rows: list[CheckedCall]) -> dict[str, Counts]:
+    """Return how many calls of each system are right, are wrong, raise, and are not offered."""
+    kinds = {system: [kind(system, row.systems[system]) for row in rows] for system in rows[0].systems}
+    return {system: {each: found.count(each) for each in KINDS} for system, found in kinds.items()}
 
 
 def _grid(rows: list[CheckedCall], about: str) -> Table:
@@ -149,7 +153,7 @@ def _grid(rows: list[CheckedCall], about: str) -> Table:
     for name, cells in _merged(rows):
         if name:
             grid.add_section()
-        grid.add_row(name, *(Text(cell.text, style=STYLES[cell.style]) for cell in cells))
+        grid.add_row(name, *(Text(cell.marked, style=STYLES[cell.style]) for cell in cells))
     return grid
 
 
@@ -165,8 +169,8 @@ def _merged(rows: list[CheckedCall]) -> Iterator[tuple[str, list[Cell]]]:
         for number, each in enumerate(zip_longest(*by_size.values())):
             same = [row for row in each if row is not None]
             sizes = " ".join(str(row.world_size) for row in same)
-            outcomes = [_cell(worst([row.systems[system] for row in same])) for system in same[0].systems]
-            yield "" if number else collective, [Cell(same[-1].call, "call"), Cell(sizes), *outcomes]
+            outcomes = [_cell(system, worst([row.systems[system] for row in same])) for system in same[0].systems]
+            yield "" if number else collective, [Cell(same[-1].call or "defaults", "call"), Cell(sizes), *outcomes]
 
 
 def _short(system: str) -> str:
@@ -175,22 +179,23 @@ def _short(system: str) -> str:
     return short if short == system else f"{short} of torch {torch.__version__}"
 
 
-def _cell(outcome: Errors) -> Cell:
-    if isinstance(outcome, str):
-        return Cell(outcome, style="none" if outcome == NOT_OFFERED else "wrong")
-    words = " ".join(f"{value:.0e}" for value in outcome.values())
-    return Cell(words, style="wrong" if max(outcome.values()) > WRONG else "right")
+def _cell(system: str, outcome: Errors) -> Cell:
+    style = {"right": "right", NOT_OFFERED: "none"}.get(kind(system, outcome), "wrong")
+    return Cell(
+        outcome if isinstance(outcome, str) else " ".join(f"{value:.0e}" for value in outcome.values()), style=style
+    )
 
 
 def page(rows: list[CheckedCall], about: str) -> str:
     """Return the page as HTML, without references to other files."""
-    failed = sum(not row.passes() for row in rows)
-    verdict = f"{len(rows) - failed} of {len(rows)} calls of diffcoll are right"
+    right, found = all(row.passes() for row in rows), counts(rows)
     head = ["collective", "call", "N", *map(_short, rows[0].systems)]
-    text = f"""<p>Rank r computes a loss ℓ<sub>r</sub>; the objective is their sum. Each call ran on real processes with
+    text = f"""<p>A call at one number of ranks counts once. Of each system those calls are counted that it offers.
+{picture(found)}
+<p>Rank r computes a loss ℓ<sub>r</sub>; the objective is their sum. Each call ran on real processes with
 data and cotangents that differ on every rank. Each cell has three numbers: the relative errors of the output, the
 gradient and a second-order gradient, against reference gradients that PyTorch derives with all ranks in one autograd
 graph. Rows jvp (forward mode) have two: output and tangent. Rows compiled (torch.compile(fullgraph=True)) have two:
 output and gradient. The columns of PyTorch's own collectives hold for torch {torch.__version__}.
 {table(head, _merged(rows), about)}"""
-    return document("diffcoll verify", verdict, not failed, text)
+    return document("diffcoll verify", headline(found), right, text, STYLE)

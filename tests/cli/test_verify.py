@@ -15,7 +15,7 @@ import torch
 from releases import compiles
 from runs import ROOT, python
 
-from diffcoll.cli import checks, competitors, main, ranks
+from diffcoll.cli import checks, competitors, main, ranks, tally
 from diffcoll.cli import verify as report
 from diffcoll.cli.arguments import checked
 from diffcoll.collectives import COLLECTIVES
@@ -59,7 +59,7 @@ def test_right_beside_wrong(tmp_path, capsys, monkeypatch):
     for (_, call), systems in rows.items():
         assert set(systems) == set(competitors.SYSTEMS)
         assert set(systems["diffcoll"]) == kinds.get(call, {"output", "gradient", "second"})
-        assert max(systems["diffcoll"].values()) <= report.TOLERANCE
+        assert max(systems["diffcoll"].values()) <= tally.TOLERANCE
     # PyTorch's own broadcast has the identity as backward
     theirs = rows["broadcast", "src=1"]["torch.distributed._functional_collectives"]
     assert theirs["output"] == 0
@@ -80,7 +80,15 @@ def test_right_beside_wrong(tmp_path, capsys, monkeypatch):
     for system in ("nn.functional", "_functional_collectives"):
         assert f"<th>{system} of torch {torch.__version__}" in page
     assert page.startswith("<!doctype html>")
-    assert f"{count} of {count} calls of diffcoll are right" in page
+    systems = list(found["counts"])
+    assert systems == list(competitors.SYSTEMS)
+    headline = f"diffcoll {count} of {count} calls are right"
+    for system in systems[1:]:
+        offered = [row["systems"][system] for row in found["rows"] if row["systems"][system] != "not offered"]
+        right = sum(isinstance(o, dict) and max(o.values()) <= tally.WRONG for o in offered)
+        assert right < len(offered)
+        headline += f", {system} {right} of {len(offered)}"
+    assert f"✓ {headline}" in " ".join(printed.split()) and f"✓ {headline}." in page
     assert not re.search(r'(src|href)="|https?://|<script', page)  # no reference to other files
 
 
@@ -97,7 +105,9 @@ def test_a_wrong_rule_is_noticed(tmp_path, monkeypatch, capsys, alone):
     assert not found["passed"]
     assert "error above tolerance: scan" in capsys.readouterr().out
     calls = sum(case.name == "scan" for case in cases.table(2)) + 1  # jvp
-    assert f"0 of {calls} calls of diffcoll are right" in page
+    assert f"diffcoll 0 of {calls} calls are right" in page
+    table = page[page.rindex("<table>") :]
+    assert "✓" not in table and table.count("✗") == calls
 
 
 def test_the_table_has_every_collective():
@@ -117,10 +127,75 @@ def test_a_call_that_a_system_offers_at_one_size_alone(capsys):
     ]
     report.show(rows, "about")
     printed, page = capsys.readouterr().out, report.page(rows, "about <i>")
-    assert "2 3 │ 0e+00 1e-16" in printed and "0e+00 5e-01" in printed and "3 of 3 calls" in printed
+    assert "2 3 │ ✓ 0e+00 1e-16" in printed and "✗ 0e+00 5e-01" in printed and "3 of 3 calls" in printed
     assert '<td class="n">2 3<td class="n right">✓ 0e+00 1e-16<td class="n wrong">✗ 0e+00 5e-01' in page
     assert '<td class="call">&lt;b&gt;<td class="n">3' in page and '<td class="n none">not offered' in page
-    assert printed.count("not offered") == page.count("not offered") == 1 and "<i>" not in page
+    assert "<i>" not in page
+
+
+ALONE = {"output": 0.0, "gradient": 1e-16}
+HEADLINE = "diffcoll 3 of 4 calls are right, torch.distributed.nn.functional 1 of 3"
+
+
+@pytest.fixture
+def told(capsys):
+    """What is printed and the page, of four calls: one is wrong by less than what is called wrong of others."""
+    near, far = {"output": 0.0, "gradient": 1e-9}, {"output": 0.0, "gradient": 0.5}
+    theirs = [near, far, "raises NotImplementedError", "not offered"]
+    rows = [
+        report.CheckedCall(
+            ["scan", "scan", "split", "split"][i],
+            ["", "x=1", "", "x=1"][i],
+            2,
+            {
+                "diffcoll": near if i == 1 else ALONE,
+                "torch.distributed.nn.functional": theirs[i],
+                "torch.distributed._functional_collectives": "not offered",
+            },
+        )
+        for i in range(4)
+    ]
+    report.show(rows, "about")
+    return capsys.readouterr().out, report.page(rows, "about"), rows
+
+
+def test_the_headline_counts_the_calls_of_each_system(told):
+    """Of those that it offers, with what it is judged by: a system that offers none is not 0 of 0."""
+    printed, page, rows = told
+    last = printed.rstrip().splitlines()[-3:]
+    assert last == [
+        f"✗ {HEADLINE}",
+        "  torch.distributed.nn.functional: 1 right, 1 wrong, 1 raises, 1 not offered",
+        "  torch.distributed._functional_collectives: 4 not offered",
+    ]
+    assert f'<p class="wrong"><strong>✗ {HEADLINE}.</strong>' in page
+    assert report.counts(rows)["torch.distributed.nn.functional"] == {
+        "right": 1, "wrong": 1, "raises": 1, "not offered": 1
+    }  # fmt: skip
+    assert sum(report.counts(rows)["diffcoll"].values()) == 4
+
+
+def test_the_ticks_are_those_that_are_counted(told):
+    printed, page, _ = told
+    table = page[page.rindex("<table>") :]
+    assert (table.count("✓"), table.count("✗")) == (3 + 1, 1 + 2)
+    grid = printed[: printed.index("└")]
+    assert (grid.count("✓"), grid.count("✗")) == (3 + 1, 1 + 2)
+    for text in grid, table:
+        assert text.count("defaults") == 2  # the call without arguments
+
+
+def test_nothing_is_blank(told):
+    """No cell of a table, and no part of a picture, is empty."""
+    page = told[1]
+    assert not re.search(r"<t[dh](?: [^>]*)?>\s*(?=<t|</t|$)", page)
+    assert page.count('<th rowspan="2">') == 2  # a collective, next to all its calls
+    pictures = re.findall(r"<svg.*?</svg>", page)
+    assert len(pictures) == 3  # one for each system
+    for picture in pictures:
+        assert all(float(width) > 0 for width in re.findall(r'<rect[^>]* width="([^"]*)"', picture))
+    assert [picture.count("<rect") for picture in pictures] == [2, 4, 1]
+    assert 'aria-label="torch.distributed.nn.functional: 1 right, 1 wrong, 1 raises, 1 not offered"' in pictures[1]
 
 
 # ── failures ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -143,7 +218,7 @@ def test_a_call_that_raises(tmp_path, monkeypatch, capsys, alone):
     assert rows.pop(("shift", "jvp, all calls")) == "raises ValueError: planted [here]"
     assert {name for name, _ in rows} == {"shift", "scan"}
     for errors in rows.values():
-        assert max(errors.values()) <= report.TOLERANCE
+        assert max(errors.values()) <= tally.TOLERANCE
     printed = capsys.readouterr().out
     assert "raises ValueError: planted [here]: shift(offset=-1, wrap=False), N = 2" in printed
     assert f"{len(rows)} of {len(rows) + 2} calls are right" in printed
@@ -247,7 +322,7 @@ def fail_under_torchrun(tmp_path, ranks, names):
     rows = {(row["collective"], row["call"]): row["systems"]["diffcoll"] for row in rows}
     failed = rows.pop(("shift", "offset=-1, wrap=False")), rows.pop(("shift", "jvp, all calls"))
     for key in [key for key in rows if key[0] in ("shift", "scan")]:
-        assert max(rows.pop(key).values()) <= report.TOLERANCE, key
+        assert max(rows.pop(key).values()) <= tally.TOLERANCE, key
     return failed, rows
 
 
