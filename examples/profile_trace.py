@@ -10,14 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-import matplotlib
 import torch
+from pictures import pyplot
 
 import diffcoll as dc
 from diffcoll.testing import spawn
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 
 def step(rank: int, folder: str) -> list[tuple[str, float, float]]:
@@ -45,15 +42,19 @@ def step(rank: int, folder: str) -> list[tuple[str, float, float]]:
 
 
 def main(folder: str) -> None:
+    plt = pyplot()
     ranks = spawn(step, range(2), [folder] * 2)
-    colors = {"encoder": "tab:gray", "late": "tab:red"}
+    colors = {"encoder": "tab:gray", "late": "tab:red", "forward": "tab:blue", "backward": "tab:orange"}
     figure, axes = plt.subplots(figsize=(9, 2.5), layout="constrained")
     for rank, events in enumerate(ranks):
         for name, start, length in events:
-            forward = "backward" not in name
-            axes.barh(rank, length, left=start, color=colors.get(name, "tab:blue" if forward else "tab:orange"))
+            kind = name if name in colors else "backward" if "backward" in name else "forward"
+            axes.barh(rank, length, left=start, color=colors[kind])
             print(f"rank {rank} at {start:6.2f} ms for {length:6.2f} ms: {name}")
-    axes.set(xlabel="ms", yticks=[0, 1], yticklabels=["rank 0", "rank 1"], title="blue: forward, orange: backward")
+    for kind, color in colors.items():
+        axes.bar(0, 0, color=color, label=f"all_gather, {kind}" if kind.endswith("ward") else kind)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.set(xlabel="ms", yticks=[0, 1], yticklabels=["rank 0", "rank 1"], title="A step in which rank 1 is late")
     picture = Path(folder, "profile_trace.png")
     figure.savefig(picture, dpi=150)
 

@@ -1,5 +1,6 @@
 """README, notes and examples run and are consistent with the code."""
 
+import math
 import os
 import re
 import runpy
@@ -135,6 +136,8 @@ def test_an_example_without_mpi():
 
 #: Trainings, and the score that they exceed; of raw pixels, nearest neighbours have 71 %.
 SCORES = {"simclr": 75, "clip": 71, "supcon": 80, "barlow_twins": 75, "segmentation": 60, "retrieval": 60}
+#: This one has a test of its own.
+MEASURED = "digits_contrastive"
 #: Arguments of examples that take long by default; `make test-slow` runs trainings whole.
 SMALLER = {
     **{f"{name}.py": ["--steps", "3"] for name in SCORES},
@@ -148,7 +151,7 @@ SMALLER = {
 # Each of the others would import PyTorch twice more: here, and in a server of its own that forks its ranks.
 @pytest.mark.parametrize(
     "path",
-    sorted(p for p in (ROOT / "examples").glob("*.py") if "__main__" in p.read_text()),
+    sorted(p for p in (ROOT / "examples").glob("*.py") if "__main__" in p.read_text() and p.stem != MEASURED),
     ids=lambda path: path.name,
 )
 def test_examples(path, tmp_path, monkeypatch, capsys):
@@ -163,6 +166,29 @@ def test_examples(path, tmp_path, monkeypatch, capsys):
     assert printed
     for file in re.findall(r"wrote (\S+)", printed):
         assert Path(tmp_path, file).exists()
+
+
+@pytest.mark.parametrize("name", [MEASURED, "profile_trace"])
+def test_a_picture_without_matplotlib(name, tmp_path):
+    """One line that says what to install, before anything is trained."""
+    (tmp_path / "matplotlib.py").write_text(
+        "raise ModuleNotFoundError('No module named matplotlib', name='matplotlib')"
+    )
+    paths = os.pathsep.join(map(str, (tmp_path, ROOT)))
+    done = python(ROOT / "examples" / f"{name}.py", returns=1, cwd=tmp_path, environment={"PYTHONPATH": paths})
+    assert done.stderr == "matplotlib is not installed; from a checkout of diffcoll: pip install '.[examples]'\n"
+    assert done.stdout == ""
+
+
+def test_the_wrong_gather_ends_worse(tmp_path):
+    """What the picture shows is what was measured: the curves lie on each other, or end far apart."""
+    printed = python(ROOT / "examples" / f"{MEASURED}.py", cwd=tmp_path, timeout=100).stdout
+    ends = dict(re.findall(r"^(.+): loss ends at (\d+\.\d+)", printed, re.MULTILINE))
+    one, right, wrong = (float(ends[name]) for name in ("one process", "diffcoll.all_gather", "detached gather"))
+    assert right == one < wrong - 0.5
+    chance = math.log(96)  # a loss that knows nothing: every column is as likely as the right one
+    assert one < 0.5 * chance and wrong < chance
+    assert (tmp_path / "digits_contrastive.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
