@@ -3,6 +3,7 @@
 # make test-frameworks   with Accelerate, Lightning, the HF Trainer and others, in .venv-frameworks
 # make test-device   on a device of the tests' own, where missing synchronization is a wrong number; needs a C++ compiler
 # make test-hosts    on hosts made of network namespaces, whose cables are pulled; needs root and iproute2
+# make api     what has changed in the public API since the last tag, or REF=…, in a way that breaks users' code
 # make docs    the site of the notes and the reference, in build/docs/index.html; a warning is an error
 # Each builds .venv itself when it is missing or older than what it is made from.
 # TORCH=2.15.0 with any of them: on that release of PyTorch, in .venv-torch, which holds one release at a time.
@@ -16,7 +17,7 @@ READY = $(VENV)/ready$(TORCH)
 # Where images set it, every process that a test starts would compile the modules anew: a third of the suite's time.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: verify test test-slow test-device test-hosts test-frameworks docs lint types format clean
+.PHONY: verify test test-slow test-device test-hosts test-frameworks api docs lint types format clean
 
 verify: $(READY)
 	$(BIN)/python -m diffcoll verify $(ARGS)
@@ -36,6 +37,9 @@ test-hosts: $(READY)
 
 test-frameworks: .venv-frameworks/ready
 	.venv-frameworks/bin/python -m pytest tests/frameworks $(ARGS)
+
+api: $(READY)
+	$(BIN)/python tests/api_breaks.py $(REF)
 
 docs: $(READY)
 	$(BIN)/python -m sphinx -q -W -n notes build/docs $(ARGS)

@@ -1,6 +1,7 @@
 """What users install, and what is said about it."""
 
 import re
+import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -82,6 +83,84 @@ def test_a_newcomer(built, tmp_path):
         assert f"rank {rank} of 2: y = [2.0, 2.0], gradient [2.0, 2.0]" in printed
     check = "-m", "diffcoll", "check", "test_your_loss.py:uneven", "--against", "one_process"
     assert "averaged over ranks: right" in python(*check, **found).stdout
+
+
+def test_the_wheel_passes_the_check_of_its_contents(built):
+    """No file of tests, no bytecode, no folder that is no package; and the record agrees with the files."""
+    pytest.importorskip("check_wheel_contents")
+    wheel = next(built.glob("*.whl"))
+    done = python("-m", "check_wheel_contents", "--config", ROOT / "pyproject.toml", wheel)
+    assert done.stdout == f"{wheel}: OK\n"
+
+
+def test_the_check_of_contents_can_fail(built, tmp_path):
+    """On a wheel that would install `tests`."""
+    pytest.importorskip("check_wheel_contents")
+    right = next(built.glob("*.whl"))
+    wheel = tmp_path / right.name
+    with zipfile.ZipFile(right) as of, zipfile.ZipFile(wheel, "w") as to:
+        for name in of.namelist():
+            more = b"tests/test_more.py,,\n" if name.endswith("/RECORD") else b""
+            to.writestr(name, of.read(name) + more)
+        to.writestr("tests/test_more.py", "x = 1\n")
+    done = python("-m", "check_wheel_contents", "--config", ROOT / "pyproject.toml", wheel, returns=1)
+    assert re.findall(r": (W\d+): ", done.stdout) == ["W005", "W202"], done.stdout
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        ("", ""),
+        ('"Typing :: Typed"', '"Typing :: Tpyed"'),
+        ('license = "BSD-3-Clause"', 'license = "BSD"'),
+        ('requires-python = ">=3.10"', 'requires-python = "from 3.10"'),
+    ],
+)
+def test_pyproject_is_valid(now, said, tmp_path):
+    """Names of classifiers, licenses and versions too; with a mistake it is not."""
+    pytest.importorskip("validate_pyproject")
+    pytest.importorskip("trove_classifiers")
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert now in text
+    (tmp_path / "pyproject.toml").write_text(text.replace(now, said) if now else text, encoding="utf-8")
+    offline = {"VALIDATE_PYPROJECT_NO_NETWORK": "1"}
+    command = "-m", "validate_pyproject", tmp_path / "pyproject.toml"
+    done = python(*command, returns=int(bool(now)), environment=offline)
+    assert ("Valid" in done.stdout) == (not now), done.stdout + done.stderr
+
+
+def test_breaks_of_the_api_are_found(tmp_path):
+    """Of what is exported, wherever it is defined, since a commit; not what is private, moved, or an addition."""
+    pytest.importorskip("griffe")
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=lambda _, names: {*names} - {"api_breaks.py"})
+    shutil.copytree(ROOT / "diffcoll", tmp_path / "diffcoll", ignore=shutil.ignore_patterns("__pycache__"))
+    git = ["git", "-c", "user.name=nobody", "-c", "user.email=nobody@localhost"]
+    for command in ["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]:
+        subprocess.run([*git, *command], cwd=tmp_path, check=True, timeout=60)
+    compare = tmp_path / "tests" / "api_breaks.py", "HEAD"
+    assert python(*compare).stdout.startswith("nothing of the public API has changed since HEAD")
+    assert "no tag to compare with" in python(compare[0], returns=2).stderr
+
+    def edit(name, old, new):
+        file = tmp_path / "diffcoll" / name
+        text = file.read_text(encoding="utf-8")
+        assert old in text, (name, old)
+        file.write_text(text.replace(old, new), encoding="utf-8")
+
+    edit("collectives/all_gather.py", "stack: ", "stacked: ")
+    edit("nn/functional.py", '    "koleo_loss",\n', "")
+    edit("averaging/averager.py", "def set_weight(", "def set_the_weight(")
+    edit("truth.py", "def scan(", "def prefix(")
+    edit("core/errors.py", "def user_line(", "def line_of_user(")  # not exported
+    edit("testing/spawn.py", "seed: int = 0,", "seed: int = 0,\n    more: int = 0,")
+    (tmp_path / "diffcoll/collectives/shift.py").rename(tmp_path / "diffcoll/composed/shift.py")
+    edit("__init__.py", "from diffcoll.collectives.shift ", "from diffcoll.composed.shift ")
+    assert python(*compare, returns=1).stdout.splitlines() == [
+        "diffcoll.GradientAverager.set_weight: Public object was removed",
+        "diffcoll.all_gather(stack): Parameter was removed",
+        "diffcoll.nn.functional.koleo_loss: Public object was removed",
+        "diffcoll.truth.scan: Public object was removed",
+    ]
 
 
 def test_the_citation_is_of_this_version():
