@@ -1,0 +1,77 @@
+"""The workflow of the repository: it tests what pyproject.toml promises, and the wheel instead of the sources."""
+
+import re
+import subprocess
+import zipfile
+
+import pytest
+from runs import ROOT
+
+yaml = pytest.importorskip("yaml")
+tomllib = pytest.importorskip("tomllib")
+FILE = ROOT / ".github" / "workflows" / "tests.yml"
+pytestmark = pytest.mark.skipif(not FILE.exists(), reason="a source distribution has no workflows")
+
+
+@pytest.fixture
+def job():
+    return yaml.safe_load(FILE.read_text(encoding="utf-8"))["jobs"]["tests"]
+
+
+@pytest.fixture
+def project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def commands(job):
+    """The name and the script of each step that runs one."""
+    return {step["name"]: step["run"] for step in job["steps"] if "run" in step}
+
+
+def test_every_python_that_is_named(job, project):
+    """From the oldest that is allowed on, without a gap. YAML would read 3.10 without quotes as 3.1."""
+    pythons = job["strategy"]["matrix"]["python"]
+    prefix = "Programming Language :: Python :: 3."
+    assert pythons == [f"3.{c.removeprefix(prefix)}" for c in project["classifiers"] if c.startswith(prefix)]
+    assert project["requires-python"] == f">={pythons[0]}"
+    minors = [int(version.removeprefix("3.")) for version in pythons]
+    assert minors == list(range(minors[0], minors[-1] + 1))
+    assert any(step.get("with", {}).get("python-version") == "${{ matrix.python }}" for step in job["steps"])
+
+
+def test_the_oldest_torch_and_the_newest(job, project):
+    """The newest is whatever there is, since pyproject.toml has no upper bound."""
+    (declared,) = (d for d in project["dependencies"] if d.startswith("torch"))
+    oldest = re.fullmatch(r"torch>=(\d+\.\d+)", declared)[1]
+    assert job["strategy"]["matrix"]["torch"] == [f"torch=={oldest}.*", "torch"]
+    first, second = commands(job)["Install"].splitlines()
+    assert first.endswith('install "${{ matrix.torch }}"')
+    extras = re.search(r"dist/\*\.whl\)\[(.*?)\]", second)[1].split(",")
+    assert "test" in extras and set(extras) <= set(project["optional-dependencies"])
+
+
+def test_the_files_of_the_wheel_are_tested(job, tmp_path):
+    """The step before the tests removes what they would import from the checkout, and puts the wheel's files there."""
+    *_, install, replaces, test = commands(job)
+    assert (install, test) == ("Install", "Test")
+    for name in "diffcoll/core/call.py", "diffcoll/left_out.py", "diffcoll_pytest.py", "tests/runs.py":
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("source")
+    (tmp_path / "dist").mkdir()
+    with zipfile.ZipFile(tmp_path / "dist" / "diffcoll-1-py3-none-any.whl", "w") as wheel:
+        for name in "diffcoll/core/call.py", "diffcoll_pytest.py", "diffcoll-1.dist-info/RECORD":
+            wheel.writestr(name, "wheel")
+    script = ["bash", "-e", "-c", commands(job)[replaces]]
+    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    if "unzip: command not found" in done.stderr:
+        pytest.skip("no unzip")
+    assert done.returncode == 0, done.stderr
+    found = {str(f.relative_to(tmp_path)): f.read_text() for f in tmp_path.rglob("*") if f.suffix == ".py"}
+    assert found == {"diffcoll/core/call.py": "wheel", "diffcoll_pytest.py": "wheel", "tests/runs.py": "source"}
+    assert not list(tmp_path.glob("*.dist-info"))  # pip has installed the wheel already
+
+
+def test_every_job_ends(job):
+    jobs = yaml.safe_load(FILE.read_text(encoding="utf-8"))["jobs"]
+    assert job["needs"] == "wheel" and set(jobs) == {"wheel", "tests"}
+    assert all(0 < each["timeout-minutes"] <= 60 for each in jobs.values())
