@@ -6,9 +6,9 @@ import contextlib
 import inspect
 import io
 import re
+import sys
 import tempfile
 import zlib
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +18,10 @@ import diffcoll
 from diffcoll.cli import main
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import pictures  # noqa: E402
+
 #: Where the pages of the reference are written.
 REFERENCE = HERE / "reference"
 #: The modules that users import, and what a page says of each.
@@ -28,16 +32,9 @@ MODULES = {
     "diffcoll.testing": "Simulated ranks, processes, and checks of gradients.",
     "diffcoll.truth": "The reference of each collective, in which N ranks live in one autograd graph.",
 }
-#: The parts of the site in order: a folder of notes, and those of its pages that come first.
-PARTS = {
-    "Start": ("start", ["README"]),
-    "How to": ("how-to", ["README"]),
-    "Training": ("training", ["README", "losses", "averaging"]),
-    "With the frameworks": ("with", ["README"]),
-    "Collectives": ("collectives", ["README", "all_reduce", "all_gather", "gather", "broadcast", "all_to_all"]),
-    "Running": ("running", ["README"]),
-    "Why": ("why", ["README", "law"]),
-}
+#: The pages of the first page's contents, in order. A folder's pages are below its README, in the order of its links.
+CONTENTS = ["start/README", "how-to/README", "symptoms", "training/README", "with/README", "collectives/README"]
+CONTENTS += ["running/README", "why/README", "glossary", "reference/index"]
 
 project, author = "diffcoll", "the diffcoll developers"
 version = release = diffcoll.__version__
@@ -136,7 +133,11 @@ def write_reference(app: Any) -> None:
             kind = "autoclass" if inspect.isclass(value) else "autofunction" if callable(value) else "autodata"
             members = ["   :members:"] if kind == "autoclass" else []
             title = page.rpartition(".")[2]
-            _write(REFERENCE / f"{page}.rst", [title, "=" * len(title), "", f".. {kind}:: {page}", *members])
+            lines = [title, "=" * len(title), "", f".. {kind}:: {page}", *members]
+            if name in ("diffcoll", "diffcoll.truth") and title in diffcoll.collectives.COLLECTIVES:
+                _write(REFERENCE / f"{title}.svg", [pictures.picture(title)])
+                lines[3:3] = [f".. image:: {title}.svg", f"   :alt: {title} on two ranks, forward and backward", ""]
+            _write(REFERENCE / f"{page}.rst", lines)
     lines = ["Commands and the pytest plugin", "=" * 30, ""]
     for command in "verify", "check":
         text = re.sub("^", "   ", help_of(command), flags=re.MULTILINE)
@@ -162,21 +163,10 @@ def _write(path: Path, lines: list[str]) -> None:
 
 def add_contents(app: Any, name: str, source: list[str]) -> None:
     """Put the table of contents at the end of the pages that are folders' indices; GitHub lists folders itself."""
-    if name == root_doc:
-        parts = {part: pages_of(*pages) for part, pages in {"First": (".",), **PARTS}.items()}
-        parts["Reference"] = ["reference/index"]
-        source[0] += "".join(_toctree(part, pages) for part, pages in parts.items())
-
-
-def pages_of(folder: str, first: Sequence[str] = ()) -> list[str]:
-    """Return the pages of a folder, those that are named first, the others by their names."""
-    others = sorted({path.stem for path in (HERE / folder).glob("*.md")} - {*first})
-    pages = (Path(folder, name).as_posix() for name in (*first, *others))
-    return [page for page in pages if page != root_doc]
-
-
-def _toctree(caption: str, pages: list[str]) -> str:
-    return "\n".join(["", "```{toctree}", ":hidden:", f":caption: {caption}" if caption else "", "", *pages, "```", ""])
+    if Path(name).name == root_doc:
+        links = re.findall(r"\]\(([\w-]+)\.md[)#]", source[0])
+        pages = CONTENTS if name == root_doc else [*dict.fromkeys(links)]
+        source[0] += "\n".join(["", "```{toctree}", ":hidden:", "", *pages, "```", ""])
 
 
 #: A link to a file of the repository that is no page.
@@ -238,4 +228,3 @@ def setup(app: Any) -> None:
     app.connect("build-finished", redirect)
     app.connect("builder-inited", write_reference)
     app.connect("source-read", add_contents)
-    app.connect("env-get-outdated", lambda *_: [root_doc])  # its contents follow from the folders, not from its text

@@ -9,9 +9,11 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 from runs import ROOT
 
 import diffcoll
+from diffcoll.testing import simulate
 
 pytest.importorskip("sphinx")
 
@@ -22,6 +24,43 @@ def conf():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def pictures(conf):
+    return conf.pictures
+
+
+@pytest.mark.parametrize("name", diffcoll.collectives.COLLECTIVES)
+def test_a_picture_shows_the_rule(pictures, name):
+    """What stands in its cells is what the library's own forward and backward return."""
+    torch.manual_seed(0)
+    xs = [torch.randn(2, dtype=torch.double) for _ in range(2)]
+    xs = [xs[0], xs[0].clone()] if name in pictures.COPIES else xs
+    gys = [torch.randn(8, dtype=torch.double) for _ in range(2)]
+
+    def both(x, gy):
+        x.requires_grad_()
+        y = getattr(diffcoll, name)(x, *pictures.ARGUMENTS.get(name, ()))
+        gx = torch.autograd.grad(y, x, gy[: len(y)])[0]
+        return y.detach(), gx
+
+    expected = simulate(both, xs, gys, rules=True)
+    for shown, inputs, which in zip(pictures.maps(name), (xs, gys), range(2), strict=True):
+        before, after = shown
+        values = {"0": 0.0}
+        for cells, x in zip(before, inputs, strict=True):
+            values |= {words: value for (words, _), value in zip(cells, x.tolist(), strict=False)}
+        for cells, rank in zip(after, expected, strict=True):
+            found = [sum(values[word] for word in words.split("+")) for words, _ in cells]
+            torch.testing.assert_close(torch.tensor(found, dtype=torch.double), rank[which].detach())
+    assert pictures.picture(name).count("<rect") > 8
+
+
+def test_the_picture_of_the_readme_is_measured(pictures):
+    values = pictures.gathers()
+    assert [of_ranks for of_ranks in values.values()] == [[11, 11], [1, 10], [5.5, 5.5], [0, 0]]
+    assert pictures.README.read_text(encoding="utf-8") == pictures.bars(values), "run python notes/pictures.py"
 
 
 def test_every_public_name_has_a_page(conf, tmp_path, monkeypatch):
@@ -40,12 +79,17 @@ def test_every_public_name_has_a_page(conf, tmp_path, monkeypatch):
 
 
 def test_every_page_is_in_the_contents(conf):
-    index = ["text"]
-    conf.add_contents(None, "README", index)
     notes = ROOT / "notes"
     pages = {path.relative_to(notes).with_suffix("").as_posix() for path in notes.rglob("*.md")} - {"README"}
     assert len(pages) > 40
-    assert not [page for page in sorted(pages) if index[0].count(f"\n{page}\n") != 1]
+    found = []
+    for index in notes.rglob("README.md"):
+        name = index.relative_to(notes).with_suffix("").as_posix()
+        source = [index.read_text(encoding="utf-8")]
+        conf.add_contents(None, name, source)
+        listed = re.search(r"```{toctree}\n:hidden:\n\n(.*)\n```\n$", source[0], re.DOTALL)[1].split("\n")
+        found += [(index.parent / page).relative_to(notes).as_posix() for page in listed]
+    assert sorted(found) == sorted({*pages, "reference/index"})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""notes/how-to/testing.md and the README's report say what the code says; as a program, this file writes both."""
+"""notes/how-to/testing.md and the README say what the code says; as a program, this file writes it to the note."""
 
 import contextlib
 import io
@@ -43,10 +43,17 @@ def test_the_causes_are_those_of_the_diagnosis():
     assert found and found[0] == table(), f"run python {Path(__file__).relative_to(ROOT)}"
 
 
-def test_the_readme_shows_what_the_example_prints():
-    found = REPORT.search(README.read_text(encoding="utf-8"))
+def test_the_note_shows_what_the_example_prints():
+    found = REPORT.search(NOTE.read_text(encoding="utf-8"))
     expected = without_rounding(printed())
     assert found and without_rounding(found[0]) == expected, f"run python {Path(__file__).relative_to(ROOT)}"
+
+
+def test_the_readme_shows_lines_that_the_example_prints():
+    found = REPORT.search(README.read_text(encoding="utf-8"))
+    lines = found[0].splitlines()
+    assert len(lines) == 7
+    assert [line for line in printed().splitlines() if line in lines] == lines
 
 
 @pytest.mark.parametrize("kind", ["simulated", "gloo"])
@@ -58,10 +65,10 @@ def test_the_tests_in_the_note_pass(pytester, kind):
 
 
 def main():
-    for path, pattern, text in ((NOTE, TABLE, table()), (README, REPORT, printed())):
-        old = path.read_text(encoding="utf-8")
-        assert pattern.search(old), path
-        path.write_text(pattern.sub(lambda _, text=text: text, old), encoding="utf-8")
+    for pattern, text in ((TABLE, table()), (REPORT, printed())):
+        old = NOTE.read_text(encoding="utf-8")
+        assert pattern.search(old), pattern
+        NOTE.write_text(pattern.sub(lambda _, text=text: text, old), encoding="utf-8")
 
 
 if __name__ == "__main__":
