@@ -1,6 +1,6 @@
 """What autograd accumulates: in a pass whose gradients are reduced, and between two reductions.
 
-note  notes/training/averaging.md
+note  notes/training/gradient-averager.md
 """
 
 from __future__ import annotations

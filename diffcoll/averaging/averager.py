@@ -3,7 +3,7 @@
 `hooks.py` follows the backward pass, `reducer.py` reduces the buckets, `buckets.py` stores gradients contiguously in
 memory. Buckets are sent in a duplicate of the group, so their messages cannot match other messages.
 
-note  notes/training/averaging.md, notes/why/when-gradients-synchronize.md
+note  notes/training/gradient-averager.md, notes/why/when-gradients-synchronize.md
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class GradientAverager:
         reduced and `optimizer.step()`. A rank whose forward or backward has raised calls it with True, without another
         backward: the others' backward then returns without gradients. If it returns True, `.grad` is None on all ranks,
         micro-batches included, or zero if it is a view of memory of yours. Cost: one small message per step, in the
-        first call another reduction. See notes/training/averaging.md.
+        first call another reduction. See notes/training/gradient-averager.md.
 
         Args:
             failed: whether this rank has failed, or finds another reason to skip, such as a loss that is not finite.

@@ -3,7 +3,7 @@
 A hook communicates by `GradientBucket.all_reduce`. Before each of its messages, and after the last, the ranks compare
 what they are about to do. So a hook that raises, or that differs, on one rank is an error on all of them.
 
-note  notes/training/averaging.md, examples/powersgd.py
+note  notes/training/gradient-averager.md, examples/powersgd.py
 """
 
 from __future__ import annotations

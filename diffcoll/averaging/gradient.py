@@ -1,6 +1,6 @@
 """One parameter and its gradient: what was accumulated since the last reduction, and what was reduced before.
 
-note  notes/training/averaging.md
+note  notes/training/gradient-averager.md
 """
 
 from __future__ import annotations

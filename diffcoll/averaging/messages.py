@@ -1,6 +1,6 @@
 """Messages of an averager: small numbers, what the ranks must agree on before training, and a group of its own.
 
-note  notes/training/averaging.md
+note  notes/training/gradient-averager.md
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Ranks may have different numbers of forward passes per reduction, e.g. with micr
 number of reductions. So every rank takes part in exactly one exchange per reduction: before its first training forward
 since the last reduction, or, without one, at the end of backward.
 
-note  notes/training/averaging.md
+note  notes/training/gradient-averager.md
 """
 
 from __future__ import annotations

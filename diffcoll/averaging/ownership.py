@@ -4,7 +4,7 @@ The module holds its averager, in a forward hook, and the two are freed together
 averager of bare parameters keeps itself and them alive until `detach()`. Hooks of parameters hold it weakly:
 a strong reference would be a cycle through the autograd engine, which Python's garbage collector cannot see.
 
-note  notes/training/averaging.md
+note  notes/training/gradient-averager.md
 """
 
 from __future__ import annotations

@@ -307,7 +307,7 @@ def test_powersgd_sends_later_what_it_has_not_sent(where):
 
 
 def test_the_example_converges():
-    """The numbers in notes/training/averaging.md."""
+    """The numbers in notes/training/gradient-averager.md."""
     sent = []
 
     def counted(bucket):
