@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import io
@@ -24,6 +25,7 @@ import pictures  # noqa: E402
 
 #: Where the pages of the reference are written.
 REFERENCE = HERE / "reference"
+EXAMPLES = REFERENCE / "examples"
 #: The modules that users import, and what a page says of each.
 MODULES = {
     "diffcoll": "Collectives, averages of gradients, check mode and groups.",
@@ -104,7 +106,7 @@ def public(module: ModuleType) -> list[str]:
 
 def write_reference(app: Any) -> None:
     """Write a page for each module and each of its public names."""
-    REFERENCE.mkdir(exist_ok=True)
+    EXAMPLES.mkdir(exist_ok=True, parents=True)
     lines = [
         "API reference",
         "=" * 13,
@@ -112,7 +114,7 @@ def write_reference(app: Any) -> None:
         "Every public name has a page: signature, shapes, dtypes, errors and an example.",
         "",
     ]
-    names = [*MODULES, "commands", "changes"]
+    names = [*MODULES, "commands", "examples", "changes"]
     _write(REFERENCE / "index.rst", [*lines, ".. toctree::", "   :maxdepth: 2", "", *(f"   {name}" for name in names)])
     for name, about in MODULES.items():
         module = import_module(name)
@@ -143,6 +145,13 @@ def write_reference(app: Any) -> None:
         text = re.sub("^", "   ", help_of(command), flags=re.MULTILINE)
         lines += [f"diffcoll {command}", "-" * 20, "", ".. code-block:: text", "", text, ""]
     _write(REFERENCE / "commands.rst", [*lines, "pytest", "-" * 20, "", ".. automodule:: diffcoll_pytest"])
+    lines = ["Examples", "=" * 20, "", "Programs that train, measure and audit, on processes of this machine.", ""]
+    for path in sorted((HERE.parent / "examples").glob("*.py")):
+        about = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
+        lines.append(f"* :doc:`examples/{path.stem}`: " + about.replace("*", "\\*"))
+        source = f".. literalinclude:: ../../../examples/{path.name}"
+        _write(EXAMPLES / f"{path.stem}.rst", [path.stem, "=" * len(path.stem), "", source])
+    _write(REFERENCE / "examples.rst", [*lines, "", ".. toctree::", "   :hidden:", "   :glob:", "", "   examples/*"])
     included = [".. include:: ../../CHANGELOG.md", "   :parser: myst_parser.sphinx_"]
     _write(REFERENCE / "changes.rst", included)
 
@@ -174,13 +183,15 @@ _OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+((?!notes/)[^)\s#]*)[^)\s]*\)")
 
 
 def name_files(app: Any, name: str, source: list[str]) -> None:
-    """Replace links to files that are not on the site by the files' names in the repository."""
+    """Lead links to examples to their pages; replace those to files that are not on the site by the files' names."""
     depth = name.count("/") + 1
 
     def named(link: re.Match[str]) -> str:
         text, path = link.groups()
         if link[0].count("../") < depth:
             return link[0]
+        if example := re.fullmatch(r"examples/(\w+)\.py", path):
+            return f"[{text}]({'../' * (depth - 1)}reference/examples/{example[1]}.rst)"
         return f"`{path}`" if text.strip("`") in (path, Path(path).name) else f"{text} (`{path}`)"
 
     source[0] = _OUTSIDE.sub(named, source[0])

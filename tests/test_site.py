@@ -65,8 +65,10 @@ def test_the_picture_of_the_readme_is_measured(pictures):
 
 def test_every_public_name_has_a_page(conf, tmp_path, monkeypatch):
     monkeypatch.setattr(conf, "REFERENCE", tmp_path)
+    monkeypatch.setattr(conf, "EXAMPLES", tmp_path / "examples")
     conf.write_reference(None)
     pages = {path.stem for path in tmp_path.iterdir()}
+    assert (tmp_path / "examples" / "simclr.rst").exists()
     for name in conf.MODULES:
         module = importlib.import_module(name)
         for public in getattr(module, "__all__", diffcoll.collectives.COLLECTIVES):
@@ -100,6 +102,7 @@ def test_every_page_is_in_the_contents(conf):
             "[their tests](../tests/nn) and [a note](losses.md#simclr)",
             "their tests (`tests/nn`) and [a note](losses.md#simclr)",
         ),
+        ("[simclr](../examples/simclr.py)", "[simclr](reference/examples/simclr.rst)"),
         ("[torch](https://pytorch.org/docs)", "[torch](https://pytorch.org/docs)"),
     ],
 )
