@@ -28,7 +28,7 @@ from diffcoll.core.pending import Pending
 from diffcoll.engines.types import GradPlacement, Group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class AllGather(Linear):
     """y_r = [x_0 … x_{N-1}], with sizes[s] the size of x_s along dim."""
 

@@ -28,7 +28,7 @@ from diffcoll.core.reductions import Op, Ties
 from diffcoll.engines.types import GradPlacement, Group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class AllReduce(Linear):
     """y_r = Σ_s x_s; mean: Σ_s x_s / N, bit by bit that of the sum divided by N, unless a term is subnormal."""
 

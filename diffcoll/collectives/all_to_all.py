@@ -25,7 +25,7 @@ from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class AllToAll(Linear):
     """y_r = [x_s block r]_s.
 

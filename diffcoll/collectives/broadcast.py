@@ -27,7 +27,7 @@ from diffcoll.core.pending import Pending
 from diffcoll.engines.types import GradPlacement, Group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Broadcast(Linear):
     """y_r = x_src."""
 
@@ -55,7 +55,7 @@ class Broadcast(Linear):
         return False, self.replicated
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Keep(Linear):
     """y_src = x_src, x replicated; 0 elsewhere: the adjoint of the replicated broadcast."""
 

@@ -26,7 +26,7 @@ from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Gather(Linear):
     """y_dst = [x_0 … x_{N-1}], with sizes[s] the size of x_s along dim; elsewhere of size 0 along dim."""
 

@@ -25,7 +25,7 @@ from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Permute(Linear):
     """y_dst = x_src for each pair (src, dst); 0 where none is received.
 

@@ -27,7 +27,7 @@ from diffcoll.core.reductions import Op
 from diffcoll.engines.types import Group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Reduce(Linear):
     """y_dst = Σ_s x_s; 0 elsewhere."""
 

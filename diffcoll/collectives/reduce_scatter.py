@@ -26,7 +26,7 @@ from diffcoll.core.reductions import Op, Ties
 from diffcoll.engines.types import Group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class ReduceScatter(Linear):
     """y_r = (Σ_s x_s)[block r], with sizes[r] the size of block r along dim."""
 

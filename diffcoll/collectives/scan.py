@@ -27,7 +27,7 @@ from diffcoll.engines.engine import Wait, done
 from diffcoll.engines.types import Group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Scan(Linear):
     """y_r = Σ_{s≤r} x_s; exclusive: s<r; reverse: s≥r or s>r."""
 

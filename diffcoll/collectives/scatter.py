@@ -35,7 +35,7 @@ from diffcoll.engines.types import Group
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Scatter(Linear):
     """y_r = x_src[block r], with sizes[r] the size of block r along dim; on other ranks x has size 0 along dim."""
 

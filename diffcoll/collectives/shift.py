@@ -18,7 +18,7 @@ from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Shift(permute.Permute):
     """y_r = x_{r − offset}: a permute with pairs (r, r + offset)."""
 

@@ -24,7 +24,7 @@ from diffcoll.core.linear import Linear
 from diffcoll.engines.types import Group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Split(Linear):
     """y_r = x[block r], with sizes[r] the size of block r along dim."""
 

@@ -25,7 +25,7 @@ from diffcoll.core.linear import Linear
 from diffcoll.engines.types import Group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class SumGradients(Linear):
     """y_r = x.
 

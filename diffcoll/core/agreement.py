@@ -21,7 +21,7 @@ from diffcoll.core.torch_private.trees import tree_paths
 from diffcoll.engines.engine import Engine
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Agreement:
     """One call of a collective, as its ranks compare it."""
 

@@ -15,7 +15,7 @@ from diffcoll.core.reductions import Reduction
 from diffcoll.core.torch_private.tensors import times
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Bound:
     """y = f(before(x)), or the reduction of x that `op` names: f(x) for the sum, the result of `steps` for most."""
 
@@ -27,7 +27,7 @@ class Bound:
     steps: Callable[[Reducing], Steps] | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BoundTree:
     """joined([y_0, y_1, …]) of the results of several maps, each of which is bound when the one before has started."""
 

@@ -133,7 +133,7 @@ class _Apply(Function):
 # ── started and awaited separately ───────────────────────────────────────────────────────────────────────
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Request:
     """One application of a map that is started and awaited separately.
 

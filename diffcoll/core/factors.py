@@ -49,7 +49,7 @@ def number(x: Tensor | _Scaled) -> Tensor:
     return x if isinstance(x, Tensor) else _times_power_of_two(x.m, x.e)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Polynomial:
     """Σ_A ε^A a^A in ε_1 … ε_L, where ε_i² = 0: the coefficients a^A; the bits of the index are A. None: zero."""
 
@@ -73,7 +73,7 @@ _RESCALE_AT = 32
 _OF_ZERO = -1e30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Scaled:
     """A number m · 2^e, where m is a product of `count` factors with 1 ≤ |m_k| < 2 and e is an integer.
 

@@ -20,7 +20,7 @@ from diffcoll.engines.engine import Blocks
 Writes = Iterator[tuple[int, Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Delivery:
     """Carries out primitives of `Engine`, or collectives of torch.distributed.
 

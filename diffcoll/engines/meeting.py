@@ -26,7 +26,7 @@ class LocalGroup:
         return self._hash
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Entry:
     """What one rank brings to a meeting."""
 
@@ -46,7 +46,7 @@ class Entry:
         return f"waits in {self.origin.backward} of {self.origin.name} called at {self.origin.line}"
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Meeting:
     """A communication of the ranks of a group, each of which adds an entry."""
 

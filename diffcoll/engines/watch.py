@@ -25,7 +25,7 @@ _VARIABLE, _DEFAULT = "DIFFCOLL_WARN_AFTER", "30"
 _thread: threading.Thread | None = None
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Watched:
     """An engine, the process that created it, the last value of its `now`, and when that was first seen."""
 
