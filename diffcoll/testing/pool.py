@@ -26,7 +26,7 @@ from diffcoll.testing.processes import (
     temporary_folder,
 )
 from diffcoll.testing.stacks import stacks
-from diffcoll.testing.worker import STREAMS, Answer, Seat, serve_forked
+from diffcoll.testing.worker import STREAMS, Answer, Seat, expect_no_import, serve_forked
 
 
 class Pool:
@@ -76,6 +76,7 @@ class Pool:
         self, kind: str, timeout: float, payloads: Sequence[bytes], seed: int = 0, captured: bool = False
     ) -> list[Answer]:
         """Make one call. A payload is a pickled function with its arguments for one rank."""
+        expect_no_import("spawn")
         n = len(payloads)
         members = self._members(kind, n)
         assert self._folder is not None

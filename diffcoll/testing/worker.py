@@ -131,10 +131,28 @@ def _one_call(pipe: Connection, seat: Seat, payload: bytes) -> None:
     pipe.send_bytes(_difference(before).encode())
 
 
+#: The rank that imports the modules of what it is to call, if this process is one.
+_importing: list[Seat] = []
+
+
+def expect_no_import(name: str) -> None:
+    """Raise if ranks would be started by a module that a rank imports: they would import it, and start ranks, too."""
+    for seat in _importing:
+        raise RuntimeError(
+            f"{name}: called while rank {seat.rank} of {seat.size} imports a module that calls it, expected a call in "
+            "a function: the ranks would import the module, and start ranks, again; put the call into a function, or "
+            'under if __name__ == "__main__"'
+        )
+
+
 def _answer(seat: Seat, payload: bytes) -> Answer:
     """Make the call on this rank."""
     try:
-        fn, arguments = pickle.loads(payload)
+        _importing.append(seat)
+        try:
+            fn, arguments = pickle.loads(payload)
+        finally:
+            _importing.clear()
         join(seat.kind, seat.rank, seat.size, f"{seat.folder}/rendezvous", seat.timeout)
         if seat.kind == "mpi" and not seat.once:
             _communicators.append(mpi_world().Dup())

@@ -509,6 +509,18 @@ def test_a_rank_that_dies_is_noticed_while_a_process_that_it_started_lives(tmp_p
         assert time.monotonic() < end
 
 
+def test_a_module_that_starts_ranks_when_it_is_imported(tmp_path, monkeypatch):
+    """Its ranks import it, and would start ranks that import it, without end."""
+    code = "from diffcoll.testing import spawn\ndef body(r): return r\nfound = spawn(body, range(2), timeout=30)\n"
+    (tmp_path / "starts_ranks.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    start = time.monotonic()
+    with pytest.raises(RanksFailedError, match=r"called while rank \d of 2 imports a module that calls it") as caught:
+        import starts_ranks  # noqa: F401
+    assert 'or under if __name__ == "__main__"' in str(caught.value)
+    assert time.monotonic() - start < 20
+
+
 def test_a_session_that_changes_what_it_defines():
     """As in a notebook: functions have no file, and a cell defines one again."""
     cells = [
