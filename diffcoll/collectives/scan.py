@@ -73,9 +73,13 @@ class Scan(Linear):
         """Receive in `before` the y of the rank `distance` before this one. Returns whether there is one."""
         n, rank = self.engine.size, self.engine.rank
         step = -distance if self.reverse else distance
-        sends = [y if s == rank + step else None for s in range(n)]
-        wait = self.engine.exchange(sends, [before if s == rank - step else None for s in range(n)])
-        return 0 <= rank - step < n, wait
+        sends: list[Tensor | None] = [None] * n
+        recvs: list[Tensor | None] = [None] * n
+        if 0 <= rank + step < n:
+            sends[rank + step] = y
+        if received := 0 <= rank - step < n:
+            recvs[rank - step] = before
+        return received, self.engine.exchange(sends, recvs)
 
     @cached_property
     def adjoint(self) -> Linear:
