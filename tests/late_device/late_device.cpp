@@ -33,7 +33,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStream(c10::Device) const noexcept override { return of(current); }
   c10::Stream getDefaultStream(c10::Device) const override { return of(0); }
   c10::Stream getNewStream(c10::Device, int) const override {
-    Lock lock(mutex);
+    Lock lock;
     return of(streams++);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
@@ -43,21 +43,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return of(before);
   }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
-    Lock lock(mutex);
+    Lock lock;
     if (*event == nullptr) *event = new Event;
     *static_cast<Event*>(*event) = now_on(stream.id());
   }
   void block(void* event, const c10::Stream& stream) const override {
-    Lock lock(mutex);
+    Lock lock;
     if (event != nullptr) push(stream.id(), {nullptr, *static_cast<Event*>(event)});
   }
   bool queryEvent(void* event) const override {
-    Lock lock(mutex);
+    Lock lock;
     return event == nullptr || is_done(*static_cast<Event*>(event));
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   bool queryStream(const c10::Stream& stream) const override {
-    Lock lock(mutex);
+    Lock lock;
     return is_done(now_on(stream.id()));
   }
   void synchronizeStream(const c10::Stream& stream) const override { host_waits_for_stream(stream.id()); }
@@ -91,9 +91,7 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 // ── kernels ─────────────────────────────────────────────────────────────────────────────────────────────
 
 at::Tensor for_kernel(const at::Tensor& x) {
-  char* memory = static_cast<char*>(const_cast<void*>(x.const_data_ptr()));
-  if (memory != nullptr) memory = kernel_space + (memory - device_space);
-  return at::from_blob(memory, x.sizes(), x.strides(), x.options().device(c10::kCPU));
+  return at::from_blob(at_kernel(x.const_data_ptr()), x.sizes(), x.strides(), x.options().device(c10::kCPU));
 }
 
 bool is_late(const at::Tensor& x) {
@@ -119,7 +117,9 @@ c10::IValue map_tensors(const c10::IValue& value, F f) {
   return value;
 }
 
-void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+using torch::jit::Stack;
+
+void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   at::AutoDispatchBelowADInplaceOrView below;
   op.callBoxed(stack);
 }
@@ -129,15 +129,52 @@ at::Tensor new_late(const at::Tensor& like) {
       like.sizes(), like.strides(), &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), like.scalar_type());
 }
 
-void enqueue(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+// Kernels read and write the memory that a tensor had when they were queued: its size cannot change later.
+const at::Tensor& resize_to(const at::Tensor& x, c10::IntArrayRef size, std::optional<c10::MemoryFormat>) {
+  Lock lock;
+  auto* storage = x.storage().unsafeGetStorageImpl();
+  size_t before = storage->nbytes(), n = (x.storage_offset() + c10::multiply_integers(size)) * x.element_size();
+  if (n > before) {
+    auto old = storage->set_data_ptr(allocator.allocate(n));
+    storage->set_nbytes(n);
+    record(old, Guard::of(current));
+    char *from = at_kernel(old.get()), *to = at_kernel(storage->mutable_data());
+    if (before > 0) push(current, {[=]() { memcpy(to, from, before); }, {}});
+  }
+  x.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+  return x;
+}
+
+// Resize empty outputs as the operator does on the meta device.
+void resize_outputs(const c10::OperatorHandle& op, const Stack& given, Stack on_meta) {
+  const auto& arguments = op.schema().arguments();
+  auto is_empty_output = [&](size_t i) {
+    const auto* alias = arguments[i].alias_info();
+    return alias != nullptr && alias->isWrite() && given[i].isTensor() && is_late(given[i].toTensor()) &&
+        given[i].toTensor().numel() == 0;
+  };
+  bool any = false;
+  for (size_t i = 0; i < given.size(); i++) any |= is_empty_output(i);
+  if (!any) return;
+  Stack inputs = on_meta;
+  run_on_cpu(op, &on_meta);
+  for (size_t i = 0; i < given.size(); i++) {
+    if (is_empty_output(i)) resize_to(given[i].toTensor(), inputs[i].toTensor().sizes(), {});
+  }
+}
+
+void enqueue(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   size_t n = schema.arguments().size();
-  std::vector<c10::IValue> given(stack->end() - n, stack->end()), on_meta, on_cpu;
+  Stack given(stack->end() - n, stack->end()), on_meta, on_cpu;
   for (const auto& value : given) {
     on_meta.push_back(map_tensors(value, [](const at::Tensor& x) {
       if (!is_late(x)) return x;
       return at::empty_strided(x.sizes(), x.strides(), x.options().device(c10::kMeta));
     }));
+  }
+  resize_outputs(op, given, on_meta);
+  for (const auto& value : given) {
     on_cpu.push_back(map_tensors(value, [](const at::Tensor& x) { return is_late(x) ? for_kernel(x) : x.clone(); }));
   }
   bool adds_outputs = !schema.returns().empty() && schema.returns()[0].alias_info() == nullptr;
@@ -154,7 +191,7 @@ void enqueue(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   torch::jit::drop(*stack, n);
   if (!of_tensors) {  // the host waits
-    Lock lock(mutex);
+    Lock lock;
     host_waits_for_stream(current);
     run_on_cpu(op, &on_cpu);
     for (const auto& value : on_cpu) {
@@ -169,7 +206,7 @@ void enqueue(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::vector<at::Tensor> written;
   for (const auto& y : outputs) written.push_back(y.defined() ? for_kernel(y) : y);
   {
-    Lock lock(mutex);
+    Lock lock;
     push(current, {[op, on_cpu, written]() {
            auto arguments = on_cpu;
            run_on_cpu(op, &arguments);
@@ -190,6 +227,19 @@ void enqueue(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
+// Of a convolution, and of its backward, PyTorch asks a device under names of their own.
+void convolution(const c10::OperatorHandle&, Stack* stack) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
+  enqueue(op, stack);
+}
+
+void convolution_backward(const c10::OperatorHandle&, Stack* stack) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");
+  auto bias_sizes = stack->end() - 7;  // behind gradient, input and weight
+  stack->insert(bias_sizes, std::vector<int64_t>{(bias_sizes - 1)->toTensor().size(0)});
+  enqueue(op, stack);
+}
+
 // ── what is not a kernel: allocation, views, copies, values for the host ────────────────────────────────
 
 at::Tensor empty(
@@ -207,7 +257,7 @@ at::Tensor empty_strided(
 }
 
 at::Tensor copy_from(const at::Tensor& x, const at::Tensor& y, bool non_blocking) {
-  Lock lock(mutex);
+  Lock lock;
   bool to_host = !is_late(y), waits = is_late(x) != is_late(y) && !non_blocking;
   at::Tensor source = is_late(x) ? for_kernel(x) : is_pinned(x.const_data_ptr()) ? x.detach() : x.clone();
   at::Tensor target = to_host ? y.detach() : for_kernel(y);
@@ -239,8 +289,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("unfold", at::native::unfold);
   m.impl("is_set_to", at::native::is_set_to);
+  m.impl("resize_", resize_to);
   m.impl("_copy_from", copy_from);
   m.impl("_local_scalar_dense", value_for_host);
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   m.impl("record_stream", record_stream);
 }
 
@@ -251,6 +304,9 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 TORCH_LIBRARY(late, m) {
   m.def("others_first(bool value) -> ()", [](bool value) { others_first = value; });
   m.def("host_waits() -> int", []() { return host_waits; });
+  m.def("for_kernels(int address) -> int", [](int64_t address) {
+    return reinterpret_cast<int64_t>(at_kernel(reinterpret_cast<void*>(address)));
+  });
 }
 
 const int registered = [] {

@@ -1,68 +1,20 @@
-"""A backend of torch.distributed on the test device: two ranks, of which the other has what this one has.
-
-It treats streams as NCCL does: it has a stream of its own, which waits for the caller's; the wait for a call makes the
-current stream wait for its end, not the host; inputs and outputs are kept until then.
-"""
+"""A backend of torch.distributed on the test device: two ranks, of which the other has what this one has."""
 
 import contextlib
-from datetime import timedelta
-from types import SimpleNamespace
 
-import torch
 import torch.distributed as dist
+from stream_group import StreamGroup, StreamWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
-class MirrorWork(dist.Work):
-    """A call; `end` is an event on the backend's stream."""
-
-    def __init__(self, kept, end=None):
-        super().__init__()
-        self.kept, self.end = kept, end
-
-    def wait(self, timeout=None):
-        """Make the current stream wait for the call."""
-        if self.end is not None:
-            torch.accelerator.current_stream().wait_event(self.end)
-        self.kept = None
-        return True
-
-    def is_completed(self):
-        """Whether the device has done it."""
-        return self.end is None or self.end.query()
-
-
-class MirrorGroup(dist.ProcessGroup):
+class MirrorGroup(StreamGroup):
     """Two ranks; this one is 0."""
+
+    kind = "mirror"
 
     def __init__(self, rank, size):
         super().__init__(rank, size)
-        self.stream = torch.Stream(device="late")
         self.expected = []
-
-    def getBackendName(self):
-        """Return the name for PyTorch's messages."""
-        return "mirror"
-
-    def _set_group_name(self, name):
-        self._name = name
-
-    @property
-    def group_name(self):
-        """Return the name that `init_process_group` and `new_group` have set."""
-        return self._name
-
-    def _get_backend(self, device):
-        return SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=60)), supports_coalescing=False)
-
-    def _run(self, kernel, *kept):
-        if kept[0].is_cpu:
-            kernel()
-            return MirrorWork(None)
-        self.stream.wait_stream(torch.accelerator.current_stream())
-        with self.stream:
-            kernel()
-        return MirrorWork(kept, self.stream.record_event())
 
     def _reduce(self, x, op):
         if op == dist.ReduceOp.SUM:
@@ -97,7 +49,7 @@ class MirrorGroup(dist.ProcessGroup):
 
     def recv(self, tensors, src, tag):
         """Expect what the next `send` sends: for calls that send the same to every rank."""
-        work = MirrorWork(tensors)
+        work = StreamWork(tensors)
         self.expected.append((tensors[0], work))
         return work
 

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <Python.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/Stream.h>
 #include <sys/mman.h>
@@ -45,7 +46,17 @@ int64_t host_waits = 0;
 bool others_first = false;
 thread_local int64_t current = 0;
 
-using Lock = std::lock_guard<std::recursive_mutex>;
+// Whoever holds the mutex may need the GIL, to run a kernel written in Python or to free what Python holds.
+struct Lock {
+  Lock() {
+    if (mutex.try_lock()) return;
+    PyThreadState* python = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+    mutex.lock();
+    if (python != nullptr) PyEval_RestoreThread(python);
+  }
+  ~Lock() { mutex.unlock(); }
+  Lock(const Lock&) = delete;
+};
 
 void push(int64_t stream, Item item) {
   Queue& queue = queues[stream];
@@ -72,7 +83,7 @@ Event now_on(int64_t stream) {
 }
 
 void host_waits_for(Event event) {
-  Lock lock(mutex);
+  Lock lock;
   host_waits++;
   if (others_first) {
     for (int64_t stream = streams - 1; stream >= 0; stream--) {
@@ -83,7 +94,7 @@ void host_waits_for(Event event) {
 }
 
 void host_waits_for_stream(int64_t stream) {
-  Lock lock(mutex);
+  Lock lock;
   host_waits_for(now_on(stream));
 }
 
@@ -112,12 +123,18 @@ void make_space() {
   close(file);
 }
 
+// Where kernels find what the device has at this address.
+char* at_kernel(const void* memory) {
+  char* address = static_cast<char*>(const_cast<void*>(memory));
+  return address == nullptr ? nullptr : kernel_space + (address - device_space);
+}
+
 bool is_done(const Event& event) {
   return queues[event.stream].done >= event.position;
 }
 
 void release(void* memory) {
-  Lock lock(mutex);
+  Lock lock;
   Block& block = blocks[static_cast<char*>(memory)];
   for (int64_t stream : block.recorded) block.busy.push_back(now_on(stream));
   block.recorded.clear();
@@ -127,7 +144,7 @@ void release(void* memory) {
 struct LateAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     if (n == 0) return {nullptr, nullptr, &release, DEVICE};
-    Lock lock(mutex);
+    Lock lock;
     size_t size = (n + UNIT - 1) / UNIT * UNIT;
     auto& list = free_blocks[{current, size}];
     for (size_t i = list.size(); i-- > 0;) {  // the one freed last first
@@ -151,7 +168,7 @@ struct LateAllocator final : c10::Allocator {
 };
 
 void record(const c10::DataPtr& memory, c10::Stream stream) {
-  Lock lock(mutex);
+  Lock lock;
   auto found = blocks.find(static_cast<char*>(memory.get_context()));
   if (found != blocks.end() && found->second.stream != stream.id()) found->second.recorded.insert(stream.id());
 }
@@ -161,7 +178,7 @@ std::map<const char*, size_t> pinned;
 
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
-    Lock lock(mutex);
+    Lock lock;
     char* memory = static_cast<char*>(aligned_alloc(64, (n / 64 + 1) * 64));
     pinned[memory] = n;
     return {memory, memory, [](void*) {}, c10::Device(c10::kCPU)};
@@ -176,7 +193,7 @@ LateAllocator allocator;
 PinnedAllocator pinned_allocator;
 
 bool is_pinned(const void* data) {
-  Lock lock(mutex);
+  Lock lock;
   auto after = pinned.upper_bound(static_cast<const char*>(data));
   if (after == pinned.begin()) return false;
   auto [start, size] = *std::prev(after);
