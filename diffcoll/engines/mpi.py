@@ -66,7 +66,6 @@ class MpiEngine(MessageEngine):
         self._twins_made = 0
         self._twin_of: MpiEngine | None = None
         self._mpi = mpi_library()
-        self.devices = tuple(dict.fromkeys(("cpu", "cuda", accelerator_type() or "cpu")))
         self._kinds = {dtype: getattr(self._mpi, name) for dtype, name in SUMS.items()}
         watch(self)
 
@@ -78,6 +77,11 @@ class MpiEngine(MessageEngine):
                 end_the_job_on_errors()
             self._duplicate = self._making.get()
         return self._duplicate
+
+    @property
+    def devices(self) -> tuple[str, ...]:  # type: ignore[override]
+        """CPU, CUDA, and the accelerator: a package may register one after the engine was made."""
+        return tuple(dict.fromkeys(("cpu", "cuda", accelerator_type() or "cpu")))
 
     @property
     @override

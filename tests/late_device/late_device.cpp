@@ -304,8 +304,10 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 TORCH_LIBRARY(late, m) {
   m.def("others_first(bool value) -> ()", [](bool value) { others_first = value; });
   m.def("host_waits() -> int", []() { return host_waits; });
-  m.def("for_kernels(int address) -> int", [](int64_t address) {
-    return reinterpret_cast<int64_t>(at_kernel(reinterpret_cast<void*>(address)));
+  m.def("for_kernels(int address) -> int", [](int64_t address) {  // the host's as they are
+    auto* memory = reinterpret_cast<char*>(address);
+    bool is_device = device_space <= memory && memory < device_space + SPACE;
+    return is_device ? reinterpret_cast<int64_t>(at_kernel(memory)) : address;
   });
 }
 
