@@ -1,11 +1,9 @@
 """What the library does for streams, left out piece by piece: the programs notice each omission."""
 
-import inspect
-import textwrap
-
 import late
 import programs
 import pytest
+from planting import planted
 from programs import CALLS, differing
 
 from diffcoll.averaging import buckets, reducer
@@ -13,16 +11,6 @@ from diffcoll.core import moves
 from diffcoll.engines import c10d
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
-
-
-def planted(monkeypatch, owner, name, line, instead):
-    """Replace one line of a function of a class or module; it must be there once."""
-    function = getattr(owner, name)
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(line) == 1, f"{line!r} in {name}"
-    found = {}
-    exec("from __future__ import annotations\n" + source.replace(line, instead), function.__globals__, found)
-    monkeypatch.setattr(owner, name, found[name])
 
 
 def elsewhere():
@@ -70,7 +58,7 @@ OMISSIONS = [
     ids=[f"{name}: {line}" for _, name, line, *_ in OMISSIONS],
 )
 def test_an_omission_is_noticed(owner, name, line, instead, program, monkeypatch):
-    planted(monkeypatch, owner, name, line, instead)
+    planted(owner, name, line, instead, monkeypatch.setattr)
     noticed = []
     for order in late.ORDERS:
         with late.order(order):
