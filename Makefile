@@ -30,7 +30,7 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal --timeout 3600 $(ARGS)
 
 test-device: $(READY)
-	DIFFCOLL_TEST_DEVICE=late $(BIN)/python -m pytest tests/late_device $(ARGS)
+	DIFFCOLL_TEST_DEVICE=late $(BIN)/python -m pytest tests/late_device tests/test_accelerator.py $(ARGS)
 
 test-hosts: $(READY)
 	DIFFCOLL_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts --timeout 7200 $(ARGS)

@@ -13,14 +13,21 @@ from diffcoll.engines import mpi
 from diffcoll.testing import spawn
 
 BACKENDS = ("gloo", "mpi")
+#: The device's own backend, which `gloo` stands for.
+OWN = over_gloo.NAME
 N = 2
 #: Includes the time for which a process waits while another compiles the device.
 TIMEOUT = 90
 
 
-def on_two(backend, order, body, *per_rank):
+def on_two(backend, order, body):
     """Return body(r, …) of both ranks, whose default group moves tensors of the device; kernels run in that order."""
-    return spawn(partial(_begin, backend, order, body), range(N), *per_rank, backend=backend, timeout=TIMEOUT)
+    return run(backend, order, body, range(N))
+
+
+def run(backend, order, body, *per_rank):
+    """Do the same on any number of ranks, with each rank's arguments, as `spawn` does."""
+    return spawn(partial(_begin, backend, order, body), *per_rank, backend=backend, timeout=TIMEOUT)
 
 
 def _begin(backend, order, body, *arguments):

@@ -3,11 +3,14 @@
 A call is a kernel on the backend's stream: it runs when the device runs that stream, and ends with its messages.
 """
 
+import torch
 import torch.distributed as dist
 from late import queue
 from stream_group import StreamGroup, StreamWork
 
 NAME = "late_gloo"
+#: The dtypes in which gloo adds those that it does not add itself.
+ADDED = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.int16: torch.int32, torch.bool: torch.uint8}
 
 
 class MessageWork(StreamWork):
@@ -50,11 +53,24 @@ class GlooGroup(StreamGroup):
 
     def allreduce(self, tensors, opts=None):
         """Sum, max or min."""
-        return self._call(lambda x: self.gloo.allreduce([x], opts).wait(), *tensors)
+
+        def kernel(x):
+            wide = x.to(ADDED.get(x.dtype, x.dtype))
+            self.gloo.allreduce([wide], opts).wait()
+            x.copy_(wide)
+
+        return self._call(kernel, *tensors)
 
     def reduce(self, tensors, opts=None):
         """Reduce to the root."""
-        return self._call(lambda x: self.gloo.reduce([x], opts).wait(), *tensors)
+
+        def kernel(x):
+            wide = x.to(ADDED.get(x.dtype, x.dtype), copy=True)
+            self.gloo.reduce([wide], opts).wait()
+            if opts.rootRank == self.rank():
+                x.copy_(wide)
+
+        return self._call(kernel, *tensors)
 
     def broadcast(self, tensors, opts=None):
         """Copy the root's."""
@@ -66,7 +82,14 @@ class GlooGroup(StreamGroup):
 
     def reduce_scatter(self, outputs, inputs, opts=None):
         """Sum of every rank's part for this one."""
-        return self._call(lambda y, *xs: self.gloo.reduce_scatter([y], [[*xs]], opts).wait(), outputs[0], *inputs[0])
+
+        def kernel(y, *xs):
+            dtype = ADDED.get(y.dtype, y.dtype)
+            wide = y.to(dtype)
+            self.gloo.reduce_scatter([wide], [[x.to(dtype) for x in xs]], opts).wait()
+            y.copy_(wide)
+
+        return self._call(kernel, outputs[0], *inputs[0])
 
     def send(self, tensors, dst, tag):
         """Start it when the device runs the stream."""

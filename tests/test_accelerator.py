@@ -1,15 +1,19 @@
-"""Tensors on a GPU: every collective on gloo, NCCL and MPI, the averager, compiled code, streams, host synchronization.
+"""Tensors on an accelerator: every collective on gloo, the device's own backend and MPI, the averager, compiled code,
+streams, host synchronization.
 
-On gloo and MPI two processes share one GPU; NCCL has one rank, since it does not support two on one GPU. Skipped
-without a GPU. DIFFCOLL_TEST_DEVICE=cpu runs the same bodies on the CPU, with gloo instead of NCCL and without streams.
-It checks that the tests themselves run, and nothing that is specific to GPUs.
+On gloo and MPI two processes share one device; its own backend, such as NCCL, has one rank, since NCCL does not support
+two on one GPU; that of the test device has two. Skipped without an accelerator. DIFFCOLL_TEST_DEVICE=late runs the same
+bodies on the test device of tests/late_device (`make test-device`). =cpu runs them on the CPU, without streams; that
+checks that the tests themselves run, and nothing that is specific to accelerators.
 """
 
 import contextlib
 import copy
 import dataclasses
 import os
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,30 +23,57 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import diffcoll as dc
+from diffcoll.core.groups import resolve
 from diffcoll.testing import cases, simulate, spawn
 
-DEVICE = os.environ.get("DIFFCOLL_TEST_DEVICE", "cuda")
-ON_GPU = DEVICE == "cuda"
-pytestmark = pytest.mark.skipif(ON_GPU and not torch.cuda.is_available(), reason="no GPU")
+FOUND = torch.accelerator.is_available() and torch.accelerator.current_accelerator().type
+DEVICE = os.environ.get("DIFFCOLL_TEST_DEVICE") or FOUND or "cuda"
+HAS_STREAMS = DEVICE != "cpu"
+IS_LATE, IS_CUDA = DEVICE == "late", DEVICE == "cuda"
+if IS_LATE:
+    sys.path.insert(0, str(Path(__file__).parent / "late_device"))
+    import late as test_device  # cloudpickle would take `late` for torch.late
+    import on_ranks as on_test_device
+
+    test_device.register()
+    OWN = on_test_device.OWN
+
+    @pytest.fixture(autouse=True, params=test_device.ORDERS)
+    def order(request, monkeypatch):
+        """Both orders in which the device may run what nobody has waited for."""
+        monkeypatch.setenv("LATE_ORDER", request.param)
+
+else:
+    OWN = dist.Backend.default_device_backend_map.get(DEVICE, "gloo") if HAS_STREAMS else "nccl"
+
+pytestmark = pytest.mark.skipif(HAS_STREAMS and not torch.accelerator.is_available(), reason="no accelerator")
 
 SEED = 1
 EXACT = 1e-12
+#: gloo, which the test device's own backend replaces; and gloo for the CPU beside the device's own backend.
+GLOO = OWN if IS_LATE else "gloo"
+BOTH = OWN if IS_LATE else f"cpu:gloo,{DEVICE if HAS_STREAMS else 'cuda'}:{OWN}"
 #: Number of ranks for each backend.
-RANKS = {"gloo": 2, "mpi": 2, "nccl": 1, "cpu:gloo,cuda:nccl": 1}
+ALONE = 2 if IS_LATE else 1
+RANKS = {GLOO: 2, "mpi": 2, OWN: ALONE, BOTH: ALONE}
+GLOO_AND_OWN, OWN_AND_BOTH = (list(dict.fromkeys(pair)) for pair in ((GLOO, OWN), (OWN, BOTH)))
 #: GPU cycles that take longer than the host needs to queue a test's operations.
 LONG = 200_000_000
-#: Initializing CUDA and NCCL in a process is slow.
+#: Initializing a device and its backend in a process is slow.
 TIMEOUT = 110
 
 
 def on_ranks(backend, body):
-    """Run body(r) on the ranks of a backend; without a GPU, gloo replaces NCCL."""
+    """Run body(r) on the ranks of a backend; on the CPU, gloo replaces the device's own."""
 
     def quiet(r):
         warnings.simplefilter("ignore", UserWarning)  # MPI warns that it cannot read CUDA memory
         return body(r)
 
-    there = backend if ON_GPU else backend.replace("nccl", "gloo")
+    if IS_LATE:
+        kind = "mpi" if backend == "mpi" else "gloo"
+        return on_test_device.run(kind, os.environ["LATE_ORDER"], quiet, range(RANKS[backend]))
+    there = backend if HAS_STREAMS else backend.replace(OWN, "gloo")
     return spawn(quiet, range(RANKS[backend]), backend=there, timeout=TIMEOUT)
 
 
@@ -129,7 +160,7 @@ def test_every_dtype(backend):
     assert min(on_ranks(backend, body)) > 100
 
 
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("backend", GLOO_AND_OWN)
 def test_large_sums_and_gathers(backend):
     """Sizes above the threshold from which a sum is split in two halves."""
     n = RANKS[backend]
@@ -180,7 +211,7 @@ def test_sizes_that_ranks_tell_each_other_and_what_they_compare(backend):
 
 
 def test_transforms_and_joint_backward():
-    """Forward mode, vmap, and losses that ignore outputs on some ranks; the graph has CPU and CUDA nodes."""
+    """Forward mode, vmap, and losses that ignore outputs on some ranks; the graph has nodes of both devices."""
 
     def body(r):
         x = torch.tensor([1.0 + r, 2.0], dtype=torch.float64, device=DEVICE)
@@ -193,7 +224,7 @@ def test_transforms_and_joint_backward():
         loss.backward()
         return jvp, mapped, x.grad
 
-    for r, (jvp, mapped, g) in enumerate(on_ranks("gloo", body)):
+    for r, (jvp, mapped, g) in enumerate(on_ranks(GLOO, body)):
         assert jvp.tolist() == [3.0, 4.0]
         assert mapped.tolist() == [[3.0, 4.0], [6.0, 8.0]]
         assert g.tolist() == [3 + 2 * (1.0 + r), 3 + 4.0]
@@ -254,7 +285,7 @@ def test_the_averager_does_what_ddp_does(backend):
             averager = dc.GradientAverager(model, **more)
             results[name] = steps(model, r, averager)
             averager.detach()
-        if backend != "mpi":
+        if backend != "mpi" and not IS_LATE:  # DDP takes no backend in Python
             ddp = DistributedDataParallel(made(), find_unused_parameters=True)
             results["DDP"] = steps(ddp, r)
         return results
@@ -277,7 +308,7 @@ def test_the_averager_does_what_ddp_does(backend):
                 )
 
 
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("backend", GLOO_AND_OWN)
 def test_average_in_half_precision_and_comm_dtype(backend):
     """float32 gradients sent in bfloat16; bfloat16 parameters with weights."""
     n = RANKS[backend]
@@ -326,10 +357,10 @@ def test_shares_of_a_mean(backend):
 # ── compiled ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("backend", GLOO_AND_OWN)
 def test_a_compiled_function_with_two_collectives(backend):
     n = RANKS[backend]
-    compiler = "inductor" if ON_GPU else "aot_eager"
+    compiler = "inductor" if HAS_STREAMS and not IS_LATE else "aot_eager"
 
     def loss(x, r):
         y = dc.all_gather(x.sin(), dim=1)
@@ -359,26 +390,31 @@ class Streams:
     """Streams used by the tests; no-ops on the CPU."""
 
     def __init__(self):
-        self.side = torch.cuda.Stream() if ON_GPU else None
+        self.side = torch.Stream(device=DEVICE) if HAS_STREAMS else None
 
     def on_side(self):
         """Use a side stream, which waits for the current stream first."""
         if self.side is None:
             return contextlib.nullcontext()
-        self.side.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self.side)
+        self.side.wait_stream(torch.accelerator.current_stream())
+        return self.side
 
     def back(self, *tensors):
         """Make the current stream wait for the side stream, without blocking the host."""
         if self.side is not None:
-            torch.cuda.current_stream().wait_stream(self.side)
+            torch.accelerator.current_stream().wait_stream(self.side)
             for t in tensors:
-                t.record_stream(torch.cuda.current_stream())
+                t.record_stream(torch.accelerator.current_stream())
 
 
 def long_kernel():
-    if ON_GPU:
+    """Queue a kernel that takes long. PyTorch has one for CUDA alone; kernels of the test device are late anyway."""
+    if IS_CUDA:
         torch.cuda._sleep(LONG)
+    elif HAS_STREAMS and not IS_LATE:
+        x = torch.ones(4096, 4096, device=DEVICE)
+        for _ in range(20):
+            x = x @ x
 
 
 ONLY_AT_ONCE = {"shift": dc.shift, "scan": dc.scan, "gather": dc.gather, "reduce": dc.reduce, "scatter": dc.scatter}
@@ -477,7 +513,7 @@ def test_started_on_one_stream_and_awaited_on_another(backend):
     assert_all_right(on_ranks(backend, body), OVERLAPPING, RANKS[backend])
 
 
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("backend", GLOO_AND_OWN)
 def test_the_averager_and_gradients_of_several_streams(backend):
     """One bucket whose gradients are accumulated on two streams, one of them late."""
     n = RANKS[backend]
@@ -552,25 +588,35 @@ def calls_for_the_host(n):
 
 @contextlib.contextmanager
 def waits_are_errors():
-    if not ON_GPU:
+    """Raise if the host waits for the device; torch.accelerator has no such mode."""
+    if IS_LATE:
+        before = test_device.host_waits()
         yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+        if test_device.host_waits() > before:
+            raise RuntimeError("synchronizing")
+    elif IS_CUDA:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    else:
         yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_pytorch_sees_no_synchronization(backend):
-    """Forward and backward under torch.cuda.set_sync_debug_mode("error"), after initialization steps."""
+#: What other devices' runtimes call a wait is not known here.
+of_cuda = pytest.mark.skipif(DEVICE not in ("cuda", "cpu"), reason="host waits in a profile are known of CUDA alone")
+
+
+@pytest.mark.parametrize("backend", OWN_AND_BOTH)
+def test_the_host_does_not_wait(backend):
+    """Forward and backward, after initialization steps, under torch.cuda.set_sync_debug_mode("error") on CUDA."""
 
     def body(r):
-        steps, kept = calls_for_the_host(1)
+        steps, kept = calls_for_the_host(RANKS[backend])
         done = []
         for name, step in steps.items():
-            for _ in range(2):  # NCCL connects, the averager builds its buckets
+            for _ in range(2):  # the backend connects, the averager builds its buckets
                 step()
             with waits_are_errors():
                 try:
@@ -578,28 +624,29 @@ def test_pytorch_sees_no_synchronization(backend):
                 except RuntimeError as error:
                     raise AssertionError(name) from error
             done.append(name)
-        if ON_GPU:  # check that the mode raises
+        if IS_CUDA or IS_LATE:  # check that the mode raises
             with pytest.raises(RuntimeError, match="synchronizing"), waits_are_errors():
                 torch.ones(1, device=DEVICE).item()
         del kept
         return done
 
-    (done,) = on_ranks(backend, body)
-    assert len(done) > 25
+    for done in on_ranks(backend, body):
+        assert len(done) > 25
 
 
-@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+@of_cuda
+@pytest.mark.parametrize("backend", OWN_AND_BOTH)
 def test_a_profile_has_no_synchronization(backend):
     """No synchronizing CUDA runtime call in forward and backward; a planted one is found in the same profile."""
 
     def body(r):
-        steps, kept = calls_for_the_host(1)
+        steps, kept = calls_for_the_host(RANKS[backend])
         x = torch.ones(1, device=DEVICE)
         for step in (*steps.values(), *steps.values()):
             step()
         kinds = [torch.profiler.ProfilerActivity.CPU]
-        if ON_GPU:
-            torch.cuda.synchronize()
+        if IS_CUDA:
+            torch.accelerator.synchronize()
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         with torch.profiler.profile(activities=kinds) as profile:
             for name, step in steps.items():
@@ -618,15 +665,14 @@ def test_a_profile_has_no_synchronization(backend):
 
     (found,) = on_ranks(backend, body)
     assert len(found) > 25
-    assert bool(found.pop("waits")) == ON_GPU
+    assert bool(found.pop("waits")) == IS_CUDA
     assert {name: names for name, names in found.items() if names} == {}
 
 
-def test_the_group_is_nccls():
-    """The NCCL tests above run on NCCL."""
+def test_the_group_is_the_devices_own():
+    """The tests of the device's own backend run on it."""
 
     def body(r):
-        return dist.get_backend_config()
+        return resolve(None, "test").backends[DEVICE]
 
-    (found,) = on_ranks("nccl", body)
-    assert ("cuda:nccl" in found) == ON_GPU
+    assert on_ranks(OWN, body) == [OWN if HAS_STREAMS else "gloo"] * ALONE
