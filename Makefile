@@ -2,6 +2,7 @@
 # make test     the whole test suite
 # make test-frameworks   with Accelerate, Lightning, the HF Trainer and others, in .venv-frameworks
 # make test-device   on a device of the tests' own, where missing synchronization is a wrong number; needs a C++ compiler
+#                    DEVICE=openreg: on a device that an installed package registers
 # make test-hosts    on hosts made of network namespaces, whose cables are pulled; needs root and iproute2
 # make api     what has changed in the public API since the last tag, or REF=…, in a way that breaks users' code
 # make docs    the site of the notes and the reference, in build/docs/index.html; a warning is an error
@@ -10,6 +11,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+DEVICE ?= late
 TORCH ?=
 VENV = $(if $(TORCH),.venv-torch,.venv)
 BIN = $(VENV)/bin
@@ -30,7 +32,7 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal --timeout 3600 $(ARGS)
 
 test-device: $(READY)
-	DIFFCOLL_TEST_DEVICE=late $(BIN)/python -m pytest tests/late_device tests/test_accelerator.py $(ARGS)
+	DIFFCOLL_TEST_DEVICE=$(DEVICE) $(BIN)/python -m pytest tests/late_device tests/test_accelerator.py $(ARGS)
 
 test-hosts: $(READY)
 	DIFFCOLL_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts --timeout 7200 $(ARGS)

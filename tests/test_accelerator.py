@@ -2,9 +2,10 @@
 streams, host synchronization.
 
 On gloo and MPI two processes share one device; its own backend, such as NCCL, has one rank, since NCCL does not support
-two on one GPU; that of the test device has two. Skipped without an accelerator. DIFFCOLL_TEST_DEVICE=late runs the same
-bodies on the test device of tests/late_device (`make test-device`). =cpu runs them on the CPU, without streams; that
-checks that the tests themselves run, and nothing that is specific to accelerators.
+two on one GPU; that of the test device has two. Skipped without an accelerator. DIFFCOLL_TEST_DEVICE names another one
+than `torch.accelerator` finds: late, the test device of tests/late_device (`make test-device`); one that a package
+registers, as torch_openreg does (`make test-device DEVICE=openreg`); cpu, without streams, which checks that the tests
+themselves run, and nothing that is specific to accelerators.
 """
 
 import contextlib
@@ -26,8 +27,13 @@ import diffcoll as dc
 from diffcoll.core.groups import resolve
 from diffcoll.testing import cases, simulate, spawn
 
-FOUND = torch.accelerator.is_available() and torch.accelerator.current_accelerator().type
-DEVICE = os.environ.get("DIFFCOLL_TEST_DEVICE") or FOUND or "cuda"
+
+def accelerator():
+    """Return the type of this process's accelerator; None if there is none."""
+    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else None
+
+
+DEVICE = os.environ.get("DIFFCOLL_TEST_DEVICE") or accelerator() or "cuda"
 HAS_STREAMS = DEVICE != "cpu"
 IS_LATE, IS_CUDA = DEVICE == "late", DEVICE == "cuda"
 if IS_LATE:
@@ -43,20 +49,30 @@ if IS_LATE:
         """Both orders in which the device may run what nobody has waited for."""
         monkeypatch.setenv("LATE_ORDER", request.param)
 
+elif HAS_STREAMS:  # a package that registers a device may be imported with torch, here and on the ranks
+    OWN = dist.Backend.default_device_backend_map.get(DEVICE)
 else:
-    OWN = dist.Backend.default_device_backend_map.get(DEVICE, "gloo") if HAS_STREAMS else "nccl"
+    OWN = "nccl"
 
-pytestmark = pytest.mark.skipif(HAS_STREAMS and not torch.accelerator.is_available(), reason="no accelerator")
+FOUND = accelerator()
+pytestmark = pytest.mark.skipif(
+    HAS_STREAMS and FOUND != DEVICE,
+    reason=f"the accelerator of this process: got {FOUND}, expected {DEVICE}",
+)
 
 SEED = 1
 EXACT = 1e-12
-#: gloo, which the test device's own backend replaces; and gloo for the CPU beside the device's own backend.
-GLOO = OWN if IS_LATE else "gloo"
-BOTH = OWN if IS_LATE else f"cpu:gloo,{DEVICE if HAS_STREAMS else 'cuda'}:{OWN}"
-#: Number of ranks for each backend.
-ALONE = 2 if IS_LATE else 1
-RANKS = {GLOO: 2, "mpi": 2, OWN: ALONE, BOTH: ALONE}
-GLOO_AND_OWN, OWN_AND_BOTH = (list(dict.fromkeys(pair)) for pair in ((GLOO, OWN), (OWN, BOTH)))
+#: Number of ranks for each backend: gloo, if it moves the device's tensors; MPI; the device's own, if there is one, and
+#: the same with gloo for the CPU. The test device's own backend replaces gloo.
+RANKS = {"gloo": 2} if DEVICE in dist.Backend.backend_capability["gloo"] else {}
+RANKS |= {"mpi": 2}
+if IS_LATE:
+    RANKS |= {OWN: 2}
+elif OWN not in (None, "gloo"):
+    RANKS |= {OWN: 1, f"cpu:gloo,{DEVICE if HAS_STREAMS else 'cuda'}:{OWN}": 1}
+TWO = [name for name, n in RANKS.items() if n == 2 and name != "mpi"][:1]
+ITS_OWN = [name for name in RANKS if name not in ("gloo", "mpi")]
+GLOO_AND_OWN = list(dict.fromkeys([*TWO, *ITS_OWN[:1]]))
 #: GPU cycles that take longer than the host needs to queue a test's operations.
 LONG = 200_000_000
 #: Initializing a device and its backend in a process is slow.
@@ -210,7 +226,8 @@ def test_sizes_that_ranks_tell_each_other_and_what_they_compare(backend):
         assert logged == pytest.approx(mean + 1)
 
 
-def test_transforms_and_joint_backward():
+@pytest.mark.parametrize("backend", TWO)
+def test_transforms_and_joint_backward(backend):
     """Forward mode, vmap, and losses that ignore outputs on some ranks; the graph has nodes of both devices."""
 
     def body(r):
@@ -224,7 +241,7 @@ def test_transforms_and_joint_backward():
         loss.backward()
         return jvp, mapped, x.grad
 
-    for r, (jvp, mapped, g) in enumerate(on_ranks(GLOO, body)):
+    for r, (jvp, mapped, g) in enumerate(on_ranks(backend, body)):
         assert jvp.tolist() == [3.0, 4.0]
         assert mapped.tolist() == [[3.0, 4.0], [6.0, 8.0]]
         assert g.tolist() == [3 + 2 * (1.0 + r), 3 + 4.0]
@@ -608,7 +625,7 @@ def waits_are_errors():
 of_cuda = pytest.mark.skipif(DEVICE not in ("cuda", "cpu"), reason="host waits in a profile are known of CUDA alone")
 
 
-@pytest.mark.parametrize("backend", OWN_AND_BOTH)
+@pytest.mark.parametrize("backend", ITS_OWN)
 def test_the_host_does_not_wait(backend):
     """Forward and backward, after initialization steps, under torch.cuda.set_sync_debug_mode("error") on CUDA."""
 
@@ -635,7 +652,7 @@ def test_the_host_does_not_wait(backend):
 
 
 @of_cuda
-@pytest.mark.parametrize("backend", OWN_AND_BOTH)
+@pytest.mark.parametrize("backend", ITS_OWN)
 def test_a_profile_has_no_synchronization(backend):
     """No synchronizing CUDA runtime call in forward and backward; a planted one is found in the same profile."""
 
@@ -669,10 +686,11 @@ def test_a_profile_has_no_synchronization(backend):
     assert {name: names for name, names in found.items() if names} == {}
 
 
-def test_the_group_is_the_devices_own():
+@pytest.mark.parametrize("backend", ITS_OWN)
+def test_the_group_is_the_devices_own(backend):
     """The tests of the device's own backend run on it."""
 
     def body(r):
         return resolve(None, "test").backends[DEVICE]
 
-    assert on_ranks(OWN, body) == [OWN if HAS_STREAMS else "gloo"] * ALONE
+    assert on_ranks(backend, body) == [OWN if HAS_STREAMS else "gloo"] * RANKS[backend]

@@ -33,6 +33,17 @@ def test_the_tests_on_the_test_device_pass(path, skipped):
     assert counts.get("skipped", 0) == skipped
 
 
+def test_the_tests_on_a_device_that_is_not_there_skip():
+    """As with DEVICE=openreg where torch_openreg is not installed."""
+    path = FOLDER.parent / "test_accelerator.py"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", str(path)]
+    environment = {**os.environ, "DIFFCOLL_TEST_DEVICE": "absent"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^\d+ skipped in", done.stdout, re.MULTILINE), done.stdout
+    assert "expected absent" in done.stdout
+
+
 def test_no_file_of_them_is_collected_elsewhere():
     """Importing one would register the device."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", str(FOLDER)]
