@@ -10,7 +10,7 @@ from diffcoll.cli.arguments import name_of, names_of, need, number_from, writabl
 from diffcoll.cli.launch import ENGINES
 from diffcoll.collectives import COLLECTIVES
 
-_MEASURED = (*COLLECTIVES, "trees", "overlap", "stages", "averager", "simulate")
+_MEASURED = (*COLLECTIVES, "trees", "overlap", "stages", "averager", "simulate", "ranks")
 _PICTURES = ".png, .svg or .pdf"
 
 

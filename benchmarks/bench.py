@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 import diffcoll
-from benchmarks import fit, rows, simulated, stages, training
+from benchmarks import fit, many_ranks, rows, simulated, stages, training
 from benchmarks.counting import bytes_sent, memory_of_process
 from benchmarks.floor import floor
 from benchmarks.rows import Row, Times
@@ -78,6 +78,8 @@ def run(options: argparse.Namespace) -> int:
         console.print(training.table(bench.n, bench.rounds, bench.engine, bench.times))
     if "simulate" in names:
         console.print(simulated.table(max(1, bench.rounds // 5)))
+    if "ranks" in names:
+        console.print(many_ranks.table(bench.rounds))
     return _write(options, measured, fits)
 
 
