@@ -29,20 +29,17 @@ from diffcoll.averaging.accumulation import (
 from diffcoll.averaging.buckets import Bucket, cut
 from diffcoll.averaging.comm_hook import CommHook
 from diffcoll.averaging.gradient import Parameter
-from diffcoll.averaging.messages import ABSENT, communicating, refuse_ended
+from diffcoll.averaging.messages import refuse_ended
 from diffcoll.averaging.module_buffers import ModuleBuffers
 from diffcoll.averaging.policy import NAME, Policy, Settings
+from diffcoll.averaging.sending import EXTRA, Sender
 from diffcoll.averaging.watch import ModuleTree
 from diffcoll.core import checks
 from diffcoll.core.control import Control
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
 from diffcoll.core.torch_private.tensors import is_view, version
 from diffcoll.engines.devices import can_pin
-from diffcoll.engines.engine import Engine, done
-
-#: Numbers after the flags: NaN from a rank that failed, infinity from one that skips the step; the weight; whether the
-#: rank has taken part.
-EXTRA = 3
+from diffcoll.engines.engine import Engine
 
 
 class Reducer:
@@ -72,6 +69,7 @@ class Reducer:
         #: Whether another rank has called `skip_step` in the last reduction, and this one has not yet.
         self.is_skipped = False
         self._settings, self._comm_hook = settings, comm_hook
+        self._sender = Sender(engine, in_order=settings.deterministic, has_hook=comm_hook is not None)
         #: The order in which gradients are expected, and whether the ranks have agreed on it.
         self._order, self._is_ordered = list(reversed(range(len(parameters)))), False
 
@@ -109,6 +107,7 @@ class Reducer:
             vars(p).pop("place", None)
         nbytes, dtype, tail = self._settings.bucket_mb * 2**20, self._settings.comm_dtype, len(trainable) + EXTRA
         self.buckets = cut(trainable, nbytes, dtype, self.engine, tail, tail_alone=self._comm_hook is not None)
+        self._sender.buckets = self.buckets
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         if self._settings.deterministic:
             for bucket in self.buckets:
@@ -157,7 +156,7 @@ class Reducer:
         bucket.put_missing(self.policy.scale)
         if bucket is self.buckets[-1]:
             self._put_flags(bucket, now)
-        self._start(bucket, now)
+        self._sender.start(bucket, now)
 
     def _put_flags(self, bucket: Bucket, now: Collecting) -> None:
         if self._settings.unused == "allow":
@@ -168,16 +167,6 @@ class Reducer:
         tail = torch.tensor(flags, dtype=bucket.tail.dtype, device="cpu", pin_memory=pinned)
         bucket.tail.copy_(tail, non_blocking=pinned)
         bucket.tail[-2] = self.policy.total  # may be a tensor on another device
-
-    def _start(self, bucket: Bucket, now: Collecting) -> None:
-        """Start the reduction of what is in a bucket. If a check has raised before, `abandon` does it."""
-        engine = self.engine
-        now.waits.append(done)
-        if engine.size == 1 or (self._comm_hook is not None and bucket is not self.buckets[-1]):
-            return
-        with self._communicating(bucket, later=bucket.overlaps):
-            reduce = engine.all_reduce_in_order if self._settings.deterministic else engine.all_reduce
-            now.waits[-1] = reduce(bucket.row, bucket.row)
 
     def send_rest(self) -> Collecting:
         """Send all buckets that have not been sent; an error found here makes all ranks raise."""
@@ -238,7 +227,7 @@ class Reducer:
             refuse_unused(self.trainable, self.buckets[-1].tail.real.tolist())
 
     def _receive(self, now: Collecting) -> None:
-        self._wait(now)
+        self._sender.wait(now)
         self.is_skipped = self._must_skip()
         if self.buffers is not None:
             self.buffers.write_late()
@@ -250,11 +239,6 @@ class Reducer:
         self._finish(now)
         self._agree_on_order(now)
 
-    def _wait(self, now: Collecting) -> None:
-        for bucket, wait in zip(self.buckets, now.waits, strict=True):
-            with self._communicating(bucket):
-                wait()
-
     def _must_skip(self) -> bool:
         """Whether a rank skips this step; raises if one has left backward by an error.
 
@@ -262,20 +246,16 @@ class Reducer:
         """
         if self.buckets[-1].stream is not None and self._comm_hook is None and self._is_ordered:
             return False
-        if math.isnan(self._mark()):
+        if math.isnan(self._sender.mark):
             raise RuntimeError(
                 f"{NAME}: a rank has left this backward by an error, and its gradients are missing; "
                 "look at the other ranks"
             )
         return self.was_skipped()
 
-    def _mark(self) -> float:
-        """Return NaN if a rank has failed in the last reduction, else infinity if one has skipped it, else 0."""
-        return float(self.buckets[-1].tail.real[-3])
-
     def was_skipped(self) -> bool:
         """Whether a rank has skipped the last reduction."""
-        return self._mark() == math.inf
+        return self._sender.mark == math.inf
 
     @torch.no_grad()
     def _finish(self, now: Collecting) -> None:
@@ -314,7 +294,7 @@ class Reducer:
                 if now.compares and now.is_checked:
                     self._compare("left", "which has left this backward by an error")
                 self._compare_names(now)
-                self._send_mark(math.nan, now)
+                self._sender.send_mark(math.nan, now)
         finally:
             self.now = None
 
@@ -327,7 +307,7 @@ class Reducer:
                 for bucket in self.buckets:
                     bucket.allocate()
             self._compare_names(now)
-            self._send_mark(math.inf if failed else 0.0, now)
+            self._sender.send_mark(math.inf if failed else 0.0, now)
             self.is_skipped = self.was_skipped()
             if self.buffers is not None and self.is_skipped:
                 self.buffers.write_late()
@@ -346,17 +326,3 @@ class Reducer:
         if self.buffers is not None and not now.is_exchanged:
             self.buffers.end_round(self.policy.join.source)
             now.is_exchanged = True
-
-    @torch.no_grad()
-    def _send_mark(self, mark: float, now: Collecting) -> None:
-        """Send all unsent buckets without gradients, with a mark in the place of `EXTRA`'s first number; wait."""
-        for bucket in self.buckets[len(now.waits) :]:
-            bucket.row.fill_(math.nan)
-            if bucket is self.buckets[-1]:
-                bucket.tail[-3] = mark
-            self._start(bucket, now)
-        self._wait(now)
-
-    def _communicating(self, bucket: Bucket, later: bool = False) -> contextlib.AbstractContextManager[None]:
-        at = f"bucket {self.buckets.index(bucket)} of {len(self.buckets)}"
-        return communicating(self.engine, at, bucket.row.nbytes, str(bucket), ABSENT, later=later)

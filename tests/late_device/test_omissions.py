@@ -6,7 +6,7 @@ import pytest
 from planting import planted
 from programs import CALLS, differing
 
-from diffcoll.averaging import buckets, reducer
+from diffcoll.averaging import buckets, reducer, sending
 from diffcoll.core import moves
 from diffcoll.engines import c10d
 
@@ -45,7 +45,7 @@ OMISSIONS = [
     (Bucket, "allocate", "current_stream(self.body.device)", "None", two_streams),
     (Reducer, "_put_flags", "can_pin(bucket.tail.device.type)", "False", one_bucket),
     (Reducer, "_must_skip", "self.buckets[-1].stream is not None", "False", one_bucket),
-    (Reducer, "_wait", "wait()", "pass", one_bucket),
+    (sending.Sender, "wait", "wait()", "pass", one_bucket),
     (moves, "_wait_across_streams", "start.wait_stream(here)", "pass", elsewhere),
     (moves, "_wait_across_streams", "y.record_stream(here)", "pass", elsewhere),
     (c10d.C10dEngine, "_wait", "return partial(work.wait)", "return done", at_once),
