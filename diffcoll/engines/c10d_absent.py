@@ -29,16 +29,19 @@ def absent(key: str, rank: int, ranks: Sequence[int]) -> list[int]:
     returns never, whatever its timeout. So a thread calls it, and this function returns after `SECONDS +
     STORE_SECONDS`.
     """
+    try:
+        store: Any = distributed_c10d._get_default_store()  # there is no public access to it
+    except ValueError:  # the default group was destroyed
+        return []
     found: list[int] = []
-    thread = threading.Thread(target=_ask, args=(key, rank, ranks, found), daemon=True, name="diffcoll store")
-    _asking.add(thread)
+    thread = threading.Thread(target=_ask, args=(store, key, rank, ranks, found), daemon=True, name="diffcoll store")
+    _asking[thread] = _address(store)  # now: at exit the group may have been destroyed
     thread.start()
     thread.join(SECONDS + STORE_SECONDS)
     return found if not thread.is_alive() else []
 
 
-def _ask(key: str, rank: int, ranks: Sequence[int], found: list[int]) -> None:
-    store = distributed_c10d._get_default_store()  # there is no public access to it
+def _ask(store: Any, key: str, rank: int, ranks: Sequence[int], found: list[int]) -> None:
     key, end = f"diffcoll/failed/{key}/{{}}", time.monotonic() + SECONDS
     with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
         store.set(key.format(rank), "")
@@ -49,7 +52,8 @@ def _ask(key: str, rank: int, ranks: Sequence[int], found: list[int]) -> None:
         found += silent
 
 
-_asking: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+#: Threads that have called a store, and its host and port; None: a store without.
+_asking: weakref.WeakKeyDictionary[threading.Thread, tuple[str, int] | None] = weakref.WeakKeyDictionary()
 
 
 @atexit.register
@@ -58,34 +62,58 @@ def _end() -> None:
 
     The store has no call for that, so its connections are shut down.
     """
-    waiting = [thread for thread in _asking if thread.is_alive()]
-    if waiting and (port := _port()) is not None:
-        for connection in _connections(port):
+    waiting = {thread: address for thread, address in _asking.items() if thread.is_alive()}
+    for host, port in {address for address in waiting.values() if address is not None}:
+        for connection in _connections(host, port):
             with connection, contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
     for thread in waiting:
         thread.join(EXIT_SECONDS)
 
 
-def _port() -> int | None:
-    """Return the port of the default group's store; None if it has none, or the group was destroyed."""
-    try:
-        store: Any = distributed_c10d._get_default_store()
-    except ValueError:
-        return None
+def _address(store: Any) -> tuple[str, int] | None:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    return getattr(store, "port", None)
+    return (store.host, store.port) if hasattr(store, "port") else None
 
 
-def _connections(port: int) -> list[socket.socket]:
-    """Return copies of this process's TCP connections to a port."""
-    found = []
-    for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else []:
-        with contextlib.suppress(OSError):
-            connection = socket.socket(fileno=os.dup(int(name)))
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
-                found.append(connection)
-            else:
-                connection.close()
-    return found
+def _connections(host: str, port: int) -> list[socket.socket]:
+    """Return copies of this process's TCP connections to a server."""
+    fds = [int(name) for name in os.listdir("/dev/fd")] if os.path.isdir("/dev/fd") else []
+    found = {fd: peer[0] for fd in fds if (peer := _peer(fd)) is not None and peer[1] == port}
+    # Only if there are connections to this port of several hosts: a name server may be out of reach as well.
+    wanted = _addresses(host) if len({*found.values()}) > 1 else {*found.values()}
+    return [socket.socket(fileno=os.dup(fd)) for fd, address in found.items() if address in wanted]
+
+
+def _peer(fd: int) -> tuple[str, int] | None:
+    """Return the address and the port to which a file descriptor is connected; None: it is no TCP connection."""
+    try:
+        with socket.socket(fileno=fd) as connection:
+            try:
+                is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+                address, port = connection.getpeername()[:2] if is_tcp else ("", 0)
+            finally:
+                connection.detach()
+    except OSError:
+        return None
+    return _plain(address), port
+
+
+def _addresses(host: str) -> set[str]:
+    """Return the numeric addresses of a host; none if no name server answers in time."""
+    found: set[str] = set()
+
+    def look_up() -> None:
+        with contextlib.suppress(OSError, UnicodeError):  # of a name that is none
+            found.update(_plain(str(info[4][0])) for info in socket.getaddrinfo(host, None))
+
+    thread = threading.Thread(target=look_up, daemon=True, name="diffcoll name server")
+    thread.start()
+    thread.join(EXIT_SECONDS)
+    return {*found}
+
+
+def _plain(address: str) -> str:
+    """Return an IPv4 address that is written as an IPv6 address as it is."""
+    return address.removeprefix("::ffff:")
