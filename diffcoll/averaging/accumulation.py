@@ -122,10 +122,23 @@ class Accumulation:
             p.reduced = None
             p.start_over()
 
-    def undo(self, trainable: Sequence[Parameter]) -> None:
-        """After a message has failed: drop the gradients of this step, and restore those that they were added to."""
-        for p in trainable:
-            p.restore_earlier()
+    def undo(self) -> None:
+        """After an error: drop the gradients of this step, and restore those that they were added to.
+
+        A mean that they were added to is dropped as well: only the sum of both is in memory.
+        """
+        self._policy.drop_weights()
+        self._witness = None
+        for p in self._parameters:
+            if p.tensor.requires_grad:
+                if self._is_reduced(p):  # the reduction has not come to it
+                    p.set_aside()
+                p.restore_earlier()
+                p.start_over()
+
+    def _is_reduced(self, p: Parameter) -> bool:
+        """Whether `.grad` was reduced before and not added to since; False for a mean, which does not change it."""
+        return p.reduced is not None and p.reduced is p.tensor.grad and self._policy.changes_reduced
 
     # ── gradients that were reduced before ───────────────────────────────────────────────────────────────
 
@@ -138,7 +151,7 @@ class Accumulation:
                 f"{NAME}: {p.name}: its gradient was changed while backward calls were added to a reduced gradient; "
                 "call zero_grad() before the first of them, or synchronize() before the change"
             )
-        if p.reduced is not None and p.reduced is p.tensor.grad and self._policy.changes_reduced:
+        if self._is_reduced(p):
             p.set_aside()
 
     def _refuse_replaced(self, p: Parameter) -> None:

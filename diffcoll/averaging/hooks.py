@@ -7,6 +7,8 @@
 | post-accumulate hook of the parameter | `_after_accumulate`: copy into the bucket; a complete bucket is sent |
 | first post-accumulate hook in a pass | `on_backward_start` |
 | callback of the engine at the end of the outermost pass | `_on_backward_end`: send the rest, wait, write `.grad` |
+| an error in one of these hooks | `_undo`: restore `.grad` |
+| the callback is freed uncalled: another error has ended the pass | `_BackwardEnd.__del__`: restore `.grad` |
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from diffcoll.core.torch_private.autograd import (
     hooks_after_nested_backward,
     is_backward_compiled,
     is_backward_nested,
+    is_backward_on_this_thread,
     is_backward_returned,
     node_at_work,
 )
@@ -96,10 +99,20 @@ class Hooks:
             if alive is None or of is None or not of.hooks:
                 return None
             with alive._lock:
-                return method(alive, of, given)
+                try:
+                    return method(alive, of, given)
+                except BaseException:
+                    alive._undo()
+                    raise
 
         unserializable_hook(untraced(hook))  # type: ignore[no-untyped-call]
         return hook
+
+    def _undo(self) -> None:
+        """Restore `.grad` if a reduction has begun in the current backward."""
+        now = self._reducer.now
+        if now is not None and backward_at_work() in now.tasks:
+            self._reducer.undo()
 
     # ── events of autograd ───────────────────────────────────────────────────────────────────────────────
 
@@ -218,7 +231,7 @@ class Hooks:
             return
         task = backward_at_work()
         if not _reducers_of(task):
-            after_backward(partial(_on_backward_end, task))
+            after_backward(_BackwardEnd(task))
         now.ends_with = task
 
     @untraced
@@ -242,6 +255,34 @@ def _reducers_of(task: int) -> list[Reducer]:
     """Return the reducers that end with this pass, in order of construction, which is equal on all ranks."""
     reducers = [claim.reducer for claim in ownership.claims()]
     return [reducer for reducer in reducers if reducer.now is not None and reducer.now.ends_with == task]
+
+
+class _BackwardEnd:
+    """The callback at the end of a pass. If an error ends the pass, it is not called, and freed before backward raises.
+
+    Autograd runs a pass on a GPU in a thread of its own, which frees it a little later: too late to touch `.grad`.
+    """
+
+    def __init__(self, task: int) -> None:
+        self._task, self._is_called, self._is_freed_in_time = task, False, is_backward_on_this_thread()
+
+    @untraced
+    def __call__(self) -> None:
+        self._is_called = True
+        try:
+            _on_backward_end(self._task)
+        except BaseException:
+            self._undo()
+            raise
+
+    @untraced
+    def __del__(self) -> None:
+        if not self._is_called and self._is_freed_in_time:
+            self._undo()
+
+    def _undo(self) -> None:
+        for reducer in _reducers_of(self._task):
+            reducer.undo()
 
 
 @untraced

@@ -122,6 +122,10 @@ class Policy:
         """Whether a mean is divided by the number of ranks that take part, which the last bucket brings."""
         return self.join.loop is not None or self._has_hook
 
+    def drop_weights(self) -> None:
+        """All gradients were dropped: the weight of the current batch counts again with its next gradient."""
+        self.total, self._is_new = 0.0, True
+
     def on_reduction(self) -> None:
         """Gradients were reduced."""
         self.total, self._of_batch, self._is_new = 0.0, None, False

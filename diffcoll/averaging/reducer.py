@@ -77,10 +77,17 @@ class Reducer:
 
     def begin(self, *tasks: int) -> Collecting:
         """Prepare the buckets for the gradients of a backward pass."""
+        try:
+            return self._begin({*tasks})
+        except BaseException:
+            self.undo()
+            raise
+
+    def _begin(self, tasks: set[int]) -> Collecting:
         is_checked = checks.is_on() if self.now is None else self.now.is_checked
         self.now = None
         refuse_ended(self.engine)
-        self.now = now = Collecting({*tasks}, is_checked)
+        self.now = now = Collecting(tasks, is_checked)
         if self.is_skipped:
             raise RuntimeError(
                 f"{NAME}: another rank has called skip_step() in the last step, and this one has not, and has no "
@@ -187,16 +194,11 @@ class Reducer:
                 self.buffers.check()
             for bucket in self.buckets[len(now.waits) :]:
                 self._send(bucket, now)
-        except CollectiveFailedError:
-            self.accumulation.undo(self.trainable)
-            self._end()
-            raise
-        except CollectiveMismatchError:
-            self._end()
-            raise
-        except BaseException:
+        except BaseException as error:
+            self.undo()  # buckets that were sent may be sums over some ranks
             try:
-                self.abandon()
+                if not isinstance(error, (CollectiveFailedError, CollectiveMismatchError)):
+                    self.abandon()
             finally:
                 self._end()
             raise
@@ -219,7 +221,7 @@ class Reducer:
         try:
             self._receive(now)
         except BaseException:  # the buckets may be sums over some ranks only, or as a hook left them
-            self.accumulation.undo(self.trainable)
+            self.undo()
             raise
         finally:
             self._end()
@@ -285,6 +287,10 @@ class Reducer:
 
     # ── errors ───────────────────────────────────────────────────────────────────────────────────────────
 
+    def undo(self) -> None:
+        """Make each `.grad` what it was before this reduction; buckets may still be under way, in their own memory."""
+        self.accumulation.undo()
+
     def abandon(self) -> None:
         """Send NaN in all unsent buckets, for which the other ranks wait; it tells them of the error."""
         now = self._prepared()  # if this raises, the ranks wait until the next call here
@@ -294,6 +300,9 @@ class Reducer:
                 if now.compares and now.is_checked:
                     self._compare("left", "which has left this backward by an error")
                 self._compare_names(now)
+                for bucket in self.buckets[len(now.waits) :]:
+                    if any(p.place.holds(p.tensor.grad) for p in bucket.parameters):  # not undone, and not sent
+                        bucket.allocate()
                 self._sender.send_mark(math.nan, now)
         finally:
             self.now = None
@@ -303,7 +312,9 @@ class Reducer:
         try:
             now = self._prepared()
             self._exchange_buffers(now)
-            if not failed:  # gradients stay in the memory of the last reduction
+            if failed:
+                self.accumulation.drop()
+            else:  # gradients stay in the memory of the last reduction
                 for bucket in self.buckets:
                     bucket.allocate()
             self._compare_names(now)

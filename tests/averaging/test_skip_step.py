@@ -245,6 +245,7 @@ def test_no_memory_for_a_bucket_and_no_skip_step(monkeypatch, where, way, check,
                 fails[threading.get_ident()] = 2  # at the second bucket
                 with dc.check_mode(bool(check)), pytest.raises(torch.OutOfMemoryError, match="for a bucket"):
                     reduce(k)
+                assert all(p.grad is None for p in net.parameters())
                 net.zero_grad()
                 if then == "detach":
                     averager.detach()

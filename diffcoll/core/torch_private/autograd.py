@@ -70,6 +70,14 @@ def is_backward_nested() -> bool:
     return runs > (frame.f_code is not _NODE)
 
 
+def is_backward_on_this_thread() -> bool:
+    """Whether the current backward was called by this thread; nodes on a GPU run in a thread of the engine's."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _RUN_BACKWARD:
+        frame = frame.f_back
+    return frame is not None
+
+
 def node_at_work() -> Any:
     """Return the node that the current backward runs; None: compiled autograd runs it. No public API tells."""
     return torch._C._current_autograd_node()
