@@ -32,10 +32,11 @@ def stacks(members: Sequence[Member], hanging: Sequence[int], folder: str) -> di
     end = time.monotonic() + GRACE
     for r in hanging:
         file = Path(folder, f"stack-{r}")
-        while not (file.exists() and file.read_text().endswith("\n")) and time.monotonic() < end:
+        while not (file.exists() and file.read_bytes().endswith(b"\n")) and time.monotonic() < end:
             time.sleep(0.05)
         time.sleep(0.05)
-        found[r] = of_dump(file.read_text() if file.exists() else "")
+        # Whatever the rank has written to it.
+        found[r] = of_dump(file.read_text("utf-8", "replace") if file.exists() else "")
     return found
 
 
