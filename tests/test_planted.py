@@ -1,6 +1,6 @@
 """The property tests detect wrong rules: each planted mistake makes a property fail."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import properties
@@ -9,7 +9,7 @@ import torch
 from runs import rules
 
 from diffcoll.collectives import COLLECTIVES
-from diffcoll.core.linear import Linear
+from diffcoll.core.linear import Linear, linear_map
 from diffcoll.testing import cases
 
 N = 3
@@ -31,7 +31,7 @@ def held(name):
     return True
 
 
-@dataclass(frozen=True)
+@linear_map
 class Wrong(Linear):
     """The map `right` with a planted mistake."""
 

@@ -9,7 +9,6 @@ note      notes/collectives/all_gather.md             truth  diffcoll.truth.all_
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, overload
 
@@ -23,12 +22,12 @@ from diffcoll.core.arguments import Call, Sizes, Tree
 from diffcoll.core.blocks import join
 from diffcoll.core.bound import Bound, BoundTree
 from diffcoll.core.call import perform
-from diffcoll.core.linear import Linear, then
+from diffcoll.core.linear import Linear, linear_map, then
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import GradPlacement, Group
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@linear_map
 class AllGather(Linear):
     """y_r = [x_0 … x_{N-1}], with sizes[s] the size of x_s along dim."""
 

@@ -9,7 +9,6 @@ note      notes/collectives/all_reduce.md   truth  diffcoll.truth.all_reduce
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, overload
 
@@ -22,13 +21,13 @@ from diffcoll.core import trees
 from diffcoll.core.arguments import Call, Tree
 from diffcoll.core.bound import Bound, BoundTree, bind_reduction
 from diffcoll.core.call import perform
-from diffcoll.core.linear import Linear, then
+from diffcoll.core.linear import Linear, linear_map, then
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import Op, Ties
 from diffcoll.engines.types import GradPlacement, Group
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@linear_map
 class AllReduce(Linear):
     """y_r = Σ_s x_s; mean: Σ_s x_s / N, bit by bit that of the sum divided by N, unless a term is subnormal."""
 

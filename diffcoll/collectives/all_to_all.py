@@ -8,7 +8,6 @@ note      notes/collectives/all_to_all.md           truth  diffcoll.truth.all_to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal, overload
 
@@ -20,12 +19,12 @@ from diffcoll.core.arguments import Call, Parts, Sizes
 from diffcoll.core.blocks import blocks_of, cut, join
 from diffcoll.core.bound import Bound
 from diffcoll.core.call import perform
-from diffcoll.core.linear import Linear, then
+from diffcoll.core.linear import Linear, linear_map, then
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@linear_map
 class AllToAll(Linear):
     """y_r = [x_s block r]_s.
 

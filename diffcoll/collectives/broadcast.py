@@ -9,7 +9,6 @@ note      notes/collectives/broadcast.md                     truth  diffcoll.tru
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, overload
 
@@ -22,12 +21,12 @@ from diffcoll.core import trees
 from diffcoll.core.arguments import Call, Tree
 from diffcoll.core.bound import Bound, BoundTree
 from diffcoll.core.call import perform
-from diffcoll.core.linear import Linear, then
+from diffcoll.core.linear import Linear, linear_map, then
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import GradPlacement, Group
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@linear_map
 class Broadcast(Linear):
     """y_r = x_src."""
 
@@ -55,7 +54,7 @@ class Broadcast(Linear):
         return False, self.replicated
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@linear_map
 class Keep(Linear):
     """y_src = x_src, x replicated; 0 elsewhere: the adjoint of the replicated broadcast."""
 

@@ -8,7 +8,6 @@ note      notes/collectives/gather.md                              truth  diffco
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, overload
 
@@ -21,12 +20,12 @@ from diffcoll.core.arguments import Call, Sizes, Tree
 from diffcoll.core.blocks import blocks_of, join
 from diffcoll.core.bound import Bound, BoundTree
 from diffcoll.core.call import perform
-from diffcoll.core.linear import Linear, then
+from diffcoll.core.linear import Linear, linear_map, then
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@linear_map
 class Gather(Linear):
     """y_dst = [x_0 … x_{N-1}], with sizes[s] the size of x_s along dim; elsewhere of size 0 along dim."""
 

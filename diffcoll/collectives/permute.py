@@ -8,7 +8,6 @@ note      notes/collectives/permute.md                                          
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, overload
 
@@ -20,12 +19,12 @@ from diffcoll.core import trees
 from diffcoll.core.arguments import Call, Sizes, Tree
 from diffcoll.core.bound import Bound, BoundTree
 from diffcoll.core.call import perform
-from diffcoll.core.linear import Linear, then
+from diffcoll.core.linear import Linear, linear_map, then
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@linear_map
 class Permute(Linear):
     """y_dst = x_src for each pair (src, dst); 0 where none is received.
 

@@ -8,7 +8,6 @@ note      notes/collectives/broadcast.md#reduce                  truth  diffcoll
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, overload
 
@@ -21,13 +20,13 @@ from diffcoll.core import trees
 from diffcoll.core.arguments import Call, Tree
 from diffcoll.core.bound import Bound, BoundTree, bind_reduction
 from diffcoll.core.call import perform
-from diffcoll.core.linear import Linear, then
+from diffcoll.core.linear import Linear, linear_map, then
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import Op
 from diffcoll.engines.types import Group
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@linear_map
 class Reduce(Linear):
     """y_dst = Σ_s x_s; 0 elsewhere."""
 

@@ -8,7 +8,6 @@ note      notes/collectives/all_gather.md#reduce_scatter        truth  diffcoll.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal, overload
 
@@ -20,13 +19,13 @@ from diffcoll.core.arguments import Call, Parts
 from diffcoll.core.blocks import row_of
 from diffcoll.core.bound import Bound, bind_reduction
 from diffcoll.core.call import perform
-from diffcoll.core.linear import Linear, then
+from diffcoll.core.linear import Linear, linear_map, then
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import Op, Ties
 from diffcoll.engines.types import Group
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@linear_map
 class ReduceScatter(Linear):
     """y_r = (Σ_s x_s)[block r], with sizes[r] the size of block r along dim."""
 

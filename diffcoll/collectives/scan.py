@@ -8,7 +8,6 @@ note      notes/collectives/scan.md              truth  diffcoll.truth.scan
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, overload
 
@@ -21,13 +20,13 @@ from diffcoll.core.arguments import Call, Tree
 from diffcoll.core.bound import Bound, BoundTree
 from diffcoll.core.call import perform
 from diffcoll.core.dtypes import wider
-from diffcoll.core.linear import Linear
+from diffcoll.core.linear import Linear, linear_map
 from diffcoll.core.pending import Pending
 from diffcoll.engines.engine import Wait, done
 from diffcoll.engines.types import Group
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@linear_map
 class Scan(Linear):
     """y_r = Σ_{s≤r} x_s; exclusive: s<r; reverse: s≥r or s>r."""
 

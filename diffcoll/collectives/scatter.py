@@ -8,7 +8,6 @@ note      notes/collectives/gather.md#scatter                             truth 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, overload
@@ -25,7 +24,7 @@ from diffcoll.core.blocks import as_row, cut
 from diffcoll.core.bound import Bound, BoundTree
 from diffcoll.core.call import perform
 from diffcoll.core.control import digest
-from diffcoll.core.linear import Linear, then
+from diffcoll.core.linear import Linear, linear_map, then
 from diffcoll.core.pending import Pending
 from diffcoll.core.torch_private.transforms import carries_tangents, has_tangent, is_within_transform
 from diffcoll.core.torch_private.trees import is_tree, tree_paths
@@ -35,7 +34,7 @@ from diffcoll.engines.types import Group
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@linear_map
 class Scatter(Linear):
     """y_r = x_src[block r], with sizes[r] the size of block r along dim; on other ranks x has size 0 along dim."""
 

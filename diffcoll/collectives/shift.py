@@ -7,18 +7,18 @@ note      notes/collectives/permute.md#shift                                    
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, overload
 
 from diffcoll.collectives import permute
 from diffcoll.core.arguments import Call, Sizes, Tree
 from diffcoll.core.bound import Bound, BoundTree
 from diffcoll.core.call import perform
+from diffcoll.core.linear import linear_map
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@linear_map
 class Shift(permute.Permute):
     """y_r = x_{r − offset}: a permute with pairs (r, r + offset)."""
 

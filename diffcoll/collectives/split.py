@@ -8,7 +8,6 @@ note      notes/collectives/all_gather.md#split                 truth  diffcoll.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
@@ -20,11 +19,11 @@ from diffcoll.collectives import all_gather
 from diffcoll.core.arguments import Call, Parts
 from diffcoll.core.bound import Bound
 from diffcoll.core.call import perform
-from diffcoll.core.linear import Linear
+from diffcoll.core.linear import Linear, linear_map
 from diffcoll.engines.types import Group
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@linear_map
 class Split(Linear):
     """y_r = x[block r], with sizes[r] the size of block r along dim."""
 

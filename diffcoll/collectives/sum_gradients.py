@@ -8,7 +8,6 @@ note      notes/collectives/all_reduce.md#sum_gradients   truth  diffcoll.truth.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -21,11 +20,11 @@ from diffcoll.core import trees
 from diffcoll.core.arguments import Call, Tree
 from diffcoll.core.bound import Bound, BoundTree
 from diffcoll.core.call import perform
-from diffcoll.core.linear import Linear
+from diffcoll.core.linear import Linear, linear_map
 from diffcoll.engines.types import Group
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@linear_map
 class SumGradients(Linear):
     """y_r = x.
 
