@@ -21,7 +21,7 @@ from diffcoll.cli import main
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-import pictures  # noqa: E402
+import drawing  # noqa: E402
 
 #: Where the pages of the reference are written.
 REFERENCE = HERE / "reference"
@@ -137,7 +137,7 @@ def write_reference(app: Any) -> None:
             title = page.rpartition(".")[2]
             lines = [title, "=" * len(title), "", f".. {kind}:: {page}", *members]
             if name in ("diffcoll", "diffcoll.truth") and title in diffcoll.collectives.COLLECTIVES:
-                _write(REFERENCE / f"{title}.svg", [pictures.picture(title)])
+                _write(REFERENCE / f"{title}.svg", [drawing.picture(title)])
                 lines[3:3] = [f".. image:: {title}.svg", f"   :alt: {title} on two ranks, forward and backward", ""]
             _write(REFERENCE / f"{page}.rst", lines)
     lines = ["Commands and the pytest plugin", "=" * 30, ""]

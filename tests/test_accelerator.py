@@ -38,8 +38,8 @@ HAS_STREAMS = DEVICE != "cpu"
 IS_LATE, IS_CUDA = DEVICE == "late", DEVICE == "cuda"
 if IS_LATE:
     sys.path.insert(0, str(Path(__file__).parent / "late_device"))
+    import device_ranks as on_test_device
     import late as test_device  # cloudpickle would take `late` for torch.late
-    import on_ranks as on_test_device
 
     test_device.register()
     OWN = on_test_device.OWN

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -228,3 +229,12 @@ def test_nothing_reads_the_time_of_day():
     assert list(clocks(ast.parse(planted))) == ["time.time", "time.time", "datetime.datetime.now"]
     for module, path in MODULES.items():
         assert not list(clocks(ast.parse(path.read_text(encoding="utf-8")))), module
+
+
+def test_helpers_of_tests_have_names_of_their_own():
+    """In one run the folders of tests, examples and notes are on the path together: the first of a name is imported."""
+    top = ROOT.parent
+    paths = [*top.glob("examples/*.py"), *top.glob("notes/*.py"), *top.glob("tests/**/*.py")]
+    names = Counter(path.stem for path in paths if path.stem not in ("conftest", "__init__"))
+    assert len(names) > 150
+    assert not [name for name, count in names.items() if count > 1]

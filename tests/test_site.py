@@ -27,26 +27,26 @@ def conf():
 
 
 @pytest.fixture(scope="module")
-def pictures(conf):
-    return conf.pictures
+def drawing(conf):
+    return conf.drawing
 
 
 @pytest.mark.parametrize("name", diffcoll.collectives.COLLECTIVES)
-def test_a_picture_shows_the_rule(pictures, name):
+def test_a_picture_shows_the_rule(drawing, name):
     """What stands in its cells is what the library's own forward and backward return."""
     torch.manual_seed(0)
     xs = [torch.randn(2, dtype=torch.double) for _ in range(2)]
-    xs = [xs[0], xs[0].clone()] if name in pictures.COPIES else xs
+    xs = [xs[0], xs[0].clone()] if name in drawing.COPIES else xs
     gys = [torch.randn(8, dtype=torch.double) for _ in range(2)]
 
     def both(x, gy):
         x.requires_grad_()
-        y = getattr(diffcoll, name)(x, *pictures.ARGUMENTS.get(name, ()))
+        y = getattr(diffcoll, name)(x, *drawing.ARGUMENTS.get(name, ()))
         gx = torch.autograd.grad(y, x, gy[: len(y)])[0]
         return y.detach(), gx
 
     expected = simulate(both, xs, gys, rules=True)
-    for shown, inputs, which in zip(pictures.maps(name), (xs, gys), range(2), strict=True):
+    for shown, inputs, which in zip(drawing.maps(name), (xs, gys), range(2), strict=True):
         before, after = shown
         values = {"0": 0.0}
         for cells, x in zip(before, inputs, strict=True):
@@ -54,13 +54,13 @@ def test_a_picture_shows_the_rule(pictures, name):
         for cells, rank in zip(after, expected, strict=True):
             found = [sum(values[word] for word in words.split("+")) for words, _ in cells]
             torch.testing.assert_close(torch.tensor(found, dtype=torch.double), rank[which].detach())
-    assert pictures.picture(name).count("<rect") > 8
+    assert drawing.picture(name).count("<rect") > 8
 
 
-def test_the_picture_of_the_readme_is_measured(pictures):
-    values = pictures.gathers()
+def test_the_picture_of_the_readme_is_measured(drawing):
+    values = drawing.gathers()
     assert [of_ranks for of_ranks in values.values()] == [[11, 11], [1, 10], [5.5, 5.5], [0, 0]]
-    assert pictures.README.read_text(encoding="utf-8") == pictures.bars(values), "run python notes/pictures.py"
+    assert drawing.README.read_text(encoding="utf-8") == drawing.bars(values), "run python notes/drawing.py"
 
 
 def test_every_public_name_has_a_page(conf, tmp_path, monkeypatch):

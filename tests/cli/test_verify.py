@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -456,7 +457,9 @@ def test_interrupted():
     """Ctrl-C, where the ranks' processes run: one line, and the status of a shell's commands."""
     command = [sys.executable, "-m", "diffcoll", "verify", "--only", "all_reduce"]
     around = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=around, start_new_session=True) as process:
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what runs in a shell's background ignores Ctrl-C
+    streams = {"stdout": -1, "stderr": -1, "text": True}
+    with subprocess.Popen(command, **streams, env=around, start_new_session=True, preexec_fn=heeds) as process:
         first = process.stderr.readline()
         time.sleep(2)
         os.killpg(process.pid, signal.SIGINT)

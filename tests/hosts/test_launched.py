@@ -9,7 +9,7 @@ import pytest
 from namespaces import ends
 from namespaces import network as made_of
 
-PROGRAMS = Path(__file__).parent / "programs.py"
+PROGRAMS = Path(__file__).parent / "host_programs.py"
 ELASTIC = PROGRAMS.with_name("elastic.py")
 LONG = 200
 

@@ -1,10 +1,10 @@
 """What the library does for streams, left out piece by piece: the programs notice each omission."""
 
+import device_programs as programs
 import late
-import programs
 import pytest
+from device_programs import CALLS, differing
 from planting import planted
-from programs import CALLS, differing
 
 from diffcoll.averaging import buckets, reducer, sending
 from diffcoll.core import moves

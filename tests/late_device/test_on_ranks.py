@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from on_ranks import BACKENDS, N, let_mpi_reach_the_device, moved, on_two
+from device_ranks import BACKENDS, N, let_mpi_reach_the_device, moved, on_two
 
 from diffcoll.engines import mpi
 from diffcoll.testing import cases

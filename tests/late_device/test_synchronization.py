@@ -1,8 +1,8 @@
 """Collectives, async results and the averager on a device where missing synchronization is a wrong number."""
 
-import programs
+import device_programs as programs
 import pytest
-from programs import CALLS, WHERE, differing
+from device_programs import CALLS, WHERE, differing
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
 

@@ -3,13 +3,13 @@
 import late
 import pytest
 import torch
-from on_ranks import BACKENDS, N, on_two
+from device_ranks import BACKENDS, N, on_two
 from planting import planted
 from stream_group import StreamGroup
-from training import STEPS, on_cpu, on_rank
+from stream_training import STEPS, on_cpu, on_rank
 
 from diffcoll.averaging.buckets import Bucket
-from diffcoll.averaging.reducer import Reducer
+from diffcoll.averaging.sending import Sender
 
 #: With buckets of 20 KB, gradients of several streams are in one bucket, and there are several buckets.
 SETTINGS = [("mean", 25), ("mean", 2e-2), ("weighted", 2e-2), ("sum", 2e-2), ("sum", 1e-4)]
@@ -39,7 +39,7 @@ TOO_EARLY = [
     (Bucket, "join_streams", "here.wait_stream(self.stream)"),
     (Bucket, "enter_stream", "self._others.add(here)"),
     (StreamGroup, "_run", "self.stream.wait_stream(torch.accelerator.current_stream())"),
-    (Reducer, "_wait", "wait()"),
+    (Sender, "wait", "wait()"),
 ]
 
 

@@ -32,7 +32,7 @@ def test_the_peak_of_a_step():
     whole, chunked, ring = on_ranks(contrastive_cost, names, b, dims, chunk)
     assert 2 * b * 2 * b * 4 / MEGA < whole < 6 * b * 2 * b * 4 / MEGA
     assert chunked < whole / 5
-    assert 2 * b * b * 4 / MEGA < ring < 2.5 * b * b * 4 / MEGA  # of one block
+    assert 1.9 * b * b * 4 / MEGA < ring < 2.5 * b * b * 4 / MEGA  # of one block
 
 
 def test_the_peak_of_a_sharded_vocabulary():

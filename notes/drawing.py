@@ -1,6 +1,6 @@
 """Pictures, as SVG: each collective on two ranks, drawn from its truth, and the gradients that usual gathers lead to.
 
-python notes/pictures.py        writes notes/gradients.svg, the picture of the README
+python notes/drawing.py        writes notes/gradients.svg, the picture of the README
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the ranks of these tests run: `python programs.py NAME`, under torchrun or mpiexec."""
+"""What the ranks of these tests run: `python host_programs.py NAME`, under torchrun or mpiexec."""
 
 import os
 import sys
