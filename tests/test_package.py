@@ -48,6 +48,17 @@ def test_the_source_distribution_has_all_that_git_has(tree, built):
     assert {name for name in names if not private.match(name)} <= found
 
 
+@pytest.mark.slow
+def test_tests_of_the_source_distribution_run(built, tmp_path):
+    """Those of a collective, its note, and the site, on what was unpacked."""
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (top,) = tmp_path.iterdir()
+    some = "tests/collectives/test_split.py", "tests/test_notes.py", "tests/test_site.py"
+    run = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *some, cwd=top, environment={"PYTHONPATH": str(top)})
+    assert "failed" not in run.stdout and f"{top}" not in run.stderr
+
+
 def test_the_wheel_has_the_library_alone(tree, built):
     _, names = tree
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:

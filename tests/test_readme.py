@@ -180,6 +180,7 @@ def test_a_picture_without_matplotlib(name, tmp_path):
     assert done.stdout == ""
 
 
+@pytest.mark.slow
 def test_the_wrong_gather_ends_worse(tmp_path):
     """What the picture shows is what was measured: the curves lie on each other, or end far apart."""
     printed = python(ROOT / "examples" / f"{MEASURED}.py", cwd=tmp_path, timeout=100).stdout

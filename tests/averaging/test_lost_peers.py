@@ -76,7 +76,10 @@ import torch, torch.distributed as dist
 import diffcoll as dc
 
 rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", timeout=timedelta(seconds=1))
+store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 3, rank == 0, timedelta(seconds=60))
+store.set(str(rank), "")
+store.wait(["0", "1", "2"])  # all have imported PyTorch: gloo waits for a second only
+dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=1))
 model = torch.nn.Linear(3, 2)
 averager = dc.GradientAverager(model, reduction=sys.argv[1])
 x = torch.full((1, 3), rank + 1.0)
