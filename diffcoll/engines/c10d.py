@@ -52,13 +52,9 @@ _numbers = itertools.count()  # of groups that the library has made
 TAG = 1 << 30
 
 
-def _tag(x: Tensor) -> int:
-    return TAG + x.nbytes % TAG
-
-
-def _filled(x: Tensor) -> Tensor:
-    """x, or one byte if x is empty: so the ranks fail, as above, if only one of them expects an empty block."""
-    return x if x.nbytes else torch.zeros(1, dtype=torch.uint8, device="cpu")
+def _byte() -> Tensor:
+    """Return what is sent for an empty block: so the ranks fail, as above, if only one of them expects one."""
+    return torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 
 class C10dEngine(MessageEngine):
@@ -173,8 +169,11 @@ class C10dEngine(MessageEngine):
     def messages(self, sends: Messages, recvs: Messages) -> Wait:
         if self.backends.get((recvs or sends)[0][1].device.type, "gloo") == "gloo":
             # Methods of the group, because dist.isend and dist.irecv take 10 µs longer each.
-            works = [self.group.send([_filled(t)], s, _tag(t)) for s, t in sends]
-            works += [self.group.recv([_filled(t)], s, _tag(t)) for s, t in recvs]
+            group, works = self.group, []
+            for begin, messages in (group.send, sends), (group.recv, recvs):
+                for s, t in messages:
+                    nbytes = t.nbytes
+                    works.append(begin([t if nbytes else _byte()], s, TAG + nbytes % TAG))
         else:
             ops = [dist.P2POp(dist.irecv, _bytes(t), group=self.group, group_peer=s) for s, t in recvs]
             ops += [dist.P2POp(dist.isend, _bytes(t), group=self.group, group_peer=s) for s, t in sends]
@@ -190,9 +189,12 @@ class C10dEngine(MessageEngine):
 
     @override
     def _to_others(self, blocks: Blocks) -> Messages:
-        # On gloo with empty blocks, see `_filled`.
-        others = [(s, t) for s, t in enumerate(blocks) if s != self.rank and t is not None]
-        return [(s, t) for s, t in others if t.numel() or self._backend(t) == "gloo"]
+        # On gloo with empty blocks, see `_byte`.
+        rank = self.rank
+        others = [(s, t) for s, t in enumerate(blocks) if s != rank and t is not None]
+        if others and self._backend(others[0][1]) != "gloo":  # all blocks are on one device
+            others = [(s, t) for s, t in others if t.numel()]
+        return others
 
     # ── the backend's own collectives, where the tables above say so ─────────────────────────────────────
 
@@ -206,7 +208,7 @@ class C10dEngine(MessageEngine):
 
     @override
     def all_gather(self, x: Tensor | None, row: Tensor, counts: list[int]) -> Wait:
-        if not (is_even(counts) and self._runs_natively("all_gather", row)):
+        if not (self._runs_natively("all_gather", row) and is_even(counts)):
             return super().all_gather(x, row, counts)
         parts = [_bytes(part) for part in row.split_with_sizes(counts)]
         mine = parts[self.rank] if x is None else _bytes(x)
@@ -214,7 +216,7 @@ class C10dEngine(MessageEngine):
 
     @override
     def reduce_scatter(self, row: Tensor, counts: list[int], out: Tensor) -> Wait:
-        if not (is_even(counts) and self._runs_natively("reduce_scatter", out, adds=True)):
+        if not (self._runs_natively("reduce_scatter", out, adds=True) and is_even(counts)):
             return super().reduce_scatter(row, counts, out)
         parts = [_real(part) for part in row.split_with_sizes(counts)]
         return self._wait(dist.reduce_scatter(_real(out.view(-1)), parts, group=self.group, async_op=True))
@@ -244,13 +246,10 @@ class C10dEngine(MessageEngine):
 
     def _runs_natively(self, primitive: str, x: Tensor, adds: bool = False) -> bool:
         backend = self._backend(x)
-        known = SUMS.get(backend)
-        dtype = x.dtype.to_real() if x.dtype.is_complex else x.dtype
-        return (
-            x.numel() > 0
-            and primitive in NATIVE.get(backend, ALL)
-            and not (adds and known is not None and dtype not in known)
-        )
+        if primitive not in NATIVE.get(backend, ALL) or not x.numel():
+            return False
+        known, dtype = SUMS.get(backend), x.dtype
+        return not adds or known is None or (dtype.to_real() if dtype.is_complex else dtype) in known
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -284,11 +283,9 @@ def engine_of(group: object) -> Engine | None:
         ValueError: this process is not in the group, or the mesh has several dimensions.
     """
     if group is None:
-        if not dist.is_initialized():
-            return None
         group = dist.group.WORLD
-        if group is not None and group in _engines:  # the usual case; it has not been destroyed
-            return _engines[group]
+        if group is None or (engine := _engines.get(group)) is not None:  # the usual cases; it has not been destroyed
+            return None if group is None else engine
     elif isinstance(group, DeviceMesh):
         group = _group_of(group)
     if group is dist.GroupMember.NON_GROUP_MEMBER:

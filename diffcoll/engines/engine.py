@@ -198,7 +198,7 @@ class Engine(ABC):
             return done
         parts = row.split_with_sizes(counts)
         memory = self.scratch.take((self.size - 1) * out.numel(), like=out)
-        spare = iter(memory.view(self.size - 1, out.numel()))
+        spare = iter(memory.view(self.size - 1, out.numel()).unbind())
         recvs = [None if s == self.rank else next(spare) for s in range(self.size)]
         wait = self.exchange([None if s == self.rank else b for s, b in enumerate(parts)], recvs)
 
@@ -257,7 +257,7 @@ class Engine(ABC):
         if self.rank != dst:
             return self.exchange([y if s == dst else None for s in peers], [None] * self.size)
         memory = self.scratch.take((self.size - 1) * y.numel(), like=y)
-        spare = iter(memory.view(self.size - 1, *y.shape))
+        spare = iter(memory.view(self.size - 1, *y.shape).unbind())
         recvs = [None if s == dst else next(spare) for s in peers]
         wait = self.exchange([None] * self.size, recvs)
 
@@ -274,8 +274,8 @@ def add_up(terms: Sequence[Tensor], out: Tensor) -> None:
 
     `out` may be one of the terms.
     """
-    wide = wider(out.dtype)
-    if wide != out.dtype or len(terms) == 1 or any(t is out for t in terms[2:]):
+    wide, n = wider(out.dtype), len(terms)
+    if wide != out.dtype or n == 1 or (n > 2 and any(t is out for t in terms[2:])):
         total = terms[0].to(wide, copy=True)
         for t in terms[1:]:
             total += t

@@ -32,17 +32,17 @@ class MessageEngine(Engine):
     @override
     def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
         pairs, wants = self._to_others(sends), self._to_others(recvs)
-        some = next((t for _, t in (*pairs, *wants)), None)
         wait: Wait = done
-        if some is not None:
-            wait = (self.messages if self.reaches(some) else self._through_cpu)(pairs, wants)
+        if some := pairs or wants:
+            wait = (self.messages if self.reaches(some[0][1]) else self._through_cpu)(pairs, wants)
         own, into = sends[self.rank], recvs[self.rank]
         if into is not None and own is not None:
             into.copy_(own)
         return wait
 
     def _to_others(self, blocks: Blocks) -> Messages:
-        return [(s, t) for s, t in enumerate(blocks) if s != self.rank and t is not None and t.numel()]
+        rank = self.rank
+        return [(s, t) for s, t in enumerate(blocks) if s != rank and t is not None and t.numel()]
 
     def _through_cpu(self, pairs: Messages, wants: Messages) -> Wait:
         received = [(s, _on_cpu(t)) for s, t in wants]

@@ -9,6 +9,8 @@ from torch import Tensor
 
 #: An engine keeps at most this much between two calls.
 KEPT_BYTES = 64 << 20
+#: Less than this is allocated anew: malloc has it in pages that are mapped already (glibc: M_MMAP_THRESHOLD).
+NEW_BYTES = 64 << 10
 
 
 class Scratch:
@@ -23,7 +25,7 @@ class Scratch:
     def take(self, numel: int, like: Tensor) -> Tensor:
         """Return an uninitialized 1-d tensor of `numel` elements with the dtype and device of `like`."""
         nbytes = numel * like.element_size()
-        if like.device.type != "cpu" or nbytes > KEPT_BYTES:
+        if nbytes < NEW_BYTES or nbytes > KEPT_BYTES or not like.is_cpu:
             return like.new_empty(numel)
         try:  # pop is atomic: two threads never hold the same buffer
             kept = self._kept.pop()
@@ -32,11 +34,10 @@ class Scratch:
         if kept.numel() < nbytes:
             with torch.inference_mode(False):  # calls outside of inference mode cannot write to an inference tensor
                 kept = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return kept[:nbytes].view(like.dtype) if nbytes else like.new_empty(0)
+        return kept[:nbytes].view(like.dtype)
 
     def give(self, memory: Tensor) -> None:
         """Return what `take` lent. The caller must not use it any more."""
-        nbytes = memory.untyped_storage().nbytes()
-        if memory.device.type == "cpu" and 0 < nbytes <= KEPT_BYTES:
+        if memory.nbytes >= NEW_BYTES and memory.is_cpu and memory.untyped_storage().nbytes() <= KEPT_BYTES:
             with torch.inference_mode(False):
                 self._kept.append(torch.empty(0, dtype=torch.uint8, device="cpu").set_(memory.untyped_storage()))

@@ -12,7 +12,7 @@ from runs import noted, runs_on
 import diffcoll as dc
 from diffcoll.engines import c10d
 from diffcoll.engines.engine import add_up
-from diffcoll.engines.scratch import KEPT_BYTES, Scratch
+from diffcoll.engines.scratch import KEPT_BYTES, NEW_BYTES, Scratch
 from diffcoll.testing import spawn
 
 
@@ -66,22 +66,32 @@ def test_add_up(n, dtype):
 
 
 def test_scratch_is_kept_lent_once_and_bounded():
-    scratch, like = Scratch(), torch.empty(0)
-    first = scratch.take(100, like)
+    scratch, like, n = Scratch(), torch.empty(0), NEW_BYTES // 4
+    first = scratch.take(2 * n, like)
     at = first.data_ptr()
-    assert scratch.take(100, like).data_ptr() != at  # in use
+    assert scratch.take(2 * n, like).data_ptr() != at  # in use
     scratch.give(first)
-    again = scratch.take(50, torch.empty(0, dtype=torch.complex64))
-    assert (again.data_ptr(), again.dtype, again.shape) == (at, torch.complex64, (50,))
+    again = scratch.take(n, torch.empty(0, dtype=torch.complex64))
+    assert (again.data_ptr(), again.dtype, again.shape) == (at, torch.complex64, (n,))
     scratch.give(again)
     huge = scratch.take(KEPT_BYTES // 4 + 1, like)
     huge_at = huge.data_ptr()
     scratch.give(huge)
-    assert scratch.take(100, like).data_ptr() in {at} - {huge_at}
-    assert scratch.take(0, like).shape == (0,)
+    assert scratch.take(n, like).data_ptr() in {at} - {huge_at}
     with torch.inference_mode():
-        scratch.give(scratch.take(10, like))
-    scratch.take(10, like).zero_()  # not an inference tensor
+        scratch.give(scratch.take(n, like))
+    scratch.take(n, like).zero_()  # not an inference tensor
+
+
+@pytest.mark.parametrize("numel", [0, 1, NEW_BYTES - 1])
+def test_small_scratch_is_new(numel):
+    scratch, like = Scratch(), torch.empty(0, dtype=torch.uint8)
+    kept = scratch.take(NEW_BYTES, like)
+    scratch.give(kept)
+    small = scratch.take(numel, like)
+    assert small.shape == (numel,) and small.dtype == torch.uint8
+    scratch.give(small)
+    assert scratch.take(NEW_BYTES, like).data_ptr() == kept.data_ptr() != small.data_ptr()
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from diffcoll.core.groups import resolve
 from diffcoll.engines import c10d
 from diffcoll.engines.engine import Engine, done
 from diffcoll.engines.local import LocalEngine
+from diffcoll.engines.scratch import NEW_BYTES
 from diffcoll.engines.solo import SoloEngine
 from diffcoll.testing import spawn
 
@@ -217,11 +218,13 @@ class ReadsLate(Faulty):
 
 class GivesMemoryBackAtOnce(Faulty):
     def exchange(self, sends, recvs):
-        lent = [None if b is None else self.scratch.take(b.numel(), like=b).view(b.shape).copy_(b) for b in sends]
-        for b in lent:
-            if b is not None:
-                self.scratch.give(b)
-        return super().exchange(lent, recvs)
+        lent = [None if b is None else self.scratch.take(NEW_BYTES + b.numel(), like=b) for b in sends]
+        places = zip(lent, sends, strict=True)
+        copies = [None if b is None else memory[: b.numel()].view(b.shape).copy_(b) for memory, b in places]
+        for memory in lent:
+            if memory is not None:
+                self.scratch.give(memory)
+        return super().exchange(copies, recvs)
 
 
 class GathersWhatIsNotContiguous(StacksAndSums):
