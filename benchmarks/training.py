@@ -1,7 +1,12 @@
-"""`benchmarks averager`: a training step with GradientAverager, with DistributedDataParallel, and with neither."""
+"""`benchmarks averager`: a training step with GradientAverager, with DistributedDataParallel, and with neither.
+
+The floor of an averager in Python is a hook of each parameter that counts, and one message when all gradients are
+there. It checks nothing, and knows no buckets, accumulation or unused parameters.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -24,11 +29,11 @@ Step = Callable[[], object]
 
 
 class _Many(nn.Module):
-    """Many small parameters: 120 residual layers."""
+    """Residual layers with two small parameters each."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(120)])
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -50,19 +55,38 @@ def _transformer() -> nn.Module:
 
 #: The models, and the shape of a rank's batch.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "many small": (_Many, (32, 64)),
+    "many small": (partial(_Many, 120, 64), (32, 64)),
+    "2,000 small": (partial(_Many, 1000, 16), (32, 16)),
     "few large": (_few, (64, 1024)),
     "transformer": (_transformer, (8, 32, 256)),
 }
 
-LOCAL, OURS, OURS_ON_MPI = "local", "diffcoll", "diffcoll on MPI"
+LOCAL, FLOOR, OURS, OURS_ON_MPI = "local", "a hook that counts", "diffcoll", "diffcoll on MPI"
 SYSTEMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     LOCAL: lambda model: model,
     "DDP": DistributedDataParallel,
     "DDP, bucket views, static": lambda m: DistributedDataParallel(m, gradient_as_bucket_view=True, static_graph=True),
+    FLOOR: lambda model: _counting(model),
     OURS: lambda model: _attached(model, dist.group.WORLD),
     OURS_ON_MPI: lambda model: _attached(model, None),
 }
+
+
+def _counting(model: nn.Module) -> nn.Module:
+    parameters, n, count = [*model.parameters()], dist.get_world_size(), itertools.count(1)
+
+    @torch.no_grad()
+    def after_accumulation(_: Tensor) -> None:
+        if next(count) % len(parameters) == 0:
+            row = torch.cat([p.grad.view(-1) for p in parameters])  # type: ignore[union-attr]
+            dist.all_reduce(row)
+            row /= n
+            for p, piece in zip(parameters, row.split_with_sizes([p.numel() for p in parameters]), strict=True):
+                p.grad = piece.view(p.shape)
+
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore[no-untyped-call]
+    return model
 
 
 def _attached(model: nn.Module, group: Any) -> nn.Module:

@@ -99,7 +99,7 @@ class Place:
     #: `.grad`, if it is a view of the user's memory, which receives the result.
     kept: Tensor | None = None
     #: `.grad` when it was put here.
-    recorded = Snapshot(None)
+    recorded: Snapshot = _NOTHING
 
     def __init__(self, p: Parameter, dtype: torch.dtype) -> None:
         self.tensor, self.strides = p.tensor, p.strides
@@ -181,7 +181,7 @@ class Place:
         """Drop references to a gradient of an earlier step that is no longer `.grad`."""
         if self.view is not None and not self.holds(self.tensor.grad):
             self.view = None
-        self.recorded = Snapshot(None)
+        self.recorded = _NOTHING
 
 
 class Parameter:
