@@ -24,9 +24,9 @@ export PYTHONDONTWRITEBYTECODE =
 verify: $(READY)
 	$(BIN)/python -m diffcoll verify $(ARGS)
 
-# Four on two cores: ranks of processes wait for one another more than half of their time.
+# Three on two cores: ranks of processes wait for one another about half of their time.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow" -n 4 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n 3 --dist worksteal $(ARGS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal --timeout 3600 $(ARGS)

@@ -307,6 +307,7 @@ assert not any(codes), codes
 """
 
 
+@pytest.mark.slow
 def test_processes_end_while_gloo_frees_what_was_sent(tmp_path):
     """Its thread asks for the lock to free a tensor; without time for that, about one process in ten ended with -6."""
     python("-c", ENDS, environment={"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(tmp_path)}, timeout=200)
