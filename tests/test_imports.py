@@ -46,6 +46,7 @@ DEFERRED = {
     ("collectives.scatter", "core.compiled"),
     ("core.derivatives", "core.compiled"),
     ("core.product", "core.compiled_product"),
+    ("core.groups", "engines.local"),
     ("core.groups", "engines.mpi"),
 }
 

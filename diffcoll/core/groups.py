@@ -18,7 +18,7 @@ from diffcoll.core.errors import message
 from diffcoll.core.joint import is_joint
 from diffcoll.core.torch_private.tracing import constant_in_graphs, control_flow, unfaked
 from diffcoll.core.torch_private.transforms import carries_tangents, is_differentiating, is_within_transform
-from diffcoll.engines import c10d, guards, local
+from diffcoll.engines import c10d, guards
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.named import Facts, NamedEngine, facts
 from diffcoll.engines.solo import SoloEngine
@@ -55,8 +55,14 @@ def resolve(group: Any, operation: str) -> Engine:
 
 
 def _find(group: Any) -> Engine | None:
-    of_mpi = _mpi().engine_of(group) if "mpi4py.MPI" in sys.modules else None
-    return of_mpi or local.engine_of(group) or c10d.engine_of(group)
+    found: Engine | None = _mpi().engine_of(group) if "mpi4py.MPI" in sys.modules else None
+    if found is None and guards.THREAD.rank is not None:
+        found = _local().engine_of(group)
+    if found is None:
+        found = c10d.engine_of(group)
+    if found is None and group is not None:
+        _local().engine_of(group)  # raises for a group of a simulated world
+    return found
 
 
 @cache
@@ -65,6 +71,14 @@ def _mpi() -> ModuleType:
     from diffcoll.engines import mpi
 
     return mpi
+
+
+@cache
+def _local() -> ModuleType:
+    """Import the engine of simulated ranks, which takes a tenth of the time of `import diffcoll`."""
+    from diffcoll.engines import local
+
+    return local
 
 
 # ── compiled graphs refer to groups by name ──────────────────────────────────────────────────────────────
