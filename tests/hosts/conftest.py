@@ -1,6 +1,7 @@
 """The tests here make hosts of network namespaces, which needs root: `make test-hosts`."""
 
 import os
+import signal
 
 import namespaces
 import pytest
@@ -9,6 +10,12 @@ ON = os.environ.get("DIFFCOLL_TEST_HOSTS") == "1"
 collect_ignore_glob = [] if ON else ["*.py"]
 
 if ON:
+
+    def pytest_sessionstart():
+        """A run that is ended by SIGTERM ends its hosts, too; those of one that was killed end here."""
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        if namespaces.missing() is None:
+            namespaces.end_those_left()
 
     @pytest.fixture(autouse=True)
     def _possible():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -62,13 +63,11 @@ class Host:
 
     def processes(self) -> list[int]:
         """Return the ids of all processes of this host."""
-        return [int(pid) for pid in ip("netns", "pids", self.namespace).split()]
+        return _processes(self.namespace)
 
     def signal(self, number: int) -> None:
         """Send a signal to all processes of this host."""
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        _signal(self.namespace, number)
 
     def bytes_of(self, interface: str) -> int:
         """Return how many bytes an interface of this host has sent and received."""
@@ -78,12 +77,7 @@ class Host:
 
     def end(self) -> None:
         """End all processes of this host, and the host."""
-        end = time.monotonic() + 10
-        while self.processes() and time.monotonic() < end:
-            self.signal(signal.SIGKILL)
-            time.sleep(0.02)
-        ip("netns", "del", self.namespace)
-        shutil.rmtree(Path("/etc/netns", self.namespace), ignore_errors=True)
+        _end(self.namespace)
 
 
 class Network:
@@ -131,24 +125,52 @@ class Network:
         """Put a host's cable back."""
         ip("-n", self.switch, "link", "set", f"{name}{self.hosts.index(host)}", "up")
 
-    def end(self) -> None:
-        """End the hosts and their processes."""
-        for host in self.hosts:
-            host.end()
-        ip("netns", "del", self.switch)
-
 
 _count = iter(range(1_000_000))
 
 
 @contextlib.contextmanager
 def network(size: int = 3, **options: Any) -> Iterator[Network]:
-    """Yield a network of hosts, and take it down."""
-    made = Network(f"dc{os.getpid()}n{next(_count)}", size, **options)
+    """Yield a network of hosts; end it, and their processes."""
+    tag = f"dc{os.getpid()}n{next(_count)}"
     try:
-        yield made
+        yield Network(tag, size, **options)
     finally:
-        made.end()
+        for namespace in _namespaces(rf"{tag}(h\d+|sw)"):
+            _end(namespace)
+
+
+def end_those_left() -> None:
+    """End the hosts of runs that were killed, and their processes."""
+    for namespace in _namespaces(r"dc\d+(n\d+(h\d+|sw)|try)"):
+        pid = re.findall(r"\d+", namespace)[0]
+        if not Path("/proc", pid).exists():
+            _end(namespace)
+
+
+def _namespaces(pattern: str) -> list[str]:
+    """Return the names of namespaces that match."""
+    names = (line.split()[0] for line in ip("netns", "list").splitlines())
+    return [name for name in names if re.fullmatch(pattern, name)]
+
+
+def _processes(namespace: str) -> list[int]:
+    return [int(pid) for pid in ip("netns", "pids", namespace).split()]
+
+
+def _signal(namespace: str, number: int) -> None:
+    for pid in _processes(namespace):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _end(namespace: str) -> None:
+    end = time.monotonic() + 10
+    while _processes(namespace) and time.monotonic() < end:
+        _signal(namespace, signal.SIGKILL)
+        time.sleep(0.02)
+    ip("netns", "del", namespace)
+    shutil.rmtree(Path("/etc/netns", namespace), ignore_errors=True)
 
 
 def ends(processes: list[subprocess.Popen[str]], timeout: float) -> list[tuple[int, str, str]]:
