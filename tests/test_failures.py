@@ -84,6 +84,9 @@ def check(how, where, call):
         if call != "product":
             assert text.startswith(f"CollectiveFailedError: {name}, {direction}")
         assert "look at the other ranks first" in text
+        if call != "all_reduce" and (call, where) != ("product", "backward"):  # gloo's own sum, whose error has no rank
+            lost = "1" if how == signal.SIGSTOP else "[012]"  # or one that has ended because of it
+            assert re.search(rf": message (to|from) rank {lost}: ", text), text
         assert ("diffcoll.joint_backward()" in text) == (direction == "backward")
 
 

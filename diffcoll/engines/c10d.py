@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from diffcoll.engines.c10d_absent import absent
 from diffcoll.engines.c10d_groups import new_group
-from diffcoll.engines.c10d_polling import InThread, wait_for
+from diffcoll.engines.c10d_polling import InThread, of_message, wait_for
 from diffcoll.engines.engine import Blocks, Engine, Wait, done, is_even
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
@@ -168,12 +168,15 @@ class C10dEngine(MessageEngine):
     @override
     def messages(self, sends: Messages, recvs: Messages) -> Wait:
         if self.backends.get((recvs or sends)[0][1].device.type, "gloo") == "gloo":
-            # Methods of the group, because dist.isend and dist.irecv take 10 µs longer each.
             group, works = self.group, []
-            for begin, messages in (group.send, sends), (group.recv, recvs):
-                for s, t in messages:
-                    nbytes = t.nbytes
-                    works.append(begin([t if nbytes else _byte()], s, TAG + nbytes % TAG))
+            try:
+                # Methods of the group, because dist.isend and dist.irecv take 10 µs longer each.
+                for begin, messages in (group.send, sends), (group.recv, recvs):
+                    for s, t in messages:
+                        nbytes = t.nbytes
+                        works.append(begin([t if nbytes else _byte()], s, TAG + nbytes % TAG))
+            except RuntimeError as error:
+                raise of_message(len(works), sends, recvs, error) from error
         else:
             ops = [dist.P2POp(dist.irecv, _bytes(t), group=self.group, group_peer=s) for s, t in recvs]
             ops += [dist.P2POp(dist.isend, _bytes(t), group=self.group, group_peer=s) for s, t in sends]
@@ -182,8 +185,8 @@ class C10dEngine(MessageEngine):
                 self.now.polls += [work.is_completed for work in works]
             return partial(wait_for, works)
         if self.now.polls is None:
-            return partial(wait_for, works)
-        in_thread = InThread(works)
+            return partial(wait_for, works, sends, recvs)
+        in_thread = InThread(works, sends, recvs)
         self.now.polls.append(in_thread.done)
         return in_thread
 

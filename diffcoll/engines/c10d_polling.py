@@ -10,16 +10,32 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from diffcoll.engines.messages import Messages
+
 # How long a process waits at exit for messages that were polled and never waited for.
 EXIT_SECONDS = 5.0
 # How long gloo's threads get at exit to free what they have sent. One that frees a tensor takes Python's lock for it.
 THREADS_SECONDS = 0.01
 
 
-def wait_for(works: Sequence[dist.Work]) -> None:
-    """Wait for all of them."""
-    for work in works:
-        work.wait()
+def wait_for(works: Sequence[dist.Work], sends: Messages = (), recvs: Messages = ()) -> None:
+    """Wait for all of them. If they are those of sends, and then of receives, an error names the first that failed."""
+    completed = 0
+    try:
+        for work in works:
+            work.wait()
+            completed += 1
+    except RuntimeError as error:
+        if not (sends or recvs):
+            raise
+        raise of_message(completed, sends, recvs, error) from error
+
+
+def of_message(number: int, sends: Messages, recvs: Messages, error: RuntimeError) -> RuntimeError:
+    """Return the backend's error with the message that failed."""
+    is_sent = number < len(sends)
+    peer = f"to rank {sends[number][0]}" if is_sent else f"from rank {recvs[number - len(sends)][0]}"
+    return RuntimeError(f"message {peer}: {error}")
 
 
 class InThread:
@@ -30,8 +46,8 @@ class InThread:
     asks for Python's lock, as on the way back from torch, while the interpreter shuts down.
     """
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
+    def __init__(self, works: Sequence[dist.Work], sends: Messages, recvs: Messages) -> None:
+        self._of_messages = works, sends, recvs
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -46,14 +62,14 @@ class InThread:
 
     def _run(self) -> None:
         try:
-            wait_for(self._works)
+            wait_for(*self._of_messages)
         except BaseException as error:
             self._error = error
 
     def __call__(self) -> None:
         """Wait for all messages."""
         if self._thread is None:
-            wait_for(self._works)
+            wait_for(*self._of_messages)
             return
         self._thread.join()
         if self._error is not None:

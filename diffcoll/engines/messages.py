@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from diffcoll.engines.devices import can_pin
 from diffcoll.engines.engine import Blocks, Engine, Wait, done
 
 #: For each message the other rank, and the tensor that is sent or filled.
-Messages = list[tuple[int, Tensor]]
+Messages = Sequence[tuple[int, Tensor]]
 
 
 class MessageEngine(Engine):
