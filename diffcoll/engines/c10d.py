@@ -22,6 +22,7 @@ from typing_extensions import override
 from diffcoll.engines.c10d_absent import absent
 from diffcoll.engines.c10d_groups import new_group
 from diffcoll.engines.c10d_polling import InThread, of_message, wait_for
+from diffcoll.engines.c10d_store import while_it_answers
 from diffcoll.engines.engine import Blocks, Engine, Wait, done, is_even
 from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.watch import watch
@@ -133,7 +134,8 @@ class C10dEngine(MessageEngine):
             self.all_gather(number, of_ranks, [1] * self.size)()
             # If this is not the whole world, the processes outside do not call new_group.
             more["use_local_synchronization"] = self.size < dist.get_world_size()
-            return new_group(ranks, name=f"diffcoll {of_ranks[0].item()} in {self.key}", **more)
+            with while_it_answers(more.get("timeout", distributed_c10d.default_pg_timeout)):
+                return new_group(ranks, name=f"diffcoll {of_ranks[0].item()} in {self.key}", **more)
 
     @override
     def overlaps(self, x: Tensor) -> bool:

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from diffcoll.engines.c10d_absent import _connections, absent
+from diffcoll.engines.c10d_absent import absent
+from diffcoll.engines.c10d_store import _connections
 from diffcoll.engines.process_state import launched_as
 
 #: Rank 0 serves the store on 127.0.0.1, and stops. Rank 1 also has a connection to the same port of another address.

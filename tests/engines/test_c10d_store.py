@@ -1,0 +1,67 @@
+"""Making a group while the process that serves the store is stopped, where PyTorch's calls wait without limit."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from diffcoll.engines.process_state import launched_as
+
+#: Rank 0 serves the store. When the ranks have agreed to make the group of an averager, it stops, or is late.
+RANK = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+import diffcoll as dc
+from diffcoll.engines import c10d, c10d_store
+
+rank, what, new_group = int(os.environ["RANK"]), sys.argv[1], c10d.new_group
+
+
+def late(*args, **more):
+    if what == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1.5)
+    return new_group(*args, **more)
+
+
+if rank == 0:
+    c10d.new_group = late
+c10d_store.PAUSE_SECONDS = 0.3
+dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+model = torch.nn.Linear(3, 2)
+begin = time.monotonic()
+try:
+    dc.GradientAverager(model)
+    model(torch.ones(1, 3)).sum().backward()
+    print("made")
+except dc.CollectiveFailedError as error:
+    print(error)
+assert time.monotonic() - begin < 20
+"""
+
+
+@pytest.mark.parametrize("what", ["stops", "is late"])
+def test_the_server_of_the_store(what):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for r in range(2):
+        environment = {**os.environ, **launched_as(r, 2, port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", RANK, what]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True))
+    try:
+        out, err = ranks[1].communicate(timeout=60)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert ranks[1].returncode == 0, err
+    if what == "is late":
+        assert out == "made\n"
+        return
+    assert out.startswith("making a group, forward: failed on rank 1 of a gloo group of 2 ranks, called at <string>:")
+    assert f"the store of torch.distributed at 127.0.0.1:{port} has not answered for 2 s: the process that" in out
