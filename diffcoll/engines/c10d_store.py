@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -49,16 +50,33 @@ def while_it_answers(timeout: timedelta) -> Iterator[None]:
         yield
         return
     tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]
-    has_ended, is_silent, seconds = threading.Event(), threading.Event(), timeout.total_seconds()
+    has_ended, is_silent, has_answered = threading.Event(), threading.Event(), threading.Event()
+    seconds = timeout.total_seconds()
 
-    def answer() -> None:
-        with contextlib.suppress(RuntimeError):  # the process that serves it has ended: PyTorch's call fails, too
+    def call() -> None:
+        try:
+            # First without PyTorch: a thread that connects to a host out of reach could not be ended at exit.
+            socket.create_connection(address, seconds).close()
             tcp_store(*address, is_master=False, wait_for_workers=False, timeout=timeout)
+        except (
+            ConnectionRefusedError,
+            RuntimeError,
+        ):  # the process that serves it has ended: PyTorch's call fails, too
+            pass
+        except OSError:
+            return
+        has_answered.set()
 
     def watch() -> None:
+        last, missing = time.monotonic(), 0
         while not has_ended.wait(PAUSE_SECONDS):
-            # Twice: while this process is stopped, its time runs out, too.
-            if not (ask(answer, address, seconds) or ask(answer, address, PAUSE_SECONDS) or has_ended.is_set()):
+            has_answered.clear()
+            ask(call, address, PAUSE_SECONDS if missing else seconds)
+            if has_answered.is_set():
+                last, missing = time.monotonic(), 0
+                continue
+            missing += 1  # not only once: while this process is stopped, time passes, too
+            if missing > 1 and time.monotonic() - last > seconds and not has_ended.is_set():
                 is_silent.set()
                 shut_down(*address)
                 return
