@@ -1,4 +1,4 @@
-"""The list of silent bugs in notes/how-to/migrating.md follows from its tables; deprecated are torch's functions."""
+"""Silent bugs in notes/how-to/migrating.md: bold in its table of gradients, or in a list; deprecated functions."""
 
 import inspect
 import re
@@ -12,35 +12,15 @@ from test_migrating import NOTE, RAISES, RELEASE, releases, table
 
 from diffcoll.testing import simulate
 
-#: Rows of the table of silent bugs that follow from the table of gradients: a system and its rows there.
-SILENT = {
-    "nn.functional.all_reduce: max, min, product": ("nn.functional", ["max", "min", "product"]),
-    "_functional_collectives.all_reduce: sum, mean, if the law is meant": ("_functional_collectives", ["sum", "mean"]),
-    "_functional_collectives.all_reduce: max, min": ("_functional_collectives", ["max", "min"]),
-    "_functional_collectives.all_reduce: product": ("_functional_collectives", ["product"]),
-    "_functional_collectives.broadcast": ("_functional_collectives", ["broadcast from rank 0"]),
-    "_functional_collectives: torch.func.grad": ("_functional_collectives", ["torch.func.grad of the sum"]),
-    "_functional_collectives: torch.func.jvp, forward_ad": (
-        "_functional_collectives",
-        ["torch.func.jvp of the sum", "forward_ad of the sum"],
-    ),
-}
 
-
-def test_the_list_of_silent_bugs():
-    """It says what the table of gradients says, where a cell is a wrong number."""
-    cells = {row.pop("x = (3, 5), weights (1, 10)").replace("`", ""): {**row} for row in table("Which numbers change?")}
-    rows = {row["bug"].replace("`", ""): row for row in table("Which release has which silent bug?")}
-    assert SILENT.keys() <= rows.keys()
-    for bug, (system, names) in SILENT.items():
-        for name in names:
-            columns = {h: c for h, c in cells[name].items() if h.split()[0].strip("`,") == system}
-            wrong = [releases(head) for head, cell in columns.items() if cell.startswith("**")]
-            first, last = releases(rows[bug]["wrong in"])
-            assert (first, last) == (min(wrong)[0], max(wrong)[1]), (bug, name)
-            last_cell = columns[max(columns, key=lambda head: releases(head)[1])]
-            now = RAISES if last_cell == RAISES else "still wrong" if last_cell.startswith("**") else "right"
-            assert rows[bug]["in 2.15"] == now, (bug, name)
+def test_what_is_bold_is_a_silent_bug():
+    """In the table of gradients: a number that is not the right one, and no error."""
+    rows = table("Which numbers change?")
+    for row in rows:
+        for head, cell in row.items():
+            if releases(head):
+                assert cell.startswith("**") == (cell.strip("*") not in (row["right"], RAISES)), (head, row)
+    assert sum(cell.startswith("**") for row in rows for cell in row.values()) == 22
 
 
 def test_reduce_scatter():
