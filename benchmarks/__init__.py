@@ -2,7 +2,7 @@
 
     python -m benchmarks --help
 
-Not installed; run in a checkout. notes/running/costs.md explains the tables.
+Not installed; run in a checkout. README.md explains the tables.
 """
 
 from __future__ import annotations

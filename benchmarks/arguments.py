@@ -26,7 +26,7 @@ def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--only", type=names_of(_MEASURED), default=[], metavar="NAMES", help="the same, separated by commas")
     add("--rounds", type=number_from(1), default=15)
     add("--fit", action="store_true", help="fit latency and bandwidth of collectives; predict a size, and more ranks")
-    add("--json", type=writable, metavar="FILE", help="what collectives took; schema: notes/running/costs.md")
+    add("--json", type=writable, metavar="FILE", help="what collectives took; schema: benchmarks/README.md")
     add("--plot", type=_picture, metavar="FILE", help=f"a picture of the ratios over size; ends in {_PICTURES}")
     options = command.parse_args(arguments)
     _check(options, command)

@@ -137,7 +137,7 @@ class Fit:
         return ", ".join(dict.fromkeys("messages" if way == "messages" else backend for way in ways))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fit for `--json`; notes/running/costs.md has its schema."""
+        """Return the fit for `--json`; benchmarks/README.md has its schema."""
         return {
             "collective": self.collective,
             "op": self.op,

@@ -55,7 +55,7 @@ class Row:
         return self.systems[OURS].warm / self.systems[system].warm
 
     def as_json(self) -> dict[str, Any]:
-        """Return the row for `--json`; notes/running/costs.md has its schema."""
+        """Return the row for `--json`; benchmarks/README.md has its schema."""
         systems = {
             name: {"cold_ms": times.cold, "warm_ms": times.warm, "ratio": self.ratio(name)}
             for name, times in self.systems.items()

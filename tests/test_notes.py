@@ -94,7 +94,11 @@ def test_note_rule_truth_and_test_go_together(name):
     assert f"diffcoll.truth.{name}" in header
 
 
-@pytest.mark.parametrize("path", sorted(NOTES.rglob("*.md")), ids=lambda path: str(path.relative_to(NOTES)))
+#: Pages whose links are checked: those of the notes, and what only developers read.
+LINKING = sorted([*NOTES.rglob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"])
+
+
+@pytest.mark.parametrize("path", LINKING, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path):
     for link in LINK.findall(prose(path.read_text(encoding="utf-8"))):
         if link and "://" not in link:
@@ -144,7 +148,7 @@ def anchors(text):
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("path", sorted(NOTES.rglob("*.md")), ids=lambda path: str(path.relative_to(NOTES)))
+@pytest.mark.parametrize("path", LINKING, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_headings(path):
     for file, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]*)\)", prose(path.read_text(encoding="utf-8"))):
         target = path.parent / file if file else path

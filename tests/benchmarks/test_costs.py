@@ -1,6 +1,7 @@
-"""The cost model agrees with counted messages and notes/running/costs.md; as a program, this file writes its tables."""
+"""The cost model agrees with counted messages, and with tables of two pages, which this file as a program writes."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 import diffcoll
 from benchmarks import costs
+from benchmarks.arguments import checked
 from benchmarks.bench import peak_memory
 from benchmarks.counting import bytes_sent, traffic
 from diffcoll.collectives import COLLECTIVES
@@ -17,7 +19,7 @@ from diffcoll.engines.engine import even_sizes
 from diffcoll.testing.cases import Case, median, median_in_parts
 
 ROOT = Path(diffcoll.__file__).parent.parent
-NOTE = ROOT / "notes" / "running" / "costs.md"
+NOTE, INTERNALS = ROOT / "notes" / "running" / "costs.md", ROOT / "benchmarks" / "README.md"
 CALLS_HEAD = (
     "| call | direction | stages | rounds | messages | bytes | copied and summed |\n|---|---|---|---|---|---|---|\n"
 )
@@ -168,12 +170,12 @@ def table_of_stages():
     return STAGES_HEAD + "".join(lines)
 
 
-TABLES = [(CALLS_HEAD, table_of_calls), (STAGES_HEAD, table_of_stages)]
+TABLES = [(NOTE, CALLS_HEAD, table_of_calls), (INTERNALS, STAGES_HEAD, table_of_stages)]
 
 
-@pytest.mark.parametrize(("head", "table"), TABLES, ids=["calls", "stages"])
-def test_the_tables_of_the_note(head, table):
-    found = re.search(re.escape(head) + r"(\|.*\n)+", NOTE.read_text(encoding="utf-8"))
+@pytest.mark.parametrize(("page", "head", "table"), TABLES, ids=["calls", "stages"])
+def test_the_tables_of_the_pages(page, head, table):
+    found = re.search(re.escape(head) + r"(\|.*\n)+", page.read_text(encoding="utf-8"))
     assert found and found[0] == table(), f"run python {Path(__file__).relative_to(ROOT)}"
 
 
@@ -185,12 +187,22 @@ def test_the_memory_in_the_note(name):
     assert found == pytest.approx(float(noted), abs=0.35)
 
 
+@pytest.mark.parametrize("page", [NOTE, INTERNALS], ids=lambda page: page.name)
+def test_the_commands_of_the_pages(page, tmp_path, monkeypatch):
+    """Each line of a block that starts the benchmarks has arguments that there are."""
+    monkeypatch.chdir(tmp_path)
+    lines = re.findall(r"^python -m benchmarks(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(lines) > 3
+    for line in lines:
+        assert checked(shlex.split(line, comments=True))
+
+
 def main():
-    for head, table in TABLES:
-        old = NOTE.read_text(encoding="utf-8")
+    for page, head, table in TABLES:
+        old = page.read_text(encoding="utf-8")
         pattern = re.compile(re.escape(head) + r"(\|.*\n)*")
         assert pattern.search(old), head
-        NOTE.write_text(pattern.sub(lambda _, table=table: table(), old), encoding="utf-8")
+        page.write_text(pattern.sub(lambda _, table=table: table(), old), encoding="utf-8")
 
 
 if __name__ == "__main__":
