@@ -58,7 +58,7 @@ class MpiJob:
     }
 
     #: For Open MPI 5, unless the caller has set them: messages through shared memory, in pieces of 256 KB, instead of
-    #: one process reading the memory of another, which takes longer in a virtual machine (notes/running/engines.md).
+    #: one process reading the memory of another, which takes longer in a virtual machine (CONTRIBUTING.md).
     PREFERRED: ClassVar = {"OMPI_MCA_smsc": "^cma", "OMPI_MCA_btl_sm_max_send_size": str(256 << 10)}
 
     def __init__(self, n: int, folder: str) -> None:
