@@ -29,10 +29,20 @@ def blocks(text):
             yield text.count("\n", 0, match.start(2)) + 1, match[2]
 
 
+#: Pages whose programs cannot be pasted alone, with the words of their first paragraphs that say so.
+STEPS = dict.fromkeys(
+    ("start/first-gradient.md", "start/whole-batch-loss.md", "start/test-your-loss.md"),
+    "Paste the programs one after the other.",
+)
+AFTER_THE_FIRST = {"how-to/recipes.md": "each runs after the block of helpers below"}
+
+
 def run_blocks(path):
-    """Run a note's python blocks in one namespace; an error names the file and the lines."""
-    namespace = {"__name__": path.stem}
-    for line, code in blocks(path.read_text(encoding="utf-8")):
+    """Run a note's python blocks, each in a namespace of its own; an error names the file and the lines."""
+    page = path.relative_to(NOTES).as_posix() if path.is_relative_to(NOTES) else path.name
+    kept = {"__name__": path.stem}
+    for number, (line, code) in enumerate(blocks(path.read_text(encoding="utf-8"))):
+        namespace = kept if page in STEPS else {**kept}
         try:
             # empty lines give the code the line numbers of the file
             exec(compile("\n" * (line - 1) + code, str(path), "exec"), namespace)
@@ -40,6 +50,8 @@ def run_blocks(path):
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
             at = f"{path.name}:{lines[-1] if lines else getattr(error, 'lineno', line)}"
             raise AssertionError(f"{at}, in the block at line {line}: {type(error).__name__}: {error}") from error
+        if page in AFTER_THE_FIRST and number == 0:
+            kept = namespace
 
 
 def prose(text):
@@ -135,11 +147,10 @@ def test_an_answer_is_short(name):
     assert f"({name}.md)" in (NOTES / "how-to" / "README.md").read_text(encoding="utf-8")
 
 
-def test_programs_can_be_pasted_alone():
-    programs = list(blocks((NOTES / "symptoms.md").read_text(encoding="utf-8")))
-    assert len(programs) == 7
-    for line, code in programs:
-        exec(compile("\n" * (line - 1) + code, "symptoms.md", "exec"), {"__name__": "symptoms"})
+@pytest.mark.parametrize(("page", "words"), {**STEPS, **AFTER_THE_FIRST}.items())
+def test_a_page_says_that_its_programs_belong_together(page, words):
+    before, _, _ = (NOTES / page).read_text(encoding="utf-8").partition("```python")
+    assert words in before
 
 
 def anchors(text):
@@ -184,7 +195,24 @@ def test_a_failing_example_is_named(tmp_path, code, line, what):
         run_blocks(note)
 
 
-def test_blocks_of_a_note_share_a_namespace(tmp_path):
+TWO = "```python\na = 1\n```\n\n```text\nno code\n```\n\n```python\nassert a == 1\n```\n"
+
+
+def test_a_block_is_pasted_alone(tmp_path):
     note = tmp_path / "two.md"
-    note.write_text("```python\na = 1\n```\n\n```text\nno code\n```\n\n```python\nassert a == 1\n```\n")
-    run_blocks(note)
+    note.write_text(TWO, encoding="utf-8")
+    with pytest.raises(AssertionError, match=r"two\.md:10, in the block at line 10: NameError: name 'a'"):
+        run_blocks(note)
+
+
+@pytest.mark.parametrize("pages", [STEPS, AFTER_THE_FIRST], ids=["steps", "after the first"])
+def test_blocks_that_belong_together(tmp_path, monkeypatch, pages):
+    monkeypatch.setitem(pages, "two.md", "")
+    third = "```python\nassert b == 2\n```\n"
+    note = tmp_path / "two.md"
+    note.write_text(TWO.replace("assert a == 1", "assert a == 1\nb = 2") + third, encoding="utf-8")
+    if pages is STEPS:
+        run_blocks(note)
+    else:
+        with pytest.raises(AssertionError, match="NameError: name 'b'"):
+            run_blocks(note)
