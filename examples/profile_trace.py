@@ -3,6 +3,9 @@
 Two processes gather features; rank 1 is late. Writes a trace for https://ui.perfetto.dev and a picture.
 
     python examples/profile_trace.py [FOLDER]
+
+A trace has times of the host's clock (CLOCK_REALTIME), which the processes of one host share, so the picture has one
+zero for both ranks. Ranks of several hosts need synchronized clocks for that.
 """
 
 import json
@@ -16,9 +19,11 @@ from pictures import pyplot
 import diffcoll as dc
 from diffcoll.testing import spawn
 
+Event = tuple[str, float, float]
 
-def step(rank: int, folder: str) -> list[tuple[str, float, float]]:
-    """Profile one step; return its events as (name, start, duration) in milliseconds."""
+
+def step(rank: int, folder: str) -> list[Event]:
+    """Profile one step, write its trace, and return the events of `events_of`."""
     w = torch.randn(256, 256, requires_grad=True)
     x = torch.randn(512, 256)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
@@ -35,15 +40,26 @@ def step(rank: int, folder: str) -> list[tuple[str, float, float]]:
         loss.backward()
     path = Path(folder, f"trace-{rank}.json")
     profile.export_chrome_trace(str(path))
-    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
-    begin = min(e["ts"] for e in events)
+    return events_of(json.loads(path.read_text()))
+
+
+def events_of(trace: dict) -> list[Event]:
+    """Return the step's own events as (name, start, duration) in milliseconds, on the clock of the host."""
+    base = trace["baseTimeNanoseconds"] / 1e6  # what all times of the file are relative to
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     mine = [e for e in events if e["name"].startswith("diffcoll.") or e["name"] in ("encoder", "late")]
-    return [(e["name"], (e["ts"] - begin) / 1e3, e["dur"] / 1e3) for e in mine]
+    return [(e["name"], base + e["ts"] / 1e3, e["dur"] / 1e3) for e in mine]
+
+
+def with_one_zero(ranks: list[list[Event]]) -> list[list[Event]]:
+    """Return the ranks' events with times since the first event of all ranks."""
+    zero = min(start for events in ranks for _, start, _ in events)
+    return [[(name, start - zero, length) for name, start, length in events] for events in ranks]
 
 
 def main(folder: str) -> None:
     plt = pyplot()
-    ranks = spawn(step, range(2), [folder] * 2)
+    ranks = with_one_zero(spawn(step, range(2), [folder] * 2))
     colors = {"encoder": "tab:gray", "late": "tab:red", "forward": "tab:blue", "backward": "tab:orange"}
     figure, axes = plt.subplots(figsize=(9, 2.5), layout="constrained")
     for rank, events in enumerate(ranks):
@@ -54,14 +70,19 @@ def main(folder: str) -> None:
     for kind, color in colors.items():
         axes.bar(0, 0, color=color, label=f"all_gather, {kind}" if kind.endswith("ward") else kind)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    axes.set(xlabel="ms", yticks=[0, 1], yticklabels=["rank 0", "rank 1"], title="A step in which rank 1 is late")
+    axes.set(
+        xlabel="ms since the first event of both ranks",
+        yticks=[0, 1],
+        yticklabels=["rank 0", "rank 1"],
+        title="A step in which rank 1 is late",
+    )
+    axes.invert_yaxis()  # rank 0 above
     picture = Path(folder, "profile_trace.png")
     figure.savefig(picture, dpi=150)
 
-    waits = {
-        rank: length for rank in range(2) for name, _, length in ranks[rank] if name.startswith("diffcoll.all_gather:")
-    }
-    assert waits[0] > waits[1]  # rank 0 waits for rank 1, which is late
+    gathers = [next(e for e in events if e[0].startswith("diffcoll.all_gather:")) for events in ranks]
+    assert gathers[0][2] > gathers[1][2]  # rank 0 waits for rank 1, which is late
+    assert min(start + length for _, start, length in gathers) > max(start for _, start, _ in gathers)
     assert all(any("all_gather backward" in name for name, *_ in events) for events in ranks)
     print(f"wrote {picture}")
 
