@@ -48,6 +48,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
+    "sphinx_design",
 ]
 exclude_patterns = ["_build"]
 default_role = "code"
@@ -148,9 +149,10 @@ def write_reference(app: Any) -> None:
     lines = ["Examples", "=" * 20, "", "Programs that train, measure and audit, on processes of this machine.", ""]
     for path in sorted((HERE.parent / "examples").glob("*.py")):
         about = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
-        lines.append(f"* :doc:`examples/{path.stem}`: " + about.replace("*", "\\*"))
+        about = about.replace("*", "\\*")
+        lines.append(f"* :doc:`examples/{path.stem}`: {about}")
         source = f".. literalinclude:: ../../../examples/{path.name}"
-        _write(EXAMPLES / f"{path.stem}.rst", [path.stem, "=" * len(path.stem), "", source])
+        _write(EXAMPLES / f"{path.stem}.rst", [path.stem, "=" * len(path.stem), "", about, "", source])
     _write(REFERENCE / "examples.rst", [*lines, "", ".. toctree::", "   :hidden:", "   :glob:", "", "   examples/*"])
     included = [".. include:: ../../CHANGELOG.md", "   :parser: myst_parser.sphinx_"]
     _write(REFERENCE / "changes.rst", included)
@@ -168,6 +170,24 @@ def _write(path: Path, lines: list[str]) -> None:
     text = "\n".join(lines) + "\n"
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")
+
+
+#: A group of questions of the first page that is named after its reader, and its rows.
+_GROUP = re.compile(r"^### (I .*)\n\n\| question \| answer \|\n\|---\|---\|\n((?:\|.*\n)+)", re.MULTILINE)
+
+
+def add_cards(app: Any, name: str, source: list[str]) -> None:
+    """Put a card for each reader on the first page; it leads to the questions that readers of that kind have."""
+    if name == root_doc:
+        lines = ["````{grid} 1 1 2 2", ":gutter: 3", ""]
+        for reader, rows in _GROUP.findall(source[0]):
+            anchor = re.sub(r"[^\w -]", "", reader.lower()).replace(" ", "-")
+            lines += [f"```{{grid-item-card}} [{reader}](#{anchor})"]
+            questions = re.findall(r"^\| (.*) \| .*?\]\((.*?)\)", rows, re.MULTILINE)
+            lines += [f"- [{question}]({answer})" for question, answer in questions[:3]]
+            lines += ["```", ""]
+        about, table, rest = source[0].partition("\n\n| | |\n")
+        source[0] = "\n".join([about, "", *lines, "````", table.lstrip("\n") + rest])
 
 
 def add_contents(app: Any, name: str, source: list[str]) -> None:
@@ -234,6 +254,7 @@ def redirect(app: Any, error: Exception | None) -> None:
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("source-read", name_files)
+    app.connect("source-read", add_cards)
     app.connect("autodoc-process-docstring", escape, priority=400)
     app.connect("autodoc-process-docstring", bring_back, priority=600)
     app.connect("build-finished", redirect)

@@ -11,6 +11,7 @@ import subprocess
 import pytest
 import torch
 from runs import ROOT
+from test_notes import anchors
 
 import diffcoll
 from diffcoll.testing import simulate
@@ -92,6 +93,18 @@ def test_every_page_is_in_the_contents(conf):
         listed = re.search(r"```{toctree}\n:hidden:\n\n(.*)\n```\n$", source[0], re.DOTALL)[1].split("\n")
         found += [(index.parent / page).relative_to(notes).as_posix() for page in listed]
     assert sorted(found) == sorted({*pages, "reference/index"})
+
+
+def test_the_first_page_has_a_card_for_each_reader(conf):
+    source = [(ROOT / "notes" / "README.md").read_text(encoding="utf-8")]
+    conf.add_cards(None, "README", source)
+    cards = re.findall(
+        r"^```{grid-item-card} \[I (\w+ \w+).*\]\(#(.*)\)\n((?:- \[.*\]\(.*\)\n)+)```$", source[0], re.MULTILINE
+    )
+    assert [verb for verb, _, _ in cards] == ["am new", "train with", "write a", "shard a", "port code", "look for"]
+    assert {anchor for _, anchor, _ in cards} <= anchors(source[0])
+    assert all(links.count("\n") == 3 for _, _, links in cards)
+    assert "\n````\n| | |\n" in source[0]
 
 
 @pytest.mark.parametrize(
