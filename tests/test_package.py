@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 from runs import ROOT, python
-from test_notes import blocks
+from test_notes import FENCE, blocks, prose
 
 import diffcoll
 
@@ -68,6 +68,21 @@ def test_the_wheel_has_the_library_alone(tree, built):
     assert f"Version: {diffcoll.__version__}\n" in metadata
     assert re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE)[0].startswith("torch>=")
     assert not re.search(r"^Requires-Dist: [^;]*<", metadata, re.MULTILINE)  # no upper bounds
+
+
+def test_the_readme_of_a_package_index(tree, built):
+    """It is README.md, with names in place of links, which have nowhere to lead there; the names are files."""
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        metadata = wheel.read(next(name for name in wheel.namelist() if name.endswith("/METADATA"))).decode()
+    head, _, shown = metadata.partition("\n\n")
+    assert "\nDescription-Content-Type: text/markdown\n" in head
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert FENCE.findall(shown) == FENCE.findall(text)
+    linked = set(re.findall(r"\]\(([^)#]*)", prose(text)))
+    assert len(linked) > 10 and not re.search(r"\]\(|<img", prose(shown))
+    named = set(re.findall(r"`([\w./-]+\.(?:md|svg))`", prose(shown)))
+    assert named == {name for name in linked if name.endswith(".md")} and named <= {*tree[1]}
+    assert "Gradients of a gathered tensor on two ranks: 11 and 11;" in shown
 
 
 def test_a_newcomer(built, tmp_path):

@@ -63,7 +63,7 @@ def test_every_line_that_installs_works():
 def test_type_checkers_see_an_editable_install(tmp_path):
     """The install is a folder in a .pth file; type checkers cannot follow an import hook, setuptools' other way."""
     pytest.importorskip("setuptools", minversion="77")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "diffcoll").mkdir()
     for name in ("__init__.py", "py.typed"):
