@@ -92,6 +92,18 @@ def test_note_is_complete(name):
     assert 1 <= len(list(blocks(section))) <= 2
 
 
+#: Pages that are named after a public function which is no collective.
+NAMED = sorted({*diffcoll.__all__} & {path.stem for path in NOTES.rglob("*.md")} - {*COLLECTIVES})
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_page_begins_with_its_function(name):
+    """The first sentence after the links, or after the first heading, says what it does."""
+    (path,) = NOTES.rglob(f"{name}.md")
+    first = re.search(r"\n\n(?![#\[])(.*?)[.:](?:\s|$)", path.read_text(encoding="utf-8"), re.DOTALL)[1]
+    assert f"dc.{name}" in first
+
+
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_note_rule_truth_and_test_go_together(name):
     path, section = of_collective(name)
