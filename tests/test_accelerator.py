@@ -14,6 +14,7 @@ import dataclasses
 import os
 import sys
 import warnings
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -79,10 +80,27 @@ LONG = 200_000_000
 TIMEOUT = 110
 
 
+@cache
+def complete():
+    """Give this process what torch_openreg lacks: it has no record_stream, and abs for float32 alone."""
+    if DEVICE != "openreg" or FOUND != DEVICE:
+        return None
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("record_stream", lambda x, stream: None, "PrivateUse1")  # its kernels run on the host
+    library.impl("abs", lambda x: x.cpu().abs().to(x.device), "PrivateUse1")
+    if not hasattr(torch.openreg, "_is_in_bad_fork"):  # torch.manual_seed asks for it
+        torch.openreg._is_in_bad_fork = lambda: False
+    return library
+
+
+complete()
+
+
 def on_ranks(backend, body):
     """Run body(r) on the ranks of a backend; on the CPU, gloo replaces the device's own."""
 
     def quiet(r):
+        complete()
         warnings.simplefilter("ignore", UserWarning)  # MPI warns that it cannot read CUDA memory
         return body(r)
 
@@ -260,8 +278,14 @@ class Model(nn.Module):
         self.branch = nn.Linear(200, 200)
         self.head = nn.Linear(200, 1)
 
+    def convolved(self, x):
+        if DEVICE != "openreg":
+            return self.conv(x)
+        # torch_openreg has no convolution
+        return self.conv.weight.flatten(1) @ nn.functional.unfold(x, 3) + self.conv.bias[:, None]
+
     def forward(self, x, odd=True):
-        x = self.wide(self.conv(x).relu().flatten(1)).tanh()
+        x = self.wide(self.convolved(x).relu().flatten(1)).tanh()
         if odd:
             x = x + self.branch(x)
         return self.head(x)
@@ -425,10 +449,13 @@ class Streams:
 
 
 def long_kernel():
-    """Queue a kernel that takes long. PyTorch has one for CUDA alone; kernels of the test device are late anyway."""
+    """Queue a kernel that takes long. PyTorch has one for CUDA alone.
+
+    Kernels of the test device are late anyway; those of torch_openreg run on the host, which would wait for them.
+    """
     if IS_CUDA:
         torch.cuda._sleep(LONG)
-    elif HAS_STREAMS and not IS_LATE:
+    elif DEVICE not in ("cpu", "late", "openreg"):
         x = torch.ones(4096, 4096, device=DEVICE)
         for _ in range(20):
             x = x @ x
