@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -48,9 +49,11 @@ SUMS = {
 _numbers = itertools.count()  # of groups that the library has made
 
 # Tags of the library's messages, so that they are not received by the user's calls in the same group. gloo ends the
-# process if a message is longer than its receiver expects, and accepts a shorter one. So the size is part of the tag:
-# if two ranks expect different sizes, no message is received, and both get an error after the group's timeout.
+# process if a message is longer than its receiver expects, and accepts a shorter one, and one of another dtype. So size
+# and dtype are part of the tag: if two ranks expect different ones, no message is received, and both get an error after
+# the group's timeout.
 TAG = 1 << 30
+_KINDS = {dtype: crc32(str(dtype).encode()) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def _byte() -> Tensor:
@@ -176,7 +179,7 @@ class C10dEngine(MessageEngine):
                 for begin, messages in (group.send, sends), (group.recv, recvs):
                     for s, t in messages:
                         nbytes = t.nbytes
-                        works.append(begin([t if nbytes else _byte()], s, TAG + nbytes % TAG))
+                        works.append(begin([t if nbytes else _byte()], s, TAG + (nbytes + _KINDS[t.dtype]) % TAG))
             except RuntimeError as error:
                 raise of_message(len(works), sends, recvs, error) from error
         else:
