@@ -1,6 +1,9 @@
 """torchrun and mpiexec on three hosts."""
 
+import os
+import random
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -145,7 +148,11 @@ def test_a_sum_in_two_steps_sends_less_between_hosts(network):
     assert sent[1] < 0.8 * sent[0]
 
 
-@pytest.mark.parametrize(("victim", "step"), [(0, 2), (1, 0), (2, 5), (2, 3)])
+_chance = random.Random(0)
+KILLS = [(i % 3, _chance.randrange(6)) for i in range(int(os.environ.get("DIFFCOLL_RESTARTS", "4")))]
+
+
+@pytest.mark.parametrize(("victim", "step"), KILLS)
 def test_a_rank_is_killed_and_all_are_restarted(network, tmp_path, victim, step):
     """The other ranks raise, so that torchrun's agents start all ranks again; the training ends as on one process.
 
@@ -162,18 +169,24 @@ def test_a_rank_is_killed_and_all_are_restarted(network, tmp_path, victim, step)
 
 # ── MPI ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-#: In the place of ssh: mpiexec calls it with the name of a host and a command, on any host.
+#: In the place of ssh: mpiexec calls it with options of ssh, the name of a host and a command, on any host.
 AGENT = """#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
 host=$1; shift
 exec ip netns exec {tag}h"${{host#node}}" unshare --uts sh -c "hostname $host; $*"
 """
 
 
-def mpiexec(network, folder, *command, timeout=LONG, environment=None):
-    """Run one rank on each host under Open MPI, from the first host."""
+def agent_of(network, folder):
     agent = folder / "agent"
     agent.write_text(AGENT.format(tag=network.tag), encoding="utf-8")
     agent.chmod(0o755)
+    return agent
+
+
+def mpiexec(network, folder, *command, timeout=LONG, environment=None):
+    """Run one rank on each host under Open MPI, from the first host."""
+    agent = agent_of(network, folder)
     hosts = ",".join(f"{host.name}:1" for host in network.hosts)
     options = ["--host", hosts, "-n", len(network.hosts), "--allow-run-as-root", "--prtemca", "plm_ssh_agent", agent]
     options += ["--prtemca", "prte_if_include", "eth0", "--mca", "btl_tcp_if_include", "eth0"]
@@ -204,3 +217,26 @@ def test_verify_on_mpi_where_names_mean_loopback(network, tmp_path):
     [(code, out, err)] = mpiexec(network, tmp_path, "-m", "diffcoll", "verify", "--only", "shift", timeout=60)
     assert code == 2, (out, err)
     assert "gloo on several hosts: the host name 'node0' means 127.0.1.1" in err
+
+
+#: Python in an environment with MPICH and its launcher hydra, PyTorch and mpi4py, in which no Open MPI is installed.
+MPICH = os.environ.get("DIFFCOLL_MPICH")
+
+
+@pytest.mark.skipif(MPICH is None, reason="DIFFCOLL_MPICH does not name the Python of an environment with MPICH")
+@pytest.mark.parametrize("what", ["training", "verify"])
+def test_mpich(network, tmp_path, what):
+    """Under hydra, one rank on each host."""
+    library = [MPICH, "-c", "from mpi4py import MPI; print(MPI.Get_library_version())"]
+    assert subprocess.run(library, capture_output=True, text=True, timeout=60).stdout.startswith("MPICH Version:")
+    options = ["-launcher", "ssh", "-launcher-exec", agent_of(network, tmp_path), "-iface", "eth0", "-ppn", 1]
+    options += ["-hosts", ",".join(host.name for host in network.hosts), "-n", len(network.hosts)]
+    command = [PROGRAMS, "training", "mpi"] if what == "training" else ["-m", "diffcoll", "verify", "--only", "shift"]
+    hydra = Path(MPICH).parent / "mpiexec.hydra"
+    [(code, out, err)] = ends([network.hosts[0].start(hydra, *options, MPICH, *command)], LONG)
+    assert code == 0, err
+    if what == "verify":
+        assert re.search(r"(\d+) of \1 calls are right", out), out
+        return
+    found = re.findall(r"training: rank (\d) of 3 on (\w+): right", out)
+    assert sorted(found) == [("0", "node0"), ("1", "node1"), ("2", "node2")]
