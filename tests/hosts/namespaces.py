@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-#: Sets the host's name, which gloo resolves to find its address, and becomes the command.
-_AS_HOST = 'hostname "$0" && exec "$@"'
+#: Sets the host's name, which gloo resolves to find its address, mounts shared memory of its own, and becomes the
+#: command.
+_AS_HOST = 'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 
 
 def ip(*words: object) -> str:
