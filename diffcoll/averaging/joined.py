@@ -34,6 +34,7 @@ def joined(
     try:
         while True:
             status = _HAS_BATCH if mine is not nothing else _HAS_NOTHING if last is nothing else _RAN_OUT
+            hooks.end_failed_backward()
             of_ranks = numbers_of_ranks(status, engine)
             if _HAS_BATCH not in of_ranks:
                 break

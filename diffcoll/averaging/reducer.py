@@ -306,6 +306,7 @@ class Reducer:
                 self._sender.send_mark(math.nan, now)
         finally:
             self.now = None
+            self.policy.join.on_reduction()  # as on the other ranks; what was accumulated before has been dropped
 
     def skip(self, failed: bool = True) -> None:
         """Send infinity in the place of the flags if failed; it tells the other ranks to drop their gradients."""

@@ -1,14 +1,16 @@
 """join: which ranks count after a loop that was left, between two reductions, and batches that the loop modifies."""
 
 import collections
+import contextlib
 import dataclasses
 
 import pytest
 import torch
-from runs import rules
+from runs import rules, runs_on
 from torch import nn
 from training import RUNS, attach, by_each_reduction, on_two, refused
 
+import diffcoll as dc
 from diffcoll.averaging.joined import copied_containers
 from diffcoll.testing import simulate
 
@@ -258,3 +260,34 @@ def test_what_is_copied():
     assert type(copied) is collections.OrderedDict
     assert copied["a"] is copied["b"][0][0] is copied["b"][0][1][0] is x
     assert copied["b"][0][1] is not batch["b"][0][1]
+
+
+@runs_on("rules", "gloo")
+def test_a_backward_within_the_loop_that_a_hook_of_the_user_ends(run):
+    """Rank 0 has run out, and its repetition raises: the other rank raises too, and the next mean is over it alone."""
+
+    def body(r):
+        p, q = (nn.Parameter(torch.ones(())) for _ in range(2))
+        averager, raises = dc.GradientAverager([p, q], bucket_mb=1e-6), False
+
+        def hook(grad):
+            if raises:
+                raise ValueError("of the user")
+
+        q.register_hook(hook)
+        found = []
+        for i, x in enumerate(averager.join([torch.tensor(v) for v in ([1.0], [2.0, 4.0, 8.0])[r]])):
+            raises = r == 0 and i == 1
+            try:
+                with averager.no_sync() if i == 0 else contextlib.nullcontext():
+                    (p * (q * x)).backward()
+            except (ValueError, RuntimeError) as error:
+                found.append(str(error))
+                p.grad = q.grad = None
+        return found, p.grad.item(), q.grad.item()
+
+    (first, *grads), (second, *others) = run(body, range(2))
+    assert first == ["of the user"]
+    assert len(second) == 1
+    assert "a rank has left this backward by an error" in second[0]
+    assert grads == others == [8.0, 8.0]
