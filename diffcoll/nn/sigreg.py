@@ -25,7 +25,7 @@ from diffcoll.nn.followers import sent
 from diffcoll.nn.inputs import asserted, check_rows, dtype_of_messages, in_full_precision, without_autocast
 from diffcoll.nn.loss_module import LossModule
 
-#: Seeds with equal residues are taken for one: one pair in 190,747.
+#: Seeds, and numbers D of features, with equal residues are taken for one: one pair in 190,747.
 _PRIMES = (61, 59, 53)
 
 
@@ -73,8 +73,8 @@ def sigreg_loss(
 
     Raises:
         TypeError, ValueError: an argument is invalid, or no rank has a row.
-        CollectiveMismatchError: on all ranks, if they differ in the seed (a RuntimeError in compiled functions); in
-            check mode also if they differ in D or another option.
+        CollectiveMismatchError: on all ranks, if they differ in the seed or in D (a RuntimeError in compiled
+            functions); in check mode also if they differ in another option.
 
     Source: notes/training/decorrelation.md#sigreg.
     """
@@ -104,7 +104,7 @@ def sigreg_loss(
         sums, residues = total[: -2 * len(_PRIMES) - 1], total[-2 * len(_PRIMES) - 1 : -1].detach()
         cosine, sine = (sums / count).view(2, num_slices, num_points - 1)
         statistics = ((cosine - gaussian).square() + sine.square()) @ weights.to(count) * count
-        loss = _of_one_seed(statistics.mean(), residues, name, seed, get_world_size(group))
+        loss = _of_one_seed(statistics.mean(), residues, name, seed, x.shape[1], get_world_size(group))
         return returned(share_of_replicated(loss, group), rank_reduction, group).to(x.dtype)
 
 
@@ -130,20 +130,23 @@ def _checked_seed(name: str, seed: object) -> int:
 
 
 def _residues(seed: int, x: Tensor) -> Tensor:
-    """Return the residues of the seed and their squares, small integers: sums over many ranks are exact."""
-    residues = [torch.full((1,), seed % prime, dtype=x.dtype, device=x.device) for prime in _PRIMES]
+    """Return residues of the seed and of D, and their squares, small integers: sums over many ranks are exact."""
+    sums = [seed % prime + 8 * x.shape[1] % prime for prime in _PRIMES]
+    residues = [torch.full((1,), residue, dtype=x.dtype, device=x.device) for residue in sums]
     return torch.cat([*residues, *(residue.square() for residue in residues)])
 
 
-def _of_one_seed(loss: Tensor, summed: Tensor, name: str, seed: int, n: int) -> Tensor:
+def _of_one_seed(loss: Tensor, summed: Tensor, name: str, seed: int, d: int, n: int) -> Tensor:
     """Return the loss; raise, on all ranks, unless N Σ r² = (Σ r)² for all residues, which are equal then."""
     once, squared = summed.round().long().view(2, len(_PRIMES))
     same = (n * squared == once.square()).all()
     if torch.compiler.is_compiling() or is_traced(same):
-        return asserted(loss, same, f"{name}: seed: the ranks have different seeds, expected the same on all ranks")
+        return asserted(
+            loss, same, f"{name}: seed: the ranks have different seeds or D, expected the same on all ranks"
+        )
     if not bool(without_transforms(same).all()):
         remedy = "pass the number of the step, or a number that rank 0 has sent to all"
-        raise CollectiveMismatchError(message(name, "seed", seed, "the same seed on all ranks", remedy))
+        raise CollectiveMismatchError(message(name, "seed", f"{seed}, with D = {d}", "the same on all ranks", remedy))
     return loss
 
 

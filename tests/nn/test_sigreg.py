@@ -223,8 +223,21 @@ def test_ranks_with_different_seeds(run):
     for r, texts in enumerate(run(body, range(3))):
         got = 4 + (r == 2) * 2**40
         assert all(
-            text.startswith(f"sigreg_loss: seed: got {got}, expected the same seed on all ranks") for text in texts
+            text.startswith(f"sigreg_loss: seed: got {got}, with D = 3, expected the same on all ranks")
+            for text in texts
         )
+
+
+@runs_on("rules", "gloo")
+def test_ranks_with_different_numbers_of_features(run):
+    """Their messages have the same size."""
+
+    def body(r):
+        x = torch.ones(4, 3 + (r == 1), dtype=torch.double)
+        return refusal(dc.CollectiveMismatchError, sigreg_loss, x, seed=4, **FEW)
+
+    for r, text in enumerate(run(body, range(2))):
+        assert text.startswith(f"sigreg_loss: seed: got 4, with D = {3 + r}, expected the same on all ranks")
 
 
 def test_the_seed_is_told_apart_on_many_ranks_in_float32():
