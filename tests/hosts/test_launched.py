@@ -116,10 +116,10 @@ def test_pytorchs_own_error_about_loopback(network):
     """What the note says of a program that sets gloo up itself; with this release of PyTorch."""
     loopback(network)
     ended = started(network, PROGRAMS, "training", "gloo", timeout=20)
-    for code, _, err in ended[1:]:
-        assert code == 1
+    raised = [err for code, _, err in ended if code == 1]  # on which ranks differs from run to run
+    assert raised and not any(code == 0 for code, _, _ in ended), ended
+    for err in raised:
         assert "Connection refused, remote=[127.0.1.1]" in err and "GLOO_SOCKET_IFNAME" not in err
-    assert "killed after 20 s" in ended[0][2]
 
 
 def test_two_interfaces(network):
