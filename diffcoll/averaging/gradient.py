@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcoll.core.torch_private.tensors import base, is_view, storage_uses, version
+from diffcoll.core.torch_private.tensors import base, is_view, storage_uses, version, version_and_address
 
 #: Gradients of fewer bytes are copied into the bucket by one call: for them a call takes longer than the copy.
 SMALL = 64 << 10
@@ -20,23 +20,15 @@ SMALL = 64 << 10
 _SOLE_USES = storage_uses(torch.empty(1))
 
 
-def _state(grad: Tensor | None) -> tuple[int, int]:
-    """Return the version of a gradient and its address, which `.data = …` changes alone; sparse ones have none."""
-    if grad is None:
-        return 0, 0
-    # A view has the version of its base, which changes with the gradients of other parameters.
-    return 0 if is_view(grad) else version(grad), grad.data_ptr() if grad.layout == torch.strided else 0
-
-
 class Snapshot:
     """A gradient and its state, to tell whether it was replaced or modified since."""
 
     def __init__(self, grad: Tensor | None) -> None:
-        self.grad, self._state = grad, _state(grad)
+        self.grad, self._state = grad, None if grad is None else version_and_address(grad)
 
     def differs(self, grad: Tensor | None) -> bool:
         """Whether a parameter's gradient is another one now, or was modified in place."""
-        return grad is not self.grad or _state(grad) != self._state
+        return grad is not self.grad or (grad is not None and version_and_address(grad) != self._state)
 
 
 class Accumulated(Snapshot):

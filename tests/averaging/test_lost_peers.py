@@ -98,7 +98,7 @@ for p, g, value in zip(model.parameters(), before, values):
 """
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", [pytest.param("mean", marks=pytest.mark.slow), "sum"])
 def test_the_process_that_serves_the_store_is_stopped(reduction):
     """Calls of a TCPStore do not return then. The others raise all the same, and end.
 

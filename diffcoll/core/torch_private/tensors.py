@@ -85,6 +85,15 @@ def version(x: Tensor) -> int:
     return x._version
 
 
+def version_and_address(x: Tensor) -> tuple[int, int]:
+    """Return the version of x, and its address, which `.data = …` changes alone; called several times a gradient.
+
+    A view has the version of its base, which changes with other views: 0 is returned for it. Sparse tensors have no
+    address.
+    """
+    return 0 if x._is_view() else x._version, x.data_ptr() if x.layout is torch.strided else 0
+
+
 def is_view(x: Tensor) -> bool:
     """Whether x was made as a view of another tensor, as a slice of a buffer; no public API tells.
 
