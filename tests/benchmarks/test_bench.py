@@ -211,9 +211,8 @@ def test_wrong_arguments(arguments, said, status_of, monkeypatch, tmp_path):
 def test_bench(capsys, monkeypatch, engine):
     monkeypatch.setattr(bench, "SIZES", {"1 MB": 1 << 18})
     monkeypatch.setattr(training, "MODELS", {"tiny": (lambda: torch.nn.Linear(3, 3), (2, 3))})
-    if engine:  # starting MPI processes takes seconds
-        whole, ours = training.memory, training.OURS_ON_MPI
-        monkeypatch.setattr(training, "memory", lambda model, *of: whole(model, *of) if of[0] == ours else 0.0)
+    whole, ours = training.memory, training.OURS_ON_MPI if engine else training.OURS  # each starts processes
+    monkeypatch.setattr(training, "memory", lambda model, *of: whole(model, *of) if of[0] == ours else 0.0)
     monkeypatch.setattr(bench, "wide_console", lambda: Console(width=400))  # names of columns in one line
     names = "all_gather,overlap" if engine else "all_gather,trees,overlap"
     assert main(["averager", *engine, "--only", names, "--rounds", "2"]) == 0

@@ -57,7 +57,7 @@ LOSSES = {
     "dice_loss": lambda a, b: dc.nn.functional.dice_loss(a.sigmoid(), (a > 0).double()),
     "moments": lambda a, b: dc.nn.functional.moments(a * b, 0).variance.sum(),
 }
-FAST = ["clip_loss", "supcon_loss"]
+FAST = ["clip_loss"]
 
 
 @compiles
