@@ -129,6 +129,14 @@ def test_links_lead_somewhere(path):
             assert (path.parent / link).exists(), f"{path.name} links to {link}"
 
 
+@pytest.mark.parametrize("path", LINKING, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_link_with_the_name_of_a_page_leads_to_it(path):
+    pages = {page.stem: page for page in NOTES.rglob("*.md") if page.stem != "README"}
+    for text, target in re.findall(r"\[([^\]`]+)\]\(([^)#\s]+\.md)[^)\s]*\)", prose(path.read_text(encoding="utf-8"))):
+        named = pages.get(text.lower().replace(" ", "-"))
+        assert named in (None, (path.parent / target).resolve()), f"{text} leads to {target}"
+
+
 def test_mentioned_notes_exist():
     """Docstrings, comments, error texts and pages name notes by their path; each is there."""
     folders = [ROOT / name for name in ("diffcoll", "notes", "tests", "examples", "benchmarks")]
