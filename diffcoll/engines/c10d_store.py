@@ -57,11 +57,11 @@ def while_it_answers(timeout: timedelta) -> Iterator[None]:
         try:
             # First without PyTorch: a thread that connects to a host out of reach could not be ended at exit.
             socket.create_connection(address, seconds).close()
+            if has_ended.is_set():  # the host came back late: at exit PyTorch's call might be under way
+                return
             tcp_store(*address, is_master=False, wait_for_workers=False, timeout=timeout)
-        except (
-            ConnectionRefusedError,
-            RuntimeError,
-        ):  # the process that serves it has ended: PyTorch's call fails, too
+        # The process that serves it has ended: PyTorch's call fails, too.
+        except (ConnectionRefusedError, RuntimeError):
             pass
         except OSError:
             return

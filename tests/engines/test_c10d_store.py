@@ -4,9 +4,15 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from diffcoll.engines import c10d_store
 from diffcoll.engines.process_state import launched_as
 
 #: Rank 0 serves the store. When the ranks have agreed to make the group of an averager, it stops, or is late.
@@ -65,3 +71,25 @@ def test_the_server_of_the_store(what):
         return
     assert out.startswith("making a group, forward: failed on rank 1 of a gloo group of 2 ranks, called at <string>:")
     assert f"the store of torch.distributed at 127.0.0.1:{port} has not answered for 2 s: the process that" in out
+
+
+def test_no_call_of_pytorch_begins_when_the_group_is_made_or_has_failed(monkeypatch):
+    """A host that is out of reach may come back then; a thread within PyTorch at exit ends the process with −6."""
+    connects, comes_back, calls, threads = threading.Event(), threading.Event(), [], []
+
+    def create_connection(address, timeout):
+        threads.append(threading.current_thread())
+        connects.set()
+        assert comes_back.wait(10)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(c10d_store, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(c10d_store.socket, "create_connection", create_connection)
+    monkeypatch.setattr(dist, "TCPStore", lambda *args, **more: calls.append(args))
+    store = SimpleNamespace(host="127.0.0.1", port=1)
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    with c10d_store.while_it_answers(timedelta(seconds=5)):
+        assert connects.wait(10)
+    comes_back.set()
+    threads[0].join(10)
+    assert not threads[0].is_alive() and calls == []
