@@ -2,18 +2,16 @@
 
 import os
 import re
-import socket
-import subprocess
 import sys
 import time
 
 import pytest
 import torch
+from runs import launched
 from torch import nn
 
 import diffcoll as dc
 from diffcoll.engines.c10d import C10dEngine
-from diffcoll.engines.process_state import launched_as
 from diffcoll.testing import RanksFailedError, spawn
 
 N = 3
@@ -104,15 +102,7 @@ def test_the_process_that_serves_the_store_is_stopped(reduction):
 
     No sum over some ranks is left in `.grad`: means that were added to are gone, sums are as before the step.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = []
-    for r in range(N):
-        launched = {**launched_as(r, N, port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", STOPPED, reduction]
-        ranks.append(subprocess.Popen(command, env={**os.environ, **launched}, stdout=-1, stderr=-1, text=True))
-    try:
+    with launched(N, STOPPED, reduction) as (ranks, _):
         for r in (1, 2):
             out, err = ranks[r].communicate(timeout=40)
             ended = time.monotonic()
@@ -121,7 +111,3 @@ def test_the_process_that_serves_the_store_is_stopped(reduction):
             assert re.match(rf"GradientAverager, bucket 0 of 1 .*: failed on rank {r} of a gloo group of 3 ranks", text)
             assert "a rank died, hangs, has not called backward" in text
             assert ended - float(raised) < 10
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()

@@ -1,16 +1,13 @@
 """Calls of a store whose server is stopped: they are given up at exit, and nothing else of the process is touched."""
 
 import contextlib
-import os
 import socket
-import subprocess
-import sys
 
 import pytest
+from runs import launched
 
 from diffcoll.engines.c10d_absent import absent
 from diffcoll.engines.c10d_store import _connections
-from diffcoll.engines.process_state import launched_as
 
 #: Rank 0 serves the store on 127.0.0.1, and stops. Rank 1 also has a connection to the same port of another address.
 RANK = """
@@ -62,21 +59,8 @@ if "destroy" in sys.argv:
 @pytest.mark.parametrize("then", ["destroy", "keep"])
 def test_the_thread_that_waits_for_the_store_ends_at_exit(then):
     """Also if the group was destroyed before. A connection to the same port of another address stays open."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = []
-    for r in range(2):
-        environment = {**os.environ, **launched_as(r, 2, port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        ranks.append(
-            subprocess.Popen([sys.executable, "-c", RANK, then], env=environment, stdout=-1, stderr=-1, text=True)
-        )
-    try:
+    with launched(2, RANK, then) as (ranks, _):
         out, err = ranks[1].communicate(timeout=60)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
     assert out.split() == ["failed", "ended", "open"], err
     assert ranks[1].returncode == 0, err
 

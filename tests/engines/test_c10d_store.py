@@ -1,19 +1,15 @@
 """Making a group while the process that serves the store is stopped, where PyTorch's calls wait without limit."""
 
-import os
-import socket
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from runs import launched
 from torch.distributed import distributed_c10d
 
 from diffcoll.engines import c10d_store
-from diffcoll.engines.process_state import launched_as
 
 #: Rank 0 serves the store. When the ranks have agreed to make the group of an averager, it stops, or is late.
 RANK = """
@@ -51,20 +47,8 @@ assert time.monotonic() - begin < 20
 
 @pytest.mark.parametrize("what", ["stops", "is late"])
 def test_the_server_of_the_store(what):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = []
-    for r in range(2):
-        environment = {**os.environ, **launched_as(r, 2, port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", RANK, what]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True))
-    try:
+    with launched(2, RANK, what) as (ranks, port):
         out, err = ranks[1].communicate(timeout=60)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
     assert ranks[1].returncode == 0, err
     if what == "is late":
         assert out == "made\n"
