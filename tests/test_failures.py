@@ -350,3 +350,24 @@ def test_messages_of_another_size_do_not_meet():
         for key, text in texts.items():
             assert f"failed on rank {r} of a gloo group of 2 ranks" in text, key
             assert re.search(r'of another shape .*sizes="auto".*DIFFCOLL_CHECK=1', text), (key, text)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_the_message_that_failed_is_named(later):
+    """Rank 0 gets the block of rank 1, and waits for that of rank 2, which has another size."""
+
+    def body(r):
+        group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+        dc.all_reduce(torch.ones(1), group=group)  # connects
+
+        def call():
+            y = dc.gather(torch.ones(1 + r // 2), group=group, async_op=later)
+            return y.wait() if later else y
+
+        if r == 1:
+            return call().numel()
+        return refusal(dc.CollectiveFailedError, call)
+
+    at_dst, _, sent = spawn(body, range(3), timeout=60)
+    assert "message from rank 2: " in at_dst
+    assert "message to rank 0: " in sent
