@@ -145,7 +145,7 @@ def _of_one_seed(loss: Tensor, summed: Tensor, name: str, seed: int, d: int, n: 
             loss, same, f"{name}: seed: the ranks have different seeds or D, expected the same on all ranks"
         )
     if not bool(without_transforms(same).all()):
-        remedy = "pass the number of the step, or a number that rank 0 has sent to all"
+        remedy = "pass the number of the step, or a number that rank 0 has sent to all; D is the features' shape[1]"
         raise CollectiveMismatchError(message(name, "seed", f"{seed}, with D = {d}", "the same on all ranks", remedy))
     return loss
 

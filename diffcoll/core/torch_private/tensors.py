@@ -89,7 +89,7 @@ def version_and_address(x: Tensor) -> tuple[int, int]:
     """Return the version of x, and its address, which `.data = …` changes alone; called several times a gradient.
 
     A view has the version of its base, which changes with other views: 0 is returned for it. Sparse tensors have no
-    address.
+    address. No public API tells the version, nor what a view is.
     """
     return 0 if x._is_view() else x._version, x.data_ptr() if x.layout is torch.strided else 0
 
