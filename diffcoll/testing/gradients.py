@@ -20,6 +20,8 @@ from diffcoll.testing.harness.packing import pack
 from diffcoll.testing.harness.parts import input_names, marked, refuse_equal_ranks
 from diffcoll.testing.harness.report import GradientMismatchError, Report, concluded
 from diffcoll.testing.harness.variables import variables
+from diffcoll.testing.launched import LAUNCHED, expect_launched
+from diffcoll.testing.sharding.placements import parsed_mesh
 from diffcoll.testing.sharding.program import Sharding, program
 from diffcoll.testing.sharding.report import sharded_report
 
@@ -102,7 +104,8 @@ def assert_matches_single_process(
         compare: what is compared: "values" and outputs, "gradients", and the "state" of the module after the call. A
             loss whose value is N times too large while its gradients are exact passes with ["gradients"].
         on: "simulated", and backends for real processes: "gloo", "mpi", "nccl". A run that is wrong on one of them is
-            not repeated on the next.
+            not repeated on the next. "launched": the ranks of torch's default group, as torchrun starts them on one
+            host or several. All of them call this with the same arguments, and get the same report.
         tolerance: the largest relative error that is right; by default 4e-10 for float64 and 2e-4 for float32. An
             error is relative to the largest element of a value, and of a gradient's row: rows below 1/100 of the
             largest one, and gradients below 1/1000 of the largest one, count as that. Where the last
@@ -119,6 +122,8 @@ def assert_matches_single_process(
         GradientMismatchError: something differs. An AssertionError, with the report as `report` and as its text.
         TypeError, ValueError: an argument is wrong, or two ranks have the same rows, which hides wrong gradients.
         Exception: what `distributed` raised in the first run, or `single`.
+        CollectiveMismatchError: the launched ranks have other arguments.
+        RuntimeError: "launched" without a process group, or after an error on some of its ranks alone.
     """
     __tracebackhide__ = _hidden
     _check_choices(_MATCHES, order, on, strict)
@@ -126,6 +131,7 @@ def assert_matches_single_process(
     if mesh is not None:
         _refuse_with_mesh(order, on, sizes, steps)
         functions = program(distributed, single, module, shard)
+        _expect_launched(_MATCHES, on, "mesh", [each.size for each in parsed_mesh(mesh)])
         sharding = Sharding(_MATCHES, *functions, batch, rank_reduction, plan, timeout, constant, groups)
         report = sharded_report(sharding, tolerance, mesh, placements, on)
     else:
@@ -137,7 +143,7 @@ def assert_matches_single_process(
         functions = pack(_MATCHES, "distributed", distributed, module), pack(_MATCHES, "single", single, module)
         how = _MATCHES, *functions, batch, rank_reduction, plan, timeout, constant, groups
         matching = Matching(*how, steps=expect.integer(_MATCHES, "steps", steps, 1))
-        report = report_of(matching, tolerance, _sizes(sizes), on)
+        report = report_of(matching, tolerance, _sizes(sizes, on), on)
     return concluded(report, strict)
 
 
@@ -184,7 +190,8 @@ def check_gradients(
             gradients is the gradient. {"output": Replicate()}: every rank returns the same loss, as in tensor
             parallelism, and it counts once. By default each rank's tensors are variables of their own, and the losses
             are summed.
-        on: "simulated", and backends for real processes: "gloo", "mpi".
+        on: "simulated", and backends for real processes: "gloo", "mpi"; "launched", as in
+            `assert_matches_single_process`.
         seed: of the random numbers of the ranks, which start anew for each evaluation, and of directions.
         timeout: seconds that each run may take.
         strict: as in `assert_matches_single_process`.
@@ -196,12 +203,14 @@ def check_gradients(
         GradientMismatchError: something differs, or the loss is not differentiable at these inputs.
         TypeError, ValueError: an argument is wrong, or two ranks have the same tensors, which hides wrong gradients.
         Exception: what fn raised.
+        CollectiveMismatchError, RuntimeError: of launched ranks, as in `assert_matches_single_process`.
     """
     __tracebackhide__ = _hidden
     _check_choices(_CHECK, order, on, strict)
     if placements is not None and order != 1:
         raise ValueError(message(_CHECK, "order", f"{order} with placements=", "1: second order is not checked there"))
     given: list[Any] = per_rank_arguments(_CHECK, per_rank)
+    _expect_launched(_CHECK, on, "per_rank", [len(given)])
     parts = [marked(_CHECK, fn, part, constant) for part in given]
     packed = pack(_CHECK, "fn", fn, module)
     names = input_names(fn, parts[0])
@@ -252,17 +261,34 @@ def _check_choices(name: str, order: object, on: Sequence[str], strict: object) 
         raise TypeError(message(name, "on", repr(on), 'a sequence of "simulated" and backends, such as ["simulated"]'))
 
 
-def _sizes(sizes: Sequence[Sequence[int]] | int) -> list[tuple[int, ...]]:
+def _expect_launched(name: str, on: Sequence[str], argument: str, sizes: Sequence[int]) -> None:
+    if LAUNCHED in on:
+        expect_launched(name, argument, sizes)
+
+
+def _sizes(sizes: Sequence[Sequence[int]] | int, on: Sequence[str]) -> list[tuple[int, ...]]:
     expected = (
         "for each run the rows of each rank, such as [(4, 4), (5, 0, 3)], or a number that multiplies the default"
     )
+    default: Sequence[Sequence[int]] = _SIZES
+    if LAUNCHED in on:
+        default = _of_as_many(expect_launched(_MATCHES, "sizes", []))
+    if sizes is _SIZES:
+        sizes = default
     if isinstance(sizes, int):
         times = expect.integer(_MATCHES, "sizes", sizes, 1)
-        return [tuple(times * k for k in each) for each in _SIZES]
+        sizes = [tuple(times * k for k in each) for each in default]
     try:
         found = [tuple(index(k) for k in each) for each in sizes]
     except TypeError:
         raise TypeError(message(_MATCHES, "sizes", repr(sizes), expected)) from None
     if not found or any(sum(each) == 0 or min(each) < 0 for each in found):
         raise ValueError(message(_MATCHES, "sizes", repr(sizes), expected + ", not negative, not all zero"))
+    _expect_launched(_MATCHES, on, "sizes", list(map(len, found)))
     return found
+
+
+def _of_as_many(n: int) -> list[tuple[int, ...]]:
+    """Return the default sizes on n ranks: as many rows on each, fewer on every second, none on every third."""
+    each = [(4,), (5, 3), (0, 5, 3)]
+    return [tuple(rows[r % len(rows)] for r in range(n)) for rows in each if len(rows) <= n]

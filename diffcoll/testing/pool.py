@@ -64,13 +64,11 @@ class Pool:
         Raises:
             RanksFailedError: a rank raised, died or hung.
         """
-        n = len(rows)
         answers = self.run(kind, timeout, [dumps((fn, tuple(row))) for row in rows], seed)
         failures = {r: answer.failure for r, answer in enumerate(answers)}
         if not any(failures.values()):
             return [load(answer.data) for answer in answers]
-        text = "\n".join(f"── rank {r} of {n} ──\n{f.text if f else 'returned'}" for r, f in failures.items())
-        raise RanksFailedError(f"spawn: {_cause(failures, timeout)}\n{text}", failures)
+        raise failed("spawn", failures, timeout)
 
     def run(
         self, kind: str, timeout: float, payloads: Sequence[bytes], seed: int = 0, captured: bool = False
@@ -160,6 +158,12 @@ def _answer(member: Member) -> Answer:
     except (EOFError, OSError):
         return Answer(b"", RankFailure("died", member.last_words()))
     return answer
+
+
+def failed(name: str, failures: dict[int, RankFailure | None], timeout: float) -> RanksFailedError:
+    """Return the error of a call in which ranks failed: first the cause, then what happened on each rank."""
+    each = (f"── rank {r} of {len(failures)} ──\n{f.text if f else 'returned'}" for r, f in failures.items())
+    return RanksFailedError("\n".join((f"{name}: {_cause(failures, timeout)}", *each)), failures)
 
 
 def _cause(failures: Mapping[int, RankFailure | None], timeout: float) -> str:

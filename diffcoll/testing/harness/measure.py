@@ -23,6 +23,7 @@ from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.engines.simulated_moves import LostGradientWarning
 from diffcoll.testing.harness.cuts import Cuts, Detaches, GraphCuts
 from diffcoll.testing.harness.packing import Packed, Subject
+from diffcoll.testing.launched import LAUNCHED, call
 from diffcoll.testing.layouts import same
 from diffcoll.testing.numbers import numbers, real_inner
 from diffcoll.testing.simulate import simulate
@@ -34,7 +35,9 @@ WEIGHTS, DIRECTIONS = 1, 2
 
 
 def run_on(kind: str, fn: Callable[..., Any], *per_rank: Sequence[Any], seed: int, timeout: float) -> list[Any]:
-    """Run fn once per rank, on simulated ranks or on real processes with a backend."""
+    """Run fn once per rank, on simulated ranks, on those that were launched, or on new processes with a backend."""
+    if kind == LAUNCHED:
+        return call(fn, list(zip(*per_rank, strict=True)), seed, timeout)
     if kind == "simulated":
         return simulate(partial(_without_warnings, fn), *per_rank, torch_distributed=True, seed=seed, timeout=timeout)
     return spawn(fn, *per_rank, backend=kind, timeout=timeout, seed=seed)

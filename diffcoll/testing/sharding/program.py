@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -20,6 +21,7 @@ from diffcoll.testing.harness.measure import Measurement, differentiable, on_ran
 from diffcoll.testing.harness.packing import Packed, pack
 from diffcoll.testing.harness.parts import input_names, marked, named_tensors
 from diffcoll.testing.harness.runs import Against, ComparedRun
+from diffcoll.testing.launched import LAUNCHED
 from diffcoll.testing.sharding.placements import (
     NAME,
     PARTIAL,
@@ -155,7 +157,8 @@ class Sharding(Against):
 
     def plan_of(self, on: str, mesh: Mesh) -> MeshPlan:
         """Return what the ranks of a mesh measure."""
-        return MeshPlan(mesh, self.placements, self.rank_reduction, self.plan, self.whole, device_of_backend(on))
+        backend = dist.get_backend() if on == LAUNCHED else on
+        return MeshPlan(mesh, self.placements, self.rank_reduction, self.plan, self.whole, device_of_backend(backend))
 
     @override
     def noise(self, run: ComparedRun) -> dict[str, float]:
