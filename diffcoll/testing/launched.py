@@ -28,6 +28,7 @@ from diffcoll.core.torch_private.trees import tree_flatten
 from diffcoll.engines.c10d_store import while_it_answers
 from diffcoll.engines.guards import THREAD
 from diffcoll.engines.process_state import process_state, seed_rank, set_process_state
+from diffcoll.testing._calls import seconds
 from diffcoll.testing.pool import failed
 from diffcoll.testing.processes import GRACE, RankFailure
 
@@ -66,7 +67,7 @@ def call(fn: Callable[..., Any], rows: Sequence[Sequence[Any]], seed: int, timeo
         RanksFailedError: a rank raised an error, or was not ready within the timeout.
         RuntimeError: a rank failed before, and others may wait for it.
     """
-    world, rank = dist.group.WORLD, dist.get_rank()
+    world, rank, timeout = dist.group.WORLD, dist.get_rank(), seconds(_NAME, timeout)
     if world in _out_of_step:
         raise RuntimeError(f"{_NAME}: a rank failed before, and others may wait for it; start the program again")
     control = _control(world, timeout)

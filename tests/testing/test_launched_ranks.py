@@ -223,11 +223,14 @@ def test_wrong_numbers_of_ranks():
         call = assert_matches_single_process, sum_of_squares, sum_of_squares, numbers(6, 3)
         mesh = refusal(ValueError, *call, mesh=[{"tp": 2}, {"tp": 3}], **LAUNCHED)
         sizes = refusal(ValueError, *call, sizes=[(3, 3), (2, 2, 2)], **LAUNCHED)
-        return mesh, sizes, refusal(ValueError, check_gradients, sum_of_squares, [numbers(2)] * 3, **LAUNCHED)
+        of_few = check_gradients, sum_of_squares, [numbers(2), numbers(2, seed=1)]
+        timeout = refusal(ValueError, *of_few, timeout=0, **LAUNCHED)
+        return mesh, sizes, refusal(ValueError, *of_few[:2], [numbers(2)] * 3, **LAUNCHED), timeout
 
-    mesh, sizes, per_rank = gloo(check, range(2))[1]
+    mesh, sizes, per_rank, timeout = gloo(check, range(2))[1]
     assert mesh == "assert_matches_single_process: mesh: got a run on 3 ranks, expected 2, as many as were launched"
     assert sizes == mesh.replace("mesh", "sizes")
+    assert timeout == "launched ranks: timeout: got 0, expected a number of seconds above 0, at most a million"
     assert per_rank == "check_gradients: per_rank: got a run on 3 ranks, expected 2, as many as were launched"
 
 
