@@ -71,7 +71,7 @@ def call(fn: Callable[..., Any], rows: Sequence[Sequence[Any]], seed: int, timeo
     if world in _out_of_step:
         raise RuntimeError(f"{_NAME}: a rank failed before, and others may wait for it; start the program again")
     control = _control(world, timeout)
-    control.agree_on_each(_facts(fn, rows, seed), "arguments")
+    control.agree_on_each(_facts(fn, rows, seed), "arguments (to be made with one seed, or broadcast)")
     text, tensors, failure = "", list[Tensor](), None
     state = process_state()
     try:
