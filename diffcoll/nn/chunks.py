@@ -50,78 +50,110 @@ class Work(NamedTuple):
     #: Number of columns at a time; None: all at once.
     chunk: int | None
 
+    @property
+    def needed(self) -> tuple[bool, ...]:
+        """Which of the sums are computed."""
+        return self.rule.needs(self.rows)
+
+    def of_columns(self, first: int, count: int) -> Work:
+        """Return the work of all rows and of `count` columns."""
+        return self._replace(cols=self.cols.part(first, count))
+
     def parts(self, k: Tensor) -> Iterator[tuple[int, Tensor, Work]]:
         """Yield the first column of each chunk, its part of k and the work of it. An empty k has one part, itself."""
         first = 0
         for part in (k,) if self.chunk is None else torch.split(k, self.chunk):
-            cols = self.cols if self.chunk is None else self.cols.part(first, len(part))
-            yield first, part, self._replace(cols=cols)
+            yield first, part, self if self.chunk is None else self.of_columns(first, len(part))
             first += len(part)
 
+    def sums(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Sums:
+        """Return the sums over all these columns."""
+        if torch.compiler.is_compiling() and self.chunk is not None:
+            k = k.to(q.dtype)
+            k = F.normalize(k, dim=-1) if self.rule.normalize else k
+            flags = self.rule.sigmoid, self.rule.columns, self.rule.within, self.chunk
+            of_op = torch.ops.diffcoll.logits(q, k, bias, *self.rows, *self.cols, *flags)
+            return Sums(*(y if needs else None for y, needs in zip(of_op, self.needed, strict=True)))
+        # A Function of first order has no rules for transforms and tangents.
+        if self.chunk is None or not torch.is_grad_enabled() or is_within_transform() or carries_tangents():
+            return self.again(q, k, bias)
+        return recomputed(q, k, bias, self)
 
-def sums_of(q: Tensor, k: Tensor, bias: Tensor | None, work: Work) -> Sums:
-    """Return the sums over all these columns."""
-    if work.chunk is None or (not torch.compiler.is_compiling() and not _is_first_order()):
-        return _by_loop(q, k, bias, work)
-    needed = work.rule.needs(work.rows)
-    if not torch.compiler.is_compiling():
-        found = iter(_Chunks.apply(q, k, bias, work))  # type: ignore[no-untyped-call]
-        return Sums(*(next(found) if needs else None for needs in needed))
-    rule, rows, cols, chunk = work
-    k = k.to(q.dtype)
-    k = F.normalize(k, dim=-1) if rule.normalize else k
-    of_op = torch.ops.diffcoll.logits(q, k, bias, *rows, *cols, rule.sigmoid, rule.columns, rule.within, chunk)
-    return Sums(*(y if needs else None for y, needs in zip(of_op, needed, strict=True)))
+    def again(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Sums:
+        """Return the sums, differentiable to any order; backward computes the logits of chunks again.
+
+        torch.func refuses the hooks of checkpoints; within its transforms the logits of all chunks are kept.
+        """
+        checkpointed = self.chunk is not None and torch.is_grad_enabled() and not is_within_transform()
+        observed = not torch.compiler.is_compiling() and is_observed()  # Dynamo does not trace it
+        found = []
+        for first, x, (rule, rows, cols, _) in self.parts(k):
+            one = partial(block, rule=rule, rows=rows, cols=cols, observed=observed)
+            added = of_columns(bias, first, len(x))
+            if checkpointed:
+                found.append(checkpoint(one, q, x, added, use_reentrant=False, preserve_rng_state=False))
+            else:
+                found.append(one(q, x, added))
+        return merged(found)
+
+    def once(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Sums:
+        """Return the sums, which are not differentiated."""
+        return self.again(q, k, bias)
+
+    def backward(
+        self, q: Tensor, k: Tensor, bias: Tensor | None, whole: Sums, g: Sums, of_k: bool = True
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return the gradients of q, k, unless nobody wants it, and bias, in the dtype of q, from those of the sums.
+
+        `whole` contains the sums of rows over all columns, of which k may be a part, and those of these columns. Their
+        gradients are not written in place.
+        """
+        in_place = not (is_within_transform() or any(x is not None and is_batched_by_autograd(x) for x in g))
+        gq, gbias, parts = torch.zeros_like(q), [], []
+        gk = q.new_empty(k.shape) if of_k and in_place else None
+        for first, of_chunk, of_part in self.parts(k.detach()):
+            x, part = of_chunk.to(q.dtype), (first, len(of_chunk))
+            with torch.enable_grad():
+                y = normalized(x.requires_grad_()) if self.rule.normalize else x
+            of_sums = whole.of_columns(*part), g.of_columns(*part)
+            gs = _gradient(q, y.detach(), of_columns(bias, *part), of_part, *of_sums, in_place)
+            gq = gq.addmm_(gs, y.detach()) if in_place else gq + gs @ y.detach()
+            gbias.append(gs.sum(0) if bias is not None else gs.new_zeros(len(x)))
+            if of_k:
+                gy = gs.T @ q
+                gy = torch.autograd.grad(y, x, gy)[0] if self.rule.normalize else gy
+                parts.append(gy if gk is None else gk[first : first + len(x)].copy_(gy))
+        of_each = torch.cat(gbias)
+        of_bias = of_each if bias is not None and bias.ndim else of_each.sum()
+        return gq, torch.cat(parts) if of_k and gk is None else gk, of_bias
 
 
-def _is_first_order() -> bool:
-    """Whether a Function without rules for transforms and tangents may be applied."""
-    return torch.is_grad_enabled() and not is_within_transform() and not carries_tangents()
+def recomputed(q: Tensor, k: Tensor, bias: Tensor | None, work: Any) -> Sums:
+    """Return the sums, whose logits are not kept.
 
-
-def _by_loop(q: Tensor, k: Tensor, bias: Tensor | None, work: Work) -> Sums:
-    """Return the sums, differentiable to any order; backward computes the logits of chunks again.
-
-    torch.func refuses the hooks of checkpoints; within its transforms the logits of all chunks are kept.
+    `work` computes the sums `once`, their gradients by `backward`, and for higher orders the sums `again`.
     """
-    again = work.chunk is not None and torch.is_grad_enabled() and not is_within_transform()
-    observed = not torch.compiler.is_compiling() and is_observed()  # Dynamo does not trace it
-    found = []
-    for first, x, (rule, rows, cols, _) in work.parts(k):
-        one = partial(block, rule=rule, rows=rows, cols=cols, observed=observed)
-        added = of_columns(bias, first, len(x))
-        if again:
-            found.append(checkpoint(one, q, x, added, use_reentrant=False, preserve_rng_state=False))
-        else:
-            found.append(one(q, x, added))
-    return merged(found)
+    return Sums.of(work.needed, _Recomputed.apply(q, k, bias, work))  # type: ignore[no-untyped-call]
 
 
-class _Chunks(Function):
-    """(q, k, bias) ↦ the sums that the rule needs."""
-
+class _Recomputed(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, bias: Tensor | None, work: Work) -> tuple[Tensor, ...]:
-        sums = _by_loop(q, k, bias, work)
+    def forward(ctx: Any, q: Tensor, k: Tensor, bias: Tensor | None, work: Any) -> tuple[Tensor, ...]:
+        sums: Sums = work.once(q, k, bias)
         ctx.work = work
         ctx.save_for_backward(q, k, bias, *sums)
-        return _present(sums)
+        return sums.found()
 
     @staticmethod
     def backward(ctx: Any, *gys: Tensor) -> tuple[Tensor | None, ...]:
         q, k, bias, *sums = ctx.saved_tensors
-        work: Work = ctx.work
+        work = ctx.work
         with without_autocast(q):
             if torch.is_grad_enabled():
-                return *gradients(lambda *xs: _present(_by_loop(xs[0], xs[1], xs[2], work)), (q, k, bias), gys), None
-            g = iter(gys)
-            of_sums = Sums(*(next(g) if needs else None for needs in work.rule.needs(work.rows)))
-            gq, gk, gbias = gradients_of(q, k, bias, work, Sums(*sums), of_sums, ctx.needs_input_grad[1])
+                return *gradients(lambda *xs: work.again(*xs).found(), (q, k, bias), gys), None
+            g = Sums.of(work.needed, gys)
+            gq, gk, gbias = work.backward(q, k, bias, Sums(*sums), g, ctx.needs_input_grad[1])
         return gq, gk, None if bias is None else gbias, None
-
-
-def _present(sums: Sums) -> tuple[Tensor, ...]:
-    return tuple(x for x in sums if x is not None)
 
 
 _OF_MARKS = ("Tensor {}_number", "Tensor {}_partner", "Tensor? {}_label", "Tensor? {}_id", "Tensor? {}_weight")
@@ -145,7 +177,7 @@ def _read(inputs: tuple[Any, ...]) -> Work:
 def _sums(*inputs: Any) -> tuple[Tensor, ...]:
     q, k, bias = inputs[:3]
     with torch.no_grad():
-        found = _by_loop(q, k, bias, _read(inputs))
+        found = _read(inputs).again(q, k, bias)
     return tuple(q.new_empty(0) if y is None else y for y in found)
 
 
@@ -154,45 +186,16 @@ def _shapes(*inputs: Any) -> tuple[Tensor, ...]:
     work = _read(inputs)
     b, m = q.shape[0], k.shape[0]  # len() of a symbolic size is an error
     lengths = b, b, b, m, m, b
-    needed = work.rule.needs(work.rows)
-    return tuple(q.new_empty(n if needs else 0) for n, needs in zip(lengths, needed, strict=True))
+    return tuple(q.new_empty(n if needs else 0) for n, needs in zip(lengths, work.needed, strict=True))
 
 
 def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and bias from the inputs, the sums, and the gradients of the sums."""
     inputs, whole, g = arguments[: -2 * _N], Sums(*arguments[-2 * _N : -_N]), Sums(*arguments[-_N:])
     q, k, bias = inputs[:3]
-    gq, gk, gbias = gradients_of(q, k, bias, _read(inputs), whole, g)
+    gq, gk, gbias = _read(inputs).backward(q, k, bias, whole, g)
     assert gk is not None
     return gq, gk, gbias
-
-
-def gradients_of(
-    q: Tensor, k: Tensor, bias: Tensor | None, work: Work, whole: Sums, g: Sums, of_k: bool = True
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the gradients of q, k, unless nobody wants it, and bias, in the dtype of q, from those of the sums.
-
-    `whole` contains the sums of rows over all columns, of which k may be a part, and those of these columns. Their
-    gradients are not written in place.
-    """
-    in_place = not (is_within_transform() or any(x is not None and is_batched_by_autograd(x) for x in g))
-    gq, gbias, parts = torch.zeros_like(q), [], []
-    gk = q.new_empty(k.shape) if of_k and in_place else None
-    for first, of_chunk, of_part in work.parts(k.detach()):
-        x, part = of_chunk.to(q.dtype), (first, len(of_chunk))
-        with torch.enable_grad():
-            y = normalized(x.requires_grad_()) if work.rule.normalize else x
-        of_sums = whole.of_columns(*part), g.of_columns(*part)
-        gs = _gradient(q, y.detach(), of_columns(bias, *part), of_part, *of_sums, in_place)
-        gq = gq.addmm_(gs, y.detach()) if in_place else gq + gs @ y.detach()
-        gbias.append(gs.sum(0) if bias is not None else gs.new_zeros(len(x)))
-        if of_k:
-            gy = gs.T @ q
-            gy = torch.autograd.grad(y, x, gy)[0] if work.rule.normalize else gy
-            parts.append(gy if gk is None else gk[first : first + len(x)].copy_(gy))
-    of_each = torch.cat(gbias)
-    of_bias = of_each if bias is not None and bias.ndim else of_each.sum()
-    return gq, torch.cat(parts) if of_k and gk is None else gk, of_bias
 
 
 def _gradient(q: Tensor, k: Tensor, bias: Tensor | None, work: Work, whole: Sums, g: Sums, in_place: bool) -> Tensor:

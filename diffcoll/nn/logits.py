@@ -58,6 +58,16 @@ class Sums(NamedTuple):
     col_pos: Tensor | None = None
     row_soft: Tensor | None = None
 
+    @staticmethod
+    def of(needed: Iterable[bool], found: Iterable[Tensor]) -> Sums:
+        """Return those that are needed, as they were found; see `LossRule.needs`."""
+        each = iter(found)
+        return Sums(*(next(each) if needs else None for needs in needed))
+
+    def found(self) -> tuple[Tensor, ...]:
+        """Return those that are needed."""
+        return tuple(x for x in self if x is not None)
+
     def of_columns(self, first: int, count: int) -> Sums:
         """Return those of all rows and of `count` columns."""
         col_neg, col_pos = (None if y is None else y[first : first + count] for y in (self.col_neg, self.col_pos))

@@ -26,7 +26,7 @@ from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import untraced
 from diffcoll.engines.types import Group
 from diffcoll.nn.agreed import Wants, agree, lengths_of_negatives, tracked
-from diffcoll.nn.chunks import Work, sums_of
+from diffcoll.nn.chunks import Work
 from diffcoll.nn.features import Columns, Options, check_targets, columns_of, per_row, scalar, wide
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.logits import LossRule, Sums, least, logsumexp, merged
@@ -209,13 +209,12 @@ def _sums_over(
     alone: bool,
 ) -> Sums:
     """Return the sums over the columns of all ranks, of which each has `sizes`."""
-    x, group = k.k, options.group
+    x, group, work = k.k, options.group, Work(rule, rows, cols, options.chunk_size)
     if wants.k and not alone:  # autograd.grad of other tensors alone would not send the gradient of the columns
         x = torch.cat([x, q[:0], *([] if bias is None else [bias.expand(0, x.shape[1])])])
     if options.exchange == "ring":
-        return Ring(rule, rows, cols, sizes, options.chunk_size, group, k.sent, wants.k, wants.loop).sums(q, x, bias)
-    x = x if alone else gathered_as(k.sent, x, sizes, group)
-    return sums_of(q, x, bias, Work(rule, rows, cols, options.chunk_size))
+        return Ring(work, sizes, group, k.sent, wants.k, wants.loop).sums(q, x, bias)
+    return work.sums(q, x if alone else gathered_as(k.sent, x, sizes, group), bias)
 
 
 def _over_ranks(sums: Sums, sizes: list[int], group: Group) -> tuple[Tensor, Tensor | None]:

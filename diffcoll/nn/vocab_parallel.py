@@ -26,7 +26,7 @@ from diffcoll.core.torch_private.tracing import is_traced
 from diffcoll.core.torch_private.transforms import carries_tangents, is_within_transform, without_transforms
 from diffcoll.engines.types import Group
 from diffcoll.nn.agreed import agreed, tracked
-from diffcoll.nn.chunks import Work, sums_of
+from diffcoll.nn.chunks import Work
 from diffcoll.nn.convention import same_options
 from diffcoll.nn.features import check_chunk_size
 from diffcoll.nn.followers import needs_gradient
@@ -232,7 +232,7 @@ def _sums(
     here = torch.arange(k.shape[0], device=q.device) + first
     rows, cols = (Marks(at, at) for at in (index, here))
     added = None if bias is None else bias.clamp(min=least(q))  # −inf excludes rows, of some ranks all
-    sums = sums_of(q, k, added, Work(LossRule(), rows, cols, chunk_size))
+    sums = Work(LossRule(), rows, cols, chunk_size).sums(q, k, added)
     assert sums.row_neg is not None and sums.row_sum is not None
     if not smooth:
         return torch.stack([sums.row_neg, sums.row_sum])
