@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from typing import Generic, NamedTuple
 
-import torch
-
 from diffcoll.collectives.all_gather import all_gather
-from diffcoll.composed.leaves import batch_leaves, lengths_of_ranks, number_of_rows
+from diffcoll.composed.leaves import batch_leaves, number_of_rows, rows_of_ranks
 from diffcoll.core.arguments import Tree
 from diffcoll.core.groups import get_rank
-from diffcoll.core.torch_private.tracing import assume
 from diffcoll.engines.types import Group
 
 _NAME = "gather_batch"
@@ -65,11 +62,6 @@ def gather_batch(tree: Tree, *, group: Group = None) -> GatheredBatch[Tree]:
     """
     leaves, _ = batch_leaves(_NAME, tree)
     rows = number_of_rows(_NAME, tree, leaves)
-    sizes = [size for (size,) in lengths_of_ranks(_NAME, tree, leaves, [rows], group)]
-    rank = get_rank(group)
-    if torch.compiler.is_compiling():
-        for size in sizes:
-            assume(size >= 0)
-        assume(sizes[rank] == rows)
+    sizes, _ = rows_of_ranks(_NAME, tree, leaves, rows, group)
     gathered = all_gather(tree, 0, group=group, sizes=sizes)
-    return GatheredBatch(gathered, sizes, sum(sizes[:rank]), sum(sizes))
+    return GatheredBatch(gathered, sizes, sum(sizes[: get_rank(group)]), sum(sizes))

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from diffcoll.collectives.all_to_all import all_to_all
-from diffcoll.composed.leaves import lengths_of_ranks
+from diffcoll.composed.leaves import rows_of_ranks
 from diffcoll.core import expect
-from diffcoll.core.errors import CollectiveMismatchError, message
+from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import untraced
 from diffcoll.engines.types import Group
@@ -82,15 +82,10 @@ def halo_exchange(
     remedy = '"zeros" is what padding with zeros means; None pads nothing'
     expect.choice(_NAME, "padding_mode", padding_mode, _MODES, remedy)
     d, engine = dims[0], resolve(group, _NAME)
-    sizes = [x.shape[d]]
-    if engine.size > 1:
-        rows = x.movedim(d, 0)
-        tree = {f"dim {d}, left {left}, right {right}, padding_mode {padding_mode}": rows}
-        try:
-            sizes = [n for (n,) in lengths_of_ranks(_NAME, tree, [rows], sizes, group)]
-        except CollectiveMismatchError as error:
-            facts = "arguments, or in dtype or another dimension of x"
-            raise CollectiveMismatchError(f"{_NAME}: the ranks differ in {facts}; {error}") from None
+    rows = x.movedim(d, 0)
+    tree = {f"dim {d}, left {left}, right {right}, padding_mode {padding_mode}": rows}
+    what = "arguments, or in dtype or another dimension of x"
+    sizes, _ = rows_of_ranks(_NAME, tree, [rows], x.shape[d], group, what=what)
     _check_total(sum(sizes), left, right, padding_mode)
     plan = _plan(tuple(sizes), engine.rank, left, right, padding_mode)
     found = all_to_all(

@@ -13,6 +13,7 @@ from diffcoll.core.agreement import Agreement
 from diffcoll.core.control import digest
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.groups import resolve
+from diffcoll.core.torch_private.tracing import assume
 from diffcoll.core.torch_private.trees import tree_paths
 from diffcoll.engines.types import Group
 
@@ -47,23 +48,42 @@ def number_of_rows(name: str, tree: object, leaves: list[Tensor], argument: str 
     return len(leaves[0])
 
 
-def lengths_of_ranks(name: str, tree: object, leaves: list[Tensor], mine: list[int], group: Group) -> list[list[int]]:
-    """Return each rank's list of lengths, this rank's being `mine`, one for each leaf or one for all.
+def rows_of_ranks(
+    name: str, tree: object, leaves: list[Tensor], rows: int, group: Group, bits: int = 0, what: str = ""
+) -> tuple[list[int], list[int]]:
+    """Return each rank's number of rows, this rank's being `rows`, and `bits`, as `lengths_of_ranks` does.
 
-    One small message of two numbers, so that ranks with different trees can compare them. A second one if the lengths
-    of a rank differ from one another.
+    One rank sends nothing. An error says in words, `what`, in what the ranks differ.
+    """
+    engine = resolve(group, name)
+    if engine.size == 1:
+        return [rows], [bits]
+    try:
+        lengths, all_bits = lengths_of_ranks(name, tree, leaves, [rows], group, bits)
+    except CollectiveMismatchError as error:
+        if not what:
+            raise
+        raise CollectiveMismatchError(f"{name}: the ranks differ in {what}; {error}") from None
+    sizes = [length for (length,) in lengths]
+    if torch.compiler.is_compiling():  # which does not know it of numbers that ranks have sent
+        for size in sizes:
+            assume(size >= 0)
+        assume(sizes[engine.rank] == rows)
+    return sizes, all_bits
+
+
+def lengths_of_ranks(
+    name: str, tree: object, leaves: list[Tensor], mine: list[int], group: Group, bits: int = 0
+) -> tuple[list[list[int]], list[int]]:
+    """Return each rank's list of lengths, this rank's being `mine`, and each rank's three `bits`, which may differ.
+
+    A rank has one length for each leaf, or one for all. One small message of two numbers, so that ranks with different
+    trees can compare them. A second one if the lengths of a rank differ from one another.
 
     Raises:
         CollectiveMismatchError: on all ranks, if their trees differ in paths, dtypes or dimensions other than 0. A
             compiled function cannot compare numbers that it receives, and sends 0.
     """
-    return lengths_and_bits(name, tree, leaves, mine, group)[0]
-
-
-def lengths_and_bits(
-    name: str, tree: object, leaves: list[Tensor], mine: list[int], group: Group, bits: int = 0
-) -> tuple[list[list[int]], list[int]]:
-    """Return the lengths as `lengths_of_ranks` does, and each rank's three `bits`, which may differ."""
     compiling = torch.compiler.is_compiling()
     call = Agreement(name, leaves[0], resolve(group, name), False, {})
     facts = "" if compiling else _facts(tree, leaves)

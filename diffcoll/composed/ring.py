@@ -65,7 +65,7 @@ def ring(tree: Tree, *, group: Group = None) -> Iterator[tuple[int, Tree]]:
         Call(_NAME, leaf, engine, False, {}).tensor(leaf, f"tree{path}")
     mine = [len(leaf) for leaf in leaves]
     alone = engine.size == 1
-    sizes = [mine] if alone else lengths_of_ranks(_NAME, tree, leaves, mine, group)
+    sizes = [mine] if alone else lengths_of_ranks(_NAME, tree, leaves, mine, group)[0]
     return _blocks(tree, leaves, rebuild, sizes, engine, group)
 
 

@@ -10,13 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from diffcoll.composed.leaves import batch_leaves, lengths_and_bits, lengths_of_ranks
-from diffcoll.core.errors import CollectiveMismatchError
+from diffcoll.composed.leaves import batch_leaves, rows_of_ranks
 from diffcoll.core.groups import collectives_only
 from diffcoll.core.joint import is_joint
 from diffcoll.core.torch_private.tracing import assert_in_graph, assume
 from diffcoll.core.torch_private.transforms import is_within_transform
-from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group
 from diffcoll.nn.features import Columns, Options
 from diffcoll.nn.followers import ABSENT, DIFFER, leaf, needs_gradient, refuse_absent_of
@@ -37,12 +35,7 @@ class Wants(NamedTuple):
 
 
 def agree(
-    q: Tensor,
-    columns: list[Columns],
-    bias: Tensor | None,
-    compared: dict[str, Tensor],
-    options: Options,
-    engine: Engine,
+    q: Tensor, columns: list[Columns], bias: Tensor | None, compared: dict[str, Tensor], options: Options
 ) -> tuple[list[int], Wants]:
     """Return the ranks' numbers of rows, after a check that they pass the same things, and what backward has to do."""
     loop = options.exchange == "ring" and collectives_only(options.group)
@@ -55,37 +48,26 @@ def agree(
     what = "labels, ids, negatives or numbers of positives (given on all ranks, of one dtype)"
     what = f"{what}, targets, options, dtype or size of the features"
     needs = needs_gradient(*xs), needs_gradient(*xs, q, bias)
-    sizes, (needs_k, needs_any) = agreed(options.name, tree, what, len(q), needs, engine, options.group)
+    sizes, (needs_k, needs_any) = agreed(options.name, tree, what, len(q), needs, options.group)
     return sizes, Wants(needs_k, needs_any, loop)
 
 
 def agreed(
-    name: str,
-    tree: dict[str, Tensor],
-    what: str,
-    rows: int,
-    needs: tuple[bool, bool],
-    engine: Engine,
-    group: Group,
+    name: str, tree: dict[str, Tensor], what: str, rows: int, needs: tuple[bool, bool], group: Group
 ) -> tuple[list[int], tuple[bool, bool]]:
     """Return the ranks' numbers of rows, and whether a rank needs the gradients of a part of the inputs, and any.
 
     Raise on all ranks if their trees differ in keys, dtypes or dimensions other than 0, in words `what`, or if one rank
     needs a gradient and another one is absent.
     """
-    if engine.size == 1:
-        return [rows], needs
     leaves, _ = batch_leaves(name, tree)
     grad, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
     absent = not grad and not is_joint()
     mine = 3 if compiling and grad else needs[0] + 2 * needs[1] + 4 * absent  # a graph always computes all gradients
-    try:
-        lengths, bits = lengths_and_bits(name, tree, leaves, [rows], group, mine)
-    except CollectiveMismatchError as error:
-        raise CollectiveMismatchError(f"{name}: the ranks differ in {what}; {error}") from None
-    sizes = [length for (length,) in lengths]
+    sizes, bits = rows_of_ranks(name, tree, leaves, rows, group, mine, what)
+    if len(sizes) == 1:
+        return sizes, needs
     if compiling:
-        _assume(sizes, rows, engine)
         for b in bits:
             if is_within_transform():  # no assertion with a text can be traced there
                 assume(b < 4 if grad else b % 4 == 0)
@@ -96,21 +78,6 @@ def agreed(
     numbers = [float(ABSENT if b & 4 else b & 2) for b in bits]
     refuse_absent_of(name, numbers, group)
     return sizes, (any(b & 1 for b in bits), any(b & 2 for b in bits))
-
-
-def lengths_of_negatives(more: Columns, options: Options, engine: Engine) -> list[int]:
-    """Return the ranks' numbers of negatives."""
-    lengths = [n for (n,) in lengths_of_ranks(options.name, [more.k], [more.k], [len(more.k)], options.group)]
-    if torch.compiler.is_compiling():
-        _assume(lengths, len(more.k), engine)
-    return lengths
-
-
-def _assume(sizes: list[int], mine: int, engine: Engine) -> None:
-    """Tell the compiler what it cannot know of sizes that ranks have sent."""
-    for size in sizes:
-        assume(size >= 0)
-    assume(sizes[engine.rank] == mine)
 
 
 def tracked(x: Tensor, wanted: bool) -> Tensor:

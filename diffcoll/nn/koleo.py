@@ -73,7 +73,7 @@ def koleo_loss(
     with without_autocast(features):
         columns, engine = columns_of(features, False), resolve(group, name)
         needs = needs_gradient(columns.k)
-        sizes, (_, needs) = agreed(name, facts, what, len(features), (needs, needs), engine, group)
+        sizes, (_, needs) = agreed(name, facts, what, len(features), (needs, needs), group)
         total = sum(sizes)
         if not torch.compiler.is_compiling():
             check_rows(name, len(features), torch.tensor(total), 2)

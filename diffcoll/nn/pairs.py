@@ -21,11 +21,12 @@ from torch import Tensor
 
 from diffcoll.collectives.all_gather import all_gather, gathered_as
 from diffcoll.collectives.reduce_scatter import reduce_scatter
+from diffcoll.composed.leaves import rows_of_ranks
 from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import untraced
 from diffcoll.engines.types import Group
-from diffcoll.nn.agreed import Wants, agree, lengths_of_negatives, tracked
+from diffcoll.nn.agreed import Wants, agree, tracked
 from diffcoll.nn.chunks import Work
 from diffcoll.nn.features import Columns, Options, check_targets, columns_of, per_row, scalar, wide
 from diffcoll.nn.inputs import without_autocast
@@ -123,7 +124,7 @@ def _returned(
         compared["positives of a query"] = k.k.detach()[:0].to(k.sent).view(0, each, q.shape[1])
     if targets is not None:
         compared["targets"] = targets
-    sizes, wants = agree(q, [k] if more is None else [k, more], bias, compared, options, engine)
+    sizes, wants = agree(q, [k] if more is None else [k, more], bias, compared, options)
     total, offset = sum(sizes), sum(sizes[: engine.rank])
     if not torch.compiler.is_compiling() and total == 0:  # a size from another rank has no value while compiling
         remedy = "one rank at least must have rows"
@@ -133,7 +134,7 @@ def _returned(
     q = tracked(q, wants.any)
     everyone = all_gather(marks, 0, group=group, sizes=sizes) if marks else marks
     samples = Marks.of_samples(sizes, views, each, everyone.get("labels"), everyone.get("ids"), q.device)
-    lengths = [] if more is None else [len(more.k)] if alone else lengths_of_negatives(more, options, engine)
+    lengths = [] if more is None else rows_of_ranks(options.name, [more.k], [more.k], len(more.k), group)[0]
     rows = samples if alone else samples.part(offset, len(q))
     cols = samples if each == 1 else samples.repeated(each)
     if targets is not None:

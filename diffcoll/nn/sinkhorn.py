@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from diffcoll.collectives.all_reduce import all_reduce
-from diffcoll.composed.leaves import lengths_and_bits
+from diffcoll.composed.leaves import rows_of_ranks
 from diffcoll.core import expect
-from diffcoll.core.errors import CollectiveMismatchError, message
-from diffcoll.core.groups import get_world_size
+from diffcoll.core.errors import message
 from diffcoll.core.torch_private.tracing import is_traced
 from diffcoll.core.torch_private.transforms import without_transforms
 from diffcoll.engines.types import Group
@@ -101,16 +100,10 @@ def _checked(scores: Tensor, epsilon: float, iterations: int, group: Group) -> t
         raise ValueError(message(_NAME, "scores", f"shape {tuple(x.shape)}", expected, remedy))
     same_options(_NAME, group, epsilon=epsilon, iterations=iterations)
     rows, compiling = len(x), torch.compiler.is_compiling()
-    sizes, excess = [rows], [_excess(x, epsilon)]
-    if get_world_size(group) > 1:
-        # Numbers that a graph formats become its constants.
-        options = "" if compiling else f"epsilon={float(epsilon)}, iterations={iterations}"
-        try:
-            lengths, excess = lengths_and_bits(_NAME, {options: x}, [x], [rows], group, *excess)
-            sizes = [size for (size,) in lengths]
-        except CollectiveMismatchError as error:
-            facts = "K, dtype, epsilon or iterations"
-            raise CollectiveMismatchError(f"{_NAME}: the ranks differ in {facts}; {error}") from None
+    # Numbers that a graph formats become its constants.
+    options = "" if compiling else f"epsilon={float(epsilon)}, iterations={iterations}"
+    what = "K, dtype, epsilon or iterations"
+    sizes, excess = rows_of_ranks(_NAME, {options: x}, [x], rows, group, _excess(x, epsilon), what)
     if not compiling:
         check_rows(_NAME, rows, torch.tensor(sum(sizes)), 1)
         if max(excess) == _OVERFLOW:

@@ -124,7 +124,7 @@ def vocab_parallel_cross_entropy(
         tree |= {} if bias_shard is None else {"bias_shard": bias_shard.detach()}
         what = "options, or shapes or dtypes of hidden, target, weight_shard or bias_shard"
         needs = needs_gradient(q), needs_gradient(q, k, bias)
-        sizes, (needs_hidden, needs_any) = agreed(_NAME, tree, what, len(k), needs, engine, group)
+        sizes, (needs_hidden, needs_any) = agreed(_NAME, tree, what, len(k), needs, group)
         total, first = sum(sizes), sum(sizes[: engine.rank])
         if not torch.compiler.is_compiling():  # a size from another rank has no value there
             if total == 0:
