@@ -40,11 +40,9 @@ def agree(
     """Return the ranks' numbers of rows, after a check that they pass the same things, and what backward has to do."""
     loop = options.exchange == "ring" and collectives_only(options.group)
     k, xs = columns[0], [x.k for x in columns]
-    o = options  # not is_compiling(): after a graph break the rest of a compiled rank's call is eager
-    facts = f"{o.exchange}{' in a transform' if loop else ''}, normalize={bool(o.normalize)}, decoupled={o.decoupled}"
-    facts = f"{facts}, label_smoothing={float(o.label_smoothing)}, symmetric={o.symmetric}"
-    facts = f"{facts}, only_rows={o.only_rows_with_positives}, rank_reduction={o.rank_reduction}"
-    tree = {facts: k.k.detach().to(k.sent), **compared}
+    # Not is_compiling(): after a graph break the rest of a compiled rank's call is eager.
+    facts = ", ".join(f"{key}={value}" for key, value in options.same.items())
+    tree = {f"{facts}{', in a transform' if loop else ''}": k.k.detach().to(k.sent), **compared}
     what = "labels, ids, negatives or numbers of positives (given on all ranks, of one dtype)"
     what = f"{what}, targets, options, dtype or size of the features"
     needs = needs_gradient(*xs), needs_gradient(*xs, q, bias)

@@ -50,8 +50,9 @@ class Options:
     @property
     def same(self) -> dict[str, object]:
         """The options that are the same on all ranks; numbers and chunk_size may differ."""
-        different = "name", "numbers", "group", "chunk_size"
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in different}
+        different = "name", "rows", "numbers", "group", "chunk_size"
+        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in different}
+        return {**found, "normalize": bool(self.normalize), "label_smoothing": float(self.label_smoothing)}
 
     def __post_init__(self) -> None:
         for flag in ("decoupled", "symmetric", "only_rows_with_positives"):

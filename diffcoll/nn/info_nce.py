@@ -92,20 +92,8 @@ def info_nce_loss(
     name = "info_nce_loss"
     check_features(name, query=query)
     check_columns(name, query, positive, negatives)
-    number = {"temperature": temperature}
-    options = Options(
-        name,
-        "query",
-        number,
-        normalize,
-        group,
-        rank_reduction,
-        chunk_size,
-        exchange,
-        decoupled=decoupled,
-        label_smoothing=label_smoothing,
-        symmetric=symmetric,
-    )
+    number, common = {"temperature": temperature}, (group, rank_reduction, chunk_size, exchange)
+    options = Options(name, "query", number, normalize, *common, decoupled, label_smoothing, symmetric)
     if symmetric and positive.ndim == 3:
         got, expected = f"shape {tuple(positive.shape)}", f"shape {tuple(query.shape)} with symmetric=True"
         remedy = "a key has one query; pass one positive for each query, and the others as negatives"

@@ -28,6 +28,7 @@ from diffcoll.core.torch_private.tracing import untraced
 from diffcoll.engines.types import Group
 from diffcoll.nn.agreed import Wants, agree, tracked
 from diffcoll.nn.chunks import Work
+from diffcoll.nn.convention import returned
 from diffcoll.nn.features import Columns, Options, check_targets, columns_of, per_row, scalar, wide
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.logits import LossRule, Sums, least, logsumexp, merged
@@ -83,8 +84,8 @@ def loss_of_pairs(
             more = columns_of(negatives, options.normalize)
             q = torch.cat([q, more.k[:0], k.k[:0]])
         bias = biases[0] if biases else None
-        returned = _returned_untraced if options.exchange == "ring" else _returned
-        return returned(q, k, more, bias, own, options, rule, len(views), each, labels, ids, targets)
+        loss = _loss_untraced if options.exchange == "ring" else _loss
+        return loss(q, k, more, bias, own, options, rule, len(views), each, labels, ids, targets)
 
 
 _NOT_COMPILED = (
@@ -93,12 +94,12 @@ _NOT_COMPILED = (
 
 
 @partial(untraced, reason=_NOT_COMPILED)
-def _returned_untraced(*arguments: Any) -> Tensor:
+def _loss_untraced(*arguments: Any) -> Tensor:
     """Compiled ranks send the messages of eager ones."""
-    return _returned(*arguments)
+    return _loss(*arguments)
 
 
-def _returned(
+def _loss(
     q: Tensor,
     k: Columns,
     more: Columns | None,
@@ -113,7 +114,6 @@ def _returned(
     targets: Tensor | None,
 ) -> Tensor:
     group, engine = options.group, resolve(options.group, options.name)
-    alone = engine.size == 1
     marks = {name: x for name, x in (("labels", labels), ("ids", ids)) if x is not None}
     compared = dict(marks)
     if own is not None:
@@ -135,7 +135,7 @@ def _returned(
     everyone = all_gather(marks, 0, group=group, sizes=sizes) if marks else marks
     samples = Marks.of_samples(sizes, views, each, everyone.get("labels"), everyone.get("ids"), q.device)
     lengths = [] if more is None else rows_of_ranks(options.name, [more.k], [more.k], len(more.k), group)[0]
-    rows = samples if alone else samples.part(offset, len(q))
+    rows = samples if engine.size == 1 else samples.part(offset, len(q))
     cols = samples if each == 1 else samples.repeated(each)
     if targets is not None:
         rows, cols = rows.of_no_columns().weighted(q.new_zeros(len(q))), cols.weighted(targets.T)
@@ -144,7 +144,8 @@ def _returned(
         shares = _shares(samples, each, others, rule, q.dtype)
         rows, cols = rows.weighted(shares[0][offset : offset + len(q)]), cols.weighted(shares[1])
     whole = rule._replace(whole=options.chunk_size is None and options.exchange == "gather")
-    sums = _sums_over(q, k, bias, options, whole, rows, cols, [each * size for size in sizes], wants, alone)
+    work = Work(whole, rows, cols, options.chunk_size)
+    sums = _sums_over(q, k, bias, work, options, [each * size for size in sizes], wants)
     if own is not None:
         soft = None if rows.weight is None else rows.weight.squeeze(1) * own.sum(1)
         sums = merged([sums, Sums(row_neg=logsumexp(own, 1), row_soft=soft)])
@@ -152,8 +153,8 @@ def _returned(
         none, negatives = rows.of_no_columns(), Marks.of_negatives(sum(lengths), q.device)
         if rows.weight is not None:
             negatives = negatives.weighted(q.new_zeros(sum(lengths)))
-        of_all = rule._replace(normalize=more.later, columns=False)
-        sums = merged([sums, _sums_over(q, more, bias, options, of_all, none, negatives, lengths, wants, alone)])
+        work = Work(rule._replace(normalize=more.later, columns=False), none, negatives, options.chunk_size)
+        sums = merged([sums, _sums_over(q, more, bias, work, options, lengths, wants)])
     assert sums.row_sum is not None
     if rule.sigmoid:
         share = sums.row_sum.sum() / total
@@ -161,8 +162,8 @@ def _returned(
         assert sums.row_neg is not None and sums.row_soft is not None
         share = (targets.sum(1) * sums.row_neg - sums.row_soft).sum() / total
     else:
-        share = _share_of_softmax(sums, samples, offset, each, rule, options, sizes, alone)
-    return share * engine.size if options.rank_reduction == "mean" and not alone else share
+        share = _share_of_softmax(sums, samples, offset, each, rule, options, sizes)
+    return returned(share, options.rank_reduction, group)
 
 
 def _shares(samples: Marks, each: int, others: int, rule: LossRule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -174,7 +175,7 @@ def _shares(samples: Marks, each: int, others: int, rule: LossRule, dtype: torch
 
 
 def _share_of_softmax(
-    sums: Sums, samples: Marks, offset: int, each: int, rule: LossRule, options: Options, sizes: list[int], alone: bool
+    sums: Sums, samples: Marks, offset: int, each: int, rule: LossRule, options: Options, sizes: list[int]
 ) -> Tensor:
     """Return this rank's part of the mean over all ranks' rows, and over the columns if the rule has them."""
     total, count, neg, pos = sum(sizes), None, sums.row_neg, sums.row_pos
@@ -186,7 +187,7 @@ def _share_of_softmax(
         if options.only_rows_with_positives:
             divisor = (of_all > 0).sum().clamp(min=1)
     if rule.columns:  # (2, b); single values are permuted, their sum is right
-        col_neg, col_pos = (sums.col_neg, sums.col_pos) if alone else _over_ranks(sums, sizes, options.group)
+        col_neg, col_pos = (sums.col_neg, sums.col_pos) if len(sizes) == 1 else _over_ranks(sums, sizes, options.group)
         assert col_neg is not None
         neg = torch.stack([neg, col_neg])
         pos = None if pos is None or col_pos is None else torch.stack([pos, col_pos])
@@ -198,19 +199,10 @@ def _share_of_softmax(
 
 
 def _sums_over(
-    q: Tensor,
-    k: Columns,
-    bias: Tensor | None,
-    options: Options,
-    rule: LossRule,
-    rows: Marks,
-    cols: Marks,
-    sizes: list[int],
-    wants: Wants,
-    alone: bool,
+    q: Tensor, k: Columns, bias: Tensor | None, work: Work, options: Options, sizes: list[int], wants: Wants
 ) -> Sums:
     """Return the sums over the columns of all ranks, of which each has `sizes`."""
-    x, group, work = k.k, options.group, Work(rule, rows, cols, options.chunk_size)
+    x, group, alone = k.k, options.group, len(sizes) == 1
     if wants.k and not alone:  # autograd.grad of other tensors alone would not send the gradient of the columns
         x = torch.cat([x, q[:0], *([] if bias is None else [bias.expand(0, x.shape[1])])])
     if options.exchange == "ring":
