@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,23 +23,26 @@ from diffcoll.engines.devices import needs_accelerator
 
 def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the checked options; exits with status 2 if one is wrong or a package is missing."""
-    parser = argparse.ArgumentParser(
-        prog="diffcoll",
-        description="verify: are the library's gradients right? check: are those of my code?",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    as_written: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    about = "verify: are the library's gradients right? check: are those of my code?"
+    parser = argparse.ArgumentParser(prog="diffcoll", description=about, epilog=_EXAMPLES, **as_written)
     parser.add_argument("--version", action="version", version=f"diffcoll {diffcoll.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
+    text = "check every collective against a reference gradient, on processes"
+    verify = commands.add_parser("verify", help=text, description=_VERIFY, epilog=_VERIFY_EXAMPLES, **as_written)
+    _add_verify(verify.add_argument)
+    text = "check the gradients of your own distributed function"
+    check = commands.add_parser("check", help=text, description=_CHECK, epilog=_CHECK_EXAMPLE, **as_written)
+    _add_check(check.add_argument)
+    options = parser.parse_args(arguments)
+    if options.command == "check":
+        _check_options(options, check)
+    else:
+        _verify_options(options, verify)
+    return options
 
-    verify = commands.add_parser(
-        "verify",
-        help="check every collective against a reference gradient, on processes",
-        description=_VERIFY,
-        epilog=_VERIFY_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = verify.add_argument
+
+def _add_verify(add: Callable[..., object]) -> None:
     add("--world-size", type=number_from(1), nargs="+", metavar="N", help="default: 2 3")
     add("--only", type=names_of(COLLECTIVES), default=[], metavar="NAMES", help=f"of {', '.join(COLLECTIVES)}")
     add("--seed", type=number_from(0), default=0)
@@ -47,20 +51,16 @@ def checked(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--json", type=writable, metavar="FILE")
     add("--html", type=writable, metavar="FILE", help="one self-contained page")
 
-    check = _check_parser(commands)
-    options = parser.parse_args(arguments)
-    if options.command == "check":
-        _check_options(options, check)
-        return options
+
+def _verify_options(options: argparse.Namespace, command: argparse.ArgumentParser) -> None:
     options.names, options.launched = options.only or [*COLLECTIVES], launcher(options.engine)
     if options.launched and options.world_size:
-        verify.error("argument --world-size: the launcher has set it already; leave it out")
-    need(verify, "rich", "test")
+        command.error("argument --world-size: the launcher has set it already; leave it out")
+    need(command, "rich", "test")
     if not options.launched:
-        need(verify, "cloudpickle", "test")
+        need(command, "cloudpickle", "test")
     if "mpi" in (options.engine, options.launched):
-        need(verify, "mpi4py", "mpi")
-    return options
+        need(command, "mpi4py", "mpi")
 
 
 #: The text of `diffcoll --help` below the options.
@@ -120,22 +120,6 @@ example, loss.py:
 exit status: 0 if all is right, 1 if something is wrong, 2 if an argument is wrong or the function cannot be run"""
 
 
-def _check_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    check = commands.add_parser(
-        "check",
-        help="check the gradients of your own distributed function",
-        description=_CHECK,
-        epilog=_CHECK_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    target = "package.module:name or path/to/file.py:name of a function; the current directory is searched first"
-    check.add_argument("target", metavar="TARGET", help=target)
-    for name, text in _CHECK_NAMES.items():
-        check.add_argument(name, metavar="NAME", help=text)
-    _check_runs(check.add_argument)
-    return check
-
-
 #: The options of `diffcoll check` that name something in the user's code.
 _CHECK_NAMES = {
     "--against": (
@@ -158,8 +142,8 @@ _CHECK_NAMES = {
 }
 
 
-def _check_runs(add: Callable[..., object]) -> None:
-    """Add the arguments that say what is run, and where the result goes."""
+def _add_check(add: Callable[..., object]) -> None:
+    target = "package.module:name or path/to/file.py:name of a function; the current directory is searched first"
     sizes = "the rows of each rank, for each run; default: 4,4 5,3 0,5,3 2,2,2,2"
     on = "simulated, and backends for real processes: gloo, mpi, nccl; default: simulated gloo"
     rank_reduction = (
@@ -172,6 +156,9 @@ def _check_runs(add: Callable[..., object]) -> None:
         "then the rows of the whole batch, by default 8"
     )
     timeout = "seconds that each run may take, and the import of TARGET; default: 60"
+    add("target", metavar="TARGET", help=target)
+    for name, text in _CHECK_NAMES.items():
+        add(name, metavar="NAME", help=text)
     add("--sizes", type=_rows, nargs="+", metavar="ROWS", help=sizes)
     add("--on", type=_ranks, nargs="+", metavar="RANKS", help=on)
     add("--mesh", type=_axes, nargs="+", metavar="AXES", help=mesh)
