@@ -48,7 +48,8 @@ def run(options: argparse.Namespace) -> int:
             except GradientMismatchError as error:
                 report = error.report
     except (Exception, SystemExit) as error:  # a function that ends the program has not been checked
-        print(f"diffcoll check: error: {_refusal(error)}", file=sys.stderr)
+        text = str(error) if isinstance(error, NotUsableError) else in_words(error)
+        print(f"diffcoll check: error: {text}", file=sys.stderr)
         return 2
     finally:
         sys.path[:] = path
@@ -263,10 +264,6 @@ def _by_position(fn: Callable[..., Any], names: Sequence[str]) -> Callable[..., 
 
 
 # ── output ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _refusal(error: BaseException) -> str:
-    return str(error) if isinstance(error, NotUsableError) else in_words(error)
 
 
 def _written(options: argparse.Namespace, report: Report) -> bool:

@@ -136,20 +136,24 @@ def _importing(argument: str, program: str, seconds: float) -> Iterator[None]:
     try:
         with _as_program(program), _limited(argument, late, seconds):
             yield
-    except _Late as error:
-        raise NotUsableError(argument, late, _EXPECTED, _remedy(_of(error))) from None
-    except SystemExit as error:
-        got = f"a module that ends the program when it is imported ({error.code})"
-        raise NotUsableError(argument, got, _EXPECTED, _remedy(_of(error))) from None
-    except EOFError as error:
-        got = "a module that reads the standard input when it is imported"
-        raise NotUsableError(argument, got, _EXPECTED, _remedy(_of(error))) from None
-    except Exception as error:
-        variable = isinstance(error, KeyError) and error.args[:1] and error.args[0] in _LAUNCHERS
-        if variable or calls_torch_distributed(error):
-            got = f"a module that needs a launcher when it is imported ({type(error).__name__}: {error})"
-            raise NotUsableError(argument, got, _EXPECTED, _remedy(_of(error))) from None
-        raise
+    except BaseException as error:
+        got = late if isinstance(error, _Late) else _only_a_program(error)
+        if got is None:
+            raise
+        remedy = _remedy(traceback.walk_tb(error.__traceback__))
+        raise NotUsableError(argument, got, _EXPECTED, remedy) from None
+
+
+def _only_a_program(error: BaseException) -> str | None:
+    """Say what a module did that only a program should do, by the error that it raised; None: nothing such."""
+    if isinstance(error, SystemExit):
+        return f"a module that ends the program when it is imported ({error.code})"
+    if isinstance(error, EOFError):
+        return "a module that reads the standard input when it is imported"
+    variable = isinstance(error, KeyError) and error.args[:1] and error.args[0] in _LAUNCHERS
+    if variable or (isinstance(error, Exception) and calls_torch_distributed(error)):
+        return f"a module that needs a launcher when it is imported ({type(error).__name__}: {error})"
+    return None
 
 
 @contextlib.contextmanager
@@ -190,10 +194,6 @@ def _limited(argument: str, late: str, seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         timer.cancel()
-
-
-def _of(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    return traceback.walk_tb(error.__traceback__)
 
 
 def _remedy(frames: Iterable[tuple[FrameType, int]]) -> str:

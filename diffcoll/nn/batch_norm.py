@@ -113,7 +113,7 @@ class SyncBatchNorm(BatchNormBase):
         if isinstance(x, fx.Proxy):
             return node_of(self, x)
         if torch.compiler.is_compiling() or not is_jit_tracing():  # which warns of every comparison of a size
-            self._check(x)
+            check_input(x, self.num_features, weight=self.weight, running_mean=self.running_mean)
         if not self.training and self.running_mean is not None:
             return functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
@@ -135,9 +135,6 @@ class SyncBatchNorm(BatchNormBase):
             if self.momentum is None:
                 factor = 1 / self.num_batches_tracked.clamp_min(1).to(mean.dtype)
         update(self.running_mean, self.running_var, factor, local, count, mean, var)
-
-    def _check(self, x: object) -> None:
-        check_input(x, self.num_features, weight=self.weight, running_mean=self.running_mean)
 
 
 def check_scripted(training: bool, tracked: bool) -> None:

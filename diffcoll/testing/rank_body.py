@@ -30,21 +30,13 @@ from diffcoll.testing.pickling import dumps
 from diffcoll.testing.worker import Failed, current_group
 
 
+@dataclass(eq=False, repr=False)
 class RankFixture:
-    """Stands for a value that each rank has for itself: rank, group, or a fixture that uses one of these.
+    """Stands for a value that each rank has for itself: rank, group, or a fixture that uses one of these."""
 
-    Args:
-        name: of the fixture.
-        function: the fixture function, which each rank calls; None for rank and group.
-        arguments: of the fixture function; some of them are RankFixture too.
-    """
-
-    def __init__(
-        self, name: str, function: Callable[..., Any] | None = None, arguments: Mapping[str, Any] | None = None
-    ) -> None:
-        self.name = name
-        self.function = function
-        self.arguments = dict(arguments or {})
+    name: str
+    function: Callable[..., Any] | None = None  # which each rank calls; None for rank and group
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the function; some of them are RankFixture too
 
     def __repr__(self) -> str:
         return f"<{self.name} of each rank>"
@@ -200,22 +192,23 @@ def _filtered(function: Callable[..., Any], short: bool, info: pytest.ExceptionI
     return cut
 
 
-def text_of(text: str) -> list[Any]:
-    """Return text in the place of a traceback."""
+def _shown(text: str) -> Any:
+    """Return what pytest shows of an error with this text and without a traceback."""
     try:
         raise RuntimeError(text)
     except RuntimeError as error:
-        shown: Any = pytest.ExceptionInfo.from_exception(error).getrepr(style="value")
+        return pytest.ExceptionInfo.from_exception(error).getrepr(style="value")
+
+
+def text_of(text: str) -> list[Any]:
+    """Return text in the place of a traceback."""
+    shown = _shown(text)
     return [(shown.reprtraceback, shown.reprcrash, None)]
 
 
 def chained(chain: list[Any], notes: list[str]) -> Any:
     """Return tracebacks and notes as one, in the form of a report of pytest, which xdist can send."""
-    try:
-        raise RuntimeError
-    except RuntimeError as error:
-        kind: Any = type(pytest.ExceptionInfo.from_exception(error).getrepr(style="value"))
-    shown = kind(chain)
+    shown = type(_shown(""))(chain)
     if notes:
         shown.addsection("notes", "\n".join(notes))
     return shown
