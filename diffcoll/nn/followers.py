@@ -17,13 +17,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from diffcoll.composed.leaves import batch_leaves, rows_of_ranks
 from diffcoll.core.errors import CollectiveMismatchError
 from diffcoll.core.groups import collectives_only, get_rank, get_world_size
 from diffcoll.core.joint import is_joint
-from diffcoll.core.torch_private.tracing import assert_in_graph, is_traced
+from diffcoll.core.torch_private.tracing import assert_in_graph, assume, is_traced
 from diffcoll.core.torch_private.transforms import is_vmapped, is_within_transform
 from diffcoll.engines.types import Group
 
+#: A parameter without elements.
+_LEAF = torch.zeros(0, 1, device="cpu", requires_grad=True)
 #: The number of a rank that is absent. Sums over up to 4095 ranks are exact in float32.
 ABSENT = 4096
 
@@ -122,3 +125,40 @@ def sent(name: str, collective: Callable[[Tensor], Tensor], row: Tensor, needs: 
     anyone = refuse_absent(name, y[..., -1], group)
     found: Tensor = y[..., :-1]
     return found.detach() if follower and not needs and not anyone.any() else found
+
+
+def agreed(
+    name: str, tree: dict[str, Tensor], what: str, rows: int, needs: tuple[bool, bool], group: Group
+) -> tuple[list[int], tuple[bool, bool]]:
+    """Return the ranks' numbers of rows, and whether a rank needs the gradients of a part of the inputs, and any.
+
+    Raise on all ranks if their trees differ in keys, dtypes or dimensions other than 0, in words `what`, or if one rank
+    needs a gradient and another one is absent.
+    """
+    leaves, _ = batch_leaves(name, tree)
+    grad, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
+    absent = not grad and not is_joint()
+    mine = 3 if compiling and grad else needs[0] + 2 * needs[1] + 4 * absent  # a graph always computes all gradients
+    sizes, bits = rows_of_ranks(name, tree, leaves, rows, group, mine, what)
+    if len(sizes) == 1:
+        return sizes, needs
+    if compiling:
+        for b in bits:
+            if is_within_transform():  # no assertion with a text can be traced there
+                assume(b < 4 if grad else b % 4 == 0)
+            else:
+                of_rank = torch.full((), b)
+                assert_in_graph(of_rank < 4 if grad else of_rank % 4 == 0, f"{name}: {DIFFER}")
+        return sizes, (grad, grad)
+    numbers = [float(ABSENT if b & 4 else b & 2) for b in bits]
+    refuse_absent_of(name, numbers, group)
+    return sizes, (any(b & 1 for b in bits), any(b & 2 for b in bits))
+
+
+def tracked(x: Tensor, wanted: bool) -> Tensor:
+    """Return x such that backward computes its gradient on this rank too, if a rank wants one."""
+    if not wanted or x.requires_grad or not torch.is_grad_enabled() or is_within_transform():
+        return x
+    if torch.compiler.is_compiling():  # refuses requires_grad_
+        return torch.cat([x, _LEAF.to(x).expand(0, x.shape[1])])
+    return leaf(x)

@@ -14,10 +14,9 @@ from diffcoll.collectives.all_gather import gathered_as
 from diffcoll.core.expect import flag, not_negative
 from diffcoll.core.groups import resolve
 from diffcoll.engines.types import Group
-from diffcoll.nn.agreed import agreed, tracked
 from diffcoll.nn.convention import RankReduction, check_options, returned
 from diffcoll.nn.features import check_features, columns_of
-from diffcoll.nn.followers import needs_gradient
+from diffcoll.nn.followers import agreed, needs_gradient, tracked
 from diffcoll.nn.inputs import check_rows, without_autocast
 from diffcoll.nn.logits import normalized
 from diffcoll.nn.loss_module import LossModule

@@ -23,13 +23,13 @@ from diffcoll.collectives.all_gather import all_gather, gathered_as
 from diffcoll.collectives.reduce_scatter import reduce_scatter
 from diffcoll.composed.leaves import rows_of_ranks
 from diffcoll.core.errors import message
-from diffcoll.core.groups import resolve
+from diffcoll.core.groups import collectives_only, resolve
 from diffcoll.core.torch_private.tracing import untraced
 from diffcoll.engines.types import Group
-from diffcoll.nn.agreed import Wants, agree, tracked
 from diffcoll.nn.chunks import Work
 from diffcoll.nn.convention import returned
 from diffcoll.nn.features import Columns, Options, check_targets, columns_of, per_row, scalar, wide
+from diffcoll.nn.followers import agreed, needs_gradient, tracked
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.logits import LossRule, Sums, least, logsumexp, merged
 from diffcoll.nn.marks import Marks, counts
@@ -61,10 +61,8 @@ def loss_of_pairs(
         targets: (b, number of all ranks' columns); no pair is a positive then.
     """
     x = views[0]
-    labels, ids = (
-        None if marks is None else per_row(options.name, argument, marks, x).repeat(len(views))
-        for argument, marks in (("labels", labels), ("ids", ids))
-    )
+    given = {"labels": labels, "ids": ids}
+    marks = {key: per_row(options.name, key, y, x).repeat(len(views)) for key, y in given.items() if y is not None}
     with without_autocast(x):
         each = 1 if columns is None or columns.ndim == 2 else columns.shape[1]
         k = columns_of(torch.cat([*views]) if columns is None else columns.flatten(0, -2), options.normalize)
@@ -85,7 +83,7 @@ def loss_of_pairs(
             q = torch.cat([q, more.k[:0], k.k[:0]])
         bias = biases[0] if biases else None
         loss = _loss_untraced if options.exchange == "ring" else _loss
-        return loss(q, k, more, bias, own, options, rule, len(views), each, labels, ids, targets)
+        return loss(q, k, more, bias, own, options, rule, len(views), each, marks, targets)
 
 
 _NOT_COMPILED = (
@@ -109,12 +107,10 @@ def _loss(
     rule: LossRule,
     views: int,
     each: int,
-    labels: Tensor | None,
-    ids: Tensor | None,
+    marks: dict[str, Tensor],
     targets: Tensor | None,
 ) -> Tensor:
     group, engine = options.group, resolve(options.group, options.name)
-    marks = {name: x for name, x in (("labels", labels), ("ids", ids)) if x is not None}
     compared = dict(marks)
     if own is not None:
         compared["negatives of each query"] = own.detach()[:, :0]
@@ -124,14 +120,14 @@ def _loss(
         compared["positives of a query"] = k.k.detach()[:0].to(k.sent).view(0, each, q.shape[1])
     if targets is not None:
         compared["targets"] = targets
-    sizes, wants = agree(q, [k] if more is None else [k, more], bias, compared, options)
+    sizes, (trained, any_trained) = _agreed_on(q, [k] if more is None else [k, more], bias, compared, options)
     total, offset = sum(sizes), sum(sizes[: engine.rank])
     if not torch.compiler.is_compiling() and total == 0:  # a size from another rank has no value while compiling
         remedy = "one rank at least must have rows"
         raise ValueError(message(options.name, options.rows, "an empty batch on every rank", "a row", remedy))
     if targets is not None:
         check_targets(options.name, targets, each * total)
-    q = tracked(q, wants.any)
+    q = tracked(q, any_trained)
     everyone = all_gather(marks, 0, group=group, sizes=sizes) if marks else marks
     samples = Marks.of_samples(sizes, views, each, everyone.get("labels"), everyone.get("ids"), q.device)
     lengths = [] if more is None else rows_of_ranks(options.name, [more.k], [more.k], len(more.k), group)[0]
@@ -145,7 +141,7 @@ def _loss(
         rows, cols = rows.weighted(shares[0][offset : offset + len(q)]), cols.weighted(shares[1])
     whole = rule._replace(whole=options.chunk_size is None and options.exchange == "gather")
     work = Work(whole, rows, cols, options.chunk_size)
-    sums = _sums_over(q, k, bias, work, options, [each * size for size in sizes], wants)
+    sums = _sums_over(q, k, bias, work, options, [each * size for size in sizes], trained)
     if own is not None:
         soft = None if rows.weight is None else rows.weight.squeeze(1) * own.sum(1)
         sums = merged([sums, Sums(row_neg=logsumexp(own, 1), row_soft=soft)])
@@ -154,7 +150,7 @@ def _loss(
         if rows.weight is not None:
             negatives = negatives.weighted(q.new_zeros(sum(lengths)))
         work = Work(rule._replace(normalize=more.later, columns=False), none, negatives, options.chunk_size)
-        sums = merged([sums, _sums_over(q, more, bias, work, options, lengths, wants)])
+        sums = merged([sums, _sums_over(q, more, bias, work, options, lengths, trained)])
     assert sums.row_sum is not None
     if rule.sigmoid:
         share = sums.row_sum.sum() / total
@@ -164,6 +160,24 @@ def _loss(
     else:
         share = _share_of_softmax(sums, samples, offset, each, rule, options, sizes)
     return returned(share, options.rank_reduction, group)
+
+
+def _agreed_on(
+    q: Tensor, columns: list[Columns], bias: Tensor | None, compared: dict[str, Tensor], options: Options
+) -> tuple[list[int], tuple[bool, bool]]:
+    """Return the ranks' numbers of rows, and whether a rank needs the gradient of its columns, and any.
+
+    Raise, on all ranks, if they do not pass the same things.
+    """
+    loop = options.exchange == "ring" and collectives_only(options.group)
+    k, xs = columns[0], [x.k for x in columns]
+    # Not is_compiling(): after a graph break the rest of a compiled rank's call is eager.
+    facts = ", ".join(f"{key}={value}" for key, value in options.same.items())
+    tree = {f"{facts}{', in a transform' if loop else ''}": k.k.detach().to(k.sent), **compared}
+    what = "labels, ids, negatives or numbers of positives (given on all ranks, of one dtype)"
+    what = f"{what}, targets, options, dtype or size of the features"
+    needs = needs_gradient(*xs), needs_gradient(*xs, q, bias)
+    return agreed(options.name, tree, what, len(q), needs, options.group)
 
 
 def _shares(samples: Marks, each: int, others: int, rule: LossRule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -199,14 +213,14 @@ def _share_of_softmax(
 
 
 def _sums_over(
-    q: Tensor, k: Columns, bias: Tensor | None, work: Work, options: Options, sizes: list[int], wants: Wants
+    q: Tensor, k: Columns, bias: Tensor | None, work: Work, options: Options, sizes: list[int], trained: bool
 ) -> Sums:
-    """Return the sums over the columns of all ranks, of which each has `sizes`."""
+    """Return the sums over all ranks' columns, of which each has `sizes`; `trained`: a rank needs their gradient."""
     x, group, alone = k.k, options.group, len(sizes) == 1
-    if wants.k and not alone:  # autograd.grad of other tensors alone would not send the gradient of the columns
+    if trained and not alone:  # autograd.grad of other tensors alone would not send the gradient of the columns
         x = torch.cat([x, q[:0], *([] if bias is None else [bias.expand(0, x.shape[1])])])
     if options.exchange == "ring":
-        return Ring(work, sizes, group, k.sent, wants.k, wants.loop).sums(q, x, bias)
+        return Ring(work, sizes, group, k.sent, trained, collectives_only(group)).sums(q, x, bias)
     return work.sums(q, x if alone else gathered_as(k.sent, x, sizes, group), bias)
 
 

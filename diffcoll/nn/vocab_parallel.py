@@ -25,11 +25,10 @@ from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import is_traced
 from diffcoll.core.torch_private.transforms import carries_tangents, is_within_transform, without_transforms
 from diffcoll.engines.types import Group
-from diffcoll.nn.agreed import agreed, tracked
 from diffcoll.nn.chunks import Work
 from diffcoll.nn.convention import same_options
 from diffcoll.nn.features import check_chunk_size
-from diffcoll.nn.followers import needs_gradient
+from diffcoll.nn.followers import agreed, needs_gradient, tracked
 from diffcoll.nn.inputs import asserted, in_full_precision, is_dtensor, saveable, without_autocast
 from diffcoll.nn.logits import LossRule, least
 from diffcoll.nn.loss_module import LossModule, Reduction
