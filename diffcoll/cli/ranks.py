@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -128,23 +129,18 @@ def _outcomes_in(folder: str, rank: int) -> list[Errors]:
 
 def _in_time(fn: Callable[[], T], seconds: float) -> T:
     """Return fn(), or raise TimeoutError; fn runs in a daemon thread, which goes on after a timeout."""
-    found: list[T] = []
-    raised: list[BaseException] = []
+    future: Future[T] = Future()
 
     def body() -> None:
         try:
-            found.append(fn())
+            future.set_result(fn())
         except BaseException as error:
-            raised.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=body, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if raised:
-        raise raised[0]
-    if not found:
+    threading.Thread(target=body, daemon=True).start()
+    if not wait([future], seconds).done:
         raise TimeoutError(f"the processes have not ended after {seconds:g} s")
-    return found[0]
+    return future.result()
 
 
 # ── ranks that were launched ─────────────────────────────────────────────────────────────────────────────

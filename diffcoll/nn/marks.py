@@ -61,12 +61,6 @@ class Marks(NamedTuple):
         number = torch.arange(label.shape[0], device=label.device)
         return Marks(number, number, label, sample)
 
-    @staticmethod
-    def of_negatives(count: int, device: torch.device) -> Marks:
-        """Return those of columns that are no row's positives."""
-        number = torch.arange(count, device=device)
-        return Marks(number, number)
-
     def of_no_columns(self) -> Marks:
         """Return those of these rows among such columns."""
         return Marks(self.number, torch.full_like(self.number, -1), weight=self.weight)

@@ -146,7 +146,8 @@ def _loss(
         soft = None if rows.weight is None else rows.weight.squeeze(1) * own.sum(1)
         sums = merged([sums, Sums(row_neg=logsumexp(own, 1), row_soft=soft)])
     if more is not None:
-        none, negatives = rows.of_no_columns(), Marks.of_negatives(sum(lengths), q.device)
+        index = torch.arange(sum(lengths), device=q.device)
+        none, negatives = rows.of_no_columns(), Marks(index, index)
         if rows.weight is not None:
             negatives = negatives.weighted(q.new_zeros(sum(lengths)))
         work = Work(rule._replace(normalize=more.later, columns=False), none, negatives, options.chunk_size)
