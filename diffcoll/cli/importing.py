@@ -20,6 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from diffcoll.core.errors import is_users_file
 from diffcoll.testing.simulate import calls_torch_distributed
@@ -134,7 +135,7 @@ def _importing(argument: str, program: str, seconds: float) -> Iterator[None]:
     """
     late = f"a module whose import had not ended after {seconds:g} s"
     try:
-        with _as_program(program), _limited(argument, late, seconds):
+        with patch.multiple(sys, argv=[program], stdin=io.StringIO()), _limited(argument, late, seconds):
             yield
     except BaseException as error:
         got = late if isinstance(error, _Late) else _only_a_program(error)
@@ -154,16 +155,6 @@ def _only_a_program(error: BaseException) -> str | None:
     if variable or (isinstance(error, Exception) and calls_torch_distributed(error)):
         return f"a module that needs a launcher when it is imported ({type(error).__name__}: {error})"
     return None
-
-
-@contextlib.contextmanager
-def _as_program(program: str) -> Iterator[None]:
-    before = sys.argv, sys.stdin
-    sys.argv, sys.stdin = [program], io.StringIO()
-    try:
-        yield
-    finally:
-        sys.argv, sys.stdin = before
 
 
 @contextlib.contextmanager

@@ -233,15 +233,9 @@ def _captured(wanted: bool) -> Iterator[dict[str, Any]]:
     if not wanted:
         yield {}
         return
-    before = [getattr(sys, name) for name in STREAMS]
     new = {name: io.TextIOWrapper(io.BytesIO(), "utf-8", newline="", write_through=True) for name in STREAMS}
-    for name in STREAMS:
-        setattr(sys, name, new[name])
-    try:
+    with contextlib.redirect_stdout(new["stdout"]), contextlib.redirect_stderr(new["stderr"]):
         yield new
-    finally:
-        for name, stream in zip(STREAMS, before, strict=True):
-            setattr(sys, name, stream)
 
 
 def _contexts_of_hypothesis() -> Callable[[], contextlib.ExitStack]:
