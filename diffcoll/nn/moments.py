@@ -87,7 +87,7 @@ def moments(
     reduced = _dims(name, dim, x)
     same_options(name, group, dim=reduced, weight=weight, keepdim=keepdim)
     shape = [1 if d in reduced else size for d, size in enumerate(x.shape)]
-    row, c = row_of(x, reduced) if weight is None else _weighted_row(x, reduced, _weight(name, weight, x))
+    row, c = row_of(x, reduced, None if weight is None else _weight(name, weight, x))
     results = merged(sent(name, partial(gathered, group=group), row, row.requires_grad, group), c)
     if not keepdim:
         shape = [size for d, size in enumerate(x.shape) if d not in reduced]
@@ -180,29 +180,18 @@ def merged(rows: Tensor, c: int) -> tuple[Tensor, Tensor, Tensor]:
     return total, origin + offset, variance.clamp_min(0)
 
 
-def row_of(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, int]:
-    """Return k, a, b and n of this rank in one 1-d tensor, and the number of means."""
-    dtype, count = wider(x.dtype), prod([x.shape[d] for d in dims])
+def row_of(x: Tensor, dims: tuple[int, ...], weight: Tensor | None = None) -> tuple[Tensor, int]:
+    """Return k, a, b and n of this rank in one 1-d tensor, and the number of means; of weights one n for each mean."""
+    dtype = wider(x.dtype)
+    values, n = x.to(dtype), torch.full((1,), prod([x.shape[d] for d in dims]), dtype=dtype, device=x.device)
+    if weight is not None:
+        values, n = finite_where_it_counts(values, weight), weight.expand(x.shape).sum(dims, keepdim=True)
     with torch.no_grad():
-        k = x.sum(dims, keepdim=True, dtype=dtype) / max(count, 1)
-    k = k.detach()
-    centered = x.to(dtype) - k
-    n = torch.full((1,), count, dtype=dtype, device=x.device)
-    sums = centered.sum(dims), centered.square().sum(dims)
-    return as_row([k, *sums, n]), k.numel()
-
-
-def _weighted_row(x: Tensor, dims: tuple[int, ...], weight: Tensor) -> tuple[Tensor, int]:
-    """Return k, a, b and n, one n for each mean, in one 1-d tensor, and the number of means."""
-    values = finite_where_it_counts(x.to(weight.dtype), weight)
-    n = weight.expand(x.shape).sum(dims, keepdim=True)
-    with torch.no_grad():
-        k = (weight * values).sum(dims, keepdim=True) / _divisor(n)
+        k = (values if weight is None else weight * values).sum(dims, keepdim=True) / _divisor(n)
     k = k.detach()
     centered = values - k
-    weighted = weight * centered
-    sums = k, weighted.sum(dims), (weighted * centered).sum(dims), n
-    return as_row(sums), k.numel()
+    weighted = centered if weight is None else weight * centered
+    return as_row([k, weighted.sum(dims), (weighted * centered).sum(dims), n]), k.numel()
 
 
 # ── arguments ────────────────────────────────────────────────────────────────────────────────────────────
