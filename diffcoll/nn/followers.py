@@ -135,13 +135,13 @@ def agreed(
     Raise on all ranks if their trees differ in keys, dtypes or dimensions other than 0, in words `what`, or if one rank
     needs a gradient and another one is absent.
     """
+    if get_world_size(group) == 1:
+        return [rows], needs
     leaves, _ = batch_leaves(name, tree)
     grad, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
     absent = not grad and not is_joint()
     mine = 3 if compiling and grad else needs[0] + 2 * needs[1] + 4 * absent  # a graph always computes all gradients
     sizes, bits = rows_of_ranks(name, tree, leaves, rows, group, mine, what)
-    if len(sizes) == 1:
-        return sizes, needs
     if compiling:
         for b in bits:
             if is_within_transform():  # no assertion with a text can be traced there
