@@ -7,8 +7,9 @@ note      notes/training/batch-norm.md
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -29,7 +30,33 @@ from diffcoll.nn.normalize import batch_norm
 _NAME = "SyncBatchNorm"
 
 
-class SyncBatchNorm(BatchNormBase):
+class Synchronized(nn.Module):
+    """First base of batch norms over all ranks. Their `_own_forward` is that of one process, for scripted modules."""
+
+    if TYPE_CHECKING:  # torch.jit.script reads annotations of a class, but not these types
+        converted_from: type[nn.Module] | None
+        running_mean: Tensor | None
+        _in: InGroup
+        _own_forward: Callable[..., Any]
+        _forward: Callable[..., Any]
+
+    @property
+    @torch.jit.unused
+    def group(self) -> Group:
+        """The group as it was passed."""
+        return self._in.group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalized x, of its shape, dtype and memory format, and what a subclass makes of it."""
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_scripted(self.training, self.running_mean is not None)
+            y: Tensor = self._own_forward(x)
+        else:  # torch.jit.script does not compile this branch
+            y = self._forward(x)
+        return y
+
+
+class SyncBatchNorm(Synchronized, BatchNormBase):
     """Small batches on each rank: batch norm over the samples of all ranks, as one process with the whole batch.
 
     It has the parameters, buffers and `state_dict` of `torch.nn.BatchNorm1d`, `2d` and `3d`, and replaces any of them:
@@ -93,21 +120,10 @@ class SyncBatchNorm(BatchNormBase):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self._in = InGroup(group, _NAME)
 
-    @property
-    @torch.jit.unused
-    def group(self) -> Group:
-        """The group as it was passed."""
-        return self._in.group
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the normalized x, of its shape, dtype and memory format."""
-        if torch.jit.is_scripting():  # type: ignore[attr-defined]
-            check_scripted(self.training, self.running_mean is not None)
-            eps = self.eps
-            y = functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, eps)
-        else:  # torch.jit.script does not compile this branch
-            y = self._forward(x)
-        return y
+    def _own_forward(self, x: Tensor) -> Tensor:
+        return functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+        )
 
     def _forward(self, x: Tensor) -> Tensor:
         if isinstance(x, fx.Proxy):
@@ -115,9 +131,7 @@ class SyncBatchNorm(BatchNormBase):
         if torch.compiler.is_compiling() or not is_jit_tracing():  # which warns of every comparison of a size
             check_input(x, self.num_features, weight=self.weight, running_mean=self.running_mean)
         if not self.training and self.running_mean is not None:
-            return functional.batch_norm(
-                x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
-            )
+            return self._own_forward(x)
         options = {"eps": self.eps, "momentum": self.momentum, "weight": self.weight, "bias": self.bias}
         same_options("SyncBatchNorm", self.group, **options)
         track = partial(self._track, x.shape)

@@ -13,47 +13,23 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType, new_class
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
-from diffcoll.nn.batch_norm import check_input, check_scripted, node_of, refuse_one_value, update
-from diffcoll.nn.in_group import InGroup
+from diffcoll.nn.batch_norm import Synchronized, check_input, node_of, refuse_one_value, update
 from diffcoll.nn.normalize import batch_norm
 
 _CONVERT = "convert_sync_batchnorm"
 _REMEDY = "replace this module yourself"
 
 
-class Synchronized(nn.Module):
-    """First base of a class whose second base is a subclass of batch norm."""
-
-    if TYPE_CHECKING:  # torch.jit.script reads annotations of a class, but not these types
-        converted_from: type[nn.Module]
-        running_mean: Tensor | None
-        _in: InGroup
-        #: The forward of the second base.
-        _own_forward: Callable[..., Any]
-
-    @property
-    @torch.jit.unused
-    def group(self) -> Group:
-        """The group of `convert_sync_batchnorm`."""
-        return self._in.group
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the forward of the second base."""
-        if torch.jit.is_scripting():  # type: ignore[attr-defined]
-            check_scripted(self.training, self.running_mean is not None)
-            y: Tensor = self._own_forward(x)
-        else:  # torch.jit.script does not compile this branch
-            y = self._forward(x)
-        return y
+class SynchronizedSubclass(Synchronized):
+    """First base of a class whose second base is a subclass of batch norm; `_own_forward` is the forward of that."""
 
     def _forward(self, *args: Any, **more: Any) -> Any:
         if any(isinstance(x, fx.Proxy) for x in (*args, *more.values())):
@@ -62,6 +38,7 @@ class Synchronized(nn.Module):
         with _Replacing(partial(_normalized, self.group, calls)):
             y = self._own_forward(*args, **more)
         if self.training and not calls:
+            assert self.converted_from is not None
             got = f"{self.converted_from.__name__}, whose forward does not call torch.nn.functional.batch_norm"
             raise TypeError(message(_CONVERT, "module", got, "a forward that calls it", _REMEDY))
         return y
@@ -113,27 +90,27 @@ def _normalized(
     return batch_norm(input, weight, bias, eps, group, track)
 
 
-_classes: dict[type[nn.Module], type[Synchronized]] = {}
+_classes: dict[type[nn.Module], type[SynchronizedSubclass]] = {}
 
 
-def synchronized_class(kind: type[nn.Module]) -> type[Synchronized]:
+def synchronized_class(kind: type[nn.Module]) -> type[SynchronizedSubclass]:
     """Return the class that a subclass of batch norm is converted to."""
     if kind not in _classes:
         _classes[kind] = _make(kind)
     return _classes[kind]
 
 
-def _make(kind: type[nn.Module]) -> type[Synchronized]:
+def _make(kind: type[nn.Module]) -> type[SynchronizedSubclass]:
     own = kind.forward
     # torch.jit.script compiles it under the name of the function.
     named = FunctionType(own.__code__, own.__globals__, "_own_forward", own.__defaults__, own.__closure__)
     named.__kwdefaults__, named.__annotations__ = own.__kwdefaults__, own.__annotations__
     body: dict[str, Any] = {"_own_forward": named, "converted_from": kind, "__module__": __name__}
     if len(inspect.signature(own).parameters) != 2:
-        body["forward"] = Synchronized._forward  # which cannot be scripted
-    return new_class(f"Sync{kind.__name__}", (Synchronized, kind), exec_body=lambda scope: scope.update(body))
+        body["forward"] = SynchronizedSubclass._forward  # which cannot be scripted
+    return new_class(f"Sync{kind.__name__}", (SynchronizedSubclass, kind), exec_body=lambda scope: scope.update(body))
 
 
-def _empty(kind: type[nn.Module]) -> Synchronized:
+def _empty(kind: type[nn.Module]) -> SynchronizedSubclass:
     made = synchronized_class(kind)
     return made.__new__(made)

@@ -11,8 +11,8 @@ from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tensors import BatchNormBase
 from diffcoll.engines.types import Group
-from diffcoll.nn.batch_norm import SyncBatchNorm
-from diffcoll.nn.batch_norm_subclasses import Synchronized, synchronized_class
+from diffcoll.nn.batch_norm import SyncBatchNorm, Synchronized
+from diffcoll.nn.batch_norm_subclasses import synchronized_class
 from diffcoll.nn.in_group import InGroup
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -69,14 +69,14 @@ def convert_sync_batchnorm(module: nn.Module, *, group: Group = None) -> nn.Modu
     if group is not None:
         resolve(group, "convert_sync_batchnorm")
     for name, found in module.named_modules():
-        if isinstance(found, BatchNormBase) and not isinstance(found, (SyncBatchNorm, Synchronized)):
+        if isinstance(found, BatchNormBase) and not isinstance(found, Synchronized):
             _check_convertible(found, name)
 
     def convert(old: nn.Module) -> nn.Module:
-        if not isinstance(old, BatchNormBase) or isinstance(old, (SyncBatchNorm, Synchronized)):
+        if not isinstance(old, BatchNormBase) or isinstance(old, Synchronized):
             return old
         kind = type(old)
-        made: type[SyncBatchNorm | Synchronized] = SyncBatchNorm if kind in _CONVERTED else synchronized_class(kind)
+        made: type[Synchronized] = SyncBatchNorm if kind in _CONVERTED else synchronized_class(kind)
         new = _with_state_of(old, made)
         new._in = InGroup(new.__dict__.pop("process_group", None) if group is None else group, SyncBatchNorm.__name__)
         if isinstance(new, SyncBatchNorm):
@@ -118,7 +118,7 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """
 
     def revert(old: nn.Module) -> nn.Module:
-        if not isinstance(old, (SyncBatchNorm, Synchronized)):
+        if not isinstance(old, Synchronized):
             return old
         new = _with_state_of(old, old.converted_from or BatchNorm)
         for attribute in ("_in", "converted_from"):
