@@ -1,5 +1,7 @@
-"""Ranks that disagree without check mode, on gloo: the table of notes/running/failures.md, cell by cell."""
+"""Ranks that disagree without check mode: the tables of notes/running/failures.md, for gloo and MPI, cell by cell."""
 
+import itertools
+import os
 import re
 import resource
 import threading
@@ -13,16 +15,18 @@ from runs import ROOT
 from torch import nn
 
 import diffcoll as dc
+from diffcoll.engines.messages import KINDS
+from diffcoll.engines.mpi_requests import TAGS
 from diffcoll.testing import RanksFailedError, spawn
 
 F = dc.nn.functional
 NOTE = ROOT / "notes" / "running" / "failures.md"
 #: In which way x differs, in the order of the table's columns: rank → its shape and dtype.
 DIFFERENCES = {
-    "dtype": [((8, 8), torch.float32), ((8, 8), torch.float64)],
-    "dtype of as many bytes": [((8, 8), torch.float32), ((8, 4), torch.float64)],
-    "size": [((8, 8), torch.float32), ((8, 4), torch.float32)],
-    "shape of as many elements": [((8, 8), torch.float32), ((4, 16), torch.float32)],
+    "dtype": [((12, 8), torch.float32), ((12, 8), torch.float64)],
+    "dtype of as many bytes": [((12, 8), torch.float32), ((12, 4), torch.float64)],
+    "size": [((12, 8), torch.float32), ((12, 4), torch.float32)],
+    "shape of as many elements": [((12, 8), torch.float32), ((6, 16), torch.float32)],
 }
 
 
@@ -135,8 +139,33 @@ EXPECTED = {
 }
 
 
+def called(*names):
+    return {name: call for row in ROWS.values() for name, call in row.items() if name in names}
+
+
+#: The same on MPI. An error is raised on at least one rank; other ranks may return wrong numbers, or wait for it.
+ROWS_ON_MPI = {
+    "own collectives": ROWS["sums"]
+    | called("max", "product", "logsumexp", "elementwise", "all_gather", "split", "reduce_scatter"),
+    "broadcast": {"broadcast": dc.broadcast},
+    "reduce": {"reduce": dc.reduce},
+    "messages": called("all_to_all", "gather", "permute", "shift", "scan"),
+    **{row: ROWS[row] for row in ("statistics", "decorrelation", "agreeing", "independent")},
+}
+EXPECTED_ON_MPI = {
+    "own collectives": [FAILED, WRONG, FAILED, ORDER],
+    "broadcast": [WRONG, WRONG, FAILED, ORDER],  # rank 0, which sends, has fewer bytes, as many, more, as many
+    "reduce": [FAILED, WRONG, WRONG, ORDER],  # the same rank receives
+    "messages": [FAILED, FAILED, FAILED, ORDER],
+    "statistics": [FAILED, FAILED, FAILED, FAILED],
+    "decorrelation": [MISMATCH, FAILED, FAILED, FAILED],
+    "agreeing": [MISMATCH, MISMATCH, MISMATCH, MISMATCH],
+    "independent": [RIGHT, RIGHT, RIGHT, RIGHT],
+}
+
+
 def x_of(difference, r):
-    shape, dtype = DIFFERENCES[difference][r]
+    shape, dtype = DIFFERENCES.get(difference, [((12, 8), torch.float32)] * 2)[min(r, 1)]
     return (torch.arange(torch.Size(shape).numel()) % 7 + 1).to(dtype).view(shape)
 
 
@@ -151,14 +180,17 @@ def outcome(call, difference, r, group):
 
 
 def together(calls, difference, timeout):
-    """Return {name: the set of the ranks' outcomes}; each call has a group, and a thread, of its own."""
+    """Return {name: the set of the ranks' outcomes}; each call has a group, and a thread, of its own.
+
+    What is called is a function, or a pair of them, one for each rank.
+    """
 
     def body(r):
         groups = [dist.new_group(timeout=timedelta(seconds=timeout)) for _ in calls]
         found = {}
 
         def one(name, call, group):
-            found[name] = outcome(call, difference, r, group)
+            found[name] = outcome(call[r] if isinstance(call, tuple) else call, difference, r, group)
 
         threads = [
             threading.Thread(target=one, args=(*item, group)) for item, group in zip(calls.items(), groups, strict=True)
@@ -171,6 +203,34 @@ def together(calls, difference, timeout):
 
     of_ranks = spawn(body, range(2))
     return {name: {found[name] for found in of_ranks} for name in calls}
+
+
+def in_turn(calls, difference, n=2):
+    """The same on MPI; each call has a communicator of its own. No rank may wait for one that has failed."""
+
+    def body(r):
+        from mpi4py import MPI
+
+        worlds = {name: MPI.COMM_WORLD.Dup() for name in calls}
+        return {
+            name: outcome(call[r] if isinstance(call, tuple) else call, difference, r, worlds[name])
+            for name, call in calls.items()
+        }
+
+    of_ranks = spawn(body, range(n), backend="mpi")
+    return {name: {found[name] for found in of_ranks} for name in calls}
+
+
+def ends_the_job(call, difference):
+    """Whether a rank on MPI raises CollectiveFailedError, and ends the others, which may wait for it."""
+
+    def body(r):
+        if outcome(call, difference, r, None) == FAILED:
+            os._exit(3)
+
+    with pytest.raises(RanksFailedError) as caught:
+        spawn(body, range(2), backend="mpi")
+    return any("ended with exit code 3" in report for report in caught.value.reports.values())
 
 
 def ends(call, difference):
@@ -187,7 +247,11 @@ def ends(call, difference):
     return False
 
 
-CELLS = [(row, d, EXPECTED[row][i]) for row in ROWS for i, d in enumerate(DIFFERENCES)]
+def cells(rows, expected):
+    return [(row, d, expected[row][i]) for row in rows for i, d in enumerate(DIFFERENCES)]
+
+
+CELLS, CELLS_ON_MPI = cells(ROWS, EXPECTED), cells(ROWS_ON_MPI, EXPECTED_ON_MPI)
 
 
 @pytest.mark.parametrize(("row", "difference", "expected"), [c for c in CELLS if c[2] != ENDS])
@@ -201,7 +265,79 @@ def test_gloo_ends_a_process(row, difference):
     assert [name for name, call in ROWS[row].items() if not ends(call, difference)] == []
 
 
-def test_the_numbers_of_what_returns():
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_errors_and_values_on_mpi(difference):
+    rows = {row: e for row, d, e in CELLS_ON_MPI if d == difference and (row, e) != ("decorrelation", FAILED)}
+    calls = {name: call for row in rows for name, call in ROWS_ON_MPI[row].items()}
+    found = in_turn(calls, difference)
+    for row, expected in rows.items():
+        for name in ROWS_ON_MPI[row]:
+            if expected == FAILED:
+                assert FAILED in found[name], name
+            else:
+                assert found[name] == {expected if expected == MISMATCH else "returned"}, name
+
+
+@pytest.mark.parametrize("difference", list(DIFFERENCES)[1:])
+def test_a_rank_on_mpi_fails_and_the_other_waits(difference):
+    assert all(ends_the_job(call, difference) for call in ROWS["decorrelation"].values())
+
+
+def test_messages_of_three_ranks_on_mpi():
+    """The last two differ from the first; a rank that waits for one that has failed is not asked."""
+    calls = {name: call for name, call in ROWS_ON_MPI["messages"].items() if name != "scan"}
+    for difference in list(DIFFERENCES)[:3]:
+        assert all(FAILED in ranks for ranks in in_turn(calls, difference, n=3).values())
+
+
+def test_other_collectives_on_another_rank():
+    """On gloo all pairs; on MPI, which has no timeout, those in which each rank gets a message."""
+    names = ("max", "product", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "permute")
+    calls = called("all_reduce", *names, "scan")
+    pairs = {(a, b): (calls[a], calls[b]) for a, b in itertools.permutations(calls, 2)}
+    right = {pair for pair in pairs if set(pair) == {"max", "product"}}  # each rank has all x, and its own op of them
+    found = together(pairs, "same", timeout=3)
+    assert found == {pair: {"returned" if pair in right else FAILED} for pair in pairs}
+    calls = called("all_to_all", "permute", "shift")
+    pairs = {(a, b): (calls[a], calls[b]) for a, b in itertools.permutations(calls, 2)}
+    assert in_turn(pairs, "same") == {pair: {FAILED} for pair in pairs}
+
+
+def test_an_error_on_mpi_says_which_message_arrived():
+    def body(r):
+        from mpi4py import MPI
+
+        texts = []
+        for mine, theirs in (
+            ([dc.shift, "dtype of as many bytes"], [dc.shift, "dtype of as many bytes"]),
+            ([dc.shift, "size"], [dc.shift, "size"]),
+            ([dc.shift, "same"], [ROWS["messages"]["permute"], "same"]),
+        ):
+            call, difference = (mine, theirs)[r]
+            try:
+                call(x_of(difference, r), group=MPI.COMM_WORLD.Dup())
+            except dc.CollectiveFailedError as error:
+                texts.append(re.search("got a message[^;]*", str(error))[0])
+        return texts
+
+    first, second = spawn(body, range(2), backend="mpi")
+    assert first == [
+        "got a message of torch.float64 from rank 1, expected torch.float32",
+        "got a message of 192 bytes from rank 1, expected 384",
+        "got a message of another collective from rank 1, expected torch.float32",
+    ]
+    assert second[:2] == [
+        "got a message of torch.float32 from rank 0, expected torch.float64",
+        "got a message of more than 192 bytes from rank 0",
+    ]
+
+
+def test_no_two_dtypes_have_one_tag():
+    assert len({kind & TAGS for kind in KINDS.values()}) == len(KINDS)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_the_numbers_of_what_returns(backend):
     """Wrong ones where dtypes differ; those in the same places in memory where shapes do; right ones."""
 
     def body(r):
@@ -211,22 +347,30 @@ def test_the_numbers_of_what_returns():
         wrong, order = list(DIFFERENCES)[1], list(DIFFERENCES)[3]
         total = 2 * x_of("dtype", 0).double().flatten()
         for call, right in ((dc.all_reduce, total), (dc.broadcast, total / 2)):
-            assert not torch.allclose(numbers(call, wrong)[:32], right[:32]) or (r == 0 and call is dc.broadcast)
+            assert not torch.allclose(numbers(call, wrong)[:48], right[:48]) or (r == 0 and call is dc.broadcast)
             assert torch.equal(numbers(call, order), right)
         assert torch.equal(numbers(dc.all_gather, order), torch.cat([total, total]) / 2)
         for difference in DIFFERENCES:
             shared = numbers(ROWS["independent"]["dice_loss"], difference)
             assert torch.allclose(dc.all_gather(shared), shared)
-            assert torch.equal(numbers(dc.scatter, difference), total[32 * r :][:32] / 2)
+            assert torch.equal(numbers(dc.scatter, difference), total[48 * r :][:48] / 2)
+        of_one_op = numbers(dc.all_reduce if r == 0 else reducing("mean"), "same")
+        assert torch.equal(of_one_op, total * 3 / 4)  # of x_0 + x_1 / 2
 
-    spawn(body, range(2))
+    spawn(body, range(2), backend=backend)
 
 
-def test_the_note_has_this_table():
-    lines = NOTE.read_text().split("| ranks that differ |")[1].split("\n\n")[0].splitlines()[2:]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    named = {frozenset(re.findall(r'`"?(\w+)"?`', row[0])): row[1:] for row in rows}
-    assert set(named) == {frozenset(calls) for calls in ROWS.values()}
-    for row, calls in ROWS.items():
-        for cell, expected in zip(named[frozenset(calls)], EXPECTED[row], strict=True):
-            assert expected in cell, (row, cell)
+@pytest.mark.parametrize(
+    ("head", "rows", "expected"),
+    [("| ranks that differ |", ROWS, EXPECTED), ("| ranks that differ, on MPI |", ROWS_ON_MPI, EXPECTED_ON_MPI)],
+)
+def test_the_note_has_this_table(head, rows, expected):
+    lines = NOTE.read_text().split(head)[1].split("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    named = {frozenset(re.findall(r'`"?(\w+)"?`', row[0])): row[1:] for row in cells}
+    if rows is ROWS_ON_MPI:  # without those that are as on gloo
+        rows = {row: c for row, c in rows.items() if (c, expected[row]) != (ROWS.get(row), EXPECTED.get(row))}
+    assert set(named) == {frozenset(calls) for calls in rows.values()}
+    for row, calls in rows.items():
+        for cell, text in zip(named[frozenset(calls)], expected[row], strict=True):
+            assert text in cell, (row, cell)

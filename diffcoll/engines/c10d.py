@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from diffcoll.engines.c10d_groups import new_group
 from diffcoll.engines.c10d_polling import InThread, of_message, wait_for
 from diffcoll.engines.c10d_store import while_it_answers
 from diffcoll.engines.engine import Blocks, Engine, Wait, done, is_even
-from diffcoll.engines.messages import MessageEngine, Messages
+from diffcoll.engines.messages import KINDS, MessageEngine, Messages
 from diffcoll.engines.watch import watch
 
 # The primitives that use the backend's own collective. The others use the defaults of `Engine`, that is, point-to-point
@@ -49,11 +48,10 @@ SUMS = {
 _numbers = itertools.count()  # of groups that the library has made
 
 # Tags of the library's messages, so that they are not received by the user's calls in the same group. gloo ends the
-# process if a message is longer than its receiver expects, and accepts a shorter one, and one of another dtype. So size
-# and dtype are part of the tag: if two ranks expect different ones, no message is received, and both get an error after
-# the group's timeout.
+# process if a message is longer than its receiver expects, and accepts a shorter one, and one of another dtype or call.
+# So size, dtype and collective are part of the tag: if two ranks expect different ones, no message is received, and
+# both get an error after the group's timeout.
 TAG = 1 << 30
-_KINDS = {dtype: crc32(str(dtype).encode()) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def _byte() -> Tensor:
@@ -173,13 +171,14 @@ class C10dEngine(MessageEngine):
     @override
     def messages(self, sends: Messages, recvs: Messages) -> Wait:
         if self.backends.get((recvs or sends)[0][1].device.type, "gloo") == "gloo":
-            group, works = self.group, []
+            group, number, works = self.group, self.number_of_call(), []
             try:
                 # Methods of the group, because dist.isend and dist.irecv take 10 µs longer each.
                 for begin, messages in (group.send, sends), (group.recv, recvs):
                     for s, t in messages:
                         nbytes = t.nbytes
-                        works.append(begin([t if nbytes else _byte()], s, TAG + (nbytes + _KINDS[t.dtype]) % TAG))
+                        tag = TAG + (nbytes + (KINDS[t.dtype] ^ number)) % TAG
+                        works.append(begin([t if nbytes else _byte()], s, tag))
             except RuntimeError as error:
                 raise of_message(len(works), sends, recvs, error) from error
         else:

@@ -19,9 +19,9 @@ from typing_extensions import override
 
 from diffcoll.engines.devices import accelerator_type, current_stream
 from diffcoll.engines.engine import Blocks, Wait, add_up, done, is_even
-from diffcoll.engines.messages import MessageEngine, Messages
+from diffcoll.engines.messages import KINDS, MessageEngine, Messages
 from diffcoll.engines.mpi_library import end_the_job_on_errors, mpi_library, reads_cuda
-from diffcoll.engines.mpi_requests import Deferred, Duplicate, Polled
+from diffcoll.engines.mpi_requests import TAGS, Deferred, Duplicate, Polled, Wanted
 from diffcoll.engines.watch import watch
 
 #: MPI counts in 32-bit ints. Larger tensors are sent in pieces of this many bytes, equal on all ranks.
@@ -133,14 +133,15 @@ class MpiEngine(MessageEngine):
 
     @override
     def messages(self, sends: Messages, recvs: Messages) -> Wait:
-        byte = self._mpi.BYTE
-        wanted = [(s, piece) for s, t in recvs for piece in self._pieces(t)]
-        given = [(s, piece) for s, t in sends for piece in self._pieces(t)]
+        byte, number = self._mpi.BYTE, self.number_of_call()
+        tag = {t.dtype: (KINDS[t.dtype] ^ number) & TAGS for _, t in (*sends, *recvs)}
+        wanted = [(s, t.dtype, piece) for s, t in recvs for piece in self._pieces(t)]
+        given = [(s, t.dtype, piece) for s, t in sends for piece in self._pieces(t)]
 
         def start(comm: Any) -> Polled:
-            requests = [comm.Irecv([piece, byte], s) for s, piece in wanted]
-            requests += [comm.Isend([piece, byte], s) for s, piece in given]
-            return Polled([sends, recvs], requests, [(s, piece.nbytes) for s, piece in wanted])
+            requests = [comm.Irecv([piece, byte], s) for s, _, piece in wanted]  # of any tag; the wait compares it
+            requests += [comm.Isend([piece, byte], s, tag[dtype]) for s, dtype, piece in given]
+            return Polled([sends, recvs], requests, [Wanted(s, p.nbytes, dtype, tag[dtype]) for s, dtype, p in wanted])
 
         return self._begin(start)
 

@@ -5,14 +5,41 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from diffcoll.engines.messages import KINDS
 from diffcoll.engines.mpi_library import mpi_library
 
-#: The rank that sends a message, and its size in bytes.
-Wanted = Sequence[tuple[int, int]]
+#: The largest tag that every MPI has. A message's tag is the number of its dtype and its collective, modulo this + 1.
+TAGS = (1 << 15) - 1
 #: The first of the tags of `Create_group`. Every MPI has tags up to 32767; a user's own calls may use small ones.
 _TAG = 1 << 14
+
+
+class Wanted(NamedTuple):
+    """The message that a request receives: the rank that sends it, its size in bytes, its dtype and its tag."""
+
+    s: int
+    nbytes: int
+    dtype: torch.dtype
+    tag: int
+
+    def refuse_other(self, status: Any) -> None:
+        """Raise if another one arrived. MPI reports only one that is longer, and does not say from whom."""
+        mpi = mpi_library()
+        error, tag, nbytes = status.Get_error(), status.Get_tag(), status.Get_count(mpi.BYTE)
+        if error not in (mpi.SUCCESS, mpi.ERR_TRUNCATE):  # none arrived
+            return
+        if tag != self.tag:
+            kind = (tag ^ self.tag ^ KINDS[self.dtype]) & TAGS
+            got = next((dtype for dtype, number in KINDS.items() if number & TAGS == kind), "another collective")
+            raise RuntimeError(f"got a message of {got} from rank {self.s}, expected {self.dtype}")
+        if error == mpi.ERR_TRUNCATE:
+            raise RuntimeError(f"got a message of more than {self.nbytes} bytes from rank {self.s}")
+        if nbytes != self.nbytes:
+            raise RuntimeError(f"got a message of {nbytes} bytes from rank {self.s}, expected {self.nbytes}")
 
 
 class Polled:
@@ -21,7 +48,7 @@ class Polled:
     It keeps the memory that they use alive. The first requests receive what is `wanted`.
     """
 
-    def __init__(self, memory: object, requests: Sequence[Any], wanted: Wanted = ()) -> None:
+    def __init__(self, memory: object, requests: Sequence[Any], wanted: Sequence[Wanted] = ()) -> None:
         self._memory, self._requests, self._wanted = memory, requests, wanted
         self._statuses = [mpi_library().Status() for _ in requests] if wanted else None
         self._error: Exception | None = None
@@ -39,20 +66,16 @@ class Polled:
 
     def __call__(self) -> object:
         """Wait for all requests."""
+        if self._error is None and not self._is_complete:  # completed requests have empty statuses
+            try:
+                mpi_library().Request.Waitall(self._requests, self._statuses)
+            except Exception as error:
+                self._error = error
+        for status, message in zip(self._statuses or (), self._wanted, strict=False):
+            message.refuse_other(status)
         if self._error is not None:
             raise self._error
-        if not self._is_complete:  # completed requests have empty statuses
-            mpi_library().Request.Waitall(self._requests, self._statuses)
-        _refuse_shorter(self._statuses, self._wanted)
         return self._memory
-
-
-def _refuse_shorter(statuses: list[Any] | None, wanted: Wanted) -> None:
-    """Raise if a message was shorter than its memory: MPI reports an error for longer ones only."""
-    for status, (s, nbytes) in zip(statuses or (), wanted, strict=False):
-        got = status.Get_count(mpi_library().BYTE)
-        if got != nbytes:
-            raise RuntimeError(f"got a message of {got} bytes from rank {s}, expected {nbytes}")
 
 
 class Deferred:
