@@ -196,15 +196,18 @@ class Engine(ABC):
         if self.size == 1:
             out.copy_(row)
             return done
-        parts = row.split_with_sizes(counts)
-        memory = self.scratch.take((self.size - 1) * out.numel(), like=out)
-        spare = iter(memory.view(self.size - 1, out.numel()).unbind())
-        recvs = [None if s == self.rank else next(spare) for s in range(self.size)]
-        wait = self.exchange([None if s == self.rank else b for s, b in enumerate(parts)], recvs)
+        rank, others = self.rank, self.size - 1
+        memory = self.scratch.take(others * out.numel(), like=out)
+        terms: list[Any] = [*memory.split_with_sizes([out.numel()] * others)]
+        parts: list[Any] = [*row.split_with_sizes(counts)]
+        mine, parts[rank] = parts[rank], None
+        terms.insert(rank, None)
+        wait = self.exchange(parts, terms)
 
         def finish() -> None:
             wait()
-            add_up([parts[self.rank] if b is None else b for b in recvs], out)
+            terms[rank] = mine
+            add_up(terms, out)
             self.scratch.give(memory)
 
         return finish
@@ -257,13 +260,14 @@ class Engine(ABC):
         if self.rank != dst:
             return self.exchange([y if s == dst else None for s in peers], [None] * self.size)
         memory = self.scratch.take((self.size - 1) * y.numel(), like=y)
-        spare = iter(memory.view(self.size - 1, *y.shape).unbind())
-        recvs = [None if s == dst else next(spare) for s in peers]
-        wait = self.exchange([None] * self.size, recvs)
+        terms: list[Any] = [*memory.view(self.size - 1, *y.shape).unbind()]
+        terms.insert(dst, None)
+        wait = self.exchange([None] * self.size, terms)
 
         def finish() -> None:
             wait()
-            add_up([y if b is None else b for b in recvs], y)
+            terms[dst] = y
+            add_up(terms, y)
             self.scratch.give(memory)
 
         return finish

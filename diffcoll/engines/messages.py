@@ -49,7 +49,7 @@ class MessageEngine(Engine):
         if some := pairs or wants:
             wait = (self.messages if self.reaches(some[0][1]) else self._through_cpu)(pairs, wants)
         own, into = sends[self.rank], recvs[self.rank]
-        if into is not None and own is not None:
+        if into is not None and own is not None and own is not into:
             into.copy_(own)
         return wait
 
