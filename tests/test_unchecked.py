@@ -86,6 +86,7 @@ ROWS = {
         "product": reducing("product"),
         "logsumexp": reducing("logsumexp"),
         "elementwise": reducing(dc.elementwise(lambda xs: xs.amax(0))),
+        "deterministic": partial(dc.all_reduce, deterministic=True),
         "all_gather": dc.all_gather,
         "reduce_scatter": dc.reduce_scatter,
         "all_to_all": dc.all_to_all,
@@ -146,7 +147,7 @@ def called(*names):
 #: The same on MPI. An error is raised on at least one rank; other ranks may return wrong numbers, or wait for it.
 ROWS_ON_MPI = {
     "own collectives": ROWS["sums"]
-    | called("max", "product", "logsumexp", "elementwise", "all_gather", "split", "reduce_scatter"),
+    | called("max", "product", "logsumexp", "elementwise", "deterministic", "all_gather", "split", "reduce_scatter"),
     "broadcast": {"broadcast": dc.broadcast},
     "reduce": {"reduce": dc.reduce},
     "messages": called("all_to_all", "gather", "permute", "shift", "scan"),
