@@ -20,6 +20,7 @@ from training import (
     attach,
     by_each_reduction,
     each,
+    equal,
     equal_on_all_ranks,
     everywhere,
     gradients,
@@ -626,6 +627,39 @@ def test_half_precision_alone_and_channels_last():
 
     (g,) = each(body, 2, "gloo")
     assert torch.equal(g, torch.full_like(g, 1 / 4098))
+
+
+@pytest.mark.parametrize("size", [3, 200])
+def test_gradients_in_other_layouts(size):
+    """Small and large, in one bucket with contiguous ones: transposed and expanded, complex ones and empty ones."""
+
+    def body(r):
+        def assign(p):
+            values = torch.arange(float(p.numel())).view(p.shape) + r
+            if p is parameters[0]:
+                p.grad = torch.empty_strided(p.shape, (1, p.shape[0]), dtype=p.dtype).copy_(values)
+            elif p is parameters[1]:
+                p.grad = torch.empty_strided(p.shape, (0, 1), dtype=p.dtype)
+                p.grad[:1].copy_(values[:1])
+            else:
+                p.grad = values * (1 + 2j) if p.is_complex() else values
+
+        shapes = [(size, size)] * 4 + [(0,)]
+        dtypes = [torch.float, torch.float, torch.cfloat, torch.float, torch.float]
+        parameters = [nn.Parameter(torch.ones(*pair[0], dtype=pair[1])) for pair in zip(shapes, dtypes, strict=True)]
+        for p in parameters:
+            p.register_post_accumulate_grad_hook(assign)
+        dc.GradientAverager(parameters)
+        for _ in range(2):
+            for p in parameters:
+                p.grad = None
+            sum(p.abs().sum() for p in parameters).backward()
+        return [p.grad for p in parameters]
+
+    values = torch.arange(size * size).view(size, size) + 1.5
+    expected = [values, values[:1].expand(size, size), values * (1 + 2j), values, torch.zeros(0)]
+    for found in rules(body, range(4)):
+        equal(found, expected)
 
 
 def test_sparse_gradients_are_refused_before_training():

@@ -489,6 +489,26 @@ def test_an_optimizer_that_steps_within_backward(where, before):
     assert RUNS[where](body, range(2)) == [12, 12]
 
 
+def test_a_value_that_changes_between_a_nested_backward_and_the_outer_one():
+    """The parameter has a gradient of each of the two."""
+
+    def body(r):
+        p, q = (nn.Parameter(torch.ones(2)) for _ in range(2))
+        dc.GradientAverager([p, q])
+
+        def inner(_):
+            with torch.enable_grad():
+                p.sum().backward()
+            with torch.no_grad():
+                p.add_(1)
+
+        q.register_hook(inner)
+        return refused((p.exp().sum() * q.sum()).backward)
+
+    for text in rules(body, range(2)):
+        assert text.startswith("GradientAverager: 0: its value was changed in backward")
+
+
 def test_frozen_integers_are_sent_once():
     def body(r):
         model = mlp()

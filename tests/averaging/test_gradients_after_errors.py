@@ -377,3 +377,17 @@ def test_an_error_after_a_backward_within_a_hook(where, n, ends):
     for r, (after, last) in enumerate(RUNS[where](body, range(n))):
         assert after == [mean + 10 * (r + 1)] * 2
         assert last == pytest.approx(after if ends == "detach" else [mean] * 2)
+
+
+def test_the_backward_after_one_that_an_error_ended_uses_other_parameters():
+    def body(r):
+        first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+        dc.GradientAverager([first, second])
+        x = torch.ones(2, requires_grad=True)
+        x.register_hook(lambda g: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            (x * x * first).sum().backward()
+        (second * r).sum().backward()
+        return first.grad, second.grad.tolist()
+
+    assert rules(body, range(3)) == [(None, [1.0, 1.0])] * 3

@@ -214,3 +214,12 @@ def test_an_ignored_sparse_embedding():
     bare = nn.Embedding(4, 2, sparse=True)
     with pytest.raises(TypeError, match="module_or_params: Embedding: got sparse gradients"):
         dc.GradientAverager(bare)
+
+
+def test_a_gradient_that_is_added_to_is_used():
+    net = Net()
+    dc.GradientAverager(net, unused="error")
+    for _ in range(2):  # without zero_grad
+        net(torch.ones(1, 2)).sum().backward()
+    text = refused(net.body(torch.ones(1, 2)).sum().backward)
+    assert "got 2 of 4 parameters" in text and ": head.bias, head.weight; use them" in text
