@@ -104,6 +104,12 @@ class Accumulation:
                 "not differentiable; use torch.autograd.grad(…, create_graph=True) and dc.average_gradients, which is"
             )
 
+    def is_new(self, parameters: Sequence[Parameter]) -> bool:
+        """Whether nothing but layout and graph is to be checked of their gradients, which are of this step alone."""
+        return not self._policy.changes_reduced or all(
+            p.is_accumulated and p.reduced is None and p.earlier is None and not p.was_replaced for p in parameters
+        )
+
     def has_gradients(self) -> bool:
         """Whether a gradient was accumulated, and not set to None."""
         return any(p.is_accumulated and p.tensor.grad is not None for p in self._parameters)
@@ -211,11 +217,12 @@ def is_used(p: Parameter) -> bool:
 def refuse_changes(trainable: Sequence[Parameter], now: Collecting) -> None:
     """Raise if a gradient or its parameter was modified in this pass after the gradient was accumulated."""
     for p in now.collected:
-        if p.tensor.grad is None:
+        tensor, place = p.tensor, p.place
+        if tensor.grad is None:
             why = "its gradient was set to None"
-        elif p.place.is_filled and p.place.has_changed():
+        elif place.is_filled and place.has_changed():
             why = "its gradient was changed"
-        elif version(p.tensor) != p.value_version:
+        elif version(tensor) != p.value_version:
             why = "its value was changed"
         else:
             continue
@@ -230,7 +237,8 @@ def refuse_changes(trainable: Sequence[Parameter], now: Collecting) -> None:
 @untraced
 def refuse_second_average(trainable: Sequence[Parameter]) -> None:
     """Raise if DistributedDataParallel has averaged the gradients again, in a callback after all averagers'."""
-    changed = next((p for p in trainable if p.reduced is not None and p.place.has_changed()), None)
+    reduced = (p for p in trainable if p.reduced is not None and (p.tensor.grad is not p.reduced or version(p.reduced)))
+    changed = next((p for p in reduced if p.place.has_changed()), None)
     if changed is not None:
         _refuse_ddp(changed, trainable)
 

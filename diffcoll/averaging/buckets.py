@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from diffcoll.averaging.gradient import Parameter, Place, as_summed
+from diffcoll.averaging.gradient import Parameter, Place, as_summed, is_own
 from diffcoll.core.dtypes import wider
-from diffcoll.core.torch_private.tensors import is_view, storage_uses
+from diffcoll.core.torch_private.tensors import copy_each, storage_uses, version_and_address
 from diffcoll.engines.devices import current_stream
 from diffcoll.engines.engine import Engine
 
@@ -51,6 +53,8 @@ class Bucket:
             place.view = None
             shape, offset = part.shape, row.storage_offset()
             place.memory = row.view(shape) if strides is None else row.as_strided(shape, strides, offset)
+            place.new_state = version_and_address(place.memory.data)
+        self._memory_of_small = [place.memory for place in self._small]
 
     def reallocate_if_held(self) -> None:
         """Allocate new memory if anything but `.grad` references the old: gradients that the user holds never change.
@@ -59,9 +63,13 @@ class Bucket:
         """
         views = 0
         for p in self.parameters:
-            p.place.drop_views()
+            place, grad = p.place, p.tensor.grad
+            place.is_filled, place.recorded = False, None
+            if grad is None or not place.holds(grad):
+                place.view = None
+            else:
+                views += 1
             p.drop_reduced()
-            views += p.place.view is not None
         if storage_uses(self.body) > self._uses + views or (
             self.body.is_cpu and self.body.untyped_storage().is_shared()
         ):
@@ -92,28 +100,29 @@ class Bucket:
                     p.tensor.grad.record_stream(here)
         self._others.clear()
 
-    def put_missing(self, scale: float) -> None:
-        """Put the gradients that are not in the bucket yet."""
-        self._put_small(scale)
-        for p in self.parameters:
-            if not p.place.is_filled:
-                p.place.put(scale)
+    def is_whole(self) -> bool:
+        """Whether all gradients can be sent before the end of backward, where an error reaches all ranks.
 
-    def _put_small(self, scale: float) -> None:
-        """Copy all small gradients into the bucket by one call, if all exist, outside the bucket and contiguous."""
-        grads = [place.tensor.grad for place in self._small]
+        Hooks of the user's may still write to the memory of the user's, which `.grad` stays a view of.
+        """
+        return all(p.tensor.grad is None or is_own(p.tensor.grad) for p in self.parameters)
+
+    def put_small(self, scale: float) -> None:
+        """Put all small gradients by one call, if all are there, outside the bucket, and nothing is to be checked."""
+        grads: list[Any] = [place.tensor.grad for place in self._small]
         if scale == 0 or not grads:
             return
         for place, grad in zip(self._small, grads, strict=True):
-            if place.is_filled or grad is None or grad is place.view or is_view(grad):
+            if place.is_filled or grad is None or grad is place.view or grad.requires_grad or not is_own(grad):
                 return
-            if not grad.is_contiguous() or grad.is_conj():
-                return
-        torch.cat([grad.view(-1) for grad in grads], out=self._row_of_small)  # type: ignore[union-attr]
+        copy_each(self._memory_of_small, grads)
         if scale != 1:
             self._row_of_small *= scale
-        for place in self._small:
-            place.put_with_others()
+        for place in self._small:  # as Place.put does, in fewer calls
+            place.is_filled = place.is_used = True
+            place.kept = None
+            place.tensor.grad = place.view = place.recorded = place.memory.data
+            place.recorded_state = place.new_state
 
     def divide(self, divisor: Tensor) -> None:
         """Divide the reduced gradients; half precision is divided in float32, which can represent the divisor."""

@@ -20,18 +20,11 @@ SMALL = 64 << 10
 _SOLE_USES = storage_uses(torch.empty(1))
 
 
-class Snapshot:
-    """A gradient and its state, to tell whether it was replaced or modified since."""
-
-    def __init__(self, grad: Tensor | None) -> None:
-        self.grad, self._state = grad, None if grad is None else version_and_address(grad)
-
-    def differs(self, grad: Tensor | None) -> bool:
-        """Whether a parameter's gradient is another one now, or was modified in place."""
-        return grad is not self.grad or (grad is not None and version_and_address(grad) != self._state)
+def _state(grad: Tensor | None) -> tuple[int, int] | None:
+    return None if grad is None else version_and_address(grad)
 
 
-class Accumulated(Snapshot):
+class Accumulated:
     """A gradient after its last accumulation; without `keeps_copy` only zero is told from not zero.
 
     A view of the user's memory is compared by its values: its version is that of its base, which also changes with the
@@ -40,7 +33,7 @@ class Accumulated(Snapshot):
     """
 
     def __init__(self, grad: Tensor | None, *, keeps_copy: bool = False, is_witness: bool = False) -> None:
-        super().__init__(grad)
+        self.grad, self._state = grad, _state(grad)
         #: Of one that is compared by values: whether it was not zero, a copy if asked for, the version of its base.
         self._any: Tensor | None = None
         self._copy: Tensor | None = None
@@ -51,7 +44,7 @@ class Accumulated(Snapshot):
 
     def is_modified(self, grad: Tensor | None) -> bool:
         """Whether a parameter's gradient is another one now, or has other values."""
-        if self.differs(grad):
+        if grad is not self.grad or _state(grad) != self._state:
             return True
         if grad is None or self._any is None:
             return False
@@ -82,19 +75,20 @@ _NOTHING = Accumulated(None)
 class Place:
     """The part of a bucket in which the gradient of one parameter is reduced."""
 
-    #: The part of the bucket's memory, in the shape of the gradient.
+    #: The part of the bucket's memory, in the shape of the gradient, and the state of a new view of it.
     memory: Tensor
-    #: The view of it that was assigned to `.grad`.
-    view: Tensor | None = None
-    #: In this reduction: whether the gradient was put here, and whether there was one.
-    is_filled = is_used = False
-    #: `.grad`, if it is a view of the user's memory, which receives the result.
-    kept: Tensor | None = None
-    #: `.grad` when it was put here.
-    recorded: Snapshot = _NOTHING
+    new_state: tuple[int, int]
 
     def __init__(self, p: Parameter, dtype: torch.dtype) -> None:
         self.tensor, self.strides = p.tensor, p.strides
+        #: The view of the memory that was assigned to `.grad`.
+        self.view: Tensor | None = None
+        #: In this reduction: whether the gradient was put here, and whether there was one.
+        self.is_filled = self.is_used = False
+        #: `.grad`, if it is a view of the user's memory, which receives the result.
+        self.kept: Tensor | None = None
+        #: `.grad` when it was put here or taken from here, and its state then.
+        self._record(None)
         #: Whether `.grad` can be a view of the memory: False if gradients are sent in another dtype.
         self.shares = p.dtype == dtype
         #: Whether it is put together with other small gradients. They are first in the message, so this depends on
@@ -115,12 +109,10 @@ class Place:
         if self.is_used and self.shares and self.kept is None:
             self._set_view()
         else:
-            self.recorded = Snapshot(self.tensor.grad)
+            self._record(self.tensor.grad)
 
-    def put_with_others(self) -> None:
-        """Record that the gradient was copied here in one call with others."""
-        self.is_filled, self.is_used, self.kept = True, True, None
-        self._set_view()
+    def _record(self, grad: Tensor | None) -> None:
+        self.recorded, self.recorded_state = grad, _state(grad)
 
     def _set_view(self) -> Tensor:
         """Make `.grad` a view of the memory.
@@ -132,7 +124,7 @@ class Place:
         if view is None or not self.holds(self.tensor.grad):
             view = self.view = self.memory.data
             self.tensor.grad = view
-        self.recorded = Snapshot(view)
+        self._record(view)
         return view
 
     def holds(self, grad: Tensor | None) -> bool:
@@ -141,12 +133,8 @@ class Place:
 
     def has_changed(self) -> bool:
         """Whether `.grad` was replaced or modified in place since it was put here or taken from here."""
-        return self.recorded.differs(self.tensor.grad)
-
-    @property
-    def is_in_grad(self) -> bool:
-        """Whether `.grad`, which was put here, is the reduced gradient already."""
-        return self.is_used and self.shares and self.holds(self.tensor.grad)
+        grad = self.tensor.grad
+        return grad is not self.recorded or _state(grad) != self.recorded_state
 
     def take(self, earlier: Tensor | None) -> Tensor:
         """Make `.grad` the reduced gradient, with an earlier one added to it; returns it.
@@ -166,14 +154,8 @@ class Place:
             self.tensor.grad = grad
         if earlier is not None:
             grad.add_(earlier)
-        self.recorded = Snapshot(grad)
+        self._record(grad)
         return grad
-
-    def drop_views(self) -> None:
-        """Drop references to a gradient of an earlier step that is no longer `.grad`."""
-        if self.view is not None and not self.holds(self.tensor.grad):
-            self.view = None
-        self.recorded = _NOTHING
 
 
 class Parameter:
@@ -181,24 +163,26 @@ class Parameter:
 
     #: Where its gradient is reduced; not of a frozen parameter.
     place: Place
-    #: Its `.grad` after the last reduction, until it is replaced or added to.
-    reduced: Tensor | None = None
-    #: Whether a pass has begun with another `.grad` than `reduced`, which autograd has not added to yet.
-    was_replaced = False
-    #: The version of the parameter before its hooks that run after an accumulation.
-    value_version = 0
-    #: Keeps swap_tensors, which would drop the hooks, from accepting the parameter.
-    reference: weakref.ref[Tensor] | None = None
-    #: Calls `Accumulation.before` before each accumulation; None: nothing is to be done then.
-    pre_hook: Callable[..., Any] | None = None
-    #: Whether that was called before the current accumulation.
-    is_prepared = False
 
     def __init__(self, index: int, name: str, tensor: Tensor) -> None:
         self.index, self.name, self.tensor = index, name, tensor
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.strides = tensor.stride() if is_channels_last(tensor) else None  # of its place; None: contiguous
         self.hooks: list[Any] = []
+        #: Its `.grad` after the last reduction, until it is replaced or added to.
+        self.reduced: Tensor | None = None
+        #: Whether a pass has begun with another `.grad` than `reduced`, which autograd has not added to yet.
+        self.was_replaced = False
+        #: The version of the parameter before its hooks that run after an accumulation.
+        self.value_version = 0
+        #: Keeps swap_tensors, which would drop the hooks, from accepting the parameter.
+        self.reference: weakref.ref[Tensor] | None = None
+        #: Calls `Accumulation.before` before each accumulation; None: nothing is to be done then.
+        self.pre_hook: Callable[..., Any] | None = None
+        #: Whether that was called before the current accumulation.
+        self.is_prepared = False
+        #: Whether its gradient is put into its bucket, which is sent, at the end of backward only.
+        self.waits_for_end = False
         self.start_over()
 
     def start_over(self) -> None:
@@ -268,6 +252,11 @@ def is_channels_last(x: Tensor) -> bool:
     """Whether x is dense in channels-last order and not contiguous."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return not x.is_contiguous() and x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
+
+
+def is_own(grad: Tensor) -> bool:
+    """Whether a gradient is dense and not a view of the user's memory."""
+    return grad.layout is torch.strided and not is_view(grad)
 
 
 def is_readable(grad: Tensor) -> bool:

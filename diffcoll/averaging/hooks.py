@@ -39,7 +39,7 @@ from diffcoll.core.torch_private.autograd import (
     is_backward_returned,
     node_at_work,
 )
-from diffcoll.core.torch_private.tensors import has_earlier_hooks, is_last_hook
+from diffcoll.core.torch_private.tensors import has_earlier_hooks, is_last_hook, version
 from diffcoll.core.torch_private.tracing import untraced
 
 _numbers = itertools.count()
@@ -65,7 +65,7 @@ class Hooks:
             # torch.utils.swap_tensors, by which load_state_dict and conversions may replace a parameter, removes its
             # hooks without a word. It refuses tensors with weak references.
             p.reference = weakref.ref(p.tensor)
-            self._register(p, p.tensor.register_post_accumulate_grad_hook, Hooks._after_accumulate)
+            self._register(p, p.tensor.register_post_accumulate_grad_hook, self._hook_after(p))
             if self._reducer.policy.changes_reduced or has_earlier_hooks(p.tensor):
                 self.hook_before([p])
 
@@ -74,12 +74,12 @@ class Hooks:
         for p in parameters:
             if p.hooks and p.pre_hook is None:
                 p.pre_hook = self._hook(Hooks._before_accumulate, p)
-                self._register(p, p.tensor.register_hook, Hooks._on_gradient)
+                self._register(p, p.tensor.register_hook, self._hook(Hooks._on_gradient, p))
 
-    def _register(self, p: Parameter, register: Callable[..., Any], method: Callable[[Hooks, Any, Any], Any]) -> None:
+    def _register(self, p: Parameter, register: Callable[..., Any], hook: Callable[..., Any]) -> None:
         requires_grad = p.tensor.requires_grad
         p.tensor.requires_grad_(True)  # otherwise no hook can be registered
-        p.hooks.append(register(self._hook(method, p)))
+        p.hooks.append(register(hook))
         p.tensor.requires_grad_(requires_grad)
 
     def detach(self) -> None:
@@ -104,6 +104,33 @@ class Hooks:
                 except BaseException:
                     alive._undo()
                     raise
+
+        unserializable_hook(untraced(hook))  # type: ignore[no-untyped-call]
+        return hook
+
+    def _hook_after(self, p: Parameter) -> Callable[[Tensor], None]:
+        """Return the post-accumulate hook of p: `_after_accumulate`, or all that it does for most small parameters.
+
+        For thousands of them calls in Python are the larger part of the averager's time (benchmarks/README.md).
+        """
+        hooks, parameter, otherwise = weakref.ref(self), weakref.ref(p), self._hook(Hooks._after_accumulate, p)
+
+        def hook(tensor: Tensor) -> None:
+            alive, of = hooks(), parameter()
+            if alive is None or of is None:
+                return
+            now = alive._reducer.now
+            if (
+                now is not None
+                and of.waits_for_end
+                and of.pre_hook is None
+                and of not in now.collected
+                and backward_at_work() in now.tasks
+            ):
+                of.is_accumulated, of.value_version = True, version(tensor)
+                now.collected[of] = None
+            else:
+                otherwise(tensor)
 
         unserializable_hook(untraced(hook))  # type: ignore[no-untyped-call]
         return hook
@@ -156,12 +183,6 @@ class Hooks:
         task, now = backward_at_work(), reducer.now
         if now is None or task not in now.tasks:
             now = self.on_backward_start(task)
-        if p.place.is_filled:
-            raise RuntimeError(
-                f"{NAME}: {p.name}: a second gradient in one backward, after the first was put into its bucket; "
-                "checkpoints with use_reentrant=True share the parameter: use use_reentrant=False, or no_sync() and "
-                "synchronize()"
-            )
         reducer.collect(p, now)
 
     def on_backward_start(self, task: int) -> Collecting:

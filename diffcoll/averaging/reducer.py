@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -28,7 +30,7 @@ from diffcoll.averaging.accumulation import (
 )
 from diffcoll.averaging.buckets import Bucket, cut
 from diffcoll.averaging.comm_hook import CommHook
-from diffcoll.averaging.gradient import Parameter
+from diffcoll.averaging.gradient import Parameter, is_own
 from diffcoll.averaging.messages import refuse_ended
 from diffcoll.averaging.module_buffers import ModuleBuffers
 from diffcoll.averaging.policy import NAME, Policy, Settings
@@ -37,9 +39,12 @@ from diffcoll.averaging.watch import ModuleTree
 from diffcoll.core import checks
 from diffcoll.core.control import Control
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
-from diffcoll.core.torch_private.tensors import is_view, version
+from diffcoll.core.torch_private.tensors import version
 from diffcoll.engines.devices import can_pin
 from diffcoll.engines.engine import Engine
+
+#: What buckets depend on, but for the order in which gradients are expected.
+_KIND = attrgetter("shape", "dtype", "requires_grad")
 
 
 class Reducer:
@@ -59,7 +64,7 @@ class Reducer:
         self.accumulation = Accumulation(parameters, self.policy)
         #: Parameters that are not frozen, in the order in which gradients are expected, and those last agreed on.
         self.trainable: list[Parameter] = []
-        self._agreed: set[Parameter] | None = None
+        self._agreed: list[Parameter] | None = None
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[Parameter, Bucket] = {}
         #: The reduction that has begun; None: idle.
@@ -72,6 +77,8 @@ class Reducer:
         self._sender = Sender(engine, in_order=settings.deterministic, has_hook=comm_hook is not None)
         #: The order in which gradients are expected, and whether the ranks have agreed on it.
         self._order, self._is_ordered = list(reversed(range(len(parameters)))), False
+        #: All parameters, and their `_KIND` when the buckets were made.
+        self._tensors, self._kinds = [p.tensor for p in parameters], list[Any]()
 
     # ── idle → collecting ────────────────────────────────────────────────────────────────────────────────
 
@@ -93,54 +100,66 @@ class Reducer:
                 f"{NAME}: another rank has called skip_step() in the last step, and this one has not, and has no "
                 "gradients of it; call skip_step(failed) on all ranks after backward, and step if it returns False"
             )
-        for p in self.parameters:
-            p.refuse_changed_kind(NAME)
-        trainable = [p for i in self._order if (p := self.parameters[i]).tensor.requires_grad]
-        now.compares = self.engine.size > 1 and (is_checked or {*trainable} != self._agreed)
+        kinds, trainable = [*map(_KIND, self._tensors)], self.trainable
+        if kinds != self._kinds:
+            for p in self.parameters:
+                p.refuse_changed_kind(NAME)
+            trainable = [p for i in self._order if (p := self.parameters[i]).tensor.requires_grad]
         if trainable != self.trainable or not self.buckets:
             self._cut(trainable)
         else:
             for bucket in self.buckets:
                 bucket.reallocate_if_held()
-        for p in trainable:
-            p.place.is_filled = False
+        self._kinds = kinds
+        now.compares = self.engine.size > 1 and (is_checked or self._agreed is not self.trainable)
         now.pending = {bucket: len(bucket.parameters) for bucket in self.buckets}
         return now
 
     def _cut(self, trainable: list[Parameter]) -> None:
+        if self._agreed is not None and {*trainable} == {*self._agreed}:
+            self._agreed = trainable
         self.trainable, self.buckets, self._bucket_of = trainable, [], {}
         for p in self.parameters:  # free old buckets before new ones are allocated, unless they hold gradients
             p.drop_reduced()
-            vars(p).pop("place", None)
+            p.place = None  # type: ignore[assignment]  # frozen ones have none
+            p.waits_for_end = False
         nbytes, dtype, tail = self._settings.bucket_mb * 2**20, self._settings.comm_dtype, len(trainable) + EXTRA
         self.buckets = cut(trainable, nbytes, dtype, self.engine, tail, tail_alone=self._comm_hook is not None)
         self._sender.buckets = self.buckets
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        if self._settings.deterministic:
-            for bucket in self.buckets:
+        for bucket in self.buckets:
+            if self._settings.deterministic:
                 bucket.overlaps = False  # a sum in the order of ranks takes two rounds, and the first one blocks
+            is_late = bucket.stream is None and (bucket is self.buckets[-1] or not bucket.overlaps)
+            for p in bucket.parameters:
+                p.waits_for_end = is_late and p.place.is_small
 
     # ── collecting → sent ────────────────────────────────────────────────────────────────────────────────
 
     def collect(self, p: Parameter, now: Collecting) -> None:
         """Take a gradient that autograd has accumulated; a bucket that is complete with it is sent."""
-        if p in now.collected:
-            return  # a nested pass has accumulated it before
+        place = p.place
+        if p in now.collected:  # as by a nested pass
+            if place.is_filled:
+                raise RuntimeError(
+                    f"{NAME}: {p.name}: a second gradient in one backward, after the first was put into its bucket; "
+                    "checkpoints with use_reentrant=True share the parameter: use use_reentrant=False, or no_sync() "
+                    "and synchronize()"
+                )
+            return
         now.collected[p] = None
         if p.pre_hook is None:
             p.value_version = version(p.tensor)
-        grad, bucket = p.tensor.grad, self._bucket_of[p]
-        if grad is not None and grad.layout != torch.strided:
-            return  # the bucket stays incomplete until the end of backward, where an error reaches all ranks
-        if grad is not None and is_view(grad):
-            return  # hooks of the user's may still write to the memory of the user's, which `.grad` stays a view of
-        bucket.enter_stream()
+        bucket = self._bucket_of[p]
+        if bucket.stream is not None:
+            bucket.enter_stream()
         now.pending[bucket] -= 1
         if now.is_nested:
             return
-        if not p.place.is_small:  # while it is in the cache; its own memory is free for the next gradient
+        if not place.is_small and ((grad := p.tensor.grad) is None or is_own(grad)):
+            # While it is in the cache; its own memory is free for the next gradient.
             self.accumulation.check(p, in_backward=True)
-            p.place.put(self.policy.scale)
+            place.put(self.policy.scale)
         if now.pending[bucket] == 0:
             self._send_ready(now)
 
@@ -149,7 +168,7 @@ class Reducer:
         if now.compares or self._comm_hook is not None:
             return
         for bucket in self.buckets[len(now.waits) : -1]:
-            if now.pending[bucket] or not bucket.overlaps:
+            if now.pending[bucket] or not bucket.overlaps or not bucket.is_whole():
                 return
             self._send(bucket, now)
 
@@ -157,10 +176,14 @@ class Reducer:
     def _send(self, bucket: Bucket, now: Collecting) -> None:
         """Start the in-place reduction of the next bucket."""
         bucket.join_streams()
-        for p in bucket.parameters:
-            if not p.place.is_filled:
-                self.accumulation.check(p, in_backward=bool(now.tasks))
-        bucket.put_missing(self.policy.scale)
+        scale = self.policy.scale
+        if self.accumulation.is_new(bucket.parameters):
+            bucket.put_small(scale)
+        missing = [p for p in bucket.parameters if not p.place.is_filled]
+        for p in missing:
+            self.accumulation.check(p, in_backward=bool(now.tasks))
+        for p in missing:
+            p.place.put(scale)
         if bucket is self.buckets[-1]:
             self._put_flags(bucket, now)
         self._sender.start(bucket, now)
@@ -209,7 +232,7 @@ class Reducer:
         if now.compares:
             now.compares, names = False, [p.name for p in self.trainable]
             self._compare(names, f"{len(names)} parameters that are not frozen: {', '.join(names)}")
-            self._agreed = {*self.trainable}
+            self._agreed = self.trainable
 
     def _compare(self, facts: object, text: str) -> None:
         checks.compare(self.engine, (NAME, facts), f"{NAME}, {text}", name=f"{NAME}, which parameters are frozen")
@@ -268,15 +291,17 @@ class Reducer:
                 bucket.divide(divisor)
         used = None if all(now.used) else tail.tolist()
         for i, p in enumerate(self.trainable):
-            if p.earlier is None and p.place.is_in_grad:
-                p.reduced = p.place.view
+            place, grad = p.place, p.tensor.grad
+            if grad is not None and place.is_used and p.earlier is None and place.holds(grad):
+                p.reduced = grad
             elif used is None or used[i]:
-                p.reduced = p.place.take(p.earlier)
+                p.reduced = place.take(p.earlier)
 
     def _agree_on_order(self, now: Collecting) -> None:
         """After the first reduction, order the buckets as gradients were accumulated on rank 0."""
         if not self._is_ordered:
             order = dict.fromkeys([*(p.index for p in now.collected), *self._order])
+            self._kinds = []
             self._order, self._is_ordered = Control(self.engine, NAME).numbers_of_first([*order]), True
 
     def _end(self) -> None:

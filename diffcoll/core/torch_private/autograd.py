@@ -29,9 +29,8 @@ def after_backward(do: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(do)
 
 
-def backward_at_work() -> int:
-    """Return the graph task id of the current backward, -1: none; a nested backward has its own id."""
-    return torch._C._current_graph_task_id()
+#: Returns the graph task id of the current backward, -1: none; a nested backward has its own id.
+backward_at_work: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def is_backward_compiled() -> bool:

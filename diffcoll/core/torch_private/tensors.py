@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -80,9 +82,8 @@ def registries(module: nn.Module) -> list[dict[str, Any]]:
     return [registry for m in module.modules() for registry in (m._parameters, m._modules)]
 
 
-def version(x: Tensor) -> int:
-    """Return autograd's version counter of x, which every in-place modification increments."""
-    return x._version
+#: Autograd's version counter of a tensor, which every in-place modification increments.
+version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def version_and_address(x: Tensor) -> tuple[int, int]:
@@ -94,12 +95,12 @@ def version_and_address(x: Tensor) -> tuple[int, int]:
     return 0 if x._is_view() else x._version, x.data_ptr() if x.layout is torch.strided else 0
 
 
-def is_view(x: Tensor) -> bool:
-    """Whether x was made as a view of another tensor, as a slice of a buffer; no public API tells.
+#: Whether a tensor was made as a view of another one, as a slice of a buffer; no public API tells. Gradients that
+#: autograd makes were not, even if they share the memory of the gradient that was passed to backward.
+is_view: Callable[[Tensor], bool] = Tensor._is_view
 
-    Gradients that autograd makes are not, even if they share the memory of the gradient that was passed to backward.
-    """
-    return x._is_view()
+#: Copy each tensor of the second list into that of the first; no public function does it in one call.
+copy_each: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
 
 
 def base(x: Tensor) -> Tensor | None:
