@@ -76,8 +76,8 @@ format: $(READY)
 	rm -rf .venv-torch
 	$(PYTHON) -m venv .venv-torch
 	grep -Ev "^(torch|sympy)==" constraints.txt > .venv-torch/constraints.txt
-	$(BIN)/pip install --quiet torch==$*
-	$(BIN)/pip install --quiet --constraint .venv-torch/constraints.txt --editable ".[dev]"
+	$(@D)/bin/pip install --quiet torch==$*
+	$(@D)/bin/pip install --quiet --constraint .venv-torch/constraints.txt --editable ".[dev]"
 	touch $@
 
 clean:
