@@ -29,7 +29,7 @@ class Wanted(NamedTuple):
     def refuse_other(self, status: Any) -> None:
         """Raise if another one arrived. MPI reports only one that is longer, and does not say from whom."""
         mpi = mpi_library()
-        error, tag, nbytes = status.Get_error(), status.Get_tag(), status.Get_count(mpi.BYTE)
+        error, tag = mpi.Get_error_class(status.Get_error()), status.Get_tag()
         if error not in (mpi.SUCCESS, mpi.ERR_TRUNCATE):  # none arrived
             return
         if tag != self.tag:
@@ -38,7 +38,7 @@ class Wanted(NamedTuple):
             raise RuntimeError(f"got a message of {got} from rank {self.s}, expected {self.dtype}")
         if error == mpi.ERR_TRUNCATE:
             raise RuntimeError(f"got a message of more than {self.nbytes} bytes from rank {self.s}")
-        if nbytes != self.nbytes:
+        if (nbytes := status.Get_count(mpi.BYTE)) != self.nbytes:
             raise RuntimeError(f"got a message of {nbytes} bytes from rank {self.s}, expected {self.nbytes}")
 
 
