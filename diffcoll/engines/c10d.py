@@ -45,6 +45,11 @@ SUMS = {
     | {torch.int8, torch.uint8, torch.int32, torch.int64},
 }
 
+# The variants on one tensor, by the names of torch 2.13, where the older names warn. Those on lists copy their tensors
+# into a buffer of their own first: an all-gather of two ranks on NCCL then takes twice the memory.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _numbers = itertools.count()  # of groups that the library has made
 
 # Tags of the library's messages, so that they are not received by the user's calls in the same group. gloo ends the
@@ -217,16 +222,14 @@ class C10dEngine(MessageEngine):
     def all_gather(self, x: Tensor | None, row: Tensor, counts: list[int]) -> Wait:
         if not (self._runs_natively("all_gather", row) and is_even(counts)):
             return super().all_gather(x, row, counts)
-        parts = [_bytes(part) for part in row.split_with_sizes(counts)]
-        mine = parts[self.rank] if x is None else _bytes(x)
-        return self._wait(dist.all_gather(parts, mine, group=self.group, async_op=True))
+        mine = row.split_with_sizes(counts)[self.rank] if x is None else x
+        return self._wait(_all_gather(_bytes(row), _bytes(mine), group=self.group, async_op=True))
 
     @override
     def reduce_scatter(self, row: Tensor, counts: list[int], out: Tensor) -> Wait:
         if not (self._runs_natively("reduce_scatter", out, adds=True) and is_even(counts)):
             return super().reduce_scatter(row, counts, out)
-        parts = [_real(part) for part in row.split_with_sizes(counts)]
-        return self._wait(dist.reduce_scatter(_real(out.view(-1)), parts, group=self.group, async_op=True))
+        return self._wait(_reduce_scatter(_real(out.view(-1)), _real(row), group=self.group, async_op=True))
 
     @override
     def broadcast(self, y: Tensor, src: int) -> Wait:

@@ -34,18 +34,18 @@ class MirrorGroup(StreamGroup):
         """Both ranks have the same."""
         return self._run(lambda: None, *tensors)
 
-    def allgather(self, outputs, inputs, opts=None):
+    def all_gather_single(self, output, x, opts=None):
         """Copy the input to both places."""
-        return self._run(lambda: [y.copy_(inputs[0]) for y in outputs[0]], inputs[0], *outputs[0])
+        return self._run(lambda: [y.copy_(x.view(-1)) for y in output.view(-1).chunk(2)], x, output)
 
-    def reduce_scatter(self, outputs, inputs, opts=None):
+    def reduce_scatter_single(self, output, x, opts=None):
         """Sum of both ranks' first part."""
 
         def kernel():
-            outputs[0].copy_(inputs[0][0])
-            self._reduce(outputs[0], opts.reduceOp)
+            output.view(-1).copy_(x.view(-1).chunk(2)[0])
+            self._reduce(output, opts.reduceOp)
 
-        return self._run(kernel, outputs[0], *inputs[0])
+        return self._run(kernel, output, x)
 
     def recv(self, tensors, src, tag):
         """Expect what the next `send` sends: for calls that send the same to every rank."""

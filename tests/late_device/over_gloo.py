@@ -76,20 +76,20 @@ class GlooGroup(StreamGroup):
         """Copy the root's."""
         return self._call(lambda x: self.gloo.broadcast([x], opts).wait(), *tensors)
 
-    def allgather(self, outputs, inputs, opts=None):
+    def all_gather_single(self, output, x, opts=None):
         """Copy every rank's input."""
-        return self._call(lambda x, *ys: self.gloo.allgather([[*ys]], [x], opts).wait(), inputs[0], *outputs[0])
+        return self._call(lambda x, y: self.gloo._allgather_base(y, x, opts).wait(), x, output)
 
-    def reduce_scatter(self, outputs, inputs, opts=None):
+    def reduce_scatter_single(self, output, x, opts=None):
         """Sum of every rank's part for this one."""
 
-        def kernel(y, *xs):
+        def kernel(y, x):
             dtype = ADDED.get(y.dtype, y.dtype)
             wide = y.to(dtype)
-            self.gloo.reduce_scatter([wide], [[x.to(dtype) for x in xs]], opts).wait()
+            self.gloo._reduce_scatter_base(wide, x.to(dtype), opts).wait()
             y.copy_(wide)
 
-        return self._call(kernel, outputs[0], *inputs[0])
+        return self._call(kernel, output, x)
 
     def send(self, tensors, dst, tag):
         """Start it when the device runs the stream."""
