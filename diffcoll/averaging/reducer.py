@@ -196,7 +196,10 @@ class Reducer:
         flags = [*now.used, 0.0, 0.0, self.policy.join.took_part]
         tail = torch.tensor(flags, dtype=bucket.tail.dtype, device="cpu", pin_memory=pinned)
         bucket.tail.copy_(tail, non_blocking=pinned)
-        bucket.tail[-2] = self.policy.total  # may be a tensor on another device
+        if isinstance(self.policy.total, torch.Tensor):
+            bucket.tail[-2] = self.policy.total  # may be on another device
+        else:
+            bucket.tail[-2].fill_(self.policy.total)  # a copy would block the host
 
     def send_rest(self) -> Collecting:
         """Send all buckets that have not been sent; an error found here makes all ranks raise."""

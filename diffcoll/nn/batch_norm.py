@@ -203,7 +203,7 @@ def update(
 ) -> None:
     """Move running statistics towards those of the batch, unless no rank has a value; local: of `refuse_one_value`."""
     if not local:
-        count = torch.as_tensor(count, dtype=mean.dtype, device=mean.device)
+        count = count.to(mean) if isinstance(count, Tensor) else mean.new_full((), count)
     for running, value in ((running_mean, mean), (running_var, var * (count / (count - 1)))):
         value = value if local else torch.where(count > 0, value, running)  # type: ignore[arg-type]
         running.lerp_(value.to(running.dtype), factor)

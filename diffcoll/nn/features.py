@@ -200,7 +200,7 @@ def scalar(name: str, argument: str, x: Tensor | float, like: Tensor, positive: 
         raise TypeError(message(name, argument, type(x).__name__, expected))
     if positive and not x > 0:
         raise ValueError(message(name, argument, repr(x), "a number above 0", "logits are divided by it"))
-    return torch.tensor(x, dtype=like.dtype, device=like.device)
+    return torch.full((), x, dtype=like.dtype, device=like.device)  # filled in there: a copy would block the host
 
 
 def wide(x: Tensor, normalize: bool) -> Tensor:

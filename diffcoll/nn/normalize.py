@@ -113,7 +113,7 @@ class _BatchNorm(Function):
         ranks: list[float],
     ) -> Tensor:
         row = _row(x)
-        rows = gathered(torch.cat([row, row.new_tensor(ranks)]), group)
+        rows = gathered(torch.cat([row, row.new_full((1,), ranks[0])]), group)
         ranks[:] = rows[:, -1].tolist()
         refuse_absent_of("SyncBatchNorm", ranks, group)
         count, mean, var = _merged(rows, x.shape[1])

@@ -18,6 +18,7 @@ from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.groups import get_world_size
 from diffcoll.core.torch_private.tracing import is_traced, unobserved
 from diffcoll.core.torch_private.transforms import without_transforms
+from diffcoll.engines.devices import can_pin
 from diffcoll.engines.types import Group
 from diffcoll.nn.convention import RankReduction, check_options, returned, share_of_replicated
 from diffcoll.nn.features import check_features
@@ -157,7 +158,9 @@ def _directions(seed: int, slices: int, x: Tensor) -> Tensor:
     else:
         with unobserved():  # vmap refuses random numbers
             drawn = _drawn(seed, x.shape[1], slices)
-    drawn = drawn.to(x.device, x.dtype)
+    if not x.is_cpu and can_pin(x.device.type):
+        drawn = drawn.pin_memory()  # from other memory the copy would block the host
+    drawn = drawn.to(x.device, x.dtype, non_blocking=drawn.is_pinned())
     return drawn / drawn.square().sum(0).sqrt()
 
 
