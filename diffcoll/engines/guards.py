@@ -103,8 +103,9 @@ def current(world: Any) -> Any:
         )
     if me is None or me.world is not world:
         raise NotARankError(
-            "a collective of a simulated world was called from a thread that is not one of its ranks "
-            "(the backward of tensors on an accelerator runs on such a thread); simulate on CPU tensors"
+            "a collective of a simulated world was called from a thread that is not one of its ranks; call it in the "
+            "rank's own thread (with torch.autograd.set_multithreading_enabled(True) the backward of an accelerator's "
+            "tensors runs in another one)"
         )
     if os.getpid() != world.process:
         raise RuntimeError(

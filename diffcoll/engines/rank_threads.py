@@ -83,7 +83,7 @@ def ambient() -> Callable[[], contextlib.AbstractContextManager[None]]:
     recording = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled(), torch.is_inference_mode_enabled()
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     no_hooks = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-    threads, replay = torch._C._is_multithreading_enabled(), torch._C._is_view_replay_enabled()
+    replay = torch._C._is_view_replay_enabled()
     has_layout_policy = hasattr(grad_mode, "enforce_grad_layout_policy")  # since torch 2.13
     layout = has_layout_policy and torch._C._is_grad_layout_enforcement_enabled()
     functions = torch._C._get_torch_function_state()  # type: ignore[attr-defined]
@@ -103,7 +103,8 @@ def ambient() -> Callable[[], contextlib.AbstractContextManager[None]]:
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))
             stack.enter_context(forward_ad._set_fwd_grad_enabled(forward))
-            stack.enter_context(grad_mode.set_multithreading_enabled(threads))
+            # Else the backward of an accelerator's tensors runs in a thread of autograd's, which is no rank.
+            stack.enter_context(grad_mode.set_multithreading_enabled(False))
             stack.enter_context(grad_mode._force_original_view_tracking(replay))
             if has_layout_policy:
                 stack.enter_context(grad_mode.enforce_grad_layout_policy(layout))

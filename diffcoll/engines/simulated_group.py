@@ -69,9 +69,8 @@ class SimulatedGroup(dist.ProcessGroup):
             raise RuntimeError(
                 f"got a process group that simulated rank {self._engine.group.ranks[self._engine.rank]} has made, in a "
                 "thread that is not that rank; groups belong to a rank, so call new_group on every rank and do not "
-                "keep groups in globals or caches, which simulated ranks share (the backward of tensors on an "
-                "accelerator runs in a thread of its own); a program that keeps them, as Megatron-core does, runs on "
-                'processes: use spawn, or on=("gloo",)'
+                "keep groups in globals or caches, which simulated ranks share; a program that keeps them, as "
+                'Megatron-core does, runs on processes: use spawn, or on=("gloo",)'
             )
         return self._engine
 

@@ -1,0 +1,34 @@
+"""Simulated ranks whose tensors are the device's: autograd would run their backward in a thread of its own."""
+
+import pytest
+import torch
+
+import diffcoll as dc
+from diffcoll.testing import simulate
+
+CALLS = {
+    "all_reduce": dc.all_reduce,
+    "product": lambda x: dc.all_reduce(x, "product"),
+    "all_gather": lambda x: dc.all_gather(x, dim=1),
+    "reduce_scatter": dc.reduce_scatter,
+    "shift": dc.shift,
+    "info_nce_loss": lambda x: dc.nn.functional.info_nce_loss(x, x.sin()),
+}
+
+
+@pytest.mark.parametrize("torch_distributed", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_to_second_order_are_those_of_the_cpu(name, torch_distributed):
+    def body(r, device):
+        x = torch.randn(6, 4, dtype=torch.double, generator=torch.Generator().manual_seed(r)).to(device)
+        x.requires_grad_()
+        loss = (CALLS[name](x).sin() * (r + 1)).sum()
+        (g,) = torch.autograd.grad(loss, x, create_graph=True)
+        (h,) = torch.autograd.grad((g.square() * (r + 2)).sum(), x)
+        assert h.device.type == device
+        return loss.detach().cpu(), g.detach().cpu(), h.cpu()
+
+    n, how = 3, {"torch_distributed": True} if torch_distributed else {"rules": True}
+    expected = simulate(body, range(n), ["cpu"] * n, **how)
+    for found, right in zip(simulate(body, range(n), ["late"] * n, **how), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
