@@ -105,5 +105,9 @@ def device_of_backend(backend: str) -> str:
 
 def select_device(backend: str, rank: int) -> None:
     """Let ranks of such a backend use the accelerators of the host in turn, before their group is made."""
-    if needs_accelerator(backend):
-        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+    if not needs_accelerator(backend):
+        return
+    count = torch.accelerator.device_count()
+    if not count:
+        raise RuntimeError(f"backend {backend!r} moves tensors of an accelerator, and this host has none; use 'gloo'")
+    torch.accelerator.set_device_index(rank % count)

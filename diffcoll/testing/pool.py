@@ -15,6 +15,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from diffcoll.engines.devices import needs_accelerator
 from diffcoll.testing.mpi_job import MpiJob
 from diffcoll.testing.pickling import dumps, load
 from diffcoll.testing.processes import (
@@ -40,6 +41,7 @@ class Pool:
     def __init__(self, start: float = 60, once: bool = False) -> None:
         self._start, self._once = start, once
         self._forked: list[Member] = []  # a call on N ranks uses the first N
+        self._on_accelerators: list[Member] = []  # likewise
         self._launched: dict[int, list[Member]] = {}  # MPI jobs, by size
         self._folder: str | None = None
         self._holds_folder = contextlib.ExitStack()
@@ -54,9 +56,11 @@ class Pool:
                 folder = tempfile.mkdtemp(dir=self._folder)
                 self._launched[n] = MpiJob(n, folder).begin(self._start)
             return self._launched[n]
-        while len(self._forked) < n:
-            self._forked.append(Member(n, serve_forked, surroundings()))
-        return self._forked[:n]
+        forked = not needs_accelerator(kind)
+        members = self._forked if forked else self._on_accelerators
+        while len(members) < n:
+            members.append(Member(n, serve_forked, surroundings(), forked=forked))
+        return members[:n]
 
     def call(self, fn: Callable[..., Any], rows: Sequence[Any], kind: str, timeout: float, seed: int = 0) -> list[Any]:
         """Run fn once per rank, called with the rank's row of arguments. Returns the results.
@@ -109,11 +113,13 @@ class Pool:
             else:
                 member.job.end()
         self._forked = [member for member in self._forked if member not in members]
+        self._on_accelerators = [member for member in self._on_accelerators if member not in members]
         self._launched = {n: job for n, job in self._launched.items() if job[0].job not in [m.job for m in members]}
 
     def close(self) -> None:
         """End all processes."""
-        everybody = [*self._forked, *(member for job in self._launched.values() for member in job)]
+        everybody = [*self._forked, *self._on_accelerators]
+        everybody += [member for job in self._launched.values() for member in job]
         for member in everybody:
             member.pipe.close()  # the process returns then, and an MPI job calls MPI_Finalize
         for member in everybody:

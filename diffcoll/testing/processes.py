@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.util import get_temp_dir
 from typing import Any, Literal
 
@@ -198,11 +198,16 @@ class Member:
         n: how many processes are started, for the error if there is no server.
         main: called in the process as main(pipe, *arguments), with its end of `pipe`.
         job: the job of mpiexec that the process belongs to.
+        forked: False: a new interpreter, for ranks that use an accelerator. A forked process cannot if its parent has
+            asked for a device, as modules of PyTorch do when they are imported.
     """
 
-    def __init__(self, n: int, main: Callable[..., None], *arguments: Any, job: Any = None) -> None:
-        context = _context()
-        context.set_forkserver_preload([*_PRELOADED, _LAST])
+    def __init__(
+        self, n: int, main: Callable[..., None], *arguments: Any, job: Any = None, forked: bool = True
+    ) -> None:
+        context: ForkServerContext | SpawnContext = _context() if forked else multiprocessing.get_context("spawn")
+        if forked:
+            context.set_forkserver_preload([*_PRELOADED, _LAST])
         self.job = job
         self.pipe, theirs = context.Pipe()
         leash, self._leash = context.Pipe(duplex=False)
@@ -210,8 +215,9 @@ class Member:
             # A daemon is ended at exit, where others would be waited for.
             self.process = context.Process(target=_main, args=(leash, main, theirs, *arguments), daemon=True)
             try:
-                with _interrupted_later():
-                    multiprocessing.forkserver.ensure_running()
+                if forked:
+                    with _interrupted_later():
+                        multiprocessing.forkserver.ensure_running()
                 self.process.start()
             except (EOFError, OSError) as error:
                 raise _no_server(error, n) from error

@@ -20,7 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import diffcoll as dc
 from diffcoll.core import checks
 from diffcoll.core.arguments import MOVED
-from diffcoll.testing import RanksFailedError, processes, simulate, spawn, worker
+from diffcoll.engines.devices import select_device
+from diffcoll.testing import RanksFailedError, pool, processes, simulate, spawn, worker
 from diffcoll.testing.stacks import of_dump
 
 on_both = pytest.mark.parametrize("backend", ["gloo", "mpi"])
@@ -50,6 +51,46 @@ def test_every_rank_has_its_own_process_and_loopback_is_all_it_listens_on():
         assert backend == "gloo"
         assert threads == 1
         assert {address for address, _ in ports} == {"127.0.0.1"}
+
+
+def test_ranks_of_an_accelerators_backend_are_new_interpreters(monkeypatch):
+    """A process that is forked from one that has asked for a device cannot use it."""
+    assert spawn(lambda r: os.getppid(), range(2))[0] != os.getpid()
+    monkeypatch.setattr(pool, "needs_accelerator", lambda backend: True)
+    seen = spawn(lambda r: (os.getppid(), dc.all_reduce(torch.tensor(r + 1.0)).item()), range(2))
+    assert seen == [(os.getpid(), 3.0)] * 2
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_the_server_that_forks_ranks_asks_for_no_device(asks, tmp_path):
+    """In every process a stand-in for CUDA notes who asks how many devices there are."""
+    Path(tmp_path, "asks.py").write_text("import torch\ntorch._C._cuda_getDeviceCount()\n")
+    Path(tmp_path, "stand_in.py").write_text(
+        "import multiprocessing, torch\n"
+        "def count():\n"
+        f"    with open({str(tmp_path / 'noted')!r}, 'a') as file:\n"
+        "        file.write(multiprocessing.current_process().name + '\\n')\n"
+        "    return 0\n"
+        "torch._C._cuda_getDeviceCount = count\n"
+    )
+    code = (
+        "from diffcoll.testing import processes, spawn\n"
+        "import torch\n"
+        "processes._PRELOADED = ('stand_in', *processes._PRELOADED)\n"
+        f"processes.preload(*{['asks'] * asks})\n"
+        "print(spawn(lambda r: torch._C._cuda_getDeviceCount(), range(2)))\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    assert python("-c", code, environment={"PYTHONPATH": path}).stdout.strip() == "[0, 0]"
+    noted = Path(tmp_path, "noted").read_text().split()
+    assert noted.count("MainProcess") == asks
+    assert len(noted) == 2 + asks  # the ranks' own calls are noted
+
+
+def test_a_backend_of_accelerators_without_one(monkeypatch):
+    with pytest.raises(RuntimeError, match=r"nccl.*this host has none"):
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+        select_device("nccl", 0)
 
 
 @on_both
