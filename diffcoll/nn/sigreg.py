@@ -158,9 +158,9 @@ def _directions(seed: int, slices: int, x: Tensor) -> Tensor:
     else:
         with unobserved():  # vmap refuses random numbers
             drawn = _drawn(seed, x.shape[1], slices)
-    if not x.is_cpu and can_pin(x.device.type):
-        drawn = drawn.pin_memory()  # from other memory the copy would block the host
-    drawn = drawn.to(x.device, x.dtype, non_blocking=drawn.is_pinned())
+            if not x.is_cpu and can_pin(x.device.type):  # from other memory the copy would block the host
+                drawn = drawn.pin_memory().to(x.device, non_blocking=True)
+    drawn = drawn.to(x.device, x.dtype)
     return drawn / drawn.square().sum(0).sqrt()
 
 
