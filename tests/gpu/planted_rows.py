@@ -1,0 +1,59 @@
+"""Rows that are wrong, raise, hang and die, for the tests of the runner."""
+
+import os
+import time
+
+import torch.distributed as dist
+
+from gpu.row import row
+
+
+@row(ranks=(1, 2), seconds=30)
+def right(rank):
+    with rank.part("a number"):
+        rank.check("small", 1e-13, 1e-12)
+        rank.figure("ranks", rank.n)
+
+
+@row(ranks=(2,), seconds=30)
+def a_wrong_number(rank):
+    with rank.part("of rank 1"):
+        rank.check("error", 2.0 * rank.r, 1.0)
+    with rank.part("not a number"):
+        rank.check("error", float("nan"), 1.0)
+
+
+@row(ranks=(2,), seconds=30)
+def raises(rank):
+    with rank.part("first", known="nobody has written it"):
+        raise NotImplementedError("first")
+    with rank.part("second"):
+        rank.check("error", 0, 1)
+    raise ValueError("third")
+
+
+@row(seconds=30)
+def known_and_right(rank):
+    with rank.part("mended", known="it was broken"):
+        rank.check("error", 0, 1)
+
+
+@row(ranks=(2,), seconds=12)
+def hangs(rank):
+    with rank.part("before"):
+        rank.check("error", 0, 1)
+    with rank.part("sleep"):
+        if rank.r == 0:
+            time.sleep(60)
+        dist.barrier()
+
+
+@row(seconds=30)
+def dies(rank):
+    with rank.part("exit"):
+        os._exit(7)
+
+
+@row(seconds=30, dry=False)
+def on_a_gpu(rank):
+    raise AssertionError
