@@ -56,7 +56,7 @@ def run_tests(rank, which):
     for test in tests:
         name = test.get("name")
         known = next((why for start, why in KNOWN.items() if name.startswith(start)), "")
-        with rank.part(name.removeprefix("test_"), known=rank.on_gpu and known):
+        with rank.part(name.removeprefix("test_"), known):
             failure = test.find("failure") if test.find("error") is None else test.find("error")
             if failure is not None:
                 raise AssertionError(_reason(failure))

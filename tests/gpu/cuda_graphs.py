@@ -60,8 +60,8 @@ def cuda_graphs(rank):
         "SyncBatchNorm": lambda: (norm(x).square() * z).sum(),
         "clip_loss": lambda: dc.nn.functional.clip_loss(F.normalize(x), F.normalize(z), 10.0),
     }
-    for name, loss in losses.items():
-        with rank.part(name, known=rank.on_gpu and name == "clip_loss" and COPIES):
+    for i, (name, loss) in enumerate(losses.items()):
+        with rank.part(name, COPIES if name == "clip_loss" else "", "captur"):
 
             def call(loss=loss):
                 value = loss()
@@ -69,7 +69,7 @@ def cuda_graphs(rank):
 
             replay, results = captured(rank, call)
             with torch.no_grad():
-                x.copy_(data(rank, 7))
+                x.copy_(data(rank, 7 + i))
             replay()
             rank.wait()
             for what, result, right in zip(("value", "gradient"), results, call(), strict=True):
@@ -79,7 +79,7 @@ def cuda_graphs(rank):
 @row(ranks=(1, 2), seconds=60)
 def cuda_graph_of_a_step(rank):
     """A training step with the averager: three replays change what three steps change."""
-    with rank.part("averager", known=rank.on_gpu and WAITS):
+    with rank.part("averager", WAITS, "captur"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1)).to(rank.device)
         dc.GradientAverager(model)

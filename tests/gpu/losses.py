@@ -69,6 +69,8 @@ LOSSES = {
         features=torch.sigmoid,
     ),
 }
+#: Why simulated ranks raise on a GPU.
+THREADS = "autograd runs a GPU's nodes on a thread of its own, where no rank is simulated"
 LABELS = torch.arange(ROWS) * 5 % 7
 
 
@@ -132,9 +134,8 @@ def simulated_losses(rank):
     """Four ranks, one without rows, simulated on the device in this process."""
     sizes = [20, 5, 0, 23]
     n, bound = len(sizes), BOUNDS[torch.float64][0]
-    wrong_today = rank.on_gpu and "autograd runs the GPU's nodes on a thread of its own, where ranks are not simulated"
     for name, loss in LOSSES.items():
-        with rank.part(name, known=wrong_today):
+        with rank.part(name, THREADS):
             right, right_gradients = on_one_process(loss, torch.float64)
 
             def on_each(rows, loss=loss):

@@ -17,9 +17,13 @@ import ctypes, json, os, sys, torch
 found = {"python": sys.version.split()[0], "torch": torch.__version__, "cores": os.cpu_count(), "device": "CPU"}
 if torch.cuda.is_available():
     found["device"] = torch.cuda.get_device_name()
-    number = ctypes.c_int()
-    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-    found["nccl"] = [number.value // 10000, number.value // 100 % 100, number.value % 100]
+    found["nccl"] = torch.cuda.nccl.version()[:3]  # with which PyTorch was built
+    try:
+        number = ctypes.c_int()
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+        found["nccl"] = [number.value // 10000, number.value // 100 % 100, number.value % 100]
+    except OSError:  # it is linked into PyTorch
+        pass
 print(json.dumps(found))
 """
 

@@ -25,17 +25,24 @@ def a_wrong_number(rank):
 
 @row(ranks=(2,), seconds=30)
 def raises(rank):
-    with rank.part("first", known="nobody has written it"):
+    with rank.part("first"):
         raise NotImplementedError("first")
     with rank.part("second"):
         rank.check("error", 0, 1)
     raise ValueError("third")
 
 
-@row(seconds=30)
-def known_and_right(rank):
-    with rank.part("mended", known="it was broken"):
+@row(seconds=30, starts_ranks=True)
+def known(rank):
+    rank.on_gpu = True  # parts are known to be wrong on a GPU alone
+    with rank.part("right by now", "it is broken"):
         rank.check("error", 0, 1)
+    with rank.part("wrong", "it is not written", "no code"):
+        raise NotImplementedError("no code")
+    with rank.part("wrong in another way", "it is not written", "no code"):
+        raise ValueError("other")
+    with rank.part("a time"):
+        rank.goal("ratio", 1.2, 1.1, "it is slow")
 
 
 @row(ranks=(2,), seconds=12)

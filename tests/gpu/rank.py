@@ -57,21 +57,24 @@ class Rank:
         )
 
     @contextlib.contextmanager
-    def part(self, name, known=""):
+    def part(self, name, known="", seen=""):
         """Report what is checked within under this name; an exception ends the part, not the row.
 
         Args:
             name: what the table calls it.
-            known: why it is expected to be wrong today. Such a part does not fail the row, and is reported as "now
-                right" once it is right. A false value: it is expected to be right.
+            known: why it is expected to be wrong on the GPU today. Such a part does not fail the row, and is reported
+                as "now right" once it is right.
+            seen: what the text of the error is expected to contain; another one is not known.
         """
-        outer, self._part = self._part, Part(name, known or "")
+        outer, self._part = self._part, Part(name, known if self.on_gpu else "")
         self.write(begin=name)
         try:
             yield self._part
         except Exception as error:
             self._part.wrong.append(in_short(error))
         finally:
+            if not all(seen in text for text in self._part.wrong):
+                self._part.known = ""
             self.write(**asdict(self._part))
             self._part = outer
 
@@ -85,11 +88,12 @@ class Rank:
         if not share <= 1:
             part.wrong.append(f"{name}: {value:.2e}, expected at most {at_most:.0e}")
 
-    def goal(self, name, value, at_most):
-        """Report a time, a ratio or a number of bytes, and compare it with a bound on the GPU alone."""
-        self.figure(name, f"{value:.3g}{f' (goal {at_most:.3g})' * self.on_gpu}")
-        if self.on_gpu and not value <= at_most:
-            self._part.wrong.append(f"{name}: {value:.3g}, expected at most {at_most:g}")
+    def goal(self, name, value, at_most, known=""):
+        """Report a time, a ratio or a number of bytes; on the GPU compare it with a bound, in a part of its own."""
+        self.figure(name, value)
+        with self.part(f"{self._part.name}: {name}" if self._part.name else name, known):
+            if self.on_gpu and not value <= at_most:
+                self._part.wrong.append(f"{value:.3g}, expected at most {at_most:.3g}")
 
     def figure(self, name, value):
         """Report a number or a text."""

@@ -27,9 +27,11 @@ class Result:
 
     def lines(self, with_figures):
         """Return this row's lines of the table."""
-        counts = [f"{len(found)} {word}" for word, found in self._sections() if found and word != "figures"]
+        found = {"wrong": self.wrong, "known": self.known, "now right": self.now_right}
+        counts = [f"{len(parts)} {word}" for word, parts in found.items() if parts]
         words = ["WRONG" if self.wrong else "right", *counts]
-        words += [f"{self.checks} checks, the nearest to its bound: {self.nearest}"] if self.checks else []
+        words += [f"{self.checks} checks"] if self.checks else []
+        words += [f"nearest to its bound: {self.nearest}"] if self.nearest else []
         yield line(self.row, self.ranks, f"{self.seconds:.0f}", ", ".join(words))
         for word, found in self._sections():
             for part, text in found if with_figures or word != "figures" else ():
@@ -38,12 +40,16 @@ class Result:
                 yield from textwrap.wrap(first, WIDTH, initial_indent="    ", subsequent_indent="      ")
 
     def _sections(self):
-        return (("wrong", self.wrong), ("known", self.known), ("now right", self.now_right), ("figures", self.figures))
+        parts = {}
+        for part, was in self.now_right:
+            parts.setdefault(was, []).append(part)
+        now_right = [[", ".join(names), was] for was, names in parts.items()]
+        return (("wrong", self.wrong), ("known", self.known), ("now right", now_right), ("figures", self.figures))
 
 
 def line(row, ranks, seconds, result):
     """Return one line of the table."""
-    return f"{row:<20} {ranks:>5} {seconds:>4}  {result}"
+    return f"{row:<25} {ranks:>5} {seconds:>4}  {result}"
 
 
 def result_of(row, seconds, killed, codes, lines, logs):
@@ -63,19 +69,22 @@ def result_of(row, seconds, killed, codes, lines, logs):
         for part in (found for found in written if "name" in found):
             parts.setdefault(part["name"], []).append((r, part))
     for name, found in parts.items():
-        texts = [f"rank {r}: {text}" for r, part in found for text in part["wrong"]]
-        first = found[0][1]
         result.checks += sum(part["checks"] for _, part in found)
-        if texts and first["known"]:
-            result.known.append([name, f"{first['known']} ({_first(texts)})"])
-        elif texts:
-            result.wrong.append([name, _first(texts)])
-        elif first["known"]:
-            result.now_right.append([name, f"was: {first['known']}"])
-        if not texts:
+        texts = {known: [] for known in ("", *(part["known"] for _, part in found))}
+        for r, part in found:
+            texts[part["known"]] += [f"rank {r}: {text}" for text in part["wrong"]]
+        why = max(texts)  # "" or the reason, the same on all ranks
+        if texts[""]:
+            result.wrong.append([name, _first(texts[""])])
+        elif texts[why]:
+            result.known.append([name, f"{why} ({_first(texts[why])})"])
+        elif why:
+            result.now_right.append([name, f"was: {why}"])
+        if not any(texts.values()):
             share, result.nearest = max([(share, result.nearest), *((p["share"], p["nearest"]) for _, p in found)])
-        if found[0][0] == 0 and first["figures"]:
-            result.figures.append([name, ", ".join(first["figures"])])
+        r, part = found[0]
+        if r == 0 and part["figures"]:
+            result.figures.append([name, ", ".join(part["figures"])])
     for r, (code, written, log) in enumerate(zip(codes, lines, logs, strict=True)):
         if not any("end" in found for found in written):
             begun = [found["begin"] for found in written if found.get("begin")]
