@@ -22,7 +22,7 @@ COMPILER = shutil.which("c++") and cpp_extension.is_ninja_available()
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(RELEASE < (2, 13), reason="the device is written for torch 2.13")
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler, or no ninja")
-@pytest.mark.parametrize(("path", "skipped"), [(FOLDER, 0), (FOLDER.parent / "test_accelerator.py", 2)])
+@pytest.mark.parametrize(("path", "skipped"), [(FOLDER, 0), (FOLDER.parent / "gpu" / "test_accelerator.py", 4)])
 def test_the_tests_on_the_test_device_pass(path, skipped):
     """All but the profiles of CUDA's calls."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(path)]
@@ -35,7 +35,7 @@ def test_the_tests_on_the_test_device_pass(path, skipped):
 
 def test_the_tests_on_a_device_that_is_not_there_skip():
     """As with DEVICE=openreg where torch_openreg is not installed."""
-    path = FOLDER.parent / "test_accelerator.py"
+    path = FOLDER.parent / "gpu" / "test_accelerator.py"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", str(path)]
     environment = {**os.environ, "DIFFCOLL_TEST_DEVICE": "absent"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,0 +1,106 @@
+"""GradientAverager against DistributedDataParallel: gradients, and the time of a step."""
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import diffcoll as dc
+from gpu.measuring import distance, times
+from gpu.row import row
+
+
+def small_layers(rank):
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(120))), (32, 64)
+
+
+def transformer(rank):
+    width, depth = (512, 6) if rank.on_gpu else (32, 2)
+    layer = nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True, dropout=0)
+    return nn.TransformerEncoder(layer, depth, enable_nested_tensor=False), (8, 64, width)
+
+
+def large_layers(rank):
+    width = 4096 if rank.on_gpu else 64
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(6))), (32, width)
+
+
+def tiny_layers(rank):
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(1000 if rank.on_gpu else 50))), (32, 16)
+
+
+MODELS = (small_layers, transformer, large_layers, tiny_layers)
+
+
+def built(rank, make, dtype=torch.float32):
+    """Return the model, the same on every rank, and the shape of its input."""
+    torch.manual_seed(0)
+    model, shape = make(rank)
+    return model.to(rank.device, dtype), shape
+
+
+def ddp(model):
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def static_ddp(model):
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+
+
+def averaged(model):
+    """Return the model with hooks that average its gradients."""
+    dc.GradientAverager(model)
+    return model
+
+
+@row(seconds=90, alone=True)
+def averager_times(rank):
+    """A training step by SGD, against the faster of DDP and DDP with a static graph."""
+    for make in MODELS:
+        with rank.part(make.__name__):
+            steps = {}
+            for wrap in (averaged, ddp, static_ddp):
+                model, shape = built(rank, make)
+                steps[wrap.__name__] = training_step(wrap(model), torch.randn(shape, device=rank.device))
+            found = times(rank, steps, calls=2 if make is tiny_layers else 5, rounds=7)
+            for name, (wall, host) in found.items():
+                rank.figure(name, f"{wall * 1e3:.2f} ms, host {host * 1e3:.2f}")
+            faster = min(found["ddp"][0], found["static_ddp"][0])
+            rank.goal("ratio to the faster DDP", found["averaged"][0] / faster, 1.05, "it reads flags, and copies")
+
+
+def training_step(model, x):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def step():
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+@row(ranks=(2,), seconds=60)
+def averager_gradients(rank):
+    """Gradients of two backward passes, one of which accumulates, against one process that has all batches."""
+    for make in MODELS:
+        dtype, bound = (torch.float32, 1e-4) if make is transformer else (torch.float64, 1e-11)
+        model, shape = built(rank, make, dtype)
+        batches = [[batch(shape, s, step).to(rank.device, dtype) for step in range(2)] for s in range(rank.n)]
+        losses = [model(x).square().mean() for each in batches for x in each]
+        right = flat(torch.autograd.grad(torch.stack(losses).sum() / rank.n, list(model.parameters())))
+        for wrap in (averaged, ddp):
+            with rank.part(f"{make.__name__} {wrap.__name__}"):
+                model, _ = built(rank, make, dtype)
+                wrapped = wrap(model)
+                for x in batches[rank.r]:
+                    wrapped(x).square().mean().backward()
+                gradients = flat([p.grad for p in model.parameters()])
+                rank.check("gradients", distance(gradients, right), bound)
+
+
+def batch(shape, s, step):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + s))
+
+
+def flat(tensors):
+    return torch.cat([t.detach().flatten() for t in tensors])

@@ -1,0 +1,75 @@
+"""Check mode, and a rank that does not come."""
+
+import os
+import subprocess
+import sys
+import time
+
+import torch
+
+import diffcoll as dc
+from gpu.measuring import times
+from gpu.rank import Rank
+from gpu.row import row
+
+
+@row(ranks=(2,), seconds=60)
+def check_mode(rank):
+    """Calls that differ between the ranks raise on all of them, and name the operation and what differs."""
+    x, r = torch.ones(4, device=rank.device, requires_grad=True), rank.r
+    calls = {
+        "shape": (lambda: dc.all_reduce(torch.ones(3 + r, device=rank.device)), ("all_reduce", "(3,)", "(4,)")),
+        "op": (lambda: dc.all_reduce(x, "sum" if r else "max"), ("all_reduce", "op")),
+        "name": (lambda: dc.all_reduce(x) if r else dc.all_gather(x), ("all_reduce", "all_gather")),
+        "dtype": (lambda: dc.all_reduce(x.half() if r else x), ("all_reduce", "float16")),
+        "root": (lambda: dc.broadcast(x, src=r), ("broadcast", "src")),
+    }
+    for name, (call, words) in calls.items():
+        with rank.part(name), dc.check_mode():
+            try:
+                call()
+            except dc.CollectiveMismatchError as error:
+                missing = [word for word in words if word not in str(error)]
+                assert not missing, f"{missing} are not in: {error}"
+            else:
+                raise AssertionError("nothing was raised")
+    with dc.check_mode():
+        checked = times(rank, {"checked": lambda: dc.all_reduce(x)}, calls=20)["checked"]
+    plain = times(rank, {"plain": lambda: dc.all_reduce(x)}, calls=20)["plain"]
+    rank.figure("all_reduce of 16 B", f"{plain[0] * 1e6:.0f} µs, in check mode {checked[0] * 1e6:.0f}")
+
+
+@row(ranks=(2,), seconds=130, starts_ranks=True)
+def absent_rank(rank):
+    """Rank 1 does not come to the second call. Rank 0 must not go on: its call raises, or PyTorch ends its process."""
+    code = "import sys; from gpu.mistakes import one_of_two; one_of_two(*sys.argv[1:])"
+    around = {**os.environ, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
+    command = [sys.executable, "-c", code]
+    begin = time.monotonic()
+    absent = subprocess.Popen([*command, "1", rank.folder, rank.device], env=around)
+    try:
+        waiting = subprocess.run(
+            [*command, "0", rank.folder, rank.device], env=around, capture_output=True, text=True, timeout=110
+        )
+    finally:
+        absent.kill()
+        absent.wait()
+    rank.figure("ended after", f"{time.monotonic() - begin:.0f} s with status {waiting.returncode}")
+    said = waiting.stdout + waiting.stderr
+    assert "went on" not in said and waiting.returncode != 0, said[-300:]
+    words = "timeout" if rank.on_gpu else "CollectiveFailedError"
+    assert words in said, said[-300:]
+
+
+def one_of_two(r, folder, device):
+    """Make two calls on rank 0, and one on rank 1, which then sleeps until it is killed."""
+    rank = Rank(int(r), 2, folder, device)
+    rank.join(timeout=8 if rank.on_gpu else 4)
+    x = torch.ones(4, device=device, requires_grad=True)
+    dc.all_reduce(x)
+    rank.wait()
+    if rank.r == 1:
+        time.sleep(120)
+    dc.all_reduce(x)
+    rank.wait()
+    print("went on")

@@ -1,0 +1,66 @@
+"""Rows that are wrong, raise, hang and die, for the tests of the runner."""
+
+import os
+import time
+
+import torch.distributed as dist
+
+from gpu.row import row
+
+
+@row(ranks=(1, 2), seconds=30)
+def right(rank):
+    with rank.part("a number"):
+        rank.check("small", 1e-13, 1e-12)
+        rank.figure("ranks", rank.n)
+
+
+@row(ranks=(2,), seconds=30)
+def a_wrong_number(rank):
+    with rank.part("of rank 1"):
+        rank.check("error", 2.0 * rank.r, 1.0)
+    with rank.part("not a number"):
+        rank.check("error", float("nan"), 1.0)
+
+
+@row(ranks=(2,), seconds=30)
+def raises(rank):
+    with rank.part("first"):
+        raise NotImplementedError("first")
+    with rank.part("second"):
+        rank.check("error", 0, 1)
+    raise ValueError("third")
+
+
+@row(seconds=30, starts_ranks=True)
+def known(rank):
+    rank.on_gpu = True  # parts are known to be wrong on a GPU alone
+    with rank.part("right by now", "it is broken"):
+        rank.check("error", 0, 1)
+    with rank.part("wrong", "it is not written", "no code"):
+        raise NotImplementedError("no code")
+    with rank.part("wrong in another way", "it is not written", "no code"):
+        raise ValueError("other")
+    with rank.part("a time"):
+        rank.goal("ratio", 1.2, 1.1, "it is slow")
+
+
+@row(ranks=(2,), seconds=12)
+def hangs(rank):
+    with rank.part("before"):
+        rank.check("error", 0, 1)
+    with rank.part("sleep"):
+        if rank.r == 0:
+            time.sleep(60)
+        dist.barrier()
+
+
+@row(seconds=30)
+def dies(rank):
+    with rank.part("exit"):
+        os._exit(7)
+
+
+@row(seconds=30, dry=False)
+def on_a_gpu(rank):
+    raise AssertionError

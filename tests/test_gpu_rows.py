@@ -1,0 +1,62 @@
+"""`make test-gpu`: its runner, by planted rows, and some rows, on the CPU."""
+
+import json
+import os
+import re
+
+import pytest
+from runs import ROOT, python
+
+PATH = os.pathsep.join(str(ROOT / folder) for folder in (".", "tests", "tests/nn"))
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Runs rows; returns what was printed, and the JSON file's rows by name."""
+
+    def table(*arguments, returns=0, rows=None):
+        environment = {"PYTHONPATH": PATH, **({} if rows is None else {"GPU_ROWS": rows})}
+        arguments = "--dry", "--json", tmp_path / "rows.json", *arguments
+        done = python("-m", "gpu", *arguments, returns=returns, environment=environment, cwd=tmp_path)
+        found = json.loads((tmp_path / "rows.json").read_text())["rows"]
+        return done.stdout, {f"{result['row']}-{result['ranks']}": result for result in found}
+
+    return table
+
+
+def test_each_row_is_reported_whatever_it_does(table):
+    printed, found = table(rows="planted_rows", returns=1)
+    assert printed.startswith("CPU, torch ")
+    several = {f"{name}-2" for name in ("right", "a_wrong_number", "raises", "hangs")}
+    assert found.keys() == {"right-1", "known-1", "dies-1", *several}
+    wrong = {name: {part: text for part, text in result["wrong"]} for name, result in found.items()}
+    assert {name for name, parts in wrong.items() if parts} == found.keys() - {"right-1", "right-2"}
+    assert wrong["a_wrong_number-2"].keys() == {"of rank 1", "not a number"}
+    assert "rank 1: error: 2.00e+00, expected at most 1e+00" in wrong["a_wrong_number-2"]["of rank 1"]
+    assert "ValueError: third (at planted_rows.py:" in wrong["raises-2"][""]
+    assert wrong["raises-2"].keys() == {"first", ""}
+    assert re.search(r"killed after 12 s in or after sleep: .*planted_rows.py", wrong["hangs-2"][""])
+    assert "ended with status 7 in or after exit" in wrong["dies-1"][""]
+    assert wrong["known-1"].keys() == {"wrong in another way"}
+    assert found["known-1"]["now_right"] == [["right by now", "was: it is broken"]]
+    assert [part for part, _ in found["known-1"]["known"]] == ["wrong", "a time: ratio"]
+    assert found["known-1"]["known"][1][1] == "it is slow (rank 0: 1.2, expected at most 1.1)"
+    assert found["right-2"]["figures"] == [["a number", "ranks 2"]]
+    assert "skipped: on_a_gpu-1: on a GPU only" in printed
+    assert "WRONG: " in printed.splitlines()[-1]
+
+
+def test_rows_that_are_left(table):
+    """As after a run that was ended from outside."""
+    _, before = table("-k", "right-2", rows="planted_rows")
+    printed, found = table("--left", "-k", "right-1", rows="planted_rows")
+    assert list(before) == ["right-2"] and list(found) == ["right-2", "right-1"]
+    assert before["right-2"] == found["right-2"]
+    assert "2 of 2 rows right" in printed
+
+
+@pytest.mark.timeout(240)
+def test_rows_on_the_cpu(table):
+    _, found = table("-k", "losses", "gradient_scaler")
+    assert found["losses-2"]["checks"] > 300 and found["simulated_losses-1"]["checks"] > 20
+    assert not any(result["wrong"] or result["known"] for result in found.values())
