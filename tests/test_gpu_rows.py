@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 
 import pytest
 from runs import ROOT, python
@@ -35,7 +34,7 @@ def test_each_row_is_reported_whatever_it_does(table):
     assert "rank 1: error: 2.00e+00, expected at most 1e+00" in wrong["a_wrong_number-2"]["of rank 1"]
     assert "ValueError: third (at planted_rows.py:" in wrong["raises-2"][""]
     assert wrong["raises-2"].keys() == {"first", ""}
-    assert re.search(r"killed after 12 s in or after sleep: .*planted_rows.py", wrong["hangs-2"][""])
+    assert "killed after 12 s" in wrong["hangs-2"][""]  # on a busy machine its processes may still be starting then
     assert "ended with status 7 in or after exit" in wrong["dies-1"][""]
     assert wrong["known-1"].keys() == {"wrong in another way"}
     assert found["known-1"]["now_right"] == [["right by now", "was: it is broken"]]
