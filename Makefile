@@ -1,5 +1,6 @@
 # make verify   the correctness matrix, on real gloo processes on this machine
 # make test     the whole test suite
+# make mutants  the tests on each of the planted defects of tests/mutants; an hour
 # make test-frameworks   with Accelerate, Lightning, the HF Trainer and others, in .venv-frameworks
 # make test-device   on a device of the tests' own, where missing synchronization is a wrong number; needs a C++ compiler
 #                    DEVICE=openreg: on a device that an installed package registers
@@ -24,7 +25,7 @@ READY = $(VENV)/ready$(TORCH)
 # Where images set it, every process that a test starts would compile the modules anew: a third of the suite's time.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: verify test test-slow test-device test-gpu test-hosts test-frameworks api docs lint types format clean
+.PHONY: verify test test-slow test-device test-gpu test-hosts test-frameworks mutants api docs lint types format clean
 
 verify: $(READY)
 	$(BIN)/python -m diffcoll verify $(ARGS)
@@ -45,6 +46,10 @@ test-gpu: $(if $(DRY),$(READY))
 
 test-hosts: $(READY)
 	DIFFCOLL_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts --timeout 7200 $(ARGS)
+
+# Each planted defect of tests/mutants, and the test that notices it; ARGS="-k averaging" selects.
+mutants: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m mutants.run $(ARGS)
 
 test-frameworks: .venv-frameworks/ready
 	.venv-frameworks/bin/python -m pytest tests/frameworks $(ARGS)

@@ -129,6 +129,23 @@ def test_a_rank_that_does_not_come():
     assert "`with diffcoll.joint_backward()` makes every rank run it" in text
 
 
+def test_a_rank_that_does_not_come_in_check_mode():
+    """The error names the call, not the comparison before it."""
+
+    def body(r):
+        group = dist.new_group(timeout=timedelta(seconds=1))
+
+        def call():
+            with dc.check_mode():
+                dc.all_gather(torch.ones(2), group=group)  # compared
+
+        return refusal(dc.CollectiveFailedError, call) if r == 0 else time.sleep(2)
+
+    text, _ = spawn(body, range(2), timeout=30)
+    at = line_of(__file__, "# compared")
+    assert text.startswith(f"all_gather, forward: failed on rank 0 of a gloo group of 2 ranks, called at {at}: ")
+
+
 # Ranks other than 0 skip a call of a backward in different ways; the text names the reason.
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from runs import rules
 
+import diffcoll as dc
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.core.linear import Linear, linear_map
 from diffcoll.testing import cases
@@ -109,3 +110,35 @@ def test_a_replicated_adjoint_of_a_partial_gradient_is_detected(monkeypatch, nam
     right = rule.adjoint
     monkeypatch.setattr(rule, "adjoint", property(lambda f: right.func(replace(f, replicated=True))))
     assert not held(name)
+
+
+class Sum(torch.autograd.Function):
+    """The sum over ranks, with another backward."""
+
+    @staticmethod
+    def forward(ctx, x, rule):
+        ctx.rule = rule
+        return dc.all_reduce(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.rule(g), None
+
+
+#: A backward of the sum, and what of a rank's results is wrong then.
+SEEN = {
+    "right if all ranks have the same loss": (lambda g: N * g, {"gradient", "second"}),
+    "right once": (lambda g: dc.all_reduce(g.detach()), {"second"}),
+}
+
+
+@pytest.mark.parametrize(("rule", "wrong"), SEEN.values(), ids=SEEN)
+def test_the_program_of_verify_sees_what_is_wrong(rule, wrong):
+    case = cases.table(N)[0]
+    expected = cases.in_truth(case, 0)
+
+    def body(r):
+        return cases.errors(cases.on_rank(case, r, 0, lambda x: Sum.apply(x, rule)), expected, r)
+
+    for errors in rules(body, range(N)):
+        assert {name for name, error in errors.items() if error > 1e-6} == wrong

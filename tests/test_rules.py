@@ -5,10 +5,12 @@ from functools import partial
 import calls
 import properties
 import pytest
+import torch
 from runs import gloo, rules
 
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.testing import cases
+from diffcoll.testing.cases import Case
 
 
 @pytest.mark.parametrize("holds", properties.ALL, ids=lambda f: f.__name__)
@@ -54,6 +56,13 @@ def test_the_table_on_five_ranks(name):
     table = [case for case in cases.table(5) if case.name == name]
     several = [(holds, case) for holds, case in properties.pairs(table) if holds not in properties.IN_TRANSFORMS]
     properties.hold(several, 5, rules)
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["any", "zeros"])
+@pytest.mark.parametrize("op", ["sum", "mean", "product", "logsumexp"])
+def test_reductions_of_complex_numbers(op, few):
+    case = Case("all_reduce", ((3, 2),) * 3, {"op": op}, dtype=torch.complex128, few=few)
+    properties.hold([(holds, case) for holds in properties.ALL], 3, rules)
 
 
 @pytest.mark.slow

@@ -201,16 +201,16 @@ def test_collectives_in_the_loss_and_ranks_that_use_different_parameters(where):
         for _ in range(4):
             model.zero_grad()
             a, b, c, d, e = model.parts
-            y = dc.all_reduce(a.prod() + (b.sum() if r == 0 else d.sum()))
-            z = dc.all_gather(y * c.prod() + (0 if r == 0 else e.prod()))
+            y = dc.all_reduce(a * a + (b if r == 0 else d * c))  # the gradient of c comes before y's on one rank
+            z = dc.all_gather((y * c).sum() if r == 0 else (y + e).sum())
             ((r + 2) * z.sum() ** 2).backward()
         return gradients(model)
 
     def alone():
         model = Branches()
         a, b, c, d, e = model.parts
-        y = 2 * a.prod() + b.sum() + d.sum()
-        z = y * c.prod() + y * c.prod() + e.prod()
+        y = 2 * a * a + b + d * c
+        z = (y * c).sum() + (y + e).sum()
         (5 * z**2).backward()
         return gradients(model)
 
@@ -617,6 +617,23 @@ def test_mixed_dtypes(where):
             assert error <= 3 * torch.finfo(lowest).eps, (reduction, comm, dtype, error)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "comm_dtype", "values", "mean"),
+    [
+        (torch.float16, None, [57600.0, 64000.0], 60800.0),  # their sum is no number of this dtype
+        (torch.float32, torch.bfloat16, [1 + 2**-10, 1 + 2**-10], 1.0),  # nor is what is sent
+    ],
+)
+def test_a_mean_in_the_dtype_in_which_it_is_sent(dtype, comm_dtype, values, mean):
+    def body(r):
+        p = torch.ones(2, dtype=dtype, requires_grad=True)
+        dc.GradientAverager([p], comm_dtype=comm_dtype)
+        (p * values[r]).sum().backward()
+        return [p.grad]
+
+    equal(each(body, 2, "gloo"), [torch.full((2,), mean, dtype=dtype)])
+
+
 def test_half_precision_alone_and_channels_last():
     def body(r):
         model = nn.Conv2d(4, 6, 3).bfloat16().to(memory_format=torch.channels_last)
@@ -988,6 +1005,7 @@ def test_in_a_subgroup():
         model = made(mlp)
         dc.GradientAverager(model, group=pair)
         (model(torch.ones(1, 5, dtype=torch.double)).sum() * (r + 1)).backward()
+        assert dc.global_mean(float(r), r + 1, group=pair) == 1.5
         return gradients(model)
 
     model = made(mlp)

@@ -120,16 +120,19 @@ def test_the_table_has_every_collective():
 
 def test_a_call_that_a_system_offers_at_one_size_alone(capsys):
     """Several world sizes are one line, with the largest error of those that have one."""
-    right = {"output": 0.0, "gradient": 1e-16}
+    right, more = {"output": 0.0, "gradient": 1e-16}, {"output": 1e-17, "gradient": 0.0}
     rows = [
         report.CheckedCall("shift", "wrap=False", 2, {"diffcoll": right, "other": "not offered"}),
-        report.CheckedCall("shift", "wrap=False", 3, {"diffcoll": right, "other": {"output": 0.0, "gradient": 0.5}}),
+        report.CheckedCall("shift", "wrap=False", 3, {"diffcoll": more, "other": {"output": 0.0, "gradient": 0.5}}),
         report.CheckedCall("scan", "<b>", 3, {"diffcoll": right, "other": "not offered"}),
+        report.CheckedCall("split", "", 2, {"diffcoll": right, "other": right}),
+        report.CheckedCall("split", "", 3, {"diffcoll": right, "other": "raises ValueError"}),
     ]
     report.show(rows, "about")
     printed, page = capsys.readouterr().out, report.page(rows, "about <i>")
-    assert "2 3 │ ✓ 0e+00 1e-16" in printed and "✗ 0e+00 5e-01" in printed and "3 of 3 calls" in printed
-    assert '<td class="n">2 3<td class="n right">✓ 0e+00 1e-16<td class="n wrong">✗ 0e+00 5e-01' in page
+    assert "2 3 │ ✓ 1e-17 1e-16" in printed and "✗ 0e+00 5e-01" in printed and "5 of 5 calls" in printed
+    assert '<td class="n">2 3<td class="n right">✓ 1e-17 1e-16<td class="n wrong">✗ 0e+00 5e-01' in page
+    assert '<td class="n">2 3<td class="n right">✓ 0e+00 1e-16<td class="n wrong">✗ raises ValueError' in page
     assert '<td class="call">&lt;b&gt;<td class="n">3' in page and '<td class="n none">not offered' in page
     assert "<i>" not in page
 
@@ -368,6 +371,7 @@ def test_compiled_calls_run_on_the_largest_number_of_ranks():
         rows = [(check.collective, check.world_size) for job, _ in checks.jobs(sizes, ["scan", "split"])
                 for check in job if check.call == "compiled, all calls"]  # fmt: skip
         assert rows == [(name, max(sizes)) for name in ("scan", "split")] * COMPILES
+        assert {check.world_size for job, _ in checks.jobs(sizes, ["scan"]) for check in job} == set(sizes)
 
 
 @pytest.mark.parametrize(

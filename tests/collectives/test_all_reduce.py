@@ -67,6 +67,8 @@ def test_means_near_the_largest_on_processes():
 
 def test_mean(gradients):
     assert gradients(lambda x, w: w * dc.all_reduce(x, "avg").sum(), XS, [3.0, 30.0, 300.0]) == [[111, 111]] * 3
+    replicated = gradients(lambda x: 3 * dc.all_reduce(x, "mean", grad_placement="replicate").sum(), XS)
+    assert replicated == [[1, 1]] * 3  # one loss, 3 · mean, which counts once
 
 
 def test_replicated_counts_once(gradients):

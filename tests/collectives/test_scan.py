@@ -29,6 +29,6 @@ def test_any_number_of_ranks(n):
 
 
 def test_half_precision_is_added_up_in_single():
-    xs = [torch.tensor(v, dtype=torch.float16) for v in (60000.0, 60000.0, -60000.0)]
+    xs = [torch.tensor(v, dtype=torch.float16) for v in (60000.0, 60000.0, -60000.0, 0.0)]
     for rules in (False, True):
-        assert [y.item() for y in simulate(dc.scan, xs, rules=rules)] == [60000.0, torch.inf, 60000.0]
+        assert [y.item() for y in simulate(dc.scan, xs, rules=rules)] == [60000.0, torch.inf, 60000.0, 60000.0]

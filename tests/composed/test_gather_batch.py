@@ -9,7 +9,7 @@ from releases import compiles, one_graph
 from runs import gloo, profiled, refusal, rules, runs_on
 
 import diffcoll as dc
-from diffcoll.testing import assert_matches_single_process
+from diffcoll.testing import assert_matches_single_process, new_group
 
 SIZES = [2, 0, 3]
 
@@ -39,6 +39,17 @@ def test_what_each_rank_receives(run, n):
         for leaf, whole in zip(found.tree, map(torch.cat, zip(*parts, strict=True)), strict=True):
             assert torch.equal(leaf, whole)
         assert found[1:] == (SIZES[:n], sum(SIZES[:r]), sum(SIZES[:n]))
+
+
+@runs_on("truth", "rules", "gloo")
+def test_on_a_subgroup(run):
+    def body(r):
+        pair = new_group([1, 2])
+        return dc.gather_batch(torch.full((r,), r), group=pair) if r else None
+
+    found = run(body, range(3))[1:]
+    assert [everyone.tree.tolist() for everyone in found] == [[1, 2, 2]] * 2
+    assert [everyone[1:] for everyone in found] == [([1, 2], 0, 3), ([1, 2], 1, 3)]
 
 
 def loss(z, label):
@@ -96,6 +107,7 @@ def test_in_a_compiled_function():
     ("tree", "error", "text"),
     [
         ({"z": torch.ones(2, 3), "label": torch.ones(3)}, ValueError, "tree['z']: got 2 rows, expected 3 rows"),
+        ([torch.ones(2), torch.ones(3)], ValueError, "tree[1]: got 3 rows, expected 2 rows"),
         ([torch.ones(2), torch.tensor(1.0)], ValueError, "tree[1]: got a 0-d tensor, expected at least one dimension"),
         ([torch.ones(2), 5], TypeError, "tree[1]: got int, expected a tensor"),
         ({}, ValueError, "tree: got a tree without tensors"),

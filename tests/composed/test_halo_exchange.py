@@ -10,7 +10,7 @@ from releases import compiles, one_graph
 from runs import gloo, profiled, refusal, rules, runs_on, truth
 
 import diffcoll as dc
-from diffcoll.testing import spawn
+from diffcoll.testing import new_group, spawn
 
 MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular", None: None}
 SIZES = [[9], [4, 5], [3, 0, 6], [1, 1, 1, 1, 5], [0, 9, 0]]
@@ -41,6 +41,15 @@ def test_it_is_padding_of_the_whole(run, mode):
             found = run(lambda b: dc.halo_exchange(b, -1, left, right, padding_mode=mode), x.split(sizes, 2))  # noqa: B023
             for a, b in zip(found, expected(x, sizes, left, right, mode), strict=True):
                 assert torch.equal(a, b), (sizes, left, right)
+
+
+@runs_on("truth", "rules", "gloo")
+def test_on_a_subgroup(run):
+    def body(r):
+        pair, x = new_group([1, 2]), torch.tensor([r, 10 * r])
+        return dc.halo_exchange(x, 0, 1, 1, group=pair).tolist() if r else None
+
+    assert run(body, range(3)) == [None, [0, 1, 10, 2], [10, 2, 20, 0]]
 
 
 def weighted(y, r):

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import diffcoll as dc
 from diffcoll.core.groups import resolve
 from diffcoll.engines.c10d import C10dEngine
-from diffcoll.testing import check_gradients, simulate, spawn
+from diffcoll.testing import check_gradients, new_group, simulate, spawn
 
 SIZES = [2, 0, 3]
 
@@ -89,6 +89,16 @@ def test_every_block_once_in_order(run, n):
         return found
 
     assert run(body, range(n)) == [[(r - i) % n for i in range(n)] for r in range(n)]
+
+
+@runs_on("truth", "rules", "gloo")
+def test_on_a_subgroup(run):
+    def body(r):
+        pair, x = new_group([1, 2]), torch.full((r,), r)
+        return [(source, block.tolist()) for source, block in dc.ring(x, group=pair)] if r else []
+
+    first, second = (0, [1]), (1, [2, 2])
+    assert run(body, range(3)) == [[], [first, second], [second, first]]
 
 
 def test_truth_gives_the_same_gradients():
@@ -220,9 +230,11 @@ def test_blocks_may_be_modified(run):
             if source != r:
                 block[0].add_(100)
                 block[1].mul_(7)
-        for source, block in dc.ring(torch.full((2,), float(r), requires_grad=True)):
-            if source != r:
-                block.add_(100)
+        x = torch.full((2,), float(r), requires_grad=True)
+        for leaves in ([x], [x, 2 * x]):
+            for source, block in dc.ring(leaves):
+                if source != r:
+                    block[0].add_(100)
         return seen
 
     for of_rank in run(body, range(3)):

@@ -67,7 +67,8 @@ def test_a_turn_ends_also_with_an_error_of_the_backend_which_it_names():
             with engine.turn("test", later=True) as _:
                 assert (engine.now.name, engine.now.later, engine.now.polls) == ("test", True, None)
                 raise RuntimeError("a cable broke")
-        for error in (KeyError("not of the backend"), dc.CollectiveMismatchError("names its call")):
+        others = KeyError("not of the backend"), dc.CollectiveMismatchError("names its call")
+        for error in (*others, torch.OutOfMemoryError("of this rank")):
             with pytest.raises(type(error)) as raised, engine.turn("test"):
                 raise error
             assert raised.value is error

@@ -122,8 +122,8 @@ def test_higher_orders_and_transforms_nest(run):
             return f(x).square().sum()
 
         x = torch.linspace(r, 1, 3, dtype=torch.float64)
-        v = torch.ones_like(x)
-        twice = torch.func.jvp(lambda x: torch.func.jvp(loss, (x,), (v,))[1], (x,), (v,))[1]
+        v, u = torch.ones_like(x), x.cos()
+        twice = torch.func.jvp(lambda x: torch.func.jvp(loss, (x,), (v,))[1], (x,), (u,))  # along v, and along v and u
         nested = torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(x)
         mapped = torch.func.vmap(torch.func.grad(loss))(torch.stack([x, 2 * x]))
         leaf = x.clone().requires_grad_()

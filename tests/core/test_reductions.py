@@ -383,20 +383,22 @@ def test_nan_and_infinities_are_treated_as_torch_does(op, values):
 
 
 def test_logsumexp_is_shifted():
-    y, g = gradients_of("logsumexp", [[1e4, -1e4], [1e4, -1e4]])
-    assert y == pytest.approx([1e4 + math.log(2), -1e4 + math.log(2)])
-    assert g == [pytest.approx([0.5, 0.5])] * 2
+    y, g = gradients_of("logsumexp", [[1e4, -1e4, 1e4], [1e4, -1e4, -1e4]])
+    assert y == pytest.approx([1e4 + math.log(2), -1e4 + math.log(2), 1e4])
+    assert g == [pytest.approx([0.5, 0.5, 1]), pytest.approx([0.5, 0.5, 0])]
+    (in_truth, _) = simulate(lambda x: dc.all_reduce(x, "logsumexp"), [torch.tensor([1e4, -1e4])] * 2)
+    assert in_truth.tolist() == pytest.approx(y[:2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precisions_are_reduced_in_float32(dtype):
-    # 300 · 300 · 1/300 overflows in float16 at the second factor; bfloat16 would round products of 1 + ε at each factor
+    # 300 · 300 · 1/300 overflows in float16 at the second factor; (1 + 27/128)³ would be rounded twice
     values = [torch.full((3,), v, dtype=dtype) for v in (300.0, 300.0, 1 / 300)]
     expected = torch.stack(values).float().prod(0).to(dtype)
     y, g = gradients_of("product", values)
     assert y == expected.tolist()
     assert g[0] == torch.stack(values[1:]).float().prod(0).to(dtype).tolist()
-    steps = [torch.full((3,), 1 + 2.0**-7, dtype=dtype)] * 3
+    steps = [torch.full((3,), 1 + 27 * 2.0**-7, dtype=dtype)] * 3
     assert gradients_of("product", steps)[0] == torch.stack(steps).float().prod(0).to(dtype).tolist()
     logs = [torch.full((2,), v, dtype=dtype) for v in (3.0, 3.125, 3.25)]
     assert gradients_of("logsumexp", logs)[0] == torch.stack(logs).float().logsumexp(0).to(dtype).tolist()

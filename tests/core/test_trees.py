@@ -208,6 +208,8 @@ def test_uneven_gathers(run, how):
     def body(r):
         x = {"x": torch.full((sizes[r], 2), float(r), requires_grad=True), "label": torch.full((sizes[r],), r)}
         y = dc.all_gather(x, sizes=how)
+        columns = dc.all_gather({"x": x["x"].T, "label": x["label"][None]}, dim=-1, sizes=how)
+        assert torch.equal(columns["x"].T, y["x"]) and torch.equal(columns["label"][0], y["label"])
         (g,) = torch.autograd.grad((y["x"] * (r + 1)).sum(), x["x"])
         return y["label"].tolist(), y["x"].tolist(), g.tolist()
 

@@ -425,7 +425,7 @@ def memory_is_kept_until_the_wait(engine: Engine) -> Pairs:
     """Also if the caller drops its references to the tensors, and other calls and allocations follow."""
     waits, expected = [], []
     for seed in range(6):
-        for primitive in (exchange, reduce_scatter, reduce):
+        for primitive in (exchange, reduce_scatter, reduce, all_reduce_in_order):
             call = primitive(engine, Data(numel=60 if seed % 2 else LARGE // 8, seed=seed))
             waits.append(call.start())
             expected += call.writes
@@ -443,7 +443,7 @@ def memory_layout_is_each_ranks_own(engine: Engine) -> Pairs:
     for turn in range(12):
         i = turn + engine.rank
         place, layout = PLACES[i % len(PLACES)], LAYOUTS[i % len(LAYOUTS)]
-        data = Data(tail=(3,) if turn % 2 else (1,), numel=13 if turn % 3 else 2, place=place, layout=layout, seed=turn)
+        data = Data(tail=(3,) if turn % 2 else (1,), numel=(2, 13, 1)[turn % 3], place=place, layout=layout, seed=turn)
         for primitive in (*MOVES, *SUMS):
             yield from outcome(primitive, engine, data)
         yield from outcome(all_gather, engine, replace(data, in_place=True))

@@ -73,6 +73,7 @@ def test_scratch_is_kept_lent_once_and_bounded():
     scratch.give(first)
     again = scratch.take(n, torch.empty(0, dtype=torch.complex64))
     assert (again.data_ptr(), again.dtype, again.shape) == (at, torch.complex64, (n,))
+    assert scratch.take(n, like).data_ptr() != at  # in use again
     scratch.give(again)
     huge = scratch.take(KEPT_BYTES // 4 + 1, like)
     huge_at = huge.data_ptr()

@@ -47,6 +47,19 @@ def test_the_table():
     assert min(spawn(body, range(n), timeout=100)) > 50
 
 
+def test_ranks_are_ranks_within_the_group():
+    def body(r):
+        group = dist.new_group([1, 2])
+        if r == 0:
+            return None
+        resolve(group, "test").backends = {"cpu": "other"}
+        x = torch.tensor([10.0 + r])
+        calls = dc.broadcast(x, src=1, group=group), dc.reduce(x, dst=1, group=group), dc.all_gather(x, group=group)
+        return [y.tolist() for y in (*calls, dc.permute(x, [(1, 0)], group=group))]
+
+    assert spawn(body, range(3)) == [None, [[12], [0], [11, 12], [12]], [[12], [23], [11, 12], [0]]]
+
+
 def test_empty_blocks_are_sent_on_gloo_only():
     """A group may use gloo for the CPU and another backend for other devices."""
 

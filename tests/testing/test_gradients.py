@@ -478,6 +478,7 @@ RULES = {
         "x: it lacks the loss of rank 1",
     ),
     "maximum": (lambda g: dc.all_reduce(g, "max"), "wrong in direction", "x: no multiple of the derivative"),
+    "off by little": (lambda g: (1 + 3e-6) * dc.all_reduce(g), "nearly right", "x: off by 3.0e-06"),
     "zero": (lambda g: 0 * g, "no contribution", "x: the gradient is zero on every rank"),
     "zero on rank 2": (lambda g: dc.all_reduce(g) * (dc.get_rank() != 2), "no contribution", "zero on rank 2"),
     "by rank": (
@@ -520,6 +521,7 @@ def test_parameters_and_second_order():
     assert causes(report) == ["detached"]
     assert "backward agrees with the joint graph of all ranks, and not with finite differences" in str(report)
     assert "detach() at" in report.cuts[0] and "looks like a lost gradient" in report.notes[-1]
+    assert causes(is_wrong(lambda x: CubedSum.apply(x).sum(), per_rank(2), order=2)) == ["second order"]
 
 
 def test_a_point_without_a_gradient():
@@ -552,6 +554,20 @@ def test_tensors_of_different_sizes():
     is_right(fn, xs, ys, order=2)
     for wrong in (lambda x, y: fn(wrong_sum(x) / 3, y), lambda x, y: fn(x, wrong_sum(y))):
         is_wrong(wrong, xs, ys)
+    little = RULES["off by little"][0]
+    for size in (1e-6, 1e6):
+        is_wrong(lambda x, size=size: (wrong_sum(x, little) / size).sin().sum(), [size * x for x in per_rank(3)])
+
+
+def test_a_complex_gradient_without_its_conjugate():
+    """Its real part is right."""
+
+    def fn(z, rule=dc.all_reduce):
+        return ((1 + dc.get_rank()) * wrong_sum(z, rule) ** 2).sum().real
+
+    zs = per_rank(3, dtype=torch.complex128)
+    is_right(fn, zs)
+    is_wrong(lambda z: fn(z, lambda g: dc.all_reduce(g).conj()), zs)
 
 
 def test_a_loss_that_hides_its_gradient():

@@ -207,6 +207,7 @@ def test_tied_parameters_buffers_and_integers():
             self.first, self.second = (nn.Linear(3, 3, bias=False, dtype=torch.double) for _ in range(2))
             self.second.weight = self.first.weight
             self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+            self.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
 
         def forward(self, x):
             self.calls += 1
@@ -220,6 +221,13 @@ def test_tied_parameters_buffers_and_integers():
     report = matches((results, results, numbers(6, 3), more))
     rows = [row.what for row in report.tables[0].rows]
     assert {"gradient of second.weight", "buffer calls", "value[0]", "output[1]", "output[2]"} <= set(rows)
+
+    def counts_ranks(module, x):
+        with torch.no_grad():
+            module.frozen += dc.get_world_size()
+        return loss(module, x)
+
+    assert causes(differs((counts_ranks, counts_ranks, numbers(6, 3), more))) == ["another state"]
 
     def untied(whole, mesh):
         whole.second.weight = nn.Parameter(whole.first.weight.detach().clone())

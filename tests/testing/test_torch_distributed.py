@@ -92,7 +92,10 @@ def means(r):
     dist.all_reduce(y, dist.ReduceOp.AVG)
     ((r + 2) * y.sum()).backward()
     dist.all_reduce(plain, dist.ReduceOp.AVG)
-    return [y, x.grad, plain]
+    alone, mine = dist.new_group([0]), numbers(r, 3)
+    if r == 0:
+        dist.all_reduce(mine, dist.ReduceOp.AVG, group=alone)
+    return [y, x.grad, plain, mine]
 
 
 def gathers(r):
@@ -162,10 +165,18 @@ def messages(r):
         [work.wait() for work in works]
     if r > 0:
         dist.send(numbers(r, 1), 0, tag=5)
+        works = [dist.isend(torch.tensor([float(r)]), 0, tag=tag) for tag in (6, 7)]
+        dist.barrier()
+        [work.wait() for work in works]
         return [got, tagged]
     received = [torch.empty(1).double() for _ in range(n - 1)]
     sources = [dist.recv(x, tag=5) for x in received]
-    return [got, [x for _, x in sorted(zip(sources, received, strict=True))], sorted(sources)]
+    dist.barrier()
+    of_ranks = torch.empty(2, n - 1, 1)
+    for s in range(1, n):  # in either order
+        dist.recv(of_ranks[0, s - 1], s, tag=6)
+        dist.recv(of_ranks[1, n - 1 - s], n - s, tag=7)
+    return [got, [x for _, x in sorted(zip(sources, received, strict=True))], sorted(sources), of_ranks]
 
 
 def ring(r):
@@ -510,6 +521,11 @@ def test_deadlocks_of_messages_are_found_at_once():
         dist.recv(torch.ones(2), 1) if r == 0 else dist.send(torch.ones(3), 0)
 
     fails(error, rf"rank 0 expects torch.float32 \(2,\) from rank 1, which sends torch.float32 \(3,\)\n.*{here}", sizes)
+
+    def dtypes(r):
+        dist.recv(torch.ones(2).double(), 1) if r == 0 else dist.send(torch.ones(2), 0)
+
+    fails(error, r"rank 0 expects torch.float64 \(2,\) from rank 1, which sends torch.float32 \(2,\)", dtypes)
     fails(error, "rank 0 waits in torch.distributed.new_group", lambda r: r or dist.new_group([0, 1]))
 
 

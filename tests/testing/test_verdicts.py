@@ -330,17 +330,29 @@ def an_offset_of_equal_ranks():
     return summed(distributed, lambda x: (x.sum(1) * torch.arange(len(x))).sum())
 
 
-def tiny_and_twice():
-    """One gradient is a million times smaller than the other, and exactly N times too large."""
-    large, small = (nn.Parameter(torch.tensor([k, 2 * k], dtype=torch.double)) for k in (1.0, 3.0))
+def tiny_and_twice(factor=1e-3, dtype=torch.double):
+    """One gradient is much smaller than the other, and exactly N times too large."""
+    large, small = (nn.Parameter(torch.tensor([k, 2 * k], dtype=dtype)) for k in (1.0, 3.0))
 
     def distributed(x):
-        return (x[:, :2] * large).pow(2).sum() * 1e3 + dc.get_world_size() * (1e-3 * (x[:, 1:] * small)).sin().sum()
+        return (x[:, :2] * large).pow(2).sum() * 1e3 + dc.get_world_size() * (factor * (x[:, 1:] * small)).sin().sum()
 
     def single(x):
-        return (x[:, :2] * large).pow(2).sum() * 1e3 + (1e-3 * (x[:, 1:] * small)).sin().sum()
+        return (x[:, :2] * large).pow(2).sum() * 1e3 + (factor * (x[:, 1:] * small)).sin().sum()
 
-    return summed(distributed, single, module=[large, small], sizes=EVEN)
+    return summed(distributed, single, lambda n: rows(n, dtype=dtype), module=[large, small], sizes=EVEN)
+
+
+def a_frozen_number_that_only_ranks_change():
+    module = layer(3, 2)
+    module.kept = nn.Parameter(torch.zeros(1, dtype=torch.double), requires_grad=False)
+
+    def loss(x):
+        with torch.no_grad():
+            module.kept += dc.get_world_size() > 1
+        return squares(module, x)
+
+    return summed(loss, module=module, sizes=EVEN)
 
 
 def a_number_with_a_detached_part():
@@ -372,6 +384,7 @@ WRONG = {
     "a wrong count": (a_wrong_count, ["another loss"], ["local statistics"]),
     "a biased running variance": (lambda: _normalized(_biased), ["another state"], ["local statistics"]),
     "a buffer of rank 0": (lambda: _normalized(_on_rank_zero), ["another state"], ["local statistics"]),
+    "a frozen number": (a_frozen_number_that_only_ranks_change, ["another state"], ["another loss"]),
     "a ring in the other direction": (a_ring_in_the_other_direction, [], ["local statistics"]),
     "an offset of equal ranks": (an_offset_of_equal_ranks, ["uneven"], ["local statistics"]),
     "the wrong sign": (lambda: summed(lambda x: _sign() * (x**3).sum(), sizes=EVEN), ["another loss"], ["multiplied"]),
@@ -380,6 +393,7 @@ WRONG = {
     "a row is dropped": (lambda: _local(_without_the_last_row), [], ["local statistics"]),
     "local mean": (lambda: summed(lambda x: ((x - x.mean(0)) ** 2).sum(), sizes=EVEN), ["local statistics"], []),
     "tiny and N times": (tiny_and_twice, ["no reduction"], ["scaled"]),
+    "small in float32": (lambda: tiny_and_twice(0.1, torch.float), ["no reduction"], ["scaled"]),
     "part of a number is detached": (a_number_with_a_detached_part, ["graph cut"], ["scaled"]),
     "a target that is not stopped": (a_target_that_is_not_stopped, ["stop-gradient"], ["another loss"]),
 }

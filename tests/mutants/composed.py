@@ -1,0 +1,204 @@
+"""The composed functions, and the definitions."""
+
+from mutants.mutant import Mutant
+
+BATCH, RING, HALO = (f"tests/composed/test_{name}.py" for name in ("gather_batch", "ring", "halo_exchange"))
+
+
+def of(name: str) -> str:
+    """Return the worked examples of a collective."""
+    return f"tests/collectives/test_{name}.py -k truth"
+
+
+MUTANTS = [
+    # gather_batch: where this rank's rows are; the sum of the ranks' gradients; which trees fit
+    Mutant(
+        "composed/gather_batch.py",
+        "gather_batch",
+        "sum(sizes[: get_rank(group)])",
+        "get_rank(group) * rows",
+        "gather_batch",
+        BATCH,
+    ),
+    Mutant(
+        "composed/gather_batch.py", "gather_batch", "get_rank(group)", "get_rank()", "gather_batch one_group", BATCH
+    ),
+    Mutant(
+        "composed/gather_batch.py",
+        "gather_batch",
+        "sizes=sizes)",
+        'sizes=sizes, grad_placement="replicate")',
+        "gather_batch law",
+        BATCH,
+    ),
+    Mutant("composed/gather_batch.py", "gather_batch", ", sum(sizes))", ", rows * len(sizes))", "gather_batch", BATCH),
+    Mutant(
+        "composed/leaves.py",
+        "number_of_rows",
+        "if len(leaf) != len(leaves[0]):",
+        "if len(leaf) < len(leaves[0]):",
+        "gather_batch arguments",
+        BATCH,
+    ),
+    Mutant("composed/leaves.py", "_facts", "leaf.shape[1:]", "leaf.shape[2:]", "gather_batch errors", BATCH),
+    Mutant("composed/leaves.py", "_facts", "{leaf.dtype} ", "", "gather_batch ring errors", f"{BATCH} {RING}"),
+    # ring: whose block it is; sizes of the blocks under way; gradients of received blocks; memory
+    Mutant("composed/ring.py", "_blocks", "source = (rank - i) % n", "source = (rank + i) % n", "ring", RING),
+    Mutant("composed/ring.py", "_blocks", "sum(sizes[(r - i) % n][j]", "sum(sizes[r][j]", "ring sizes", RING),
+    Mutant(
+        "composed/ring.py",
+        "_blocks",
+        "rebuild(trees.unpacked(rows, shapes))",
+        "rebuild([leaf.detach() for leaf in trees.unpacked(rows, shapes)])",
+        "ring law",
+        RING,
+    ),
+    Mutant("core/trees.py", "unpacked", ".view(shapes[i]).clone()", ".view(shapes[i])", "ring inputs", RING),
+    Mutant("composed/ring.py", "_blocks", "if i + 1 < n:", "if n:", "ring", f"{RING}::test_messages"),
+    # halo_exchange: widths; ends; sides; the gradient of rows that others have received
+    Mutant(
+        "composed/halo_exchange.py",
+        "_plan",
+        "range(ends[r] - left, ends[r])",
+        "range(ends[r] - right, ends[r])",
+        "halo_exchange",
+        HALO,
+    ),
+    Mutant("composed/halo_exchange.py", "_plan", "if mode or 0 <= i < total", "", "halo_exchange", HALO),
+    Mutant("composed/halo_exchange.py", "_row", "return i % total", "return None", "halo_exchange", HALO),
+    Mutant(
+        "composed/halo_exchange.py",
+        "halo_exchange",
+        "[_rows_of(found, d, before), x, _rows_of(found, d, after)]",
+        "[_rows_of(found, d, after), x, _rows_of(found, d, before)]",
+        "halo_exchange",
+        HALO,
+    ),
+    Mutant(
+        "composed/halo_exchange.py",
+        "halo_exchange",
+        "_rows_of(found, d, after)], d)",
+        "_rows_of(found, d, after).detach()], d)",
+        "halo_exchange law",
+        HALO,
+    ),
+    Mutant(
+        "composed/halo_exchange.py",
+        "halo_exchange",
+        "split_sizes=plan.split_sizes, concat_sizes=plan.concat_sizes",
+        "split_sizes=plan.concat_sizes, concat_sizes=plan.split_sizes",
+        "halo_exchange sizes",
+        HALO,
+    ),
+    # groups that are not the default one
+    Mutant(
+        "composed/ring.py",
+        "_blocks",
+        "shift(row, 1, group=group,",
+        "shift(row, 1,",
+        "ring one_group",
+        f"{RING}::test_on_a_subgroup",
+    ),
+    Mutant(
+        "composed/halo_exchange.py",
+        "halo_exchange",
+        "d, d, group=group,",
+        "d, d,",
+        "halo_exchange one_group",
+        f"{HALO}::test_on_a_subgroup",
+    ),
+    # the definitions, each against numbers that were computed by hand
+    Mutant(
+        "truth.py",
+        "_Copies.backward",
+        "one(list(gys)), None",
+        "fold(add, gys), None",
+        "truth replicate",
+        of("all_reduce"),
+    ),
+    Mutant(
+        "truth.py",
+        "_One.backward",
+        "copies(gx, ctx.n)",
+        "copies(gx / ctx.n, ctx.n)",
+        "truth sum_gradients split",
+        of("sum_gradients"),
+    ),
+    Mutant("truth.py", "_One.forward", "if not same:", "if not same and False:", "truth", of("sum_gradients")),
+    Mutant(
+        "truth.py",
+        "_everywhere",
+        "[y.clone() for _ in range(n)]",
+        "[y] * n",
+        "truth inputs",
+        "tests/testing/test_simulate.py::test_results_in_a_joint_graph_share_no_memory_with_inputs",
+    ),
+    Mutant(
+        "truth.py",
+        "_everywhere",
+        'if grad_placement == "replicate":',
+        'if grad_placement == "partial":',
+        "truth replicate",
+        of("all_gather"),
+    ),
+    Mutant("truth.py", "all_to_all", "blocks[s][r]", "blocks[r][s]", "truth all_to_all", of("all_to_all")),
+    Mutant("truth.py", "reduce", "if r == dst else _zero(y)", "", "truth reduce", of("reduce")),
+    Mutant(
+        "truth.py",
+        "permute",
+        "ys[dst] = _instead(xs[src], xs[dst])",
+        "ys[src] = _instead(xs[dst], xs[src])",
+        "truth permute shift",
+        of("permute"),
+    ),
+    Mutant("truth.py", "shift", "0 <= r + offset < n", "r + offset < n", "truth shift", of("shift")),
+    Mutant("truth.py", "scan", "(s > r) == reverse", "s > r", "truth scan", of("scan")),
+    Mutant(
+        "truth.py",
+        "",
+        '"mean": lambda xs: fold(add, xs) / len(xs)',
+        '"mean": lambda xs: fold(add, xs) / (len(xs) - 1 or 1)',
+        "truth mean",
+        of("all_reduce"),
+    ),
+    Mutant(
+        "truth.py",
+        "",
+        '"max": lambda xs: torch.stack(xs).amax(0)',
+        '"max": lambda xs: torch.stack(xs).max(0).values',
+        "truth max_min",
+        "tests/core/test_reductions.py::test_ties",
+    ),
+    Mutant(
+        "truth.py",
+        "",
+        "torch.logsumexp(torch.stack(xs), 0)",
+        "torch.stack(xs).exp().sum(0).log()",
+        "truth logsumexp",
+        "tests/core/test_reductions.py::test_logsumexp_is_shifted",
+    ),
+    Mutant(
+        "truth.py",
+        "_wide",
+        "return x.to(wider.get(x.dtype, x.dtype))",
+        "return x",
+        "truth dtypes",
+        "tests/collectives/test_scan.py tests/collectives/test_all_reduce.py",
+    ),
+    Mutant(
+        "truth.py",
+        "_fitting",
+        'if declared != "auto" and x.shape[dim] != declared[r]:',
+        "if sizes and declared != sizes:",
+        "truth sizes",
+        "tests/testing/test_simulate.py::test_shapes_that_do_not_fit",
+    ),
+    Mutant(
+        "truth.py",
+        "_instead",
+        "return torch.cat([y.reshape(-1, 1), none]).view(y.shape)",
+        "return y",
+        "truth broadcast",
+        of("broadcast"),
+    ),
+]
