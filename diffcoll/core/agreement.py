@@ -133,6 +133,25 @@ class Agreement:
         flat = integers(apply(MAPS["AllGather"](self.engine, 0, of_all), mine))
         return [flat[i : i + n] for i in range(0, len(flat), n)]
 
+    def exchanged_sizes(self, x: Tensor, dim: int) -> tuple[int, ...]:
+        """Return the size of each rank's x along dim.
+
+        Raises:
+            CollectiveMismatchError: on all ranks, if their x differ in dtype or in another dimension. A compiled
+                function cannot compare numbers that it receives, and sends 0.
+        """
+        facts = f"{x.dtype} {[*x.shape[:dim], -1, *x.shape[dim + 1 :]]}"
+        compared = not (torch.compiler.is_compiling() or is_traced(x))
+        rows = self.gather_numbers([digest(facts) if compared else 0, x.shape[dim]])
+        for r, (other, _) in enumerate(rows if compared else ()):
+            if 0 != other != rows[0][0] != 0:
+                raise CollectiveMismatchError(
+                    f"{self.name}: x: rank {r} differs from rank 0 in dtype or in a dimension other than {dim}, "
+                    f'expected the same on all ranks; sizes="auto" serves dim {dim} alone; rank {self.engine.rank} '
+                    f"has {facts}"
+                )
+        return tuple(size for _, size in rows)
+
     def header(
         self, root: int, numbers: list[int], structure: int = 0, valid: bool = True, forward: bool = False
     ) -> list[int]:

@@ -249,7 +249,7 @@ class Call(Agreement):
         if value is None:
             return (length,) * n
         if isinstance(value, str) and value == "auto":
-            return tuple(row[0] for row in self.gather_numbers([length]))
+            return self.exchanged_sizes(x, dim)
         sizes = self._sizes(argument, value, auto=True)
         if sizes[rank] != length:
             expected = f"{length} at position {rank}, the size of this rank's x along dim {dim}"

@@ -1,5 +1,6 @@
+import pytest
 import torch
-from runs import gloo
+from runs import gloo, runs_on
 
 import diffcoll as dc
 from diffcoll.testing import new_group
@@ -77,3 +78,23 @@ def test_channels_last_and_negative_dim(run):
     for y in run(body, range(3)):
         assert y.shape == (1, 6, 2, 4)
         assert torch.equal(y[0, 2:4], torch.arange(16.0).reshape(2, 2, 4) + 100)
+
+
+@runs_on("rules", "gloo", "mpi")
+@pytest.mark.parametrize("collective", [dc.all_gather, dc.gather], ids=lambda collective: collective.__name__)
+def test_auto_sizes_and_another_trailing_shape(run, collective):
+    """Documents padded to another length on one rank are an error on every rank, also with as many elements.
+
+    Seen in illuin-tech/colpali#278.
+    """
+    others = [torch.zeros(1, 4, 3), torch.zeros(1, 5, 4), torch.zeros(1, 3, 4).half()]
+
+    def body(r):
+        refused = []
+        for other in others:
+            with pytest.raises(dc.CollectiveMismatchError, match=f"^{collective.__name__}: x: "):
+                collective(torch.arange(12.0).view(1, 3, 4) if r == 0 else other, sizes="auto")
+            refused.append(dc.all_reduce(torch.tensor(r)).item())  # the group works
+        return refused
+
+    assert run(body, range(3)) == [[3] * len(others)] * 3
