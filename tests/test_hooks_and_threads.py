@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from runs import gloo, runs_on
+from runs import gloo, rules, runs_on, truth
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
@@ -137,3 +137,53 @@ def test_two_threads_in_one_group_at_once(backend):
         assert text.startswith(f"{name}: group: got {group}, in which another thread is in all_reduce, expected one")
         assert text.endswith("; give each thread a group of its own, or let one thread make all calls")
     assert [of_rank[1] for of_rank in found] == [1.0, 1.0]
+
+
+def burn(n):
+    """Make nodes, whose numbers autograd counts in each thread."""
+    a = torch.zeros((), requires_grad=True)
+    for _ in range(n):
+        a + 1
+
+
+def second_order(x, r, in_thread, unequal):
+    """Three independent collectives; the first backward in another thread, as on an accelerator, or in this one."""
+    x = x.clone().requires_grad_()
+    burn(2000 * (r == 1) * unequal)
+    loss = sum((dc.all_reduce((x * k).sin()) ** 3 * (r + k)).sum() for k in (1.0, 2.0, 3.0))
+    found = []
+
+    def first():
+        burn(4000 * (r == 0) * unequal)
+        found.extend(torch.autograd.grad(loss, x, create_graph=True))
+
+    if in_thread:
+        thread = threading.Thread(target=first)
+        thread.start()
+        thread.join()
+    else:
+        with torch.autograd.set_multithreading_enabled(False):
+            first()
+    (found[0] ** 2).sum().backward()
+    return x.grad
+
+
+@runs_on("rules", "gloo", "mpi")
+def test_a_second_backward_where_ranks_have_made_unequal_numbers_of_nodes(run):
+    """Right where both backwards run in one thread; an error that says so where autograd has recorded in another."""
+    xs = [torch.linspace(-1, 1 + r, 4, dtype=torch.double) for r in range(N)]
+
+    def body(x, r):
+        if run is not rules:  # a simulated rank is one thread
+            for unequal in (False, True):
+                with pytest.raises(RuntimeError, match=r"all_reduce.*set_multithreading_enabled\(False\)"):
+                    second_order(x, r, in_thread=True, unequal=unequal)
+        return second_order(x, r, in_thread=False, unequal=True)
+
+    leaves = [x.clone().requires_grad_() for x in xs]
+    losses = truth(
+        lambda x, r: sum((dc.all_reduce((x * k).sin()) ** 3 * (r + k)).sum() for k in (1.0, 2.0, 3.0)), leaves, range(N)
+    )
+    gs = torch.autograd.grad(sum(losses), leaves, create_graph=True)
+    right = torch.autograd.grad(sum((g**2).sum() for g in gs), leaves)
+    torch.testing.assert_close(run(body, xs, range(N)), list(right))

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -103,6 +104,25 @@ def _agree_on_tangent(f: Linear, tx: Tensor) -> None:
         checks.compare(f.engine, ("tangent", f.name), f"tangent of {f.name} at {user_line()}: {tx.dtype}")
 
 
+def _of_backward(ctx: Any) -> Origin:
+    """Return what names a backward; raise if ranks may run this second backward in different orders.
+
+    Autograd runs nodes in the order of their numbers, which count the nodes of the thread that makes them. A backward
+    with create_graph in autograd's own thread (that of an accelerator) makes nodes that are numbered by it, and ranks
+    may have made unequal numbers of others there before.
+    """
+    origin: Origin = ctx.origin
+    if origin.elsewhere:
+        raise RuntimeError(
+            f"{origin.name}: {origin.backward}, called at {origin.line}: got a graph that autograd has made in a "
+            "thread of its own, where ranks may number their nodes differently, and so run collectives in different "
+            "orders; call the first backward within torch.autograd.set_multithreading_enabled(False)"
+        )
+    if torch.is_grad_enabled() and ctx.thread != get_ident() and ctx.f.engine.size > 1:
+        return origin.recorded_elsewhere()
+    return origin
+
+
 class _Apply(Function):
     """y = F x;  gx = F* gy;  ty = F tx.  `origin` is the forward call whose backward this is, if it is one."""
 
@@ -113,10 +133,11 @@ class _Apply(Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, Origin | None], output: Tensor) -> None:
         _, ctx.f, origin = inputs
         ctx.origin = origin.of_next_order() if origin else Origin(ctx.f.name, inside=2)
+        ctx.thread = get_ident()
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
-        return record(_Apply, _dense(gy), ctx.f.adjoint, ctx.origin), None, None
+        return record(_Apply, _dense(gy), ctx.f.adjoint, _of_backward(ctx)), None, None
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor, *_: None) -> Tensor:
@@ -216,10 +237,11 @@ class _Wait(Function):
         _, ctx.f, ctx.request = inputs
         origin = ctx.request.origin
         ctx.origin = origin.of_next_order() if origin else Origin(ctx.f.name)
+        ctx.thread = get_ident()
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
-        ctx.request.adjoints[backward_at_work()] = adjoint = _Request(ctx.origin)
+        ctx.request.adjoints[backward_at_work()] = adjoint = _Request(_of_backward(ctx))
         return record(_Start, _dense(gy), ctx.f.adjoint, adjoint), None, None
 
     @staticmethod

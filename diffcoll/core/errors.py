@@ -57,11 +57,12 @@ class Origin:
         frame: the frame to start from, for another thread; None: the caller's.
     """
 
-    __slots__ = ("_at", "_code", "name", "order")
+    __slots__ = ("_at", "_code", "elsewhere", "name", "order")
 
     def __init__(self, name: str, inside: int = 0, frame: FrameType | None = None) -> None:
         self.name = name
         self.order = 1  # of the backward for which this is kept
+        self.elsewhere = False  # whether that backward was recorded in another thread than the forward call
         frame = frame or sys._getframe(1 + inside)
         while frame is not None and (_is_inside(frame.f_code.co_filename) or _is_ours(frame.f_globals.get("__name__"))):
             frame = frame.f_back
@@ -93,6 +94,12 @@ class Origin:
         following = copy(self)
         following.order += 1
         return following
+
+    def recorded_elsewhere(self) -> Origin:
+        """Return a copy for a backward whose graph is made in another thread than the forward call's."""
+        marked = copy(self)
+        marked.elsewhere = True
+        return marked
 
 
 @cache

@@ -169,7 +169,9 @@ def _measured(
     found: list[tuple[Tensor, ...]] = []
     for order in range(orders):
         total = torch.stack(losses).sum() + zero
-        gs = torch.autograd.grad(total, xs, create_graph=order + 1 < orders)
+        # In this thread, also on an accelerator: all ranks then run the next backward in one order.
+        with torch.autograd.set_multithreading_enabled(False):
+            gs = torch.autograd.grad(total, xs, create_graph=order + 1 < orders)
         losses = [real_inner(case.v(g, r, seed + order), g) for (case, r), g in zip(each, gs, strict=True)]
         found.append(gs)
     return [Measured(*(t.detach() for t in (y, *gs))) for y, *gs in zip(ys, *found, strict=True)]

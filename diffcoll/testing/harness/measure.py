@@ -285,7 +285,9 @@ def _gradients(total: Tensor, inputs: list[Tensor], parameters: list[Tensor], cr
     found: Sequence[Tensor | None] = [None] * len(leaves)
     if total.requires_grad:
         if create_graph:
-            found = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)
+            # In this thread, also on an accelerator: all ranks then run the next backward in one order.
+            with torch.autograd.set_multithreading_enabled(False):
+                found = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)
         else:  # as users call it: hooks run, and checkpoints of either kind work
             for leaf in leaves:
                 leaf.grad = None
