@@ -614,4 +614,28 @@ MUTANTS = [
         "one_group",
         "tests/core/test_groups.py::test_default_group",
     ),
+    Mutant(
+        "core/derivatives.py",
+        "_of_backward",
+        "if origin.elsewhere:",
+        "if False:",
+        "second_order errors",
+        "tests/test_hooks_and_threads.py -k 'unequal and gloo'",
+    ),
+    Mutant(
+        "core/derivatives.py",
+        "_of_backward",
+        "ctx.thread != get_ident()",
+        "ctx.thread == get_ident()",
+        "second_order law",
+        "tests/test_rules.py -k 'table and all_gather and 2'",
+    ),
+    Mutant(
+        "core/agreement.py",
+        "Agreement.exchanged_sizes",
+        "if 0 != other != rows[0][0] != 0:",
+        "if False:",
+        "sizes errors",
+        "tests/collectives/test_all_gather.py -k trailing",
+    ),
 ]
