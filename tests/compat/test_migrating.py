@@ -190,6 +190,38 @@ def test_coalesced():
 # ── equivalent calls ─────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_every_call_runs_and_gives_what_torch_gives():
+    """The first call of diffcoll in each row, beside torch.distributed.nn.functional where the row names one of its."""
+    rows = [*table("How do I replace it?"), *table("How do I replace _functional_collectives?")]
+    calls = [[re.search(r"`(.*?)`", cell)[1] for cell in row.values()] for row in rows]
+    assert len(calls) > 15
+
+    def body(r):
+        warnings.simplefilter("ignore")
+        nn, group = import_module("torch.distributed.nn.functional"), dist.group.WORLD
+        x = torch.arange(8.0).view(4, 2) * (r + 1) + r
+        names = {"dc": dc, "x": x, "group": group, "op": "sum", "dim": 0, "src": 1, "dst": 1, "offset": 1}
+        names |= {"dst_of_0": 1}
+        names |= {"split_dim": 0, "concat_dim": 0, "sizes": [2, 2], "in_sizes": [2, 2], "out_sizes": [2, 2]}
+        blocks = [torch.empty(2, 2) for _ in range(2)]
+        theirs = {
+            "all_reduce(x, op, group)": lambda: nn.all_reduce(x, group=group),
+            "all_gather(x, group)": lambda: torch.cat(nn.all_gather(x, group)),
+            "reduce_scatter(out, list, op, group)": lambda: nn.reduce_scatter(blocks[0], list(x.split(2)), group=group),
+            "all_to_all(outs, ins, group)": lambda: torch.cat(nn.all_to_all(blocks, list(x.split(2)), group)),
+            "broadcast(x, src, group)": lambda: nn.broadcast(x.clone(), 1, group),
+        }
+        found = []
+        for first, call in calls:
+            y = eval(call.replace("…", "").replace(", ]", "]"), dict(names))
+            found.append((first, y, theirs[first]() if first in theirs else None))
+        return found
+
+    for of_rank in spawn(body, range(2)):
+        compared = [first for first, ours, theirs in of_rank if theirs is not None and torch.equal(ours, theirs)]
+        assert len(compared) == 5
+
+
 class Pair(torch.autograd.Function):
     """A function and its backward, defined separately, as in Megatron's mappings."""
 
