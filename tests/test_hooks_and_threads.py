@@ -1,13 +1,12 @@
 """Collectives called from within backward, and from several threads of a process."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
-from runs import gloo, runs_on
+from runs import gloo, rules, runs_on, truth
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
@@ -88,52 +87,51 @@ def test_threads_with_a_group_each(backend):
             ]
 
 
-def test_threads_that_take_turns_in_one_group():
-    """One at a time, in the same order on all ranks."""
-
-    def body(r):
-        turn = [threading.Event() for _ in range(41)]
-        turn[0].set()
-        found = [0.0] * 40
-
-        def work(t):
-            for i in range(t, 40, 2):
-                turn[i].wait()
-                found[i] = dc.all_reduce(torch.tensor(float(r + i))).item()
-                turn[i + 1].set()
-
-        with ThreadPoolExecutor(2) as threads:
-            list(threads.map(work, range(2)))
-        return found
-
-    for found in gloo(body, range(N)):
-        assert found == [2.0 * i + 1 for i in range(40)]
+def burn(n):
+    """Make nodes, whose numbers autograd counts in each thread."""
+    a = torch.zeros((), requires_grad=True)
+    for _ in range(n):
+        a + 1
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_two_threads_in_one_group_at_once(backend):
-    """The ranks could not match their messages, so the second call is refused and the first continues."""
+def second_order(x, r, in_thread, unequal):
+    """Three independent collectives; the first backward in another thread, as on an accelerator, or in this one."""
+    x = x.clone().requires_grad_()
+    burn(2000 * (r == 1) * unequal)
+    loss = sum((dc.all_reduce((x * k).sin()) ** 3 * (r + k)).sum() for k in (1.0, 2.0, 3.0))
+    found = []
 
-    def body(r):
-        dc.all_reduce(torch.ones(1))  # connects
-        first = threading.Thread(target=lambda: dc.all_reduce(torch.ones(1)))
-        texts = []
-        if r == 0:
-            first.start()
-            time.sleep(0.3)  # rank 1 has not called yet
-            for call in (dc.all_reduce, dc.scan):
-                with pytest.raises(ValueError, match="another thread") as caught:
-                    call(torch.ones(1))
-                texts.append(str(caught.value))
-        else:
-            time.sleep(1.0)
-            first.start()
-        first.join()
-        return texts, dc.all_reduce(torch.tensor(float(r))).item()
+    def first():
+        burn(4000 * (r == 0) * unequal)
+        found.extend(torch.autograd.grad(loss, x, create_graph=True))
 
-    found = gloo(body, range(N), backend=backend)
-    group = "a gloo group of 2 ranks" if backend == "gloo" else "an MPI communicator of 2 ranks"
-    for name, text in zip(("all_reduce", "scan"), found[0][0], strict=True):
-        assert text.startswith(f"{name}: group: got {group}, in which another thread is in all_reduce, expected one")
-        assert text.endswith("; give each thread a group of its own, or let one thread make all calls")
-    assert [of_rank[1] for of_rank in found] == [1.0, 1.0]
+    if in_thread:
+        thread = threading.Thread(target=first)
+        thread.start()
+        thread.join()
+    else:
+        with torch.autograd.set_multithreading_enabled(False):
+            first()
+    (found[0] ** 2).sum().backward()
+    return x.grad
+
+
+@runs_on("rules", "gloo", "mpi")
+def test_a_second_backward_where_ranks_have_made_unequal_numbers_of_nodes(run):
+    """Right where both backwards run in one thread; an error that says so where autograd has recorded in another."""
+    xs = [torch.linspace(-1, 1 + r, 4, dtype=torch.double) for r in range(N)]
+
+    def body(x, r):
+        if run is not rules:  # a simulated rank is one thread
+            for unequal in (False, True):
+                with pytest.raises(RuntimeError, match=r"all_reduce.*set_multithreading_enabled\(False\)"):
+                    second_order(x, r, in_thread=True, unequal=unequal)
+        return second_order(x, r, in_thread=False, unequal=True)
+
+    leaves = [x.clone().requires_grad_() for x in xs]
+    losses = truth(
+        lambda x, r: sum((dc.all_reduce((x * k).sin()) ** 3 * (r + k)).sum() for k in (1.0, 2.0, 3.0)), leaves, range(N)
+    )
+    gs = torch.autograd.grad(sum(losses), leaves, create_graph=True)
+    right = torch.autograd.grad(sum((g**2).sum() for g in gs), leaves)
+    torch.testing.assert_close(run(body, xs, range(N)), list(right))

@@ -18,8 +18,8 @@ from runs import ROOT, python
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import diffcoll as dc
-from diffcoll.core import checks
 from diffcoll.core.arguments import MOVED
+from diffcoll.core.check_mode import is_on
 from diffcoll.engines.devices import select_device
 from diffcoll.testing import RanksFailedError, pool, processes, simulate, spawn, worker
 from diffcoll.testing.stacks import of_dump
@@ -350,9 +350,9 @@ def test_ranks_read_the_callers_variable_of_check_mode(backend, monkeypatch):
     """As it is at each call: a server that imported the library before forks them."""
     for value, on in ("0", False), ("1", True), ("", False):
         monkeypatch.setenv("DIFFCOLL_CHECK", value)
-        assert spawn(lambda r: checks.is_on(), range(2), backend=backend) == [on, on]
+        assert spawn(lambda r: is_on(), range(2), backend=backend) == [on, on]
     monkeypatch.delenv("DIFFCOLL_CHECK")
-    assert spawn(lambda r: checks.is_on(), range(2), backend=backend) == [False, False]
+    assert spawn(lambda r: is_on(), range(2), backend=backend) == [False, False]
 
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

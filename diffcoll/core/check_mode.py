@@ -1,0 +1,217 @@
+"""Check mode: before a collective sends anything, its ranks compare their calls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import fields
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from diffcoll.core import expect
+from diffcoll.core.control import Control
+from diffcoll.core.dtypes import rounding
+from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
+from diffcoll.core.maps import PER_RANK, AllToAll, Linear
+from diffcoll.core.torch_private.tracing import unobserved
+from diffcoll.engines import guards
+from diffcoll.engines.engine import Engine
+
+
+class _State:
+    """Whether check mode is on, and the groups that were compared within the innermost block, in order of first use.
+
+    At the end of a block the ranks compare in that order again, so ranks that are in several groups cannot deadlock.
+    The value is True if the last comparison in the group has found a difference: then all its ranks know, and it is not
+    compared again.
+    """
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+        self.used: dict[Engine, bool] | None = None
+
+
+def set_in_environment() -> bool:
+    """Whether the environment enables check mode."""
+    return os.environ.get("DIFFCOLL_CHECK", "0") not in ("", "0")
+
+
+_process = _State(set_in_environment())
+_ever_on = _process.on  # whether check mode was ever on in this process: a fast first test for `is_on`
+
+
+class check_mode:
+    """Raise an error on all ranks if they disagree about a collective; a function, and a context manager.
+
+    Before each collective, forward and backward, its ranks compare the number of the forward call, the operation with
+    its arguments, dtype and shape. If they differ, every rank raises the same `CollectiveMismatchError`, which lists
+    each rank's call and its line, before any data is sent. Tensors, and gradients of results, that are declared
+    replicated are compared by value too. The environment variable `DIFFCOLL_CHECK=1` enables check mode at import. No
+    overhead when disabled.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> def f(x):
+    ...     with dc.check_mode():
+    ...         return dc.all_reduce(x)
+    >>> simulate(f, [torch.ones(2), torch.ones(2)], rules=True)
+    [tensor([2., 2.]), tensor([2., 2.])]
+
+    The ranks also compare at the end of a `with` block, in the groups that were used in it. If a rank skipped the last
+    collectives or left the block by an exception, the other ranks raise instead of waiting for it. That rank's own
+    exception propagates.
+
+    The setting is per process, in a simulated world per rank, and must be the same on all ranks of a group.
+
+    Args:
+        on: whether to compare from this call on.
+
+    Source: notes/running/failures.md.
+    """
+
+    def __init__(self, on: bool = True) -> None:
+        expect.flag("check_mode", "on", on)
+        global _ever_on
+        state = _state()
+        self._before, state.on = state.on, on
+        _ever_on = _ever_on or on
+        self._outer: dict[Engine, bool] | None = None
+
+    def __enter__(self) -> None:
+        """Start a new record of the groups used. `__init__` has set the mode already."""
+        state = _state()
+        self._outer, state.used = state.used, {}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Compare that all ranks leave the block, and restore the previous mode."""
+        state = _state()
+        used, on = state.used or {}, state.on
+        state.on = self._before
+        try:
+            if on and not isinstance(error, (CollectiveFailedError, KeyboardInterrupt)):
+                _compare_end(used, error)
+        finally:
+            state.used = self._outer
+            if self._outer is not None:
+                self._outer.update(used)
+
+
+def _compare_end(used: dict[Engine, bool], error: BaseException | None) -> None:
+    """Raise if other ranks do not leave the block here, unless this rank leaves it by an error, which propagates.
+
+    In all groups, also after a difference in one: ranks of the others wait there.
+    """
+    how = "" if error is None else f" by {type(error).__name__}: {error}"
+    found: CollectiveMismatchError | None = None
+    for engine in [engine for engine, differs in used.items() if not differs and not engine.ended]:
+        try:
+            facts = "end", type(error or found).__name__
+            compare(engine, facts, lambda: f"the end of check mode at {user_line()}{how}")
+        except CollectiveMismatchError as difference:
+            found = found or difference
+        except CollectiveFailedError:
+            if error is None and found is None:
+                raise
+    if error is None and found is not None:
+        raise found
+
+
+def _state() -> _State:
+    """Return the state of this simulated rank, or of this process."""
+    if (me := guards.THREAD.rank) is None:
+        return _process
+    state: _State = me.check_mode or _State(_process.on)
+    me.check_mode = state
+    return state
+
+
+def is_on() -> bool:
+    """Whether check mode is on for this rank."""
+    return _ever_on and _state().on
+
+
+def compare(
+    engine: Engine,
+    facts: object,
+    text: str | Callable[[], str],
+    name: str = "check mode",
+    origin: Origin | None = None,
+) -> None:
+    """Raise on all ranks unless facts are equal on all; text describes this rank's call, in the backward of `origin`.
+
+    The group counts as used, for the end of a `with` block.
+    """
+    used = _state().used
+    if used is not None:
+        used[engine] = False
+    try:
+        Control(engine, name, origin).agree(facts, text)
+    except CollectiveMismatchError:
+        if used is not None:
+            used[engine] = True
+        engine.calls = 0  # on all ranks: one may have made a call that the others have not
+        raise
+
+
+def compare_moves(f: Linear, x: Tensor, origin: Origin | None, *, later: bool) -> None:
+    """Compare what the ranks are about to send: f of x, in the forward call of this number or in its backward."""
+    engine = f.engine
+    if engine.size == 1:
+        return
+    number, order = (engine.calls, 0) if origin is None else (origin.number, origin.order)
+    arguments = [getattr(f, field.name) for field in fields(f) if field.name not in PER_RANK]
+    facts = number, order, type(f).__name__, f.name, f.detail, arguments, x.dtype, f.common_shape(x.shape), later
+
+    def text() -> str:
+        if origin is None:
+            shown = [f"{x.dtype} {tuple(x.shape)}", *f.shown(), *["async_op=True"] * later]
+            return f"call {number}: {f.name}({', '.join(shown)}) at {user_line()}"
+        of = f"{origin.backward} of call {number}, {origin.name} at {origin.line}"
+        return f"{of}: gradient {x.dtype} {tuple(x.shape)}"
+
+    try:
+        compare(engine, facts, text, origin=origin)
+        if isinstance(f, AllToAll):
+            _compare_blocks(f, text)
+    except CollectiveFailedError as error:  # of the comparison: the collective's name is that of the call
+        cause = error.__cause__ or error
+        raise failure(f.name, engine.description, engine.rank, origin, cause, compared=True) from cause
+    if f.shared[0]:
+        same_everywhere(engine, x, text())
+
+
+def _compare_blocks(f: AllToAll, text: Callable[[], str]) -> None:
+    """Raise on all ranks unless each rank sends blocks of the sizes that the others expect."""
+    n = f.engine.size
+    rows = Control(f.engine).numbers([*f.split_sizes, *f.concat_sizes])
+    same = f.split_dim == f.concat_dim
+    for r, row in enumerate(rows):
+        for s, other in enumerate(rows):
+            # Along two dimensions all ranks have the same lists of sizes.
+            differs = row[s] != other[n + r] if same else (row[:n] != other[:n] or row[n:] != other[n:])
+            if differs:
+                sends = f"{row[s]} along dim {f.split_dim} to rank {s}, which expects {other[n + r]}"
+                why = f"rank {r} sends {sends}" if same else f"ranks {r} and {s} have other sizes"
+                Control(f.engine).refuse(text(), f"the ranks of {f.engine.description} disagree: {why}")
+
+
+@unobserved()
+def same_everywhere(engine: Engine, x: Tensor, text: str) -> None:
+    """Raise on all ranks if x, which is declared replicated, differs between ranks by more than rounding."""
+    row = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    xs = Control(engine).gather(row, [x.numel()] * engine.size)
+    tolerance = rounding(x.dtype)
+    # PyTorch neither compares nor subtracts all dtypes that it moves; in these two it does, on the CPU.
+    wide = [t.cpu().to(torch.complex128 if t.is_complex() else torch.float64) for t in xs]
+    for r, other in enumerate(wide):
+        same = torch.allclose(other, wide[0], rtol=tolerance, atol=tolerance, equal_nan=True)
+        if not (same if tolerance else torch.equal(xs[r], xs[0])):
+            largest = (other - wide[0]).abs().max().item()
+            raise CollectiveMismatchError(
+                f"{text}: declared replicated, but it differs by {largest:.3g} between rank 0 and rank {r}; "
+                'pass grad_placement="partial" if each rank has its own loss'
+            )
