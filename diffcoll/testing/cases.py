@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -169,9 +170,10 @@ def _measured(
     found: list[tuple[Tensor, ...]] = []
     for order in range(orders):
         total = torch.stack(losses).sum() + zero
-        # In this thread, also on an accelerator: all ranks then run the next backward in one order.
-        with torch.autograd.set_multithreading_enabled(False):
-            gs = torch.autograd.grad(total, xs, create_graph=order + 1 < orders)
+        create_graph = order + 1 < orders
+        # In this thread then, also on an accelerator: all ranks run the next backward in one order.
+        with torch.autograd.set_multithreading_enabled(False) if create_graph else nullcontext():
+            gs = torch.autograd.grad(total, xs, create_graph=create_graph)
         losses = [real_inner(case.v(g, r, seed + order), g) for (case, r), g in zip(each, gs, strict=True)]
         found.append(gs)
     return [Measured(*(t.detach() for t in (y, *gs))) for y, *gs in zip(ys, *found, strict=True)]

@@ -201,8 +201,8 @@ def test_every_call_runs_and_gives_what_torch_gives():
         nn, group = import_module("torch.distributed.nn.functional"), dist.group.WORLD
         x = torch.arange(8.0).view(4, 2) * (r + 1) + r
         names = {"dc": dc, "x": x, "group": group, "op": "sum", "dim": 0, "src": 1, "dst": 1, "offset": 1}
-        names |= {"dst_of_0": 1}
-        names |= {"split_dim": 0, "concat_dim": 0, "sizes": [2, 2], "in_sizes": [2, 2], "out_sizes": [2, 2]}
+        names |= {"dst_of_0": 1, "split_dim": 0, "concat_dim": 0}
+        names |= {sizes: [2, 2] for sizes in ("sizes", "in_sizes", "out_sizes")}
         blocks = [torch.empty(2, 2) for _ in range(2)]
         theirs = {
             "all_reduce(x, op, group)": lambda: nn.all_reduce(x, group=group),
