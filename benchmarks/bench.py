@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 import diffcoll
-from benchmarks import fit, many_ranks, rows, simulated, stages, training
+from benchmarks import rows, training
 from benchmarks.counting import bytes_sent, memory_of_process
 from benchmarks.floor import floor
 from benchmarks.rows import Row, Times
@@ -35,7 +35,7 @@ from diffcoll.cli.competitors import SYSTEMS
 from diffcoll.cli.launch import gloo_beside_mpi
 from diffcoll.cli.verify import wide_console
 from diffcoll.collectives import COLLECTIVES
-from diffcoll.testing.cases import Case, median_in_parts
+from diffcoll.testing.cases import Case
 from diffcoll.testing.spawn import spawn
 
 RAW = "raw calls and copies"
@@ -47,10 +47,8 @@ SUM = "diffcoll's sum"
 #: The raw calls of the library's engine in an `autograd.Function` of two lines.
 FLOOR = "a two-line Function"
 SIZES = {"4 B": 1, "1 MB": 1 << 18, "16 MB": 1 << 22}
-#: Stands for `deterministic=True` among the ops.
-DETERMINISTIC = "deterministic"
-OPS: dict[str, tuple[Any, ...]] = {
-    "all_reduce": ("sum", "mean", "product", "max", "logsumexp", median_in_parts, DETERMINISTIC),
+OPS: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("sum", "mean", "product", "max", "logsumexp"),
     "reduce_scatter": ("sum", "product", "max"),
 }
 Steps = dict[str, Callable[[], object]]
@@ -60,44 +58,25 @@ def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     names, collectives = options.names, [name for name in options.names if name in COLLECTIVES]
     bench, console = _Bench(options.engine, options.world_size, options.rounds), wide_console()
-    measured, fits = [], []
-    if collectives and not options.fit:
+    measured = []
+    if collectives:
         measured = bench.costs(collectives)
         console.print(rows.table(measured, bench.others, bench.title))
-    if options.fit:
-        fits = bench.fits(collectives)
-        for grid in fit.tables(fits):
-            console.print(grid)
     if "trees" in names:
         console.print(bench.ratios("200 tensors of 327 float32 in one call", _trees))
     if "overlap" in names:
         console.print(bench.ratios("all_reduce of 16 MB, and as much work beside it", _overlap))
-    if "stages" in names:
-        console.print(stages.table(bench.title, partial(bench.times, rounds=bench.rounds)))
     if "averager" in names:
         console.print(training.table(bench.n, bench.rounds, bench.engine, bench.times))
-    if "simulate" in names:
-        console.print(simulated.table(max(1, bench.rounds // 5)))
-    if "ranks" in names:
-        console.print(many_ranks.table(bench.rounds))
-    return _write(options, measured, fits)
+    return _write(options, measured)
 
 
-def _write(options: argparse.Namespace, measured: list[Row], fits: list[fit.Fit]) -> int:
-    """Write the files that were asked for; returns the exit status."""
-    content = {
-        "schema": 1,
-        "diffcoll": diffcoll.__version__,
-        "rows": [row.as_json() for row in measured],
-        "fits": [found.as_json() for found in fits],
-    }
+def _write(options: argparse.Namespace, measured: list[Row]) -> int:
+    """Write the file that was asked for; returns the exit status."""
+    content = {"schema": 1, "diffcoll": diffcoll.__version__, "rows": [row.as_json() for row in measured]}
     try:
         if options.json:
             options.json.write_text(json.dumps(content, indent=1) + "\n")
-        if options.plot:
-            from benchmarks import plot  # needs matplotlib
-
-            plot.save(measured, options.plot)
     except OSError as error:  # the file was writable when the run began
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
@@ -151,14 +130,6 @@ class _Bench:
                 found.append(Row(name, _spelled(name, op), size, *facts))
         return found
 
-    def fits(self, names: list[str]) -> list[fit.Fit]:
-        """Latency and bandwidth for each collective and op."""
-        times = partial(self.times, rounds=self.rounds)
-        return [
-            fit.measure([_case(name, op, numel, self.n) for numel in fit.SIZES.values()], self.engine, times)
-            for name, op in _calls(names)
-        ]
-
     def ratios(self, what: str, make: Callable[[int], Steps]) -> Table:
         """A row for each way to do the same."""
         times = self.times(make, self.rounds)
@@ -169,10 +140,9 @@ class _Bench:
         return grid
 
 
-def _case(name: str, op: Any, numel: int, n: int) -> Case:
+def _case(name: str, op: str | None, numel: int, n: int) -> Case:
     rows = n if name in ("reduce_scatter", "all_to_all", "scatter", "split") else 1
     arguments: dict[str, Any] = {} if op in (None, "sum") else {"op": op}
-    arguments = {"deterministic": True} if op == DETERMINISTIC else arguments
     if name == "permute":
         arguments["pairs"] = [(r, (r + 1) % n) for r in range(n)]
     return Case(name, ((max(numel // rows, 1) * rows,),) * n, arguments, dtype=torch.float32)
@@ -183,14 +153,12 @@ def _nbytes(case: Case) -> int:
     return 4 * case.shapes[0][0]
 
 
-def _calls(names: list[str]) -> list[tuple[str, Any]]:
+def _calls(names: list[str]) -> list[tuple[str, str | None]]:
     return [(name, op) for name in names for op in OPS.get(name, (None,))]
 
 
-def _spelled(name: str, op: Any) -> str | None:
-    if op is None:
-        return "sum" if name == "reduce" else None
-    return op if isinstance(op, str) else repr(op)
+def _spelled(name: str, op: str | None) -> str | None:
+    return "sum" if name == "reduce" else op
 
 
 # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────

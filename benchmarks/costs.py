@@ -19,8 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from math import ceil, log2
 from typing import Literal, NamedTuple
 
-from diffcoll.core.reductions import elementwise
-
 #: A collective or part of one, and the size of what a rank passes to each other rank in it: B, b.
 Stage = tuple[str, str]
 #: How a stage is carried out: by a message to each other rank, or by ranks that pass on what they have received.
@@ -41,12 +39,6 @@ TERMS: dict[str, Callable[[int, float, float], float]] = {
     "⌈log₂ N⌉·B": lambda n, x, block: ceil(log2(n)) * x,
     "⌈log₂ N⌉·N·B/2": lambda n, x, block: ceil(log2(n)) * n * x / 2,
     "⌈log₂ N⌉·N·b/2": lambda n, x, block: ceil(log2(n)) * n * block / 2,
-    # what the ranks of a scatter agree on
-    "32 bytes": lambda n, x, block: 32,
-    "(N − 1)·32 bytes": lambda n, x, block: (n - 1) * 32,
-    # of int64, if x has one dimension: 6 for dtype, device, shape and dim, N for sizes
-    "(N − 1)·(8·N + 48)": lambda n, x, block: (n - 1) * (8 * n + 48),
-    "⌈log₂ N⌉·(8·N + 48)": lambda n, x, block: ceil(log2(n)) * (8 * n + 48),
 }
 
 
@@ -78,9 +70,8 @@ class Row(NamedTuple):
     stack: Literal["0", "1", "N"] = "0"
 
 
-_PARTS = "product, max, min, logsumexp, dc.elementwise(f)"
-_WHOLE = "a function f; dc.elementwise(f) if a block is empty"
-_SMALL = "on gloo and MPI, where N·B is at most 128 KB, every op but sum and mean"
+_PARTS = "product, max, min, logsumexp"
+_WHOLE = "the same on gloo and MPI, where N·B is at most 128 KB"
 _EXCLUSIVE: tuple[Stage, ...] = (("zeros", "B"), ("permute", "B"), ("scan", "B"))
 _SUMS = "sum, mean"
 
@@ -96,7 +87,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "all_reduce",
-        f"{_WHOLE}; {_SMALL}",
+        _WHOLE,
         (("all_gather", "B"), ("copy", "B")),
         (("all_reduce", "B"), ("copy", "B")),
         (("copy", "B"),),
@@ -105,14 +96,6 @@ ROWS: tuple[Row, ...] = (
     Row("all_gather", "", (("all_gather", "B"),), (("reduce_scatter", "B"),), (("copy", "B"),)),
     Row("reduce_scatter", _SUMS, (("reduce_scatter", "b"),), (("all_gather", "b"),)),
     Row("reduce_scatter", _PARTS, (("all_to_all", "b"),), (("all_to_all", "b"),), None, "1"),
-    Row(
-        "reduce_scatter",
-        _WHOLE,
-        (("all_gather", "B"), ("copy", "b")),
-        (("all_gather", "b"), ("copy", "B")),
-        None,
-        "N",
-    ),
     Row("all_to_all", "", (("all_to_all", "b"),), (("all_to_all", "b"),)),
     Row("broadcast", "", (("broadcast", "B"),), (("reduce", "B"),), (("copy", "B"),)),
     Row("reduce", _SUMS, (("reduce", "B"),), (("broadcast", "B"),)),
@@ -126,7 +109,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("reduce", _WHOLE, (("all_gather", "B"), ("copy", "B")), (("broadcast", "B"), ("copy", "B")), None, "N"),
     Row("gather", "", (("gather", "B"),), (("scatter", "B"),)),
-    Row("scatter", "", (("all_gather", "32 bytes"), ("header", ""), ("scatter", "b")), (("gather", "b"),)),
+    Row("scatter", "", (("scatter", "b"),), (("gather", "b"),)),
     Row("permute", "", (("permute", "B"),), (("permute", "B"),)),
     Row("shift", "", (("permute", "B"),), (("permute", "B"),)),
     Row("scan", "", (("scan", "B"),), (("scan", "B"),)),
@@ -149,7 +132,6 @@ WAYS: dict[Way, dict[str, tuple[str, str, str]]] = {
         "all_reduce": ("2", "2·(N − 1)", "2·(N − 1)·b"),
         "permute": ("1", "1", "S"),
         "scan": _BINOMIAL,
-        "header": ("1", "(N − 1)", "(N − 1)·(8·N + 48)"),
     },
     "ring": {  # all_to_all: pairwise exchange; broadcast: scatter by a tree, then all_gather; reduce: the reverse
         **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), _RING),
@@ -161,7 +143,6 @@ WAYS: dict[Way, dict[str, tuple[str, str, str]]] = {
         **dict.fromkeys(("broadcast", "reduce"), _BINOMIAL),
         "all_to_all": ("⌈log₂ N⌉", "⌈log₂ N⌉", "⌈log₂ N⌉·N·S/2"),
         "all_reduce": ("2·⌈log₂ N⌉", "2·⌈log₂ N⌉", "2·(N − 1)·b"),
-        "header": ("⌈log₂ N⌉", "⌈log₂ N⌉", "⌈log₂ N⌉·(8·N + 48)"),
     },
 }
 
@@ -173,32 +154,29 @@ LOCAL: dict[str, tuple[str, ...]] = {
     "reduce": ("2·S", "3·(N − 1)·S"),
     "permute": (),
     "scan": ("2·S", "3·⌈log₂ N⌉·S"),
-    "header": (),
     "zeros": ("S",),
 }
 
 #: The backend's own collectives that the library calls, and the way that is assumed for them. The others: messages.
 #: gloo's ring and tree are in its source. MPI chooses by N and size; "tree" is what it may choose.
 ENGINES: dict[str, dict[str, Way]] = {
-    "torch": {"all_reduce": "ring", "broadcast": "tree", "header": "tree"},
-    "mpi": dict.fromkeys(("all_reduce", "all_gather", "broadcast", "reduce", "header"), "tree"),
+    "torch": {"all_reduce": "ring", "broadcast": "tree"},
+    "mpi": dict.fromkeys(("all_reduce", "all_gather", "broadcast", "reduce"), "tree"),
 }
 
 
-def row(collective: str, op: object = "sum", *, whole: bool = False, exclusive: bool = False) -> Row:
+def row(collective: str, op: str = "sum", *, whole: bool = False, exclusive: bool = False) -> Row:
     """Return the row of a call.
 
     Args:
         collective: its name.
-        op: of a reduction; a name, `dc.elementwise(f)`, or another function.
-        whole: whether x is gathered whole for an `op` that needs only parts of it: x is small, or a block is empty.
+        op: of a reduction.
+        whole: whether every rank reduces the stack of all ranks' whole x, because x is small.
         exclusive: of a scan.
     """
     rows = [row for row in ROWS if row.collective == collective]
-    if len(rows) < 3:
-        return rows[exclusive]
-    plain = callable(op) and not isinstance(op, elementwise)
-    return rows[0 if op in ("sum", "mean") else 2 if plain or whole else 1]
+    at = int(exclusive) if collective == "scan" else 0 if op in ("sum", "mean") else 1
+    return rows[at + (whole and len(rows) > 2)]
 
 
 def total(stages: Sequence[Stage], ways: Way | Mapping[str, Way] = "messages") -> Cost:

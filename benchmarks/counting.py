@@ -43,7 +43,7 @@ class _Messages(LocalEngine):
     """A simulated group with the default primitives, which send messages between two ranks; counts them."""
 
     all_gather, broadcast, reduce = Engine.all_gather, Engine.broadcast, Engine.reduce
-    reduce_scatter_in_order, all_reduce_in_order = Engine.reduce_scatter_in_order, Engine.all_reduce_in_order
+    reduce_scatter, all_reduce = Engine.reduce_scatter, Engine.all_reduce
     rounds: list[_Round]
     in_flight = 0
     at_most = 0  # `small`
@@ -63,7 +63,7 @@ class _Messages(LocalEngine):
     def small(self, device: str) -> int:
         return self.at_most
 
-    def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
+    def exchange(self, sends: Blocks, recvs: Blocks, later: bool = False) -> Wait:
         sent, received = self._count(sends), self._count(recvs)
         if self.in_flight:  # in the same round as what this rank waits for
             before = self.rounds.pop()
@@ -74,7 +74,7 @@ class _Messages(LocalEngine):
         if own is not None and into is not None and into is not own:
             self.copied += 2 * own.nbytes
         self.delivers = True
-        wait = super().exchange(sends, recvs)
+        wait = super().exchange(sends, recvs, later)
         self.delivers = False
 
         def finish() -> None:

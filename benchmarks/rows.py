@@ -1,4 +1,4 @@
-"""What `benchmarks` has measured of collectives, as data for the table, the JSON file and the picture."""
+"""What `benchmarks` has measured of collectives, as data for the table and the JSON file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Row:
     """A call of a collective at one size."""
 
     collective: str
-    #: A name, or how a function is written; None: the collective has no `op`.
+    #: None: the collective has no `op`.
     op: str | None
     #: The size of x in words.
     size: str

@@ -25,12 +25,11 @@ from diffcoll.collectives.scatter import scatter
 from diffcoll.collectives.shift import shift
 from diffcoll.collectives.split import split
 from diffcoll.collectives.sum_gradients import sum_gradients
-from diffcoll.core.checks import check_mode
+from diffcoll.core.check_mode import check_mode
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
 from diffcoll.core.groups import get_rank, get_world_size, set_default_group
 from diffcoll.core.joint import joint_backward
 from diffcoll.core.pending import Pending
-from diffcoll.core.reductions import elementwise
 
 if TYPE_CHECKING:
     from diffcoll import nn as nn
@@ -55,7 +54,6 @@ __all__ = [
     "average_gradients",
     "broadcast",
     "check_mode",
-    "elementwise",
     "gather",
     "gather_batch",
     "get_rank",

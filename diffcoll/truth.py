@@ -26,11 +26,9 @@ from torch.autograd import Function
 Tensors = list[Tensor]
 
 
-def all_reduce(
-    xs: Tensors, op: Any = "sum", *, grad_placement: str = "partial", ties: str = "even", deterministic: bool = False
-) -> Tensors:
+def all_reduce(xs: Tensors, op: str = "sum", *, grad_placement: str = "partial") -> Tensors:
     """y_r = Σ_s x_s, or another reduction of all x."""
-    return _everywhere(_reduced(xs, op, ties, deterministic), len(xs), grad_placement, deterministic)
+    return _everywhere(_reduced(xs, op), len(xs), grad_placement)
 
 
 def all_gather(
@@ -41,11 +39,9 @@ def all_gather(
     return _everywhere(y, len(xs), grad_placement)
 
 
-def reduce_scatter(
-    xs: Tensors, op: Any = "sum", dim: int = 0, *, sizes: Any = None, ties: str = "even", deterministic: bool = False
-) -> Tensors:
+def reduce_scatter(xs: Tensors, op: str = "sum", dim: int = 0, *, sizes: Any = None) -> Tensors:
     """y_r = (Σ_s x_s)[block r]."""
-    return _blocks(_reduced(xs, op, ties, deterministic), len(xs), dim, sizes)
+    return _blocks(_reduced(xs, op), len(xs), dim, sizes)
 
 
 def all_to_all(
@@ -59,7 +55,9 @@ def all_to_all(
     """y_r = [x_s block r]_s."""
     n = len(xs)
     blocks = [_blocks(x, n, split_dim, split_sizes and split_sizes[s]) for s, x in enumerate(xs)]
-    return [torch.cat([blocks[s][r] for s in range(n)], concat_dim) for r in range(n)]
+    received = [[blocks[s][r] for s in range(n)] for r in range(n)]
+    declared = [concat_sizes and concat_sizes[r] for r in range(n)]
+    return [torch.cat(_fitting(x, concat_dim, sizes), concat_dim) for x, sizes in zip(received, declared, strict=True)]
 
 
 def broadcast(xs: Tensors, src: int = 0, *, grad_placement: str = "partial") -> Tensors:
@@ -67,7 +65,7 @@ def broadcast(xs: Tensors, src: int = 0, *, grad_placement: str = "partial") -> 
     return [_instead(y, x) for y, x in zip(_everywhere(xs[src], len(xs), grad_placement), xs, strict=True)]
 
 
-def reduce(xs: Tensors, dst: int = 0, op: Any = "sum") -> Tensors:
+def reduce(xs: Tensors, dst: int = 0, op: str = "sum") -> Tensors:
     """y_dst = Σ_s x_s; 0 elsewhere."""
     y = _reduced(xs, op)
     return [y.clone() if r == dst else _zero(y) for r in range(len(xs))]
@@ -79,26 +77,23 @@ def gather(xs: Tensors, dst: int = 0, dim: int = 0, *, sizes: Any = None) -> Ten
     return [y if r == dst else y.narrow(dim, 0, 0).clone() for r in range(len(xs))]
 
 
-def scatter(xs: list[Any], src: int = 0, dim: int = 0, *, sizes: Any = None) -> Tensors:
-    """y_r = x_src[block r]; x may be None on other ranks."""
-    ys = _blocks(xs[src], len(xs), dim, sizes)
-    return [y if x is None or not x.requires_grad else y + x.flatten()[:0].sum() for y, x in zip(ys, xs, strict=True)]
+def scatter(xs: Tensors, src: int = 0, dim: int = 0, *, sizes: Any = None) -> Tensors:
+    """y_r = x_src[block r]."""
+    return [_instead(y, x) for y, x in zip(_blocks(xs[src], len(xs), dim, sizes), xs, strict=True)]
 
 
-def permute(xs: Tensors, pairs: Sequence[tuple[int, int]], *, dim: int = 0, sizes: Any = None) -> Tensors:
+def permute(xs: Tensors, pairs: Sequence[tuple[int, int]]) -> Tensors:
     """y_dst = x_src for each pair; 0 where none is received."""
-    xs = _fitting(xs, dim, sizes) if xs[0].dim() else xs
     ys = [_zero(x) for x in xs]
     for src, dst in pairs:
         ys[dst] = _instead(xs[src], xs[dst])
     return ys
 
 
-def shift(xs: Tensors, offset: int = 1, *, wrap: bool = True, dim: int = 0, sizes: Any = None) -> Tensors:
+def shift(xs: Tensors, offset: int = 1, *, wrap: bool = True) -> Tensors:
     """y_r = x_{r − offset}; without wrap 0 where there is no such rank."""
     n = len(xs)
-    pairs = [(r, (r + offset) % n) for r in range(n) if wrap or 0 <= r + offset < n]
-    return permute(xs, pairs, dim=dim, sizes=sizes)
+    return permute(xs, [(r, (r + offset) % n) for r in range(n) if wrap or 0 <= r + offset < n])
 
 
 def scan(xs: Tensors, *, reverse: bool = False, exclusive: bool = False) -> Tensors:
@@ -190,61 +185,11 @@ def _tolerance(x: Tensor) -> float:
     return min(math.sqrt(torch.finfo(x.dtype).eps), 0.5)  # float8_e8m0fnu has an eps of 1
 
 
-# ── sums in the order of ranks ───────────────────────────────────────────────────────────────────────────
-
-
-def _summed(xs: Tensors) -> Tensor:
-    """Return Σ_s x_s, added in the order of ranks, as are the gradients of the gradient."""
-    y: Tensor = _Summed.apply(*xs)  # type: ignore[no-untyped-call]
-    return y
-
-
-def _spread(y: Tensor, n: int) -> Tensors:
-    """Return y for each of n ranks; their gradients are added in the order of ranks. Autograd adds in its own order."""
-    return list(_Spread.apply(y, n))  # type: ignore[no-untyped-call]
-
-
-class _Summed(Function):
-    @staticmethod
-    def forward(ctx: Any, *xs: Tensor) -> Any:
-        ctx.n = len(xs)
-        return fold(add, [_wide(x) for x in xs]).to(xs[0].dtype, copy=True)
-
-    @staticmethod
-    def backward(ctx: Any, gy: Tensor) -> Any:
-        return tuple(_spread(gy, ctx.n))
-
-    @staticmethod
-    def jvp(ctx: Any, *txs: Tensor) -> Any:
-        return _summed(list(txs))
-
-
-class _Spread(Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, n: int) -> Any:
-        ctx.n = n
-        return tuple(y.clone() for _ in range(n))
-
-    @staticmethod
-    def backward(ctx: Any, *gys: Tensor) -> Any:
-        return _summed(list(gys)), None
-
-    @staticmethod
-    def jvp(ctx: Any, ty: Tensor, _: None) -> Any:
-        return tuple(_spread(ty, ctx.n))
-
-
 # ── pieces ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _reduced(xs: Tensors, op: Any, ties: str = "even", deterministic: bool = False) -> Tensor:
-    if deterministic and op == "sum":
-        return _summed(xs)
-    if callable(op):
-        y: Tensor = op(torch.stack(xs))
-        return y
-    wide = [_wide(x) for x in xs]
-    return _OPS[op if ties == "even" else f"first {op}"](wide).to(xs[0].dtype)
+def _reduced(xs: Tensors, op: str) -> Tensor:
+    return _OPS[op]([_wide(x) for x in xs]).to(xs[0].dtype)
 
 
 _OPS: dict[str, Callable[[Tensors], Tensor]] = {
@@ -254,11 +199,6 @@ _OPS: dict[str, Callable[[Tensors], Tensor]] = {
     "max": lambda xs: torch.stack(xs).amax(0),
     "min": lambda xs: torch.stack(xs).amin(0),
     "logsumexp": lambda xs: torch.logsumexp(torch.stack(xs), 0),
-}
-# On a tie the lowest rank is kept: a later rank replaces it only if strictly better, or if it is the first NaN.
-_OPS |= {f"first {op}": over for op, over in _OPS.items()} | {
-    "first max": lambda xs: fold(lambda y, x: torch.where((x > y) | (x.isnan() & ~y.isnan()), x, y), xs),
-    "first min": lambda xs: fold(lambda y, x: torch.where((x < y) | (x.isnan() & ~y.isnan()), x, y), xs),
 }
 
 
@@ -279,10 +219,8 @@ def _zero(x: Tensor) -> Tensor:
     return _instead(torch.zeros_like(x), x)
 
 
-def _everywhere(y: Tensor, n: int, grad_placement: str, deterministic: bool = False) -> Tensors:
-    if grad_placement == "replicate":
-        return copies(y, n)
-    return _spread(y, n) if deterministic else [y.clone() for _ in range(n)]
+def _everywhere(y: Tensor, n: int, grad_placement: str) -> Tensors:
+    return copies(y, n) if grad_placement == "replicate" else [y.clone() for _ in range(n)]
 
 
 def _blocks(x: Tensor, n: int, dim: int, sizes: Sequence[int] | None) -> Tensors:

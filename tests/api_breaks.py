@@ -19,7 +19,6 @@ MODULES = (
     "diffcoll.testing",
     "diffcoll.testing.strategies",
     "diffcoll.truth",
-    "diffcoll.compat.torch_nn",
     "diffcoll.integrations.lightning",
 )
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from diffcoll.core.errors import message
 from diffcoll.core.expect import integer
 from diffcoll.core.reductions import REDUCTIONS
-from diffcoll.testing.cases import Case, Shape, largest_whole, median, median_in_parts
+from diffcoll.testing.cases import Case, Shape
 from diffcoll.testing.strategies.sizes import Draw, pairs, sizes, worlds
 
 __all__ = ["cases", "drawn", "each"]
@@ -114,15 +114,13 @@ def _some(draw: Draw, **arguments: list[Any]) -> dict[str, Any]:
 
 _LAYOUTS = ["contiguous", "transposed", "strided", "offset"]
 _GRAD_PLACEMENTS = ["partial", "replicate"]
-_NOT_ASYNC = ("sum_gradients", "split")
-_TIES = ["even", "first"]
-_DETERMINISTIC = [False, True]
-_ORDERED = ["max", "min", median, median_in_parts]  # not defined for complex numbers
-_OPS = [*(name for name in REDUCTIONS["even"] if name not in _ORDERED), largest_whole, *_ORDERED]
+_NOT_ASYNC = ("scan", "sum_gradients", "split")
+_ORDERED = ["max", "min"]  # not defined for complex numbers
+_OPS = [*REDUCTIONS]
 
 
 def _all_reduce(draw: Draw, n: int) -> _Call:
-    some = _some(draw, op=_OPS, grad_placement=_GRAD_PLACEMENTS, ties=_TIES, deterministic=_DETERMINISTIC)
+    some = _some(draw, op=_OPS, grad_placement=_GRAD_PLACEMENTS)
     return [_shape(draw)] * n, some, {}
 
 
@@ -159,7 +157,7 @@ def _cut(draw: Draw, n: int) -> _Call:
 
 def _reduce_scatter(draw: Draw, n: int) -> _Call:
     shapes, arguments, _ = _cut(draw, n)
-    return shapes, {**arguments, **_some(draw, op=_OPS, ties=_TIES, deterministic=_DETERMINISTIC)}, {}
+    return shapes, {**arguments, **_some(draw, op=_OPS)}, {}
 
 
 def _all_to_all(draw: Draw, n: int) -> _Call:
@@ -198,13 +196,11 @@ def _scatter(draw: Draw, n: int) -> _Call:
 
 
 def _permute(draw: Draw, n: int) -> _Call:
-    shapes, arguments, _ = _gathered(draw, n)
-    return shapes, {**arguments, "pairs": draw(pairs(n))}, {}
+    return [_shape(draw)] * n, {"pairs": draw(pairs(n))}, {}
 
 
 def _shift(draw: Draw, n: int) -> _Call:
-    shapes, arguments, _ = _gathered(draw, n)
-    return shapes, {**arguments, **_some(draw, offset=list(range(-n - 1, n + 2)), wrap=[True, False])}, {}
+    return [_shape(draw)] * n, _some(draw, offset=list(range(-n - 1, n + 2)), wrap=[True, False]), {}
 
 
 def _scan(draw: Draw, n: int) -> _Call:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from diffcoll.core import derivatives, linear
+from diffcoll.core import maps, rules
 from diffcoll.testing import cases
 from diffcoll.testing.cases import Case, real_inner
 
@@ -32,10 +32,8 @@ def value_and_gradients_to_third_order_are_those_of_truth(case: Case) -> Generat
 def the_input_is_untouched_and_the_output_its_own(case: Case) -> Generator[Body, list[Any], None]:
     def body(r: int) -> tuple[bool, bool, bool]:
         x = case.x(r, SEED)
-        before = None if x is None else x.clone()
+        before = x.clone()
         y = case.call(x, r)
-        if x is None:
-            return True, type(y) is Tensor, True
         shares = y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() and y.numel() > 0
         return torch.equal(x, before), type(y) is Tensor, not shares
 
@@ -47,10 +45,8 @@ def the_output_may_be_changed_in_place(case: Case) -> Generator[Body, list[Any],
 
     def body(r: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         def gradients(in_place: bool) -> list[Tensor]:
-            leaf = case.x(r, SEED)
-            y = case.call(leaf if leaf is None else leaf.requires_grad_(), r)
-            if leaf is None:
-                leaf = cases.leaf_of(y)
+            leaf = case.x(r, SEED).requires_grad_()
+            y = case.call(leaf, r)
             before = leaf.detach().clone()
             w = case.w(y, r, SEED)
             y = y.mul_(2).add_(1) if in_place else y * 2 + 1
@@ -63,12 +59,12 @@ def the_output_may_be_changed_in_place(case: Case) -> Generator[Body, list[Any],
         with torch.no_grad():  # in which a collective might return x itself
             x = case.x(r, SEED)
             case.call(x, r).fill_(7)
-        return gradients(True), gradients(False), [x] if x is None else [x, case.x(r, SEED)]
+        return gradients(True), gradients(False), [x, case.x(r, SEED)]
 
     for changed, expected, xs in (yield body):
         for a, b in zip(changed, expected, strict=True):
             _close([a], [b], case)
-        assert xs[0] is None or torch.equal(*xs), case
+        assert torch.equal(*xs), case
 
 
 def the_adjoint_is_the_adjoint(case: Case) -> Generator[Body, list[Any], None]:
@@ -78,9 +74,9 @@ def the_adjoint_is_the_adjoint(case: Case) -> Generator[Body, list[Any], None]:
 
     def body(r: int) -> tuple[complex, complex]:
         x, f = _rule(case, r)
-        fx = derivatives.apply(f, x)
+        fx = rules.apply(f, x)
         y = case.w(fx, r, SEED)
-        return _inner(fx, y), _inner(x, derivatives.apply(f.adjoint, y))
+        return _inner(fx, y), _inner(x, rules.apply(f.adjoint, y))
 
     left, right = zip(*(yield body), strict=True)
     shared_x, shared_y = case.shared
@@ -95,7 +91,7 @@ def the_adjoint_of_the_adjoint_is_the_map(case: Case) -> Generator[Body, list[An
     def body(r: int) -> tuple[Tensor, Tensor, tuple[bool, bool], tuple[bool, bool]]:
         x, f = _rule(case, r)
         back = f.adjoint.adjoint
-        return derivatives.apply(f, x), derivatives.apply(back, x), f.shared, f.adjoint.shared
+        return rules.apply(f, x), rules.apply(back, x), f.shared, f.adjoint.shared
 
     for y, again, shared, adjoint_shared in (yield body):
         assert torch.equal(y, again), case
@@ -103,9 +99,6 @@ def the_adjoint_of_the_adjoint_is_the_map(case: Case) -> Generator[Body, list[An
 
 
 def the_jvp_is_that_of_truth(case: Case) -> Generator[Body, list[Any], None]:
-    if None in case.shapes:  # not supported in transforms
-        return
-
     got = yield lambda r: cases.tangent_on_rank(case, r, SEED)
     expected = cases.tangents_in_truth(case, SEED)
     _close([m.output for m in got], [m.output for m in expected], case)
@@ -113,9 +106,6 @@ def the_jvp_is_that_of_truth(case: Case) -> Generator[Body, list[Any], None]:
 
 
 def vmap_is_a_loop(case: Case) -> Generator[Body, list[Any], None]:
-    if None in case.shapes:  # not supported in transforms
-        return
-
     def body(r: int) -> list[tuple[Tensor, Tensor]]:
         xs = [case.x(r, SEED + i) for i in range(3)]
         loop = torch.stack([case.call(x, r) for x in xs])
@@ -216,7 +206,7 @@ def modes_change_nothing(case: Case) -> Generator[Body, list[Any], None]:
 
     def body(r: int) -> tuple[list[Tensor], bool]:
         x = case.x(r, SEED)
-        leaf = x if x is None else x.clone().requires_grad_()
+        leaf = x.clone().requires_grad_()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found = [case.call(x, r)]
         with torch.no_grad():
@@ -279,14 +269,14 @@ def hold(pairs: Iterable[tuple[Property, Case]], n: int, run: Callable[..., list
     return {p for p, *_ in started}
 
 
-def _rule(case: Case, r: int) -> tuple[Tensor, linear.Linear]:
+def _rule(case: Case, r: int) -> tuple[Tensor, maps.Linear]:
     """Return an x for the map of a call, and the map, which is read from the autograd graph."""
     x = case.x(r, SEED)
-    y = case.call(None if x is None else x.requires_grad_(), r)
+    y = case.call(x.requires_grad_(), r)
     node = y.grad_fn
-    while not hasattr(node, "f"):  # a mean ends with a division by N
+    while not hasattr(node, "f"):  # a mean of half precision ends with a conversion
         node = node.next_functions[0][0]
-    like = derivatives.apply(node.f.adjoint, y.detach())
+    like = rules.apply(node.f.adjoint, y.detach())
     return case.v(like, r, SEED), node.f
 
 

@@ -74,9 +74,9 @@ def python(*arguments, returns=0, environment=None, timeout=100, **more):
 
 
 def profiled(call, *arguments):
-    """Return (name, bytes) of the collectives that ran in a call, in order; starts and waits are two."""
+    """Return (name, bytes) of the collectives that ran in a call, in order; a wait has none."""
     names = [event.name for event in _events("diffcoll.", call, *arguments)]
-    return [(name.split(":")[0], int(name.split()[-2])) for name in names]
+    return [(name.split(":")[0], int(name.split()[-2]) if name.endswith(" B") else 0) for name in names]
 
 
 def gloo_messages(call, *arguments):

@@ -1,11 +1,10 @@
-"""Ranks that differ in layout, order of keys, kind of wait, thread or gradient; and ranks that disagree.
+"""Ranks that differ in layout, order of keys, kind of wait or gradient; and ranks that disagree.
 
 Local differences change nothing: values and gradients equal those of truth. A disagreement is an error on every rank in
 check mode, and the group works afterwards.
 """
 
 import random
-import threading
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,8 +26,8 @@ from diffcoll.testing.layouts import with_layout
 
 SEED = 5
 RUNS = {"rules": rules, "gloo": partial(spawn, timeout=500), "mpi": partial(spawn, backend="mpi", timeout=500)}
-TREES = tuple(name for name in TAKE_TREES if name != "scatter")  # 0-d leaves, and leaves that are not divisible by N
-ASYNC = tuple(name for name in COLLECTIVES if name not in ("sum_gradients", "split"))
+TREES = TAKE_TREES  # 0-d leaves, and leaves that are not divisible by N
+ASYNC = tuple(name for name in COLLECTIVES if name not in ("scan", "sum_gradients", "split"))
 
 
 # ── local differences, which are allowed ─────────────────────────────────────────────────────────────────
@@ -76,7 +75,6 @@ class Way:
     order: int = 0  # of the keys of a tree
     async_op: bool = False
     requires_grad: bool = True
-    thread: bool = False
     policy: str = ""  # of the checkpoint, if there is one
     changed: str = ""  # how this rank disagrees with the others, see CHANGES
 
@@ -104,21 +102,20 @@ class Program:
 def inputs(step, r, way=None):
     way = way or step.ways[r]
     xs = [step.case.x(r, SEED + i) for i in range(step.leaves)]
-    xs = [None if x is None else LAYOUTS[way.layout](x).detach() for x in xs]
-    return [x if x is None else x.requires_grad_(way.requires_grad) for x in xs]
+    return [LAYOUTS[way.layout](x).detach().requires_grad_(way.requires_grad) for x in xs]
 
 
 def tree_of(xs, order):
     """A dict of the leaves with a nested list; the key order depends on `order`."""
     if len(xs) == 1:
         return xs[0]
-    pairs = [("b", xs[0]), ("a", list(xs[1:-1])), (3, xs[-1])]
+    pairs = [("b", xs[0]), ("a", list(xs[1:-1])), ("c", xs[-1])]
     random.Random(order).shuffle(pairs)
     return dict(pairs)
 
 
 def leaves_of(y, n):
-    return [y] if n == 1 else [y["b"], *y["a"], y[3]]
+    return [y] if n == 1 else [y["b"], *y["a"], y["c"]]
 
 
 def weighted(step, r, way, ys):
@@ -156,10 +153,10 @@ def on_rank(step, r, joint):
         value = checkpoint(loss, use_reentrant=False, **POLICIES[way.policy])
     else:
         value = loss()
-    value = joint(value) + sum(x.sum().real * 0 for x in xs if x is not None and x.requires_grad)
+    value = joint(value) + sum(x.sum().real * 0 for x in xs if x.requires_grad)
     if value.requires_grad:
         value.backward()
-    return [None if x is None or x.grad is None else x.grad.resolve_conj() for x in xs]
+    return [None if x.grad is None else x.grad.resolve_conj() for x in xs]
 
 
 def program_on_rank(program, r):
@@ -178,12 +175,7 @@ def program_on_rank(program, r):
         found.append(outcome)
 
     for step in program.steps:
-        if step.ways[r].thread:
-            thread = threading.Thread(target=one, args=(step,))
-            thread.start()
-            thread.join()
-        else:
-            one(step)
+        one(step)
     return found
 
 
@@ -195,12 +187,10 @@ def truth_of(step):
     by_leaf = [step.case.truth([xs[i] for xs in of_ranks]) for i in range(step.leaves)]
     for r, way in enumerate(ways):
         total = total + weighted(step, r, way, [ys[r] for ys in by_leaf])
-        total = total + sum(0 * x.abs().sum() for x in of_ranks[r] if x is not None)
-    flat = [x for xs in of_ranks for x in xs if x is not None]
+        total = total + sum(0 * x.abs().sum() for x in of_ranks[r])
+    flat = [x for xs in of_ranks for x in xs]
     grads = iter(torch.autograd.grad(total, flat, allow_unused=True))
-    return [
-        [None if x is None else torch.zeros_like(x) if (g := next(grads)) is None else g for x in xs] for xs in of_ranks
-    ]
+    return [[torch.zeros_like(x) if (g := next(grads)) is None else g for x in xs] for xs in of_ranks]
 
 
 def check(program, of_ranks):
@@ -215,7 +205,7 @@ def check(program, of_ranks):
         assert not errors, f"step {i}: {errors}\n{program!r}"
         for r, (got, right) in enumerate(zip(outcomes, truth_of(step), strict=True)):
             for a, b, x in zip(got, right, inputs(step, r), strict=True):
-                if x is None or not x.requires_grad:
+                if not x.requires_grad:
                     continue
                 a = torch.zeros_like(b) if a is None else a
                 torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9, equal_nan=True, msg=f"{i}, {r}\n{program!r}")
@@ -244,9 +234,7 @@ CHANGES = {"op": _other_op, "rank": _other_rank, "collective": _other_collective
 
 
 def changes_of(case, leaves):
-    found = ["absent", "checkpointed"]
-    if case.name != "scatter":  # the source's dtype is used there
-        found.append("dtype")
+    found = ["absent", "checkpointed", "dtype"]
     if case.name in ("all_reduce", "reduce", "reduce_scatter") and not case.dtype.is_complex:
         found.append("op")
     if any(key in case.arguments for key in ("src", "dst")):
@@ -279,7 +267,6 @@ def steps(draw, n, where, disagree):
             draw(st.integers(0, 5)),
             alike if where == "mpi" or disagree else case.name in ASYNC and draw(st.booleans()),
             draw(st.integers(0, 3)) > 0,
-            thread=where != "rules" and draw(st.integers(0, 3)) == 0,
             policy=draw(st.sampled_from(list(POLICIES))),
         )
 
@@ -346,9 +333,9 @@ def test_on_processes_at_length(where, disagree, seed):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("where", ["gloo", "mpi"])
 def test_compiled_on_one_rank_only(where):
-    """Compiled and eager ranks send the same messages. In graphs every rank passes an x to scatter."""
+    """Compiled and eager ranks send the same messages."""
     n = 2
-    table = [case for case in cases.table(n) if "async_op" not in case.arguments and None not in case.shapes]
+    table = [case for case in cases.table(n) if "async_op" not in case.arguments]
 
     def body(r):
         found = []

@@ -22,8 +22,6 @@ ADDS = ("all_reduce", "reduce_scatter", "reduce", "scan")
 def numbers(case, rank, dtype):
     """Return the case's values in another dtype, small enough for exact sums in all of them."""
     x = case.x(rank, seed=3)
-    if x is None:
-        return None
     scaled = (x * 4).round().clamp(-12, 12)
     return (scaled.abs() if dtype == torch.uint8 else scaled).to(dtype)
 
@@ -35,7 +33,7 @@ def test_every_collective(run, dtype):
         case
         for case in cases.table(N)
         if not (dtype == torch.bool and (case.name in ADDS or "op" in case.arguments))
-        and not (dtype in INTEGERS and case.arguments.get("op") in ("mean", "logsumexp", cases.largest_whole))
+        and not (dtype in INTEGERS and case.arguments.get("op") in ("mean", "logsumexp"))
         and not (dtype.is_complex and case.arguments.get("op") in calls._ORDERED)
     ]
     assert len(table) > 20
@@ -141,7 +139,7 @@ OPAQUE = [
     for name, dtype in sorted(vars(torch).items())
     if isinstance(dtype, torch.dtype) and re.match(r"u?int[1-7]$|bits|float4_", name)
 ]
-OPS = [Case(name, ((3, 2),) * N, {"op": op}) for name in ADDS[:3] for op in REDUCTIONS["even"]]
+OPS = [Case(name, ((3, 2),) * N, {"op": op}) for name in ADDS[:3] for op in REDUCTIONS]
 
 
 def test_no_dtype_is_forgotten():
@@ -158,16 +156,16 @@ def test_a_rare_dtype_works_or_is_an_error_of_its_own_rank(run):
     """The same error on all engines, before anything is sent, without a text about other ranks."""
     dtypes = [*UNSIGNED, *ONLY_MOVED, *OPAQUE, torch.complex32]
     dtypes = [torch.uint16, torch.float8_e5m2, torch.int4, torch.complex32] if run is mpi else dtypes
-    table = [case for case in [*cases.table(N), *OPS] if not callable(case.arguments.get("op")) and not case.few]
+    table = [case for case in [*cases.table(N), *OPS] if not case.few]
 
     def wide(case, r, dtype):
         kind = torch.complex64 if dtype.is_complex else torch.float32
         x = numbers(case, r, kind)
-        return x if x is None or dtype.is_complex else x.abs()
+        return x if dtype.is_complex else x.abs()
 
     def rare(case, r, dtype):
         x = wide(case, r, dtype)
-        return x if x is None else torch.empty(x.shape, dtype=dtype) if dtype in OPAQUE else x.to(dtype)
+        return torch.empty(x.shape, dtype=dtype) if dtype in OPAQUE else x.to(dtype)
 
     def body(r):
         found = {}
@@ -188,12 +186,8 @@ def test_a_rare_dtype_works_or_is_an_error_of_its_own_rank(run):
             of_ranks = [found[str(dtype), i] for found, _ in everything]
             op = case.arguments.get("op", "sum" if case.name in ADDS else None)
             if op in ("max", "min") if dtype == torch.complex32 else dtype in OPAQUE or op is not None:
-                for r, error in enumerate(of_ranks):
-                    if case.shapes[r] is None:  # it takes the dtype of rank src
-                        assert error.startswith("CollectiveMismatchError: scatter: an argument is invalid on rank ")
-                    else:
-                        assert re.match(rf"TypeError: {case.name}: (x|op): got .*{dtype}, expected ", error), error
-                    assert "look at" not in error
+                for error in of_ranks:
+                    assert re.match(rf"TypeError: {case.name}: (x|op): got .*{dtype}, expected ", error), error
                 continue
             expected = case.truth([wide(case, r, dtype) for r in range(N)])
             for a, b in zip(of_ranks, expected, strict=True):
@@ -249,12 +243,12 @@ def test_rare_dtypes_are_moved(run):
 
     def body(r, dtype):
         with dc.check_mode(checked):
-            return [case.call(None if x is None else x.abs().to(dtype), r) for case in table for x in [case.x(r, 0)]]
+            return [case.call(case.x(r, 0).abs().to(dtype), r) for case in table]
 
     for dtype in (torch.uint16, torch.float8_e4m3fn, torch.complex32):
         found = run(body, range(N), [dtype] * N)
         for i, case in enumerate(table):
-            xs = [None if x is None else x.abs().to(dtype).to(torch.complex64) for x in map(case.x, range(N), [0] * N)]
+            xs = [case.x(r, 0).abs().to(dtype).to(torch.complex64) for r in range(N)]
             for y, expected in zip(found, case.truth(xs), strict=True):
                 assert y[i].dtype == dtype
                 assert torch.equal(y[i].to(torch.complex64), expected), case

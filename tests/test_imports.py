@@ -24,35 +24,17 @@ LAYERS = {
     "averaging": {"averaging"},
     "nn": {"nn"},
     "diffcoll": {"diffcoll"},
-    "compat": {"compat"},
     "integrations": {"integrations"},
     "testing": {"testing"},
     "cli": {"cli", "__main__"},
 }
 ORDER = list(LAYERS)
-#: Maps that are each other's adjoint.
-ADJOINT = {
-    frozenset(pair)
-    for pair in (
-        ("all_gather", "reduce_scatter"),
-        ("all_gather", "split"),
-        ("all_reduce", "sum_gradients"),
-        ("broadcast", "reduce"),
-        ("gather", "scatter"),
-    )
-}
-#: Imported when something is first traced, as it takes time to make an op of every map, or after mpi4py.
-DEFERRED = {
-    ("collectives.scatter", "core.compiled"),
-    ("core.derivatives", "core.compiled"),
-    ("core.product", "core.compiled_product"),
-    ("core.groups", "engines.local"),
-    ("core.groups", "engines.mpi"),
-}
+#: Imported when something is first traced, as it takes time, or after mpi4py.
+DEFERRED = {("core.rules", "core.compiled"), ("core.groups", "engines.local"), ("core.groups", "engines.mpi")}
 
 
 def name_of(path):
-    """Return the module's name, e.g. core.linear; a package has the name of its folder."""
+    """Return the module's name, e.g. core.maps; a package has the name of its folder."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__") or "diffcoll"
 
@@ -96,7 +78,7 @@ def layer(module):
 
 
 def test_arrows_go_down():
-    assert MODULES.keys() >= {"diffcoll", "core.linear", "collectives.all_reduce", "cli.verify", "__main__"}
+    assert MODULES.keys() >= {"diffcoll", "core.maps", "collectives.all_reduce", "cli.verify", "__main__"}
     for module, to in ARROWS.items():
         for other in to:
             assert layer(other) <= layer(module), f"{module} imports {other}, which stands above it"
@@ -112,28 +94,15 @@ def test_only_users_import_adapters_to_frameworks():
         assert module in adapters or not any(name.startswith("lightning") for name in FOREIGN[module]), module
 
 
-def test_circles_are_pairs_of_adjoints():
+def test_no_modules_import_each_other():
+    """Pairs of adjoint maps stand in one file."""
     library = [module for module in MODULES if layer(module) < ORDER.index("testing")]
     assert {(a, b) for a in library for b, deferred in ARROWS[a].items() if deferred} == DEFERRED
-    left = {
-        module: {other for other, deferred in to.items() if not deferred and not _adjoint(module, other)}
-        for module, to in ARROWS.items()
-    }
+    left = {module: {other for other, deferred in to.items() if not deferred} for module, to in ARROWS.items()}
     while free := [module for module, to in left.items() if not to & left.keys()]:
         for module in free:
             del left[module]
     assert not left, f"these import each other in a circle: {sorted(left)}"
-
-
-def _adjoint(module, other):
-    names = [name.partition("collectives.")[2] for name in (module, other)]
-    return frozenset(names) in ADJOINT
-
-
-def test_the_pairs_are_those_of_the_maps():
-    found = {frozenset((a, b)) for a, to in ARROWS.items() for b in to if a in ARROWS[b] and (a, b) not in DEFERRED}
-    found -= {frozenset(pair) for pair in DEFERRED}
-    assert found == {frozenset(f"collectives.{name}" for name in pair) for pair in ADJOINT}
 
 
 def test_a_listing_of_collectives_is_the_list_of_collectives():
@@ -147,13 +116,9 @@ def test_private_torch_api_is_used_where_its_reason_is_stated():
 
 
 def test_only_these_modules_run_maps():
-    """So every collective is compared: public functions return maps to `core.call`, which compares and runs them."""
-    run = [
-        f"diffcoll.core.{name}" for name in ("derivatives.apply", "derivatives.start", "moves.move", "moves.InFlight")
-    ]
-    found = {module for module, names in OWN.items() if not names.isdisjoint(run)}
-    below = {"core.agreement", "core.call", "core.compiled", "core.derivatives", "core.reducing"}
-    assert {module for module in found if module.startswith(("collectives", "core"))} == below
+    """So every message is compared in check mode and named in profiles: `core.moves` does both."""
+    run = {f"diffcoll.core.moves.{name}" for name in ("move", "InFlight")}
+    assert {module for module, names in OWN.items() if names & run} == {"core.rules", "core.compiled"}
 
 
 # ── what `import diffcoll` imports ───────────────────────────────────────────────────────────────────────
@@ -235,7 +200,8 @@ def test_nothing_reads_the_time_of_day():
 def test_helpers_of_tests_have_names_of_their_own():
     """In one run the folders of tests, examples and notes are on the path together: the first of a name is imported."""
     top = ROOT.parent
-    paths = [*top.glob("examples/*.py"), *top.glob("notes/*.py"), *top.glob("tests/**/*.py")]
+    tests = [path for path in top.glob("tests/**/*.py") if not (path.parent / "__init__.py").exists()]
+    paths = [*top.glob("examples/*.py"), *top.glob("notes/*.py"), *tests]
     names = Counter(path.stem for path in paths if path.stem not in ("conftest", "__init__"))
     assert len(names) > 150
     assert not [name for name, count in names.items() if count > 1]

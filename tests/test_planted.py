@@ -1,6 +1,6 @@
 """The property tests detect wrong rules: each planted mistake makes a property fail."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import properties
@@ -10,15 +10,16 @@ from runs import rules
 
 import diffcoll as dc
 from diffcoll.collectives import COLLECTIVES
-from diffcoll.core.linear import Linear, linear_map
+from diffcoll.core import maps
+from diffcoll.core.maps import Linear
 from diffcoll.testing import cases
 
 N = 3
 
 
 def rule_of(name):
-    module = __import__(f"diffcoll.collectives.{name}", fromlist=["x"])
-    return getattr(module, "".join(word.title() for word in name.split("_")))
+    others = {"gather": "AllToAll", "scatter": "AllToAll", "shift": "Permute"}
+    return getattr(maps, others.get(name, "".join(word.title() for word in name.split("_"))))
 
 
 def held(name):
@@ -32,7 +33,7 @@ def held(name):
     return True
 
 
-@linear_map
+@dataclass(eq=False)
 class Wrong(Linear):
     """The map `right` with a planted mistake."""
 
@@ -40,9 +41,9 @@ class Wrong(Linear):
     right: Linear
     mistake: str
 
-    def start(self, x):
+    def start(self, x, later=False):
         n, rank = self.engine.size, self.engine.rank
-        y = self.right.start(x if self.mistake != "no reduction" else x * n if rank == 0 else x * 0)()
+        y = self.right.start(x if self.mistake != "no reduction" else x * n if rank == 0 else x * 0, later)()
         return lambda: self.spoil(x, y, n, rank)
 
     def spoil(self, x, y, n, rank):
@@ -74,7 +75,7 @@ MISTAKES = ["times N", "by N", "no reduction", "local", "ranks swapped", "one ra
 def test_a_wrong_adjoint_is_detected(monkeypatch, name, mistake):
     rule = rule_of(name)
     right = rule.adjoint
-    monkeypatch.setattr(rule, "adjoint", property(lambda f: Wrong(f.engine, right.func(f), mistake)))
+    monkeypatch.setattr(rule, "adjoint", property(lambda f: Wrong(f.engine, right.fget(f), mistake)))
     assert not held(name)
 
 
@@ -87,17 +88,17 @@ def test_a_wrong_forward_is_detected(monkeypatch, name, mistake):
     if (name, mistake) == ("sum_gradients", "local"):
         pytest.skip("its forward is local")
 
-    def start(f, x):
+    def start(f, x, later=False):
         if not (x.is_floating_point() or x.is_complex()):
-            return right(f, x)  # sizes that the ranks exchange
+            return right(f, x, later)  # sizes that the ranks exchange
 
         class Right:
             engine = f.engine
 
-            def start(self, x):
-                return right(f, x)
+            def start(self, x, later=False):
+                return right(f, x, later)
 
-        return Wrong(f.engine, Right(), mistake).start(x)
+        return Wrong(f.engine, Right(), mistake).start(x, later)
 
     monkeypatch.setattr(rule, "start", start)
     assert not held(name)
@@ -108,7 +109,7 @@ def test_a_replicated_adjoint_of_a_partial_gradient_is_detected(monkeypatch, nam
     """As in a gather that detaches the other ranks' tensors: each rank gets the gradient of its own loss alone."""
     rule = rule_of(name)
     right = rule.adjoint
-    monkeypatch.setattr(rule, "adjoint", property(lambda f: right.func(replace(f, replicated=True))))
+    monkeypatch.setattr(rule, "adjoint", property(lambda f: right.fget(replace(f, replicated=True))))
     assert not held(name)
 
 

@@ -74,7 +74,7 @@ class GradientAverager:
         comm_dtype: the dtype in which gradients are sent and added; None: their own.
         deterministic: add in the order of ranks, so that gradients have the same bits on every engine and for every
             `bucket_mb`. Buckets are then sent at the end of backward and do not overlap with it; see
-            notes/collectives/deterministic.md. Not with `comm_hook`.
+            notes/training/gradient-averager.md. Not with `comm_hook`.
         broadcast_parameters: copy rank 0's parameters to all ranks on construction.
         broadcast_buffers: `"once"`: copy rank 0's buffers, integers included, to all ranks on construction, if a module
             is given. `"each forward"`: also before each training forward of the module that follows a reduction, which
@@ -95,7 +95,7 @@ class GradientAverager:
         CollectiveMismatchError: the ranks' parameters, buffers to be broadcast or arguments differ; raised on all
             ranks, with the first difference. From backward: on some ranks other parameters are frozen, or `comm_hook`
             has raised or sent other tensors.
-        CollectiveFailedError: from backward: a rank died or did not call it; names the bucket and, if known, the rank.
+        CollectiveFailedError: from backward: a rank died or did not call it; names the bucket.
         RuntimeError: from backward: gradients would be wrong, with the cause, e.g. an optimizer step within backward.
 
     Source: notes/training/averaging.md.

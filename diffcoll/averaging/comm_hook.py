@@ -18,7 +18,7 @@ from torch import Tensor
 from diffcoll.averaging.buckets import Bucket
 from diffcoll.averaging.messages import communicating
 from diffcoll.averaging.policy import NAME, name_of
-from diffcoll.core import checks
+from diffcoll.core import check_mode
 from diffcoll.core.pending import Pending
 from diffcoll.engines.engine import Engine, Wait
 from diffcoll.engines.types import Group
@@ -137,8 +137,8 @@ class CommHook:
         y = x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         engine, at, waits, key = self._engine, self._at, self._waits, object()
         if engine.size > 1:
-            with communicating(engine, at, y.nbytes, what, _REMEDY, later=engine.overlaps(y)):
-                waits[key] = engine.all_reduce(y, y)
+            with communicating(engine, at, y.nbytes, what, _REMEDY):
+                waits[key] = engine.all_reduce(y, y, engine.overlaps(y))
 
         def wait() -> Tensor:
             if key in waits:
@@ -155,7 +155,7 @@ class CommHook:
         if self._engine.size == 1:
             return
         try:
-            checks.compare(self._engine, (NAME, self._at, does), f"{NAME}, {self._at}: {text}")
+            check_mode.compare(self._engine, (NAME, self._at, does), f"{NAME}, {self._at}: {text}")
         except Exception as error:
             self._error = error
             raise

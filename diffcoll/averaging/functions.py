@@ -16,7 +16,7 @@ from diffcoll.core.errors import message
 from diffcoll.core.expect import is_number, not_negative
 from diffcoll.core.groups import resolve
 from diffcoll.core.reductions import Op
-from diffcoll.core.torch_private.trees import tree_flatten
+from diffcoll.core.trees import tree_flatten
 from diffcoll.engines.types import Group
 
 

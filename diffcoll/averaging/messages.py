@@ -16,9 +16,10 @@ from torch import Tensor
 from diffcoll.averaging.policy import NAME
 from diffcoll.collectives.broadcast import broadcast
 from diffcoll.core.control import Control
-from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
+from diffcoll.core.errors import CollectiveFailedError
 from diffcoll.core.torch_private.tracing import is_profiling
 from diffcoll.engines.engine import Engine
+from diffcoll.engines.turn import Turn
 from diffcoll.engines.types import Group
 
 #: Why a rank may not have joined a reduction, and the remedy.
@@ -31,29 +32,22 @@ _BYTES = 64 << 20
 
 
 @contextlib.contextmanager
-def communicating(
-    engine: Engine, at: str, nbytes: int, what: str, remedy: str, *, later: bool = False
-) -> Iterator[None]:
+def communicating(engine: Engine, at: str, nbytes: int, what: str, remedy: str) -> Iterator[None]:
     """Take the engine's turn for the message `at`, label the profile, and add to an error of the backend.
 
-    An error names the message, its contents `what`, the absent ranks, and by `remedy` what these may have done.
-    `later`: whether what starts here is waited for later.
+    An error names the message, its contents `what`, and by `remedy` what other ranks may have done.
     """
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(engine.turn(f"{NAME}, {at}", later=later))
+            stack.enter_context(Turn(engine, f"{NAME}, {at}"))
             if is_profiling():
                 label = f"diffcoll.{NAME} {at} ({what}): {engine.description}, {nbytes} B"
                 stack.enter_context(torch.profiler.record_function(label))
             yield
-    except CollectiveMismatchError:
-        raise
-    except RuntimeError as failed:
+    except CollectiveFailedError as failed:
         error = failed.__cause__ or failed  # the backend's
-        absent = engine.absent()
-        who = f"rank {', '.join(map(str, absent))} did not join: it" if absent else "a rank"
         said = " ".join(str(error).split())
-        text = f"{NAME}, {at} ({what}): failed on rank {engine.rank} of {engine.description}: {said}; {who} {remedy}"
+        text = f"{NAME}, {at} ({what}): failed on rank {engine.rank} of {engine.description}: {said}; a rank {remedy}"
         raise CollectiveFailedError(text) from error
 
 

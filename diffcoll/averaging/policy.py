@@ -181,8 +181,8 @@ class Settings:
 
 def read_reduction(name: str, value: object, allowed: tuple[str, ...]) -> str:
     """Return the name that an argument `reduction` stands for, as `op` of `all_reduce` may be spelled."""
-    found, factor = spelled(value) or (None, None)
-    if found not in allowed or factor is not None:
+    found = spelled(value)
+    if found is None or found not in allowed:
         *others, last = (f'"{each}"' for each in allowed)
         raise ValueError(message(name, "reduction", repr(value), f"{', '.join(others)} or {last}"))
     return found

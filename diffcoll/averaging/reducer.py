@@ -36,7 +36,7 @@ from diffcoll.averaging.module_buffers import ModuleBuffers
 from diffcoll.averaging.policy import NAME, Policy, Settings
 from diffcoll.averaging.sending import EXTRA, Sender
 from diffcoll.averaging.watch import ModuleTree
-from diffcoll.core import checks
+from diffcoll.core import check_mode
 from diffcoll.core.control import Control
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
 from diffcoll.core.torch_private.tensors import version
@@ -91,7 +91,7 @@ class Reducer:
             raise
 
     def _begin(self, tasks: set[int]) -> Collecting:
-        is_checked = checks.is_on() if self.now is None else self.now.is_checked
+        is_checked = check_mode.is_on() if self.now is None else self.now.is_checked
         self.now = None
         refuse_ended(self.engine)
         self.now = now = Collecting(tasks, is_checked)
@@ -238,7 +238,7 @@ class Reducer:
             self._agreed = self.trainable
 
     def _compare(self, facts: object, text: str) -> None:
-        checks.compare(self.engine, (NAME, facts), f"{NAME}, {text}", name=f"{NAME}, which parameters are frozen")
+        check_mode.compare(self.engine, (NAME, facts), f"{NAME}, {text}", name=f"{NAME}, which parameters are frozen")
 
     # ── sent → idle ──────────────────────────────────────────────────────────────────────────────────────
 

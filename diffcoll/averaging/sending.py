@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from functools import partial
 
 import torch
 
@@ -34,9 +35,9 @@ class Sender:
         now.waits.append(done)
         if engine.size == 1 or (self._has_hook and bucket is not self.buckets[-1]):
             return
-        with self._communicating(bucket, later=bucket.overlaps):
-            reduce = engine.all_reduce_in_order if self._in_order else engine.all_reduce
-            now.waits[-1] = reduce(bucket.row, bucket.row)
+        with self._communicating(bucket):
+            reduce = partial(Engine.all_reduce, engine) if self._in_order else engine.all_reduce
+            now.waits[-1] = reduce(bucket.row, bucket.row, bucket.overlaps)
 
     def wait(self, now: Collecting) -> None:
         """Wait for all buckets."""
@@ -59,6 +60,6 @@ class Sender:
         """NaN if a rank has failed in the last reduction, else infinity if one has skipped it, else 0."""
         return float(self.buckets[-1].tail.real[-3])
 
-    def _communicating(self, bucket: Bucket, later: bool = False) -> contextlib.AbstractContextManager[None]:
+    def _communicating(self, bucket: Bucket) -> contextlib.AbstractContextManager[None]:
         at = f"bucket {self.buckets.index(bucket)} of {len(self.buckets)}"
-        return communicating(self._engine, at, bucket.row.nbytes, str(bucket), ABSENT, later=later)
+        return communicating(self._engine, at, bucket.row.nbytes, str(bucket), ABSENT)

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from diffcoll.cli.importing import NotUsableError, called, named, place
 from diffcoll.cli.page import STYLES, page
-from diffcoll.core.torch_private.trees import tree_flatten
+from diffcoll.core.trees import tree_flatten
 from diffcoll.engines.process_state import seed_rank
 from diffcoll.testing.gradients import assert_matches_single_process, check_gradients
 from diffcoll.testing.harness.packing import arguments_of

@@ -116,9 +116,9 @@ def _is_ours_alone(case: Case) -> bool:
     The replicated world, uneven blocks outside of all_to_all, sizes to be asked for, and most ways to reduce.
     """
     a = case.arguments
-    if a.get("op", "sum") not in _OPS or a.get("ties") == "first" or a.get("async_op"):
+    if a.get("op", "sum") not in _OPS or a.get("async_op"):
         return True
-    uneven = "sizes" in a or "auto" in case.per_rank.get("concat_sizes", []) or None in case.shapes
+    uneven = "sizes" in a or "auto" in case.per_rank.get("concat_sizes", [])
     two_dims = case.name == "all_to_all" and bool(case.per_rank) and "split_dim" in a
     return a.get("grad_placement") == "replicate" or uneven or two_dims
 

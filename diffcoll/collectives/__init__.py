@@ -1,4 +1,4 @@
-"""The linear collectives, one file each. Their common base is `diffcoll.core.linear`.
+"""The linear collectives, one file each. Their maps are in `diffcoll.core.maps`.
 
 `COLLECTIVES` is the list of them. The public API, the tests, `diffcoll verify` and notes/collectives/README.md are
 generated from it or checked against it.

@@ -3,77 +3,22 @@
 forward   y_r  = [x_0 … x_{N-1}]          joined along dim
 adjoint   gx_r = (Σ_s gy_s)[block r]      reduce_scatter
           gx_r = gy_r[block r]            replicated: split
-note      notes/collectives/all_gather.md             truth  diffcoll.truth.all_gather
+note      notes/collectives/collectives.md#all_gather   truth  diffcoll.truth.all_gather
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, ClassVar, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from diffcoll.collectives import reduce_scatter, split
-from diffcoll.core import trees
 from diffcoll.core.arguments import Call, Sizes, Tree
-from diffcoll.core.blocks import join
-from diffcoll.core.bound import Bound, BoundTree
-from diffcoll.core.call import perform
-from diffcoll.core.linear import Linear, linear_map, then
+from diffcoll.core.call import Bound, perform
+from diffcoll.core.maps import AllGather, named
 from diffcoll.core.pending import Pending
+from diffcoll.core.tree_calls import by_blocks
 from diffcoll.engines.types import GradPlacement, Group
-
-
-@linear_map
-class AllGather(Linear):
-    """y_r = [x_0 … x_{N-1}], with sizes[s] the size of x_s along dim."""
-
-    name: ClassVar[str] = "all_gather"
-    reads_at_once: ClassVar[bool] = True
-    dim: int
-    sizes: tuple[int, ...]
-    replicated: bool = False
-    deterministic: bool = False
-    #: Dtype in which x is sent, exact for every x; the adjoint sends gradients in theirs. None: x's own.
-    sent: torch.dtype | None = None
-
-    @override
-    def start(self, x: Tensor) -> Callable[[], Tensor]:
-        if self.sent is None:
-            return self._start(x)
-        dtype, wait = x.dtype, self._start(x.to(self.sent))
-        return lambda: wait().to(dtype)
-
-    def _start(self, x: Tensor) -> Callable[[], Tensor]:
-        engine = self.engine
-        row, counts, joined = join(x, x.shape, self.dim, self.sizes, engine)
-        if not engine.now.later:
-            return then(engine.all_gather(x.contiguous(), row, counts), joined)
-        row.split_with_sizes(counts)[engine.rank].view(x.shape).copy_(x)  # x may change
-        return then(engine.all_gather(None, row, counts), joined)
-
-    @override
-    def shape(self, x: Sequence[int]) -> list[int]:
-        return [*x[: self.dim], sum(self.sizes), *x[self.dim + 1 :]]
-
-    @override
-    def bytes(self, x: Tensor) -> int:
-        return x.nbytes if self.sent is None else x.numel() * self.sent.itemsize
-
-    @cached_property
-    def adjoint(self) -> Linear:
-        """gx_r = (Σ_s gy_s)[block r]; replicated: gx_r = gy_r[block r]."""
-        if self.replicated:
-            return split.Split(self.engine, self.dim, self.sizes, self.deterministic)
-        return reduce_scatter.ReduceScatter(self.engine, self.dim, self.sizes, self.deterministic)
-
-    @property
-    @override
-    def shared(self) -> tuple[bool, bool]:
-        return False, self.replicated
 
 
 @overload
@@ -100,19 +45,6 @@ def all_gather(
     grad_placement: GradPlacement = ...,
     async_op: Literal[True],
 ) -> Pending[Tree]: ...
-
-
-@overload
-def all_gather(
-    x: Tree,
-    dim: int = ...,
-    *,
-    group: Group = ...,
-    sizes: Sizes = ...,
-    stack: bool = ...,
-    grad_placement: GradPlacement = ...,
-    async_op: bool,
-) -> Tree | Pending[Tree]: ...
 
 
 def all_gather(
@@ -145,38 +77,34 @@ def all_gather(
             and the objective is their sum; the backward sums all ranks' gradients of this rank's block. `"replicate"`
             or `Replicate()`: every rank computes the same loss from y (tensor parallelism), which counts once; the
             backward takes this rank's block of the gradient, without communication.
-        async_op: do not block: return a `Pending`, whose `wait()` gives the result. Communication overlaps with
-            computation in the backward too.
+        async_op: return a `Pending` at once, whose `wait()` gives the result; the adjoint overlaps in backward too.
 
     Returns:
         A new contiguous tensor of x's dtype, the same on every rank.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
+        CollectiveMismatchError: on all ranks, with `sizes="auto"`, if their x differ in dtype or another dimension.
 
-    Source: notes/collectives/all_gather.md.
+    Source: notes/collectives/collectives.md#all_gather.
     """
-    return perform(
-        _all_gather, "all_gather", x, group, async_op, dim=dim, sizes=sizes, stack=stack, grad_placement=grad_placement
-    )
-
-
-def _all_gather(call: Call, x: Any) -> Bound | BoundTree:
+    arguments = {"dim": dim, "sizes": sizes, "stack": stack, "grad_placement": grad_placement}
+    call = Call("all_gather", x, group, async_op, arguments)
     replicated = call.replicated()
-    if call.flag("stack") and call.arguments["sizes"] is not None:
+    if call.flag("stack") and sizes is not None:
         raise call.error("sizes", "None with stack=True, where every rank has one slice")
     if not isinstance(x, Tensor):
-        ranks = list(range(call.engine.size))
-        rows = trees.Rows(_block, lambda call, sizes: AllGather(call.engine, 0, sizes, replicated), ranks)
-        return trees.by_blocks(call, _all_gather, rows)
-    block, d = _block(call, x)
+        return by_blocks(call, block_of, replicated)
+    block, d = block_of(call, x)
     f = AllGather(call.engine, d, call.sizes_of_all(block, d), replicated)
-    return Bound(call, f, x, (lambda x: x.unsqueeze(d)) if block is not x else None)
+    if block is not x:
+        named(f, "all_gather", "stacked")  # the shape of the block is not that of x
+    return perform(call, Bound(f, block))
 
 
-def _block(call: Call, x: Tensor) -> tuple[Tensor, int]:
+def block_of(call: Call, x: Tensor) -> tuple[Tensor, int]:
     """Return x as a block, and the dimension to concatenate along."""
-    new = call.arguments["stack"] or x.dim() == 0
+    new = call.arguments.get("stack", False) or x.dim() == 0
     d = call.dim("dim", x, new=new)
     return (x.unsqueeze(d) if new else x), d
 
@@ -186,9 +114,7 @@ def gathered_as(dtype: torch.dtype, x: Tensor, sizes: list[int], group: Group) -
 
     The ranks' gradients are sent and added in the dtype of x.
     """
-
-    def bind(call: Call, x: Tensor) -> Bound:
-        return Bound(call, AllGather(call.engine, 0, call.sizes_of_all(x, 0), sent=dtype), x)
-
-    y: Tensor = perform(bind, "all_gather", x, group, False, dim=0, sizes=sizes, stack=False, grad_placement="partial")
+    arguments = {"dim": 0, "sizes": sizes, "stack": False, "grad_placement": "partial"}
+    call = Call("all_gather", x, group, False, arguments)
+    y: Tensor = perform(call, Bound(AllGather(call.engine, 0, call.sizes_of_all(x, 0), sent=dtype), x))
     return y

@@ -2,54 +2,18 @@
 
 forward   y_r  = x_r               x replicated
 adjoint   gx_r = Σ_s gy_s          all_reduce, replicated
-note      notes/collectives/all_reduce.md#sum_gradients   truth  diffcoll.truth.sum_gradients
+note      notes/collectives/collectives.md#sum_gradients   truth  diffcoll.truth.sum_gradients
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property
-from typing import Any, ClassVar
-
-import torch
 from torch import Tensor
-from typing_extensions import override
 
-from diffcoll.collectives import all_reduce
-from diffcoll.core import trees
 from diffcoll.core.arguments import Call, Tree
-from diffcoll.core.bound import Bound, BoundTree
-from diffcoll.core.call import perform
-from diffcoll.core.linear import Linear, linear_map
+from diffcoll.core.call import Bound, perform
+from diffcoll.core.maps import SumGradients
+from diffcoll.core.tree_calls import by_message
 from diffcoll.engines.types import Group
-
-
-@linear_map
-class SumGradients(Linear):
-    """y_r = x.
-
-    y is a copy: it may be modified in place, and autograd may pass one gradient to several inputs, which must not share
-    memory.
-    """
-
-    name: ClassVar[str] = "sum_gradients"
-    reads_at_once: ClassVar[bool] = True
-    deterministic: bool = False
-
-    @override
-    def start(self, x: Tensor) -> Callable[[], Tensor]:
-        y = x.clone(memory_format=torch.contiguous_format)
-        return lambda: y
-
-    @cached_property
-    def adjoint(self) -> Linear:
-        """gx_r = Σ_s gy_s."""
-        return all_reduce.AllReduce(self.engine, True, self.deterministic)
-
-    @property
-    @override
-    def shared(self) -> tuple[bool, bool]:
-        return True, False
 
 
 def sum_gradients(x: Tree, *, group: Group = None) -> Tree:
@@ -77,12 +41,12 @@ def sum_gradients(x: Tree, *, group: Group = None) -> Tree:
     Raises:
         TypeError, ValueError: an argument is invalid.
 
-    Source: notes/collectives/all_reduce.md#sum_gradients.
+    Source: notes/collectives/collectives.md#sum_gradients.
     """
-    return perform(_sum_gradients, "sum_gradients", x, group)
+    call = Call("sum_gradients", x, group, False, {})
+    y: Tree = perform(call, _bind(call, x)) if isinstance(x, Tensor) else by_message(call, _bind)
+    return y
 
 
-def _sum_gradients(call: Call, x: Any) -> Bound | BoundTree:
-    if isinstance(x, Tensor):
-        return Bound(call, SumGradients(call.engine), x)
-    return trees.by_message(call, _sum_gradients)
+def _bind(call: Call, x: Tensor) -> Bound:
+    return Bound(SumGradients(call.engine), x)

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcoll.core import trees
-from diffcoll.core.agreement import Agreement
 from diffcoll.core.control import digest
 from diffcoll.core.errors import CollectiveMismatchError, message
+from diffcoll.core.exchange import exchanged
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import assume
-from diffcoll.core.torch_private.trees import tree_paths
+from diffcoll.core.trees import tree_flatten, tree_paths
 from diffcoll.engines.types import Group
 
 
@@ -24,7 +23,10 @@ def batch_leaves(name: str, tree: object, argument: str = "tree") -> tuple[list[
     Raises:
         TypeError, ValueError: a leaf is not a tensor with a dim 0, or there is none; `name` is the function's.
     """
-    leaves, rebuild = trees.flattened(name, argument, tree)
+    try:
+        leaves, rebuild = tree_flatten(tree)
+    except TypeError as error:
+        raise TypeError(f"{name}: {argument}: {error}") from None
     for path, leaf in zip(tree_paths(tree), leaves, strict=True):
         at = f"{argument}{path}"
         if not isinstance(leaf, Tensor):
@@ -85,21 +87,21 @@ def lengths_of_ranks(
             compiled function cannot compare numbers that it receives, and sends 0.
     """
     compiling = torch.compiler.is_compiling()
-    call = Agreement(name, leaves[0], resolve(group, name), False, {})
+    engine = resolve(group, name)
     facts = "" if compiling else _facts(tree, leaves)
     even = all(length == mine[0] for length in mine)
     summary = [bits if compiling else digest(facts) << 3 | bits, mine[0] if even else -1]
-    rows = call.gather_numbers(summary)
+    rows = exchanged(engine, summary)
     differing = [] if compiling else [r for r, row in enumerate(rows) if 0 != row[0] >> 3 != rows[0][0] >> 3 != 0]
     if differing:
         raise CollectiveMismatchError(
             f"{name}: tree: rank {differing[0]} differs from rank 0 in paths, dtypes or dimensions other than 0, "
-            f"expected the same on all ranks; rank {call.engine.rank} has {facts}"
+            f"expected the same on all ranks; rank {engine.rank} has {facts}"
         )
     all_bits = [row[0] % 8 for row in rows]
     if len(mine) == 1 or all(length >= 0 for _, length in rows):
         return [[length] * len(mine) for _, length in rows], all_bits
-    return call.gather_numbers(mine), all_bits
+    return exchanged(engine, mine), all_bits
 
 
 def _facts(tree: object, leaves: list[Tensor]) -> str:

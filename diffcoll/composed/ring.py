@@ -1,24 +1,25 @@
 """The blocks of all ranks one after the other, passed around a ring.
 
-forward   block i on rank r is x_{r − i}, i = 0 … N−1: N − 1 shifts
-adjoint   gx_r = gblock_0 + shift back of (gblock_1 + shift back of (…)): N − 1 shifts back
+forward   block i on rank r is x_{r − i}, i = 0 … N−1: N − 1 messages to the next rank
+adjoint   gx_r = gblock_0 + passed back (gblock_1 + passed back (…)): N − 1 messages back
 note      notes/collectives/ring.md
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
 from torch import Tensor
 
-from diffcoll.collectives.shift import shift
+from diffcoll.collectives.all_to_all import all_to_all
 from diffcoll.composed.leaves import batch_leaves, lengths_of_ranks
-from diffcoll.core import trees
-from diffcoll.core.arguments import Call, Tree
+from diffcoll.core.arguments import Tree
 from diffcoll.core.groups import resolve
-from diffcoll.core.torch_private.trees import tree_paths
+from diffcoll.core.joint import is_joint
+from diffcoll.core.pending import Pending
+from diffcoll.core.trees import by_dtype, row_of, unpacked
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group
 
@@ -41,7 +42,7 @@ def ring(tree: Tree, *, group: Group = None) -> Iterator[tuple[int, Tree]]:
     `next()`. A loop may be left early, on all ranks after the same block: the next collective in the group then waits
     for the block in flight.
 
-    The backward of the loop is a chain of shifts that all ranks run. If a rank's loss does not use a block, enter
+    The backward of the loop is a chain of messages that all ranks run. If a rank's loss does not use a block, enter
     `dc.joint_backward()` on all ranks, or the other ranks wait.
 
     Args:
@@ -61,12 +62,18 @@ def ring(tree: Tree, *, group: Group = None) -> Iterator[tuple[int, Tree]]:
     """
     engine = resolve(group, _NAME)
     leaves, rebuild = batch_leaves(_NAME, tree)
-    for path, leaf in zip(tree_paths(tree), leaves, strict=True):
-        Call(_NAME, leaf, engine, False, {}).tensor(leaf, f"tree{path}")
     mine = [len(leaf) for leaf in leaves]
-    alone = engine.size == 1
-    sizes = [mine] if alone else lengths_of_ranks(_NAME, tree, leaves, mine, group)[0]
+    sizes = [mine] if engine.size == 1 else lengths_of_ranks(_NAME, tree, leaves, mine, group)[0]
     return _blocks(tree, leaves, rebuild, sizes, engine, group)
+
+
+def passed_on(row: Tensor, held: Sequence[int], engine: Engine, group: Group) -> Pending[Tensor]:
+    """Start to send a row to the next rank, and to receive the previous one's; `held`: how long each rank's is."""
+    n, rank = engine.size, engine.rank
+    to, source = (rank + 1) % n, (rank - 1) % n
+    sent = [held[rank] if s == to else 0 for s in range(n)]
+    received = [held[source] if s == source else 0 for s in range(n)]
+    return all_to_all(row, group=group, split_sizes=sent, concat_sizes=received, async_op=True)
 
 
 def _blocks(
@@ -74,25 +81,23 @@ def _blocks(
 ) -> Iterator[tuple[int, Any]]:
     """Yield this rank's block and those received; the next one is in flight while the caller works on one."""
     n, rank = engine.size, engine.rank
-    if n == 1:
-        yield rank, tree
-        return
     units = [prod(leaf.shape[1:]) for leaf in leaves]
-    rows = list(trees.rows(leaves))
-    pending: list[Any] = []
+    groups = by_dtype(leaves)
+    rows = [row_of([leaves[i] for i in indices]) for indices in groups]
+    pending: list[Pending[Tensor]] = []
     try:
         for i in range(n):
             if pending:
-                rows = [(indices, p.wait()) for (indices, _), p in zip(rows, pending, strict=True)]
-            source = (rank - i) % n
-            pending = []
+                rows = [p.wait() for p in pending]
+            source, pending = (rank - i) % n, []
             if i + 1 < n:
-                for indices, row in rows:
+                for indices, row in zip(groups, rows, strict=True):
                     held = [sum(sizes[(r - i) % n][j] * units[j] for j in indices) for r in range(n)]
-                    even = held.count(held[0]) == n
-                    pending.append(shift(row, 1, group=group, sizes=None if even else held, async_op=True))
+                    pending.append(passed_on(row, held, engine, group))
             shapes = [[size, *leaf.shape[1:]] for size, leaf in zip(sizes[source], leaves, strict=True)]
-            yield source, rebuild(trees.unpacked(rows, shapes)) if i else tree
+            yield source, rebuild(unpacked(zip(groups, rows, strict=True), shapes)) if i else tree
     finally:
-        for p in pending:
-            p.abandon()
+        for p in pending:  # left early; in a region the backward of what was started takes part
+            if is_joint():
+                p.wait()
+            p._drop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -11,12 +10,14 @@ import torch
 from torch import Tensor
 
 from diffcoll.core import expect
-from diffcoll.core.agreement import Agreement
 from diffcoll.core.errors import message
+from diffcoll.core.exchange import exchanged, sizes_of_ranks
+from diffcoll.core.groups import resolve
 from diffcoll.core.pending import Pending
-from diffcoll.core.reductions import REDUCTIONS, Reduction, spelled, users
-from diffcoll.core.torch_private.trees import is_tree
-from diffcoll.engines.types import word_of
+from diffcoll.core.reductions import REDUCTIONS, Reduction, spelled
+from diffcoll.core.trees import is_tree
+from diffcoll.engines.engine import Engine
+from diffcoll.engines.types import Group, word_of
 
 #: A tensor, or nested tuples, lists and dicts of tensors.
 Tensors: TypeAlias = Tensor | Sequence["Tensors"] | Mapping[Any, "Tensors"]
@@ -26,12 +27,7 @@ Parts = Sequence[int] | None
 Sizes = Sequence[int] | Literal["auto"] | None
 
 #: Collectives whose x may be a tree.
-TAKE_TREES = (
-    *("all_reduce", "all_gather", "broadcast", "reduce", "gather", "scatter", "permute", "shift", "scan"),
-    "sum_gradients",
-)
-#: Collectives whose x is read on one rank only.
-CHECK_X_THEMSELVES = ("scatter",)
+TAKE_TREES = ("all_reduce", "all_gather", "broadcast", "sum_gradients")
 
 #: Dtypes that PyTorch adds on the CPU, and therefore every engine.
 ADDED = frozenset(
@@ -45,41 +41,32 @@ MOVED = (
     | {getattr(torch, name) for name in ("bcomplex32",) if hasattr(torch, name)}  # since torch 2.15
 )
 
-_NAMES = ", ".join(f'"{name}"' for name in REDUCTIONS["even"])
-_OPS = f"{_NAMES}, a function that reduces dim 0 of a stack, or a ReduceOp"
-
-#: Functions that others take for a reduction, and that are none of a stack.
-_OF_TWO: dict[str, tuple[Any, ...]] = {
-    "sum": (torch.add, operator.add),
-    "product": (torch.mul, torch.multiply, operator.mul),
-    "max": (torch.maximum, torch.fmax),
-    "min": (torch.minimum, torch.fmin),
-    "logsumexp": (torch.logaddexp,),
-}
+_OPS = ", ".join(f'"{name}"' for name in REDUCTIONS) + ", or a ReduceOp"
 
 
-class Call(Agreement):
+class Call:
     """The call `name(x, group=group, async_op=async_op, **arguments)`, whose arguments a collective reads.
 
     Raises:
         TypeError, ValueError: one of them is invalid. Each method that reads one raises these too.
     """
 
-    def of(self, x: Any, **arguments: Any) -> Call:
-        """Return the same call for a leaf of a tree, for several leaves concatenated, or with other arguments."""
-        return Call(self.name, x, self.engine, self.async_op, {**self.arguments, **arguments})
-
-    def check(self) -> None:
-        """Raise unless x and `async_op` are valid, and no argument holds tensors that torch.distributed would take."""
-        name, x = self.name, self.x
-        expect.flag(name, "async_op", self.async_op)
-        if not isinstance(x, Tensor):  # a list of output tensors would be taken for a tree
-            for argument in self.arguments:
-                self._refuse_tensors(argument)
-        elif "op" in self.arguments:
-            self._refuse_tensors("op")
-        if name not in CHECK_X_THEMSELVES and (isinstance(x, Tensor) or not (name in TAKE_TREES and is_tree(x))):
+    def __init__(self, name: str, x: Any, group: Group, async_op: bool, arguments: dict[str, Any]) -> None:
+        self.name, self.x, self.group, self.async_op, self.arguments = name, x, group, async_op, arguments
+        self.engine: Engine = resolve(group, name)
+        if async_op is not True and async_op is not False:
+            expect.flag(name, "async_op", async_op)
+        if isinstance(x, Tensor):
             self.tensor(x)
+            return
+        for argument in arguments:  # a list of output tensors would be taken for a tree
+            self._refuse_tensors(argument)
+        if not (name in TAKE_TREES and is_tree(x)):
+            self.tensor(x)
+
+    def of(self, x: Tensor) -> Call:
+        """Return the same call for a leaf of a tree, or for several leaves in one row."""
+        return Call(self.name, x, self.group, self.async_op, self.arguments)
 
     def error(self, argument: str, expected: str, remedy: str = "", got: object = None) -> ValueError:
         """Return the ValueError about one argument."""
@@ -137,29 +124,17 @@ class Call(Agreement):
             raise self.error("grad_placement", '"partial" or "replicate"', remedy)
         return bool(value == "replicate")
 
-    def op(self, x: Tensor) -> tuple[Reduction, Any]:
-        """Return the reduction that `op` and `ties` name, and the factor of x where `op` has one (PREMUL_SUM)."""
-        op, ties = self.arguments["op"], self.arguments.get("ties", "even")
-        if ties not in REDUCTIONS:
-            raise self.error(
-                "ties", '"even" or "first"', "they say which ranks get the gradient if several hold the maximum"
-            )
-        named = spelled(op)
-        if named is None:
-            if not callable(op):
-                raise self.error("op", _OPS)
-            for name, functions in _OF_TWO.items():
-                if any(op is function for function in functions):
-                    got, remedy = f"{op.__name__}, a function of two values", f'pass op="{name}"'
-                    raise TypeError(message(self.name, "op", got, _OPS, remedy))
-            return users(op), None
-        name, factor = named
-        reduction = REDUCTIONS[ties].get(name)
-        if name in ("band", "bor", "bxor"):
-            remedy = 'reduce bool tensors with "min" (all) or "max" (any); bits have no derivative'
-            raise TypeError(message(self.name, "op", f"the bitwise {name.upper()}", _OPS, remedy))
+    def op(self, x: Tensor) -> Reduction:
+        """Return the reduction that `op` names."""
+        op = self.arguments["op"]
+        name = spelled(op)
+        reduction = None if name is None else REDUCTIONS.get(name)
         if reduction is None:
-            raise self.error("op", _OPS)
+            self._refuse_tensors("op")
+            remedy = "f(dc.all_gather(x, stack=True)) reduces by a function f" if callable(op) else ""
+            if str(name).lower() in ("band", "bor", "bxor"):
+                remedy = 'reduce bool tensors with "min" (all) or "max" (any); bits have no derivative'
+            raise self.error("op", _OPS, remedy)
         if reduction.needs == "numbers":
             self.adds(x)
         got = f'"{name}" of {x.dtype}'
@@ -171,7 +146,7 @@ class Call(Agreement):
             raise TypeError(message(self.name, "op", got, "numbers that are ordered", remedy))
         if reduction.needs == "ordered" and x.dtype not in ADDED and x.dtype != torch.bool:
             raise TypeError(message(self.name, "op", got, "a dtype that PyTorch compares", f"pass {_wider(x)}"))
-        return reduction, factor
+        return reduction
 
     def adds(self, x: Tensor) -> None:
         """Raise unless tensors like x can be added."""
@@ -235,7 +210,7 @@ class Call(Agreement):
             if length % n:
                 remedy = f"pass {argument}=[…], one size per rank"
                 raise self.error("x", f"a multiple of N = {n}", remedy, got=f"size {length} along dim {dim}")
-            return (length // n,) * n
+            return ()
         sizes = self._sizes(argument, value)
         if sum(sizes) != length:
             got = f"{list(sizes)}, which sums to {sum(sizes)}"
@@ -245,11 +220,11 @@ class Call(Agreement):
     def sizes_of_all(self, x: Tensor, dim: int, argument: str = "sizes") -> tuple[int, ...]:
         """Return the sizes along dim of all ranks' tensors, of which x is this rank's."""
         value = self.arguments[argument]
-        length, n, rank = x.shape[dim], self.engine.size, self.engine.rank
+        length, rank = x.shape[dim], self.engine.rank
         if value is None:
-            return (length,) * n
+            return ()
         if isinstance(value, str) and value == "auto":
-            return self.exchanged_sizes(x, dim)
+            return sizes_of_ranks(self.name, self.engine, [(x, dim)])[0]
         sizes = self._sizes(argument, value, auto=True)
         if sizes[rank] != length:
             expected = f"{length} at position {rank}, the size of this rank's x along dim {dim}"
@@ -260,7 +235,7 @@ class Call(Agreement):
         """Return the sizes of the blocks received from the ranks; `parts` are the sizes of those sent to them."""
         value, rank = self.arguments[argument], self.engine.rank
         if isinstance(value, str) and value == "auto":
-            return tuple(row[rank] for row in self.gather_numbers(list(parts)))
+            return tuple(row[rank] for row in exchanged(self.engine, list(parts)))
         sizes = self._sizes(argument, value, auto=True)
         if sizes[rank] != parts[rank]:
             raise self.error(argument, f"{parts[rank]} at position {rank}, the size of the block that this rank keeps")

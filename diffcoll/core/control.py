@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import zip_longest
 from typing import NoReturn
@@ -10,36 +10,34 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from diffcoll.core.errors import CollectiveMismatchError
+from diffcoll.core.errors import CollectiveMismatchError, Origin
 from diffcoll.core.torch_private.tracing import constant_in_graphs, unobserved
 from diffcoll.engines.engine import Engine
+from diffcoll.engines.turn import Turn
 
 
 class Control:
     """The small messages of a group. All ranks call the same methods; autograd, tracers and modes do not see it.
 
-    Numbers that a program computes with, such as sizes, go through `Agreement.gather_numbers`: graphs contain those.
+    They are sent between CPUs where the group can do that, see `Engine.control`. Numbers that a program computes with,
+    such as sizes, go through `exchanged`: graphs contain those.
 
     Args:
         engine: of the group.
         name: what sends them, for errors of the backend.
+        origin: the forward call, if they are sent in its backward.
     """
 
-    def __init__(self, engine: Engine, name: str = "check mode") -> None:
-        self._engine, self._name = engine, name
+    def __init__(self, engine: Engine, name: str = "check mode", origin: Origin | None = None) -> None:
+        self._name, self._origin = name, origin
+        with Turn(engine, name, origin, compared=True):
+            self._engine = engine.control()
 
-    def agree(self, facts: object, text: str, leaves: Sequence[str] | None = None) -> None:
-        """Raise on all ranks unless facts are equal on all; text describes this rank's call.
-
-        If x is a tree, `leaves` describes each of its leaves; the error names the first that differs.
-        """
-        mine = digest(repr((facts, leaves)))
-        digests, counts = zip(*self.numbers([mine, -1 if leaves is None else len(leaves)]), strict=True)
-        if set(digests) == {mine}:
-            return
-        if leaves is not None and -1 not in counts and (first := self._first_difference(leaves, counts)) is not None:
-            text += f"\n    the first leaf that differs: {leaves[first] if first < len(leaves) else 'missing'}"
-        self.refuse(text, f"the ranks of {self._engine.description} disagree:")
+    def agree(self, facts: object, text: str | Callable[[], str]) -> None:
+        """Raise on all ranks unless facts are equal on all; text describes this rank's call."""
+        mine = digest(repr(facts))
+        if {number for (number,) in self.numbers([mine])} != {mine}:
+            self.refuse(text if isinstance(text, str) else text(), f"the ranks of {self._engine.description} disagree:")
 
     def agree_on_each(self, facts: Sequence[str], what: str) -> None:
         """Raise on all ranks, with the first difference, unless these facts, `what` in words, are equal on all."""
@@ -78,7 +76,7 @@ class Control:
         """Return rank 0's integers, equally many on all."""
         numbers = self._integers(mine)
         if self._engine.size > 1:
-            with self._engine.turn(self._name):
+            with Turn(self._engine, self._name, self._origin, compared=True):
                 self._engine.broadcast(numbers, 0)()
         return numbers.tolist()
 
@@ -86,7 +84,7 @@ class Control:
     def gather(self, mine: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """Return each rank's row, of these lengths."""
         row = mine.new_empty(sum(lengths))
-        with self._engine.turn(self._name):
+        with Turn(self._engine, self._name, self._origin, compared=True):
             self._engine.all_gather(mine, row, list(lengths))()
         return list(row.split_with_sizes(list(lengths)))
 

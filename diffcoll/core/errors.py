@@ -24,8 +24,10 @@ _INSTALLED = tuple(_PYTHON + folder + os.sep for folder in ("site-packages", "di
 _GENERATED = ("<frozen ", "<eval_with_key>", "<@beartype", "<attrs generated ", "<decorator-gen")
 #: Modules imported by the `python -c` command that starts a worker process.
 _STARTERS = {"multiprocessing.forkserver", "multiprocessing.spawn", "diffcoll.testing.processes"}
+#: What ranks whose x differ in size can do.
+UNEVEN = 'blocks of other sizes: all_gather and gather with sizes="auto"'
 #: Why a rank may not have joined a forward call.
-NOT_MADE = 'did not make this call, or its x is of another shape (all_gather and gather: sizes="auto")'
+NOT_MADE = f"did not make this call, or its x is of another shape ({UNEVEN})"
 _ORDERS = {2: "second", 3: "third"}
 
 
@@ -55,12 +57,13 @@ class Origin:
         name: of the collective.
         inside: number of callers known to be of this library or torch, whose frames are skipped.
         frame: the frame to start from, for another thread; None: the caller's.
+        number: of the call, counted in its group.
     """
 
-    __slots__ = ("_at", "_code", "elsewhere", "name", "order")
+    __slots__ = ("_at", "_code", "elsewhere", "name", "number", "order")
 
-    def __init__(self, name: str, inside: int = 0, frame: FrameType | None = None) -> None:
-        self.name = name
+    def __init__(self, name: str, inside: int = 0, frame: FrameType | None = None, number: int = 0) -> None:
+        self.name, self.number = name, number
         self.order = 1  # of the backward for which this is kept
         self.elsewhere = False  # whether that backward was recorded in another thread than the forward call
         frame = frame or sys._getframe(1 + inside)
@@ -145,28 +148,34 @@ def not_run(origin: Origin | None) -> str:
     else:
         why = "the gradients in its loss do not depend on the output, e.g. if the loss is linear in it"
     why = f"it called backward() less often, or {why}"
-    return f"did not run this backward: {why}; of the latter `with diffcoll.joint_backward()` makes every rank run it"
+    remedy = "in the last case, `with diffcoll.joint_backward()` makes every rank run it"
+    return f"did not run this backward: {why}; {remedy}"
 
 
-def failure(name: str, group: str, rank: int, origin: Origin | None, error: BaseException) -> CollectiveFailedError:
-    """Return the error of a collective whose backend has failed.
+def described(name: str, origin: Origin | None, compared: bool, frame: FrameType | None = None) -> tuple[str, str, str]:
+    """Return words for a call that other ranks have not joined, its line, and why they may not have.
 
     Args:
-        name: of the collective that failed.
-        group: description of the group.
-        rank: this rank within the group.
-        origin: of the forward call, if its backward failed; None: the forward call failed.
-        error: the backend's error.
+        name: of the collective.
+        origin: the forward call, if it is part of its backward.
+        compared: whether check mode compares the ranks' calls.
+        frame: where the call is in progress, in another thread; None: in this one.
     """
-    if origin is None:
-        what, line = f"{name}, forward{within_backward()}", user_line()
-        absent = not_run(None) if within_backward() else f"{NOT_MADE}; DIFFCOLL_CHECK=1 compares all calls"
-    else:
+    if origin is not None:
         by = "" if origin.name == name else f" (which is {name})"
-        what, line = f"{origin.name}, {origin.backward}{by}", origin.line
-        absent = not_run(origin)
+        return f"{origin.name}, {origin.backward}{by}", origin.line, not_run(origin)
+    within = "" if frame else within_backward()
+    why = not_run(None) if within else NOT_MADE if compared else f"{NOT_MADE}; DIFFCOLL_CHECK=1 compares all calls"
+    return f"{name}, forward{within}", Origin(name, frame=frame).line, why
+
+
+def failure(
+    name: str, group: str, rank: int, origin: Origin | None, error: BaseException, compared: bool = False
+) -> CollectiveFailedError:
+    """Return the error of a call whose backend has failed, see `described`, on this rank of a group."""
+    what, line, why = described(name, origin, compared)
     said = " ".join(str(error).split())
     return CollectiveFailedError(
         f"{what}: failed on rank {rank} of {group}, called at {line}: {said}; look at the other ranks "
-        f"first: one died, hangs, or {absent}"
+        f"first: one died, hangs, or {why}"
     )

@@ -11,24 +11,18 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import SimpleNamespace, TracebackType
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
-from diffcoll.core import checks, expect
-from diffcoll.core.errors import message, user_line
-from diffcoll.core.torch_private.autograd import backward_at_work, is_within_reentrant_checkpoint, save_under_each_hook
-from diffcoll.core.torch_private.transforms import (
-    apply_rule,
-    carries_tangents,
-    is_batched_by_autograd,
-    is_within_transform,
-    tangents_ignored,
-)
+from diffcoll.core import expect
+from diffcoll.core.errors import message
+from diffcoll.core.torch_private.autograd import backward_at_work, is_within_reentrant_checkpoint, unpack_within
+from diffcoll.core.torch_private.transforms import apply_rule, carries_tangents, is_within_transform
 
 
 class _Chain:
@@ -36,27 +30,6 @@ class _Chain:
 
     def __init__(self) -> None:
         self.token = torch.zeros((), device="cpu", requires_grad=True)
-
-    def save_token(self) -> None:
-        """Make every checkpoint around the last collective recompute it on every rank, at the same place in backward.
-
-        A checkpoint recomputes when backward needs a tensor saved within it, and stops after the last such tensor; both
-        may differ between ranks. So a token is saved after each collective, and needed at the same place in backward.
-        """
-        save_under_each_hook(self._save, _recomputing)
-
-    def _save(self) -> None:
-        with torch.enable_grad():
-            self.token = _Saved.apply(self.token)  # type: ignore[no-untyped-call]
-
-
-def _recomputing() -> AbstractContextManager[None]:
-    """Return the context in which a checkpoint recomputes a part of a region.
-
-    It must save as many tensors as the first time, so collectives are recorded; the graph is not used, so they are
-    recorded on a separate chain.
-    """
-    return _recording_on(_Chain())
 
 
 class _ChainOfThread(threading.local):
@@ -101,8 +74,8 @@ class joint_backward:
     if this rank's x does not. A nested region joins the outer one. Use a new region for each training step: backward
     runs through all collectives of the region so far.
 
-    Checkpoints within it must be `use_reentrant=False`; all ranks recompute them. In forward mode an x without a
-    tangent has a tangent of zero.
+    Checkpoints within it must be `use_reentrant=False`; all ranks recompute them. Forward mode within it is an error;
+    collectives in transforms of torch.func are not recorded.
 
     `joint(loss)` returns the loss as a function of all collectives of the region so far: shape, dtype and value are
     unchanged, and it requires a gradient even if it is a constant. It may be called several times, also after the
@@ -153,52 +126,43 @@ def recording() -> _Chain | None:
     return of_thread.chain if of_thread.backward == backward_at_work() else None
 
 
-def recording_again(chain: _Chain | None, backward: int) -> AbstractContextManager[None]:
-    """Return a context that records collectives on a chain, also after its region, whose `of_thread.backward` is given.
-
-    A result may be waited for after the region in which it was started; its wait belongs to the same chain.
-    """
-    again = chain is not None and chain is not of_thread.chain and backward == backward_at_work()
-    return _recording_on(chain) if again else nullcontext()
-
-
 def record(rule: Any, x: Tensor, *more: Any) -> Tensor:
     """Return rule.apply(x, *more), recorded on the region's chain if there is one."""
     chain = None if of_thread.chain is None else recording()
-    if chain is None or is_within_transform() or is_batched_by_autograd(x):
+    if chain is None or is_within_transform():
         return apply_rule(rule, x, *more)
-    differentiable = x.is_floating_point() or x.is_complex()
-    if differentiable and carries_tangents():
-        x, tangent = forward_ad.unpack_dual(x)  # type: ignore[no-untyped-call]
-        if tangent is not None or not rule.awaits:
-            return _record_dual(rule, x, torch.zeros_like(x) if tangent is None else tangent, *more)
+    if carries_tangents():
+        raise RuntimeError(message("joint_backward", more[0].name, "forward mode", "reverse mode", "leave the region"))
     y: Tensor
-    recorded = differentiable and torch.is_grad_enabled()
-    if checks.is_on() and more[0].engine.size > 1:
-        what = "recorded for" if recorded else "of integers, or with grad mode off, and not recorded for"
-        text = f"{more[0].name} at {user_line()}, {what} joint_backward"
-        checks.compare(more[0].engine, ("joint_backward", recorded), text)
-    if recorded:
+    if (x.is_floating_point() or x.is_complex()) and torch.is_grad_enabled():
+        if not x.requires_grad:
+            unpack_within(_recording_apart)
         y, chain.token = _Link.apply(x, chain.token, rule, weakref.ref(chain), *more)  # type: ignore[no-untyped-call]
-    else:
-        if is_within_reentrant_checkpoint():
-            got, expected = "a reentrant checkpoint within joint_backward", "use_reentrant=False"
-            remedy = "a rank that ignores the result of a reentrant one would not make this call again in backward"
-            raise RuntimeError(message(more[0].name, "checkpoint", got, expected, remedy))
-        y = apply_rule(rule, x, *more)
-    chain.save_token()
-    return y
+        return y
+    if is_within_reentrant_checkpoint():
+        got, expected = "a reentrant checkpoint within joint_backward", "use_reentrant=False"
+        remedy = "a rank that ignores the result of a reentrant one would not make this call again in backward"
+        raise RuntimeError(message(more[0].name, "checkpoint", got, expected, remedy))
+    return apply_rule(rule, x, *more)
 
 
-def _record_dual(rule: Any, x: Tensor, tx: Tensor, *more: Any) -> Tensor:
-    """Record two collectives, of x and of its tangent tx, in this order on every rank; return the dual result."""
-    ctx = SimpleNamespace()
-    with tangents_ignored():
-        y = record(rule, x, *more)
-        rule.setup_context(ctx, (x, *more), y)
-        ty = rule.jvp(ctx, tx)
-    dual: Tensor = forward_ad.make_dual(y, ty)  # type: ignore[no-untyped-call]
-    return dual
+def _recording_apart() -> AbstractContextManager[None]:
+    """Return the context in which a checkpoint recomputes a part of a region where x needs no gradient.
+
+    The results need one there, as the first time, or fewer tensors would be saved. The graph is not used, so the
+    collectives are recorded on a chain of their own.
+    """
+    return _recording_on(_Chain())
+
+
+def read_in_checkpoint(ctx: Any) -> None:
+    """Read what `save_in_checkpoint` has saved, so that a checkpoint recomputes; what it recomputes is not recorded.
+
+    A node that has saved nothing may run backward several times without `retain_graph`, as that of a sum.
+    """
+    if ctx.saves:
+        with _recording_on(None):
+            _ = ctx.saved_tensors
 
 
 class _Link(Function):
@@ -219,23 +183,6 @@ class _Link(Function):
         with _recording_on(ctx.chain() if torch.is_grad_enabled() else None):
             gx, *nothing = ctx.rule.backward(ctx, gy)
         return gx, gtoken, None, None, *nothing
-
-
-class _Saved(Function):
-    """token ↦ next token; saves a tensor that backward needs."""
-
-    @staticmethod
-    def forward(token: Tensor) -> Tensor:
-        return torch.zeros((), device="cpu")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, gtoken: Tensor) -> Tensor:
-        (_,) = ctx.saved_tensors
-        return gtoken
 
 
 class _Tie(Function):

@@ -1,45 +1,36 @@
-"""Run a map on plain tensors, below autograd: one thread at a time, named in profiles and in errors."""
+"""Run a map on plain tensors, below autograd: named in profiles and in errors, compared in check mode."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import get_ident
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from diffcoll.core import checks
-from diffcoll.core.errors import CollectiveMismatchError, Origin, user_line
-from diffcoll.core.linear import Linear, common_shape
+from diffcoll.core import check_mode
+from diffcoll.core.errors import Origin
+from diffcoll.core.maps import Linear
 from diffcoll.core.torch_private.tensors import is_zero_without_memory
-from diffcoll.core.torch_private.tracing import is_observed, is_profiling, unobserved
+from diffcoll.core.torch_private.tracing import is_observed, is_profiling, is_tracing, unobserved
 from diffcoll.core.torch_private.transforms import is_transformed
 from diffcoll.engines.devices import current_stream
-from diffcoll.engines.turn import Turn
-
-T = TypeVar("T")
+from diffcoll.engines.turn import BackendError, Turn
 
 
-def move(x: Tensor, f: Linear, origin: Origin | None = None, compare: Callable[[], None] | None = None) -> Tensor:
-    """Return f(x) of a plain tensor.
-
-    Args:
-        x: with memory, and not traced.
-        f: the map.
-        origin: the forward call whose backward this is; None: this is a forward call.
-        compare: called in check mode instead of the comparison of f and origin.
-    """
+def move(x: Tensor, f: Linear, origin: Origin | None = None) -> Tensor:
+    """Return f(x) of a plain tensor; `origin`: the forward call whose backward this is, if it is one."""
     # Runs several times per training step with cold caches: every Python statement counts (notes/running/engines.md).
-    if is_profiling() or is_observed() or checks.is_on():
-        return named(f, origin, x, lambda: _compared(x, f, origin, compare))
-    with Turn(f.engine, f.name, origin):
-        return _begin(f, x)()
+    if is_profiling() or is_observed():
+        return _observed(lambda: _moved(x, f, origin), f, origin, x)
+    return _moved(x, f, origin)
 
 
-def _compared(x: Tensor, f: Linear, origin: Origin | None, compare: Callable[[], None] | None) -> Tensor:
-    _compare(f, origin, x, compare)
-    with Turn(f.engine, f.name, origin):
+def _moved(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
+    if origin is None:
+        f.engine.calls += 1
+    if compared := check_mode.is_on():
+        check_mode.compare_moves(f, x, origin, later=False)
+    with Turn(f.engine, f.name, origin, compared):
         return _begin(f, x)()
 
 
@@ -50,61 +41,56 @@ class InFlight:
     early. Its messages are still in flight and need their memory, so the next call in the group waits for it.
     """
 
-    __slots__ = ("__weakref__", "_engine", "_f", "_origin", "_polls", "_wait")
+    __slots__ = ("__weakref__", "_f", "_origin", "_wait")
 
-    def __init__(self, x: Tensor, f: Linear, origin: Origin | None, compare: Callable[[], None] | None = None) -> None:
+    def __init__(self, x: Tensor, f: Linear, origin: Origin | None) -> None:
+        self._f, self._origin = f, origin
         self._wait: Callable[[], Tensor] | None = None
-        self._f, self._origin, self._engine = f, origin, f.engine
-        self._polls: list[Callable[[], bool]] = []
-        _compare(f, origin, x, compare)
-        with f.engine.turn(f.name, origin, later=True, polls=self._polls):
+        if is_profiling() or is_observed():
+            _observed(lambda: self._start(x), f, origin, x)
+        else:
+            self._start(x)
+
+    def _start(self, x: Tensor) -> None:
+        f = self._f
+        if self._origin is None:
+            f.engine.calls += 1
+        if compared := check_mode.is_on():
+            check_mode.compare_moves(f, x, self._origin, later=True)
+        with Turn(f.engine, f.name, self._origin, compared):
             wait = _begin(f, x, later=True)
             self._wait = wait if x.is_cpu else _wait_across_streams(wait, x.device)
-        if self._engine.size > 1:
-            self._engine.unwaited[id(self)] = get_ident()
 
     def __call__(self) -> Tensor:
         """Wait for f(x)."""
-        with self._engine.turn(self._f.name, self._origin, waits=True):
-            if self._wait is None:
-                raise RuntimeError("an earlier wait() of this call failed; see its error")
-            return self._take_wait()()
+        if self._wait is None:
+            raise RuntimeError(f"{self._f.name}: an earlier wait() of this call failed; see its error")
+        if is_profiling() or is_observed():
+            return _observed(self._take, self._f, self._origin, None)
+        return self._take()
 
-    def done(self) -> bool:
-        """Whether a wait would return at once, or raise; False if another thread uses the group."""
-        engine = self._engine
-        if self._wait is None or engine.size == 1:
-            return True
-        if not engine.lock.acquire(False):
-            return False
-        try:
-            return all(poll() for poll in self._polls)
-        except RuntimeError:  # of the backend; the wait raises it
-            return True
-        finally:
-            engine.lock.release()
+    def _take(self) -> Tensor:
+        with Turn(self._f.engine, self._f.name, self._origin, check_mode.is_on()):
+            wait, self._wait = self._wait, None
+            assert wait is not None
+            return wait()
 
     def __del__(self) -> None:
         if self._wait is not None:
-            self._engine.abandoned.append(self._take_wait())
-
-    def _take_wait(self) -> Callable[[], Tensor]:
-        wait, self._wait = self._wait, None
-        self._engine.unwaited.pop(id(self), None)
-        assert wait is not None
-        return wait
+            self._f.engine.abandoned.append(self._wait)
 
 
-def named(f: Linear, origin: Origin | None, x: Tensor, step: Callable[[], T]) -> T:
-    """Return step(), which sends x or waits for it; name it in profiles, and hide it from modes."""
+def _observed(step: Callable[[], Tensor | None], f: Linear, origin: Origin | None, x: Tensor | None) -> Tensor:
+    """Return step(), which sends x or waits for it: named in profiles, and hidden from modes."""
     if is_observed():
+        if is_tracing():
+            raise RuntimeError(f"{f.name}: this tracer does not record a collective; torch.compile and torch.export do")
         with unobserved():
-            return named(f, origin, x, step)
-    if not is_profiling():
-        return step()
+            return _observed(step, f, origin, x)
     call = f.name if origin is None else f"{origin.name} backward"
-    with torch.profiler.record_function(f"diffcoll.{call}: {f.engine.description}, {f.bytes(x)} B"):
-        return step()
+    nbytes = "" if x is None else f", {f.bytes(x)} B"
+    with torch.profiler.record_function(f"diffcoll.{call}: {f.engine.description}{nbytes}"):
+        return step()  # type: ignore[return-value]
 
 
 def _begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
@@ -117,9 +103,7 @@ def _begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
     while engine.abandoned:
         try:
             engine.abandoned.popleft()()
-        except CollectiveMismatchError:
-            raise
-        except RuntimeError:
+        except BackendError:
             pass  # not this call's error: nobody reads the result, and a group that has failed fails again
     if not x.is_cpu:
         engine.connect(x.device)
@@ -127,10 +111,13 @@ def _begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
         x = x.resolve_conj().resolve_neg()
     elif is_zero_without_memory(x):
         x = x.clone()
+    if engine.size == 1 and f.identity_alone:
+        y = x.clone(memory_format=torch.contiguous_format)
+        return lambda: y
     if not later or f.reads_at_once:
-        return f.start(x)
+        return f.start(x, later)
     memory = engine.scratch.take(x.numel(), like=x)
-    wait = f.start(memory.view(x.shape).copy_(x))
+    wait = f.start(memory.view(x.shape).copy_(x), later)
 
     def finish() -> Tensor:
         y = wait()
@@ -159,19 +146,3 @@ def _wait_across_streams(wait: Callable[[], Tensor], device: torch.device) -> Ca
         return y
 
     return finish
-
-
-def _compare(f: Linear, origin: Origin | None, x: Tensor, compare: Callable[[], None] | None = None) -> None:
-    """In check mode, compare the ranks' backward calls; forward calls were compared with their arguments."""
-    engine = f.engine
-    if not checks.is_on() or engine.size == 1:
-        return
-    gradient = f"gradient {x.dtype} {tuple(x.shape)}"
-    what = f"{f.name} at {user_line()}" if origin is None else f"{origin.backward} of {origin.name} at {origin.line}"
-    if compare is not None:
-        compare()
-    elif origin is not None:
-        facts = origin.backward, origin.name, f.name, x.dtype, common_shape(f, x)
-        checks.compare(engine, facts, f"{what}: {gradient}")
-    if f.shared[0]:
-        checks.same_everywhere(engine, x, what)

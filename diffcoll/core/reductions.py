@@ -1,8 +1,21 @@
-"""The reductions that `op` may name, and the function of each on a stack of tensors.
+"""The reductions that `op` names.
 
-A reduction is a function over dim 0 of a stack (N, …). The sum and the mean need no stack, they are linear. For every
-other op `core/reducing.py` stacks the ranks' tensors. All functions except the product are PyTorch's, and so are their
-gradients, so ties, NaN and −inf are treated as in PyTorch.
+Sum and mean are linear. The others are composed of linear maps and a local reduction, with PyTorch's own derivative, so
+ties, NaN and −inf are treated as in PyTorch:
+
+    all_to_all: rank r receives block r of every rank, stacked                   (N, block r)
+    reduction over dim 0 of the stack                                            (block r)
+    all_gather, or gather, or nothing                                            y
+
+This sends as many bytes as an all-reduce, and each rank keeps one stack of the size of x. Small tensors are gathered
+whole instead, in one round of messages:
+
+    all_gather, replicated                                                       (N, shape of x)
+    reduction over dim 0, on every rank                                          y, replicated
+    sum_gradients, or keep it on one rank                                        y
+
+Every rank builds the same graph, also for an empty block: if a rank's graph lacked a collective, the other ranks would
+wait for it in a higher-order backward.
 
 note      notes/collectives/reductions.md       truth  diffcoll.truth.all_reduce
 """
@@ -10,168 +23,170 @@ note      notes/collectives/reductions.md       truth  diffcoll.truth.all_reduce
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, TypeAlias
+from functools import reduce as fold
+from operator import mul
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
+from diffcoll.core import check_mode
+from diffcoll.core.blocks import concatenated
 from diffcoll.core.dtypes import wider
-from diffcoll.core.errors import message
-from diffcoll.core.over_ranks import LARGEST, LOGSUMEXP, SMALLEST, over_ranks
-from diffcoll.core.product import product
+from diffcoll.core.maps import AllGather, AllReduce, AllToAll, Keep, Linear, Reduce, ReduceScatter, SumGradients, named
+from diffcoll.core.rules import apply
+from diffcoll.core.torch_private.tensors import divided
+from diffcoll.core.torch_private.tracing import is_known
+from diffcoll.engines.engine import Engine, even_sizes
 from diffcoll.engines.types import ReduceOp
 
-#: The names of reductions, in the spellings of PyTorch and NumPy.
-Name: TypeAlias = Literal[
-    "sum", "mean", "avg", "average", "product", "prod", "logsumexp",
-    "max", "maximum", "amax", "min", "minimum", "amin",
-]  # fmt: skip
-#: What `op` may be: a name, a `torch.distributed.ReduceOp`, or a function that reduces dim 0 of a stack.
-Op: TypeAlias = Name | ReduceOp | Callable[[Tensor], Tensor]
-Ties = Literal["even", "first"]
-Over = Callable[[Tensor], Tensor]
+#: The names of reductions.
+Name: TypeAlias = Literal["sum", "mean", "avg", "product", "prod", "max", "min", "logsumexp"]
+#: What `op` may be: a name, or a `torch.distributed.ReduceOp`.
+Op: TypeAlias = Name | ReduceOp
+#: How many numbers of all ranks are compared at a time.
+PIECE = 1 << 17
+#: A map, the tensor to apply it to, and what is done with its result.
+Steps = tuple[Linear, Tensor, Callable[[Tensor], Tensor] | None]
 
 
-@dataclass(frozen=True)
-class Reduction:
+class Reduction(NamedTuple):
     """One reduction."""
 
     name: str
-    #: The function over dim 0 of a stack; None: the sum or the mean, which are linear and need no stack.
-    over: Over | None
     #: What x must be: "numbers" (not bool), "fractions" (floating-point or complex), "ordered" (not complex).
-    needs: Literal["numbers", "fractions", "ordered", "anything"]
-    #: Whether half precisions are reduced in the wider type.
-    widened: bool = False
-    #: Whether it is a user's function.
-    users: bool = False
-    #: Whether it needs the stack of whole tensors instead of a stack of parts of them.
-    whole: bool = False
+    needs: Literal["numbers", "fractions", "ordered"]
+    #: The function over dim 0 of a stack; None: the sum or the mean, which are linear.
+    over: Callable[[Tensor], Tensor] | None = None
 
     def of(self, stack: Tensor) -> Tensor:
-        """Reduce dim 0.
-
-        Not `__call__`: until torch 2.12, Dynamo cannot call an object that is created in the traced code.
-        """
+        """Reduce dim 0; half precisions in the wider dtype, rounded once. May return a view of the stack."""
         assert self.over is not None
-        if not self.widened:
-            return self.over(stack)
         return self.over(stack.to(wider(stack.dtype))).to(stack.dtype)
 
 
-# ── the table ────────────────────────────────────────────────────────────────────────────────────────────
+def _in_pieces(over: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a reduction over dim 0, in pieces whose intermediate results in backward, of eight bytes, fit the caches.
+
+    In one piece a maximum of 16 MB on two ranks takes 1.5 times as long.
+    """
+
+    def reduced(stack: Tensor) -> Tensor:
+        columns = PIECE // len(stack)
+        if torch.compiler.is_compiling() or stack[0].numel() <= columns:
+            return over(stack)
+        pieces = [over(piece) for piece in torch.split(stack.flatten(1), columns, 1)]
+        return concatenated(pieces).view(stack.shape[1:])
+
+    return reduced
 
 
-def _first_max(s: Tensor) -> Tensor:
-    return s.max(0).values  # its index, and so its gradient, is that of the first of equal elements
-
-
-def _first_min(s: Tensor) -> Tensor:
-    return s.min(0).values
-
-
-def _table(largest: Over, smallest: Over) -> dict[str, Reduction]:
-    reductions = (
-        Reduction("sum", None, "numbers"),
-        Reduction("mean", None, "fractions"),
-        Reduction("product", product, "numbers", widened=True),
-        Reduction("max", largest, "ordered"),
-        Reduction("min", smallest, "ordered"),
-        Reduction("logsumexp", partial(over_ranks, rule=LOGSUMEXP), "fractions", widened=True),
+REDUCTIONS = {
+    reduction.name: reduction
+    for reduction in (
+        Reduction("sum", "numbers"),
+        Reduction("mean", "fractions"),
+        # Not torch.prod, which is wrong in nested forward mode where factors are zero.
+        Reduction("product", "numbers", lambda stack: fold(mul, stack.unbind(0))),
+        Reduction("max", "ordered", _in_pieces(lambda stack: stack.amax(0))),
+        Reduction("min", "ordered", _in_pieces(lambda stack: stack.amin(0))),
+        Reduction("logsumexp", "fractions", _in_pieces(lambda stack: torch.logsumexp(stack, 0))),
     )
-    return {reduction.name: reduction for reduction in reductions}
-
-
-#: ties → name → reduction.
-REDUCTIONS: dict[Ties, dict[str, Reduction]] = {
-    "even": _table(partial(over_ranks, rule=LARGEST), partial(over_ranks, rule=SMALLEST)),
-    "first": _table(_first_max, _first_min),
 }
-
 #: Accepted spelling → name.
-SPELLINGS = {name: name for name in REDUCTIONS["even"]} | {
-    "avg": "mean",
-    "average": "mean",
-    "prod": "product",
-    "maximum": "max",
-    "amax": "max",
-    "minimum": "min",
-    "amin": "min",
-}
+SPELLINGS = {name: name for name in REDUCTIONS} | {"avg": "mean", "prod": "product"}
 
 
-def spelled(op: Any) -> tuple[str, Any] | None:
-    """Return the name that a string or a `torch.distributed.ReduceOp` stands for, and its factor; None: op is neither.
+def spelled(op: Any) -> str | None:
+    """Return the name that a string or a `torch.distributed.ReduceOp` stands for; None: op is neither.
 
     A ReduceOp is recognised by its attributes, because torch.distributed may not be available.
     """
-    if type(op) is str and op in SPELLINGS:
-        return SPELLINGS[op], None
+    if isinstance(op, str):
+        return SPELLINGS.get(op, op)
     kind = getattr(op, "op", None) if type(op).__name__ == "ReduceOp" else op
-    name: Any = getattr(kind, "name", None) if type(kind).__name__ == "RedOpType" else op
-    if not isinstance(name, str):
-        return None
-    if name == "PREMUL_SUM":
-        return "sum", op.__getstate__()[1]  # it has an attribute only since torch 2.13
-    return SPELLINGS.get(name.lower(), name.lower()), None
+    name: Any = getattr(kind, "name", None) if type(kind).__name__ == "RedOpType" else None
+    return SPELLINGS.get(name.lower(), name) if isinstance(name, str) else None
 
 
-# ── users' functions ─────────────────────────────────────────────────────────────────────────────────────
+def on_all_ranks(reduction: Reduction, x: Tensor, engine: Engine, replicated: bool) -> Steps:
+    """y on every rank."""
+    if reduction.over is None:
+        return _sum(reduction, x, AllReduce(engine, replicated))
+    sizes = even_sizes(x.numel(), engine.size)
+    if _in_one_stack(x, engine):
+        if replicated or engine.size == 1:
+            return _whole(
+                reduction, x, engine, lambda y: y.clone(memory_format=torch.contiguous_format), ", replicated"
+            )
+        # Its adjoint adds up the gradients of y before the local derivative: after it, the terms may overflow.
+        return _whole(reduction, x, engine, lambda y: apply(SumGradients(engine), y))
+    last = AllGather(engine, 0, sizes, replicated)
+    return named(last, "all_reduce", reduction.name), _row_block(reduction, x, engine, sizes), lambda y: y.view(x.shape)
 
 
-class elementwise:
-    """A function as `op` that reduces each position independently; the ranks then share the work and the memory.
+def on_rank(reduction: Reduction, x: Tensor, engine: Engine, dst: int) -> Steps:
+    """y on rank dst, zeros elsewhere."""
+    if reduction.over is None:
+        return _sum(reduction, x, Reduce(engine, dst))
+    if _in_one_stack(x, engine):
+        return _whole(reduction, x, engine, lambda y: apply(Keep(engine, dst), y))
+    sizes = even_sizes(x.numel(), engine.size)
 
-    A plain function as `op` is called on every rank with the whole stack, N times the size of x. Many reductions do
-    not need it: each element of their result depends only on the elements at the same position of the ranks' tensors
-    (a median, a trimmed mean, a norm over ranks, a weighting by rank). Pass these as `op=dc.elementwise(f)`: each rank
-    then reduces a part, and memory and bytes are those of `"max"`.
-    If the result at one position depends on any other position (a norm of the whole tensor, a softmax or a sort along a
-    dimension of x, weights per row), pass f itself.
+    def shaped(y: Tensor) -> Tensor:
+        if engine.rank != dst:  # y is empty, and stays in the graph
+            y = concatenated([y, y.new_zeros(x.numel())])
+        return y.view(x.shape)
 
-    >>> import torch, diffcoll as dc
-    >>> from diffcoll.testing import simulate
-    >>> median = dc.elementwise(lambda s: s.median(0).values)
-    >>> xs = [torch.tensor([1.0, 9.0]), torch.tensor([2.0, 8.0]), torch.tensor([3.0, 1.0])]
-    >>> simulate(lambda x: dc.all_reduce(x, median), xs)[0]
-    tensor([2., 8.])
+    block = _row_block(reduction, x, engine, sizes)
+    return named(to_root(engine, dst, 0, sizes), "reduce", reduction.name), block, shaped
 
-    Args:
-        f: gets a stack of some positions of all ranks' x, dim 0 of which is the rank: (N, k) with any k from 1, or
-            (N, …) with the shape of x or of a block of it; returns it with dim 0 reduced. It must be the same function
-            on all ranks. That f is elementwise is verified in check mode only: it compares the result of f for the
-            whole stack with its results for parts, and raises the same ValueError on all ranks if they differ.
 
-    Raises:
-        TypeError: f is not callable.
+def blocks(reduction: Reduction, x: Tensor, engine: Engine, dim: int, sizes: tuple[int, ...]) -> Steps:
+    """Block r of y along dim, on rank r."""
+    if reduction.over is None:
+        return _sum(reduction, x, ReduceScatter(engine, dim, sizes))
+    n = engine.size
+    cut = sizes or (x.shape[dim] // n,) * n
+    f = named(AllToAll(engine, dim + 1, 0, cut, (1,) * n), "reduce_scatter", reduction.name)
+    return f, x.unsqueeze(0), lambda stack: reduction.of(stack).clone(memory_format=torch.contiguous_format)
 
-    Source: notes/collectives/reductions.md.
+
+def to_root(engine: Engine, root: int, dim: int, sizes: tuple[int, ...]) -> AllToAll:
+    """Return the map that joins the ranks' blocks, of these sizes along dim, on one rank; its adjoint is scatter."""
+    n, rank = engine.size, engine.rank
+    sent = tuple(sizes[rank] if s == root else 0 for s in range(n))
+    return AllToAll(engine, dim, dim, sent, sizes if rank == root else (0,) * n)
+
+
+def _sum(reduction: Reduction, x: Tensor, f: Linear) -> Steps:
+    """Σ_s x_s, or Σ_s x_s / N; a mean of half precisions is added up in the wider dtype, and rounded once."""
+    if reduction.name == "sum" or f.engine.size == 1:
+        return f, x, None
+    dtype, wide = x.dtype, wider(x.dtype)
+    after = None if wide == dtype else lambda y: y.to(dtype)
+    detail = "mean" if wide == dtype else f"mean of {dtype}"  # check mode sees the dtype that is sent
+    return named(f, f.name, detail), divided(x.to(wide), f.engine.size), after
+
+
+def _in_one_stack(x: Tensor, engine: Engine) -> bool:
+    """Whether every rank reduces the stack of all ranks' whole x.
+
+    Sizes without a value yet are not taken to be small: the graph of every rank must be the same.
     """
-
-    def __init__(self, f: Over) -> None:
-        if not callable(f):
-            remedy = f"pass op={f!r} itself" if isinstance(f, str) else ""
-            raise TypeError(message("elementwise", "f", repr(f), "a function that reduces dim 0 of a stack", remedy))
-        self.f: Over = f.f if isinstance(f, elementwise) else f
-
-    def __call__(self, stack: Tensor) -> Tensor:
-        """Reduce dim 0."""
-        return self.f(stack)
-
-    def __eq__(self, other: object) -> bool:
-        """Whether both wrap the same function."""
-        return isinstance(other, elementwise) and self.f == other.f
-
-    def __hash__(self) -> int:
-        """Return a hash that is consistent with `==`."""
-        return hash((elementwise, self.f))
-
-    def __repr__(self) -> str:
-        """Show the name of the function."""
-        return f"elementwise({getattr(self.f, '__name__', repr(self.f))})"
+    return engine.size == 1 or is_known(x.numel() * x.element_size() <= engine.small(x.device.type))
 
 
-def users(f: Over) -> Reduction:
-    """Return the reduction that a user's function is."""
-    return Reduction("the function", f, "anything", users=True, whole=not isinstance(f, elementwise))
+def _whole(
+    reduction: Reduction, x: Tensor, engine: Engine, last: Callable[[Tensor], Tensor], detail: str = ""
+) -> Steps:
+    """Every rank reduces the stack of all ranks' x. So the stack and y are replicated."""
+    f = named(AllGather(engine, 0, (), True), "all_reduce", reduction.name + detail)
+    return f, x.unsqueeze(0), lambda stack: last(reduction.of(stack))
+
+
+def _row_block(reduction: Reduction, x: Tensor, engine: Engine, sizes: tuple[int, ...]) -> Tensor:
+    """Block r of y as one row, on rank r; check mode compares the shape of x, which a row does not have."""
+    detail = f"{reduction.name} of {tuple(x.shape)}" if check_mode.compares(engine) else reduction.name
+    f = named(AllToAll(engine, 1, 0, sizes, (1,) * engine.size), "all_reduce", detail)
+    return reduction.of(apply(f, x.reshape(1, -1)))

@@ -1,14 +1,17 @@
 """Process groups of torch.distributed: gloo, NCCL, and any other backend that is registered there.
 
 All ranks here are ranks within the group. Functions of torch.distributed take global ranks in some places and group
-ranks in others (pytorch#130515), so methods of the group, or the arguments `group_src` and `group_dst`, are used.
+ranks in others (pytorch#130515), and look groups up, which a twin is not in; so methods of the group are used, which
+also take 5 µs less. They have no documentation but that of the functions.
 """
 
 from __future__ import annotations
 
-import itertools
+import atexit
+import time
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,23 +22,26 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from diffcoll.engines.c10d_absent import absent
-from diffcoll.engines.c10d_groups import new_group
-from diffcoll.engines.c10d_polling import InThread, of_message, wait_for
-from diffcoll.engines.c10d_store import while_it_answers
-from diffcoll.engines.engine import Blocks, Engine, Wait, done, is_even
-from diffcoll.engines.messages import KINDS, MessageEngine, Messages
+from diffcoll.core.torch_private.release import RELEASE
+from diffcoll.engines.c10d_twins import gloo_twin_of, twin_of
+from diffcoll.engines.devices import is_capturing
+from diffcoll.engines.engine import Engine, Wait, is_even
+from diffcoll.engines.messages import MessageEngine, Messages
+from diffcoll.engines.turn import BackendError, Turn, of_backend
 from diffcoll.engines.watch import watch
+
+#: What is not exported or typed there.
+_c10d: Any = distributed_c10d
 
 # The primitives that use the backend's own collective. The others use the defaults of `Engine`, that is, point-to-point
 # messages. Measured on gloo (`python -m benchmarks`): its all_gather and reduce_scatter are slow, and messages are
 # received directly in the result, which saves a copy into newly allocated memory. Backends that are not listed use all
-# of their own collectives. NCCL was not measured.
+# of their own collectives.
 NATIVE = {"gloo": {"all_reduce", "broadcast"}}
+ALL = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
 # Tensors of at most this many bytes on all ranks together are reduced by an all-gather and a local reduction, see
 # `Engine.small`.
 SMALL = {"gloo": 128 << 10}
-ALL = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
 
 # The dtypes that a backend sums itself. Half precisions are omitted for gloo: `Engine.all_reduce` accumulates them in
 # float32, and sends the same number of bytes.
@@ -45,59 +51,58 @@ SUMS = {
     | {torch.int8, torch.uint8, torch.int32, torch.int64},
 }
 
-# The variants on one tensor, by the names of torch 2.13, where the older names warn. Those on lists copy their tensors
-# into a buffer of their own first: an all-gather of two ranks on NCCL then takes twice the memory.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# The variants on one tensor, by the names of torch 2.13 or before. Those on lists copy their tensors into a buffer of
+# their own first: an all-gather of two ranks on NCCL then takes twice the memory.
+_HAS_SINGLE = hasattr(dist.ProcessGroup, "all_gather_single")
+_ALL_GATHER = "all_gather_single" if _HAS_SINGLE else "_allgather_base"
+_REDUCE_SCATTER = "reduce_scatter_single" if _HAS_SINGLE else "_reduce_scatter_base"
 
-_numbers = itertools.count()  # of groups that the library has made
-
-# Tags of the library's messages, so that they are not received by the user's calls in the same group. gloo ends the
-# process if a message is longer than its receiver expects, and accepts a shorter one, and one of another dtype or call.
-# So size, dtype and collective are part of the tag: if two ranks expect different ones, no message is received, and
-# both get an error after the group's timeout.
+# Tags of the library's messages, which the user's calls in the same group never receive. gloo ends the process if a
+# message is longer than its receiver expects, and accepts a shorter one. So the size is part of the tag: if two ranks
+# expect different ones, no message is received, and both get an error after the group's timeout.
 TAG = 1 << 30
 
 
-def _byte() -> Tensor:
-    """Return what is sent for an empty block: so the ranks fail, as above, if only one of them expects one."""
-    return torch.zeros(1, dtype=torch.uint8, device="cpu")
-
-
 class C10dEngine(MessageEngine):
-    """A `torch.distributed.ProcessGroup`."""
+    """A `torch.distributed.ProcessGroup`, or `own`: a group with the same ranks that is in none of PyTorch's tables."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, own: dist.ProcessGroup | None = None, backends: dict[str, str] | None = None
+    ) -> None:
         super().__init__(rank=dist.get_rank(group), size=dist.get_world_size(group))
-        self._group = weakref.ref(group)
-        self._ends = False  # whether `close` destroys the group
+        # Only a weak reference is kept: else its threads would survive destroy_process_group().
+        self._users: Callable[[], dist.ProcessGroup | None] = weakref.ref(group)
+        self._group: Callable[[], dist.ProcessGroup | None] = self._users if own is None else lambda: own
         self._connected: set[torch.device] = set()
-        self.key = group.group_name
+        self._cpu: Engine | None = None  # the ranks over gloo, if this group moves no tensors of the CPU
+        self._has_tried_cpu = False
+        self.key = (own or group).group_name
         # {"cpu": "gloo", "cuda": "nccl"}, from "cpu:gloo,cuda:nccl"
         pairs = (p.split(":") for p in dist.get_backend_config(group).split(","))
-        self.backends = {device: backend for device, backend in pairs}
+        self.backends = backends or {device: backend for device, backend in pairs}
         self.devices = tuple(self.backends)
-        self.description = f"a {dist.get_backend(group)} group of {self.size} ranks"
+        names = " and ".join(dict.fromkeys(self.backends.values()))
+        self.description = f"a {names} group of {self.size} ranks"
         watch(self)
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group. Only a weak reference is kept: else its threads would survive destroy_process_group()."""
+        """The group whose methods move the data."""
         group = self._group()
         if group is None:
-            raise RuntimeError(f"{self.now.name}: the process group was destroyed; set up a new one")
+            raise BackendError("the process group was destroyed; set up a new one")
         return group
 
     @property
     @override
     def global_ranks(self) -> tuple[int, ...]:
-        return tuple(dist.get_process_group_ranks(self.group))
+        return tuple(dist.get_process_group_ranks(self._users()))
 
     @property
     @override
     def ended(self) -> bool:
-        group = self._group()
-        return group is None or not _exists(group)
+        group = self._users()
+        return group is None or self._group() is None or not _exists(group)
 
     @property
     @override
@@ -108,40 +113,42 @@ class C10dEngine(MessageEngine):
         return torch.device(device, torch.get_device_module(device).current_device())
 
     @override
+    def control(self) -> Engine:
+        group = self._users()
+        is_needed = "cpu" not in self.backends and self.size > 1 and not self._has_tried_cpu
+        if group is None or not is_needed or is_capturing():  # what ranks exchange in a capture does not change anyway
+            return self._cpu or self
+        self._has_tried_cpu = True
+        device, backend = next(iter(self.backends.items()))
+        own, failure = of_backend(gloo_twin_of, group, device)
+        if own is not None:
+            self._cpu = C10dEngine(group, own, {"cpu": "gloo"})
+        elif self.rank == 0:
+            warnings.warn(
+                f"diffcoll: the ranks of {self.description} cannot connect over gloo: {failure}; so numbers that the "
+                f"host needs, such as sizes, are sent over {backend}, and wait for all work that the device has queued;"
+                " set GLOO_SOCKET_IFNAME to the network interface that connects the hosts",
+                stacklevel=2,
+            )
+        return self._cpu or self
+
+    @override
     def small(self, device: str) -> int:
         return SMALL.get(self.backends[device], 0) // self.size
 
     @override
     def subgroup(self, ranks: Sequence[int]) -> Any:
-        return self._new_group([dist.get_global_rank(self.group, r) for r in ranks])
+        return new_group([self.global_ranks[r] for r in ranks])
 
     @override
     def twin(self) -> C10dEngine:
-        group, kinds = self.group, set(self.backends.values())
-        backend = kinds.pop() if len(kinds) == 1 else dist.get_backend_config(group)
-        # There is no public access to a group's timeout.
-        timeout = group._get_backend(torch.device(next(iter(self.backends)))).options._timeout
-        twin = C10dEngine(self._new_group(dist.get_process_group_ranks(group), timeout=timeout, backend=backend))
-        twin._ends = True
-        x = torch.zeros(1, dtype=torch.float32, device=twin.control_device)
-        with twin.turn("making a group"):
-            twin.all_reduce(x, x)()  # so that no rank destroys the group while another still connects to it
+        group = self._users() or self.group
+        with Turn(self, "making a group"):
+            x = torch.zeros(self.size, dtype=torch.float32, device=self.control_device)
+            self.all_gather(None, x, [1] * self.size)()  # fails if a rank has died; a new group would wait for it
+            twin = C10dEngine(group, of_backend(twin_of, group, self.backends), self.backends)
+            twin.all_reduce(x, x)()  # so that no rank closes it while another one still connects
         return twin
-
-    def _new_group(self, ranks: list[int], **more: Any) -> Any:
-        """Make a group of some of these ranks, under a name on which they agree; all of them call it.
-
-        torch names groups by how many the process has made, so the names differ if the ranks have made different ones.
-        """
-        number = torch.tensor([next(_numbers)], device=self.control_device)
-        of_ranks = number.new_empty(self.size)
-        with self.turn("making a group"):
-            # Not a broadcast: a rank that waits for nobody would wait in new_group for one that has died before it.
-            self.all_gather(number, of_ranks, [1] * self.size)()
-            # If this is not the whole world, the processes outside do not call new_group.
-            more["use_local_synchronization"] = self.size < dist.get_world_size()
-            with while_it_answers(more.get("timeout", distributed_c10d.default_pg_timeout)):
-                return new_group(ranks, name=f"diffcoll {of_ranks[0].item()} in {self.key}", **more)
 
     @override
     def overlaps(self, x: Tensor) -> bool:
@@ -149,12 +156,8 @@ class C10dEngine(MessageEngine):
 
     @override
     def close(self) -> None:
-        if self._ends and not self.ended:
-            dist.destroy_process_group(self.group)
-
-    @override
-    def absent(self) -> list[int]:
-        return absent(self.key, self.rank, range(self.size))
+        if self._group is not self._users:
+            self._group = lambda: None
 
     @override
     def connect(self, device: torch.device) -> None:
@@ -163,7 +166,8 @@ class C10dEngine(MessageEngine):
         if device in self._connected or self.size == 1:
             return
         if self.backends[device.type] != "gloo":
-            dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=self.group)
+            x = torch.zeros(1, dtype=torch.float32, device=device)
+            self.all_reduce(x, x)()
         self._connected.add(device)
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────
@@ -175,81 +179,71 @@ class C10dEngine(MessageEngine):
 
     @override
     def messages(self, sends: Messages, recvs: Messages) -> Wait:
-        if self._backend((recvs or sends)[0][1]) == "gloo":
-            group, number, works = self.group, self.number_of_call(), []
-            try:
-                # Methods of the group, because dist.isend and dist.irecv take 10 µs longer each.
-                for begin, messages in (group.send, sends), (group.recv, recvs):
-                    for s, t in messages:
-                        nbytes = t.nbytes
-                        tag = TAG + (nbytes + (KINDS[t.dtype] ^ number)) % TAG
-                        works.append(begin([t if nbytes else _byte()], s, tag))
-            except RuntimeError as error:
-                raise of_message(len(works), sends, recvs, error) from error
-        else:
-            ops = [dist.P2POp(dist.irecv, _bytes(t), group=self.group, group_peer=s) for s, t in recvs]
-            ops += [dist.P2POp(dist.isend, _bytes(t), group=self.group, group_peer=s) for s, t in sends]
-            works = dist.batch_isend_irecv(ops)
-            if self.now.polls is not None:
-                self.now.polls += [work.is_completed for work in works]
-            return partial(wait_for, works)
-        if self.now.polls is None:
-            return partial(wait_for, works, sends, recvs)
-        in_thread = InThread(works, sends, recvs)
-        self.now.polls.append(in_thread.done)
-        return in_thread
+        group, first = self.group, (recvs or sends)[0][1]
+        works: list[tuple[str, dist.Work, object]] = []
+        is_gloo = self._backend(first) == "gloo"
+        # NCCL starts messages that are to make progress together as one call.
+        is_one = (
+            not is_gloo and type(group) is dist.ProcessGroup and group._get_backend(first.device).supports_coalescing
+        )
+        if is_one:
+            group._start_coalescing(first.device)
+        for words, begin, messages in ("from rank", group.recv, recvs), ("to rank", group.send, sends):
+            for s, t in messages:
+                what, tag = f"message {words} {s}: ", TAG + t.nbytes % TAG if is_gloo else 0
+                works.append((what, of_backend(begin, [t if is_gloo else _bytes(t)], s, tag, what=what), t))
+        if is_one:
+            works = [("", of_backend(group._end_coalescing, first.device), works)]
 
-    @override
-    def _to_others(self, blocks: Blocks) -> Messages:
-        # On gloo with empty blocks, see `_byte`.
-        rank = self.rank
-        others = [(s, t) for s, t in enumerate(blocks) if s != rank and t is not None]
-        if others and self._backend(others[0][1]) != "gloo":  # all blocks are on one device
-            others = [(s, t) for s, t in others if t.numel()]
-        return others
+        def wait() -> None:
+            for what, work, _ in works:
+                of_backend(work.wait, what=what)
+
+        return wait
 
     # ── the backend's own collectives, where the tables above say so ─────────────────────────────────────
 
     @override
-    def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
+    def all_reduce(self, x: Tensor, y: Tensor, later: bool = False) -> Wait:
         if not self._runs_natively("all_reduce", y, adds=True):
-            return super().all_reduce(x, y)
+            return super().all_reduce(x, y, later)
         if x is not y:
             y.copy_(x)
-        return self._wait(dist.all_reduce(_real(y), group=self.group, async_op=True))
+        return self._wait(self.group.allreduce, [_real(y)], _c10d.AllreduceOptions())
 
     @override
-    def all_gather(self, x: Tensor | None, row: Tensor, counts: list[int]) -> Wait:
+    def all_gather(self, x: Tensor | None, row: Tensor, counts: list[int], later: bool = False) -> Wait:
         if not (self._runs_natively("all_gather", row) and is_even(counts)):
-            return super().all_gather(x, row, counts)
+            return super().all_gather(x, row, counts, later)
         mine = row.split_with_sizes(counts)[self.rank] if x is None else x
-        return self._wait(_all_gather(_bytes(row), _bytes(mine), group=self.group, async_op=True))
+        return self._wait(getattr(self.group, _ALL_GATHER), _bytes(row), _bytes(mine), _c10d.AllgatherOptions())
 
     @override
-    def reduce_scatter(self, row: Tensor, counts: list[int], out: Tensor) -> Wait:
+    def reduce_scatter(self, row: Tensor, counts: list[int], out: Tensor, later: bool = False) -> Wait:
         if not (self._runs_natively("reduce_scatter", out, adds=True) and is_even(counts)):
-            return super().reduce_scatter(row, counts, out)
-        return self._wait(_reduce_scatter(_real(out.view(-1)), _real(row), group=self.group, async_op=True))
+            return super().reduce_scatter(row, counts, out, later)
+        call = getattr(self.group, _REDUCE_SCATTER)
+        return self._wait(call, _real(out.view(-1)), _real(row), _c10d.ReduceScatterOptions())
 
     @override
-    def broadcast(self, y: Tensor, src: int) -> Wait:
+    def broadcast(self, y: Tensor, src: int, later: bool = False) -> Wait:
         if not self._runs_natively("broadcast", y):
-            return super().broadcast(y, src)
-        return self._wait(dist.broadcast(_bytes(y), group=self.group, group_src=src, async_op=True))
+            return super().broadcast(y, src, later)
+        options = _c10d.BroadcastOptions()
+        options.rootRank = src
+        return self._wait(self.group.broadcast, [_bytes(y)], options)
 
     @override
-    def reduce(self, y: Tensor, dst: int) -> Wait:
+    def reduce(self, y: Tensor, dst: int, later: bool = False) -> Wait:
         if not self._runs_natively("reduce", y, adds=True):
-            return super().reduce(y, dst)
+            return super().reduce(y, dst, later)
         y = y if self.rank == dst else y.clone()  # backends may write partial sums to it
-        return self._wait(dist.reduce(_real(y), group=self.group, group_dst=dst, async_op=True))
+        options = _c10d.ReduceOptions()
+        options.rootRank = dst
+        return self._wait(self.group.reduce, [_real(y)], options)
 
-    def _wait(self, work: dist.Work | None) -> Wait:
-        if work is None:
-            return done
-        if self.now.polls is not None:
-            self.now.polls.append(work.is_completed)
-        return partial(work.wait)
+    def _wait(self, call: Callable[..., dist.Work], *arguments: Any) -> Wait:
+        return partial(of_backend, of_backend(call, *arguments).wait)
 
     def _backend(self, x: Tensor) -> str:
         # A group of gloo without a CPU moves copies there. x.device.type takes four times as long as x.is_cpu.
@@ -275,9 +269,33 @@ def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
+def new_group(ranks: list[int]) -> Any:
+    """Make a group of these global ranks in this order; all processes call it.
+
+    Returns:
+        The group; on ranks that are not in it, what no function accepts as a group.
+    """
+    more: dict[str, Any] = {"sort_ranks": False} if RELEASE >= (2, 12) else {}
+    if not more and ranks != sorted(ranks):
+        remedy = "pass ranks in ascending order, or use torch 2.12 or later"
+        raise ValueError(f"new_group: got ranks {ranks}, which torch {torch.__version__} would sort; {remedy}")
+    group: Any = dist.new_group(ranks, **more)
+    return dist.GroupMember.NON_GROUP_MEMBER if group is None else group
+
+
 # ── from a group to its engine ───────────────────────────────────────────────────────────────────────────
 
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, Engine] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _let_threads_end() -> None:
+    """Give gloo's threads the time to free what they have sent.
+
+    One that asks for Python's lock while the interpreter shuts down ends the process, with exit code −6.
+    """
+    if _engines:
+        time.sleep(0.01)
 
 
 def use(group: dist.ProcessGroup, engine: Engine) -> None:
@@ -317,7 +335,7 @@ def engine_named(key: str) -> Engine | None:
     """Return the engine of the group with this `group_name`; None if there is none."""
     # There is no public function from a name to its group. torch's own compiled collectives use this one.
     try:
-        return engine_of(distributed_c10d._resolve_process_group(key))  # type: ignore[attr-defined,arg-type]
+        return engine_of(_c10d._resolve_process_group(key))
     except (RuntimeError, ValueError):  # no group has this name, or it was destroyed
         return None
 

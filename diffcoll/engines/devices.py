@@ -8,16 +8,11 @@ where float64 is known to exist (averaging/policy.py).
 
 from __future__ import annotations
 
-import contextlib
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-#: Types of devices, in an order that all processes share; a package gives "privateuseone" another name.
-_NAMES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "maia", "lazy", "ipu", "ve", "vulkan", "privateuseone")
 
 
 def accelerator_type() -> str | None:
@@ -54,11 +49,10 @@ def can_pin(kind: str) -> bool:
         return False
 
 
-def forked_rng(x: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Return a context after which the random numbers of the CPU and of x's device are as before."""
-    if x.is_cpu or not hasattr(_module(x.device.type), "get_rng_state"):
-        return torch.random.fork_rng([], device_type="cpu")
-    return torch.random.fork_rng([x.device], device_type=x.device.type)
+def is_capturing() -> bool:
+    """Whether a CUDA graph captures the current stream, where the host must not wait."""
+    cuda: Any = torch.cuda
+    return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
 
 
 def _module(kind: str) -> Any:
@@ -66,27 +60,6 @@ def _module(kind: str) -> Any:
         return torch.get_device_module(kind)
     except RuntimeError:  # a type of device without a module
         return None
-
-
-# ── a type of device in a message ────────────────────────────────────────────────────────────────────────
-
-
-def number_of(device: torch.device) -> int:
-    """Return a number for the type of a device, the same in every process.
-
-    Raises:
-        ValueError: its type is not listed: it has no memory, or is newer than this list.
-    """
-    return _types().index(device.type)
-
-
-def type_numbered(number: int) -> str:
-    """Return the type of device with this number; a PrivateUse1 device may have another name here than there."""
-    return _types()[number]
-
-
-def _types() -> list[str]:
-    return [*_NAMES[:-1], torch.device(_NAMES[-1]).type]
 
 
 # ── backends of torch.distributed ────────────────────────────────────────────────────────────────────────

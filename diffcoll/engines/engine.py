@@ -9,7 +9,6 @@ The docstrings below state laws. tests/engines/laws.py checks each of them on ev
 
 from __future__ import annotations
 
-import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 
 from diffcoll.core.dtypes import wider
-from diffcoll.core.errors import Origin
 from diffcoll.engines.scratch import Scratch
 from diffcoll.engines.turn import IDLE, Turn
 
@@ -37,6 +35,9 @@ class Engine(ABC):
     that are equal on all ranks: the group, shapes, dtypes, devices and `later`. It never depends on the values or
     on how a rank's tensors are laid out in memory: strides, offsets, one allocation or several.
 
+    `later`: whether the caller does something else between a primitive and its Wait. If not, the primitive may block
+    until its result is there.
+
     Tensors. All are contiguous, except where a primitive says otherwise. Dimensions of size 1 may have any stride. Any
     size is allowed: 0-d tensors, empty ones, and empty blocks among others. Blocks may differ in size from rank to
     rank. Tensors of any dtype are moved. Sums are for integers, floating-point and complex numbers, not for bool.
@@ -48,6 +49,8 @@ class Engine(ABC):
     outputs must not be read, until the Wait has returned. The engine keeps their memory alive until then, so the caller
     may drop its references. A Wait sends no new messages: a rank that waits late, or in another order, delays nobody.
     On a GPU all this holds in the order of the current stream; the host does not wait.
+
+    Errors. An error of the backend is a `BackendError`, see `of_backend`.
     """
 
     #: For error messages: what kind of group this is.
@@ -60,23 +63,21 @@ class Engine(ABC):
     compiling: bool = False
     #: Whether the ranks share one autograd graph, in which collectives are computed by `diffcoll.truth`.
     in_one_graph: bool = False
-    #: The collective in progress on this rank.
+    #: The collective in progress on this rank, for warnings and errors.
     now: Turn = IDLE
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self.scratch = Scratch()
-        self.lock = threading.Lock()  # held by the thread whose turn it is
-        self.unwaited: dict[int, int] = {}  # id of a collective that was started and not waited for → its thread
+        self.calls = 0  # forward calls of collectives, by which check mode tells them apart
         self.abandoned: deque[Wait] = deque()  # Waits whose caller dropped them; the next call in the group calls them
         # The averagers of this group that have twins, and these, in an order that is equal on all ranks.
         self.twins: list[tuple[weakref.ref[Any], Engine]] = []
-        self.plans: dict[tuple[Any, ...], Any] = {}  # arguments of an earlier call → its `core.call.Plan`
 
     @property
     def control_device(self) -> torch.device:
-        """The device on which the ranks exchange small integers, such as sizes. The engine can move such tensors."""
+        """A device whose tensors the engine moves, equal on all ranks but for its index; the CPU if possible."""
         return torch.device("cpu")
 
     @property
@@ -88,6 +89,14 @@ class Engine(ABC):
     def ended(self) -> bool:
         """Whether the backend has destroyed the group. A group that has ended cannot be used again."""
         return False
+
+    def control(self) -> Engine:
+        """Return the engine, with the same ranks, for numbers that the host reads; all ranks call this.
+
+        Its `control_device` is the CPU where that is possible, so that reading a number does not wait for an
+        accelerator.
+        """
+        return self
 
     def run_truth(self, name: str, x: Any, arguments: dict[str, Any], facts: tuple[object, object]) -> Any:
         """Return this rank's result of the collective `name`, as `diffcoll.truth` has it (simulated joint graph only).
@@ -137,27 +146,8 @@ class Engine(ABC):
         """Release a twin. All ranks call it, after their last Wait. The engine that it is a twin of is not affected."""
         return
 
-    def absent(self) -> list[int]:
-        """Return the ranks that have not noticed that the group failed, in ascending order, as far as is known.
-
-        Ranks that noticed call it; it returns within seconds. Empty if all of them do.
-        """
-        return []
-
-    def turn(
-        self,
-        name: str,
-        origin: Origin | None = None,
-        later: bool = False,
-        *,
-        waits: bool = False,
-        polls: list[Callable[[], bool]] | None = None,
-    ) -> Turn:
-        """Return the context in which this thread calls primitives or their Waits; see `Turn`."""
-        return Turn(self, name, origin, later, waits=waits, polls=polls)
-
     @abstractmethod
-    def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
+    def exchange(self, sends: Blocks, recvs: Blocks, later: bool = False) -> Wait:
         """Send `sends[s]` to each rank s, and fill `recvs[s]` with the block from rank s.
 
         Both lists have one entry for each rank. `sends[s]` on rank r and `recvs[r]` on rank s have the same shape and
@@ -167,107 +157,81 @@ class Engine(ABC):
 
     # ── defaults, built on exchange ──────────────────────────────────────────────────────────────────────
 
-    def all_gather(self, x: Tensor | None, row: Tensor, counts: list[int]) -> Wait:
+    def all_gather(self, x: Tensor | None, row: Tensor, counts: list[int], later: bool = False) -> Wait:
         """row ← x_0, …, x_{N−1}, one after the other, on every rank.
 
         `row` is 1-d. x_s has `counts[s]` numbers in any shape. None: x is in its place in `row` already; if so on one
         rank, then on all.
         """
         parts = row.split_with_sizes(counts)
-        return self.exchange([parts[self.rank] if x is None else x.view(-1)] * self.size, parts)
+        return self.exchange([parts[self.rank] if x is None else x.view(-1)] * self.size, parts, later)
 
-    def reduce_scatter(self, row: Tensor, counts: list[int], out: Tensor) -> Wait:
+    def reduce_scatter(self, row: Tensor, counts: list[int], out: Tensor, later: bool = False) -> Wait:
         """out ← Σ_s part `rank` of row_s.
 
         `row` is 1-d, and the same size on every rank: N parts with `counts[s]` numbers, one after the other. `out` has
         `counts[rank]` numbers in any shape.
 
         Here and in `all_reduce` and `reduce`, a backend's own operation adds up in its own order and precision. The
-        defaults add up in the order of ranks, half precisions in float32.
+        defaults add up in the order of ranks, half precisions in float32, rounded once.
         """
-        return self.reduce_scatter_in_order(row, counts, out)
-
-    def reduce_scatter_in_order(self, row: Tensor, counts: list[int], out: Tensor) -> Wait:
-        """Do what `reduce_scatter` does, adding in the order of ranks: ((x_0 + x_1) + x_2) and so on.
-
-        Half precisions are added in float32 and rounded once.
-        """
-        out = out.view(-1)
-        if self.size == 1:
-            out.copy_(row)
-            return done
-        rank, others = self.rank, self.size - 1
-        memory = self.scratch.take(others * out.numel(), like=out)
-        terms: list[Any] = [*memory.split_with_sizes([out.numel()] * others)]
+        out, rank = out.view(-1), self.rank
+        memory, terms = self._terms(out, rank)
         parts: list[Any] = [*row.split_with_sizes(counts)]
         mine, parts[rank] = parts[rank], None
-        terms.insert(rank, None)
-        wait = self.exchange(parts, terms)
+        return self._adding(self.exchange(parts, terms, later), terms, rank, mine, out, memory)
 
-        def finish() -> None:
-            wait()
-            terms[rank] = mine
-            add_up(terms, out)
-            self.scratch.give(memory)
-
-        return finish
-
-    def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
+    def all_reduce(self, x: Tensor, y: Tensor, later: bool = False) -> Wait:
         """y ← Σ_s x_s, bitwise equal on all ranks.
 
         x need not be contiguous. It may be y, the same object; if so on one rank, then on all. With `later`, x has been
         read when this returns, and may be modified before the Wait.
         """
-        return self.all_reduce_in_order(x, y)
-
-    def all_reduce_in_order(self, x: Tensor, y: Tensor) -> Wait:
-        """Do what `all_reduce` does, adding in the order of ranks, as `reduce_scatter_in_order` does."""
         if self.size == 1:
             y.copy_(x)
             return done
-        if y.nbytes <= self.small(y.device.type):
-            return self.gather_and_add(x, y)
+        if y.nbytes <= self.small(y.device.type):  # one round of messages: every rank adds up all x
+            memory = self.scratch.take(self.size * y.numel(), like=y)
+            terms = [*memory.view(self.size, *y.shape).unbind()]
+            mine = terms[self.rank].copy_(x)
+            wait = self.all_gather(None, memory, [y.numel()] * self.size, later)
+            return self._adding(wait, terms, self.rank, mine, y, memory)
         # Each part is added up on one rank, so all ranks get the same bits.
         y.copy_(x)
         row, counts = y.view(-1), list(even_sizes(y.numel(), self.size))
-        mine = row.new_empty(counts[self.rank])
-        self.reduce_scatter_in_order(row, counts, mine)()
-        return self.all_gather(mine, row, counts)
+        part = row.new_empty(counts[self.rank])
+        self.reduce_scatter(row, counts, part)()
+        return self.all_gather(part, row, counts, later)
 
-    def gather_and_add(self, x: Tensor, y: Tensor) -> Wait:
-        """Do what `all_reduce_in_order` does, in one round of messages: every rank adds up all x."""
-        memory = self.scratch.take(self.size * y.numel(), like=y)
-        terms = memory.view(self.size, *y.shape).unbind()
-        terms[self.rank].copy_(x)
-        wait = self.all_gather(None, memory, [y.numel()] * self.size)
-
-        def finish() -> None:
-            wait()
-            add_up(terms, y)
-            self.scratch.give(memory)
-
-        return finish
-
-    def broadcast(self, y: Tensor, src: int) -> Wait:
+    def broadcast(self, y: Tensor, src: int, later: bool = False) -> Wait:
         """y ← y_src, in place. Not modified on rank src."""
         peers = range(self.size)
         sends = [y if self.rank == src and s != src else None for s in peers]
-        return self.exchange(sends, [y if self.rank != src and s == src else None for s in peers])
+        return self.exchange(sends, [y if self.rank != src and s == src else None for s in peers], later)
 
-    def reduce(self, y: Tensor, dst: int) -> Wait:
+    def reduce(self, y: Tensor, dst: int, later: bool = False) -> Wait:
         """y_dst ← Σ_s y_s, in place. Not modified on the other ranks."""
-        peers = range(self.size)
+        nothing = [None] * self.size
         if self.rank != dst:
-            return self.exchange([y if s == dst else None for s in peers], [None] * self.size)
-        memory = self.scratch.take((self.size - 1) * y.numel(), like=y)
-        terms: list[Any] = [*memory.view(self.size - 1, *y.shape).unbind()]
-        terms.insert(dst, None)
-        wait = self.exchange([None] * self.size, terms)
+            return self.exchange([y if s == dst else None for s in range(self.size)], nothing, later)
+        memory, terms = self._terms(y, dst)
+        return self._adding(self.exchange(nothing, terms, later), terms, dst, y, y, memory)
+
+    def _terms(self, like: Tensor, rank: int) -> tuple[Tensor, list[Any]]:
+        """Return memory for the other ranks' tensors, and those, with None for this rank."""
+        others = self.size - 1
+        memory = self.scratch.take(others * like.numel(), like=like)
+        terms: list[Any] = [*memory.view(others, *like.shape).unbind()] if others else []
+        terms.insert(rank, None)
+        return memory, terms
+
+    def _adding(self, wait: Wait, terms: list[Any], rank: int, mine: Tensor, out: Tensor, memory: Tensor) -> Wait:
+        """Return the wait for `terms`, which then adds them and `mine` up in the order of ranks."""
 
         def finish() -> None:
             wait()
-            terms[dst] = y
-            add_up(terms, y)
+            terms[rank] = mine
+            add_up(terms, out)
             self.scratch.give(memory)
 
         return finish

@@ -62,29 +62,29 @@ class LocalEngine(Engine):
         return LocalGroup(ranks, (*self.group.number, count))
 
     @override
-    def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
+    def exchange(self, sends: Blocks, recvs: Blocks, later: bool = False) -> Wait:
         return self._deliver(_DELIVERY.exchange, sends, recvs)
 
     @override
-    def all_gather(self, x: Tensor | None, row: Tensor, counts: list[int]) -> Wait:
+    def all_gather(self, x: Tensor | None, row: Tensor, counts: list[int], later: bool = False) -> Wait:
         return self._deliver(_DELIVERY.all_gather, x, row, counts)
 
     @override
-    def reduce_scatter_in_order(self, row: Tensor, counts: list[int], out: Tensor) -> Wait:
+    def reduce_scatter(self, row: Tensor, counts: list[int], out: Tensor, later: bool = False) -> Wait:
         return self._deliver(_DELIVERY.reduce_scatter, row, counts, out)
 
     @override
-    def all_reduce_in_order(self, x: Tensor, y: Tensor) -> Wait:
-        if self.now.later and x is not y:  # x may be modified before the other ranks arrive
+    def all_reduce(self, x: Tensor, y: Tensor, later: bool = False) -> Wait:
+        if later and x is not y:  # x may be modified before the other ranks arrive
             x = y.copy_(x)
         return self._deliver(_DELIVERY.all_reduce, x, y)
 
     @override
-    def broadcast(self, y: Tensor, src: int) -> Wait:
+    def broadcast(self, y: Tensor, src: int, later: bool = False) -> Wait:
         return self._deliver(_DELIVERY.broadcast, y, src)
 
     @override
-    def reduce(self, y: Tensor, dst: int) -> Wait:
+    def reduce(self, y: Tensor, dst: int, later: bool = False) -> Wait:
         return self._deliver(_DELIVERY.reduce, y, y, dst)
 
     def _deliver(self, step: Callable[..., Writes], *arguments: Any) -> Wait:
@@ -113,7 +113,7 @@ class LocalEngine(Engine):
     def _meet(self, what: str, step: str, payload: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Wait:
         self._meetings += 1
         entry = Entry(what, step, payload, self.now.origin)
-        return self.world.meet(self.group, self._meetings, entry, combine, self.now.polls)
+        return self.world.meet(self.group, self._meetings, entry, combine)
 
 
 def engine_of(group: object) -> LocalEngine | None:

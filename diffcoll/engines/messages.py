@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import cache
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -16,9 +14,6 @@ from diffcoll.engines.engine import Blocks, Engine, Wait, done
 
 #: For each message the other rank, and the tensor that is sent or filled.
 Messages = Sequence[tuple[int, Tensor]]
-
-#: Numbers of 32 bits, the same in every process.
-KINDS = {dtype: crc32(str(dtype).encode()) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 class MessageEngine(Engine):
@@ -35,15 +30,8 @@ class MessageEngine(Engine):
         """Whether the backend reads and writes the memory of x directly. If not, it is copied through the CPU."""
         return True
 
-    def number_of_call(self) -> int:
-        """Return the number of the collective in progress; with that of a dtype, by ^, it is part of a message's tag.
-
-        A receiver that expects another collective or dtype must not take the bytes for its own.
-        """
-        return _number(self.now.name)
-
     @override
-    def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
+    def exchange(self, sends: Blocks, recvs: Blocks, later: bool = False) -> Wait:
         pairs, wants = self._to_others(sends), self._to_others(recvs)
         wait: Wait = done
         if some := pairs or wants:
@@ -67,12 +55,6 @@ class MessageEngine(Engine):
                 t.copy_(copy)
 
         return finish
-
-
-@cache
-def _number(name: str) -> int:
-    """Of an averager's messages, all of which have one number, the name says which bucket, after a comma."""
-    return crc32(name.partition(",")[0].encode())
 
 
 def _on_cpu(t: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from itertools import accumulate, count
 from typing import Any
 
@@ -19,20 +19,22 @@ from typing_extensions import override
 
 from diffcoll.engines.devices import accelerator_type, current_stream
 from diffcoll.engines.engine import Blocks, Wait, add_up, done, is_even
-from diffcoll.engines.messages import KINDS, MessageEngine, Messages
+from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.mpi_library import end_the_job_on_errors, mpi_library, reads_cuda
-from diffcoll.engines.mpi_requests import TAGS, Deferred, Duplicate, Polled, Wanted
+from diffcoll.engines.turn import of_backend
 from diffcoll.engines.watch import watch
 
-#: MPI counts in 32-bit ints. Larger tensors are sent in pieces of this many bytes, equal on all ranks.
+#: Before MPI 4, counts are 32-bit ints. Larger tensors are messages in pieces of this many bytes, equal on all ranks.
 PIECE = 1 << 30
 #: Blocking sums are split into pieces of this many bytes, which fit the caches: on two ranks of one host, sums of 12 MB
 #: in place took 0.77 times as long as in one call, and 25 MB 0.74 times.
 ADDED = 1 << 20
-#: Sums of at most this many bytes use a shorter code path.
+#: Of at most this many bytes, a reduce_scatter is one Alltoall and a local sum.
 SMALL = 16 << 10
 #: Tensors of at most this many bytes on all ranks together are reduced by an all-gather and a local reduction.
 TOGETHER = 128 << 10
+#: The largest tag that every MPI has.
+TAGS = (1 << 15) - 1
 
 #: MPI's names for the dtypes that it sums. It has none for half precisions: the defaults of `Engine` accumulate them in
 #: float32, and send the same number of bytes.
@@ -57,25 +59,23 @@ class MpiEngine(MessageEngine):
     From SMALL bytes on, reduce_scatter uses the default, messages and a local sum: MPI's own takes twice as long.
     """
 
-    def __init__(self, comm: Any, key: str, number: int = 0) -> None:
+    def __init__(self, comm: Any) -> None:
         super().__init__(rank=comm.Get_rank(), size=comm.Get_size())
-        self.key = key
+        self.key = f"MPI communicator {next(_numbers)}"
         self.description = f"an MPI communicator of {self.size} ranks"
-        self.users, self._duplicate, self._making = comm, None, Duplicate(comm, number)
+        self.users, self._duplicate = comm, None
         self._twins: list[MpiEngine] = []
-        self._twins_made = 0
-        self._twin_of: MpiEngine | None = None
         self._mpi = mpi_library()
         self._kinds = {dtype: getattr(self._mpi, name) for dtype, name in SUMS.items()}
         watch(self)
 
     @property
     def comm(self) -> Any:
-        """The duplicate of the user's communicator. The first call makes it, on all ranks together."""
+        """The duplicate of the user's communicator. The first call makes it, and waits for all ranks."""
         if self._duplicate is None:
             if self.size > 1:
                 end_the_job_on_errors()
-            self._duplicate = self._making.get()
+            self._duplicate = of_backend(self.users.Dup)
         return self._duplicate
 
     @property
@@ -90,12 +90,11 @@ class MpiEngine(MessageEngine):
 
     @override
     def close(self) -> None:
-        for twin in [*self._twins]:
-            twin.close()
-        if self._twin_of is not None and self in self._twin_of._twins:
-            self._twin_of._twins.remove(self)
-        self._making.free()
-        self._duplicate = None
+        for engine in (self, *self._twins):
+            if engine._duplicate is not None and not self._mpi.Is_finalized():
+                engine._duplicate.Free()
+            engine._duplicate = None
+        self._twins.clear()
 
     @override
     def small(self, device: str) -> int:
@@ -103,10 +102,8 @@ class MpiEngine(MessageEngine):
 
     @override
     def twin(self) -> MpiEngine:
-        self._twins_made += 1
-        twin = MpiEngine(self.users, f"{self.key}, {next(_numbers)}", self._twins_made)
+        twin = MpiEngine(self.users)
         _ = twin.comm  # now: at first use, a rank may make this engine's duplicate while another makes the twin's
-        twin._twin_of = self
         self._twins.append(twin)
         return twin
 
@@ -115,7 +112,7 @@ class MpiEngine(MessageEngine):
     def global_ranks(self) -> tuple[int, ...]:
         mpi, mine = mpi_library(), self.users.Get_group()
         world = mpi.COMM_WORLD.Get_group()
-        return tuple(mpi.Group.Translate_ranks(mine, list(range(self.size)), world))  # in mpi4py 3 a class method
+        return tuple(mpi.Group.Translate_ranks(mine, list(range(self.size)), world))
 
     @override
     def subgroup(self, ranks: Sequence[int]) -> Any:
@@ -126,145 +123,86 @@ class MpiEngine(MessageEngine):
         return x.is_cpu or (x.is_cuda and reads_cuda())  # MPI's query, and its streams, are those of CUDA
 
     @override
-    def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
-        if self._duplicate is None:  # also on ranks without messages: all ranks make it
-            self._begin(lambda comm: Polled(None, []))
-        return super().exchange(sends, recvs)
+    def exchange(self, sends: Blocks, recvs: Blocks, later: bool = False) -> Wait:
+        _ = self.comm  # also on ranks without messages: all ranks make it
+        return super().exchange(sends, recvs, later)
 
     @override
     def messages(self, sends: Messages, recvs: Messages) -> Wait:
-        byte, number = self._mpi.BYTE, self.number_of_call()
-        tag = {t.dtype: (KINDS[t.dtype] ^ number) & TAGS for _, t in (*sends, *recvs)}
-        wanted = [(s, t.dtype, piece) for s, t in recvs for piece in self._pieces(t)]
-        given = [(s, t.dtype, piece) for s, t in sends for piece in self._pieces(t)]
-
-        def start(comm: Any) -> Polled:
-            requests = [comm.Irecv([piece, byte], s) for s, _, piece in wanted]  # of any tag; the wait compares it
-            requests += [comm.Isend([piece, byte], s, tag[dtype]) for s, dtype, piece in given]
-            return Polled([sends, recvs], requests, [Wanted(s, p.nbytes, dtype, tag[dtype]) for s, dtype, p in wanted])
-
-        return self._begin(start)
+        requests: list[Any] = []
+        for start, messages in (self.comm.Irecv, recvs), (self.comm.Isend, sends):
+            for s, t in messages:
+                parts = [t] if t.nbytes <= PIECE else torch.split(t.view(-1).view(torch.uint8), PIECE)
+                # As on gloo, a message of another size than expected is not received.
+                requests += [of_backend(start, self._memory(part), s, t.nbytes & TAGS) for part in parts]
+        return partial(_wait_for, requests, (sends, recvs))
 
     # ── MPI's own collectives ────────────────────────────────────────────────────────────────────────────
 
     @override
-    def all_reduce(self, x: Tensor, y: Tensor) -> Wait:
+    def all_reduce(self, x: Tensor, y: Tensor, later: bool = False) -> Wait:
         kind, nbytes = self._kinds.get(y.dtype), y.nbytes
-        if kind is not None and 0 < nbytes <= SMALL and y.is_cpu and not self.now.later:
-            # As below, for one piece. A small sum takes about as long as a few Python statements.
-            mpi, x = self._mpi, x.contiguous()
-            at = mpi.buffer.fromaddress
-            sent = mpi.IN_PLACE if x is y else [at(x.data_ptr(), nbytes), kind]
-            (self._duplicate or self.comm).Allreduce(sent, [at(y.data_ptr(), nbytes), kind])
-            return done
-        if kind is None or not self.reaches(y):
-            return super().all_reduce(x, y)
-        if self.now.later:  # x must have been read when this returns
-            x = y.copy_(x)
-        spare = None
-        if not x.is_contiguous():  # not y.copy_(x): MPI wants all ranks to sum in place, or none
-            spare = self.scratch.take(x.numel(), like=x)
-            x = spare.view(x.shape).copy_(x)
-        calls: list[tuple[Any, Any]] = []
-        size = PIECE if self.now.later else min(ADDED, PIECE)
-        for a, b in zip(self._pieces(x, size), self._pieces(y, size), strict=True):
-            calls.append((self._mpi.IN_PLACE if x is y else [a, kind], [b, kind]))
-        wait = self._do("Allreduce", calls, y)
-        if spare is not None:
-            self.scratch.give(spare)  # the call was blocking, so it has been read
-        return wait
+        if kind is None or not nbytes or (later and nbytes > PIECE) or not self.reaches(y):
+            return super().all_reduce(x, y, later)
+        in_place = x is y or later  # all ranks must sum in place, or none
+        if in_place and x is not y:
+            y.copy_(x)
+        x = x.contiguous()
+        if nbytes <= ADDED or later:
+            sent = self._mpi.IN_PLACE if in_place else self._memory(x, kind)
+            return self._call("Allreduce", later, y, sent, self._memory(y, kind))
+        size = ADDED // y.itemsize
+        for a, b in zip(torch.split(x.view(-1), size), torch.split(y.view(-1), size), strict=True):
+            self.all_reduce(b if in_place else a, b)
+        return done
 
     @override
-    def all_gather(self, x: Tensor | None, row: Tensor, counts: list[int]) -> Wait:
-        nbytes, byte = row.nbytes, self._mpi.BYTE
-        if not 0 < nbytes <= PIECE or not self.reaches(row):
-            return super().all_gather(x, row, counts)
-        if not row.is_cpu:
-            _settle(row)  # earlier kernels may still use its memory
-        at = self._mpi.buffer.fromaddress
-        sent = self._mpi.IN_PLACE
-        if x is not None:
-            sent = [at(x.data_ptr(), x.nbytes), byte] if x.numel() else [None, 0, byte]
-        received = [at(row.data_ptr(), nbytes), byte]
+    def all_gather(self, x: Tensor | None, row: Tensor, counts: list[int], later: bool = False) -> Wait:
+        if not 0 < row.nbytes <= PIECE or not self.reaches(row):
+            return super().all_gather(x, row, counts, later)
+        sent, received = self._mpi.IN_PLACE if x is None else self._memory(x), self._memory(row)
         if is_even(counts):
-            return self._do("Allgather", [(sent, received)], [x, row])
-        sizes = [row.element_size() * count for count in counts]
+            return self._call("Allgather", later, (x, row), sent, received)
+        sizes = [row.itemsize * count for count in counts]
         received.insert(1, (sizes, [0, *accumulate(sizes[:-1])]))
-        return self._do("Allgatherv", [(sent, received)], [x, row])
+        return self._call("Allgatherv", later, (x, row), sent, received)
 
     @override
-    def reduce_scatter_in_order(self, row: Tensor, counts: list[int], out: Tensor) -> Wait:
-        nbytes = row.nbytes
-        if not (0 < nbytes <= SMALL and is_even(counts) and row.is_cpu) or self.now.later:
-            return super().reduce_scatter_in_order(row, counts, out)
-        # One call instead of two messages per rank.
-        at, byte, terms = self._mpi.buffer.fromaddress, self._mpi.BYTE, torch.empty_like(row)
-        (self._duplicate or self.comm).Alltoall(
-            [at(row.data_ptr(), nbytes), byte], [at(terms.data_ptr(), nbytes), byte]
-        )
+    def reduce_scatter(self, row: Tensor, counts: list[int], out: Tensor, later: bool = False) -> Wait:
+        if later or not (0 < row.nbytes <= SMALL and is_even(counts) and row.is_cpu):
+            return super().reduce_scatter(row, counts, out, later)
+        terms = torch.empty_like(row)
+        self._call("Alltoall", False, None, self._memory(row), self._memory(terms))
         add_up(terms.split_with_sizes(counts), out.view(-1))
         return done
 
     @override
-    def broadcast(self, y: Tensor, src: int) -> Wait:
-        mpi, nbytes = self._mpi, y.nbytes
-        if 0 < nbytes <= SMALL and y.is_cpu and not self.now.later:  # as below, for one piece
-            (self._duplicate or self.comm).Bcast([mpi.buffer.fromaddress(y.data_ptr(), nbytes), mpi.BYTE], src)
-            return done
-        if not self.reaches(y):
-            return super().broadcast(y, src)
-        return self._do("Bcast", [([piece, self._mpi.BYTE], src) for piece in self._pieces(y)], y)
+    def broadcast(self, y: Tensor, src: int, later: bool = False) -> Wait:
+        if not 0 < y.nbytes <= PIECE or not self.reaches(y):
+            return super().broadcast(y, src, later)
+        return self._call("Bcast", later, y, self._memory(y), src)
 
     @override
-    def reduce(self, y: Tensor, dst: int) -> Wait:
-        kind, mpi, nbytes = self._kinds.get(y.dtype), self._mpi, y.nbytes
-        if kind is not None and 0 < nbytes <= SMALL and y.is_cpu and not self.now.later:  # as below, for one piece
-            memory, comm = [mpi.buffer.fromaddress(y.data_ptr(), nbytes), kind], self._duplicate or self.comm
-            if self.rank == dst:
-                comm.Reduce(mpi.IN_PLACE, memory, mpi.SUM, dst)
-            else:
-                comm.Reduce(memory, None, mpi.SUM, dst)
-            return done
-        if kind is None or not self.reaches(y):
-            return super().reduce(y, dst)
-        if self.rank == dst:
-            calls: list[tuple[Any, ...]] = [(mpi.IN_PLACE, [piece, kind], mpi.SUM, dst) for piece in self._pieces(y)]
-        else:
-            calls = [([piece, kind], None, mpi.SUM, dst) for piece in self._pieces(y)]
-        return self._do("Reduce", calls, y)
+    def reduce(self, y: Tensor, dst: int, later: bool = False) -> Wait:
+        kind, mpi = self._kinds.get(y.dtype), self._mpi
+        if kind is None or not 0 < y.nbytes <= PIECE or not self.reaches(y):
+            return super().reduce(y, dst, later)
+        memory = self._memory(y, kind)
+        buffers = (mpi.IN_PLACE, memory) if self.rank == dst else (memory, None)
+        return self._call("Reduce", later, y, *buffers, mpi.SUM, dst)
 
-    def _do(self, name: str, calls: Iterable[tuple[Any, ...]], memory: object) -> Wait:
-        """Call a collective of MPI once for each piece; with `later`, its non-blocking variant."""
-        if self.now.later:
-            name = "I" + name.lower()
-            return self._begin(lambda comm: Polled(memory, [getattr(comm, name)(*call) for call in calls]))
-        call = getattr(self._duplicate or self.comm, name)
-        for arguments in calls:
-            call(*arguments)
+    def _call(self, name: str, later: bool, memory: object, *arguments: Any) -> Wait:
+        """Call a collective of MPI; with `later`, its non-blocking variant, which uses this memory until the wait."""
+        if later:
+            return partial(_wait_for, [of_backend(getattr(self.comm, "I" + name.lower()), *arguments)], memory)
+        of_backend(getattr(self.comm, name), *arguments)
         return done
 
-    def _begin(self, start: Callable[[Any], Polled]) -> Wait:
-        """Start requests in the library's communicator: with `later`, without waiting for it."""
-        wait: Polled | Deferred
-        if self._duplicate is None and self.now.later and self.size > 1:
-            end_the_job_on_errors()
-            self._making.defer(wait := Deferred(start))
-            self._duplicate = self._making.comm
-        else:
-            wait = start(self._duplicate or self.comm)
-        if self.now.polls is not None:
-            self.now.polls.append(wait.done)
-        return wait
-
-    def _pieces(self, x: Tensor, size: int = 0) -> list[Any]:
-        """The memory of a contiguous tensor as buffers of mpi4py, of a size that MPI can count."""
-        size = size or PIECE
+    def _memory(self, x: Tensor, kind: Any = None) -> list[Any]:
+        """Return the memory of a contiguous tensor, as MPI's numbers of some kind or as bytes, as mpi4py takes it."""
         if not x.is_cpu:
             _settle(x)
-        at, here, nbytes = self._mpi.buffer.fromaddress, x.data_ptr(), x.nbytes
-        if 0 < nbytes <= size:
-            return [at(here, nbytes)]
-        return [at(here + i, min(size, nbytes - i)) for i in range(0, nbytes, size)]
+        return [self._mpi.buffer.fromaddress(x.data_ptr(), x.nbytes), kind or self._mpi.BYTE]
 
 
 def _settle(x: Tensor) -> None:
@@ -272,6 +210,11 @@ def _settle(x: Tensor) -> None:
     stream = current_stream(x.device)
     assert stream is not None
     stream.synchronize()
+
+
+def _wait_for(requests: list[Any], memory: object) -> None:
+    """Wait for requests that use some memory."""
+    of_backend(mpi_library().Request.Waitall, requests)
 
 
 # ── from a communicator to its engine ────────────────────────────────────────────────────────────────────
@@ -311,9 +254,7 @@ def engine_of(group: object) -> MpiEngine | None:
                 "since PyTorch may run backward in another thread; before `from mpi4py import MPI`, say "
                 "`import mpi4py; mpi4py.rc.thread_level = 'multiple'`"
             )
-        engine = _engines[group.handle] = _by_identity[id(group)] = MpiEngine(
-            group, f"MPI communicator {next(_numbers)}"
-        )
+        engine = _engines[group.handle] = _by_identity[id(group)] = MpiEngine(group)
         group.Set_attr(_attribute(), group.handle)  # MPI calls `_close` when it is freed: handles are reused
     return engine
 

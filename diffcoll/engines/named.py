@@ -35,7 +35,7 @@ class NamedEngine(Engine):
         return dict(self._small).get(device, 0)
 
     @override
-    def exchange(self, sends: Blocks, recvs: Blocks) -> Wait:
+    def exchange(self, sends: Blocks, recvs: Blocks, later: bool = False) -> Wait:
         raise NotImplementedError("a graph under compilation moves nothing")
 
 

@@ -1,92 +1,62 @@
-"""A group's turn: one thread at a time starts a collective in a group or waits for one."""
+"""What a rank is doing in a group, and errors of the group's backend."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, message
+from diffcoll.core.errors import Origin, failure
+
+T = TypeVar("T")
+
+
+class BackendError(RuntimeError):
+    """An error of the library that moves a group's data; `Turn` makes it a `CollectiveFailedError`."""
+
+
+def of_backend(call: Callable[..., T], *arguments: Any, what: str = "") -> T:
+    """Call a function of the backend, whose errors are a `BackendError`; `what` is the beginning of its text."""
+    try:
+        return call(*arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise BackendError(f"{what}{error}") from error
 
 
 class Turn:
-    """Context manager: this thread starts a collective in the group, or waits for one, and no other thread does.
-
-    Meanwhile it is the engine's `now`.
+    """Context manager: this thread starts a collective in the group, or waits for one, which is the engine's `now`.
 
     Args:
         engine: the `Engine` of the group.
         name: of the collective.
         origin: the forward call, if the collective is part of its backward.
-        later: equal on all ranks: whether the caller does something else between a primitive and its Wait. If not, the
-            primitive may block until its result is there.
-        waits: whether this thread only waits. A Wait sends no messages, so it may be for what another thread started.
-        polls: where engines append functions by which what is started can be polled, one for each message or for
-            several. They return whether it has completed, and neither block nor raise. True where it cannot wait.
-            None: nobody polls.
+        compared: whether check mode compares the ranks' calls.
 
     Raises:
-        ValueError: on entry, if another thread is inside, or, unless `waits`, has started a collective that is not yet
-            waited for.
-        CollectiveFailedError: on exit, for an error of the backend.
+        CollectiveFailedError: on exit, for an error of the backend. Other errors pass.
     """
 
-    __slots__ = ("_before", "_engine", "_waits", "later", "name", "origin", "polls", "thread")
+    __slots__ = ("_before", "_engine", "compared", "name", "origin", "thread")
 
-    def __init__(
-        self,
-        engine: Any,
-        name: str,
-        origin: Origin | None = None,
-        later: bool = False,
-        *,
-        waits: bool = False,
-        polls: list[Callable[[], bool]] | None = None,
-    ) -> None:
-        self._engine, self._waits = engine, waits
-        self.name, self.origin, self.later, self.polls = name, origin, later, polls
+    def __init__(self, engine: Any, name: str, origin: Origin | None = None, compared: bool = False) -> None:
+        self._engine, self.name, self.origin, self.compared = engine, name, origin, compared
         self.thread = threading.get_ident()
 
     def __enter__(self) -> None:
-        """Acquire the group's lock, or raise."""
-        engine = self._engine
-        if engine.size > 1:
-            if not engine.lock.acquire(False):
-                raise self._refused(f"is in {engine.now.name}")
-            if engine.unwaited and not self._waits and self._is_anothers():
-                engine.lock.release()
-                raise self._refused("has started a collective that is not yet waited for")
-        self._before, engine.now = engine.now, self
+        """Become the engine's `now`."""
+        self._before, self._engine.now = self._engine.now, self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Release it, and name the collective in an error of the backend; other errors name it already."""
+        """Name the collective in an error of the backend."""
         engine = self._engine
         engine.now = self._before
-        if engine.size > 1:
-            engine.lock.release()
-        if error is None:
-            return
-        ours = CollectiveFailedError, CollectiveMismatchError, torch.OutOfMemoryError
-        if isinstance(error, RuntimeError) and not isinstance(error, ours):
-            raise failure(self.name, engine.description, engine.rank, self.origin, error) from error
-
-    def _is_anothers(self) -> bool:
-        """Whether another thread of the user's has started something.
-
-        Autograd's own threads do not count: the user's thread that called backward is blocked until they are done.
-        """
-        me, starters = self.thread, set(self._engine.unwaited.values())
-        if starters == {me}:
-            return False
-        users = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
-        return me in users and not (starters & users) <= {me}
-
-    def _refused(self, does: str) -> ValueError:
-        remedy = "give each thread a group of its own, or let one thread make all calls"
-        got = f"{self._engine.description}, in which another thread {does}"
-        return ValueError(message(self.name, "group", got, "one that is used by one thread at a time", remedy))
+        if isinstance(error, BackendError):
+            cause = error.__cause__ or error
+            raise failure(self.name, engine.description, engine.rank, self.origin, error, self.compared) from cause
 
 
 #: The turn of a group in which no collective is in progress.

@@ -7,15 +7,13 @@ for ever on MPI. Calls only set `Engine.now`, which this thread reads about once
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 import threading
 import time
 import weakref
-from dataclasses import dataclass
 
-from diffcoll.core.errors import NOT_MADE, Origin, message, not_run
+from diffcoll.core.errors import described, message
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.turn import IDLE, Turn
 
@@ -25,14 +23,13 @@ _VARIABLE, _DEFAULT = "DIFFCOLL_WARN_AFTER", "30"
 _thread: threading.Thread | None = None
 
 
-@dataclass(eq=False, repr=False)
 class _Watched:
     """An engine, the process that created it, the last value of its `now`, and when that was first seen."""
 
-    engine: weakref.ref[Engine]
-    pid: int  # a forked process inherits the engines, but not the threads that execute collectives in them
-    turn: Turn = IDLE
-    since: float = 0.0
+    def __init__(self, engine: Engine) -> None:
+        self.engine = weakref.ref(engine)
+        self.pid = os.getpid()  # a forked process inherits the engines, but not the threads that execute collectives
+        self.turn, self.since = IDLE, 0.0
 
 
 _watched: list[_Watched] = []
@@ -44,7 +41,7 @@ def watch(engine: Engine) -> None:
     seconds = _seconds()
     if engine.size == 1 or seconds == 0:
         return
-    _watched.append(_Watched(weakref.ref(engine), os.getpid()))
+    _watched.append(_Watched(engine))
     if _thread is None or not _thread.is_alive():  # not started yet, or not in this forked process
         _thread = threading.Thread(target=_look_again, args=(seconds,), name="diffcoll watch", daemon=True)
         _thread.start()
@@ -79,21 +76,14 @@ def _look(watched: _Watched, seconds: float) -> None:
     elif now - watched.since >= seconds:
         with contextlib.suppress(OSError, ValueError):  # stderr is closed
             print(_words(engine, turn, now - watched.since), file=sys.stderr, flush=True)
-        watched.since = math.inf
+        watched.since = float("inf")
 
 
 def _words(engine: Engine, turn: Turn, waited: float) -> str:
-    name, origin = turn.name, turn.origin
-    if origin is None:
-        frame = sys._current_frames().get(turn.thread)
-        what = f"{name}, called at {Origin(name, frame=frame).line}" if frame is not None else name
-        others = NOT_MADE
-    else:
-        by = "" if origin.name == name else f" (which is {name})"
-        what = f"{origin.name}, {origin.backward}{by}, called at {origin.line}"
-        others = not_run(origin)
+    frame = sys._current_frames().get(turn.thread)
+    what, line, why = described(turn.name, turn.origin, turn.compared, frame)
     return (
-        f"diffcoll: rank {engine.rank} has waited {waited:.3g} s in {what}, for other ranks of {engine.description}: "
-        f"one is busy, hangs, has ended, is in another collective, or {others}; DIFFCOLL_CHECK=1 makes ranks that "
-        f"disagree an error that lists their calls; printed once per call, after {_VARIABLE} seconds (0: never)"
+        f"diffcoll: rank {engine.rank} has waited {waited:.3g} s in {what}, called at {line}, for other ranks of "
+        f"{engine.description}: one is busy, hangs, has ended, is in another collective, or {why}; printed once per "
+        f"call, after {_VARIABLE} seconds (0: never)"
     )

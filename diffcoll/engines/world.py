@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
-from diffcoll.core.errors import CollectiveMismatchError, not_run
+from diffcoll.core.errors import UNEVEN, CollectiveMismatchError, not_run
 from diffcoll.core.torch_private.autograd import before_node
-from diffcoll.core.torch_private.trees import tree_leaves
 from diffcoll.engines import guards
 from diffcoll.engines.meeting import Entry, LocalGroup, Meeting
 from diffcoll.engines.one_profiler import one_profiler
@@ -55,7 +55,7 @@ class _Rank(Stoppable):
         self.engines: dict[LocalGroup, Any] = {}
         self.default_group: object = None
         self.c10d_groups: Any = None  # its groups of torch.distributed, if the simulation has that
-        self.check_mode: Any = None  # see `core.checks`
+        self.check_mode: Any = None  # see `core.check_mode`
         self.waits_for: Meeting | None = None
         self.error: BaseException | None = None  # to be raised where this rank waits
         self.outcome: str = ""  # "returned" or "raised …", once it has ended
@@ -156,7 +156,7 @@ class World:
                 error.add_note(f"raised on simulated rank {number} of {self.size}{''.join(others[:8])}")
             raise error
         results = [rank.result for rank in ranks]
-        for y in tree_leaves(results):
+        for y in _pytree.tree_leaves(results):
             if isinstance(y, Tensor):
                 before_node(y, partial(guards.backward_starts, self))
         return results
@@ -185,7 +185,6 @@ class World:
         number: int,
         entry: Entry,
         combine: Callable[[list[Any]], Sequence[Any]],
-        polls: list[Callable[[], bool]] | None = None,
     ) -> Callable[[], Any]:
         """Add this rank's entry to the group's meeting of this number. Returns a function that waits for its result."""
         me = guards.current(self)
@@ -212,24 +211,14 @@ class World:
             try:
                 results = combine([meeting.entries[r].payload for r in ranks])
             except CollectiveMismatchError as error:
-                self._call_off(meeting, str(error))
+                remedy = f"; {UNEVEN}" if entry.what in ("all_gather", "gather") else ""
+                self._call_off(meeting, f"{error}{remedy}")
             except Exception as error:
                 self._call_off(meeting, f"their arguments do not fit together: {error}")
             else:
                 meeting.results = dict(zip(ranks, results, strict=True))
                 self._wake(meeting)
-
-        if polls is not None:
-            polls.append(partial(self.poll, me, meeting))
         return partial(self._wait, me, meeting)
-
-    def poll(self, me: _Rank, meeting: Meeting) -> bool:
-        """Whether the wait for a meeting would return or raise at once; if not, let the other ranks run first."""
-        if meeting.results is None and not meeting.off and me.error is None and self.running:
-            if guards.THREAD.rank is me and self._ready:
-                self._ready.append(me)
-                self._hand_over(me)
-        return meeting.results is not None or bool(meeting.off) or not self.running
 
     def suspend(self, what: str) -> tuple[Callable[[], None], Callable[[], None]]:
         """For a message between two ranks. Returns what the other rank calls, and what waits until it has."""

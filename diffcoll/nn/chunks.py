@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from diffcoll.core.torch_private.tracing import is_observed
-from diffcoll.core.torch_private.transforms import carries_tangents, is_batched_by_autograd, is_within_transform
+from diffcoll.core.torch_private.transforms import carries_tangents, is_within_transform
 from diffcoll.nn.inputs import without_autocast
 from diffcoll.nn.logits import (
     LossRule,
@@ -108,7 +108,7 @@ class Work(NamedTuple):
         `whole` contains the sums of rows over all columns, of which k may be a part, and those of these columns. Their
         gradients are not written in place.
         """
-        in_place = not (is_within_transform() or any(x is not None and is_batched_by_autograd(x) for x in g))
+        in_place = not is_within_transform()
         gq, gbias, parts = torch.zeros_like(q), [], []
         gk = q.new_empty(k.shape) if of_k and in_place else None
         for first, of_chunk, of_part in self.parts(k.detach()):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diffcoll.collectives.sum_gradients import sum_gradients
-from diffcoll.core import checks, expect
+from diffcoll.core import check_mode, expect
 from diffcoll.core.errors import user_line
 from diffcoll.core.groups import get_world_size, resolve
 from diffcoll.engines.types import Group
@@ -39,10 +39,10 @@ def same_options(name: str, group: Group, **options: object) -> None:
     Ranks whose options differ send the same messages, and compute parts of different results. The numbers of tensors
     are not compared.
     """
-    if checks.is_on() and not torch.compiler.is_compiling():
+    if check_mode.is_on() and not torch.compiler.is_compiling():
         facts = {key: "tensor" if isinstance(x, Tensor) else x for key, x in options.items()}
         words = ", ".join(f"{key}={x!r}" for key, x in facts.items())
-        checks.compare(resolve(group, name), (name, facts), f"{name}({words}) at {user_line()}")
+        check_mode.compare(resolve(group, name), (name, facts), f"{name}({words}) at {user_line()}")
 
 
 def share_of_replicated(loss: Tensor, group: Group) -> Tensor:

@@ -105,7 +105,7 @@ class FeatureQueue(nn.Module):
         start = int(self.enqueued)
         kept = {"size": self.size, "dtype": self.rows.dtype, "enqueued": start}
         same_options(name, self.group, **kept)
-        new, _, _, total = gather_batch(sent, group=self.group)
+        new, _, _, total, _ = gather_batch(sent, group=self.group)
         first = max(total - self.size, 0)
         at = torch.arange(start + first, start + total, device=self.rows.device) % self.size
         self.rows[at] = new[0][first:].to(self.rows.dtype)

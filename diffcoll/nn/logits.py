@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from diffcoll.core.torch_private.transforms import carries_tangents, is_batched_by_autograd, is_within_transform
+from diffcoll.core.torch_private.transforms import carries_tangents, is_within_transform
 from diffcoll.nn.marks import Marks, masks, same_id, soft_weights
 
 
@@ -191,8 +191,7 @@ class _Softmax(Function):
     @staticmethod
     def backward(ctx: Any, g_row: Tensor, g_sum: Tensor, *g_col: Tensor) -> tuple[Tensor, None, None, None, None]:
         s, row_neg, *col_neg = ctx.saved_tensors
-        is_batched = is_within_transform() or any(map(is_batched_by_autograd, (g_row, g_sum, *g_col)))
-        of_cols, in_place = zip(col_neg, g_col, strict=True), not (torch.is_grad_enabled() or is_batched)
+        of_cols, in_place = zip(col_neg, g_col, strict=True), not (torch.is_grad_enabled() or is_within_transform())
         g = gradient_of_logits(s, (row_neg, g_row), of_cols, ctx.positive, g_sum, in_place)
         return g, None, None, None, None
 

@@ -25,7 +25,7 @@ from torch.autograd import Function
 
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.sum_gradients import sum_gradients
-from diffcoll.core.checks import is_on
+from diffcoll.core.check_mode import is_on
 from diffcoll.core.dtypes import wider
 from diffcoll.core.groups import collectives_only
 from diffcoll.core.torch_private.tensors import batch_norm_statistics, batch_norm_sums

@@ -12,15 +12,14 @@ note  notes/training/contrastive.md
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from diffcoll.collectives.shift import shift
-from diffcoll.composed.ring import ring
-from diffcoll.core.pending import Pending
+from diffcoll.composed.ring import passed_on, ring
+from diffcoll.core.groups import resolve
 from diffcoll.engines.types import Group
 from diffcoll.nn.chunks import Work, recomputed
 from diffcoll.nn.logits import Sums, merged
@@ -73,14 +72,14 @@ class Ring:
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return the gradients of q, k and bias from the sums and their gradients; of k, if a rank wants it."""
         gq, gbias = torch.zeros_like(q), q.new_zeros(())
-        gk: Pending[Tensor] | None = None  # of the block that arrives, from the ranks that have held it
+        gk: Callable[[], Tensor] | None = None  # of the block that arrives, from the ranks that have held it
         for step, (_, held, work, part) in enumerate(self._around(k.to(self.sent), _FIRST_ORDER)):
             of_sums = whole.of_columns(*part), g.of_columns(*part)
             found, mine, of_bias = work.backward(q, held, bias, *of_sums, self.trained)
             gq, gbias = gq + found, gbias + of_bias
             if mine is not None:
-                gk = self._pass_on(mine if gk is None else gk.wait() + mine, step)
-        return gq, None if gk is None else gk.wait(), gbias  # gk is back on its owner
+                gk = self._pass_on(mine if gk is None else gk() + mine, step)
+        return gq, None if gk is None else gk(), gbias  # gk is back on its owner
 
     def _around(self, k: Tensor, purpose: str) -> Iterator[tuple[int, Tensor, Work, tuple[int, int]]]:
         """Iterate over all ranks' k: the rank, its k, the work of its columns, and the first and number of these.
@@ -91,7 +90,9 @@ class Ring:
             part = sum(self.sizes[:source]), len(tree[purpose])
             yield source, tree[purpose], self.work.of_columns(*part), part
 
-    def _pass_on(self, x: Tensor, step: int) -> Pending[Tensor]:
+    def _pass_on(self, x: Tensor, step: int) -> Callable[[], Tensor]:
         """Start to send to the next rank the gradient of the block that this rank holds in a step."""
         n = len(self.sizes)
-        return shift(x, 1, group=self.group, sizes=[self.sizes[(r - step) % n] for r in range(n)], async_op=True)
+        held = [self.sizes[(r - step) % n] * x.shape[1:].numel() for r in range(n)]
+        pending, shape = passed_on(x.reshape(-1), held, resolve(self.group, "ring"), self.group), x.shape[1:]
+        return lambda: pending.wait().view(-1, *shape)

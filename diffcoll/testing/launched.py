@@ -24,8 +24,7 @@ from torch import Tensor
 from diffcoll.core.control import Control
 from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve, set_default_group
-from diffcoll.core.torch_private.trees import tree_flatten
-from diffcoll.engines.c10d_store import while_it_answers
+from diffcoll.core.trees import tree_flatten
 from diffcoll.engines.guards import THREAD
 from diffcoll.engines.process_state import process_state, seed_rank, set_process_state
 from diffcoll.testing._calls import seconds
@@ -98,8 +97,7 @@ def _control(world: Any, timeout: float) -> Control:
     of_world = _controls.setdefault(world, {})
     if timeout not in of_world:
         limit = timedelta(seconds=timeout)
-        with while_it_answers(limit):
-            group = dist.new_group(backend="gloo", timeout=limit)
+        group = dist.new_group(backend="gloo", timeout=limit)
         of_world[timeout] = Control(resolve(group, _NAME), _NAME)
     return of_world[timeout]
 

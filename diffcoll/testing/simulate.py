@@ -16,7 +16,7 @@ from diffcoll.core import expect
 from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.transforms import is_transformed
-from diffcoll.engines import c10d_groups, simulated_c10d
+from diffcoll.engines import c10d, simulated_c10d
 from diffcoll.engines.guards import backward_starts
 from diffcoll.engines.local import LocalEngine
 from diffcoll.engines.world import World
@@ -204,5 +204,5 @@ def new_group(ranks: Sequence[int]) -> Any:
     if not numbers or len(set(numbers)) < len(numbers) or not all(0 <= r < engine.size for r in numbers):
         raise ValueError(message("new_group", "ranks", numbers, expected))
     if simulated_c10d.groups_of_rank() is not None and isinstance(engine, LocalEngine):
-        return c10d_groups.new_group([engine.group.ranks[r] for r in numbers])
+        return c10d.new_group([engine.group.ranks[r] for r in numbers])
     return engine.subgroup(numbers)

@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from diffcoll.core.checks import check_mode, is_on, set_in_environment
+from diffcoll.core.check_mode import check_mode, is_on, set_in_environment
 from diffcoll.core.groups import set_default_group
-from diffcoll.core.torch_private.trees import tree_map
+from diffcoll.core.trees import tree_map
 from diffcoll.engines.devices import select_device
 from diffcoll.engines.process_state import copies_end_here, launched_as, seed_rank
 from diffcoll.testing._calls import missing

@@ -181,20 +181,20 @@ def test_global_mean_of_numbers_and_tensors(where):
     assert [mean.item() for mean in found] == [2.25j] * 3
 
 
-@pytest.mark.parametrize("spelling", ["avg", "average", dist.ReduceOp.AVG, "sum", dist.ReduceOp.SUM])
+@pytest.mark.parametrize("spelling", ["avg", dist.ReduceOp.AVG, "sum", dist.ReduceOp.SUM])
 def test_spellings_are_those_of_all_reduce(spelling):
     """Also if ranks spell it in different ways."""
 
     def body(r):
         w = nn.Parameter(torch.ones(2))
-        averager = dc.GradientAverager([w], reduction=spelling if r else spelled(spelling)[0])
+        averager = dc.GradientAverager([w], reduction=spelling if r else spelled(spelling))
         (w.sum() * (r + 1.0)).backward()
         averager.detach()
         (g,) = dc.average_gradients([torch.full((2,), r + 1.0)], reduction=spelling)
         return [w.grad.tolist(), g.tolist(), dc.all_reduce(torch.full((2,), r + 1.0), spelling).tolist()]
 
     for found in rules(body, range(3)):
-        assert found == [[6.0 if spelled(spelling)[0] == "sum" else 2.0] * 2] * 3
+        assert found == [[6.0 if spelled(spelling) == "sum" else 2.0] * 2] * 3
 
 
 WRONG = [
@@ -204,7 +204,7 @@ WRONG = [
         "average_gradients: reduction: got 'max', expected",
     ),
     (lambda: dc.average_gradients(3), TypeError, "all_reduce: x: got int, expected a dense torch.Tensor"),
-    (lambda: dc.average_gradients([torch.ones(1), 3], weight=2), TypeError, "all_reduce: x[1]: got int, expected a de"),
+    (lambda: dc.average_gradients([torch.ones(1), 3], weight=2), TypeError, "all_reduce: x[1]: got int, expected a t"),
     (lambda: dc.average_gradients([torch.ones(1)], weight=-1), ValueError, "average_gradients: weight: got -1, expec"),
     (lambda: dc.average_gradients([torch.ones(1)], weight="1"), TypeError, "average_gradients: weight: got str, expec"),
     (lambda: dc.average_gradients([torch.ones(1)], group=1), TypeError, "all_reduce: group: got int, expected None"),

@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from runs import rules
 from torch import nn
 from training import RUNS, on_two
@@ -157,38 +156,3 @@ def test_an_averager_that_lives_longer_on_one_rank():
 
     found = rules(body, range(3))
     assert found == [([[0, 1, 2, 3], [0, 1, 2, 3, 4], [4, 5]], [[2.0, 2.0]])] * 3
-
-
-# ── groups that the ranks have made in different orders ──────────────────────────────────────────────────
-
-
-def test_groups_that_were_made_in_different_orders():
-    """Ranks 0 and 1 are a node, 0 and 2 lead: torch would name the next group of a node differently on its ranks."""
-
-    def body(r):
-        made = {}
-        for ranks in ([0, 1], [2, 3], [0, 2], [0]):
-            if r in ranks:
-                made[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
-        made[None] = None
-        found = {}
-        for ranks, group in made.items():
-            model = nn.Linear(1, 1, bias=False)
-            averager = dc.GradientAverager(model, group=group)
-            model(torch.tensor([[r + 1.0]])).sum().backward()
-            found[ranks] = model.weight.grad.item()
-            if r:
-                averager.detach()
-        node = made[(0, 1) if r < 2 else (2, 3)]
-        with dc.set_default_group(node):
-            turned = new_group([1, 0])
-        found["turned"] = dc.all_gather(torch.tensor(r), group=turned).tolist()
-        names = [resolve(group, "test").key for group in (turned, node)]
-        assert names[0].startswith("diffcoll ")
-        assert names[0].endswith(f" in {names[1]}")
-        return found
-
-    on_all = {None: 2.5}
-    node0, node1 = on_all | {(0, 1): 1.5, "turned": [1, 0]}, on_all | {(2, 3): 3.5, "turned": [3, 2]}
-    lead = {(0, 2): 2.0}
-    assert spawn(body, range(4)) == [node0 | lead | {(0,): 1.0}, node0, node1 | lead, node1]

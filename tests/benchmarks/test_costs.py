@@ -16,7 +16,7 @@ from diffcoll.collectives import COLLECTIVES
 from diffcoll.core.reductions import REDUCTIONS
 from diffcoll.engines import c10d, mpi
 from diffcoll.engines.engine import even_sizes
-from diffcoll.testing.cases import Case, median, median_in_parts
+from diffcoll.testing.cases import Case
 
 ROOT = Path(diffcoll.__file__).parent.parent
 NOTE, INTERNALS = ROOT / "notes" / "running" / "costs.md", ROOT / "benchmarks" / "README.md"
@@ -25,10 +25,10 @@ CALLS_HEAD = (
 )
 STAGES_HEAD = "| stage | carried out by | rounds | messages | bytes |\n|---|---|---|---|---|\n"
 
-OPS = (*REDUCTIONS["even"], median_in_parts, median)
+OPS = tuple(REDUCTIONS)
 CALLS = [
     *((name, {"op": op}) for name in ("all_reduce", "reduce_scatter", "reduce") for op in OPS),
-    *(("all_reduce", {"op": op, "grad_placement": "replicate"}) for op in ("sum", "product", median)),
+    *(("all_reduce", {"op": op, "grad_placement": "replicate"}) for op in ("sum", "product")),
     *((name, {"grad_placement": "replicate"}) for name in ("all_gather", "broadcast")),
     ("scan", {"exclusive": True}),
     *((name, {}) for name in COLLECTIVES if name not in ("all_reduce", "reduce_scatter", "reduce")),
@@ -82,8 +82,7 @@ def test_unequal_blocks(name, arguments):
             more["sizes"] = sizes
         else:
             shapes, x, block = [(7 * n + 1,)] * n, 7 * n + 1, even_sizes(7 * n + 1, n)[0]
-        whole = name == "reduce_scatter" and arguments["op"] is median_in_parts and 0 in sizes
-        model = expected(name, more, n, 4 * x, block and 4 * block, whole)
+        model = expected(name, more, n, 4 * x, block and 4 * block)
         rooted = name in ("gather", "scatter") or (name == "reduce" and costs.row(name, arguments["op"]).stack == "1")
         for found, of_model in zip(traffic(call(name, shapes, more)), model, strict=True):
             assert all(a <= b for a, b in zip(found[:3], of_model[:3], strict=True))
@@ -122,8 +121,7 @@ def test_what_a_rank_sends_is_at_most_what_the_busiest_sends_or_receives():
 
 
 def test_what_the_engines_call_themselves():
-    gloo = {stage for stage in costs.ENGINES["torch"] if stage != "header"}
-    assert gloo == c10d.NATIVE["gloo"]
+    assert {*costs.ENGINES["torch"]} == c10d.NATIVE["gloo"]
     assert c10d.SMALL["gloo"] == mpi.TOGETHER == 128 << 10  # in the name of a row
 
 
@@ -161,7 +159,7 @@ def table_of_stages():
     lines = []
     for stage in costs.WAYS["messages"]:
         size = "b" if stage in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter") else "B"
-        name = stage if stage == "header" else f"{stage} of {size}"
+        name = f"{stage} of {size}"
         for way, table in costs.WAYS.items():
             if stage in table:
                 cost = costs.total([(stage, size)], way)

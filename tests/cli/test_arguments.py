@@ -78,7 +78,6 @@ def test_the_version_of_what_is_installed():
         (main, "check a:b", "rich", "test"),
         (main, "check a:b", "cloudpickle", "test"),
         (main, "check a:b --on mpi", "mpi4py", "mpi"),
-        (benchmarks.main, "scan --plot x.png", "matplotlib", "examples"),
         (benchmarks.main, "", "rich", "test"),
         (benchmarks.main, "", "cloudpickle", "test"),
         (benchmarks.main, "--engine mpi", "mpi4py", "mpi"),

@@ -1,59 +1,78 @@
+"""all_gather and its adjoints: reduce_scatter, and split where the result is replicated."""
+
 import pytest
 import torch
-from runs import gloo, runs_on
+import torch.nn.functional as F
+import worked
+from runs import gloo, rules, runs_on, truth
+from worked import Example
 
 import diffcoll as dc
 from diffcoll.testing import new_group
 
 XS = [[1.0], [2.0, 3.0], []]
-WS = [[1.0, 2.0, 3.0], [10.0, 20.0, 30.0], [100.0, 200.0, 300.0]]
+WS = [[1.0, 2.0, 3.0], [10.0, 20.0, 30.0], [100.0, 200.0, 300.0]]  # their sum is (111, 222, 333)
+ROWS = [[1.0, 2.0, 3.0], [10.0, 20.0, 30.0], [100.0, 200.0, 300.0]]
+SAME = [[1.0, 2.0, 3.0]] * 3
+
+EXAMPLES = {
+    "all_gather, sizes": Example(
+        lambda x: dc.all_gather(x, sizes=[1, 2, 0]), XS, [[1, 2, 3]] * 3, WS, [[111], [222, 333], []]
+    ),
+    "all_gather, auto": Example(
+        lambda x: dc.all_gather(x, sizes="auto"), XS, [[1, 2, 3]] * 3, WS, [[111], [222, 333], []]
+    ),
+    "all_gather, 0-d": Example(dc.all_gather, [5.0, 6.0, 7.0], [[5, 6, 7]] * 3, WS, [111, 222, 333]),
+    "all_gather, stack": Example(
+        lambda x: dc.all_gather(x, dim=-1, stack=True),
+        [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], [[[1, 3, 5], [2, 4, 6]]] * 3, WS, [[111, 111], [222, 222], [333, 333]],
+    ),
+    "all_gather, replicated": Example(
+        lambda x: dc.all_gather(x, sizes=[1, 2, 0], grad_placement="replicate"),
+        XS, [[1, 2, 3]] * 3, [WS[1]] * 3, [[10], [20, 30], []],
+    ),
+    # pytorch#120386: gradients that are transposed, sliced and expanded; y has 3 columns, 4 of weight 1 in the first
+    "all_gather, gradients that are views": Example(
+        lambda x: (y := dc.all_gather(x, dim=1)).t()[1:].sum() + y.sum().expand(2, 2).sum(),
+        [[[1.0], [2.0]], [[3.0], [4.0]], [[5.0], [6.0]]], [84 + 18] * 3, [1.0, 10.0, 100.0],
+        [[[444], [444]], [[555], [555]], [[555], [555]]],
+    ),
+    "all_gather, a gradient that is sparse on rank 1": Example(
+        lambda x: F.embedding(torch.tensor([1, 0, 0]), dc.all_gather(x), sparse=dc.get_rank() == 1),
+        [[[1.0, 2.0]], [[3.0, 4.0]], [[5.0, 6.0]]], [[[3, 4], [1, 2], [1, 2]]] * 3, [1.0, 10.0, 100.0],
+        [[[222, 222]], [[111, 111]], [[0, 0]]],
+    ),
+    "reduce_scatter": Example(
+        dc.reduce_scatter, ROWS, [[111], [222], [333]], [5.0, 7.0, 11.0], [[5, 7, 11]] * 3
+    ),
+    "reduce_scatter, mean, sizes": Example(
+        lambda x: dc.reduce_scatter(x, "mean", sizes=[2, 0, 1]),
+        ROWS, [[37, 74], [], [111]], [6.0, 9.0, 12.0], [[2, 2, 4]] * 3,
+    ),
+    "reduce_scatter, max": Example(
+        lambda x: dc.reduce_scatter(x, "max"),
+        [[7.0, 1.0, 4.0], [7.0, 2.0, 3.0], [0.0, 2.0, 1.0]], [[7], [2], [4]], [5.0, 7.0, 11.0],
+        [[2.5, 0, 11], [2.5, 3.5, 0], [0, 3.5, 0]],
+    ),
+    "reduce_scatter, last dim of a transposed tensor": Example(
+        lambda x: dc.reduce_scatter(x.t(), dim=-1),
+        [[[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]] * 3, [[[0], [3]], [[6], [9]], [[12], [15]]], [1.0, 10.0, 100.0],
+        [[[1, 1], [10, 10], [100, 100]]] * 3,
+    ),
+    # every copy of the replicated x gets the whole gradient
+    "split": Example(
+        lambda x: dc.split(x, sizes=[1, 0, 2]), SAME, [[1], [], [2, 3]], [5.0, 7.0, 11.0], [[5, 11, 11]] * 3
+    ),
+    "split and back": Example(
+        lambda x: dc.all_gather(dc.split(x).square(), grad_placement="replicate"),
+        SAME, [[1, 4, 9]] * 3, [[1.0, 1.0, 10.0]] * 3, [[2, 4, 60]] * 3,
+    ),
+}  # fmt: skip
 
 
-def paired(w, y):
-    return (torch.tensor(w, dtype=y.dtype) * y).sum()
-
-
-def test_uneven_and_empty_blocks(gradients):
-    # the sum of the ranks' weights is (111, 222, 333)
-    expected = [[111], [222, 333], []]
-    assert gradients(lambda x, w: paired(w, dc.all_gather(x, sizes=[1, 2, 0])), XS, WS) == expected
-    assert gradients(lambda x, w: paired(w, dc.all_gather(x, sizes="auto")), XS, WS) == expected
-
-
-def test_0d_gives_a_row(gradients, run):
-    assert [y.tolist() for y in run(lambda r: dc.all_gather(torch.tensor(r * r)), range(3))] == [[0, 1, 4]] * 3
-    assert gradients(lambda x, w: paired(w, dc.all_gather(x)), [5.0, 6.0, 7.0], WS) == [111, 222, 333]
-
-
-def test_stack_at_any_place(run):
-    def body(r):
-        x = torch.arange(2) + 10 * r
-        return torch.stack([dc.all_gather(x, stack=True).T, dc.all_gather(x, dim=-1, stack=True)])
-
-    for y in run(body, range(3)):
-        assert y.tolist() == [[[0, 10, 20], [1, 11, 21]]] * 2
-
-
-def test_replicated_takes_the_slice(gradients):
-    def loss(x):
-        return paired(WS[1], dc.all_gather(x, sizes=[1, 2, 0], grad_placement="replicate"))
-
-    assert gradients(loss, XS) == [[10], [20, 30], []]
-
-
-def test_gradients_that_are_views(gradients):
-    """pytorch#120386: transposed, expanded or sliced cotangents."""
-
-    def loss(x, w):
-        y = dc.all_gather(x, dim=1)
-        return w * (y.t()[1:].sum() + y.sum().expand(2, 2).sum())
-
-    # y has 3 columns: weight 4 for the first, 5 for the others
-    assert gradients(loss, [[[1.0], [2.0]], [[3.0], [4.0]], [[5.0], [6.0]]], [1.0, 10.0, 100.0]) == [
-        [[444], [444]],
-        [[555], [555]],
-        [[555], [555]],
-    ]
+@worked.each(EXAMPLES)
+def test_values_and_gradients(example, run, gradients):
+    worked.check(example, run, gradients)
 
 
 def test_backward_on_a_subgroup():
@@ -76,25 +95,51 @@ def test_channels_last_and_negative_dim(run):
         return dc.all_gather(x, dim=-3)
 
     for y in run(body, range(3)):
-        assert y.shape == (1, 6, 2, 4)
-        assert torch.equal(y[0, 2:4], torch.arange(16.0).reshape(2, 2, 4) + 100)
+        assert torch.equal(y, torch.cat([torch.arange(16.0).reshape(1, 2, 2, 4) + 100 * r for r in range(3)], 1))
 
 
-@runs_on("rules", "gloo", "mpi")
-@pytest.mark.parametrize("collective", [dc.all_gather, dc.gather], ids=lambda collective: collective.__name__)
+@runs_on("truth", "rules")
+def test_other_sizes_without_sizes(run):
+    xs = [torch.ones(2), torch.ones(3)]
+    with pytest.raises(dc.CollectiveMismatchError, match='sizes="auto"'):
+        run(dc.all_gather, xs)
+    with pytest.raises(ValueError, match="rank 1"):
+        dc.truth.all_gather(xs)
+
+
+@runs_on("truth", "rules", "gloo")
+@pytest.mark.parametrize("collective", [dc.all_gather, dc.gather])
 def test_auto_sizes_and_another_trailing_shape(run, collective):
     """Documents padded to another length on one rank are an error on every rank, also with as many elements.
 
     Seen in illuin-tech/colpali#278.
     """
-    others = [torch.zeros(1, 4, 3), torch.zeros(1, 5, 4), torch.zeros(1, 3, 4).half()]
+    others = {
+        "as many elements": torch.zeros(1, 4, 3),
+        "longer": torch.zeros(1, 5, 4),
+        "half": torch.zeros(1, 3, 4).half(),
+    }
 
     def body(r):
         refused = []
-        for other in others:
+        for other in others.values():
             with pytest.raises(dc.CollectiveMismatchError, match=f"^{collective.__name__}: x: "):
                 collective(torch.arange(12.0).view(1, 3, 4) if r == 0 else other, sizes="auto")
             refused.append(dc.all_reduce(torch.tensor(r)).item())  # the group works
         return refused
 
     assert run(body, range(3)) == [[3] * len(others)] * 3
+
+
+def test_half_precision_is_added_up_in_single():
+    """60000 + 60000 overflows in float16; the sum of all does not."""
+    xs = [torch.full((3,), v, dtype=torch.float16) for v in (60000.0, 60000.0, -60000.0)]
+    for run in (truth, rules, gloo):
+        ys = run(dc.reduce_scatter, xs)
+        assert [(y.item(), y.dtype) for y in ys] == [(60000.0, torch.float16)] * 3
+
+
+def test_split_is_a_copy():
+    x = torch.arange(4.0)
+    dc.split(x).zero_()
+    assert x.tolist() == [0, 1, 2, 3]

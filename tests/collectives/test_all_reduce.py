@@ -1,94 +1,64 @@
-from functools import partial
+"""all_reduce and sum_gradients, each other's adjoint where the result is replicated."""
+
+from functools import reduce
 
 import pytest
 import torch
-from runs import gloo, rules, runs_on
+import worked
+from runs import gloo, mpi, rules, runs_on, truth
+from worked import Example
 
 import diffcoll as dc
-from diffcoll.testing import simulate
 
 XS = [[1.0, -2.0], [3.0, 0.5], [-7.0, 4.0]]
-WS = [1.0, 10.0, 100.0]
+WS = [[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]]  # their sum is (111, 222)
+ZEROS = [[2.0, 0.0], [3.0, 5.0], [0.0, 7.0]]
+TIES = [[3.0, -2.0], [3.0, 4.0], [-7.0, 4.0]]
+SAME = [[2.0, 5.0]] * 3
+INF = float("inf")
+
+EXAMPLES = {
+    "sum": Example(dc.all_reduce, XS, [[-3, 2.5]] * 3, WS, [[111, 222]] * 3),
+    "mean": Example(lambda x: dc.all_reduce(x, "mean"), XS, [[-1, 2.5 / 3]] * 3, WS, [[37, 74]] * 3),
+    "product": Example(
+        lambda x: dc.all_reduce(x, "product"), ZEROS, [[0, 0]] * 3, WS, [[0, 35 * 222], [0, 0], [6 * 111, 0]]
+    ),
+    "max": Example(
+        lambda x: dc.all_reduce(x, "max"), TIES, [[3, 4]] * 3, WS, [[111 / 2, 0], [111 / 2, 111], [0, 111]]
+    ),
+    "min": Example(lambda x: dc.all_reduce(x, "min"), TIES, [[-7, -2]] * 3, WS, [[0, 222], [0, 0], [111, 0]]),
+    "logsumexp": Example(
+        lambda x: dc.all_reduce(x.log(), "logsumexp"), [[1.0], [3.0], [4.0]], [[2.0794415416798357]] * 3,
+        [1.0, 10.0, 100.0], [[111 / 8]] * 3,
+    ),
+    "replicated": Example(
+        lambda x: dc.all_reduce(x, grad_placement="replicate"), XS, [[-3, 2.5]] * 3, SAME, [[2, 5]] * 3
+    ),
+    "replicated mean": Example(
+        lambda x: dc.all_reduce(x, "mean", grad_placement="replicate"), XS, [[-1, 2.5 / 3]] * 3, SAME,
+        [[2 / 3, 5 / 3]] * 3,
+    ),
+    "replicated max": Example(
+        lambda x: dc.all_reduce(x, "max", grad_placement="replicate"), TIES, [[3, 4]] * 3, SAME,
+        [[1, 0], [1, 2.5], [0, 2.5]],
+    ),
+    "0-d": Example(dc.all_reduce, [1.0, 2.0, 4.0], [7.0] * 3, [1.0, 10.0, 100.0], [111] * 3),
+    "empty": Example(dc.all_reduce, [[]] * 3, [[]] * 3, [1.0, 10.0, 100.0], [[]] * 3),
+    "a rank that multiplies the result by zero": Example(
+        dc.all_reduce, XS, [[-3, 2.5]] * 3, [0.0, 10.0, 100.0], [[110, 110]] * 3
+    ),
+    "sum_gradients": Example(dc.sum_gradients, SAME, SAME, WS, [[111, 222]] * 3),
+    # Megatron's pair: f before a row-parallel layer, g after it; the loss 5 Σ_r (r + 1) x is the same on all ranks.
+    "a parallel layer": Example(
+        lambda x: dc.all_reduce((dc.get_rank() + 1) * dc.sum_gradients(x), grad_placement="replicate"),
+        [[1.0]] * 3, [[6]] * 3, [5.0] * 3, [[30]] * 3,
+    ),
+}  # fmt: skip
 
 
-def test_every_loss_counts(gradients):
-    # L = (1 + 10 + 100) Σ y
-    assert gradients(lambda x, w: w * dc.all_reduce(x).sum(), XS, WS) == [[111, 111]] * 3
-
-
-@runs_on("rules", "gloo")
-def test_a_mean_overflows_only_if_it_is_too_large(run):
-    def body(r):
-        x = torch.tensor([[3e38, 1.0 + r]]).T.requires_grad_()
-        y = dc.all_reduce(x, "mean")
-        (g,) = torch.autograd.grad(y, x, torch.tensor([[3e38], [2.0]]))
-        return y.tolist(), g.tolist()
-
-    big = torch.tensor(3e38).item()
-    assert run(body, range(2)) == [([[big], [1.5]], [[big], [2.0]])] * 2
-
-
-def means_near_the_largest(dtype, n, r):
-    """Whether the mean of numbers near the largest is finite, computed in several ways."""
-    x = torch.tensor([0.9 * torch.finfo(dtype).max, 1.0 + r], dtype=dtype).repeat(n, 1)
-    ways = [
-        dc.all_reduce(x, "mean"),
-        dc.all_reduce(x, "mean", deterministic=True),
-        dc.all_reduce(x, "mean", grad_placement="replicate"),
-        dc.reduce(x, 0, "mean"),
-        dc.reduce_scatter(x, "mean"),
-    ]
-    assert r > 0 or all(y[0, 1] == (n + 1) / 2 for y in ways)
-    return [bool(y[0, 0].isfinite()) for y in ways]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_where_a_mean_overflows_with_the_sum(n, dtype):
-    """Finite only where the terms are divided before they are added; bfloat16 is summed in float32, of its range."""
-    body, late = partial(means_near_the_largest, dtype, n), [False] * 4
-    assert rules(body, range(n))[0] == [n != 3, *late]
-    assert simulate(body, range(n))[0] == [False, *late]
-
-
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_a_mean_of_float16_does_not_overflow(n):
-    """It is computed in float32."""
-    body = partial(means_near_the_largest, torch.float16, n)
-    assert rules(body, range(n))[0] == simulate(body, range(n))[0] == [True] * 5
-
-
-def test_means_near_the_largest_on_processes():
-    dtypes = (torch.float16, torch.float32)
-    found = gloo(lambda r: [means_near_the_largest(dtype, 3, r) for dtype in dtypes], range(3))
-    assert found[0] == [[True] * 5, [False] * 5]
-    assert gloo(partial(means_near_the_largest, torch.float32, 2), range(2))[0] == [True, *[False] * 4]
-
-
-def test_mean(gradients):
-    assert gradients(lambda x, w: w * dc.all_reduce(x, "avg").sum(), XS, [3.0, 30.0, 300.0]) == [[111, 111]] * 3
-    replicated = gradients(lambda x: 3 * dc.all_reduce(x, "mean", grad_placement="replicate").sum(), XS)
-    assert replicated == [[1, 1]] * 3  # one loss, 3 · mean, which counts once
-
-
-def test_replicated_counts_once(gradients):
-    # ℓ = y_0² + y_1² on all ranks; y = (-3, 2.5)
-    def loss(x):
-        return dc.all_reduce(x, grad_placement="replicate").square().sum()
-
-    assert gradients(loss, XS) == [[-6, 5]] * 3
-
-
-def test_a_rank_that_multiplies_the_output_by_zero_takes_part(gradients):
-    def loss(x, w):
-        return w * dc.all_reduce(x).sum() if dc.get_rank() else 0 * dc.all_reduce(x).sum()
-
-    assert gradients(loss, XS, WS) == [[110, 110]] * 3
-
-
-def test_0d_and_empty(run):
-    assert run(lambda r: dc.all_reduce(torch.tensor(2.0**r)).item(), range(3)) == [7, 7, 7]
-    assert [tuple(y.shape) for y in run(lambda r: dc.all_reduce(torch.ones(0, 4) * r), range(3))] == [(0, 4)] * 3
+@worked.each(EXAMPLES)
+def test_values_and_gradients(example, run, gradients):
+    worked.check(example, run, gradients)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -98,9 +68,44 @@ def test_results_are_bitwise_equal_on_all_ranks(dtype):
         x = torch.randn(10_007, generator=generator) * 10 ** torch.randint(-4, 4, (10_007,), generator=generator)
         return dc.all_reduce(x.to(dtype))
 
-    a, b, c = gloo(body, range(3))
-    assert torch.equal(a, b)
-    assert torch.equal(a, c)
+    for run in (gloo, mpi):
+        a, b, c = run(body, range(3))
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+@runs_on("rules", "gloo", "mpi")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_mean_of_large_numbers_does_not_overflow(run, dtype):
+    """The terms are divided before they are added."""
+
+    def body(r):
+        x = torch.tensor([0.9 * torch.finfo(dtype).max, 1.0 + r], dtype=dtype).repeat(3, 1)
+        ways = dc.all_reduce(x, "mean"), dc.reduce(x, 2, "mean"), dc.reduce_scatter(x, "mean")
+        return [(bool(y[0, 0].isfinite()), y[0, 1].item()) for y in ways]
+
+    two = pytest.approx(2, rel=1e-2)
+    for r, found in enumerate(run(body, range(3))):
+        assert found == [(True, two), (True, two if r == 2 else 0), (True, two)]
+
+
+def ordered_sum(x):
+    """Return Σ_s x_s, added in the order of ranks: the recipe for a sum that is deterministic on every backend."""
+    rows = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % dc.get_world_size()))
+    block = reduce(torch.add, dc.all_to_all(rows).chunk(dc.get_world_size()))
+    return dc.all_gather(block)[: x.numel()].view(x.shape)
+
+
+@runs_on("truth", "rules", "gloo", "mpi")
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_deterministic_sum(run, n):
+    """Bit for bit the sum in the order of ranks, of numbers whose sum depends on the order."""
+
+    def x(r):
+        generator = torch.Generator().manual_seed(r)
+        return torch.randn(5, 7, generator=generator) * 10.0 ** torch.randint(-6, 6, (5, 7), generator=generator)
+
+    expected = reduce(torch.add, [x(r) for r in range(n)])
+    assert all(torch.equal(y, expected) for y in run(lambda r: ordered_sum(x(r)), range(n)))
 
 
 def test_replicated_gradients_share_no_memory():
@@ -113,8 +118,16 @@ def test_replicated_gradients_share_no_memory():
     assert rules(body, range(3)) == [3, 3, 3]
 
 
-def test_a_replicated_gradient_that_differs_is_found_in_truth():
+def test_the_result_of_sum_gradients_is_a_copy():
+    x = torch.ones(3)
+    dc.sum_gradients(x).zero_()
+    assert x.tolist() == [1, 1, 1]
+
+
+def test_what_is_declared_replicated_and_differs_is_found_in_truth():
     xs = [torch.tensor(float(r), requires_grad=True) for r in range(3)]
-    losses = simulate(lambda x, w: w * dc.all_reduce(x, grad_placement="replicate"), xs, WS)
-    with pytest.raises(ValueError, match="declared replicated, or its gradient, differs between rank 0 and rank 1"):
+    losses = truth(lambda x, w: w * dc.all_reduce(x, grad_placement="replicate"), xs, [1.0, 10.0, 100.0])
+    with pytest.raises(ValueError, match="replicated"):
         torch.autograd.backward(losses)
+    with pytest.raises(dc.CollectiveMismatchError, match="replicated"):
+        truth(dc.sum_gradients, xs)

@@ -65,7 +65,7 @@ class Functions(TorchFunctionMode):
 
 
 def _cases():
-    return [case for case in cases.table(3) if case.dtype == torch.float64 and None not in case.shapes]
+    return [case for case in cases.table(3) if case.dtype == torch.float64]
 
 
 def _gradient(case, x, rank, **options):
@@ -94,7 +94,7 @@ def _program(x):
     """Collectives of each kind, of the size that gloo sends in parts."""
     pending = dc.all_gather(x.sin(), sizes="auto", async_op=True)
     tree = dc.all_reduce({"a": x.cos(), "b": [x.sin().sum()]}, "mean")
-    largest = dc.all_reduce(x.square(), dc.elementwise(lambda s: s.logsumexp(0)))
+    largest = dc.all_reduce(x.square(), "logsumexp")
     sums = sum((source + 1) * block.sin().sum() for source, block in dc.ring(x))
     return (
         pending.wait().square().sum() * tree["b"][0] + (tree["a"] * largest).sum() + sums + dc.scan(x).square().mean()

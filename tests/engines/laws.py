@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -22,8 +23,8 @@ from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.release import RELEASE
 from diffcoll.engines import c10d, mpi
 from diffcoll.engines.engine import Engine, Wait, even_sizes
+from diffcoll.engines.local import LocalEngine
 from diffcoll.engines.messages import MessageEngine
-from diffcoll.engines.turn import IDLE, Turn
 
 Pairs = Iterator[tuple[Any, Any]]
 Law = Callable[[Engine], Pairs]
@@ -158,7 +159,7 @@ def exchange(engine: Engine, data: Data, random_bits: bool = False) -> Call:
     if data.in_place:
         recvs[r] = sends[r]
     return Call(
-        lambda: engine.exchange(sends, recvs),
+        lambda: engine.exchange(sends, recvs, later(engine)),
         [p for s, p in enumerate(zip(sends, sent, strict=True)) if p[0] is not None and (s != r or not data.in_place)],
         pairs(recvs, expected),
     )
@@ -174,14 +175,14 @@ def all_gather(engine: Engine, data: Data, random_bits: bool = False) -> Call:
     if data.in_place:
         row.split(counts)[engine.rank].copy_(mine.view(-1))
     given = None if data.in_place else x
-    return Call(lambda: engine.all_gather(given, row, counts), pairs([x], [mine]), [(row, whole)])
+    return Call(lambda: engine.all_gather(given, row, counts, later(engine)), pairs([x], [mine]), [(row, whole)])
 
 
 def as_row(blocks: list[Tensor]) -> tuple[Tensor, list[int]]:
     return torch.cat([block.view(-1) for block in blocks]), [block.numel() for block in blocks]
 
 
-def reduce_scatter(engine: Engine, data: Data, name: str = "reduce_scatter") -> Call:
+def reduce_scatter(engine: Engine, data: Data) -> Call:
     n = engine.size
     mine, *_ = every = [
         [data.numbers(engine, 10 * (s % n) + t, data.shape((t + 1) % 3)) for t in range(n)]
@@ -190,28 +191,18 @@ def reduce_scatter(engine: Engine, data: Data, name: str = "reduce_scatter") -> 
     whole, counts = as_row(mine)
     (row,) = put(data, [whole])
     (out,) = put(data, fresh([mine[engine.rank]]))
-    total = sum(blocks_of_one[engine.rank] for blocks_of_one in every)
-    start = getattr(engine, name)
-    return Call(lambda: start(row, counts, out), [(row, whole)], [(out, total.to(data.dtype))])
+    total = sum(blocks_of_one[engine.rank] for blocks_of_one in every).to(data.dtype)
+    return Call(lambda: engine.reduce_scatter(row, counts, out, later(engine)), [(row, whole)], [(out, total)])
 
 
-def reduce_scatter_in_order(engine: Engine, data: Data) -> Call:
-    return reduce_scatter(engine, data, "reduce_scatter_in_order")
-
-
-def all_reduce(engine: Engine, data: Data, name: str = "all_reduce") -> Call:
+def all_reduce(engine: Engine, data: Data) -> Call:
     every = [data.numbers(engine, s, data.shape(2)) for s in range(engine.size)]
-    mine, start = every[engine.rank], getattr(engine, name)
-    total = sum(every).to(data.dtype)
+    mine, total = every[engine.rank], sum(every).to(data.dtype)
     if data.in_place:
         (y,) = put(data, [mine])
-        return Call(lambda: start(y, y), [], [(y, total)])
+        return Call(lambda: engine.all_reduce(y, y, later(engine)), [], [(y, total)])
     x, (y,) = data.layout(mine), put(data, fresh([mine]))
-    return Call(lambda: start(x, y), [(x, mine)], [(y, total)])
-
-
-def all_reduce_in_order(engine: Engine, data: Data) -> Call:
-    return all_reduce(engine, data, "all_reduce_in_order")
+    return Call(lambda: engine.all_reduce(x, y, later(engine)), [(x, mine)], [(y, total)])
 
 
 def broadcast(engine: Engine, data: Data, random_bits: bool = False, src: int = -1) -> Call:
@@ -219,7 +210,7 @@ def broadcast(engine: Engine, data: Data, random_bits: bool = False, src: int = 
     src = src % engine.size
     every = [make(engine, s, data.shape(2)) for s in range(engine.size)]
     (y,) = put(data, [every[engine.rank]])
-    return Call(lambda: engine.broadcast(y, src), [], [(y, every[src])])
+    return Call(lambda: engine.broadcast(y, src, later(engine)), [], [(y, every[src])])
 
 
 def reduce(engine: Engine, data: Data, dst: int = -1) -> Call:
@@ -228,11 +219,12 @@ def reduce(engine: Engine, data: Data, dst: int = -1) -> Call:
     mine, total = every[engine.rank], sum(every).to(data.dtype)
     (y,) = put(data, [mine])
     is_dst = engine.rank == dst
-    return Call(lambda: engine.reduce(y, dst), [] if is_dst else [(y, mine)], [(y, total)] if is_dst else [])
+    start = partial(engine.reduce, y, dst, later(engine))
+    return Call(start, [] if is_dst else [(y, mine)], [(y, total)] if is_dst else [])
 
 
 MOVES = [exchange, all_gather, broadcast]
-SUMS = [reduce_scatter, all_reduce, reduce, reduce_scatter_in_order, all_reduce_in_order]
+SUMS = [reduce_scatter, all_reduce, reduce]
 SHAPES = [
     Data(),
     Data(tail=(3,)),
@@ -242,6 +234,17 @@ SHAPES = [
     Data(numel=0),
     Data(tail=(0, 2)),
 ]
+
+
+def later(engine: Engine) -> bool:
+    """Whether laws are checked with `later` on this engine."""
+    return getattr(engine, "with_later", False)
+
+
+def like(engine: Engine, other: Engine) -> Engine:
+    """Return another engine, on which laws are checked as on the first."""
+    other.with_later = later(engine)
+    return other
 
 
 def outcome(primitive: Callable[..., Call], engine: Engine, data: Data, **more: Any) -> list[tuple[Tensor, Tensor]]:
@@ -280,13 +283,11 @@ def all_gather_gives_every_rank_all_blocks(engine: Engine) -> Pairs:
 
 
 def reduce_scatter_gives_every_rank_its_sum(engine: Engine) -> Pairs:
-    yield from in_every_shape(reduce_scatter, engine)
-    yield from in_every_shape(reduce_scatter_in_order, engine)
+    return in_every_shape(reduce_scatter, engine)
 
 
 def all_reduce_gives_every_rank_the_sum(engine: Engine) -> Pairs:
-    yield from in_every_shape(all_reduce, engine)
-    yield from in_every_shape(all_reduce_in_order, engine)
+    return in_every_shape(all_reduce, engine)
 
 
 def broadcast_gives_every_rank_the_tensor_of_src(engine: Engine) -> Pairs:
@@ -324,9 +325,9 @@ def half_precisions_are_summed_in_float32(engine: Engine) -> Pairs:
             yield True, True
             continue
         total = sum(every).to(dtype)
-        engine.all_reduce(x, summed := torch.empty_like(x))()
-        engine.reduce(y, n - 1)()
-        engine.reduce_scatter(x, [1] * n, out)()
+        engine.all_reduce(x, summed := torch.empty_like(x), later(engine))()
+        engine.reduce(y, n - 1, later(engine))()
+        engine.reduce_scatter(x, [1] * n, out, later(engine))()
         yield summed, total
         yield y, total if r == n - 1 else x
         yield out, total[r : r + 1]
@@ -342,15 +343,18 @@ def all_reduce_is_bitwise_equal_on_all_ranks(engine: Engine) -> Pairs:
         own = torch.Generator().manual_seed(engine.rank)
         x = torch.randn(101, generator=own) * 10.0 ** torch.randint(-3, 4, (101,), generator=own)
         x = x.to(dtype).to(engine.control_device)
-        engine.all_reduce(x, y := torch.empty_like(x))()
+        engine.all_reduce(x, y := torch.empty_like(x), later(engine))()
         found = y.new_empty(engine.size * y.numel())
         engine.all_gather(y, found, [y.numel()] * engine.size)()
         yield from ((other, y) for other in found.split(y.numel()))
 
 
-def sums_in_order_are_added_in_the_order_of_ranks(engine: Engine) -> Pairs:
-    """Half precisions in float32. Every size from 0-d to one that no engine calls small."""
+def default_sums_are_added_in_the_order_of_ranks(engine: Engine) -> Pairs:
+    """So are those of simulated ranks. Half precisions in float32. Every size from 0-d to one that is not small."""
     r, n = engine.rank, engine.size
+    if type(engine).all_reduce is not Engine.all_reduce and not isinstance(engine, LocalEngine):
+        yield True, True
+        return
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64):
         for shape in ((), (7,), (3, 11), (LARGE,)):
             xs = []
@@ -362,12 +366,14 @@ def sums_in_order_are_added_in_the_order_of_ranks(engine: Engine) -> Pairs:
             for x in xs[1:]:
                 total = total + x
             total = total.to(dtype)
-            engine.all_reduce_in_order(xs[r], y := torch.empty_like(total))()
+            engine.all_reduce(xs[r], y := torch.empty_like(total), later(engine))()
             counts = list(even_sizes(total.numel(), n))[::-1]
             out = total.new_empty(counts[r])
-            engine.reduce_scatter_in_order(xs[r].view(-1), counts, out)()
+            engine.reduce_scatter(xs[r].view(-1), counts, out, later(engine))()
+            engine.reduce(reduced := xs[r].clone(), n - 1, later(engine))()
             yield y, total
             yield out, total.view(-1).split(counts)[r]
+            yield reduced, total if r == n - 1 else xs[r]
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -375,11 +381,11 @@ def sums_in_order_are_added_in_the_order_of_ranks(engine: Engine) -> Pairs:
 
 def an_output_may_be_an_input_where_that_is_allowed(engine: Engine) -> Pairs:
     for data in SHAPES:
-        for primitive in (all_reduce, all_reduce_in_order, all_gather, exchange):
+        for primitive in (all_reduce, all_gather, exchange):
             yield from outcome(primitive, engine, replace(data, in_place=True))
     x = Data().numbers(engine, engine.rank, (5,))
     found = [torch.empty_like(x) for _ in range(engine.size)]
-    engine.exchange([x] * engine.size, found)()
+    engine.exchange([x] * engine.size, found, later(engine))()
     yield from ((got, Data().numbers(engine, s, (5,))) for s, got in enumerate(found))
 
 
@@ -409,23 +415,22 @@ def nothing_but_the_outputs_is_written(engine: Engine) -> Pairs:
 
 def all_reduce_has_read_x_when_it_returns(engine: Engine) -> Pairs:
     """With `later`, x may be modified after the call; the result is right after the Wait."""
-    if not engine.now.later:
+    if not later(engine):
         yield True, True
         return
     for layout in LAYOUTS:
-        for primitive in (all_reduce, all_reduce_in_order):
-            call = primitive(engine, Data(numel=LARGE, tail=(3,), layout=layout))
-            wait = call.start()
-            call.reads[0][0].fill_(BEFORE)
-            wait()
-            yield from call.writes
+        call = all_reduce(engine, Data(numel=LARGE, tail=(3,), layout=layout))
+        wait = call.start()
+        call.reads[0][0].fill_(BEFORE)
+        wait()
+        yield from call.writes
 
 
 def memory_is_kept_until_the_wait(engine: Engine) -> Pairs:
     """Also if the caller drops its references to the tensors, and other calls and allocations follow."""
     waits, expected = [], []
     for seed in range(6):
-        for primitive in (exchange, reduce_scatter, reduce, all_reduce_in_order):
+        for primitive in (exchange, reduce_scatter, reduce, all_reduce):
             call = primitive(engine, Data(numel=60 if seed % 2 else LARGE // 8, seed=seed))
             waits.append(call.start())
             expected += call.writes
@@ -459,10 +464,10 @@ def calls_without_data_need_no_data_on_other_ranks(engine: Engine) -> Pairs:
 
         for seed in range(2):
             got = [torch.empty_like(block(s, r)) for s in range(n)]
-            engine.exchange([block(r, s) for s in range(n)], got)()
+            engine.exchange([block(r, s) for s in range(n)], got, later(engine))()
             yield from ((b, block(s, r)) for s, b in enumerate(got))
             whole, counts = as_row([block(s, s) for s in range(n)])
-            engine.all_gather(block(r, r), row := torch.empty_like(whole), counts)()
+            engine.all_gather(block(r, r), row := torch.empty_like(whole), counts, later(engine))()
             yield row, whole
             yield from outcome(all_reduce, engine, Data(numel=0 if seed else 4, seed=empty))
 
@@ -559,13 +564,12 @@ def a_twin_has_the_same_ranks_and_messages_of_its_own(engine: Engine) -> Pairs:
     other = resolve(group, "test")
     twin = other.twin()
     yield (twin.rank, twin.size), (engine.rank, engine.size)
-    other.now = twin.now = engine.now
+    like(engine, other), like(engine, twin)
     yield from crosswise(other, twin)
     yield from crosswise(engine, twin)
     yield of_all(twin, 3), [3] * twin.size
     twin.close()
-    twin = engine.twin()
-    twin.now = engine.now
+    twin = like(engine, engine.twin())
     yield from crosswise(engine, twin)
     twin.close()
 
@@ -595,14 +599,12 @@ def subgroups_have_their_ranks_in_the_order_given(engine: Engine) -> Pairs:
             except ValueError as error:
                 yield "is not in" in str(error), True
             continue
-        sub = resolve(group, "test")
-        sub.now = engine.now
+        sub = like(engine, resolve(group, "test"))
         yield (sub.rank, sub.size), (ranks.index(r), len(ranks))
         yield of_all(sub, r), ranks
         if len(ranks) == n:
             yield from crosswise(engine, sub)
-            again = resolve(engine.subgroup(ranks), "test")
-            again.now = engine.now
+            again = like(engine, resolve(engine.subgroup(ranks), "test"))
             yield from crosswise(sub, again)
     for primitive in (*MOVES, *SUMS):
         yield from outcome(primitive, engine, Data())
@@ -622,13 +624,6 @@ def a_group_has_ended_when_its_backend_has_destroyed_it(engine: Engine) -> Pairs
     yield engine.ended, False
 
 
-def absent_is_empty_if_all_ranks_call_it(engine: Engine) -> Pairs:
-    twin = engine.twin()
-    yield twin.absent(), []
-    yield of_all(twin, 2), [2] * engine.size
-    twin.close()
-
-
 # ── facts ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -639,7 +634,7 @@ def connect_may_be_called_again(engine: Engine) -> Pairs:
         n, r = engine.size, engine.rank
         sends = [word(engine, 5) if (r, s) == (0, n - 1) else None for s in range(n)]
         recvs = [word(engine) if (s, r) == (0, n - 1) else None for s in range(n)]
-        engine.exchange(sends, recvs)()
+        engine.exchange(sends, recvs, later(engine))()
         yield recvs[0] is None or recvs[0].item() == 5, True
 
 
@@ -649,6 +644,13 @@ def control_device_is_one_that_the_engine_moves(engine: Engine) -> Pairs:
     found = numbers.new_empty(2 * engine.size)
     engine.all_gather(numbers, found, [2] * engine.size)()
     yield found.tolist(), [number for s in range(engine.size) for number in (2**40 + s, -1)]
+
+
+def control_has_the_same_ranks(engine: Engine) -> Pairs:
+    control = engine.control()
+    yield (control.rank, control.size), (engine.rank, engine.size)
+    yield of_all(control, engine.rank), list(range(engine.size))
+    yield engine.control() is control, True
 
 
 def small_is_equal_on_all_ranks(engine: Engine) -> Pairs:
@@ -667,7 +669,7 @@ def overlaps_is_equal_on_all_ranks(engine: Engine) -> Pairs:
 def what_overlaps_needs_no_further_call(engine: Engine) -> Pairs:
     """Rank 0 starts before the other ranks; they get the result before rank 0 waits."""
     call = all_reduce(engine, Data(numel=LARGE))
-    if not (engine.now.later and engine.overlaps(call.writes[0][0])):
+    if not (later(engine) and engine.overlaps(call.writes[0][0])):
         call.start()()
         yield from call.writes
         return
@@ -698,7 +700,7 @@ CALLS = [
     every_number_is_summed,
     half_precisions_are_summed_in_float32,
     all_reduce_is_bitwise_equal_on_all_ranks,
-    sums_in_order_are_added_in_the_order_of_ranks,
+    default_sums_are_added_in_the_order_of_ranks,
     an_output_may_be_an_input_where_that_is_allowed,
     nothing_but_the_outputs_is_written,
     all_reduce_has_read_x_when_it_returns,
@@ -715,9 +717,9 @@ GROUPS = [
     closing_a_twin_leaves_its_engine_as_it_was,
     subgroups_have_their_ranks_in_the_order_given,
     a_group_has_ended_when_its_backend_has_destroyed_it,
-    absent_is_empty_if_all_ranks_call_it,
     connect_may_be_called_again,
     control_device_is_one_that_the_engine_moves,
+    control_has_the_same_ranks,
     small_is_equal_on_all_ranks,
     overlaps_is_equal_on_all_ranks,
     what_overlaps_needs_no_further_call,
@@ -733,7 +735,7 @@ def broken(law: Law, engine: Engine, later: bool) -> str:
 
     An error is raised: other ranks wait for messages that this one has not sent, and would hang in the next law.
     """
-    engine.now = Turn(engine, law.__name__, later=later)
+    engine.with_later = later
     try:
         found = list(law(engine))
     except Exception as error:
@@ -771,8 +773,7 @@ def small_pieces() -> Iterator[None]:
 
 def by_default(engine: Engine) -> type[Engine]:
     """The engine's class with the default primitives, which are built on `exchange`."""
-    sums = ("reduce_scatter", "all_reduce", "reduce_scatter_in_order", "all_reduce_in_order", "reduce", "overlaps")
-    names = ("all_gather", "broadcast", *sums)
+    names = ("all_gather", "broadcast", "reduce_scatter", "all_reduce", "reduce", "overlaps")
     return type("Default", (type(engine),), {name: getattr(Engine, name) for name in names})
 
 
@@ -798,5 +799,5 @@ def hold(engine: Engine, chosen: Sequence[Law] = ALL) -> dict[str, str]:
         note("by default", CALLS, [True])
         engine.__class__ = type("ThroughCpu", (own,), {"reaches": lambda self, x: False})
         note("through the CPU", CALLS, [True])
-    engine.__class__, engine.now = own, IDLE
+    engine.__class__ = own
     return found

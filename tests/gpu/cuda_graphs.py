@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import diffcoll as dc
+from gpu.calls import collectives, exchanging
 from gpu.measuring import distance
 from gpu.row import row
 
@@ -41,31 +42,27 @@ def data(rank, seed):
 
 @row(ranks=(1, 2), seconds=60)
 def cuda_graphs(rank):
-    """Forward and backward of collectives, a loss and SyncBatchNorm."""
+    """Forward and backward of every collective, a loss and SyncBatchNorm."""
     x, z = data(rank, 0).requires_grad_(), data(rank, 1)
     norm = dc.nn.SyncBatchNorm(16).to(rank.device)
 
     def started():
         y = dc.all_reduce(x, async_op=True)
-        return (y.wait() * dc.all_gather(x, async_op=True).wait().sum()).sum()
+        return y.wait() * dc.all_gather(x, async_op=True).wait().sum()
 
-    losses = {
-        "all_reduce": lambda: dc.all_reduce(x).square().sum(),
-        "max": lambda: dc.all_reduce(x, "max").square().sum(),
-        "product": lambda: dc.all_reduce(x, "product").sum(),
-        "all_gather": lambda: dc.all_gather(x).square().sum(),
-        "reduce_scatter": lambda: dc.reduce_scatter(x).square().sum(),
-        "all_to_all": lambda: dc.all_to_all(x).square().sum(),
-        "async_op": started,
-        "SyncBatchNorm": lambda: (norm(x).square() * z).sum(),
+    calls = {
+        **collectives(x, rank.n),
+        **exchanging(x),
+        "two in flight": started,
+        "SyncBatchNorm": lambda: norm(x),
         "clip_loss": lambda: dc.nn.functional.clip_loss(F.normalize(x), F.normalize(z), 10.0),
     }
-    for i, (name, loss) in enumerate(losses.items()):
+    for i, (name, of) in enumerate(calls.items()):
         with rank.part(name, COPIES if name == "clip_loss" else "", "captur"):
 
-            def call(loss=loss):
-                value = loss()
-                return value.detach(), *torch.autograd.grad(value, x)
+            def call(of=of):
+                y = of()
+                return y.detach(), *torch.autograd.grad((y.sin() * (1 + rank.r)).sum(), x)
 
             replay, results = captured(rank, call)
             with torch.no_grad():

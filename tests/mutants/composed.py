@@ -2,111 +2,31 @@
 
 from mutants.mutant import Mutant
 
+WRONG = "tests/test_mistakes.py::test_mistakes"
 BATCH, RING, HALO = (f"tests/composed/test_{name}.py" for name in ("gather_batch", "ring", "halo_exchange"))
 
 
 def of(name: str) -> str:
     """Return the worked examples of a collective."""
-    return f"tests/collectives/test_{name}.py -k truth"
+    return f"tests/collectives -k 'truth and {name}'"
 
 
 MUTANTS = [
     # gather_batch: where this rank's rows are; the sum of the ranks' gradients; which trees fit
-    Mutant(
-        "composed/gather_batch.py",
-        "gather_batch",
-        "sum(sizes[: get_rank(group)])",
-        "get_rank(group) * rows",
-        "gather_batch",
-        BATCH,
-    ),
-    Mutant(
-        "composed/gather_batch.py", "gather_batch", "get_rank(group)", "get_rank()", "gather_batch one_group", BATCH
-    ),
-    Mutant(
-        "composed/gather_batch.py",
-        "gather_batch",
-        "sizes=sizes)",
-        'sizes=sizes, grad_placement="replicate")',
-        "gather_batch law",
-        BATCH,
-    ),
-    Mutant("composed/gather_batch.py", "gather_batch", ", sum(sizes))", ", rows * len(sizes))", "gather_batch", BATCH),
     Mutant(
         "composed/leaves.py",
         "number_of_rows",
         "if len(leaf) != len(leaves[0]):",
         "if len(leaf) < len(leaves[0]):",
         "gather_batch arguments",
-        BATCH,
+        f"{BATCH} {WRONG}",
     ),
     Mutant("composed/leaves.py", "_facts", "leaf.shape[1:]", "leaf.shape[2:]", "gather_batch errors", BATCH),
     Mutant("composed/leaves.py", "_facts", "{leaf.dtype} ", "", "gather_batch ring errors", f"{BATCH} {RING}"),
     # ring: whose block it is; sizes of the blocks under way; gradients of received blocks; memory
-    Mutant("composed/ring.py", "_blocks", "source = (rank - i) % n", "source = (rank + i) % n", "ring", RING),
     Mutant("composed/ring.py", "_blocks", "sum(sizes[(r - i) % n][j]", "sum(sizes[r][j]", "ring sizes", RING),
-    Mutant(
-        "composed/ring.py",
-        "_blocks",
-        "rebuild(trees.unpacked(rows, shapes))",
-        "rebuild([leaf.detach() for leaf in trees.unpacked(rows, shapes)])",
-        "ring law",
-        RING,
-    ),
     Mutant("core/trees.py", "unpacked", ".view(shapes[i]).clone()", ".view(shapes[i])", "ring inputs", RING),
     Mutant("composed/ring.py", "_blocks", "if i + 1 < n:", "if n:", "ring", f"{RING}::test_messages"),
-    # halo_exchange: widths; ends; sides; the gradient of rows that others have received
-    Mutant(
-        "composed/halo_exchange.py",
-        "_plan",
-        "range(ends[r] - left, ends[r])",
-        "range(ends[r] - right, ends[r])",
-        "halo_exchange",
-        HALO,
-    ),
-    Mutant("composed/halo_exchange.py", "_plan", "if mode or 0 <= i < total", "", "halo_exchange", HALO),
-    Mutant("composed/halo_exchange.py", "_row", "return i % total", "return None", "halo_exchange", HALO),
-    Mutant(
-        "composed/halo_exchange.py",
-        "halo_exchange",
-        "[_rows_of(found, d, before), x, _rows_of(found, d, after)]",
-        "[_rows_of(found, d, after), x, _rows_of(found, d, before)]",
-        "halo_exchange",
-        HALO,
-    ),
-    Mutant(
-        "composed/halo_exchange.py",
-        "halo_exchange",
-        "_rows_of(found, d, after)], d)",
-        "_rows_of(found, d, after).detach()], d)",
-        "halo_exchange law",
-        HALO,
-    ),
-    Mutant(
-        "composed/halo_exchange.py",
-        "halo_exchange",
-        "split_sizes=plan.split_sizes, concat_sizes=plan.concat_sizes",
-        "split_sizes=plan.concat_sizes, concat_sizes=plan.split_sizes",
-        "halo_exchange sizes",
-        HALO,
-    ),
-    # groups that are not the default one
-    Mutant(
-        "composed/ring.py",
-        "_blocks",
-        "shift(row, 1, group=group,",
-        "shift(row, 1,",
-        "ring one_group",
-        f"{RING}::test_on_a_subgroup",
-    ),
-    Mutant(
-        "composed/halo_exchange.py",
-        "halo_exchange",
-        "d, d, group=group,",
-        "d, d,",
-        "halo_exchange one_group",
-        f"{HALO}::test_on_a_subgroup",
-    ),
     # the definitions, each against numbers that were computed by hand
     Mutant(
         "truth.py",
@@ -124,7 +44,14 @@ MUTANTS = [
         "truth sum_gradients split",
         of("sum_gradients"),
     ),
-    Mutant("truth.py", "_One.forward", "if not same:", "if not same and False:", "truth", of("sum_gradients")),
+    Mutant(
+        "truth.py",
+        "_One.forward",
+        "if not same:",
+        "if not same and False:",
+        "truth",
+        "tests/collectives/test_all_reduce.py -k declared",
+    ),
     Mutant(
         "truth.py",
         "_everywhere",
@@ -132,14 +59,6 @@ MUTANTS = [
         "[y] * n",
         "truth inputs",
         "tests/testing/test_simulate.py::test_results_in_a_joint_graph_share_no_memory_with_inputs",
-    ),
-    Mutant(
-        "truth.py",
-        "_everywhere",
-        'if grad_placement == "replicate":',
-        'if grad_placement == "partial":',
-        "truth replicate",
-        of("all_gather"),
     ),
     Mutant("truth.py", "all_to_all", "blocks[s][r]", "blocks[r][s]", "truth all_to_all", of("all_to_all")),
     Mutant("truth.py", "reduce", "if r == dst else _zero(y)", "", "truth reduce", of("reduce")),
@@ -183,7 +102,7 @@ MUTANTS = [
         "return x.to(wider.get(x.dtype, x.dtype))",
         "return x",
         "truth dtypes",
-        "tests/collectives/test_scan.py tests/collectives/test_all_reduce.py",
+        "tests/collectives -k half_precision",
     ),
     Mutant(
         "truth.py",
@@ -191,7 +110,7 @@ MUTANTS = [
         'if declared != "auto" and x.shape[dim] != declared[r]:',
         "if sizes and declared != sizes:",
         "truth sizes",
-        "tests/testing/test_simulate.py::test_shapes_that_do_not_fit",
+        "tests/testing/test_simulate.py::test_shapes_that_do_not_fit tests/collectives/test_all_gather.py",
     ),
     Mutant(
         "truth.py",
@@ -200,5 +119,153 @@ MUTANTS = [
         "return y",
         "truth broadcast",
         of("broadcast"),
+    ),
+    # gather_batch: this rank's place, a group, N times too large, what was padded
+    Mutant(
+        "composed/gather_batch.py",
+        "gather_batch",
+        "sum(lengths[: engine.rank])",
+        "engine.rank * rows",
+        "gather_batch",
+        BATCH,
+    ),
+    Mutant(
+        "composed/gather_batch.py",
+        "gather_batch",
+        "engine = resolve(group, _NAME)",
+        "engine = resolve(None, _NAME)",
+        "gather_batch one_group",
+        BATCH,
+    ),
+    Mutant(
+        "composed/gather_batch.py",
+        "gather_batch",
+        "sizes=lengths)",
+        'sizes=lengths, grad_placement="replicate")',
+        "gather_batch law",
+        BATCH,
+    ),
+    Mutant(
+        "composed/gather_batch.py",
+        "gather_batch",
+        "sum(lengths), mask",
+        "rows * len(lengths), mask",
+        "gather_batch",
+        BATCH,
+    ),
+    Mutant(
+        "composed/gather_batch.py",
+        "_padded",
+        "y[tuple(slice(size) for size in x.shape)] = x",
+        "y[tuple(slice(size) for size in x.shape)] = x.detach()",
+        "gather_batch law",
+        BATCH,
+    ),
+    Mutant(
+        "composed/gather_batch.py",
+        "_mask",
+        "first += rows",
+        "first += 0",
+        "gather_batch",
+        BATCH,
+    ),
+    Mutant(
+        "composed/gather_batch.py",
+        "_lengths",
+        "return [rows] * engine.size",
+        "return [rows]",
+        "gather_batch sizes",
+        BATCH,
+    ),
+    # ring: the direction, a block without its gradient, the group
+    Mutant(
+        "composed/ring.py",
+        "_blocks",
+        "source, pending = (rank - i) % n, []",
+        "source, pending = (rank + i) % n, []",
+        "ring",
+        RING,
+    ),
+    Mutant(
+        "composed/ring.py",
+        "_blocks",
+        "rebuild(unpacked(zip(groups, rows, strict=True), shapes)) if i else tree",
+        "rebuild([x.detach() for x in unpacked(zip(groups, rows, strict=True), shapes)]) if i else tree",
+        "ring law",
+        RING,
+    ),
+    Mutant(
+        "composed/ring.py",
+        "passed_on",
+        "all_to_all(row, group=group,",
+        "all_to_all(row,",
+        "ring one_group",
+        RING,
+    ),
+    Mutant("composed/halo_exchange.py", "halo_exchange", "parts.insert(0, ", "parts.append(", "halo_exchange", HALO),
+    # halo_exchange: sides, the other end's rows, the ends of the line, no gradient to the neighbour
+    Mutant(
+        "composed/halo_exchange.py",
+        "halo_exchange",
+        "x.narrow(d, rows - left, left), 1,",
+        "x.narrow(d, 0, left), 1,",
+        "halo_exchange",
+        HALO,
+    ),
+    Mutant(
+        "composed/halo_exchange.py",
+        "halo_exchange",
+        "x.narrow(d, 0, right), -1,",
+        "x.narrow(d, 0, right), 1,",
+        "halo_exchange",
+        HALO,
+    ),
+    Mutant(
+        "composed/halo_exchange.py",
+        "halo_exchange",
+        'padding_mode == "circular", [x]',
+        "True, [x]",
+        "halo_exchange",
+        HALO,
+    ),
+    Mutant(
+        "composed/halo_exchange.py",
+        "halo_exchange",
+        "engine.rank == engine.size - 1",
+        "engine.rank == engine.size",
+        "halo_exchange",
+        HALO,
+    ),
+    Mutant(
+        "composed/halo_exchange.py",
+        "halo_exchange",
+        "after.narrow(d, 0, 0) if nothing else after",
+        "after.detach()",
+        "halo_exchange law",
+        HALO,
+    ),
+    Mutant(
+        "composed/halo_exchange.py",
+        "halo_exchange",
+        "-1, wrap=wrap, group=group)",
+        "-1, wrap=wrap)",
+        "halo_exchange one_group",
+        HALO,
+    ),
+    Mutant(
+        "composed/halo_exchange.py",
+        "halo_exchange",
+        "if rows < max(left, right):",
+        "if False:",
+        "halo_exchange arguments",
+        f"{HALO} {WRONG}",
+    ),
+    Mutant(
+        "truth.py",
+        "_everywhere",
+        'if grad_placement == "replicate"',
+        'if grad_placement == "partial"',
+        "truth replicate",
+        "tests/collectives",
     ),
 ]

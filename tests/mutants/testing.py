@@ -210,8 +210,8 @@ MUTANTS = [
     ),
     Mutant(
         "engines/local.py",
-        "LocalEngine.all_reduce_in_order",
-        "if self.now.later and x is not y:",
+        "LocalEngine.all_reduce",
+        "if later and x is not y:",
         "if False:",
         "simulate async_op",
         "tests/engines/test_laws.py::test_laws_hold -k local-2",

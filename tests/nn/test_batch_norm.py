@@ -187,7 +187,7 @@ def test_ranks_in_different_modes_are_named_in_check_mode():
         with dc.check_mode():
             dc.all_reduce(layer(x).sum())
 
-    with pytest.raises(dc.CollectiveMismatchError, match=r"rank 0: SyncBatchNorm\(eps=[\s\S]*rank 1: all_red"):
+    with pytest.raises(dc.CollectiveMismatchError, match=r"rank 0: SyncBatchNorm\(eps=[\s\S]*rank 1: call \d: all_red"):
         rules(body, [data(2, 3), data(3, 3)])
 
     def channels(x):
@@ -237,7 +237,7 @@ def test_x_without_gradient_and_a_loss_that_ignores_the_output():
         g, none = rules(parameters, x.detach().split([3, 3]), [check] * 2)
         torch.testing.assert_close((g, none), (whole.grad[:3], None))
 
-    with pytest.raises(dc.CollectiveMismatchError, match="backward of sum_gradients"):
+    with pytest.raises(dc.CollectiveMismatchError, match=r"backward of call \d, sum_gradients"):
         rules(checked, x.detach().split([3, 3]))
 
 
@@ -334,18 +334,6 @@ def test_tensors_of_the_user_are_neither_written_nor_read_after_a_change():
             y.backward(g)
 
     rules(body, data(6, 3, 2).split([4, 2]), data(6, 3, 2, seed=1).split([4, 2]))
-
-
-@pytest.mark.filterwarnings("ignore:.*performance drop")
-def test_batched_gradients():
-    def body(x, gs):
-        x = x.clone().requires_grad_()
-        y = norm()(x)
-        (batched,) = torch.autograd.grad(y, x, gs, is_grads_batched=True, retain_graph=True)
-        one_by_one = [torch.autograd.grad(y, x, g, retain_graph=True)[0] for g in gs]
-        torch.testing.assert_close(batched, torch.stack(one_by_one))
-
-    rules(body, data(6, 3).split([4, 2]), data(2, 6, 3, seed=1).split([4, 2], 1))
 
 
 def test_a_weight_that_depends_on_x_to_second_order():

@@ -633,8 +633,8 @@ def test_the_messages():
         assert found == [
             ("all_gather", 16),  # a digest of what ranks agree on, and the number of rows
             ("all_gather", rows * 5 * 2),
-            ("all_to_all", 11 * 4),  # of which a reduce-scatter of logsumexp is made
-            ("all_to_all backward", rows * 2 * 4),
+            ("reduce_scatter", 11 * 4),  # of logsumexp
+            ("reduce_scatter backward", rows * 2 * 4),
             ("all_gather backward", 11 * 5 * 4),
         ]
     assert sent(7) == []  # one rank

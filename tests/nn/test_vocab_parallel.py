@@ -416,19 +416,6 @@ def test_transforms(chunk_size):
     torch.testing.assert_close([torch.cat(pieces) for pieces in zip(*(gs for _, gs in found), strict=True)], list(own))
 
 
-def test_within_a_batch_of_gradients():
-    h, w, b = numbers()
-
-    def body(w, b, loss=ours):
-        xs = [x.clone().requires_grad_() for x in (h, w, b)]
-        losses = loss(*xs, reduction="none").reshape(-1)
-        return torch.autograd.grad(losses, xs, torch.eye(6, dtype=torch.double), is_grads_batched=True)
-
-    found, expected = rules(body, w.split([4, 5]), b.split([4, 5])), body(w, b, whole)
-    torch.testing.assert_close([gs[0] for gs in found], [expected[0]] * 2)
-    torch.testing.assert_close([torch.cat(pair, 1) for pair in list(zip(*found, strict=True))[1:]], list(expected[1:]))
-
-
 # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────
 
 

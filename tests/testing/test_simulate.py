@@ -212,8 +212,6 @@ DIMENSIONS = {
     "all_to_all": lambda x, i, j, k: dc.all_to_all(x, split_dim=j, concat_dim=k),
     "gather": lambda x, i, j, k: dc.gather(x, dim=k),
     "scatter": lambda x, i, j, k: dc.scatter(x, dim=j, sizes=[0, 1, 2]),
-    "permute": lambda x, i, j, k: dc.permute(x, [(0, 1)], dim=k, sizes=[4, 4, 4]),
-    "shift": lambda x, i, j, k: dc.shift(x, dim=k),
     "split": lambda x, i, j, k: dc.split(x * 0, dim=j, sizes=[1, 0, 2]),
 }
 

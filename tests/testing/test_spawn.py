@@ -18,8 +18,8 @@ from runs import ROOT, python
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import diffcoll as dc
-from diffcoll.core import checks
 from diffcoll.core.arguments import MOVED
+from diffcoll.core.check_mode import is_on
 from diffcoll.engines.devices import select_device
 from diffcoll.testing import RanksFailedError, pool, processes, simulate, spawn, worker
 from diffcoll.testing.stacks import of_dump
@@ -154,7 +154,7 @@ def test_the_first_line_is_the_cause(backend, monkeypatch):
     assert found[0].startswith(f"spawn: CollectiveMismatchError on every rank, at {at(disagree, 1)}: the ranks of ")
     assert found[0].endswith(" of 3 ranks disagree:")
     for r, line in enumerate(found[1:4]):
-        assert line.startswith(f"  rank {r}: all_reduce(torch.float32 ({2 + (r == 1)},),")
+        assert line.startswith(f"  rank {r}: call 1: all_reduce(torch.float32 ({2 + (r == 1)},))")
         assert line.endswith(at(disagree, 1))
     assert found[4] == "── rank 0 of 3 ──"
     assert lines(mine_alone)[:2] == [
@@ -350,9 +350,9 @@ def test_ranks_read_the_callers_variable_of_check_mode(backend, monkeypatch):
     """As it is at each call: a server that imported the library before forks them."""
     for value, on in ("0", False), ("1", True), ("", False):
         monkeypatch.setenv("DIFFCOLL_CHECK", value)
-        assert spawn(lambda r: checks.is_on(), range(2), backend=backend) == [on, on]
+        assert spawn(lambda r: is_on(), range(2), backend=backend) == [on, on]
     monkeypatch.delenv("DIFFCOLL_CHECK")
-    assert spawn(lambda r: checks.is_on(), range(2), backend=backend) == [False, False]
+    assert spawn(lambda r: is_on(), range(2), backend=backend) == [False, False]
 
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

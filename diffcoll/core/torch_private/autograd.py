@@ -124,61 +124,38 @@ def is_within_reentrant_checkpoint() -> bool:
     return frame is not None
 
 
-def _stop_recomputation() -> type[BaseException]:
-    """Return the class of the exception by which a checkpoint stops its recomputation."""
-    from torch.utils.checkpoint import _StopRecomputationError  # deferred: see is_within_reentrant_checkpoint
-
-    return _StopRecomputationError
+_TOKEN = torch.zeros((), device="cpu")
 
 
-class _SavedTensorsHooks:
-    """A pair of hooks for saved tensors that is in force, e.g. a checkpoint's, with a context for its unpack hook."""
+def save_in_checkpoint(ctx: Any) -> None:
+    """Save a tensor for a node's backward if a checkpoint, or another hook for saved tensors, is in force.
 
-    def __init__(
-        self,
-        pack: Callable[[Tensor], Any],
-        unpack: Callable[[Any], Tensor],
-        context: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._pack, self._unpack, self._context = pack, unpack, context
-        # An outer checkpoint that has recomputed all it needs stops at the next tensor it would save. Stopping at once
-        # would leave the inner checkpoint by an exception, whose hooks PyTorch removes only later.
-        self.complete = False
+    A checkpoint recomputes what runs in it when backward needs a tensor that was saved there. So every rank whose
+    backward reaches the node, which reads it, recomputes at the same place. No public API tells whether one is.
+    """
+    ctx.saves = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if ctx.saves:
+        ctx.save_for_backward(_TOKEN)
 
-    def pack(self, x: Tensor) -> Any:
-        if self.complete:
-            raise _stop_recomputation()
-        return self._pack(x)
 
-    def unpack(self, packed: Any) -> Tensor:
+class _UnpackWithin:
+    """The unpack hook of a pair of hooks for saved tensors, with a context."""
+
+    def __init__(self, unpack: Callable[[Any], Tensor], context: Callable[[], AbstractContextManager[None]]) -> None:
+        self._unpack, self._context = unpack, context
+
+    def __call__(self, packed: Any) -> Tensor:
         with self._context():
             return self._unpack(packed)
 
 
-def save_under_each_hook(save: Callable[[], None], context: Callable[[], AbstractContextManager[None]]) -> None:
-    """Call save once for each pair of hooks for saved tensors that is in force, the outermost first.
+def unpack_within(context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let the innermost hooks for saved tensors in force, such as a checkpoint's, unpack within a context.
 
-    PyTorch calls the innermost pair only. From now on their unpack hooks run within the context, and so does a
-    checkpoint's recomputation. No public API returns the hooks that other code has entered.
+    A checkpoint recomputes when it unpacks. No public API returns the hooks that other code has entered.
     """
-    top, pop = torch._C._autograd._top_saved_tensors_default_hooks, torch._C._autograd._pop_saved_tensors_default_hooks
-    push = torch._C._autograd._push_saved_tensors_default_hooks
-    entered: list[_SavedTensorsHooks] = []
-    while (pair := top(True)) is not None:
-        owner = getattr(pair[0], "__self__", None)
-        entered.append(owner if isinstance(owner, _SavedTensorsHooks) else _SavedTensorsHooks(*pair, context))
-        pop()
-    try:
-        while entered:
-            hooks = entered.pop()
-            push(hooks.pack, hooks.unpack)
-            try:
-                save()
-            except _stop_recomputation():
-                if not entered:
-                    raise
-                hooks.complete = True
-    finally:
-        while entered:
-            hooks = entered.pop()
-            push(hooks.pack, hooks.unpack)
+    hooks = torch._C._autograd
+    pair = hooks._top_saved_tensors_default_hooks(True)
+    if pair is not None and not isinstance(pair[1], _UnpackWithin):
+        hooks._pop_saved_tensors_default_hooks()
+        hooks._push_saved_tensors_default_hooks(pair[0], _UnpackWithin(pair[1], context))

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm
 
-from diffcoll.core.torch_private.tracing import is_observed
-
 #: Libraries recognize batch norm by this class.
 BatchNormBase = batchnorm._BatchNorm
 
@@ -37,23 +35,12 @@ def batch_norm_sums(g: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float)
     return sum_gx, sum_g
 
 
-# Python's operators convert a number to a tensor and save it for backward. Backward frees it, so a second one raises.
-# These overloads, which have no public name, save the number.
+def divided(x: Tensor, divisor: int) -> Tensor:
+    """Return x / divisor, and save no tensor for backward, which would free it: a second one would raise.
 
-
-def divide_(x: Tensor, divisor: float) -> Tensor:
-    """Divide x by a number, in place unless a mode observes it; saves no tensor for backward.
-
-    A selective checkpoint that replaces an operation in place by its earlier result leaves x as it is.
+    Python's operator converts the number to a tensor and saves it. This overload has no public name.
     """
-    in_place = torch.compiler.is_compiling() or not is_observed()
-    y: Tensor = torch.ops.aten.div_.Scalar(x, divisor) if in_place else torch.ops.aten.div.Scalar(x, divisor)
-    return y
-
-
-def times(x: Tensor, factor: float | Tensor) -> Tensor:
-    """Return x · factor; saves no tensor for backward if factor is a number."""
-    y: Tensor = x * factor if isinstance(factor, Tensor) else torch.ops.aten.mul.Scalar(x, factor)
+    y: Tensor = torch.ops.aten.div.Scalar(x, divisor)
     return y
 
 

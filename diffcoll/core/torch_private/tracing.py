@@ -81,8 +81,8 @@ def is_jit_tracing() -> bool:
 
 
 def is_observed() -> bool:
-    """Whether a TorchDispatchMode or a TorchFunctionMode is active; no public API tells."""
-    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+    """Whether a TorchDispatchMode, a TorchFunctionMode or torch.jit.trace is active; no public API tells."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or torch._C._is_tracing())
 
 
 @contextlib.contextmanager
@@ -115,9 +115,12 @@ def is_traced(x: Tensor) -> bool:
     Then x may have no memory (FakeTensor, wrapper subclasses), or writes to its memory may be missing from the trace.
     make_fx, torch.export, AOTAutograd and torch.jit.trace trace; modes that only observe (FlopCounterMode) do not.
     """
-    if is_jit_tracing() or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return True
-    return any(torch._C._get_dispatch_mode(kind) is not None for kind in _TRACING_MODES)
+    return is_tracing() or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def is_tracing() -> bool:
+    """Whether operations on every tensor are traced; no public API tells."""
+    return is_jit_tracing() or any(torch._C._get_dispatch_mode(kind) is not None for kind in _TRACING_MODES)
 
 
 def constant_in_graphs(function: T) -> T:

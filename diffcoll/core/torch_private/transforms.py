@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -72,37 +70,11 @@ def apply_rule(rule: Any, x: Tensor, *more: object) -> Tensor:
     y: Tensor
     if torch._C._are_functorch_transforms_active():
         y = rule.apply(x, *more)
-    elif x.requires_grad or (forward_ad._current_level >= 0 and not is_batched_by_autograd(x)):
+    elif x.requires_grad or forward_ad._current_level >= 0:
         y = super(Function, rule).apply(x, *more)
     else:
         y = rule.forward(x, *more)
     return y
-
-
-def is_batched_by_autograd(x: Tensor) -> bool:
-    """Whether x is a batch in the vmap of `is_grads_batched` and `functional.jacobian(vectorize=True)`.
-
-    That vmap is older than torch.func's. It ignores the vmap rule of a Function and runs its forward on the batched
-    tensor. It is dispatched before autograd: graph and tangents belong to the tensor inside the batch, so a Function
-    that is applied to the batch would lose them.
-    """
-    return bool(torch._C._functorch.is_legacy_batchedtensor(x))
-
-
-def over_batch(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return function(x) of such a batch; input and output of function have the batch as last dimension.
-
-    No public API returns the tensor inside a batch.
-    """
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    inner = torch._remove_batch_dim(x, level, 0, x.dim())
-    while inner.shape[-1] == 0:  # x is a batch of an outer level
-        level -= 1
-        inner = torch._remove_batch_dim(x, level, 0, x.dim())
-    # Autograd lays out gradients by as_strided, whose rule in this vmap needs the batch first in memory.
-    y = function(inner).movedim(-1, 0).contiguous()
-    return torch._add_batch_dim(y, 0, level)
 
 
 def batch_last(y: Tensor) -> tuple[Tensor, int]:
@@ -118,23 +90,10 @@ def carries_tangents() -> bool:
     return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
-def has_tangent(x: Tensor) -> bool:
-    """Whether x has a tangent in a level of forward_ad, outside transforms of torch.func."""
-    if not carries_tangents() or is_within_transform() or torch.compiler.is_compiling():
-        return False
-    return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
-
-
-def tangents_ignored() -> AbstractContextManager[None]:
-    """Return a context in which operations do not propagate tangents, as within a jvp rule."""
-    context: AbstractContextManager[None] = forward_ad._set_fwd_grad_enabled(False)
-    return context
-
-
 def is_plain(x: Tensor) -> bool:
-    """Whether x is an ordinary tensor with memory, neither traced nor batched; a fast check made in every call.
+    """Whether x is an ordinary tensor with memory, neither traced nor batched; a Parameter is not plain either.
 
-    If False, use `is_traced` and `is_batched_by_autograd` to tell: a Parameter, for example, is not plain either.
+    The last line tells the batches of `is_grads_batched`, whose vmap is older than torch.func's.
     """
     return (
         type(x) is Tensor

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from diffcoll.core.errors import message
-from diffcoll.core.torch_private.trees import tree_flatten
+from diffcoll.core.trees import tree_flatten
 from diffcoll.testing.harness.comparison import Names, compare, largest_errors, rows_of, unused
 from diffcoll.testing.harness.measure import Measurement, MeasurementPlan, differentiable, on_rank
 from diffcoll.testing.harness.packing import Packed

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from diffcoll.core.torch_private.autograd import leaves_of_graph
-from diffcoll.core.torch_private.trees import tree_flatten
+from diffcoll.core.trees import tree_flatten
 from diffcoll.engines.simulated_moves import LostGradientWarning
 from diffcoll.testing.harness.cuts import Cuts, Detaches, GraphCuts
 from diffcoll.testing.harness.packing import Packed, Subject

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 
 from typing_extensions import override
 
-from diffcoll.core.torch_private.trees import tree_flatten
+from diffcoll.core.trees import tree_flatten
 from diffcoll.testing.harness.causes import Kind, cause_of
 from diffcoll.testing.harness.comparison import Quantity, all_near, compare, right, rows_of
 from diffcoll.testing.harness.cuts import Cuts

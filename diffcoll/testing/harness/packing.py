@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from diffcoll.core.errors import is_users_file, message
 from diffcoll.core.torch_private.tensors import has_hooks
-from diffcoll.core.torch_private.trees import tree_flatten
+from diffcoll.core.trees import tree_flatten
 from diffcoll.testing._calls import missing
 from diffcoll.testing.pickling import by_value, dumps
 

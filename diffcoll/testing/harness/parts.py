@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcoll.core.errors import message
-from diffcoll.core.torch_private.trees import tree_flatten, tree_paths
+from diffcoll.core.trees import tree_flatten, tree_paths
 from diffcoll.testing.harness.measure import Constant, differentiable
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diffcoll.core.errors import message
-from diffcoll.core.torch_private.trees import tree_flatten
+from diffcoll.core.trees import tree_flatten
 from diffcoll.testing.harness.measure import Constant
 from diffcoll.testing.harness.parts import named_tensors, tensor_names
 from diffcoll.testing.sharding.placements import (

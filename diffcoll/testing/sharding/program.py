@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffcoll.core.errors import message
-from diffcoll.core.torch_private.trees import tree_flatten
+from diffcoll.core.trees import tree_flatten
 from diffcoll.engines.devices import device_of_backend
 from diffcoll.testing.harness.comparison import Quantity, rows, together, unused
 from diffcoll.testing.harness.measure import Measurement, differentiable, on_rank, outputs_on_rank

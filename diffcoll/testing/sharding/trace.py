@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from diffcoll.core.torch_private.trees import tree_flatten
+from diffcoll.core.trees import tree_flatten
 from diffcoll.testing.harness.comparison import near
 from diffcoll.testing.harness.measure import differentiable
 from diffcoll.testing.sharding.placements import PARTIAL, Mesh, Placement, by_function, candidates

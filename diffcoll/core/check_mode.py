@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import fields
 from types import TracebackType
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from diffcoll.core import expect
 from diffcoll.core.control import Control
 from diffcoll.core.dtypes import rounding
-from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, failure, user_line
+from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
+from diffcoll.core.maps import PER_RANK, AllToAll, Linear
 from diffcoll.core.torch_private.tracing import unobserved
 from diffcoll.engines import guards
 from diffcoll.engines.engine import Engine
@@ -43,11 +45,11 @@ _ever_on = _process.on  # whether check mode was ever on in this process: a fast
 class check_mode:
     """Raise an error on all ranks if they disagree about a collective; a function, and a context manager.
 
-    Before each collective, forward and backward, its ranks compare operation, dtype, shape, arguments and order. If
-    they differ, every rank raises the same `CollectiveMismatchError`, which lists each rank's call and its line, before
-    any data is sent. The losses of `diffcoll.nn` compare their options. Tensors, and gradients of results, that are
-    declared replicated are compared by value too. The environment variable `DIFFCOLL_CHECK=1` enables check mode at
-    import. No overhead when disabled.
+    Before each collective, forward and backward, its ranks compare the number of the forward call, the operation with
+    its arguments, dtype and shape. If they differ, every rank raises the same `CollectiveMismatchError`, which lists
+    each rank's call and its line, before any data is sent. Tensors, and gradients of results, that are declared
+    replicated are compared by value too. The environment variable `DIFFCOLL_CHECK=1` enables check mode at import. No
+    overhead when disabled.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -61,9 +63,7 @@ class check_mode:
     collectives or left the block by an exception, the other ranks raise instead of waiting for it. That rank's own
     exception propagates.
 
-    The setting is per process, in a simulated world per rank, and must be the same on all ranks of a group. Compiled
-    and traced collectives are compared by map, arguments, dtype and shape, and only with each other: a collective that
-    is compiled on some ranks only raises an error.
+    The setting is per process, in a simulated world per rank, and must be the same on all ranks of a group.
 
     Args:
         on: whether to compare from this call on.
@@ -109,12 +109,13 @@ def _compare_end(used: dict[Engine, bool], error: BaseException | None) -> None:
     found: CollectiveMismatchError | None = None
     for engine in [engine for engine, differs in used.items() if not differs and not engine.ended]:
         try:
-            compare(engine, ("end", type(error or found).__name__), f"the end of check mode at {user_line()}{how}")
+            facts = "end", type(error or found).__name__
+            compare(engine, facts, lambda: f"the end of check mode at {user_line()}{how}")
         except CollectiveMismatchError as difference:
             found = found or difference
-        except RuntimeError as reason:
+        except CollectiveFailedError:
             if error is None and found is None:
-                raise failure("check_mode", engine.description, engine.rank, None, reason) from reason
+                raise
     if error is None and found is not None:
         raise found
 
@@ -133,19 +134,74 @@ def is_on() -> bool:
     return _ever_on and _state().on
 
 
+def compares(engine: Engine) -> bool:
+    """Whether the ranks of this group compare their calls; graphs that are compiled contain no comparison."""
+    return is_on() and engine.size > 1 and not engine.compiling
+
+
 def compare(
-    engine: Engine, facts: object, text: str, leaves: Sequence[str] | None = None, name: str = "check mode"
+    engine: Engine,
+    facts: object,
+    text: str | Callable[[], str],
+    name: str = "check mode",
+    origin: Origin | None = None,
 ) -> None:
-    """Do what `Control.agree` does, and record that the group was used, for the end of a `with` block."""
+    """Raise on all ranks unless facts are equal on all; text describes this rank's call, in the backward of `origin`.
+
+    The group counts as used, for the end of a `with` block.
+    """
     used = _state().used
     if used is not None:
         used[engine] = False
     try:
-        Control(engine, name).agree(facts, text, leaves)
+        Control(engine, name, origin).agree(facts, text)
     except CollectiveMismatchError:
         if used is not None:
             used[engine] = True
+        engine.calls = 0  # on all ranks: one may have made a call that the others have not
         raise
+
+
+def compare_moves(f: Linear, x: Tensor, origin: Origin | None, *, later: bool) -> None:
+    """Compare what the ranks are about to send: f of x, in the forward call of this number or in its backward."""
+    engine = f.engine
+    if engine.size == 1:
+        return
+    number, order = (engine.calls, 0) if origin is None else (origin.number, origin.order)
+    arguments = [getattr(f, field.name) for field in fields(f) if field.name not in PER_RANK]
+    facts = number, order, type(f).__name__, f.name, f.detail, arguments, x.dtype, f.common_shape(x.shape), later
+
+    def text() -> str:
+        if origin is None:
+            shown = [f"{x.dtype} {tuple(x.shape)}", *f.shown(), *["async_op=True"] * later]
+            return f"call {number}: {f.name}({', '.join(shown)}) at {user_line()}"
+        of = f"{origin.backward} of call {number}, {origin.name} at {origin.line}"
+        return f"{of}: gradient {x.dtype} {tuple(x.shape)}"
+
+    try:
+        compare(engine, facts, text, origin=origin)
+        if isinstance(f, AllToAll):
+            _compare_blocks(f, text)
+    except CollectiveFailedError as error:  # of the comparison: the collective's name is that of the call
+        cause = error.__cause__ or error
+        raise failure(f.name, engine.description, engine.rank, origin, cause, compared=True) from cause
+    if f.shared[0]:
+        same_everywhere(engine, x, text())
+
+
+def _compare_blocks(f: AllToAll, text: Callable[[], str]) -> None:
+    """Raise on all ranks unless each rank sends blocks of the sizes that the others expect."""
+    n = f.engine.size
+    rows = Control(f.engine).numbers([*f.split_sizes, *f.concat_sizes])
+    same = f.split_dim == f.concat_dim
+    for r, row in enumerate(rows):
+        for s, other in enumerate(rows):
+            # Along two dimensions all ranks have the same lists of sizes.
+            differs = row[s] != other[n + r] if same else (row[:n] != other[:n] or row[n:] != other[n:])
+            if differs:
+                sends = f"{row[s]} along dim {f.split_dim} to rank {s}, which expects {other[n + r]}"
+                why = f"rank {r} sends {sends}" if same else f"ranks {r} and {s} have other sizes"
+                Control(f.engine).refuse(text(), f"the ranks of {f.engine.description} disagree: {why}")
 
 
 @unobserved()

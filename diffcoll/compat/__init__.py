@@ -1,1 +1,0 @@
-"""Functions of other libraries, with their names and signatures, on diffcoll's collectives."""

@@ -1,0 +1,337 @@
+"""Groups of torch.distributed: which calls are made, twins, numbers over the CPU, errors, overlapping groups."""
+
+import time
+import warnings
+from datetime import timedelta
+
+import laws
+import pytest
+import torch
+import torch.distributed as dist
+from runs import line_of, noted, refusal, rules, runs_on
+
+import diffcoll as dc
+from diffcoll.core.control import Control
+from diffcoll.core.groups import resolve
+from diffcoll.core.maps import Permute
+from diffcoll.core.moves import move
+from diffcoll.engines import c10d, c10d_twins
+from diffcoll.engines.turn import IDLE, Turn, of_backend
+from diffcoll.testing import cases, new_group, spawn
+
+N = 3
+SEED = 1
+METHODS = "allreduce", "broadcast", c10d._ALL_GATHER, c10d._REDUCE_SCATTER, "reduce", "send", "recv"
+
+
+def under_another_name(group=None, **backends):
+    """The group's engine, with other names for its backends."""
+    engine = resolve(group, "test")
+    engine.backends = backends or {"cpu": "other"}
+    return engine
+
+
+def without_cpu(group=None):
+    """The group's engine, as if it moved no tensors of the CPU."""
+    c10d.C10dEngine.control_device = torch.device("cpu")
+    return under_another_name(group, cuda="nccl")
+
+
+# ── which calls ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_native_collectives_are_those_of_the_table():
+    """The table selects by primitive, dtype and shape; gloo sends everything else as messages."""
+
+    def body(r):
+        calls = noted(dist.ProcessGroup, *METHODS)
+        engine = resolve(None, "test")
+        for primitive in (*laws.MOVES, *laws.SUMS):
+            laws.outcome(primitive, engine, laws.Data())
+        for dtype in (torch.bfloat16, torch.int16, torch.complex64):
+            engine.all_reduce(x := torch.ones(3, dtype=dtype), x.clone())()
+        engine.all_reduce(x := torch.ones(0), x.clone())()
+        of_gloo = [call for call in calls if call not in ("send", "recv")]
+        calls.clear()
+        engine = under_another_name()
+        for primitive in (laws.all_reduce, laws.broadcast, laws.reduce):
+            laws.outcome(primitive, engine, laws.Data())
+        x, row = torch.ones(2), torch.empty(4)
+        engine.all_gather(x, row, [2, 2])()
+        engine.reduce_scatter(row, [2, 2], x)()
+        return of_gloo, calls
+
+    of_gloo = ["broadcast", "allreduce", "allreduce"]
+    of_others = ["allreduce", "broadcast", "reduce", c10d._ALL_GATHER, c10d._REDUCE_SCATTER]
+    assert spawn(body, range(2)) == [(of_gloo, of_others)] * 2
+
+
+def test_the_table_of_cases_on_another_backend():
+    """Values and gradients with the calls that are made on NCCL; the messages have all their data."""
+
+    def body(r):
+        under_another_name()
+        for case in cases.table(N):
+            found = cases.on_rank(case, r, SEED, orders=1)
+            for name, error in cases.errors(found, cases.in_truth(case, SEED, orders=1), r).items():
+                assert error < 1e-12, f"{case}: {name}"
+        return True
+
+    assert spawn(body, range(N), timeout=100) == [True] * N
+
+
+def test_ranks_are_ranks_within_the_group():
+    def body(r):
+        group = dist.new_group([1, 2])
+        if r == 0:
+            return None
+        under_another_name(group)
+        x = torch.tensor([10.0 + r])
+        calls = dc.broadcast(x, src=1, group=group), dc.reduce(x, dst=1, group=group), dc.all_gather(x, group=group)
+        return [y.tolist() for y in (*calls, dc.permute(x, [(1, 0)], group=group))]
+
+    assert spawn(body, range(N)) == [None, [[12], [0], [11, 12], [12]], [[12], [23], [11, 12], [0]]]
+
+
+def test_empty_blocks_are_not_sent():
+    def body(r):
+        calls = noted(dist.ProcessGroup, "send", "recv")
+        dc.gather(torch.ones(2), dst=0)
+        return calls
+
+    assert spawn(body, range(N)) == [["recv"] * 2, ["send"], ["send"]]
+
+
+def test_all_ranks_connect_before_the_first_message():
+    """NCCL would wait for ranks that do not take part in the first message of a group; gloo needs no such call."""
+
+    class Elsewhere(torch.Tensor):
+        """CPU memory that claims to be elsewhere."""
+
+        is_cpu = False
+
+    def body(r):
+        calls = noted(dist.ProcessGroup, "allreduce", "send", "recv")
+        resolve(None, "test").connect(torch.device("cpu", 0))
+        engine = under_another_name()
+        for _ in range(2):
+            x = torch.full((2,), 1.0 + r).as_subclass(Elsewhere)
+            y = move(x, Permute(engine, ((2, 0),)))
+            assert y.tolist() == ([3.0, 3.0] if r == 0 else [0.0, 0.0])
+        return calls
+
+    messages = [["recv"] * 2, [], ["send"] * 2]
+    assert spawn(body, range(N)) == [["allreduce", *messages[r]] for r in range(N)]
+
+
+def test_messages_are_not_received_by_the_users_calls():
+    def body(r):
+        mine, theirs = torch.tensor([r]), torch.empty(1, dtype=torch.int64)
+        tag = mine.nbytes  # any that a user may choose
+        users = dist.irecv(theirs, 1 - r, tag=tag)
+        got = dc.shift(mine)
+        dist.isend(mine + 10, 1 - r, tag=tag).wait()
+        users.wait()
+        return got.item(), theirs.item()
+
+    assert spawn(body, range(2)) == [(1, 11), (0, 10)]
+
+
+# ── twins, and numbers over the CPU ──────────────────────────────────────────────────────────────────────
+
+
+def test_a_twin_of_some_ranks_does_not_change_the_names_of_later_groups_and_twins():
+    def body(r):
+        pair = dist.new_group([0, 1])
+        if r < 2:
+            twin = resolve(pair, "test").twin()
+            assert laws.of_all(twin, r) == [0, 1]
+        assert laws.of_all(resolve(None, "test").twin(), r) == [0, 1, 2]
+        later = dist.new_group([0, 2])
+        return dc.all_reduce(torch.tensor(r), group=later).item() if r != 1 else 2, later is None
+
+    assert [x for x, _ in spawn(body, range(N))] == [2] * N
+
+
+def test_a_twin_of_a_group_that_some_ranks_have_set_up_before(tmp_path):
+    """The ranks of the second group with this name have made unequal numbers of twins for groups of its name."""
+
+    def connect(name, rank, size):
+        dist.init_process_group("gloo", f"file://{tmp_path}/{name}", rank=rank, world_size=size)
+        twin = resolve(None, "test").twin()
+        assert laws.of_all(twin, rank) == list(range(size))
+
+    def body(r):
+        dist.destroy_process_group()
+        if r < 2:
+            connect("two", r, 2)
+            dist.destroy_process_group()
+        connect("three", r, 3)
+        return True
+
+    assert spawn(body, range(N), timeout=20) == [True] * N
+
+
+def test_a_twin_ends_with_the_users_group():
+    def body(r):
+        group = dist.new_group([0, 1])
+        engine = resolve(group, "test")
+        twin = engine.twin()
+        before = twin.ended
+        dist.destroy_process_group(group)
+        del group
+        text = refusal(dc.CollectiveFailedError, move, torch.ones(1), Permute(engine, ((0, 1),)))
+        return before, twin.ended, "permute" in text
+
+    assert spawn(body, range(2)) == [(False, True, True)] * 2
+
+
+def test_numbers_are_sent_over_gloo_where_the_group_moves_no_tensors_of_the_cpu():
+    def body(r):
+        engine = without_cpu()
+        c10d.is_capturing = lambda: True
+        assert engine.control() is engine
+        c10d.is_capturing = lambda: False
+        control = engine.control()
+        assert control is not engine and control.control() is control
+        sent = []
+        messages = type(engine).messages
+        type(engine).messages = lambda self, *more: sent.append(self is control) or messages(self, *more)
+        y = dc.all_gather(torch.ones(1 + r), sizes="auto")
+        numbers = Control(engine).numbers([r])
+        group = dist.new_group([0, 1, 2])  # the name is that on all ranks
+        return y.shape[0], numbers, sent, dc.all_reduce(torch.tensor(r), group=group).item()
+
+    assert spawn(body, range(N)) == [(6, [[0], [1], [2]], [True, False, True], 3)] * N
+
+
+def test_numbers_over_gloo_have_the_timeout_of_the_group():
+    def body(r):
+        group = dist.new_group(timeout=timedelta(seconds=1))
+        engine = without_cpu(group)
+        engine.control()
+        begin = time.monotonic()
+        if r == 0:
+            refusal(dc.CollectiveFailedError, Control(engine).numbers, [r])
+        else:
+            time.sleep(4)
+        return time.monotonic() - begin
+
+    assert spawn(body, range(2))[0] < 3
+
+
+def test_ranks_that_cannot_connect_over_gloo_agree_on_the_group_itself():
+    def body(r):
+        c10d_twins.CONNECT = timedelta(seconds=2)
+        engine = without_cpu()
+        if r == 1:
+
+            def no_interface(*_):
+                raise RuntimeError("no interface")
+
+            c10d_twins.dist.ProcessGroupGloo = no_interface
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            numbers = [Control(engine).numbers([r]) for _ in range(2)]
+        assert engine.control() is engine
+        return numbers, [str(warning.message) for warning in caught]
+
+    (numbers, (text,)), *others = spawn(body, range(N), timeout=60)
+    assert numbers == [[[0], [1], [2]]] * 2
+    assert others == [(numbers, [])] * 2
+    assert all(words in text for words in ("rank 1 on host", "no interface", "GLOO_SOCKET_IFNAME", "nccl"))
+
+
+# ── errors ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_only_errors_of_the_backend_become_failures_of_the_collective():
+    """Not one of the device's memory, wherever it is raised."""
+
+    def fails(error):
+        raise error
+
+    def body(r):
+        engine = resolve(None, "test")
+        with pytest.raises(dc.CollectiveFailedError, match=r"^shift, forward: .*: a cable broke") as caught:
+            with Turn(engine, "shift"):
+                assert engine.now.name == "shift"
+                of_backend(fails, RuntimeError("a cable broke"))
+        assert str(caught.value.__cause__) == "a cable broke"
+        memory = torch.OutOfMemoryError("of a device")
+        others = [(fails, RuntimeError("of PyTorch")), (fails, KeyError("of the user")), (fails, memory)]
+        for call, *arguments in [*others, (of_backend, fails, memory)]:
+            with pytest.raises(type(arguments[-1])) as raised, Turn(engine, "shift"):
+                call(*arguments)
+            assert raised.value is arguments[-1]
+        return engine.now is IDLE
+
+    assert rules(body, range(2)) == [True] * 2
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_loss_that_ignores_an_output(async_op):
+    """The error names phase, line and cause with check mode as without; its advice is not what is done already."""
+
+    def body(r):
+        said = []
+        for check in (False, True):
+            group = dist.new_group(timeout=timedelta(seconds=1))
+            x = torch.ones(2, requires_grad=True)
+            dc.check_mode(check)
+            y = dc.all_gather(x, group=group, async_op=async_op)  # forward
+            y = y.wait() if async_op else y
+            if r == 0:
+                said.append(refusal(dc.CollectiveFailedError, y.sum().backward))
+                said.append(refusal(dc.CollectiveFailedError, dc.all_reduce, x, group=group))
+            dc.check_mode(False)
+            dist.barrier()
+        return said
+
+    said, _ = spawn(body, range(2), timeout=40)
+    line = line_of(__file__, "# forward", async_op)
+    for backward in said[::2]:
+        assert backward.startswith("all_gather, backward")
+        assert f"called at {line}: " in backward
+        assert "its loss does not use the output" in backward and "diffcoll.joint_backward()" in backward
+    for forward, advised in zip(said[1::2], (True, False), strict=True):
+        assert forward.startswith("all_reduce, forward")
+        assert ("DIFFCOLL_CHECK=1" in forward) == advised
+
+
+# ── groups that overlap ──────────────────────────────────────────────────────────────────────────────────
+
+CALLS = {
+    "all_reduce": lambda x, group: dc.all_reduce(x, group=group, async_op=True),
+    "large": lambda x, group: dc.all_reduce(x.expand(50_000), group=group, async_op=True),
+    "all_gather": lambda x, group: dc.all_gather(x, group=group, async_op=True),
+    "broadcast": lambda x, group: dc.broadcast(x, 1, group=group, async_op=True),
+    "permute": lambda x, group: dc.permute(x, [(1, 0)], group=group, async_op=True),  # rank 1 receives nothing
+}
+EXPECTED = {
+    "all_reduce": lambda a, b, r: [a + b],
+    "large": lambda a, b, r: [a + b] * 50_000,
+    "all_gather": lambda a, b, r: [a, b],
+    "broadcast": lambda a, b, r: [b],
+    "permute": lambda a, b, r: [b if r == a else 0.0],
+}
+
+
+@runs_on("gloo", "mpi", "rules")
+def test_starts_in_overlapping_groups_wait_for_nobody(run):
+    """Rank r starts in the group with its successor first, in another order than the others; not in a first call."""
+
+    def crosswise(r, name):
+        groups = {pair: new_group(pair) for pair in ((0, 1), (1, 2), (2, 0))}  # (2, 0): its rank 0 is rank 2
+        x = torch.tensor([float(r)])
+        for pair, group in groups.items():
+            if r in pair:
+                dc.all_reduce(x, group=group)
+        order = [(r, (r + 1) % N), ((r - 1) % N, r)]
+        pending = {pair: [CALLS[name](x * k, groups[pair]) for k in (1, 10)] for pair in order}
+        return [(pair, [p.wait().tolist() for p in reversed(pending[pair])][::-1]) for pair in reversed(order)]
+
+    for r, of_rank in enumerate(run(lambda r: {name: crosswise(r, name) for name in CALLS}, range(N))):
+        for name, found in of_rank.items():
+            for (a, b), values in found:
+                assert values == [EXPECTED[name](k * a, k * b, k * r) for k in (1, 10)], (name, r)

@@ -1,0 +1,327 @@
+"""Wrong arguments of one call: its error names operation and argument, and nothing has been sent.
+
+A row is what the text begins with, the class of the error, and the call, which two ranks make.
+"""
+
+import inspect
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from runs import gloo, rules, runs_on
+
+import diffcoll as dc
+
+N = 2
+X = torch.arange(12.0).reshape(4, 3)
+GROUP = type("Comm", (), {})()  # a group by position, as in torch.distributed and mpi4py
+COLLECTIVES = {
+    "all_reduce": dc.all_reduce,
+    "all_gather": dc.all_gather,
+    "reduce_scatter": dc.reduce_scatter,
+    "all_to_all": dc.all_to_all,
+    "broadcast": dc.broadcast,
+    "reduce": dc.reduce,
+    "gather": dc.gather,
+    "scatter": dc.scatter,
+    "permute": lambda x, **k: dc.permute(x, **{"pairs": [(0, 1)], **k}),
+    "shift": dc.shift,
+    "scan": dc.scan,
+    "sum_gradients": dc.sum_gradients,
+    "split": dc.split,
+}
+TAKE_TREES = ("all_reduce", "all_gather", "broadcast", "sum_gradients")
+
+
+def rare(make, *arguments, **more):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # beta and deprecation warnings
+        return make(*arguments, **more)
+
+
+# ── x, of every collective ───────────────────────────────────────────────────────────────────────────────
+
+WRONG_X = [
+    ("numbers", TypeError),
+    (np.ones(4), TypeError),
+    (None, TypeError),
+    (3.0, TypeError),
+    (X.to_sparse(), TypeError),
+    (rare(torch.Tensor.to_sparse_csr, X), TypeError),
+    (rare(torch.quantize_per_tensor, X, 0.1, 0, torch.qint8), TypeError),
+    (rare(torch.nested.nested_tensor, [torch.ones(2, 2), torch.ones(1, 2)]), TypeError),
+    (rare(torch.nested.nested_tensor, [torch.ones(2), torch.ones(1)], layout=torch.jagged), TypeError),
+    (X.to("meta"), ValueError),
+]
+
+
+def pending(name):
+    waits = dc.all_reduce(X, async_op=True)
+    try:
+        return COLLECTIVES[name](waits)
+    finally:
+        waits.wait()
+
+
+OF_X = [
+    *((f"{name}: x", error, lambda f=f, x=x: f(x)) for name, f in COLLECTIVES.items() for x, error in WRONG_X),
+    *((f"{name}: x", TypeError, lambda name=name: pending(name)) for name in COLLECTIVES),
+    *(
+        (f"{name}: x", TypeError, lambda f=f, tree=tree: f(tree))
+        for name, f in COLLECTIVES.items()
+        for tree in ([X], {"a": X}, (X, [X]), ())
+        if name not in TAKE_TREES
+    ),
+    *(
+        (f"{name}: x", TypeError, lambda name=name, tree=tree: COLLECTIVES[name](tree))
+        for name in TAKE_TREES
+        for tree in ([X, "y"], {"a": [X.to_sparse()]}, (X, 3), {object(): X, 1: X}, {"a": X, 1: X})
+    ),
+    ("all_gather: x", TypeError, lambda: dc.all_gather(X.to(torch.float8_e5m2).requires_grad_())),
+    ("all_reduce: x", TypeError, lambda: dc.all_reduce(X > 1)),
+    ("all_reduce: x", TypeError, lambda: dc.all_reduce(X > 1, "product")),
+    ("all_reduce: x", TypeError, lambda: dc.all_reduce(X.to(torch.float8_e5m2))),
+    ("scan: x", TypeError, lambda: dc.scan(X > 1)),
+    ("reduce_scatter: x", ValueError, lambda: dc.reduce_scatter(torch.tensor(1.0))),
+    ("split: x", ValueError, lambda: dc.split(torch.tensor(1.0))),
+    ("scatter: x", ValueError, lambda: dc.scatter(torch.tensor(1.0))),
+    # not a multiple of N
+    ("reduce_scatter: x", ValueError, lambda: dc.reduce_scatter(X, dim=1)),
+    ("all_to_all: x", ValueError, lambda: dc.all_to_all(X, split_dim=1)),
+    ("scatter: x", ValueError, lambda: dc.scatter(torch.ones(5, 2))),
+    ("split: x", ValueError, lambda: dc.split(torch.ones(5, 2))),
+]
+
+# ── every argument of every collective that has it ───────────────────────────────────────────────────────
+
+FLAG = [("no", TypeError), (1, TypeError), (None, TypeError)]
+DIM = [("0", TypeError), (0.0, TypeError), (True, TypeError), (2, ValueError), (-3, ValueError), (GROUP, TypeError)]
+SIZES = [
+    ("equal", ValueError),
+    (2, ValueError),
+    (3.5, ValueError),
+    ([2, "2"], TypeError),
+    ([4, 1.5], TypeError),
+    ([4], ValueError),
+    ([1, 2, 1], ValueError),
+    ([5, -1], ValueError),
+    ([3, 3], ValueError),
+]
+ROOT = [("0", TypeError), (0.5, TypeError), (None, TypeError), (2, ValueError), (-1, ValueError), (GROUP, TypeError)]
+WRONG_BY_NAME = {
+    "async_op": FLAG,
+    "concat_dim": DIM,
+    "concat_sizes": [*SIZES[:-1], ([2, 2], ValueError)],
+    "dim": DIM,
+    "dst": ROOT,
+    "exclusive": FLAG,
+    "grad_placement": [(value, ValueError) for value in ("same", None, True, ["partial"])],
+    "group": [(value, TypeError) for value in ("world", 0, [0, 1], (0,), X)],
+    "offset": [("1", TypeError), (0.5, TypeError), (None, TypeError)],
+    "op": [
+        *((value, ValueError) for value in (max, torch.amax, lambda stack: stack.sum(0), torch.add, GROUP)),
+        *((value, ValueError) for value in ("mode", "maximum", "amax", "average", "SUM", 3, None, ["sum"])),
+        *((value, ValueError) for value in (dist.ReduceOp.BAND, "bxor", dist._make_nccl_premul_sum(2.0))),
+    ],
+    "pairs": [
+        (3, TypeError),
+        ("01", TypeError),
+        ([(0, 1, 1)], TypeError),
+        ([("a", 1)], TypeError),
+        ([(0, 1), (0, 0)], ValueError),  # a rank twice
+        ([(0, 1), (1, 1)], ValueError),
+        ([(0, 2)], ValueError),
+        ([(-1, 0)], ValueError),
+    ],
+    "reverse": FLAG,
+    "sizes": SIZES,
+    "split_dim": DIM,
+    "split_sizes": SIZES,
+    "src": ROOT,
+    "stack": FLAG,
+    "wrap": FLAG,
+}
+#: What else has to be valid for the argument to be read.
+NEEDED = {"concat_sizes": {"split_sizes": [1, 3]}}
+
+
+def rows_of(name, f):
+    for argument in list(inspect.signature(getattr(dc, name)).parameters)[1:]:
+        for value, error in WRONG_BY_NAME[argument]:
+            more = {argument: value, **NEEDED.get(argument, {})}
+            yield f"{name}: {argument}", error, lambda more=more: f(X, **more)
+
+
+OF_ARGUMENTS = [
+    *(row for name, f in COLLECTIVES.items() for row in rows_of(name, f)),
+    ("all_reduce: op", TypeError, lambda: dc.all_reduce(X.to(torch.complex64), "max")),
+    ("reduce_scatter: op", TypeError, lambda: dc.reduce_scatter(X.int(), "logsumexp")),
+    ("reduce: op", TypeError, lambda: dc.reduce(X.int(), op="mean")),
+    ("all_gather: dim", ValueError, lambda: dc.all_gather(X, -4, stack=True)),
+    ("all_gather: sizes", ValueError, lambda: dc.all_gather(X, sizes=[4, 4], stack=True)),
+    ("all_gather: sizes", ValueError, lambda: dc.all_gather({"a": X, "b": X[:3]}, sizes=[4, 4])),
+    ("reduce_scatter: sizes", ValueError, lambda: dc.reduce_scatter(X, sizes="auto")),
+    ("split: sizes", ValueError, lambda: dc.split(X, sizes=[1, 2])),
+    ("all_to_all: concat_sizes", ValueError, lambda: dc.all_to_all(X, split_sizes=[1, 3])),
+    ("all_reduce()", TypeError, lambda: dc.all_reduce(X, "sum", GROUP)),
+    ("permute()", TypeError, lambda: dc.permute(X, [(0, 1)], GROUP)),
+    ("permute()", TypeError, lambda: dc.permute(X, [(0, 1)], dim=0)),
+    ("scan()", TypeError, lambda: dc.scan(X, async_op=True)),
+]
+
+# ── torch.distributed's order of arguments, whose functions take outputs ─────────────────────────────────
+
+INTEGER = torch.tensor([0])
+OUTPUTS = [
+    ("all_gather: dim", TypeError, lambda: dc.all_gather([torch.zeros(2)], X)),
+    ("all_gather: dim", TypeError, lambda: dc.all_gather((), X)),
+    ("all_gather: dim", TypeError, lambda: dc.all_gather([torch.zeros(())], torch.tensor(0))),  # an index, too
+    ("all_gather: dim", TypeError, lambda: dc.all_gather([[torch.zeros(2)]], [X])),
+    ("all_gather: dim", TypeError, lambda: dc.all_gather([torch.zeros(2)], X, async_op=True)),
+    ("all_gather: dim", TypeError, lambda: dc.all_gather(torch.zeros(2), X)),  # all_gather_into_tensor
+    ("all_gather: dim", TypeError, lambda: dc.all_gather(torch.zeros_like(INTEGER), INTEGER)),
+    ("reduce_scatter: op", TypeError, lambda: dc.reduce_scatter(torch.zeros(2), [X])),
+    ("reduce_scatter: op", TypeError, lambda: dc.reduce_scatter(torch.zeros(2), X)),  # reduce_scatter_tensor
+    ("all_to_all: split_dim", TypeError, lambda: dc.all_to_all([torch.zeros(2)], [X])),
+    ("all_to_all: split_dim", TypeError, lambda: dc.all_to_all(torch.zeros(2), X)),  # all_to_all_single
+    ("all_to_all: split_dim", TypeError, lambda: dc.all_to_all(torch.zeros_like(INTEGER), INTEGER)),
+    ("scatter: src", TypeError, lambda: dc.scatter(torch.zeros(2), [X])),
+    ("gather: dst", TypeError, lambda: dc.gather(X, [torch.zeros(2)])),
+    ("gather: dst", TypeError, lambda: dc.gather(INTEGER, (torch.zeros_like(INTEGER),))),
+]
+
+# ── what is composed, and the rest ───────────────────────────────────────────────────────────────────────
+
+OTHERS = [
+    ("gather_batch: tree['b']", ValueError, lambda: dc.gather_batch({"a": torch.ones(3), "b": torch.ones(2, 3)})),
+    ("gather_batch: tree[1]", ValueError, lambda: dc.gather_batch([torch.ones(2), torch.ones(3)])),
+    ("gather_batch: tree[1]", ValueError, lambda: dc.gather_batch([torch.ones(2), torch.tensor(1.0)])),
+    ("gather_batch: tree[1]", TypeError, lambda: dc.gather_batch([torch.ones(2), 5])),
+    ("gather_batch: tree", ValueError, lambda: dc.gather_batch({})),
+    ("gather_batch: tree", TypeError, lambda: dc.gather_batch({object(): X, 1: X})),
+    ("gather_batch: sizes", ValueError, lambda: dc.gather_batch(X, sizes="equal")),
+    ("gather_batch: sizes", ValueError, lambda: dc.gather_batch(X, sizes=[3, 3])),
+    ("gather_batch: sizes", ValueError, lambda: dc.gather_batch(X, sizes=[4])),
+    ("gather_batch: sizes", TypeError, lambda: dc.gather_batch(X, sizes=[4, 4.0])),
+    ("gather_batch: pad", TypeError, lambda: dc.gather_batch(X, pad="zeros")),
+    ("gather_batch: group", TypeError, lambda: dc.gather_batch(X, group=[0, 1])),
+    ("ring: tree", TypeError, lambda: dc.ring(3)),
+    ("ring: tree[1]", ValueError, lambda: dc.ring([X, torch.tensor(1.0)])),
+    ("ring: tree", ValueError, lambda: dc.ring({})),
+    ("ring: group", TypeError, lambda: dc.ring(X, group="world")),
+    ("halo_exchange: x", TypeError, lambda: dc.halo_exchange([1.0], 0, 1, 1)),
+    ("halo_exchange: x", ValueError, lambda: dc.halo_exchange(X, 0, 5, 1)),  # more rows than a block has
+    ("halo_exchange: dim", ValueError, lambda: dc.halo_exchange(X, 2, 1, 1)),
+    ("halo_exchange: dim", TypeError, lambda: dc.halo_exchange(X, (0, 1), 1, 1)),
+    ("halo_exchange: left", ValueError, lambda: dc.halo_exchange(X, 0, -1, 1)),
+    ("halo_exchange: right", TypeError, lambda: dc.halo_exchange(X, 0, 1, 1.5)),
+    ("halo_exchange: padding_mode", ValueError, lambda: dc.halo_exchange(X, 0, 1, 1, padding_mode="reflect")),
+    ("get_rank: group", TypeError, lambda: dc.get_rank("world")),
+    ("get_world_size: group", TypeError, lambda: dc.get_world_size(0)),
+    ("set_default_group: group", TypeError, lambda: dc.set_default_group([0, 1])),
+    ("check_mode: on", TypeError, lambda: dc.check_mode(1)),
+    ("joint_backward: loss", TypeError, lambda: dc.joint_backward()(3.0)),
+    ("joint_backward: loss", TypeError, lambda: dc.joint_backward()(X.int())),
+    ("joint_backward: loss", RuntimeError, lambda: dc.joint_backward()(X)),  # before its region
+]
+
+
+def raised(call):
+    """Return the class and the text of a call's error; X is unchanged, and nothing is left that others receive."""
+    before = X.clone()
+    try:
+        call()
+    except Exception as error:
+        found = type(error), str(error)
+    else:
+        found = None, "no error"
+    assert torch.equal(X, before)
+    assert dc.all_reduce(torch.tensor(dc.get_rank())).item() == 1
+    return found
+
+
+@runs_on("rules", "truth", "gloo", "mpi")
+@pytest.mark.parametrize("table", [OF_X, OF_ARGUMENTS, OUTPUTS, OTHERS], ids=["x", "arguments", "outputs", "others"])
+def test_mistakes(run, table):
+    """The same on both ranks, wherever they run."""
+    for of_rank in run(lambda r: [raised(call) for *_, call in table], range(N)):
+        for (text, error, _), (kind, found) in zip(table, of_rank, strict=True):
+            assert kind is error, (text, kind, found)
+            assert found.startswith(text), (text, found)
+
+
+@pytest.mark.parametrize("words", ["new_group", "ProcessGroup"])
+def test_a_list_of_ranks_is_no_group(words):
+    with pytest.raises(TypeError, match=words):
+        dc.all_reduce(X, group=[0, 1])
+
+
+def test_python_max_names_what_to_write():
+    with pytest.raises(ValueError, match=r"all_gather\(x, stack=True\)"):
+        dc.all_reduce(X, max)
+
+
+@pytest.mark.parametrize("sizes", [[2], (torch.tensor(2),), [torch.tensor(2)], np.array([2]).tolist()])
+def test_sizes_may_be_tensors(sizes):
+    x = torch.ones(2)
+    assert dc.all_gather([x], sizes=sizes)[0].tolist() == dc.all_gather(x, sizes=sizes).tolist() == [1, 1]
+
+
+def test_a_dtensor():
+    """The error names `to_local(grad_placements=…)`, whose result is right."""
+
+    def body(r):
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        mesh = dist.device_mesh.init_device_mesh("cpu", (N,))
+        x = DTensor.from_local(torch.ones(4), mesh, [Replicate()]).requires_grad_()
+        for name, call in COLLECTIVES.items():
+            with pytest.raises(TypeError, match=rf"^{name}: x: .*to_local\(grad_placements"):
+                call(x)
+        ((r + 1) * dc.shift(x.to_local(grad_placements=[Partial()]))).sum().backward()
+        return x.grad.full_tensor().tolist()
+
+    assert gloo(body, range(N)) == [[N * (N + 1) / 2] * 4] * N
+
+
+class Wrapped(torch.Tensor):
+    """A wrapper subclass, like AsyncCollectiveTensor, without any op."""
+
+    @staticmethod
+    def __new__(cls, x):
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=x.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+class Named(torch.Tensor):
+    """A subclass that behaves like an ordinary tensor."""
+
+
+@runs_on("rules", "gloo", "mpi")
+def test_subclasses_and_tensors_without_memory(run):
+    def body(r):
+        x = torch.tensor([1.0, 2.0 + r])
+        with pytest.raises((RuntimeError, TypeError)):  # from the class
+            dc.all_reduce(Wrapped(x))
+        zeros = torch._efficientzerotensor(2)
+        found = [dc.all_reduce(x.as_subclass(Named)), dc.all_reduce(torch.nn.Parameter(x))]
+        found += [dc.all_gather(zeros), dc.all_reduce(zeros) + dc.shift(zeros)]
+        return [y.tolist() for y in found], dc.all_reduce(torch.tensor(r)).item()
+
+    assert run(body, range(N)) == [([[2, 5], [2, 5], [0] * 4, [0] * 2], 1)] * N
+
+
+def test_batches_of_gradients_are_an_error():
+    """`is_grads_batched` and `jacobian(vectorize=True)` use a vmap without rules; torch.func has them."""
+
+    def body(r):
+        x = torch.ones(3, requires_grad=True)
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            torch.autograd.grad(dc.all_reduce(x), x, torch.ones(2, 3), is_grads_batched=True)
+
+    rules(body, range(N))
