@@ -23,17 +23,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import diffcoll
 from benchmarks import rows, training
+from benchmarks.beside_mpi import gloo_beside_mpi
+from benchmarks.competitors import SYSTEMS
 from benchmarks.counting import bytes_sent, memory_of_process
 from benchmarks.floor import floor
 from benchmarks.rows import Row, Times
-from diffcoll.cli.competitors import SYSTEMS
-from diffcoll.cli.launch import gloo_beside_mpi
-from diffcoll.cli.verify import wide_console
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.testing.cases import Case
 from diffcoll.testing.spawn import spawn
@@ -52,6 +52,12 @@ OPS: dict[str, tuple[str, ...]] = {
     "reduce_scatter": ("sum", "product", "max"),
 }
 Steps = dict[str, Callable[[], object]]
+
+
+def wide_console() -> Console:
+    """Return a console of the terminal's width, or 160 columns if the width is unknown."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import diffcoll
+from benchmarks.beside_mpi import gloo_beside_mpi
 from benchmarks.counting import memory_of_process
-from diffcoll.cli.launch import gloo_beside_mpi
 from diffcoll.testing.spawn import spawn
 
 Step = Callable[[], object]

@@ -142,9 +142,8 @@ def write_reference(app: Any) -> None:
                 lines[3:3] = [f".. image:: {title}.svg", f"   :alt: {title} on two ranks, forward and backward", ""]
             _write(REFERENCE / f"{page}.rst", lines)
     lines = ["Commands and the pytest plugin", "=" * 30, ""]
-    for command in "verify", "check":
-        text = re.sub("^", "   ", help_of(command), flags=re.MULTILINE)
-        lines += [f"diffcoll {command}", "-" * 20, "", ".. code-block:: text", "", text, ""]
+    text = re.sub("^", "   ", help_of("verify"), flags=re.MULTILINE)
+    lines += ["diffcoll verify", "-" * 20, "", ".. code-block:: text", "", text, ""]
     _write(REFERENCE / "commands.rst", [*lines, "pytest", "-" * 20, "", ".. automodule:: diffcoll_pytest"])
     lines = ["Examples", "=" * 20, "", "Programs that train, measure and audit, on processes of this machine.", ""]
     for path in sorted((HERE.parent / "examples").glob("*.py")):

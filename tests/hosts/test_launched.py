@@ -5,7 +5,6 @@ import random
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -87,27 +86,6 @@ def started(network, *command, environment=None, timeout=LONG):
     command = [sys.executable, *command]
     begun = [host.start(*command, environment=env) for host, env in zip(network.hosts, ranks, strict=True)]
     return ends(begun, timeout)
-
-
-def test_names_that_mean_loopback(network):
-    loopback(network)
-    begin = time.monotonic()
-    ended = started(network, "-m", "diffcoll", "verify", "--only", "shift")
-    assert time.monotonic() - begin < 30
-    for host, (code, _, err) in zip(network.hosts, ended, strict=True):
-        assert code == 2
-        assert err.splitlines()[-1] == (
-            f"diffcoll verify: gloo on several hosts: the host name '{host.name}' means 127.0.1.1, where the other "
-            "hosts cannot connect to it; set GLOO_SOCKET_IFNAME on each host to the interface that the others reach it "
-            "by (ip -brief address lists them), or mend /etc/hosts"
-        )
-
-
-def test_a_name_that_means_nothing_here(network):
-    network.resolve({host.name: host.address for host in network.hosts[1:]}, on=network.hosts[0])
-    code, _, err = started(network, "-m", "diffcoll", "verify", "--only", "shift", timeout=20)[0]
-    assert code == 2
-    assert "the host name 'node0' means no address of this host" in err
 
 
 def test_loopback_names_and_a_named_interface(network):
