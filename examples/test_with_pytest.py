@@ -1,7 +1,6 @@
 """Tests of distributed code with pytest: each body runs once per rank.
 
-pytest examples/test_with_pytest.py                  # on simulated ranks, in this process
-pytest examples/test_with_pytest.py --ranks=gloo     # on processes
+pytest examples/test_with_pytest.py
 """
 
 import pytest
@@ -9,13 +8,14 @@ import torch
 from torch import nn
 
 import diffcoll as dc
+from diffcoll.testing import ranks
 
 SIZES = [4, 0, 3]  # of each rank's batch
 
 
-@pytest.fixture
-def batch(rank):
-    """This rank's batch; a fixture that uses `rank` runs on each rank."""
+def batch():
+    """Return this rank's batch."""
+    rank = dc.get_rank()
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(SIZES[rank], 5, generator=generator, dtype=torch.double) + rank
 
@@ -26,30 +26,30 @@ def mean_of_all(x):
     return dc.all_reduce(x.sum(0)) / count
 
 
-@pytest.mark.ranks(1, 2, 3)
-def test_mean(batch, world_size):
-    rows = dc.all_gather(batch, sizes=SIZES[:world_size])
-    torch.testing.assert_close(mean_of_all(batch), rows.mean(0))
+@ranks(1, 2, 3)
+def test_mean():
+    rows = dc.all_gather(batch(), sizes=SIZES[: dc.get_world_size()])
+    torch.testing.assert_close(mean_of_all(batch()), rows.mean(0))
 
 
-@pytest.mark.ranks(3)
+@ranks(3)
 @pytest.mark.parametrize("bias", [True, False])
-def test_gradients_are_those_of_the_whole_batch(batch, rank, group, bias):
+def test_gradients_are_those_of_the_whole_batch(bias):
     torch.manual_seed(0)
     model = nn.Linear(5, 2, bias=bias, dtype=torch.double)
-    rows = dc.all_gather(batch, sizes=SIZES).detach()
+    rows = dc.all_gather(batch(), sizes=SIZES).detach()
     expected = torch.autograd.grad(model(rows).square().sum(), list(model.parameters()))
 
-    model(batch).square().sum().backward()
+    model(batch()).square().sum().backward()
     for p, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(dc.all_reduce(p.grad, group=group), gradient)
+        torch.testing.assert_close(dc.all_reduce(p.grad), gradient)
 
 
-@pytest.mark.ranks(2, on="gloo")
-def test_on_processes(rank):
+@ranks(2, on="gloo")
+def test_on_processes():
     with pytest.raises(ValueError, match="src: got 2"):
         dc.broadcast(torch.ones(1), src=2)
-    assert dc.all_reduce(torch.tensor(rank), op="max") == 1
+    assert dc.all_reduce(torch.tensor(dc.get_rank()), op="max") == 1
 
 
 if __name__ == "__main__":

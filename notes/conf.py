@@ -141,10 +141,10 @@ def write_reference(app: Any) -> None:
                 _write(REFERENCE / f"{title}.svg", [drawing.picture(title)])
                 lines[3:3] = [f".. image:: {title}.svg", f"   :alt: {title} on two ranks, forward and backward", ""]
             _write(REFERENCE / f"{page}.rst", lines)
-    lines = ["Commands and the pytest plugin", "=" * 30, ""]
+    lines = ["Commands", "=" * 20, ""]
     text = re.sub("^", "   ", help_of("verify"), flags=re.MULTILINE)
     lines += ["diffcoll verify", "-" * 20, "", ".. code-block:: text", "", text, ""]
-    _write(REFERENCE / "commands.rst", [*lines, "pytest", "-" * 20, "", ".. automodule:: diffcoll_pytest"])
+    _write(REFERENCE / "commands.rst", lines)
     lines = ["Examples", "=" * 20, "", "Programs that train, measure and audit, on processes of this machine.", ""]
     for path in sorted((HERE.parent / "examples").glob("*.py")):
         about = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]

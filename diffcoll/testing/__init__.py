@@ -5,6 +5,7 @@ from __future__ import annotations
 from diffcoll.testing.gradients import assert_matches_single_process, check_gradients
 from diffcoll.testing.harness.report import GradientMismatchError, Report, UncheckedWarning
 from diffcoll.testing.processes import RanksFailedError
+from diffcoll.testing.ranks import ranks
 from diffcoll.testing.simulate import new_group, simulate
 from diffcoll.testing.spawn import spawn
 
@@ -16,6 +17,7 @@ __all__ = [
     "assert_matches_single_process",
     "check_gradients",
     "new_group",
+    "ranks",
     "simulate",
     "spawn",
 ]

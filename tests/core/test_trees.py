@@ -8,6 +8,7 @@ from releases import compiles, one_graph
 from runs import gloo, profiled, runs_on, truth
 
 import diffcoll as dc
+from diffcoll.testing import ranks
 
 Pair = namedtuple("Pair", "left right")
 N = 3
@@ -146,7 +147,7 @@ def test_uneven_gathers(run, given):
         assert g == [[6.0 * i for i in ([0, 1], [], [2, 3, 4])[r]]]
 
 
-@pytest.mark.ranks(2, on="gloo")
+@ranks(2, on="gloo")
 def test_leaves_share_no_memory_and_may_be_modified():
     y = dc.all_reduce([torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)])
     y[0].add_(1)

@@ -4,7 +4,7 @@ from mutants.mutant import Mutant
 
 SIMULATE = "tests/testing/test_simulate.py"
 SPAWN = "tests/testing/test_spawn.py"
-PLUGIN = "tests/testing/test_plugin.py"
+RANKS = "tests/testing/test_ranks.py"
 TORCH = "tests/testing/test_torch_distributed.py"
 DELIVERY = "tests/engines/test_delivery.py"
 VERIFY = "tests/cli/test_verify.py"
@@ -329,7 +329,7 @@ MUTANTS = [
         "    os.environ.clear()\n",
         "",
         "spawn",
-        f"{PLUGIN}::test_hostile_bodies_on_processes",
+        f"{SPAWN}::test_a_variable_that_the_caller_removes",
     ),
     Mutant(
         "testing/pool.py",
@@ -338,14 +338,6 @@ MUTANTS = [
         "if not all(failures.values()):",
         "spawn errors",
         f"{SPAWN}::test_results_that_cannot_be_sent",
-    ),
-    Mutant(
-        "testing/pool.py",
-        "Pool.run",
-        "members if lost else _leave(members)",
-        "members if lost else _leave(members)[1:]",
-        "spawn ranks",
-        f"{PLUGIN}::test_hostile_bodies_on_processes",
     ),
     Mutant(
         "testing/pool.py",
@@ -389,44 +381,28 @@ MUTANTS = [
     ),
     # tests on ranks
     Mutant(
-        "testing/plugin.py",
-        "_on_simulated_ranks",
-        '{"rank": rank,',
-        '{"rank": n - 1 - rank,',
+        "testing/ranks.py",
+        "ranks.decorate.on_ranks",
+        "[deepcopy(arguments) for _ in range(n)]",
+        "[arguments] * n",
         "ranks",
-        f"{PLUGIN}::test_what_passes -k simulated",
+        f"{RANKS}::test_each_rank_has_copies",
     ),
     Mutant(
-        "testing/rank_body.py",
-        "Copies.__call__",
-        "(isinstance(x, Tensor) and x.is_leaf)",
-        "False",
+        "testing/ranks.py",
+        "ranks.decorate.on_ranks",
+        "spawn(body, [arguments] * n, backend=on)",
+        "simulate(body, [deepcopy(arguments) for _ in range(n)], rules=True)",
         "ranks",
-        f"{PLUGIN}::test_what_passes -k simulated",
+        f"{RANKS}::test_on_processes",
     ),
     Mutant(
-        "testing/verdict.py",
-        "conclude",
-        'o.kind in ("failed", "lost")',
-        'o.kind == "failed" and o.rank == 0',
-        "ranks errors",
-        f"{PLUGIN}::test_what_fails -k simulated",
-    ),
-    Mutant(
-        "testing/verdict.py",
-        "_fail",
-        "in _alike(failed):",
-        "in _alike(failed[:1]):",
-        "ranks errors",
-        f"{PLUGIN}::test_what_fails -k simulated",
-    ),
-    Mutant(
-        "testing/verdict.py",
-        "conclude",
-        "if len(kinds) == 1:",
-        'if "skipped" in kinds:',
-        "ranks errors",
-        f"{PLUGIN}::test_what_fails -k simulated",
+        "testing/ranks.py",
+        "ranks.decorate.on_ranks",
+        "n = arguments.pop(_SIZE)",
+        "n = min(arguments.pop(_SIZE), 2)",
+        "ranks",
+        f"{RANKS}::test_each_number_of_ranks",
     ),
     # diffcoll verify
     Mutant(

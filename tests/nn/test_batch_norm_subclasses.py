@@ -15,6 +15,7 @@ from torch import nn
 
 import diffcoll as dc
 from diffcoll.nn import SyncBatchNorm
+from diffcoll.testing import ranks
 
 
 class WithActivation(nn.BatchNorm2d):
@@ -98,9 +99,9 @@ def test_trains_as_one_process(sizes, more):
     compare(rules(lambda x: steps(dc.nn.convert_sync_batchnorm(network(**more)), x), x.split(sizes)), whole)
 
 
-@pytest.mark.ranks(3, on="gloo")
-def test_trains_as_one_process_on_gloo(rank):
-    sizes = (4, 0, 3)
+@ranks(3, on="gloo")
+def test_trains_as_one_process_on_gloo():
+    sizes, rank = (4, 0, 3), dc.get_rank()
     x = data(7, 2, 2, 3)
     whole = steps(network(), x)
     compare_one = steps(dc.nn.convert_sync_batchnorm(network()), x.split(sizes)[rank])

@@ -6,8 +6,9 @@ from references import ratio
 from releases import compiles, one_graph
 from runs import gloo, gloo_messages, refusal, rules, truth
 
+import diffcoll as dc
 from diffcoll.nn.functional import dice_loss, iou_loss, tversky_loss
-from diffcoll.testing import assert_matches_single_process, simulate
+from diffcoll.testing import assert_matches_single_process, ranks, simulate
 
 SIZES = ((6,), (4, 4), (5, 3), (5, 0, 3), (0, 2, 1))
 DIMS = [None, "per class", (0, 2, 3), (0, -1), 0, (2, 3), (1, 2, 3)]
@@ -149,8 +150,9 @@ def test_logits_on_one_rank_are_an_error_on_all(bad, dims):
             assert text == f"dice_loss: probabilities: got {got}, expected values in [0, 1] on every rank; {LOGITS}"
 
 
-@pytest.mark.ranks(3, on="gloo")
-def test_logits_on_one_process_are_an_error_on_all_and_the_next_batch_works(rank):
+@ranks(3, on="gloo")
+def test_logits_on_one_process_are_an_error_on_all_and_the_next_batch_works():
+    rank = dc.get_rank()
     p, t = segmented(6 + rank)
     assert "probabilities: got values" in refused(p.logit() if rank == 1 else p, t, dims="per class")
     assert "targets: got values" in refused(p, t * 255 if rank == 2 else t, dims=(2, 3))

@@ -175,7 +175,6 @@ UNPICKLES = {
     "testing/mpi_job.py": ["marshal.load", "pickle.loads"],
     "testing/pickling.py": ["torch.load"],
     "testing/pool.py": ["pickle.loads"],
-    "testing/rank_body.py": ["pickle.loads"] * 4,
     "testing/worker.py": ["pickle.loads"] * 2,
 }
 #: Modules whose `load`, `loads`, `Unpickler` and the like run what they read.

@@ -61,6 +61,14 @@ def test_ranks_of_an_accelerators_backend_are_new_interpreters(monkeypatch):
     assert seen == [(os.getpid(), 3.0)] * 2
 
 
+def test_a_variable_that_the_caller_removes(monkeypatch):
+    """The server that forks ranks has started with it."""
+    body = lambda r: os.environ.get("PYTEST_CURRENT_TEST", "")  # noqa: E731
+    assert all("removes" in found for found in spawn(body, range(2)))
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    assert spawn(body, range(2)) == ["", ""]
+
+
 @pytest.mark.parametrize("asks", [False, True])
 def test_the_server_that_forks_ranks_asks_for_no_device(asks, tmp_path):
     """In every process a stand-in for CUDA notes who asks how many devices there are."""

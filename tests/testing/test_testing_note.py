@@ -6,10 +6,7 @@ import re
 import runpy
 from pathlib import Path
 
-import pytest
-
 import diffcoll
-import diffcoll.testing.plugin
 import diffcoll.testing.strategies  # pytester forgets what a run inside this process has imported
 from diffcoll.testing.harness.causes import Kind
 
@@ -56,11 +53,10 @@ def test_the_readme_shows_lines_that_the_example_prints():
     assert [line for line in printed().splitlines() if line in lines] == lines
 
 
-@pytest.mark.parametrize("kind", ["simulated", "gloo"])
-def test_the_tests_in_the_note_pass(pytester, kind):
+def test_the_tests_in_the_note_pass(pytester):
     (block,) = re.findall(r"^```python\n(import pytest.*?)^```$", NOTE.read_text(encoding="utf-8"), re.M | re.S)
     pytester.makepyfile(block)
-    result = pytester.inline_run("-p", "diffcoll_pytest", "-p", "no:cacheprovider", f"--ranks={kind}")
+    result = pytester.inline_run("-p", "no:cacheprovider")
     result.assertoutcome(passed=3)
 
 
