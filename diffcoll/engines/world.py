@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextvars
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -25,7 +26,6 @@ from diffcoll.core.errors import UNEVEN, CollectiveMismatchError, not_run
 from diffcoll.core.torch_private.autograd import before_node
 from diffcoll.engines import guards
 from diffcoll.engines.meeting import Entry, LocalGroup, Meeting
-from diffcoll.engines.one_profiler import one_profiler
 from diffcoll.engines.process_state import (
     copies_end_here,
     forget_environment,
@@ -34,21 +34,21 @@ from diffcoll.engines.process_state import (
     states_of_ranks,
 )
 from diffcoll.engines.rank_threads import ambient, forward_mode, set_forward_mode, shared_forward_mode
-from diffcoll.engines.stopping import Stoppable, Stopped, closed_lock, end_all, place_of
 
 #: (name of the collective, each rank's tensor, arguments and facts, see `Engine.run_truth`) → each rank's result.
 Truth = Callable[[str, list[Any], list[dict[str, Any]], list[tuple[object, object]]], list[Any]]
 
 
-#: Seconds that stopped ranks have to end.
-_GRACE = 5.0
+class _Stopped(BaseException):
+    """Ends a rank of a simulation that was interrupted; not an Exception, so that the user's code does not catch it."""
 
 
-class _Rank(Stoppable):
-    """One simulated rank."""
+class _Rank(threading.Thread):
+    """One simulated rank: a thread that runs when it has its turn."""
 
     def __init__(self, world: World, number: int, body: Callable[[], Any]) -> None:
-        super().__init__(f"rank {number}")
+        super().__init__(name=f"rank {number}", daemon=True)
+        self.turn = _closed_lock()
         self.world = world
         self.number = number
         self.body = body
@@ -64,17 +64,11 @@ class _Rank(Stoppable):
         self.forward_mode = forward_mode()
 
     def run(self) -> None:
-        while not self.is_over:
-            try:
-                if not self.world.stopped:
-                    self.turn.acquire()
-                if not self.world.stopped:
-                    self._run()
-                if not self.world.stopped:
-                    self.world.leave(self)
-                self.no_more_stops()
-            except Stopped:  # outside the function
-                continue
+        self.turn.acquire()
+        if not self.world.stopped:
+            self._run()
+        if not self.world.stopped:
+            self.world.leave(self)
 
     def _run(self) -> None:
         guards.THREAD.rank = self
@@ -100,16 +94,14 @@ class World:
         self.group = LocalGroup(tuple(range(size)))  # all ranks
         self.threads = 1  # for one operation of a rank
         self.launched = False  # whether ranks have the variables of a launcher
-        self.timeout: float | None = None  # seconds after which ranks that have not ended are stopped
-        self.stopped = False
+        self.stopped = False  # by Ctrl-C
         self.running = False
         self.process = os.getpid()
         self.failures: list[tuple[int, BaseException]] = []
         self._ranks: list[_Rank] = []
         self._ended: set[int] = set()
         self._ready: deque[_Rank] = deque()
-        self._running: _Rank | None = None  # the rank whose turn it is
-        self._over = closed_lock()
+        self._over = _closed_lock()
         self._meetings: dict[tuple[LocalGroup, int], Meeting] = {}
 
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -131,10 +123,13 @@ class World:
             rank.start()
         self.running = True
         self._ready.extend(self._ranks)
-        with shared_forward_mode(), guards.running(), one_profiler(), guards.uncaught() as of_threads:
+        with shared_forward_mode(), guards.running(), guards.uncaught() as of_threads:
             try:
                 self._give_turn()
-                self._until_over()
+                self._over.acquire()
+            except BaseException:
+                self._stop()
+                raise
             finally:
                 self.running = False
                 self._meetings.clear()  # those called off refer to tensors, whose graph refers to the world
@@ -143,7 +138,6 @@ class World:
                     forget_environment(state)
                 set_forward_mode(level)
                 torch.set_num_threads(threads)  # is a default of the process, too
-        self._running = None
         ranks, self._ranks = self._ranks, []  # results may refer to the world, which must not refer to them
         for rank in ranks:
             rank.join()
@@ -161,21 +155,13 @@ class World:
                 before_node(y, partial(guards.backward_starts, self))
         return results
 
-    def _until_over(self) -> None:
-        """Wait until all ranks have ended, or until their time is over."""
-        if self._over.acquire(timeout=-1 if self.timeout is None else self.timeout):
-            return
-        places = {r: place_of(r) for r in self._ranks if not r.outcome and r.waits_for is None}
-        lines = [
-            f"  rank {r.number} {f'runs {place}' if (place := places.get(r)) else self._doing(r, None)}"
-            for r in self._ranks
-        ]
+    def _stop(self) -> None:
+        """End the ranks that wait; the one that runs ends at its next collective."""
         self.stopped = True
-        running = self._running
-        end_all(sorted(self._ranks, key=lambda r: r is not running), _GRACE)
-        for r in self._ranks:
-            r.result = None  # its graph may refer to the world
-        raise TimeoutError("\n".join([f"simulated ranks had not ended after {self.timeout:g} s", *lines]))
+        for rank in self._ranks:
+            if rank.turn.locked():
+                rank.turn.release()
+            rank.result = None  # its graph may refer to the world
 
     # ── meetings ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -248,8 +234,6 @@ class World:
 
     def _hand_over(self, me: _Rank) -> None:
         """Let the next rank that can run do so. Returns when it is this rank's turn again."""
-        if self.stopped:
-            raise Stopped
         if not self._ready:
             self._call_off(None, "no rank can go on")
         if self._ready[0] is me:
@@ -259,7 +243,7 @@ class World:
         self._give_turn()
         me.turn.acquire()
         if self.stopped:
-            raise Stopped
+            raise _Stopped
         set_process_state(me.state)
         set_forward_mode(me.forward_mode)
 
@@ -277,8 +261,7 @@ class World:
             self._over.release()
 
     def _give_turn(self) -> None:
-        self._running = self._ready.popleft()
-        self._running.turn.release()
+        self._ready.popleft().turn.release()
 
     def _wake(self, meeting: Meeting) -> None:
         for number in meeting.ranks:
@@ -312,6 +295,13 @@ class World:
         if meeting is not None and rank.number in meeting.entries:
             return str(meeting.entries[rank.number])
         return str(rank.waits_for.entries[rank.number]) if rank.waits_for else "is in no collective"
+
+
+def _closed_lock() -> threading.Lock:
+    """Return a lock that is held."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 def _within(modes: AbstractContextManager[None], body: Callable[[], Any]) -> Any:

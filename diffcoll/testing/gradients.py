@@ -111,7 +111,7 @@ def assert_matches_single_process(
             largest one, and gradients below 1/1000 of the largest one, count as that. Where the last
             digits of its inputs change a gradient of one process by more, more is allowed.
         seed: of the random numbers of the ranks, of cotangents and of directions.
-        timeout: seconds that each run may take.
+        timeout: seconds that each run on processes may take.
         strict: fail if there are notes, which say what could not be judged or was not compared, such as a gradient that
             is zero in every run. By default each note is an `UncheckedWarning`.
 
@@ -193,7 +193,7 @@ def check_gradients(
         on: "simulated", and backends for real processes: "gloo", "mpi"; "launched", as in
             `assert_matches_single_process`.
         seed: of the random numbers of the ranks, which start anew for each evaluation, and of directions.
-        timeout: seconds that each run may take.
+        timeout: seconds that each run on processes may take.
         strict: as in `assert_matches_single_process`.
 
     Returns:

@@ -20,7 +20,7 @@ from diffcoll.engines import c10d, simulated_c10d
 from diffcoll.engines.guards import backward_starts
 from diffcoll.engines.local import LocalEngine
 from diffcoll.engines.world import World
-from diffcoll.testing._calls import per_rank_arguments, seconds
+from diffcoll.testing._calls import per_rank_arguments
 
 T = TypeVar("T")
 
@@ -31,7 +31,6 @@ def simulate(
     rules: bool = False,
     torch_distributed: bool | Literal["gloo", "nccl"] = False,
     seed: int = 0,
-    timeout: float | None = None,
 ) -> list[T]:
     """Tests without processes: run fn on N simulated ranks, like `map`; returns the list of all ranks' results.
 
@@ -75,7 +74,6 @@ def simulate(
             a program that keeps process groups there, as Megatron-core, needs `spawn`. See notes/why/which-gradient.md.
         seed: rank r seeds its random number generators (torch, random, numpy) with (seed, r), as under `spawn`; the
             caller's generators are not changed.
-        timeout: seconds after which ranks that have not ended are stopped; None: never.
 
     The ranks run in the modes of the caller: grad mode, autocast, `with torch.device(…)`, hooks for saved tensors, and
     PyTorch's other thread-local state. The caller's `torch.get_num_threads()` is divided among the ranks, at least one
@@ -89,7 +87,6 @@ def simulate(
         TypeError, ValueError: per_rank are not sequences of equal length.
         CollectiveMismatchError: ranks call different collectives, or wait for a rank that has finished; lists the
             collective and line at which each rank waits.
-        TimeoutError: the time is over; lists the line at which each rank runs, or waits.
         RuntimeError: fn calls torch.distributed, and `torch_distributed` is False.
         RuntimeError: with `torch_distributed`, a thread that is not a rank calls torch.distributed, or a rank uses a
             process group that another rank has made, or fn is the first in the process to use torch.compile.
@@ -103,7 +100,6 @@ def simulate(
     expect.choice("simulate", "torch_distributed", torch_distributed, (True, False, "gloo", "nccl"))
     arguments = per_rank_arguments("simulate", per_rank)
     world = World(len(arguments), seed=seed, truth=None)
-    world.timeout = None if timeout is None else seconds("simulate", timeout)
     bodies = [partial(fn, *a) for a in arguments]
     if torch_distributed:
         world.launched = True

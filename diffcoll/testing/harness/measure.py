@@ -39,7 +39,7 @@ def run_on(kind: str, fn: Callable[..., Any], *per_rank: Sequence[Any], seed: in
     if kind == LAUNCHED:
         return call(fn, list(zip(*per_rank, strict=True)), seed, timeout)
     if kind == "simulated":
-        return simulate(partial(_without_warnings, fn), *per_rank, torch_distributed=True, seed=seed, timeout=timeout)
+        return simulate(partial(_without_warnings, fn), *per_rank, torch_distributed=True, seed=seed)
     return spawn(fn, *per_rank, backend=kind, timeout=timeout, seed=seed)
 
 
