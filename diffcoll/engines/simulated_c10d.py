@@ -48,11 +48,10 @@ _c = torch._C._distributed_c10d
 
 
 class Simulation:
-    """Connects the ranks of a world by torch.distributed, which does what its backend "gloo" or "nccl" does."""
+    """Connects the ranks of a world by torch.distributed."""
 
-    def __init__(self, world: World, backend: str = "gloo") -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
-        self.backend = backend
         # Programs of several processes may wait for a key that another rank sets later; here that rank would not run.
         self.store = _c.HashStore()
         self.store.set_timeout(timedelta(seconds=1))
@@ -216,12 +215,10 @@ def _on_ranks(simulated: Callable[..., Any], real: Callable[..., Any]) -> Callab
 
 def _make_group(groups: _Groups, real: Callable[..., Any], *args: Any, **more: Any) -> Any:
     call = inspect.signature(real).bind(*args, **more).arguments
-    asked = str(call["backend"] or "").lower()
     call.update(backend=_NAME, backend_options=None, device_id=None)
     group, store = real(**call)
     if isinstance(group, SimulatedGroup):
         group._device_types = (torch.device("cpu"),)
-        group.as_gloo = groups.simulation.backend == "gloo" and "nccl" not in asked
         # As under gloo on CPU, so that programs that ask for the backend do what they do there.
         groups.pg_map[group] = dist.Backend("gloo"), store
         groups.pg_backend_config[group] = str(c10d.BackendConfig(dist.Backend("gloo")))

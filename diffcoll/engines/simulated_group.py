@@ -24,12 +24,10 @@ from diffcoll.engines.engine import Blocks
 from diffcoll.engines.guards import THREAD
 from diffcoll.engines.local import LocalEngine
 from diffcoll.engines.simulated_moves import (
-    AS_NCCL,
     Mailbox,
     Message,
     SimulatedWork,
     carry_out,
-    check_dtypes,
     contiguous,
     deliver,
     divide,
@@ -49,8 +47,6 @@ class SimulatedGroup(dist.ProcessGroup):
     # `split_group` asks for it.
     supports_splitting = False
     group_desc = "simulated"
-    # Whether what gloo refuses is an error; otherwise what NCCL accepts works.
-    as_gloo = True
     # Types of the devices of its backends. Set when torch has made the group, for which it must be empty till then.
     _device_types: tuple[torch.device, ...] = ()
 
@@ -60,7 +56,6 @@ class SimulatedGroup(dist.ProcessGroup):
         self._name = name
         self._mailboxes = mailboxes
         self._owner = THREAD.rank
-        self._coalesced: list[SimulatedWork] | None = None
 
     @property
     def engine(self) -> LocalEngine:
@@ -89,21 +84,6 @@ class SimulatedGroup(dist.ProcessGroup):
     def _get_backend(self, device: object) -> SimulatedGroup:
         return self  # the method of the base class calls itself
 
-    def _start_coalescing(self, device: object) -> None:
-        if self.as_gloo:
-            expected = "no device on gloo, which does not implement it"
-            raise wrong("_coalescing_manager", "device", device, expected, AS_NCCL, RuntimeError)
-        self._coalesced = []
-
-    def _end_coalescing(self, device: object) -> SimulatedWork:
-        works, self._coalesced = self._coalesced or [], None
-
-        def finish() -> None:
-            for work in works:
-                work.wait()
-
-        return SimulatedWork(finish, [])
-
     def set_timeout(self, timeout: object) -> None:
         pass
 
@@ -114,8 +94,6 @@ class SimulatedGroup(dist.ProcessGroup):
     ) -> SimulatedWork:
         """Join a collective by calls of a method of `Delivery`. They fit together if `how` is equal on all ranks."""
         what = f"torch.distributed.{name}{how and f' ({how})'}"
-        if self.as_gloo:
-            check_dtypes(name, outputs)
         wait = self.engine._meet(what, "", calls, partial(carry_out, step, op))
         for y in outputs:
             warn_in_backward(f"torch.distributed.{name}, called at {user_line()},", y)
@@ -126,10 +104,7 @@ class SimulatedGroup(dist.ProcessGroup):
                 for y in outputs:
                     divide(y, self._engine.size)
 
-        work = SimulatedWork(finish, outputs)
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
+        return SimulatedWork(finish, outputs)
 
     def _everybody(self, x: Tensor | None) -> Blocks:
         return [x] * self._engine.size
@@ -143,7 +118,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._meet("broadcast", "broadcast", calls, tensors, how)
 
     def allreduce(self, tensors: Tensors, opts: Any = None, name: str = "all_reduce") -> SimulatedWork:
-        op, blocks = reduction(name, opts, tensors, self.as_gloo)
+        op, blocks = reduction(name, opts, tensors)
         calls = [*zip(blocks, tensors, strict=True)]
         return self._meet(name, "all_reduce", calls, tensors, f"{op}{layout(name, tensors)}", op)
 
@@ -151,7 +126,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self.allreduce(tensors, opts, "all_reduce_coalesced")
 
     def reduce(self, tensors: Tensors, opts: Any) -> SimulatedWork:
-        op, blocks = reduction("reduce", opts, tensors, self.as_gloo)
+        op, blocks = reduction("reduce", opts, tensors)
         root = opts.rootRank
         calls = [(b, x, root) for b, x in zip(blocks, tensors, strict=True)]
         how = f"{op}, to rank {root}{layout('reduce', tensors)}"
@@ -160,8 +135,6 @@ class SimulatedGroup(dist.ProcessGroup):
     def allgather(
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = None, name: str = "all_gather"
     ) -> SimulatedWork:
-        for ys, x in zip(outputs, inputs):  # noqa: B905
-            self._check_shapes(name, ys, x)
         calls = [(self._everybody(plain(x)), self._one_each(name, ys)) for ys, x in zip(outputs, inputs)]  # noqa: B905
         return self._meet(name, "exchange", calls, [y for ys in outputs for y in ys])
 
@@ -185,8 +158,6 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> SimulatedWork:
         root, (x,) = opts.rootRank, inputs
-        for ys in outputs:
-            self._check_shapes("gather", ys, x)
         recvs = self._one_each("gather", outputs[0]) if self._engine.rank == root else self._everybody(None)
         calls = [(self._only(root, plain(x)), recvs)]
         return self._meet("gather", "exchange", calls, [y for ys in outputs for y in ys], f"to rank {root}")
@@ -197,8 +168,6 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> SimulatedWork:
         root, (y,) = opts.rootRank, outputs
-        for xs in inputs:
-            self._check_shapes("scatter", xs, y)
         sends = self._one_each("scatter", inputs[0]) if self._engine.rank == root else self._everybody(None)
         for x in sends:
             contiguous("scatter", y if x is None else x)
@@ -208,11 +177,9 @@ class SimulatedGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: Tensors, inputs: list[Tensors], opts: Any = None, name: str = "reduce_scatter"
     ) -> SimulatedWork:
-        for xs, y in zip(inputs, outputs, strict=True):
-            self._check_shapes(name, xs[self._engine.rank : self._engine.rank + 1], y)  # as gloo, no more than that
         calls, op, me = [], "", self._engine.rank
         for xs, y in zip(inputs, outputs, strict=True):
-            op, blocks = reduction(name, opts, self._one_each(name, xs), self.as_gloo)
+            op, blocks = reduction(name, opts, self._one_each(name, xs))
             if (blocks[me].dtype, blocks[me].numel()) != (y.dtype, y.numel()):
                 raise unlike(me, y, me, blocks[me])
             calls.append((joined([x.reshape(-1) for x in blocks]), [x.numel() for x in blocks], plain(y)))
@@ -228,8 +195,6 @@ class SimulatedGroup(dist.ProcessGroup):
         return self.reduce_scatter_tensor_coalesced([output], [input], opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimulatedWork:
-        if inputs:
-            self._check_shapes("all_to_all", [*inputs, *outputs], inputs[0])
         calls = [(self._one_each("all_to_all", inputs), self._one_each("all_to_all", outputs))]
         return self._meet("all_to_all", "exchange", calls, outputs)
 
@@ -261,23 +226,10 @@ class SimulatedGroup(dist.ProcessGroup):
             raise wrong(name, "tensors", f"{len(xs)} tensors", expected)
         return [plain(x) for x in xs]
 
-    def _check_shapes(self, name: str, xs: Tensors, like: Tensor) -> None:
-        """Raise, as gloo does, if not all shapes are equal."""
-        for x in xs:
-            if self.as_gloo and x.shape != like.shape:
-                got, expected = f"shape {tuple(x.shape)}", f"{tuple(like.shape)}: gloo takes equal shapes only"
-                raise wrong(name, "tensors", got, expected, AS_NCCL)
-
     def _cut(self, name: str, argument: str, x: Tensor, block: Tensor) -> Tensors:
-        """Cut the tensor of all blocks, one behind the other in memory, into blocks; under gloo along dimension 0."""
+        """Cut the tensor of all blocks, one behind the other, into blocks: along dimension 0, or of its memory."""
         x, n = plain(x), self._engine.size
-        if self.as_gloo:
-            shape = (n * block.shape[0], *block.shape[1:]) if block.dim() else None
-            if x.shape != shape:
-                expected = f"{shape}: gloo takes blocks of {tuple(block.shape)} along dimension 0"
-                if shape is None:
-                    expected = "blocks with a dimension 0, along which gloo takes them"
-                raise wrong(name, argument, f"shape {tuple(x.shape)}", expected, AS_NCCL)
+        if block.dim() and x.shape == (n * block.shape[0], *block.shape[1:]):
             return list(x.split_with_sizes([block.shape[0]] * n))
         if x.numel() % n or not x.is_contiguous():
             got, expected = f"shape {tuple(x.shape)}", f"a contiguous tensor with a multiple of {n} numbers"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -22,13 +22,6 @@ from diffcoll.engines.engine import Wait
 from diffcoll.engines.guards import NO_GRAPHS
 
 _MEMORY = "backends read and write its memory in order, whatever the strides"
-
-#: The remedy if gloo refuses what other backends do.
-AS_NCCL = 'simulate(torch_distributed="nccl"), or a group of backend "nccl", does what NCCL does'
-
-#: Dtypes of gloo's collectives; torch.distributed passes complex tensors as real ones.
-_GLOO_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
-_GLOO_DTYPES |= {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
 
 _FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
@@ -130,7 +123,6 @@ def carry_out(step: str, op: str, payloads: list[list[Any]]) -> list[None]:
         raise CollectiveMismatchError(f"the ranks pass {[len(calls) for calls in payloads]} tensors")
     delivery = Delivery(total, reshapes=True)
     writes = [w for ranks in zip(*payloads, strict=True) for w in getattr(delivery, step)(*ranks)]
-    _refuse_shared(writes)
     outputs = {out.untyped_storage().data_ptr() for _, out, _ in writes}
     # An output may be an input too, or overlap one.
     blocks = [b.clone() if b.untyped_storage().data_ptr() in outputs else b for _, _, b in writes]
@@ -168,35 +160,6 @@ def warn_in_backward(call: str, y: Tensor) -> None:
     y.register_hook(warn)  # type: ignore[no-untyped-call]
 
 
-def _refuse_shared(writes: list[tuple[int, Tensor, Tensor]]) -> None:
-    """Raise if two ranks receive in the same memory, which cannot be on processes."""
-    before: list[tuple[int, int, Tensor]] = []  # those that reach beyond the start of the next one
-    for start, r, out in sorted(((y.data_ptr(), r, y) for r, y, _ in writes if y.numel()), key=lambda w: w[:2]):
-        before = [entry for entry in before if entry[0] > start]
-        for _, s, other in before:
-            if s != r and _overlap(other, out):
-                raise CollectiveMismatchError(
-                    f"ranks {s} and {r} receive in the same memory, in tensors of shape {tuple(other.shape)} and "
-                    f"{tuple(out.shape)}; simulated ranks share the tensors of a closure, so clone it in the function"
-                )
-        before.append((start + _span(out) * out.element_size(), r, out))
-
-
-def _span(x: Tensor) -> int:
-    """Return how many elements are between the first and the last one in memory, including these."""
-    return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-
-
-def _overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors, of which x begins first, have elements in common."""
-    offset, rest = divmod(y.data_ptr() - x.data_ptr(), x.element_size())
-    if rest or x.element_size() != y.element_size():
-        return True
-    used = torch.zeros(max(_span(x), offset + _span(y)), dtype=torch.bool, device="cpu")
-    used.as_strided(x.shape, x.stride()).fill_(True)
-    return bool(used.as_strided(y.shape, y.stride(), offset).any())
-
-
 def wrong(
     name: str, argument: str, got: object, expected: str, remedy: str = "", kind: type[Exception] = ValueError
 ) -> Exception:
@@ -204,26 +167,13 @@ def wrong(
     return kind(message(f"torch.distributed.{name}", argument, got, expected, remedy))
 
 
-def check_dtypes(name: str, tensors: Iterable[Tensor]) -> None:
-    """Raise, as gloo does, for a dtype that it does not have."""
-    for x in tensors:
-        if x.dtype not in _GLOO_DTYPES:
-            expected = "a dtype of gloo: float16 to float64, bfloat16, bool, uint8, int8, int32 or int64"
-            raise wrong(name, "tensor", x.dtype, expected, AS_NCCL, TypeError)
-
-
-def reduction(name: str, opts: Any, tensors: list[Tensor], as_gloo: bool) -> tuple[str, list[Tensor]]:
+def reduction(name: str, opts: Any, tensors: list[Tensor]) -> tuple[str, list[Tensor]]:
     """Return the name of the reduction, and what to reduce."""
     blocks = [plain(x) for x in tensors]
     chosen: Any = dist.ReduceOp.SUM if opts is None else opts.reduceOp
     op = str(getattr(chosen, "op", chosen).name)
-    if as_gloo and (op == "PREMUL_SUM" or (op == "AVG" and not all(map(_is_fractional, blocks)))):
-        what = op if op == "PREMUL_SUM" else f"AVG of {tensors[0].dtype}"
-        raise wrong(name, "op", what, "an op that gloo has", AS_NCCL)
-    if op == "PREMUL_SUM":
-        # There is no public access to the factor; its pickled state has it.
-        _, factor = chosen.__getstate__()
-        return "SUM", [x * factor for x in blocks]
+    if op not in _FOLDS:
+        raise wrong(name, "op", op, f"one of {', '.join(_FOLDS)}")
     for x in blocks:
         if (op == "AVG" and x.dtype == torch.bool) or (op[0] == "B" and _is_fractional(x)):
             expected = "numbers" if op == "AVG" else "integers or bool"

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import index
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -29,7 +29,7 @@ def simulate(
     fn: Callable[..., T],
     *per_rank: Sequence[Any],
     rules: bool = False,
-    torch_distributed: bool | Literal["gloo", "nccl"] = False,
+    torch_distributed: bool = False,
     seed: int = 0,
 ) -> list[T]:
     """Tests without processes: run fn on N simulated ranks, like `map`; returns the list of all ranks' results.
@@ -68,10 +68,10 @@ def simulate(
         per_rank: one or more sequences of equal length N, one element for each rank.
         rules: run the library's rules instead of the ground truth.
         torch_distributed: let fn call torch.distributed: its collectives, messages, groups, `DeviceMesh`,
-            `DistributedDataParallel`. `get_backend()` is "gloo", and what gloo refuses is an error: unequal shapes in
-            lists, stacked outputs, int16, means of integers. "nccl", and groups of backend "nccl", do what NCCL does.
-            Compiled functions run uncompiled. Implies `rules`. Module globals and caches are shared by all ranks:
-            a program that keeps process groups there, as Megatron-core, needs `spawn`. See notes/why/which-gradient.md.
+            `DistributedDataParallel`. `get_backend()` is "gloo"; shapes and dtypes that a backend refuses, such as
+            unequal shapes in lists on gloo, are no error. Compiled functions run uncompiled. Implies `rules`. Module
+            globals and caches are shared by all ranks: a program that keeps process groups there, as Megatron-core,
+            needs `spawn`. See notes/why/which-gradient.md.
         seed: rank r seeds its random number generators (torch, random, numpy) with (seed, r), as under `spawn`; the
             caller's generators are not changed.
 
@@ -97,13 +97,13 @@ def simulate(
             backward inside fn.
         Exception: the first exception that fn raised on any rank.
     """
-    expect.choice("simulate", "torch_distributed", torch_distributed, (True, False, "gloo", "nccl"))
+    expect.flag("simulate", "torch_distributed", torch_distributed)
     arguments = per_rank_arguments("simulate", per_rank)
     world = World(len(arguments), seed=seed, truth=None)
     bodies = [partial(fn, *a) for a in arguments]
     if torch_distributed:
         world.launched = True
-        simulation = simulated_c10d.Simulation(world, "nccl" if torch_distributed == "nccl" else "gloo")
+        simulation = simulated_c10d.Simulation(world)
         with simulated_c10d.installed():
             return world.run([simulation.body(body) for body in bodies])
     if not rules:

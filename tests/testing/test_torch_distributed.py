@@ -346,7 +346,7 @@ def test_same_as_gloo(program, n):
 # ── what gloo does not have ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_nccl_has_and_gloo_has_not():
+def test_what_backends_other_than_gloo_have():
     def body(r):
         ops, n = dist.ReduceOp, 3
         mean, whole = torch.tensor([1.0, 2.0]) * (r + 1), torch.tensor([-1, 8]) * (r + 1)
@@ -356,9 +356,6 @@ def test_what_nccl_has_and_gloo_has_not():
         odd = torch.tensor([-r, r + 2])
         dist.all_reduce(odd, ops.AVG)
         assert odd.tolist() == [-1, 3]  # truncated
-        scaled = torch.tensor(r + 1.0)
-        dist.all_reduce(scaled, dist._make_nccl_premul_sum(r + 2.0))
-        assert scaled == 2 + 6 + 12
         uneven = [torch.empty(s) for s in range(n)]
         dist.all_gather(uneven, torch.full((r,), float(r)))
         assert [x.tolist() for x in uneven] == [[], [1], [2, 2]]
@@ -383,14 +380,8 @@ def test_what_nccl_has_and_gloo_has_not():
         table[2 * r : 2 * r + 2] = rows
         dist.all_gather_into_tensor(table, table[2 * r : 2 * r + 2])  # in place
         assert table.tolist() == list(range(6))
-        with distributed_c10d._coalescing_manager(async_ops=True) as works:
-            a, b = torch.tensor(r), torch.tensor([r, 1])
-            dist.all_reduce(a)
-            dist.all_reduce(b)
-        works.wait()
-        assert (a.item(), b.tolist()) == (3, [3, 3])
 
-    simulate(body, range(3), torch_distributed="nccl")
+    simulate(body, range(3), torch_distributed=True)
 
 
 def test_half_precisions_are_rounded_after_each_term():
@@ -473,8 +464,6 @@ def test_mismatches_are_found_at_once():
     fails(error, words, lambda r: r or dist.barrier())
     words = rf"rank 0 waits in all_reduce {here}\n  rank 1 waits in torch.distributed.all_reduce \(SUM\) {here}"
     fails(error, words, lambda r: dist.all_reduce(torch.ones(1)) if r else dc.all_reduce(torch.ones(1)))
-    words = r"ranks 0 and 1 receive in the same memory, in tensors of shape \(1,\) and \(1,\); simulated ranks share"
-    fails(error, words, lambda r: dist.all_reduce(ones[0]))
     words = r"all_reduce \(SUM\) .*all_reduce \(SUM, strides \(1, 2\)\) "  # gloo would add in memory order
     fails(error, words, lambda r: dist.all_reduce(torch.ones(2, 3) if r == 0 else torch.ones(3, 2).t()))
 
@@ -482,24 +471,6 @@ def test_mismatches_are_found_at_once():
         dist.group.WORLD.allreduce_coalesced([torch.ones(1) for _ in range(r + 1)]).wait()
 
     fails(error, r"the ranks pass \[1, 2\] tensors", coalesced)
-
-
-def test_outputs_in_memory_that_ranks_share():
-    table = torch.zeros(6, 3)
-
-    def rows(r, step, size):
-        dist.all_gather_into_tensor(table.view(-1)[step * r : step * r + size], torch.full((size // 2,), r + 1.0))
-
-    def columns(r):
-        dist.all_gather([table[3 * s : 3 * s + 3, r] for s in range(2)], torch.full((3,), r + 1.0))
-
-    fails(dc.CollectiveMismatchError, "receive in the same memory", lambda r: rows(r, 1, 2))
-    fails(dc.CollectiveMismatchError, "receive in the same memory", lambda r: rows(r, 3, 4))
-    simulated(lambda r: rows(r, 4, 4), range(2))
-    assert table.flatten()[:8].tolist() == [1, 1, 2, 2] * 2
-    table.zero_()
-    simulated(columns, range(2))  # interleaved
-    assert table.T.tolist() == [[1, 1, 1, 2, 2, 2]] * 2 + [[0] * 6]
 
 
 def test_deadlocks_of_messages_are_found_at_once():
@@ -536,8 +507,11 @@ def test_wrong_arguments():
     of("all_gather: tensors: got 1 tensors, expected one tensor for each of the 2 ranks")(
         lambda r: dist.all_gather([torch.ones(1)], torch.ones(1))
     )
-    of(r"input: got shape \(3,\), expected \(2,\): gloo takes blocks of \(1,\) along dimension 0; simulate\(torch_dis")(
+    of(r"input: got shape \(3,\), expected a contiguous tensor with a multiple of 2 numbers")(
         lambda r: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(3))
+    )
+    of("op: got PREMUL_SUM, expected one of SUM")(
+        lambda r: dist.all_reduce(torch.ones(1), dist._make_nccl_premul_sum(2.0))
     )
     of(r"input: got shape \(3,\), split sizes \[1, 1\], expected 2 sizes that add up")(
         lambda r: dist.all_to_all_single(torch.ones(2), torch.ones(3), [1, 1], [1, 1])
