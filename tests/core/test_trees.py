@@ -5,7 +5,7 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 from releases import compiles, one_graph
-from runs import gloo, profiled, runs_on, truth
+from runs import gloo, profiled, rules, runs_on, truth
 
 import diffcoll as dc
 from diffcoll.testing import ranks
@@ -145,6 +145,18 @@ def test_uneven_gathers(run, given):
         assert labels == [[0, 0, 2, 2, 2]] * 3
         assert more == torch.cat([of_rank[3] for of_rank in found], 1).tolist()
         assert g == [[6.0 * i for i in ([0, 1], [], [2, 3, 4])[r]]]
+
+
+def test_second_order_where_all_leaves_of_a_rank_are_empty():
+    """Rank 0 has leaves of shape (0,), which torch.cat omits from the graph; the other ranks must not wait for it."""
+
+    def body(r, one_by_one):
+        x, z = (torch.linspace(k, 2, r, dtype=torch.float64, requires_grad=True) for k in (1, 3))
+        y = [dc.all_gather(t, sizes=[0, 1, 2]) for t in (x, z)] if one_by_one else dc.all_gather([x, z], sizes="auto")
+        gs = torch.autograd.grad((r + 1) * sum(t.pow(3).sum() for t in y), [x, z], create_graph=True)
+        return torch.autograd.grad((r + 2) * sum(g.square().sum() for g in gs), [x, z])
+
+    torch.testing.assert_close(*(rules(body, range(N), [one_by_one] * N) for one_by_one in (False, True)))
 
 
 @ranks(2, on="gloo")

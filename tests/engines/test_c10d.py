@@ -2,6 +2,7 @@
 
 import time
 import warnings
+import weakref
 from datetime import timedelta
 
 import laws
@@ -146,7 +147,8 @@ def test_a_twin_of_some_ranks_does_not_change_the_names_of_later_groups_and_twin
         if r < 2:
             twin = resolve(pair, "test").twin()
             assert laws.of_all(twin, r) == [0, 1]
-        assert laws.of_all(resolve(None, "test").twin(), r) == [0, 1, 2]
+        for twin in [resolve(None, "test").twin() for _ in range(2)]:
+            assert laws.of_all(twin, r) == [0, 1, 2]
         later = dist.new_group([0, 2])
         return dc.all_reduce(torch.tensor(r), group=later).item() if r != 1 else 2, later is None
 
@@ -176,7 +178,10 @@ def test_a_twin_ends_with_the_users_group():
     def body(r):
         group = dist.new_group([0, 1])
         engine = resolve(group, "test")
-        twin = engine.twin()
+        twin, other = engine.twin(), engine.twin()
+        kept = weakref.ref(other.group)
+        other.close()
+        assert kept() is None and other.ended
         before = twin.ended
         dist.destroy_process_group(group)
         del group

@@ -365,7 +365,7 @@ MUTANTS = [
         "trees sizes",
         TREES,
     ),
-    Mutant("core/tree_calls.py", "_leaves", "call.tensor(leaf, ", "(call.engine, ", "trees errors", TREES),
+    Mutant("core/tree_calls.py", "_leaves", "call.tensor(leaf, ", "(call.engine, ", "trees errors", WRONG),
     # dtypes
     Mutant(
         "core/dtypes.py",

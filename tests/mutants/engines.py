@@ -397,7 +397,7 @@ MUTANTS = [
         "self._group = lambda: None",
         "pass",
         "one_group",
-        "tests/averaging -k sockets",
+        f"{C10D} -k twin",
     ),
     # MPI
     Mutant(
