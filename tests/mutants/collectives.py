@@ -285,6 +285,9 @@ MUTANTS = [
         of("all_reduce"),
     ),
     of_reduction("Reduction.of", "stack.to(wider(stack.dtype))", "stack", "product logsumexp dtypes", REDUCTIONS),
+    # pieces of a large stack, in their order
+    of_reduction("_in_pieces.reduced", "return concatenated(pieces)", "return concatenated(pieces[::-1])", "max_min"),
+    of_reduction("_in_pieces.reduced", "stack.flatten(1), columns, 1)", "stack.flatten(1), columns, 1)[:1]", "max_min"),
     # truth's and the rules' conjugates
     Mutant(
         "core/torch_private/tensors.py",
