@@ -70,9 +70,10 @@ class joint_backward:
     [tensor(3.), tensor(3.)]
 
     All ranks enter the region, make the same collectives in the same order, and call `joint(loss)` and then backward
-    equally often. Within the region every floating-point or complex result of a collective requires a gradient, even
-    if this rank's x does not. A nested region joins the outer one. Use a new region for each training step: backward
-    runs through all collectives of the region so far.
+    equally often. `torch.autograd.grad` runs only what leads to its inputs: all collectives must depend on these, on
+    every rank. Within the region every floating-point or complex result of a collective requires a gradient, even if
+    this rank's x does not. A nested region joins the outer one. Use a new region for each training step: backward runs
+    through all collectives of the region so far.
 
     Checkpoints within it must be `use_reentrant=False`; all ranks recompute them. Forward mode within it is an error;
     collectives in transforms of torch.func are not recorded.
