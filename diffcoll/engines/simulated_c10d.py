@@ -129,11 +129,6 @@ def groups_of_rank() -> _Groups | None:
     return groups
 
 
-def default_group() -> Any:
-    """Return torch's default process group, on a rank that of its world."""
-    return dist.group.WORLD
-
-
 class _GroupsOfThread:
     """Stands in for `distributed_c10d._world`: the groups of this thread's rank, or the process's own."""
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import pickle
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 from diffcoll.engines.devices import needs_accelerator
@@ -27,7 +24,7 @@ from diffcoll.testing.processes import (
     temporary_folder,
 )
 from diffcoll.testing.stacks import stacks
-from diffcoll.testing.worker import STREAMS, Answer, Seat, expect_no_import, serve_forked
+from diffcoll.testing.worker import Answer, Seat, expect_no_import, serve_forked
 
 
 class Pool:
@@ -74,9 +71,7 @@ class Pool:
             return [load(answer.data) for answer in answers]
         raise failed("spawn", failures, timeout)
 
-    def run(
-        self, kind: str, timeout: float, payloads: Sequence[bytes], seed: int = 0, captured: bool = False
-    ) -> list[Answer]:
+    def run(self, kind: str, timeout: float, payloads: Sequence[bytes], seed: int = 0) -> list[Answer]:
         """Make one call. A payload is a pickled function with its arguments for one rank."""
         expect_no_import("spawn")
         n = len(payloads)
@@ -87,12 +82,9 @@ class Pool:
                 with socket.create_server(("127.0.0.1", 0)) as free:
                     port = free.getsockname()[1]
                 for rank, (member, payload) in enumerate(zip(members, payloads, strict=True)):
-                    seat = Seat(kind, rank, n, timeout, seed, folder, port, surroundings(), captured, self._once)
+                    seat = Seat(kind, rank, n, timeout, seed, folder, port, surroundings(), self._once)
                     member.send(pickle.dumps(seat), payload)
-                answers = _answers(members, folder, timeout, captured)
-                if captured:
-                    each = [{name: _read(folder, name, rank) for name in STREAMS} for rank in range(n)]
-                    answers = [replace(answer, output=output) for answer, output in zip(answers, each, strict=True)]
+                answers = _answers(members, folder, timeout)
                 lost = any(a.failure is not None and a.failure.kind != "raised" for a in answers)
                 if self._once:
                     if any(answer.failed for answer in answers):
@@ -131,28 +123,22 @@ class Pool:
         self._folder = None
 
 
-def _answers(members: list[Member], folder: str, timeout: float, captured: bool) -> list[Answer]:
+def _answers(members: list[Member], folder: str, timeout: float) -> list[Answer]:
     """Wait for the answer of every rank; after the first failure not for long."""
     answers: dict[int, Answer] = {}
     end = time.monotonic() + timeout
-    try:
-        while len(answers) < len(members):
-            silent = {r: member for r, member in enumerate(members) if r not in answers}
-            # Processes that a rank has started may hold its pipe open, so its process is watched too.
-            watched = [x for member in silent.values() for x in (member.pipe, member.process.sentinel)]
-            ready = wait(watched, max(0.0, end - time.monotonic()))
-            if not ready:
-                break
-            for r, member in silent.items():
-                if member.pipe in ready or member.process.sentinel in ready:
-                    answers[r] = _answer(member)
-                    if answers[r].failed:
-                        end = min(end, time.monotonic() + GRACE)
-    except BaseException:
-        if captured:
-            for r, hung in stacks(members, [r for r in range(len(members)) if r not in answers], folder).items():
-                print(f"── rank {r} of {len(members)} was interrupted; it {hung.text}", file=sys.stderr)
-        raise
+    while len(answers) < len(members):
+        silent = {r: member for r, member in enumerate(members) if r not in answers}
+        # Processes that a rank has started may hold its pipe open, so its process is watched too.
+        watched = [x for member in silent.values() for x in (member.pipe, member.process.sentinel)]
+        ready = wait(watched, max(0.0, end - time.monotonic()))
+        if not ready:
+            break
+        for r, member in silent.items():
+            if member.pipe in ready or member.process.sentinel in ready:
+                answers[r] = _answer(member)
+                if answers[r].failed:
+                    end = min(end, time.monotonic() + GRACE)
     hanging = [r for r in range(len(members)) if r not in answers]
     answers |= {r: Answer(b"", hung) for r, hung in stacks(members, hanging, folder).items()}
     return [answers[r] for r in range(len(members))]
@@ -205,8 +191,3 @@ def _leave(members: Sequence[Member]) -> list[Member]:
         if not clean:
             unclean.append(member)
     return unclean
-
-
-def _read(folder: str, name: str, rank: int) -> str:
-    file = Path(folder, f"{name}-{rank}")
-    return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""

@@ -166,13 +166,6 @@ def _interrupted_later() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def start_server() -> None:
-    """Start the server that forks processes, which imports PyTorch while this process does something else."""
-    with _without_main(), _interrupted_later(), contextlib.suppress(OSError):  # a process that does not start says why
-        _context().set_forkserver_preload([*_PRELOADED, _LAST])
-        multiprocessing.forkserver.ensure_running()
-
-
 def _context() -> ForkServerContext:
     return multiprocessing.get_context("forkserver")
 

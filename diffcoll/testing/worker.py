@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import io
 import os
 import pickle
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -39,7 +38,6 @@ from diffcoll.testing._calls import missing
 from diffcoll.testing.pickling import save
 from diffcoll.testing.processes import GRACE, RankFailure
 
-STREAMS = ("stdout", "stderr")
 #: Threads of the library that stay.
 _OURS = {"diffcoll watch"}
 #: The communicator of the call that this rank makes, a copy of MPI.COMM_WORLD.
@@ -58,15 +56,7 @@ class Seat:
     folder: str  # for files of this call
     port: int  # a free one
     around: tuple[str, list[str], dict[str, str]]
-    captured: bool  # whether the output goes to files
     once: bool  # whether this is the process's only call
-
-
-@dataclass(frozen=True)
-class Failed:
-    """What a function returns instead of bytes to say that it failed on this rank."""
-
-    data: bytes
 
 
 @dataclass(frozen=True)
@@ -80,8 +70,6 @@ class Answer:
     failed: bool = True
     #: When, by time.monotonic(), which is the same in all processes of a machine.
     at: float = field(default_factory=time.monotonic)
-    #: What the rank printed, of "stdout" and "stderr", if it was captured.
-    output: dict[str, str] = field(default_factory=dict)
 
 
 def serve_forked(pipe: Connection, around: tuple[str, list[str], dict[str, str]]) -> None:
@@ -109,8 +97,7 @@ def serve(pipe: Connection, own: Mapping[str, str] | None = None) -> None:
 
 def _one_call(pipe: Connection, seat: Seat, payload: bytes) -> None:
     before = {} if seat.once else _state()
-    streams = _output_to_files(seat) if seat.captured else contextlib.nullcontext()
-    with open(Path(seat.folder, f"stack-{seat.rank}"), "w") as stack, streams:
+    with open(Path(seat.folder, f"stack-{seat.rank}"), "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         answer = _answer(seat, payload)
         for stream in (sys.stdout, sys.stderr):
@@ -162,12 +149,8 @@ def _answer(seat: Seat, payload: bytes) -> Answer:
         seed_rank(seat.seed, seat.rank)
         with copies_end_here():
             result = fn(*arguments)
-        if isinstance(result, Failed):
-            return Answer(result.data)
-        if not isinstance(result, bytes):
-            plain = tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, result)
-            result = save(plain, _pickle)
-        return Answer(result, failed=False)
+        plain = tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, result)
+        return Answer(save(plain, _pickle), failed=False)
     except BaseException as error:
         return Answer(b"", RankFailure.of(error))
 
@@ -201,11 +184,6 @@ def join(backend: str, rank: int, size: int, rendezvous: str, timeout: float) ->
     )
 
 
-def current_group() -> Any:
-    """Return the group of the call that this rank makes."""
-    return dist.group.WORLD if dist.is_initialized() else _communicators[-1]
-
-
 def leave() -> None:
     """Destroy torch's process groups, and forget the default group."""
     set_default_group(None)
@@ -226,22 +204,6 @@ def mpi_world() -> Any:
         ) from error
 
     return MPI.COMM_WORLD
-
-
-@contextlib.contextmanager
-def _output_to_files(seat: Seat) -> Iterator[None]:
-    """Write standard output and error, of C code too, to files that outlive this process."""
-    streams = sys.stdout, sys.stderr
-    for number, name in enumerate(STREAMS, start=1):
-        file = os.open(Path(seat.folder, f"{name}-{seat.rank}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-        os.dup2(file, number)
-        os.close(file)
-        unbuffered: Any = open(number, "wb", buffering=0, closefd=False)
-        setattr(sys, name, io.TextIOWrapper(unbuffered, "utf-8", "backslashreplace", write_through=True))
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = streams
 
 
 # ── results ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -27,6 +27,10 @@ from diffcoll.testing.stacks import of_dump
 on_both = pytest.mark.parametrize("backend", ["gloo", "mpi"])
 
 
+def test_results_of_bytes():
+    assert spawn(lambda r: bytes([r, 0]), range(2)) == [b"\0\0", b"\1\0"]
+
+
 def test_closures_results_and_tensors():
     factor = torch.tensor(3.0, requires_grad=True)
 
