@@ -6,6 +6,8 @@ import torch
 import diffcoll as dc
 from diffcoll.testing import ranks
 
+pytest_plugins = ["pytester"]
+
 
 @ranks(1, 2, 3)
 def test_each_number_of_ranks(request_of_pytest):
@@ -53,6 +55,8 @@ class TestMethods:
 FAILING = """
 import diffcoll as dc, pytest, torch
 from diffcoll.testing import ranks
+
+pytest_plugins = ["pytester"]
 
 @ranks(1, 2, on="{on}")
 def test_it():
