@@ -54,12 +54,12 @@ def test_the_files_of_the_wheel_are_tested(job, tmp_path):
     """The step before the tests removes what they would import from the checkout, and puts the wheel's files there."""
     *_, install, replaces, test = commands(job)
     assert (install, test) == ("Install", "Test")
-    for name in "diffcoll/core/call.py", "diffcoll/left_out.py", "tests/runs.py":
+    for name in "diffcoll/core/maps.py", "diffcoll/left_out.py", "tests/runs.py":
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("source")
     (tmp_path / "dist").mkdir()
     with zipfile.ZipFile(tmp_path / "dist" / "diffcoll-1-py3-none-any.whl", "w") as wheel:
-        for name in "diffcoll/core/call.py", "diffcoll-1.dist-info/RECORD":
+        for name in "diffcoll/core/maps.py", "diffcoll-1.dist-info/RECORD":
             wheel.writestr(name, "wheel")
     script = ["bash", "-e", "-c", commands(job)[replaces]]
     done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
@@ -67,7 +67,7 @@ def test_the_files_of_the_wheel_are_tested(job, tmp_path):
         pytest.skip("no unzip")
     assert done.returncode == 0, done.stderr
     found = {str(f.relative_to(tmp_path)): f.read_text() for f in tmp_path.rglob("*") if f.suffix == ".py"}
-    assert found == {"diffcoll/core/call.py": "wheel", "tests/runs.py": "source"}
+    assert found == {"diffcoll/core/maps.py": "wheel", "tests/runs.py": "source"}
     assert not list(tmp_path.glob("*.dist-info"))  # pip has installed the wheel already
 
 

@@ -8,13 +8,13 @@ note      notes/collectives/collectives.md#all_gather   truth  diffcoll.truth.al
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
+from diffcoll.core import expect
 from diffcoll.core.arguments import Call, Sizes, Tree
-from diffcoll.core.call import Bound, perform
 from diffcoll.core.maps import AllGather, named
 from diffcoll.core.pending import Pending
 from diffcoll.core.tree_calls import by_blocks
@@ -91,19 +91,22 @@ def all_gather(
     arguments = {"dim": dim, "sizes": sizes, "stack": stack, "grad_placement": grad_placement}
     call = Call("all_gather", x, group, async_op, arguments)
     replicated = call.replicated()
-    if call.flag("stack") and sizes is not None:
+    if expect.flag("all_gather", "stack", stack) and sizes is not None:
         raise call.error("sizes", "None with stack=True, where every rank has one slice")
-    if not isinstance(x, Tensor):
-        return by_blocks(call, block_of, replicated)
-    block, d = block_of(call, x)
-    f = AllGather(call.engine, d, call.sizes_of_all(block, d), replicated)
-    if block is not x:
+    return _of_tensor(call) if isinstance(x, Tensor) else by_blocks(call, _of_tensor, block_of, replicated)
+
+
+def _of_tensor(call: Call) -> Any:
+    block, d = block_of(call)
+    f = AllGather(call.engine, d, call.sizes_of_all(block, d), call.replicated())
+    if block is not call.x:
         named(f, "all_gather", "stacked")  # the shape of the block is not that of x
-    return perform(call, Bound(f, block))
+    return call.perform(f, block)
 
 
-def block_of(call: Call, x: Tensor) -> tuple[Tensor, int]:
+def block_of(call: Call) -> tuple[Tensor, int]:
     """Return x as a block, and the dimension to concatenate along."""
+    x: Tensor = call.x
     new = call.arguments.get("stack", False) or x.dim() == 0
     d = call.dim("dim", x, new=new)
     return (x.unsqueeze(d) if new else x), d
@@ -116,5 +119,5 @@ def gathered_as(dtype: torch.dtype, x: Tensor, sizes: list[int], group: Group) -
     """
     arguments = {"dim": 0, "sizes": sizes, "stack": False, "grad_placement": "partial"}
     call = Call("all_gather", x, group, False, arguments)
-    y: Tensor = perform(call, Bound(AllGather(call.engine, 0, call.sizes_of_all(x, 0), sent=dtype), x))
+    y: Tensor = call.perform(AllGather(call.engine, 0, call.sizes_of_all(x, 0), sent=dtype), x)
     return y

@@ -8,12 +8,11 @@ note      notes/collectives/collectives.md#all_reduce   truth  diffcoll.truth.al
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
 from diffcoll.core.arguments import Call, Tree
-from diffcoll.core.call import Bound, perform
 from diffcoll.core.maps import AllReduce
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import Op, on_all_ranks
@@ -67,10 +66,8 @@ def all_reduce(
     Source: notes/collectives/collectives.md#all_reduce.
     """
     call = Call("all_reduce", x, group, async_op, {"op": op, "grad_placement": grad_placement})
-    return perform(call, _bind(call, x)) if isinstance(x, Tensor) else by_message(call, _bind)
+    return _of_tensor(call) if isinstance(x, Tensor) else by_message(call, _of_tensor)
 
 
-def _bind(call: Call, x: Tensor) -> Bound:
-    reduction, replicated = call.op(x), call.replicated()
-    f = AllReduce(call.engine, replicated)
-    return Bound(f, x, steps=lambda: on_all_ranks(reduction, x, call.engine, replicated))
+def _of_tensor(call: Call) -> Any:
+    return call.perform(*on_all_ranks(call.op(call.x), call.x, AllReduce(call.engine, call.replicated())))

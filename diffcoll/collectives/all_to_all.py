@@ -12,7 +12,6 @@ from typing import Literal, overload
 from torch import Tensor
 
 from diffcoll.core.arguments import Call, Parts, Sizes
-from diffcoll.core.call import Bound, perform
 from diffcoll.core.maps import AllToAll
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
@@ -95,4 +94,4 @@ def all_to_all(
         raise call.error("concat_sizes", 'a list or "auto" where split_sizes is a list')
     else:
         received = call.sizes_of_blocks(parts, "concat_sizes")
-    return perform(call, Bound(AllToAll(call.engine, d, c, parts, received), x))
+    return call.perform(AllToAll(call.engine, d, c, parts, received), x)

@@ -8,12 +8,11 @@ note      notes/collectives/collectives.md#broadcast   truth  diffcoll.truth.bro
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
 from diffcoll.core.arguments import Call, Tree
-from diffcoll.core.call import Bound, perform
 from diffcoll.core.maps import Broadcast
 from diffcoll.core.pending import Pending
 from diffcoll.core.tree_calls import by_message
@@ -63,8 +62,8 @@ def broadcast(
     Source: notes/collectives/collectives.md#broadcast.
     """
     call = Call("broadcast", x, group, async_op, {"src": src, "grad_placement": grad_placement})
-    return perform(call, _bind(call, x)) if isinstance(x, Tensor) else by_message(call, _bind)
+    return _of_tensor(call) if isinstance(x, Tensor) else by_message(call, _of_tensor)
 
 
-def _bind(call: Call, x: Tensor) -> Bound:
-    return Bound(Broadcast(call.engine, call.root("src"), call.replicated()), x)
+def _of_tensor(call: Call) -> Any:
+    return call.perform(Broadcast(call.engine, call.root("src"), call.replicated()), call.x)

@@ -14,7 +14,6 @@ from torch import Tensor
 from diffcoll.collectives.all_gather import block_of
 from diffcoll.core import check_mode
 from diffcoll.core.arguments import Call, Sizes
-from diffcoll.core.call import Bound, perform
 from diffcoll.core.maps import named
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import to_root
@@ -66,9 +65,9 @@ def gather(
     """
     call = Call("gather", x, group, async_op, {"dst": dst, "dim": dim, "sizes": sizes})
     root = call.root("dst")
-    block, d = block_of(call, x)
+    block, d = block_of(call)
     lengths = call.sizes_of_all(block, d) or (block.shape[d],) * call.engine.size
     detail = f"dst={root}" if block is x else f"dst={root}, stacked"
     if check_mode.compares(call.engine):
         detail += f", sizes={lengths}"  # of which a map has its rank's own
-    return perform(call, Bound(named(to_root(call.engine, root, d, lengths), "gather", detail), block))
+    return call.perform(named(to_root(call.engine, root, d, lengths), "gather", detail), block)

@@ -13,7 +13,6 @@ from typing import Literal, overload
 from torch import Tensor
 
 from diffcoll.core.arguments import Call
-from diffcoll.core.call import Bound, perform
 from diffcoll.core.maps import Permute
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
@@ -58,4 +57,4 @@ def permute(
     Source: notes/collectives/collectives.md#permute.
     """
     call = Call("permute", x, group, async_op, {"pairs": pairs})
-    return perform(call, Bound(Permute(call.engine, call.pairs("pairs")), x))
+    return call.perform(Permute(call.engine, call.pairs("pairs")), x)

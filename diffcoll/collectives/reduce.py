@@ -12,7 +12,6 @@ from typing import Literal, overload
 from torch import Tensor
 
 from diffcoll.core.arguments import Call
-from diffcoll.core.call import Bound, perform
 from diffcoll.core.maps import Reduce
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import Op, on_rank
@@ -60,5 +59,5 @@ def reduce(
     Source: notes/collectives/collectives.md#reduce.
     """
     call = Call("reduce", x, group, async_op, {"dst": dst, "op": op})
-    root, reduction = call.root("dst"), call.op(x)
-    return perform(call, Bound(Reduce(call.engine, root), x, steps=lambda: on_rank(reduction, x, call.engine, root)))
+    f = Reduce(call.engine, call.root("dst"))
+    return call.perform(*on_rank(call.op(x), x, f))

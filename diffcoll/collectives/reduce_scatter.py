@@ -12,7 +12,6 @@ from typing import Literal, overload
 from torch import Tensor
 
 from diffcoll.core.arguments import Call, Parts
-from diffcoll.core.call import Bound, perform
 from diffcoll.core.maps import ReduceScatter
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import Op, blocks
@@ -59,6 +58,4 @@ def reduce_scatter(
     """
     call = Call("reduce_scatter", x, group, async_op, {"op": op, "dim": dim, "sizes": sizes})
     d, reduction = call.dim("dim", x), call.op(x)
-    cut = call.sizes_of_parts(x, d)
-    f = ReduceScatter(call.engine, d, cut)
-    return perform(call, Bound(f, x, steps=lambda: blocks(reduction, x, call.engine, d, cut)))
+    return call.perform(*blocks(reduction, x, ReduceScatter(call.engine, d, call.sizes_of_parts(x, d))))

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from diffcoll.core import check_mode
 from diffcoll.core.arguments import Call, Parts
-from diffcoll.core.call import Bound, perform
 from diffcoll.core.maps import AllToAll, named
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
@@ -67,4 +66,4 @@ def scatter(
     detail = f"src={root}"
     if check_mode.compares(call.engine):
         detail += f", sizes={parts}"  # of which a map has its rank's own
-    return perform(call, Bound(named(f, "scatter", detail), x if rank == root else x.narrow(d, 0, 0)))
+    return call.perform(named(f, "scatter", detail), x if rank == root else x.narrow(d, 0, 0))

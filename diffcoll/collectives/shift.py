@@ -11,8 +11,8 @@ from typing import Literal, overload
 
 from torch import Tensor
 
+from diffcoll.core import expect
 from diffcoll.core.arguments import Call
-from diffcoll.core.call import Bound, perform
 from diffcoll.core.maps import Permute, named
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
@@ -59,6 +59,6 @@ def shift(
     Source: notes/collectives/collectives.md#shift.
     """
     call = Call("shift", x, group, async_op, {"offset": offset, "wrap": wrap})
-    n, by, wraps = call.engine.size, call.integer("offset"), call.flag("wrap")
+    n, by, wraps = call.engine.size, call.integer("offset"), expect.flag("shift", "wrap", wrap)
     pairs = tuple((r, (r + by) % n) for r in range(n) if wraps or 0 <= r + by < n)
-    return perform(call, Bound(named(Permute(call.engine, pairs), "shift"), x))
+    return call.perform(named(Permute(call.engine, pairs), "shift"), x)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from diffcoll.core.arguments import Call, Parts
-from diffcoll.core.call import Bound, perform
 from diffcoll.core.maps import Split
 from diffcoll.engines.types import Group
 
@@ -42,5 +41,5 @@ def split(x: Tensor, dim: int = 0, *, group: Group = None, sizes: Parts = None) 
     """
     call = Call("split", x, group, False, {"dim": dim, "sizes": sizes})
     d = call.dim("dim", x)
-    y: Tensor = perform(call, Bound(Split(call.engine, d, call.sizes_of_parts(x, d)), x))
+    y: Tensor = call.perform(Split(call.engine, d, call.sizes_of_parts(x, d)), x)
     return y

@@ -7,10 +7,11 @@ note      notes/collectives/collectives.md#sum_gradients   truth  diffcoll.truth
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from diffcoll.core.arguments import Call, Tree
-from diffcoll.core.call import Bound, perform
 from diffcoll.core.maps import SumGradients
 from diffcoll.core.tree_calls import by_message
 from diffcoll.engines.types import Group
@@ -44,9 +45,9 @@ def sum_gradients(x: Tree, *, group: Group = None) -> Tree:
     Source: notes/collectives/collectives.md#sum_gradients.
     """
     call = Call("sum_gradients", x, group, False, {})
-    y: Tree = perform(call, _bind(call, x)) if isinstance(x, Tensor) else by_message(call, _bind)
+    y: Tree = _of_tensor(call) if isinstance(x, Tensor) else by_message(call, _of_tensor)
     return y
 
 
-def _bind(call: Call, x: Tensor) -> Bound:
-    return Bound(SumGradients(call.engine), x)
+def _of_tensor(call: Call) -> Any:
+    return call.perform(SumGradients(call.engine), call.x)

@@ -1,8 +1,17 @@
-"""The arguments of a call, read one by one; each error names operation, argument, got, expected and a remedy."""
+"""One call of a collective: its arguments, read one by one, and its result.
+
+group                 async_op
+simulated, no rules   both        `diffcoll.truth`, in one autograd graph of all ranks
+within torch.compile  False       one op in the graph
+within torch.compile  True        two ops, start and wait
+any other             False       `rules.apply`
+any other             True        `rules.start`, and a `Pending`
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -13,8 +22,11 @@ from diffcoll.core import expect
 from diffcoll.core.errors import message
 from diffcoll.core.exchange import exchanged, sizes_of_ranks
 from diffcoll.core.groups import resolve
+from diffcoll.core.maps import PER_RANK, Linear
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import REDUCTIONS, Reduction, spelled
+from diffcoll.core.rules import apply, start
+from diffcoll.core.torch_private.transforms import batch_sizes
 from diffcoll.core.trees import is_tree
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group, word_of
@@ -45,10 +57,13 @@ _OPS = ", ".join(f'"{name}"' for name in REDUCTIONS) + ", or a ReduceOp"
 
 
 class Call:
-    """The call `name(x, group=group, async_op=async_op, **arguments)`, whose arguments a collective reads.
+    """The call `name(x, group=group, async_op=async_op, **arguments)`.
+
+    The methods read one argument each. Their errors name operation, argument, what it got, what is expected and a
+    remedy; so do those of the constructor, which reads group, async_op and x.
 
     Raises:
-        TypeError, ValueError: one of them is invalid. Each method that reads one raises these too.
+        TypeError, ValueError: an argument is invalid.
     """
 
     def __init__(self, name: str, x: Any, group: Group, async_op: bool, arguments: dict[str, Any]) -> None:
@@ -68,12 +83,38 @@ class Call:
         """Return the same call for a leaf of a tree, or for several leaves in one row."""
         return Call(self.name, x, self.group, self.async_op, self.arguments)
 
+    def perform(self, f: Linear, x: Tensor, after: Callable[[Tensor], Tensor] | None = None) -> Any:
+        """Return the result, after(f(x)), or with async_op a `Pending` of it."""
+        if self.engine.in_one_graph:
+            return self._in_truth(f, x)
+        if self.async_op:
+            wait = start(f, x)
+            return Pending(self.name, wait if after is None else lambda: after(wait()))
+        y = apply(f, x)
+        return y if after is None else after(y)
+
+    def _in_truth(self, f: Linear, x: Tensor) -> Any:
+        """Return the result by `diffcoll.truth`; f is the map of the sum for a reduction that is not linear."""
+        arguments = dict(self.arguments)  # in one spelling
+        if "op" in arguments:
+            arguments["op"] = self.op(self.x).name
+        if "grad_placement" in arguments:
+            arguments["grad_placement"] = "replicate" if self.replicated() else "partial"
+        for name in ("dim", "split_dim", "concat_dim"):
+            if arguments.get(name, 0) < 0:
+                arguments[name] %= max(1, self.x.dim() + arguments.get("stack", False))
+        values = [getattr(f, field.name) for field in fields(f) if field.name not in PER_RANK]
+        meaning = self.name, f.detail, arguments.get("op"), *values
+        kind = x.dtype, f.common_shape(x.shape), batch_sizes(x)
+        y: Tensor = self.engine.run_truth(self.name, self.x, arguments, (meaning, kind))
+        return Pending(self.name, lambda: y) if self.async_op else y
+
     def error(self, argument: str, expected: str, remedy: str = "", got: object = None) -> ValueError:
         """Return the ValueError about one argument."""
         got = self.arguments.get(argument) if got is None else got
         if not isinstance(got, str):
             # Dynamo cannot trace the repr of an object of a class with a base in C++, such as Partial("avg").
-            traces = torch.compiler.is_compiling() and not isinstance(got, (int, float, tuple, list, type(None)))
+            traces = self.engine.compiling and not isinstance(got, (int, float, tuple, list, type(None)))
             got = type(got).__name__ if traces else repr(got)
         return ValueError(message(self.name, argument, got, expected, remedy))
 
@@ -93,7 +134,9 @@ class Call:
         if x.is_nested:
             remedy = "pass x.values() and the lengths, or x.to_padded_tensor(0.0)"
             raise TypeError(message(self.name, argument, "a nested tensor", expected, remedy))
-        if not _is_dense(x):
+        # Dynamo does not trace x.layout in the backward of a user's Function.
+        sparse = x.is_sparse or x.is_sparse_csr or x.is_mkldnn if self.engine.compiling else x.layout != torch.strided
+        if sparse or x.is_quantized:
             layout = "quantized" if x.is_quantized else str(x.layout)
             raise TypeError(
                 message(self.name, argument, f"a {layout} tensor", expected, "pass x.to_dense() or dequantize")
@@ -156,14 +199,13 @@ class Call:
         if x.dtype not in ADDED:
             raise TypeError(message(self.name, "x", str(x.dtype), "a dtype that PyTorch adds up", f"pass {_wider(x)}"))
 
-    def flag(self, argument: str) -> bool:
-        """Return a boolean argument."""
-        return expect.flag(self.name, argument, self.arguments[argument])
-
     def integer(self, argument: str) -> int:
         """Return an integer argument."""
+        value = self.arguments[argument]
+        if type(value) is int:
+            return value
         self._refuse_tensors(argument)
-        return expect.integer(self.name, argument, self.arguments[argument])
+        return expect.integer(self.name, argument, value)
 
     def dim(self, argument: str, x: Tensor, new: bool = False) -> int:
         """Return a dimension counted from the front; `new`: of the result, which has one dimension more than x."""
@@ -179,8 +221,7 @@ class Call:
         """Return a rank within the group."""
         value = self.integer(argument)
         if not 0 <= value < self.engine.size:
-            n = self.engine.size
-            raise self.error(argument, f"a rank within the group, from 0 to {n - 1}")
+            raise self.error(argument, f"a rank within the group, from 0 to {self.engine.size - 1}")
         return value
 
     def pairs(self, argument: str) -> tuple[tuple[int, int], ...]:
@@ -261,14 +302,6 @@ class Call:
             x = "torch.cat(xs)" if listed and self.name in ("reduce_scatter", "all_to_all", "scatter") else "x"
             remedy = f"{self.name} takes no output list: y = dc.{self.name}({x})"
             raise TypeError(message(self.name, argument, type(value).__name__, "no tensors", remedy))
-
-
-def _is_dense(x: Tensor) -> bool:
-    if x.is_quantized:
-        return False
-    if torch.compiler.is_compiling():  # Dynamo does not trace x.layout in the backward of a user's Function
-        return not (x.is_sparse or x.is_sparse_csr or x.is_mkldnn)
-    return x.layout == torch.strided
 
 
 def _wider(x: Tensor) -> str:

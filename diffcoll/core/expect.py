@@ -96,8 +96,8 @@ def floating(name: str, argument: str, x: object, remedy: str, or_complex: bool 
 
 
 def _index(value: Any) -> int:
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return cast(int, value)  # index() would turn a symbol of the compiler into a constant
     if isinstance(value, bool):
         raise TypeError
-    if isinstance(value, torch.SymInt) or (torch.compiler.is_compiling() and isinstance(value, int)):
-        return cast(int, value)  # index() would turn a symbol into a constant
     return operator.index(value)

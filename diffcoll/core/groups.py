@@ -26,9 +26,8 @@ from diffcoll.engines.types import Group
 _default: Any = None
 _solo = SoloEngine()
 
-#: What launchers set: torchrun and compatible ones; Open MPI, MPICH and compatible ones (Intel MPI, Slurm's PMI). Those
-#: of MPI set theirs before the process starts. A look-up in os.environ takes half a microsecond.
-_LAUNCHED, _BY_MPI = "WORLD_SIZE", [name for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in os.environ]
+#: What launchers set: torchrun and compatible ones; Open MPI, MPICH and compatible ones (Intel MPI, Slurm's PMI).
+_LAUNCHERS = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
 
 
 def resolve(group: Any, operation: str) -> Engine:
@@ -50,7 +49,12 @@ def resolve(group: Any, operation: str) -> Engine:
             f"{operation}: group: got {type(group).__name__}, expected None, a torch.distributed.ProcessGroup, "
             "a one-dimensional DeviceMesh or an mpi4py.MPI.Comm; torch.distributed.new_group([…]) makes one"
         )
-    _refuse_lonely_launch(operation)
+    if launched := _launched():
+        raise RuntimeError(
+            f"{operation}: {launched} says that several processes were launched, but no group connects them; call "
+            "torch.distributed.init_process_group() first, or name a group, with group=… or "
+            "diffcoll.set_default_group(…): MPI.COMM_WORLD under an MPI launcher"
+        )
     return NamedEngine(facts(_solo)) if compiling else _solo
 
 
@@ -149,16 +153,14 @@ def _refuse_simulated() -> None:
         raise RuntimeError(guards.NO_GRAPHS)
 
 
-def _refuse_lonely_launch(operation: str) -> None:
-    """Raise if several processes were launched and no group connects them, instead of N single-rank jobs."""
-    for variable in (_LAUNCHED, *_BY_MPI):
-        value = os.environ.get(variable, "")
-        if value.isdigit() and int(value) > 1:
-            raise RuntimeError(
-                f"{operation}: {variable}={value} says that {value} processes were launched, but no group connects "
-                "them; call torch.distributed.init_process_group() first, or name a group, with group=… or "
-                "diffcoll.set_default_group(…): MPI.COMM_WORLD under an MPI launcher"
-            )
+@cache
+def _launched() -> str:
+    """Return the variable of the environment, and its value, by which several processes were launched; "": none.
+
+    Without a group these would be jobs of one rank each. It is read at the first call without one.
+    """
+    values = ((name, os.environ.get(name, "")) for name in _LAUNCHERS)
+    return next((f"{name}={value}" for name, value in values if value.isdigit() and int(value) > 1), "")
 
 
 def collectives_only(group: Any) -> bool:

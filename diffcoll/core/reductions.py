@@ -109,10 +109,11 @@ def spelled(op: Any) -> str | None:
     return SPELLINGS.get(name.lower(), name) if isinstance(name, str) else None
 
 
-def on_all_ranks(reduction: Reduction, x: Tensor, engine: Engine, replicated: bool) -> Steps:
-    """y on every rank."""
-    if reduction.over is None:
-        return _sum(reduction, x, AllReduce(engine, replicated))
+def on_all_ranks(reduction: Reduction, x: Tensor, f: AllReduce) -> Steps:
+    """y on every rank; f: the map of the sum, as in the functions below."""
+    if reduction.over is None or f.engine.in_one_graph:
+        return _sum(reduction, x, f)
+    engine, replicated = f.engine, f.replicated
     sizes = even_sizes(x.numel(), engine.size)
     if _in_one_stack(x, engine):
         if replicated or engine.size == 1:
@@ -125,10 +126,11 @@ def on_all_ranks(reduction: Reduction, x: Tensor, engine: Engine, replicated: bo
     return named(last, "all_reduce", reduction.name), _row_block(reduction, x, engine, sizes), lambda y: y.view(x.shape)
 
 
-def on_rank(reduction: Reduction, x: Tensor, engine: Engine, dst: int) -> Steps:
+def on_rank(reduction: Reduction, x: Tensor, f: Reduce) -> Steps:
     """y on rank dst, zeros elsewhere."""
-    if reduction.over is None:
-        return _sum(reduction, x, Reduce(engine, dst))
+    if reduction.over is None or f.engine.in_one_graph:
+        return _sum(reduction, x, f)
+    engine, dst = f.engine, f.dst
     if _in_one_stack(x, engine):
         return _whole(reduction, x, engine, lambda y: apply(Keep(engine, dst), y))
     sizes = even_sizes(x.numel(), engine.size)
@@ -142,14 +144,14 @@ def on_rank(reduction: Reduction, x: Tensor, engine: Engine, dst: int) -> Steps:
     return named(to_root(engine, dst, 0, sizes), "reduce", reduction.name), block, shaped
 
 
-def blocks(reduction: Reduction, x: Tensor, engine: Engine, dim: int, sizes: tuple[int, ...]) -> Steps:
+def blocks(reduction: Reduction, x: Tensor, f: ReduceScatter) -> Steps:
     """Block r of y along dim, on rank r."""
-    if reduction.over is None:
-        return _sum(reduction, x, ReduceScatter(engine, dim, sizes))
-    n = engine.size
-    cut = sizes or (x.shape[dim] // n,) * n
-    f = named(AllToAll(engine, dim + 1, 0, cut, (1,) * n), "reduce_scatter", reduction.name)
-    return f, x.unsqueeze(0), lambda stack: reduction.of(stack).clone(memory_format=torch.contiguous_format)
+    if reduction.over is None or f.engine.in_one_graph:
+        return _sum(reduction, x, f)
+    n = f.engine.size
+    cut = f.sizes or (x.shape[f.dim] // n,) * n
+    first = named(AllToAll(f.engine, f.dim + 1, 0, cut, (1,) * n), "reduce_scatter", reduction.name)
+    return first, x.unsqueeze(0), lambda stack: reduction.of(stack).clone(memory_format=torch.contiguous_format)
 
 
 def to_root(engine: Engine, root: int, dim: int, sizes: tuple[int, ...]) -> AllToAll:
@@ -161,7 +163,7 @@ def to_root(engine: Engine, root: int, dim: int, sizes: tuple[int, ...]) -> AllT
 
 def _sum(reduction: Reduction, x: Tensor, f: Linear) -> Steps:
     """Σ_s x_s, or Σ_s x_s / N; a mean of half precisions is added up in the wider dtype, and rounded once."""
-    if reduction.name == "sum" or f.engine.size == 1:
+    if reduction.name == "sum" or f.engine.size == 1 or f.engine.in_one_graph:
         return f, x, None
     dtype, wide = x.dtype, wider(x.dtype)
     after = None if wide == dtype else lambda y: y.to(dtype)

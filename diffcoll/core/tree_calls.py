@@ -10,7 +10,6 @@ from torch import Tensor
 
 from diffcoll.core import check_mode
 from diffcoll.core.arguments import Call
-from diffcoll.core.call import Bound, perform
 from diffcoll.core.errors import message, user_line
 from diffcoll.core.exchange import sizes_of_ranks
 from diffcoll.core.maps import AllGather
@@ -18,34 +17,33 @@ from diffcoll.core.pending import Pending
 from diffcoll.core.trees import by_dtype, joined, row_of, tree_flatten, tree_paths, unpacked
 
 
-def by_message(call: Call, bind: Callable[[Call, Tensor], Bound]) -> Any:
-    """Return the result of an elementwise collective; `bind` reads the arguments for one tensor."""
+def by_message(call: Call, one: Callable[[Call], Any]) -> Any:
+    """Return the result of an elementwise collective; `one` performs the call of one tensor."""
     leaves, rebuild = _leaves(call)
     _compare(call, leaves)
     if call.engine.in_one_graph:
-        return _joint(call, [_performed(call.of(leaf), bind) for leaf in leaves], rebuild)
+        return _joint(call, [one(call.of(leaf)) for leaf in leaves], rebuild)
     groups = by_dtype(leaves)
-    ys = [_performed(call.of(row_of([leaves[i] for i in indices])), bind) for indices in groups]
+    ys = [one(call.of(row_of([leaves[i] for i in indices]))) for indices in groups]
     shapes = [leaf.shape for leaf in leaves]
     return _joint(call, ys, lambda rows: rebuild(unpacked(zip(groups, rows, strict=True), shapes)))
 
 
-def by_blocks(call: Call, block_of: Callable[[Call, Tensor], tuple[Tensor, int]], replicated: bool) -> Any:
+def by_blocks(
+    call: Call, one: Callable[[Call], Any], block_of: Callable[[Call], tuple[Tensor, int]], replicated: bool
+) -> Any:
     """Return the result of all_gather; `block_of` returns a leaf as a block, and its dimension to join along."""
     leaves, rebuild = _leaves(call)
-    blocks = [block_of(call.of(leaf), leaf) for leaf in leaves]
+    calls = [call.of(leaf) for leaf in leaves]
+    blocks = [block_of(each) for each in calls]
     n = call.engine.size
     _compare(call, leaves, [d for _, d in blocks])
     if call.engine.in_one_graph:
-        ys = []
-        for leaf, (block, d) in zip(leaves, blocks, strict=True):
-            of = call.of(leaf)
-            ys.append(perform(of, Bound(AllGather(call.engine, d, of.sizes_of_all(block, d), replicated), block)))
-        return _joint(call, ys, rebuild)
+        return _joint(call, [one(each) for each in calls], rebuild)
     if call.arguments["sizes"] == "auto":  # one message for all leaves
         lengths = sizes_of_ranks(call.name, call.engine, blocks)
     else:
-        lengths = [call.of(x).sizes_of_all(b, d) or (b.shape[d],) * n for x, (b, d) in zip(leaves, blocks, strict=True)]
+        lengths = [of.sizes_of_all(b, d) or (b.shape[d],) * n for of, (b, d) in zip(calls, blocks, strict=True)]
     shapes = [
         [[*b.shape[:d], length, *b.shape[d + 1 :]] for length in of_ranks]
         for (b, d), of_ranks in zip(blocks, lengths, strict=True)
@@ -54,7 +52,7 @@ def by_blocks(call: Call, block_of: Callable[[Call, Tensor], tuple[Tensor, int]]
     for indices in groups:
         row = row_of([blocks[i][0] for i in indices])
         sizes = tuple(sum(prod(shapes[i][s]) for i in indices) for s in range(n))
-        ys.append(perform(call.of(row), Bound(AllGather(call.engine, 0, sizes, replicated), row)))
+        ys.append(call.of(row).perform(AllGather(call.engine, 0, sizes, replicated), row))
 
     def unpack(rows: list[Tensor]) -> Any:
         found: list[Any] = [None] * len(leaves)
@@ -65,10 +63,6 @@ def by_blocks(call: Call, block_of: Callable[[Call, Tensor], tuple[Tensor, int]]
         return rebuild(found)
 
     return _joint(call, ys, unpack)
-
-
-def _performed(call: Call, bind: Callable[[Call, Tensor], Bound]) -> Any:
-    return perform(call, bind(call, call.x))
 
 
 def _joint(call: Call, ys: list[Any], join: Callable[[list[Tensor]], Any]) -> Any:

@@ -32,18 +32,16 @@ class MessageEngine(Engine):
 
     @override
     def exchange(self, sends: Blocks, recvs: Blocks, later: bool = False) -> Wait:
-        pairs, wants = self._to_others(sends), self._to_others(recvs)
+        rank = self.rank
         wait: Wait = done
+        pairs = [(s, t) for s, t in enumerate(sends) if t is not None and s != rank and t.numel()]
+        wants = [(s, t) for s, t in enumerate(recvs) if t is not None and s != rank and t.numel()]
         if some := pairs or wants:
             wait = (self.messages if self.reaches(some[0][1]) else self._through_cpu)(pairs, wants)
-        own, into = sends[self.rank], recvs[self.rank]
+        own, into = sends[rank], recvs[rank]
         if into is not None and own is not None and own is not into:
             into.copy_(own)
         return wait
-
-    def _to_others(self, blocks: Blocks) -> Messages:
-        rank = self.rank
-        return [(s, t) for s, t in enumerate(blocks) if s != rank and t is not None and t.numel()]
 
     def _through_cpu(self, pairs: Messages, wants: Messages) -> Wait:
         received = [(s, _on_cpu(t)) for s, t in wants]

@@ -406,8 +406,8 @@ MUTANTS = [
     ),
     # on one rank and on many: what the call of a wrong map would send
     Mutant(
-        "core/call.py",
-        "perform",
+        "core/arguments.py",
+        "Call.perform",
         "return y if after is None else after(y)",
         "return y",
         "op mean dtypes",

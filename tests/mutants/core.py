@@ -676,9 +676,9 @@ MUTANTS = [
     # groups
     Mutant(
         "core/groups.py",
-        "_refuse_lonely_launch",
-        "int(value) > 1:",
-        "int(value) > 2:",
+        "_launched",
+        "int(value) > 1",
+        "int(value) > 2",
         "one_group",
         f"{GROUPS}::test_launched_but_not_connected",
     ),

@@ -262,9 +262,9 @@ MUTANTS = [
     ),
     Mutant(
         "engines/messages.py",
-        "MessageEngine._to_others",
-        " and t.numel()]",
-        "]",
+        "MessageEngine.exchange",
+        "enumerate(sends) if t is not None and s != rank and t.numel()]",
+        "enumerate(sends) if t is not None and s != rank]",
         "gloo sizes",
         f"{C10D}::test_empty_blocks_are_not_sent",
     ),

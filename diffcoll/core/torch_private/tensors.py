@@ -44,9 +44,8 @@ def divided(x: Tensor, divisor: int) -> Tensor:
     return y
 
 
-def is_zero_without_memory(x: Tensor) -> bool:
-    """Whether x is a ZeroTensor, which has no memory; autograd makes them in forward mode."""
-    return x._is_zerotensor()
+#: Whether x is a ZeroTensor, which has no memory; autograd makes them in forward mode.
+is_zero_without_memory: Callable[[Tensor], bool] = Tensor._is_zerotensor
 
 
 def has_earlier_hooks(p: Tensor) -> bool:

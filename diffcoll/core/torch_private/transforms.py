@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
 
-
-def is_transformed(x: Tensor) -> bool:
-    """Whether a torch.func transform has wrapped x; no public API tells.
-
-    Simulated ranks in one graph must refuse such tensors: the levels of a transform belong to one thread.
-    """
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
+#: Whether a torch.func transform has wrapped x; no public API tells. Simulated ranks in one graph must refuse such
+#: tensors: the levels of a transform belong to one thread.
+is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def without_transforms(x: Tensor) -> Tensor:
