@@ -49,13 +49,10 @@ def resolve(group: Any, operation: str) -> Engine:
             f"{operation}: group: got {type(group).__name__}, expected None, a torch.distributed.ProcessGroup, "
             "a one-dimensional DeviceMesh or an mpi4py.MPI.Comm; torch.distributed.new_group([…]) makes one"
         )
-    if launched := _launched():
-        raise RuntimeError(
-            f"{operation}: {launched} says that several processes were launched, but no group connects them; call "
-            "torch.distributed.init_process_group() first, or name a group, with group=… or "
-            "diffcoll.set_default_group(…): MPI.COMM_WORLD under an MPI launcher"
-        )
-    return NamedEngine(facts(_solo)) if compiling else _solo
+    if compiling:
+        return NamedEngine(facts(_solo))
+    _refuse_lonely_launch(operation)
+    return _solo
 
 
 def _find(group: Any) -> Engine | None:
@@ -111,6 +108,8 @@ def _facts_of(group: Any) -> Facts | None:
             "rules for ops; compile the function and differentiate it by autograd, or leave the transform uncompiled"
         )
     engine = _find(unfaked(group))
+    if engine is None and group is None:
+        _refuse_lonely_launch("a compiled collective")
     return facts(engine) if engine else None
 
 
@@ -151,6 +150,15 @@ def _refuse_simulated() -> None:
     guards.refuse_in_backward("a compiled collective")
     if guards.THREAD.rank is not None:
         raise RuntimeError(guards.NO_GRAPHS)
+
+
+def _refuse_lonely_launch(operation: str) -> None:
+    if launched := _launched():
+        raise RuntimeError(
+            f"{operation}: {launched} says that several processes were launched, but no group connects them; call "
+            "torch.distributed.init_process_group() first, or name a group, with group=… or "
+            "diffcoll.set_default_group(…): MPI.COMM_WORLD under an MPI launcher"
+        )
 
 
 @cache
