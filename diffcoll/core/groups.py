@@ -155,7 +155,7 @@ def _refuse_simulated() -> None:
 def _refuse_lonely_launch(operation: str) -> None:
     if launched := _launched():
         raise RuntimeError(
-            f"{operation}: {launched} says that several processes were launched, but no group connects them; call "
+            f"{operation}: {launched} processes were launched, but no group connects them; call "
             "torch.distributed.init_process_group() first, or name a group, with group=… or "
             "diffcoll.set_default_group(…): MPI.COMM_WORLD under an MPI launcher"
         )
@@ -163,12 +163,12 @@ def _refuse_lonely_launch(operation: str) -> None:
 
 @cache
 def _launched() -> str:
-    """Return the variable of the environment, and its value, by which several processes were launched; "": none.
+    """Return which variable of the environment says how many processes were launched, if several; "": none.
 
     Without a group these would be jobs of one rank each. It is read at the first call without one.
     """
     values = ((name, os.environ.get(name, "")) for name in _LAUNCHERS)
-    return next((f"{name}={value}" for name, value in values if value.isdigit() and int(value) > 1), "")
+    return next((f"{name}={n} says that {n}" for name, n in values if n.isdigit() and int(n) > 1), "")
 
 
 def collectives_only(group: Any) -> bool:

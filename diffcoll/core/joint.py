@@ -128,8 +128,8 @@ def recording() -> _Chain | None:
 
 
 def record(rule: Any, x: Tensor, *more: Any) -> Tensor:
-    """Return rule.apply(x, *more), recorded on the region's chain if there is one."""
-    chain = None if of_thread.chain is None else recording()
+    """Return rule.apply(x, *more), called within a region, recorded on its chain."""
+    chain = recording()
     if chain is None or is_within_transform():
         return apply_rule(rule, x, *more)
     if carries_tangents():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,12 +17,14 @@ from diffcoll.core.torch_private.transforms import is_transformed
 from diffcoll.engines.devices import current_stream
 from diffcoll.engines.turn import BackendError, Turn
 
+T = TypeVar("T")
+
 
 def move(x: Tensor, f: Linear, origin: Origin | None = None) -> Tensor:
     """Return f(x) of a plain tensor; `origin`: the forward call whose backward this is, if it is one."""
     # Runs several times per training step with cold caches: every Python statement counts (notes/running/engines.md).
     if is_profiling() or is_observed():
-        return _observed(lambda: _moved(x, f, origin), f, origin, x)
+        return _named(lambda: _moved(x, f, origin), f, origin, x)
     return _moved(x, f, origin)
 
 
@@ -46,10 +49,7 @@ class InFlight:
     def __init__(self, x: Tensor, f: Linear, origin: Origin | None) -> None:
         self._f, self._origin = f, origin
         self._wait: Callable[[], Tensor] | None = None
-        if is_profiling() or is_observed():
-            _observed(lambda: self._start(x), f, origin, x)
-        else:
-            self._start(x)
+        _named(lambda: self._start(x), f, origin, x)
 
     def _start(self, x: Tensor) -> None:
         f = self._f
@@ -65,9 +65,7 @@ class InFlight:
         """Wait for f(x)."""
         if self._wait is None:
             raise RuntimeError(f"{self._f.name}: an earlier wait() of this call failed; see its error")
-        if is_profiling() or is_observed():
-            return _observed(self._take, self._f, self._origin, None)
-        return self._take()
+        return _named(self._take, self._f, self._origin, None)
 
     def _take(self) -> Tensor:
         with Turn(self._f.engine, self._f.name, self._origin, check_mode.is_on()):
@@ -80,17 +78,19 @@ class InFlight:
             self._f.engine.abandoned.append(self._wait)
 
 
-def _observed(step: Callable[[], Tensor | None], f: Linear, origin: Origin | None, x: Tensor | None) -> Tensor:
+def _named(step: Callable[[], T], f: Linear, origin: Origin | None, x: Tensor | None) -> T:
     """Return step(), which sends x or waits for it: named in profiles, and hidden from modes."""
     if is_observed():
         if is_tracing():
             raise RuntimeError(f"{f.name}: this tracer does not record a collective; torch.compile and torch.export do")
         with unobserved():
-            return _observed(step, f, origin, x)
+            return _named(step, f, origin, x)
+    if not is_profiling():
+        return step()
     call = f.name if origin is None else f"{origin.name} backward"
     nbytes = "" if x is None else f", {f.bytes(x)} B"
     with torch.profiler.record_function(f"diffcoll.{call}: {f.engine.description}{nbytes}"):
-        return step()  # type: ignore[return-value]
+        return step()
 
 
 def _begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:

@@ -21,17 +21,17 @@ from torch import Tensor
 from torch.autograd import Function
 
 from diffcoll.core.errors import Origin
-from diffcoll.core.joint import read_in_checkpoint, record
+from diffcoll.core.joint import of_thread, read_in_checkpoint, record
 from diffcoll.core.maps import Linear
 from diffcoll.core.moves import InFlight, move
 from diffcoll.core.torch_private.autograd import backward_at_work, save_in_checkpoint
 from diffcoll.core.torch_private.tracing import untraced
-from diffcoll.core.torch_private.transforms import batch_last
+from diffcoll.core.torch_private.transforms import apply_rule, batch_last, is_batched_by_autograd
 
 
 def apply(f: Linear, x: Tensor) -> Tensor:
     """Return f(x), differentiable to any order and in both modes; in a graph that is compiled, as one op."""
-    return _compiled().apply(f, x) if f.engine.compiling else record(_Apply, x, f, None)
+    return _compiled().apply(f, x) if f.engine.compiling else _run(_Apply, x, f, None)
 
 
 def start(f: Linear, x: Tensor) -> Callable[[], Tensor]:
@@ -40,7 +40,12 @@ def start(f: Linear, x: Tensor) -> Callable[[], Tensor]:
         wait: Callable[[], Tensor] = _compiled().start(f, x)
         return wait
     flight = Flight(None)
-    return _Awaited(record(_Start, x, f, flight), f, flight)
+    return _Awaited(_run(_Start, x, f, flight), f, flight)
+
+
+def _run(rule: Any, x: Tensor, *more: Any) -> Tensor:
+    """Return rule.apply(x, *more), which a region of joint_backward records."""
+    return apply_rule(rule, x, *more) if of_thread.chain is None else record(rule, x, *more)
 
 
 def _compiled() -> Any:
@@ -50,8 +55,8 @@ def _compiled() -> Any:
     return compiled
 
 
-def _of_backward(ctx: Any) -> Origin:
-    """Return what names a backward; raise if ranks may run this second backward in different orders.
+def _of_backward(ctx: Any, gy: Tensor) -> Origin:
+    """Return what names a backward; raise if it cannot be run, or ranks may run it in different orders.
 
     Autograd runs nodes in the order of their numbers, which count the nodes of the thread that makes them. A backward
     with create_graph in autograd's own thread (that of an accelerator) makes nodes that are numbered by it, and ranks
@@ -63,6 +68,11 @@ def _of_backward(ctx: Any) -> Origin:
             f"{origin.name}: {origin.backward}, called at {origin.line}: got a graph that autograd has made in a "
             "thread of its own, where ranks may number their nodes differently, and so run collectives in different "
             "orders; call the first backward within torch.autograd.set_multithreading_enabled(False)"
+        )
+    if is_batched_by_autograd(gy) and ctx.f.engine.size > 1:
+        raise RuntimeError(
+            f"{origin.name}: {origin.backward}, called at {origin.line}: got gradients batched by is_grads_batched, "
+            "expected one; call torch.autograd.grad for each, or torch.func.vmap of torch.func.vjp"
         )
     if torch.is_grad_enabled() and ctx.thread != get_ident() and ctx.f.engine.size > 1:
         return origin.recorded_elsewhere()
@@ -91,17 +101,17 @@ class _Apply(Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
         read_in_checkpoint(ctx)
-        return record(_Apply, _dense(gy), ctx.f.adjoint, _of_backward(ctx)), None, None
+        return _run(_Apply, _dense(gy), ctx.f.adjoint, _of_backward(ctx, gy)), None, None
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor, *_: None) -> Tensor:
-        return record(_Apply, tx, ctx.f, None)
+        return _run(_Apply, tx, ctx.f, None)
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int, None, None], x: Tensor, f: Linear, origin: Origin | None
     ) -> tuple[Tensor, int]:
-        return batch_last(record(_Apply, x.movedim(in_dims[0], -1), f, origin))
+        return batch_last(_run(_Apply, x.movedim(in_dims[0], -1), f, origin))
 
 
 # ── started and awaited separately ───────────────────────────────────────────────────────────────────────
@@ -141,7 +151,7 @@ class _Awaited:
         "fullgraph",
     )
     def __call__(self) -> Tensor:
-        return record(_Wait, *self._of)
+        return _run(_Wait, *self._of)
 
 
 class _Start(Function):
@@ -166,16 +176,16 @@ class _Start(Function):
                 f"{ctx.origin.name}(async_op=True) at {ctx.origin.line}: backward: got a collective in flight, "
                 "expected one whose wait() was called within the region, on all ranks"
             )
-        return record(_Wait, gempty, ctx.f.adjoint, adjoint), None, None
+        return _run(_Wait, gempty, ctx.f.adjoint, adjoint), None, None
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor, *_: None) -> Tensor:
         ctx.flight.tangents.append(Flight(None))
-        return record(_Start, tx, ctx.f, ctx.flight.tangents[-1])
+        return _run(_Start, tx, ctx.f, ctx.flight.tangents[-1])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None, None], x: Tensor, f: Linear, flight: Flight) -> tuple[Tensor, int]:
-        empty = record(_Start, x.movedim(in_dims[0], -1), f, flight)
+        empty = _run(_Start, x.movedim(in_dims[0], -1), f, flight)
         return empty.unsqueeze(1).expand(0, info.batch_size), 1
 
 
@@ -199,15 +209,15 @@ class _Wait(Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
         read_in_checkpoint(ctx)
-        ctx.flight.adjoints[backward_at_work()] = adjoint = Flight(_of_backward(ctx))
-        return record(_Start, _dense(gy), ctx.f.adjoint, adjoint), None, None
+        ctx.flight.adjoints[backward_at_work()] = adjoint = Flight(_of_backward(ctx, gy))
+        return _run(_Start, _dense(gy), ctx.f.adjoint, adjoint), None, None
 
     @staticmethod
     def jvp(ctx: Any, tempty: Tensor, *_: None) -> Tensor:
-        return record(_Wait, tempty, ctx.f, ctx.flight.tangents.popleft())
+        return _run(_Wait, tempty, ctx.f, ctx.flight.tangents.popleft())
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int, None, None], empty: Tensor, f: Linear, flight: Flight
     ) -> tuple[Tensor, int]:
-        return batch_last(record(_Wait, empty.sum(in_dims[0]), f, flight))
+        return batch_last(_run(_Wait, empty.sum(in_dims[0]), f, flight))

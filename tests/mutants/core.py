@@ -73,10 +73,18 @@ MUTANTS = [
     Mutant(
         "core/rules.py",
         "_of_backward",
-        " and ctx.f.engine.size > 1:",
-        ":",
+        "get_ident() and ctx.f.engine.size > 1:",
+        "get_ident():",
         "second_order one_group",
         "tests/test_hooks_and_threads.py",
+    ),
+    Mutant(
+        "core/rules.py",
+        "_of_backward",
+        "if is_batched_by_autograd(gy) and",
+        "if False and",
+        "errors transforms",
+        "tests/test_mistakes.py::test_batches_of_gradients_are_an_error",
     ),
     Mutant(
         "core/errors.py", "Origin.recorded_elsewhere", "marked = copy(self)", "marked = self", "second_order", THREADS
@@ -85,21 +93,21 @@ MUTANTS = [
     Mutant(
         "core/rules.py",
         "_Apply.jvp",
-        "record(_Apply, tx, ctx.f, None)",
-        "record(_Apply, tx, ctx.f.adjoint, None)",
+        "_run(_Apply, tx, ctx.f, None)",
+        "_run(_Apply, tx, ctx.f.adjoint, None)",
         "forward_mode",
         f"{TABLE} broadcast-2",
     ),
     Mutant(
         "core/rules.py",
         "_Apply.jvp",
-        "record(_Apply, tx, ctx.f, None)",
-        "record(_Apply, tx.detach(), ctx.f, None)",
+        "_run(_Apply, tx, ctx.f, None)",
+        "_run(_Apply, tx.detach(), ctx.f, None)",
         "forward_mode transforms",
         "tests/test_nests.py",
     ),
     Mutant(
-        "core/rules.py", "_Apply.jvp", "record(_Apply, tx, ctx.f, None)", "tx", "forward_mode", f"{TABLE} all_reduce-2"
+        "core/rules.py", "_Apply.jvp", "_run(_Apply, tx, ctx.f, None)", "tx", "forward_mode", f"{TABLE} all_reduce-2"
     ),
     Mutant("core/rules.py", "_Wait.jvp", "tangents.popleft()", "tangents.pop()", "forward_mode async_op", PENDING),
     Mutant(
@@ -152,7 +160,7 @@ MUTANTS = [
         "transforms",
         f"{COMPILED}::test_tensors_left_by_a_transform",
     ),
-    Mutant("core/moves.py", "_observed", "        with unobserved():\n", "        if True:\n", "transforms", MODES),
+    Mutant("core/moves.py", "_named", "        with unobserved():\n", "        if True:\n", "transforms", MODES),
     Mutant(
         "core/torch_private/tracing.py",
         "unobserved",
@@ -677,8 +685,8 @@ MUTANTS = [
     Mutant(
         "core/groups.py",
         "_launched",
-        "int(value) > 1",
-        "int(value) > 2",
+        "int(n) > 1",
+        "int(n) > 2",
         "one_group",
         f"{GROUPS}::test_launched_but_not_connected",
     ),

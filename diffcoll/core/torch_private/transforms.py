@@ -14,6 +14,10 @@ from torch.autograd import Function, forward_ad
 is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
+#: Whether `is_grads_batched` of torch.autograd.grad has batched x; its vmap is older than torch.func's.
+is_batched_by_autograd: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+
+
 def without_transforms(x: Tensor) -> Tensor:
     """Return the tensor that torch.func transforms have wrapped, with all batches of vmap; no public API does."""
     while is_transformed(x):
@@ -88,15 +92,12 @@ def carries_tangents() -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether x is an ordinary tensor with memory, neither traced nor batched; a Parameter is not plain either.
-
-    The last line tells the batches of `is_grads_batched`, whose vmap is older than torch.func's.
-    """
+    """Whether x is an ordinary tensor with memory, neither traced nor batched; a Parameter is not plain either."""
     return (
         type(x) is Tensor
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._is_tracing()
-        and not torch._C._functorch.is_legacy_batchedtensor(x)
+        and not is_batched_by_autograd(x)
     )
 
 
