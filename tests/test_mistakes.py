@@ -323,7 +323,7 @@ def test_batches_of_gradients_are_an_error(run):
     def body(r):
         x = torch.ones(3, requires_grad=True)
         y = dc.all_reduce(x)
-        with pytest.raises(RuntimeError, match="all_reduce: .*is_grads_batched"):
+        with pytest.raises(RuntimeError, match=r"all_reduce: .*is_grads_batched"):
             torch.autograd.grad(y, x, torch.ones(2, 3), is_grads_batched=True)
         return dc.all_reduce(torch.tensor(r)).item()
 

@@ -61,6 +61,8 @@ class Linear(ABC):
     reads_at_once: ClassVar[bool] = False
     #: Whether it is the identity on a single rank.
     identity_alone: ClassVar[bool] = True
+    #: Whether x is replicated, see `shared`. Maps whose y may be replicated have a field `replicated`.
+    of_replicated: ClassVar[bool] = False
 
     engine: Engine
 
@@ -90,7 +92,7 @@ class Linear(ABC):
     @property
     def shared(self) -> tuple[bool, bool]:
         """Whether x, and whether y, is replicated: one tensor of which every rank has a copy."""
-        return False, False
+        return self.of_replicated, getattr(self, "replicated", False)
 
     def bytes(self, x: Tensor) -> int:
         """Return the number of bytes of x as it is sent."""
@@ -158,11 +160,6 @@ class AllReduce(Linear):
         """gx_r = Σ_s gy_s; replicated: gx_r = gy_r."""
         return SumGradients(self.engine) if self.replicated else self
 
-    @property
-    @override
-    def shared(self) -> tuple[bool, bool]:
-        return False, self.replicated
-
 
 @_map
 class SumGradients(Linear):
@@ -174,6 +171,7 @@ class SumGradients(Linear):
 
     name: ClassVar[str] = "sum_gradients"
     reads_at_once: ClassVar[bool] = True
+    of_replicated: ClassVar[bool] = True
 
     @override
     def start(self, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
@@ -185,11 +183,6 @@ class SumGradients(Linear):
     def adjoint(self) -> Linear:
         """gx_r = Σ_s gy_s."""
         return AllReduce(self.engine, True)
-
-    @property
-    @override
-    def shared(self) -> tuple[bool, bool]:
-        return True, False
 
 
 @_map
@@ -283,11 +276,6 @@ class AllGather(Linear):
         """gx_r = (Σ_s gy_s)[block r]; replicated: gx_r = gy_r[block r]."""
         return (Split if self.replicated else ReduceScatter)(self.engine, self.dim, self.sizes)
 
-    @property
-    @override
-    def shared(self) -> tuple[bool, bool]:
-        return False, self.replicated
-
 
 @_map
 class ReduceScatter(Linear):
@@ -320,6 +308,7 @@ class Split(Linear):
 
     name: ClassVar[str] = "split"
     reads_at_once: ClassVar[bool] = True
+    of_replicated: ClassVar[bool] = True
     dim: int
     sizes: Sizes = ()
 
@@ -339,11 +328,6 @@ class Split(Linear):
     def adjoint(self) -> Linear:
         """gx_r = [gy_0 … gy_{N−1}]."""
         return AllGather(self.engine, self.dim, self.sizes, True)
-
-    @property
-    @override
-    def shared(self) -> tuple[bool, bool]:
-        return True, False
 
 
 @_map
@@ -407,11 +391,6 @@ class Broadcast(Linear):
         """gx_src = Σ_s gy_s (replicated: gy_src); 0 elsewhere."""
         return (Keep if self.replicated else Reduce)(self.engine, self.src)
 
-    @property
-    @override
-    def shared(self) -> tuple[bool, bool]:
-        return False, self.replicated
-
 
 @_map
 class Keep(Linear):
@@ -419,6 +398,7 @@ class Keep(Linear):
 
     name: ClassVar[str] = "broadcast"
     reads_at_once: ClassVar[bool] = True
+    of_replicated: ClassVar[bool] = True
     src: int
 
     @override
@@ -432,11 +412,6 @@ class Keep(Linear):
     def adjoint(self) -> Linear:
         """gx_r = gy_src."""
         return Broadcast(self.engine, self.src, replicated=True)
-
-    @property
-    @override
-    def shared(self) -> tuple[bool, bool]:
-        return True, False
 
 
 @_map
@@ -488,10 +463,4 @@ class Permute(Linear):
 
 
 #: The maps by name: in a compiled graph a map is a text, see `diffcoll.core.compiled`.
-MAPS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        *(AllReduce, SumGradients, Scan, AllGather, ReduceScatter, Split, AllToAll),
-        *(Broadcast, Keep, Reduce, Permute),
-    )
-}
+MAPS: dict[str, Any] = {kind.__name__: kind for kind in Linear.__subclasses__()}

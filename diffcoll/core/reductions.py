@@ -45,7 +45,7 @@ Name: TypeAlias = Literal["sum", "mean", "avg", "product", "prod", "max", "min",
 #: What `op` may be: a name, or a `torch.distributed.ReduceOp`.
 Op: TypeAlias = Name | ReduceOp
 #: How many numbers of all ranks are compared at a time.
-PIECE = 1 << 17
+PIECE = 1 << 18
 #: A map, the tensor to apply it to, and what is done with its result.
 Steps = tuple[Linear, Tensor, Callable[[Tensor], Tensor] | None]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import worked
-from runs import gloo, rules, runs_on, truth
+from runs import gloo, runs_on
 from worked import Example
 
 import diffcoll as dc
@@ -129,14 +129,6 @@ def test_auto_sizes_and_another_trailing_shape(run, collective):
         return refused
 
     assert run(body, range(3)) == [[3] * len(others)] * 3
-
-
-def test_half_precision_is_added_up_in_single():
-    """60000 + 60000 overflows in float16; the sum of all does not."""
-    xs = [torch.full((3,), v, dtype=torch.float16) for v in (60000.0, 60000.0, -60000.0)]
-    for run in (truth, rules, gloo):
-        ys = run(dc.reduce_scatter, xs)
-        assert [(y.item(), y.dtype) for y in ys] == [(60000.0, torch.float16)] * 3
 
 
 def test_split_is_a_copy():

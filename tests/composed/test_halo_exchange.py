@@ -5,7 +5,6 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from releases import compiles, one_graph
 from runs import gloo, profiled, rules, runs_on, truth
 
 import diffcoll as dc
@@ -84,15 +83,6 @@ def test_derivatives_to_second_order(run, sizes):
             torch.testing.assert_close(got[r][i], (gs[r], second[r]))
 
 
-@pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.complex128, torch.bfloat16, torch.uint16])
-def test_dtypes(dtype):
-    x = (3 * numbers(7)).abs().to(dtype)
-    found = rules(lambda b: dc.halo_exchange(b, 0, 2, 1), x.split([2, 3, 2]))
-    whole = torch.cat([x.new_zeros(2), x, x.new_zeros(1)])
-    for y, at, n in zip(found, (0, 2, 5), (2, 3, 2), strict=True):
-        assert y.dtype == dtype and torch.equal(y, whole[at : at + n + 3])
-
-
 def test_in_transforms():
     """Forward mode, vmap and grad."""
     x, v = numbers(6), numbers(6, seed=1)
@@ -122,15 +112,3 @@ def test_messages():
         return [[nbytes for _, nbytes in of_halo] for of_halo in sent], x.unique().tolist()
 
     assert gloo(body, range(2)) == [([[], [24], [8, 16]], [1.0])] * 2
-
-
-@compiles
-def test_in_a_compiled_function():
-    f = lambda x: dc.halo_exchange(x.sin(), 0, 1, 2, padding_mode="circular").cos()  # noqa: E731
-
-    def body(r):
-        x = numbers(3 + r, seed=r)
-        return f(x), one_graph(f)(x)
-
-    for eager, compiled in gloo(body, range(2)):
-        assert torch.equal(eager, compiled)

@@ -9,7 +9,7 @@ from runs import gloo, profiled, rules, runs_on, truth
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
-from diffcoll.testing import check_gradients, new_group
+from diffcoll.testing import new_group
 
 SIZES = [2, 0, 3]
 
@@ -78,14 +78,6 @@ def test_truth_gives_the_same_gradients():
     torch.autograd.backward(truth(by_ring, range(3), batches))
     for r, (_, *gs) in enumerate(rules(lambda r: derivatives(by_ring, r)[:4], range(3))):
         torch.testing.assert_close([x.grad for x in inputs(batches[r])], gs)
-
-
-def test_finite_differences():
-    def loss(x):
-        return sum((x.sum() * block.sin() * (source + 1)).sum() for source, block in dc.ring(x))
-
-    xs = [torch.linspace(r, 1, SIZES[r], dtype=torch.double) for r in range(3)]
-    check_gradients(loss, xs, order=2, on=["simulated"])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

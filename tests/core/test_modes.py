@@ -158,25 +158,6 @@ def test_a_policy_that_differs_between_ranks_decides_nothing(checked):
     rules(body, range(3))
 
 
-def test_second_order_under_selective_checkpoints():
-    def penalty(x, **options):
-        x = x.detach().requires_grad_()
-        layer = lambda x: dc.all_reduce(dc.all_gather(x.sin()).square(), "max") * x.exp()[0]  # noqa: E731
-        y = checkpoint(layer, x, use_reentrant=False, **options) if options else layer(x)
-        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return torch.autograd.grad(g.square().sum(), x)[0]
-
-    def body(r):
-        x = torch.tensor([0.3 + r, -1.2, 0.4 * r], dtype=torch.float64)
-        expected = penalty(x)
-        for policy in ("recompute all", "save communication", "save memory", "save writes"):
-            torch.testing.assert_close(penalty(x, **POLICIES[policy]), expected, msg=policy)
-        with pytest.raises(RuntimeError, match="backward an extra time"):  # as without collectives
-            penalty(x, **POLICIES["save all"])
-
-    rules(body, range(3))
-
-
 @pytest.mark.parametrize("op", ["product", "logsumexp", "max"])
 def test_third_order_under_selective_checkpoints(op):
     """Policies that keep what an operation inside a reduction writes, or everything but communication."""
@@ -221,18 +202,6 @@ def test_modes_see_nothing_inside_a_collective():
             assert torch.equal(found, case.call(x, rank)) and torch.equal(gradient, expected), (case.name, case.label)
 
     rules(body, range(3))
-
-
-def test_modes_on_processes():
-    def body(r):
-        x = torch.arange(40_000.0) + r
-        ops = Ops()
-        with ops, FlopCounterMode(display=False) if r == 1 else nullcontext():
-            y = dc.all_gather(dc.all_reduce(x), async_op=True).wait()
-        assert ops.seen == []
-        assert torch.equal(y[40_000 * r :][:40_000], 3 * torch.arange(40_000.0) + 3)
-
-    gloo(body, range(3))
 
 
 class Replaces(TorchDispatchMode):

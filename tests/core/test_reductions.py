@@ -146,35 +146,6 @@ def test_zeros_ties_nan_and_infinities_are_treated_as_pytorch_does(run, op):
             torch.testing.assert_close(gs, right, equal_nan=True, msg=f"{op} {name}")
 
 
-def test_by_hand():
-    xs, w = torch.tensor([[3.0, 7.0], [5.0, 7.0]], dtype=torch.float64), [1.0, 10.0]
-    share = 1 / (1 + math.exp(2))  # of 3 in e³ + e⁵
-    expected = {
-        "max": ([5.0, 7.0], [[0.0, 5.5], [11.0, 5.5]]),
-        "min": ([3.0, 7.0], [[11.0, 5.5], [0.0, 5.5]]),
-        "product": ([15.0, 49.0], [[55.0, 77.0], [33.0, 77.0]]),
-        "logsumexp": ([5 + math.log1p(math.exp(-2)), 7 + math.log(2)], [[11 * share, 5.5], [11 - 11 * share, 5.5]]),
-        "mean": ([4.0, 7.0], [[5.5, 5.5]] * 2),
-    }
-    for op, (y, g) in expected.items():
-        found = results(rules, op, xs, w)
-        torch.testing.assert_close((found[0].tolist(), torch.stack(found[1]).tolist()), (y, g))
-
-
-@pytest.mark.parametrize("run", [rules, gloo])
-def test_complex_products(run):
-    xs = [[1 + 2j, 0j, 0j], [3 - 1j, 2 + 0j, 0j], [0.5j, 1 + 1j, 3 + 0j]]
-
-    def body(x, w):
-        x = torch.tensor(x, requires_grad=True)
-        (w * dc.all_reduce(x, "product")).sum().real.backward()
-        return x.grad
-
-    for k, g in enumerate(run(body, xs, [1.0, 10.0, 100.0])):
-        others = [math.prod(x[p] for j, x in enumerate(xs) if j != k) for p in range(3)]
-        torch.testing.assert_close(g, 111 * torch.tensor(others, dtype=g.dtype).conj().resolve_conj())
-
-
 # ── dtypes and names ─────────────────────────────────────────────────────────────────────────────────────
 
 HALVES = {  # values whose partial results overflow, or that are rounded twice, in half precision

@@ -1,9 +1,8 @@
-"""Parts of engines: scratch memory, what devices.py asks PyTorch, memory layouts, the warning of a rank that waits."""
+"""Parts of engines: scratch memory, what devices.py asks PyTorch, the warning of a rank that waits."""
 
 import ast
 import contextlib
 import os
-import random
 import threading
 from functools import partial
 from pathlib import Path
@@ -11,16 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import line_of, python, rules, runs_on
+from runs import line_of, python, runs_on
 
 import diffcoll as dc
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.release import COMPILES
-from diffcoll.engines import c10d, devices, mpi, watch
+from diffcoll.engines import devices, watch
 from diffcoll.engines.engine import add_up
 from diffcoll.engines.scratch import KEPT_BYTES, NEW_BYTES, Scratch
-from diffcoll.testing import cases, spawn
-from diffcoll.testing.layouts import with_layout
+from diffcoll.testing import spawn
 
 # ── sums and scratch memory ──────────────────────────────────────────────────────────────────────────────
 
@@ -181,87 +179,6 @@ def test_backends_of_accelerators(backend, fake, monkeypatch):
     assert devices.device_of_backend(backend) == ("xpu" if needs else "cpu")
     devices.select_device(backend, 4)
     assert chosen == [1] * needs
-
-
-# ── memory layouts that differ from rank to rank ─────────────────────────────────────────────────────────
-
-
-def permuted(x, own):
-    """With another order of dims in memory, as transposed and channels_last tensors have."""
-    order = own.sample(range(x.dim()), x.dim())
-    return x.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
-
-
-def lazy(x, own):
-    """With a lazy conjugate or a lazy negation."""
-    if x.is_complex():
-        return x.conj().resolve_conj().conj()
-    return torch.complex(x, -x).conj().imag if x.dtype in (torch.float32, torch.float64) else x
-
-
-def without_strides(x, own):
-    """Dims of size 1 with stride 0, as expand makes them."""
-    return x.as_strided(x.shape, [0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)])
-
-
-LAYOUTS = [
-    lambda x, own: x,
-    permuted,
-    lambda x, own: with_layout(x, own.choice(["strided", "offset"])),
-    lazy,
-    without_strides,
-]
-
-
-def expanded(x):
-    """One number in all positions, with strides of 0, as the gradient of a sum."""
-    return x.reshape(-1)[:1].reshape(()).expand(x.shape) if x.numel() else x
-
-
-def laid_out(x, own):
-    return own.choice(LAYOUTS)(x.contiguous(), own)
-
-
-def move_thresholds(common, nbytes, n):
-    """Set every threshold just below, at or above the message size, equally on all ranks."""
-
-    def near(parts=1):
-        return max(1, nbytes // parts + common.choice([-1, 0, 1]))
-
-    c10d.SMALL["gloo"] = mpi.TOGETHER = n * near(common.choice([1, 2, 3]))
-    mpi.SMALL, mpi.ADDED = near(), 16 * near(16)
-    mpi.PIECE = 16 * near(common.choice([16, 32, 48]))  # a whole number of elements
-
-
-def one_case(case, r, n, seed):
-    """Compare value and gradient on this rank with truth."""
-    common, own = random.Random(seed), random.Random(f"{seed} {r}")
-    is_expanded = common.choice([True, False]) and not case.shared[0]
-    xs = [expanded(x) if is_expanded and s % 2 == 0 else x for s, x in enumerate(case.x(s, seed) for s in range(n))]
-    move_thresholds(common, max(x.nbytes for x in xs), n)
-    leaves = [x.contiguous().clone().requires_grad_() for x in xs]
-    ys = case.truth(leaves)
-    sums = [not case.shared[1] and common.random() < 0.5 for _ in ys]  # ranks whose loss is the sum of y
-    ws = [expanded(case.w(y, s, seed)) if sums[s] else case.w(y, s, seed) for s, y in enumerate(ys)]
-    right = torch.autograd.grad(ys, leaves, ws, allow_unused=True)[r]
-    x = laid_out(xs[r], own).detach().requires_grad_()
-    y = case.call(x, r)
-    torch.testing.assert_close(y, ys[r].detach(), msg=lambda m: f"{case}: {m}")
-    (g,) = torch.autograd.grad(y, x, ws[r] if sums[r] else laid_out(ws[r], own))
-    torch.testing.assert_close(g, right, msg=lambda m: f"{case}: gradient: {m}")
-
-
-@pytest.mark.parametrize(("where", "n"), [("rules", 2), ("rules", 3), ("gloo", 2), ("gloo", 3), ("mpi", 2)])
-def test_layouts_that_differ_from_rank_to_rank(where, n):
-    def body(r):
-        torch.set_num_threads(1)
-        chosen = [c for c in cases.table(n) if None not in c.shapes and c.dtype.itemsize >= 8]
-        for i, case in enumerate(chosen):
-            one_case(case, r, n, seed=i)
-        return len(chosen)
-
-    run = rules if where == "rules" else partial(spawn, backend=where)  # ranks move thresholds
-    assert min(run(body, range(n))) > 60
 
 
 @runs_on("rules", "gloo")

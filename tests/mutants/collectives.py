@@ -41,9 +41,9 @@ MUTANTS = [
         LAYOUTS,
     ),
     of_map(
-        "AllReduce.shared",
-        "return False, self.replicated",
-        "return False, False",
+        "Linear.shared",
+        'getattr(self, "replicated", False)',
+        "False",
         "all_reduce replicate",
         of("all_reduce"),
     ),

@@ -6,7 +6,6 @@ LAWS = "tests/engines/test_laws.py::test_laws_hold -k"
 C10D = "tests/engines/test_c10d.py"
 MPI = "tests/engines/test_mpi.py"
 PARTS = "tests/engines/test_parts.py"
-LAYOUTS = "tests/engines/test_parts.py::test_layouts_that_differ_from_rank_to_rank tests/test_dtypes.py -k layouts"
 GROUPS = "tests/core/test_groups.py"
 FAILURES = "tests/test_failures.py"
 LATE = "-p tests.late_device.on tests/late_device/test_synchronization.py"
@@ -210,7 +209,7 @@ MUTANTS = [
         "if x is not y:",
         "if x is not y and x.is_contiguous():",
         "gloo law",
-        LAYOUTS,
+        f"{LAWS} gloo-3",
     ),
     Mutant(
         "engines/c10d.py",
@@ -432,7 +431,7 @@ MUTANTS = [
         "mpi reduce_scatter sizes",
         f"{LAWS} mpi-3",
     ),
-    Mutant("engines/mpi.py", "MpiEngine.all_reduce", "x = x.contiguous()", "pass", "mpi law", f"{LAYOUTS}"),
+    Mutant("engines/mpi.py", "MpiEngine.all_reduce", "x = x.contiguous()", "pass", "mpi law", f"{LAWS} mpi-3"),
     Mutant("engines/mpi.py", "MpiEngine.all_reduce", "y.copy_(x)", "pass", "mpi", f"{LAWS} mpi-3"),
     Mutant(
         "engines/mpi.py",
