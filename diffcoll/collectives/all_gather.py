@@ -73,10 +73,8 @@ def all_gather(
         sizes: None: x has the same size along `dim` on all ranks. A list: each rank's size, zeros allowed.
             `"auto"`: the ranks exchange their sizes first, in an additional small message.
         stack: stack along a new dimension, of size N, as `torch.stack` does.
-        grad_placement: of the gradient of y, in DTensor's words. `"partial"` or `Partial()`: each rank has its own loss
-            and the objective is their sum; the backward sums all ranks' gradients of this rank's block. `"replicate"`
-            or `Replicate()`: every rank computes the same loss from y (tensor parallelism), which counts once; the
-            backward takes this rank's block of the gradient, without communication.
+        grad_placement: as in `all_reduce`. `"partial"`: the backward sums all ranks' gradients of this rank's block.
+            `"replicate"`: it takes this rank's block of the gradient, without communication.
         async_op: return a `Pending` at once, whose `wait()` gives the result; the adjoint overlaps in backward too.
 
     Returns:
@@ -90,15 +88,15 @@ def all_gather(
     """
     arguments = {"dim": dim, "sizes": sizes, "stack": stack, "grad_placement": grad_placement}
     call = Call("all_gather", x, group, async_op, arguments)
-    replicated = call.replicated()
     if expect.flag("all_gather", "stack", stack) and sizes is not None:
         raise call.error("sizes", "None with stack=True, where every rank has one slice")
-    return _of_tensor(call) if isinstance(x, Tensor) else by_blocks(call, _of_tensor, block_of, replicated)
+    return _of_tensor(call) if isinstance(x, Tensor) else by_blocks(call, _of_tensor, block_of)
 
 
 def _of_tensor(call: Call) -> Any:
+    replicated = call.replicated()
     block, d = block_of(call)
-    f = AllGather(call.engine, d, call.sizes_of_all(block, d), call.replicated())
+    f = AllGather(call.engine, d, call.sizes_of_all(block, d), replicated)
     if block is not call.x:
         named(f, "all_gather", "stacked")  # the shape of the block is not that of x
     return call.perform(f, block)

@@ -47,10 +47,8 @@ def broadcast(
             Or a tree: nested tuples, lists and dicts of such tensors; all leaves of one dtype are sent in one message.
         src: the rank within the group that sends.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-        grad_placement: of the gradient of y, in DTensor's words. `"partial"` or `Partial()`: each rank has its own loss
-            and the objective is their sum; the backward sums the ranks' gradients on rank src. `"replicate"` or
-            `Replicate()`: every rank computes the same loss from y (tensor parallelism), which counts once; the
-            backward has no communication.
+        grad_placement: as in `all_reduce`. `"partial"`: the backward sums the ranks' gradients on rank src.
+            `"replicate"`: it has no communication.
         async_op: return a `Pending` at once, whose `wait()` gives the result; the adjoint overlaps in backward too.
 
     Returns:

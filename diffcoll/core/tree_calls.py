@@ -29,14 +29,12 @@ def by_message(call: Call, one: Callable[[Call], Any]) -> Any:
     return _joint(call, ys, lambda rows: rebuild(unpacked(zip(groups, rows, strict=True), shapes)))
 
 
-def by_blocks(
-    call: Call, one: Callable[[Call], Any], block_of: Callable[[Call], tuple[Tensor, int]], replicated: bool
-) -> Any:
+def by_blocks(call: Call, one: Callable[[Call], Any], block_of: Callable[[Call], tuple[Tensor, int]]) -> Any:
     """Return the result of all_gather; `block_of` returns a leaf as a block, and its dimension to join along."""
     leaves, rebuild = _leaves(call)
     calls = [call.of(leaf) for leaf in leaves]
     blocks = [block_of(each) for each in calls]
-    n = call.engine.size
+    n, replicated = call.engine.size, call.replicated()
     _compare(call, leaves, [d for _, d in blocks])
     if call.engine.in_one_graph:
         return _joint(call, [one(each) for each in calls], rebuild)
