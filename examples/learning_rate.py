@@ -24,19 +24,19 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
 
 def train(rank: int, n: int, rate: float, reduction: str) -> torch.Tensor:
     w = nn.Parameter(torch.zeros(10, dtype=torch.double))
-    dc.GradientAverager([w], reduction=reduction)
+    averager = dc.GradientAverager([w], reduction=reduction)
     optimizer = torch.optim.SGD([w], lr=rate)
     x, y = samples()
     for step in range(SAMPLES // (BATCH * n)):
         mine = slice((step * n + rank) * BATCH, (step * n + rank + 1) * BATCH)
         optimizer.zero_grad()
-        (x[mine] @ w - y[mine]).square().mean().backward()
+        averager.backward((x[mine] @ w - y[mine]).square().mean())
         optimizer.step()
     return w.detach()
 
 
 def on(n: int, rate: float, reduction: str = "mean") -> torch.Tensor:
-    return simulate(lambda r: train(r, n, rate, reduction), range(n), rules=True)[0]
+    return simulate(lambda r: train(r, n, rate, reduction), range(n), rules=True, torch_distributed=True)[0]
 
 
 def main() -> None:

@@ -27,11 +27,11 @@ def loss(net: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 def by_all_reduce(rank: int) -> list[torch.Tensor]:
     net = network()
-    dc.GradientAverager(net)
+    averager = dc.GradientAverager(net)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss(net, rank, step).backward()
+        averager.backward(loss(net, rank, step))
         optimizer.step()
     return [p.detach() for p in net.parameters()]
 

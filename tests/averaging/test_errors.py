@@ -172,6 +172,24 @@ def test_sums_and_counts_into_what_was_reduced(where):
 
 
 @on_two
+def test_a_frozen_parameter_keeps_its_gradient(where):
+    """Also one that differs between ranks: what is frozen on all ranks is not reduced."""
+
+    def body(r):
+        model = made()
+        averager = dc.GradientAverager(model)
+        model(data(2)[r][0]).sum().backward()
+        model[0].bias.requires_grad_(False)
+        own = model[0].bias.grad.clone()
+        with averager.reduce():
+            pass
+        assert torch.equal(model[0].bias.grad, own)
+        return [model[0].weight.grad]
+
+    each(body, 2, where)
+
+
+@on_two
 def test_counts_on_some_ranks_only(where):
     def body(r):
         model = made()

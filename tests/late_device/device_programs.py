@@ -96,7 +96,7 @@ def averaged(size=30, sides=1, **settings):
     for i, p in enumerate(parameters):
         with stream_of(i):  # a gradient is accumulated on the stream that was current when its node was made
             _nodes.append(torch.autograd.graph.get_gradient_edge(p).node)
-    _averager = dc.GradientAverager(parameters, reduction="sum", **settings)
+    averager = dc.GradientAverager(parameters, reduction="sum", **settings)
     pairs = []
     for step in range(4):
         for p in parameters:
@@ -107,7 +107,7 @@ def averaged(size=30, sides=1, **settings):
                 losses.append((p * (step + i + 1)).square().sum())
         for side in streams:
             side.back(*(loss.detach() for loss in losses))
-        sum(losses).backward()
+        averager.backward(sum(losses))
         found = [p.grad.clone() for p in parameters]
         waits = late.host_waits() - waits
         pairs += [(g.cpu(), 4 * (step + i + 1) ** 2 * x) for i, (g, x) in enumerate(zip(found, before, strict=True))]
@@ -123,15 +123,15 @@ def reused_for_a_bucket(size=150):
     a, b = (nn.Parameter(torch.randn(size, size).to("late")) for _ in range(2))
     with streams.on_side():
         _node = torch.autograd.graph.get_gradient_edge(b).node
-    _averager = dc.GradientAverager([a, b], reduction="sum")
+    averager = dc.GradientAverager([a, b], reduction="sum")
     left = a.square().sum()
     with streams.on_side():  # the last in forward is the first in backward, which allocates the bucket
         right = b.square().sum()
     streams.back(right.detach())
     loss = left + right
-    with streams.on_side():  # as large as the bucket: two gradients, two flags and three numbers
-        kept = torch.full((2 * size * size + 5,), 3.0, device="late") * 3
-    loss.backward()
+    with streams.on_side():  # as large as the bucket: two gradients, and room for the count
+        kept = torch.full((2 * size * size + 1,), 3.0, device="late") * 3
+    averager.backward(loss)
     grad = a.grad.clone()
     pairs.append((grad.cpu(), 4 * a.detach().cpu()))
     with streams.side:
