@@ -211,6 +211,9 @@ class Bucket:
     def pack(self, scale: float) -> None:
         """Move all gradients that are not here yet, times scale, to the memory; zeros where there is none."""
         here = self._join_streams()
+        for p in self.parameters if here is not None else ():
+            if p.tensor.grad is not None:  # copied on this stream, and then freed
+                p.tensor.grad.record_stream(here)
         small = self._small
         grads: list[Tensor] = []
         for p in small:
@@ -225,16 +228,12 @@ class Bucket:
             copy_each(self._memory_of_small, grads)
             if scale != 1:
                 self._row_of_small *= scale
-            for p, grad in zip(small, grads, strict=True):
+            for p in small:
                 p.is_packed, p.tensor.grad, p.assigned = True, None, None
-                if here is not None:
-                    grad.record_stream(here)
             rest = self.parameters[len(small) :]
         else:
             rest = self.parameters
         for p in rest:
-            if here is not None and p.tensor.grad is not None:
-                p.tensor.grad.record_stream(here)
             p.pack(scale)
 
     def enter_stream(self) -> None:

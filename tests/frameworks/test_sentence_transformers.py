@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import sentence_transformers
 import torch
-from in_trainer import without_ddp
+from in_trainer import averaging
 from sentence_transformers.sentence_transformer import losses
 from torch import nn
 from trainings import EQUAL, RANKS, RATE, Training, parameters, row_of_the_table
@@ -136,16 +136,12 @@ def trainer(loss, averager=False, **options):
             features = {f"{i}_sentence_embedding": x for i, x in enumerate(columns) if x.is_floating_point()}
             return {**features, "label": columns[-1]} if len(features) < len(columns) else features
 
-        def with_averager(model):
-            model.no_sync = dc.GradientAverager(model).no_sync
-            return loss(model)
-
         rows, steps = dc.get_world_size() * len(updates) * len(updates[0]), len(updates[0])
         sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps}
         kind = sentence_transformers.SentenceTransformerTrainer
         if averager:
-            options.update(kind=without_ddp(kind))
-        made = make(encoder, with_averager if averager else loss, rows, next_batch, **sizes, **options)
+            options.update(kind=averaging(kind))
+        made = make(encoder, loss, rows, next_batch, **sizes, **options)
         made.train()
         own = {name: p.detach() for name, p in made.loss.named_parameters() if not name.startswith("model.")}
         return {**parameters(encoder), **own}

@@ -116,11 +116,10 @@ def on_cpu(n, reduction):
         total = [torch.zeros_like(p) for p in model.parameters()]
         for r in range(n):
             optimizer.zero_grad()
-            if reduction != "mean":
-                for part in batch(r, step).split((rows[r] // 2, rows[r] - rows[r] // 2)):
-                    model(part, step).sum().backward()
-            else:
-                model(batch(r, step), step).mean().backward()
+            halves = (rows[r] // 2, rows[r] - rows[r] // 2) if reduction == "sum" else (rows[r],)
+            for part in batch(r, step).split(halves):
+                losses = model(part, step)
+                (losses.mean() if reduction == "mean" else losses.sum()).backward()
             share = {"sum": 1, "mean": 1 / n, "count": 1 / sum(rows)}[reduction]
             for t, p in zip(total, model.parameters(), strict=True):
                 t += 0 if p.grad is None else share * p.grad

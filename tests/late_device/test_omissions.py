@@ -39,11 +39,9 @@ Bucket = buckets.Bucket
 C10D_WAIT = "return partial(of_backend, of_backend(call, *arguments).wait)"
 
 OMISSIONS = [
-    (Bucket, "enter_stream", "here.wait_stream(self._stream)", "pass", programs.reused_for_a_bucket),
-    (Bucket, "enter_stream", "self._others.add(here)", "pass", two_streams),
-    (Bucket, "_join_streams", "here.wait_stream(other)", "pass", two_streams),
-    (Bucket, "_join_streams", "here.wait_stream(self._stream)", "pass", three_streams),
-    (Bucket, "pack", "grad.record_stream(here)", "pass", two_streams),
+    (Bucket, "enter_stream", "self._others.add(here)", "pass", three_streams),
+    (Bucket, "_join_streams", "here.wait_stream(other)", "pass", three_streams),
+    (Bucket, "pack", "p.tensor.grad.record_stream(here)", "pass", two_streams),
     (Bucket, "_lay_out", "current_stream(memory.device)", "None", two_streams),
     (Reducer, "_communicate", "of_bucket()", "pass", one_bucket),
     (moves, "_wait_across_streams", "start.wait_stream(here)", "pass", elsewhere),

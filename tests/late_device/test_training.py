@@ -36,7 +36,6 @@ def test_parameters_are_those_of_one_cpu(backend, reduction, bucket_mb, order):
 #: Each sends a message, or reads one, before it is there.
 TOO_EARLY = [
     (Bucket, "_join_streams", "here.wait_stream(other)"),
-    (Bucket, "_join_streams", "here.wait_stream(self._stream)"),
     (Bucket, "enter_stream", "self._others.add(here)"),
     (StreamGroup, "_run", "self.stream.wait_stream(torch.accelerator.current_stream())"),
     (Reducer, "_communicate", "of_bucket()"),
