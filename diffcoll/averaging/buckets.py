@@ -211,9 +211,10 @@ class Bucket:
     def pack(self, scale: float) -> None:
         """Move all gradients that are not here yet, times scale, to the memory; zeros where there is none."""
         here = self._join_streams()
-        for p in self.parameters if here is not None else ():
-            if p.tensor.grad is not None:  # copied on this stream, and then freed
-                p.tensor.grad.record_stream(here)
+        if here is not None:
+            for p in self.parameters:
+                if p.tensor.grad is not None:  # copied on this stream, and then freed
+                    p.tensor.grad.record_stream(here)
         small = self._small
         grads: list[Tensor] = []
         for p in small:

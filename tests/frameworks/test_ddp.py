@@ -74,7 +74,7 @@ def scale_outside(averages):
     def train(model, updates):
         wrapped = DistributedDataParallel(encoders_of(model))
         if averages:
-            dc.GradientAverager([model.scale])
+            wrapped.averager = dc.GradientAverager([model.scale])
 
         def loss(wrapped, *batch):
             return dc.nn.functional.clip_loss(*wrapped(*batch), model.scale.exp())
@@ -87,7 +87,7 @@ def scale_outside(averages):
 def two_modules(model, updates):
     """Each encoder in a DDP of its own: two forwards, one backward."""
     image, text = DistributedDataParallel(model.image), DistributedDataParallel(model.text)
-    dc.GradientAverager([model.scale])
+    model.averager = dc.GradientAverager([model.scale])
 
     def loss(model, *batch):
         features = (F.normalize(f(x), dim=1) for f, x in zip((image, text), batch, strict=True))

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from lightning_trainings import Module, by_hand, loader, summed, trainer, with_trainer
 from test_lightning import BATCH_NORM, Normalized
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainings import CLIP, TOKENS, Towers, failures
+from trainings import CLIP, Towers, failures
 
 import diffcoll as dc
 from diffcoll.testing import spawn

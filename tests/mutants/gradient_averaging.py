@@ -2,8 +2,8 @@
 
 from mutants.mutant import Mutant
 
-_ONE, _ERRORS = "tests/averaging/test_one_process.py", "tests/averaging/test_errors.py"
-_COUNTS, _MEMORY = "tests/averaging/test_count_and_in_step.py", "tests/averaging/test_memory.py"
+_ONE, _ERRORS = "tests/averaging/test_one_process.py", "tests/averaging/test_failing_blocks.py"
+_COUNTS, _MEMORY = "tests/averaging/test_count_and_in_step.py", "tests/averaging/test_held_gradients.py"
 _LOOPS = "tests/averaging/test_random_loops.py"
 _ONE_PROCESS = f"{_ONE}::test_one_process_on_the_whole_batch"
 _UNUSED = f"{_ONE}::test_unused_frozen_and_unfrozen_parameters"
