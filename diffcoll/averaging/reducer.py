@@ -56,6 +56,7 @@ class Reducer:
     ) -> None:
         self.engine = engine
         self.parameters = [Parameter(i, *pair) for i, pair in enumerate(named)]
+        self.ids = {id(p.tensor) for p in self.parameters}
         self.is_open = False
         #: Whether backward has added to gradients outside of a block since the last one.
         self.is_unreduced = False
@@ -163,7 +164,7 @@ class Reducer:
         self._versions = self._sum_of_versions()
         if self._refuses_reduced:
             for p in self.parameters:
-                if p.is_reduced():
+                if p.tensor.requires_grad and p.is_reduced():
                     self._guards.append(p.tensor.register_hook(_guard(p)))  # type: ignore[no-untyped-call]
         self.is_open = True
 
@@ -232,7 +233,7 @@ class Reducer:
                 raise
         finally:
             self._start_over()
-            unreduced.after_block(self.parameters)
+            unreduced.after_block(self)
 
     def _pack_all(self) -> BaseException | None:
         """Move all gradients to their buckets; return the error of this rank, of which the others will be told."""

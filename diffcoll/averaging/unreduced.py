@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -16,9 +16,9 @@ from diffcoll.core.torch_private.tracing import untraced
 
 
 class Watched(Protocol):
-    """What this asks of a reducer."""
+    """What this asks of a reducer; `ids` are those of its parameters."""
 
-    parameters: list[Parameter]
+    ids: set[int]
     witness: Parameter | None
     is_open: bool
     is_unreduced: bool
@@ -44,14 +44,13 @@ def ignore(reducer: Watched) -> None:
 
 def is_in_block(tensor: Tensor) -> bool:
     """Whether this parameter is in an open block of any averager."""
-    return any(reducer.is_open and any(p.tensor is tensor for p in reducer.parameters) for reducer in _watched)
+    return any(reducer.is_open and id(tensor) in reducer.ids for reducer in _watched)
 
 
-def after_block(parameters: Iterable[Parameter]) -> None:
-    """Record, for other averagers of these parameters too, that a block has reduced or dropped their gradients."""
-    reduced = {id(p.tensor) for p in parameters}
+def after_block(of: Watched) -> None:
+    """Record, for other averagers of its parameters too, that a block has reduced or dropped the gradients."""
     for reducer in _watched:
-        if reducer.witness is not None and id(reducer.witness.tensor) in reduced:
+        if reducer.witness is not None and id(reducer.witness.tensor) in of.ids:
             reducer.is_unreduced = False
 
 
@@ -83,8 +82,7 @@ def _refuse(optimizer: Optimizer) -> None:
         witness = reducer.witness
         if not reducer.is_unreduced or witness is None or witness.tensor.grad is None:
             continue
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if any(id(p.tensor) in stepped for p in reducer.parameters):
+        if any(id(p) in reducer.ids for group in optimizer.param_groups for p in group["params"]):
             raise RuntimeError(
                 f"{NAME}: {type(optimizer).__name__}.step on gradients of this rank alone: backward has run outside of "
                 "a block since the last one; call averager.backward(loss) instead of loss.backward(), or, with "
