@@ -75,6 +75,7 @@ class Reducer:
         #: The smallest parameter of the last buckets, whose gradient stays in `.grad` until the end of a block.
         self.witness: Parameter | None = None
         self._handles: list[Any] = []
+        weakref.finalize(self, _remove, self._handles)
         self._guards: list[Any] = []
         self._start_over()
         # At first reverse order, and what requires a gradient on rank 0.
@@ -84,9 +85,7 @@ class Reducer:
     def _start_over(self) -> None:
         """Forget the block that has ended."""
         self.is_open = False
-        for handle in self._guards:
-            handle.remove()
-        self._guards.clear()
+        _remove(self._guards)
         #: One for each bucket that was sent.
         self._waits: list[Wait] = []
         #: The witness's gradient after the last accumulation, and its version.
@@ -98,7 +97,7 @@ class Reducer:
 
     def _lay_out(self, order: list[int]) -> None:
         """Cut buckets, and register the hooks that they need."""
-        self._remove_hooks()
+        _remove(self._handles)
         self._early, self._last, self._order, self._next_order = [], [], order, None
         for p in self.parameters:  # free the old buckets before new ones are allocated
             p.leave_bucket()
@@ -120,15 +119,9 @@ class Reducer:
         """All buckets, in the order in which they are sent."""
         return [*self._early, *self._last]
 
-    def _remove_hooks(self) -> None:
-        """Remove all hooks of parameters."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
     def close(self) -> None:
         """Remove the hooks, and free the communicator; all ranks call it."""
-        self._remove_hooks()
+        _remove(self._handles)
         if self.engine.size > 1:
             self.engine.close()
 
@@ -410,6 +403,12 @@ def _printing(failure: BaseException | None) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _remove(handles: list[Any]) -> None:
+    """Remove hooks."""
+    while handles:
+        handles.pop().remove()
 
 
 def _listed(ranks: list[int]) -> str:
