@@ -142,7 +142,7 @@ class GradientAverager:
     def backward(self, loss: Tensor, count: float | Tensor | None = None) -> None:
         """Call `loss.backward()` in a block, see `reduce`: what most training loops need."""
         with self.reduce(count):
-            loss.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(loss)
 
     def close(self) -> None:
         """Remove all hooks and free the communicator; gradients stay. All ranks call it.

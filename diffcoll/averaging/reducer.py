@@ -111,8 +111,8 @@ class Reducer:
         for p in self.parameters:
             is_needed = self._recorded is not None or p is self.witness or not p.is_small or p.bucket in self._early
             if p.bucket is not None and p.tensor.requires_grad and is_needed:
-                hook = _hook(weakref.ref(self), p.index)
-                self._handles.append(p.tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                register: Any = p.tensor.register_post_accumulate_grad_hook
+                self._handles.append(register(_hook(weakref.ref(self), p.index)))
 
     @property
     def _buckets(self) -> list[Bucket]:
@@ -158,7 +158,8 @@ class Reducer:
         if self._refuses_reduced:
             for p in self.parameters:
                 if p.tensor.requires_grad and p.is_reduced():
-                    self._guards.append(p.tensor.register_hook(_guard(p)))  # type: ignore[no-untyped-call]
+                    register: Any = p.tensor.register_hook
+                    self._guards.append(register(_guard(p)))
         self.is_open = True
 
     def after_accumulate(self, p: Parameter) -> None:

@@ -74,7 +74,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     given: Callable[[], Any] = judged
     if "closure" in kwargs:
         return args, {**kwargs, "closure": given}
-    return (args[0], given, *args[2:]), kwargs
+    return (*args[:1], given, *args[2:]), kwargs
 
 
 def _refuse(optimizer: Optimizer) -> None:

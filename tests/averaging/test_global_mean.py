@@ -45,6 +45,8 @@ def test_numbers_and_tensors_of_other_dtypes(where):
     right = (3.0 * 2**25 + 5.0) / (2**25 + 1)
     assert [mean.item() for mean in found] == [right, 3.0, 3.0]
     assert [mean.dtype for mean in found] == [torch.float64, torch.float32, torch.float32]
+    rows = [torch.zeros(2).double(), torch.full((2,), 3.0), torch.full((2,), 5.0)]
+    assert RUNS[where](body, rows, [0, 2**25, 1])[0].tolist() == [right] * 2
     found = RUNS[where](body, [torch.tensor(1j), torch.tensor(2j, dtype=torch.complex128), torch.tensor(3j)], [1, 1, 2])
     assert [mean.item() for mean in found] == [2.25j] * 3
 
