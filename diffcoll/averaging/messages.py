@@ -52,47 +52,43 @@ def communicating(engine: Engine, at: str, nbytes: int, what: str) -> Iterator[N
 
 # ── the note ─────────────────────────────────────────────────────────────────────────────────────────────
 
-#: What a rank tells the others of itself; several may hold.
-FAILED, HAS_COUNT, HAS_ORDER = 1, 2, 4
+#: What a rank tells the others of itself; both may hold.
+FAILED, HAS_COUNT = 1, 2
+#: States of a parameter on a rank: no gradient, one in its bucket, one that came after its bucket was sent.
+UNUSED, USED, LATE = range(3)
 
 
 class Note(NamedTuple):
     """What a block tells all ranks beside the gradients."""
 
-    #: For each parameter the largest of the ranks' states, see `states_of`.
+    #: For each parameter the largest of the ranks' states.
     states: list[int]
     #: Sum of the counts that the hosts have given.
     total: float
-    #: For each rank its FAILED, HAS_COUNT and HAS_ORDER.
-    ranks: list[int]
+    #: For each rank its FAILED and HAS_COUNT.
+    flags: list[int]
 
     def where(self, flag: int) -> list[int]:
         """Return the ranks for which this holds."""
-        return [rank for rank, flags in enumerate(self.ranks) if flags & flag]
-
-
-#: States of a parameter on one rank: it is frozen, has no gradient, has one in its bucket, or one that came too late.
-FROZEN, UNUSED, USED, LATE = range(4)
+        return [rank for rank, flags in enumerate(self.flags) if flags & flag]
 
 
 def note_to_send(states: Sequence[int], count: float, flags: int, engine: Engine, device: torch.device) -> Tensor:
-    """Return the numbers whose sum over ranks `read_note` reads.
+    """Return the numbers whose sum over ranks `read_note` reads, exactly.
 
-    A state is sent as 0, 1, N + 1 or (N + 1)², so that the sum of N ranks tells the largest. In float64 it is exact.
+    A state is sent as 0, 1 or N + 1, so that the sum over N ranks tells the largest.
     """
-    base = engine.size + 1
-    powers = [0, 1, base, base**2]
-    ranks = [flags if rank == engine.rank else 0 for rank in range(engine.size)]
-    return torch.tensor([*[powers[state] for state in states], count, *ranks], dtype=torch.float64, device=device)
+    sent = 0, 1, engine.size + 1
+    of_ranks = [flags if rank == engine.rank else 0 for rank in range(engine.size)]
+    return torch.tensor([*[sent[state] for state in states], count, *of_ranks], dtype=torch.float64, device=device)
 
 
 def read_note(note: Tensor, n_parameters: int, engine: Engine) -> Note:
     """Return what the sum of all ranks' notes says."""
-    base = engine.size + 1
     numbers: list[float] = note.tolist()
-    sums, count, ranks = numbers[:n_parameters], numbers[n_parameters], numbers[n_parameters + 1 :]
-    states = [LATE if s >= base**2 else USED if s >= base else UNUSED if s else FROZEN for s in sums]
-    return Note(states, count, [int(flags) for flags in ranks])
+    sums, total, flags = numbers[:n_parameters], numbers[n_parameters], numbers[n_parameters + 1 :]
+    states = [LATE if s > engine.size else USED if s else UNUSED for s in sums]
+    return Note(states, total, [int(each) for each in flags])
 
 
 # ── before training ──────────────────────────────────────────────────────────────────────────────────────

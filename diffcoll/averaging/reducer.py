@@ -23,9 +23,7 @@ from diffcoll.averaging import unreduced
 from diffcoll.averaging.buckets import Bucket, Parameter, cut, divide, sent_dtype
 from diffcoll.averaging.messages import (
     FAILED,
-    FROZEN,
     HAS_COUNT,
-    HAS_ORDER,
     LATE,
     NAME,
     UNUSED,
@@ -250,11 +248,8 @@ class Reducer:
         for bucket in self._early[len(self._waits) :]:
             self._send(bucket)
         late = {p.index for p in self._late()}
-        states = [
-            LATE if p.index in late else USED if p.is_packed else UNUSED if p.tensor.requires_grad else FROZEN
-            for p in self.parameters
-        ]
-        flags = FAILED * has_failed + HAS_COUNT * self._has_count + HAS_ORDER * bool(self._recorded)
+        states = [LATE if p.index in late else USED if p.is_packed else UNUSED for p in self.parameters]
+        flags = FAILED * has_failed + HAS_COUNT * self._has_count
         numbers = note_to_send(states, self._count, flags, self.engine, self._host.control_device)
         wait: Wait = done
         if self.engine.size > 1:
@@ -303,8 +298,8 @@ class Reducer:
         return rows
 
     def _follow(self, note: Note) -> None:
-        """Decide the layout of the next block, on all ranks alike: from the first order on rank 0, and what is new."""
-        if self._recorded is not None and 0 in note.where(HAS_ORDER):
+        """Decide the layout of the next block, on all ranks alike: rank 0's order in the first one, and what is new."""
+        if self._recorded is not None:
             mine = dict.fromkeys([*self._recorded, *self._order])
             self._next_order = Control(self.engine, NAME).numbers_of_first([*mine])
             self._recorded = None

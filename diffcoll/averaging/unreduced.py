@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from diffcoll.averaging.buckets import Parameter
 from diffcoll.averaging.messages import NAME
 from diffcoll.core.torch_private.tracing import untraced
 
-
-class Watched(Protocol):
-    """What this asks of a reducer; `ids` are those of its parameters."""
-
-    ids: set[int]
-    witness: Parameter | None
-    is_open: bool
-    is_unreduced: bool
+if TYPE_CHECKING:
+    from diffcoll.averaging.reducer import Reducer
 
 
-_watched: weakref.WeakSet[Any] = weakref.WeakSet()
+_watched: weakref.WeakSet[Reducer] = weakref.WeakSet()
 _handles: list[Any] = []
 
 
-def watch(reducer: Watched) -> None:
+def watch(reducer: Reducer) -> None:
     """Raise at steps of optimizers on this reducer's parameters whose gradients are not reduced, while it lives."""
     _watched.add(reducer)
     weakref.finalize(reducer, _remove_unneeded)
@@ -36,7 +29,7 @@ def watch(reducer: Watched) -> None:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
 
 
-def ignore(reducer: Watched) -> None:
+def ignore(reducer: Reducer) -> None:
     """End `watch`."""
     _watched.discard(reducer)
     _remove_unneeded()
@@ -47,7 +40,7 @@ def is_in_block(tensor: Tensor) -> bool:
     return any(reducer.is_open and id(tensor) in reducer.ids for reducer in _watched)
 
 
-def after_block(of: Watched) -> None:
+def after_block(of: Reducer) -> None:
     """Record, for other averagers of its parameters too, that a block has reduced or dropped the gradients."""
     for reducer in _watched:
         if reducer.witness is not None and id(reducer.witness.tensor) in of.ids:

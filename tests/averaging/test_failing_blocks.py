@@ -17,6 +17,7 @@ from torch import nn
 from training import RUNS, SMALL, data, each, everywhere, gradients, made, mlp, on_two, refused, same, summed_loss
 
 import diffcoll as dc
+from diffcoll.averaging import reducer
 from diffcoll.engines.c10d import C10dEngine
 from diffcoll.testing import RanksFailedError, spawn
 
@@ -302,6 +303,22 @@ def test_a_peer_that_does_not_come(how, tmp_path):
     if how == "no block":
         text = refused(lambda: rules(partial(train_simulated), range(3)), RuntimeError)
         assert "rank 0 waits in GradientAverager" in text
+
+
+def test_an_error_is_printed_if_the_others_do_not_come(monkeypatch, capsys):
+    """The rank raises it after the others have reached the end of their block."""
+    monkeypatch.setattr(reducer, "PATIENCE", 0.05)
+
+    def body(r):
+        averager = dc.GradientAverager(made())
+        if r == 1:
+            time.sleep(0.5)
+        with pytest.raises(RuntimeError), averager.reduce():
+            if r == 0:
+                raise RuntimeError("of rank 0")
+
+    rules(body, range(2))
+    assert "RuntimeError: of rank 0" in capsys.readouterr().err
 
 
 def train_simulated(r):

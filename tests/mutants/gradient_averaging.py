@@ -149,7 +149,7 @@ MUTANTS = [
     # parameters that some ranks do not use
     Mutant(_BUCKETS, "Parameter.pack", "self.memory.zero_()", "pass", "averager_unused", _UNUSED),
     Mutant(_REDUCER, "Reducer._write", "if state >= USED:", "if p.is_packed:", "averager_unused", _UNUSED),
-    Mutant("averaging/messages.py", "read_note", "if s >= base else", "if s > base else", "averager_unused", _LOOPS),
+    Mutant("averaging/messages.py", "read_note", "USED if s else", "USED if s > 1 else", "averager_unused", _LOOPS),
     Mutant(_REDUCER, "Reducer._communicate", "if p.is_packed else", "if True else", "averager_unused", _UNUSED),
     Mutant(
         _BUCKETS,
