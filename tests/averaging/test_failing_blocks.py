@@ -429,6 +429,16 @@ def test_wrong_counts(count, error):
     assert "count: " in refused(lambda: dc.GradientAverager(mlp()).reduce(count), error)
 
 
+def test_a_count_of_the_host_in_a_capture(monkeypatch):
+    """Every replay of a CUDA graph would repeat it."""
+    monkeypatch.setattr(reducer, "is_capturing", lambda: True)
+    averager = dc.GradientAverager(mlp())
+    for count in (3, torch.tensor(3)):
+        assert "CUDA graph" in refused(averager.reduce(count).__enter__)
+    with averager.reduce():
+        pass
+
+
 def test_sparse_gradients_of_bare_parameters():
     embedding = nn.Embedding(3, 2, sparse=True)
     averager = dc.GradientAverager(embedding.parameters())

@@ -130,6 +130,21 @@ def test_the_cotangent_that_autograd_makes_the_gradient_is_not_written():
         same(found, [torch.arange(4.0, dtype=torch.double) * 1.5] * 2)
 
 
+def test_hooks_of_the_user_beside_those_of_the_averager():
+    """One that is registered after the averager finds `.grad` None where a large gradient was moved to its bucket."""
+    model = nn.Sequential(nn.Linear(130, 130), nn.Linear(130, 1))
+    seen = []
+
+    def note(p):
+        seen.append(p.grad is None)
+
+    model[0].weight.register_post_accumulate_grad_hook(note)
+    averager = dc.GradientAverager(model)
+    model[0].weight.register_post_accumulate_grad_hook(note)
+    averager.backward(model(torch.ones(1, 130)).sum())
+    assert seen == [False, True]
+
+
 def test_uses_of_memory_are_counted():
     """The private count includes every tensor on a storage, and nothing else."""
     x = torch.zeros(4)

@@ -266,6 +266,20 @@ def test_unused_frozen_and_unfrozen_parameters(where):
             assert grad is None if not count or (k, i) == (0, 4) else torch.equal(grad, expected), (k, i)
 
 
+def test_an_unfrozen_parameter_gets_a_place():
+    """Its first gradient is a message of its own; from then on it is in a bucket."""
+
+    def body(r):
+        p, q = (nn.Parameter(torch.ones(2)) for _ in range(2))
+        q.requires_grad_(False)
+        averager = dc.GradientAverager([p, q])
+        q.requires_grad_(True)
+        names = [" ".join(name for name, _ in profiled(lambda: averager.backward((p * q).sum()))) for _ in range(2)]
+        return ["late gradients" in each for each in names]
+
+    assert gloo(body, range(2)) == [[True, False]] * 2
+
+
 # ── dtypes and layouts ───────────────────────────────────────────────────────────────────────────────────
 
 

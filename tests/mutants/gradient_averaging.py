@@ -95,7 +95,7 @@ MUTANTS = [
         _REDUCER, "Reducer.after_accumulate", "if ready.pending:", "if True:", "bucket_mb", f"{_ONE} -k buckets_are"
     ),
     Mutant(_REDUCER, "Reducer._write", "p.add_late(part)", "pass", "bucket_mb", f"{_ONE}::test_checkpoints"),
-    Mutant(_REDUCER, "Reducer._follow", "if new:", "if False:", "bucket_mb averager_unused", _UNUSED),
+    Mutant(_REDUCER, "Reducer._follow", "if new:", "if False:", "bucket_mb", f"{_ONE} -k unfrozen"),
     # the dtype in which gradients are sent
     Mutant(
         _BUCKETS,
