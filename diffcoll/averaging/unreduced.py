@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from diffcoll.averaging.buckets import Parameter
 from diffcoll.averaging.messages import NAME
 from diffcoll.core.torch_private.tracing import untraced
 
-if TYPE_CHECKING:
-    from diffcoll.averaging.reducer import Reducer
+
+class Watched(Protocol):
+    """What this asks of a reducer; `ids` are those of its parameters."""
+
+    ids: set[int]
+    witness: Parameter | None
+    is_open: bool
+    is_unreduced: bool
 
 
-_watched: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _handles: list[Any] = []
 
 
-def watch(reducer: Reducer) -> None:
+def watch(reducer: Watched) -> None:
     """Raise at steps of optimizers on this reducer's parameters whose gradients are not reduced, while it lives."""
     _watched.add(reducer)
     weakref.finalize(reducer, _remove_unneeded)
@@ -29,7 +36,7 @@ def watch(reducer: Reducer) -> None:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
 
 
-def ignore(reducer: Reducer) -> None:
+def ignore(reducer: Watched) -> None:
     """End `watch`."""
     _watched.discard(reducer)
     _remove_unneeded()
@@ -40,7 +47,7 @@ def is_in_block(tensor: Tensor) -> bool:
     return any(reducer.is_open and id(tensor) in reducer.ids for reducer in _watched)
 
 
-def after_block(of: Reducer) -> None:
+def after_block(of: Watched) -> None:
     """Record, for other averagers of its parameters too, that a block has reduced or dropped the gradients."""
     for reducer in _watched:
         if reducer.witness is not None and id(reducer.witness.tensor) in of.ids:

@@ -168,14 +168,6 @@ MUTANTS = [
         "averager_microbatches",
         f"{_ONE_PROCESS} {_LOOPS}",
     ),
-    Mutant(
-        _REDUCER,
-        "Reducer.after_accumulate",
-        "if p.has_arrived:",
-        "if False:",
-        "averager_microbatches",
-        f"{_ONE} -k several_losses",
-    ),
     # failures
     Mutant(_REDUCER, "Reducer._refuse", "if failed:", "if False:", "averager_failures", _FAILS),
     Mutant(_REDUCER, "Reducer.end", "failure = error or", "failure = None or", "averager_failures", _FAILS),
