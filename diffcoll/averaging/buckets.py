@@ -65,8 +65,9 @@ class Parameter:
     def begin(self) -> bool:
         """Start a block; return whether `.grad` is a view of the memory."""
         self.has_arrived = self.is_packed = False
-        if self.assigned is not None and self.tensor.grad is not self.assigned:
+        if self.assigned is None or self.tensor.grad is not self.assigned:
             self.assigned = None
+            return False
         return self.holds_memory()
 
     def pack(self, scale: float) -> None:

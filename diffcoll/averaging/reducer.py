@@ -86,6 +86,8 @@ class Reducer:
         _remove(self._guards)
         #: One for each bucket that was sent.
         self._waits: list[Wait] = []
+        #: Indices of parameters whose gradient came after their bucket was sent, or that have no place.
+        self._late: set[int] = set()
         #: The witness's gradient after the last accumulation, and its version.
         self._seen: tuple[Tensor, int] | None = None
         self._was_changed = False
@@ -233,21 +235,20 @@ class Reducer:
             self._refuse_changes()
             for bucket in self._buckets[len(self._waits) :]:
                 bucket.pack(self._scale)
-            for p in self._late():
-                p.refuse(p.tensor.grad)  # type: ignore[arg-type]  # they have one
+            for p in self.parameters:
+                grad = p.tensor.grad
+                if grad is not None and p.tensor.requires_grad:
+                    p.refuse(grad)
+                    self._late.add(p.index)
         except BaseException as error:
             return error
         return None
-
-    def _late(self) -> list[Parameter]:
-        """Return the parameters whose gradient was accumulated after their bucket was sent, or that have no place."""
-        return [p for p in self.parameters if p.tensor.grad is not None and p.tensor.requires_grad]
 
     def _communicate(self, has_failed: bool) -> Note:
         """Send what this block has not sent yet, and wait for all of it."""
         for bucket in self._early[len(self._waits) :]:
             self._send(bucket)
-        late = {p.index for p in self._late()}
+        late = self._late
         states = [LATE if p.index in late else USED if p.is_packed else UNUSED for p in self.parameters]
         flags = FAILED * has_failed + HAS_COUNT * self._has_count
         numbers = note_to_send(states, self._count, flags, self.engine, self._host.control_device)
