@@ -26,6 +26,8 @@ from benchmarks.counting import memory_of_process
 from diffcoll.testing.spawn import spawn
 
 Step = Callable[[], object]
+#: The call of a model, and its backward with the reduction of the gradients.
+System = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], object]]
 
 
 class _Many(nn.Module):
@@ -62,17 +64,20 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 LOCAL, FLOOR, OURS, OURS_ON_MPI = "local", "a hook that counts", "diffcoll", "diffcoll on MPI"
-SYSTEMS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    LOCAL: lambda model: model,
-    "DDP": DistributedDataParallel,
-    "DDP, bucket views, static": lambda m: DistributedDataParallel(m, gradient_as_bucket_view=True, static_graph=True),
+SYSTEMS: dict[str, Callable[[nn.Module], System]] = {
+    LOCAL: lambda model: (model, Tensor.backward),
+    "DDP": lambda model: (DistributedDataParallel(model), Tensor.backward),
+    "DDP, bucket views, static": lambda model: (
+        DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True),
+        Tensor.backward,
+    ),
     FLOOR: lambda model: _counting(model),
-    OURS: lambda model: _attached(model, dist.group.WORLD),
-    OURS_ON_MPI: lambda model: _attached(model, None),
+    OURS: lambda model: (model, diffcoll.GradientAverager(model, group=dist.group.WORLD).backward),
+    OURS_ON_MPI: lambda model: (model, diffcoll.GradientAverager(model).backward),
 }
 
 
-def _counting(model: nn.Module) -> nn.Module:
+def _counting(model: nn.Module) -> System:
     parameters, n, count = [*model.parameters()], dist.get_world_size(), itertools.count(1)
 
     @torch.no_grad()
@@ -86,24 +91,19 @@ def _counting(model: nn.Module) -> nn.Module:
 
     for p in parameters:
         p.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore[no-untyped-call]
-    return model
-
-
-def _attached(model: nn.Module, group: Any) -> nn.Module:
-    diffcoll.GradientAverager(model, group=group)
-    return model
+    return model, Tensor.backward
 
 
 def _step(make: Callable[[], nn.Module], shape: tuple[int, ...], system: str, rank: int) -> Step:
     torch.manual_seed(0)
     model = make()
-    call = SYSTEMS[system](model)
+    call, backward = SYSTEMS[system](model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
 
     def step() -> None:
         optimizer.zero_grad()
-        call(x).square().mean().backward()
+        backward(call(x).square().mean())
         optimizer.step()
 
     return step

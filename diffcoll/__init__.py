@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from diffcoll import nn as nn
     from diffcoll import truth as truth
     from diffcoll.averaging.averager import GradientAverager
-    from diffcoll.averaging.comm_hook import GradientBucket
-    from diffcoll.averaging.functions import average_gradients, global_mean
+    from diffcoll.averaging.global_mean import global_mean
+    from diffcoll.averaging.in_step import in_step
     from diffcoll.composed.gather_batch import GatheredBatch, gather_batch
     from diffcoll.composed.halo_exchange import halo_exchange
     from diffcoll.composed.ring import ring
@@ -46,12 +46,10 @@ __all__ = [
     "CollectiveMismatchError",
     "GatheredBatch",
     "GradientAverager",
-    "GradientBucket",
     "Pending",
     "all_gather",
     "all_reduce",
     "all_to_all",
-    "average_gradients",
     "broadcast",
     "check_mode",
     "gather",
@@ -60,6 +58,7 @@ __all__ = [
     "get_world_size",
     "global_mean",
     "halo_exchange",
+    "in_step",
     "joint_backward",
     "nn",
     "permute",
@@ -82,11 +81,10 @@ __version__ = "0.1.0"
 _DEFERRED = {
     "GatheredBatch": "diffcoll.composed.gather_batch",
     "GradientAverager": "diffcoll.averaging.averager",
-    "GradientBucket": "diffcoll.averaging.comm_hook",
-    "average_gradients": "diffcoll.averaging.functions",
     "gather_batch": "diffcoll.composed.gather_batch",
-    "global_mean": "diffcoll.averaging.functions",
+    "global_mean": "diffcoll.averaging.global_mean",
     "halo_exchange": "diffcoll.composed.halo_exchange",
+    "in_step": "diffcoll.averaging.in_step",
     "nn": "diffcoll.nn",
     "ring": "diffcoll.composed.ring",
     "truth": "diffcoll.truth",

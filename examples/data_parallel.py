@@ -50,13 +50,16 @@ def train(rank: int, way: str) -> tuple[Tensor, float]:
         x, masks = (torch.cat(v) for v in zip(*[batch(r) for r in range(len(IMAGES))], strict=True))
     else:
         x, masks = batch(rank)
-        dc.GradientAverager(net)
+        averager = dc.GradientAverager(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
     for _ in range(STEPS):
         optimizer.zero_grad()
         found = sums(net(x), masks)
         loss = dice(*(dc.all_reduce(found) if way == "one loss" else found))
-        loss.backward()
+        if way == "one process":
+            loss.backward()
+        else:
+            averager.backward(loss)
         optimizer.step()
     x, masks = images(99, 32, blobs=True)
     guess, there = net(x) > 0, masks > 0

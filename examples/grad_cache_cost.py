@@ -53,9 +53,17 @@ def steps(rows, dims, layers, chunk):
 
     averaged = encoder()
     averager = dc.GradientAverager(averaged)
-    cached = partial(dc.nn.grad_cache, chunk_size=chunk, no_sync=averager.no_sync)
+
+    def cached(*arguments):
+        with averager.reduce():
+            return dc.nn.grad_cache(*arguments, chunk_size=chunk)
+
+    def averaging(*arguments):
+        with averager.reduce():
+            return plain(*arguments)
+
     variants = {
-        "GradientAverager": (plain, averaged, pair, loss),
+        "GradientAverager": (averaging, averaged, pair, loss),
         "DistributedDataParallel": (plain, DistributedDataParallel(encoder()), pair, loss),
         "grad_cache": (cached, averaged, pair, loss),
         "grad_cache, loss in chunks": (cached, averaged, pair, partial(loss, chunk_size=chunk)),

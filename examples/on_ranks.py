@@ -46,10 +46,10 @@ def train(task: Task) -> tuple[list[float], float]:
         mine = (x[ends[rank] : ends[rank + 1]] for x in task.batch(generator))
         loss = task.loss(model, *mine)
         optimizer.zero_grad()
-        loss.backward()
+        averager.backward(loss)
         optimizer.step()
         losses.append(dc.global_mean(loss.detach()).item())
-    averager.detach()
+    averager.close()
     with torch.no_grad():
         return losses, task.score(model.eval())
 

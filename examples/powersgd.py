@@ -1,14 +1,14 @@
-"""PowerSGD as a hook of GradientAverager: gradients are sent as two thin matrices, and what is lost is sent later.
+"""PowerSGD on gradients of `.grad`: they are sent as two thin matrices, and what is lost is sent later.
 
     python examples/powersgd.py
 
 Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization" (2019).
 In every step, for each matrix, with M_r the gradient of rank r plus its residual, and Q of the last step:
 
-    P = orthonormal columns of Σ_r M_r Q        Q_r = M_rᵀ P        Q = Σ_r Q_r
-    used on all ranks: P Qᵀ                     residual of rank r: M_r − P Q_rᵀ
+    P = orthonormal columns of mean_r M_r Q        Q_r = M_rᵀ P        Q = mean_r Q_r
+    used on all ranks: P Qᵀ                        residual of rank r: M_r − P Q_rᵀ
 
-So what was used plus all residuals is Σ_r M_r: nothing is lost, it is sent in later steps.
+So what was used plus the mean of all residuals is mean_r M_r: nothing is lost, it is sent in later steps.
 """
 
 import torch
@@ -19,7 +19,7 @@ from diffcoll.testing import spawn
 
 
 class PowerSGD:
-    """A `comm_hook` that sends matrices in a given rank, and vectors as they are.
+    """Replaces each `.grad` by a mean over ranks: matrices in a given rank, vectors as they are.
 
     Args:
         rank: of the approximation; a matrix of no higher rank is sent as it is.
@@ -29,54 +29,51 @@ class PowerSGD:
     def __init__(self, rank: int = 1, seed: int = 0) -> None:
         self.rank = rank
         self.generator = torch.Generator().manual_seed(seed)
-        self.projections: dict[str, Tensor] = {}
-        self.residuals: dict[str, Tensor] = {}
+        self.projections: dict[int, Tensor] = {}
+        self.residuals: dict[int, Tensor] = {}
 
-    def __call__(self, bucket: dc.GradientBucket) -> Tensor:
-        matrices = {name: g.flatten(1) for name, g in bucket.gradients.items() if self._is_compressed(g)}
-        rest = [g for name, g in bucket.gradients.items() if name not in matrices]
-        for name, m in matrices.items():
-            if name not in self.projections:
+    @torch.no_grad()
+    def reduce(self, net: nn.Module) -> None:
+        """Call it after backward, on all ranks; every parameter has a gradient."""
+        gradients = dict(enumerate(p.grad for p in net.parameters() if p.grad is not None))
+        matrices = {i: g.flatten(1) for i, g in gradients.items() if self._is_compressed(g)}
+        rest = {i: g for i, g in gradients.items() if i not in matrices}
+        for i, m in matrices.items():
+            if i not in self.projections:
                 q = torch.randn(m.shape[1], self.rank, generator=self.generator, dtype=m.dtype)
-                self.projections[name], self.residuals[name] = q.to(m.device), torch.zeros_like(m)
-            m += self.residuals[name]  # a view of the row
-        sums = _sums(bucket, [*(m @ self.projections[name] for name, m in matrices.items()), *rest])
-        ps = [torch.linalg.qr(p).Q for p in sums[: len(matrices)]]
-        mine = [m.T @ p for m, p in zip(matrices.values(), ps, strict=True)]
-        qs = _sums(bucket, mine)
-        for (name, m), p, q_of_rank, q in zip(matrices.items(), ps, mine, qs, strict=True):
-            self.residuals[name] = m - p @ q_of_rank.T
-            self.projections[name] = q
-            m.copy_(p @ q.T)
-        for g, total in zip(rest, sums[len(matrices) :], strict=True):
-            g.copy_(total)
-        return bucket.row
+                self.projections[i], self.residuals[i] = q.to(m.device), torch.zeros_like(m)
+            m += self.residuals[i]  # a view of the gradient
+        products = {i: m @ self.projections[i] for i, m in matrices.items()}
+        means = dc.all_reduce({"products": products, "rest": rest}, "mean")
+        ps = {i: torch.linalg.qr(p).Q for i, p in means["products"].items()}
+        mine = {i: m.T @ ps[i] for i, m in matrices.items()}
+        for i, q in dc.all_reduce(mine, "mean").items():
+            self.residuals[i] = matrices[i] - ps[i] @ mine[i].T
+            self.projections[i] = q
+            matrices[i].copy_(ps[i] @ q.T)
+        for i, g in rest.items():
+            g.copy_(means["rest"][i])
 
     def _is_compressed(self, g: Tensor) -> bool:
         return g.dim() > 1 and min(g.flatten(1).shape) > self.rank
 
 
-def _sums(bucket: dc.GradientBucket, xs: list[Tensor]) -> list[Tensor]:
-    """Return the sum over ranks of each x, in one message."""
-    if not xs:
-        return []
-    total = bucket.all_reduce(torch.cat([x.reshape(-1) for x in xs])).wait()
-    parts = total.split([x.numel() for x in xs])
-    return [part.view(x.shape) for part, x in zip(parts, xs, strict=True)]
-
-
 def train(rank: int, compressed: bool, steps: int = 150) -> list[float]:
-    torch.manual_seed(rank)  # the averager broadcasts rank 0's parameters
+    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
-    dc.GradientAverager(net, comm_hook=PowerSGD(rank=1) if compressed else None)
+    averager, powersgd = None if compressed else dc.GradientAverager(net), PowerSGD(rank=1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    x = torch.randn(64, 8)
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(rank))
     y = (x[:, :2].prod(1, keepdim=True)).tanh()
     losses = []
     for _ in range(steps):
         loss = (net(x) - y).square().mean()
         losses.append(dc.global_mean(loss).item())
-        loss.backward()
+        if averager is not None:
+            averager.backward(loss)
+        else:
+            loss.backward()
+            powersgd.reduce(net)
         optimizer.step()
         optimizer.zero_grad()
     return losses

@@ -44,17 +44,16 @@ def train(rank: int, folder: str, start: int, stop: int) -> list[float]:
         net.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         start = saved["step"]
-    averager = dc.GradientAverager(net, reduction="weighted")
+    averager = dc.GradientAverager(net)
     n, losses = dc.get_world_size(), []
     for step in range(start, stop):
         x = torch.randn(BATCH, 6, dtype=torch.double, generator=torch.Generator().manual_seed(step))
         x = x.tensor_split(n)[rank]  # 7, 7 and 6, or 10 and 10
         optimizer.zero_grad()
-        loss = (net(x).squeeze(1) - x.sum(1).cos()).square().mean()
-        averager.set_weight(len(x))
-        loss.backward()
+        loss = (net(x).squeeze(1) - x.sum(1).cos()).square().sum()
+        averager.backward(loss, count=len(x))
         optimizer.step()
-        losses.append(dc.global_mean(loss, len(x)).item())
+        losses.append(dc.global_mean(loss / len(x), len(x)).item())
     if rank == 0:  # whoever reads a shared file in the same run must wait for this: put a barrier after it
         torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": stop}, file)
     return losses

@@ -6,7 +6,6 @@ import traceback
 from pathlib import Path
 
 import pytest
-import torch
 from releases import compiles
 
 import diffcoll
@@ -178,24 +177,6 @@ def test_links_lead_to_headings(path):
     for file, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]*)\)", prose(path.read_text(encoding="utf-8"))):
         target = path.parent / file if file else path
         assert anchor in anchors(target.read_text(encoding="utf-8")), f"{path.name} links to {file}#{anchor}"
-
-
-def test_the_table_of_the_reducer_names_what_there_is():
-    """What the note says of our functions and of DDP's is in the source and in PyTorch's header."""
-    text = (NOTES / "why" / "when-gradients-synchronize.md").read_text(encoding="utf-8")
-    table = text.split("| event | here | in DDP |\n")[1].split("\n\n")[0]
-    rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", table, re.MULTILINE)
-    assert len(rows) == 7
-    ours = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "diffcoll" / "averaging").glob("*.py"))
-    ours += (ROOT / "diffcoll" / "core" / "torch_private" / "autograd.py").read_text(encoding="utf-8")
-    include = Path(torch.__path__[0], "include", "torch", "csrc")
-    headers = [include / "distributed" / "c10d" / "reducer.hpp", include / "autograd" / "engine.h"]
-    theirs = "".join(path.read_text(encoding="utf-8") for path in headers)
-    theirs += inspect.getsource(torch.nn.parallel.DistributedDataParallel)
-    for _, here, there in rows:
-        for cell, source in ((here, ours), (there, theirs)):
-            for name in re.findall(r"`(\w+)[`=]", cell):
-                assert name == "AccumulateGrad" or re.search(rf"\b{name}\b", source), name
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,6 @@ QUESTIONS = {
     "Accelerate": ("with/accelerate", 'rank_reduction="mean"'),
     "FSDP": ("with/fsdp", "divided by the number of micro-batches"),
     "unused parameters": ("how-to/unused-parameters", "With `GradientAverager` nothing has to be said"),
-    "weighted accumulation": ("how-to/weighted-accumulation", 'reduction="weighted"'),
     "hangs": ("how-to/find-a-hang", "DIFFCOLL_CHECK=1"),
     "clipping": ("how-to/clip-gradients", "torch.nn.utils.clip_grad_norm_"),
     "platforms": ("running/platforms", "Linux"),

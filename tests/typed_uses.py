@@ -100,13 +100,15 @@ def losses(x: Tensor, y: Tensor) -> None:
 
 
 def averaging(model: nn.Module, gs: list[Tensor], loader: list[Tensor]) -> None:
-    averager = dc.GradientAverager(model, reduction="avg", broadcast_buffers="each forward")
-    assert_type(averager.join(loader), Iterator[Tensor])
-    assert_type(dc.average_gradients(gs, reduction=ReduceOp.SUM), list[Tensor])
+    averager = dc.GradientAverager(model, reduction=ReduceOp.SUM, group=None)
+    for x in dc.in_step(loader, empty=gs[0]):
+        averager.backward(x.sum(), count=len(x))
+    with averager.reduce(count=gs[0]):
+        assert_type(dc.in_step(loader), Iterator[Tensor])
     assert_type(dc.global_mean(3.0), Tensor)
     dc.GradientAverager(model, reduction="max")  # type: ignore
-    dc.GradientAverager(model, broadcast_buffers=True)  # type: ignore
-    dc.average_gradients(gs, "sum")  # type: ignore
+    dc.GradientAverager(model, broadcast="once")  # type: ignore
+    averager.reduce("3")  # type: ignore
 
 
 def rank_of(x: Tensor) -> tuple[int, Tensor]:

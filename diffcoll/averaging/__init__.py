@@ -1,1 +1,1 @@
-"""Averages of gradients over ranks: `GradientAverager` and functions."""
+"""Data parallelism without a wrapper: the reduction of gradients is a block, `GradientAverager`."""

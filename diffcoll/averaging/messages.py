@@ -1,7 +1,4 @@
-"""Messages of an averager: small numbers, what the ranks must agree on before training, and a group of its own.
-
-note  notes/training/gradient-averager.md
-"""
+"""Messages of an averager: those of its construction, the communicator of its own, and the note of a block."""
 
 from __future__ import annotations
 
@@ -9,11 +6,11 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from diffcoll.averaging.policy import NAME
 from diffcoll.collectives.broadcast import broadcast
 from diffcoll.core.control import Control
 from diffcoll.core.errors import CollectiveFailedError
@@ -22,20 +19,22 @@ from diffcoll.engines.engine import Engine
 from diffcoll.engines.turn import Turn
 from diffcoll.engines.types import Group
 
-#: Why a rank may not have joined a reduction, and the remedy.
+#: Name in errors, profiles and check mode.
+NAME = "GradientAverager"
+#: Why a rank may not have joined a reduction.
 ABSENT = (
-    "died, hangs, has not called backward, or its loss uses none of the parameters; call backward equally often on all "
-    "ranks, see join() for unequal numbers of batches"
+    "died, hangs, waits in a collective of the model that a failed rank has left, or has not entered this block; "
+    "enter it equally often on all ranks, see in_step() for unequal numbers of batches"
 )
 #: Approximate size of one message of `broadcast_from_first`.
 _BYTES = 64 << 20
 
 
 @contextlib.contextmanager
-def communicating(engine: Engine, at: str, nbytes: int, what: str, remedy: str) -> Iterator[None]:
+def communicating(engine: Engine, at: str, nbytes: int, what: str) -> Iterator[None]:
     """Take the engine's turn for the message `at`, label the profile, and add to an error of the backend.
 
-    An error names the message, its contents `what`, and by `remedy` what other ranks may have done.
+    An error names the message and its contents `what`.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -47,33 +46,52 @@ def communicating(engine: Engine, at: str, nbytes: int, what: str, remedy: str) 
     except CollectiveFailedError as failed:
         error = failed.__cause__ or failed  # the backend's
         said = " ".join(str(error).split())
-        text = f"{NAME}, {at} ({what}): failed on rank {engine.rank} of {engine.description}: {said}; a rank {remedy}"
+        text = f"{NAME}, {at} ({what}): failed on rank {engine.rank} of {engine.description}: {said}; a rank {ABSENT}"
         raise CollectiveFailedError(text) from error
 
 
-def refuse_ended(engine: Engine) -> None:
-    """Raise if the averager's group was destroyed."""
-    if engine.ended:
-        raise RuntimeError(
-            f"{NAME}: its group was destroyed; call detach(), or make a {NAME} on another group, which replaces "
-            "this one"
-        )
+# ── the note ─────────────────────────────────────────────────────────────────────────────────────────────
+
+#: What a rank tells the others of itself; both may hold.
+FAILED, HAS_COUNT = 1, 2
+#: States of a parameter on a rank: no gradient, one in its bucket, one that came after its bucket was sent.
+UNUSED, USED, LATE = range(3)
 
 
-def write(x: Tensor, value: Tensor) -> None:
-    """Write a value of the same shape into x; an expanded dimension once, since PyTorch refuses to write it whole."""
-    if 0 in x.stride():
-        at = tuple(slice(None) if stride else slice(1) for stride in x.stride())
-        x, value = x[at], value[at]
-    x.copy_(value)
+class Note(NamedTuple):
+    """What a block tells all ranks beside the gradients."""
+
+    #: For each parameter the largest of the ranks' states.
+    states: list[int]
+    #: Sum of the counts that the hosts have given.
+    total: float
+    #: For each rank its FAILED and HAS_COUNT.
+    flags: list[int]
+
+    def where(self, flag: int) -> list[int]:
+        """Return the ranks for which this holds."""
+        return [rank for rank, flags in enumerate(self.flags) if flags & flag]
 
 
-def numbers_of_ranks(number: int, engine: Engine) -> list[int]:
-    """Return the number of each rank."""
-    return [first for (first,) in Control(engine, NAME).numbers([int(number)])]
+def note_to_send(states: Sequence[int], count: float, flags: int, engine: Engine, device: torch.device) -> Tensor:
+    """Return the numbers whose sum over ranks `read_note` reads, exactly.
+
+    A state is sent as 0, 1 or N + 1, so that the sum over N ranks tells the largest.
+    """
+    sent = 0, 1, engine.size + 1
+    of_ranks = [flags if rank == engine.rank else 0 for rank in range(engine.size)]
+    return torch.tensor([*[sent[state] for state in states], count, *of_ranks], dtype=torch.float64, device=device)
 
 
-# ── before training, in the user's group ─────────────────────────────────────────────────────────────────
+def read_note(note: Tensor, n_parameters: int, engine: Engine) -> Note:
+    """Return what the sum of all ranks' notes says."""
+    numbers: list[float] = note.tolist()
+    sums, total, flags = numbers[:n_parameters], numbers[n_parameters], numbers[n_parameters + 1 :]
+    states = [LATE if s > engine.size else USED if s else UNUSED for s in sums]
+    return Note(states, total, [int(each) for each in flags])
+
+
+# ── before training ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @torch.no_grad()
@@ -83,14 +101,22 @@ def broadcast_from_first(tensors: Sequence[Tensor], group: Group) -> None:
     for _, pairs in groupby(zip(ends, tensors, strict=True), key=lambda pair: pair[0] // _BYTES):
         chunk = [t.detach() for _, t in pairs]
         for mine, first in zip(chunk, broadcast(chunk, 0, group=group), strict=True):
-            write(mine, first)
+            _write(mine, first)
+
+
+def _write(x: Tensor, value: Tensor) -> None:
+    """Write a value of the same shape into x; an expanded dimension once, since PyTorch refuses to write it whole."""
+    if 0 in x.stride():
+        at = tuple(slice(None) if stride else slice(1) for stride in x.stride())
+        x, value = x[at], value[at]
+    x.copy_(value)
 
 
 def twin(engine: Engine, owner: object) -> Engine:
     """Return a duplicate of the user's group for an averager, whose messages cannot match others; all ranks call it.
 
-    Closes the duplicates of averagers that were freed without `detach()` on all ranks: the garbage collector frees
-    them at different times on different ranks, and closing may be a collective call.
+    Closes the duplicates of averagers that were freed without `close()` on all ranks: the garbage collector frees them
+    at different times on different ranks, and closing may be a collective call.
     """
     if engine.size == 1:
         return engine

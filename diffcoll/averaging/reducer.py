@@ -1,368 +1,412 @@
-"""Reduces the gradients of an averager's parameters over the ranks, bucket by bucket.
+"""What a block does: it moves gradients into buckets while backward runs, and reduces all in `.grad` at its end.
 
-| state | what it holds | ends with |
-|---|---|---|
-| idle | `Reducer.now` is None; `Accumulation` has the gradients that are not reduced yet | `begin` |
-| collecting | `Collecting`: the pass, and the gradients and buckets that it has completed | `send_rest` |
-| sent | a wait for each bucket | `receive`, which writes the results to `.grad` |
-
-A bucket is reduced in place as soon as its last gradient has been accumulated and all earlier buckets have been sent.
-Unused parameters contribute zeros. The last bucket ends with one flag per parameter (used on this rank or not) and
-`EXTRA` numbers. An error on one rank is told to the others by NaN there, see `abandon`.
+A block sends the same messages on every rank, whatever happens in it: the early buckets in order; then the note, which
+tells all ranks who has which gradients and who has failed; then the last buckets; then, if the note says so, gradients
+that came after their bucket was sent. Hooks are only an optimization: they move large gradients while they are in the
+cache and send early buckets; what they have not moved is moved at the end.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-from operator import attrgetter
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from diffcoll.averaging.accumulation import (
-    Accumulation,
-    Collecting,
-    is_used,
-    refuse_changes,
-    refuse_unused,
-    refuse_views_of_ddp,
+from diffcoll.averaging import unreduced
+from diffcoll.averaging.buckets import Bucket, Parameter, cut, divide, sent_dtype
+from diffcoll.averaging.messages import (
+    FAILED,
+    HAS_COUNT,
+    LATE,
+    NAME,
+    UNUSED,
+    USED,
+    Note,
+    communicating,
+    note_to_send,
+    read_note,
 )
-from diffcoll.averaging.buckets import Bucket, cut
-from diffcoll.averaging.comm_hook import CommHook
-from diffcoll.averaging.gradient import Parameter, is_own
-from diffcoll.averaging.messages import refuse_ended
-from diffcoll.averaging.module_buffers import ModuleBuffers
-from diffcoll.averaging.policy import NAME, Policy, Settings
-from diffcoll.averaging.sending import EXTRA, Sender
-from diffcoll.averaging.watch import ModuleTree
-from diffcoll.core import check_mode
+from diffcoll.averaging.parameters import Named
 from diffcoll.core.control import Control
-from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError
+from diffcoll.core.errors import CollectiveMismatchError
 from diffcoll.core.torch_private.tensors import version
-from diffcoll.engines.devices import can_pin
-from diffcoll.engines.engine import Engine
+from diffcoll.core.torch_private.tracing import untraced
+from diffcoll.engines.devices import is_capturing
+from diffcoll.engines.engine import Engine, Wait, done
+from diffcoll.engines.turn import Turn
 
-#: What buckets depend on, but for the order in which gradients are expected.
-_KIND = attrgetter("shape", "dtype", "requires_grad")
+#: Seconds after which a rank that has failed prints its error, if the others have not reached the end of their block.
+PATIENCE = 10.0
 
 
 class Reducer:
-    """The buckets of one averager, sent through an engine of its own."""
+    """The blocks of one averager, whose messages are sent through an engine of its own."""
 
     def __init__(
-        self,
-        parameters: list[Parameter],
-        engine: Engine,
-        settings: Settings,
-        tree: ModuleTree,
-        buffers: ModuleBuffers | None,
-        comm_hook: CommHook | None,
+        self, named: Named, engine: Engine, is_mean: bool, nbytes: float, comm_dtype: torch.dtype | None
     ) -> None:
-        self.parameters, self.engine, self.tree, self.buffers = parameters, engine, tree, buffers
-        self.policy = Policy(settings.reduction, comm_hook is not None, engine.size)
-        self.accumulation = Accumulation(parameters, self.policy)
-        #: Parameters that are not frozen, in the order in which gradients are expected, and those last agreed on.
-        self.trainable: list[Parameter] = []
-        self._agreed: list[Parameter] | None = None
-        self.buckets: list[Bucket] = []
-        self._bucket_of: dict[Parameter, Bucket] = {}
-        #: The reduction that has begun; None: idle.
-        self.now: Collecting | None = None
-        #: Number of reductions.
-        self.count = 0
-        #: Whether another rank has called `skip_step` in the last reduction, and this one has not yet.
-        self.is_skipped = False
-        self._settings, self._comm_hook = settings, comm_hook
-        self._sender = Sender(engine, in_order=settings.deterministic, has_hook=comm_hook is not None)
-        #: The order in which gradients are expected, and whether the ranks have agreed on it.
-        self._order, self._is_ordered = list(reversed(range(len(parameters)))), False
-        #: All parameters, and their `_KIND` when the buckets were made.
-        self._tensors, self._kinds = [p.tensor for p in parameters], list[Any]()
+        self.engine = engine
+        self.parameters = [Parameter(i, *pair) for i, pair in enumerate(named)]
+        self.ids = {id(p.tensor) for p in self.parameters}
+        self.is_open = False
+        #: Whether backward has added to gradients outside of a block since the last one.
+        self.is_unreduced = False
+        self._is_mean, self._nbytes, self._comm_dtype = is_mean, nbytes, comm_dtype
+        with Turn(engine, NAME):
+            self._host = engine.control()  # carries the note over the CPU where that is possible
+        #: The order in which gradients are expected of the parameters that have a place, and that of the next block.
+        self._order: list[int] = []
+        self._next_order: list[int] | None = None
+        #: The order on this rank, while it is recorded.
+        self._recorded: dict[int, None] | None = {}
+        self._early: list[Bucket] = []
+        self._last: list[Bucket] = []
+        self._placed: list[Tensor] = []
+        self._placeless: list[Parameter] = []
+        #: The smallest parameter of the last buckets, whose gradient stays in `.grad` until the end of a block.
+        self.witness: Parameter | None = None
+        self._handles: list[Any] = []
+        weakref.finalize(self, _remove, self._handles)
+        self._guards: list[Any] = []
+        self._start_over()
+        # At first reverse order, and what requires a gradient on rank 0.
+        is_laid_out = Control(engine, NAME).numbers_of_first([int(p.tensor.requires_grad) for p in self.parameters])
+        self._lay_out([i for i in reversed(range(len(named))) if is_laid_out[i]])
 
-    # ── idle → collecting ────────────────────────────────────────────────────────────────────────────────
+    def _start_over(self) -> None:
+        """Forget the block that has ended."""
+        self.is_open = False
+        _remove(self._guards)
+        #: One for each bucket that was sent.
+        self._waits: list[Wait] = []
+        #: Indices of parameters whose gradient came after their bucket was sent, or that have no place.
+        self._late: set[int] = set()
+        #: The witness's gradient after the last accumulation, and its version.
+        self._seen: tuple[Tensor, int] | None = None
+        self._was_changed = False
+        self._scale, self._count, self._has_count, self._versions = 1.0, 0.0, False, 0
 
-    def begin(self, *tasks: int) -> Collecting:
-        """Prepare the buckets for the gradients of a backward pass."""
-        try:
-            return self._begin({*tasks})
-        except BaseException:
-            self.undo()
-            raise
+    # ── the layout ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _begin(self, tasks: set[int]) -> Collecting:
-        is_checked = check_mode.is_on() if self.now is None else self.now.is_checked
-        self.now = None
-        refuse_ended(self.engine)
-        self.now = now = Collecting(tasks, is_checked)
-        if self.is_skipped:
+    def _lay_out(self, order: list[int]) -> None:
+        """Cut buckets, and register the hooks that they need."""
+        _remove(self._handles)
+        self._early, self._last, self._order, self._next_order = [], [], order, None
+        for p in self.parameters:  # free the old buckets before new ones are allocated
+            p.leave_bucket()
+        self._early, self._last = cut([self.parameters[i] for i in order], self._nbytes, self._comm_dtype, self.engine)
+        self._placed = [p.tensor for p in self.parameters if p.bucket is not None]
+        self._placeless = [p for p in self.parameters if p.bucket is None]
+        if not self._early:
+            self._recorded = None  # the order makes no difference
+        candidates = [p for bucket in self._last for p in bucket.parameters if p.tensor.requires_grad]
+        self.witness = min(candidates, key=lambda p: p.tensor.nbytes, default=None)
+        for p in self.parameters:
+            is_needed = self._recorded is not None or p is self.witness or not p.is_small or p.bucket in self._early
+            if p.bucket is not None and p.tensor.requires_grad and is_needed:
+                register: Any = p.tensor.register_post_accumulate_grad_hook
+                self._handles.append(register(_hook(weakref.ref(self), p.index)))
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        """All buckets, in the order in which they are sent."""
+        return [*self._early, *self._last]
+
+    def close(self) -> None:
+        """Remove the hooks, and free the communicator; all ranks call it."""
+        _remove(self._handles)
+        if self.engine.size > 1:
+            self.engine.close()
+
+    # ── the block ────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, count: float | Tensor | None) -> None:
+        """Enter a block."""
+        if self.is_open:
+            raise RuntimeError(f"{NAME}.reduce: entered within a block of the same {NAME}; use one block a step")
+        if self.engine.ended:
+            raise RuntimeError(f"{NAME}.reduce: its group was destroyed; make a new {NAME}, or call close()")
+        if isinstance(count, Tensor) and count.is_cpu:
+            count = float(count)
+        if is_capturing() and not isinstance(count, Tensor) and count is not None:
             raise RuntimeError(
-                f"{NAME}: another rank has called skip_step() in the last step, and this one has not, and has no "
-                "gradients of it; call skip_step(failed) on all ranks after backward, and step if it returns False"
+                f"{NAME}.reduce: count: got a number of the host while a CUDA graph is captured, which every replay "
+                "would repeat; pass a 0-d tensor on the device"
             )
-        kinds, trainable = [*map(_KIND, self._tensors)], self.trainable
-        if kinds != self._kinds:
+        if self._next_order is not None:
+            self._lay_out(self._next_order)
+        for p in self._placeless:
+            p.begin()
+        for bucket in self._buckets:
+            bucket.begin()
+        self._has_count = count is not None
+        self._scale = 1 / self.engine.size if self._is_mean and not self._has_count else 1.0
+        tail = self._last[-1].tail
+        if isinstance(count, Tensor):
+            tail.copy_(count)
+        else:
+            self._count = float(count or 0)
+            tail.zero_()
+        self._versions = self._sum_of_versions()
+        if self._refuses_reduced:
             for p in self.parameters:
-                p.refuse_changed_kind(NAME)
-            trainable = [p for i in self._order if (p := self.parameters[i]).tensor.requires_grad]
-        if trainable != self.trainable or not self.buckets:
-            self._cut(trainable)
-        else:
-            for bucket in self.buckets:
-                bucket.reallocate_if_held()
-        self._kinds = kinds
-        now.compares = self.engine.size > 1 and (is_checked or self._agreed is not self.trainable)
-        now.pending = {bucket: len(bucket.parameters) for bucket in self.buckets}
-        return now
+                if p.tensor.requires_grad and p.is_reduced():
+                    register: Any = p.tensor.register_hook
+                    self._guards.append(register(_guard(p)))
+        self.is_open = True
 
-    def _cut(self, trainable: list[Parameter]) -> None:
-        if self._agreed is not None and {*trainable} == {*self._agreed}:
-            self._agreed = trainable
-        self.trainable, self.buckets, self._bucket_of = trainable, [], {}
-        for p in self.parameters:  # free old buckets before new ones are allocated, unless they hold gradients
-            p.drop_reduced()
-            p.place = None  # type: ignore[assignment]  # frozen ones have none
-            p.waits_for_end = False
-        nbytes, dtype, tail = self._settings.bucket_mb * 2**20, self._settings.comm_dtype, len(trainable) + EXTRA
-        self.buckets = cut(trainable, nbytes, dtype, self.engine, tail, tail_alone=self._comm_hook is not None)
-        self._sender.buckets = self.buckets
-        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        for bucket in self.buckets:
-            if self._settings.deterministic:
-                bucket.overlaps = False  # a sum in the order of ranks takes two rounds, and the first one blocks
-            is_late = bucket.stream is None and (bucket is self.buckets[-1] or not bucket.overlaps)
-            for p in bucket.parameters:
-                p.waits_for_end = is_late and p.place.is_small
-
-    # ── collecting → sent ────────────────────────────────────────────────────────────────────────────────
-
-    def collect(self, p: Parameter, now: Collecting) -> None:
-        """Take a gradient that autograd has accumulated; a bucket that is complete with it is sent."""
-        place = p.place
-        if p in now.collected:  # as by a nested pass
-            if place.is_filled:
-                raise RuntimeError(
-                    f"{NAME}: {p.name}: a second gradient in one backward, after the first was put into its bucket; "
-                    "checkpoints with use_reentrant=True share the parameter: use use_reentrant=False, or no_sync() "
-                    "and synchronize()"
-                )
+    def after_accumulate(self, p: Parameter) -> None:
+        """Move a gradient that autograd has accumulated to its bucket, which is sent if it is complete."""
+        grad = p.tensor.grad
+        if not self.is_open:
+            self._after_plain_accumulate(p, grad)
             return
-        now.collected[p] = None
-        if p.pre_hook is None:
-            p.value_version = version(p.tensor)
-        bucket = self._bucket_of[p]
-        if bucket.stream is not None:
-            bucket.enter_stream()
-        now.pending[bucket] -= 1
-        if now.is_nested:
+        bucket = p.bucket
+        if bucket is None or grad is None:
             return
-        if not place.is_small and ((grad := p.tensor.grad) is None or is_own(grad)):
-            # While it is in the cache; its own memory is free for the next gradient.
-            self.accumulation.check(p, in_backward=True)
-            place.put(self.policy.scale)
-        if now.pending[bucket] == 0:
-            self._send_ready(now)
+        if self._recorded is not None:
+            self._recorded.setdefault(p.index)
+        if p is self.witness:
+            before, self._seen = self._seen, (grad, version(grad))
+            self._was_changed |= before is not None and (before[0] is not grad or before[1] + 1 != version(grad))
+        bucket.enter_stream()
+        if p.has_arrived:
+            return  # a further gradient stays in `.grad` until the bucket is sent, or the block ends
+        p.has_arrived = True
+        bucket.pending -= 1
+        if not p.is_small and p is not self.witness:
+            with torch.no_grad():
+                p.pack(self._scale)  # while it is in the cache; its own memory is free for the next gradient
+        for ready in self._early[len(self._waits) :]:
+            if ready.pending:
+                break
+            ready.pack(self._scale)
+            self._send(ready)
 
-    def _send_ready(self, now: Collecting) -> None:
-        """Send complete buckets, in order; not the last one, which reports errors of the whole pass."""
-        if now.compares or self._comm_hook is not None:
-            return
-        for bucket in self.buckets[len(now.waits) : -1]:
-            if now.pending[bucket] or not bucket.overlaps or not bucket.is_whole():
-                return
-            self._send(bucket, now)
+    def _after_plain_accumulate(self, p: Parameter, grad: Tensor | None) -> None:
+        if grad is not None and grad is p.assigned and version(grad) == p.reduced_version + 1:
+            p.reduced_version += 1  # not zeroed before: what was reduced is still in it
+        if p is self.witness and not unreduced.is_in_block(p.tensor):
+            self.is_unreduced = True
 
-    @torch.no_grad()
-    def _send(self, bucket: Bucket, now: Collecting) -> None:
+    def _send(self, bucket: Bucket) -> None:
         """Start the in-place reduction of the next bucket."""
-        bucket.join_streams()
-        scale = self.policy.scale
-        if self.accumulation.is_new(bucket.parameters):
-            bucket.put_small(scale)
-        missing = [p for p in bucket.parameters if not p.place.is_filled]
-        for p in missing:
-            self.accumulation.check(p, in_backward=bool(now.tasks))
-        for p in missing:
-            p.place.put(scale)
-        if bucket is self.buckets[-1]:
-            self._put_flags(bucket, now)
-        self._sender.start(bucket, now)
-
-    def _put_flags(self, bucket: Bucket, now: Collecting) -> None:
-        if self._settings.unused == "allow":
-            now.used = [p.place.is_used or p.earlier is not None for p in self.trainable]
-        # On a GPU from pinned memory: else the copy would block the host until all earlier kernels are done.
-        pinned = not bucket.tail.is_cpu and can_pin(bucket.tail.device.type)
-        flags = [*now.used, 0.0, 0.0, self.policy.join.took_part]
-        tail = torch.tensor(flags, dtype=bucket.tail.dtype, device="cpu", pin_memory=pinned)
-        bucket.tail.copy_(tail, non_blocking=pinned)
-        if isinstance(self.policy.total, torch.Tensor):
-            bucket.tail[-2] = self.policy.total  # may be on another device
+        if self.engine.size > 1:
+            with self._communicating(bucket):
+                self._waits.append(self.engine.all_reduce(bucket.row, bucket.row, bucket.overlaps))
         else:
-            bucket.tail[-2].fill_(self.policy.total)  # a copy would block the host
-
-    def send_rest(self) -> Collecting:
-        """Send all buckets that have not been sent; an error found here makes all ranks raise."""
-        now = self.now
-        assert now is not None
-        try:
-            if self.policy.is_weighted and not now.tasks:  # `synchronize`: no backward has done it
-                self.accumulation.drop_weights_of_zeroed()
-            self._exchange_buffers(now)
-            if self._settings.unused == "error":
-                now.used = [is_used(p) for p in self.trainable]
-            refuse_views_of_ddp(self.trainable if now.compares else ())
-            self._compare_names(now)
-            if self.engine.size > 1:
-                self.tree.check()
-                refuse_changes(self.trainable, now)
-            if self.buffers is not None:
-                self.buffers.check()
-            for bucket in self.buckets[len(now.waits) :]:
-                self._send(bucket, now)
-        except BaseException as error:
-            self.undo()  # buckets that were sent may be sums over some ranks
-            try:
-                if not isinstance(error, (CollectiveFailedError, CollectiveMismatchError)):
-                    self.abandon()
-            finally:
-                self._end()
-            raise
-        return now
-
-    def _compare_names(self, now: Collecting) -> None:
-        """Raise on all ranks if other parameters are frozen on some; their buckets would differ."""
-        if now.compares:
-            now.compares, names = False, [p.name for p in self.trainable]
-            self._compare(names, f"{len(names)} parameters that are not frozen: {', '.join(names)}")
-            self._agreed = self.trainable
-
-    def _compare(self, facts: object, text: str) -> None:
-        check_mode.compare(self.engine, (NAME, facts), f"{NAME}, {text}", name=f"{NAME}, which parameters are frozen")
-
-    # ── sent → idle ──────────────────────────────────────────────────────────────────────────────────────
-
-    def receive(self, now: Collecting) -> None:
-        """Wait for all buckets, and write the results to `.grad`."""
-        try:
-            self._receive(now)
-        except BaseException:  # the buckets may be sums over some ranks only, or as a hook left them
-            self.undo()
-            raise
-        finally:
-            self._end()
-        if not self.is_skipped and self._settings.unused == "error" and not all(now.used):
-            refuse_unused(self.trainable, self.buckets[-1].tail.real.tolist())
-
-    def _receive(self, now: Collecting) -> None:
-        self._sender.wait(now)
-        self.is_skipped = self._must_skip()
-        if self.buffers is not None:
-            self.buffers.write_late()
-        if self.is_skipped:
-            self.accumulation.drop()
-            return
-        if self._comm_hook is not None:
-            self._comm_hook.reduce(self.buckets[:-1])
-        self._finish(now)
-        self._agree_on_order(now)
-
-    def _must_skip(self) -> bool:
-        """Whether a rank skips this step; raises if one has left backward by an error.
-
-        Where there are streams, only if the host waits for the other ranks anyway: for a hook, or to agree on an order.
-        """
-        if self.buckets[-1].stream is not None and self._comm_hook is None and self._is_ordered:
-            return False
-        if math.isnan(self._sender.mark):
-            raise RuntimeError(
-                f"{NAME}: a rank has left this backward by an error, and its gradients are missing; "
-                "look at the other ranks"
-            )
-        return self.was_skipped()
-
-    def was_skipped(self) -> bool:
-        """Whether a rank has skipped the last reduction."""
-        return self._sender.mark == math.inf
+            self._waits.append(done)
 
     @torch.no_grad()
-    def _finish(self, now: Collecting) -> None:
-        tail = self.buckets[-1].tail.real
-        divisor = self.policy.divisor(tail[-2], tail[-1])
-        if divisor is not None:
-            for bucket in self.buckets:
-                bucket.divide(divisor)
-        used = None if all(now.used) else tail.tolist()
-        for i, p in enumerate(self.trainable):
-            place, grad = p.place, p.tensor.grad
-            if grad is not None and place.is_used and p.earlier is None and place.holds(grad):
-                p.reduced = grad
-            elif used is None or used[i]:
-                p.reduced = place.take(p.earlier)
+    def end(self, error: BaseException | None) -> None:
+        """Leave a block, by this error on this rank: reduce what is in `.grad`.
 
-    def _agree_on_order(self, now: Collecting) -> None:
-        """After the first reduction, order the buckets as gradients were accumulated on rank 0."""
-        if not self._is_ordered:
-            order = dict.fromkeys([*(p.index for p in now.collected), *self._order])
-            self._kinds = []
-            self._order, self._is_ordered = Control(self.engine, NAME).numbers_of_first([*order]), True
+        Raises:
+            RuntimeError: gradients would be wrong, here or on another rank; `.grad` is None on all ranks.
+        """
+        failure = error or self._pack_all()
+        try:
+            with _printing(failure):
+                note = self._communicate(failure is not None)
+            if failure is not None:
+                raise failure
+            self._refuse(note)
+            self._write(note)
+            self._follow(note)
+        except BaseException as raised:
+            for p in self.parameters:
+                p.drop()
+            if error is None or not isinstance(raised, Exception):
+                raise
+        finally:
+            self._start_over()
+            unreduced.after_block(self)
 
-    def _end(self) -> None:
-        self.now = None
-        self.tree.is_checked = False
-        self.count += 1
-        self.accumulation.start_over()
+    def _pack_all(self) -> BaseException | None:
+        """Move all gradients to their buckets; return the error of this rank, of which the others will be told."""
+        try:
+            self._refuse_changes()
+            for bucket in self._buckets[len(self._waits) :]:
+                bucket.pack(self._scale)
+            for p in self.parameters:
+                grad = p.tensor.grad
+                if grad is not None and p.tensor.requires_grad:
+                    p.refuse(grad)
+                    self._late.add(p.index)
+        except BaseException as error:
+            return error
+        return None
+
+    def _communicate(self, has_failed: bool) -> Note:
+        """Send what this block has not sent yet, and wait for all of it."""
+        for bucket in self._early[len(self._waits) :]:
+            self._send(bucket)
+        late = self._late
+        states = [LATE if p.index in late else USED if p.is_packed else UNUSED for p in self.parameters]
+        flags = FAILED * has_failed + HAS_COUNT * self._has_count
+        numbers = note_to_send(states, self._count, flags, self.engine, self._host.control_device)
+        wait: Wait = done
+        if self.engine.size > 1:
+            with self._communicating_note(numbers):
+                wait = self._host.all_reduce(numbers, numbers, self._host.overlaps(numbers))
+        for bucket in self._last:
+            self._send(bucket)
+        with self._communicating_note(numbers):
+            wait()
+        for bucket, of_bucket in zip(self._buckets, self._waits, strict=True):
+            with self._communicating(bucket):
+                of_bucket()
+        return read_note(numbers, len(states), self.engine)
+
+    def _write(self, note: Note) -> None:
+        """Make the reduced gradients `.grad`; None for a parameter that no rank has used."""
+        rows = self._reduce_late([p for p, state in zip(self.parameters, note.states, strict=True) if state == LATE])
+        if self._has_count:
+            count = self._last[-1].tail.real + note.total
+            divisor = torch.where(count == 0, torch.inf, count)
+            for row in (*(bucket.body for bucket in self._buckets), *(row for row, _ in rows)):
+                divide(row, divisor)
+        for row, of_row in rows:
+            sizes = [p.as_sent(row.dtype).numel() for p in of_row]
+            for p, part in zip(of_row, row.split_with_sizes(sizes), strict=True):
+                p.add_late(part)
+        for p, state in zip(self.parameters, note.states, strict=True):
+            if state >= USED:
+                p.assign()
+
+    def _reduce_late(self, late: list[Parameter]) -> list[tuple[Tensor, list[Parameter]]]:
+        """Reduce the gradients that are late on some ranks, in one message for each dtype and device."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
+        for p in late:
+            kinds.setdefault((sent_dtype(p.dtype, self._comm_dtype), p.device), []).append(p)
+        rows: list[tuple[Tensor, list[Parameter]]] = []
+        for (dtype, _), of_kind in kinds.items():
+            row = torch.cat([p.take_late(dtype, self._scale) for p in of_kind])
+            rows.append((row, of_kind))
+            if self.engine.size > 1:
+                what = (
+                    f"{of_kind[0].name} …, {len(of_kind)} parameters, whose gradients came after their bucket was sent"
+                )
+                with communicating(self.engine, "late gradients", row.nbytes, what):
+                    self.engine.all_reduce(row, row)()
+        return rows
+
+    def _follow(self, note: Note) -> None:
+        """Decide the layout of the next block, on all ranks alike: rank 0's order in the first one, and what is new."""
+        if self._recorded is not None:
+            mine = dict.fromkeys([*self._recorded, *self._order])
+            self._next_order = Control(self.engine, NAME).numbers_of_first([*mine])
+            self._recorded = None
+        new = [p.index for p in self._placeless if note.states[p.index] == LATE]
+        if new:
+            self._next_order = [*(self._next_order or self._order), *reversed(new)]
 
     # ── errors ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def undo(self) -> None:
-        """Make each `.grad` what it was before this reduction; buckets may still be under way, in their own memory."""
-        self.accumulation.undo()
+    def _refuse(self, note: Note) -> None:
+        """Raise what all ranks know of each other."""
+        failed, counted = note.where(FAILED), note.where(HAS_COUNT)
+        if failed:
+            raise RuntimeError(
+                f"{NAME}.reduce: the block was left by an error on rank {_listed(failed)}, and `.grad` is None on all "
+                "ranks; that rank has the cause; to go on, call zero_grad() and take the next step"
+            )
+        if 0 < len(counted) < self.engine.size:
+            raise CollectiveMismatchError(
+                f"{NAME}.reduce: count: got None on some ranks, and a count on rank {_listed(counted)}; pass one on "
+                "all ranks, 0 where there is nothing"
+            )
 
-    def abandon(self) -> None:
-        """Send NaN in all unsent buckets, for which the other ranks wait; it tells them of the error."""
-        now = self._prepared()  # if this raises, the ranks wait until the next call here
-        try:
-            self._exchange_buffers(now)
-            with contextlib.suppress(CollectiveMismatchError):  # the other ranks raise it, too
-                if now.compares and now.is_checked:
-                    self._compare("left", "which has left this backward by an error")
-                self._compare_names(now)
-                for bucket in self.buckets[len(now.waits) :]:
-                    if any(p.place.holds(p.tensor.grad) for p in bucket.parameters):  # not undone, and not sent
-                        bucket.allocate()
-                self._sender.send_mark(math.nan, now)
-        finally:
-            self.now = None
-            self.policy.join.on_reduction()  # as on the other ranks; what was accumulated before has been dropped
+    def _refuse_changes(self) -> None:
+        """Raise if something else has modified gradients or parameters within the block."""
+        if self._versions != self._sum_of_versions():
+            raise RuntimeError(
+                f"{NAME}.reduce: a parameter was modified within the block, as by an optimizer's step, whose gradients "
+                "are not reduced yet; step after the block"
+            )
+        seen, witness = self._seen, self.witness
+        if seen is not None and witness is not None:
+            is_same = witness.tensor.grad is seen[0] and version(seen[0]) == seen[1]
+            if self._was_changed or not is_same:
+                raise RuntimeError(
+                    f"{NAME}.reduce: {witness.name}: its gradient was modified within the block after backward, as by "
+                    "clipping, zero_grad() or DistributedDataParallel; do it after the block, or zero_grad() before it"
+                )
+        if self._refuses_reduced:
+            for p in self.parameters:
+                if p.is_reduced() and p.tensor.requires_grad:
+                    p.refuse_reduced()
 
-    def skip(self, failed: bool = True) -> None:
-        """Send infinity in the place of the flags if failed; it tells the other ranks to drop their gradients."""
-        try:
-            now = self._prepared()
-            self._exchange_buffers(now)
-            if failed:
-                self.accumulation.drop()
-            else:  # gradients stay in the memory of the last reduction
-                for bucket in self.buckets:
-                    bucket.allocate()
-            self._compare_names(now)
-            self._sender.send_mark(math.inf if failed else 0.0, now)
-            self.is_skipped = self.was_skipped()
-            if self.buffers is not None and self.is_skipped:
-                self.buffers.write_late()
-        finally:
-            if failed:
-                self._end()
-            self.now = None
+    @property
+    def _refuses_reduced(self) -> bool:
+        """Whether the reduction changes what is equal on all ranks; a mean does not."""
+        return not self._is_mean or self._has_count
 
-    def _prepared(self) -> Collecting:
-        """Return the reduction that has begun, or one that begins, for messages that no backward sends."""
-        now = self.now if self.now is not None and self.now.pending else self.begin()
-        now.ends_with = -1
-        return now
+    def _sum_of_versions(self) -> int:
+        return sum(map(version, self._placed))
 
-    def _exchange_buffers(self, now: Collecting) -> None:
-        if self.buffers is not None and not now.is_exchanged:
-            self.buffers.end_round(self.policy.join.source)
-            now.is_exchanged = True
+    # ── messages ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _communicating(self, bucket: Bucket) -> contextlib.AbstractContextManager[None]:
+        buckets = self._buckets
+        at = f"bucket {buckets.index(bucket)} of {len(buckets)}"
+        return communicating(self.engine, at, bucket.row.nbytes, str(bucket))
+
+    def _communicating_note(self, numbers: Tensor) -> contextlib.AbstractContextManager[None]:
+        what = f"who has which of {len(self.parameters)} gradients"
+        return communicating(self._host, "the note", numbers.nbytes, what)
+
+
+def _hook(reducer: weakref.ref[Reducer], index: int) -> Callable[[Tensor], None]:
+    """Return the hook of a parameter; a reference to either would be a cycle that the garbage collector cannot see."""
+
+    def after_accumulate(_: Tensor) -> None:
+        alive = reducer()
+        if alive is not None:
+            alive.after_accumulate(alive.parameters[index])
+
+    return untraced(after_accumulate)
+
+
+def _guard(p: Parameter) -> Callable[[Tensor], None]:
+    """Return a hook that raises before a gradient is added to a reduced one, which would be reduced again."""
+
+    def before_accumulate(_: Tensor) -> None:
+        if p.is_reduced():
+            p.refuse_reduced()
+
+    return untraced(before_accumulate)
+
+
+@contextlib.contextmanager
+def _printing(failure: BaseException | None) -> Iterator[None]:
+    """Print a rank's error if the others do not come: it is raised after them, and they may wait for this rank."""
+    if failure is None:
+        yield
+        return
+    text = f"{NAME}: this rank has failed, and waits for the others to reach the end of the block:\n"
+    text += "".join(traceback.format_exception(failure))
+    timer = threading.Timer(PATIENCE, lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _remove(handles: list[Any]) -> None:
+    """Remove hooks."""
+    while handles:
+        handles.pop().remove()
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

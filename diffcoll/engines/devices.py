@@ -2,8 +2,7 @@
 
 `torch.accelerator` serves CUDA, XPU, MTIA, HPU, MPS and what a package registers as PrivateUse1, such as NPU. It serves
 one type of device per process; if there are tensors of another, as CUDA's beside a PrivateUse1 device, the type's own
-module is asked. The library names no type of device elsewhere, except where MPI reads CUDA memory (engines/mpi.py), and
-where float64 is known to exist (averaging/policy.py).
+module is asked. The library names no type of device elsewhere, except where MPI reads CUDA memory (engines/mpi.py).
 """
 
 from __future__ import annotations

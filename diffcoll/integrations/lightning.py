@@ -4,10 +4,11 @@ note  notes/with/lightning.md
 """
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 
 from diffcoll.averaging.averager import GradientAverager
 
@@ -15,14 +16,14 @@ from diffcoll.averaging.averager import GradientAverager
 class GradientAveragerStrategy(DDPStrategy):
     """`Trainer(strategy=GradientAveragerStrategy())`: as `strategy="ddp"`, with `GradientAverager` in place of DDP.
 
-    It is `trainer.strategy.averager`. Args: those of `GradientAverager`. With `reduction="weighted"` multiply the loss
-    by `accumulate_grad_batches`, by which the Trainer divides.
+    It is `trainer.strategy.averager`. Each backward whose gradients the Trainer steps on is a block. Args: those of
+    `GradientAverager`.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.averager: GradientAverager | None = None
-        self._options = options
+        self._options, self._is_accumulating = options, False
 
     def configure_ddp(self) -> None:  # noqa: D102
         assert self.model is not None
@@ -30,11 +31,24 @@ class GradientAveragerStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:  # noqa: D102
-        assert self.averager is not None
-        with self.averager.no_sync():
+        self._is_accumulating = True
+        try:
             yield
+        finally:
+            self._is_accumulating = False
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:  # noqa: D102
+        module, plugin = self.lightning_module, self.precision_plugin
+        assert module is not None and self.averager is not None
+        self.pre_backward(closure_loss)
+        closure_loss = plugin.pre_backward(closure_loss, module)
+        with nullcontext() if self._is_accumulating else self.averager.reduce():  # before on_after_backward
+            plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        closure_loss = plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
 
     def teardown(self) -> None:  # noqa: D102
         if self.averager is not None:
-            self.averager.detach()
+            self.averager.close()
         super().teardown()

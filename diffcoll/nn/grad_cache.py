@@ -54,9 +54,9 @@ def grad_cache(
         loss: called once with the features of all rows of this rank, in the structure that `encode` returns. Returns
             a tensor with one element.
         chunk_size: number of rows of a chunk; the last one may have fewer. Ranks may have different numbers of chunks.
-        no_sync: returns a context in which backward synchronizes no gradients, such as `averager.no_sync` of a
-            `GradientAverager`, or `model.no_sync` of a `DistributedDataParallel`. All but the last chunk run in it, so
-            gradients are reduced once per step. None: there is nothing to suppress, or you do it.
+        no_sync: returns a context in which backward synchronizes no gradients, as `model.no_sync` of a
+            `DistributedDataParallel`. All but the last chunk run in it, so gradients are reduced once per step. None:
+            there is nothing to suppress, as with `GradientAverager`, whose `reduce()` you put around this call.
 
     Returns:
         The loss, detached.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
@@ -69,6 +70,21 @@ def without_ddp(kind):
     return WithoutDDP
 
 
+def averaging(kind):
+    """Return the Trainer with `GradientAverager` in place of DDP."""
+
+    class Averaging(without_ddp(kind)):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            self.averager = dc.GradientAverager(self.model)
+
+        def training_step(self, *arguments, **options):
+            with self.averager.reduce() if self.accelerator.sync_gradients else contextlib.nullcontext():
+                return super().training_step(*arguments, **options)
+
+    return Averaging
+
+
 def run(model, data, kind=transformers.Trainer, loss=None, output="unused", scaled=None, resume=None, **options):
     """Train by SGD without clipping and shuffling, unless the options say otherwise; return the trainer.
 
@@ -115,10 +131,8 @@ def trainer(loss=None, model=Plain, labelled=True, averager=False, **options):
 
     def train(inner, updates):
         batches = [columns(batch, labelled) for update in updates for batch in update]
-        wrapped = model(inner)
-        if averager:
-            wrapped.no_sync = dc.GradientAverager(wrapped).no_sync  # accelerate calls it on its model
-        run(wrapped, batches, loss=loss, gradient_accumulation_steps=len(updates[0]), **options)
+        more = {"kind": averaging(options.get("kind", transformers.Trainer))} if averager else {}
+        run(model(inner), batches, loss=loss, gradient_accumulation_steps=len(updates[0]), **(options | more))
 
     return train
 

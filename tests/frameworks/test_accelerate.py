@@ -25,9 +25,8 @@ def with_accelerate(loss, averager=False, accumulate=True, steps=None):
                 with contextlib.ExitStack() as around:
                     if accumulate:
                         around.enter_context(accelerator.accumulate(model))
-                    if held and not accelerator.sync_gradients:
-                        around.enter_context(held.no_sync())
-                    accelerator.backward(loss(model, batch, update))
+                    with held.reduce() if held and accelerator.sync_gradients else contextlib.nullcontext():
+                        accelerator.backward(loss(model, batch, update))
                     if accumulate or k == len(update):
                         optimizer.step()
                         optimizer.zero_grad()

@@ -15,7 +15,7 @@ from diffcoll import testing
 from diffcoll.nn import functional
 
 #: What beartype 0.23.1 cannot check: a generic named tuple as a result, a recursive alias in the bound of a variable.
-NOT_BY_BEARTYPE = {"average_gradients", "gather_batch", "scatter"}
+NOT_BY_BEARTYPE = {"gather_batch", "scatter"}
 #: As type checkers do, it takes an int where a float is expected.
 by_beartype = beartype(conf=BeartypeConf(is_pep484_tower=True))
 PUBLIC = [

@@ -151,11 +151,11 @@ def tensor_parallel(averages, divides=False):
         parallelize_module(model, mesh["tp"], {"image": gathered, "text": gathered})
         for encoder in (model.image, model.text) if averages == "FSDP" else ():
             fully_shard(encoder, mesh=mesh["dp"])
-        dc.GradientAverager(model if averages == "GradientAverager" else [model.scale], group=data)
+        model.averager = dc.GradientAverager(model if averages == "GradientAverager" else [model.scale], group=data)
 
         def by_hand():
             pieces = [p.grad.to_local() for p in (*model.image.parameters(), *model.text.parameters())]
-            for piece, mean in zip(pieces, dc.average_gradients(pieces, group=data), strict=True):
+            for piece, mean in zip(pieces, dc.all_reduce(pieces, "mean", group=data), strict=True):
                 piece.copy_(mean)
 
         def loss(model, *batch):

@@ -1,12 +1,13 @@
 """sentence-transformers: DDP takes the mean over ranks, the trainer divides by the micro-batches."""
 
+import contextlib
 import functools
 from dataclasses import replace
 
 import pytest
 import sentence_transformers
 import torch
-from in_trainer import without_ddp
+from in_trainer import averaging
 from sentence_transformers.sentence_transformer import losses
 from torch import nn
 from trainings import EQUAL, RANKS, RATE, Training, parameters, row_of_the_table
@@ -56,7 +57,11 @@ class Cached(Loss):
         columns = tuple(each["sentence_embedding"] for each in sentence_features)
         loss = functools.partial(self.of, labels)
         value = dc.nn.grad_cache(
-            encode, columns, lambda features: loss(*features), chunk_size=2, no_sync=self.model.no_sync
+            encode,
+            columns,
+            lambda features: loss(*features),
+            chunk_size=2,
+            no_sync=getattr(self.model, "no_sync", None),
         )
         return value.requires_grad_()
 
@@ -104,7 +109,16 @@ TRIPLETS = Training(Encoder, triplets, of_batch, whole)
 LABELLED = replace(TRIPLETS, rows=labelled, whole=functools.partial(whole, of=by_label))
 
 
-def make(encoder, loss, rows, collate, kind=sentence_transformers.SentenceTransformerTrainer, drops=True, **options):
+class OfTheLoss(sentence_transformers.SentenceTransformerTrainer):
+    """Averages the parameters of the loss, if DDP does not have them."""
+
+    def training_step(self, *arguments, **options):
+        averager = getattr(self.loss, "averager", None) if self.accelerator.sync_gradients else None
+        with averager.reduce() if averager else contextlib.nullcontext():
+            return super().training_step(*arguments, **options)
+
+
+def make(encoder, loss, rows, collate, kind=OfTheLoss, drops=True, **options):
     arguments = sentence_transformers.SentenceTransformerTrainingArguments(
         "unused",
         use_cpu=True,
@@ -136,16 +150,11 @@ def trainer(loss, averager=False, **options):
             features = {f"{i}_sentence_embedding": x for i, x in enumerate(columns) if x.is_floating_point()}
             return {**features, "label": columns[-1]} if len(features) < len(columns) else features
 
-        def with_averager(model):
-            model.no_sync = dc.GradientAverager(model).no_sync
-            return loss(model)
-
         rows, steps = dc.get_world_size() * len(updates) * len(updates[0]), len(updates[0])
         sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps}
-        kind = sentence_transformers.SentenceTransformerTrainer
         if averager:
-            options.update(kind=without_ddp(kind))
-        made = make(encoder, with_averager if averager else loss, rows, next_batch, **sizes, **options)
+            options.update(kind=averaging(sentence_transformers.SentenceTransformerTrainer))
+        made = make(encoder, loss, rows, next_batch, **sizes, **options)
         made.train()
         own = {name: p.detach() for name, p in made.loss.named_parameters() if not name.startswith("model.")}
         return {**parameters(encoder), **own}

@@ -16,7 +16,7 @@ def gather(x, group=None):
     """Return the states of all ranks, with gradients."""
     if x.ndim == 0:
         return list(dc.all_gather(x, stack=True, group=group))
-    rows, sizes, _, _ = dc.gather_batch(x, group=group)
+    rows, sizes, *_ = dc.gather_batch(x, group=group)
     return list(rows.split(list(sizes)))
 
 

@@ -83,7 +83,7 @@ def with_averager(loss):
         optimizer = torch.optim.SGD(agent.parameters(), RATE)
         for update in updates:
             for k, rollout in enumerate(update, 1):
-                with contextlib.nullcontext() if k == len(update) else averager.no_sync():
+                with averager.reduce() if k == len(update) else contextlib.nullcontext():
                     loss(agent, *rollout).backward()
             optimizer.step()
             optimizer.zero_grad()

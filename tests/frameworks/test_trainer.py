@@ -23,7 +23,6 @@ from in_trainer import (
     summed_tokens,
     tokens,
     trainer,
-    without_ddp,
 )
 from trainings import CLIP, RANKS, RATE, TOKENS, row_of_the_table
 from variants import assert_as_one_process, factors
@@ -36,7 +35,7 @@ ROWS = {
         "": trainer(kind=DividedLoss),
         "no labels": trainer(kind=DividedLoss, labelled=False),
         "keywords": trainer(kind=DividedLoss, model=Keywords),
-        "GradientAverager": trainer(kind=without_ddp(DividedLoss), averager=True),
+        "GradientAverager": trainer(kind=DividedLoss, averager=True),
     },
     "`compute_loss` overridden, `**kwargs` in forward, `labels` in the batch": {
         "": trainer(kind=OwnLoss, model=Keywords),
@@ -69,7 +68,7 @@ def test_pairs_as_one_process(micro_batches):
     summed = functools.partial(clip, rank_reduction="sum")
     trains = {
         "compute_loss": trainer(kind=DividedLoss, model=Keywords),
-        "GradientAverager": trainer(kind=without_ddp(DividedLoss), averager=True),
+        "GradientAverager": trainer(kind=DividedLoss, averager=True),
         "compute_loss_func": trainer(summed, scaled=False),
         "compute_loss_func, False": trainer(clip, scaled=False, **own_counts),
         "model": trainer(model=returning(summed, Keywords), scaled=False),

@@ -81,12 +81,17 @@ def _of(name: str, ranks: list[dict[str, Tensor]], start: dict[str, Tensor], exp
 
 
 def loop(model, updates, loss, optimized=None, last_only=None, divides=False, before_step=None):
-    """Train by a plain loop; `last_only(is_last)` surrounds a micro-batch's backward, `divides` each loss by them."""
+    """Train by a plain loop; `last_only(is_last)` surrounds a micro-batch's backward, `divides` each loss by them.
+
+    The last backward of an update is in a block of `model.averager`, if there is one.
+    """
+    averager = getattr(model, "averager", None)
     optimizer = torch.optim.SGD(list(model.parameters() if optimized is None else optimized), RATE)
     for update in updates:
         for k, batch in enumerate(update, 1):
             with last_only(k == len(update)) if last_only else contextlib.nullcontext():
-                (loss(model, *batch) / (len(update) if divides else 1)).backward()
+                with averager.reduce() if averager and k == len(update) else contextlib.nullcontext():
+                    (loss(model, *batch) / (len(update) if divides else 1)).backward()
         if before_step:
             before_step()
         optimizer.step()

@@ -9,11 +9,6 @@ from xml.etree import ElementTree
 from gpu.row import row
 
 TESTS = Path(__file__).with_name("test_accelerator.py")
-#: Tests that are wrong today on the device's own backend, and why.
-KNOWN = {
-    "test_the_host_does_not_wait[averager-": "the averager's host waits for the device",
-    "test_a_profile_has_no_synchronization[averager-": "the averager's host waits for the device",
-}
 
 
 @row(ranks=(2,), seconds=180, starts_ranks=True, nccl=False)
@@ -55,8 +50,7 @@ def run_tests(rank, which):
     tests = [test for test in ElementTree.parse(file).iter("testcase") if test.find("skipped") is None]
     for test in tests:
         name = test.get("name")
-        known = next((why for start, why in KNOWN.items() if name.startswith(start)), "")
-        with rank.part(name.removeprefix("test_"), known):
+        with rank.part(name.removeprefix("test_")):
             failure = test.find("failure") if test.find("error") is None else test.find("error")
             if failure is not None:
                 raise AssertionError(_reason(failure))

@@ -32,26 +32,25 @@ class Model(nn.Module):
 
 
 def averaged(model, rank):
-    dc.GradientAverager(model)
-    return model
+    return model, dc.GradientAverager(model).backward
 
 
 def ddp(model, rank):
-    return DistributedDataParallel(model)
+    return DistributedDataParallel(model), torch.Tensor.backward
 
 
 def fsdp2(model, rank):
-    return fully_shard(model, mesh=init_device_mesh(rank.device, (rank.n,)))
+    return fully_shard(model, mesh=init_device_mesh(rank.device, (rank.n,))), torch.Tensor.backward
 
 
-def train(model, loss, rows, device):
+def train(model, backward, loss, rows, device):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
         make = torch.Generator().manual_seed(step)
         views = torch.randn(2, PAIRS, 3, 8, 8, generator=make, dtype=torch.float64)[:, rows].to(device)
         optimizer.zero_grad()
         features, scale = model(views.flatten(0, 1))
-        loss(*features.chunk(2), scale.sum()).backward()
+        backward(loss(*features.chunk(2), scale.sum()))
         optimizer.step()
 
 
@@ -66,15 +65,15 @@ def training(rank):
     torch.manual_seed(0)
     one = Model(nn.BatchNorm2d).double()
     start, at_start = copy.deepcopy(one.state_dict()), parameters(one)
-    train(one, lambda x, y, scale: references.clip(x, y, scale, 0).mean(), slice(None), "cpu")
+    train(one, torch.Tensor.backward, lambda x, y, scale: references.clip(x, y, scale, 0).mean(), slice(None), "cpu")
     right = parameters(one) - at_start
     rows = slice(rank.r * PAIRS // rank.n, (rank.r + 1) * PAIRS // rank.n)
     for wrap in (averaged, ddp, fsdp2):
         with rank.part(wrap.__name__):
             model = Model(dc.nn.SyncBatchNorm).double()
             model.load_state_dict(start)
-            wrapped = wrap(model.to(rank.device), rank)
-            train(wrapped, dc.nn.functional.clip_loss, rows, rank.device)
+            wrapped, backward = wrap(model.to(rank.device), rank)
+            train(wrapped, backward, dc.nn.functional.clip_loss, rows, rank.device)
             rank.check("change", distance(parameters(wrapped) - at_start, right), 1e-11)
 
 
@@ -83,7 +82,7 @@ def gradient_scaler(rank):
     """Half precision: a gradient overflows on rank 1 in the second step, which all ranks skip."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1)).to(rank.device)
-    dc.GradientAverager(model)
+    averager = dc.GradientAverager(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(rank.device, init_scale=2.0**10)
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank.r)).to(rank.device)
@@ -93,7 +92,7 @@ def gradient_scaler(rank):
             optimizer.zero_grad()
             with torch.autocast(rank.device, torch.float16):
                 loss = model(x).square().mean()
-            scaler.scale(loss * (float("inf") if step == rank.r == 1 else 1.0)).backward()
+            averager.backward(scaler.scale(loss * (float("inf") if step == rank.r == 1 else 1.0)))
             scaler.step(optimizer)
             scaler.update()
             after = parameters(model)

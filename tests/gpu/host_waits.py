@@ -86,23 +86,32 @@ class Calls:
         def backward(x):
             self.model(x).square().mean().backward()
 
-        def step():
+        def step(count=None):
             self.optimizer.zero_grad()
-            backward(self.x)
+            with self.averager.reduce(count):
+                backward(self.x)
             self.optimizer.step()
 
         def accumulated():
             self.optimizer.zero_grad()
-            with self.averager.no_sync():
-                backward(self.x)
-            backward(self.y)
+            backward(self.x)
+            with self.averager.reduce():
+                backward(self.y)
             self.optimizer.step()
+
+        def counted():
+            step(count=(self.x > 0).sum())
+
+        def counted_by_the_host():
+            step(count=32)
 
         def clipped():
             backward(self.x)
             dc.nn.clip_grad_norm_([self.model.parameters()], 1.0, [()])
 
-        return {"averager": step, "averager, two batches": accumulated, "clip_grad_norm_": clipped}
+        steps = {"averager": step, "averager, two batches": accumulated}
+        counts = {"averager, a count of the device": counted, "averager, a count of the host": counted_by_the_host}
+        return {**steps, **counts, "clip_grad_norm_": clipped}
 
 
 @row(ranks=(2,), seconds=90)
@@ -115,7 +124,7 @@ def host_waits(rank):
         ({"joint_backward": calls.joint_backward}, ""),
         (calls.losses(), COPIES),
         (calls.layers(), COPIES),
-        (calls.averaging(), COPIES),
+        (calls.averaging(), ""),
     )
     for group, known in groups:
         for name, call in group.items():

@@ -228,8 +228,7 @@ def test_sizes_that_ranks_tell_each_other_and_what_they_compare(backend):
         with dc.check_mode():
             gathered = dc.all_gather(x, sizes="auto")
             scattered = dc.scatter(torch.arange(2.0 * n, device=DEVICE) * (1 + 10 * r))
-        halves = [torch.full((2,), 1.0 + r, dtype=torch.bfloat16, device=DEVICE)]
-        mean = dc.average_gradients(halves, weight=r + 1)[0]
+        mean = dc.all_reduce(torch.full((2,), 1.0 + r, dtype=torch.bfloat16, device=DEVICE), "mean")
         logged = dc.global_mean(2.0 + r, weight=r + 1)
         if n > 1:
             with pytest.raises(dc.CollectiveMismatchError), dc.check_mode():
@@ -320,15 +319,13 @@ def batch(s, step):
     )
 
 
-def steps(model, r, averager=None, reduction="mean"):
+def steps(model, r, backward=torch.Tensor.backward):
     """Three training steps, the last one with an unused branch; returns all parameters after each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found = []
     for step in range(3):
         optimizer.zero_grad()
-        if reduction == "weighted":
-            averager.set_weight(1.0)
-        model(batch(r, step), step < 2).square().mean().backward()
+        backward(model(batch(r, step), step < 2).square().mean())
         optimizer.step()
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     return found
@@ -338,12 +335,12 @@ def steps(model, r, averager=None, reduction="mean"):
 def test_the_averager_does_what_ddp_does(backend):
     def body(r):
         results = {}
-        ways = {"one": {}, "several": {"bucket_mb": 0.05}, "weighted": {"reduction": "weighted"}}
-        for name, more in ways.items():
+        counts = {"a count of the host": 1, "a count of the device": torch.ones((), device=DEVICE)}
+        for name in ("one bucket", "several buckets", *counts):
             model = made()
-            averager = dc.GradientAverager(model, **more)
-            results[name] = steps(model, r, averager, **{k: v for k, v in more.items() if k == "reduction"})
-            averager.detach()
+            averager = dc.GradientAverager(model, bucket_mb=25 if name == "one bucket" else 0.05)
+            results[name] = steps(model, r, partial(averager.backward, count=counts.get(name)))
+            averager.close()
         if backend != "mpi" and not IS_LATE:  # DDP takes no backend in Python
             ddp = DistributedDataParallel(made(), find_unused_parameters=True)
             results["DDP"] = steps(ddp, r)
@@ -374,16 +371,14 @@ def test_average_in_half_precision_and_comm_dtype(backend):
 
     def body(r):
         p = nn.Parameter(torch.zeros(4, device=DEVICE))
-        dc.GradientAverager([p], comm_dtype=torch.bfloat16)
-        (p * (r + 1.0)).sum().backward()
+        dc.GradientAverager([p], comm_dtype=torch.bfloat16).backward((p * (r + 1.0)).sum())
         q = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16, device=DEVICE))
-        averager = dc.GradientAverager([q], reduction="weighted")
-        averager.set_weight(torch.tensor(3.0 - r, device=DEVICE))
-        (q * (r + 1.0)).sum().backward()
+        count = torch.tensor(1.0 if r else 257.0, device=DEVICE)  # the sum of two is 258, but not in bfloat16
+        dc.GradientAverager([q]).backward((q * r).sum(), count=count)
         return p.grad.tolist(), q.grad.float().tolist()
 
     ranks = range(n)
-    mean, weighted = (sum(ranks) + n) / n, sum((3 - r) * (r + 1) for r in ranks) / sum(3 - r for r in ranks)
+    mean, weighted = (sum(ranks) + n) / n, sum(ranks) / (256 + n)
     for g, h in on_ranks(backend, body):
         assert g == [mean] * 4
         assert h == torch.tensor([weighted] * 4).bfloat16().tolist()
@@ -585,7 +580,7 @@ def test_the_averager_and_gradients_of_several_streams(backend):
         streams = Streams()
         torch.manual_seed(0)
         a, b = (nn.Parameter(torch.randn(300, 300, dtype=torch.float64).to(DEVICE)) for _ in range(2))
-        dc.GradientAverager([a, b])
+        averager = dc.GradientAverager([a, b])
 
         def slow(g):
             long_kernel()
@@ -599,7 +594,7 @@ def test_the_averager_and_gradients_of_several_streams(backend):
                 left.register_hook(slow)
                 left = left.sum()
             streams.back(left.detach())
-            (left + (b * (r + 2)).square().sum()).backward()
+            averager.backward(left + (b * (r + 2)).square().sum())
             found.append((a.grad.clone(), b.grad.clone()))
         return a, b, found
 
@@ -628,34 +623,28 @@ def steps_of_collectives(n):
         "split": lambda: dc.split(x),
         "sum_gradients": lambda: dc.sum_gradients(x),
         "tree": lambda: torch.cat(dc.all_reduce([x, x.sin()])),
-        "average_gradients": lambda: dc.average_gradients([x], weight=2.0)[0],
         "token_mean": lambda: dc.nn.functional.token_mean(x, x > 0),
         "token_mean of a total": lambda: dc.nn.functional.token_mean(x, total=9.0),
         "share": lambda: dc.nn.functional.share(x.mean(), 3),
-        "average_gradients in half precision": lambda: dc.average_gradients([x.bfloat16()], weight=2.0)[0],
+        "mean in half precision": lambda: dc.all_reduce(x.bfloat16(), "mean"),
     }
     return {name: lambda call=call: call().sum().backward() for name, call in every.items()}
 
 
 def steps_of_averagers(n):
-    """A backward pass with an averager of each kind, without arguments."""
-    data = batch(0, 0)
+    """A block of each kind, without arguments."""
+    data, model = batch(0, 0), made()
+    averager = dc.GradientAverager(model)
 
-    def mean(averager, model):
-        model(data).square().mean().backward()
+    def step(count=None):
+        model.zero_grad()
+        averager.backward(model(data).square().mean(), count=count)
 
-    def weighted(averager, model):
-        averager.set_weight(2.0)
-        model(data).square().mean().backward()
-
-    models = made(), made()
-    averagers = dc.GradientAverager(models[0]), dc.GradientAverager(models[1], reduction="weighted")
-    return {
-        step.__name__: partial(step, *pair) for step, *pair in zip((mean, weighted), averagers, models, strict=True)
-    }
+    count = torch.full((), 2.0, device=DEVICE)
+    return {"mean": step, "count": partial(step, count=2), "count of the device": partial(step, count=count)}
 
 
-STEPS = {"collectives": (steps_of_collectives, 25), "averager": (steps_of_averagers, 2)}
+STEPS = {"collectives": (steps_of_collectives, 25), "averager": (steps_of_averagers, 3)}
 
 
 @contextlib.contextmanager
@@ -690,7 +679,7 @@ def test_the_host_does_not_wait(backend, of):
         steps = make(RANKS[backend])
         done = []
         for name, step in steps.items():
-            for _ in range(2):  # the backend connects, the averager builds its buckets
+            for _ in range(2):  # the backend connects, the averager orders its buckets
                 step()
             with waits_are_errors():
                 try:

@@ -38,7 +38,7 @@ for step in range(first, len(batches)):
     if not (folder / "killed").exists() and (rank, step) == (victim, fault):
         (folder / "killed").touch()
         loss.register_hook(kill)
-    loss.backward()
+    averager.backward(loss)
     optimizer.step()
     if rank == 0:
         torch.save((step + 1, model.state_dict()), folder / "new.pt")

@@ -32,10 +32,10 @@ def trained(loss, size, averaged):
         rows = ROWS[step % len(ROWS)][:size]
         xs = torch.randn(sum(rows), 5, generator=generator, dtype=torch.double).split(rows)
         optimizer.zero_grad()
-        loss(net, xs).backward()
+        averager.backward(loss(net, xs)) if averaged else loss(net, xs).backward()
         optimizer.step()
     if averaged:
-        averager.detach()
+        averager.close()
     return [x.detach() for x in (*net.parameters(), *net.buffers())]
 
 

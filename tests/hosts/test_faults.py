@@ -148,7 +148,7 @@ KINDS = {
     "async_op": "all_reduce, forward",
     "ring": ("all_gather, forward", "shift, forward"),  # of sizes and blocks
     "checked": "all_gather",
-    "averager": ("GradientAverager, which parameters are frozen", "GradientAverager, bucket"),
+    "averager": ("GradientAverager, bucket", "GradientAverager, the note"),
 }
 #: What an error begins with where the fault comes after the call, which then fails in another message.
 AFTER = {

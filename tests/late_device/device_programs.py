@@ -96,7 +96,7 @@ def averaged(size=30, sides=1, **settings):
     for i, p in enumerate(parameters):
         with stream_of(i):  # a gradient is accumulated on the stream that was current when its node was made
             _nodes.append(torch.autograd.graph.get_gradient_edge(p).node)
-    _averager = dc.GradientAverager(parameters, reduction="sum", **settings)
+    averager = dc.GradientAverager(parameters, reduction="sum", **settings)
     pairs = []
     for step in range(4):
         for p in parameters:
@@ -107,7 +107,7 @@ def averaged(size=30, sides=1, **settings):
                 losses.append((p * (step + i + 1)).square().sum())
         for side in streams:
             side.back(*(loss.detach() for loss in losses))
-        sum(losses).backward()
+        averager.backward(sum(losses))
         found = [p.grad.clone() for p in parameters]
         waits = late.host_waits() - waits
         pairs += [(g.cpu(), 4 * (step + i + 1) ** 2 * x) for i, (g, x) in enumerate(zip(found, before, strict=True))]
@@ -117,26 +117,25 @@ def averaged(size=30, sides=1, **settings):
 
 
 def reused_for_a_bucket(size=150):
-    """A kernel on the side stream reads memory that is freed and becomes that of the bucket."""
-    streams, pairs = late.Streams(), []
+    """A kernel on this stream reads memory that is freed and becomes that of the bucket, which another stream fills."""
+    streams = late.Streams()
     torch.manual_seed(0)
     a, b = (nn.Parameter(torch.randn(size, size).to("late")) for _ in range(2))
-    with streams.on_side():
-        _node = torch.autograd.graph.get_gradient_edge(b).node
-    _averager = dc.GradientAverager([a, b], reduction="sum")
-    left = a.square().sum()
-    with streams.on_side():  # the last in forward is the first in backward, which allocates the bucket
-        right = b.square().sum()
-    streams.back(right.detach())
-    loss = left + right
-    with streams.on_side():  # as large as the bucket: two gradients, two flags and three numbers
-        kept = torch.full((2 * size * size + 5,), 3.0, device="late") * 3
-    loss.backward()
-    grad = a.grad.clone()
-    pairs.append((grad.cpu(), 4 * a.detach().cpu()))
-    with streams.side:
-        pairs.append((kept.cpu(), torch.full(kept.shape, 9.0)))
-    return pairs
+    with streams.on_side():  # its gradient is accumulated there
+        _node = torch.autograd.graph.get_gradient_edge(a).node
+    averager = dc.GradientAverager([a, b], reduction="sum")
+    held = []
+    for _ in range(2):
+        a.grad = b.grad = None
+        with streams.on_side():
+            loss = a.square().sum()
+        streams.back(loss.detach())
+        loss = loss + b.square().sum()
+        kept = torch.full((2 * size * size + 1,), 3.0, device="late") * 3  # as large as two gradients and the count
+        averager.backward(loss)  # allocates a bucket, since the gradients of the last block are held
+        held += [a.grad, b.grad]
+    right = [4 * p.detach().cpu() for p in (a, b)]
+    return [*zip([g.cpu() for g in held], right * 2, strict=True), (kept.cpu(), torch.full(kept.shape, 9.0))]
 
 
 def differing(pairs):

@@ -82,7 +82,7 @@ def on_rank(r, reduction, **settings):
     for tower, stream in zip((model.left, model.right), streams, strict=True):
         with on(stream):  # a gradient is accumulated on the stream that was current when its node was made
             _nodes += [torch.autograd.graph.get_gradient_edge(p).node for p in tower.parameters()]
-    averager = dc.GradientAverager(model, reduction=reduction, **settings)
+    averager = dc.GradientAverager(model, reduction="sum" if reduction == "sum" else "mean", **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     found, waits = [], []
     for step in range(STEPS):
@@ -92,18 +92,16 @@ def on_rank(r, reduction, **settings):
             x.copy_(batch(r, step).pin_memory(), non_blocking=True)
         loader.back(x)
         optimizer.zero_grad()
-        if reduction == "weighted":
-            averager.set_weight(len(x))
         half = len(x) // 2
-        with averager.no_sync() if reduction == "sum" else contextlib.nullcontext():
-            if reduction == "sum":
-                model(x[:half], step, streams).sum().backward()
+        if reduction == "sum":
+            model(x[:half], step, streams).sum().backward()
         rows = model(x[half:] if reduction == "sum" else x, step, streams)
-        (rows.sum() if reduction == "sum" else rows.mean()).backward()
+        count = torch.full((), len(x), device="late") if reduction == "count" else None
+        averager.backward(rows.mean() if reduction == "mean" else rows.sum(), count=count)
         optimizer.step()
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
         waits.append(late.host_waits() - before)
-    averager.detach()
+    averager.close()
     assert threads.isdisjoint({get_ident()})
     return [p.cpu() for p in found], waits
 
@@ -118,12 +116,11 @@ def on_cpu(n, reduction):
         total = [torch.zeros_like(p) for p in model.parameters()]
         for r in range(n):
             optimizer.zero_grad()
-            if reduction == "sum":
-                for part in batch(r, step).split((rows[r] // 2, rows[r] - rows[r] // 2)):
-                    model(part, step).sum().backward()
-            else:
-                model(batch(r, step), step).mean().backward()
-            share = {"sum": 1, "mean": 1 / n, "weighted": rows[r] / sum(rows)}[reduction]
+            halves = (rows[r] // 2, rows[r] - rows[r] // 2) if reduction == "sum" else (rows[r],)
+            for part in batch(r, step).split(halves):
+                losses = model(part, step)
+                (losses.mean() if reduction == "mean" else losses.sum()).backward()
+            share = {"sum": 1, "mean": 1 / n, "count": 1 / sum(rows)}[reduction]
             for t, p in zip(total, model.parameters(), strict=True):
                 t += 0 if p.grad is None else share * p.grad
         for p, t in zip(model.parameters(), total, strict=True):

@@ -6,7 +6,8 @@ import pytest
 from device_programs import CALLS, differing
 from planting import planted
 
-from diffcoll.averaging import buckets, reducer, sending
+from diffcoll.averaging import buckets
+from diffcoll.averaging.reducer import Reducer
 from diffcoll.core import moves
 from diffcoll.engines import c10d
 
@@ -34,19 +35,15 @@ def two_streams():
     return programs.averaged(bucket_mb=12e-3)
 
 
-Bucket, Reducer = buckets.Bucket, reducer.Reducer
+Bucket = buckets.Bucket
 C10D_WAIT = "return partial(of_backend, of_backend(call, *arguments).wait)"
 
 OMISSIONS = [
-    (Bucket, "enter_stream", "here.wait_stream(self.stream)", "pass", programs.reused_for_a_bucket),
-    (Bucket, "enter_stream", "self._others.add(here)", "pass", two_streams),
-    (Bucket, "join_streams", "self.stream.wait_stream(other)", "pass", two_streams),
-    (Bucket, "join_streams", "here.wait_stream(self.stream)", "pass", three_streams),
-    (Bucket, "join_streams", "p.tensor.grad.record_stream(here)", "pass", two_streams),
-    (Bucket, "allocate", "current_stream(self.body.device)", "None", two_streams),
-    (Reducer, "_put_flags", "can_pin(bucket.tail.device.type)", "False", one_bucket),
-    (Reducer, "_must_skip", "self.buckets[-1].stream is not None", "False", one_bucket),
-    (sending.Sender, "wait", "wait()", "pass", one_bucket),
+    (Bucket, "enter_stream", "self._others.add(here)", "pass", three_streams),
+    (Bucket, "_join_streams", "here.wait_stream(other)", "pass", three_streams),
+    (Bucket, "pack", "p.tensor.grad.record_stream(here)", "pass", two_streams),
+    (Bucket, "_lay_out", "current_stream(memory.device)", "None", two_streams),
+    (Reducer, "_communicate", "of_bucket()", "pass", one_bucket),
     (moves, "_wait_across_streams", "start.wait_stream(here)", "pass", elsewhere),
     (moves, "_wait_across_streams", "y.record_stream(here)", "pass", elsewhere),
     (c10d.C10dEngine, "_wait", C10D_WAIT, "of_backend(call, *arguments); return int", at_once),

@@ -1,5 +1,8 @@
 """grad_cache: value and gradients of the plain step, chunk by chunk, with one reduction of gradients per step."""
 
+import contextlib
+import types
+
 import pytest
 import torch
 from runs import gloo, gloo_messages, profiled, refusal, rules
@@ -65,7 +68,8 @@ def test_it_is_the_plain_step_of_one_process(sizes, chunk_size):
         averager = dc.GradientAverager(model)
         mine = part(whole, sizes, r)
         for _ in range(2):
-            value = grad_cache(model, mine, model.loss, chunk_size=chunk_size, no_sync=averager.no_sync)
+            with averager.reduce():
+                value = grad_cache(model, mine, model.loss, chunk_size=chunk_size)
         return value, gradients(model), value.requires_grad
 
     one = Towers()
@@ -104,16 +108,18 @@ def steps(r, kind, chunk_size, sizes, whole):
     model = Towers()
     mine = part(whole, sizes, r)
     if kind == "averager":
-        wrapped, reduction, messages = model, dc.GradientAverager(model), profiled
+        wrapped, messages, averager = model, profiled, dc.GradientAverager(model)
+        block, more = averager.reduce, {}
     else:  # the scale is unused in the last pass
-        wrapped = reduction = DistributedDataParallel(model, find_unused_parameters=True)
-        messages = gloo_messages
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+        messages, block, more = gloo_messages, contextlib.nullcontext, {"no_sync": wrapped.no_sync}
 
     def step():
-        if chunk_size is None:
-            model.loss(wrapped(mine)).backward()
-        else:
-            grad_cache(wrapped, mine, model.loss, chunk_size=chunk_size, no_sync=reduction.no_sync)
+        with block():
+            if chunk_size is None:
+                model.loss(wrapped(mine)).backward()
+            else:
+                grad_cache(wrapped, mine, model.loss, chunk_size=chunk_size, **more)
 
     step()
     first = gradients(model)
@@ -234,9 +240,9 @@ WRONG = [
     (towers_call(chunk_size=0), ValueError, "grad_cache: chunk_size: got 0, expected an integer of at least 1"),
     (towers_call(chunk_size=None), TypeError, "grad_cache: chunk_size: got None, expected an integer of at least 1"),
     (
-        lambda: towers_call(no_sync=dc.GradientAverager(Towers()))(),
+        lambda: towers_call(no_sync=types.SimpleNamespace(no_sync=contextlib.nullcontext))(),
         TypeError,
-        "grad_cache: no_sync: got GradientAverager, expected a function that returns a context; pass its",
+        "grad_cache: no_sync: got SimpleNamespace, expected a function that returns a context; pass its",
     ),
     (
         torch.no_grad()(towers_call()),

@@ -10,12 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable, graph
-from torch.autograd.function import BackwardCFunction
-
-_RUN_BACKWARD = graph._engine_run_backward.__code__
-
-_NODE = BackwardCFunction.apply.__code__
+from torch.autograd import Variable
 
 
 def before_node(y: Tensor, do: Callable[[], None]) -> None:
@@ -33,66 +28,12 @@ def after_backward(do: Callable[[], None]) -> None:
 backward_at_work: Callable[[], int] = torch._C._current_graph_task_id
 
 
-def is_backward_compiled() -> bool:
-    """Whether compiled autograd runs the current backward: then `after_backward` never calls its function."""
-    module = sys.modules.get("torch._dynamo.compiled_autograd")
-    return module is not None and bool(module.in_compiled_autograd_region)
-
-
-def is_backward_returned() -> bool:
-    """Whether the current backward is a call of torch.autograd.grad; the engine does not expose it."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not _RUN_BACKWARD:
-        frame = frame.f_back
-    return frame is not None and frame.f_back is not None and frame.f_back.f_code is torch.autograd.grad.__code__
-
-
 def is_recomputing() -> bool:
     """Whether a checkpoint recomputes its function, which may stop in the middle.
 
     No API tells. Grad mode is on within a backward only in a recomputation, or with create_graph=True.
     """
     return backward_at_work() >= 0 and torch.is_grad_enabled()
-
-
-def is_backward_nested() -> bool:
-    """Whether the current backward was called by a node of another one, as reentrant checkpoints do.
-
-    The engine does not expose it, so its calls on the stack are counted. The outer call is on this stack, unless the
-    engine runs the outer pass in a thread of its own; the stack of such a thread begins with a node.
-    """
-    frame: FrameType = sys._getframe()
-    runs = 0
-    while frame.f_back is not None:
-        frame = frame.f_back
-        runs += frame.f_code is _RUN_BACKWARD
-    return runs > (frame.f_code is not _NODE)
-
-
-def is_backward_on_this_thread() -> bool:
-    """Whether the current backward was called by this thread; nodes on a GPU run in a thread of the engine's."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not _RUN_BACKWARD:
-        frame = frame.f_back
-    return frame is not None
-
-
-def node_at_work() -> Any:
-    """Return the node that the current backward runs; None: compiled autograd runs it. No public API tells."""
-    return torch._C._current_autograd_node()
-
-
-def hooks_after_nested_backward(hook: Callable[..., None]) -> list[Any]:
-    """Register a hook for the outer backward, after a nested one has ended; return its handles.
-
-    It runs as a post-hook of the node that called the nested backward, also where that is the last one, as the hook of
-    a leaf; and as a pre-hook of the following nodes, since a post-hook that calls a nested backward is the last one.
-    """
-    node = node_at_work()
-    if node is None:
-        return []
-    following = [each for each, _ in node.next_functions if each is not None]
-    return [node.register_hook(hook), *(each.register_prehook(hook) for each in following)]
 
 
 def nodes_of_graph(x: Tensor) -> list[Any]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules import batchnorm
 
 #: Libraries recognize batch norm by this class.
@@ -48,50 +47,17 @@ def divided(x: Tensor, divisor: int) -> Tensor:
 is_zero_without_memory: Callable[[Tensor], bool] = Tensor._is_zerotensor
 
 
-def has_earlier_hooks(p: Tensor) -> bool:
-    """Whether p has post-accumulate hooks that run before the one registered last."""
-    return len(p._post_accumulate_grad_hooks or ()) > 1
-
-
-def is_last_hook(x: Tensor, handle: Any) -> bool:
-    """Whether the hook of this handle is the one that was registered last on x; no public API lists hooks."""
-    return bool(next(reversed(x._backward_hooks or {}), None) == handle.id)
-
-
 def has_hooks(x: Tensor) -> bool:
     """Whether hooks are registered on this leaf tensor; pickling drops them without a word."""
     return bool(x._backward_hooks or x._post_accumulate_grad_hooks)
-
-
-def registries(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the dicts of parameters and submodules of a module and all submodules; nn.Module's iterators are slow."""
-    return [registry for m in module.modules() for registry in (m._parameters, m._modules)]
 
 
 #: Autograd's version counter of a tensor, which every in-place modification increments.
 version: Callable[[Tensor], int] = attrgetter("_version")
 
 
-def version_and_address(x: Tensor) -> tuple[int, int]:
-    """Return the version of x, and its address, which `.data = …` changes alone; called several times a gradient.
-
-    A view has the version of its base, which changes with other views: 0 is returned for it. Sparse tensors have no
-    address. No public API tells the version, nor what a view is.
-    """
-    return 0 if x._is_view() else x._version, x.data_ptr() if x.layout is torch.strided else 0
-
-
-#: Whether a tensor was made as a view of another one, as a slice of a buffer; no public API tells. Gradients that
-#: autograd makes were not, even if they share the memory of the gradient that was passed to backward.
-is_view: Callable[[Tensor], bool] = Tensor._is_view
-
 #: Copy each tensor of the second list into that of the first; no public function does it in one call.
 copy_each: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
-
-
-def base(x: Tensor) -> Tensor | None:
-    """Return the tensor of which x is a view, with which it shares its version; no public API tells."""
-    return x._base
 
 
 def storage_uses(x: Tensor) -> int:

@@ -65,7 +65,7 @@ class Kind(Enum):
     SCALED_DIFFERENTLY = "a factor depends on the rank", "look for a division by a size or a count of this rank"
     MEAN_OF_LOCAL_MEANS = (
         "each rank divides by its own number of rows or tokens, so those of small ranks count more",
-        "divide by the number of all ranks (diffcoll.global_mean, or GradientAverager with weights)",
+        "divide by the number of all ranks (diffcoll.global_mean, or a sum and its count in GradientAverager's block)",
     )
     LEFT_OUT = (
         "a slice, a mask or a loop over ranks leaves rows out, or another rank's rows stand in their place",

@@ -1,0 +1,515 @@
+"""What goes wrong in a block is an error on every rank, leaves no half-reduced gradient, and the next step works."""
+
+import itertools
+import os
+import re
+import signal
+import sys
+import time
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from runs import gloo, rules
+from torch import nn
+from training import RUNS, SMALL, data, each, everywhere, gradients, made, mlp, on_two, refused, same, summed_loss
+
+import diffcoll as dc
+from diffcoll.averaging import reducer
+from diffcoll.engines.c10d import C10dEngine
+from diffcoll.testing import RanksFailedError, spawn
+
+
+def step(model, averager, r, **options):
+    model.zero_grad()
+    x, t = data(2)[r]
+    averager.backward(summed_loss(model(x), t), **options)
+
+
+def averaged():
+    model = made()
+    for x, t in data(2):
+        (summed_loss(model(x), t) / 2).backward()
+    return gradients(model)
+
+
+def raising(error):
+    def hook(*_):
+        raise error
+
+    return hook
+
+
+def fails_before(model, averager, x, t):
+    raise ZeroDivisionError
+
+
+def fails_in_backward(model, averager, x, t):
+    model[2].weight.register_hook(raising(ZeroDivisionError()))  # after some gradients, before others
+    summed_loss(model(x), t).backward()
+
+
+def is_interrupted(model, averager, x, t):
+    model[2].weight.register_hook(raising(KeyboardInterrupt()))
+    summed_loss(model(x), t).backward()
+
+
+def fails_after(model, averager, x, t):
+    summed_loss(model(x), t).backward()
+    raise ZeroDivisionError
+
+
+def steps_in_backward(model, averager, x, t):
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: torch.optim.SGD([p], lr=0.1).step())
+    summed_loss(model(x), t).backward()
+
+
+def clips(model, averager, x, t):
+    summed_loss(model(x), t).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def zeroes_between(model, averager, x, t):
+    summed_loss(model(x), t).backward()
+    model.zero_grad(set_to_none=False)
+    summed_loss(model(x), t).backward()
+
+
+def makes_a_graph(model, averager, x, t):
+    summed_loss(model(x), t).backward(create_graph=True)
+
+
+def enters_twice(model, averager, x, t):
+    averager.backward(summed_loss(model(x), t))
+
+
+def converts(model, averager, x, t):
+    model.float()
+    summed_loss(model(x.float()), t).backward()
+
+
+WRONG = {
+    fails_before: ZeroDivisionError,
+    fails_in_backward: ZeroDivisionError,
+    fails_after: ZeroDivisionError,
+    is_interrupted: KeyboardInterrupt,
+    **dict.fromkeys((steps_in_backward, clips, zeroes_between, makes_a_graph, enters_twice, converts), RuntimeError),
+}
+
+
+@everywhere
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("bucket_mb", [SMALL, 25])
+def test_one_rank_fails(where, bucket_mb):
+    """It raises its own error, the other one that names it; `.grad` is None on both, and the next step is right."""
+
+    def body(r):
+        for wrong, error in WRONG.items():
+            model = made()
+            averager = dc.GradientAverager(model, bucket_mb=bucket_mb)
+            step(model, averager, r)
+            model.zero_grad()
+            hooked = made()
+            hooked.load_state_dict(model.state_dict())
+            x, t = data(2)[r]
+            before = [p.detach().clone() for p in model.parameters()]
+            with pytest.raises(error if r == 1 else RuntimeError) as caught, averager.reduce():
+                if r == 1:
+                    wrong(model, averager, x, t)
+                else:
+                    summed_loss(model(x), t).backward()
+            assert r == 1 or "error on rank 1" in str(caught.value), (wrong, caught.value)
+            assert all(p.grad is None for p in model.parameters()), wrong
+            if r == 0:
+                same([p.detach() for p in model.parameters()], before, 0)
+            model.double()
+            for p in model.parameters():  # the hooks of the wrong step
+                p._backward_hooks = None
+            model.load_state_dict(made().state_dict())
+            if wrong is not steps_in_backward:
+                step(model, averager, r)
+                same(gradients(model), averaged())
+
+    RUNS[where](body, range(2))
+
+
+@on_two
+def test_sums_and_counts_into_what_was_reduced(where):
+    """An error on all ranks; a mean is idempotent; zeroing by any of three ways is allowed."""
+
+    def body(r):
+        for reduction, count in (("sum", None), ("mean", 1), ("mean", None)):
+            model = made()
+            averager = dc.GradientAverager(model, bucket_mb=SMALL, reduction=reduction)
+            step(model, averager, r, count=count)
+            right = gradients(model)
+            again = partial(averager.backward, summed_loss(model(data(2)[r][0]), data(2)[r][1]), count=count)
+            if (reduction, count) == ("mean", None):
+                again()
+                same(gradients(model), [2 * g for g in right])
+                continue
+            refused(again)
+            assert all(p.grad is None for p in model.parameters())
+            step(model, averager, r, count=count)
+            model(data(2)[r][0]).sum().backward()  # outside of a block, without zero_grad() before
+            with pytest.raises(RuntimeError), averager.reduce(count):
+                pass
+            step(model, averager, r, count=count)
+            for zero in (True, False):
+                model.zero_grad(set_to_none=zero)
+                with averager.reduce(count):
+                    summed_loss(model(data(2)[r][0]), data(2)[r][1]).backward()
+                same(gradients(model), right)
+                with averager.reduce(count):
+                    model.zero_grad(set_to_none=zero)
+                    summed_loss(model(data(2)[r][0]), data(2)[r][1]).backward()
+                same(gradients(model), right)
+        return right
+
+    each(body, 2, where)
+
+
+@on_two
+def test_a_frozen_parameter_keeps_its_gradient(where):
+    """Also one that differs between ranks: what is frozen on all ranks is not reduced."""
+
+    def body(r):
+        model = made()
+        averager = dc.GradientAverager(model)
+        model(data(2)[r][0]).sum().backward()
+        model[0].bias.requires_grad_(False)
+        own = model[0].bias.grad.clone()
+        with averager.reduce():
+            pass
+        assert torch.equal(model[0].bias.grad, own)
+        return [model[0].weight.grad]
+
+    each(body, 2, where)
+
+
+@on_two
+def test_counts_on_some_ranks_only(where):
+    def body(r):
+        model = made()
+        averager = dc.GradientAverager(model)
+        refused(lambda: step(model, averager, r, count=1 if r else None), dc.CollectiveMismatchError)
+        assert all(p.grad is None for p in model.parameters())
+        step(model, averager, r)
+        return gradients(model)
+
+    same(each(body, 2, where), averaged())
+
+
+# ── a forgotten block ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_step_on_gradients_that_no_block_has_reduced():
+    """Also one with a closure, which is judged after it; not of another model, nor after close()."""
+    model, other = made(), made()
+    averager = dc.GradientAverager(model)
+    optimizer, of_other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+    x = torch.ones(1, 5, dtype=torch.double)
+
+    def closure():
+        model.zero_grad()
+        averager.backward(model(x).sum())
+        return 1.0
+
+    model(x).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    assert "averager.backward" in refused(optimizer.step)
+    refused(lambda: optimizer.step(lambda: model(x).sum().backward()))
+    same([p.detach() for p in model.parameters()], before, 0)
+    other(x).sum().backward()
+    of_other.step()
+    optimizer.step(closure)
+    optimizer.step()
+    torch.compile(optimizer.step, backend="eager")()
+    model(x).sum().backward()
+    model.zero_grad()
+    optimizer.step()  # nothing
+    model(x).sum().backward()
+    with averager.reduce():
+        pass
+    optimizer.step()
+    second = dc.GradientAverager(model[0])
+    model.zero_grad()
+    averager.backward(model(x).sum())
+    optimizer.step()  # a block of another averager has reduced them
+    model(x).sum().backward()
+    refused(optimizer.step)
+    second.close()
+    refused(optimizer.step)
+    averager.close()
+    optimizer.step()
+    refused(averager.reduce)
+    model(x).sum().backward()
+    optimizer.step()
+    dc.GradientAverager(model)  # dropped at once
+    model(x).sum().backward()
+    optimizer.step()
+
+
+def test_an_averager_wraps_nothing():
+    averager = dc.GradientAverager(made())
+    refused(lambda: averager(torch.ones(1, 5)), TypeError)
+    for name in ("parameters", "state_dict", "module"):
+        assert "wraps nothing" in refused(lambda name=name: getattr(averager, name), AttributeError)
+
+
+# ── peers that do not come ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("how", ["killed", "no block", "waits in the model"])
+def test_a_peer_that_does_not_come(how, tmp_path):
+    """The others raise within the group's timeout, and name the block."""
+
+    def body(r):
+        try:
+            train(r)
+        finally:
+            (tmp_path / str(r)).touch()
+
+    def train(r):
+        group = dist.new_group(timeout=timedelta(seconds=2))
+        model = mlp()
+        averager = dc.GradientAverager(model, group=group)
+        x = torch.ones(2, 5)
+        averager.backward(model(x).sum())
+        if r == 1 and how == "no block":
+            while not all((tmp_path / str(s)).exists() for s in (0, 2)):  # until the others have failed
+                time.sleep(0.05)
+            return
+        if r == 1 and how == "killed":
+            model[0].weight.register_hook(lambda g: os.kill(os.getpid(), signal.SIGKILL))
+        with averager.reduce():
+            if r == 1 and how == "waits in the model":
+                raise ZeroDivisionError
+            y = model(x) if how != "waits in the model" else dc.all_reduce(model(x), group=group)
+            y.sum().backward()
+
+    with pytest.raises(RanksFailedError) as caught:
+        spawn(body, range(3), timeout=40)
+    for r in (0, 2):
+        text = caught.value.reports[r]
+        text = text[text.rindex("CollectiveFailedError") :]
+        assert f"failed on rank {r} of a gloo group of 3 ranks" in text
+        assert how == "waits in the model" or "GradientAverager, " in text
+    if how == "waits in the model":
+        assert "ZeroDivisionError" in caught.value.reports[1]
+    if how == "no block":
+        text = refused(lambda: rules(partial(train_simulated), range(3)), RuntimeError)
+        assert "rank 0 waits in GradientAverager" in text
+
+
+def test_an_error_is_printed_if_the_others_do_not_come(monkeypatch, capsys):
+    """The rank raises it after the others have reached the end of their block."""
+    monkeypatch.setattr(reducer, "PATIENCE", 0.05)
+
+    def body(r):
+        averager = dc.GradientAverager(made())
+        if r == 1:
+            time.sleep(0.5)
+        with pytest.raises(RuntimeError), averager.reduce():
+            if r == 0:
+                raise RuntimeError("of rank 0")
+
+    rules(body, range(2))
+    assert "RuntimeError: of rank 0" in capsys.readouterr().err
+
+
+def train_simulated(r):
+    model = mlp()
+    averager = dc.GradientAverager(model)
+    if r != 1:
+        averager.backward(model(torch.ones(2, 5)).sum())
+
+
+N = 3
+#: What is between the call of a function of the library and the message in which rank 1 dies.
+WHERE = {
+    "comparison of the parameters": "agree_on_each",
+    "copy of the parameters": "broadcast_from_first",
+    "new group": "twin",
+    "order of the buckets": "_follow",
+    "statuses of in_step": "in_step",
+}
+PRIMITIVES = "all_reduce", "all_gather", "broadcast", "messages"
+
+
+def dies(where):
+    """Let this process die when it starts a message within a function of this name."""
+
+    def wrapped(primitive):
+        def call(self, *arguments):
+            frame = sys._getframe()
+            while frame is not None:
+                if frame.f_code.co_name == where:
+                    os._exit(5)
+                frame = frame.f_back
+            return primitive(self, *arguments)
+
+        return call
+
+    for name in PRIMITIVES:
+        setattr(C10dEngine, name, wrapped(getattr(C10dEngine, name)))
+
+
+def train(r, where):
+    if r == 1:
+        dies(where if where != "in_step" else "_steps")
+    model = nn.Linear(3, 2)
+    averager = dc.GradientAverager(model, bucket_mb=1e-6)
+    for x in dc.in_step([torch.full((1, 3), r + 1.0)] * (r + 1)):
+        model.zero_grad()
+        averager.backward(model(x).sum(), count=len(x))
+
+
+@pytest.mark.parametrize("what", WHERE)
+def test_a_peer_dies_in_a_small_message(what):
+    with pytest.raises(RanksFailedError) as caught:
+        spawn(train, range(N), [WHERE[what]] * N, timeout=60)
+    reports = caught.value.reports
+    assert "exit code 5" in reports[1], reports
+    for r in (0, 2):
+        last = reports[r].strip().splitlines()[-1]
+        assert re.match(rf"diffcoll.*CollectiveFailedError: .*failed on rank {r} of a gloo group of 3 ranks", last), (
+            last
+        )
+
+
+def test_after_its_group_was_destroyed():
+    def body(r):
+        model = made()
+        averager = dc.GradientAverager(model)
+        step(model, averager, r)
+        dist.destroy_process_group()
+        refused(lambda: step(model, averager, r))
+        averager.close()
+        model.zero_grad()
+        model(data(2)[r][0]).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    spawn(body, range(2))
+
+
+# ── arguments, and who else averages ─────────────────────────────────────────────────────────────────────
+
+WRONG_ARGUMENTS = [
+    (mlp(), {"reduction": "max"}, ValueError, "reduction"),
+    (mlp(), {"bucket_mb": 0}, ValueError, "bucket_mb"),
+    (mlp(), {"bucket_mb": "1"}, ValueError, "bucket_mb"),
+    (mlp(), {"comm_dtype": torch.int32}, TypeError, "comm_dtype"),
+    (mlp(), {"broadcast": 1}, TypeError, "broadcast"),
+    (mlp(), {"group": "gloo"}, TypeError, "group"),
+    ([], {}, ValueError, "module_or_params"),
+    (3, {}, TypeError, "module_or_params"),
+    (torch.ones(2), {}, TypeError, "module_or_params"),
+    ([("a", 3)], {}, TypeError, "module_or_params"),
+    ([torch.ones(2).int()], {}, ValueError, "module_or_params"),
+    ([torch.ones(2, requires_grad=True) * 2], {}, ValueError, "module_or_params"),
+    (nn.LazyLinear(2), {}, ValueError, "module_or_params"),
+    (nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2, sparse=True)), {}, TypeError, "module_or_params"),
+]
+
+
+@pytest.mark.parametrize(("given", "arguments", "error", "argument"), WRONG_ARGUMENTS)
+def test_wrong_arguments(given, arguments, error, argument):
+    text = refused(lambda: dc.GradientAverager(given, **arguments), error)
+    assert text.startswith(f"GradientAverager: {argument}: ")
+
+
+@pytest.mark.parametrize(
+    ("count", "error"), [(-1, ValueError), (float("nan"), ValueError), ("3", TypeError), (torch.ones(2), ValueError)]
+)
+def test_wrong_counts(count, error):
+    assert "count: " in refused(lambda: dc.GradientAverager(mlp()).reduce(count), error)
+
+
+def test_a_count_of_the_host_in_a_capture(monkeypatch):
+    """Every replay of a CUDA graph would repeat it."""
+    monkeypatch.setattr(reducer, "is_capturing", lambda: True)
+    averager = dc.GradientAverager(mlp())
+    for count in (3, torch.tensor(3)):
+        assert "CUDA graph" in refused(averager.reduce(count).__enter__)
+    with averager.reduce():
+        pass
+
+
+def test_sparse_gradients_of_bare_parameters():
+    embedding = nn.Embedding(3, 2, sparse=True)
+    averager = dc.GradientAverager(embedding.parameters())
+    refused(lambda: averager.backward(embedding(torch.tensor([1])).sum()), TypeError)
+
+
+def test_with_distributed_data_parallel():
+    """On the module that it wraps, in any order of construction: an error in the first block at the latest."""
+
+    def body(r):
+        ddp = nn.parallel.DistributedDataParallel
+        for wrapped in ddp(mlp()), nn.Sequential(ddp(mlp())):
+            refused(lambda wrapped=wrapped: dc.GradientAverager(wrapped), TypeError)
+        x = torch.full((2, 5), r + 1.0)
+        for as_view, bucket_mb, first in itertools.product((False, True), (25, 1e-5), (True, False)):
+            model = mlp()
+            wrapped = ddp(model, gradient_as_bucket_view=as_view) if first else None
+            averager = dc.GradientAverager(model, bucket_mb=bucket_mb)
+            wrapped = wrapped or ddp(model, gradient_as_bucket_view=as_view)
+            refused(lambda wrapped=wrapped, averager=averager: averager.backward(wrapped(x).sum()))
+            averager.close()
+        model, other = made(), made()
+        averager = dc.GradientAverager(model)  # DDP on another module is no conflict
+        wrapped = ddp(other)
+        wrapped(x.double()).sum().backward()
+        averager.backward(model(x.double()).sum())
+        same(gradients(model), gradients(other))
+
+    gloo(body, range(2))
+
+
+def test_with_fsdp_and_tensor_parallelism():
+    def body(r):
+        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh = dist.init_device_mesh("cpu", (2,))
+        cpu = torch.device("cpu")
+        for shard in (
+            partial(fully_shard, mesh=mesh),
+            partial(FullyShardedDataParallel, device_id=cpu, use_orig_params=False),
+            partial(FullyShardedDataParallel, device_id=cpu, use_orig_params=True),
+        ):
+            sharded = shard(mlp())
+            refused(lambda sharded=sharded: dc.GradientAverager(sharded), TypeError)
+        refused(lambda: dc.GradientAverager([nn.Parameter(distribute_tensor(torch.ones(2), mesh))]), TypeError)
+
+    spawn(body, range(2))
+
+
+FORMATS = [torch.contiguous_format, torch.channels_last]
+DIFFERENT = [
+    lambda p, r: [("b" if r == 1 else "a", p(3))],
+    lambda p, r: [("z", p(1)), ("a", p(4 if r == 1 else 3)), ("b", p(r + 1))],
+    lambda p, r: [("a", p(3, dtype=torch.float64 if r == 1 else torch.float32))],
+    lambda p, r: [("a", p(2, 3, 2, 2).to(memory_format=FORMATS[r == 1]).detach().requires_grad_())],
+    lambda p, r: [("a", p(3)), ("b", p(3))][: 2 - (r == 1)],
+]
+
+
+@everywhere
+def test_parameters_buffers_and_arguments_that_differ(where):
+    def body(r):
+        for named in DIFFERENT:
+            of_rank = named(partial(torch.ones, requires_grad=True), r)
+            refused(partial(dc.GradientAverager, of_rank), dc.CollectiveMismatchError)
+        model = mlp()
+        refused(partial(dc.GradientAverager, model, bucket_mb=r + 1), dc.CollectiveMismatchError)
+        model.register_buffer("b", torch.ones(r + 1))
+        refused(partial(dc.GradientAverager, model), dc.CollectiveMismatchError)
+        dc.GradientAverager(model, broadcast=False)
+        return dc.all_reduce(torch.tensor(1)).item()
+
+    assert RUNS[where](body, range(3)) == [3] * 3

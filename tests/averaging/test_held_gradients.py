@@ -1,0 +1,295 @@
+"""Memory of gradients belongs to who holds them; what an averager keeps alive, and what is left of a freed one."""
+
+import gc
+import io
+import os
+import weakref
+
+import pytest
+import torch
+from runs import gloo, rules
+from torch import nn
+from training import RUNS, equal_on_all_ranks, made, mlp, on_two, same
+
+import diffcoll as dc
+from diffcoll.core.groups import resolve
+from diffcoll.core.torch_private.tensors import storage_uses
+from diffcoll.testing import new_group, spawn
+
+
+def batch(r, k=0):
+    return torch.linspace(-1, 1 + r + k, 10).double().view(2, 5)
+
+
+def averaged(n, k=0):
+    model = made()
+    for r in range(n):
+        (model(batch(r, k)).square().sum() / n).backward()
+    return [p.grad for p in model.parameters()]
+
+
+KEPT = {
+    "the gradient": lambda p: p.grad,
+    "a detached view": lambda p: p.grad.detach(),
+    "one number": lambda p: p.grad.view(-1)[0],
+    "an array": lambda p: p.grad.numpy(),
+    "its storage": lambda p: p.grad.untyped_storage(),
+    "a capsule": lambda p: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(p.grad)),
+    "a graph": lambda p: (torch.ones(()).double().requires_grad_() * p.grad).sum(),
+    "another's gradient": lambda p: setattr(other := nn.Parameter(torch.empty_like(p)), "grad", p.grad) or other,
+}
+
+
+def numbers(kept):
+    if isinstance(kept, torch.UntypedStorage):
+        return list(bytes(kept))
+    if isinstance(kept, nn.Parameter):
+        return kept.grad.tolist()
+    if isinstance(kept, torch.Tensor) and kept.grad_fn is not None:
+        return (kept.grad_fn.next_functions[0][0]._saved_other).tolist()
+    return kept.tolist()
+
+
+@on_two
+def test_a_gradient_that_is_kept_is_never_written_again(where):
+    """By whatever reference, on one rank only too; gradients of all ranks stay right."""
+
+    def body(r):
+        for reduction, comm in (("mean", None), ("sum", None), ("mean", torch.float32)):
+            tolerance = 1e-12 if comm is None else 1e-5
+            for bucket_mb in (1e-4, 25):
+                model = made()
+                averager = dc.GradientAverager(model, bucket_mb=bucket_mb, reduction=reduction, comm_dtype=comm)
+                scale = dc.get_world_size() if reduction == "sum" else 1
+                history = []
+                for k, keep in enumerate(KEPT.values()):
+                    model.zero_grad()
+                    averager.backward(model(batch(r, k)).square().sum())
+                    same([p.grad / scale for p in model.parameters()], averaged(2, k), tolerance * (k + 1))
+                    if r == 1 or k % 2:
+                        for p in list(model.parameters())[k % 2 :: 2]:
+                            kept = keep(p)
+                            history.append((kept, numbers(kept)))
+                for kept, before in history:
+                    assert numbers(kept) == before
+                averager.close()
+
+    RUNS[where](body, range(2))
+
+
+def test_memory_is_taken_only_where_a_gradient_is_kept():
+    """Otherwise every step uses the same memory, whether gradients are set to None, zeroed or accumulated."""
+    model = made()
+    averager = dc.GradientAverager(model, bucket_mb=1e-4)
+
+    def memory():
+        return [p.grad.data_ptr() for p in model.parameters()]
+
+    def step(set_to_none=True):
+        model.zero_grad(set_to_none=set_to_none)
+        averager.backward(model(batch(0)).square().sum())
+
+    step()
+    step()
+    before = memory()
+    for set_to_none in (True, False, True):
+        step(set_to_none)
+        assert memory() == before
+    averager.backward(model(batch(0)).square().sum())  # accumulated
+    model(batch(0)).square().sum().backward()
+    averager.backward(model(batch(0)).square().sum())
+    assert memory() == before
+    g = model[2].bias.grad
+    step()
+    assert 0 < sum(a != b for a, b in zip(memory(), before, strict=True)) < len(before)
+    del g
+    now = memory()
+    step()
+    step()
+    assert memory() == now
+    model[0].weight.grad.share_memory_()  # its references in other processes cannot be counted
+    now = memory()
+    step()
+    assert memory()[0] != now[0]
+
+
+def test_the_cotangent_that_autograd_makes_the_gradient_is_not_written():
+    """Autograd may make views of the user's cotangent the gradient, even of two parameters."""
+
+    def body(r):
+        a, b = (nn.Parameter(torch.zeros(4, dtype=torch.double)) for _ in range(2))
+        averager = dc.GradientAverager([a, b], comm_dtype=torch.float32)
+        gy = torch.arange(4.0, dtype=torch.double) * (r + 1)
+        given = gy.clone()
+        with averager.reduce():
+            (a.view(2, 2) + b.view(2, 2) * 1).backward(gy.view(2, 2))
+        assert torch.equal(gy, given)
+        return a.grad, b.grad
+
+    for found in gloo(body, range(2)):
+        same(found, [torch.arange(4.0, dtype=torch.double) * 1.5] * 2)
+
+
+def test_hooks_of_the_user_beside_those_of_the_averager():
+    """One that is registered after the averager finds `.grad` None where a large gradient was moved to its bucket."""
+    model = nn.Sequential(nn.Linear(130, 130), nn.Linear(130, 1))
+    seen = []
+
+    def note(p):
+        seen.append(p.grad is None)
+
+    model[0].weight.register_post_accumulate_grad_hook(note)
+    averager = dc.GradientAverager(model)
+    model[0].weight.register_post_accumulate_grad_hook(note)
+    averager.backward(model(torch.ones(1, 130)).sum())
+    assert seen == [False, True]
+
+
+def test_uses_of_memory_are_counted():
+    """The private count includes every tensor on a storage, and nothing else."""
+    x = torch.zeros(4)
+    assert storage_uses(x) == storage_uses(torch.empty(1))
+    kept = []
+    for keep in (lambda: x[1:], x.detach, lambda: x.data, x.numpy, x.untyped_storage, lambda: memoryview(x.numpy())):
+        before = storage_uses(x)
+        kept.append(keep())
+        assert storage_uses(x) == before + 1
+
+
+# ── construction, and the end ────────────────────────────────────────────────────────────────────────────
+
+
+def test_broadcast_and_close():
+    """Values of rank 0, buffers of any dtype and expanded ones too; the module is not changed; then plain PyTorch."""
+
+    def body(r):
+        torch.manual_seed(r)
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double()
+        model.register_buffer("mask", torch.tensor(r).expand(2, 3))
+        model.register_parameter("codes", nn.Parameter(torch.tensor([r]), requires_grad=False))
+        model[1].num_batches_tracked.fill_(r + 5)
+        keys, kinds = list(model.state_dict()), [type(m) for m in model.modules()]
+        averager = dc.GradientAverager(model)
+        assert list(model.state_dict()) == keys and [type(m) for m in model.modules()] == kinds
+        state = [t.clone() for t in model.state_dict().values()]
+        model[1].running_mean.fill_(r)
+        dc.GradientAverager(model, broadcast=False).close()
+        averager.close()
+        averager.close()
+        (model[0].weight.sum() * r).backward()
+        return state, model[1].running_mean.clone(), model[0].weight.grad
+
+    found = gloo(body, range(2))
+    equal_on_all_ranks([state for state, _, _ in found])
+    assert found[1][0][-1].tolist() == 5
+    assert found[1][1].tolist() == [1.0, 1.0]
+    assert found[1][2].tolist() == [[1.0, 1.0]] * 2 and found[0][2].tolist() == [[0.0, 0.0]] * 2
+
+
+def refer(to):
+    """Return a hook that refers to an object."""
+    return lambda *_: to and None
+
+
+def fails(model, averager, r):
+    with pytest.raises((ZeroDivisionError, RuntimeError)), averager.reduce():
+        model(batch(r)).sum().backward()
+        1 / (1 - r)
+
+
+def hooked(model, averager, r):
+    model[0].weight.register_hook(refer(model))
+    model.register_forward_hook(refer(model))
+    averager.backward(model(batch(r)).sum())
+
+
+@on_two
+@pytest.mark.parametrize("use", [hooked, fails])
+def test_a_model_is_freed_with_its_averager(use, where):
+    """Also if a hook refers to it or a block has failed; a new model with a new averager works."""
+
+    def body(r):
+        for _ in range(2):
+            model = made()
+            averager = dc.GradientAverager(model, bucket_mb=1e-4)
+            for _ in range(2):
+                use(model, averager, r)
+            left = weakref.ref(model), weakref.ref(averager), weakref.ref(averager._reducer)
+            del model, averager
+            gc.collect()
+            assert [ref() for ref in left] == [None] * 3
+
+    RUNS[where](body, range(2))
+
+
+def handles():
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("gloo", [0, 1, 2]), ("gloo", [0, 2]), ("mpi", [0, 1])])
+def test_sockets_and_threads_of_averagers_that_were_freed(backend, ranks):
+    """Freed in another order on every rank, or closed: the next averagers of the group close them."""
+
+    def body(r):
+        group = new_group(ranks)
+        if r not in ranks:
+            return 0, 0
+        kept, before = [], (0, 0)
+        for k in range(6):
+            model = nn.Linear(2, 1, bias=False)
+            averager = dc.GradientAverager(model, group=group)
+            averager.backward(model(torch.full((1, 2), r + 1.0)).sum())
+            assert model.weight.grad.tolist() == [[sum(ranks) / len(ranks) + 1] * 2]
+            if k % 3 == 1:
+                averager.close()
+            kept.append(averager)
+            del model, averager
+            if k % 3 == 2:
+                before = before if k > 2 else handles()
+                while kept:
+                    kept.pop(-(r % 2))
+                    gc.collect()
+        after = handles()
+        return after[0] - before[0], after[1] - before[1]
+
+    for files, threads in spawn(body, range(3), backend=backend):
+        assert files <= 2
+        assert threads <= 2
+
+
+def test_an_averager_that_lives_longer_on_one_rank():
+    """It is closed once it is freed on all ranks, and works until then."""
+
+    def body(r):
+        averagers = [dc.GradientAverager(mlp()) for _ in range(3)]
+        engine = resolve(None, "test")
+        count = len(averagers)
+        open_twins = []
+        for k in range(3):
+            if r == k:
+                averagers.clear()
+            gc.collect()
+            last = nn.Linear(2, 1, bias=False)
+            averager = dc.GradientAverager(last)
+            open_twins.append(len(engine.twins))
+        averager.backward(last(torch.full((1, 2), r + 1.0)).sum())
+        return count, open_twins, last.weight.grad.tolist()
+
+    assert rules(body, range(3)) == [(3, [4, 5, 2], [[2.0, 2.0]])] * 3
+
+
+def test_a_closed_averager_and_a_pickled_model():
+    model = made()
+    averager = dc.GradientAverager(model)
+    averager.backward(model(batch(0)).sum())
+    copied = torch.load(_saved(model), weights_only=False)
+    copied(batch(0)).sum().backward()
+    torch.optim.SGD(copied.parameters(), lr=0.1).step()
+    same([p.grad for p in copied.parameters()], [p.grad for p in model.parameters()])
+
+
+def _saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return file

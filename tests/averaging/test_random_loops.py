@@ -1,0 +1,33 @@
+"""Random training loops with GradientAverager, see `loops`."""
+
+import pytest
+import torch
+from loops import drawn, on_rank
+from runs import gloo, rules
+from training import equal_on_all_ranks
+
+from diffcoll.engines.local import LocalEngine
+
+
+def run(seed, where, monkeypatch):
+    loop = drawn(seed)
+    monkeypatch.setattr(LocalEngine, "overlaps", lambda self, x: loop.overlaps)  # else all is sent at the end
+    equal_on_all_ranks(where(lambda r: on_rank(seed, r), range(loop.n)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_loops(seed, monkeypatch):
+    run(seed, rules, monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(100, 104))
+def test_random_loops_on_gloo(seed, monkeypatch):
+    run(seed, gloo, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_random_loops(monkeypatch):
+    torch.set_num_threads(1)
+    for seed in range(1000, 3000):
+        run(seed, rules, monkeypatch)
