@@ -1,0 +1,295 @@
+"""Rows of this rank against the columns of all ranks: gathering, masks, and log-sum-exps of the logits in chunks.
+
+    s_ij = scale · x_i · y_j            i: this rank's b rows; j: all ranks' B columns
+    neg_i = log Σ_j exp s_ij            over the negatives: neither positive nor left out
+    term_i = softplus(neg_i − pos_i)    of a row with one positive; −log of its softmax
+
+Positives stay apart from negatives: log(exp pos + exp neg) − pos, and its gradient, would be differences of nearly
+equal numbers where the loss is small. With chunks, a checkpoint computes the logits of some rows again in backward;
+collectives are outside of it.
+
+note  notes/training/contrastive.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
+
+from diffcoll.collectives.all_gather import all_gather, gathered_as
+from diffcoll.core.arguments import Sizes
+from diffcoll.core.dtypes import wider
+from diffcoll.core.errors import CollectiveMismatchError, message
+from diffcoll.core.exchange import exchanged
+from diffcoll.core.expect import integer
+from diffcoll.core.groups import resolve
+from diffcoll.core.torch_private.tracing import assume, is_known
+from diffcoll.core.torch_private.transforms import carries_tangents, is_eager, is_within_transform
+from diffcoll.engines.types import Group
+
+# ── what the ranks have together ─────────────────────────────────────────────────────────────────────────
+
+
+class Batch:
+    """The rows of all ranks, and which of them are this rank's.
+
+    Args:
+        name: of the loss.
+        x: this rank's features, (b, …, D).
+        sizes: numbers of rows, as the loss was given them.
+        group: of the loss.
+        marks: this rank's labels and ids, (b,), which are sent in one message.
+    """
+
+    def __init__(self, name: str, x: Tensor, sizes: Sizes, group: Group, **marks: Tensor | None) -> None:
+        self.group, engine = group, resolve(group, name)
+        self.sizes = sizes_of_ranks(name, x, sizes, group)
+        self.first, self.total = sum(self.sizes[: engine.rank]), sum(self.sizes)
+        #: The number of each of this rank's rows among all rows. A slice of all numbers has no size in a graph.
+        self.mine = torch.arange(x.shape[0], device=x.device) + self.first
+        self.marks = {key: mark for key, mark in marks.items() if mark is not None}
+        self.all_marks = self.marks
+        if self.marks and engine.size > 1:
+            self.all_marks = all_gather(self.marks, sizes=self.sizes, group=group)
+
+    def features(self, x: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
+        """Return this rank's and all ranks' features in float32 or float64, normalized if asked for.
+
+        Half-precision features are sent as they are: normalized ones would be rounded once more. Parts of their
+        gradient are added in float32, and rounded once.
+        """
+        wide = widened(x, False)  # once: the parts of its gradient are added before they are rounded
+        own = normalized(wide) if normalize else wide
+        if len(self.sizes) == 1:
+            return own, own
+        if own.dtype == x.dtype:
+            return own, all_gather(own, sizes=self.sizes, group=self.group)
+        every = gathered_as(x.dtype, wide, self.sizes, self.group)
+        return own, normalized(every) if normalize else every
+
+
+def widened(x: Tensor, normalize: bool) -> Tensor:
+    """Return features in float32, or float64 if they are, normalized if asked for."""
+    x = x.to(wider(x.dtype))
+    return normalized(x) if normalize else x
+
+
+def sizes_of_ranks(name: str, x: Tensor, sizes: Sizes, group: Group) -> list[int]:
+    """Return each rank's number of rows."""
+    engine = resolve(group, name)
+    rows, width = x.shape[0], x.shape[-1]
+    if isinstance(sizes, str) and sizes != "auto":
+        raise ValueError(message(name, "sizes", repr(sizes), '"auto", None or a list of sizes'))
+    if sizes is not None and not isinstance(sizes, str):
+        listed = [integer(name, "sizes", size, least=0) for size in sizes]
+        if len(listed) != engine.size or listed[engine.rank] != rows:
+            expected = f"{engine.size} sizes, one per rank, {rows} at position {engine.rank}"
+            raise ValueError(message(name, "sizes", listed, expected, 'sizes="auto" asks every rank'))
+        return listed
+    if engine.size == 1 or sizes is None:
+        return [rows] * engine.size
+    found = exchanged(engine, [rows, width])
+    lengths = [length for length, _ in found]
+    if torch.compiler.is_compiling():  # which does not know it of numbers that ranks have sent
+        for length in lengths:
+            assume(length >= 0)
+        assume(lengths[engine.rank] == rows)
+        return lengths
+    for r, (_, other) in enumerate(found):
+        if other != found[0][1]:
+            raise CollectiveMismatchError(f"{name}: rank 0 has D = {found[0][1]}, rank {r} has {other}")
+    return lengths
+
+
+def normalized(x: Tensor) -> Tensor:
+    """Return F.normalize(x, dim=-1). The tangent of that writes in place, which an outer reverse mode refuses."""
+    return x * x.square().sum(-1, keepdim=True).clamp(1e-24).rsqrt()
+
+
+# ── logits ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Marks(NamedTuple):
+    """Identifies the sample of each row or column; None: no row has one."""
+
+    #: Of rows, (b, k): the columns of a row that are no negatives; of columns, None.
+    own: Tensor | None = None
+    #: Pairs of equal labels are positives.
+    label: Tensor | None = None
+    #: Pairs of equal ids that are not positives are left out.
+    id: Tensor | None = None
+    #: Of rows, (b, columns): pairs that are left out unless they are positives.
+    exclude: Tensor | None = None
+
+
+def equal(a: Tensor, b: Tensor) -> Tensor:
+    """Return for each pair of values whether they are equal."""
+    return a.unsqueeze(1) == b.unsqueeze(0)
+
+
+def masks(rows: Marks, cols: Marks, itself: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return which pairs are positive, and which are left out, if any; itself: pairs of a row with itself."""
+    assert rows.label is not None and cols.label is not None
+    positive = equal(rows.label, cols.label)
+    out = rows.exclude
+    if rows.id is not None and cols.id is not None:
+        same = equal(rows.id, cols.id)
+        out = same if out is None else out | same
+    if itself is not None:
+        positive = positive & ~itself
+        out = itself if out is None else out | itself
+    return positive, None if out is None else out & ~positive
+
+
+def least(s: Tensor) -> float:
+    """Return the logit of a pair that is left out. Not −inf: the derivative of logsumexp is NaN if all terms are."""
+    return torch.finfo(s.dtype).min / 4
+
+
+class _Product(Function):
+    """x yᵀ of float32 tensors whose values a half dtype holds, on tensor cores, which add up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, half: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, y)
+        ctx.half = half
+        return half_product(x.to(half), y.to(half).t())
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, y = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return g @ y, g.t() @ x, None
+        largest = g.abs().amax() if g.numel() else g.new_ones(())  # float16 has no small numbers
+        g = (g / largest.clamp(min=torch.finfo(g.dtype).tiny)).to(ctx.half)
+        gx, gy = half_product(g, y.to(ctx.half)), half_product(g.t(), x.to(ctx.half))
+        return gx * largest, gy * largest, None
+
+
+def half_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the matrix product of half-precision tensors in float32."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+class Logits(NamedTuple):
+    """Makes logits of some rows and all columns."""
+
+    columns: Tensor
+    scale: Tensor | float
+    bias: Tensor | float | None = None
+    #: The dtype whose products run on tensor cores; None: those of the features' own.
+    half: torch.dtype | None = None
+    #: Whether logits may be overwritten in place, which vmap has no rule for; decided before a checkpoint repeats it.
+    in_place: bool = True
+
+    @staticmethod
+    def of(
+        columns: Tensor,
+        scale: Tensor | float,
+        features: Tensor,
+        normalize: bool,
+        bias: Tensor | float | None = None,
+    ) -> Logits:
+        """Return those of columns that were gathered from such features."""
+        cores = features.is_cuda and torch.version.hip is None and columns.dtype != features.dtype and not normalize
+        return Logits(columns, scale, bias, features.dtype if cores else None, not is_within_transform())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return a new matrix, (rows, columns), that may be overwritten."""
+        if self.half is not None and is_eager(x, self.columns):
+            s: Tensor = _Product.apply(x, self.columns, self.half)  # type: ignore[no-untyped-call]
+            s = s * self.scale
+        else:
+            s = (x * self.scale) @ self.columns.t()
+        return s if self.bias is None else s + self.bias
+
+    def of_negatives(self, x: Tensor, rows: Marks, cols: Marks) -> Tensor:
+        """Return logits, `least` for what is no negative; its gradient is 0 without a rule, since its softmax is."""
+        s = self(x)
+        s = s if rows.own is None else overwritten(s, rows.own, least(s), self.in_place)
+        with torch.no_grad():
+            if rows.id is not None and cols.id is not None:
+                s.masked_fill_(equal(rows.id, cols.id), least(s))
+            if rows.exclude is not None:
+                s.masked_fill_(rows.exclude, least(s))
+        return s
+
+
+def overwritten(s: Tensor, columns: Tensor, value: Any, in_place: bool) -> Tensor:
+    """Return s with another value in these columns of each row, (rows, k)."""
+    if not in_place:
+        return s.scatter(1, columns, value)
+    with torch.no_grad():
+        return s.scatter_(1, columns, value)
+
+
+def logsumexp(s: Tensor, dim: int) -> Tensor:
+    """Return log Σ exp s; `least` without any term. torch.logsumexp computes the exponentials again in backward."""
+    if is_known(s.shape[dim] == 0):
+        return s.sum(dim) + least(s)
+    top = s.detach().amax(dim, keepdim=True)
+    return (s - top).exp_().sum(dim).log() + top.squeeze(dim)
+
+
+def cross_entropy(neg: Tensor, pos: Tensor) -> Tensor:
+    """Return −log softmax of one positive. One that overflows is NaN, as in PyTorch, for a GradScaler to see it."""
+    return softplus(neg - (pos + 0 * pos))
+
+
+def softplus(x: Tensor) -> Tensor:
+    """Return log(1 + exp x), exact in float64 too."""
+    return F.softplus(x, 1.0, 40.0)
+
+
+#: From features of some rows, and their marks as `rows`.
+Block = Callable[..., tuple[Tensor, ...]]
+
+
+def in_chunks(block: Block, chunk_size: int | None, x: Tensor, rows: Marks) -> list[tuple[Tensor, ...]]:
+    """Return block(x, rows) of all rows, or of each chunk of rows, whose logits backward computes again."""
+    if chunk_size is None or is_within_transform() or carries_tangents():  # torch.func refuses checkpoints
+        return [block(x, rows=rows)]
+    found = []
+    for i in range(max(-(-x.shape[0] // chunk_size), 1)):  # a graph is of this number, not of the number of rows
+        part = slice(i * chunk_size, (i + 1) * chunk_size)
+        of_part = partial(block, rows=Marks(*(None if mark is None else mark[part] for mark in rows)))
+        found.append(checkpoint(of_part, x[part], use_reentrant=False, preserve_rng_state=False))
+    return found
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the chunks' rows. One chunk stays: torch.cat of empty rows has a gradient without a graph."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+
+
+def check_chunk_size(name: str, chunk_size: int | None) -> None:
+    """Raise unless `chunk_size`, an argument of the loss `name`, is None or a positive integer."""
+    if chunk_size is not None:
+        integer(name, "chunk_size", chunk_size, least=1)
+
+
+def check_exclude(name: str, exclude: Tensor | None, rows: int, columns: int, what: str) -> Tensor | None:
+    """Return the mask; raise unless it is a bool tensor of shape (rows, columns), which is `what` in words."""
+    if exclude is None:
+        return None
+    if not isinstance(exclude, Tensor) or exclude.dtype != torch.bool:
+        got = str(exclude.dtype) if isinstance(exclude, Tensor) else type(exclude).__name__
+        raise TypeError(message(name, "exclude", got, f"a bool tensor of shape {what}"))
+    if exclude.ndim != 2 or exclude.shape[0] != rows or not _fits(exclude.shape[1], columns):
+        shape = f"shape {tuple(exclude.shape)}"
+        raise ValueError(message(name, "exclude", shape, f"shape {what}, here ({rows}, {columns})"))
+    return exclude.detach()
+
+
+def _fits(size: int, columns: int) -> bool:
+    if torch.compiler.is_compiling():  # the number of all ranks' columns has no value there
+        assume(size == columns)
+        return True
+    return size == columns
