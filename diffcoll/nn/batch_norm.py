@@ -147,6 +147,8 @@ def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     if x.numel() == x.shape[1] and get_world_size(group) == 1:
         got = f"one value per channel, shape {tuple(x.shape)}"
         raise ValueError(message(_NAME, "x", got, "more than 1 value when training", "call module.eval()"))
+    if x.is_meta:  # a shape is wanted
+        return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
     fused = x.device.type in _KERNELS and not collectives_only(group)
     y: Tensor = (_Fused.apply if fused else _composed)(x, weight, bias, eps, group, track)
     return y
@@ -288,9 +290,10 @@ def _gradients(x: Tensor, weight: Tensor | None, g: Tensor, ctx: Any) -> tuple[T
     xhat = (x - _along(mean, x)) * _along(invstd, x)
     gb, gw, gx = g.sum(dims), (g * xhat).sum(dims), None
     if ctx.needs_input_grad[0]:
-        mb, mw = (all_reduce(torch.stack([gb, gw]), group=ctx.group) / n.clamp(min=1)).unbind()
-        scale = invstd if weight is None else weight.to(x.dtype) * invstd
-        gx = (_along(scale, x) * (xhat * _along(-mw, x) - _along(mb, x) + g)).to(dtype)  # x̂ first, for its layout
+        w = torch.ones_like(gb) if weight is None else weight.to(x.dtype)
+        mb, mw = (all_reduce(torch.stack([w * gb, w * gw]), group=ctx.group) / n.clamp(min=1)).unbind()
+        gx = xhat * _along(-mw, x) - _along(mb, x) + g * _along(w, x)  # x̂ first, for its layout
+        gx = (_along(invstd, x) * gx).to(dtype)
     return gx, None if weight is None else gw, gb if ctx.needs_input_grad[2] else None
 
 

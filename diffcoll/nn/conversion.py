@@ -160,10 +160,10 @@ class _Subclass(InGroup):
 
     def forward(self, *args: Any, **more: Any) -> Any:
         """Run the forward of the subclass; within it, `F.batch_norm` normalizes with all ranks' batches."""
-        batches: list[Tensor] = []
-        with _Replacing(partial(_normalized, self.group, batches)):
+        calls: list[bool] = []
+        with _Replacing(partial(_normalized, self.group, calls)):
             y = super().forward(*args, **more)
-        if self.training and not batches:
+        if self.training and not calls:
             got = f"{self.converted_from.__name__}, whose forward does not call torch.nn.functional.batch_norm"
             raise TypeError(message(_CONVERT, "module", got, "a forward that calls it", _REMEDY))
         return y
@@ -186,7 +186,7 @@ class _Replacing(TorchFunctionMode):
 
 def _normalized(
     group: Group,
-    batches: list[Tensor],
+    calls: list[bool],
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -196,13 +196,13 @@ def _normalized(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Return `torch.nn.functional.batch_norm` with the statistics of all ranks' batches; appends to batches."""
-    if batches:  # as ghost batch norm does; each rank may have another number of batches
+    """Return `torch.nn.functional.batch_norm` with the statistics of all ranks' batches; adds `training` to calls."""
+    calls.append(training)
+    if calls[:-1]:  # as ghost batch norm does; each rank may have another number of batches
         got = "a forward that normalizes a second batch"
         raise TypeError(message(_CONVERT, "module", got, "one batch in each forward", _REMEDY))
     if not training:
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-    batches.append(input)
     check_input(input, None)
 
     def track(local: int, n: Tensor, mean: Tensor, var: Tensor) -> None:
