@@ -135,7 +135,10 @@ def equal(a: Tensor, b: Tensor) -> Tensor:
 
 
 def masks(rows: Marks, cols: Marks, itself: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return which pairs are positive, and which are left out, if any; itself: pairs of a row with itself."""
+    """Return which pairs are positive, and which others are left out, if any; itself: pairs of a row with itself.
+
+    The second mask may have positives, which stay positives.
+    """
     assert rows.label is not None and cols.label is not None
     positive = equal(rows.label, cols.label)
     out = rows.exclude
@@ -145,7 +148,7 @@ def masks(rows: Marks, cols: Marks, itself: Tensor | None) -> tuple[Tensor, Tens
     if itself is not None:
         positive = positive & ~itself
         out = itself if out is None else out | itself
-    return positive, None if out is None else out & ~positive
+    return positive, out
 
 
 def least(s: Tensor) -> float:

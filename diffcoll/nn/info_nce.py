@@ -308,9 +308,8 @@ def _terms(
     mean = total / count.clamp(min=1)
     if decoupled:
         terms = _decoupled(neg, mean)
-    else:  # of one positive: its own logit, not `among`, whose gradients would cancel
-        spread = torch.where(count > 1, among - mean, 0.0)
-        terms = spread + cross_entropy(neg, torch.where(count > 1, among, total))
+    else:  # of one positive the first term is 0, and so are its gradients
+        terms = torch.where(count > 1, among - mean, 0.0) + cross_entropy(neg, among)
     return torch.where(count > 0, terms, 0.0)
 
 

@@ -120,7 +120,7 @@ RIGHT = {
     "two modules": two_modules,
     "resumed": resumed,
     "a sum over ranks": ddp(
-        lambda model: Within(model, rank_reduction="sum"), returned, divides=True, hook=summing
+        lambda model: Within(model, summed=True), returned, divides=True, hook=summing
     ),
 }  # fmt: skip
 
@@ -163,7 +163,7 @@ def test_factors_of_mistakes():
     found = factors(
         CLIP,
         {
-            "sum": ddp(lambda model: Within(model, rank_reduction="sum"), returned, divides=True),
+            "sum": ddp(lambda model: Within(model, summed=True), returned, divides=True),
             "never sent": ddp(sync="never"),
             "scale outside": scale_outside(averages=False),
             "static graph": ddp(static_graph=True),

@@ -204,11 +204,22 @@ def test_products_of_half_precision_on_tensor_cores():
         of_found, of_right = (torch.autograd.grad((w * s).sum(), (x, y)) for s in (found, right))
         for a, b in zip(of_found, of_right, strict=True):
             assert (a - b).norm() < near * b.norm()
-        s = _Product.apply(x, y, half)
-        first = torch.autograd.grad((s.sin() * w).sum(), (x, y), create_graph=True)
-        second = torch.autograd.grad(first[0].square().sum() + first[1].sin().sum(), (x, y))
-        plain = torch.autograd.grad(((x @ y.T).sin() * w).sum(), (x, y), create_graph=True)
-        torch.testing.assert_close(second, torch.autograd.grad(plain[0].square().sum() + plain[1].sin().sum(), (x, y)))
+        second = []
+        for s in (_Product.apply(x, y, half), x @ y.T):
+            first = torch.autograd.grad(s.sin().sum(), (x, y), create_graph=True)
+            of_first = first[0].square().sum() + first[1].sin().sum()
+            second.append(torch.autograd.grad(of_first, (x, y), create_graph=True))
+        torch.testing.assert_close(*second, rtol=1e-4, atol=1e-4)
+
+
+def test_a_large_loss_keeps_the_digits_of_float64():
+    """Where torch's softplus would return its argument."""
+    x = torch.eye(2).double().requires_grad_()
+    scale = torch.tensor(21.5).double()
+    y = x.detach().flip(0)
+    found, right = (f(x, y, s) for f, s in ((clip_loss, scale), (lambda x, y, s: open_clip(x, y, s, 0.0), scale)))
+    torch.testing.assert_close(found, right, rtol=1e-14, atol=0)
+    torch.testing.assert_close(*(torch.autograd.grad(v, x)[0] for v in (found, right)), rtol=1e-13, atol=1e-13)
 
 
 # ── one loss for all ─────────────────────────────────────────────────────────────────────────────────────
