@@ -30,7 +30,7 @@ from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.exchange import exchanged
 from diffcoll.core.expect import integer
 from diffcoll.core.groups import resolve
-from diffcoll.core.torch_private.tracing import assume, is_known
+from diffcoll.core.torch_private.tracing import assume, is_known, is_observed
 from diffcoll.core.torch_private.transforms import carries_tangents, is_eager, is_within_transform
 from diffcoll.engines.types import Group
 
@@ -189,7 +189,7 @@ class Logits(NamedTuple):
     bias: Tensor | float | None = None
     #: The dtype whose products run on tensor cores; None: those of the features' own.
     half: torch.dtype | None = None
-    #: Whether logits may be overwritten in place, which vmap has no rule for; decided before a checkpoint repeats it.
+    #: Whether logits are overwritten in place, see `may_overwrite`; decided before a checkpoint repeats it.
     in_place: bool = True
 
     @staticmethod
@@ -202,7 +202,7 @@ class Logits(NamedTuple):
     ) -> Logits:
         """Return those of columns that were gathered from such features."""
         cores = features.is_cuda and torch.version.hip is None and columns.dtype != features.dtype and not normalize
-        return Logits(columns, scale, bias, features.dtype if cores else None, not is_within_transform())
+        return Logits(columns, scale, bias, features.dtype if cores else None, may_overwrite())
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return a new matrix, (rows, columns), that may be overwritten."""
@@ -217,12 +217,21 @@ class Logits(NamedTuple):
         """Return logits, `least` for what is no negative; its gradient is 0 without a rule, since its softmax is."""
         s = self(x)
         s = s if rows.own is None else overwritten(s, rows.own, least(s), self.in_place)
-        with torch.no_grad():
-            if rows.id is not None and cols.id is not None:
-                s.masked_fill_(equal(rows.id, cols.id), least(s))
-            if rows.exclude is not None:
-                s.masked_fill_(rows.exclude, least(s))
+        out = [] if rows.exclude is None else [rows.exclude]
+        if rows.id is not None and cols.id is not None:
+            out.append(equal(rows.id, cols.id))
+        for mask in out:
+            if self.in_place:
+                with torch.no_grad():
+                    s.masked_fill_(mask, least(s))
+            else:
+                s = s.masked_fill(mask, least(s))
         return s
+
+
+def may_overwrite() -> bool:
+    """Whether an operation may write into a result: vmap lacks rules, and a selective checkpoint keeps results."""
+    return torch.compiler.is_compiling() or not (is_within_transform() or is_observed())
 
 
 def overwritten(s: Tensor, columns: Tensor, value: Any, in_place: bool) -> Tensor:
@@ -238,7 +247,9 @@ def logsumexp(s: Tensor, dim: int) -> Tensor:
     if is_known(s.shape[dim] == 0):
         return s.sum(dim) + least(s)
     top = s.detach().amax(dim, keepdim=True)
-    return (s - top).exp_().sum(dim).log() + top.squeeze(dim)
+    s = s - top
+    s = s.exp_() if may_overwrite() else s.exp()
+    return s.sum(dim).log() + top.squeeze(dim)
 
 
 def cross_entropy(neg: Tensor, pos: Tensor) -> Tensor:

@@ -292,9 +292,8 @@ def _terms(
 
     def several(x: Tensor, rows: Marks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         s = logits(x)
-        positive, out = masks(
-            rows, cols, None if rows.own is None else rows.own == torch.arange(s.shape[1]).to(x.device)
-        )
+        itself = None if rows.own is None else rows.own == torch.arange(s.shape[1], device=s.device)
+        positive, out = masks(rows, cols, itself)
         neg = logsumexp(s.masked_fill(positive if out is None else positive | out, least(s)), 1)
         among = logsumexp(s.masked_fill(~positive, least(s)), 1)
         return neg, among, s.masked_fill(~positive, 0).sum(1), positive.sum(1)

@@ -31,14 +31,18 @@ class LossModule(InGroup):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         of_function = signature(type(self).function).parameters
-        required = [name for name, x in of_function.items() if x.default is x.empty]
-        self._options = [name for name, value in options.items() if value is not None or name not in required]
+        #: Each option, and whether the function requires it.
+        self._options = {name: of_function[name].default is of_function[name].empty for name in options}
         for name, value in options.items():
             setattr(self, name, value)
 
     def forward(self, *tensors: Any, **more: Any) -> Tensor:
         """Return the loss, as the function does."""
-        return type(self).function(*tensors, **{name: getattr(self, name) for name in self._options}, **more)
+        options = {name: getattr(self, name) for name in self._options}
+        for name, is_required in self._options.items():
+            if is_required and options[name] is None:
+                del options[name]
+        return type(self).function(*tensors, **options, **more)
 
     def extra_repr(self) -> str:
         """Show the options that are not the default."""

@@ -34,6 +34,7 @@ from diffcoll.nn.contrastive import (
     joined,
     least,
     logsumexp,
+    may_overwrite,
     overwritten,
     sizes_of_ranks,
     softplus,
@@ -154,7 +155,7 @@ def _sums(q: Tensor, w: Tensor, bias: Tensor | None, at: Tensor, chunk_size: int
     at = torch.where(here, at, 0)
     added = None if bias is None else bias.clamp(min=least(q))  # −inf excludes words, of some ranks all
 
-    in_place = not is_within_transform()
+    in_place = may_overwrite()
 
     def block(q: Tensor, rows: Marks) -> tuple[Tensor]:
         assert rows.own is not None and rows.label is not None

@@ -717,7 +717,14 @@ MUTANTS = [
         f"{_QUEUE} -k another_number_of_ranks",
     ),
     # precision: features of half precision, autocast
-    Mutant("nn/contrastive.py", "Batch.features", "if own.dtype == x.dtype:", "if True:", "info_nce_loss", f"{_HALF}"),
+    Mutant(
+        "nn/contrastive.py",
+        "Batch.features",
+        "if own.dtype == x.dtype:",
+        "if True:",
+        "info_nce_loss",
+        f"{_CONTRASTIVE}::test_the_messages",
+    ),
     Mutant(
         "nn/clip.py",
         "clip_loss",
