@@ -96,16 +96,17 @@ def clip_loss(
         logits, cols = Logits.of(every, scale, text_features, normalize), Marks(**batch.all_marks)
         exclude = check_exclude(name, exclude, len(x), batch.total, "(b, B)")
 
-        def block(x: Tensor, rows: Marks) -> tuple[Tensor, Tensor]:
-            s = logits.of_negatives(x, rows, cols)
+        def block(q: Tensor, rows: Marks) -> tuple[Tensor, Tensor]:
+            s = logits.of_negatives(q, rows, cols)
             return logsumexp(s, 1), logsumexp(s, 0)
 
         rows = Marks(batch.mine.unsqueeze(1), exclude=exclude, **batch.marks)
-        of_rows, of_columns = zip(*in_chunks(block, chunk_size, x, rows), strict=True)
+        q = logits.rows(x)
+        of_rows, of_columns = zip(*in_chunks(block, chunk_size, q, rows), strict=True)
         of_column = of_columns[0] if len(of_columns) == 1 else logsumexp(torch.stack([*of_columns]), 0)
         if len(batch.sizes) > 1:
             of_column = reduce_scatter(of_column, "logsumexp", sizes=batch.sizes, group=group)
-        pos = (x * own).sum(1) * scale
+        pos = logits.of_pairs(q, own)
         terms = cross_entropy(joined(of_rows), pos) + cross_entropy(of_column, pos)
         return mean_of_rows(terms, 2 * batch.total, group)
 
@@ -153,10 +154,10 @@ def siglip_loss(
         logits, cols = Logits.of(every, scale, text_features, normalize, bias), Marks(**batch.all_marks)
         exclude = check_exclude(name, exclude, len(x), batch.total, "(b, B)")
 
-        def block(x: Tensor, rows: Marks) -> tuple[Tensor]:
-            return (softplus(logits.of_negatives(x, rows, cols)).sum(1),)
+        def block(q: Tensor, rows: Marks) -> tuple[Tensor]:
+            return (softplus(logits.of_negatives(q, rows, cols)).sum(1),)
 
         rows = Marks(batch.mine.unsqueeze(1), exclude=exclude, **batch.marks)
-        negatives = joined([part for (part,) in in_chunks(block, chunk_size, x, rows)])
-        pos = (x * own).sum(1) * scale + bias
-        return mean_of_rows(negatives + softplus(-(pos + 0 * pos)), batch.total, group)
+        q = logits.rows(x)
+        negatives = joined([part for (part,) in in_chunks(block, chunk_size, q, rows)])
+        return mean_of_rows(negatives + softplus(-logits.of_pairs(q, own)), batch.total, group)

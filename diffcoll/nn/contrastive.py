@@ -204,18 +204,29 @@ class Logits(NamedTuple):
         cores = features.is_cuda and torch.version.hip is None and columns.dtype != features.dtype and not normalize
         return Logits(columns, scale, bias, features.dtype if cores else None, may_overwrite())
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def rows(self, x: Tensor) -> Tensor:
+        """Return what `__call__` and `of_pairs` take of features: scaled, but for tensor cores, which need x itself."""
+        return x if self.half is not None else x * self.scale
+
+    def __call__(self, q: Tensor) -> Tensor:
         """Return a new matrix, (rows, columns), that may be overwritten."""
-        if self.half is not None and is_eager(x, self.columns):
-            s: Tensor = _Product.apply(x, self.columns, self.half)  # type: ignore[no-untyped-call]
-            s = s * self.scale
+        if self.half is None:
+            s = q @ self.columns.t()
+        elif is_eager(q, self.columns):
+            s = _Product.apply(q, self.columns, self.half) * self.scale  # type: ignore[no-untyped-call]
         else:
-            s = (x * self.scale) @ self.columns.t()
+            s = q @ self.columns.t() * self.scale
         return s if self.bias is None else s + self.bias
 
-    def of_negatives(self, x: Tensor, rows: Marks, cols: Marks) -> Tensor:
+    def of_pairs(self, q: Tensor, keys: Tensor) -> Tensor:
+        """Return the logit of each row with its own key. One that overflows is NaN, for a GradScaler to see it."""
+        s = (q * keys).sum(1) if self.half is None else (q * keys).sum(1) * self.scale
+        s = s if self.bias is None else s + self.bias
+        return s + 0 * s
+
+    def of_negatives(self, q: Tensor, rows: Marks, cols: Marks) -> Tensor:
         """Return logits, `least` for what is no negative; its gradient is 0 without a rule, since its softmax is."""
-        s = self(x)
+        s = self(q)
         s = s if rows.own is None else overwritten(s, rows.own, least(s), self.in_place)
         out = [] if rows.exclude is None else [rows.exclude]
         if rows.id is not None and cols.id is not None:
@@ -253,8 +264,8 @@ def logsumexp(s: Tensor, dim: int) -> Tensor:
 
 
 def cross_entropy(neg: Tensor, pos: Tensor) -> Tensor:
-    """Return −log softmax of one positive. One that overflows is NaN, as in PyTorch, for a GradScaler to see it."""
-    return softplus(neg - (pos + 0 * pos))
+    """Return −log softmax of one positive among negatives, from their log-sum-exp."""
+    return softplus(neg - pos)
 
 
 def softplus(x: Tensor) -> Tensor:

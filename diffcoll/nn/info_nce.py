@@ -116,17 +116,16 @@ def info_nce_loss(
         scale = _inverse(name, temperature, x.dtype)
         out, out_of_own = _split(name, exclude, query.shape[0], batch.total * each, own)
         rows, cols = Marks(exclude=out, **batch.marks), Marks(**batch.all_marks)
-        pos = None
+        logits = Logits.of(keys.flatten(0, -2), scale, query, normalize)
+        q, pos, more = logits.rows(x), None, None
         if each == 1 and labels is None:
-            pos, rows = (x * key.view(x.shape)).sum(1) * scale, rows._replace(own=batch.mine.unsqueeze(1))
+            pos, rows = logits.of_pairs(q, key.view(x.shape)), rows._replace(own=batch.mine.unsqueeze(1))
         else:
             rows, cols = _labelled(rows, cols, batch, each)
-        more = None
         if negatives is not None and own:
             more = torch.bmm(widened(negatives, normalize), (x * scale).unsqueeze(2)).squeeze(2)
             more = more if out_of_own is None else more.masked_fill(out_of_own, least(more))
-        logits = Logits.of(keys.flatten(0, -2), scale, query, normalize)
-        terms = _terms(x, logits, rows, cols, chunk_size, pos, more, decoupled)
+        terms = _terms(q, logits, rows, cols, chunk_size, pos, more, decoupled)
         return mean_of_rows(terms, batch.total, group)
 
 
@@ -185,9 +184,10 @@ def nt_xent_loss(
         x, scale = own.flatten(0, 1), _inverse(name, temperature, own.dtype)
         rows, cols = _views(name, batch, 2, exclude)
         pairs = torch.stack([2 * batch.mine, 2 * batch.mine + 1], 1).repeat_interleave(2, 0)
-        pos = (own[:, 0] * own[:, 1]).sum(1).repeat_interleave(2) * scale
         logits = Logits.of(every.flatten(0, 1), scale, out0, normalize)
-        terms = _terms(x, logits, rows._replace(own=pairs), cols, chunk_size, pos, None, decoupled)
+        q = logits.rows(x)
+        pos = logits.of_pairs(q, own.flip(1).flatten(0, 1))
+        terms = _terms(q, logits, rows._replace(own=pairs), cols, chunk_size, pos, None, decoupled)
         return mean_of_rows(terms, 2 * batch.total, group)
 
 
@@ -257,7 +257,7 @@ def supcon_loss(
         rows = rows._replace(own=number.unsqueeze(1), label=_apart(rows.label, number))
         cols = cols._replace(label=_apart(cols.label, every_number))
         logits = Logits.of(every.flatten(0, 1), scale, features, normalize)
-        terms = _terms(x, logits, rows, cols, chunk_size, None, None, False)
+        terms = _terms(logits.rows(x), logits, rows, cols, chunk_size, None, None, False)
         return mean_of_rows(terms, views * batch.total, group)
 
 
@@ -265,7 +265,7 @@ def supcon_loss(
 
 
 def _terms(
-    x: Tensor,
+    q: Tensor,
     logits: Logits,
     rows: Marks,
     cols: Marks,
@@ -277,7 +277,7 @@ def _terms(
     """Return −log softmax of each row, averaged over its positives; 0 for a row without one.
 
     Args:
-        x: features of the rows.
+        q: `logits.rows` of the features.
         logits: makes those of rows and columns.
         rows: marks of the rows; `own` are the columns that are no negatives, or, with labels, the row itself.
         cols: marks of the columns.
@@ -287,18 +287,18 @@ def _terms(
         decoupled: without the positives in the denominator.
     """
 
-    def one(x: Tensor, rows: Marks) -> tuple[Tensor]:
-        return (logsumexp(logits.of_negatives(x, rows, cols), 1),)
+    def one(q: Tensor, rows: Marks) -> tuple[Tensor]:
+        return (logsumexp(logits.of_negatives(q, rows, cols), 1),)
 
-    def several(x: Tensor, rows: Marks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        s = logits(x)
+    def several(q: Tensor, rows: Marks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        s = logits(q)
         itself = None if rows.own is None else rows.own == torch.arange(s.shape[1], device=s.device)
         positive, out = masks(rows, cols, itself)
         neg = logsumexp(s.masked_fill(positive if out is None else positive | out, least(s)), 1)
         among = logsumexp(s.masked_fill(~positive, least(s)), 1)
         return neg, among, s.masked_fill(~positive, 0).sum(1), positive.sum(1)
 
-    neg, *of_positives = map(joined, zip(*in_chunks(several if pos is None else one, chunk_size, x, rows), strict=True))
+    neg, *of_positives = map(joined, zip(*in_chunks(several if pos is None else one, chunk_size, q, rows), strict=True))
     if more is not None:
         neg = logsumexp(torch.stack([neg, logsumexp(more, 1)]), 0)
     if pos is not None:
@@ -308,7 +308,7 @@ def _terms(
     if decoupled:
         terms = _decoupled(neg, mean)
     else:  # of one positive the first term is 0, and so are its gradients
-        terms = torch.where(count > 1, among - mean, 0.0) + cross_entropy(neg, among)
+        terms = torch.where(count > 1, among - mean, 0.0) + cross_entropy(neg, among + 0 * among)
     return torch.where(count > 0, terms, 0.0)
 
 
