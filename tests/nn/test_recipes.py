@@ -13,10 +13,10 @@ import diffcoll as dc
 from diffcoll.nn.functional import clip_loss, token_mean
 
 
-def backward(module, loss, **options):
-    """Backward of a loss, whose gradients are averaged over the ranks."""
+def averaged(module, **options):
+    """Return the module, whose gradients are averaged over the ranks."""
     dc.GradientAverager(module, **options)
-    loss().backward()
+    return module
 
 
 # ── GradCache: the model in chunks, by checkpoints ───────────────────────────────────────────────────────
@@ -63,7 +63,7 @@ def test_grad_cache(by):
             wrapped = DistributedDataParallel(model)
             clip_loss(*wrapped(image, text)).backward()
         else:
-            backward(model, lambda: clip_loss(*model(image, text)))
+            clip_loss(*averaged(model)(image, text)).backward()
         return gradients(model)
 
     whole = Towers()
@@ -114,11 +114,11 @@ def test_a_step_of_each_loss(by):
         for name, loss in STEPS.items():
             model = Views(dc.nn.SyncBatchNorm)
             if by == "DDP":
-                value = loss(*DistributedDataParallel(model)(x, y))
-                value.backward()
+                forward = DistributedDataParallel(model)
             else:
-                value = loss(*model(x, y))
-                backward(model, lambda: value)  # noqa: B023
+                forward = averaged(model)
+            value = loss(*forward(x, y))
+            value.backward()
             found[name] = value.detach(), gradients(model)
         return found
 
@@ -237,8 +237,8 @@ def test_partial_fc():
         return nn.Linear(4, 3).double()
 
     def body(x, labels, weight):
-        model, weight = backbone(), weight.clone().requires_grad_()
-        backward(model, lambda: partial_fc(model(x), labels, weight, sizes), reduction="sum")
+        model, weight = averaged(backbone(), reduction="sum"), weight.clone().requires_grad_()
+        partial_fc(model(x), labels, weight, sizes).backward()
         return model.weight.grad, weight.grad
 
     model, weight = backbone(), classes.clone().requires_grad_()
