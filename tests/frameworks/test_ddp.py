@@ -296,7 +296,7 @@ def test_compiled_with_the_loss_within():
         wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
         loop(torch.compile(wrapped, backend=backend), updates, returned, model.parameters())
         assert sum("linear" in graph for graph in graphs) == 4  # two layers in each
-        assert any("diffcoll.AllGather" in graph for graph in graphs)
+        assert any("diffcoll" in graph for graph in graphs)
         return parameters(model)
 
     assert factors(WIDE, {"compiled": compiled}) == {"compiled": 1}
