@@ -17,8 +17,8 @@ from torch import Tensor
 from diffcoll.collectives.reduce_scatter import reduce_scatter
 from diffcoll.core.arguments import Sizes
 from diffcoll.engines.types import Group
+from diffcoll.nn.arguments import check_features, check_marks, scalar, without_autocast
 from diffcoll.nn.contrastive import (
-    Batch,
     Logits,
     Marks,
     check_chunk_size,
@@ -28,9 +28,9 @@ from diffcoll.nn.contrastive import (
     joined,
     logsumexp,
     softplus,
-    widened,
 )
-from diffcoll.nn.whole import check_features, check_marks, mean_of_rows, scalar, without_autocast
+from diffcoll.nn.gathered import Batch, widened
+from diffcoll.nn.whole import mean_of_rows
 
 
 def clip_loss(

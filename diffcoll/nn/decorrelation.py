@@ -18,7 +18,8 @@ from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.core.expect import not_negative
 from diffcoll.core.groups import get_world_size
 from diffcoll.engines.types import Group
-from diffcoll.nn.whole import check_features, in_full_precision, loss_of_sums, without_autocast
+from diffcoll.nn.arguments import check_features, in_full_precision, without_autocast
+from diffcoll.nn.whole import loss_of_sums
 
 
 def barlow_twins_loss(

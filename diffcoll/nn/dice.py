@@ -17,7 +17,8 @@ from torch import Tensor
 from diffcoll.core import expect
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
-from diffcoll.nn.whole import in_full_precision, loss_of_sums, without_autocast
+from diffcoll.nn.arguments import in_full_precision, without_autocast
+from diffcoll.nn.whole import loss_of_sums
 
 #: What one ratio of a segmentation is of.
 Dims = int | Sequence[int] | Literal["per class"] | None

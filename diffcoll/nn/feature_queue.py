@@ -13,8 +13,8 @@ from diffcoll.core import expect
 from diffcoll.core.arguments import Sizes
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
+from diffcoll.nn.arguments import check_features, check_marks
 from diffcoll.nn.in_group import InGroup
-from diffcoll.nn.whole import check_features, check_marks
 
 _NAME = "FeatureQueue"
 
@@ -30,7 +30,7 @@ class FeatureQueue(InGroup):
     ...     queue = dc.nn.FeatureQueue(4, 1)
     ...     queue.enqueue(rows)  # of rank 0 first, whichever arrives first
     ...     return queue.features().flatten().tolist()
-    >>> simulate(step, [torch.tensor([[0.0], [1.0], [2.0]]), torch.tensor([[3.0], [4.0]])], rules=True)
+    >>> simulate(step, [torch.tensor([[0.0], [1.0], [2.0]]), torch.tensor([[3.0], [4.0]])], rules=True, torch_distributed=True)
     [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]]
 
     The queue is bitwise the same on all ranks, and the one that a single process with the whole batch has, also with

@@ -18,8 +18,8 @@ from diffcoll.core import expect
 from diffcoll.core.arguments import Sizes
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
+from diffcoll.nn.arguments import check_alike, check_features, check_floats, check_marks, scalar, without_autocast
 from diffcoll.nn.contrastive import (
-    Batch,
     Logits,
     Marks,
     check_chunk_size,
@@ -30,17 +30,9 @@ from diffcoll.nn.contrastive import (
     least,
     logsumexp,
     masks,
-    widened,
 )
-from diffcoll.nn.whole import (
-    check_alike,
-    check_features,
-    check_floats,
-    check_marks,
-    mean_of_rows,
-    scalar,
-    without_autocast,
-)
+from diffcoll.nn.gathered import Batch, widened
+from diffcoll.nn.whole import mean_of_rows
 
 #: Labels below this one are those of rows without a label, each another one.
 _NO_LABEL = -(1 << 62)

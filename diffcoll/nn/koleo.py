@@ -16,8 +16,10 @@ from diffcoll.core.arguments import Sizes
 from diffcoll.core.expect import not_negative
 from diffcoll.core.torch_private.tracing import is_known
 from diffcoll.engines.types import Group
-from diffcoll.nn.contrastive import Batch, least
-from diffcoll.nn.whole import check_features, mean_of_rows, without_autocast
+from diffcoll.nn.arguments import check_features, without_autocast
+from diffcoll.nn.contrastive import least
+from diffcoll.nn.gathered import Batch
+from diffcoll.nn.whole import mean_of_rows
 
 
 def koleo_loss(

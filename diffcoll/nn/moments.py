@@ -26,7 +26,8 @@ from diffcoll.core import expect
 from diffcoll.core.dtypes import wider
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
-from diffcoll.nn.whole import in_full_precision, loss_of_sums
+from diffcoll.nn.arguments import in_full_precision
+from diffcoll.nn.whole import loss_of_sums
 
 
 class Moments(NamedTuple):

@@ -16,7 +16,8 @@ from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import is_traced, unobserved
 from diffcoll.engines.devices import can_pin
 from diffcoll.engines.types import Group
-from diffcoll.nn.whole import check_features, in_full_precision, loss_of_sums, without_autocast
+from diffcoll.nn.arguments import check_features, in_full_precision, without_autocast
+from diffcoll.nn.whole import loss_of_sums
 
 
 def sigreg_loss(

@@ -18,7 +18,7 @@ from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.core import expect
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
-from diffcoll.nn.whole import check_features, in_full_precision, without_autocast
+from diffcoll.nn.arguments import check_features, in_full_precision, without_autocast
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from diffcoll.core.groups import get_rank, get_world_size
 from diffcoll.core.torch_private.tracing import assert_in_graph, is_known, is_traced
 from diffcoll.core.torch_private.transforms import is_within_transform, without_transforms
 from diffcoll.engines.types import Group
+from diffcoll.nn.arguments import in_full_precision, without_autocast
 from diffcoll.nn.contrastive import (
     Marks,
     check_chunk_size,
@@ -36,10 +37,9 @@ from diffcoll.nn.contrastive import (
     logsumexp,
     may_overwrite,
     overwritten,
-    sizes_of_ranks,
     softplus,
 )
-from diffcoll.nn.whole import in_full_precision, without_autocast
+from diffcoll.nn.gathered import sizes_of_ranks
 
 #: What is done over the tokens.
 Reduction = Literal["mean", "sum", "none"]

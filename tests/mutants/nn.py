@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant("nn/whole.py", "mean_of_rows", "t / total", "t / (total // 2)", "clip_loss koleo_loss", f"{_ONE} -k clip"),
     # a mean over own rows against all ranks' columns
     Mutant(
-        "nn/contrastive.py",
+        "nn/gathered.py",
         "Batch.features",
         "gathered_as(x.dtype, wide,",
         "gathered_as(x.dtype, wide.detach(),",
@@ -51,7 +51,7 @@ MUTANTS = [
         f"{_HALF} -k clip",
     ),
     Mutant(
-        "nn/contrastive.py",
+        "nn/gathered.py",
         "Batch.features",
         "return own, all_gather(own, sizes",
         "return own, all_gather(own.detach(), sizes",
@@ -59,7 +59,7 @@ MUTANTS = [
         f"{_ONE} -k clip",
     ),
     Mutant(
-        "nn/contrastive.py",
+        "nn/gathered.py",
         "Batch.__init__",
         "device=x.device) + self.first",
         "device=x.device)",
@@ -67,7 +67,7 @@ MUTANTS = [
         f"{_ONE} -k clip",
     ),
     Mutant(
-        "nn/contrastive.py",
+        "nn/gathered.py",
         "sizes_of_ranks",
         "if other != found[0][1]:",
         "if False:",
@@ -725,7 +725,7 @@ MUTANTS = [
     ),
     # precision: features of half precision, autocast
     Mutant(
-        "nn/contrastive.py",
+        "nn/gathered.py",
         "Batch.features",
         "if own.dtype == x.dtype:",
         "if True:",

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
+from diffcoll.nn import functional as f
 from diffcoll.nn.functional import clip_loss, token_mean
 
 
@@ -77,6 +78,24 @@ def test_grad_cache(by):
         torch.testing.assert_close(again, kept)
 
 
+def test_grad_cache_where_a_chunk_trains_nothing():
+    """A router sends all rows of a chunk to a frozen encoder."""
+    x, y, of_live = data(4, 3), data(4, 2, seed=1), [True, True, False, False]
+
+    def encode(live, frozen, rows, routes):
+        return torch.cat([(live if to_live else frozen)(row[None]) for row, to_live in zip(rows, routes, strict=True)])
+
+    def gradient(chunk):
+        torch.manual_seed(0)
+        live, frozen = nn.Linear(3, 2).double(), nn.Linear(3, 2).double().requires_grad_(False)
+        parts = [(x[i : i + chunk], of_live[i : i + chunk]) for i in range(0, 4, chunk)]
+        features = [checkpoint(encode, live, frozen, *part, use_reentrant=False) for part in parts]
+        f.info_nce_loss(torch.cat(features), y).backward()
+        return live.weight.grad
+
+    torch.testing.assert_close(gradient(2), gradient(4))
+
+
 class Views(nn.Module):
     """Two views' features, after batch norm over the batch of all ranks."""
 
@@ -89,7 +108,6 @@ class Views(nn.Module):
         return self.layers(torch.cat([x, y])).chunk(2)
 
 
-f = dc.nn.functional
 STEPS = {
     "clip": lambda x, y: f.clip_loss(x, y, 5.0, normalize=True),
     "siglip": lambda x, y: f.siglip_loss(x, y, 5.0, -3.0, normalize=True),
