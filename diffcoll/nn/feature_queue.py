@@ -30,7 +30,8 @@ class FeatureQueue(InGroup):
     ...     queue = dc.nn.FeatureQueue(4, 1)
     ...     queue.enqueue(rows)  # of rank 0 first, whichever arrives first
     ...     return queue.features().flatten().tolist()
-    >>> simulate(step, [torch.tensor([[0.0], [1.0], [2.0]]), torch.tensor([[3.0], [4.0]])], rules=True, torch_distributed=True)
+    >>> rows = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0]])
+    >>> simulate(step, rows.split([3, 2]), rules=True, torch_distributed=True)
     [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]]
 
     The queue is bitwise the same on all ranks, and the one that a single process with the whole batch has, also with
