@@ -20,7 +20,7 @@ class BarlowTwins(nn.Module):
     def __init__(self):
         super().__init__()
         self.encoder, self.projector = mlp(64), mlp(64, norm=dc.nn.SyncBatchNorm(256))
-        self.loss = dc.nn.BarlowTwinsLoss(lambd=0.02)
+        self.loss = dc.nn.BarlowTwinsLoss(0.02)
 
     def forward(self, first, second):
         return self.loss(self.projector(self.encoder(first)), self.projector(self.encoder(second)))

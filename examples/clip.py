@@ -21,7 +21,7 @@ class CLIP(nn.Module):
     def __init__(self):
         super().__init__()
         self.upper, self.lower = mlp(32), mlp(32)
-        self.loss = dc.nn.CLIPLoss(normalize=True, logit_scale=7.0, learnable=True)
+        self.loss = dc.nn.CLIPLoss(nn.Parameter(torch.tensor(7.0)), normalize=True)
 
     def forward(self, upper, lower):
         return self.loss(self.upper(upper), self.lower(lower))

@@ -1,9 +1,10 @@
-"""Cost of grad_cache on two gloo processes: collectives, time of a step, and peak memory above inputs and model.
+"""Cost of GradCache on two gloo processes: collectives, time of a step, and peak memory above inputs and model.
 
     python examples/grad_cache_cost.py                     # 1024 pairs per rank, 512 dimensions, 8 layers, chunks: 128
     python examples/grad_cache_cost.py 4096 256 12 256     # pairs per rank, dimensions, layers, chunk_size
 
-The baseline is the plain step under a GradientAverager: encoder, InfoNCE over the pairs of both ranks, backward.
+GradCache is a checkpoint of the encoder for each chunk of rows, within the module whose gradients are averaged. The
+baseline is the plain step under a GradientAverager: encoder, InfoNCE over the pairs of both ranks, backward.
 Steps of the variants alternate; the time is their median. Memory is measured in processes of its own.
 """
 
@@ -15,28 +16,33 @@ import torch.distributed as dist
 from cost import table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
 from diffcoll.nn.functional import info_nce_loss
 
 
 class Encoder(nn.Sequential):
-    """Encodes both parts of the pairs."""
+    """Encodes both parts of the pairs, in chunks of rows if asked for."""
 
-    def __init__(self, dims, layers):
+    def __init__(self, dims, layers, chunk=None):
         super().__init__(*(module for _ in range(layers) for module in (nn.Linear(dims, dims), nn.GELU())))
+        self.chunk = chunk
+
+    def encode(self, x):
+        if self.chunk is None:
+            return super().forward(x)
+        return torch.cat(
+            [checkpoint(super(Encoder, self).forward, c, use_reentrant=False) for c in x.split(self.chunk)]
+        )
 
     def forward(self, pair):
-        return [super(Encoder, self).forward(x) for x in pair]
+        return [self.encode(x) for x in pair]
 
 
-def plain(encode, pair, loss):
-    loss(encode(pair)).backward()
-
-
-def step(run, encode, pair, loss):
+def step(encode, pair, loss):
     encode.zero_grad()
-    run(encode, pair, loss)
+    loss(encode(pair)).backward()
     return [p.grad for p in encode.parameters()]
 
 
@@ -47,28 +53,24 @@ def steps(rows, dims, layers, chunk):
     def loss(features, chunk_size=None):
         return info_nce_loss(*features, temperature=0.05, chunk_size=chunk_size)
 
-    def encoder():
+    def encoder(chunk=None):
         torch.manual_seed(0)
-        return Encoder(dims, layers)
+        return Encoder(dims, layers, chunk)
 
-    averaged = encoder()
-    averager = dc.GradientAverager(averaged)
+    averaged, cached = encoder(), encoder(chunk)
+    averagers = {model: dc.GradientAverager(model) for model in (averaged, cached)}
 
-    def cached(*arguments):
-        with averager.reduce():
-            return dc.nn.grad_cache(*arguments, chunk_size=chunk)
-
-    def averaging(*arguments):
-        with averager.reduce():
-            return plain(*arguments)
+    def in_block(model, *arguments):
+        with averagers[model].reduce():
+            return step(model, *arguments)
 
     variants = {
-        "GradientAverager": (averaging, averaged, pair, loss),
-        "DistributedDataParallel": (plain, DistributedDataParallel(encoder()), pair, loss),
-        "grad_cache": (cached, averaged, pair, loss),
-        "grad_cache, loss in chunks": (cached, averaged, pair, partial(loss, chunk_size=chunk)),
+        "GradientAverager": (in_block, averaged, pair, loss),
+        "DistributedDataParallel": (step, DistributedDataParallel(encoder()), pair, loss),
+        "GradCache": (in_block, cached, pair, loss),
+        "GradCache, loss in chunks": (in_block, cached, pair, partial(loss, chunk_size=chunk)),
     }
-    return {name: partial(step, *variant) for name, variant in variants.items()}
+    return {name: partial(*variant) for name, variant in variants.items()}
 
 
 def main(rows=1024, dims=512, layers=8, chunk=128, repeats=5):

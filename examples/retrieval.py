@@ -34,7 +34,7 @@ class Embedder(nn.Module):
         return self.words(sentences.flatten(0, -2)).unflatten(0, sentences.shape[:-1])
 
     def forward(self, query, passages, hard):
-        return self.loss(self.embed(query), self.embed(passages), negatives=self.embed(hard))
+        return self.loss(self.embed(query), self.embed(passages), self.embed(hard))
 
 
 def batch(generator):

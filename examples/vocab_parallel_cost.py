@@ -1,7 +1,7 @@
 """Cost of a cross-entropy over a vocabulary that two gloo processes share: collectives, time, peak memory.
 
     python examples/vocab_parallel_cost.py                      # 1024 tokens, a vocabulary of 8192, 256 dimensions
-    python examples/vocab_parallel_cost.py 4096 32768 256 2048  # tokens, vocabulary, dimensions, chunk_size
+    python examples/vocab_parallel_cost.py 4096 32768 256 512  # tokens, vocabulary, dimensions, chunk_size
 
 The baseline is the usual code by hand, as in Megatron-LM: the logits of this rank's rows, a maximum over the ranks, and
 sums of the exponentials and of the logits of the targets. Steps of the variants alternate; the time is their median.
@@ -75,7 +75,7 @@ def steps(tokens, vocabulary, dims, chunk):
     return {name: partial(step, loss, *xs) for name, loss in losses.items()}
 
 
-def main(tokens=1024, vocabulary=8192, dims=256, chunk=1024, repeats=9):
+def main(tokens=1024, vocabulary=8192, dims=256, chunk=256, repeats=9):
     title = f"{tokens} tokens, {vocabulary} words on two ranks, {dims} dimensions"
     table(title, steps, (tokens, vocabulary, dims, chunk), repeats)
 

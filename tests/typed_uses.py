@@ -81,7 +81,7 @@ def placements(x: Tensor) -> None:
 
 
 def losses(x: Tensor, y: Tensor) -> None:
-    assert_type(dc.nn.functional.clip_loss(x, y, 3.0, exchange="ring"), Tensor)
+    assert_type(dc.nn.functional.clip_loss(x, y, 3.0, sizes=None), Tensor)
     assert_type(dc.nn.functional.sinkhorn(x, epsilon=0.1), Tensor)
     dc.nn.functional.sinkhorn(x, 0.1)  # type: ignore
     dc.nn.functional.sigreg_loss(x)  # type: ignore
@@ -91,12 +91,11 @@ def losses(x: Tensor, y: Tensor) -> None:
     dc.nn.DiceLoss(dims=0.5)  # type: ignore
     assert_type(dc.nn.VocabParallelCrossEntropy(reduction="none").forward(x, x, y, bias_shard=y), Tensor)
     dc.nn.VocabParallelCrossEntropy(reduction="max")  # type: ignore
-    dc.nn.functional.clip_loss(x, y, 3.0, rank_reduction="none")  # type: ignore
     dc.nn.functional.clip_loss(x, y, 3.0, reduction="mean")  # type: ignore
     dc.nn.functional.moments(x, 0, y)  # type: ignore
-    assert_type(dc.nn.functional.token_mean(x, y, total=3, groups=[None, None]), Tensor)
+    assert_type(dc.nn.functional.token_mean(x, y, group=None), Tensor)
     dc.nn.functional.token_mean(x, 1.0)  # type: ignore
-    dc.nn.functional.share(x)  # type: ignore
+    assert_type(dc.nn.functional.loss_of_sums(torch.div, x, y), Tensor)
 
 
 def averaging(model: nn.Module, gs: list[Tensor], loader: list[Tensor]) -> None:

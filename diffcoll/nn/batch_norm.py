@@ -1,62 +1,45 @@
 """Batch normalization with the statistics of all ranks' batches.
 
-forward   mean, var over samples, positions and ranks;  x̂ = (x − mean) / √(var + eps);  y = w x̂ + b
-adjoint   gx = w / √(var + eps) · (g − Σ g / n − x̂ Σ g x̂ / n), the sums over the ranks too
-note      notes/training/batch-norm.md
+    mean, var over samples, positions and ranks;   x̂ = (x − mean) / √(var + eps);   y = w x̂ + b
+    gb = Σ g,  gw = Σ g x̂ over this rank's values;   gx = w / √(var + eps) · (g − (Σ_r gb + x̂ Σ_r gw) / n)
+
+    forward sends    mean, variance and count of each rank, 2 C + 1 numbers
+    backward sends   Σ g and Σ g (x − mean), added up, 2 C numbers; none if x needs no gradient
+
+In eager code one Function calls the kernels of torch.nn.SyncBatchNorm, which read x once for the statistics and once
+for y; the CPU has stand-ins for three of them. Elsewhere (transforms, forward mode, graphs, joint_backward), and where
+a graph of the gradient is wanted, the same numbers come from differentiable operations, with the same messages.
+
+note  notes/training/batch-norm.md
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.nn import functional
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
 
+from diffcoll.collectives.all_gather import all_gather
+from diffcoll.collectives.all_reduce import all_reduce
+from diffcoll.collectives.sum_gradients import sum_gradients
 from diffcoll.core import expect
 from diffcoll.core.dtypes import wider
 from diffcoll.core.errors import message
-from diffcoll.core.groups import get_world_size, resolve
-from diffcoll.core.torch_private.tensors import BatchNormBase
-from diffcoll.core.torch_private.tracing import is_jit_tracing
-from diffcoll.core.torch_private.transforms import without_transforms
+from diffcoll.core.groups import collectives_only, get_world_size
+from diffcoll.core.torch_private.tensors import BatchNormBase, batch_norm_sums
 from diffcoll.engines.types import Group
-from diffcoll.nn.convention import same_options
 from diffcoll.nn.in_group import InGroup
-from diffcoll.nn.normalize import batch_norm
 
 _NAME = "SyncBatchNorm"
+#: Is called with this rank's number of values of each channel, and all ranks' (1,), mean and biased variance.
+Track = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
-class Synchronized(nn.Module):
-    """First base of batch norms over all ranks. Their `_own_forward` is that of one process, for scripted modules."""
-
-    if TYPE_CHECKING:  # torch.jit.script reads annotations of a class, but not these types
-        converted_from: type[nn.Module] | None
-        running_mean: Tensor | None
-        _in: InGroup
-        _own_forward: Callable[..., Any]
-        _forward: Callable[..., Any]
-
-    @property
-    @torch.jit.unused
-    def group(self) -> Group:
-        """The group as it was passed."""
-        return self._in.group
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the normalized x, of its shape, dtype and memory format, and what a subclass makes of it."""
-        if torch.jit.is_scripting():  # type: ignore[attr-defined]
-            check_scripted(self.training, self.running_mean is not None)
-            y: Tensor = self._own_forward(x)
-        else:  # torch.jit.script does not compile this branch
-            y = self._forward(x)
-        return y
-
-
-class SyncBatchNorm(Synchronized, BatchNormBase):
+class SyncBatchNorm(InGroup, BatchNormBase):
     """Small batches on each rank: batch norm over the samples of all ranks, as one process with the whole batch.
 
     It has the parameters, buffers and `state_dict` of `torch.nn.BatchNorm1d`, `2d` and `3d`, and replaces any of them:
@@ -66,20 +49,18 @@ class SyncBatchNorm(Synchronized, BatchNormBase):
     >>> from diffcoll.testing import simulate
     >>> x = torch.randn(6, 3, 4, 4)
     >>> norm = dc.nn.SyncBatchNorm(3, track_running_stats=False)
-    >>> ys = simulate(norm, [x[:1], x[1:1], x[1:]], rules=True)  # 1, 0 and 5 samples
+    >>> ys = simulate(norm, [x[:1], x[1:1], x[1:]], rules=True, torch_distributed=True)  # 1, 0 and 5 samples
     >>> torch.allclose(torch.cat(ys), torch.nn.BatchNorm2d(3)(x), atol=1e-5)
     True
 
-    Training has one collective in forward, of 3 C + 2 values from each rank, and one all_reduce of 2 C in backward.
+    Training has one collective in forward, of 2 C + 1 values from each rank, and one all_reduce of 2 C in backward.
     Evaluation with running statistics has none. The ranks may have different numbers of samples, and none, but all of
-    them call the layer, in the same mode. If the loss of one rank ignores its output, use `joint_backward`. If some
-    ranks train nothing, their outputs require a gradient too, and they run backward as the others. A rank under
-    `no_grad` or `inference_mode`, or compiled without anything to train, is an error on all ranks if others need
-    gradients. Differentiable to any order.
+    them call the layer, in the same mode. If the loss of one rank ignores its output, use `joint_backward`.
+    Differentiable to any order.
 
     The gradients of weight and bias are this rank's part; reduced over the ranks as the loss is (mean, sum), they are
     those of the whole batch. Running statistics are the same on all ranks, and the running variance is unbiased. A
-    checkpoint updates them twice, as with BatchNorm.
+    checkpoint updates them twice, as with BatchNorm. Before an export, call `revert_sync_batchnorm`.
 
     Args:
         num_features: C.
@@ -90,18 +71,16 @@ class SyncBatchNorm(Synchronized, BatchNormBase):
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
             Copies of the module use the same group. Only a module with None can be pickled.
         device: of parameters and buffers.
-        dtype: of parameters and buffers. float16 and bfloat16 input may have parameters of float32 or of its own dtype;
-            statistics are computed in float32 then. Otherwise the dtype of the input.
+        dtype: of parameters and buffers. Of float16 and bfloat16 input, statistics are computed in float32.
 
     Raises:
-        TypeError, ValueError: x has the wrong dtype or shape, or the whole batch has one value for each channel. A
-            compiled function does not check the latter.
+        TypeError, ValueError: x has the wrong dtype or shape, or, in a group of one rank, one value for each channel.
 
     Source: notes/training/batch-norm.md.
     """
 
-    #: What `revert_sync_batchnorm` makes of this module; None: a batch norm for any number of dimensions.
-    converted_from = cast("type[nn.Module] | None", None)  # an annotation is read by torch.jit.script
+    #: The class that `revert_sync_batchnorm` restores; None: one for any number of dimensions.
+    converted_from: type[nn.Module] | None = None
 
     def __init__(
         self,
@@ -115,101 +94,214 @@ class SyncBatchNorm(Synchronized, BatchNormBase):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if group is not None:
-            resolve(group, _NAME)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        self._in = InGroup(group, _NAME)
+        self.group = group
 
-    def _own_forward(self, x: Tensor) -> Tensor:
-        return functional.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
-        )
-
-    def _forward(self, x: Tensor) -> Tensor:
-        if isinstance(x, fx.Proxy):
-            return node_of(self, x)
-        if torch.compiler.is_compiling() or not is_jit_tracing():  # which warns of every comparison of a size
-            check_input(x, self.num_features, weight=self.weight, running_mean=self.running_mean)
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalized x, of its shape, dtype and memory format."""
+        check_input(input, self.num_features)
         if not self.training and self.running_mean is not None:
-            return self._own_forward(x)
-        options = {"eps": self.eps, "momentum": self.momentum, "weight": self.weight, "bias": self.bias}
-        same_options("SyncBatchNorm", self.group, **options)
-        track = partial(self._track, x.shape)
-        return batch_norm(x, self.weight, self.bias, self.eps, self.group, track)
+            return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        return batch_norm(input, self.weight, self.bias, self.eps, self.group, self._track)
 
-    def _track(self, shape: torch.Size, count: float | Tensor, mean: Tensor, var: Tensor) -> None:
-        """Update the running statistics, unless no rank has a value; refuse a single value for each channel."""
-        local = refuse_one_value(shape, count, self.group)
-        tracked = self.training and self.track_running_stats
-        if not tracked or self.running_mean is None or self.running_var is None:
+    @torch.no_grad()
+    def _track(self, local: int, n: Tensor, mean: Tensor, var: Tensor) -> None:
+        if not (self.training and self.track_running_stats and self.running_mean is not None):
             return
         factor: float | Tensor = 0.0 if self.momentum is None else self.momentum
         if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1 if local else (torch.as_tensor(count) > 0).long().squeeze())
+            self.num_batches_tracked.add_(1 if local else (n > 0).long().squeeze())
             if self.momentum is None:
-                factor = 1 / self.num_batches_tracked.clamp_min(1).to(mean.dtype)
-        update(self.running_mean, self.running_var, factor, local, count, mean, var)
+                factor = 1 / self.num_batches_tracked.clamp(min=1)
+        assert self.running_var is not None
+        update(self.running_mean, self.running_var, factor, local, n, mean, var)
 
 
-def check_scripted(training: bool, tracked: bool) -> None:
-    """Raise, in a scripted module, if it would normalize with its own batch."""
-    if training or not tracked:
-        raise RuntimeError(
-            "SyncBatchNorm: a scripted module sends nothing: call eval(), which needs running statistics, or script "
-            "what revert_sync_batchnorm(copy.deepcopy(model)) returns, which normalizes with the batch of this process"
-        )
+def check_input(x: Tensor, channels: int | None) -> None:
+    """Raise unless x can be normalized, and has so many channels."""
+    expect.floating(_NAME, "x", x, "x.float() is one")
+    if x.dim() < 2 or channels not in (None, x.shape[1]):
+        expected = f"(N, {'C' if channels is None else channels}, …)"
+        raise ValueError(message(_NAME, "x", f"shape {tuple(x.shape)}", expected))
 
 
-def check_input(x: object, c: int | None, **own: Tensor | None) -> None:
-    """Raise unless x has c channels and can be normalized with the module's own tensors."""
-    x = expect.floating(_NAME, "x", x, "x.float() is one")
-    if x.dim() < 2:
-        raise ValueError(message(_NAME, "x", f"a {x.dim()}-d tensor", "(N, C, …), at least 2 dimensions"))
-    if c is not None and x.shape[1] != c:
-        got, expected = f"{x.shape[1]} channels in shape {tuple(x.shape)}", f"num_features = {c} in dim 1"
-        raise ValueError(message(_NAME, "x", got, expected))
-    for name, tensor in own.items():
-        if tensor is not None and tensor.dtype not in (x.dtype, wider(x.dtype)):
-            remedy = "x.to(module.weight.dtype), or module.to(x.dtype)"
-            raise TypeError(message(_NAME, "x", x.dtype, f"{tensor.dtype}, the dtype of {name}", remedy))
-
-
-def refuse_one_value(shape: torch.Size, count: float | Tensor, group: Group) -> int:
-    """Return how many values for each channel this rank has; raise if all ranks together have one.
-
-    Only a rank with at most one value reads the count of all ranks, which makes the host wait for a GPU.
-    """
-    local = shape.numel() // max(shape[1], 1)
-    if local <= 1 and not torch.compiler.is_compiling() and _is_one(count):
-        got = f"one value on {get_world_size(group)} ranks, x of shape {tuple(shape)} on this one"
-        remedy = "pass more samples, or call module.eval()"
-        raise ValueError(message(_NAME, "x", got, "more than 1 value per channel when training", remedy))
-    return local
-
-
-def _is_one(count: float | Tensor) -> bool:
-    """Whether the count is 1; in each batch of vmap it is the same."""
-    return bool((without_transforms(count) == 1).any()) if isinstance(count, Tensor) else count == 1
-
-
+@torch.no_grad()
 def update(
     running_mean: Tensor,
     running_var: Tensor,
     factor: float | Tensor,
     local: int,
-    count: float | Tensor,
+    n: Tensor,
     mean: Tensor,
     var: Tensor,
 ) -> None:
-    """Move running statistics towards those of the batch, unless no rank has a value; local: of `refuse_one_value`."""
-    if not local:
-        count = count.to(mean) if isinstance(count, Tensor) else mean.new_full((), count)
-    for running, value in ((running_mean, mean), (running_var, var * (count / (count - 1)))):
-        value = value if local else torch.where(count > 0, value, running)  # type: ignore[arg-type]
-        running.lerp_(value.to(running.dtype), factor)
+    """Move running statistics towards those of the batch, unless no rank has a value; the host waits for nothing."""
+    unbiased = torch.addcdiv(var, var, (n - 1).clamp(min=1))
+    for running, new in ((running_mean, mean), (running_var, unbiased)):
+        value = (new if local else torch.where(n > 0, new, running)).to(running.dtype)
+        running.lerp_(value, factor.to(running.dtype) if isinstance(factor, Tensor) else factor)
 
 
-def node_of(module: nn.Module, *args: Any, **more: Any) -> Any:
-    """Add a call of the module to the graph that torch.fx traces, as it does for the modules of torch.nn."""
-    tracer: fx.Tracer = next(x for x in (*args, *more.values()) if isinstance(x, fx.Proxy)).tracer  # type: ignore[assignment]
-    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, more)
+def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group, track: Track) -> Tensor:
+    """Return y in the dtype and layout of x; `track` is called once in each forward."""
+    if x.numel() == x.shape[1] and get_world_size(group) == 1:
+        got = f"one value per channel, shape {tuple(x.shape)}"
+        raise ValueError(message(_NAME, "x", got, "more than 1 value when training", "call module.eval()"))
+    if x.is_meta:  # a shape is wanted
+        return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
+    fused = x.device.type in _KERNELS and not collectives_only(group)
+    y: Tensor = (_Fused.apply if fused else _composed)(x, weight, bias, eps, group, track)
+    return y
+
+
+# ── by differentiable operations ─────────────────────────────────────────────────────────────────────────
+
+
+def _composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group, track: Track) -> Tensor:
+    dtype, x = x.dtype, x.to(wider(x.dtype))
+    _, mean, var = _moments(x, group, track)
+    scale = (var + eps).rsqrt() if weight is None else (var + eps).rsqrt() * weight
+    y = (x - _along(mean, x)) * _along(scale, x)
+    return (y if bias is None else y + _along(bias, x)).to(dtype)
+
+
+def _moments(x: Tensor, group: Group, track: Track | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return n, mean and variance of all ranks' values of each channel; their gradients are summed over ranks."""
+    dims, local = _dims(x), x.numel() // max(x.shape[1], 1)
+    if local:
+        var, mean = torch.var_mean(x, dims, correction=0)
+    else:
+        mean = var = x.sum(dims)  # zeros, and of x's graph
+    row = torch.cat([mean, var, torch.full((1,), local, dtype=x.dtype, device=x.device)])
+    n, mean, var = _merged(all_gather(row, stack=True, group=group, grad_placement="replicate"))
+    if track is not None:
+        track(local, n.detach(), mean.detach(), var.detach())
+    mean, var = sum_gradients(torch.stack([mean, var]), group=group).unbind()
+    return n, mean, var
+
+
+def _merged(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return n, mean and variance of all ranks; from differences of means, so that large ones lose no digits."""
+    c = rows.shape[1] // 2
+    means, variances, counts = rows.split_with_sizes([c, c, 1], 1)
+    n = counts.sum(0)
+    share, d = counts / n.clamp(min=1), means - means[0]
+    offset = (share * d).sum(0)  # no matmul, which may round to TF32
+    e = d - offset
+    return n, means[0] + offset, (share * torch.addcmul(variances, e, e)).sum(0)
+
+
+def _dims(x: Tensor) -> list[int]:
+    return [d for d in range(x.dim()) if d != 1]
+
+
+def _along(value: Tensor, x: Tensor) -> Tensor:
+    return value.view([1, -1] + [1] * (x.dim() - 2))
+
+
+# ── by torch's kernels ───────────────────────────────────────────────────────────────────────────────────
+
+
+def _normalized(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
+) -> Tensor:
+    """As torch.batch_norm_elemt."""
+    return F.batch_norm(x, mean, invstd.pow(-2), weight, bias, eps=0.0)
+
+
+def _sums(g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """As torch.batch_norm_backward_reduce: Σ g and Σ g (x − mean)."""
+    gw, gb = batch_norm_sums(g, x, mean, invstd.pow(-2), 0.0)
+    return gb, gw.to(mean.dtype) / invstd
+
+
+def _elements(
+    g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, gb: Tensor, gxc: Tensor, counts: Tensor
+) -> Tensor:
+    """As torch.batch_norm_backward_elemt: gx."""
+    n, scale = counts.sum(), invstd if weight is None else invstd * weight
+    gx = F.batch_norm(x, mean, invstd.pow(-2), -scale * invstd * gxc / n, -scale * gb / n, eps=0.0)
+    return gx.addcmul_(g, _along(scale, x))
+
+
+#: By type of device: mean and variance of this rank; y; Σ g and Σ g (x − mean); gx.
+_KERNELS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "cuda": (
+        torch.batch_norm_update_stats,
+        torch.batch_norm_elemt,
+        torch.batch_norm_backward_reduce,
+        torch.batch_norm_backward_elemt,
+    ),
+    "cpu": (torch.batch_norm_update_stats, _normalized, _sums, _elements),
+}
+
+
+class _Fused(Function):
+    """The same y by kernels. Its backward is the adjoint by kernels, or by operations if a graph of it is wanted."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group, track: Track
+    ) -> Tensor:
+        statistics, normalize, _, _ = _KERNELS[x.device.type]
+        ctx.eps, ctx.group, ctx.last = eps, group, not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+        dtype, local = wider(x.dtype), x.numel() // max(x.shape[1], 1)
+        if local:
+            flat = _flat(x, ctx.last)
+            found = statistics(flat if x.is_cuda else flat.to(dtype), None, None, 0.0)
+            row = torch.cat([*found, x.new_full((1,), local, dtype=dtype)])
+        else:
+            row = x.new_zeros(2 * x.shape[1] + 1, dtype=dtype)
+        rows = all_gather(row, stack=True, group=group)
+        n, mean, var = _merged(rows)
+        track(local, n, mean, var)
+        invstd = (var + eps).rsqrt()
+        ctx.save_for_backward(x, weight, mean, invstd, rows[:, -1].to(torch.int32))
+        if not local:
+            return torch.empty_like(x)
+        weight, bias = (None if p is None else p.to(dtype).contiguous() for p in (weight, bias))
+        y = _like(normalize(flat, weight, bias, mean, invstd, eps), x, ctx.last)
+        return y.detach()  # a view that a Function returns cannot be modified in place
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, invstd, counts = ctx.saved_tensors  # before any message: a checkpoint sends forward's here
+        if torch.is_grad_enabled() or collectives_only(ctx.group):
+            return *_gradients(x, weight, g, ctx), None, None, None
+        _, _, sums, elements = _KERNELS[x.device.type]
+        weight = None if weight is None else weight.to(mean.dtype).contiguous()
+        gb = gxc = torch.zeros_like(mean)
+        if x.numel():
+            flat, g = _flat(x, ctx.last), _flat(g, ctx.last)  # of one layout, which the kernels do not check
+            gb, gxc, *_ = sums(g, flat, mean, invstd, None, True, False, False)
+        gx = None
+        if ctx.needs_input_grad[0]:
+            total, gx = all_reduce(torch.cat([gb, gxc]), group=ctx.group), torch.empty_like(x)
+            if x.numel():
+                gx = _like(elements(g, flat, mean, invstd, weight, *total.chunk(2), counts), x, ctx.last)
+        return gx, None if weight is None else gxc * invstd, gb if ctx.needs_input_grad[2] else None, None, None, None
+
+
+def _gradients(x: Tensor, weight: Tensor | None, g: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
+    """Return the adjoint as a function of x, weight and g to differentiate; forward's message is sent again."""
+    dims, dtype, x, g = _dims(x), x.dtype, x.to(wider(x.dtype)), g.to(wider(x.dtype))
+    n, mean, var = _moments(x, ctx.group)
+    invstd = (var + ctx.eps).rsqrt()
+    xhat = (x - _along(mean, x)) * _along(invstd, x)
+    gb, gw, gx = g.sum(dims), (g * xhat).sum(dims), None
+    if ctx.needs_input_grad[0]:
+        w = torch.ones_like(gb) if weight is None else weight.to(x.dtype)
+        mb, mw = (all_reduce(torch.stack([w * gb, w * gw]), group=ctx.group) / n.clamp(min=1)).unbind()
+        gx = xhat * _along(-mw, x) - _along(mb, x) + g * _along(w, x)  # x̂ first, for its layout
+        gx = (_along(invstd, x) * gx).to(dtype)
+    return gx, None if weight is None else gw, gb if ctx.needs_input_grad[2] else None
+
+
+def _flat(x: Tensor, last: bool) -> Tensor:
+    """Return (values, C) if channels are last in memory, otherwise (N, C, positions); contiguous."""
+    return (x.movedim(1, -1).reshape(-1, x.shape[1]) if last else x.reshape(*x.shape[:2], -1)).contiguous()
+
+
+def _like(y: Tensor, x: Tensor, last: bool) -> Tensor:
+    """Return y in the shape and layout of x."""
+    return y.view(x.movedim(1, -1).shape).movedim(-1, 1) if last else y.view(x.shape)

@@ -1,35 +1,49 @@
-"""CLIP: the softmax loss of image–text pairs in both directions.
+"""CLIP and SigLIP: losses of image–text pairs.
 
-    L = Σ_i (log Σ_j exp s_ij − s_ii) / 2B + Σ_j (log Σ_i exp s_ij − s_jj) / 2B,   s_ij = scale · x_i · y_j
+    CLIP      L = Σ_i (log Σ_j exp s_ij − s_ii) / 2B + Σ_j (log Σ_i exp s_ij − s_jj) / 2B     s_ij = scale · x_i · y_j
+    SigLIP    L = −Σ_ij log σ(z_ij · s_ij) / B       z_ij = 1 if i = j, else −1        s_ij = scale · x_i · y_j + bias
+
+Only the texts are gathered, and each rank computes one matrix, of its b images and all B texts. For CLIP it has the
+log-sum-exp of each column over its own rows; a reduce-scatter of B numbers gives every rank those of its own columns.
 
 note  notes/training/contrastive.md
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from diffcoll.collectives.reduce_scatter import reduce_scatter
+from diffcoll.core.arguments import Sizes
 from diffcoll.engines.types import Group
-from diffcoll.nn.convention import RankReduction
-from diffcoll.nn.features import Options, check_features
-from diffcoll.nn.logits import LossRule
-from diffcoll.nn.loss_module import Exchange, LossModule
-from diffcoll.nn.pairs import loss_of_pairs
+from diffcoll.nn.arguments import check_features, check_marks, scalar, without_autocast
+from diffcoll.nn.contrastive import (
+    Logits,
+    Marks,
+    check_chunk_size,
+    check_exclude,
+    cross_entropy,
+    in_chunks,
+    joined,
+    logsumexp,
+    softplus,
+)
+from diffcoll.nn.gathered import Batch, widened
+from diffcoll.nn.whole import mean_of_rows
 
 
 def clip_loss(
-    image: Tensor,
-    text: Tensor,
+    image_features: Tensor,
+    text_features: Tensor,
     logit_scale: Tensor | float,
     *,
-    labels: Tensor | None = None,
     ids: Tensor | None = None,
+    exclude: Tensor | None = None,
     normalize: bool = False,
-    label_smoothing: float = 0.0,
-    group: Group = None,
-    rank_reduction: RankReduction = "mean",
     chunk_size: int | None = None,
-    exchange: Exchange = "gather",
+    sizes: Sizes = "auto",
+    group: Group = None,
 ) -> Tensor:
     """Image–text training: CLIP's loss of all ranks' pairs, as open_clip's on one process with the whole batch.
 
@@ -40,65 +54,110 @@ def clip_loss(
     ...     return dc.nn.functional.clip_loss(F.normalize(image), F.normalize(text), 100.0)
     >>> g = torch.Generator().manual_seed(0)
     >>> image, text = (torch.randn(8, 16, generator=g).double() for _ in range(2))
-    >>> losses = simulate(loss, image.split([5, 3]), text.split([5, 3]))
-    >>> torch.testing.assert_close(sum(losses) / 2, loss(image, text))
+    >>> for value in simulate(loss, image.split([5, 3]), text.split([5, 3])):
+    ...     torch.testing.assert_close(value, loss(image, text))
 
     Args:
-        image: this rank's features, (b, D), of float16, bfloat16, float32 or float64; b may differ between ranks, and
-            be 0. Half precision is sent as it is; logits are computed in float32.
-        text: the features of the same samples, of the same shape and dtype.
-        logit_scale: a number or a tensor with one element; multiplies the logits. open_clip passes `logit_scale.exp()`.
-        labels: (b,), integers: the pairs of all samples of a label are positives, and the loss is averaged over the
-            positives of each row and column (UniCL). None, or a label of −1: a sample's own pair is its only positive.
-        ids: pairs of different samples with equal ids are *left out*, e.g. of equal captions; (b,), integers.
+        image_features: this rank's features, (b, D), of float16, bfloat16, float32 or float64; b may differ between
+            ranks, and be 0. Half precision is sent as it is; logits are computed in float32.
+        text_features: the features of the same samples, of the same shape and dtype.
+        logit_scale: a number or a tensor with one element; multiplies the logits. open_clip's models return
+            `logit_scale.exp()` by this name, so `clip_loss(**model(image, text))` is their loss.
+        ids: (b,), integers: pairs of *different* samples with equal ids are left out, for example of equal captions.
+        exclude: (b, B), bool: further pairs of this rank's images and all ranks' texts, in the order of ranks, that are
+            left out. A sample's own pair never is.
         normalize: normalize the features first; open_clip's model has done so.
-        label_smoothing: from 0 to 1, the part of a target that all columns, or rows, share equally, as in
-            `torch.nn.functional.cross_entropy`; pairs left out by `ids` have none.
+        chunk_size: keep the logits of this many of this rank's rows at a time, and compute them again in backward.
+            None: keep all, b × B numbers.
+        sizes: the ranks' numbers of rows. "auto": they are exchanged. A list, or None where every rank has as many (the
+            last batch is dropped): nothing is exchanged.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-        rank_reduction: what is done with the ranks' gradients afterwards. "mean" (DDP, `GradientAverager`): the mean
-            over ranks of the returned values is the loss of the whole batch. "sum": their sum is.
-        chunk_size: keep the logits of this many columns at a time and compute them again in backward. None: keep all,
-            a matrix of b × B numbers.
-        exchange: "gather": every rank gets all texts. "ring": one rank's texts after the other's, for features too
-            many to be gathered.
 
     Returns:
-        A 0-d tensor of float32, or float64 if the features are: N times this rank's share of the loss, or the share.
+        The loss of the whole batch, 0-d, the same number on every rank, of float32, or float64 if the features are; NaN
+        if no rank has a row. Its gradient is that of the whole batch after a *mean* over ranks (DDP,
+        `GradientAverager`).
 
     Raises:
-        TypeError, ValueError: an argument is invalid, or the batch is empty on all ranks.
-        CollectiveMismatchError: on all ranks, if they differ in the tensors that are given, in options that are no
-            numbers, in dtypes or in D.
+        TypeError, ValueError: an argument is invalid.
+        CollectiveMismatchError: on all ranks, with sizes="auto", if they differ in D.
 
     Source: notes/training/contrastive.md.
     """
-    check_features("clip_loss", image=image, text=text)
-    scale = {"logit_scale": logit_scale}
-    common = group, rank_reduction, chunk_size, exchange
-    options = Options("clip_loss", "image", scale, normalize, *common, label_smoothing=label_smoothing, symmetric=True)
-    return loss_of_pairs(options, LossRule(), [image], text, labels=labels, ids=ids)
+    name = "clip_loss"
+    check_features(name, image_features=image_features, text_features=text_features)
+    check_chunk_size(name, chunk_size)
+    ids = None if ids is None else check_marks(name, "ids", ids, image_features)
+    with without_autocast(image_features):
+        batch = Batch(name, image_features, sizes, group, id=ids)
+        x = widened(image_features, normalize)
+        own, every = batch.features(text_features, normalize)
+        scale = scalar(name, "logit_scale", logit_scale, x.dtype)
+        logits, cols = Logits.of(every, scale, text_features, normalize), Marks(**batch.all_marks)
+        exclude = check_exclude(name, exclude, len(x), batch.total, "(b, B)")
+
+        def block(q: Tensor, rows: Marks) -> tuple[Tensor, Tensor]:
+            s = logits.of_negatives(q, rows, cols)
+            return logsumexp(s, 1), logsumexp(s, 0)
+
+        rows = Marks(batch.mine.unsqueeze(1), exclude=exclude, **batch.marks)
+        q = logits.rows(x)
+        of_rows, of_columns = zip(*in_chunks(block, chunk_size, q, rows), strict=True)
+        of_column = of_columns[0] if len(of_columns) == 1 else logsumexp(torch.stack([*of_columns]), 0)
+        if len(batch.sizes) > 1:
+            of_column = reduce_scatter(of_column, "logsumexp", sizes=batch.sizes, group=group)
+        pos = logits.of_pairs(q, own)
+        terms = cross_entropy(joined(of_rows), pos) + cross_entropy(of_column, pos)
+        return mean_of_rows(terms, 2 * batch.total, group)
 
 
-class CLIPLoss(LossModule, of=clip_loss, starts={"logit_scale": 1 / 0.07}):
-    """`clip_loss` as a module; its arguments are the options, `forward` takes the tensors.
+def siglip_loss(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor | float,
+    logit_bias: Tensor | float,
+    *,
+    ids: Tensor | None = None,
+    exclude: Tensor | None = None,
+    normalize: bool = False,
+    chunk_size: int | None = None,
+    sizes: Sizes = "auto",
+    group: Group = None,
+) -> Tensor:
+    """Image–text training without softmax: SigLIP's loss of all ranks' pairs, as of one process with the whole batch.
 
-    The scale is passed to `forward`, or here: a number, a parameter of yours, or with `learnable=True` a number to
-    start with, 1/0.07 by default. The module's parameter is then its logarithm, `log_scale`.
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> def loss(image, text):
+    ...     return dc.nn.functional.siglip_loss(image, text, 10.0, -10.0, normalize=True)
+    >>> g = torch.Generator().manual_seed(0)
+    >>> image, text = (torch.randn(8, 16, generator=g).double() for _ in range(2))
+    >>> for value in simulate(loss, image.split([5, 3]), text.split([5, 3])):
+    ...     torch.testing.assert_close(value, loss(image, text))
 
-    >>> from diffcoll.nn import CLIPLoss
-    >>> CLIPLoss(chunk_size=512)
-    CLIPLoss(normalize=False, label_smoothing=0.0, rank_reduction='mean', chunk_size=512, exchange='gather')
-    >>> [name for name, _ in CLIPLoss(learnable=True).named_parameters()]
-    ['log_scale']
+    Arguments, result and errors are those of `clip_loss`; `logit_bias`, a number or a tensor with one element, is added
+    to the logits. open_clip's models with a bias return all four by these names, so `siglip_loss(**model(image, text))`
+    is their loss.
+
+    Source: notes/training/contrastive.md.
     """
+    name = "siglip_loss"
+    check_features(name, image_features=image_features, text_features=text_features)
+    check_chunk_size(name, chunk_size)
+    ids = None if ids is None else check_marks(name, "ids", ids, image_features)
+    with without_autocast(image_features):
+        batch = Batch(name, image_features, sizes, group, id=ids)
+        x = widened(image_features, normalize)
+        own, every = batch.features(text_features, normalize)
+        scale = scalar(name, "logit_scale", logit_scale, x.dtype)
+        bias = scalar(name, "logit_bias", logit_bias, x.dtype)
+        logits, cols = Logits.of(every, scale, text_features, normalize, bias), Marks(**batch.all_marks)
+        exclude = check_exclude(name, exclude, len(x), batch.total, "(b, B)")
 
-    def forward(
-        self,
-        image: Tensor,
-        text: Tensor,
-        logit_scale: Tensor | float | None = None,
-        labels: Tensor | None = None,
-        ids: Tensor | None = None,
-    ) -> Tensor:
-        """Return the loss, as `clip_loss` does."""
-        return clip_loss(image, text, labels=labels, ids=ids, **self._called_with(logit_scale=logit_scale))
+        def block(q: Tensor, rows: Marks) -> tuple[Tensor]:
+            return (softplus(logits.of_negatives(q, rows, cols)).sum(1),)
+
+        rows = Marks(batch.mine.unsqueeze(1), exclude=exclude, **batch.marks)
+        q = logits.rows(x)
+        negatives = joined([part for (part,) in in_chunks(block, chunk_size, q, rows)])
+        return mean_of_rows(negatives + softplus(-logits.of_pairs(q, own)), batch.total, group)

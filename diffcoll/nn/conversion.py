@@ -1,21 +1,29 @@
-"""Replace the batch norms of a model by synchronized ones, and back. Parameters and buffers are shared, not copied."""
+"""Replace the batch norms of a model by synchronized ones, and back. Parameters and buffers are shared, not copied.
+
+A subclass of batch norm may do more than normalize, as timm's `BatchNormAct2d`, which ends in an activation. Its own
+forward runs, and its call of `torch.nn.functional.batch_norm` normalizes with the statistics of all ranks.
+
+note  notes/training/batch-norm.md
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from diffcoll.core.errors import message
-from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tensors import BatchNormBase
 from diffcoll.engines.types import Group
-from diffcoll.nn.batch_norm import SyncBatchNorm, Synchronized
-from diffcoll.nn.batch_norm_subclasses import synchronized_class
+from diffcoll.nn.batch_norm import SyncBatchNorm, batch_norm, check_input, update
 from diffcoll.nn.in_group import InGroup
 
 _Module = TypeVar("_Module", bound=nn.Module)
+_CONVERT, _REMEDY = "convert_sync_batchnorm", "replace this module yourself"
 
 
 class BatchNorm(BatchNormBase):
@@ -25,9 +33,7 @@ class BatchNorm(BatchNormBase):
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            expected = "(N, C, …), at least 2 dimensions"
-            raise ValueError(message("BatchNorm", "x", f"a {input.dim()}-d tensor", expected))
+        check_input(input, None)
 
 
 #: Classes that become a SyncBatchNorm; subclasses have code of their own.
@@ -49,9 +55,6 @@ def convert_sync_batchnorm(module: nn.Module, *, group: Group = None) -> nn.Modu
     Its forward runs unchanged, except that `torch.nn.functional.batch_norm` (which `super().forward` calls) normalizes
     with the batch of all ranks. What else the forward computes from the batch is of this rank.
 
-    In `eval()` a converted model can be scripted and traced as the original. `torch.fx` keeps the modules as calls,
-    which synchronize in training too. A scripted module raises in training.
-
     Args:
         module: the model, or a batch norm itself.
         group: as for `SyncBatchNorm`. For `torch.nn.SyncBatchNorm`, None keeps its process group.
@@ -66,36 +69,21 @@ def convert_sync_batchnorm(module: nn.Module, *, group: Group = None) -> nn.Modu
 
     Source: notes/training/batch-norm.md.
     """
-    if group is not None:
-        resolve(group, "convert_sync_batchnorm")
     for name, found in module.named_modules():
-        if isinstance(found, BatchNormBase) and not isinstance(found, Synchronized):
+        if isinstance(found, BatchNormBase) and not isinstance(found, InGroup):
             _check_convertible(found, name)
 
     def convert(old: nn.Module) -> nn.Module:
-        if not isinstance(old, BatchNormBase) or isinstance(old, Synchronized):
+        if not isinstance(old, BatchNormBase) or isinstance(old, InGroup):
             return old
         kind = type(old)
-        made: type[Synchronized] = SyncBatchNorm if kind in _CONVERTED else synchronized_class(kind)
-        new = _with_state_of(old, made)
-        new._in = InGroup(new.__dict__.pop("process_group", None) if group is None else group, SyncBatchNorm.__name__)
-        if isinstance(new, SyncBatchNorm):
-            new.converted_from = None if kind is nn.SyncBatchNorm else kind
+        new = _with_state_of(old, SyncBatchNorm if kind in _CONVERTED else _synchronized(kind))
+        own = new.__dict__.pop("process_group", None)
+        new.__dict__["group"] = own if group is None else group
+        new.__dict__["converted_from"] = None if kind is nn.SyncBatchNorm else kind
         return new
 
     return _replaced(module, convert, {})
-
-
-def _check_convertible(module: nn.Module, name: str) -> None:
-    remedy = "replace this module yourself"
-    got, expected = type(module).__name__, "BatchNorm1d, 2d, 3d, a subclass, or SyncBatchNorm"
-    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
-        remedy = "call the model on one batch first"
-    elif "forward" in module.__dict__:
-        got, expected = f"{got} with a forward assigned to the module", "the forward of its class"
-    elif type(module) is nn.SyncBatchNorm or not isinstance(module, nn.SyncBatchNorm):
-        return
-    raise TypeError(message("convert_sync_batchnorm", "module", f"{got} at {name or 'the root'}", expected, remedy))
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
@@ -118,14 +106,27 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """
 
     def revert(old: nn.Module) -> nn.Module:
-        if not isinstance(old, Synchronized):
+        if not isinstance(old, BatchNormBase) or not isinstance(old, InGroup):
             return old
-        new = _with_state_of(old, old.converted_from or BatchNorm)
-        for attribute in ("_in", "converted_from"):
+        kind: type[nn.Module] = getattr(old, "converted_from", None) or BatchNorm
+        new = _with_state_of(old, kind)
+        for attribute in ("group", "converted_from"):
             new.__dict__.pop(attribute, None)
         return new
 
     return _replaced(module, revert, {})
+
+
+def _check_convertible(module: nn.Module, name: str) -> None:
+    remedy = _REMEDY
+    got, expected = type(module).__name__, "BatchNorm1d, 2d, 3d, a subclass, or SyncBatchNorm"
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        remedy = "call the model on one batch first"
+    elif "forward" in module.__dict__:
+        got, expected = f"{got} with a forward assigned to the module", "the forward of its class"
+    elif type(module) is nn.SyncBatchNorm or not isinstance(module, nn.SyncBatchNorm):
+        return
+    raise TypeError(message(_CONVERT, "module", f"{got} at {name or 'the root'}", expected, remedy))
 
 
 def _with_state_of(old: nn.Module, kind: type[_Module]) -> _Module:
@@ -147,3 +148,80 @@ def _replaced(
             if child is not None:
                 new._modules[name] = _replaced(child, replacement, done)
     return done[module]
+
+
+# ── subclasses with a forward of their own ───────────────────────────────────────────────────────────────
+
+
+class _Subclass(InGroup):
+    """First base of a class whose second base is a subclass of batch norm."""
+
+    converted_from: type[nn.Module]
+
+    def forward(self, *args: Any, **more: Any) -> Any:
+        """Run the forward of the subclass; within it, `F.batch_norm` normalizes with all ranks' batches."""
+        calls: list[bool] = []
+        with _Replacing(partial(_normalized, self.group, calls)):
+            y = super().forward(*args, **more)
+        if self.training and not calls:
+            got = f"{self.converted_from.__name__}, whose forward does not call torch.nn.functional.batch_norm"
+            raise TypeError(message(_CONVERT, "module", got, "a forward that calls it", _REMEDY))
+        return y
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Make the class again where a pickle is read."""
+        return _empty, (self.converted_from,), self.__dict__
+
+
+class _Replacing(TorchFunctionMode):
+    """Calls a function instead of `torch.nn.functional.batch_norm`, in this thread."""
+
+    def __init__(self, by: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.by = by
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (self.by if func is F.batch_norm else func)(*args, **(kwargs or {}))
+
+
+def _normalized(
+    group: Group,
+    calls: list[bool],
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Return `torch.nn.functional.batch_norm` with the statistics of all ranks' batches; adds `training` to calls."""
+    calls.append(training)
+    if calls[:-1]:  # as ghost batch norm does; each rank may have another number of batches
+        got = "a forward that normalizes a second batch"
+        raise TypeError(message(_CONVERT, "module", got, "one batch in each forward", _REMEDY))
+    if not training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    check_input(input, None)
+
+    def track(local: int, n: Tensor, mean: Tensor, var: Tensor) -> None:
+        if running_mean is not None and running_var is not None:
+            update(running_mean, running_var, momentum, local, n, mean, var)
+
+    return batch_norm(input, weight, bias, eps, group, track)
+
+
+_classes: dict[type[nn.Module], type[_Subclass]] = {}
+
+
+def _synchronized(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that a subclass of batch norm is converted to."""
+    if kind not in _classes:
+        _classes[kind] = type(f"Sync{kind.__name__}", (_Subclass, kind), {"converted_from": kind})
+    return _classes[kind]
+
+
+def _empty(kind: type[nn.Module]) -> nn.Module:
+    made = _synchronized(kind)
+    return made.__new__(made)

@@ -6,21 +6,20 @@ note  notes/training/contrastive.md
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diffcoll.composed.gather_batch import gather_batch
 from diffcoll.core import expect
+from diffcoll.core.arguments import Sizes
 from diffcoll.core.errors import message
-from diffcoll.core.groups import get_rank, get_world_size, resolve
 from diffcoll.engines.types import Group
-from diffcoll.nn.convention import same_options
-from diffcoll.nn.features import check_features, per_row
+from diffcoll.nn.arguments import check_features, check_marks
 from diffcoll.nn.in_group import InGroup
 
 _NAME = "FeatureQueue"
 
 
-class FeatureQueue(nn.Module):
+class FeatureQueue(InGroup):
     """Contrastive losses with many negatives (MoCo, XBM): keeps the last features of all ranks.
 
     Each step, use what the queue has in the loss, then append the features of this step.
@@ -30,9 +29,10 @@ class FeatureQueue(nn.Module):
     >>> def step(rows):
     ...     queue = dc.nn.FeatureQueue(4, 1)
     ...     queue.enqueue(rows)  # of rank 0 first, whichever arrives first
-    ...     return queue.features().flatten().tolist(), queue.features(share=True).flatten().tolist()
-    >>> simulate(step, [torch.tensor([[0.0], [1.0], [2.0]]), torch.tensor([[3.0], [4.0]])], rules=True)
-    [([1.0, 2.0, 3.0, 4.0], [1.0, 2.0]), ([1.0, 2.0, 3.0, 4.0], [3.0, 4.0])]
+    ...     return queue.features().flatten().tolist()
+    >>> rows = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0]])
+    >>> simulate(step, rows.split([3, 2]), rules=True, torch_distributed=True)
+    [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]]
 
     The queue is bitwise the same on all ranks, and the one that a single process with the whole batch has, also with
     uneven and empty ranks. Its buffers are in `state_dict`; training may go on with another number of ranks. No
@@ -56,7 +56,6 @@ class FeatureQueue(nn.Module):
 
     rows: Tensor
     labels_of_rows: Tensor | None
-    enqueued: Tensor
 
     def __init__(
         self,
@@ -69,24 +68,17 @@ class FeatureQueue(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if group is not None:
-            resolve(group, _NAME)
-        self.size = expect.integer(_NAME, "size", size, 1)
-        self.dim = expect.integer(_NAME, "dim", dim, 1)
-        self._in = InGroup(group, _NAME)
+        self.size, self.dim = expect.integer(_NAME, "size", size, 1), expect.integer(_NAME, "dim", dim, 1)
+        self.group = group
         # Row i of all that were ever appended is at i % size: appending writes new rows alone.
         self.register_buffer("rows", torch.zeros(self.size, self.dim, device=device, dtype=dtype))
         kept = torch.zeros(self.size, device=device, dtype=torch.long) if expect.flag(_NAME, "labels", labels) else None
         self.register_buffer("labels_of_rows", kept)
-        self.register_buffer("enqueued", torch.zeros((), device=device, dtype=torch.long))
-
-    @property
-    def group(self) -> Group:
-        """The group as it was passed."""
-        return self._in.group
+        #: How many rows were ever appended; the host knows it without reading from a device.
+        self.enqueued = 0
 
     @torch.no_grad()
-    def enqueue(self, features: Tensor, labels: Tensor | None = None) -> None:
+    def enqueue(self, features: Tensor, labels: Tensor | None = None, *, sizes: Sizes = "auto") -> None:
         """Append the features of all ranks, in the order of ranks, and drop the oldest rows; all ranks call it.
 
         Of more than `size` new rows, the last ones stay.
@@ -94,64 +86,54 @@ class FeatureQueue(nn.Module):
         Args:
             features: this rank's, (b, D); b may differ between ranks, and be 0.
             labels: (b,), integers, of a queue with labels.
+            sizes: the ranks' numbers of rows. "auto": they are exchanged. A list, or None where every rank has as many
+                (the last batch is dropped): nothing is exchanged.
 
         Raises:
             TypeError, ValueError: an argument is invalid.
-            CollectiveMismatchError: on all ranks, if they differ in dtypes or in D.
+            CollectiveMismatchError: on all ranks, with sizes="auto", if they differ in dtypes or in D.
         """
         name = f"{_NAME}.enqueue"
-        self._check(name, features, labels)
-        sent = [features.detach()] if labels is None else [features.detach(), labels.detach().long()]
-        start = int(self.enqueued)
-        kept = {"size": self.size, "dtype": self.rows.dtype, "enqueued": start}
-        same_options(name, self.group, **kept)
-        new, _, _, total, _ = gather_batch(sent, group=self.group)
+        check_features(name, features=features)
+        if features.shape[1] != self.dim or features.device != self.rows.device:
+            got, expected = f"{tuple(features.shape)} on {features.device}", f"(b, {self.dim}) on {self.rows.device}"
+            raise ValueError(message(name, "features", got, f"{expected}, as the queue's rows"))
+        if (labels is None) != (self.labels_of_rows is None):
+            got, expected = ("none", "one for each row") if labels is None else ("a tensor", "none")
+            raise ValueError(message(name, "labels", got, expected, "FeatureQueue(…, labels=True) keeps labels"))
+        sent = [features] if labels is None else [features, check_marks(name, "labels", labels, features)]
+        new, _, _, total, _ = gather_batch(sent, group=self.group, sizes=sizes)
         first = max(total - self.size, 0)
-        at = torch.arange(start + first, start + total, device=self.rows.device) % self.size
+        at = torch.arange(self.enqueued + first, self.enqueued + total, device=self.rows.device) % self.size
         self.rows[at] = new[0][first:].to(self.rows.dtype)
         if self.labels_of_rows is not None:
             self.labels_of_rows[at] = new[1][first:]
         self.enqueued += total
 
-    def features(self, *, share: bool = False) -> Tensor:
-        """Return a copy of the rows, (n, D), the oldest first; n grows up to `size`.
+    def features(self) -> Tensor:
+        """Return a copy of the rows, (n, D), the oldest first; n grows up to `size`."""
+        return self.rows[self._places()]
 
-        Args:
-            share: return this rank's part of them, for losses in which the columns of every rank count for all queries.
-                The parts of all ranks, in the order of ranks, are the queue; their lengths differ by at most 1.
-        """
-        return self.rows[self._places(share)]
-
-    def labels(self, *, share: bool = False) -> Tensor:
+    def labels(self) -> Tensor:
         """Return the labels, (n,), of the rows that `features` returns."""
         if self.labels_of_rows is None:
             got, expected = "a queue without labels", "one with labels"
             raise ValueError(message(f"{_NAME}.labels", "queue", got, expected, "pass labels=True to FeatureQueue"))
-        return self.labels_of_rows[self._places(share)]
+        return self.labels_of_rows[self._places()]
+
+    def get_extra_state(self) -> Tensor:
+        """Return what `state_dict` keeps besides the rows."""
+        return torch.tensor(self.enqueued)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take what `load_state_dict` has of it."""
+        self.enqueued = int(state)
 
     def extra_repr(self) -> str:
-        """Show the arguments, the group only if there is one."""
-        group = "" if self.group is None else f", group={self.group!r}"
-        return f"{self.size}, {self.dim}{', labels=True' * (self.labels_of_rows is not None)}{group}"
+        """Show the arguments."""
+        return f"{self.size}, {self.dim}{', labels=True' * (self.labels_of_rows is not None)}"
 
-    def _places(self, share: bool) -> Tensor:
-        """Return the indices of the rows, or of this rank's share, from the oldest to the newest."""
-        end = int(self.enqueued)
-        n = min(end, self.size)
-        rank, ranks = (get_rank(self.group), get_world_size(self.group)) if share else (0, 1)
-        first, last = (end - n + n * r // ranks for r in (rank, rank + 1))
-        return torch.arange(first, last, device=self.rows.device) % self.size
-
-    def _check(self, name: str, features: Tensor, labels: Tensor | None) -> None:
-        check_features(name, features=features)
-        if features.shape[1] != self.dim:
-            got, expected = f"shape {tuple(features.shape)}", f"shape (b, {self.dim})"
-            raise ValueError(message(name, "features", got, expected, "dim of the queue is the length of a row"))
-        if features.device != self.rows.device:
-            got, expected = f"a tensor on {features.device}", f"{self.rows.device}, as the queue"
-            raise ValueError(message(name, "features", got, expected, "move the queue with queue.to(device)"))
-        if (labels is None) != (self.labels_of_rows is None):
-            got, expected = ("none", "one for each row") if labels is None else ("a tensor", "none")
-            raise ValueError(message(name, "labels", got, expected, "FeatureQueue(…, labels=True) keeps labels"))
-        if labels is not None:
-            per_row(name, "labels", labels, features)
+    def _places(self) -> Tensor:
+        """Return the indices of the rows from the oldest to the newest."""
+        first = max(self.enqueued - self.size, 0)
+        return torch.arange(first, self.enqueued, device=self.rows.device) % self.size

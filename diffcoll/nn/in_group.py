@@ -1,25 +1,26 @@
-"""The group of a module, which copies of the module share."""
+"""Modules whose ranks are those of a group."""
 
 from __future__ import annotations
 
-from typing import Any
+from copy import deepcopy
+from typing import Any, TypeVar
 
-from diffcoll.core.errors import message
+from torch import nn
+
 from diffcoll.engines.types import Group
 
+_Module = TypeVar("_Module", bound="InGroup")
 
-class InGroup:
-    """Holds the group of a module of the class `name`. Copies of the module use the same group."""
 
-    def __init__(self, group: Group, name: str) -> None:
-        self.group, self.name = group, name
+class InGroup(nn.Module):
+    """A module with a group, which copies of the module use too."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> InGroup:
-        return self
+    group: Group
 
-    def __reduce__(self) -> tuple[type[InGroup], tuple[None, str]]:
-        if self.group is not None:
-            got, expected = f"a module with {type(self.group).__name__}", "group=None, which alone can be pickled"
-            remedy = "save module.state_dict(), or use dc.set_default_group"
-            raise TypeError(message(self.name, "group", got, expected, remedy))
-        return InGroup, (None, self.name)
+    def __deepcopy__(self: _Module, memo: dict[int, Any]) -> _Module:
+        """Copy all but the group."""
+        memo[id(self.group)] = self.group
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(deepcopy(self.__dict__, memo))
+        return copied

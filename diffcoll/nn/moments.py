@@ -13,7 +13,6 @@ note  notes/training/batch-norm.md
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from math import inf, prod
 from typing import NamedTuple
 
@@ -24,13 +23,11 @@ from diffcoll.collectives.all_gather import all_gather
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.sum_gradients import sum_gradients
 from diffcoll.core import expect
-from diffcoll.core.blocks import as_row
 from diffcoll.core.dtypes import wider
 from diffcoll.core.errors import message
-from diffcoll.core.groups import get_rank, get_world_size
 from diffcoll.engines.types import Group
-from diffcoll.nn.convention import same_options
-from diffcoll.nn.followers import sent
+from diffcoll.nn.arguments import in_full_precision
+from diffcoll.nn.whole import loss_of_sums
 
 
 class Moments(NamedTuple):
@@ -45,16 +42,11 @@ class Moments(NamedTuple):
 
 
 def moments(
-    x: Tensor,
-    dim: int | Sequence[int],
-    *,
-    weight: Tensor | None = None,
-    group: Group = None,
-    keepdim: bool = False,
+    x: Tensor, dim: int | Sequence[int], *, weight: Tensor | None = None, group: Group = None, keepdim: bool = False
 ) -> Moments:
     """Normalization layers: count, mean and biased variance over all ranks and some dimensions of x.
 
-    One collective in forward, of 3 C + 2 values from each rank for C means, and one all_reduce of 2 C in backward.
+    One collective in forward, of 3 C + 1 values from each rank for C means, and one all_reduce of 2 C in backward.
     Differentiable to any order in x and in the weights.
 
     >>> import torch, diffcoll as dc
@@ -82,15 +74,11 @@ def moments(
 
     Source: notes/training/batch-norm.md.
     """
-    name = "moments"
-    _check_real(name, x)
-    reduced = _dims(name, dim, x)
-    same_options(name, group, dim=reduced, weight=weight, keepdim=keepdim)
-    shape = [1 if d in reduced else size for d, size in enumerate(x.shape)]
-    row, c = row_of(x, reduced, None if weight is None else _weight(name, weight, x))
-    results = merged(sent(name, partial(gathered, group=group), row, row.requires_grad, group), c)
-    if not keepdim:
-        shape = [size for d, size in enumerate(x.shape) if d not in reduced]
+    expect.floating("moments", "x", x, "pass torch.view_as_real(x) for the moments of both parts of complex numbers")
+    reduced = expect.dims("moments", "dim", dim, x)
+    row, c = _row_of(x, reduced, None if weight is None else _weight("moments", weight, x))
+    results = _merged(all_gather(row, group=group, stack=True, grad_placement="replicate"), c)
+    shape = [1 if d in reduced else size for d, size in enumerate(x.shape) if keepdim or d not in reduced]
     if weight is None:  # the count is a constant
         mean, variance = sum_gradients(torch.stack(results[1:]), group=group).unbind()
         return Moments(results[0].detach().view(()), mean.view(shape), variance.view(shape))
@@ -100,9 +88,9 @@ def moments(
 def weighted_mean(
     x: Tensor, dim: int | Sequence[int] = 0, *, weight: Tensor | None = None, group: Group = None
 ) -> Tensor:
-    """Losses over unequal batches: Σ w x / Σ w over all ranks and a dimension, differentiable in x and in the weights.
+    """Statistics of unequal batches: Σ w x / Σ w over all ranks and a dimension, for any use of the mean on each rank.
 
-    One all_reduce in forward, one in backward.
+    One all_reduce in forward, one in backward. Differentiable in x and in the weights. For a loss, take `token_mean`.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -131,43 +119,66 @@ def weighted_mean(
     """
     name = "weighted_mean"
     expect.floating(name, "x", x, "x.float() is one", or_complex=True)
-    reduced = _dims(name, dim, x)
-    same_options(name, group, dim=reduced, weight=weight)
+    reduced = expect.dims(name, "dim", dim, x)
     values = x.to(wider(x.dtype))
-    if weight is None:
-        n = prod([x.shape[d] for d in reduced])
-        sums, counts = values.sum(reduced), torch.full((), n, dtype=values.dtype, device=x.device)
-    else:
-        w = _weight(name, _along(name, weight, reduced, x), x)
-        sums = (w * finite_where_it_counts(values, w)).sum(reduced)
-        counts = w.expand(x.shape).sum(reduced).to(values.dtype)
-    row = as_row([sums, counts])
-    total = sent(name, partial(all_reduce, group=group), row, row.requires_grad, group)
-    top, bottom = total[: sums.numel()], total[sums.numel() :]
-    mean: Tensor = top / _divisor(bottom.real if x.is_complex() else bottom)
-    return mean.view(sums.shape)
+    if isinstance(weight, Tensor) and len(reduced) == 1 and weight.shape == x.shape[reduced[0] : reduced[0] + 1]:
+        weight = weight.view([-1 if d == reduced[0] else 1 for d in range(x.dim())])
+    elif isinstance(weight, Tensor) and weight.dim() not in (
+        0,
+        x.dim(),
+    ):  # it would broadcast along the last dimensions
+        expected = f"shape (x.shape[dim],), or {x.dim()} dimensions that broadcast to x's {tuple(x.shape)}"
+        raise ValueError(message(name, "weight", f"shape {tuple(weight.shape)}", expected))
+    total, count = all_reduce(_sums(name, values, weight, reduced), group=group)
+    return total / _divisor(count.real if x.is_complex() else count)
+
+
+def token_mean(losses: Tensor, weight: Tensor | None = None, *, group: Group = None) -> Tensor:
+    """Language models: the mean loss over the tokens of all ranks, which have different numbers of them.
+
+    Ranks that average their own tokens weight those of short batches more. Here each token of all ranks counts once.
+    One all_reduce of two numbers, and one number in backward. If all ranks know the number of all tokens, micro-batches
+    included, `N * (losses * weight).sum() / total` is the same after a mean over ranks, without any message.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> losses = [torch.tensor([3.0, 3.0, 3.0]), torch.tensor([1.0, 7.0])]
+    >>> mask = [torch.tensor([True, True, True]), torch.tensor([True, False])]  # (3 + 3 + 3 + 1) / 4 = 2.5
+    >>> [loss.item() for loss in simulate(dc.nn.functional.token_mean, losses, mask)]
+    [2.5, 2.5]
+
+    Args:
+        losses: of this rank's tokens, any shape, floating-point, as `F.cross_entropy(…, reduction="none")` returns
+            them. The shapes may differ between ranks, and may be empty. Half precision is computed in float32.
+        weight: None: each token counts once. Otherwise a mask, or non-negative weights of any real dtype; of the
+            losses' shape, 0-d, or with as many dimensions and broadcasting to it. A non-finite loss of weight zero is
+            ignored, and its gradient is zero.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
+
+    Returns:
+        Σ w l / Σ w over all ranks, 0-d, the same number on every rank, of float32, or float64 if the losses are; if all
+        weights are zero, it is 0 and the gradients are zero. Its gradient is that of the whole batch after a *mean*
+        over ranks (DDP, `GradientAverager`).
+
+    Raises:
+        TypeError, ValueError: an argument is invalid.
+
+    Source: notes/how-to/recipes.md#token-weighted-loss-as-in-a-trainer.
+    """
+    name = "token_mean"
+    (values,) = in_full_precision(name, losses=losses)
+    if isinstance(weight, Tensor) and weight.dim() not in (0, losses.dim()):  # (b,) would weight columns of (b, b)
+        expected = f"0 or {losses.dim()} dimensions, as the losses have"
+        raise ValueError(message(name, "weight", f"shape {tuple(weight.shape)}", expected))
+    sums = _sums(name, values, weight, tuple(range(losses.dim())))
+    return loss_of_sums(lambda total, count: total / _divisor(count), *sums, group=group)
 
 
 # ── sums of each rank, and their merge ───────────────────────────────────────────────────────────────────
 
 
-def gathered(row: Tensor, group: Group) -> Tensor:
-    """Return the rows of all ranks; their gradient is the same on every rank.
-
-    Each rank sends k, a = Σ w (x − k), b = Σ w (x − k)², n = Σ w, where the shift k is near its mean; the results of
-    `merged` do not depend on k. Every rank computes them from the same rows, and sum_gradients, applied to them, adds
-    up the gradients of the ranks' losses: 2 C values in backward, where the adjoint of a plain all_gather would send
-    N (3 C + 2).
-    """
-    if get_world_size(group) != 2:
-        return all_gather(row, 0, group=group, stack=True, grad_placement="replicate")
-    # On two ranks the sum of padded rows is the same, and gloo sends it in half the time.
-    rows = [torch.zeros_like(row), row] if get_rank(group) else [row, torch.zeros_like(row)]
-    return all_reduce(torch.stack(rows), "sum", group=group, grad_placement="replicate")
-
-
-def merged(rows: Tensor, c: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return count, mean and variance from the rows of all ranks."""
+def _merged(rows: Tensor, c: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return count, mean and variance from the rows k, a, b and n of all ranks."""
     k, a, b, n = rows[:, :c], rows[:, c : 2 * c], rows[:, 2 * c : 3 * c], rows[:, 3 * c :]
     total = n.sum(0)
     divisor = _divisor(total)
@@ -180,21 +191,29 @@ def merged(rows: Tensor, c: int) -> tuple[Tensor, Tensor, Tensor]:
     return total, origin + offset, variance.clamp_min(0)
 
 
-def row_of(x: Tensor, dims: tuple[int, ...], weight: Tensor | None = None) -> tuple[Tensor, int]:
+def _row_of(x: Tensor, dims: tuple[int, ...], weight: Tensor | None) -> tuple[Tensor, int]:
     """Return k, a, b and n of this rank in one 1-d tensor, and the number of means; of weights one n for each mean."""
     dtype = wider(x.dtype)
     values, n = x.to(dtype), torch.full((1,), prod([x.shape[d] for d in dims]), dtype=dtype, device=x.device)
     if weight is not None:
-        values, n = finite_where_it_counts(values, weight), weight.expand(x.shape).sum(dims, keepdim=True)
+        values, n = _finite_where_it_counts(values, weight), weight.expand(x.shape).sum(dims, keepdim=True)
     with torch.no_grad():
         k = (values if weight is None else weight * values).sum(dims, keepdim=True) / _divisor(n)
     k = k.detach()
     centered = values - k
     weighted = centered if weight is None else weight * centered
-    return as_row([k, weighted.sum(dims), (weighted * centered).sum(dims), n]), k.numel()
+    row = [k, weighted.sum(dims), (weighted * centered).sum(dims), n]
+    return torch.cat([part.flatten() for part in row]), k.numel()
 
 
-# ── arguments ────────────────────────────────────────────────────────────────────────────────────────────
+def _sums(name: str, x: Tensor, weight: Tensor | None, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return Σ w x and Σ w over these dimensions, in the dtype of x."""
+    if weight is None:
+        count = torch.full((), prod([x.shape[d] for d in dims]), dtype=x.dtype, device=x.device)
+        return (x.sum(dims) if dims else x), count
+    w = _weight(name, weight, x)
+    total, count = w * _finite_where_it_counts(x, w), w.expand(x.shape).to(x.dtype)
+    return (total.sum(dims), count.sum(dims)) if dims else (total, count)
 
 
 def _divisor(total: Tensor) -> Tensor:
@@ -202,54 +221,20 @@ def _divisor(total: Tensor) -> Tensor:
     return torch.where(total == 0, inf, total)
 
 
-def finite_where_it_counts(x: Tensor, weight: Tensor) -> Tensor:
+def _finite_where_it_counts(x: Tensor, weight: Tensor) -> Tensor:
     """Return x with zeros for the non-finite values of weight zero, as 0 · NaN is NaN."""
     return torch.where((weight == 0) & ~torch.isfinite(x), 0.0, x)
 
 
-def _check_real(name: str, x: object) -> None:
-    if isinstance(x, Tensor) and x.is_complex():
-        remedy = "pass torch.view_as_real(x) for the moments of both parts"
-        raise TypeError(message(name, "x", x.dtype, "a floating-point tensor", remedy))
-    expect.floating(name, "x", x, "x.float() is one")
-
-
-def _dims(name: str, dims: object, x: Tensor) -> tuple[int, ...]:
-    """Return the dimensions to reduce, counted from the front."""
-    if isinstance(dims, Tensor):
-        expected, remedy = "an integer or a sequence of integers", "weights are passed as weight=…"
-        raise TypeError(message(name, "dim", "Tensor", expected, remedy))
-    return expect.dims(name, "dim", dims, x)
-
-
-def weight_of(name: str, weight: object, x: Tensor, of: str = "x's") -> Tensor:
-    """Return the weights; raise unless they are real and broadcast to the shape of x, which is `of` in words."""
+def _weight(name: str, weight: object, x: Tensor) -> Tensor:
+    """Return the weights in the dtype that x is summed in; raise unless they are real and broadcast to its shape."""
     if not isinstance(weight, Tensor) or weight.is_complex():
         got = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
         raise TypeError(message(name, "weight", got, "a real tensor, or None"))
     try:
-        broadcasts = weight.expand(x.shape) is not None
+        weight.expand(x.shape)
     except RuntimeError:
-        broadcasts = False
-    if not broadcasts:
-        got, expected = f"shape {tuple(weight.shape)}", f"a shape that broadcasts to {of}, {tuple(x.shape)}"
-        raise ValueError(message(name, "weight", got, expected, "weight.unsqueeze(-1) adds a dimension"))
-    return weight
-
-
-def _weight(name: str, weight: object, x: Tensor) -> Tensor:
-    """Return the weights in the dtype that x is summed in."""
+        got, expected = f"shape {tuple(weight.shape)}", f"a shape that broadcasts to {tuple(x.shape)}"
+        raise ValueError(message(name, "weight", got, expected, "weight.unsqueeze(-1) adds a dimension")) from None
     dtype = wider(x.dtype)
-    return weight_of(name, weight, x).to(dtype.to_real() if dtype.is_complex else dtype)
-
-
-def _along(name: str, weight: object, dims: tuple[int, ...], x: Tensor) -> object:
-    """Return weights of one dimension as weights that broadcast to x; a 1-d tensor would do so along the last one."""
-    if not isinstance(weight, Tensor) or weight.dim() in (0, x.dim()):
-        return weight
-    if len(dims) != 1 or weight.shape != x.shape[dims[0] : dims[0] + 1]:
-        got = f"shape {tuple(weight.shape)}"
-        expected = f"shape ({x.shape[dims[0]]},)" if len(dims) == 1 else f"{x.dim()} dimensions"
-        remedy = f"or {x.dim()} dimensions that broadcast to x's {tuple(x.shape)}"
-        raise ValueError(message(name, "weight", got, expected, remedy))
-    return weight.view([-1 if d == dims[0] else 1 for d in range(x.dim())])
+    return weight.to(dtype.to_real() if dtype.is_complex else dtype)

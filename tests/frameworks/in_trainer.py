@@ -35,17 +35,17 @@ class Keywords(Plain):
         return super().forward(x, y, labels)
 
 
-def clip(outputs, labels=None, num_items_in_batch=None, **options):
-    return dc.nn.functional.clip_loss(*(outputs["logits"] if isinstance(outputs, dict) else outputs), **options)
+def clip(outputs, labels=None, num_items_in_batch=None, summed=False):
+    loss = dc.nn.functional.clip_loss(*(outputs["logits"] if isinstance(outputs, dict) else outputs))
+    return loss / dc.get_world_size() if summed else loss
 
 
-def tokens(outputs, labels, num_items_in_batch=None, **options):
-    losses = F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="none")
-    mask = labels.flatten() != -100
-    return dc.nn.functional.token_mean(losses, mask, total=num_items_in_batch, **options)
+def summed_tokens(outputs, labels, num_items_in_batch):
+    return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
 
 
-summed_tokens = functools.partial(tokens, rank_reduction="sum")
+def tokens(outputs, labels, num_items_in_batch):
+    return dc.get_world_size() * summed_tokens(outputs, labels, num_items_in_batch)
 
 
 class OwnLoss(transformers.Trainer):

@@ -58,4 +58,4 @@ def by_hand(model, updates):
 
 
 def summed(model, *batch):
-    return CLIP.loss(model, *batch, rank_reduction="sum")
+    return CLIP.loss(model, *batch, summed=True)

@@ -68,7 +68,7 @@ def test_factors_of_the_table():
 
 def test_factors_of_mistakes():
     def summed(model, batch, update):
-        return CLIP.loss(model, *batch, rank_reduction="sum")
+        return CLIP.loss(model, *batch, summed=True)
 
     def divided(model, batch, update):
         return CLIP.loss(model, *batch) / len(update)

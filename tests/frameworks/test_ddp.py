@@ -120,7 +120,7 @@ RIGHT = {
     "two modules": two_modules,
     "resumed": resumed,
     "a sum over ranks": ddp(
-        lambda model: Within(model, rank_reduction="sum"), returned, divides=True, hook=summing
+        lambda model: Within(model, summed=True), returned, divides=True, hook=summing
     ),
 }  # fmt: skip
 
@@ -163,7 +163,7 @@ def test_factors_of_mistakes():
     found = factors(
         CLIP,
         {
-            "sum": ddp(lambda model: Within(model, rank_reduction="sum"), returned, divides=True),
+            "sum": ddp(lambda model: Within(model, summed=True), returned, divides=True),
             "never sent": ddp(sync="never"),
             "scale outside": scale_outside(averages=False),
             "static graph": ddp(static_graph=True),
@@ -296,7 +296,7 @@ def test_compiled_with_the_loss_within():
         wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
         loop(torch.compile(wrapped, backend=backend), updates, returned, model.parameters())
         assert sum("linear" in graph for graph in graphs) == 4  # two layers in each
-        assert any("diffcoll.apply" in graph for graph in graphs)
+        assert any("diffcoll" in graph for graph in graphs)
         return parameters(model)
 
     assert factors(WIDE, {"compiled": compiled}) == {"compiled": 1}

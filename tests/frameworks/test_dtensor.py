@@ -35,7 +35,7 @@ def guessed(x, mesh):
     return DTensor.from_local(x, mesh, [Shard(0)])
 
 
-def rows_sharded(of=sharded, scale_gradient=PARTIAL, divides=False, **options):
+def rows_sharded(of=sharded, scale_gradient=PARTIAL, divides=False, summed=False):
     """Weights are replicated DTensors, and the loss takes this rank's rows of the features."""
 
     def train(model, updates):
@@ -45,7 +45,8 @@ def rows_sharded(of=sharded, scale_gradient=PARTIAL, divides=False, **options):
         def loss(model, *batch):
             image, text, scale = model(*(of(x, mesh) for x in batch))
             scale = scale.to_local(grad_placements=scale_gradient)
-            return dc.nn.functional.clip_loss(image.to_local(), text.to_local(), scale, **options)
+            loss = dc.nn.functional.clip_loss(image.to_local(), text.to_local(), scale)
+            return loss / dc.get_world_size() if summed else loss
 
         loop(model, updates, loss, divides=divides)
         return whole(model)
@@ -58,7 +59,7 @@ def in_local_map(in_grad_placements, divides=False):
         mesh = init_device_mesh("cpu", (3,))
         distribute_module(model, mesh)
         mapped = local_map(
-            lambda *of_this_rank: dc.nn.functional.clip_loss(*of_this_rank, rank_reduction="sum"),
+            lambda *of_this_rank: dc.nn.functional.clip_loss(*of_this_rank) / dc.get_world_size(),
             out_placements=[Partial()],
             in_placements=([Shard(0)], [Shard(0)], [Replicate()]),
             in_grad_placements=in_grad_placements,
@@ -82,7 +83,7 @@ def weights_of_this_rank(model, updates):
     def loss(model, *batch):
         weights = {name: p.to_local(grad_placements=[Partial()]) for name, p in model.named_parameters()}
         features = torch.func.functional_call(model, weights, batch)
-        return dc.nn.functional.clip_loss(*features, rank_reduction="sum")
+        return dc.nn.functional.clip_loss(*features) / dc.get_world_size()
 
     loop(model, updates, loss, divides=True)
     return whole(model)
@@ -96,7 +97,7 @@ def whole(model):
 def test_pairs_as_one_process(micro_batches):
     placed = [Shard(0)], [Shard(0)], [Partial()]
     right = {
-        "rows": rows_sharded(rank_reduction="sum", divides=True),
+        "rows": rows_sharded(summed=True, divides=True),
         "local_map": in_local_map(placed, divides=True),
     }
     assert_as_one_process(CHUNKS, right, micro_batches)
@@ -116,7 +117,7 @@ def test_factors_of_mistakes():
     found = factors(
         CHUNKS,
         {
-            "scale": rows_sharded(scale_gradient=None, rank_reduction="sum"),
+            "scale": rows_sharded(scale_gradient=None, summed=True),
             "local_map": in_local_map(None),
         },
     )
@@ -133,7 +134,7 @@ def test_rows_that_are_not_those_of_chunks(of, words):
     """An error on some ranks; where each guesses the number of all, they disagree, and wait for each other."""
 
     def train(mine):
-        return rows_sharded(of, rank_reduction="sum")(CLIP.model(), mine)
+        return rows_sharded(of, summed=True)(CLIP.model(), mine)
 
     with pytest.raises(RanksFailedError, match=words):
         spawn(train, CLIP.batches(2, 20), timeout=10)

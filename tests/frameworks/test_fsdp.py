@@ -107,7 +107,7 @@ def resumed(model, updates):
 
 
 def of_the_sum(model, *batch):
-    return CLIP.loss(model, *batch, rank_reduction="sum")
+    return CLIP.loss(model, *batch, summed=True)
 
 
 RIGHT = {
@@ -225,7 +225,7 @@ def test_mixed_precision_rounds():
 
 
 def test_clipping_by_the_norm_of_sharded_and_plain_parameters():
-    """torch's takes both; ours takes none that is a DTensor."""
+    """torch's takes both."""
 
     def clipped(batch, clip, shards=True):
         model = CLIP.model()
@@ -242,10 +242,6 @@ def test_clipping_by_the_norm_of_sharded_and_plain_parameters():
     def of_the_sharded(model):
         return nn.utils.clip_grad_norm_([*model.image.parameters(), *model.text.parameters()], 0.1)
 
-    def ours(model):
-        encoders = [*model.image.parameters(), *model.text.parameters()]
-        return dc.nn.clip_grad_norm_([[model.scale], encoders], 0.1, [(), (None,)])
-
     batches = [update[0] for (update,) in CLIP.batches(1, 1)]
     ((norm, right),) = spawn(
         lambda batch: clipped(batch, of_torch, False), [tuple(map(torch.cat, zip(*batches, strict=True)))]
@@ -254,8 +250,6 @@ def test_clipping_by_the_norm_of_sharded_and_plain_parameters():
         torch.testing.assert_close(found, norm)
         torch.testing.assert_close(gradients, right)
     assert all(found < 0.9 * norm for found, _ in spawn(lambda batch: clipped(batch, of_the_sharded), batches))
-    with pytest.raises(RanksFailedError, match="clip_grad_norm_ knows the placements of DTensors"):
-        spawn(lambda batch: clipped(batch, ours), batches)
 
 
 @pytest.mark.parametrize("is_right", [True, False], ids=["all ranks", "one shard group"])

@@ -11,7 +11,7 @@ from diffcoll.testing import RanksFailedError, spawn
 SMALL = {"VICRegLoss": {"lambda_param": 1.0, "mu_param": 1.0, "nu_param": 0.04}}  # the defaults' steps are too large
 OURS = {
     "NTXentLoss": dc.nn.NTXentLoss(),
-    "VICRegLoss": dc.nn.VICRegLoss(sim_coeff=1.0, std_coeff=1.0, cov_coeff=0.04),
+    "VICRegLoss": dc.nn.VICRegLoss(**SMALL["VICRegLoss"]),
     "BarlowTwinsLoss": dc.nn.BarlowTwinsLoss(),
 }
 

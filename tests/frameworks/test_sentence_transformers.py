@@ -10,6 +10,7 @@ import torch
 from in_trainer import averaging
 from sentence_transformers.sentence_transformer import losses
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from trainings import EQUAL, RANKS, RATE, Training, parameters, row_of_the_table
 from variants import assert_as_one_process, factors
 
@@ -36,6 +37,14 @@ class Encoder(nn.Module):
         return {**features, "sentence_embedding": self.layer(features["sentence_embedding"])}
 
 
+class Cached(Encoder):
+    """GradCache: backward computes the features of two rows at a time again."""
+
+    def forward(self, features):
+        chunks = [checkpoint(self.layer, x, use_reentrant=False) for x in features["sentence_embedding"].split(2)]
+        return {**features, "sentence_embedding": torch.cat(chunks)}
+
+
 class Loss(nn.Module):
     """A loss as the trainer calls it; `of` takes the labels and the embeddings of each column."""
 
@@ -47,25 +56,6 @@ class Loss(nn.Module):
         return self.of(labels, *(self.model(each)["sentence_embedding"] for each in sentence_features))
 
 
-class Cached(Loss):
-    """`dc.nn.grad_cache` has done the backward; the trainer's ends at the loss, and does not divide the gradients."""
-
-    def forward(self, sentence_features, labels):
-        def encode(columns):
-            return tuple(self.model({"sentence_embedding": column})["sentence_embedding"] for column in columns)
-
-        columns = tuple(each["sentence_embedding"] for each in sentence_features)
-        loss = functools.partial(self.of, labels)
-        value = dc.nn.grad_cache(
-            encode,
-            columns,
-            lambda features: loss(*features),
-            chunk_size=2,
-            no_sync=getattr(self.model, "no_sync", None),
-        )
-        return value.requires_grad_()
-
-
 class Scaled(Loss):
     """With a parameter of its own, which the optimizer has and DDP has not."""
 
@@ -75,13 +65,22 @@ class Scaled(Loss):
         self.averager = dc.GradientAverager([self.scale]) if is_averaged else None
 
     def scaled(self, labels, query, positive, *negatives):
-        return info_nce(query, positive, negatives=torch.cat(negatives), temperature=1 / self.scale.exp())
+        return info_nce(query, positive, of_all(query, negatives), temperature=1 / self.scale.exp())
 
 
-def ranking(labels, query, positive, *negatives, divisor=1, **options):
+def of_all(query, negatives):
+    """Those of all ranks, for each query."""
+    return dc.gather_batch(torch.cat(negatives)).tree.expand(len(query), -1, -1) if negatives else None
+
+
+def ranking(labels, query, positive, *negatives, summed=False):
     """MultipleNegativesRankingLoss: the cosine, times 20."""
-    negatives = torch.cat(negatives) if negatives else None
-    return info_nce(query, positive, negatives=negatives, temperature=1 / 20, **options) / divisor
+    loss = info_nce(query, positive, of_all(query, negatives), temperature=1 / 20)
+    return loss / dc.get_world_size() if summed else loss
+
+
+def symmetric(labels, query, positive):
+    return (ranking(labels, query, positive) + ranking(labels, positive, query)) / 2
 
 
 def by_label(labels, *columns):
@@ -190,10 +189,9 @@ def test_as_one_process(micro_batches):
     trains = {
         "DDP": trainer(ours()),
         "GradientAverager": trainer(ours(), averager=True),
-        "grad_cache": trainer(ours(kind=Cached, divisor=micro_batches)),
-        "grad_cache, GradientAverager": trainer(ours(kind=Cached, divisor=micro_batches), averager=True),
     }
     assert_as_one_process(TRIPLETS, trains, micro_batches)
+    assert_as_one_process(replace(TRIPLETS, model=Cached), trains, micro_batches)
     assert_as_one_process(LABELLED, {"": trainer(ours(by_label))}, micro_batches)
 
 
@@ -201,22 +199,21 @@ def test_symmetric_as_one_process():
     pairs = replace(
         TRIPLETS,
         rows=lambda rows, generator: triplets(rows, generator)[:2],
-        whole=functools.partial(whole, of=functools.partial(ranking, symmetric=True)),
+        whole=functools.partial(whole, of=symmetric),
         sizes=EQUAL,
     )
     both = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
     theirs = functools.partial(ranking_loss, **both)
-    assert_as_one_process(pairs, {"ours": trainer(ours(symmetric=True)), "theirs": trainer(theirs)}, 2)
+    assert_as_one_process(pairs, {"ours": trainer(ours(symmetric)), "theirs": trainer(theirs)}, 2)
 
 
 def test_factors_of_mistakes():
     of_equal = {
-        "sum": trainer(ours(rank_reduction="sum")),
+        "sum": trainer(ours(summed=True)),
         "own rows": trainer(losses.MultipleNegativesRankingLoss),
-        "grad_cache": trainer(ours(kind=Cached)),
     }
     found = factors(replace(TRIPLETS, sizes=EQUAL), of_equal, 2)
-    assert found == {"sum": 0.333333, "own rows": "wrong", "grad_cache": 2}
+    assert found == {"sum": 0.333333, "own rows": "wrong"}
 
 
 @pytest.mark.parametrize("is_averaged", [False, True])

@@ -67,7 +67,8 @@ def over_ranks(advantage):
 
 
 def share_of_ppo(agent, *rollout):
-    return dc.nn.functional.share(ppo(agent, *rollout, normalize=over_ranks), len(rollout[0]) * FRAMES)
+    frames = torch.tensor(float(len(rollout[0]) * FRAMES))
+    return dc.get_world_size() * ppo(agent, *rollout, normalize=over_ranks) * frames / dc.all_reduce(frames)
 
 
 def mean_of_ppo(agent, micro_batches):

@@ -65,7 +65,7 @@ def test_factors_of_the_table(micro_batches):
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_pairs_as_one_process(micro_batches):
-    summed = functools.partial(clip, rank_reduction="sum")
+    summed = functools.partial(clip, summed=True)
     trains = {
         "compute_loss": trainer(kind=DividedLoss, model=Keywords),
         "GradientAverager": trainer(kind=DividedLoss, averager=True),

@@ -11,7 +11,7 @@ from trainings import CLIP, RANKS, RATE, Towers, parameters
 import diffcoll as dc
 from diffcoll.testing import RanksFailedError, spawn
 
-SUMMED = functools.partial(clip, rank_reduction="sum")
+SUMMED = functools.partial(clip, summed=True)
 
 
 def on_ranks(train, *per_rank, **options):

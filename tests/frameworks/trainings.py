@@ -63,14 +63,18 @@ def tokens_of(rows, generator):
     return x, labels.masked_fill(torch.rand(rows, 3, generator=generator) < 0.4, -100)
 
 
-def clip(model, image, text, **options):
-    return dc.nn.functional.clip_loss(*model(image, text), **options)
+def clip(model, image, text, summed=False):
+    """`summed`: for gradients that are summed over ranks."""
+    loss = dc.nn.functional.clip_loss(*model(image, text))
+    return loss / dc.get_world_size() if summed else loss
 
 
-def token_mean(model, x, labels, **options):
-    """`total`: the labels of all ranks and micro-batches."""
+def token_mean(model, x, labels, total=None):
+    """`total`: the labels of all ranks and micro-batches, which all ranks know."""
     losses = F.cross_entropy(model(x).flatten(0, 1), labels.flatten(), reduction="none")
-    return dc.nn.functional.token_mean(losses, labels.flatten() != -100, **options)
+    if total is None:
+        return dc.nn.functional.token_mean(losses, labels.flatten() != -100)
+    return dc.get_world_size() * losses.sum() / total  # those of ignored labels are 0
 
 
 def mean_of_clip_losses(model, micro_batches):

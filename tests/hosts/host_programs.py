@@ -47,7 +47,7 @@ def of_all_rows(net, xs):
 def training(rank, size):
     """The averager, SyncBatchNorm and a loss of all ranks' rows, against one process."""
     alone = trained(of_all_rows, size, averaged=False)
-    for more in {}, {"exchange": "ring"}, {"chunk_size": 3}:
+    for more in {}, {"chunk_size": 3}:
 
         def loss(net, xs, more=more):
             return dc.nn.functional.info_nce_loss(*net(xs[rank]).split(2, dim=1), temperature=0.3, **more)

@@ -35,10 +35,11 @@ ROWS = {
     "barlow_twins_loss": (lambda: two(f.barlow_twins_loss), 0),
     "vicreg_loss": (lambda: two(f.vicreg_loss), 0),
     "koleo_loss": (lambda: one(f.koleo_loss), 0),
+    "supcon_loss": (lambda: one(f.supcon_loss, torch.arange(8) % 3), 0),
+    "dice_loss": (lambda: one(f.dice_loss, torch.ones(8, 4)), 0),
+    "token_mean": (lambda: one(f.token_mean, torch.ones(8, 4)), 0),
+    "sigreg_loss": (lambda: one(f.sigreg_loss, seed=1), 0),
     "SyncBatchNorm": (batch_norm, 0),
-    "supcon_loss": (lambda: one(f.supcon_loss, torch.arange(8) % 3), 1),  # how many labels there are
-    "dice_loss": (lambda: one(f.dice_loss, torch.ones(8, 4)), 1),  # whether the values are in [0, 1]
-    "sigreg_loss": (lambda: one(f.sigreg_loss, seed=1), 1),  # whether the ranks have one seed
 }
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -11,11 +10,8 @@ from torch import nn
 from diffcoll.nn import functional
 from diffcoll.testing import assert_matches_single_process
 
-SIZES = ((8,), (4, 4), (5, 3), (5, 0, 3), (0, 4, 0))
-
-OPTIONS = ({}, {"chunk_size": 3}, {"exchange": "ring"}, {"exchange": "ring", "chunk_size": 2})
-
-each_way = pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"exchange": "ring"}], ids=str)
+SIZES = ((8,), (4, 4), (5, 3), (5, 0, 3), (0, 4, 0), (2, 3, 1, 2))
+MARKS = ("labels", "ids", "exclude")
 
 
 class Scale(nn.Module):
@@ -37,31 +33,42 @@ def softmax(logits, positive, excluded):
     return -(log_p.masked_fill(~positive, 0) * weight).sum(1)
 
 
-def masks(rows, labels=None, ids=None):
+def decoupled(logits, positive, excluded):
+    """Yeh et al. 2022, equation 6: log Σ exp s of the negatives − s of the positive; 0 for a row without either."""
+    terms = []
+    for s, p, e in zip(logits, positive, excluded, strict=True):
+        negatives = s[~p & ~e]
+        terms.append(negatives.logsumexp(0) - s[p].mean() if len(negatives) and p.any() else 0 * s.sum())
+    return torch.stack(terms)
+
+
+def masks(rows, labels=None, ids=None, exclude=None):
     """(positive, excluded) for pairs of two sets of features."""
     same = torch.eye(rows, dtype=torch.bool)
     positive = same if labels is None else labels[:, None] == labels
-    return positive, same & ~same if ids is None else (ids[:, None] == ids) & ~positive
+    excluded = torch.zeros_like(same) if ids is None else ids[:, None] == ids
+    excluded = excluded if exclude is None else excluded | exclude
+    return positive, excluded & ~positive
 
 
-def clip(x, y, scale, bias, labels=None, ids=None):
-    logits, pairs = scale * x @ y.T, masks(len(x), labels, ids)
-    return (softmax(logits, *pairs) + softmax(logits.T, *pairs)) / 2
+def clip(x, y, scale, bias, **marks):
+    logits, pairs = scale * x @ y.T, masks(len(x), **marks)
+    return (softmax(logits, *pairs) + softmax(logits.T, *(mask.T for mask in pairs))) / 2
 
 
-def siglip(x, y, scale, bias, labels=None, ids=None):
-    positive, excluded = masks(len(x), labels, ids)
+def siglip(x, y, scale, bias, **marks):
+    positive, excluded = masks(len(x), **marks)
     logits = scale * x @ y.T + bias
     return -F.logsigmoid(torch.where(positive, logits, -logits)).masked_fill(excluded, 0).sum(1)
 
 
-def info_nce(x, y, scale, bias, labels=None, ids=None, more=None):
+def info_nce(x, y, scale, bias, more=None, terms=softmax, **marks):
     """more: logits of further columns, which are negatives."""
-    logits, pairs = scale * x @ y.T, masks(len(x), labels, ids)
+    logits, pairs = scale * x @ y.T, masks(len(x), **marks)
     if more is not None:
         logits = torch.cat([logits, scale * more], 1)
         pairs = [torch.cat([mask, torch.zeros(more.shape, dtype=torch.bool)], 1) for mask in pairs]
-    return softmax(logits, *pairs)
+    return terms(logits, *pairs)
 
 
 def hard(x, y):
@@ -69,63 +76,63 @@ def hard(x, y):
     return torch.stack([y.flip(1), 2 * x.roll(1, 1)], 1)
 
 
-def info_nce_of_hard_negatives(x, y, *scale, **marks):
+def info_nce_of_hard_negatives(x, y, *scale, exclude=None, **marks):
     q, k, n = (F.normalize(z, dim=-1) for z in (x, y, hard(x, y)))
-    return info_nce(q, k, *scale, more=(q[:, None] * n).sum(2), **marks)
+    return info_nce(q, k, *scale, more=(q[:, None] * n).sum(2), exclude=exclude, **marks)
 
 
 def passages(x, y):
-    """Two positives of each row, and two negatives of all for each row."""
-    return torch.stack([y, y.roll(1, 1)], 1), hard(x, y).flatten(0, 1)
+    """Two positives of each row."""
+    return torch.stack([y, y.roll(1, 1)], 1)
 
 
-def info_nce_of_passages(x, y, scale, bias, labels=None, ids=None):
-    q, p, n = (F.normalize(z, dim=-1) for z in (x, *passages(x, y)))
-    logits = scale * q @ torch.cat([p.flatten(0, 1), n]).T
-    more = torch.zeros(len(x), len(n), dtype=torch.bool)
-    return softmax(logits, *(torch.cat([mask.repeat_interleave(2, 1), more], 1) for mask in masks(len(x), labels, ids)))
+def info_nce_of_passages(x, y, scale, bias, **marks):
+    q, p = (F.normalize(z, dim=-1) for z in (x, passages(x, y)))
+    pairs = (mask.repeat_interleave(2, 1) for mask in masks(len(x), **marks))
+    return softmax(scale * q @ p.flatten(0, 1).T, *pairs)
 
 
-def views(zs, scale, labels, ids):
+def views(zs, scale, labels, ids=None, exclude=None, terms=softmax):
     """Of all views of the samples: the mean over the views of each sample."""
-    z, labels, ids = torch.cat(zs), labels.repeat(len(zs)), ids if ids is None else ids.repeat(len(zs))
+    n, z = len(zs), torch.cat(zs)
+    labels, ids = labels.repeat(n), None if ids is None else ids.repeat(n)
     itself = torch.eye(len(z), dtype=torch.bool)
+    _, excluded = masks(len(z), labels, ids, None if exclude is None else exclude.repeat(n, n))
     positive = (labels[:, None] == labels) & ~itself
-    excluded = itself if ids is None else itself | ((ids[:, None] == ids) & ~positive)
-    return sum(softmax(scale * z @ z.T, positive, excluded).split(len(zs[0]))) / len(zs)
+    return sum(terms(scale * z @ z.T, positive, excluded | itself).split(len(zs[0]))) / n
 
 
-def nt_xent(x, y, scale, bias, ids=None):
-    return views([x, y], scale, torch.arange(len(x)), ids)
+def nt_xent(x, y, scale, bias, **marks):
+    return views([x, y], scale, torch.arange(len(x)), **marks)
 
 
-def supcon(x, y, scale, bias, labels, ids=None):
-    return views([x, y], scale, labels, ids)
+def supcon(x, y, scale, bias, labels, **marks):
+    return views([x, y], scale, labels, **marks)
 
 
-def supcon_of_one_view(x, y, scale, bias, labels, ids=None):
-    return views([F.normalize(torch.cat([x, y], 1))], scale, labels, ids)
+def supcon_of_one_view(x, y, scale, bias, labels, **marks):
+    return views([F.normalize(torch.cat([x, y], 1))], scale, labels, **marks)
 
 
 # ── other losses ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def barlow_twins(z1, z2, lambd=5e-3, eps=1e-5):
+def barlow_twins(z1, z2, lambda_param=5e-3, eps=1e-5):
     """Zbontar et al. 2021, equations 1 and 2, with the batch norm of the published code."""
     n1, n2 = ((z - z.mean(0)) * (z.var(0, correction=0) + eps).rsqrt() for z in (z1, z2))
     c = n1.T @ n2 / len(z1)
     same = torch.eye(len(c), dtype=c.dtype)
-    return ((c - same).square() * (same + lambd * (1 - same))).sum()
+    return ((c - same).square() * (same + lambda_param * (1 - same))).sum()
 
 
-def vicreg(z1, z2, sim=25.0, std=25.0, cov=1.0, eps=1e-4):
+def vicreg(z1, z2, lambda_param=25.0, mu_param=25.0, nu_param=1.0, eps=1e-4):
     """Bardes et al. 2022, algorithm 1, with the halved variance term of the published code."""
     variance, covariance = 0, 0
     for z in (z1, z2):
         variance = variance + F.relu(1 - torch.sqrt(z.var(0) + eps)).mean() / 2
         c = torch.cov(z.T).reshape(z.shape[1], z.shape[1])
         covariance = covariance + (c**2 * (1 - torch.eye(len(c), dtype=c.dtype))).sum() / len(c)
-    return sim * F.mse_loss(z1, z2) + std * variance + cov * covariance
+    return lambda_param * F.mse_loss(z1, z2) + mu_param * variance + nu_param * covariance
 
 
 def koleo(x, eps=1e-8, normalize=True):
@@ -193,7 +200,7 @@ class Contrastive(NamedTuple):
 
     ours: Callable
     terms: Callable
-    #: What else the loss is given: labels, ids, or both.
+    #: What else the loss is given, of `MARKS`.
     marks: Sequence[Sequence[str]]
     #: Whether it normalizes the features, by default; `terms` does not.
     normalize: bool = True
@@ -205,51 +212,59 @@ class Contrastive(NamedTuple):
         return self.terms(x, y, *scale, **marks).mean()
 
 
-ALL = ((), ("labels",), ("ids",), ("labels", "ids"))
+PAIRS = ((), ("ids",), ("exclude",), ("ids", "exclude"))
+LABELLED = (("labels",), ("labels", "ids"), ("labels", "ids", "exclude"))
 CONTRASTIVE = {
-    "clip": Contrastive(lambda x, y, s, b, **o: functional.clip_loss(x, y, s, **o), clip, ALL, normalize=False),
+    "clip": Contrastive(lambda x, y, s, b, **o: functional.clip_loss(x, y, s, **o), clip, PAIRS, normalize=False),
     "siglip": Contrastive(
-        lambda x, y, s, b, **o: functional.siglip_loss(x, y, s, b, **o), siglip, ALL, normalize=False
+        lambda x, y, s, b, **o: functional.siglip_loss(x, y, s, b, **o), siglip, PAIRS, normalize=False
     ),
     "info_nce": Contrastive(
-        lambda x, y, s, b, **o: functional.info_nce_loss(x, y, temperature=1 / s, **o), info_nce, ALL
+        lambda x, y, s, b, **o: functional.info_nce_loss(x, y, temperature=1 / s, **o), info_nce, PAIRS + LABELLED
     ),
     "info_nce_of_hard_negatives": Contrastive(
-        lambda x, y, s, b, **o: functional.info_nce_loss(x, y, negatives=hard(x, y), temperature=1 / s, **o),
+        lambda x, y, s, b, exclude=None, **o: functional.info_nce_loss(
+            x, y, hard(x, y), temperature=1 / s, exclude=None if exclude is None else F.pad(exclude, (0, 2)), **o
+        ),
         info_nce_of_hard_negatives,
-        ALL,
+        PAIRS + LABELLED,
         normalize=False,  # `terms` normalizes the negatives too
     ),
     "info_nce_of_passages": Contrastive(
-        lambda x, y, s, b, **o: functional.info_nce_loss(
-            x, passages(x, y)[0], negatives=passages(x, y)[1], temperature=1 / s, **o
+        lambda x, y, s, b, exclude=None, **o: functional.info_nce_loss(
+            x,
+            passages(x, y),
+            temperature=1 / s,
+            exclude=None if exclude is None else exclude.repeat_interleave(2, 1),
+            **o,
         ),
         info_nce_of_passages,
-        ALL,
+        PAIRS + LABELLED,
         normalize=False,
     ),
     "nt_xent": Contrastive(
-        lambda x, y, s, b, **o: functional.nt_xent_loss(x, y, temperature=1 / s, **o), nt_xent, ((), ("ids",))
+        lambda x, y, s, b, **o: functional.nt_xent_loss(x, y, temperature=1 / s, **o), nt_xent, PAIRS
     ),
     "supcon": Contrastive(
         lambda x, y, s, b, **o: functional.supcon_loss(torch.stack([x, y], 1), temperature=1 / s, **o),
         supcon,
-        ALL[1::2],
+        LABELLED,
     ),
     "supcon_of_one_view": Contrastive(
         lambda x, y, s, b, **o: functional.supcon_loss(torch.cat([x, y], 1), temperature=1 / s, **o),
         supcon_of_one_view,  # which normalizes what it concatenates
-        ALL[1:2],
+        LABELLED,
         normalize=False,
     ),
 }
+ROWS = [(kind, marks) for kind, loss in CONTRASTIVE.items() for marks in loss.marks]
 
 
 def program(loss, marks, module, **options):
-    """A loss of x, y, labels and ids, which has those in `marks`; module: its parameters."""
+    """A loss of what `batch` makes, which has those in `marks`; module: its parameters."""
 
-    def of(x, y, labels, ids):
-        chosen = {name: value for name, value in (("labels", labels), ("ids", ids)) if name in marks}
+    def of(x, y, *values):
+        chosen = {name: value for name, value in zip(MARKS, values, strict=True) if name in marks}
         return loss(x, y, module.scale, getattr(module, "bias", 0.0), **chosen, **options)
 
     return of
@@ -261,6 +276,12 @@ def pair(kind, marks, module, **options):
     return program(loss.ours, marks, module, **options), program(loss.whole, marks, module)
 
 
+def weighted_sum(losses):
+    """The sum of losses, each with another weight."""
+    losses = list(losses)
+    return lambda *x: sum((k + 1) * loss(*x) for k, loss in enumerate(losses))
+
+
 def parameters_of(kind):
     return Scale(scale=2.5, bias=-2.0) if kind == "siglip" else Scale(scale=2.5)
 
@@ -270,11 +291,11 @@ def data(*shape, seed=0, dtype=torch.double):
 
 
 def batch(rows, dtype=torch.double, seed=None):
-    """Features of 6 dimensions, labels, one of which a single row has, and ids."""
+    """Features of 6 dimensions, labels, one of which a single row has, ids, and pairs to leave out."""
     g = torch.Generator().manual_seed(rows if seed is None else seed)
     xs = [torch.randn(rows, 6, generator=g, dtype=torch.double).to(dtype) for _ in range(2)]
     labels = torch.tensor([0, 1, 2, 0, 1, 1, 3, 2])[torch.arange(rows) % 8]
-    return *xs, labels, torch.randint(0, 4, (rows,), generator=g)
+    return *xs, labels, torch.randint(0, 4, (rows,), generator=g), torch.rand(rows, rows, generator=g) < 0.3
 
 
 def holds(ours, reference, make=batch, module=None, **more):

@@ -1,246 +1,268 @@
-"""Barlow Twins and VICReg on ranks against one process with the whole batch, written from the papers' formulas."""
+"""Barlow Twins, VICReg, KoLeo and SIGReg on ranks against one process, written from the papers' formulas."""
 
+import math
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from references import barlow_twins, vicreg
-from releases import compiles, one_graph
-from runs import gloo, gloo_messages, refusal, rules
+from references import barlow_twins, data, holds, koleo, sigreg, vicreg
+from runs import gloo, gloo_messages, rules
 
 import diffcoll as dc
-from diffcoll.nn import BarlowTwinsLoss
-from diffcoll.nn.functional import barlow_twins_loss, vicreg_loss
-from diffcoll.testing import assert_matches_single_process, simulate
+from diffcoll.nn import BarlowTwinsLoss, KoLeoLoss, SIGRegLoss, VICRegLoss
+from diffcoll.nn.functional import barlow_twins_loss, koleo_loss, sigreg_loss, vicreg_loss
 
-SIZES = ((6,), (4, 4), (5, 3), (1, 6), (5, 0, 3), (0, 2, 1))
-LOSSES = [barlow_twins_loss, vicreg_loss]
-
-
-def barlow_paper(z1, z2, lambd=5e-3, eps=1e-5):
-    """Zbontar et al. 2021, equations 1 and 2, with the batch norm of the published code."""
-    n1, n2 = (F.batch_norm(z, None, None, training=True, eps=eps) for z in (z1, z2))
-    loss = 0
-    for i in range(z1.shape[1]):
-        for j in range(z1.shape[1]):
-            c = (n1[:, i] * n2[:, j]).mean()
-            loss = loss + ((1 - c) ** 2 if i == j else lambd * c**2)
-    return loss
+SIZES = ((6,), (4, 4), (5, 3), (1, 6), (5, 0, 3), (0, 2, 1), (2, 3, 1, 2))
+FEW = {"num_slices": 5, "num_points": 4}
 
 
-PAPERS = {barlow_twins_loss: barlow_twins, vicreg_loss: vicreg}
-
-
-def rows(n, features=4, dtype=torch.double, seed=0):
+def views(n, dtype=torch.double, features=4):
     """Features of two views whose means and scales differ, some with a standard deviation above 1, some below."""
-    g = torch.Generator().manual_seed(100 * seed + n)
+    g = torch.Generator().manual_seed(n)
     scale, offset = torch.linspace(0.3, 2.0, features), torch.linspace(-3, 5, features)
     first = torch.randn(n, features, generator=g)
     second = first + 0.5 * torch.randn(n, features, generator=g)
     return (first * scale + offset).to(dtype), (second * scale.flip(0) - offset).to(dtype)
 
 
-def test_the_reference_is_the_published_formula():
+def neighbours(n):
+    """Rows in pairs i, i + n // 2, which most splits separate."""
+    half = data(n - n // 2, 4, seed=n)
+    return (torch.cat([half, half[: n // 2] + 0.2 * data(n // 2, 4, seed=1)]),)
+
+
+def skewed(n):
+    """Not normal, with different scales and means."""
+    return (data(n, 3, seed=n).square() * torch.tensor([0.5, 1.0, 2.0]) - 0.7,)
+
+
+#: name → ours, of one process, batch
+LOSSES = {
+    "barlow twins": (barlow_twins_loss, barlow_twins, views),
+    "barlow twins, options": (
+        partial(barlow_twins_loss, lambda_param=0.02, eps=0.1),
+        partial(barlow_twins, lambda_param=0.02, eps=0.1),
+        views,
+    ),
+    "vicreg": (vicreg_loss, vicreg, views),
+    "vicreg, options": (
+        partial(vicreg_loss, lambda_param=2.0, mu_param=3.0, nu_param=5.0),
+        partial(vicreg, lambda_param=2.0, mu_param=3.0, nu_param=5.0),
+        views,
+    ),
+    "koleo": (koleo_loss, koleo, neighbours),
+    "koleo, options": (
+        partial(koleo_loss, normalize=False, eps=0.1),
+        partial(koleo, normalize=False, eps=0.1),
+        neighbours,
+    ),
+    "sigreg": (partial(sigreg_loss, seed=0, **FEW), partial(sigreg, seed=0, **FEW), skewed),
+    "sigreg, options": (
+        partial(sigreg_loss, seed=7, t_max=5.0, **FEW),
+        partial(sigreg, seed=7, t_max=5.0, **FEW),
+        skewed,
+    ),
+}
+each = pytest.mark.parametrize("name", LOSSES)
+
+
+def on_ranks(loss, *xs, sizes):
+    return [y.item() for y in rules(lambda *x: loss(*x).detach(), *(x.split(list(sizes)) for x in xs))]
+
+
+# ── the references are the papers' ───────────────────────────────────────────────────────────────────────
+
+
+def test_barlow_twins_as_published():
+    """Zbontar et al. 2021, equations 1 and 2, element by element, with the batch norm of the published code."""
     for n in (2, 7):
-        torch.testing.assert_close(barlow_twins(*rows(n)), barlow_paper(*rows(n)))
+        n1, n2 = (F.batch_norm(z, None, None, training=True) for z in views(n))
+        loss = 0
+        for i in range(4):
+            for j in range(4):
+                c = (n1[:, i] * n2[:, j]).mean()
+                loss = loss + ((1 - c) ** 2 if i == j else 5e-3 * c**2)
+        torch.testing.assert_close(barlow_twins(*views(n)), loss)
 
 
-@pytest.mark.parametrize("rank_reduction", ["mean", "sum"])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_matches_one_process(loss, rank_reduction):
-    def distributed(z1, z2):
-        return loss(z1, z2, rank_reduction=rank_reduction)
-
-    on = ["simulated", "gloo"] if rank_reduction == "mean" else ["simulated"]
-    report = assert_matches_single_process(
-        distributed, PAPERS[loss], rows, sizes=SIZES, rank_reduction=rank_reduction, order=2, on=on, tolerance=1e-10
-    )
-    assert report.ok
-
-
-def test_matches_one_process_on_mpi():
-    def both(z1, z2):
-        return barlow_twins_loss(z1, z2, lambd=0.02) + vicreg_loss(z1, z2, cov_coeff=3.0)
-
-    def single(z1, z2):
-        return barlow_paper(z1, z2, lambd=0.02) + vicreg(z1, z2, cov=3.0)
-
-    assert_matches_single_process(both, single, rows, sizes=[(3, 0, 4)], order=2, on=["mpi"], tolerance=1e-10)
+def test_sigreg_as_published():
+    """rbalestr-lab/lejepa: EppsPulley, SlicingUnivariateTest; MINIMAL.md has 256 directions."""
+    x = skewed(9)[0].float()
+    a = torch.randn(3, 256, generator=torch.Generator().manual_seed(4))
+    t = torch.linspace(0, 3, 17)
+    weights = torch.full((17,), 2 * 3 / 16)
+    weights[0] = weights[-1] = 3 / 16
+    angles = (x @ (a / a.norm(p=2, dim=0))).unsqueeze(-1) * t
+    error = (angles.cos().mean(0) - (-t.square() / 2).exp()).square() + angles.sin().mean(0).square()
+    published = (error @ (weights * (-t.square() / 2).exp()) * len(x)).mean()
+    for value in on_ranks(partial(sigreg_loss, seed=4), x, sizes=(5, 0, 4)):
+        assert value == pytest.approx(published.item(), rel=1e-5)
+    torch.testing.assert_close(sigreg(x.double(), 4), published.double(), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_gradients_of_an_encoder_under_a_mean(loss):
-    """The mean over ranks of the gradients of an encoder's parameters, as DDP takes it."""
-    encoder = torch.nn.Linear(3, 5).double()
-
-    def of(function):
-        return lambda x1, x2: function(torch.tanh(encoder(x1)), torch.tanh(encoder(x2)))
-
-    batch = partial(rows, features=3, seed=1)
-    assert_matches_single_process(
-        of(loss), of(PAPERS[loss]), batch, module=encoder, sizes=[(5, 0, 3)], order=2, on=["simulated"], tolerance=1e-10
-    )
+def test_the_integral_of_sigreg_in_closed_form():
+    """One dimension has one direction, up to its sign, on which the statistic does not depend."""
+    x = skewed(8)[0][:, :1]
+    loss = partial(sigreg_loss, seed=1, num_slices=2, num_points=300, t_max=12.0)
+    pairs = (-(x - x.T).square() / 2).exp().mean() - math.sqrt(2) * (-x.square() / 4).exp().mean() + 1 / math.sqrt(3)
+    right = math.sqrt(2 * math.pi) * 8 * pairs.item()
+    assert on_ranks(loss, x, sizes=(5, 3)) == [pytest.approx(right, rel=1e-12)] * 2
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_ranks_that_weight_the_loss_differently(loss):
-    """The gradient is that of Σ_r w_r · (the value on rank r): what arrives differs between ranks."""
-    weights = [1.0, 10.0, -3.0]
-    parts = list(zip(*(z.split([3, 1, 2]) for z in rows(6)), strict=True))
-    leaves = [[z.clone().requires_grad_() for z in part] for part in parts]
-    torch.autograd.backward(simulate(lambda zs, w: w * loss(*zs), leaves, weights))
-
-    def gradients(zs, w):
-        zs = [z.clone().requires_grad_() for z in zs]
-        return torch.autograd.grad(w * loss(*zs), zs)
-
-    for found, expected in zip(rules(gradients, parts, weights), leaves, strict=True):
-        torch.testing.assert_close(list(found), [z.grad for z in expected], rtol=1e-10, atol=1e-12)
-    if loss is barlow_twins_loss:  # the whole loss on each rank: Σ_r w_r times its gradient
-        whole = [z.clone().requires_grad_() for z in rows(6)]
-        (sum(weights) * barlow_paper(*whole)).backward()
-        for i, z in enumerate(whole):
-            torch.testing.assert_close(torch.cat([part[i].grad for part in leaves]), z.grad, rtol=1e-10, atol=1e-12)
+# ── laws ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_values_on_each_rank():
-    z1, z2 = rows(8)
-    parts = z1.split([5, 0, 3]), z2.split([5, 0, 3])
-    whole = barlow_paper(z1, z2)
-    for value in simulate(barlow_twins_loss, *parts):
-        torch.testing.assert_close(value, whole)
-    for value in simulate(partial(barlow_twins_loss, rank_reduction="sum"), *parts):
-        torch.testing.assert_close(value, whole / 3)
-    values = simulate(vicreg_loss, *parts)
-    torch.testing.assert_close(sum(values) / 3, vicreg(z1, z2))
-    assert values[0] > values[1]  # of no row: the variances and covariances alone
+@each
+def test_matches_one_process(name):
+    """To second order; also the gradients of an encoder under a mean over ranks."""
+    ours, one, make = LOSSES[name]
+    sizes = SIZES if name[:6] in ("barlow", "vicreg") else [(1,) * 3, *SIZES[:-2]]
+    holds(ours, one, make, sizes=sizes)
+    encoder = torch.nn.Linear(make(1)[0].shape[1], 5).double()
+
+    def encoded(loss):
+        return lambda *xs: loss(*(torch.tanh(encoder(x)) for x in xs))
+
+    holds(encoded(ours), encoded(one), make, module=encoder, sizes=[(5, 0, 3)])
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_half_precision_is_computed_in_float32(loss):
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        z1, z2 = rows(64, dtype=dtype)
-        expected = PAPERS[loss](z1.double(), z2.double())
-        for value in simulate(loss, z1.split([40, 24]), z2.split([40, 24])):
-            assert value.dtype == torch.float32
-        values = simulate(loss, z1.split([40, 24]), z2.split([40, 24]))
-        torch.testing.assert_close(sum(values).double() / 2, expected, rtol=2e-5, atol=0)
-    z1 = z1.to(torch.bfloat16).requires_grad_()
-    loss(z1, z2).backward()  # two dtypes
-    assert z1.grad.dtype == torch.bfloat16 and z1.grad.any()
+@pytest.mark.parametrize("on", ["gloo", "mpi"])
+def test_on_processes(on):
+    def together(k):
+        return lambda x, y: sum(loss[k](*(z[:, :3] for z in (x, y)[: len(loss[2](1))])) for loss in LOSSES.values())
+
+    holds(together(0), together(1), views, sizes=[(3, 0, 4)], on=[on])
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_autocast_changes_nothing(loss):
-    def cast(z1, z2):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return loss(z1, z2)
-
-    z1, z2 = rows(8, dtype=torch.float32)
-    parts = z1.split([5, 3]), z2.split([5, 3])
-    assert simulate(cast, *parts) == simulate(loss, *parts)
+@each
+def test_every_rank_returns_the_same_number(name):
+    ours, one, make = LOSSES[name]
+    xs = [x.float() for x in make(9)]
+    first, *others = on_ranks(ours, *xs, sizes=(5, 0, 4))
+    assert others == [first] * 2
+    assert first == pytest.approx(one(*(x.double() for x in xs)).item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@each
+def test_half_precision_and_autocast(name):
+    """Computed in float32, of the numbers as they are."""
+    ours, one, make = LOSSES[name]
+    for dtype in (torch.bfloat16, torch.float16):
+        xs = [x.to(dtype) for x in make(64)]
+
+        def cast(*xs, ours=ours):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return ours(*xs)
+
+        values = on_ranks(cast, *xs, sizes=(40, 24))
+        assert values == on_ranks(ours, *xs, sizes=(40, 24))
+        assert values[0] == pytest.approx(one(*(x.double() for x in xs)).item(), rel=5e-5)
+
+
+@pytest.mark.parametrize("loss", [barlow_twins_loss, vicreg_loss])
 def test_a_large_mean_costs_no_precision(loss):
     """Mean/std about 10⁵ in float32, where the mean itself is rounded by a hundredth of the standard deviation."""
-    z1, z2 = (z + 100_000 for z in rows(64, dtype=torch.float32))
-    values = simulate(loss, z1.split([40, 24]), z2.split([40, 24]))
-    torch.testing.assert_close(sum(values).double() / 2, PAPERS[loss](z1.double(), z2.double()), rtol=1e-5, atol=0)
+    one = barlow_twins if loss is barlow_twins_loss else vicreg
+    xs = [z + 100_000 for z in views(64, torch.float32)]
+    right = one(*(x.double() for x in xs)).item()
+    assert on_ranks(loss, *xs, sizes=(40, 24)) == [pytest.approx(right, rel=1e-5)] * 2
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_one_feature_and_no_variance(loss):
-    z1, z2 = rows(5, features=1)
-    for a, b in ((z1, z2), (z1, torch.full_like(z2, 3.0))):
-        values = simulate(loss, a.split([2, 3]), b.split([2, 3]))
-        torch.testing.assert_close(sum(values) / 2, PAPERS[loss](a, b))
+def test_one_feature_and_no_variance():
+    x = views(6, features=1)[0]
+    assert on_ranks(vicreg_loss, x, x, sizes=(4, 2)) == [pytest.approx(vicreg(x, x).item())] * 2
+    same = torch.ones(6, 3).double().requires_grad_()
+    (g,) = torch.autograd.grad(vicreg_loss(same, same), same)
+    assert g.isfinite().all()
+    assert vicreg_loss(same, same).item() == pytest.approx(25 * (1 - 0.01))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_what_is_sent(loss):
-    """Two messages forward, of 2 D + 3 and D² + 4 D numbers, and one backward, of one number."""
-    d = 7
+def test_the_nearest_row_of_another_rank_counts():
+    """Each rank's own rows are far apart; the gradient of a distance goes to both of its rows, wherever they are."""
+    x = torch.tensor([[0.0, 0.0], [4.0, 0.0], [0.0, 1.0], [4.0, 2.0]], dtype=torch.double)
 
-    def body(z1, z2):
-        values = []
-        forward = gloo_messages(lambda: values.append(loss(z1.requires_grad_(), z2.requires_grad_())))
-        return forward, gloo_messages(values[0].backward)
+    def body(x):
+        x = x.clone().requires_grad_()
+        loss = koleo_loss(x, normalize=False, eps=0.0)
+        return loss.item(), torch.autograd.grad(loss, x)[0] / 2
 
-    forward, backward = gloo(body, *(z.split([5, 3]) for z in rows(8, features=d)))[0]
-    assert forward == [("all_reduce", 2 * d + 3), ("all_reduce", d * d + 4 * d)]
-    assert backward == [("all_reduce", 1)]
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_torch_func(loss):
-    z1, z2 = rows(8)
-    whole = torch.func.grad(PAPERS[loss])(z1, z2)
-    parts = z1.split([5, 3]), z2.split([5, 3])
-    found = rules(lambda a, b: torch.func.grad(loss)(a, b) / 2, *parts)
-    torch.testing.assert_close(torch.cat(found), whole)
-    stacked = torch.stack([z1, 2 * z1]), torch.stack([z2, z2])
-    expected = torch.stack([PAPERS[loss](z1, z2), PAPERS[loss](2 * z1, z2)])
-    for sizes in [(5, 3), (8, 0)]:
-        both = rules(lambda a, b: torch.vmap(loss)(a, b), *(z.split(sizes, 1) for z in stacked))
-        torch.testing.assert_close(sum(both) / 2, expected)
-        each = torch.vmap(torch.func.grad(loss))
-        found = rules(lambda a, b: each(a, b) / 2, *(z.split(sizes, 1) for z in stacked))  # noqa: B023
-        torch.testing.assert_close(torch.cat(found, 1)[0], whole)
+    values, found = zip(*rules(body, x.split(2)), strict=True)
+    assert values == (pytest.approx(-torch.tensor([1.0, 2.0, 1.0, 2.0]).log().mean().item()),) * 2
+    expected = torch.tensor([[0, 0.5], [0, 0.25], [0, -0.5], [0, -0.25]], dtype=torch.double)
+    torch.testing.assert_close(torch.cat(found), expected)
 
 
-@compiles
-def test_compiles_to_one_graph():
-    def both(z1, z2):
-        return barlow_twins_loss(z1, z2) + vicreg_loss(z1, z2)
-
-    z1, z2 = rows(8)
-    a, b = z1.clone().requires_grad_(), z1.clone().requires_grad_()
-    one_graph(both)(a, z2).backward()
-    both(b, z2).backward()
-    torch.testing.assert_close(a.grad, b.grad)
+def test_equal_rows_have_finite_gradients():
+    assert all(g.isfinite().all() for g in rules(torch.func.grad(koleo_loss), torch.ones(4, 3).split([3, 1])))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("sizes", [(0, 0), (0, 1)])
-def test_too_few_rows_are_an_error_on_every_rank(loss, sizes):
-    def body(z1, z2):
-        return refusal(ValueError, loss, z1, z2)
-
-    expected = (
-        f"{loss.__name__}: batch: got {sum(sizes)} rows on all ranks together, expected at least 2; "
-        "skip this step on all ranks"
-    )
-    assert simulate(body, *(z.split(sizes) for z in rows(sum(sizes)))) == [expected, expected]
+def test_seeds():
+    """Another seed, other directions; the random numbers of PyTorch stay as they are."""
+    (x,) = skewed(8)
+    before = torch.get_rng_state()
+    values = [on_ranks(partial(sigreg_loss, seed=seed), x, sizes=(5, 3))[0] for seed in (0, 1, 0, 2**63 - 1)]
+    assert values[0] == values[2]
+    assert len(set(values)) == 3
+    assert torch.get_rng_state().equal(before)
 
 
-X = torch.ones(4, 3)
-BAD = [
-    ((X[0], X[0]), {}, r"z1: got shape \(3,\), expected \(b, D\) with D > 0; z.flatten\(1\) makes"),
-    ((X[:, :0], X[:, :0]), {}, r"z1: got shape \(4, 0\), expected \(b, D\) with D > 0"),
-    (
-        (X, X[:2]),
-        {},
-        r"z2: got shape \(2, 3\), expected \(4, 3\), the shape of z1; row i of both is of the same sample",
-    ),
-    ((X, [1.0]), {}, "z2: got list, expected a tensor"),
-    ((X.long(), X), {}, r"z1: got torch.int64, expected a floating-point tensor; pass x.float\(\)"),
-    ((X.cfloat(), X), {}, "z1: got torch.complex64, expected a floating-point tensor"),
-    ((X, X), {"eps": -1.0}, "eps: got -1.0, expected a finite non-negative number"),
-    ((X, X), {"eps": None}, "eps: got NoneType, expected a number"),
-    ((X, X), {"rank_reduction": "none"}, 'rank_reduction: got \'none\', expected "mean" or "sum"'),
-]
+@pytest.mark.parametrize(("seeds", "features"), [((0, 8), (4, 3)), ((0, 1), (3, 3)), ((5, 5), (3, 4))])
+def test_ranks_with_different_seeds_in_check_mode(seeds, features):
+    """0 and 8 for 4 and 3 features once had equal residues."""
+
+    def body(seed, size):
+        with dc.check_mode(), pytest.raises(dc.CollectiveMismatchError, match="sigreg_loss"):
+            sigreg_loss(data(4, size), seed=seed)
+
+    rules(body, seeds, features)
 
 
-@pytest.mark.parametrize(("arguments", "options", "text"), BAD)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_errors(loss, arguments, options, text):
-    with pytest.raises((TypeError, ValueError), match=f"^{loss.__name__}: {text}"):
+def test_what_is_sent():
+    """Statistics, in one message of D × D and 4 D numbers after one of 2 D + 1, and one number in backward."""
+
+    def body(z_a, z_b):
+        found = []
+        for loss, xs in (
+            (barlow_twins_loss, (z_a, z_b)),
+            (vicreg_loss, (z_a, z_b)),
+            (partial(sigreg_loss, seed=0, **FEW), (z_a,)),
+        ):
+            values = []
+            leaves = [x.clone().requires_grad_() for x in xs]
+            forward = gloo_messages(lambda: values.append(loss(*leaves)))  # noqa: B023
+            found.append([n for _, n in forward + gloo_messages(values[0].backward)])
+        return found
+
+    for found in gloo(body, *(z.split([5, 3]) for z in views(8))):
+        assert found == [[9, 16 + 16, 1], [9, 16 + 16 + 1, 1], [2 * 5 * 3 + 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("loss", "arguments", "options", "error"),
+    [
+        (barlow_twins_loss, (torch.ones(3), torch.ones(3)), {}, ValueError),
+        (barlow_twins_loss, (torch.ones(4, 3), torch.ones(2, 3)), {}, ValueError),
+        (barlow_twins_loss, (torch.ones(4, 3).long(), torch.ones(4, 3).long()), {}, TypeError),
+        (barlow_twins_loss, (torch.ones(4, 3), torch.ones(4, 3)), {"lambda_param": -1.0}, ValueError),
+        (vicreg_loss, (torch.ones(4, 3), [1.0]), {}, TypeError),
+        (vicreg_loss, (torch.ones(4, 3), torch.ones(4, 3)), {"eps": torch.inf}, ValueError),
+        (koleo_loss, (torch.ones(4),), {}, ValueError),
+        (koleo_loss, (torch.ones(4, 3),), {"eps": "0"}, TypeError),
+        (sigreg_loss, (torch.ones(4, 3),), {"seed": -1}, ValueError),
+        (sigreg_loss, (torch.ones(4, 3),), {"seed": 1 << 63}, ValueError),
+        (sigreg_loss, (torch.ones(4, 3),), {"seed": 0, "num_points": 1}, ValueError),
+        (sigreg_loss, (torch.ones(4, 3),), {"seed": 0, "t_max": 0}, ValueError),
+    ],
+)
+def test_errors(loss, arguments, options, error):
+    with pytest.raises(error, match=loss.__name__):
         loss(*arguments, **options)
 
 
-def test_a_group_is_passed_on():
-    with pytest.raises(TypeError, match="group"):
-        BarlowTwinsLoss(group="no group")(*rows(4))
-    assert dc.get_world_size() == 1
+def test_the_modules():
+    z_a, z_b = views(6)
+    assert BarlowTwinsLoss(0.1)(z_a, z_b) == barlow_twins_loss(z_a, z_b, lambda_param=0.1)
+    assert VICRegLoss(1.0, 2.0, 3.0)(z_a, z_b) == vicreg_loss(z_a, z_b, lambda_param=1.0, mu_param=2.0, nu_param=3.0)
+    assert KoLeoLoss(normalize=False)(z_a) == koleo_loss(z_a, normalize=False)
+    assert SIGRegLoss(num_slices=3)(z_a, seed=2) == sigreg_loss(z_a, seed=2, num_slices=3)

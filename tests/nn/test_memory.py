@@ -28,11 +28,9 @@ def on_ranks(script, names, *sizes):
 
 def test_the_peak_of_a_step():
     b, dims, chunk = 2048, 16, 64
-    names = "clip_loss", f"chunk_size={chunk}", "exchange=ring"
-    whole, chunked, ring = on_ranks(contrastive_cost, names, b, dims, chunk)
+    whole, chunked = on_ranks(contrastive_cost, ("clip_loss", f"chunk_size={chunk}"), b, dims, chunk)
     assert 2 * b * 2 * b * 4 / MEGA < whole < 6 * b * 2 * b * 4 / MEGA
     assert chunked < whole / 5
-    assert 1.9 * b * b * 4 / MEGA < ring < 2.5 * b * b * 4 / MEGA  # of one block
 
 
 def test_the_peak_of_a_sharded_vocabulary():
@@ -46,7 +44,7 @@ def test_the_peak_of_a_sharded_vocabulary():
 def test_the_peak_of_grad_cache():
     """Without activations of the batch, of both parts of the pairs after each of the modules."""
     b, dims, layers, chunk = 1024, 64, 16, 32
-    whole, cached = on_ranks(grad_cache_cost, ("GradientAverager", "grad_cache"), b, dims, layers, chunk)
+    whole, cached = on_ranks(grad_cache_cost, ("GradientAverager", "GradCache"), b, dims, layers, chunk)
     activations = 2 * 2 * layers * b * dims * 4 / MEGA
     assert 0.8 * activations < whole - cached < 1.3 * activations
 
@@ -59,6 +57,6 @@ def counted(rank):
 
 
 def test_the_collectives_of_a_step():
-    """Three of the loss, and a reduction of gradients; DistributedDataParallel has a first bucket of 1 MB."""
+    """Five of the loss, and a reduction of gradients; DistributedDataParallel has a first bucket of 1 MB."""
     for found in spawn(counted, range(2)):
-        assert found == [4, 5, 4, 4]
+        assert found == [6, 7, 6, 6]

@@ -1,0 +1,317 @@
+"""The losses as modules, which hold the options of the function; and modules of a group.
+
+note  notes/training/losses.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from diffcoll.core.arguments import Sizes
+from diffcoll.engines.types import Group
+from diffcoll.nn import functional
+from diffcoll.nn.dice import Dims
+from diffcoll.nn.in_group import InGroup
+from diffcoll.nn.vocab_parallel import Reduction
+
+
+class LossModule(InGroup):
+    """Its arguments are the options of a function; one that is an `nn.Parameter` becomes a parameter of the module.
+
+    `forward` takes the function's other arguments, by position or keyword. An option of None that the function
+    requires, such as CLIP's scale, is one of these.
+    """
+
+    function: ClassVar[Callable[..., Tensor]]
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        of_function = signature(type(self).function).parameters
+        #: Each option, and whether the function requires it.
+        self._options = {name: of_function[name].default is of_function[name].empty for name in options}
+        for name, value in options.items():
+            setattr(self, name, value)
+
+    def forward(self, *tensors: Any, **more: Any) -> Tensor:
+        """Return the loss, as the function does."""
+        options = {name: getattr(self, name) for name in self._options}
+        for name, is_required in self._options.items():
+            if is_required and options[name] is None:
+                del options[name]
+        return type(self).function(*tensors, **options, **more)
+
+    def extra_repr(self) -> str:
+        """Show the options that are not the default."""
+        defaults, shown = signature(type(self)).parameters, []
+        for name in self._options:
+            value = getattr(self, name)
+            if isinstance(value, Tensor) or value != defaults[name].default:
+                shown.append(f"{name}={tuple(value.shape) if isinstance(value, Tensor) else repr(value)}")
+        return ", ".join(shown)
+
+
+class CLIPLoss(LossModule):
+    """`clip_loss` as a module.
+
+    The scale is passed to `forward`, as open_clip does, or here: a number, or an `nn.Parameter`. Then the module is a
+    part of the model whose gradients are averaged.
+
+    >>> import torch
+    >>> from diffcoll.nn import CLIPLoss
+    >>> CLIPLoss(chunk_size=512)
+    CLIPLoss(chunk_size=512)
+    >>> [name for name, _ in CLIPLoss(torch.nn.Parameter(torch.tensor(14.3))).named_parameters()]
+    ['logit_scale']
+    """
+
+    function = staticmethod(functional.clip_loss)
+
+    def __init__(
+        self,
+        logit_scale: Tensor | float | None = None,
+        *,
+        normalize: bool = False,
+        chunk_size: int | None = None,
+        sizes: Sizes = "auto",
+        group: Group = None,
+    ) -> None:
+        numbers = {"logit_scale": logit_scale}
+        super().__init__(**numbers, normalize=normalize, chunk_size=chunk_size, sizes=sizes, group=group)
+
+
+class SigLIPLoss(LossModule):
+    """`siglip_loss` as a module. Scale and bias are passed to `forward`, or here: numbers, or `nn.Parameter`s.
+
+    >>> from diffcoll.nn import SigLIPLoss
+    >>> SigLIPLoss(10.0, -10.0)
+    SigLIPLoss(logit_scale=10.0, logit_bias=-10.0)
+    """
+
+    function = staticmethod(functional.siglip_loss)
+
+    def __init__(
+        self,
+        logit_scale: Tensor | float | None = None,
+        logit_bias: Tensor | float | None = None,
+        *,
+        normalize: bool = False,
+        chunk_size: int | None = None,
+        sizes: Sizes = "auto",
+        group: Group = None,
+    ) -> None:
+        numbers = {"logit_scale": logit_scale, "logit_bias": logit_bias}
+        super().__init__(**numbers, normalize=normalize, chunk_size=chunk_size, sizes=sizes, group=group)
+
+
+class InfoNCELoss(LossModule):
+    """`info_nce_loss` as a module; `forward` takes the negatives third.
+
+    >>> from diffcoll.nn import InfoNCELoss
+    >>> InfoNCELoss(decoupled=True)
+    InfoNCELoss(decoupled=True)
+    """
+
+    function = staticmethod(functional.info_nce_loss)
+
+    def __init__(
+        self,
+        temperature: Tensor | float = 0.1,
+        *,
+        normalize: bool = True,
+        decoupled: bool = False,
+        chunk_size: int | None = None,
+        sizes: Sizes = "auto",
+        group: Group = None,
+    ) -> None:
+        more = {"chunk_size": chunk_size, "sizes": sizes, "group": group}
+        super().__init__(temperature=temperature, normalize=normalize, decoupled=decoupled, **more)
+
+
+class NTXentLoss(LossModule):
+    """`nt_xent_loss` as a module.
+
+    >>> from diffcoll.nn import NTXentLoss
+    >>> NTXentLoss(0.2)
+    NTXentLoss(temperature=0.2)
+    """
+
+    function = staticmethod(functional.nt_xent_loss)
+
+    def __init__(
+        self,
+        temperature: Tensor | float = 0.5,
+        *,
+        normalize: bool = True,
+        decoupled: bool = False,
+        chunk_size: int | None = None,
+        sizes: Sizes = "auto",
+        group: Group = None,
+    ) -> None:
+        more = {"chunk_size": chunk_size, "sizes": sizes, "group": group}
+        super().__init__(temperature=temperature, normalize=normalize, decoupled=decoupled, **more)
+
+
+class SupConLoss(LossModule):
+    """`supcon_loss` as a module.
+
+    >>> from diffcoll.nn import SupConLoss
+    >>> SupConLoss(normalize=False).temperature
+    0.1
+    """
+
+    function = staticmethod(functional.supcon_loss)
+
+    def __init__(
+        self,
+        temperature: Tensor | float = 0.1,
+        *,
+        normalize: bool = True,
+        chunk_size: int | None = None,
+        sizes: Sizes = "auto",
+        group: Group = None,
+    ) -> None:
+        more = {"chunk_size": chunk_size, "sizes": sizes, "group": group}
+        super().__init__(temperature=temperature, normalize=normalize, **more)
+
+
+class BarlowTwinsLoss(LossModule):
+    """`barlow_twins_loss` as a module.
+
+    >>> import diffcoll as dc
+    >>> dc.nn.BarlowTwinsLoss(0.01)
+    BarlowTwinsLoss(lambda_param=0.01)
+    """
+
+    function = staticmethod(functional.barlow_twins_loss)
+
+    def __init__(self, lambda_param: float = 5e-3, *, eps: float = 1e-5, group: Group = None) -> None:
+        super().__init__(lambda_param=lambda_param, eps=eps, group=group)
+
+
+class VICRegLoss(LossModule):
+    """`vicreg_loss` as a module.
+
+    >>> import diffcoll as dc
+    >>> dc.nn.VICRegLoss(nu_param=2.0)
+    VICRegLoss(nu_param=2.0)
+    """
+
+    function = staticmethod(functional.vicreg_loss)
+
+    def __init__(
+        self,
+        lambda_param: float = 25.0,
+        mu_param: float = 25.0,
+        nu_param: float = 1.0,
+        *,
+        eps: float = 1e-4,
+        group: Group = None,
+    ) -> None:
+        super().__init__(lambda_param=lambda_param, mu_param=mu_param, nu_param=nu_param, eps=eps, group=group)
+
+
+class DiceLoss(LossModule):
+    """`dice_loss` as a module.
+
+    >>> import diffcoll as dc
+    >>> dc.nn.DiceLoss(dims="per class")
+    DiceLoss(dims='per class')
+    """
+
+    function = staticmethod(functional.dice_loss)
+
+    def __init__(self, *, smooth: float = 1.0, dims: Dims = None, group: Group = None) -> None:
+        super().__init__(smooth=smooth, dims=dims, group=group)
+
+
+class IoULoss(LossModule):
+    """`iou_loss` as a module.
+
+    >>> import diffcoll as dc
+    >>> dc.nn.IoULoss(smooth=0.0)
+    IoULoss(smooth=0.0)
+    """
+
+    function = staticmethod(functional.iou_loss)
+
+    def __init__(self, *, smooth: float = 1.0, dims: Dims = None, group: Group = None) -> None:
+        super().__init__(smooth=smooth, dims=dims, group=group)
+
+
+class TverskyLoss(LossModule):
+    """`tversky_loss` as a module.
+
+    >>> import diffcoll as dc
+    >>> dc.nn.TverskyLoss(alpha=0.3, beta=0.7)
+    TverskyLoss(alpha=0.3, beta=0.7)
+    """
+
+    function = staticmethod(functional.tversky_loss)
+
+    def __init__(
+        self, *, alpha: float = 0.5, beta: float = 0.5, smooth: float = 1.0, dims: Dims = None, group: Group = None
+    ) -> None:
+        super().__init__(alpha=alpha, beta=beta, smooth=smooth, dims=dims, group=group)
+
+
+class KoLeoLoss(LossModule):
+    """`koleo_loss` as a module.
+
+    >>> import diffcoll as dc
+    >>> dc.nn.KoLeoLoss(normalize=False)
+    KoLeoLoss(normalize=False)
+    """
+
+    function = staticmethod(functional.koleo_loss)
+
+    def __init__(
+        self, *, eps: float = 1e-8, normalize: bool = True, sizes: Sizes = "auto", group: Group = None
+    ) -> None:
+        super().__init__(eps=eps, normalize=normalize, sizes=sizes, group=group)
+
+
+class SIGRegLoss(LossModule):
+    """`sigreg_loss` as a module; `forward` takes the features and the seed.
+
+    >>> import diffcoll as dc
+    >>> dc.nn.SIGRegLoss(num_slices=1024)
+    SIGRegLoss(num_slices=1024)
+    """
+
+    function = staticmethod(functional.sigreg_loss)
+
+    def __init__(self, *, num_slices: int = 256, num_points: int = 17, t_max: float = 3.0, group: Group = None) -> None:
+        super().__init__(num_slices=num_slices, num_points=num_points, t_max=t_max, group=group)
+
+
+class VocabParallelCrossEntropy(LossModule):
+    """`vocab_parallel_cross_entropy` as a module without parameters; `forward` takes the rows of the output layer.
+
+    >>> import torch, diffcoll as dc
+    >>> loss = dc.nn.VocabParallelCrossEntropy(label_smoothing=0.1, chunk_size=4)
+    >>> loss
+    VocabParallelCrossEntropy(label_smoothing=0.1, chunk_size=4)
+    >>> hidden, layer, target = torch.randn(6, 3), torch.nn.Linear(3, 10), torch.arange(6)
+    >>> whole = torch.nn.functional.cross_entropy(layer(hidden), target, label_smoothing=0.1)
+    >>> torch.testing.assert_close(loss(hidden, layer.weight, target, bias_shard=layer.bias), whole)
+    """
+
+    function = staticmethod(functional.vocab_parallel_cross_entropy)
+
+    def __init__(
+        self,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        chunk_size: int | None = None,
+        sizes: Sizes = "auto",
+        group: Group = None,
+    ) -> None:
+        more = {"reduction": reduction, "chunk_size": chunk_size, "sizes": sizes, "group": group}
+        super().__init__(label_smoothing=label_smoothing, z_loss=z_loss, ignore_index=ignore_index, **more)

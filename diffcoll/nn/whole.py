@@ -1,0 +1,74 @@
+"""The two laws: a loss of the whole batch, the same number on every rank.
+
+forward   L = f(Σ_r s_r)                        the same on every rank
+adjoint   gs_r = ∂f/∂s · Σ_r gL_r               every rank backpropagates its own L: one number is sent
+
+The mean over ranks of the gradients (DDP, `GradientAverager`) is then that of L. A loss that is a mean over all ranks'
+rows is the same with f(t, n) = t / n; its rows may use what was gathered from all ranks.
+
+note  notes/training/losses.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from diffcoll.collectives.all_reduce import all_reduce
+from diffcoll.collectives.sum_gradients import sum_gradients
+from diffcoll.core.groups import get_world_size
+from diffcoll.engines.types import Group
+
+#: Makes a loss require a gradient. A new leaf of the loss's own cannot: Dynamo and torch.func refuse it.
+_LEAF = torch.nn.Parameter(torch.empty(0))
+
+
+def loss_of_sums(f: Callable[..., Tensor], *sums: Tensor, group: Group = None) -> Tensor:
+    """Losses that are no mean over rows (Dice, a correlation, a metric): f of sums over the rows of all ranks.
+
+    What torchmetrics computes from states with `dist_reduce_fx="sum"`, as a loss. One all_reduce in forward, one of the
+    0-d loss in backward.
+
+    >>> import torch, diffcoll as dc
+    >>> def recall(hits, positives):
+    ...     return 1 - hits / positives
+    >>> def loss(p, t):
+    ...     return dc.nn.functional.loss_of_sums(recall, (p * t).sum(), t.sum())
+    >>> p, t = torch.tensor([0.9, 0.8, 0.6, 0.3]), torch.tensor([1.0, 1.0, 0.0, 1.0])
+    >>> loss(p, t)
+    tensor(0.3333)
+    >>> from diffcoll.testing import simulate
+    >>> [round(value.item(), 4) for value in simulate(loss, p.split([3, 1]), t.split([3, 1]))]
+    [0.3333, 0.3333]
+
+    Args:
+        f: from the sums over ranks to the loss, 0-d; without collectives. Every rank computes it.
+        sums: this rank's, floating-point, of any shapes and of one dtype; each has one shape on all ranks.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
+
+    Returns:
+        f of the sums over ranks: the loss of the whole batch, the same number on every rank. Its gradient is that of
+        the whole batch after a *mean* over ranks (DDP, `GradientAverager`). If gradients are summed, divide it by N.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid.
+
+    Source: notes/training/losses.md.
+    """
+    if get_world_size(group) == 1:
+        return f(*sums)
+    total = all_reduce(sums if len(sums) != 1 else sums[0], group=group, grad_placement="replicate")
+    loss = f(*total) if isinstance(total, tuple) else f(total)
+    return sum_gradients(_recorded(loss), group=group)
+
+
+def mean_of_rows(terms: Tensor, total: int, group: Group) -> Tensor:
+    """Return the mean over all ranks' rows from the terms of this rank's; the ranks have `total` rows."""
+    return loss_of_sums(lambda t: t / total, terms.sum(), group=group)
+
+
+def _recorded(x: Tensor) -> Tensor:
+    """Return x, of which backward may be called: every rank runs the same one, also if its rows train nothing."""
+    return x if x.requires_grad or not torch.is_grad_enabled() else x + _LEAF.sum()
