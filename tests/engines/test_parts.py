@@ -20,7 +20,7 @@ from diffcoll.engines import c10d, devices, mpi, watch
 from diffcoll.engines.engine import add_up
 from diffcoll.engines.scratch import KEPT_BYTES, NEW_BYTES, Scratch
 from diffcoll.testing import cases, spawn
-from diffcoll.testing.layouts import with_layout
+from diffcoll.testing.cases import with_layout
 
 # ── sums and scratch memory ──────────────────────────────────────────────────────────────────────────────
 

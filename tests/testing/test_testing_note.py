@@ -6,9 +6,10 @@ import re
 import runpy
 from pathlib import Path
 
-import diffcoll
 import diffcoll.testing.strategies  # pytester forgets what a run inside this process has imported
 from diffcoll.testing.harness.causes import Kind
+
+import diffcoll
 
 pytest_plugins = ["pytester"]
 ROOT = Path(diffcoll.__file__).parent.parent

@@ -118,6 +118,10 @@ class GraphCuts:
 
     def __exit__(self, *error: object) -> None:
         """End."""
+        self.end()
+
+    def end(self) -> None:
+        """Record no more, as where the forward has ended."""
         self._modes.close()
 
     def _on_call(self, frame: FrameType, event: str, _: object) -> None:
