@@ -88,8 +88,8 @@ def assert_matches_single_process(
             the whole's then; over other axes the check combines them, and says so. DistributedDataParallel, FSDP and
             a DTensor's `Replicate()` say it by themselves.
         order: 2: check second order too.
-        on: "simulated", and backends for real processes: "gloo", "mpi", "nccl". What is wrong on one of them is run on
-            the next only to see whether it is wrong there too.
+        on: "simulated", and backends for real processes: "gloo", "nccl". What is wrong on one of them is run on the
+            next only to see whether it is wrong there too.
         dtype: of the floating-point numbers of the batch and the module; None: as they are.
         tolerance: the largest relative error that is right; by default 4e-10 for float64 and 2e-4 for float32. An
             error is relative to the largest element of a value, and of a gradient's row: rows below 1/100 of the
@@ -112,8 +112,6 @@ def assert_matches_single_process(
     runs = parsed_ranks(ranks)
     if runs[0].rows and shard is not None:
         raise TypeError(message(_MATCHES, "shard", "ranks that have rows", 'a mesh, such as ranks={"dp": 2}'))
-    if shard is not None and "mpi" in on:
-        raise ValueError(message(_MATCHES, "on", '"mpi" with shard=', "kinds of ranks that have a DeviceMesh"))
     if isinstance(reduced, str):
         raise TypeError(message(_MATCHES, "reduced", repr(reduced), f'a sequence of axes, such as ["{RANKS}"]'))
     if shard is not None and module is None:
@@ -166,7 +164,7 @@ def check_gradients(
             parallelism, and it counts once. By default each rank's tensors are variables of their own, and the losses
             are summed.
         order: 2: check a Hessian-vector product too.
-        on: "simulated", and backends for real processes: "gloo", "mpi".
+        on: "simulated", and backends for real processes: "gloo".
         timeout: seconds that each run on processes may take.
 
     Returns:

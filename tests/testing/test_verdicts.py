@@ -310,12 +310,6 @@ def test_a_right_program_is_right(name, on):
     matches(RIGHT[name](), on=[on])
 
 
-@pytest.mark.slow
-def test_on_mpi():
-    matches(RIGHT["a step"](), on=["mpi"])
-    differs(WRONG["a row is dropped"](), on=["mpi"])
-
-
 # ── wrong programs ───────────────────────────────────────────────────────────────────────────────────────
 
 

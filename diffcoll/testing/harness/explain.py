@@ -247,11 +247,20 @@ class _Wrong:
         for axis in self.setting.frame.reduction if q.group != "state" and (axes or q.of_input) else ():
             how, n = self.setting.frame.reduction.get(axis), self.ranks.sizes[axis]
             if how == "mean" and math.isclose(ratio, 1 / n, rel_tol=1e-6):
-                return f', exact under "sum" over {_axis(axis)}'
+                alike = f", or if the ranks along {axis} have one loss, which is no rank_reduction there"
+                return f', exact under "sum" over {_axis(axis)}' + alike * (q.of_input and self._one_loss(axis))
             if how == "sum" and math.isclose(ratio, n, rel_tol=1e-6):
                 return f', exact under "mean" over {_axis(axis)}'
         words = next((w for w, share in self._shares.items() if math.isclose(ratio, share, rel_tol=1e-6)), None)
         return f", which is {words}" if words else ""
+
+    def _one_loss(self, axis: str) -> bool:
+        """Whether all ranks along an axis of a mesh return the same."""
+        if axis == RANKS:
+            return False
+        each = [m.outputs for m in self.run.measured]
+        pairs = [(each[r], each[s]) for r in range(self.ranks.size) for s in self.ranks.along([axis], r)]
+        return all(near(a, b) for one, other in pairs for a, b in zip(one, other, strict=True))
 
     def _others(self, q: Quantity) -> str | None:
         """Say which rank's piece each rank has, if that is another one's."""

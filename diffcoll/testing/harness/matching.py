@@ -359,4 +359,4 @@ def _in_doubt(q: Quantity) -> bool:
 
 
 def _device(on: str) -> str:
-    return "cpu" if on in ("simulated", "mpi") else device_of_backend(on)
+    return "cpu" if on == "simulated" else device_of_backend(on)
