@@ -276,7 +276,7 @@ ONE = {"x": Replicate()}
 BAD = {
     "equal": (([X, X],), {}, "per_rank"),
     "no tensors": (([1, 2],), {}, "per_rank"),
-    "lengths": (([X, 2 * X], [1]), {}, "lengths"),
+    "lengths": (([X, 2 * X], [1]), {}, "expected"),
     "structures": (([X, (X, 2 * X)],), {}, "per_rank"),
     "order": (([X, 2 * X],), {"order": 0}, "order"),
     "on": (([X, 2 * X],), {"on": "gloo"}, "on"),

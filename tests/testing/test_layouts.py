@@ -58,6 +58,11 @@ def parallelized(whole, mesh):
     return parallelize_module(whole, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
+def with_a_new_norm(whole, mesh):
+    whole.norm = nn.LayerNorm(4).bfloat16()
+    return parallelized(whole, mesh)
+
+
 def in_sequence(whole, mesh):
     plan = {
         "norm": SequenceParallel(),
@@ -133,6 +138,11 @@ def ddp_inside(whole, mesh):
     return whole
 
 
+def ddp_made_anew(whole, mesh):
+    whole.norm = DDP(nn.LayerNorm(4, dtype=torch.double), process_group=group_of(mesh, "dp"))
+    return whole
+
+
 def ddp_of_tp(whole, mesh):
     return DDP(tensor_parallel(whole, mesh), process_group=group_of(mesh, "dp"))
 
@@ -195,6 +205,13 @@ def tensor_parallel(whole, mesh):
 
 def interleaved(whole, mesh):
     return Parallel(whole, group_of(mesh), torch.arange(len(whole.up.weight))[group_of(mesh).rank() :: 2])
+
+
+def with_fresh_memory(whole, mesh):
+    """Fresh memory may hold the integers that were there before, unless it is filled."""
+    if whole.up.bias.max() > 2**20 and not torch.empty(3).isnan().all():
+        raise RuntimeError("the layout is found by shapes now, and wrong")
+    return interleaved(whole, mesh)
 
 
 def in_any_order(whole, mesh):
@@ -351,7 +368,7 @@ class Stage(nn.Module):
 
     def __init__(self, layers, first):
         super().__init__()
-        self.layers, self.first = nn.ModuleList(layers), first
+        self.layers, self.is_first = nn.ModuleList(layers), first
 
 
 def pipeline(whole, mesh):
@@ -364,7 +381,7 @@ def piped(module, x):
 
     if isinstance(module, nn.Sequential):
         return module(x).sin().mean()
-    if module.first:
+    if module.is_first:
         for layer in module.layers:
             x = layer(x)
         return Sent.apply(x, 1)
@@ -396,6 +413,15 @@ def tied_pipeline(whole, mesh):
 
 def tied_and_piped(module, x):
     return loss(module, x) if isinstance(module, TiedEnds) else piped(module, x)
+
+
+def tied_and_made_anew(whole, mesh):
+    """Each stage has the weight by the name that it has there."""
+    stage, layer = nn.Module(), nn.Linear(4, 4, bias=False, dtype=torch.double)
+    stage.is_first = mesh["pp"].get_local_rank() == 0
+    setattr(stage, "first" if stage.is_first else "last", layer)
+    stage.layers = (layer, torch.tanh) if stage.is_first else (layer,)
+    return stage
 
 
 class Experts(nn.Module):
@@ -554,6 +580,7 @@ WAYS = {
         {"placements": {"x": {"dp": Shard(0), "cp": Shard(0)}}},
     ),
     "DDP of a part": (loss, X, Net(), ddp_inside, DP, ROWS),
+    "DDP of a part, made anew": (loss, X, Net(), ddp_made_anew, DP, ROWS),
     "DDP of tensor parallelism": (loss, X, Net(), ddp_of_tp, BOTH, ROWS),
     "DTensors, replicated": (loss, X, Net(), replicated_dtensors, DP, {}),
     "a checkpoint's wrapper": (loss, X, Net(), checkpointed, TP, {}),
@@ -562,6 +589,7 @@ WAYS = {
     "more than one size": (loss, X, Net(), tensor_parallel, [{"tp": 2}, {"tp": 4}], {}),
     "two axes": (loss, X, Net(), tensor_parallel, BOTH, ROWS),
     "interleaved": (loss, X, Net(), interleaved, TP, {}),
+    "with fresh memory": (loss, X, Net(), with_fresh_memory, TP, {}),
     "in any order": (loss, X, Net(), in_any_order, TP, {}),
     "uneven": (loss, X, Net(), uneven, TP, {}),
     "renamed": (loss, X, Net(), renamed, TP, {}),
@@ -587,6 +615,14 @@ WAYS = {
         {"pp": 2},
         {"placements": {name: {"pp": Partial()} for name in ("x", "output", "first.weight")}},
     ),
+    "tied across a pipeline, made anew": (
+        tied_and_piped,
+        X,
+        TiedEnds(),
+        tied_and_made_anew,
+        {"pp": 2},
+        {"placements": {name: {"pp": Partial()} for name in ("x", "output", "first.weight")}},
+    ),
     "heads of keys on two ranks each": (
         loss,
         X,
@@ -606,7 +642,8 @@ WAYS = {
         TP,
         {"context": loss_parallel},
     ),
-    "bfloat16": (loss, X.bfloat16(), Net().bfloat16(), parallelized, TP, {"dtype": None}),
+    "bfloat16": (loss, X.bfloat16(), Net(64).bfloat16(), parallelized, TP, {"dtype": None}),
+    "bfloat16, with a norm made anew": (loss, X.bfloat16(), Net(64).bfloat16(), with_a_new_norm, TP, {"dtype": None}),
     "float32": (loss, X.float(), Net(), fsdp2, DP, {"dtype": None, **ROWS}),
 }
 

@@ -1,4 +1,4 @@
-"""notes/how-to/testing.md and the README show what the example prints; as a program, this file writes it to the note."""
+"""notes/how-to/testing.md and the README show what the example prints; as a program, this writes it to the note."""
 
 import contextlib
 import io

@@ -334,7 +334,7 @@ def _gradients(whole: Measured, each: Sequence[Measured], frame: Frame) -> Itera
 
 def _first(each: Sequence[Span], span: Span) -> int:
     """Return the index of the first name of a tied tensor."""
-    return next(i for i, other in enumerate(each) if other.start == span.start and other.name == span.name)
+    return next(i for i, other in enumerate(each) if other.tensor is span.tensor)
 
 
 def _overlaps(span: Span, held: Held) -> bool:

@@ -183,7 +183,7 @@ class Checking:
         #: The names of a rank's inputs, followed by those of its module; "": not checked.
         self._names = [*names]
         for k, span in enumerate(self._spans):
-            first = not any(span is other for other in self._spans[:k])
+            first = not any(span.tensor is other.tensor for other in self._spans[:k])
             self._names.append(span.name if first and span.kind == "parameter" and span.tensor.requires_grad else "")
         if not any(self._names):
             raise ValueError(message(_NAME, "per_rank", "no floating-point tensor", "at least one, or a module"))

@@ -201,7 +201,7 @@ class _Wrong:
             scale = scale_of(q, ratio)
             if ratio is None or (axes == here and abs(ratio - 1) < 1e-7):
                 continue
-            if axes == here and (many or scale or (q.group == "value" and ratio > 0 and self._share(ratio))):
+            if axes == here and (many or scale or (q.group == "value" and self._share(ratio))):
                 size = f"{ratio:.4g}" if abs(ratio - 1) > 1e-3 else f"1 + {ratio - 1:.1e}"
                 size += f" = {scale}" if scale else ""
                 words = f"moved {size} times as far as on" if moved else f"{size} times that of"
@@ -229,8 +229,9 @@ class _Wrong:
             for c, d in zip(summed, own, strict=True)
         )
 
-    def _share(self, ratio: float) -> bool:
-        return any(math.isclose(ratio, share, rel_tol=1e-6) for share in self._shares.values())
+    def _share(self, ratio: float) -> str | None:
+        """Return in words the share that a ratio is."""
+        return next((words for words, share in self._shares.items() if math.isclose(ratio, share, rel_tol=1e-6)), None)
 
     @cached_property
     def _shares(self) -> dict[str, float]:
@@ -251,8 +252,8 @@ class _Wrong:
                 return f', exact under "sum" over {_axis(axis)}' + alike * (q.of_input and self._one_loss(axis))
             if how == "sum" and math.isclose(ratio, n, rel_tol=1e-6):
                 return f', exact under "mean" over {_axis(axis)}'
-        words = next((w for w, share in self._shares.items() if math.isclose(ratio, share, rel_tol=1e-6)), None)
-        return f", which is {words}" if words else ""
+        share = self._share(ratio)
+        return f", which is {share}" if share else ""
 
     def _one_loss(self, axis: str) -> bool:
         """Whether all ranks along an axis of a mesh return the same."""
@@ -295,22 +296,28 @@ class _Wrong:
 
     # ── experiments ──
 
-    def _measure(self, **more: Any) -> list[Measured]:
-        return self.matching.measure(self.run.on, self.ranks, **more)
+    def _run(self, tasks: Sequence[Task]) -> list[Measured]:
+        """Measure on the ranks."""
+        packed = [self.matching.distributed] * self.ranks.size
+        found: list[Measured] = self.matching.machines.run(self.run.on, measured, packed, tasks)
+        return found
+
+    def _again(self, **more: Any) -> list[Measured]:
+        return self._run([replace(task, **more) for task in self.setting.tasks])
+
+    def _alone(self, part: Any, seed: int = 0) -> list[Tensor]:
+        """Return what one process returns for a part of the batch."""
+        task = Task(Ranks({RANKS: 1}, (1,)), part, backward=False)
+        found: Measured = self.matching.on_one(measured, self.matching.single, task, seed=seed)
+        return found.outputs
 
     def _own_rows(self) -> Iterator[str]:
         """Whether each rank returns what one process returns for the rank's own part."""
         outputs = self.run.measured
         if not any(q.group in ("value", "output") for q in self.wrong) or self.matching.distributed.unpack().shard:
             return
-        found = []
-        one = Ranks({RANKS: 1}, (1,))
-        for task in self.setting.tasks:
-            alone: Measured = self.matching.on_one(measured, self.matching.single, Task(one, task.part, backward=False))
-            found.append(alone.outputs)
-        if all(
-            near(a, b) for mine, own in zip(outputs, found, strict=True) for a, b in zip(mine.outputs, own, strict=True)
-        ):
+        pairs = [(m.outputs, self._alone(task.part)) for m, task in zip(outputs, self.setting.tasks, strict=True)]
+        if all(near(a, b) for mine, alone in pairs for a, b in zip(mine, alone, strict=True)):
             yield "each rank returns what one process returns for the rank's own part of the batch alone"
 
     def _other_losses(self) -> Iterator[str]:
@@ -318,32 +325,29 @@ class _Wrong:
         if not self._wrong_gradients or not self._losses_differ or self.ranks.size == 1:
             return
         n = self.ranks.size
-        reached: dict[str, list[list[bool]]] = {}
+        reached: dict[str, list[list[bool]]] = {}  # by the rank whose loss counts, on each rank
         for q in range(n):
-            tasks = [replace(task, factor=float(r == q)) for r, task in enumerate(self.setting.tasks)]
-            each = self.matching.machines.run(self.run.on, measured, [self.matching.distributed] * n, tasks)
+            each = self._run([replace(task, factor=float(r == q)) for r, task in enumerate(self.setting.tasks)])
             for found in quantities(self.setting.whole, each, self.setting.frame):
-                if found.group == "gradient":
-                    some = [any(bool(p.got.any()) for p in mine) for mine in found.pieces]
-                    reached.setdefault(found.what, []).append(some)
+                some = [any(bool(p.got.any()) for p in mine) for mine in found.pieces]
+                reached.setdefault(found.what, []).append(some)
         lines: dict[str, list[str]] = {}
-        for wrong in self._wrong_gradients:
-            by_loss = reached[wrong.what]
-            if not any(map(any, by_loss)):
-                continue
+        for what, by_loss in ((wrong.what, reached[wrong.what]) for wrong in self._wrong_gradients):
             lost = [q for q, some in enumerate(by_loss) if not any(some)]
+            if len(lost) == n:
+                continue
             if not any(by_loss[q][r] for q in range(n) for r in range(n) if q != r):
-                lines.setdefault("no other rank's loss reaches it", []).append(_short(wrong.what))
+                lines.setdefault("no other rank's loss reaches it", []).append(_short(what))
             elif lost:
                 words = f"the loss of rank {', '.join(map(self.ranks.named, lost))} reaches it on no rank"
-                lines.setdefault(words, []).append(_short(wrong.what))
+                lines.setdefault(words, []).append(_short(what))
         yield from (f"{_listed(names)}: {words}" for words, names in lines.items())
 
     def _undetached(self) -> Iterator[str]:
         """What is right if the user's calls of detach() keep the graph."""
         if not self._wrong_gradients or not self.cuts.detached:
             return
-        again = quantities(self.setting.whole, self._measure(undetached=True), self.setting.frame)
+        again = quantities(self.setting.whole, self._again(undetached=True), self.setting.frame)
         right = {q.what for q in again if q.ok}
         names = [_short(q.what) for q in self._wrong_gradients if q.what in right]
         if names:
@@ -351,7 +355,7 @@ class _Wrong:
 
     @cached_property
     def _watched(self) -> list[Measured]:
-        return self._measure(watched=True)
+        return self._again(watched=True)
 
     @cached_property
     def cuts(self) -> Cuts:
@@ -408,27 +412,19 @@ class _Wrong:
 
     def _moved(self, q: Quantity, direction: Tensor, h: float) -> list[Measured]:
         """Measure with a tensor moved on all ranks."""
-        tasks = []
+        frame, tasks = self.setting.frame, []
+        inputs = {name: torch.zeros_like(self.batch.tensors[name]).flatten() for name in frame.inputs}
+        module = torch.zeros(max((s.end for s in frame.spans), default=0), dtype=direction.dtype)
+        if q.of_input:
+            inputs[_short(q.what)] = direction
+        else:
+            span = next(s for s in frame.spans if s.name == _short(q.what))
+            module[span.start : span.end] = direction
         for r, task in enumerate(self.setting.tasks):
-            inputs = []
-            for name, index in self.setting.frame.inputs.items():
-                here = name == _short(q.what) and q.of_input
-                inputs.append(direction[index[r]] if here else torch.zeros(index[r].shape))
-            module: list[Tensor | None] = []
-            for held in self.setting.frame.held[r]:
-                span = next((s for s in self.matching.spans if s.name == _short(q.what) and not q.of_input), None)
-                inside = (held.index >= span.start) & (held.index < span.end) if span is not None else None
-                if span is None or inside is None or not inside.any():
-                    module.append(None)
-                else:
-                    module.append(
-                        torch.where(inside, direction[(held.index - span.start).clamp(0, len(direction) - 1)], 0)
-                    )
-            tasks.append(replace(task, directions=(inputs, module), move=h, order=1, backward=False))
-        found: list[Measured] = self.matching.machines.run(
-            self.run.on, measured, [self.matching.distributed] * self.ranks.size, tasks
-        )
-        return found
+            of_rank = [inputs[name][index[r]] for name, index in frame.inputs.items()]
+            along = of_rank, [h_.of(module) for h_ in frame.held[r]]
+            tasks.append(replace(task, directions=along, move=h, order=1, backward=False))
+        return self._run(tasks)
 
     def _orders(self) -> Iterator[str]:
         if self.wrong and all(q.group == "second order" for q in self.wrong):
@@ -436,10 +432,8 @@ class _Wrong:
 
     def _of_one_process(self) -> Iterator[str]:
         """Whether one process itself has other numbers with other seeds, or rounds them so."""
-        batch = self.batch
-        task = Task(Ranks({RANKS: 1}, (1,)), batch.part(), backward=False)
-        a, b = (self.matching.on_one(measured, self.matching.single, task, seed=seed) for seed in (0, 1))
-        if not all(near(x, y) for x, y in zip(a.outputs, b.outputs, strict=True)):
+        a, b = (self._alone(self.batch.part(), seed) for seed in (0, 1))
+        if not all(near(x, y) for x, y in zip(a, b, strict=True)):
             yield "one process itself returns other numbers with another seed: random numbers, such as dropout"
         else:
             noise = self.matching.noise(self.setting)

@@ -224,10 +224,17 @@ class Fit:
 def fits(shape: Sequence[int], shapes: Sequence[Sequence[int] | None], ranks: Ranks) -> Iterator[Fit]:
     """Yield the ways in which tensors of these shapes may be pieces of one shape; None: the rank has none."""
     every, free = torch.arange(math.prod(shape)).view(tuple(shape)), [axis for axis, n in ranks.sizes.items() if n > 1]
+    seen: list[list[Tensor | None]] = []  # where some ranks have none, several ways may be one
     for dims in itertools.product([None, *range(len(shape))], repeat=len(free)):
         along = {axis: dim for axis, dim in zip(free, dims, strict=True) if dim is not None}
-        if (found := _blocks(every, shapes, along, ranks)) is not None:
+        found = _blocks(every, shapes, along, ranks)
+        if found is not None and not any(_equal(found, other) for other in seen):
+            seen.append(found)
             yield Fit(" and ".join(f"Shard({dim}) on {axis}" for axis, dim in along.items()), found)
+
+
+def _equal(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
+    return all((x is y) if x is None or y is None else torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _blocks(
@@ -245,7 +252,10 @@ def _blocks(
         for dim, length in enumerate(shape):
             axes = [axis for axis, d in along.items() if d == dim]
             peers = ranks.along(axes, r)
-            lengths = [mine[dim] for s in peers if (mine := shapes[s]) is not None and len(mine) == every.dim()]
+            of_peers = [shapes[s] for s in peers]
+            if any(mine is not None and len(mine) != every.dim() for mine in of_peers):
+                return None
+            lengths = [0 if mine is None else mine[dim] for mine in of_peers]
             if sum(lengths) != every.shape[dim]:
                 return None
             block = block.narrow(dim, sum(lengths[: peers.index(r)]), length)
@@ -271,7 +281,7 @@ def settled_output(name: str, whole: Tensor, got: Sequence[Tensor], said: Placem
 
 
 class Span(NamedTuple):
-    """A tensor of the whole module, and where its numbers begin among those of all; tied ones have one span."""
+    """A tensor of the whole module, and where its numbers begin among those of all; tied ones begin at one place."""
 
     name: str
     kind: str
@@ -308,15 +318,15 @@ def unwrapped(module: nn.Module, name: str) -> str:
 
 
 def spans(module: nn.Module) -> list[Span]:
-    """Return the span of each tensor, in the order of `tensors_of`; tied tensors have the same."""
+    """Return the span of each tensor, in the order of `tensors_of`."""
     found: list[Span] = []
-    known: dict[int, Span] = {}
+    starts: dict[int, int] = {}
     end = 0
     for kind, name, x in tensors_of(module):
-        if id(x) not in known:
-            known[id(x)] = Span(name, kind, end, x)
+        if id(x) not in starts:
+            starts[id(x)] = end
             end += x.numel()
-        found.append(known[id(x)])
+        found.append(Span(name, kind, starts[id(x)], x))
     return found
 
 
@@ -416,6 +426,10 @@ class Held:
     write: bool
     #: See `Fact`.
     tied: int = -1
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return its part of the numbers of all tensors of the module; zero where it has none of them."""
+        return torch.where(self.index >= 0, whole[self.index.clamp(min=0)], 0) if len(whole) else whole
 
 
 def local(x: Any) -> Tensor:

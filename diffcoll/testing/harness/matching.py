@@ -246,9 +246,9 @@ class Matching:
         if subject.module is None:
             return [[] for _ in range(n)], []
         if subject.shard is None:
-            tied = {s.start: k for k, s in reversed(list(enumerate(self.spans)))}
+            tied = {id(s.tensor): k for k, s in reversed(list(enumerate(self.spans)))}
             whole = [
-                Held(s.name, torch.arange(s.start, s.end).view(s.tensor.shape), (), False, tied[s.start])
+                Held(s.name, torch.arange(s.start, s.end).view(s.tensor.shape), (), False, tied[id(s.tensor)])
                 for s in self.spans
             ]
             return [whole] * n, []
@@ -264,11 +264,10 @@ class Matching:
         self, on: str, ranks: Ranks, batch: Batch, index: Mapping[str, list[Tensor]], held: list[list[Held]], r: int
     ) -> Task:
         part = batch.part({name: each[r] for name, each in index.items()})
-        numbers_of = {s.start: s for s in self.spans}
         write = {}
         for h in held[r]:
             if h.write:
-                (span,) = {s.start: s for s in numbers_of.values() if s.start <= int(h.index.min()) < s.end}.values()
+                span = next(s for s in self.spans if s.start <= int(h.index.min()) < s.end)
                 write[h.name] = span.tensor.detach().flatten()[h.index - span.start]
         return Task(ranks, part, _device(on), write)
 
@@ -305,8 +304,7 @@ class Matching:
         for span, v in zip(self.spans, of_module, strict=True):
             if v is not None:
                 every[span.start : span.end] = v.flatten().to(torch.double)
-        module: list[Tensor | None] = [every[h.index.clamp(min=0)] * (h.index >= 0) for h in frame.held[r]]
-        return replace(task, weights=weights, order=2, directions=(inputs, module))
+        return replace(task, weights=weights, order=2, directions=(inputs, [h.of(every) for h in frame.held[r]]))
 
     def measure(self, on: str, ranks: Ranks, **more: Any) -> list[Measured]:
         """Measure on the ranks; `more` replaces fields of each task."""

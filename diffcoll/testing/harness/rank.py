@@ -144,7 +144,7 @@ def weight_of(i: int, outputs: Sequence[Tensor], stream: int = 0) -> Tensor | No
         return None
     if y.dim() == 0 and sum(y.dim() == 0 and differentiable(y) for y in outputs) == 1:
         return torch.ones((), dtype=y.dtype)
-    return numbers(tuple(y.shape), y.dtype, i, stream if y.dim() else 0, WEIGHTS)
+    return numbers(tuple(y.shape), y.dtype, i, stream, WEIGHTS)
 
 
 def layout_on_rank(packed: Packed, ranks: Ranks, device: str, code: Code | None) -> list[Fact]:
@@ -263,7 +263,7 @@ def _prepare(task: Task, tensors: Sequence[tuple[str, Tensor]], inputs: Sequence
         if task.move and task.directions is not None:
             every = [*inputs, *(x for _, x in tensors)]
             for k, (x, v) in enumerate(zip(every, [*task.directions[0], *task.directions[1]], strict=True)):
-                if v is not None and not any(x is other for other in every[:k]):
+                if v is not None and differentiable(x) and not any(x is other for other in every[:k]):
                     local(x).add_(task.move * v.to(x.dtype))
         if task.jitter:
             for x in [*inputs, *(x for _, x in tensors if differentiable(x))]:
