@@ -93,7 +93,7 @@ MUTANTS = [
         ROWS,
         f"{VERDICTS}::test_right_on_simulated_ranks_and_wrong_on_processes",
     ),
-    Mutant(RANK, "measured", "own = any(", "own = False and any(", ROWS, f"{RIGHT} -k step"),
+    Mutant(RANK, "measured", "own = any(", "own = False and any(", ROWS, f"{RIGHT} -k adversary"),
     Mutant(
         "testing/harness/report.py",
         "Report.ok",

@@ -256,7 +256,7 @@ class Checking:
     @cached_property
     def _measured(self) -> list[Measured]:
         """What backward gives on each rank."""
-        return self._measure(order=self._order, directions=None) if self._order == 1 else self._twice(order=2)
+        return self._measure() if self._order == 1 else self._twice(order=2)
 
     def _twice(self, **more: Any) -> list[Measured]:
         """Measure along directions of second order that are as long as the tensors."""
@@ -275,6 +275,7 @@ class Checking:
     def _differences(self) -> list[Difference]:
         """The derivatives along each direction; with smaller steps where there seems to be a kink: fn may vary fast."""
         tried: dict[Direction, list[Difference]] = {}
+        best: list[Difference] = []
         each = self._directions()
         for scale in _SCALES:
             n = self._ranks.size

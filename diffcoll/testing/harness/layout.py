@@ -188,10 +188,11 @@ def _piece(name: str, x: Tensor, said: Placement | None, at: Coordinates) -> Ten
             start = min(at[axis] * most, x.shape[dim])
             x = x.narrow(dim, start, min(most, x.shape[dim] - start))
         elif callable(placement):
-            x = placement(x, at)
-            if not isinstance(x, Tensor):
-                got = f"a function that returned {type(x).__name__}"
+            found: object = placement(x, at)
+            if not isinstance(found, Tensor):
+                got = f"a function that returned {type(found).__name__}"
                 raise TypeError(message(NAME, f"placements[{name!r}]", got, "the piece of the whole, a tensor"))
+            x = found
     return x
 
 
