@@ -260,10 +260,10 @@ def scale_of(q: Quantity, ratio: float | None) -> str | None:
         return None
     near = max(1e-4, 2 * (q.most_allowed or 0.0))
     for axis, n in q.ranks.sizes.items():
-        for power, words in ((1, ""), (-1, "1/"), (2, "")) if n > 1 else ():
+        for power, words in ((1, ""), (-1, "1/"), (2, ""), (-2, "1/")) if n > 1 else ():
             if math.isclose(ratio, float(n) ** power, rel_tol=near):
                 size = f"the size of {axis}" if len(q.ranks.sizes) > 1 or not q.ranks.rows else "N"
-                return f"{words}{size}{'²' * (power == 2)}"
+                return f"{words}{size}{'²' * (abs(power) == 2)}"
     n = q.ranks.size
     if len(q.ranks.sizes) > 1 and any(math.isclose(ratio, float(n) ** p, rel_tol=near) for p in (1, -1)):
         return "the number of ranks" if ratio > 1 else "1/the number of ranks"
