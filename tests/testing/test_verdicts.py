@@ -495,7 +495,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_program_is_caught(name, on):
     make, words = WRONG[name]
-    report = differs(make(), on=[on])
+    report = differs(make(), on=[on], timeout=20)  # ranks whose blocks differ wait on gloo
     assert report.observed and re.search(words, observed(report)), str(report)
 
 
