@@ -104,7 +104,7 @@ class Collective:
                 self.distributed,
                 self.single,
                 self.batch,
-                sizes=[(1, 1), (1, 1, 1)],
+                ranks=[(1, 1), (1, 1, 1)],
                 rank_reduction="sum",
                 on=["simulated"],
             )
@@ -212,13 +212,13 @@ PACKAGES = (torch_distributed_nn, torch_distributed_functional_collectives, ligh
 
 
 def line(collective: Collective, report: Report | RuntimeError) -> str:
-    causes = ", ".join(cause.name for cause in report.causes) if isinstance(report, Report) else "raises"
-    return f"  {collective.name:32} {collective.gradients():22} {collective.right():22} {causes or 'right'}"
+    seen = "raises" if not isinstance(report, Report) else report.observed[0] if report.observed else "right"
+    return f"  {collective.name:32} {collective.gradients():22} {collective.right():22} {seen}"
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    print(f"  {'collective':32} {'gradients':22} {'right':22} cause")
+    print(f"  {'collective':32} {'gradients':22} {'right':22} observed")
     audit_sharded_layers.audited(PACKAGES, line, " ".join(sys.argv[1:]))
 
 

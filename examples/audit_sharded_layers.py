@@ -67,7 +67,7 @@ class Layer:
     shard: Callable[[Any, Any], nn.Module] | None = None
     placements: dict[str, Any] = field(default_factory=dict)
     mesh: dict[str, int] = field(default_factory=lambda: {"tp": 2})
-    rank_reduction: dict[str, str] | None = None
+    rank_reduction: dict[str, str] = field(default_factory=dict)
     on: tuple[str, ...] = ("simulated", "gloo")
 
     def audit(self) -> Report:
@@ -79,10 +79,11 @@ class Layer:
                 self.batch,
                 module=self.module,
                 shard=self.shard,
-                mesh=self.mesh,
+                ranks=self.mesh,
                 placements=self.placements,
                 rank_reduction=self.rank_reduction,
                 on=self.on,
+                dtype=None,
             )
         except GradientMismatchError as error:
             return error.report
@@ -380,9 +381,9 @@ PACKAGES = (megatron_core,)
 
 def line(layer: Layer, report: Report) -> str:
     mesh = ",".join(f"{axis}={n}" for axis, n in layer.mesh.items())
-    on = " ".join(dict.fromkeys(table.title.partition(",")[0] for table in report.tables if not table.skipped))
-    causes = ", ".join(cause.name for cause in report.causes)
-    return f"  {layer.name:52} {mesh:9} {on:14} {'right' if report.ok else 'wrong':7} {causes}".rstrip()
+    on = " ".join(dict.fromkeys(table.title.partition(",")[0] for table in report.tables))
+    seen = "; ".join(report.observed[:1])
+    return f"  {layer.name:52} {mesh:9} {on:14} {'right' if report.ok else 'wrong':7} {seen}".rstrip()
 
 
 def audited(packages: Sequence[Callable[[], Iterator[Any]]], line: Callable[[Any, Report], str], asked: str) -> None:
@@ -410,7 +411,7 @@ def audited(packages: Sequence[Callable[[], Iterator[Any]]], line: Callable[[Any
 
 def main(packages: Sequence[Callable[[], Iterator[Layer]]] = PACKAGES) -> None:
     warnings.simplefilter("ignore")
-    print(f"  {'layer':52} {'mesh':9} {'on':14} verdict causes")
+    print(f"  {'layer':52} {'mesh':9} {'on':14} verdict observed")
     audited(packages, line, " ".join(sys.argv[1:]))
 
 

@@ -40,10 +40,10 @@ class Scale(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(2.0, dtype=torch.double))
 
 
-def clip_loss(scale, gather):
+def clip_loss(gather):
     """Return the loss of this rank's images and texts against those of all ranks."""
 
-    def loss(image, text):
+    def loss(scale, image, text):
         image, text = F.normalize(image), F.normalize(text)
         targets = torch.arange(len(image)) + dc.get_rank() * len(image)
         images_to_texts = scale.logit_scale * image @ gather(text).T
@@ -59,10 +59,9 @@ def batch(rows):
 
 def check(gather):
     torch.manual_seed(0)
-    scale = Scale()
-    distributed, single = clip_loss(scale, gather), clip_loss(scale, lambda x: x)
+    distributed, single = clip_loss(gather), clip_loss(lambda x: x)
     return assert_matches_single_process(
-        distributed, single, batch, module=scale, sizes=[(4, 4)], rank_reduction="mean", on=["simulated"]
+        distributed, single, batch, module=Scale(), ranks=(4, 4), rank_reduction="mean", on=["simulated"]
     )
 
 

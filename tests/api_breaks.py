@@ -17,7 +17,6 @@ MODULES = (
     "diffcoll.nn",
     "diffcoll.nn.functional",
     "diffcoll.testing",
-    "diffcoll.testing.strategies",
     "diffcoll.truth",
     "diffcoll.integrations.lightning",
 )

@@ -13,9 +13,28 @@ from diffcoll.core.errors import message
 from diffcoll.core.expect import integer
 from diffcoll.core.reductions import REDUCTIONS
 from diffcoll.testing.cases import Case, Shape
-from diffcoll.testing.strategies.sizes import Draw, pairs, sizes, worlds
 
 __all__ = ["cases", "drawn", "each"]
+
+Draw = Callable[..., Any]
+
+
+def worlds(most: int) -> st.SearchStrategy[int]:
+    """Numbers of ranks."""
+    return st.integers(1, most)
+
+
+def sizes(n: int, most: int = 3, least: int = 0) -> st.SearchStrategy[list[int]]:
+    """One size per rank."""
+    return st.lists(st.integers(least, most), min_size=n, max_size=n)
+
+
+@st.composite
+def pairs(draw: Draw, n: int) -> list[tuple[int, int]]:
+    """Pairs (src, dst) of n ranks, each rank at most once on each side."""
+    count = draw(st.integers(0, n))
+    sources, targets = draw(st.permutations(range(n))), draw(st.permutations(range(n)))
+    return list(zip(sources[:count], targets[:count], strict=True))
 
 
 def cases(names: str | Sequence[str] | None = None, most: int = 6, size: int | None = None) -> st.SearchStrategy[Case]:

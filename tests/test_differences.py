@@ -21,8 +21,7 @@ from diffcoll.collectives import COLLECTIVES
 from diffcoll.core.arguments import TAKE_TREES
 from diffcoll.engines import c10d, mpi
 from diffcoll.testing import cases, spawn
-from diffcoll.testing.cases import Case
-from diffcoll.testing.layouts import with_layout
+from diffcoll.testing.cases import Case, with_layout
 
 SEED = 5
 RUNS = {"rules": rules, "gloo": partial(spawn, timeout=500), "mpi": partial(spawn, backend="mpi", timeout=500)}

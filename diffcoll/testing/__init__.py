@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diffcoll.testing.gradients import assert_matches_single_process, check_gradients
-from diffcoll.testing.harness.report import GradientMismatchError, Report, UncheckedWarning
+from diffcoll.testing.harness.report import GradientMismatchError, Report
 from diffcoll.testing.processes import RanksFailedError
 from diffcoll.testing.ranks import ranks
 from diffcoll.testing.simulate import new_group, simulate
@@ -13,7 +13,6 @@ __all__ = [
     "GradientMismatchError",
     "RanksFailedError",
     "Report",
-    "UncheckedWarning",
     "assert_matches_single_process",
     "check_gradients",
     "new_group",

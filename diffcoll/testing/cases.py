@@ -24,10 +24,11 @@ from torch.autograd import forward_ad
 import diffcoll
 from diffcoll import truth
 from diffcoll.core.reductions import REDUCTIONS
-from diffcoll.testing.layouts import with_layout
 from diffcoll.testing.numbers import largest, numbers, real_inner, relative_errors
 
 Shape = tuple[int, ...]
+#: Memory layouts of `with_layout`.
+LAYOUTS = ("contiguous", "transposed", "strided", "offset")
 
 #: Collectives whose input is replicated.
 _REPLICATED_INPUT = ("sum_gradients", "split")
@@ -103,6 +104,18 @@ class Case:
     def v(self, g: Tensor, rank: int, seed: int) -> Tensor:
         """Return the weights v_r of h_r, one rank's function of its gradient."""
         return numbers(tuple(g.shape), g.dtype, seed, 0 if self.shared[0] else rank, stream=2)
+
+
+def with_layout(x: Tensor, layout: str) -> Tensor:
+    """Copy x into another memory layout: dims exchanged, every second element, or an offset of a larger tensor."""
+    x = x.detach().clone(memory_format=torch.contiguous_format)
+    if layout == "transposed" and x.dim() > 1:
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "strided":
+        return torch.stack([x, torch.full(x.shape, 77, device=x.device).to(x.dtype)], -1)[..., 0]
+    if layout == "offset":
+        return torch.cat([torch.full((3,), 77, device=x.device).to(x.dtype), x.reshape(-1)])[3:].view(x.shape)
+    return x
 
 
 @dataclass

@@ -21,7 +21,7 @@ from torch.utils import checkpoint
 
 import diffcoll as dc
 from diffcoll.testing import cases, simulate, spawn
-from diffcoll.testing.layouts import with_layout
+from diffcoll.testing.cases import with_layout
 
 pytestmark = [pytest.mark.timeout(300), compiles]
 SEED = 1

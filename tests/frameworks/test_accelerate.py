@@ -131,7 +131,7 @@ def test_gather_has_no_gradient():
         return tuple(torch.randn(rows, 4, generator=generator, dtype=torch.double) for _ in range(2))
 
     with pytest.raises(GradientMismatchError, match=r"graph cuts(.|\n)*accelerate/utils/operations.py"):
-        assert_matches_single_process(gathered, rows_of, batch, sizes=[(4, 4)], on=["gloo"])
+        assert_matches_single_process(gathered, rows_of, batch, ranks=(4, 4), on=["gloo"])
 
 
 def test_gather_of_uneven_rows_ends_a_rank():

@@ -259,9 +259,8 @@ def test_the_harness(on):
             BATCH,
             module=Towers(),
             shard=lambda model, mesh: launched().setup(model),
-            mesh={"dp": 3},
+            ranks={"dp": 3},
             placements={"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}},
-            rank_reduction={"dp": "mean"},
             on=[on],
         )
 

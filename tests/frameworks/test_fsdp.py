@@ -278,9 +278,8 @@ def test_group_of_the_loss_under_hybrid_sharding(is_right):
     more = {
         "module": Tower(),
         "shard": shard,
-        "mesh": {"replicate": 2, "shard": 2},
+        "ranks": {"replicate": 2, "shard": 2},
         "placements": {"x": lambda whole, at: whole.split([3, 1, 2, 4])[2 * at["replicate"] + at["shard"]]},
-        "rank_reduction": {"replicate": "mean", "shard": "mean"},
         "on": ["gloo"],
     }
     x = torch.randn(10, 2, 6, generator=torch.Generator().manual_seed(1), dtype=torch.double)

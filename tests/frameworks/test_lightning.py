@@ -150,10 +150,10 @@ def test_logged_values():
 
 
 def test_the_harness_runs_the_training_step():
-    def step(*batch):
+    def step(module, *batch):
         return module.training_step(batch, 0)
 
-    def whole(*batch):
+    def whole(module, *batch):
         return CLIP.whole(module.net, [batch])
 
     batch = tuple(torch.randn(8, d).double() for d in (6, 5))

@@ -282,12 +282,12 @@ def test_verdict_of_the_harness(is_ours):
     model = sentence_transformers.SentenceTransformer(modules=[Encoder()])
     loss = (ours() if is_ours else ranking_loss)(model)
 
-    def on_ranks(*columns):
+    def on_ranks(model, *columns):
         return loss([{"sentence_embedding": column} for column in columns], None)
 
-    def on_one_process(*columns):
+    def on_one_process(model, *columns):
         return losses.MultipleNegativesRankingLoss(model)([{"sentence_embedding": x} for x in columns], None)
 
     batch = triplets(9, torch.Generator().manual_seed(3))
     sizes, on = ([(5, 0, 4)], ["simulated", "gloo"]) if is_ours else (list(EQUAL), ["gloo"])
-    assert_matches_single_process(on_ranks, on_one_process, batch, module=model, sizes=sizes, on=on)
+    assert_matches_single_process(on_ranks, on_one_process, batch, module=model, ranks=sizes, on=on)

@@ -202,9 +202,7 @@ def test_the_harness(name):
         model = Towers() if name == "lists" else Regression()
         batch = tuple(torch.randn(8, *d).double() for d in (((6,), (5,)) if name == "lists" else ((6,), ())))
         ranks, whole = of(name, options), of(name, {})
-        return assert_matches_single_process(
-            lambda *b: ranks(model, *b), lambda *b: whole(model, *b), batch, module=model, sizes=[(5, 3), (2, 3, 3)]
-        )
+        return assert_matches_single_process(ranks, whole, batch, module=model, ranks=[(5, 3), (2, 3, 3)])
 
     assert judged(OURS).ok
     with pytest.raises(GradientMismatchError):

@@ -173,7 +173,7 @@ def test_causal_models(make, factor, loss):
 def test_verdict_of_the_harness(loss):
     model = Plain(TOKENS.model())
 
-    def on_ranks(x, labels):
+    def on_ranks(model, x, labels):
         arguments = transformers.TrainingArguments("unused", use_cpu=True, report_to=[])
         of = transformers.Trainer(model, arguments, compute_loss_func=loss)
         (batch,), count = of.get_batch_samples(iter([{"x": x, "labels": labels}]), 1, x.device)
@@ -184,9 +184,9 @@ def test_verdict_of_the_harness(loss):
     with wrong:
         assert_matches_single_process(
             on_ranks,
-            lambda x, labels: TOKENS.whole(model.inner, [(x, labels)]),
+            lambda model, x, labels: TOKENS.whole(model.inner, [(x, labels)]),
             batch,
             module=model,
-            sizes=[(4, 0, 3)],
+            ranks=(4, 0, 3),
             on=["gloo"],
         )

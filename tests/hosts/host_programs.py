@@ -9,12 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import diffcoll as dc
-from diffcoll.testing import GradientMismatchError, assert_matches_single_process
 
 ROWS = (3, 0, 4, 2), (2, 5, 1, 3), (4, 2, 0, 1)  # of each rank, step by step
 
@@ -85,38 +81,7 @@ def summed(rank, size):
     assert y.unique().tolist() == [10.0] and x.grad.unique().tolist() == [10.0]
 
 
-def sharded(rank, size):
-    """PyTorch's tensor parallelism and FSDP are as one process, and all ranks say the same of a wrong loss."""
-    torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(4, 2 * size), nn.Tanh(), nn.Linear(2 * size, 5)).double()
-    x = torch.randn(2 * size, 4, dtype=torch.double)
-
-    def loss(module, x):
-        return module(x).square().mean()
-
-    def tensor_parallel(module, mesh):
-        return parallelize_module(module, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-
-    def fully(module, mesh):
-        return fully_shard(module, mesh=mesh)
-
-    of_features = {"module": whole, "mesh": {"tp": size}, "shard": tensor_parallel, "on": ["launched"]}
-    of_rows = {"module": whole, "mesh": {"dp": size}, "shard": fully, "on": ["launched"]}
-    of_rows |= {"placements": {"x": {"dp": Shard(0)}}, "rank_reduction": {"dp": "mean"}}
-    for given in of_features, of_rows:
-        assert_matches_single_process(loss, loss, x, **given)
-    try:
-        assert_matches_single_process(lambda module, x: size * loss(module, x), loss, x, **of_features)
-    except GradientMismatchError as error:
-        report = str(error)
-    assert f"{size} times that of one process, which is the size of tp" in report, report
-    reports = [None] * size
-    dist.all_gather_object(reports, report)
-    assert reports == [report] * size
-
-
 PROGRAMS = {
-    "sharded": sharded,
     "summed": summed,
     "training": training,
     "disagreement": disagreement,

@@ -42,11 +42,6 @@ def test_a_training_under_torchrun(network, per_host):
     assert right("training", ended) == list(range(len(network.hosts) * per_host))
 
 
-def test_sharded_models(network):
-    """The check of the user's own sharded model, by the ranks of all hosts."""
-    assert right("sharded", torchrun(network, PROGRAMS, "sharded", "gloo")) == [0, 1, 2]
-
-
 def test_check_mode(network):
     ended = torchrun(network, PROGRAMS, "disagreement", "gloo", environment={"DIFFCOLL_CHECK": "1"})
     assert right("disagreement", ended) == [0, 1, 2]

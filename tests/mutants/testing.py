@@ -492,7 +492,7 @@ MUTANTS = [
         "nan_to_num(nan=math.inf, posinf=math.inf)",
         "nan_to_num()",
         "verify assert_matches_single_process",
-        "tests/testing/test_gradients.py::test_how_far_tensors_are_from_each_other",
+        "tests/testing/test_verdicts.py::test_a_wrong_program_is_caught -k finite",
     ),
     Mutant(
         "testing/numbers.py",
@@ -500,6 +500,6 @@ MUTANTS = [
         "(seed * 1000 + rank) * 10 + stream",
         "seed * 10 + stream",
         "verify check_gradients",
-        "tests/test_planted.py::test_the_program_of_verify_sees_what_is_wrong tests/testing/test_gradients.py",
+        "tests/test_planted.py::test_the_program_of_verify_sees_what_is_wrong tests/testing/test_check_gradients.py",
     ),
 ]

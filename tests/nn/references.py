@@ -1,5 +1,6 @@
 """Losses of a whole batch on one process, from their formulas, and programs that run ours against them."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -298,8 +299,27 @@ def batch(rows, dtype=torch.double, seed=None):
     return *xs, labels, torch.randint(0, 4, (rows,), generator=g), torch.rand(rows, rows, generator=g) < 0.3
 
 
+def of_module(fn):
+    """Return fn with an argument for the module, which is in its closure, and is copied with it."""
+    return lambda module, *given, **named: fn(*given, **named)
+
+
+def of_variables(make, fn, constant):
+    """Return batches in which the arguments of fn with these names are no variables."""
+    names = list(inspect.signature(fn).parameters)
+
+    def made(rows):
+        each = zip(names, make(rows), strict=True)
+        return tuple(x.requires_grad_() if name not in constant and x.is_floating_point() else x for name, x in each)
+
+    return made
+
+
 def holds(ours, reference, make=batch, module=None, **more):
     """Assert value, gradients and second order."""
     more = {"sizes": SIZES, "order": 2, "on": ["simulated"], "tolerance": 1e-10} | more
+    more["ranks"], constant = more.pop("sizes"), more.pop("constant", ())
+    make = of_variables(make, reference, constant) if constant else make
+    ours, reference = (of_module(fn) if module is not None else fn for fn in (ours, reference))
     report = assert_matches_single_process(ours, reference, make, module=module, **more)
     assert report.ok

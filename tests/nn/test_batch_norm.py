@@ -87,11 +87,11 @@ def test_mean_of_rank_means_on_gloo():
     """A mean over ranks of the mean losses of equal batches is the gradient of the whole batch's mean loss."""
     module = Both()
     assert_matches_single_process(
-        lambda x: module.inner(x).pow(3).mean(),
-        lambda x: module.single(x).pow(3).mean(),
+        lambda module, x: module.inner(x).pow(3).mean(),
+        lambda module, x: module.single(x).pow(3).mean(),
         lambda n: data(n, 3, 2),
         module=module,
-        sizes=((4, 4), (2, 2, 2)),
+        ranks=((4, 4), (2, 2, 2)),
         on=["gloo"],
         order=2,
     )

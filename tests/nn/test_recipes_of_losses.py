@@ -14,10 +14,9 @@ from diffcoll.nn import functional as f
 from diffcoll.nn.functional import clip_loss, token_mean
 
 
-def averaged(module, **options):
-    """Return the module, whose gradients are averaged over the ranks."""
-    dc.GradientAverager(module, **options)
-    return module
+def averaged(module, loss, **options):
+    """Call the backward of a loss, and average the gradients over the ranks."""
+    dc.GradientAverager(module, **options).backward(loss)
 
 
 # ── GradCache: the model in chunks, by checkpoints ───────────────────────────────────────────────────────
@@ -64,7 +63,7 @@ def test_grad_cache(by):
             wrapped = DistributedDataParallel(model)
             clip_loss(*wrapped(image, text)).backward()
         else:
-            clip_loss(*averaged(model)(image, text)).backward()
+            averaged(model, clip_loss(*model(image, text)))
         return gradients(model)
 
     whole = Towers()
@@ -132,11 +131,11 @@ def test_a_step_of_each_loss(by):
         for name, loss in STEPS.items():
             model = Views(dc.nn.SyncBatchNorm)
             if by == "DDP":
-                forward = DistributedDataParallel(model)
+                value = loss(*DistributedDataParallel(model)(x, y))
+                value.backward()
             else:
-                forward = averaged(model)
-            value = loss(*forward(x, y))
-            value.backward()
+                value = loss(*model(x, y))
+                averaged(model, value)
             found[name] = value.detach(), gradients(model)
         return found
 
@@ -255,8 +254,8 @@ def test_partial_fc():
         return nn.Linear(4, 3).double()
 
     def body(x, labels, weight):
-        model, weight = averaged(backbone(), reduction="sum"), weight.clone().requires_grad_()
-        partial_fc(model(x), labels, weight, sizes).backward()
+        model, weight = backbone(), weight.clone().requires_grad_()
+        averaged(model, partial_fc(model(x), labels, weight, sizes), reduction="sum")
         return model.weight.grad, weight.grad
 
     model, weight = backbone(), classes.clone().requires_grad_()

@@ -83,8 +83,9 @@ def test_the_check_of_sharded_programs(options, on):
         lambda h, w, b: ours(h, w, b, **options),
         lambda h, w, b: whole(h, w, b, **options),
         numbers(),
-        mesh=[{"tp": 3}] if on == "simulated" else [{"tp": 3}, {"tp": 9}],
+        ranks=[{"tp": 3}] if on == "simulated" else [{"tp": 3}, {"tp": 9}],
         placements={"w": {"tp": Shard(0)}, "b": {"tp": Shard(0)}},
+        rank_reduction={},
         on=[on],
     ).ok
 

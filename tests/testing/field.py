@@ -7,7 +7,7 @@ A program is a family, such as a contrastive loss, and a way. The families are o
     of pairs        L(x, every, first): this rank's rows with all rows, of which they begin at row `first`
 
 On one process each is the same function of the whole batch. A way is a gather, or a sum over ranks, that is right; a
-mistake is one that is not, with the causes that the report must name, and no other. Features are those of a layer,
+mistake is one that is not. Features are those of a layer,
 whose weights are checked as well.
 """
 
@@ -27,7 +27,7 @@ WIDTH = 4
 
 def batch(n):
     generator = torch.Generator().manual_seed(n)
-    x = torch.randn(n, 3, generator=generator, dtype=torch.double)
+    x = torch.randn(n, 3, generator=generator, dtype=torch.double).requires_grad_()  # y is a constant
     return (
         x,
         torch.randn(n, generator=generator, dtype=torch.double),
@@ -356,10 +356,9 @@ SUMS = {
 
 @dataclass
 class Mistake:
-    """A way that is wrong, and the sets of causes by which it may be named."""
+    """A way that is wrong."""
 
     way: Any
-    causes: tuple[set[str], ...]
     #: What the returned loss is multiplied by.
     factor: Any = lambda: 1.0
 
@@ -368,80 +367,78 @@ def _by_n():
     return float(dc.get_world_size())
 
 
-_SCALED = {"value scaled", "scaled"}
-#: For rows of which every rank returns the whole loss. There all ranks have the same cotangents, so that a rank's slice
-#: of its own is 1/N of the right gradient.
+#: For rows of which every rank returns the whole loss.
 ROW_MISTAKES = {
-    "no gradient": Mistake(plain_gather, ({"graph cut"},)),
-    "own block kept": Mistake(own_block_kept, ({"scaled"},)),
-    "own slice": Mistake(own_slice, ({"scaled"},)),
-    "the next rank's block": Mistake(_from_the_next_rank, ({"ranks swapped", "wrong in direction"},)),
-    "no collective": Mistake(alone, ({"local statistics"},)),
-    "the last rank left out": Mistake(_without_the_last_rank, ({"left out"},)),
-    "times N": Mistake(GATHERS["dc.all_gather"][0], (_SCALED,), _by_n),
+    "no gradient": Mistake(plain_gather),
+    "own block kept": Mistake(own_block_kept),
+    "own slice": Mistake(own_slice),
+    "the next rank's block": Mistake(_from_the_next_rank),
+    "no collective": Mistake(alone),
+    "the last rank left out": Mistake(_without_the_last_rank),
+    "times N": Mistake(GATHERS["dc.all_gather"][0], _by_n),
 }
-#: For the terms of a rank's own rows. Such a term alone is no loss of one process: only the values say that it differs.
+#: For the terms of a rank's own rows.
 PAIR_MISTAKES = {
-    "no gradient": Mistake(plain_gather, ({"graph cut"},)),
-    "own block kept": Mistake(own_block_kept, ({"local slice"},)),
-    "own slice": Mistake(own_slice, ({"local slice"},)),
-    "the next rank's block": Mistake(_from_the_next_rank, ({"wrong in direction"},)),
-    "no collective": Mistake(alone, ({"local statistics"}, {"another loss"})),
-    "the last rank zero": Mistake(_last_rank_zero, ({"another loss"}, {"left out"})),
-    "times N": Mistake(GATHERS["dc.all_gather"][0], (_SCALED,), _by_n),
+    "no gradient": Mistake(plain_gather),
+    "own block kept": Mistake(own_block_kept),
+    "own slice": Mistake(own_slice),
+    "the next rank's block": Mistake(_from_the_next_rank),
+    "no collective": Mistake(alone),
+    "the last rank zero": Mistake(_last_rank_zero),
+    "times N": Mistake(GATHERS["dc.all_gather"][0], _by_n),
 }
 SUM_MISTAKES = {
-    "no gradient": Mistake(_plain_sum, ({"wrong in direction"},)),
-    "identity": Mistake(identity, ({"not reduced"},)),
-    "averaged": Mistake(ruled(_plain_sum, lambda g: _plain_sum(g) / dist.get_world_size()), ({"not reduced"},)),
-    "no collective": Mistake(alone, ({"local statistics"}, {"another loss"})),
-    "of rank 0": Mistake(dc.broadcast, ({"another loss"},)),
-    "times N": Mistake(dc.all_reduce, (_SCALED,), _by_n),
+    "no gradient": Mistake(_plain_sum),
+    "identity": Mistake(identity),
+    "averaged": Mistake(ruled(_plain_sum, lambda g: _plain_sum(g) / dist.get_world_size())),
+    "no collective": Mistake(alone),
+    "of rank 0": Mistake(dc.broadcast),
+    "times N": Mistake(dc.all_reduce, _by_n),
 }
 
 
 def of_rows(family, gather, factor=lambda: 1.0):
     """Every rank returns the whole loss; the gradients are averaged."""
-    model, loss = encoder(), OF_ROWS[family]
+    loss = OF_ROWS[family]
 
-    def distributed(x, y, k):
+    def distributed(model, x, y, k):
         z = gather(model(x))
         if gather is not alone:
             y, k = (dc.all_gather(v, sizes="auto")[: len(z)] for v in (y, k))
         return loss(z, y, k) * factor()
 
-    return distributed, lambda x, y, k: loss(model(x), y, k), batch, {"module": model, "constant": ["y"]}
+    return distributed, lambda model, x, y, k: loss(model(x), y, k), batch, {"module": encoder()}
 
 
 def of_statistics(family, total, factor=lambda: 1.0):
     """Every rank returns a share of the loss of the sums; the gradients are summed."""
-    model, (statistics, loss) = encoder(), OF_STATISTICS[family]
+    statistics, loss = OF_STATISTICS[family]
 
-    def distributed(x, y, k):
+    def distributed(model, x, y, k):
         z = model(x)
         return (loss(total(statistics(z, y, k))) / dc.get_world_size() + (z**2).sum()) * factor()
 
-    def single(x, y, k):
+    def single(model, x, y, k):
         z = model(x)
         return loss(statistics(z, y, k)) + (z**2).sum()
 
-    return distributed, single, batch, {"module": model, "constant": ["y"], "rank_reduction": "sum"}
+    return distributed, single, batch, {"module": encoder(), "rank_reduction": "sum"}
 
 
 def of_pairs(family, gather, factor=lambda: 1.0):
     """Every rank returns the terms of its own rows; the gradients are summed."""
-    model, loss = encoder(), OF_PAIRS[family]
+    loss = OF_PAIRS[family]
 
-    def distributed(x, y, k):
+    def distributed(model, x, y, k):
         first = int(dc.scan(torch.tensor([len(x)]), exclusive=True))
         z, n = model(x), int(dc.all_reduce(torch.tensor([len(x)])))
         return loss(z, gather(z), 0 if gather is alone else first, n) * factor()
 
-    def single(x, y, k):
+    def single(model, x, y, k):
         z = model(x)
         return loss(z, z, 0, len(z))
 
-    return distributed, single, batch, {"module": model, "constant": ["y"], "rank_reduction": "sum"}
+    return distributed, single, batch, {"module": encoder(), "rank_reduction": "sum"}
 
 
 #: (what makes a program, its families, right ways with whether they take uneven ranks, mistakes)

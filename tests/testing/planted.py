@@ -1,4 +1,4 @@
-"""Distributed losses with planted bugs of the kinds that published code has, and what they must be called.
+"""Distributed losses with planted bugs of the kinds that published code has, and what must be observed of them.
 
 The bugs are those of published losses: a gather that cuts the graph or keeps the local slice, a reduction with the
 backward of the identity, statistics of local rows, a mean of means, and so on. Each loss is made by a function that
@@ -23,9 +23,6 @@ def rows_of_all(x):
     return int(sizes[: dc.get_rank()].sum()), int(sizes.sum())
 
 
-SCALE = torch.nn.Parameter(torch.tensor(2.0, dtype=torch.double))
-
-
 class Temperature(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -34,19 +31,18 @@ class Temperature(torch.nn.Module):
 
 def clip(gather, scale=lambda s: s):
     """A CLIP-like loss of each rank's rows against the gathered ones; right under "mean" if the gather is."""
-    module = Temperature()
 
-    def distributed(image, text):
+    def distributed(module, image, text):
         first, total = rows_of_all(image)
         logits = scale(module.scale) * F.normalize(image) @ gather(F.normalize(text)).T
         target = first + torch.arange(len(image))
         return F.cross_entropy(logits, target, reduction="sum") * dc.get_world_size() / total
 
-    def single(image, text):
+    def single(module, image, text):
         logits = module.scale * F.normalize(image) @ F.normalize(text).T
         return F.cross_entropy(logits, torch.arange(len(image)))
 
-    return distributed, single, pair, {"module": module}
+    return distributed, single, pair, {"module": Temperature()}
 
 
 def pair(n):
@@ -178,49 +174,36 @@ def _maximum():
 
 def _whole(gather):
     """open_clip's default: every rank returns the loss of the whole batch."""
-    module = Temperature()
 
-    def distributed(image, text):
+    def distributed(module, image, text):
         image, text = gather(F.normalize(image)), gather(F.normalize(text))
         return F.cross_entropy(module.scale * image @ text.T, torch.arange(len(image)))
 
-    def single(image, text):
+    def single(module, image, text):
         return F.cross_entropy(module.scale * F.normalize(image) @ F.normalize(text).T, torch.arange(len(image)))
 
-    return distributed, single, pair, {"module": module}
+    return distributed, single, pair, {"module": Temperature()}
 
 
 EVEN = {2: [(4, 4)], 3: [(4, 4, 4)]}
 UNEVEN = {2: [(4, 4), (5, 3)], 3: [(3, 3, 3), (5, 3, 1)]}
 EMPTY = {2: [(4, 4), (5, 3), (8, 0)], 3: [(4, 4, 4), (5, 3, 1), (5, 0, 3)]}
-NO_REDUCTION = 'exact under "sum", scale exact under "mean": no reduction is right'
-
-#: name: (the loss, its sizes by N, the cause that must be named, words of it)
+#: name: (the loss, its rows by N, words that must be observed)
 PLANTED = {
-    "plain gather": (lambda: clip(plain_gather), EVEN, "graph cut", "text: the gradient is zero on every"),
-    "own block kept": (lambda: _whole(own_block_kept), EVEN, "no reduction", NO_REDUCTION),
-    "local slice": (lambda: clip(own_slice), EVEN, "local slice", "text: it is the derivative of the"),
-    "not reduced": (lambda: _sum_of_rows(identity), EVEN, "not reduced", "x: it is the derivative"),
-    "rank missing": (lambda: clip(without_rank_zero), EVEN, "rank missing", "text: it lacks the loss of rank"),
-    "ranks swapped": (_ring_sum, EVEN, "ranks swapped", "rank [12] has that of rank 0"),
-    "detached on rank 1": (_detached_on_one_rank, EVEN, "graph cut", "text: the gradient is zero on rank 1"),
-    "N times": (
-        lambda: clip(right_gather, summed_again),
-        UNEVEN,
-        "reduced twice",
-        "scale: under .mean. [23] = N times the right gradient",
-    ),
-    "local statistics": (lambda: _barlow(True), EVEN, "local statistics", "right if all ranks have the same"),
-    "mean of means": (_mean_of_means, UNEVEN, "mean of local means", "x: off by"),
-    "equal blocks": (lambda: clip(dc.all_gather), UNEVEN, "raised", "and none with equal ranks"),
-    "not finite": (_nan_on_empty, EMPTY, "not finite", "on rank 1; rank 1 has no rows"),
-    "second order": (
-        lambda: _sum_of_rows(CubedSum.apply, 3, order=2),
-        EVEN,
-        "second order",
-        "the second order is wrong for x",
-    ),
-    "maximum like a sum": (_maximum, EVEN, "wrong in direction", "x: no multiple"),
+    "plain gather": (lambda: clip(plain_gather), EVEN, "text: zero on every rank"),
+    "own block kept": (lambda: _whole(own_block_kept), EVEN, "image and text: .* = 1/N times .*, exact under .sum."),
+    "local slice": (lambda: clip(own_slice), EVEN, "text: no other rank's loss reaches it"),
+    "not reduced": (lambda: _sum_of_rows(identity), EVEN, "x: no other rank's loss reaches it"),
+    "rank missing": (lambda: clip(without_rank_zero), EVEN, "text: the loss of rank 0 reaches it on no rank"),
+    "ranks swapped": (_ring_sum, EVEN, "x: backward does not give the derivative of what the ranks return"),
+    "detached on rank 1": (_detached_on_one_rank, EVEN, "text: right if the calls of detach"),
+    "N times": (lambda: clip(right_gather, summed_again), UNEVEN, "scale: [23] = N times that of one process"),
+    "local statistics": (lambda: _barlow(True), EVEN, "a and b: .* it is the forward that differs"),
+    "mean of means": (_mean_of_means, UNEVEN, "right if ranks are weighted by their rows of x"),
+    "equal blocks": (lambda: clip(dc.all_gather), UNEVEN, "right if all ranks have equally many rows, wrong if not"),
+    "not finite": (_nan_on_empty, EMPTY, "not finite"),
+    "second order": (lambda: _sum_of_rows(CubedSum.apply, 3, order=2), EVEN, "first order is right"),
+    "maximum like a sum": (_maximum, EVEN, "x: backward does not give the derivative"),
 }
 #: Right code, which must not be flagged.
 RIGHT = {

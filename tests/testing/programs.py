@@ -65,16 +65,17 @@ WRONG_GATHER = (_own_rows, lambda g, rows: 0 * _own_rows(g, rows), lambda g, row
 class Program:
     """A program drawn from a seed; wrong: the place of a wrong rule, and a number that selects it."""
 
-    def __init__(self, seed, wrong=None, module=None):
+    def __init__(self, seed, wrong=None):
         self.seed, self.wrong = seed, wrong
         rng = random.Random(seed)
         self.steps = [rng.choice(list(STEPS)) for _ in range(rng.randint(1, 3))]
         self.loss = rng.choice(list(LOSSES))
-        generator = torch.Generator().manual_seed(seed)
-        self.module = module or torch.nn.ParameterList(
-            torch.randn(WIDTH, WIDTH, dtype=torch.double, generator=generator) / 2 for _ in self.steps
-        )
         self.places = 0
+
+    def weights(self):
+        generator = torch.Generator().manual_seed(self.seed)
+        each = [torch.randn(WIDTH, WIDTH, dtype=torch.double, generator=generator) / 2 for _ in self.steps]
+        return torch.nn.ParameterList(each)
 
     def __repr__(self):
         return f"Program(seed={self.seed}, wrong={self.wrong}): {', '.join(self.steps)}; {self.loss}"
@@ -82,12 +83,12 @@ class Program:
     def count_places(self, batch):
         """Return the number of places in which a wrong rule may stand."""
         with torch.no_grad():
-            self(*batch)
+            self(self.weights(), *batch)
         return self.places
 
-    def __call__(self, x, labels):
+    def __call__(self, module, x, labels):
         self.places = 0
-        for step, weight in zip(self.steps, self.module, strict=True):
+        for step, weight in zip(self.steps, module, strict=True):
             x = STEPS[step](self, self.at(x), self.at(weight, shared=True), labels)
         return LOSSES[self.loss](self, x, labels)
 

@@ -1,7 +1,7 @@
 """Sharded programs, right ones and the same with planted bugs.
 
 Each is made by a function of the name of a bug, and is (distributed, single, batch, further arguments) of
-`assert_matches_single_process`. `PROGRAMS` has the bugs of each, with the cause that must be named, if one must.
+`assert_matches_single_process`. `PROGRAMS` has the bugs of each.
 """
 
 import math
@@ -112,17 +112,16 @@ def layer(module, x):
 
 
 def mlp(bug, what=loss):
-    more = {"module": MLP(), "shard": lambda whole, mesh: ShardedMLP(mesh, bug), "mesh": [{"tp": 2}, {"tp": 4}]}
+    more = {"module": MLP(), "shard": lambda whole, mesh: ShardedMLP(mesh, bug), "ranks": [{"tp": 2}, {"tp": 4}]}
     return what, what, numbers(5, 3), more
 
 
 def data_and_tensor(bug, what=loss):
     """Rows along one axis, features along the other."""
     distributed, single, x, more = mlp(bug, what)
-    more |= {"mesh": {"dp": 3, "tp": 2}, "placements": {"x": {"dp": Shard(0)}}, "rank_reduction": {"dp": "mean"}}
+    more |= {"ranks": {"dp": 3, "tp": 2}, "placements": {"x": {"dp": Shard(0)}}, "rank_reduction": {"dp": "mean"}}
     if bug == "not averaged":
-        del more["rank_reduction"]
-        more["compare"] = ["gradients"]
+        more["reduced"] = ["dp"]
     return distributed, single, numbers(6, 3) if what is loss else x, more
 
 
@@ -173,7 +172,7 @@ def vocabulary(bug):
 
     ids = torch.tensor([0, 5, 2, 2, 4]), torch.tensor([1, 0, 5, 3, 3])
     more = {"module": Vocabulary(), "shard": lambda whole, mesh: ShardedVocabulary(mesh["tp"].get_group(), bug)}
-    return predict, predict, ids, {**more, "mesh": {"tp": 3}}
+    return predict, predict, ids, {**more, "ranks": {"tp": 3}}
 
 
 class Block(nn.Module):
@@ -217,13 +216,13 @@ def sequence(bug):
     more = {
         "module": Block(),
         "shard": lambda whole, mesh: ShardedBlock(mesh["tp"].get_group(), bug),
-        "mesh": {"tp": 2},
+        "ranks": {"tp": 2},
     }
     said = {"x": {"tp": Shard(0)}}
     if bug == "said to be partial":  # somebody sums them later
         more["shard"] = lambda whole, mesh: ShardedBlock(mesh["tp"].get_group(), "norm")
         said["norm.*"] = {"tp": Partial()}
-    return layer, layer, numbers(6, 3), {**more, "placements": said}
+    return layer, layer, numbers(6, 3), {**more, "placements": said, "rank_reduction": {}}
 
 
 def torchs_tensor_parallel(bug):
@@ -237,7 +236,7 @@ def torchs_tensor_parallel(bug):
         y = y.sin().mean()
         return y * dist.get_world_size() if bug == "times N" else y
 
-    return distributed, loss, numbers(5, 3), {"module": Plain(), "shard": shard, "mesh": {"tp": 2}}
+    return distributed, loss, numbers(5, 3), {"module": Plain(), "shard": shard, "ranks": {"tp": 2}}
 
 
 # ── context parallelism ──────────────────────────────────────────────────────────────────────────────────
@@ -280,7 +279,7 @@ def context(bug):
         distributed,
         attention,
         tuple(numbers(3, 6, 4)),
-        {"mesh": {"cp": 3}, "placements": {name: {"cp": Shard(0)} for name in "qkv"}},
+        {"ranks": {"cp": 3}, "placements": {name: {"cp": Shard(0)} for name in "qkv"}},
     )
 
 
@@ -300,7 +299,7 @@ def zigzag_context(bug):
         return ring_attention(q, k, v, positions, bug)
 
     placements = dict.fromkeys(("q", "k", "v", "output"), zigzag if bug != "not said" else {"cp": Shard(0)})
-    return distributed, attention, tuple(numbers(3, 8, 4)), {"mesh": {"cp": 2}, "placements": placements}
+    return distributed, attention, tuple(numbers(3, 8, 4)), {"ranks": {"cp": 2}, "placements": placements}
 
 
 def ulysses(bug):
@@ -328,7 +327,7 @@ def ulysses(bug):
         return torch.cat(list(found), concat)
 
     placements = {name: {"cp": Shard(0)} for name in "qkv"}
-    return distributed, whole, tuple(numbers(3, 6, 2, 4)), {"mesh": {"cp": 2}, "placements": placements}
+    return distributed, whole, tuple(numbers(3, 6, 2, 4)), {"ranks": {"cp": 2}, "placements": placements}
 
 
 def tokens(bug):
@@ -351,7 +350,7 @@ def tokens(bug):
     x = numbers(4, 4, 3)
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 1], [1, 0, 1, 0], [1, 0, 0, 0]], dtype=torch.bool)
     placements = {key: {"dp": Shard(0), "cp": Shard(1)} for key in ("x", "mask")}
-    more = {"mesh": {"dp": 2, "cp": 2}, "placements": placements, "rank_reduction": {"dp": "mean", "cp": "mean"}}
+    more = {"ranks": {"dp": 2, "cp": 2}, "placements": placements}
     return distributed, single, (numbers(3, seed=7), x, mask), more
 
 
@@ -393,7 +392,7 @@ class ShardedExperts(Experts):
 
 
 def experts(bug):
-    more = {"module": Experts(), "shard": lambda whole, mesh: ShardedExperts(mesh, bug), "mesh": {"dp": 2, "ep": 3}}
+    more = {"module": Experts(), "shard": lambda whole, mesh: ShardedExperts(mesh, bug), "ranks": {"dp": 2, "ep": 3}}
     more |= {"placements": {"x": rows_of_both, "weight": {"ep": Shard(0)}}}
     return layer, layer, numbers(12, 3), {**more, "rank_reduction": {"dp": "mean", "ep": "mean"}}
 
@@ -451,7 +450,7 @@ def pipeline(bug):
         y = module.down(Received.apply(like, 0, 0 if bug == "zeros" else 1)).sin().mean()
         return y * 2 if bug == "value twice" else y
 
-    more = {"module": MLP(), "shard": shard, "mesh": {"pp": 2}}
+    more = {"module": MLP(), "shard": shard, "ranks": {"pp": 2}}
     return distributed, loss, numbers(5, 3), {**more, "placements": {key: {"pp": Partial()} for key in ("output", "x")}}
 
 
@@ -475,8 +474,8 @@ def rows_of_ranks(shard, bug, **more):
         y = loss(module, -x if bug == "another input" else x)
         return y * dist.get_world_size() if bug == "times N" else y
 
-    common = {"module": Plain(), "shard": shard, "mesh": {"dp": 2}, "placements": {"x": {"dp": Shard(0)}}}
-    x = numbers(5 if bug == "uneven" else 12 if "mesh" in more else 6, 3)
+    common = {"module": Plain(), "shard": shard, "ranks": {"dp": 2}, "placements": {"x": {"dp": Shard(0)}}}
+    x = numbers(5 if bug == "uneven" else 12 if "ranks" in more else 6, 3)
     return distributed, loss, x, {**common, "rank_reduction": {"dp": "mean"}, **more}
 
 
@@ -503,12 +502,12 @@ def hybrid_sharded(bug):
         return whole
 
     more = {
-        "mesh": {"replicate": 2, "shard": 3},
+        "ranks": {"replicate": 2, "shard": 3},
         "placements": {"x": lambda whole, at: whole.chunk(6)[3 * at["replicate"] + at["shard"]]},
         "rank_reduction": {"replicate": "mean", "shard": "mean"},
     }
     if bug == "not replicated":
-        more |= {"rank_reduction": {"shard": "mean"}, "compare": ["gradients"]}
+        more |= {"reduced": ["replicate"]}
     return rows_of_ranks(shard, bug, **more)
 
 
@@ -518,9 +517,7 @@ def data_parallel(bug):
             return whole
         return nn.parallel.DistributedDataParallel(whole, process_group=mesh.get_group())
 
-    return rows_of_ranks(
-        shard, bug, **({"rank_reduction": None, "compare": ["gradients"]} if bug == "not wrapped" else {})
-    )
+    return rows_of_ranks(shard, bug, **({"reduced": ["dp"]} if bug == "not wrapped" else {}))
 
 
 def mapped(bug):
@@ -537,42 +534,24 @@ def mapped(bug):
         x, w = (DTensor.from_local(t, mesh, [Replicate()]) for t in (x, w))
         return f((-x if bug == "another input" else x).redistribute(mesh, [Shard(0)]), w)
 
-    return distributed, single, (numbers(4, 3), numbers(3, 2, seed=1)), {"mesh": {"tp": 2}}
+    return distributed, single, (numbers(4, 3), numbers(3, 2, seed=1)), {"ranks": {"tp": 2}}
 
 
-#: program: {bug: the cause that must be named; None: that it is wrong is all}
+#: program: its bugs
 PROGRAMS = {
-    mlp: {"f": "part of a sum", "g": "part of a sum", "bias": "bias repeated"},
-    data_and_tensor: {"f": "part of a sum", "bias": "bias repeated", "not averaged": "not averaged"},
-    vocabulary: {
-        "local mean": "part of a sum",
-        "local vocabulary size": None,
-        "logits counted N times": "off by log N",
-        "f": None,
-    },
-    sequence: {"norm": "part of a sum", "bias": "part of a sum", "slice": None},
-    torchs_tensor_parallel: {"another input": None, "summed again": None, "times N": "scaled over an axis"},
-    context: {"stale keys": None, "wrong mask": None, "wrong offset": None},
-    zigzag_context: {"contiguous": None, "not said": None, "stale keys": None},
-    ulysses: {"wrong head": None, "order": None, "no gradient": "graph cut"},
-    tokens: {
-        "local counts": "mean of local means",
-        "padding": "padding counted",
-        "mean of the axes": "scaled over an axis",
-    },
-    experts: {
-        "nobody divides": "scaled over an axis",
-        "wrong axes": "wrong axes",
-        "dropped tokens": None,
-        "auxiliary": None,
-    },
-    pipeline: {"zeros": "no contribution", "twice": None, "value twice": "scaled over an axis"},
-    fully_sharded: {"summed": "scaled over an axis", "uneven": "mean of local means", "another input": None},
-    hybrid_sharded: {"not replicated": "not averaged", "summed": "scaled over an axis", "another input": None},
-    data_parallel: {"times N": "scaled over an axis", "uneven": "mean of local means", "not wrapped": "not averaged"},
-    mapped: {
-        "wrong placement": "part of a sum",
-        "gradients placed as inputs": "part of a sum",
-        "another input": "multiplied",
-    },
+    mlp: ("f", "g", "bias"),
+    data_and_tensor: ("f", "bias", "not averaged"),
+    vocabulary: ("local mean", "local vocabulary size", "logits counted N times", "f"),
+    sequence: ("norm", "bias", "slice"),
+    torchs_tensor_parallel: ("another input", "summed again", "times N"),
+    context: ("stale keys", "wrong mask", "wrong offset"),
+    zigzag_context: ("contiguous", "not said", "stale keys"),
+    ulysses: ("wrong head", "order", "no gradient"),
+    tokens: ("local counts", "padding", "mean of the axes"),
+    experts: ("nobody divides", "wrong axes", "dropped tokens", "auxiliary"),
+    pipeline: ("zeros", "twice", "value twice"),
+    fully_sharded: ("summed", "uneven", "another input"),
+    hybrid_sharded: ("not replicated", "summed", "another input"),
+    data_parallel: ("times N", "uneven", "not wrapped"),
+    mapped: ("wrong placement", "gradients placed as inputs", "another input"),
 }

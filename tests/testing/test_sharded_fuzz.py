@@ -1,4 +1,4 @@
-"""Random sharded models on random meshes pass the check; with one planted bug they are caught, and not misnamed."""
+"""Random sharded models on random meshes pass the check; with one planted bug they are caught."""
 
 import os
 import random
@@ -10,28 +10,13 @@ import torch.distributed as dist
 from sharded_programs import copied, joined, parameter, scattered, summed
 from torch import nn
 from torch.distributed.tensor import Shard
-from verdicts import causes, differs, matches, numbers, ruled
+from verdicts import differs, matches, numbers, ruled
 
 import diffcoll as dc
 
 #: Programs in the long run.
 COUNT = int(os.environ.get("DIFFCOLL_FUZZ", "2000"))
 WIDTH, ROWS = 6, 12
-OBSERVED = {"another loss", "wrong in direction", "nearly right"}
-#: The names that fit each bug, beside what is only observed.
-NAMES = {
-    "f": {"part of a sum"},
-    "g": {"part of a sum"},
-    "bias": {"bias repeated"},
-    "sum in backward": {"scaled over an axis"},
-    "divided": {"scaled over an axis", "value scaled"},
-    "not summed": {"part of a sum"},
-    "joined twice": {"scaled over an axis"},
-    "order": {"another piece", "part of a sum"},
-    "detached": {"graph cut", "no contribution"},
-    "loss summed": {"scaled over an axis", "scaled"},  # the latter if a part of the mask is as large
-    "local mean": {"mean of local means", "scaled over an axis"},
-}
 
 
 class Layer(nn.Module):
@@ -187,7 +172,7 @@ def program(seed, wrong):
     if mask[: ROWS // 2].sum() == mask[ROWS // 2 :].sum():  # ranks have other counts
         mask[1] = ~mask[1]
     of_ranks = {"x": {"dp": Shard(0)}, "mask": {"dp": Shard(0)}}
-    more = {"module": model, "shard": shard, "mesh": axes, "placements": {**of_ranks, **divided}}
+    more = {"module": model, "shard": shard, "ranks": axes, "placements": {**of_ranks, **divided}}
     batch = numbers(ROWS, WIDTH, seed=seed), mask
     return (distributed, single, batch, {**more, "rank_reduction": {"dp": how}}), planted
 
@@ -199,9 +184,7 @@ def run(seeds):
         wrong, planted = program(seed, wrong=True)
         if planted:
             print(f"{seed}: {planted}")
-            report = differs(wrong)
-            found = set(causes(report))
-            assert found and found <= NAMES[planted] | OBSERVED, f"{seed}, {planted}, {wrong}\n{report}"
+            assert differs(wrong).observed, f"{seed}, {planted}"
 
 
 def test_some_programs():

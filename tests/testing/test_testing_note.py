@@ -1,4 +1,4 @@
-"""notes/how-to/testing.md and the README say what the code says; as a program, this file writes it to the note."""
+"""notes/how-to/testing.md and the README show what the example prints; as a program, this writes it to the note."""
 
 import contextlib
 import io
@@ -7,21 +7,12 @@ import runpy
 from pathlib import Path
 
 import diffcoll
-import diffcoll.testing.strategies  # pytester forgets what a run inside this process has imported
-from diffcoll.testing.harness.causes import Kind
 
 pytest_plugins = ["pytester"]
 ROOT = Path(diffcoll.__file__).parent.parent
 NOTE, README = ROOT / "notes" / "how-to" / "testing.md", ROOT / "README.md"
 EXAMPLE = "examples/check_your_loss.py"
-HEAD = "| cause | usually | fix |\n|---|---|---|\n"
-TABLE = re.compile(re.escape(HEAD) + r"(\|.*\n)+")
 REPORT = re.compile(rf"(?<=^```text\n)\$ python {re.escape(EXAMPLE)}\n.*?(?=^```$)", re.MULTILINE | re.DOTALL)
-
-
-def table():
-    rows = [(str(kind), *kind.value) for kind in Kind if kind.value is not None]
-    return HEAD + "".join(f"| {name} | {usually or '–'} | {fix or '–'} |\n" for name, usually, fix in rows)
 
 
 def printed():
@@ -35,11 +26,6 @@ def without_rounding(text):
     return re.sub(r"\d\.\de-1\d", "0.0e-16", text.replace(" 0.0e+00", " 0.0e-16"))
 
 
-def test_the_causes_are_those_of_the_diagnosis():
-    found = TABLE.search(NOTE.read_text(encoding="utf-8"))
-    assert found and found[0] == table(), f"run python {Path(__file__).relative_to(ROOT)}"
-
-
 def test_the_note_shows_what_the_example_prints():
     found = REPORT.search(NOTE.read_text(encoding="utf-8"))
     expected = without_rounding(printed())
@@ -49,7 +35,7 @@ def test_the_note_shows_what_the_example_prints():
 def test_the_readme_shows_lines_that_the_example_prints():
     found = REPORT.search(README.read_text(encoding="utf-8"))
     lines = found[0].splitlines()
-    assert len(lines) == 7
+    assert len(lines) > 4
     assert [line for line in printed().splitlines() if line in lines] == lines
 
 
@@ -57,14 +43,13 @@ def test_the_tests_in_the_note_pass(pytester):
     (block,) = re.findall(r"^```python\n(import pytest.*?)^```$", NOTE.read_text(encoding="utf-8"), re.M | re.S)
     pytester.makepyfile(block)
     result = pytester.inline_run("-p", "no:cacheprovider")
-    result.assertoutcome(passed=3)
+    result.assertoutcome(passed=2)
 
 
 def main():
-    for pattern, text in ((TABLE, table()), (REPORT, printed())):
-        old = NOTE.read_text(encoding="utf-8")
-        assert pattern.search(old), pattern
-        NOTE.write_text(pattern.sub(lambda _, text=text: text, old), encoding="utf-8")
+    old = NOTE.read_text(encoding="utf-8")
+    assert REPORT.search(old)
+    NOTE.write_text(REPORT.sub(lambda _: printed(), old), encoding="utf-8")
 
 
 if __name__ == "__main__":

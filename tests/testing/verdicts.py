@@ -36,13 +36,13 @@ def per_rank(*shape, n=3, seed=0, dtype=torch.double):
     return [numbers(*shape, seed=seed + r, dtype=dtype) for r in range(n)]
 
 
-def causes(report):
-    return [cause.name for cause in report.causes]
+def observed(report):
+    return " ".join(" ".join(report.observed).split())
 
 
 def _passes(check, *given, **more):
     report = check(*given, **{**SIMULATED, **more})
-    assert report.ok and not report.causes
+    assert report.ok and not report.observed
     return report
 
 

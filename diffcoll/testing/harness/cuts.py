@@ -21,8 +21,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-import diffcoll
-from diffcoll.collectives import COLLECTIVES
 from diffcoll.core.errors import Origin
 from diffcoll.core.torch_private.autograd import backward_at_work
 from diffcoll.core.torch_private.tracing import TorchDispatchMode
@@ -52,8 +50,6 @@ _CALLED = {
 _SAME = ("broadcast", "reduce", "gather", "scatter", "reduce_scatter", "send", "recv")
 #: Methods of a process group that are named otherwise than the operators.
 _METHOD_OF = {"recv_any_source_": "recv_anysource"}
-#: The code of the library's collectives.
-_COLLECTIVES = {getattr(diffcoll, name).__code__: name for name in COLLECTIVES}
 #: The code of the methods of simulated process groups, under the same names.
 _METHODS = {
     method.__code__: called
@@ -75,13 +71,11 @@ class Cuts:
     collectives: tuple[str, ...] = ()
     #: Calls of `detach()` and `.data`.
     detached: tuple[str, ...] = ()
-    #: Names of the collectives that ran in the forward.
-    seen: tuple[str, ...] = ()
 
     @classmethod
     def of_all(cls, each: Iterable[Cuts]) -> Cuts:
         """Return those of several ranks together."""
-        columns = zip(*((cuts.collectives, cuts.detached, cuts.seen) for cuts in each), strict=True)
+        columns = zip(*((cuts.collectives, cuts.detached) for cuts in each), strict=True)
         return cls(*(tuple(dict.fromkeys(itertools.chain(*column))) for column in columns))
 
     @property
@@ -98,14 +92,12 @@ class GraphCuts:
         self.collectives: dict[str, str] = {}
         #: Lines of `detach()` and `.data` on tensors that require a gradient.
         self.detached: dict[str, str] = {}
-        #: Names of the collectives that ran in the forward, of torch.distributed and of this library.
-        self.seen: list[str] = []
         self._modes = contextlib.ExitStack()
 
     @property
     def found(self) -> Cuts:
         """What was recorded."""
-        return Cuts(tuple(self.collectives.values()), tuple(self.detached.values()), tuple(self.seen))
+        return Cuts(tuple(self.collectives.values()), tuple(self.detached.values()))
 
     def __enter__(self) -> GraphCuts:
         """Begin to record."""
@@ -118,15 +110,15 @@ class GraphCuts:
 
     def __exit__(self, *error: object) -> None:
         """End."""
+        self.end()
+
+    def end(self) -> None:
+        """Record no more, as where the forward has ended."""
         self._modes.close()
 
     def _on_call(self, frame: FrameType, event: str, _: object) -> None:
-        """Record a call of one of the library's collectives, or of a method of a simulated process group."""
-        if event != "call":
-            return
-        if (name := _COLLECTIVES.get(frame.f_code)) is not None:
-            self.seen.append(name)
-        elif (name := _METHODS.get(frame.f_code)) is not None:
+        """Record a call of a method of a simulated process group."""
+        if event == "call" and (name := _METHODS.get(frame.f_code)) is not None:
             self.collective(name, [value for key, value in frame.f_locals.items() if key != "self"])
 
     def collective(self, name: str, args: Sequence[Any]) -> None:
@@ -135,7 +127,6 @@ class GraphCuts:
         callers = [module for module, _ in frames if not module.startswith(("torch.", *_BETWEEN))]
         if backward_at_work() != -1 or (callers and callers[0].startswith("diffcoll.")):
             return
-        self.seen.append(name)
         if _within_function() or not any(x.requires_grad for x in _tensors(args)):
             return
         # The functional collectives of newer releases run without grad mode in an autograd kernel of their own.

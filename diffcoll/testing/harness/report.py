@@ -1,31 +1,21 @@
-"""The result of a check of gradients: a table for each run, the causes of what is wrong, and the error."""
+"""The result of a check of gradients: a table for each run, what was observed of what is wrong, and the error."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Line(NamedTuple):
-    """A line of the report, or several."""
-
-    text: str
-    #: "right", "wrong", "title" or "": how a terminal shows it.
-    style: str = ""
-
-
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One quantity of one run, compared with its reference."""
 
     #: "value", "gradient of image", "gradient of logit_scale", "buffer running_mean", "second order of image", …
     what: str
-    #: The rank that it was compared on; None: after the reduction over ranks.
-    rank: int | None
+    #: The ranks that it was compared on, or their coordinates; "all": the same on all of them.
+    rank: str
     #: max |got − wanted| / max |wanted|; inf if shapes differ or a value is not finite.
     error: float
     #: got / wanted, if one is a multiple of the other.
@@ -38,21 +28,21 @@ class Row:
     mismatched: bool = False
 
     def words(self, n: int) -> tuple[str, str, str, str]:
-        """Return the quantity, the rank of N, the error, and got / wanted or why there is none."""
+        """Return the quantity, the ranks of N, the error, and got / wanted or why there is none."""
         if self.allowed is None:
             ratio = "kink"
         elif self.mismatched or math.isinf(self.error):
             ratio = "other shape" if self.mismatched else "not finite"
         else:
             ratio = "" if self.ok and self.ratio is None else ratio_in_words(self.ratio, n)
-        return self.what, "all" if self.rank is None else str(self.rank), f"{self.error:.1e}", ratio
+        return self.what, self.rank, f"{self.error:.1e}", ratio
 
 
 @dataclass(frozen=True)
 class Table:
     """One run."""
 
-    #: The kind of ranks, and the rows of each, in words.
+    #: The kind of ranks, and what each has, in words.
     title: str
     #: N.
     world_size: int
@@ -67,62 +57,27 @@ class Table:
         """Whether the run raised nothing, and every quantity is right."""
         return not self.raised and all(row.ok for row in self.rows)
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[str]:
         """Yield what is wrong, and how large the largest error of the rest is."""
         wrong = [row.words(self.world_size) for row in self.rows if not row.ok]
         right = [row.error for row in self.rows if row.ok]
         largest = f"largest error {max(right, default=0.0):.1e}"
         if self.skipped:
-            yield Line(f"── {self.title}: not run: {self.skipped}")
+            yield f"── {self.title}: not run: {self.skipped}"
         elif self.raised:
-            yield Line(f"── {self.title}: raised", "wrong")
-            yield Line("  " + self.raised.rstrip().replace("\n", "\n  "))
+            yield f"── {self.title}: raised"
+            yield "  " + self.raised.rstrip().replace("\n", "\n  ")
         elif not wrong:
-            yield Line(f"── {self.title}: right; {largest} in {len(right)} comparisons", "right")
+            yield f"── {self.title}: right; {largest} in {len(right)} comparisons"
         else:
-            width = max(len(what) for what, *_ in wrong)
-            yield Line(f"── {self.title}: wrong", "wrong")
-            yield Line(f"  {'what':{width}}  rank      error  got/wanted")
+            width, held = (max(len(row[k]) for row in wrong) for k in (0, 1))
+            held = max(held, 4)
+            yield f"── {self.title}: wrong"
+            yield f"  {'what':{width}}  {'rank':>{held}}      error  got/wanted"
             for what, rank, error, ratio in wrong:
-                yield Line(f"✗ {what:{width}}  {rank:>4}  {error:>9}  {ratio}", "wrong")
+                yield f"✗ {what:{width}}  {rank:>{held}}  {error:>9}  {ratio}"
             if right:
-                yield Line(f"  right: {len(right)} other{'s' * (len(right) != 1)}, {largest}")
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Why something is wrong."""
-
-    #: A short name, that of a `causes.Kind`.
-    name: str
-    #: What was seen.
-    seen: str
-    #: The usual bug behind it.
-    usually: str = ""
-    #: What to do.
-    fix: str = ""
-
-    def __str__(self) -> str:
-        lines = [self.seen]
-        lines += [f"  usual cause: {self.usually}"] if self.usually else []
-        lines += [f"  fix: {self.fix}"] if self.fix else []
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class First:
-    """The first submodules, of the same name on one process, where something differs; None: there is none."""
-
-    #: In forward order, whose output has no placement of the whole's.
-    output: str | None = None
-    #: In backward order, whose output's gradient has none.
-    gradient: str | None = None
-
-    def __str__(self) -> str:
-        each = (("output", self.output), ("gradient in backward order", self.gradient))
-        return "; ".join(
-            f"first {what} that differs: {name or 'the module'}" for what, name in each if name is not None
-        )
+                yield f"  right: {len(right)} other{'s' * (len(right) != 1)}, {largest}"
 
 
 @dataclass(frozen=True)
@@ -132,45 +87,36 @@ class Report:
     #: The check, in words.
     title: str
     tables: tuple[Table, ...]
-    causes: tuple[Cause, ...] = ()
+    #: What was observed of the first wrong run; each was tested on all ranks.
+    observed: tuple[str, ...] = ()
     #: Lines of code that take a tensor out of the autograd graph: "all_gather at loss.py:41 cuts the graph: …".
     cuts: tuple[str, ...] = ()
-    #: What the check does not cover.
+    #: What the check took for granted, or could not judge.
     notes: tuple[str, ...] = ()
-    #: "mean" or "sum": the reduction over ranks that the tables show; "": the losses are summed.
-    rank_reduction: str = ""
-    #: With a mesh: the first submodules where something differs.
-    first: First | None = None
-    #: Whether the check fails if there are notes.
-    strict: bool = False
+    #: On what condition the gradients are right, such as "once gradients are averaged over dp, …"; "": none.
+    condition: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether every run is right, and with `strict` there are no notes."""
-        return all(table.ok for table in self.tables) and not (self.strict and self.notes)
+        """Whether every run is right."""
+        return all(table.ok for table in self.tables)
 
-    @property
-    def _verdict(self) -> str:
+    def lines(self) -> Iterator[str]:
+        """Yield the verdict, the tables, the observations, the graph cuts and the notes."""
         right = [table.ok for table in self.tables]
-        if all(right):
-            return "right" if self.ok else "right, but strict=True fails with the notes below"
         raised = any(right) and all(table.ok or table.raised for table in self.tables)
-        return "raised an error in some runs" if raised else "WRONG"
-
-    def lines(self) -> Iterator[Line]:
-        """Yield the verdict, the tables, the causes, the graph cuts and the notes."""
-        yield Line(f"{self.title}: {self._verdict}", {"right": "right", "WRONG": "wrong"}.get(self._verdict, ""))
-        if words := str(self.first or ""):
-            yield Line(f"  {words}")
+        verdict = "raised an error in some runs" if raised else "WRONG"
+        yield f"{self.title}: {f'right {self.condition}'.rstrip() if all(right) else verdict}"
         for table in self.tables:
             yield from table.lines()
-        for title, entries in (("diagnosis", self.causes), ("graph cuts", self.cuts), ("notes", self.notes)):
+        for title, entries in (("observed", self.observed), ("graph cuts", self.cuts), ("notes", self.notes)):
             if entries:
-                yield Line(f"── {title} ──", "title")
-                yield from (Line(_wrapped(str(entry))) for entry in entries)
+                yield f"── {title} ──"
+                wrap = {"initial_indent": "  ", "subsequent_indent": "    ", "break_long_words": False}
+                yield from (textwrap.fill(entry, 112, **wrap) for entry in entries)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        return "\n".join(line.text for line in self.lines())
+        return "\n".join(self.lines())
 
 
 class GradientMismatchError(AssertionError):
@@ -185,21 +131,6 @@ class GradientMismatchError(AssertionError):
         return GradientMismatchError, (self.report,)
 
 
-class UncheckedWarning(UserWarning):
-    """A check of gradients passed, and this is what it could not judge or did not compare."""
-
-
-def concluded(report: Report, strict: bool) -> Report:
-    """Return the report of a check, called by what the user calls: raise if something is wrong, and warn of notes."""
-    __tracebackhide__ = True
-    report = replace(report, strict=strict)
-    if not report.ok:
-        raise GradientMismatchError(report)
-    for note in report.notes:
-        warnings.warn(f"{report.title.partition(',')[0]}: {note}", UncheckedWarning, stacklevel=3)
-    return report
-
-
 def title_of(on: str, n: int, *more: str) -> str:
     """Return the title of a table: the kind of ranks, N, and what they have."""
     return ", ".join((on, f"{n} rank{'s' * (n != 1)}", *more))
@@ -212,14 +143,3 @@ def ratio_in_words(ratio: float | None, n: int, near: float = 1e-3) -> str:
     named = {1.0: "", 1.0 * n: " = N", 1.0 / n: " = 1/N", 1.0 * n * n: " = N²", 1.0 / n / n: " = 1/N²"} if n > 1 else {}
     word = next((word for value, word in named.items() if math.isclose(ratio, value, rel_tol=near)), "")
     return f"{ratio:.4g}{word}"
-
-
-def _wrapped(text: str) -> str:
-    """Indent each line, and wrap it with a deeper indent."""
-    found = []
-    for line in text.splitlines():
-        indent = " " * (len(line) - len(line.lstrip()) + 2)
-        found += textwrap.wrap(
-            line.strip(), 110, initial_indent=indent, subsequent_indent=indent + "  ", break_long_words=False
-        )
-    return "\n".join(found)

@@ -1,0 +1,170 @@
+"""The batch: its tensors by name, which of them have gradients, and the part of it that each rank gets."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffcoll.core.errors import message
+from diffcoll.core.trees import tree_flatten, tree_paths
+from diffcoll.testing.harness.layout import NAME, RANKS, Placement, Ranks, placed, said_of, split_axes
+from diffcoll.testing.harness.rank import Constant, differentiable
+
+
+class Batch:
+    """The arguments of one process, or of one rank.
+
+    Args:
+        fn: the function that gets them, which names them.
+        tree: the arguments; floating-point tensors get gradients, or, if any requires one, only those.
+        skip: how many arguments of the function come before.
+        dtype: what floating-point tensors are converted to; None: nothing is.
+        name: what errors begin with.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], tree: Any, skip: int, dtype: torch.dtype | None = None, name: str = NAME
+    ) -> None:
+        leaves, self._rebuild = tree_flatten(tree)
+        for kind in {type(leaf) for leaf in leaves if _hides_tensors(leaf)}:
+            got, remedy = f"a {kind.__name__} with tensors inside", "use dict(…) or torch.utils._pytree's registration"
+            raise ValueError(message(name, "batch", got, "a tree of tuples, lists, dicts and namedtuples", remedy))
+        names = _names(fn, tree, skip)
+        #: The tensors by name.
+        self.tensors = {n: _converted(x, dtype) for n, x in zip(names, leaves, strict=True) if isinstance(x, Tensor)}
+        #: Whether some tensors require gradients, and the others are no variables.
+        self.asked = some = any(x.requires_grad for x in leaves if isinstance(x, Tensor))
+        #: The names of those that have gradients.
+        self.variables = [
+            n
+            for n, x in zip(names, leaves, strict=True)
+            if isinstance(x, Tensor) and differentiable(x) and (x.requires_grad or not some)
+        ]
+        self._leaves = dict(zip(names, leaves, strict=True))
+
+    def part(self, index: Mapping[str, Tensor] | None = None) -> Any:
+        """Return the tree with the numbers at these positions of each tensor; None: all of them."""
+        found: list[Any] = []
+        for name, leaf in self._leaves.items():
+            if name in self.tensors:
+                x = self.tensors[name].detach()
+                x = x.clone() if index is None else x.flatten()[index[name]]
+                leaf = x if name in self.variables or not differentiable(x) else Constant(x)
+            found.append(leaf)
+        return self._rebuild(found)
+
+    def positions(self, ranks: Ranks, placements: Mapping[str, Placement]) -> dict[str, list[Tensor]]:
+        """Return the positions of each tensor on each rank."""
+        for name, x in self.tensors.items() if ranks.rows else ():
+            if x.dim() == 0 or len(x) != sum(ranks.rows):
+                got = f"a tensor {name} with {len(x)} rows" if x.dim() else f"a 0-d tensor {name}"
+                expected = f"tensors with {sum(ranks.rows)} rows, the sum of {ranks.rows}"
+                remedy = (
+                    "pass other ranks=, or the batch as a function of its number of rows; what has no row for each row "
+                    "of the batch belongs in module=, or, with ranks as a mesh, in placements="
+                )
+                raise ValueError(message(NAME, "batch", got, expected, remedy))
+        found = {name: placed(name, x, said_of(placements, name), ranks) for name, x in self.tensors.items()}
+        self._refuse_equal(found, ranks)
+        return found
+
+    def _refuse_equal(self, index: Mapping[str, list[Tensor]], ranks: Ranks) -> None:
+        """Raise if two ranks along an axis have the same rows of all that is divided, or permuted or mirrored ones."""
+        for axis in ranks.sizes:
+            divided = [name for name, each in index.items() if axis in split_axes([[i] for i in each], ranks)]
+            for r in range(ranks.size):
+                for s in [s for s in ranks.along([axis], r) if s < r]:
+                    each = [(self.tensors[name].detach().flatten(), index[name][s], index[name][r]) for name in divided]
+                    pairs = [(x[a], x[b]) for x, a, b in each if a.numel() and b.numel() and a.shape[1:] == b.shape[1:]]
+                    same = bool(pairs) and all(_same_rows(a, b) for a, b in pairs)
+                    moved = axis == RANKS and any(differentiable(a) and not _same_rows(a, b) for a, b in pairs)
+                    if same or (moved and all(_same_but_for_order(a, b) for a, b in pairs)):
+                        what = "numbers" if same else "rows, in another order or mirrored,"
+                        got = f"the same {what} of {', '.join(divided)} on ranks {s} and {r}"
+                        expected = "different ones on every rank, since equal ranks hide wrong gradients"
+                        raise ValueError(message(NAME, "batch", got, expected, "pass random numbers"))
+
+    def counts(self, index: Mapping[str, list[Tensor]]) -> dict[str, list[int]]:
+        """Return numbers of each rank's part that a loss may divide by, in words."""
+        found: dict[str, list[int]] = {}
+        for name, each in index.items():
+            x = self.tensors[name].detach()
+            parts = [x.flatten()[i] for i in each]
+            if x.dim():
+                found[f"rows of {name}"] = [len(part) for part in parts]
+            if bool(((x == 0) | (x == 1)).all()):
+                found[f"ones of {name}"] = [int((part != 0).sum()) for part in parts]
+            elif not differentiable(x):
+                found[f"labels of {name} that are not negative"] = [int((part >= 0).sum()) for part in parts]
+        return {words: k for words, k in found.items() if len(set(k)) > 1}
+
+
+def _converted(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None or not differentiable(x):
+        return x
+    return x.to(torch.complex128 if x.is_complex() and dtype == torch.double else x.dtype if x.is_complex() else dtype)
+
+
+def _names(fn: Callable[..., Any], tree: Any, skip: int) -> list[str]:
+    """Return a name for each leaf: that of the function's argument, and the path within it."""
+    try:
+        called = fn.forward if isinstance(fn, nn.Module) else fn
+        every = inspect.signature(called).parameters.values()
+        arguments = [p.name for p in every if p.kind < p.VAR_POSITIONAL][skip:]
+    except (TypeError, ValueError):
+        arguments = []
+    paths = tree_paths(tree)
+    if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields"):
+        known = {f"[{i}]": name for i, name in enumerate(arguments)}
+        return [_named(path, known) for path in paths]
+    if isinstance(tree, dict):
+        return [_named(path, {f"[{key!r}]": str(key) for key in tree}) for path in paths]
+    return [f"{arguments[0] if arguments else 'x'}{path}" for path in paths]
+
+
+def _named(path: str, known: Mapping[str, str]) -> str:
+    """Replace the first index of a path by the name of an argument."""
+    head, bracket, rest = path.partition("]")
+    return known.get(head + bracket, f"argument{head + bracket}") + rest
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    """Whether a leaf holds tensors that would not be divided, such as a dataclass or a `UserDict`."""
+    held = leaf.values() if isinstance(leaf, Mapping) else vars(leaf).values() if hasattr(leaf, "__dict__") else ()
+    return not isinstance(leaf, Tensor) and any(isinstance(x, Tensor) for x in held)
+
+
+def _same_rows(a: Tensor, b: Tensor) -> bool:
+    rows = min(len(a), len(b)) if a.dim() else None
+    return torch.equal(a[:rows], b[:rows]) if rows is not None else torch.equal(a, b)
+
+
+def _same_but_for_order(a: Tensor, b: Tensor) -> bool:
+    """Whether b has the rows of a, or their negatives, in any order."""
+
+    def ordered(x: Tensor) -> list[list[float]]:
+        x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+        rows: list[list[float]] = x.unsqueeze(-1).flatten(1).double().tolist()
+        return sorted(rows)
+
+    return a.shape == b.shape and a.dim() > 0 and ordered(b) in (ordered(a), ordered(-1.0 * a))
+
+
+def refuse_equal_parts(name: str, parts: Sequence[Batch], shared: Collection[str]) -> None:
+    """Raise if two ranks have the same tensors, as far as both have any that are not one variable of all ranks."""
+    for r, mine in enumerate(parts):
+        for s, other in enumerate(parts[:r]):
+            each = [(a, other.tensors[n]) for n, a in mine.tensors.items() if n in other.tensors and n not in shared]
+            pairs = [
+                (a.detach(), b.detach()) for a, b in each if a.numel() and a.shape[1:] == b.shape[1:] and b.numel()
+            ]
+            if pairs and all(a.dim() == b.dim() and _same_rows(a, b) for a, b in pairs):
+                got, expected = (
+                    f"the same numbers on ranks {s} and {r}",
+                    "different ones, since equal ranks hide errors",
+                )
+                raise ValueError(message(name, "per_rank", got, expected, "pass random numbers"))
