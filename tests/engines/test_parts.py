@@ -107,7 +107,11 @@ def test_defaults_of_some_ranks(run, default):
 # ── devices other than the CPU, without one ──────────────────────────────────────────────────────────────
 
 #: Files that may name CUDA as an attribute, and what they name.
-NAMED = {"engines/mpi.py": {"is_cuda"}, "engines/devices.py": {"cuda"}}
+NAMED = {
+    "engines/mpi.py": {"is_cuda"},
+    "engines/devices.py": {"cuda"},
+    **{f"nn/{name}.py": {"is_cuda"} for name in ("batch_norm", "contrastive")},
+}
 
 
 def test_nothing_else_names_cuda():

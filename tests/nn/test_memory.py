@@ -57,6 +57,6 @@ def counted(rank):
 
 
 def test_the_collectives_of_a_step():
-    """Five of the loss, and a reduction of gradients; DistributedDataParallel has a first bucket of 1 MB."""
+    """Five of the loss; the averager's note and one bucket, two buckets of DistributedDataParallel."""
     for found in spawn(counted, range(2)):
-        assert found == [6, 7, 6, 6]
+        assert found == [7, 7, 7, 7]

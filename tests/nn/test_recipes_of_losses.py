@@ -13,12 +13,6 @@ import diffcoll as dc
 from diffcoll.nn import functional as f
 from diffcoll.nn.functional import clip_loss, token_mean
 
-
-def averaged(module, loss, **options):
-    """Call the backward of a loss, and average the gradients over the ranks."""
-    dc.GradientAverager(module, **options).backward(loss)
-
-
 # ── GradCache: the model in chunks, by checkpoints ───────────────────────────────────────────────────────
 
 
@@ -63,7 +57,7 @@ def test_grad_cache(by):
             wrapped = DistributedDataParallel(model)
             clip_loss(*wrapped(image, text)).backward()
         else:
-            averaged(model, clip_loss(*model(image, text)))
+            dc.GradientAverager(model).backward(clip_loss(*model(image, text)))
         return gradients(model)
 
     whole = Towers()
@@ -131,11 +125,13 @@ def test_a_step_of_each_loss(by):
         for name, loss in STEPS.items():
             model = Views(dc.nn.SyncBatchNorm)
             if by == "DDP":
-                value = loss(*DistributedDataParallel(model)(x, y))
+                wrapped = DistributedDataParallel(model)
+                value = loss(*wrapped(x, y))
                 value.backward()
             else:
+                averager = dc.GradientAverager(model)
                 value = loss(*model(x, y))
-                averaged(model, value)
+                averager.backward(value)
             found[name] = value.detach(), gradients(model)
         return found
 
@@ -185,10 +181,14 @@ def test_moco():
         model.queue.enqueue(k, ids)
         return positives(logits).mean()
 
-    def batch(rows):
-        return data(rows, 4, seed=rows), data(rows, 4, seed=rows + 50), torch.arange(rows) % 3
+    def in_steps(loss):
+        return lambda *steps: sum(loss(*rows) for rows in steps)
 
-    holds(of_ranks, of_one, batch, module=model, sizes=[(6,), (3, 0, 3)], steps=3, order=1, constant=["key"])
+    def batch(rows):
+        x = data(rows, 3, 2, 4, seed=rows)
+        return tuple((x[:, i, 0].clone().requires_grad_(), x[:, i, 1], torch.arange(rows) % 3) for i in range(3))
+
+    holds(in_steps(of_ranks), in_steps(of_one), batch, module=model, sizes=[(6,), (3, 0, 3)], order=1)
 
 
 # ── the norm of the gradients of a model of which a part is sharded ──────────────────────────────────────
@@ -255,7 +255,7 @@ def test_partial_fc():
 
     def body(x, labels, weight):
         model, weight = backbone(), weight.clone().requires_grad_()
-        averaged(model, partial_fc(model(x), labels, weight, sizes), reduction="sum")
+        dc.GradientAverager(model, reduction="sum").backward(partial_fc(model(x), labels, weight, sizes))
         return model.weight.grad, weight.grad
 
     model, weight = backbone(), classes.clone().requires_grad_()
