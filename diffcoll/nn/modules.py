@@ -84,7 +84,7 @@ class CLIPLoss(LossModule):
 
 
 class SigLIPLoss(LossModule):
-    """`siglip_loss` as a module. Scale and bias are passed to `forward`, or here: numbers, or `nn.Parameter`s.
+    """`siglip_loss` as a module. Scale and bias are passed to `forward`, or here: a number or an `nn.Parameter` each.
 
     >>> from diffcoll.nn import SigLIPLoss
     >>> SigLIPLoss(10.0, -10.0)
