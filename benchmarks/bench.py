@@ -29,7 +29,7 @@ from torch import Tensor
 
 import diffcoll
 from benchmarks import rows, training
-from benchmarks.beside_mpi import gloo_beside_mpi
+from benchmarks.beside_mpi import gloo_beside_mpi, on_ranks
 from benchmarks.competitors import SYSTEMS
 from benchmarks.counting import bytes_sent, memory_of_process
 from benchmarks.floor import floor
@@ -120,8 +120,7 @@ class _Bench:
             world = gloo_beside_mpi() if mpi else None
             return _time(make(rank), rounds, world)
 
-        found: dict[str, Times] = spawn(body, range(self.n), backend="mpi" if mpi else "gloo", timeout=600)[0]
-        return found
+        return on_ranks(self.engine, body, self.n, timeout=600)[0]
 
     def costs(self, names: list[str]) -> list[Row]:
         """A row for each collective, op and size."""

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
-from typing import Any
+from collections.abc import Callable
+from contextlib import closing
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 import diffcoll
+from diffcoll.testing.spawn import spawn
+
+T = TypeVar("T")
 
 
 def gloo_beside_mpi() -> Any:
@@ -22,3 +30,13 @@ def gloo_beside_mpi() -> Any:
     folder = world.bcast(tempfile.mkdtemp(prefix="diffcoll-") if rank == 0 else None)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n)
     return world
+
+
+def on_ranks(engine: str, fn: Callable[[int], T], n: int, timeout: float) -> list[T]:
+    """Run fn on n processes: those of `spawn`, or of a job of mpiexec, which the tests start, too."""
+    if engine != "mpi":
+        return spawn(fn, range(n), timeout=timeout)
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    with closing(import_module("mpi_ranks").MpiRanks(n)) as ranks:
+        found: list[T] = ranks.call(fn, [(r,) for r in range(n)], timeout=timeout)
+    return found

@@ -17,7 +17,7 @@ from diffcoll.core import moves
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import TorchDispatchMode
 from diffcoll.engines.engine import Blocks, Engine, Wait
-from diffcoll.engines.local import LocalEngine
+from diffcoll.engines.simulated.engine import LocalEngine
 from diffcoll.testing.cases import Case
 from diffcoll.testing.simulate import simulate
 
@@ -168,7 +168,7 @@ def _counted(case: Case, small: int) -> list[tuple[_Counted, _Counted]]:
         return forward, (engine.rounds, engine.copied)
 
     with mock.patch.object(moves, "_begin", _begin_counted):
-        found: list[tuple[_Counted, _Counted]] = simulate(body, range(case.size), rules=True)
+        found: list[tuple[_Counted, _Counted]] = simulate(body, range(case.size))
     return found
 
 

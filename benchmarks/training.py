@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import diffcoll
-from benchmarks.beside_mpi import gloo_beside_mpi
+from benchmarks.beside_mpi import gloo_beside_mpi, on_ranks
 from benchmarks.counting import memory_of_process
-from diffcoll.testing.spawn import spawn
 
 Step = Callable[[], object]
 #: The call of a model, and its backward with the reduction of the gradients.
@@ -128,8 +127,7 @@ def memory(model: str, system: str, n: int, engine: str) -> float:
             step()
         return (memory_of_process("VmHWM") - before) / 2**20
 
-    found: list[float] = spawn(body, range(n), backend="mpi" if engine == "mpi" else "gloo", timeout=120)
-    return max(found)
+    return max(on_ranks(engine, body, n, timeout=120))
 
 
 def table(n: int, rounds: int, engine: str, times: Callable[..., Any]) -> Table:

@@ -133,10 +133,7 @@ def gathers() -> dict[str, list[float]]:
         "GatherLayer that averages: 1/N": Averaged.apply,
         "torch.distributed.all_gather: none": plain,
     }
-    return {
-        name: simulate(gradient, [3.0, 5.0], [1.0, 10.0], [gather] * 2, torch_distributed=True)
-        for name, gather in kinds.items()
-    }
+    return {name: simulate(gradient, [3.0, 5.0], [1.0, 10.0], [gather] * 2) for name, gather in kinds.items()}
 
 
 def _head(width: int, height: int, title: str) -> list[str]:

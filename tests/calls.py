@@ -47,7 +47,7 @@ def cases(names: str | Sequence[str] | None = None, most: int = 6, size: int | N
     ... @given(calls.cases("all_gather"))
     ... def test_shapes(case):
     ...     expected = case.truth([case.x(r, seed=0) for r in range(case.size)])
-    ...     got = simulate(lambda r: case.call(case.x(r, seed=0), r), range(case.size), rules=True)
+    ...     got = simulate(lambda r: case.call(case.x(r, seed=0), r), range(case.size))
     ...     assert [y.shape for y in got] == [y.shape for y in expected]
     >>> test_shapes()
 

@@ -11,13 +11,13 @@ import torch
 
 import diffcoll
 from diffcoll.core.torch_private.release import COMPILES, RELEASE
-from diffcoll.testing import processes
+from diffcoll.testing.spawn import PRELOADED
 
 torch.set_num_threads(1)
 # What ranks import to find a test's functions, and to compile: once in the server that forks them, not in each.
 # Inductor's import asks for a device on some releases with CUDA, after which forked ranks cannot use it.
 INDUCTOR = COMPILES and not torch.backends.cuda.is_built()
-processes.preload("hypothesis", "numpy", "pytest", *(["torch._inductor.compile_fx"] if INDUCTOR else []))
+PRELOADED += ["hypothesis", "numpy", "pytest", *(["torch._inductor.compile_fx"] if INDUCTOR else [])]
 if "PYTEST_XDIST_WORKER" in os.environ:  # ranks of another test wait for a core
     os.environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
 

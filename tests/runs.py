@@ -13,14 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from mpi_ranks import MpiRanks
 
 import diffcoll
-from diffcoll.engines.process_state import launched_as
-from diffcoll.testing import simulate
-from diffcoll.testing.pool import Pool
+from diffcoll.core.torch_private.release import RELEASE
+from diffcoll.engines.rank_state import launched_as
+from diffcoll.testing import RanksFailedError, simulate, spawn
+from diffcoll.testing.spawn import Ranks
+from diffcoll.testing.truth import in_one_graph
 
 ROOT = Path(diffcoll.__file__).parent.parent
-_pool = Pool()
+#: Processes that are kept, by backend and number.
+_ranks = {}
 
 #: Collectives that overlap with computation in both directions, for tests of devices with streams.
 OVERLAPPING = {
@@ -33,13 +37,45 @@ OVERLAPPING = {
 }
 
 
-def kept(fn, *per_rank, backend="gloo", timeout=60):
-    """As `spawn`, on processes that are kept: a test that changes a class or a module on its ranks uses `spawn`."""
-    return _pool.call(fn, list(zip(*per_rank, strict=True)), backend, timeout)
+def kept(fn, *per_rank, backend="gloo", seed=0, timeout=60):
+    """As `spawn`, on processes that are kept, or on MPI: a test that changes a class or a module uses `spawn`."""
+    rows = list(zip(*per_rank, strict=True))
+    key = backend, len(rows)
+    if key not in _ranks:
+        _ranks[key] = MpiRanks(len(rows)) if backend == "mpi" else Ranks(len(rows), backend)
+    try:
+        return _ranks[key].call(fn, rows, seed=seed, timeout=timeout)
+    except RanksFailedError:
+        del _ranks[key]
+        raise
 
 
-truth, rules, gloo, mpi = simulate, partial(simulate, rules=True), kept, partial(kept, backend="mpi")
+def spawned(fn, *per_rank, backend="gloo", timeout=60):
+    """As `spawn`, on MPI too: on processes for this call alone."""
+    if backend != "mpi":
+        return spawn(fn, *per_rank, backend=backend, timeout=timeout)
+    rows = list(zip(*per_rank, strict=True))
+    with contextlib.closing(MpiRanks(len(rows))) as ranks:
+        return ranks.call(fn, rows, timeout=timeout)
+
+
+def truth(fn, *per_rank):
+    """Run fn on ranks in one graph, in which collectives are their definitions; call backward on the results."""
+    return in_one_graph(fn, list(zip(*per_rank, strict=True)))
+
+
+rules, gloo, mpi = simulate, kept, partial(kept, backend="mpi")
 RUNS = {"truth": truth, "rules": rules, "gloo": gloo, "mpi": mpi}
+
+
+def new_group(ranks):
+    """Make a group of some ranks of the default group, which all of them call."""
+    from diffcoll.core import groups
+
+    if (comm := groups._default) is not None:  # of MPI
+        return comm.Create(comm.group.Incl(ranks))
+    group = torch.distributed.new_group(ranks, **({"sort_ranks": False} if RELEASE >= (2, 12) else {}))
+    return torch.distributed.GroupMember.NON_GROUP_MEMBER if group is None else group
 
 
 def runs_on(*names):
@@ -48,7 +84,8 @@ def runs_on(*names):
 
 
 def end():
-    _pool.close()
+    for ranks in _ranks.values():
+        ranks.close()
 
 
 def refusal(error, call, *arguments, **options):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from releases import compiles, one_graph
-from runs import rules
+from runs import rules, spawned
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import diffcoll as dc
@@ -295,7 +295,9 @@ def one_by_one(count, disagree, **more):
 def together(where, count, disagree, n, **more):
     """On processes, all programs in one run."""
     drawn = calls.drawn(programs(where, disagree, n), count, **more)
-    of_ranks = spawn(lambda r: [program_on_rank(program, r) for program in drawn], range(n), backend=where, timeout=500)
+    of_ranks = spawned(
+        lambda r: [program_on_rank(program, r) for program in drawn], range(n), backend=where, timeout=500
+    )
     for i, program in enumerate(drawn):
         check(program, [found[i] for found in of_ranks])
 
@@ -349,7 +351,7 @@ def test_compiled_on_one_rank_only(where):
             found.append(cases.on_rank(case, r, SEED, call, orders=1))
         return [(m.output, m.gradient) for m in found]
 
-    of_ranks = spawn(body, range(n), backend=where, timeout=500)
+    of_ranks = spawned(body, range(n), backend=where, timeout=500)
     for i, case in enumerate(table):
         for r, right in enumerate(cases.in_truth(case, SEED, orders=1)):
             torch.testing.assert_close(of_ranks[r][i], (right.output, right.gradient), msg=str(case))

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from runs import line_of, python, rules
+from runs import line_of, python, rules, truth
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
-from diffcoll.testing import RanksFailedError, simulate, spawn
+from diffcoll.testing import RanksFailedError, spawn
 
 N = 3
 TIMEOUT = 2.0
@@ -71,7 +71,7 @@ def lose(how, where, call):
     with tempfile.TemporaryDirectory() as folder, pytest.raises(RanksFailedError) as caught:
         spawn(until_all_know, range(N), [Path(folder)] * N, timeout=30)
     assert time.monotonic() - start < TIMEOUT + 15
-    return [caught.value.reports[r] for r in range(N) if r != 1]
+    return [caught.value.failures[r].text for r in range(N) if r != 1]
 
 
 def check(how, where, call):
@@ -201,7 +201,7 @@ def test_joint_backward_runs_what_a_rank_lacks():
             return x.grad
 
         xs = inputs()
-        losses = simulate(loss, range(N), xs, [linear] * N)
+        losses = truth(loss, range(N), xs, [linear] * N)
         gs = torch.autograd.grad(sum(losses), xs, create_graph=True)
         total = sum(g.sum() for g in gs)
         whole = sum(losses) + sum(g.square().sum() for g in gs) + N * total.sin()

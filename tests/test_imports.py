@@ -30,7 +30,11 @@ LAYERS = {
 }
 ORDER = list(LAYERS)
 #: Imported when something is first traced, as it takes time, or after mpi4py.
-DEFERRED = {("core.rules", "core.compiled"), ("core.groups", "engines.local"), ("core.groups", "engines.mpi")}
+DEFERRED = {
+    ("core.rules", "core.compiled"),
+    ("core.groups", "engines.simulated.engine"),
+    ("core.groups", "engines.mpi"),
+}
 
 
 def name_of(path):

@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ports import listening
+from runs import spawned
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
 from diffcoll.testing import cases, spawn
 
-BACKENDS = {"gloo": spawn, "mpi": partial(spawn, backend="mpi")}
+BACKENDS = {"gloo": spawn, "mpi": partial(spawned, backend="mpi")}
 
 
 def step(case, rank, x):

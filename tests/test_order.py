@@ -3,11 +3,10 @@
 import random
 
 import torch
-from runs import gloo, profiled
+from runs import gloo, new_group, profiled
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
-from diffcoll.testing import new_group
 
 N = 3
 

@@ -11,12 +11,11 @@ import torch
 from hypothesis import Phase
 from hypothesis import strategies as st
 from releases import compiles
-from runs import rules, runs_on
+from runs import new_group, rules, runs_on, spawned, truth
 
 import diffcoll as dc
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.core.maps import Scan
-from diffcoll.testing import new_group, simulate, spawn
 from diffcoll.testing.cases import Case
 
 # Collectives that need a replicated input cannot take an arbitrary result.
@@ -90,7 +89,7 @@ class Program:
 
     def truth(self):
         xs = self.inputs()
-        losses = simulate(self.loss, range(self.n), xs)
+        losses = truth(self.loss, range(self.n), xs)
         return torch.autograd.grad(sum(losses), xs)
 
     def gradient(self, r):
@@ -130,7 +129,7 @@ def check_nest(program, nest):
     def body(r):
         return nests.by_transforms(nest, of_rank(r), r)(xs[r])
 
-    defined = nests.by_definition(nest, lambda xs: simulate(lambda r, x: of_rank(r)(x), ranks, xs))
+    defined = nests.by_definition(nest, lambda xs: truth(lambda r, x: of_rank(r)(x), ranks, xs))
     for r, (got, right) in enumerate(zip(rules(body, ranks), defined(xs), strict=True)):
         text = f"rank {r} {nest}\n{program}"
         torch.testing.assert_close(got, right.detach(), rtol=1e-7, atol=1e-8, equal_nan=True, msg=text)
@@ -216,7 +215,7 @@ def test_programs_on_ranks_that_are_compiled_or_not(backend, compiler):
                 found.append(torch.autograd.grad((compiled if which[r] else eager)(x), x)[0])
         return found
 
-    for of_rank in spawn(body, range(n), backend=backend, timeout=1500):
+    for of_rank in spawned(body, range(n), backend=backend, timeout=1500):
         for i, program in enumerate(drawn):
             *mixed, eager = of_rank[i * 2**n : (i + 1) * 2**n]
             torch.testing.assert_close(

@@ -13,12 +13,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from mpi_ranks import SETTINGS
 from runs import python
 from test_notes import FENCE, ROOT, blocks, prose, run_blocks
 
 import diffcoll
 from diffcoll.collectives import COLLECTIVES
-from diffcoll.testing.mpi_job import MpiJob
 
 README = ROOT / "README.md"
 
@@ -114,7 +114,7 @@ def test_the_public_api_is_one_list():
 def test_one_example_under_two_launchers(name, arguments, same):
     """`same` is what both print."""
     program = [str(ROOT / "examples" / name), *arguments]
-    environment = {**os.environ, **MpiJob.SETTINGS, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, **SETTINGS, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     environment["OMP_NUM_THREADS"] = "1"  # torchrun sets it
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
     mpiexec = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", sys.executable, *program]

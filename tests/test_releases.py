@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from releases import RELEASE
+from runs import new_group
 
 import diffcoll as dc
 from diffcoll.core.torch_private import tracing
-from diffcoll.testing import new_group, spawn
+from diffcoll.testing import spawn
 
 VERSION = torch.__version__.replace("+", ".")
 before = pytest.mark.skipif

@@ -46,7 +46,7 @@ def test_a_picture_shows_the_rule(drawing, name):
         gx = torch.autograd.grad(y, x, gy[: len(y)])[0]
         return y.detach(), gx
 
-    expected = simulate(both, xs, gys, rules=True)
+    expected = simulate(both, xs, gys)
     for shown, inputs, which in zip(drawing.maps(name), (xs, gys), range(2), strict=True):
         before, after = shown
         values = {"0": 0.0}

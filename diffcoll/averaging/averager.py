@@ -44,7 +44,7 @@ class GradientAverager:
     ...     averager = dc.GradientAverager(model)
     ...     averager.backward(model(x).sum())
     ...     return model.weight.grad
-    >>> simulate(gradient, [torch.tensor([[2.0]]), torch.tensor([[4.0]])], rules=True, torch_distributed=True)
+    >>> simulate(gradient, [torch.tensor([[2.0]]), torch.tensor([[4.0]])])
     [tensor([[3.]]), tensor([[3.]])]
 
     Args:

@@ -38,7 +38,7 @@ def in_step(batches: Iterable[Batch], empty: Batch | None = None, group: Group =
     ...         gradients.append(round(model.weight.grad.item(), 2))
     ...     return gradients
     >>> one, two, three = (torch.full((n, 1), float(n)) for n in (1, 2, 3))
-    >>> simulate(train, [[one, three], [two]], rules=True, torch_distributed=True)
+    >>> simulate(train, [[one, three], [two]])
     [[1.67, 3.0], [1.67, 3.0]]
 
     Args:

@@ -16,8 +16,8 @@ from diffcoll.core.dtypes import rounding
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
 from diffcoll.core.maps import PER_RANK, AllToAll, Linear
 from diffcoll.core.torch_private.tracing import unobserved
-from diffcoll.engines import guards
 from diffcoll.engines.engine import Engine
+from diffcoll.engines.rank_state import THREAD
 
 
 class _State:
@@ -56,7 +56,7 @@ class check_mode:
     >>> def f(x):
     ...     with dc.check_mode():
     ...         return dc.all_reduce(x)
-    >>> simulate(f, [torch.ones(2), torch.ones(2)], rules=True)
+    >>> simulate(f, [torch.ones(2), torch.ones(2)])
     [tensor([2., 2.]), tensor([2., 2.])]
 
     The ranks also compare at the end of a `with` block, in the groups that were used in it. If a rank skipped the last
@@ -122,7 +122,7 @@ def _compare_end(used: dict[Engine, bool], error: BaseException | None) -> None:
 
 def _state() -> _State:
     """Return the state of this simulated rank, or of this process."""
-    if (me := guards.THREAD.rank) is None:
+    if (me := THREAD.rank) is None:
         return _process
     state: _State = me.check_mode or _State(_process.on)
     me.check_mode = state

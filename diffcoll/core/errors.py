@@ -23,7 +23,7 @@ _INSTALLED = tuple(_PYTHON + folder + os.sep for folder in ("site-packages", "di
 #: Prefixes of the file names of generated code: importlib, torch.fx, and decorators of other libraries.
 _GENERATED = ("<frozen ", "<eval_with_key>", "<@beartype", "<attrs generated ", "<decorator-gen")
 #: Modules imported by the `python -c` command that starts a worker process.
-_STARTERS = {"multiprocessing.forkserver", "multiprocessing.spawn", "diffcoll.testing.processes"}
+_STARTERS = {"multiprocessing.forkserver", "multiprocessing.spawn", "diffcoll.testing.spawn"}
 #: What ranks whose x differ in size can do.
 UNEVEN = 'blocks of other sizes: all_gather and gather with sizes="auto"'
 #: Why a rank may not have joined a forward call.

@@ -17,9 +17,10 @@ import torch
 from diffcoll.core.joint import is_joint
 from diffcoll.core.torch_private.tracing import constant_in_graphs, control_flow, unfaked
 from diffcoll.core.torch_private.transforms import carries_tangents, is_differentiating, is_within_transform
-from diffcoll.engines import c10d, guards
+from diffcoll.engines import c10d
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.named import Facts, NamedEngine, facts
+from diffcoll.engines.rank_state import THREAD, outsiders, refuse_thread
 from diffcoll.engines.solo import SoloEngine
 from diffcoll.engines.types import Group
 
@@ -35,8 +36,8 @@ def resolve(group: Any, operation: str) -> Engine:
     compiling = torch.compiler.is_compiling()
     if group is None:
         if not compiling:
-            guards.refuse_in_backward(operation)
-        me = guards.THREAD.rank
+            refuse_thread(operation)
+        me = THREAD.rank
         group = me.default_group if me else _default
     try:
         engine = _named(group) if compiling else _find(group)
@@ -57,12 +58,10 @@ def resolve(group: Any, operation: str) -> Engine:
 
 def _find(group: Any) -> Engine | None:
     found: Engine | None = _mpi().engine_of(group) if "mpi4py.MPI" in sys.modules else None
-    if found is None and guards.THREAD.rank is not None:
+    if found is None and THREAD.rank is not None:
         found = _local().engine_of(group)
     if found is None:
         found = c10d.engine_of(group)
-    if found is None and group is not None:
-        _local().engine_of(group)  # raises for a group of a simulated world
     return found
 
 
@@ -77,9 +76,9 @@ def _mpi() -> ModuleType:
 @cache
 def _local() -> ModuleType:
     """Import the engine of simulated ranks, which takes a tenth of the time of `import diffcoll`."""
-    from diffcoll.engines import local
+    from diffcoll.engines.simulated import engine
 
-    return local
+    return engine
 
 
 # ── compiled graphs refer to groups by name ──────────────────────────────────────────────────────────────
@@ -147,12 +146,14 @@ def _engine_of_name(name: str) -> Engine | None:
 
 
 def _refuse_simulated() -> None:
-    guards.refuse_in_backward("a compiled collective")
-    if guards.THREAD.rank is not None:
-        raise RuntimeError(guards.NO_GRAPHS)
+    refuse_thread("a compiled collective")
+    if THREAD.rank is not None:
+        raise RuntimeError(_local().NO_GRAPHS)
 
 
 def _refuse_lonely_launch(operation: str) -> None:
+    if outsiders:  # a thread beside simulated ranks, of which one has set its own environment
+        return
     if launched := _launched():
         raise RuntimeError(
             f"{operation}: {launched} processes were launched, but no group connects them; call "
@@ -247,7 +248,7 @@ class set_default_group:
 
 def _set_default(group: Any) -> Any:
     global _default
-    me = guards.THREAD.rank
+    me = THREAD.rank
     if me is not None:
         me.default_group, before = group, me.default_group
     else:

@@ -66,7 +66,7 @@ class joint_backward:
     ...         loss = 3 * y if dc.get_rank() == 0 else torch.tensor(7.0)  # rank 1 does not use y
     ...         joint(loss).backward()
     ...     return x.grad
-    >>> simulate(gradient, [torch.tensor(1.0, requires_grad=True) for _ in range(2)], rules=True)
+    >>> simulate(gradient, [torch.tensor(1.0, requires_grad=True) for _ in range(2)])
     [tensor(3.), tensor(3.)]
 
     All ranks enter the region, make the same collectives in the same order, and call `joint(loss)` and then backward

@@ -33,7 +33,7 @@ def _moved(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
         f.engine.calls += 1
     if compared := check_mode.is_on():
         check_mode.compare_moves(f, x, origin, later=False)
-    with Turn(f.engine, f.name, origin, compared):
+    with Turn(f.engine, f.name, origin, compared, f.detail):
         return _begin(f, x)()
 
 
@@ -57,7 +57,7 @@ class InFlight:
             f.engine.calls += 1
         if compared := check_mode.is_on():
             check_mode.compare_moves(f, x, self._origin, later=True)
-        with Turn(f.engine, f.name, self._origin, compared):
+        with Turn(f.engine, f.name, self._origin, compared, f.detail):
             wait = _begin(f, x, later=True)
             self._wait = wait if x.is_cpu else _wait_across_streams(wait, x.device)
 

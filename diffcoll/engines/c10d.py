@@ -11,7 +11,7 @@ import atexit
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,6 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from diffcoll.core.torch_private.release import RELEASE
 from diffcoll.engines.c10d_twins import gloo_twin_of, twin_of
 from diffcoll.engines.devices import is_capturing
 from diffcoll.engines.engine import Engine, Wait, is_even
@@ -135,10 +134,6 @@ class C10dEngine(MessageEngine):
     @override
     def small(self, device: str) -> int:
         return SMALL.get(self.backends[device], 0) // self.size
-
-    @override
-    def subgroup(self, ranks: Sequence[int]) -> Any:
-        return new_group([self.global_ranks[r] for r in ranks])
 
     @override
     def twin(self) -> C10dEngine:
@@ -267,20 +262,6 @@ def _bytes(x: Tensor) -> Tensor:
 
 def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
-
-
-def new_group(ranks: list[int]) -> Any:
-    """Make a group of these global ranks in this order; all processes call it.
-
-    Returns:
-        The group; on ranks that are not in it, what no function accepts as a group.
-    """
-    more: dict[str, Any] = {"sort_ranks": False} if RELEASE >= (2, 12) else {}
-    if not more and ranks != sorted(ranks):
-        remedy = "pass ranks in ascending order, or use torch 2.12 or later"
-        raise ValueError(f"new_group: got ranks {ranks}, which torch {torch.__version__} would sort; {remedy}")
-    group: Any = dist.new_group(ranks, **more)
-    return dist.GroupMember.NON_GROUP_MEMBER if group is None else group
 
 
 # ── from a group to its engine ───────────────────────────────────────────────────────────────────────────

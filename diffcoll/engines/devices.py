@@ -75,11 +75,14 @@ def device_of_backend(backend: str) -> str:
     return (accelerator_type() or "cpu") if needs_accelerator(backend) else "cpu"
 
 
+def expect_device(backend: str) -> None:
+    """Raise if the backend needs an accelerator, and this host has none."""
+    if needs_accelerator(backend) and not torch.accelerator.device_count():
+        raise RuntimeError(f"backend {backend!r} moves tensors of an accelerator, and this host has none; use 'gloo'")
+
+
 def select_device(backend: str, rank: int) -> None:
     """Let ranks of such a backend use the accelerators of the host in turn, before their group is made."""
-    if not needs_accelerator(backend):
-        return
-    count = torch.accelerator.device_count()
-    if not count:
-        raise RuntimeError(f"backend {backend!r} moves tensors of an accelerator, and this host has none; use 'gloo'")
-    torch.accelerator.set_device_index(rank % count)
+    expect_device(backend)
+    if needs_accelerator(backend):
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())

@@ -45,9 +45,10 @@ class Engine(ABC):
     allows it.
 
     Waits. Every primitive returns a `Wait`. The caller calls it exactly once: in any order relative to the group's
-    other Waits, and in any thread, while no other thread uses the group. Its tensors must not be modified, and its
-    outputs must not be read, until the Wait has returned. The engine keeps their memory alive until then, so the caller
-    may drop its references. A Wait sends no new messages: a rank that waits late, or in another order, delays nobody.
+    other Waits, and in any thread, while no other thread uses the group; on simulated ranks in the rank's own. Its
+    tensors must not be modified, and its outputs must not be read, until the Wait has returned. The engine keeps their
+    memory alive until then, so the caller may drop its references. A Wait sends no new messages: a rank that waits
+    late, or in another order, delays nobody.
     On a GPU all this holds in the order of the current stream; the host does not wait.
 
     Errors. An error of the backend is a `BackendError`, see `of_backend`.
@@ -111,14 +112,6 @@ class Engine(ABC):
         Equal on all ranks.
         """
         return 0
-
-    def subgroup(self, ranks: Sequence[int]) -> Any:
-        """Return a new group of some of these ranks, as `group=` accepts it. All ranks call it.
-
-        Rank i of the new group is `ranks[i]`. Ranks that are not listed get a value that is not a usable group.
-        Messages of the new group are never received in this one.
-        """
-        raise NotImplementedError(f"{self.description} has no sub-groups")
 
     def twin(self) -> Engine:
         """Return an engine with the same ranks in the same order, and its own message space. All ranks call it.

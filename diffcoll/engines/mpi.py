@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Sequence
 from functools import cache, partial
 from itertools import accumulate, count
 from typing import Any
@@ -113,10 +112,6 @@ class MpiEngine(MessageEngine):
         mpi, mine = mpi_library(), self.users.Get_group()
         world = mpi.COMM_WORLD.Get_group()
         return tuple(mpi.Group.Translate_ranks(mine, list(range(self.size)), world))
-
-    @override
-    def subgroup(self, ranks: Sequence[int]) -> Any:
-        return self.users.Create(self.users.Get_group().Incl(list(ranks)))
 
     @override
     def reaches(self, x: Tensor) -> bool:

@@ -35,15 +35,18 @@ class Turn:
         name: of the collective.
         origin: the forward call, if the collective is part of its backward.
         compared: whether check mode compares the ranks' calls.
+        detail: what else tells this call from others of its name, such as the reduction.
 
     Raises:
         CollectiveFailedError: on exit, for an error of the backend. Other errors pass.
     """
 
-    __slots__ = ("_before", "_engine", "compared", "name", "origin", "thread")
+    __slots__ = ("_before", "_engine", "compared", "detail", "name", "origin", "thread")
 
-    def __init__(self, engine: Any, name: str, origin: Origin | None = None, compared: bool = False) -> None:
-        self._engine, self.name, self.origin, self.compared = engine, name, origin, compared
+    def __init__(
+        self, engine: Any, name: str, origin: Origin | None = None, compared: bool = False, detail: str = ""
+    ) -> None:
+        self._engine, self.name, self.origin, self.compared, self.detail = engine, name, origin, compared, detail
         self.thread = threading.get_ident()
 
     def __enter__(self) -> None:

@@ -49,7 +49,7 @@ class SyncBatchNorm(InGroup, BatchNormBase):
     >>> from diffcoll.testing import simulate
     >>> x = torch.randn(6, 3, 4, 4)
     >>> norm = dc.nn.SyncBatchNorm(3, track_running_stats=False)
-    >>> ys = simulate(norm, [x[:1], x[1:1], x[1:]], rules=True, torch_distributed=True)  # 1, 0 and 5 samples
+    >>> ys = simulate(norm, [x[:1], x[1:1], x[1:]])  # 1, 0 and 5 samples
     >>> torch.allclose(torch.cat(ys), torch.nn.BatchNorm2d(3)(x), atol=1e-5)
     True
 

@@ -31,7 +31,7 @@ class FeatureQueue(InGroup):
     ...     queue.enqueue(rows)  # of rank 0 first, whichever arrives first
     ...     return queue.features().flatten().tolist()
     >>> rows = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0]])
-    >>> simulate(step, rows.split([3, 2]), rules=True, torch_distributed=True)
+    >>> simulate(step, rows.split([3, 2]))
     [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]]
 
     The queue is bitwise the same on all ranks, and the one that a single process with the whole batch has, also with

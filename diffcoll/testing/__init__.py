@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from diffcoll.testing.failures import RanksFailedError
 from diffcoll.testing.gradients import assert_matches_single_process, check_gradients
 from diffcoll.testing.harness.report import GradientMismatchError, Report
-from diffcoll.testing.processes import RanksFailedError
 from diffcoll.testing.ranks import ranks
-from diffcoll.testing.simulate import new_group, simulate
+from diffcoll.testing.simulate import simulate
 from diffcoll.testing.spawn import spawn
+from diffcoll.testing.truth import true_gradients
 
 __all__ = [
     "GradientMismatchError",
@@ -15,8 +16,8 @@ __all__ = [
     "Report",
     "assert_matches_single_process",
     "check_gradients",
-    "new_group",
     "ranks",
     "simulate",
     "spawn",
+    "true_gradients",
 ]

@@ -1,29 +1,23 @@
-"""Pickles functions, and tensors of every dtype, for the ranks' processes."""
+"""Pickles functions, closures and tensors for the ranks' processes, by cloudpickle."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
-from types import ModuleType
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-#: Dtypes of which PyTorch's tensors can be pickled by `pickle`; of the others (float8, uint16, complex32) only the
-#: pickling succeeds. torch.save and torch.load handle all.
-_PICKLED = (
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool),
-    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-)
+#: What cloudpickle 3.1.3 and later write in place of the file of a function.
+_NO_FILE = "<dynamic-code>"
 
 
 def dumps(x: object, reduce: Callable[[Any], Any] = lambda obj: NotImplemented) -> bytes:
-    """Return x, pickled by cloudpickle.
+    """Return x, pickled, with the names of the files that its functions are from, and tensors of any dtype.
 
     Args:
         x: what to pickle.
@@ -33,20 +27,22 @@ def dumps(x: object, reduce: Callable[[Any], Any] = lambda obj: NotImplemented) 
 
     class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, Tensor) and obj.dtype not in _PICKLED:
-                return load, (save(obj),)
-            if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj and type(obj) is not ModuleType:
-                return import_module, (obj.__name__,)  # such as torch.distributed.config, which has a class of its own
-            if isinstance(obj, type) and obj.__module__.startswith("torch.") and obj.__qualname__ != obj.__name__:
-                name, home = obj.__name__, sys.modules.get(obj.__module__)
-                if getattr(home, name, None) is obj:
-                    return getattr, (home, name)  # such as torch.nn.attention.SDPBackend, which has another name inside
+            if isinstance(obj, CodeType):
+                kind, arguments = self.dispatch_table[CodeType](obj)
+                return kind, tuple(obj.co_filename if a == _NO_FILE else a for a in arguments)
+            if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
+                return import_module, (obj.__name__,)  # such as torch._dynamo.config, which has a class of its own
             found = reduce(obj)
             return super().reducer_override(obj) if found is NotImplemented else found
 
     buffer = io.BytesIO()
-    Pickler(buffer).dump(x)
+    torch.save(x, buffer, pickle_module=SimpleNamespace(Pickler=Pickler, __name__="cloudpickle"))
     return buffer.getvalue()
+
+
+def load(data: bytes) -> Any:
+    """Return what was pickled."""
+    return torch.load(io.BytesIO(data), weights_only=False)
 
 
 @contextlib.contextmanager
@@ -60,15 +56,3 @@ def by_value(modules: Iterable[ModuleType]) -> Iterator[None]:
             cloudpickle.register_pickle_by_value(module)
             stack.callback(cloudpickle.unregister_pickle_by_value, module)
         yield
-
-
-def save(x: object, pickle_module: Any = pickle) -> bytes:
-    """Return x as bytes, with tensors of any dtype."""
-    buffer = io.BytesIO()
-    torch.save(x, buffer, pickle_module=pickle_module)
-    return buffer.getvalue()
-
-
-def load(data: bytes) -> Any:
-    """Return what was saved."""
-    return torch.load(io.BytesIO(data), weights_only=False)

@@ -53,7 +53,7 @@ def ranks(*sizes: int, on: Literal["simulated", "gloo"] = "simulated") -> Callab
             n = arguments.pop(_SIZE)
             body = partial(_on_rank, test, instance)
             if on == "simulated":
-                simulate(body, [deepcopy(arguments) for _ in range(n)], rules=True)
+                simulate(body, [deepcopy(arguments) for _ in range(n)])
             else:
                 spawn(body, [arguments] * n, backend=on)
 

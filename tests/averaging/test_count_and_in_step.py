@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from runs import mpi, rules
+from runs import mpi, new_group, rules
 from torch import nn
 from training import RUNS, SMALL, each, equal_on_all_ranks, everywhere, gradients, made, on_two, refused, same
 
@@ -200,7 +200,7 @@ def test_empty_batches_of_any_structure():
     assert isinstance(empty["pair"], Pair) and empty["pair"].name == "a" and empty["record"].scale == 2.0
     tensors = [empty["pair"].x, empty["list"][0], empty["record"].x, empty["user"]["x"], empty["tuple"][0]]
     assert [tuple(t.shape) for t in tensors] == [(0, 3)] * 5
-    assert empty["list"][1] is scalar and batch["list"][0] is x and batch["user"]["x"] is x
+    assert empty["list"][1] == scalar and batch["list"][0] is x and batch["user"]["x"] is x
 
 
 @everywhere
@@ -228,7 +228,7 @@ def test_in_step_of_a_group_and_of_one_process():
     assert [*dc.in_step(iter("ab"))] == ["a", "b"]
 
     def body(r):
-        pair = dc.testing.new_group([0, 2])
+        pair = new_group([0, 2])
         return None if r == 1 else [*dc.in_step(range(r), empty=-1, group=pair)]
 
     assert RUNS["gloo"](body, range(3)) == [[-1, -1], None, [0, 1]]

@@ -7,14 +7,13 @@ import weakref
 
 import pytest
 import torch
-from runs import gloo, rules
+from runs import gloo, new_group, rules, spawned
 from torch import nn
 from training import RUNS, equal_on_all_ranks, made, mlp, on_two, same
 
 import diffcoll as dc
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tensors import storage_uses
-from diffcoll.testing import new_group, spawn
 
 
 def batch(r, k=0):
@@ -252,7 +251,7 @@ def test_sockets_and_threads_of_averagers_that_were_freed(backend, ranks):
         after = handles()
         return after[0] - before[0], after[1] - before[1]
 
-    for files, threads in spawn(body, range(3), backend=backend):
+    for files, threads in spawned(body, range(3), backend=backend):
         assert files <= 2
         assert threads <= 2
 

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from runs import gloo, profiled
+from runs import gloo, new_group, profiled
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import (
@@ -26,8 +26,7 @@ from training import (
 )
 
 import diffcoll as dc
-from diffcoll.engines.local import LocalEngine
-from diffcoll.testing import new_group
+from diffcoll.engines.simulated.engine import LocalEngine
 
 
 class Norm(nn.Module):

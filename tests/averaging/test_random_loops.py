@@ -6,7 +6,7 @@ from loops import drawn, on_rank
 from runs import gloo, rules
 from training import equal_on_all_ranks
 
-from diffcoll.engines.local import LocalEngine
+from diffcoll.engines.simulated.engine import LocalEngine
 
 
 def run(seed, where, monkeypatch):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from mpi_ranks import SETTINGS
 from releases import compiles
 from runs import ROOT, python, rules
 
@@ -14,7 +15,6 @@ from diffcoll.cli import main, verify
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.core.torch_private.release import COMPILES
 from diffcoll.testing import cases
-from diffcoll.testing.mpi_job import MpiJob
 
 
 def calls_of(names, sizes):
@@ -118,7 +118,7 @@ def test_a_call_that_raises_under_torchrun(tmp_path):
 def test_under_mpiexec():
     program = "import sys; from diffcoll.cli import main, verify; verify.COMPILES = False; sys.exit(main(sys.argv[1:]))"
     command = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", sys.executable, "-c", program]
-    environment = {**os.environ, **MpiJob.SETTINGS, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **SETTINGS, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command += ["verify", "--only", "split"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
     assert done.returncode == 0, done.stderr

@@ -4,11 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import worked
-from runs import gloo, runs_on
+from runs import gloo, new_group, runs_on
 from worked import Example
 
 import diffcoll as dc
-from diffcoll.testing import new_group
 
 XS = [[1.0], [2.0, 3.0], []]
 WS = [[1.0, 2.0, 3.0], [10.0, 20.0, 30.0], [100.0, 200.0, 300.0]]  # their sum is (111, 222, 333)

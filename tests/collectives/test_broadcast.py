@@ -3,11 +3,10 @@
 import pytest
 import torch
 import worked
-from runs import gloo, rules, truth
+from runs import gloo, new_group, rules, truth
 from worked import Example
 
 import diffcoll as dc
-from diffcoll.testing import new_group
 
 XS = [[1.0, 2.0], [30.0, 40.0], [500.0, 600.0]]
 WS = [1.0, 10.0, 100.0]

@@ -5,11 +5,11 @@ from typing import NamedTuple
 import pytest
 import torch
 from releases import compiles, one_graph
-from runs import gloo, profiled, rules, runs_on
+from runs import gloo, new_group, profiled, rules, runs_on
 from torch.nn.functional import pad as padded
 
 import diffcoll as dc
-from diffcoll.testing import assert_matches_single_process, new_group
+from diffcoll.testing import assert_matches_single_process
 
 SIZES = [2, 0, 3]
 

@@ -5,10 +5,9 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import gloo, profiled, rules, runs_on, truth
+from runs import gloo, new_group, profiled, rules, runs_on, truth
 
 import diffcoll as dc
-from diffcoll.testing import new_group
 
 MODES = {"zeros": "constant", "circular": "circular", None: None}
 SIZES = [[9], [4, 5], [3, 2, 4], [2, 2, 2, 2, 1]]

@@ -5,11 +5,10 @@ import warnings
 
 import pytest
 import torch
-from runs import gloo, profiled, rules, runs_on, truth
+from runs import gloo, new_group, profiled, rules, runs_on, truth
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
-from diffcoll.testing import new_group
 
 SIZES = [2, 0, 3]
 

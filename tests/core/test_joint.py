@@ -7,12 +7,12 @@ from functools import cache, partial
 import pytest
 import torch
 from releases import compiles
-from runs import gloo, profiled, runs_on
+from runs import gloo, new_group, profiled, runs_on, truth
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
-from diffcoll.testing import cases, new_group, simulate
+from diffcoll.testing import cases
 
 N = 3
 
@@ -126,9 +126,9 @@ def in_region(program, r, x):
         return joint(program(r, x, joint))
 
 
-def truth(program):
+def true(program):
     xs = [inputs(r).requires_grad_() for r in range(N)]
-    losses = simulate(partial(in_region, program), range(N), xs)
+    losses = truth(partial(in_region, program), range(N), xs)
     return torch.autograd.grad(sum(losses), xs)
 
 
@@ -147,7 +147,7 @@ def test_gradients_are_those_of_truth(run):
 
     got = run(body, range(N))
     for i, program in enumerate(PROGRAMS):
-        for r, expected in enumerate(truth(program)):
+        for r, expected in enumerate(true(program)):
             once, twice = got[r][i]
             torch.testing.assert_close(once, expected, msg=program.__name__)
             torch.testing.assert_close(twice, 2 * expected, msg=program.__name__)
@@ -172,7 +172,7 @@ def test_every_collective_ignored_by_one_rank(run):
     got = run(body, range(N))
     for i, case in enumerate(table):
         xs = [case.x(r, 5).requires_grad_() for r in range(N)]
-        right = torch.autograd.grad(sum(simulate(partial(loss, case), range(N), xs)), xs)
+        right = torch.autograd.grad(sum(truth(partial(loss, case), range(N), xs)), xs)
         for r in range(N):
             torch.testing.assert_close(got[r][i], right[r], msg=str(case))
 
@@ -196,7 +196,7 @@ def test_second_order(run):
         return g.detach(), h
 
     xs = [inputs(r).requires_grad_() for r in range(N)]
-    losses = simulate(lambda r, x: program(r, x, lambda loss: loss), range(N), xs)
+    losses = truth(lambda r, x: program(r, x, lambda loss: loss), range(N), xs)
     gs = torch.autograd.grad(sum(losses), xs, create_graph=True)
     hs = torch.autograd.grad(sum(penalty(r, g) for r, g in enumerate(gs)), xs)
     for r, (g, h) in enumerate(run(body, range(N))):
@@ -395,7 +395,7 @@ def right(program, ignored_by, size):
         return x.sum() if r == ignored_by else weighted(r, y)
 
     xs = [inputs(r).requires_grad_() for r in range(size)]
-    gs = torch.autograd.grad(sum(simulate(loss, range(size), xs)), xs, create_graph=True)
+    gs = torch.autograd.grad(sum(truth(loss, range(size), xs)), xs, create_graph=True)
     total = sum(penalty(r, g) + 0 * x.sum() for r, (g, x) in enumerate(zip(gs, xs, strict=True)))
     return [(2 * g.detach(), h) for g, h in zip(gs, torch.autograd.grad(total, xs), strict=True)]
 

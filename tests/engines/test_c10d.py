@@ -9,7 +9,7 @@ import laws
 import pytest
 import torch
 import torch.distributed as dist
-from runs import line_of, noted, refusal, rules, runs_on
+from runs import line_of, new_group, noted, refusal, rules, runs_on
 
 import diffcoll as dc
 from diffcoll.core.control import Control
@@ -18,7 +18,7 @@ from diffcoll.core.maps import Permute
 from diffcoll.core.moves import move
 from diffcoll.engines import c10d, c10d_twins
 from diffcoll.engines.turn import IDLE, Turn, of_backend
-from diffcoll.testing import cases, new_group, spawn
+from diffcoll.testing import cases, spawn
 
 N = 3
 SEED = 1

@@ -1,6 +1,5 @@
 """MPI communicators: which ones, every dtype, programs that also use MPI or gloo themselves, and how jobs end."""
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -12,18 +11,18 @@ from pathlib import Path
 
 import laws
 import pytest
+import runs
 import torch
 import torch.distributed as dist
-from runs import ROOT, refusal
+from mpi_ranks import SETTINGS
+from runs import ROOT, new_group, refusal
 from runs import mpi as on_mpi
 
 import diffcoll as dc
 from diffcoll.core.groups import resolve
 from diffcoll.engines import messages, mpi
-from diffcoll.testing import RanksFailedError, new_group, spawn
-from diffcoll.testing.mpi_job import MpiJob
 
-spawned = partial(spawn, backend="mpi")  # where a test changes a module or its surroundings
+spawned = partial(runs.spawned, backend="mpi")  # where a test changes a module or its surroundings
 N = 3
 START_METHOD = multiprocessing.get_start_method()
 
@@ -194,55 +193,13 @@ def _aborts():
     MPI.COMM_WORLD.Abort(7)
 
 
-@pytest.mark.parametrize(
-    ("ends", "code", "words"),
-    [
-        (_is_killed, -9, "processes exited with non-zero status"),
-        (lambda: os._exit(0), 0, "processes exited with non-zero status"),
-        (_aborts, 7, "MPI_ABORT was invoked on rank 1"),
-    ],
-    ids=["killed", "exits", "aborts"],
-)
-def test_a_rank_that_ends_ends_all(ends, code, words, monkeypatch, tmp_path):
-    def body(r):
-        (tmp_path / str(r)).write_text(str(os.getpid()))
-        dc.all_reduce(torch.ones(1))
-        if r == 1:
-            ends()
-        time.sleep(1000)
-
-    spawned(int, range(1))  # starts the fork server without the variable
-    monkeypatch.setenv("DIFFCOLL_TEST", mark := str(tmp_path))
-    with pytest.raises(RanksFailedError) as caught:
-        spawned(body, range(N))
-    reports = caught.value.reports
-    assert reports[1].startswith(f"the process ended with exit code {code}; mpiexec says\n")
-    assert reports[0].startswith("ended by mpiexec; mpiexec says\n")
-    assert reports[2] == reports[0]
-    assert all(words in report for report in reports.values())
-    assert not any(Path("/proc", (tmp_path / str(r)).read_text()).exists() for r in range(N))
-    end = time.monotonic() + 10
-    while left := _processes_with(mark):  # stand-in processes and mpiexec
-        assert time.monotonic() < end, left
-
-
-def _processes_with(mark):
-    """The command lines of processes that were started with this in their environment."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_bytes())
-    return found
-
-
 # ── programs under mpiexec ───────────────────────────────────────────────────────────────────────────────
 
 
 def launch(program, n=2, timeout=60, interrupt=""):
     """Run a program under mpiexec; `interrupt`: send Ctrl-C when it prints that."""
     mpiexec = Path(sys.executable).parent / "mpiexec"
-    environment = {**os.environ, **MpiJob.SETTINGS, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **SETTINGS, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [str(mpiexec), "-n", str(n), sys.executable, "-c", program]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
@@ -328,16 +285,3 @@ for collective in (dc.all_reduce, dc.all_gather, dc.reduce_scatter):
     for name in ("all_reduce", "all_gather", "reduce_scatter"):
         text = f"{name}: group: got a communicator after MPI_Finalize(); use it before"
         assert out.count(text) == 2
-
-
-def test_open_mpi_copies_through_shared_memory_unless_told_otherwise(monkeypatch):
-    names = "OMPI_MCA_smsc", "OMPI_MCA_btl_sm_max_send_size"
-
-    def settings(r):
-        return [os.environ.get(name) for name in names]
-
-    for name in names:
-        monkeypatch.delenv(name, raising=False)
-    assert spawned(settings, range(2)) == [["^cma", "262144"]] * 2
-    monkeypatch.setenv(names[0], "")
-    assert spawned(settings, range(2)) == [["", "262144"]] * 2

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import line_of, python, runs_on
+from runs import line_of, python, runs_on, spawned
 
 import diffcoll as dc
 from diffcoll.core.groups import resolve
@@ -18,7 +18,6 @@ from diffcoll.core.torch_private.release import COMPILES
 from diffcoll.engines import devices, watch
 from diffcoll.engines.engine import add_up
 from diffcoll.engines.scratch import KEPT_BYTES, NEW_BYTES, Scratch
-from diffcoll.testing import spawn
 
 # ── sums and scratch memory ──────────────────────────────────────────────────────────────────────────────
 
@@ -241,7 +240,7 @@ def test_a_rank_that_waits_warns_once(backend, monkeypatch, tmp_path):
         call = torch.compile(dc.all_reduce, backend="aot_eager") if COMPILES else dc.all_reduce
         return texts, x.grad.tolist(), z.tolist(), lengths, call(x).tolist()  # compiled
 
-    (said, *found), (silent, *others) = spawn(body, range(2), backend=backend, timeout=90)
+    (said, *found), (silent, *others) = spawned(body, range(2), backend=backend, timeout=90)
     what = [
         ("all_gather, forward", "forward"),
         ("all_gather, backward (which is reduce_scatter)", "forward"),

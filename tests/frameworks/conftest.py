@@ -3,7 +3,7 @@
 import importlib.util
 import os
 
-from diffcoll.testing import processes
+from diffcoll.testing.spawn import PRELOADED
 
 if importlib.util.find_spec("accelerate") is None:
     collect_ignore_glob = ["*.py"]
@@ -11,4 +11,4 @@ else:
     os.environ["OMP_NUM_THREADS"] = "1"  # accelerate warns that it sets this one itself
     os.environ["HF_HUB_OFFLINE"] = "1"
     # Once in the server that forks ranks, not in each.
-    processes.preload("accelerate", "transformers", "lightning", "sentence_transformers")
+    PRELOADED += ["accelerate", "transformers", "lightning", "sentence_transformers"]

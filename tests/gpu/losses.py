@@ -140,7 +140,7 @@ def simulated_losses(rank):
             def on_each(rows, loss=loss):
                 return on_rank(loss, torch.float64, rows, rank.device)
 
-            values, gradients = zip(*simulate(on_each, slices(sizes), rules=True), strict=True)
+            values, gradients = zip(*simulate(on_each, slices(sizes)), strict=True)
             rank.check("value", max(distance(value, right) for value in values), bound)
             views, parameters = [each[:2] for each in gradients], [each[2:] for each in gradients]
             for gs, right_g in zip(zip(*views, strict=True), right_gradients[:2], strict=True):

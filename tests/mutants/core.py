@@ -496,8 +496,8 @@ MUTANTS = [
     Mutant(
         "core/check_mode.py",
         "_state",
-        "if (me := guards.THREAD.rank) is None:",
-        "if (me := guards.THREAD.rank) is None or True:",
+        "if (me := THREAD.rank) is None:",
+        "if (me := THREAD.rank) is None or True:",
         "check_mode one_group",
         DISAGREEMENTS,
     ),

@@ -211,14 +211,6 @@ MUTANTS = [
         f"{C10D}::test_native_collectives_are_those_of_the_table",
     ),
     Mutant(
-        "engines/c10d.py",
-        "new_group",
-        '{"sort_ranks": False}',
-        '{"sort_ranks": True}',
-        "one_group",
-        f"{GROUPS}::test_the_order_of_ranks_is_that_of_the_list",
-    ),
-    Mutant(
         "engines/messages.py",
         "MessageEngine.exchange",
         "and own is not into:\n            into.copy_(own)",

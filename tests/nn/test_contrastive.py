@@ -126,7 +126,7 @@ def test_it_is_the_loss_of_one_process(kind, marks, options):
     holds(*pair(kind, marks, module, **options), module=module)
 
 
-@pytest.mark.parametrize("on", ["gloo", "mpi"])
+@pytest.mark.parametrize("on", ["gloo"])
 @in_chunks
 def test_on_processes(on, options):
     module = parameters_of("siglip")

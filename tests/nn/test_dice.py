@@ -39,7 +39,7 @@ def test_matches_one_process(kind, dims):
     )
 
 
-@pytest.mark.parametrize("on", ["gloo", "mpi"])
+@pytest.mark.parametrize("on", ["gloo"])
 def test_on_processes(on):
     def both(loss):
         return lambda p, t: sum(loss(kind, p, t, dims=dims) for kind in LOSSES for dims in (None, (1, 2, 3)))

@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import gloo, profiled, refusal, rules, runs_on
+from runs import gloo, new_group, profiled, refusal, rules, runs_on
 from torch import nn
 
 import diffcoll as dc
 from diffcoll.nn import FeatureQueue
-from diffcoll.testing import GradientMismatchError, assert_matches_single_process, new_group
+from diffcoll.testing import GradientMismatchError, assert_matches_single_process
 
 SIZES = [(8,), (4, 4), (5, 3), (5, 0, 3), (0, 4, 0)]
 
@@ -106,7 +106,7 @@ def test_losses_of_four_steps(size, labels):
     assert holds(Model(size, labels)).ok
 
 
-@pytest.mark.parametrize("on", ["gloo", "mpi"])
+@pytest.mark.parametrize("on", ["gloo"])
 def test_on_processes(on):
     assert holds(Model(11, labels=True), steps=3, sizes=[(5, 0, 3)], on=[on]).ok
 

@@ -66,7 +66,7 @@ def gradients(loss, x, y, sizes, scale=1.0, transformed=False, **options):
         value = scaled(x, y)
         return value.detach(), *torch.autograd.grad(value, (x, y), materialize_grads=True)
 
-    ranks = simulate(program, *(t.split(sizes) for t in (x, y, torch.arange(len(x)))), rules=True)
+    ranks = simulate(program, *(t.split(sizes) for t in (x, y, torch.arange(len(x)))))
     values, *found = zip(*ranks, strict=True)
     return sum(values) / scale, *(torch.cat(gs) for gs in found)
 

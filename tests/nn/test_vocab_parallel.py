@@ -96,7 +96,7 @@ class Hidden(nn.Module):
         self.states = nn.Parameter(data(5, 4))
 
 
-@pytest.mark.parametrize("on", ["simulated", *(pytest.param(on, marks=pytest.mark.slow) for on in ("gloo", "mpi"))])
+@pytest.mark.parametrize("on", ["simulated", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_to_second_order(on):
     """By the law: N copies of hidden, of which one variable is made, and N shares of the loss."""
     hidden, target = Hidden(), torch.tensor([7, 0, -100, 1, 0])  # a rank in the middle has none of them

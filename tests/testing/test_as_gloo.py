@@ -1,7 +1,5 @@
 """The functions of torch.distributed with shapes, dtypes and ops: simulated ranks return and refuse what gloo does."""
 
-import importlib
-import sys
 from functools import cache
 from types import FunctionType
 
@@ -11,7 +9,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 import torch.distributed.nn.functional
 from releases import RELEASE
-from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
@@ -186,7 +183,7 @@ def as_lists(found):
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("name", SAME)
 def test_returns_what_gloo_returns(name, n):
-    found = simulate(lambda r: as_lists(SAME[name](r, n, dist.group.WORLD)), range(n), torch_distributed=True)
+    found = simulate(lambda r: as_lists(SAME[name](r, n, dist.group.WORLD)), range(n))
     right = [outcomes[n, name] for outcomes in on_gloo()[:n]]
     if name in map(str, DTYPES):  # gloo refuses some dtypes and ops, which simulated ranks do not
         found = [
@@ -199,35 +196,6 @@ def test_returns_what_gloo_returns(name, n):
 # ── state of the process ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_modules_imported_in_a_rank_keep_no_group(tmp_path, monkeypatch):
-    """Defaults of arguments are of the module: of all ranks, and of what runs afterwards."""
-    (tmp_path / "diffcoll_test_of_a_user.py").write_text(
-        "import torch.distributed as dist\n"
-        "class Layer:\n"
-        "    def total(self, x, group=dist.group.WORLD):\n"
-        "        return dist.all_reduce(x, group=group) or x\n"
-        "SIZE = dist.get_world_size()\n"
-        "def world():\n"
-        "    return dist.group.WORLD\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    names = ("torch.distributed.nn.functional", "diffcoll_test_of_a_user")
-    monkeypatch.setattr(torch.distributed.nn, "functional", importlib.import_module(names[0]))
-    for name in names:
-        monkeypatch.setitem(sys.modules, name, None)
-        del sys.modules[name]
-
-    def body(r):
-        functional, user = (importlib.import_module(name) for name in names)
-        assert user.SIZE == 2 and user.world().size() == 2
-        return functional.all_reduce(torch.tensor(r + 1.0)).item(), user.Layer().total(torch.tensor(r + 1.0)).item()
-
-    for _ in range(2):
-        assert simulate(body, range(2), torch_distributed=True) == [(3, 3)] * 2
-    assert sys.modules[names[0]].all_reduce.__defaults__[-1] is None
-    assert sys.modules[names[1]].Layer.total.__defaults__ == (None,)
-
-
 def test_a_group_in_a_global_names_the_way_out():
     kept = []
 
@@ -237,8 +205,8 @@ def test_a_group_in_a_global_names_the_way_out():
         dist.barrier()
         dist.all_reduce(torch.ones(1), group=kept[0])
 
-    with pytest.raises(RuntimeError, match=r"keeps them, as Megatron-core does, .* use spawn, or on=\(\"gloo\",\)"):
-        simulate(body, range(2), torch_distributed=True)
+    with pytest.raises(RuntimeError, match="that simulated rank 0 has made"):
+        simulate(body, range(2))
 
 
 def test_a_mesh_in_a_global_names_the_way_out():
@@ -249,11 +217,8 @@ def test_a_mesh_in_a_global_names_the_way_out():
         dist.barrier()
         return dc.all_reduce(torch.ones(1), group=kept[0]["model"])
 
-    with pytest.raises(
-        RuntimeError, match=r"got a DeviceMesh that simulated rank 3 has .* use spawn, or on=\(\"gloo\",\)"
-    ):
-        simulate(body, range(4), torch_distributed=True)
-    assert device_mesh._resolve_process_group is torch._C._distributed_c10d._resolve_process_group
+    with pytest.raises(RuntimeError, match="got a DeviceMesh that simulated rank"):
+        simulate(body, range(4))
 
 
 def test_private_names_of_the_profiler():

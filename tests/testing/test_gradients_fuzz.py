@@ -41,7 +41,7 @@ def gradients(program, sizes):
         return torch.autograd.grad(loss, [x, *weights], allow_unused=True, materialize_grads=True)
 
     x, labels = batch(sum(sizes), program.seed)
-    found = simulate(on_rank, x.split(sizes), labels.split(sizes), rules=True, torch_distributed=True)
+    found = simulate(on_rank, x.split(sizes), labels.split(sizes))
     return [of_rank[0] for of_rank in found] + [torch.stack(gs).sum(0) for gs in list(zip(*found, strict=True))[1:]]
 
 

@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from diffcoll.core.errors import Origin
 from diffcoll.core.torch_private.autograd import backward_at_work
 from diffcoll.core.torch_private.tracing import TorchDispatchMode
-from diffcoll.engines.guards import THREAD
-from diffcoll.engines.simulated_group import SimulatedGroup
+from diffcoll.engines.rank_state import THREAD
+from diffcoll.engines.simulated.group import SimulatedGroup
 
 #: Dispatcher namespaces of torch.distributed's collectives.
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
@@ -58,7 +58,7 @@ _METHODS = {
 }
 _FUNCTIONAL = "torch.distributed._functional_collectives"
 #: Modules of this library that stand between the user's call of a collective and its record.
-_BETWEEN = ("diffcoll.engines.simulated_group", __name__)
+_BETWEEN = ("diffcoll.engines.simulated.group", __name__)
 #: Modules that stand between the user's call of a function and its record; those of torch in some releases.
 _WRAPPERS = ("torch._compile", "torch._dynamo.eval_frame", "torch.overrides", __name__)
 

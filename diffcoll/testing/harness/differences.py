@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from diffcoll.core.errors import message
-from diffcoll.engines.process_state import seed_rank
+from diffcoll.engines.rank_state import seed_rank
 from diffcoll.testing.harness.batch import Batch, refuse_equal_parts
 from diffcoll.testing.harness.compare import SMALL, Piece, Quantity, multiple
 from diffcoll.testing.harness.cuts import Cuts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copyreg
 import io
-import pickle
 import sys
 import threading
 import weakref
@@ -23,7 +22,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from diffcoll.core.errors import is_users_file, message
 from diffcoll.core.torch_private.tensors import has_hooks
 from diffcoll.testing._calls import missing
-from diffcoll.testing.pickling import by_value, dumps
+from diffcoll.testing.pickling import by_value, dumps, load
 
 #: Types of locks, and what makes a new one.
 _LOCKS: dict[type, Callable[[], Any]] = {type(make()): make for make in (threading.Lock, threading.RLock)}
@@ -46,7 +45,7 @@ class Packed:
 
     def unpack(self) -> Subject:
         """Return a new copy."""
-        found: Subject = pickle.loads(self.data)
+        found: Subject = load(self.data)
         return found
 
 

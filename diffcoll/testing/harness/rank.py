@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.autograd import leaves_of_graph
 from diffcoll.core.trees import tree_flatten
-from diffcoll.engines.simulated_moves import LostGradientWarning
+from diffcoll.engines.simulated.group import LostGradientWarning
+from diffcoll.testing.failures import RanksFailedError
 from diffcoll.testing.harness.cuts import Cuts, Detaches, GraphCuts
 from diffcoll.testing.harness.layout import (
     NAME,
@@ -40,8 +41,8 @@ from diffcoll.testing.harness.layout import (
 from diffcoll.testing.harness.packing import Packed, Subject
 from diffcoll.testing.harness.submodules import Traces, traced
 from diffcoll.testing.numbers import numbers, real_inner
-from diffcoll.testing.pool import Pool
 from diffcoll.testing.simulate import simulate
+from diffcoll.testing.spawn import Ranks as Processes
 
 #: Streams of random numbers, see `numbers.numbers`: weights of the outputs, directions, and changes of last digits.
 WEIGHTS, DIRECTIONS, JITTER = 1, 2, 3
@@ -51,17 +52,27 @@ class Machines:
     """Runs functions on ranks; real processes are started once for a check."""
 
     def __init__(self, timeout: float) -> None:
-        self._timeout, self._pool = timeout, Pool(start=timeout)
+        self._timeout = timeout
+        self._processes: dict[tuple[str, int], Processes] = {}
 
     def run(self, kind: str, fn: Callable[..., Any], *per_rank: Sequence[Any], seed: int = 0) -> list[Any]:
         """Run fn once per rank, on simulated ranks or on processes with a backend."""
         if kind == "simulated":
-            return simulate(partial(_without_warnings, fn), *per_rank, seed=seed, rules=True, torch_distributed=True)
-        return self._pool.call(fn, list(zip(*per_rank, strict=True)), kind, self._timeout, seed)
+            return simulate(partial(_without_warnings, fn), *per_rank, seed=seed)
+        rows = list(zip(*per_rank, strict=True))
+        key = kind, len(rows)
+        if key not in self._processes:
+            self._processes[key] = Processes(len(rows), kind)
+        try:
+            return self._processes[key].call(fn, rows, seed=seed, timeout=self._timeout)
+        except RanksFailedError:
+            del self._processes[key]
+            raise
 
     def close(self) -> None:
         """End the processes."""
-        self._pool.close()
+        for processes in self._processes.values():
+            processes.close()
 
 
 def _without_warnings(fn: Callable[..., Any], *arguments: Any) -> Any:

@@ -9,41 +9,74 @@ into one result for each rank.
 
 from __future__ import annotations
 
-import contextvars
-import os
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
 
-from diffcoll.core.errors import UNEVEN, CollectiveMismatchError, not_run
-from diffcoll.core.torch_private.autograd import before_node
-from diffcoll.engines import guards
-from diffcoll.engines.meeting import Entry, LocalGroup, Meeting
-from diffcoll.engines.process_state import (
-    copies_end_here,
-    forget_environment,
-    process_state,
-    set_process_state,
-    states_of_ranks,
-)
-from diffcoll.engines.rank_threads import ambient, forward_mode, set_forward_mode, shared_forward_mode
+from diffcoll.core.errors import UNEVEN, CollectiveMismatchError, Origin, message, not_run, within_backward
+from diffcoll.engines.rank_state import THREAD, NotARankError, RankState, outsiders
 
 #: (name of the collective, each rank's tensor, arguments and facts, see `Engine.run_truth`) → each rank's result.
 Truth = Callable[[str, list[Any], list[dict[str, Any]], list[tuple[object, object]]], list[Any]]
+
+#: Held while ranks run: random numbers and the environment are the process's.
+_one_world = threading.Lock()
+_serials = count()
+
+
+@dataclass(frozen=True)
+class LocalGroup:
+    """Some ranks of a simulated world, in order."""
+
+    ranks: tuple[int, ...]
+    #: Tells groups of the same ranks apart.
+    number: tuple[int, ...] = ()
+
+
+@dataclass(eq=False, repr=False)
+class Entry:
+    """What one rank brings to a meeting."""
+
+    what: str  # the collective
+    how: object  # what else must be equal on all ranks: the primitive of the engine, or an operation and a root
+    payload: Any
+    origin: Origin | None  # the forward call, if this is its backward
+
+    def __post_init__(self) -> None:
+        self.within = ""  # words, if this is a forward call that a backward makes
+        if self.origin is None:
+            self.line, self.within = Origin(self.what), within_backward()
+
+    def __str__(self) -> str:
+        if self.origin is None:
+            return f"waits in {self.what} at {self.line.line}{self.within}"
+        return f"waits in {self.origin.backward} of {self.origin.name} called at {self.origin.line}"
+
+
+@dataclass(eq=False, repr=False)
+class Meeting:
+    """A communication of the ranks of a group, each of which adds an entry."""
+
+    ranks: tuple[int, ...]
+    entries: dict[int, Entry] = field(default_factory=dict)
+    results: dict[int, Any] | None = None
+    off: str = ""  # why it was called off; ranks that join later raise the same error
 
 
 class _Stopped(BaseException):
     """Ends a rank of a simulation that was interrupted; not an Exception, so that the user's code does not catch it."""
 
 
-class _Rank(threading.Thread):
+class Rank(threading.Thread):
     """One simulated rank: a thread that runs when it has its turn."""
 
     def __init__(self, world: World, number: int, body: Callable[[], Any]) -> None:
@@ -52,18 +85,19 @@ class _Rank(threading.Thread):
         self.world = world
         self.number = number
         self.body = body
+        self.state = RankState.of_rank(world.seed, number, world.size)
+        self.forward_mode = (-1, 0)
         self.engines: dict[LocalGroup, Any] = {}
         self.default_group: object = None
-        self.c10d_groups: Any = None  # its groups of torch.distributed, if the simulation has that
+        self.c10d_groups: Any = None  # its groups of torch.distributed
         self.check_mode: Any = None  # see `core.check_mode`
         self.waits_for: Meeting | None = None
         self.error: BaseException | None = None  # to be raised where this rank waits
         self.outcome: str = ""  # "returned" or "raised …", once it has ended
         self.result: Any = None
-        self.state: Any = None  # the process's state of this rank, while other ranks run
-        self.forward_mode = forward_mode()
 
     def run(self) -> None:
+        """Run the body when it is this rank's turn."""
         self.turn.acquire()
         if not self.world.stopped:
             self._run()
@@ -71,12 +105,13 @@ class _Rank(threading.Thread):
             self.world.leave(self)
 
     def _run(self) -> None:
-        guards.THREAD.rank = self
-        set_process_state(self.state)
-        set_forward_mode(self.forward_mode)
+        THREAD.rank = self
+        self.state.set()
+        _set_forward_mode(self.forward_mode)
         torch.set_num_threads(self.world.threads)
         try:
-            with copies_end_here():
+            # Else the backward of an accelerator's tensors runs in a thread of autograd's, which is no rank.
+            with torch.autograd.set_multithreading_enabled(False):
                 self.result = self.body()
             self.outcome = "returned"
         except BaseException as error:
@@ -89,71 +124,63 @@ class World:
 
     def __init__(self, size: int, seed: int = 0, truth: Truth | None = None) -> None:
         self.size = size
+        self.serial = next(_serials)  # tells worlds apart
         self.seed = seed
         self.truth = truth
         self.group = LocalGroup(tuple(range(size)))  # all ranks
-        self.threads = 1  # for one operation of a rank
-        self.launched = False  # whether ranks have the variables of a launcher
+        # Of an operation of a rank; a thread pool for each rank would take as many threads as ranks times cores.
+        self.threads = max(1, torch.get_num_threads() // size)
         self.stopped = False  # by Ctrl-C
         self.running = False
-        self.process = os.getpid()
         self.failures: list[tuple[int, BaseException]] = []
-        self._ranks: list[_Rank] = []
+        self._ranks: list[Rank] = []
         self._ended: set[int] = set()
-        self._ready: deque[_Rank] = deque()
+        self._ready: deque[Rank] = deque()
         self._over = _closed_lock()
         self._meetings: dict[tuple[LocalGroup, int], Meeting] = {}
 
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function per rank. Returns their results in the order of ranks, or raises the first error."""
-        with guards.one_at_a_time():
-            return self._run(bodies)
-
-    def _run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
-        keep, level, threads = process_state(), forward_mode(), torch.get_num_threads()
-        # A thread pool for each rank would take as many threads as ranks times cores.
-        self.threads = max(1, threads // self.size)
-        entered = ambient()
-        states = list(states_of_ranks(self.seed, len(bodies), self.launched))
-        for number, (body, state) in enumerate(zip(bodies, states, strict=True)):
-            context = contextvars.copy_context()
-            rank = _Rank(self, number, partial(context.run, _within, entered(), body))
-            rank.state = state
-            self._ranks.append(rank)
-            rank.start()
-        self.running = True
-        self._ready.extend(self._ranks)
-        with shared_forward_mode(), guards.running(), guards.uncaught() as of_threads:
-            try:
-                self._give_turn()
-                self._over.acquire()
-            except BaseException:
-                self._stop()
-                raise
-            finally:
-                self.running = False
-                self._meetings.clear()  # those called off refer to tensors, whose graph refers to the world
-                set_process_state(keep)
-                for state in states:
-                    forget_environment(state)
-                set_forward_mode(level)
-                torch.set_num_threads(threads)  # is a default of the process, too
+        keep, threads = RankState.of_process(), torch.get_num_threads()
+        # Blocks of several ranks that set these may end in another order than they began.
+        dtype, anomaly = torch.get_default_dtype(), (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+        outsiders.update(threading.enumerate())
+        try:
+            self._run(bodies)
+        finally:
+            keep.set()
+            torch.set_num_threads(threads)  # is a default of the process, too
+            torch.set_default_dtype(dtype)
+            torch.autograd.set_detect_anomaly(*anomaly)
+            outsiders.clear()
         ranks, self._ranks = self._ranks, []  # results may refer to the world, which must not refer to them
         for rank in ranks:
             rank.join()
-        if of_threads:
-            raise of_threads[0]
         if self.failures:
             number, error = self.failures[0]
             if hasattr(error, "add_note"):  # Python 3.11 and later
                 others = [f"; rank {r.number} {r.outcome}" for r in ranks if r.number != number]
                 error.add_note(f"raised on simulated rank {number} of {self.size}{''.join(others[:8])}")
             raise error
-        results = [rank.result for rank in ranks]
-        for y in _pytree.tree_leaves(results):
-            if isinstance(y, Tensor):
-                before_node(y, partial(guards.backward_starts, self))
-        return results
+        return [rank.result for rank in ranks]
+
+    def _run(self, bodies: Sequence[Callable[[], Any]]) -> None:
+        with _shared_forward_mode():
+            self._ranks += [Rank(self, number, body) for number, body in enumerate(bodies)]
+            self._ready.extend(self._ranks)
+            self.running = True
+            try:
+                for rank in self._ranks:
+                    rank.start()
+                self._give_turn()
+                while not self._over.acquire(timeout=0.2):
+                    pass  # a Ctrl-C that another thread of the process has received wakes nobody
+            except BaseException:
+                self._stop()
+                raise
+            finally:
+                self.running = False
+                self._meetings.clear()  # those called off refer to tensors, whose graph refers to the world
 
     def _stop(self) -> None:
         """End the ranks that wait; the one that runs ends at its next collective."""
@@ -166,18 +193,14 @@ class World:
     # ── meetings ─────────────────────────────────────────────────────────────────────────────────────────
 
     def meet(
-        self,
-        group: LocalGroup,
-        number: int,
-        entry: Entry,
-        combine: Callable[[list[Any]], Sequence[Any]],
+        self, group: LocalGroup, number: int, entry: Entry, combine: Callable[[list[Any]], Sequence[Any]]
     ) -> Callable[[], Any]:
         """Add this rank's entry to the group's meeting of this number. Returns a function that waits for its result."""
-        me = guards.current(self)
+        me = self._me()
         ranks = group.ranks
         meeting = self._meetings.get((group, number))
         if meeting is None:
-            meeting = self._meetings[group, number] = Meeting(ranks, is_work=not entry.step)
+            meeting = self._meetings[group, number] = Meeting(ranks)
         meeting.entries[me.number] = entry
         first_rank, first = next(iter(meeting.entries.items()))
         gone = self._ended and [r for r in ranks if r not in meeting.entries and r in self._ended]
@@ -188,8 +211,8 @@ class World:
             me.error = CollectiveMismatchError(meeting.off)
         elif entry.what != first.what:
             self._call_off(meeting, "the ranks are in different collectives")
-        elif entry.step != first.step:
-            differ = f"rank {first_rank} needs {first.step}, rank {me.number} {entry.step}"
+        elif entry.how != first.how:
+            differ = f"rank {first_rank} needs {first.how}, rank {me.number} {entry.how}"
             self._call_off(meeting, f"{entry.what} was called with different arguments: {differ}")
         elif gone:
             self._call_off(meeting, f"rank {gone[0]} has ended")
@@ -208,8 +231,8 @@ class World:
 
     def suspend(self, what: str) -> tuple[Callable[[], None], Callable[[], None]]:
         """For a message between two ranks. Returns what the other rank calls, and what waits until it has."""
-        me = guards.current(self)
-        meeting = Meeting((me.number,), {me.number: Entry(what, "", None, None)}, is_work=True)
+        me = self._me()
+        meeting = Meeting((me.number,), {me.number: Entry(what, None, None, None)})
 
         def finish() -> None:
             meeting.results = {me.number: None}
@@ -217,13 +240,25 @@ class World:
 
         return finish, partial(self._wait, me, meeting)
 
-    def _wait(self, me: _Rank, meeting: Meeting) -> Any:
+    def _me(self) -> Rank:
+        """Return the rank that this thread is; raise if it is none."""
+        me: Rank | None = THREAD.rank
+        if not self.running:
+            raise RuntimeError(
+                "a collective of simulated ranks was used after they had ended; call backward inside the function, "
+                "and wait there for what it has started"
+            )
+        if me is None or me.world is not self:
+            raise NotARankError(
+                "a collective of simulated ranks was called from a thread that is none of them; call it in the rank's "
+                "own thread"
+            )
+        return me
+
+    def _wait(self, me: Rank, meeting: Meeting) -> Any:
         while meeting.results is None:
-            # An engine's Wait may be called in any thread, while the rank's own thread does nothing else. A Work of
-            # torch.distributed promises no such thing, and two threads of one rank would both go on.
-            if guards.THREAD.rank is not me and (meeting.is_work or guards.THREAD.rank is not None or not self.running):
-                guards.current(self)
-                raise RuntimeError("a simulated rank waits for what another rank has started; wait in that rank")
+            if self._me() is not me:
+                raise NotARankError("a simulated rank waits for what another rank has started; wait in that rank")
             if me.error is None:
                 me.waits_for = meeting
                 self._hand_over(me)
@@ -232,22 +267,22 @@ class World:
                 raise error
         return meeting.results[me.number]
 
-    def _hand_over(self, me: _Rank) -> None:
+    def _hand_over(self, me: Rank) -> None:
         """Let the next rank that can run do so. Returns when it is this rank's turn again."""
         if not self._ready:
             self._call_off(None, "no rank can go on")
         if self._ready[0] is me:
             self._ready.popleft()
             return
-        me.state, me.forward_mode = process_state(), forward_mode()
+        me.state, me.forward_mode = RankState.of_process(me.state.stream), forward_mode()
         self._give_turn()
         me.turn.acquire()
         if self.stopped:
             raise _Stopped
-        set_process_state(me.state)
-        set_forward_mode(me.forward_mode)
+        me.state.set()
+        _set_forward_mode(me.forward_mode)
 
-    def leave(self, me: _Rank) -> None:
+    def leave(self, me: Rank) -> None:
         """End a rank: call off the meetings that it will not join, and let the next rank run."""
         self._ended.add(me.number)
         for meeting in list(self._meetings.values()):
@@ -289,12 +324,22 @@ class World:
                 rank.waits_for = None
                 self._ready.append(rank)
 
-    def _doing(self, rank: _Rank, meeting: Meeting | None) -> str:
+    def _doing(self, rank: Rank, meeting: Meeting | None) -> str:
         if rank.outcome:
             return rank.outcome
         if meeting is not None and rank.number in meeting.entries:
             return str(meeting.entries[rank.number])
         return str(rank.waits_for.entries[rank.number]) if rank.waits_for else "is in no collective"
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Wait while ranks of another thread run; on a simulated rank an error."""
+    if THREAD.rank is not None:
+        got = f"simulated rank {THREAD.rank.number}"
+        raise RuntimeError(message("simulate", "the caller", got, "a thread that is none"))
+    with _one_world:
+        yield
 
 
 def _closed_lock() -> threading.Lock:
@@ -304,6 +349,47 @@ def _closed_lock() -> threading.Lock:
     return lock
 
 
-def _within(modes: AbstractContextManager[None], body: Callable[[], Any]) -> Any:
-    with modes:
-        return body()
+# ── forward mode ─────────────────────────────────────────────────────────────────────────────────────────
+#
+# It has one level, kept in globals of the process, not of the thread. So the globals are saved and restored for each
+# rank; the first rank enters the level and the last one exits it.
+
+
+def forward_mode() -> tuple[int, int]:
+    """Return the current level of forward mode and the nesting depth of torch.func.jvp."""
+    return forward_ad._current_level, eager_transforms.JVP_NESTING
+
+
+def _set_forward_mode(state: tuple[int, int]) -> None:
+    forward_ad._current_level, eager_transforms.JVP_NESTING = state
+
+
+@contextlib.contextmanager
+def _shared_forward_mode() -> Iterator[None]:
+    """Let threads of which one runs at a time be in forward mode at the same time."""
+    if forward_mode() != (-1, 0):
+        raise RuntimeError("simulate: called within forward mode, expected a call outside of it; enter it in fn")
+    enter, leave = forward_ad.enter_dual_level, forward_ad.exit_dual_level
+    inside = 0
+
+    def enter_dual_level() -> int:
+        nonlocal inside
+        if inside == 0 or forward_ad._current_level >= 0:
+            enter()  # type: ignore[no-untyped-call]  # raises if this thread is in forward mode already
+        forward_ad._current_level = 0
+        inside += 1
+        return 0
+
+    def exit_dual_level(*, level: int | None = None) -> None:
+        nonlocal inside
+        inside -= 1
+        if inside == 0:
+            leave(level=level)  # type: ignore[no-untyped-call]
+        forward_ad._current_level = -1
+
+    forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter_dual_level, exit_dual_level
+    try:
+        yield
+    finally:
+        forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter, leave
+        _set_forward_mode((-1, 0))

@@ -1,0 +1,188 @@
+"""`true_gradients`: what PyTorch derives of N ranks in one graph equals what the rules give on each rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from runs import truth
+from torch.utils.checkpoint import checkpoint
+
+import diffcoll as dc
+from diffcoll.testing import simulate, true_gradients
+
+
+def leaves(n=3, dtype=torch.float64):
+    """Different on every rank, with zeros and a tie."""
+    xs = torch.randn(n, n, 2, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    xs[:, 0, 0], xs[-1, -1, -1] = 2.0, 0.0
+    return [x.clone().requires_grad_() for x in xs]
+
+
+def loss(y):
+    """Different on every rank, not linear in y, real."""
+    weights = torch.arange(1.0, y.numel() + 1).view(y.shape) * (1 + dc.get_rank())
+    return (weights * (y * y.abs() + (2 - 1j) * y if y.is_complex() else y**3 + y)).sum().real
+
+
+def rules(fn, *per_rank):
+    """The gradients of the rules, in the form of `true_gradients`."""
+
+    def body(*row):
+        fn(*row).backward()
+        return [x.grad for x in row if isinstance(x, torch.Tensor) and x.requires_grad]
+
+    copies = [[x.detach().requires_grad_(x.requires_grad) for x in xs] for xs in per_rank]
+    return [tuple(gs) for gs in simulate(body, *copies)]
+
+
+PROGRAMS = {
+    "all_reduce": dc.all_reduce,
+    "max": lambda x: dc.all_reduce(x, "max"),
+    "prod": lambda x: dc.all_reduce(x, "prod"),
+    "all_gather": lambda x: dc.all_gather(x[: dc.get_rank()], dim=0, sizes=list(range(dc.get_world_size()))),
+    "reduce_scatter": dc.reduce_scatter,
+    "all_to_all": dc.all_to_all,
+    "broadcast": lambda x: dc.broadcast(x.sin(), src=dc.get_world_size() - 1),
+    "scan": dc.scan,
+    "shift": dc.shift,
+    "gather": lambda x: dc.gather(x) if dc.get_rank() else dc.gather(x) * 2,
+    "scatter": dc.scatter,
+    "two": lambda x: dc.all_gather(dc.all_reduce(x.sin()) * x),
+}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_and_gradients_are_those_of_the_rules(name, n):
+    def program(x):
+        return loss(PROGRAMS[name](x))
+
+    for dtype in (torch.float64, *[torch.complex128] * (name not in ("max", "prod"))):
+        xs = leaves(n, dtype)
+        torch.testing.assert_close(true_gradients(program, xs), rules(program, xs))
+        torch.testing.assert_close(truth(PROGRAMS[name], xs), simulate(PROGRAMS[name], xs))
+        assert all(x.grad is None for x in xs)
+
+
+def test_arguments_that_are_trees():
+    """The gradients are those of the tensors that require one, in their order; a tensor that occurs twice has one."""
+    a, b, c = leaves()
+
+    def program(tree, factor):
+        first, rest = tree["first"], tree["rest"]
+        return loss(dc.all_reduce(first * rest[0] + rest[1].detach() + rest[2][0])) * factor
+
+    trees = [{"first": x, "rest": [y, torch.ones(3, 2), (x,)]} for x, y in ((a, b), (b, c))]
+    found = true_gradients(program, trees, [1.0, 10.0])
+    expected = rules(
+        lambda x, y, f: loss(dc.all_reduce(x * y + 1 + x)) * f, [a, b], [b, c], [torch.tensor(1.0), torch.tensor(10.0)]
+    )
+    torch.testing.assert_close(found, expected)
+    assert [len(of_rank) for of_rank in found] == [2, 2]
+
+
+def test_one_tensor_given_to_all_ranks():
+    """Each rank differentiates by its own, also in one call; the caller's tensor and its `.grad` are untouched."""
+    x = torch.tensor(2.0, requires_grad=True)
+    x.grad = torch.tensor(7.0)
+    assert true_gradients(lambda r, x: (r + 1) * x**2, range(3), [x] * 3) == [(4.0,), (8.0,), (12.0,)]
+    assert x.grad == 7
+
+
+def test_what_no_loss_depends_on_has_zeros():
+    xs, ys = leaves(2), leaves(2)
+    for g, unused in true_gradients(lambda x, y: loss(x), xs, ys):
+        assert g.count_nonzero() and torch.equal(unused, torch.zeros(2, 2, dtype=torch.float64))
+    for program in (lambda x: torch.tensor(1.0), lambda x: loss(x.detach())):
+        torch.testing.assert_close(true_gradients(program, xs), [(torch.zeros_like(x),) for x in xs])
+    assert true_gradients(lambda r: torch.tensor(1.0), range(2)) == [(), ()]
+    # only the other rank's loss depends on it
+    (g0,), (g1,) = true_gradients(lambda x: loss(dc.shift(x)) if dc.get_rank() else dc.shift(x).sum() * 0, xs)
+    assert g0.count_nonzero() and not g1.count_nonzero()
+
+
+def test_seed_is_that_of_simulate():
+    noise = simulate(lambda r: torch.rand(2), range(2), seed=3)
+    found = true_gradients(lambda x: (torch.rand(2) * x).sum(), [torch.ones(2, requires_grad=True)] * 2, seed=3)
+    torch.testing.assert_close(found, [(x,) for x in noise])
+
+
+@pytest.mark.parametrize("result", [None, 1.0, torch.ones(2), [torch.tensor(1.0)]], ids=str)
+def test_what_is_no_loss(result):
+    def program(x):
+        y = dc.all_reduce(x)
+        return loss(y) if dc.get_rank() else result
+
+    with pytest.raises(TypeError):
+        true_gradients(program, leaves(2))
+
+
+def test_collectives_that_do_not_match():
+    for program in (
+        lambda x: loss(dc.all_reduce(x) if dc.get_rank() else dc.scan(x)),
+        lambda x: loss(dc.all_reduce(x[: 1 + dc.get_rank()])),
+        lambda x: loss(dc.all_reduce(x.float() if dc.get_rank() else x)),
+        lambda x: loss(dc.broadcast(x, src=dc.get_rank())),
+        lambda x: torch.func.grad(lambda y: dc.all_reduce(y).sum())(x.detach()).sum(),
+    ):
+        with pytest.raises(dc.CollectiveMismatchError):
+            true_gradients(program, leaves(2))
+
+
+class Identity(torch.autograd.Function):
+    """Identity forward, all-reduce backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return dc.all_reduce(g)
+
+
+def backward(x):
+    y = loss(dc.all_reduce(x))
+    y.backward()
+    return y
+
+
+def hooked(x):
+    y = x * 2
+    y.register_hook(lambda g: dc.all_reduce(g))
+    return y.sum()
+
+
+def of_torch(x):
+    y = x * 2
+    dist.all_reduce(y)
+    return y.sum()
+
+
+REFUSED = {
+    "backward": backward,
+    "grad": lambda x: torch.autograd.grad(loss(dc.all_reduce(x)), x)[0].sum(),
+    "recorded": lambda x: checkpoint(lambda x: loss(dc.all_reduce(x)), x, use_reentrant=False),
+    "reentrant": lambda x: checkpoint(lambda x: loss(dc.all_reduce(x)), x, use_reentrant=True),
+    "Function": lambda x: Identity.apply(x).sum(),
+    "hook": hooked,
+    "torch.distributed": of_torch,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_joint_graph_cannot_differentiate_raises(name):
+    """Instead of gradients that are wrong. Later calls are not affected, and nothing is added to `.grad`."""
+    xs = leaves(2)
+    with pytest.raises(RuntimeError):
+        true_gradients(REFUSED[name], xs)
+    assert all(x.grad is None for x in xs)
+    assert dc.all_reduce(torch.tensor(3.0)) == 3
+    assert true_gradients(lambda r: torch.tensor(1.0), range(2)) == [(), ()]
+
+
+def test_torch_distributed_on_what_needs_no_gradient():
+    def program(x):
+        dist.all_reduce(scale := torch.tensor(1.0 + dc.get_rank()))
+        return scale * x.sum()
+
+    torch.testing.assert_close(true_gradients(program, leaves(2)), [(torch.full_like(x, 3.0),) for x in leaves(2)])
