@@ -69,7 +69,6 @@ LOSSES = {
         features=torch.sigmoid,
     ),
 }
-#: Why simulated ranks raise on a GPU.
 LABELS = torch.arange(ROWS) * 5 % 7
 
 

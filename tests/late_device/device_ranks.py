@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import late
 import over_gloo
 import torch
+from runs import spawned
 
 import diffcoll as dc
 from diffcoll.core.groups import resolve
 from diffcoll.engines import mpi
-from diffcoll.testing import spawn
 
 BACKENDS = ("gloo", "mpi")
 #: The device's own backend, which `gloo` stands for.
@@ -27,7 +27,7 @@ def on_two(backend, order, body):
 
 def run(backend, order, body, *per_rank):
     """Do the same on any number of ranks, with each rank's arguments, as `spawn` does."""
-    return spawn(partial(_begin, backend, order, body), *per_rank, backend=backend, timeout=TIMEOUT)
+    return spawned(partial(_begin, backend, order, body), *per_rank, backend=backend, timeout=TIMEOUT)
 
 
 def _begin(backend, order, body, *arguments):
