@@ -109,7 +109,7 @@ MUTANTS = [
         "            terms[rank] = mine\n",
         "            del terms[rank]\n            terms.append(mine)\n",
         "dtypes",
-        "tests/engines/test_delivery.py::test_bits_of_the_defaults",
+        "tests/engines/test_laws.py::test_laws_hold -k local-2",
     ),
     Mutant(
         "engines/engine.py",

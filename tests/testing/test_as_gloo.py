@@ -10,10 +10,8 @@ import torch.distributed._functional_collectives as fc
 import torch.distributed.nn.functional
 from releases import RELEASE
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 
-import diffcoll as dc
 from diffcoll.testing import simulate, spawn
 
 pytestmark = [
@@ -63,24 +61,6 @@ def scattered_list(r, n, g, output, shapes):
 
 def exchanged(r, n, g, inputs, outputs):
     return into(dist.all_to_all, [empty(*s) for s in outputs], [x(r + s, *t) for s, t in enumerate(inputs)], group=g)
-
-
-def at_root(r, n, g, call, shapes):
-    """Gloo refuses on the root alone, before it sends; elsewhere ranks would wait."""
-    if r == 0:
-        call(g, shapes)
-
-
-def gathered_at(g, shapes):
-    dist.gather(x(0, 1), [empty(*s) for s in shapes], 0, g)
-
-
-def scattered_from(g, shapes):
-    dist.scatter(empty(1), [empty(*s) for s in shapes], 0, g)
-
-
-def reduced(r, n, g, dtype, op):
-    return into(dist.all_reduce, x(r, 2).to(dtype), op, group=g)
 
 
 def managed(r, n, g, device):
@@ -191,36 +171,3 @@ def test_returns_what_gloo_returns(name, n):
             for of_rank in zip(found, right, strict=True)
         ]
     assert found == right
-
-
-# ── state of the process ─────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_group_in_a_global_names_the_way_out():
-    kept = []
-
-    def body(r):
-        if not kept:
-            kept.append(dist.group.WORLD)
-        dist.barrier()
-        dist.all_reduce(torch.ones(1), group=kept[0])
-
-    with pytest.raises(RuntimeError, match="that simulated rank 0 has made"):
-        simulate(body, range(2))
-
-
-def test_a_mesh_in_a_global_names_the_way_out():
-    kept = []
-
-    def body(r):
-        kept.append(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model")))
-        dist.barrier()
-        return dc.all_reduce(torch.ones(1), group=kept[0]["model"])
-
-    with pytest.raises(RuntimeError, match="got a DeviceMesh that simulated rank"):
-        simulate(body, range(4))
-
-
-def test_private_names_of_the_profiler():
-    assert hasattr(torch.autograd.profiler, "_is_profiler_enabled")
-    assert type(c10d._WorldMeta.WORLD) is property and c10d._WorldMeta.WORLD.fget.__name__ == "WORLD"

@@ -19,8 +19,8 @@ import torch.distributed.nn.functional as dist_nn
 from runs import new_group
 from torch import nn
 from torch.distributed import all_gather as imported_all_gather
-from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map
 
 import diffcoll as dc
@@ -33,10 +33,6 @@ pytestmark = [  # releases of torch since 2.13 name some of its functions deprec
     pytest.mark.filterwarnings("ignore:The combination of ranks . tag:FutureWarning"),
     pytest.mark.filterwarnings("ignore:torch.distributed.all_reduce, called at:UserWarning"),
 ]
-
-
-def simulated(*call):
-    return simulate(*call)
 
 
 def numbers(r, *shape, of=3):
@@ -338,7 +334,7 @@ def on_gloo(n):
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_same_as_gloo(program, n):
-    found = simulated(program, range(n))
+    found = simulate(program, range(n))
     expected = [results[PROGRAMS.index(program)] for results in on_gloo(n)]
     assert as_lists(found) == as_lists(expected)
 
@@ -349,35 +345,28 @@ def test_same_as_gloo(program, n):
 def test_what_backends_other_than_gloo_have():
     def body(r):
         ops, n = dist.ReduceOp, 3
-        mean, whole = torch.tensor([1.0, 2.0]) * (r + 1), torch.tensor([-1, 8]) * (r + 1)
-        dist.all_reduce(mean, ops.AVG)
-        dist.all_reduce(whole, ops.AVG)
-        assert (mean.tolist(), whole.tolist()) == ([2, 4], [-2, 16])
-        odd = torch.tensor([-r, r + 2])
-        dist.all_reduce(odd, ops.AVG)
-        assert odd.tolist() == [-1, 3]  # truncated
+        mean, whole, odd = (
+            torch.tensor([1.0, 2.0]) * (r + 1),
+            torch.tensor([-1, 8]) * (r + 1),
+            torch.tensor([-r, r + 2]),
+        )
+        for x in (mean, whole, odd):
+            dist.all_reduce(x, ops.AVG)
+        assert (mean.tolist(), whole.tolist(), odd.tolist()) == ([2, 4], [-2, 16], [-1, 3])  # the last is truncated
         uneven = [torch.empty(s) for s in range(n)]
         dist.all_gather(uneven, torch.full((r,), float(r)))
         assert [x.tolist() for x in uneven] == [[], [1], [2, 2]]
         stacked = torch.empty(n, 2)
         dist.all_gather_into_tensor(stacked, torch.tensor([r, -r]).float())
         assert stacked.tolist() == [[0, 0], [1, -1], [2, -2]]
-        empty = torch.empty(0, 4)
-        dist.all_gather_into_tensor(empty, torch.empty(0, 4))
-        got = [torch.empty(1) for _ in range(n)]
-        dist.all_to_all(got, [torch.tensor([10.0 * r + s]) for s in range(n)])
-        assert torch.cat(got).tolist() == [r, 10 + r, 20 + r]
         total, part = torch.empty(2), torch.empty(1)
         dist.reduce_scatter(total, [torch.full((2,), float(r + s)) for s in range(n)], ops.MAX)
         dist.reduce_scatter_tensor(part, torch.arange(3.0) * (r + 1), ops.PRODUCT)
         assert (total.tolist(), part.tolist()) == ([2 + r] * 2, [6 * r**3])
-        assert fc.reduce_scatter_tensor(torch.arange(6.0) * (r + 1), "avg", 0, dist.group.WORLD).tolist() == [
-            4 * r,
-            4 * r + 2,
-        ]
-        rows = torch.arange(6.0)[2 * r : 2 * r + 2] + 0
+        shares = fc.reduce_scatter_tensor(torch.arange(6.0) * (r + 1), "avg", 0, dist.group.WORLD)
+        assert shares.tolist() == [4 * r, 4 * r + 2]
         table = torch.zeros(6)
-        table[2 * r : 2 * r + 2] = rows
+        table[2 * r : 2 * r + 2] = torch.arange(6.0)[2 * r : 2 * r + 2]
         dist.all_gather_into_tensor(table, table[2 * r : 2 * r + 2])  # in place
         assert table.tolist() == list(range(6))
 
@@ -385,11 +374,8 @@ def test_what_backends_other_than_gloo_have():
 
 
 def test_half_precisions_are_rounded_after_each_term():
-    found = simulated(lambda x: (dist.all_reduce(x), x)[1], [torch.tensor(x).half() for x in (2048.0, 1.0, 1.0)])
+    found = simulate(lambda x: (dist.all_reduce(x), x)[1], [torch.tensor(x).half() for x in (2048.0, 1.0, 1.0)])
     assert [x.item() for x in found] == [2048.0] * 3
-
-
-# ── backward ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_backward_that_takes_no_notice_warns():
@@ -399,67 +385,102 @@ def test_a_backward_that_takes_no_notice_warns():
         dist.all_reduce(y)
         with torch.no_grad():
             dist.all_reduce(x.detach())
-        line = re.escape("torch.distributed.all_reduce, called at ") + r"\S*test_torch_distributed.py:\d+,"
-        words = " has replaced the values of a tensor of an autograd graph, and backward passes its gradient on as if"
-        with pytest.warns(LostGradientWarning, match=line + words):
+        with pytest.warns(LostGradientWarning, match=rf"torch.distributed.all_reduce, called {HERE},"):
             y.sum().backward()
         return x.grad.tolist()
 
-    assert simulated(body, range(2)) == [[2, 2]] * 2
+    assert simulate(body, range(2)) == [[2, 2]] * 2
 
 
 # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────
 
+HERE = r"at \S*test_torch_distributed.py:\d+"
 
-def fails(error, words, body, n=2):
+
+def ones(n):
+    return torch.ones(n)
+
+
+def expects(what, sent):
+    return rf"rank 0 expects {what} from rank \d, which sends {sent}\n.*{HERE}\n.*{HERE}"
+
+
+def float32(n):
+    return rf"torch.float32 \({n},\)"
+
+
+def both_send(r):  # gloo and NCCL do not buffer either: this hangs there
+    dist.send(ones(1), 1 - r)
+    dist.recv(ones(1), 1 - r)
+
+
+#: Calls that do not fit together, by the rank r of two, and what the error says.
+MISMATCHES = {
+    "collectives": (
+        lambda r: dist.all_reduce(ones(1)) if r else dist.broadcast(ones(1), 0),
+        rf"rank 0 waits in torch.distributed.broadcast {HERE}\n  rank 1 waits in torch.distributed.all_reduce {HERE}",
+    ),
+    "libraries": (
+        lambda r: dist.all_reduce(ones(1)) if r else dc.all_reduce(ones(1)),
+        rf"rank 0 waits in all_reduce {HERE}\n  rank 1 waits in torch.distributed.all_reduce {HERE}",
+    ),
+    "op": (lambda r: dist.all_reduce(ones(1), [dist.ReduceOp.SUM, dist.ReduceOp.MAX][r]), "SUM.*MAX"),
+    "src": (lambda r: dist.broadcast(ones(1), r), "from rank 0.*from rank 1"),
+    "shape": (lambda r: dist.all_reduce(ones(r + 1)), expects(float32(1), float32(2))),
+    "dtype": (lambda r: dist.all_reduce(ones(1) if r else ones(1).long()), expects(".*int64.*", ".*float32.*")),
+    "one rank's own": (
+        lambda r: dist.reduce_scatter_tensor(ones(1), ones(2).double()),
+        expects(float32(1), ".*float64.*"),
+    ),
+    "coalesced": (
+        lambda r: dist.group.WORLD.allreduce_coalesced([ones(1) for _ in range(r + 1)]).wait(),
+        "was called with different arguments",
+    ),
+    "a rank has ended": (
+        lambda r: r or dist.barrier(),
+        rf"rank 1 has ended\n  rank 0 waits in torch.distributed.barrier {HERE}",
+    ),
+    "both send": (both_send, rf"rank 0 waits in torch.distributed.send to rank 1 {HERE}\n.*send to rank 0 {HERE}"),
+    "nobody sends": (lambda r: dist.recv(ones(1)), "recv from any rank"),
+    "tags": (
+        lambda r: dist.send(ones(1), 0, tag=3) if r else dist.recv(ones(1), 1, tag=2),
+        "recv from rank 1, tag 2 .*send to rank 0, tag 3 ",
+    ),
+    "sizes of messages": (lambda r: dist.send(ones(3), 0) if r else dist.recv(ones(2), 1), expects(".*2.*", ".*3.*")),
+    "dtypes of messages": (
+        lambda r: dist.send(ones(2), 0) if r else dist.recv(ones(2).double(), 1),
+        expects(".*float64.*", ".*float32.*"),
+    ),
+    "groups": (lambda r: r or dist.new_group([0, 1]), "rank 1 has ended"),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_mismatches_and_deadlocks_are_found_at_once(name):
+    body, words = MISMATCHES[name]
+    fails(dc.CollectiveMismatchError, words, body)
+
+
+def fails(error, words, body):
     with pytest.raises(error, match=re.compile(words, re.DOTALL)):
-        simulated(body, range(n))
+        simulate(body, range(2))
     assert not dist.is_initialized()
 
 
-here = r"at \S*test_torch_distributed.py:\d+"
+WRONG = {
+    "tensors": (ValueError, lambda: dist.all_gather([ones(1)], ones(1))),
+    "remainder": (ValueError, lambda: dist.reduce_scatter_tensor(ones(1), ones(3))),
+    "op": (ValueError, lambda: dist.all_reduce(ones(1), dist._make_nccl_premul_sum(2.0))),
+    "sizes": (ValueError, lambda: dist.all_to_all_single(ones(2), ones(3), [1, 1], [1, 1])),
+    "twice": (ValueError, lambda: dist.init_process_group("gloo")),
+    "transform": (RuntimeError, lambda: torch.func.vmap(lambda x: (dist.all_reduce(x), x)[1])(ones(2))),
+}
 
 
-def test_mismatches_are_found_at_once():
-    error = dc.CollectiveMismatchError
-
-    def different(r):
-        dist.all_reduce(torch.ones(1)) if r else dist.broadcast(torch.ones(1), 0)
-
-    fails(
-        error,
-        rf"rank 0 waits in torch.distributed.broadcast {here}\n"
-        rf"  rank 1 waits in torch.distributed.all_reduce {here}",
-        different,
-    )
-    ops, ones = [dist.ReduceOp.SUM, dist.ReduceOp.MAX], [torch.ones(1).long(), torch.ones(1)]
-    fails(error, "SUM.*MAX", lambda r: dist.all_reduce(torch.ones(1), ops[r]))
-    fails(error, r"from rank 0.*from rank 1", lambda r: dist.broadcast(torch.ones(1), r))
-    words = rf"rank 0 expects torch.float32 \(1,\) from rank 1, which sends torch.float32 \(2,\)\n.*{here}\n.*{here}"
-    fails(error, words, lambda r: dist.all_reduce(torch.ones(r + 1)))
-    words = "rank 0 expects torch.int64 .* which sends torch.float32"
-    fails(error, words, lambda r: dist.all_reduce(ones[r]))
-    words = r"rank 0 expects torch.float32 \(1,\) from rank 0, which sends torch.float64 \(1,\)"
-    fails(error, words, lambda r: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(2).double()))
-    words = r"rank 0 expects torch.float32 \(2,\) from rank 1, which sends torch.float32 \(1,\)"
-    fails(error, words, lambda r: dist.reduce_scatter(torch.ones(2 - r), [torch.ones(2 - r)] * 2))
-    words = rf"rank 1 has ended\n  rank 0 waits in torch.distributed.barrier {here}"
-    fails(error, words, lambda r: r or dist.barrier())
-    words = rf"rank 0 waits in all_reduce {here}\n  rank 1 waits in torch.distributed.all_reduce {here}"
-    fails(error, words, lambda r: dist.all_reduce(torch.ones(1)) if r else dc.all_reduce(torch.ones(1)))
-
-    def coalesced(r):
-        dist.group.WORLD.allreduce_coalesced([torch.ones(1) for _ in range(r + 1)]).wait()
-
-    fails(error, "was called with different arguments", coalesced)
-
-
-def restart(r, **more):
-    dist.destroy_process_group()
-    assert not dist.is_initialized()
-    with pytest.raises(RuntimeError, match=r"got no group on a simulated rank that has called destroy_process_group"):
-        dc.get_rank()
-    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:1", **more)
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name):
+    error, call = WRONG[name]
+    fails(error, "", lambda r: call())
 
 
 def test_functions_compiled_before_run_uncompiled():
@@ -474,9 +495,9 @@ def test_functions_compiled_before_run_uncompiled():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        assert total(torch.ones(1)) == 1
-        assert simulated(lambda r: total(torch.tensor([r + 1.0])).item(), range(2)) == [3, 3]
-        assert total(torch.ones(1)) == 1
+        assert total(ones(1)) == 1
+        assert simulate(lambda r: total(torch.tensor([r + 1.0])).item(), range(2)) == [3, 3]
+        assert total(ones(1)) == 1
         assert torch._dynamo.eval_frame._stance.stance == "default"
     finally:
         torch.set_num_threads(threads)
@@ -495,36 +516,8 @@ def test_compilers_are_refused(fullgraph, monkeypatch):
     fails(
         RuntimeError,
         "torch.distributed: torch.compile, export, make_fx and linearize do not work on simulated ranks",
-        lambda r: torch.compile(loss, backend="eager", fullgraph=fullgraph)(torch.ones(1)),
+        lambda r: torch.compile(loss, backend="eager", fullgraph=fullgraph)(ones(1)),
     )
-
-
-def test_a_group_belongs_to_its_rank():
-    groups = {}
-
-    def body(r, call):
-        groups.setdefault("it", dist.new_group([r]))
-        call(groups["it"])
-
-    words = "simulated rank 0 has made, on another rank"
-    with pytest.raises(RuntimeError, match=words):
-        simulated(body, range(2), [lambda g: dist.all_reduce(torch.ones(1), group=g)] * 2)
-    with pytest.raises(RuntimeError, match="has made, on another rank"):
-        groups["it"].barrier()  # after its world has ended
-    groups.clear()
-    with pytest.raises(RuntimeError, match=words):
-        simulated(body, range(2), [lambda g: dc.all_reduce(torch.ones(1), group=g)] * 2)
-
-
-class Ranks(torch.utils.data.Dataset):
-    def __init__(self, call):
-        self.call = call
-
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, index):
-        return self.call()
 
 
 def test_an_error_of_one_rank_in_the_middle_of_ddp():
@@ -544,89 +537,58 @@ def test_an_error_of_one_rank_in_the_middle_of_ddp():
     fails(RuntimeError, "rank 0 has ended", one_does_not)
 
 
-# ── nothing is left behind ───────────────────────────────────────────────────────────────────────────────
+def test_threads_that_are_no_ranks_and_works_that_outlive_them():
+    """A thread that a rank starts can neither ask for the group nor wait; nobody can wait once the ranks have ended."""
+    works, found = [], []
 
+    def in_thread(call):
+        def caught():
+            with pytest.raises(RuntimeError):
+                call()
+            found.append(call)
 
-REPLACED = "_world", "_backend", "_default_pg_init_method", "_new_process_group_helper", "_store_based_barrier"
-
-
-def state():
-    kept = [getattr(distributed_c10d, name) for name in REPLACED]
-    return kept, dict(distributed_c10d._world.pg_map), distributed_c10d._world.group_count, sys.excepthook
-
-
-def in_threads(call, values):
-    """Call a function with each value in a thread of its own, at the same time; return the results by value."""
-    found = {}
-    threads = [threading.Thread(target=lambda v=v: found.update({v: call(v)})) for v in values]
-    [t.start() for t in threads]
-    [t.join() for t in threads]
-    return found
-
-
-def test_what_is_the_process_s_is_each_world_s_own():
-    """Simulations in several threads at once: random numbers and the environment are neither mixed nor left changed."""
-    before = dict(os.environ)
+        thread = threading.Thread(target=caught)
+        thread.start()
+        thread.join()
 
     def body(r):
-        drawn = [torch.rand(()).item()]
-        for _ in range(20):
-            dist.barrier()
-            time.sleep(0.0005)  # another thread's turn
-            drawn.append(torch.rand(()).item())
-        return os.environ["WORLD_SIZE"], drawn
+        work = dist.all_reduce(x := torch.tensor(r + 1), async_op=True)
+        if r == 0:  # the others have not called it
+            in_thread(work.wait)
+        in_thread(dist.get_rank)
+        work.wait()
+        works.append(dist.irecv(ones(1), 1 - r))
+        return x.item()
 
-    alone = {n: simulated(body, range(n)) for n in (2, 3, 4)}
-    assert in_threads(lambda n: simulated(body, range(n)), (2, 3, 4)) == alone
-    assert dict(os.environ) == before
+    assert simulate(body, range(2)) == [3, 3]
+    assert len(found) == 3
+    for work in works:
+        with pytest.raises(RuntimeError):
+            work.wait()
 
 
-def test_within_real_processes():
-    """The caller's own process group is hidden from the ranks, and there again afterwards."""
+# ── groups and meshes that ranks share, as through globals ───────────────────────────────────────────────
+
+CALLS_OF_A_GROUP = {
+    "torch": lambda group: dist.all_reduce(ones(1), group=group),
+    "diffcoll": lambda group: dc.all_reduce(ones(1), group=group),
+}
+
+
+@pytest.mark.parametrize("default", [False, True])
+@pytest.mark.parametrize("call", CALLS_OF_A_GROUP.values(), ids=CALLS_OF_A_GROUP)
+def test_a_group_of_another_rank(call, default):
+    """Raises, also after its ranks have ended."""
+    kept = {}
 
     def body(r):
-        x, y = torch.tensor(r + 1), torch.tensor(r + 1)
-        sums = simulated(lambda s: (dist.all_reduce(z := torch.tensor(10 * s + r)), z.item())[1], range(3))
-        dist.all_reduce(x)
-        y = fc.all_reduce(y, "sum", dist.group.WORLD)
-        return sums, x.item(), y.item(), dist.get_rank(), dc.get_world_size()
+        kept.setdefault("group", dist.group.WORLD if default else dist.new_group([r]))
+        dist.barrier()
+        call(kept["group"])
 
-    assert spawn(body, range(2)) == [([30 + 3 * r] * 3, 3, 3, r, 2) for r in range(2)]
-
-
-def test_memory_is_released():
-    alive = []
-
-    def body(r):
-        x = torch.ones(1000)
-        alive.append(weakref.ref(x))
-        dist.all_reduce(x)
-        dist.all_reduce(torch.ones(1), async_op=True)  # never waited for
-        alive.append(weakref.ref(dist.new_group()))
-        nn.parallel.DistributedDataParallel(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
-
-    simulated(body, range(2))
-    gc.collect()
-    assert [x() for x in alive] == [None] * 4
-
-
-def test_private_names():
-    """A private name of torch.distributed that is gone, or new state of its groups, fails here."""
-    for name in (*REPLACED, "_update_default_pg", "_process_group_name", "BackendConfig"):
-        assert hasattr(distributed_c10d, name), name
-    for name in ("_set_thread_isolation_mode", "_unregister_all_process_groups"):
-        assert hasattr(torch._C._distributed_c10d, name), name
-    mine, real = _Groups(None), distributed_c10d._World()
-    for name in {name for name in dir(real) if not name.startswith("__")} - {"pg_config_info"}:
-        value = getattr(real, name)
-        assert not isinstance(value, (dict, list, set)) or getattr(mine, name) is not value, name
-    called = set(re.findall(r"\bgroup(?:_to_use)?\.([a-z]\w*|_[a-z]+_base)\(", inspect.getsource(distributed_c10d)))
-    known = {"rank", "size", "keys", "shutdown", "abort", "lower"}
-    assert {m for m in called - known if not hasattr(SimulatedGroup, m)} == set()
-    assert {m for m in called - known if m in dir(dist.ProcessGroup) and m not in vars(SimulatedGroup)} == set()
-
-
-# ── meshes that ranks share, as through globals ──────────────────────────────────────────────────────────
+    fails(RuntimeError, "simulated rank 0 has made, on another rank", body)
+    with pytest.raises(RuntimeError, match="has made, on another rank"):
+        kept["group"].barrier()
 
 
 QUESTIONS = {
@@ -634,6 +596,7 @@ QUESTIONS = {
     "get_local_rank": lambda mesh: mesh.get_local_rank("data"),
     "get_group": lambda mesh: mesh.get_group("data"),
     "__getitem__": lambda mesh: mesh["data"],
+    "diffcoll": lambda mesh: dc.all_reduce(ones(1), group=mesh["data"]),
 }
 
 
@@ -654,7 +617,96 @@ def test_a_mesh_of_another_rank(question):
         return str(caught.value)
 
     for runs in range(2):
-        found = simulated(body, range(4))
+        found = simulate(body, range(4))
         assert found.count(None) == 1 - runs
         for r, text in enumerate(found):
             assert text is None or f"simulated rank {kept['mesh'][0]} has made, on another rank" in text, r
+
+
+# ── nothing is left behind ───────────────────────────────────────────────────────────────────────────────
+
+
+REPLACED = "_world", "_backend", "_default_pg_init_method", "_new_process_group_helper", "_store_based_barrier"
+
+
+def state():
+    kept = [getattr(c10d, name) for name in REPLACED]
+    kept += [getattr(DeviceMesh, name) for name in ("__init__", "__getitem__", "get_group", "get_coordinate")]
+    return kept, dict(c10d._world.pg_map), c10d._world.group_count, sys.excepthook
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_torch_distributed_is_as_before(n):
+    """Also after an error; the backend of simulated ranks is for them alone."""
+    before = state()
+    assert simulate(lambda r: dc.all_reduce(torch.tensor(1)).item() * dist.get_world_size(), range(n)) == [n * n] * n
+    with pytest.raises(KeyError):
+        simulate(lambda r: {}[r], range(n))
+    assert state() == before and not dist.is_initialized()
+    with pytest.raises(RuntimeError):
+        dist.init_process_group("diffcoll_simulated", store=dist.HashStore(), rank=0, world_size=1)
+    assert not dist.is_initialized()
+
+
+def test_worlds_of_several_threads_take_turns():
+    """Random numbers and the environment are neither mixed nor left changed."""
+    before = dict(os.environ)
+
+    def body(r):
+        drawn = [torch.rand(()).item()]
+        for _ in range(20):
+            dist.barrier()
+            time.sleep(0.0005)  # another thread's turn
+            drawn.append(torch.rand(()).item())
+        return os.environ["WORLD_SIZE"], drawn
+
+    found, alone = {}, {n: simulate(body, range(n)) for n in (2, 3, 4)}
+    threads = [threading.Thread(target=lambda n=n: found.update({n: simulate(body, range(n))})) for n in alone]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert found == alone and dict(os.environ) == before
+
+
+def test_within_real_processes():
+    """The caller's own process group is hidden from the ranks, and there again afterwards."""
+
+    def body(r):
+        x, y = torch.tensor(r + 1), torch.tensor(r + 1)
+        sums = simulate(lambda s: (dist.all_reduce(z := torch.tensor(10 * s + r)), z.item())[1], range(3))
+        dist.all_reduce(x)
+        y = fc.all_reduce(y, "sum", dist.group.WORLD)
+        return sums, x.item(), y.item(), dist.get_rank(), dc.get_world_size()
+
+    assert spawn(body, range(2)) == [([30 + 3 * r] * 3, 3, 3, r, 2) for r in range(2)]
+
+
+def test_memory_is_released():
+    alive = []
+
+    def body(r):
+        x = torch.ones(1000)
+        alive.append(weakref.ref(x))
+        dist.all_reduce(x)
+        dist.all_reduce(torch.ones(1), async_op=True)  # never waited for
+        alive.append(weakref.ref(dist.new_group()))
+        nn.parallel.DistributedDataParallel(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+
+    simulate(body, range(2))
+    gc.collect()
+    assert [x() for x in alive] == [None] * 4
+
+
+def test_private_names():
+    """A private name of torch.distributed that is gone, or new state of its groups, fails here."""
+    for name in (*REPLACED, "_update_default_pg", "_process_group_name", "BackendConfig"):
+        assert hasattr(c10d, name), name
+    for name in ("_set_thread_isolation_mode", "_unregister_all_process_groups"):
+        assert hasattr(torch._C._distributed_c10d, name), name
+    mine, real = _Groups(None), c10d._World()
+    for name in {name for name in dir(real) if not name.startswith("__")} - {"pg_config_info"}:
+        value = getattr(real, name)
+        assert not isinstance(value, (dict, list, set)) or getattr(mine, name) is not value, name
+    called = set(re.findall(r"\bgroup(?:_to_use)?\.([a-z]\w*|_[a-z]+_base)\(", inspect.getsource(c10d)))
+    known = {"rank", "size", "keys", "shutdown", "abort", "lower"}
+    assert {m for m in called - known if not hasattr(SimulatedGroup, m)} == set()
+    assert {m for m in called - known if m in dir(dist.ProcessGroup) and m not in vars(SimulatedGroup)} == set()
