@@ -570,9 +570,11 @@ def a_twin_has_the_same_ranks_and_messages_of_its_own(engine: Engine) -> Pairs:
     yield from crosswise(engine, twin)
     yield of_all(twin, 3), [3] * twin.size
     twin.close()
-    twin = like(engine, engine.twin())
-    yield from crosswise(engine, twin)
-    twin.close()
+    twins = [like(engine, engine.twin()) for _ in range(2)]
+    yield from crosswise(*twins)
+    yield from crosswise(engine, twins[1])
+    for twin in twins:
+        twin.close()
 
 
 def closing_a_twin_leaves_its_engine_as_it_was(engine: Engine) -> Pairs:

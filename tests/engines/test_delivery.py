@@ -44,6 +44,10 @@ MISMATCHES = {
     "dst": (lambda odd: dc.reduce(torch.ones(2), dst=2 - odd), "which sends nothing"),
     "reduce": (lambda odd: dc.reduce(torch.ones(2 + odd), 2), got(2, ones(2), 1, ones(3))),
     "op": (lambda odd: dc.all_reduce(torch.ones(3), "max" if odd else "sum"), "rank 0 needs .*rank 1 max"),
+    "collective": (
+        lambda odd: (dc.all_gather if odd else dc.all_reduce)(torch.ones(2)),
+        r"different collectives\n  rank 0 waits in all_reduce .*\n  rank 1 waits in all_gather ",
+    ),
     "primitive": (primitive, "which sends nothing"),
     "all_to_all": (lambda odd: dc.all_to_all(torch.ones(3 + 3 * odd)), got(0, ones(1), 1, ones(2))),
     "pairs": (lambda odd: dc.permute(torch.ones(2), [] if odd else [(0, 1)]), got(1, "nothing", 0, ones(2))),

@@ -109,7 +109,7 @@ MUTANTS = [
         "            terms[rank] = mine\n",
         "            del terms[rank]\n            terms.append(mine)\n",
         "dtypes",
-        "tests/engines/test_laws.py::test_laws_hold -k local-2",
+        "tests/engines/test_laws.py::test_laws_hold -k local-3",
     ),
     Mutant(
         "engines/engine.py",

@@ -60,7 +60,7 @@ MUTANTS = [
         "elif entry.what != first.what:",
         "elif False:",
         "simulate",
-        SIMULATE,
+        DELIVERY,
     ),
     Mutant(
         "engines/simulated/world.py",
@@ -76,7 +76,7 @@ MUTANTS = [
         "if not self._ready and any(r.waits_for for r in self._ranks):",
         "if False:",
         "simulate",
-        f"{SIMULATE} --timeout 20",
+        f"{TORCH} --timeout 20",
     ),
     Mutant(
         "engines/simulated/world.py", "World.run", "= self.failures[0]", "= self.failures[-1]", "simulate", SIMULATE

@@ -442,6 +442,7 @@ MISMATCHES = {
     ),
     "both send": (both_send, rf"rank 0 waits in torch.distributed.send to rank 1 {HERE}\n.*send to rank 0 {HERE}"),
     "nobody sends": (lambda r: dist.recv(ones(1)), "recv from any rank"),
+    "nobody is left to send": (lambda r: r or dist.recv(ones(1), 1), "no rank can go on\n.*recv from rank 1"),
     "tags": (
         lambda r: dist.send(ones(1), 0, tag=3) if r else dist.recv(ones(1), 1, tag=2),
         "recv from rank 1, tag 2 .*send to rank 0, tag 3 ",
