@@ -52,6 +52,14 @@ MUTANTS = [
         SIMULATE,
     ),
     Mutant("engines/rank_state.py", "refuse_thread", "if outsiders and", "if False and", "simulate", SIMULATE),
+    Mutant(
+        "engines/rank_state.py",
+        "refuse_thread",
+        "if THREAD.refusal:",
+        "if False:",
+        "true_gradients",
+        f"{TRUTH}::test_what_a_joint_graph_cannot_differentiate_raises",
+    ),
     Mutant("engines/simulated/world.py", "World.run", "keep.set()", "pass", "simulate", SIMULATE),
     # mismatches and deadlocks
     Mutant(
@@ -96,7 +104,71 @@ MUTANTS = [
         "(*self.group.number, self._twins)",
         "self.group.number",
         "simulate",
-        "tests/engines/test_laws.py",
+        "tests/engines/test_laws.py -k local",
+    ),
+    Mutant(
+        "engines/simulated/world.py",
+        "World.run",
+        "if self.failures:",
+        "if any(number == 0 for number, _ in self.failures):",
+        "simulate",
+        f"{SIMULATE}::test_a_rank_that_raises",
+    ),
+    Mutant(
+        "engines/simulated/world.py",
+        "World._hand_over",
+        "me.state, me.forward_mode = RankState.of_process(me.state.stream), forward_mode()",
+        "me.forward_mode = forward_mode()",
+        "simulate",
+        f"{SIMULATE}::test_random_streams",
+    ),
+    Mutant(
+        "engines/simulated/world.py",
+        "one_at_a_time",
+        "with _one_world:",
+        "with threading.Lock():",
+        "simulate",
+        f"{SIMULATE}::test_simulations_of_two_threads_take_turns",
+    ),
+    Mutant(
+        "engines/simulated/engine.py",
+        "LocalEngine.__init__",
+        "group.ranks.index(rank)",
+        "sorted(group.ranks).index(rank)",
+        "simulate one_group",
+        f"tests/core/test_groups.py {TORCH}",
+    ),
+    Mutant(
+        "engines/simulated/engine.py",
+        "deliver",
+        "if any(b is not None and b.numel()",
+        "if all(b is not None and b.numel()",
+        "simulate",
+        DELIVERY,
+    ),
+    Mutant(
+        "engines/simulated/group.py",
+        "_hand_over",
+        "(sent.x.numel(), sent.x.dtype) != (expected.x.numel(), expected.x.dtype)",
+        "sent.x.numel() != expected.x.numel()",
+        "simulate",
+        TORCH,
+    ),
+    Mutant(
+        "testing/truth.py",
+        "_truth",
+        "key not in truth.PER_RANK and value != common[key]",
+        "False",
+        "true_gradients",
+        f"{TRUTH}::test_collectives_that_do_not_match",
+    ),
+    Mutant(
+        "testing/spawn.py",
+        "_answers",
+        "for x in (p.pipe, p.sentinel)",
+        "for x in (p.pipe,)",
+        "spawn",
+        SPAWN,
     ),
     # torch.distributed on simulated ranks
     Mutant(
@@ -111,6 +183,14 @@ MUTANTS = [
         "engines/simulated/group.py", "SimulatedGroup.send", "if expected.tag == tag and", "if", "simulate", AS_GLOO
     ),
     Mutant("engines/simulated/group.py", "SimulatedGroup.recv", "and src in (None, source)", "", "simulate", AS_GLOO),
+    Mutant(
+        "engines/simulated/group.py",
+        "SimulatedGroup.engine",
+        "if THREAD.rank is not self._owner:",
+        "if False:",
+        "simulate",
+        f"{TORCH}::test_a_group_of_another_rank",
+    ),
     Mutant("engines/simulated/c10d.py", "_of_maker", "and maker != _who()", "and False", "simulate", TORCH),
     # the ground truth of a program
     Mutant(
@@ -123,7 +203,22 @@ MUTANTS = [
     ),
     Mutant("testing/truth.py", "_truth", "if facts[r][1] != kind:", "if False:", "true_gradients", TRUTH),
     Mutant("testing/truth.py", "_refuse_on_ranks", "if THREAD.rank is not None:", "if False:", "true_gradients", TRUTH),
-    Mutant("testing/truth.py", "true_gradients", "x.detach().requires_grad_()", "x", "true_gradients", TRUTH),
+    Mutant(
+        "testing/truth.py",
+        "true_gradients",
+        "return own.setdefault(id(x), x.detach().requires_grad_())",
+        "return x",
+        "true_gradients",
+        f"{TRUTH}::test_one_tensor_given_to_all_ranks",
+    ),
+    Mutant(
+        "testing/truth.py",
+        "true_gradients",
+        "with no_collectives():",
+        "if True:",
+        "true_gradients",
+        f"{TRUTH}::test_what_a_joint_graph_cannot_differentiate_raises",
+    ),
     Mutant(
         "testing/truth.py",
         "true_gradients",
@@ -160,14 +255,6 @@ MUTANTS = [
         SPAWN,
     ),
     Mutant("testing/pickling.py", "dumps", "obj.co_filename if a == _NO_FILE else a", "a", "spawn", SPAWN),
-    # the arguments of each rank, and the order of results
-    # random numbers by (seed, rank), and what else each rank has for itself
-    # ranks that disagree, and that wait for ever
-    # groups: their ranks in the order of the list, each with its own messages
-    # what the last rank to arrive does for all
-    # programs that call torch.distributed
-    # the gradients that PyTorch derives with all ranks in one graph
-    # real processes
     # tests on ranks
     Mutant(
         "testing/ranks.py",

@@ -184,7 +184,14 @@ def crashes(r):
     dc.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize(("body", "code"), [(dies, 7), (crashes, -signal.SIGSEGV)])
+def dies_before_its_child(r):
+    if r == 1 and os.fork() == 0:
+        time.sleep(60)  # holds the rank's pipe
+        os._exit(0)
+    dies(r)
+
+
+@pytest.mark.parametrize(("body", "code"), [(dies, 7), (crashes, -signal.SIGSEGV), (dies_before_its_child, 7)])
 def test_a_rank_that_dies(body, code):
     error, _ = failed(body)
     assert error.failures[1].kind == "died" and f"exit code {code}" in error.failures[1].text
@@ -213,6 +220,12 @@ def test_a_hang_names_the_users_line_soon(body):
     assert error.failures[1].kind == "hung" and error.failures[1].line == line_of(__file__, f"# alone in {where}")
     assert error.failures[0].line and error.first is None
     assert seconds < 4 + 3  # on a busy machine
+
+
+def test_ranks_that_go_on_after_another_has_failed():
+    error, seconds = failed(lambda r: time.sleep(100) if r else 1 / r, 2)
+    assert error.first is error.failures[0] and error.failures[1].kind == "hung"
+    assert seconds < 30
 
 
 def test_ranks_are_kept_until_a_call_fails():

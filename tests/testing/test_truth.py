@@ -34,6 +34,13 @@ def rules(fn, *per_rank):
     return [tuple(gs) for gs in simulate(body, *copies)]
 
 
+def to_the_next(x):
+    """All rows go to the next rank, so that sizes differ between ranks."""
+    r, n = dc.get_rank(), dc.get_world_size()
+    sizes = [len(x) if s == (r + 1) % n else 0 for s in range(n)]
+    return dc.all_to_all(x, split_sizes=sizes, concat_sizes="auto")
+
+
 PROGRAMS = {
     "all_reduce": dc.all_reduce,
     "max": lambda x: dc.all_reduce(x, "max"),
@@ -41,6 +48,7 @@ PROGRAMS = {
     "all_gather": lambda x: dc.all_gather(x[: dc.get_rank()], dim=0, sizes=list(range(dc.get_world_size()))),
     "reduce_scatter": dc.reduce_scatter,
     "all_to_all": dc.all_to_all,
+    "all_to_all of sizes": to_the_next,
     "broadcast": lambda x: dc.broadcast(x.sin(), src=dc.get_world_size() - 1),
     "scan": dc.scan,
     "shift": dc.shift,
