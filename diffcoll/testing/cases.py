@@ -27,8 +27,6 @@ from diffcoll.core.reductions import REDUCTIONS
 from diffcoll.testing.numbers import largest, numbers, real_inner, relative_errors
 
 Shape = tuple[int, ...]
-#: Memory layouts of `with_layout`.
-LAYOUTS = ("contiguous", "transposed", "strided", "offset")
 
 #: Collectives whose input is replicated.
 _REPLICATED_INPUT = ("sum_gradients", "split")

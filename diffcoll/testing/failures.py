@@ -118,18 +118,6 @@ def _cause(failures: Mapping[int, RankFailure | None], timeout: float) -> str:
     return f"{first.type.rpartition('.')[2]} on {where}{line}{said}"
 
 
-def in_words(error: BaseException) -> str:
-    """Return an error without traceback, but with the lines of the user's code that raised it."""
-    if isinstance(error, RanksFailedError) and error.failures:
-        return "\n".join(f"rank {r}: {_in_words(failure)}" for r, failure in error.failures.items() if failure)
-    words, frame = _words_and_frame(error)
-    return words + (f"\nraised at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}" if frame else "")
-
-
-def _in_words(failure: RankFailure) -> str:
-    return failure.summary + (f"\nraised at {failure.line}" if failure.kind == "raised" and failure.line else "")
-
-
 def _words_and_frame(error: BaseException) -> tuple[str, traceback.FrameSummary | None]:
     """Return the last lines of a traceback, and the innermost line of the user's that raised the error."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users_file(f.filename)]

@@ -144,9 +144,16 @@ def test_check_mode_of_the_environment(value, monkeypatch):
     assert spawn(lambda r: is_on(), range(1)) == [value == "1"]
 
 
-def test_ranks_listen_on_loopback_only():
-    for addresses in spawn(lambda r: (dc.all_reduce(torch.ones(1)), listening())[1], range(2)):
-        assert {address for address, _ in addresses} <= {"127.0.0.1"}
+def test_ranks_and_their_store_listen_on_loopback_only():
+    before, caller = listening(), os.getpid()
+
+    def body(r):
+        dc.all_reduce(torch.ones(1))
+        return listening(), listening(caller)
+
+    for of_rank, of_caller in spawn(body, range(2)):
+        new = set(of_caller) - set(before)  # the store
+        assert new and {address for address, _ in [*of_rank, *new]} == {"127.0.0.1"}
 
 
 # ── how they fail ────────────────────────────────────────────────────────────────────────────────────────

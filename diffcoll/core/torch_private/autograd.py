@@ -10,19 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
-
-
-def before_node(y: Tensor, do: Callable[[], None]) -> None:
-    """Call `do` in every backward before the node that made y; the hook is not listed in y's own hooks."""
-    if y.grad_fn is not None:
-        y.grad_fn.register_prehook(lambda grads: do())
-
-
-def after_backward(do: Callable[[], None]) -> None:
-    """Call `do` at the end of the current backward, before its call returns; DDP uses the same API."""
-    Variable._execution_engine.queue_callback(do)
-
 
 #: Returns the graph task id of the current backward, -1: none; a nested backward has its own id.
 backward_at_work: Callable[[], int] = torch._C._current_graph_task_id

@@ -14,15 +14,6 @@ from torch.nn.modules import batchnorm
 BatchNormBase = batchnorm._BatchNorm
 
 
-def batch_norm_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance over all dimensions but 1, by torch's kernel of batch norm.
-
-    It allocates nothing of the size of x and adds up in float64 on the CPU; not documented.
-    """
-    mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
-    return mean, var
-
-
 def batch_norm_sums(g: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return Σ g x̂ and Σ g over all dimensions but 1.
 

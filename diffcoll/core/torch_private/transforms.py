@@ -25,18 +25,6 @@ def without_transforms(x: Tensor) -> Tensor:
     return x
 
 
-def is_vmapped(x: Tensor) -> bool:
-    """Whether torch.func.vmap has batched x, also below torch.func.grad, so that it has no single value to read.
-
-    No public API tells, and reading raises an error on this rank alone.
-    """
-    while is_transformed(x):
-        if torch._C._functorch.is_batchedtensor(x):
-            return True
-        x = torch._C._functorch.get_unwrapped(x)
-    return False
-
-
 def batch_sizes(x: Tensor) -> list[int]:
     """Return the sizes of the batches of torch.func.vmap, which x.shape lacks; no public API tells."""
     sizes = []

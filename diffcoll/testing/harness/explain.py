@@ -25,7 +25,6 @@ from diffcoll.testing.harness.report import Report
 from diffcoll.testing.harness.submodules import first_differences
 from diffcoll.testing.numbers import largest, numbers, real_inner
 
-_GRADIENTS = ("gradient", "second order")
 #: Wrong gradients of which finite differences are taken.
 _MOST = 6
 
