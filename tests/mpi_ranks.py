@@ -46,7 +46,12 @@ class MpiRanks:
         with Listener(f"{self._folder.name}/door") as door:
             command = [MPIEXEC, "-n", str(n), sys.executable, "-m", "mpi_ranks", door.address]
             self._job = subprocess.Popen(command, env={**os.environ, **SETTINGS}, stdin=subprocess.DEVNULL)
-            pipes = [door.accept() for _ in range(n)]
+            pipes = []
+            while len(pipes) < n:
+                if not wait([door._listener._socket], 60):
+                    self._job.kill()
+                    raise RuntimeError(f"{len(pipes)} of {n} ranks began within 60 s")
+                pipes.append(door.accept())
         ranks = [pipe.recv() for pipe in pipes]
         self._pipes = [pipes[ranks.index(r)] for r in range(n)]
 

@@ -1,5 +1,6 @@
 """`spawn` and `Ranks`: what goes to the processes and comes back, how ranks fail, and how they end."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -268,16 +269,21 @@ def test_ranks_end_with_their_caller(number):
     caller = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     pids = [*caller.stdout.readline().split(), *caller.stdout.readline().split()]
     assert len(pids) == 4
-    caller.send_signal(number)
-    caller.wait(30)
-    caller.stdout.close()
-    end = time.monotonic() + 10
-    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists() and not is_zombie(pid)]:
-        assert time.monotonic() < end, left
-        time.sleep(0.05)
+    try:
+        caller.send_signal(number)
+        caller.wait(30)
+        caller.stdout.close()
+        end = time.monotonic() + 10
+        while left := [pid for pid in pids if not is_gone(pid)]:
+            assert time.monotonic() < end, left
+            time.sleep(0.05)
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
 
-def is_zombie(pid):
+def is_gone(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
