@@ -42,11 +42,14 @@ def test_the_peak_of_a_sharded_vocabulary():
 
 
 def test_the_peak_of_grad_cache():
-    """Without activations of the batch, of both parts of the pairs after each of the modules."""
+    """Without most activations of the batch, of both parts of the pairs after each of the modules.
+
+    The peak of the step without chunks is in its backward, where some have been freed.
+    """
     b, dims, layers, chunk = 1024, 64, 16, 32
     whole, cached = on_ranks(grad_cache_cost, ("GradientAverager", "GradCache"), b, dims, layers, chunk)
     activations = 2 * 2 * layers * b * dims * 4 / MEGA
-    assert 0.8 * activations < whole - cached < 1.3 * activations
+    assert 0.6 * activations < whole - cached < 1.3 * activations
 
 
 def counted(rank):

@@ -67,7 +67,7 @@ def test_a_backend_of_an_accelerator_without_one():
         spawn(lambda r: r, range(2), backend="nccl")
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.filterwarnings("ignore:.*support is experimental")
 def test_tensors_of_every_dtype_in_both_directions():
     given = [torch.zeros(3).to(dtype) for dtype in MOVED] + [torch.ones(2, 3).T, torch.nn.Parameter(torch.ones(1))]
 
