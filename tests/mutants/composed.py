@@ -58,7 +58,7 @@ MUTANTS = [
         "[y.clone() for _ in range(n)]",
         "[y] * n",
         "truth inputs",
-        "tests/testing/test_simulate.py::test_results_share_no_memory_with_inputs",
+        "tests/testing/test_truth.py::test_results_of_a_joint_graph_share_no_memory",
     ),
     Mutant("truth.py", "all_to_all", "blocks[s][r]", "blocks[r][s]", "truth all_to_all", of("all_to_all")),
     Mutant("truth.py", "reduce", "if r == dst else _zero(y)", "", "truth reduce", of("reduce")),

@@ -339,7 +339,7 @@ MUTANTS = [
         'f"diffcoll {number} in {group.group_name}"',
         'f"diffcoll in {group.group_name}"',
         "gloo one_group",
-        f"{C10D} -k twin",
+        f"{LAWS} gloo-3",
     ),
     Mutant(
         "engines/c10d_twins.py",
@@ -545,7 +545,7 @@ MUTANTS = [
         "engine.now = self._before",
         "engine.now = self._before if error is None else self",
         "errors peers",
-        PARTS,
+        f"{PARTS} {C10D} {FAILURES}",
     ),
     Mutant(
         "engines/watch.py",

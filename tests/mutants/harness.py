@@ -83,7 +83,12 @@ MUTANTS = [
     Mutant(COMPARE, "quantities", "all(q.ok for q in gradients)", "True", ROWS, f"{REPORTS}::test_which_reduction"),
     Mutant(MATCHING, "Matching._weighted", "math.prod(means) * weight", "weight", ROWS, f"{RIGHT} -k batch"),
     Mutant(
-        RANK, "weight_of", "numbers(tuple(y.shape), y.dtype, i,", "numbers(tuple(y.shape), y.dtype, 0,", ROWS, VERDICTS
+        RANK,
+        "weight_of",
+        "numbers(tuple(y.shape), y.dtype, i,",
+        "numbers(tuple(y.shape), y.dtype, 0,",
+        ROWS,
+        f"{VERDICTS}::test_outputs_of_one_shape_whose_gradients_are_exchanged",
     ),
     Mutant(
         RANK,

@@ -194,3 +194,10 @@ def test_torch_distributed_on_what_needs_no_gradient():
         return scale * x.sum()
 
     torch.testing.assert_close(true_gradients(program, leaves(2)), [(torch.full_like(x, 3.0),) for x in leaves(2)])
+
+
+@pytest.mark.parametrize("collective", [dc.all_reduce, dc.all_gather, dc.broadcast])
+def test_results_of_a_joint_graph_share_no_memory(collective):
+    ys = truth(collective, [torch.ones(2) * r for r in range(3)])
+
+    assert len({y.data_ptr() for y in ys}) == 3

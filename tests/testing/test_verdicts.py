@@ -793,3 +793,14 @@ def test_tied_parameters_buffers_and_integers():
 def test_a_pipeline_has_each_parameter_on_one_rank():
     each = [(row.what, row.rank) for row in matches(pipeline("")).tables[0].rows if "weight" in row.what]
     assert each == [("gradient of up.weight", "0"), ("gradient of down.weight", "1")]
+
+
+def test_outputs_of_one_shape_whose_gradients_are_exchanged():
+    def single(x):
+        return x.sin(), x.square()
+
+    def exchanged(x):
+        a, b = single(x)
+        return a.detach() + (b - b.detach()), b.detach() + (a - a.detach())
+
+    differs((exchanged, single, rows(4), {"ranks": (3, 1)}))

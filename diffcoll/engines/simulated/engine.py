@@ -49,8 +49,8 @@ class LocalEngine(Engine):
         return LocalEngine(self.world, twin, self.group.ranks[self.rank])
 
     @override
-    def small(self, device: str) -> int:
-        return 1 << 62  # one meeting costs less than two
+    def all_reduce(self, x: Tensor, y: Tensor, later: bool = False) -> Wait:
+        return self.all_reduce_in_one_round(x, y, later)  # with `later` it returns before the other ranks come
 
     @override
     def exchange(self, sends: Blocks, recvs: Blocks, later: bool = False) -> Wait:
