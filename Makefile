@@ -7,7 +7,7 @@
 # make test-gpu      rows for a machine with one GPU, by its own python3 (PYTHON=…), without .venv; NCCL=nccl.so.xz:
 #                    several ranks share the GPU, by a file that tests/gpu/thin_nccl.py makes; DRY=1: on the CPU and gloo,
 #                    in .venv
-# make test-hosts    on hosts made of network namespaces, whose cables are pulled; needs root and iproute2
+# make test-hosts    on hosts made of network namespaces: a cable is pulled, a rank killed; needs root and iproute2
 # make api     what has changed in the public API since the last tag, or REF=…, in a way that breaks users' code
 # make docs    the site of the notes and the reference, in build/docs/index.html; a warning is an error
 # Each but test-gpu on a GPU builds .venv itself when it is missing or older than what it is made from.
@@ -45,7 +45,7 @@ test-gpu: $(if $(DRY),$(READY))
 	$(if $(DRY),$(BIN)/python,$(PYTHON)) -m gpu $(if $(NCCL),--nccl $(NCCL)) $(if $(DRY),--dry) $(ARGS)
 
 test-hosts: $(READY)
-	DIFFCOLL_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts --timeout 7200 $(ARGS)
+	DIFFCOLL_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts $(ARGS)
 
 # Each planted defect of tests/mutants, and the test that notices it; ARGS="-k averaging" selects.
 mutants: $(READY)
