@@ -35,4 +35,4 @@ RIGHT = {
     "DDP: tokens": Way(accelerated(tokens), TOKENS),
     "GradientAverager: tokens": Way(accelerated(tokens, averager=True), TOKENS),
 }
-FACTORS = [("[Accelerate](accelerate.md)", Way(accelerated(averager=averager))) for averager in (False, True)]
+FACTORS = [("Accelerate", Way(accelerated(averager=averager))) for averager in (False, True)]

@@ -102,6 +102,6 @@ RIGHT = {
     "compiled": Way(compiled, WIDE, (1,)),
 }
 FACTORS = [
-    ("[DDP](ddp.md)", Way(ddp(undivided(pairs)))),
-    ("[DDP with a hook that sums](ddp.md)", Way(ddp(undivided(pairs), hook=summing))),
+    ("DDP", Way(ddp(undivided(pairs)))),
+    ("DDP with a hook that sums", Way(ddp(undivided(pairs), hook=summing))),
 ]

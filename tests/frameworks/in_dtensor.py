@@ -142,8 +142,8 @@ RIGHT = {
 }
 FACTORS = [
     (
-        "[DTensor](dtensor.md): rows `Shard(0)`, weights `Replicate()`",
+        "DTensor: rows `Shard(0)`, weights `Replicate()`",
         Way(with_replicated_weights(lambda mesh: undivided(of_local_rows(mesh))), CHUNKS),
     ),
-    ("[Tensor parallel × FSDP](dtensor.md), six ranks", Way(tensor_parallel("FSDP", divides=False), copies=2)),
+    ("Tensor parallel × FSDP, six ranks", Way(tensor_parallel("FSDP", divides=False), copies=2)),
 ]

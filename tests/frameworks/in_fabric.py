@@ -42,4 +42,4 @@ RIGHT = {
     "DDP: tokens": Way(fabric(tokens), TOKENS),
     "GradientAverager: tokens": Way(fabric(tokens, averager=True), TOKENS),
 }
-FACTORS = [("[Fabric](fabric.md)", Way(fabric(undivided(pairs), averager))) for averager in (False, True)]
+FACTORS = [("Fabric", Way(fabric(undivided(pairs), averager))) for averager in (False, True)]

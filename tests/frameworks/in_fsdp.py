@@ -73,10 +73,10 @@ RIGHT = {
     "tokens": Way(fsdp(tokens, parts=()), TOKENS),
 }
 FACTORS = [
-    ("[FSDP2](fsdp.md), and HSDP", Way(fsdp(undivided(pairs)))),
-    ("[FSDP2](fsdp.md), and HSDP", Way(fsdp(undivided(pairs), shape=(1, 3)))),
+    ("FSDP2, and HSDP", Way(fsdp(undivided(pairs)))),
+    ("FSDP2, and HSDP", Way(fsdp(undivided(pairs), shape=(1, 3)))),
     (
-        "[FSDP2, `set_gradient_divide_factor(1.0)` on each module](fsdp.md)",
+        "FSDP2, `set_gradient_divide_factor(1.0)` on each module",
         Way(fsdp(undivided(pairs), factor=1.0)),
     ),
 ]

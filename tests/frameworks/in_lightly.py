@@ -51,5 +51,5 @@ def theirs(name):
 
 
 RIGHT = {name: Way(under_ddp(ours(name)), training(name)) for name in OURS}
-FACTORS = [("[lightly](lightly.md), a loss of `dc.nn`", Way(under_ddp(undivided(ours(n))), training(n))) for n in OURS]
-FACTORS += [(f"[lightly](lightly.md), its `{n}`", Way(theirs(n), training(n, sizes=EQUAL))) for n in OURS]
+FACTORS = [("lightly, a loss of `dc.nn`", Way(under_ddp(undivided(ours(n))), training(n))) for n in OURS]
+FACTORS += [(f"lightly, its `{n}`", Way(theirs(n), training(n, sizes=EQUAL))) for n in OURS]

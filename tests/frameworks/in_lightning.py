@@ -113,4 +113,4 @@ for name in ("ddp", "ours"):
         f"{name}: manual optimization": Way(by_hand(name)),
     }
 RIGHT |= {"a second fit": Way(fitted_twice), "converted": Way(converted, dataclasses.replace(CLIP, model=Rounded))}
-FACTORS = [("[Lightning Trainer](lightning.md)", Way(lightning(name))) for name in ("ddp", "ours")]
+FACTORS = [("Lightning Trainer", Way(lightning(name))) for name in ("ddp", "ours")]

@@ -59,7 +59,7 @@ def trainer(make_loss):
 UNEVEN = Training(Encoder, labelled, whole, ((2, 3, 4),))  # a DataLoader of each rank has one batch size
 OF_EQUAL_ROWS = Training(Encoder, labelled, whole, EQUAL)
 RIGHT = {"ours": Way(trainer(Ours), UNEVEN, (1,))}
-PAGE = "[pytorch-metric-learning](pytorch-metric-learning.md)"
+PAGE = "pytorch-metric-learning"
 WRAPPED = f"{PAGE}, its `DistributedLossWrapper(SupConLoss()"
 FACTORS = [
     (f"{PAGE}, a loss of `dc.nn`", Way(trainer(Ours), UNEVEN)),

@@ -66,7 +66,7 @@ ALL_ROWS = dataclasses.replace(CLIP, whole=of_all_rows)
 RIGHT = {"the scale's gradient divided": Way(open_clip(True), ALL_ROWS)}
 FACTORS = [
     (
-        "[open_clip](open_clip.md), a loss of `dc.nn`",
+        "open_clip, a loss of `dc.nn`",
         Way(open_clip(False), dataclasses.replace(ALL_ROWS, sizes=EQUAL)),
     )
 ]

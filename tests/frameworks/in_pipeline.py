@@ -3,8 +3,6 @@
 3 × 2 ranks: rows over "dp", layers over "pp".
 """
 
-import dataclasses
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -41,19 +39,11 @@ def mean_of_micro_batches(model, batches):
     return sum(clip(model(x), others) for x, others in batches) / len(batches)
 
 
-def of_all_rows(model, batches):
-    x, others = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    return clip(model(x), others)
-
-
 #: Micro-batches of a rank have as many rows; ranks of "dp" have not.
 PAIRS = Training(Layers, rows_of, mean_of_micro_batches, sizes=((3, 2, 4),))
-WHOLE = dataclasses.replace(PAIRS, whole=of_all_rows)
 
 
-def pipeline(data="FSDP", schedule=ScheduleGPipe, scale_grads=True, divides=False, calls=1, cached=False):
-    """`calls` of the schedule in an update, of as many micro-batches; `cached`: the loss is that of all their rows."""
-
+def pipeline(data="FSDP", schedule=ScheduleGPipe, scale_grads=True, divides=False):
     def train(model, updates):
         mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "pp"))
         group, layer = mesh["dp"].get_group(), model.layers[mesh.get_local_rank("pp")]
@@ -64,23 +54,16 @@ def pipeline(data="FSDP", schedule=ScheduleGPipe, scale_grads=True, divides=Fals
         stage = PipelineStage(layer, mesh.get_local_rank("pp"), 2, torch.device("cpu"), group=mesh["pp"].get_group())
 
         def loss(features, others):
-            if cached:  # `others` is the gradient of the features
-                return (features * others).sum()
             return clip(features, others, group) / (len(updates[0]) if divides else 1)
 
-        micro_batches = len(updates[0]) // calls
-        steps = schedule(stage, micro_batches, loss_fn=loss, scale_grads=scale_grads)
+        steps = schedule(stage, len(updates[0]), loss_fn=loss, scale_grads=scale_grads)
         optimizer = torch.optim.SGD(layer.parameters(), RATE)
         for update in updates:
-            for call in range(calls):
-                parts = update[call * micro_batches : (call + 1) * micro_batches]
-                x, others = (torch.cat(part) for part in zip(*parts, strict=True))
-                if cached:
-                    others = gradient_of_features(steps, stage, x, others, group)
-                if stage.is_first:
-                    steps.step(x)
-                else:
-                    steps.step(target=others)
+            x, others = (torch.cat(part) for part in zip(*update, strict=True))
+            if stage.is_first:
+                steps.step(x)
+            else:
+                steps.step(target=others)
             if data != "FSDP":
                 with averager.reduce():
                     pass
@@ -89,17 +72,6 @@ def pipeline(data="FSDP", schedule=ScheduleGPipe, scale_grads=True, divides=Fals
         return of_all_stages(model, mesh["pp"].get_group())
 
     return train
-
-
-def gradient_of_features(steps, stage, x, others, group):
-    """A forward of all micro-batches, then the loss of all their rows, on the last stage."""
-    with torch.no_grad():
-        features = steps.eval(x) if stage.is_first else steps.eval(target=others)
-    if not stage.is_last:
-        return None
-    features.requires_grad_()
-    clip(features, others, group).backward()
-    return features.grad
 
 
 def of_all_stages(model, group):
@@ -116,10 +88,9 @@ RIGHT = {
     "FSDP": Way(pipeline(), PAIRS, (2,), 2),
     "GradientAverager": Way(pipeline("GradientAverager"), PAIRS, (2,), 2),
     "1F1B": Way(pipeline(schedule=Schedule1F1B), PAIRS, (2,), 2),
-    "two calls in an update": Way(pipeline(scale_grads=False, divides=True, calls=2), PAIRS, (4,), 2),
-    "the loss of all micro-batches": Way(pipeline(scale_grads=False, cached=True), WHOLE, (2,), 2),
+    "nobody divides": Way(pipeline(scale_grads=False, divides=True), PAIRS, (2,), 2),
 }
 FACTORS = [
-    ("[Pipeline schedules](pipeline.md) × FSDP, six ranks", Way(pipeline(), PAIRS, copies=2)),
-    ("[Pipeline schedules](pipeline.md), `scale_grads=False`", Way(pipeline(scale_grads=False), PAIRS, copies=2)),
+    ("Pipeline schedules × FSDP, six ranks", Way(pipeline(), PAIRS, copies=2)),
+    ("Pipeline schedules, `scale_grads=False`", Way(pipeline(scale_grads=False), PAIRS, copies=2)),
 ]

@@ -37,45 +37,32 @@ class Cached(Encoder):
 
 
 class Loss(nn.Module):
-    """A loss as the trainer calls it; `of` takes the labels and the embeddings of each column."""
+    """A loss as the trainer calls it."""
 
-    def __init__(self, of, model):
+    def __init__(self, model):
         super().__init__()
-        self.model, self.of = model, of
+        self.model = model
 
     def forward(self, sentence_features, labels):
-        return self.of(labels, *(self.model(each)["sentence_embedding"] for each in sentence_features))
+        return ranking(*(self.model(each)["sentence_embedding"] for each in sentence_features))
 
 
-def ranking(labels, query, positive, negatives):
+def ranking(query, positive, negatives):
     """MultipleNegativesRankingLoss: the cosine, times 20, also with the negatives of all ranks."""
     negatives = dc.gather_batch(negatives).tree.expand(len(query), -1, -1)
     return dc.nn.functional.info_nce_loss(query, positive, negatives, temperature=1 / 20)
 
 
-def by_label(labels, x):
-    return dc.nn.functional.supcon_loss(x, labels, temperature=0.1)
-
-
-def whole(model, micro_batches, of=ranking):
-    def loss(batch):
-        columns = [model.layer(x) for x in batch if x.is_floating_point()]
-        return of(batch[-1], *columns)
-
-    return sum(map(loss, micro_batches)) / len(micro_batches)
+def whole(model, micro_batches):
+    return sum(ranking(*map(model.layer, batch)) for batch in micro_batches) / len(micro_batches)
 
 
 def triplets(rows, generator):
     return tuple(torch.randn(rows, 6, generator=generator, dtype=torch.double) for _ in range(3))
 
 
-def labelled(rows, generator):
-    return *triplets(rows, generator)[:1], torch.randint(0, 3, (rows,), generator=generator)
-
-
 TRIPLETS = Training(Encoder, triplets, whole)
 CACHED = replace(TRIPLETS, model=Cached)
-LABELLED = replace(TRIPLETS, rows=labelled, whole=functools.partial(whole, of=by_label))
 OF_EQUAL_ROWS = replace(TRIPLETS, sizes=EQUAL)
 
 
@@ -86,9 +73,7 @@ def trainer(loss, kind=sentence_transformers.SentenceTransformerTrainer):
         batches = iter([batch for update in updates for batch in update])
 
         def next_batch(_):
-            columns = next(batches)
-            features = {f"{i}_sentence_embedding": x for i, x in enumerate(columns) if x.is_floating_point()}
-            return {**features, "label": columns[-1]} if len(features) < len(columns) else features
+            return {f"{i}_sentence_embedding": x for i, x in enumerate(next(batches))}
 
         next_batch.valid_label_columns = ["label"]
         arguments = sentence_transformers.SentenceTransformerTrainingArguments(
@@ -104,22 +89,20 @@ def trainer(loss, kind=sentence_transformers.SentenceTransformerTrainer):
 
 
 Averaging = averaging(sentence_transformers.SentenceTransformerTrainer)
-OURS = functools.partial(Loss, ranking)
 THEIRS = [
     functools.partial(losses.MultipleNegativesRankingLoss, gather_across_devices=True),
     functools.partial(losses.CachedMultipleNegativesRankingLoss, gather_across_devices=True, mini_batch_size=2),
 ]
 RIGHT = {
-    "DDP": Way(trainer(OURS), TRIPLETS),
-    "GradientAverager": Way(trainer(OURS, Averaging), TRIPLETS),
-    "DDP, cached": Way(trainer(OURS), CACHED),
-    "GradientAverager, cached": Way(trainer(OURS, Averaging), CACHED),
-    "labels": Way(trainer(functools.partial(Loss, by_label)), LABELLED),
+    "DDP": Way(trainer(Loss), TRIPLETS),
+    "GradientAverager": Way(trainer(Loss, Averaging), TRIPLETS),
+    "DDP, cached": Way(trainer(Loss), CACHED),
+    "GradientAverager, cached": Way(trainer(Loss, Averaging), CACHED),
 }
-PAGE = "[sentence-transformers](sentence-transformers.md)"
+PAGE = "sentence-transformers"
 MULTIPLE = f"{PAGE}, its `MultipleNegativesRankingLoss`, cached or not, `gather_across_devices=True`"
 FACTORS = [
-    (f"{PAGE}, a loss of `dc.nn`", Way(trainer(OURS), TRIPLETS)),
+    (f"{PAGE}, a loss of `dc.nn`", Way(trainer(Loss), TRIPLETS)),
     *((MULTIPLE, Way(trainer(loss), OF_EQUAL_ROWS)) for loss in THEIRS),
     *((MULTIPLE, Way(trainer(loss, Averaging), OF_EQUAL_ROWS)) for loss in THEIRS),
 ]

@@ -85,5 +85,5 @@ def under_ddp(loss):
 
 OURS = {name: of(name, dist_sync_on_step=True, dist_sync_fn=gather) for name in METRICS}
 RIGHT = {name: Way(under_ddp(OURS[name]), training(name)) for name in ("sums", "lists")}
-ROW = "[torchmetrics](torchmetrics.md), gathered with gradients, under DDP"
+ROW = "torchmetrics, gathered with gradients, under DDP"
 FACTORS = [(ROW, Way(under_ddp(undivided(OURS[name])), training(name))) for name in METRICS]

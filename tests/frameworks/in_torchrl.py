@@ -80,4 +80,4 @@ def with_averager(loss):
 
 PPO = Training(Agent, rollouts, mean_of_ppo, sizes=((3, 2, 4), (2, 5, 1)))
 RIGHT = {"PPO": Way(with_averager(share_of_ppo), PPO)}
-FACTORS = [("[TorchRL](torchrl.md)", Way(with_averager(undivided(share_of_ppo)), PPO))]
+FACTORS = [("TorchRL", Way(with_averager(undivided(share_of_ppo)), PPO))]

@@ -152,4 +152,4 @@ ROWS = {
         trainer(model=returning(clip, Keywords), labelled=False),
     ],
 }
-FACTORS = [(f"[Trainer](trainer.md), {row}", Way(train)) for row, trains in ROWS.items() for train in trains]
+FACTORS = [(f"Trainer, {row}", Way(train)) for row, trains in ROWS.items() for train in trains]

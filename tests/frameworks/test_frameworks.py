@@ -19,7 +19,11 @@ RIGHT = [
 ]
 LINES = re.findall(r"^\| (.*?) \| (.*?) \| (.*?) \| .* \|$", (PAGES / "README.md").read_text("utf-8"), re.MULTILINE)
 #: The factors of a loss that is passed as it is, with one micro-batch and with two, by the row of the table.
-TABLE = {row: {1: one, 2: two} for row, one, two in LINES if re.fullmatch(r"\d|wrong", one)}
+TABLE = {
+    re.sub(r"\[(.*?)\]\(.*?\)", r"\1", row): {1: one, 2: two}
+    for row, one, two in LINES
+    if re.fullmatch(r"\d|wrong", one)
+}
 
 
 def together(ways):
