@@ -3,7 +3,6 @@
 # make mutants  the tests on each of the planted defects of tests/mutants; an hour
 # make test-frameworks   with Accelerate, Lightning, the HF Trainer and others, in .venv-frameworks
 # make test-device   on a device of the tests' own, where missing synchronization is a wrong number; needs a C++ compiler
-#                    DEVICE=openreg: on a device that an installed package registers
 # make test-gpu      rows for a machine with one GPU, by its own python3 (PYTHON=…), without .venv; NCCL=nccl.so.xz:
 #                    several ranks share the GPU, by a file that tests/gpu/thin_nccl.py makes; DRY=1: on the CPU and gloo,
 #                    in .venv
@@ -15,7 +14,6 @@
 
 PYTHON ?= python3
 ARGS ?=
-DEVICE ?= late
 TORCH ?=
 NCCL ?=
 DRY ?=
@@ -38,7 +36,7 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal --timeout 3600 $(ARGS)
 
 test-device: $(READY)
-	DIFFCOLL_TEST_DEVICE=$(DEVICE) $(BIN)/python -m pytest tests/late_device tests/gpu $(ARGS)
+	DIFFCOLL_TEST_DEVICE=late $(BIN)/python -m pytest tests/late_device $(ARGS)
 
 test-gpu: export PYTHONPATH = $(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/nn
 test-gpu: $(if $(DRY),$(READY))
