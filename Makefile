@@ -3,11 +3,10 @@
 # make mutants  the tests on each of the planted defects of tests/mutants; an hour
 # make test-frameworks   with Accelerate, Lightning, the HF Trainer and others, in .venv-frameworks
 # make test-device   on a device of the tests' own, where missing synchronization is a wrong number; needs a C++ compiler
-#                    DEVICE=openreg: on a device that an installed package registers
 # make test-gpu      rows for a machine with one GPU, by its own python3 (PYTHON=…), without .venv; NCCL=nccl.so.xz:
 #                    several ranks share the GPU, by a file that tests/gpu/thin_nccl.py makes; DRY=1: on the CPU and gloo,
 #                    in .venv
-# make test-hosts    on hosts made of network namespaces, whose cables are pulled; needs root and iproute2
+# make test-hosts    on hosts made of network namespaces: a cable is pulled, a rank killed; needs root and iproute2
 # make api     what has changed in the public API since the last tag, or REF=…, in a way that breaks users' code
 # make docs    the site of the notes and the reference, in build/docs/index.html; a warning is an error
 # Each but test-gpu on a GPU builds .venv itself when it is missing or older than what it is made from.
@@ -15,7 +14,6 @@
 
 PYTHON ?= python3
 ARGS ?=
-DEVICE ?= late
 TORCH ?=
 NCCL ?=
 DRY ?=
@@ -38,14 +36,14 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal --timeout 3600 $(ARGS)
 
 test-device: $(READY)
-	DIFFCOLL_TEST_DEVICE=$(DEVICE) $(BIN)/python -m pytest tests/late_device tests/gpu $(ARGS)
+	DIFFCOLL_TEST_DEVICE=late $(BIN)/python -m pytest tests/late_device $(ARGS)
 
 test-gpu: export PYTHONPATH = $(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/nn
 test-gpu: $(if $(DRY),$(READY))
 	$(if $(DRY),$(BIN)/python,$(PYTHON)) -m gpu $(if $(NCCL),--nccl $(NCCL)) $(if $(DRY),--dry) $(ARGS)
 
 test-hosts: $(READY)
-	DIFFCOLL_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts --timeout 7200 $(ARGS)
+	DIFFCOLL_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts $(ARGS)
 
 # Each planted defect of tests/mutants, and the test that notices it; ARGS="-k averaging" selects.
 mutants: $(READY)

@@ -5,7 +5,6 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import pytest
 from runs import python
 
 import diffcoll
@@ -175,30 +174,6 @@ def test_type_checkers_see_the_deferred_names():
     }
     assert seen == diffcoll._DEFERRED
     assert seen.keys() < set(diffcoll.__all__)
-
-
-def test_the_error_for_an_unknown_name():
-    with pytest.raises(AttributeError, match=r"^module 'diffcoll' has no attribute 'all_gahter'$"):
-        _ = diffcoll.all_gahter
-
-
-def clocks(tree):
-    """Return what a module calls that reads the time of day, which differs between hosts."""
-    names = {"time.time", "time.time_ns", "time.localtime", "time.gmtime", "time.ctime", "time.strftime"}
-    names |= {f"{module}.{name}" for module in ("datetime", "date") for name in ("now", "today", "utcnow")}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ".".join(ast.unparse(node).split(".")[-2:]) in names:
-            yield ast.unparse(node)
-        elif isinstance(node, ast.ImportFrom) and node.module == "time":
-            yield from (f"time.{alias.name}" for alias in node.names if f"time.{alias.name}" in names)
-
-
-def test_nothing_reads_the_time_of_day():
-    """Timeouts are counted by the monotonic clock: hosts whose clocks differ, or are set, make no difference."""
-    planted = "import time, datetime\nfrom time import time\ntime.time()\ndatetime.datetime.now()\ntime.monotonic()"
-    assert list(clocks(ast.parse(planted))) == ["time.time", "time.time", "datetime.datetime.now"]
-    for module, path in MODULES.items():
-        assert not list(clocks(ast.parse(path.read_text(encoding="utf-8")))), module
 
 
 def test_helpers_of_tests_have_names_of_their_own():

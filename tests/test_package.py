@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 from runs import ROOT, python
-from test_notes import FENCE, blocks, prose
+from test_notes import blocks
 
 import diffcoll
 
@@ -48,17 +48,6 @@ def test_the_source_distribution_has_all_that_git_has(tree, built):
     assert {name for name in names if not private.match(name)} <= found
 
 
-@pytest.mark.slow
-def test_tests_of_the_source_distribution_run(built, tmp_path):
-    """Those of a collective, its note, and the site, on what was unpacked."""
-    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
-        archive.extractall(tmp_path, filter="data")
-    (top,) = tmp_path.iterdir()
-    some = "tests/collectives/test_broadcast.py", "tests/test_notes.py", "tests/test_site.py"
-    run = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *some, cwd=top, environment={"PYTHONPATH": str(top)})
-    assert "failed" not in run.stdout and f"{top}" not in run.stderr
-
-
 def test_the_wheel_has_the_library_alone(tree, built):
     _, names = tree
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
@@ -68,21 +57,6 @@ def test_the_wheel_has_the_library_alone(tree, built):
     assert f"Version: {diffcoll.__version__}\n" in metadata
     assert re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE)[0].startswith("torch>=")
     assert not re.search(r"^Requires-Dist: [^;]*<", metadata, re.MULTILINE)  # no upper bounds
-
-
-def test_the_readme_of_a_package_index(tree, built):
-    """It is README.md, with names in place of links, which have nowhere to lead there; the names are files."""
-    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
-        metadata = wheel.read(next(name for name in wheel.namelist() if name.endswith("/METADATA"))).decode()
-    head, _, shown = metadata.partition("\n\n")
-    assert "\nDescription-Content-Type: text/markdown\n" in head
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert FENCE.findall(shown) == FENCE.findall(text)
-    linked = set(re.findall(r"\]\(([^)#]*)", prose(text)))
-    assert len(linked) > 10 and not re.search(r"\]\(|<img", prose(shown))
-    named = set(re.findall(r"`([\w./-]+\.(?:md|svg))`", prose(shown)))
-    assert named == {name for name in linked if name.endswith(".md")} and named <= {*tree[1]}
-    assert "Gradients of a gathered tensor on two ranks: 11 and 11;" in shown
 
 
 def test_a_newcomer(built, tmp_path):
@@ -109,50 +83,6 @@ def test_a_newcomer(built, tmp_path):
         assert f"rank {rank} of 2: y = [2.0, 2.0], gradient [2.0, 2.0]" in printed
     verify = "-m", "diffcoll", "verify", "--only", "split", "--world-size", "1"
     assert "calls are right" in python(*verify, **found).stdout
-
-
-def test_the_wheel_passes_the_check_of_its_contents(built):
-    """No file of tests, no bytecode, no folder that is no package; and the record agrees with the files."""
-    pytest.importorskip("check_wheel_contents")
-    wheel = next(built.glob("*.whl"))
-    done = python("-m", "check_wheel_contents", "--config", ROOT / "pyproject.toml", wheel)
-    assert done.stdout == f"{wheel}: OK\n"
-
-
-def test_the_check_of_contents_can_fail(built, tmp_path):
-    """On a wheel that would install `tests`."""
-    pytest.importorskip("check_wheel_contents")
-    right = next(built.glob("*.whl"))
-    wheel = tmp_path / right.name
-    with zipfile.ZipFile(right) as of, zipfile.ZipFile(wheel, "w") as to:
-        for name in of.namelist():
-            more = b"tests/test_more.py,,\n" if name.endswith("/RECORD") else b""
-            to.writestr(name, of.read(name) + more)
-        to.writestr("tests/test_more.py", "x = 1\n")
-    done = python("-m", "check_wheel_contents", "--config", ROOT / "pyproject.toml", wheel, returns=1)
-    assert re.findall(r": (W\d+): ", done.stdout) == ["W005", "W202"], done.stdout
-
-
-@pytest.mark.parametrize(
-    ("now", "said"),
-    [
-        ("", ""),
-        ('"Typing :: Typed"', '"Typing :: Tpyed"'),
-        ('license = "BSD-3-Clause"', 'license = "BSD"'),
-        ('requires-python = ">=3.10"', 'requires-python = "from 3.10"'),
-    ],
-)
-def test_pyproject_is_valid(now, said, tmp_path):
-    """Names of classifiers, licenses and versions too; with a mistake it is not."""
-    pytest.importorskip("validate_pyproject")
-    pytest.importorskip("trove_classifiers")
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert now in text
-    (tmp_path / "pyproject.toml").write_text(text.replace(now, said) if now else text, encoding="utf-8")
-    offline = {"VALIDATE_PYPROJECT_NO_NETWORK": "1"}
-    command = "-m", "validate_pyproject", tmp_path / "pyproject.toml"
-    done = python(*command, returns=int(bool(now)), environment=offline)
-    assert ("Valid" in done.stdout) == (not now), done.stdout + done.stderr
 
 
 def test_breaks_of_the_api_are_found(tmp_path):

@@ -11,7 +11,6 @@ import subprocess
 import pytest
 import torch
 from runs import ROOT
-from test_notes import anchors
 
 import diffcoll
 from diffcoll.testing import simulate
@@ -93,49 +92,6 @@ def test_every_page_is_in_the_contents(conf):
         listed = re.search(r"```{toctree}\n:hidden:\n\n(.*)\n```\n$", source[0], re.DOTALL)[1].split("\n")
         found += [(index.parent / page).relative_to(notes).as_posix() for page in listed]
     assert sorted(found) == sorted({*pages, "reference/index"})
-
-
-def test_the_first_page_has_a_card_for_each_reader(conf):
-    source = [(ROOT / "notes" / "README.md").read_text(encoding="utf-8")]
-    conf.add_cards(None, "README", source)
-    cards = re.findall(
-        r"^```{grid-item-card} \[I (\w+ \w+).*\]\(#(.*)\)\n((?:- \[.*\]\(.*\)\n)+)```$", source[0], re.MULTILINE
-    )
-    assert [verb for verb, _, _ in cards] == ["am new", "train with", "write a", "shard a", "port code", "look for"]
-    assert {anchor for _, anchor, _ in cards} <= anchors(source[0])
-    assert all(links.count("\n") == 3 for _, _, links in cards)
-    assert "\n````\n| | |\n" in source[0]
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("see [truth.py](../diffcoll/truth.py)", "see `diffcoll/truth.py`"),
-        (
-            "[their tests](../tests/nn) and [a note](losses.md#simclr)",
-            "their tests (`tests/nn`) and [a note](losses.md#simclr)",
-        ),
-        ("[simclr](../examples/simclr.py)", "[simclr](reference/examples/simclr.rst)"),
-        ("[torch](https://pytorch.org/docs)", "[torch](https://pytorch.org/docs)"),
-    ],
-)
-def test_links_to_files_of_the_repository(conf, text, shown):
-    source = [text]
-    conf.name_files(None, "costs", source)
-    assert source == [shown]
-
-
-@pytest.mark.parametrize(
-    ("text", "escaped"),
-    [
-        ("`a * b`, c * d, *so*", r"`a * b`, c \* d, *so*"),
-        (">>> 2 * 3\n6\n\n|x| of clip_grad_norm_", ">>> 2 * 3\n6\n\n" + r"\|x\| of clip_grad_norm\_"),
-    ],
-)
-def test_docstrings_mean_what_they_say(conf, text, escaped):
-    lines = text.split("\n")
-    conf.escape(None, "function", "", None, None, lines)
-    assert "\n".join(lines) == escaped
 
 
 #: What newcomers look for, the page that answers, and words of its first sentence.

@@ -39,32 +39,6 @@ def test_the_file(tmp_path, monkeypatch, capsys):
         assert {OURS, *others} <= set(row["systems"])
 
 
-def test_a_file_that_cannot_be_written_in_the_end(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench._Bench, "costs", lambda self, names: (tmp_path / "made").rmdir() or [])
-    (tmp_path / "made").mkdir()
-    assert main(["scan", "--json", str(tmp_path / "made" / "bench.json")]) == 1
-    assert "benchmarks: [Errno 2]" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("x", "argument NAME: got 'x', expected names of all_reduce"),
-        ("all_reduce --only averager,x", "argument --only: got 'x', expected names of all_reduce"),
-        ("--world-size 0", "argument --world-size: got '0', expected an integer from 1"),
-        ("--rounds 0", "argument --rounds: got '0', expected an integer from 1"),
-        ("--json missing/x.json", "argument --json: 'missing/x.json' cannot be written: No such file"),
-        ("trees overlap --json x.json", "argument --json: got only trees, overlap, expected a collective among"),
-    ],
-)
-def test_wrong_arguments(arguments, said, status_of, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    status, _, printed = status_of(main, *arguments.split())
-    assert status == 2
-    assert f"error: {said}" in printed
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     "engine", [pytest.param([], id="gloo"), pytest.param(["--engine", "mpi"], id="mpi", marks=pytest.mark.slow)]
 )

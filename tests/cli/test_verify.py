@@ -1,7 +1,6 @@
 """`diffcoll verify`: a line for each call, the exit status, and the processes of launchers."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -143,9 +142,3 @@ def test_a_size_that_the_launcher_has_set(monkeypatch, status_of):
     monkeypatch.setenv("WORLD_SIZE", "2")
     status, _, printed = status_of(main, "verify", "--world-size", "2")
     assert status == 2 and "--world-size" in printed
-
-
-def test_the_version(capsys):
-    with pytest.raises(SystemExit):
-        main(["--version"])
-    assert re.fullmatch(r"diffcoll \d+\.\d+\S*\n", capsys.readouterr().out)

@@ -1,6 +1,8 @@
-"""Models, losses and subclasses as users of the HF Trainer write them, and how they train."""
+"""The HF Trainer: DDP takes the mean over ranks; who else multiplies or divides depends on five settings.
 
-from __future__ import annotations
+They are the model's forward (`**kwargs`), a column `labels`, `compute_loss_func`, `loss_is_scaled_for_ga` and
+`average_tokens_across_devices`.
+"""
 
 import contextlib
 import functools
@@ -9,7 +11,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
-from trainings import RATE
+from trainings import RATE, TOKENS
+from variants import Way
 
 import diffcoll as dc
 
@@ -44,10 +47,6 @@ def summed_tokens(outputs, labels, num_items_in_batch):
     return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
 
 
-def tokens(outputs, labels, num_items_in_batch):
-    return dc.get_world_size() * summed_tokens(outputs, labels, num_items_in_batch)
-
-
 class OwnLoss(transformers.Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         inputs.pop("labels", None)
@@ -59,24 +58,17 @@ class DividedLoss(OwnLoss):
     loss_is_scaled_for_ga = False
 
 
-def without_ddp(kind):
-    """Return the Trainer with a model that accelerate does not wrap."""
-
-    class WithoutDDP(kind):
-        def create_accelerator_and_postprocess(self):
-            super().create_accelerator_and_postprocess()
-            self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
-
-    return WithoutDDP
-
-
 def averaging(kind):
-    """Return the Trainer with `GradientAverager` in place of DDP."""
+    """Return the Trainer with `GradientAverager` in place of DDP, which accelerate would wrap the model in."""
 
-    class Averaging(without_ddp(kind)):
+    class Averaging(kind):
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
             self.averager = dc.GradientAverager(self.model)
+
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
 
         def training_step(self, *arguments, **options):
             with self.averager.reduce() if self.accelerator.sync_gradients else contextlib.nullcontext():
@@ -85,57 +77,79 @@ def averaging(kind):
     return Averaging
 
 
-def run(model, data, kind=transformers.Trainer, loss=None, output="unused", scaled=None, resume=None, **options):
-    """Train by SGD without clipping and shuffling, unless the options say otherwise; return the trainer.
-
-    The data are rows that the Trainer's loader deals out, or the list of this rank's batches.
-    """
-    options = {
-        "learning_rate": RATE,
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "lr_scheduler_type": "constant",
-        "num_train_epochs": 1,
-        "per_device_train_batch_size": 1,
-        "save_strategy": "no",
-        "train_sampling_strategy": "sequential",
-        **options,
-    }
-    arguments = transformers.TrainingArguments(output, use_cpu=True, report_to=[], disable_tqdm=True, **options)
-    if arguments.per_device_train_batch_size == 1:  # each rank takes one batch after the other
-        data = [batch for batch in data for _ in range(dc.get_world_size())]
-        collate = next_one
-    else:
-        collate = None
-    trainer = kind(model, arguments, compute_loss_func=loss, train_dataset=data, data_collator=collate)
-    if scaled is not None:
-        trainer.loss_is_scaled_for_ga = scaled
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+#: SGD without clipping and shuffling, and nothing written.
+OPTIONS = {
+    "use_cpu": True,
+    "report_to": [],
+    "disable_tqdm": True,
+    "learning_rate": RATE,
+    "optim": "sgd",
+    "max_grad_norm": 0.0,
+    "lr_scheduler_type": "constant",
+    "num_train_epochs": 1,
+    "per_device_train_batch_size": 1,
+    "save_strategy": "no",
+}
 
 
-def next_one(items):
-    return dict(items[0])
+def trainer(loss=None, model=Plain, kind=transformers.Trainer, labelled=True, scaled=None, **options):
+    """Return a function that trains with the Trainer, whose loader deals out one batch to each rank in turn."""
 
-
-def columns(batch, labelled=True):
-    """Return a micro-batch of tokens, or one of pairs, whose labels are there and mean nothing."""
-    x, y = batch
-    if not y.is_floating_point():
-        return {"x": x, "labels": y}
-    return {"x": x, "y": y, **({"labels": torch.zeros(len(x), dtype=torch.long)} if labelled else {})}
-
-
-def trainer(loss=None, model=Plain, labelled=True, averager=False, **options):
-    """Return a function that trains with the Trainer."""
+    def columns(batch):
+        """Of pairs the labels are there and mean nothing."""
+        x, y = batch
+        if not y.is_floating_point():
+            return {"x": x, "labels": y}
+        return {"x": x, "y": y, **({"labels": torch.zeros(len(x), dtype=torch.long)} if labelled else {})}
 
     def train(inner, updates):
-        batches = [columns(batch, labelled) for update in updates for batch in update]
-        more = {"kind": averaging(options.get("kind", transformers.Trainer))} if averager else {}
-        run(model(inner), batches, loss=loss, gradient_accumulation_steps=len(updates[0]), **(options | more))
+        data = [columns(batch) for update in updates for batch in update for _ in range(dc.get_world_size())]
+        more = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": len(updates[0])}
+        arguments = transformers.TrainingArguments("unused", **OPTIONS, **more, **options)
+        collate = lambda items: dict(items[0])  # noqa: E731
+        made = kind(model(inner), arguments, compute_loss_func=loss, train_dataset=data, data_collator=collate)
+        if scaled is not None:
+            made.loss_is_scaled_for_ga = scaled
+        made.train()
 
     return train
 
 
 def returning(loss, kind=Plain):
     return lambda inner: kind(inner, loss)
+
+
+OWN_COUNTS = {"average_tokens_across_devices": False}
+SUMMED = functools.partial(clip, summed=True)
+RIGHT = {
+    "compute_loss": Way(trainer(kind=DividedLoss, model=Keywords)),
+    "GradientAverager": Way(trainer(kind=averaging(DividedLoss))),
+    "compute_loss_func": Way(trainer(SUMMED, scaled=False)),
+    "compute_loss_func, own counts": Way(trainer(clip, scaled=False, **OWN_COUNTS)),
+    "the model's own loss": Way(trainer(model=returning(SUMMED, Keywords), scaled=False)),
+    "tokens": Way(trainer(summed_tokens), TOKENS),
+    "tokens, keywords": Way(trainer(summed_tokens, Keywords), TOKENS),
+}
+ROWS = {
+    "`compute_loss` overridden, `loss_is_scaled_for_ga = False`": [
+        trainer(kind=DividedLoss),
+        trainer(kind=DividedLoss, labelled=False),
+        trainer(kind=DividedLoss, model=Keywords),
+        trainer(kind=averaging(DividedLoss)),
+    ],
+    "`compute_loss` overridden, `**kwargs` in forward, `labels` in the batch": [
+        trainer(kind=OwnLoss, model=Keywords),
+        trainer(kind=OwnLoss, model=Keywords, **OWN_COUNTS),
+    ],
+    "`compute_loss_func`, `labels` in the batch": [trainer(clip), trainer(clip, Keywords)],
+    "`compute_loss_func`, no `labels` or `average_tokens_across_devices=False`": [
+        trainer(clip, labelled=False),
+        trainer(clip, **OWN_COUNTS),
+    ],
+    "the model's own loss, `**kwargs` in forward, `labels` in the batch": [trainer(model=returning(clip, Keywords))],
+    "the model's own loss, no `**kwargs` or no `labels`": [
+        trainer(model=returning(clip)),
+        trainer(model=returning(clip, Keywords), labelled=False),
+    ],
+}
+FACTORS = [(f"Trainer, {row}", Way(train)) for row, trains in ROWS.items() for train in trains]

@@ -6,8 +6,8 @@ import inspect
 import pytest
 import torch
 from beartype import BeartypeConf, beartype
-from jaxtyping import Float, Int, TypeCheckError, jaxtyped
-from runs import gloo, rules, truth
+from jaxtyping import Float, Int, jaxtyped
+from runs import rules
 from torch import Tensor
 
 import diffcoll as dc
@@ -55,11 +55,6 @@ def supervised(x: Float[Tensor, "b d"], labels: Int[Tensor, " b"]) -> Float[Tens
     return dc.nn.functional.supcon_loss(x, labels)
 
 
-@checked
-def wrong(x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
-    return dc.all_gather(x)
-
-
 def on_rank(x, labels):
     def loss(x):
         return supervised(x, labels) + gathered(x).sin().sum() + reduced(x.sum(0)).sum()
@@ -72,14 +67,8 @@ def on_rank(x, labels):
     return gradient.shape, value.shape, tangent.shape
 
 
-@pytest.mark.parametrize("run", [rules, gloo], ids=["rules", "gloo"])
-def test_shapes_of_users_hold_in_transforms(run):
+def test_shapes_of_users_hold_in_transforms():
     x = torch.randn(7, 4, generator=torch.Generator().manual_seed(0), dtype=torch.double)
-    found = run(on_rank, x.split([4, 0, 3]), (torch.arange(7) % 3).split([4, 0, 3]))
+    found = rules(on_rank, x.split([4, 0, 3]), (torch.arange(7) % 3).split([4, 0, 3]))
     assert [gradient for gradient, _, _ in found] == [(4, 4), (0, 4), (3, 4)]
     assert {(value, tangent) for _, value, tangent in found} == {((), ())}
-
-
-def test_a_wrong_shape_is_found():
-    with pytest.raises(TypeCheckError, match="wrong"):
-        truth(wrong, [torch.randn(2, 3), torch.randn(2, 3)])

@@ -1,28 +1,32 @@
-"""Many ways to train one model, in one start of the ranks, each on a fresh model."""
+"""Ways to train a model on ranks, many in one start of them, each on a fresh model; and factors of their gradients."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from trainings import RATE, UPDATES, Training, _factor, parameters
+from trainings import CLIP, RATE, UPDATES, Training, parameters
 
 from diffcoll.testing import spawn
 
-#: Trains a model by updates of micro-batches; returns its parameters, or None if they are in the model.
-Train = Callable[..., Any]
+
+class Way(NamedTuple):
+    """One way to train: train(model, [update][micro-batch]) returns the parameters, or None if the model has them."""
+
+    train: Callable[..., Any]
+    training: Training = CLIP
+    micro_batches: tuple[int, ...] = (1, 2)
+    #: So many ranks after each other have the same rows, as with tensor parallelism.
+    copies: int = 1
 
 
-def on_ranks(
-    training: Training, trains: dict[str, Train], micro_batches: int = 1, updates: int = UPDATES, copies: int = 1
-):
-    """Return {name: the parameters of each rank, or the error that all ranks raised}.
-
-    `copies`: so many ranks after each other have the same rows, as with tensor parallelism.
-    """
+def on_ranks(ways: dict[str, Way], micro_batches: int, updates: int) -> dict[str, list[dict[str, Tensor]]]:
+    """Return {name: the parameters of each rank}; the ways have one training and one number of copies."""
+    (training,), (copies,) = {way.training for way in ways.values()}, {way.copies for way in ways.values()}
+    trains = {name: way.train for name, way in ways.items()}
 
     def on_rank(mine):
         found = {}
@@ -31,27 +35,19 @@ def on_ranks(
             try:
                 found[name] = train(model, mine) or parameters(model)
             except Exception as error:
-                found[name] = f"{type(error).__name__}: {error}"
+                raise AssertionError(f"{name} raises") from error
         return found
 
     batches = [mine for mine in training.batches(micro_batches, updates) for _ in range(copies)]
     ranks = spawn(on_rank, batches, timeout=100)
-    found: dict[str, Any] = {}
-    for name in trains:
-        each = [rank[name] for rank in ranks]
-        errors = [one for one in each if isinstance(one, str)]
-        assert not errors or len(errors) == len(each), f"{name}: only some ranks raised: {errors}"
-        found[name] = errors[0] if errors else each
-    return found
+    return {name: [rank[name] for rank in ranks] for name in ways}
 
 
-def assert_as_one_process(
-    training: Training, trains: dict[str, Train], micro_batches: int = 1, copies: int = 1
-) -> None:
+def assert_as_one_process(ways: dict[str, Way], micro_batches: int) -> None:
     """Check that each way ends, on every rank, in the parameters that one process has, to rounding."""
+    training = next(iter(ways.values())).training
     expected = training.on_one_process(micro_batches)
-    for way, ranks in on_ranks(training, trains, micro_batches, copies=copies).items():
-        assert not isinstance(ranks, str), f"{way}: {ranks}"
+    for way, ranks in on_ranks(ways, micro_batches, UPDATES).items():
         for found in ranks:
             assert found.keys() == expected.keys()
             for name in expected:
@@ -60,38 +56,40 @@ def assert_as_one_process(
                 assert torch.equal(found[name], ranks[0][name]), f"{way}: {name} differs between ranks"
 
 
-def factors(training: Training, trains: dict[str, Train], micro_batches: int = 1, copies: int = 1) -> dict[str, Any]:
-    """Return, for each way, what the gradients of one process are multiplied by; the text of an error if it raises.
+def factors(ways: dict[str, Way], micro_batches: int) -> dict[str, str]:
+    """Return, for each way, what the gradients of one process are multiplied by, as the table of the notes says it.
 
-    By parameter unless it is one factor for all; "wrong": another direction, "differs": not one value on all ranks.
+    "wrong": another direction, "differs": not one value on all ranks; the scale's is told apart if it is another.
     """
+    training = next(iter(ways.values())).training
     start, expected = parameters(training.model()), training.on_one_process(micro_batches, 1)
-    found: dict[str, Any] = {}
-    for way, ranks in on_ranks(training, trains, micro_batches, 1, copies).items():
-        found[way] = ranks if isinstance(ranks, str) else {n: _of(n, ranks, start, expected) for n in expected}
-        if not isinstance(ranks, str) and len(set(found[way].values())) == 1:
-            (found[way],) = set(found[way].values())
+    found = {}
+    for way, ranks in on_ranks(ways, micro_batches, 1).items():
+        of_each = {name: _factor(name, ranks, start, expected) for name in expected}
+        scale = of_each.pop("scale", None)
+        others = sorted(set(of_each.values()))
+        is_one = scale is None or others == [scale]
+        found[way] = ", ".join(others) if is_one else f"{', '.join(others)} / {scale}: encoders / scale"
     return found
 
 
-def _of(name: str, ranks: list[dict[str, Tensor]], start: dict[str, Tensor], expected: dict[str, Tensor]):
+def _factor(name: str, ranks: list[dict[str, Tensor]], start: dict[str, Tensor], right: dict[str, Tensor]) -> str:
     if not all(torch.equal(ranks[0][name], rank[name]) for rank in ranks):
         return "differs"
-    return _factor(ranks[0][name] - start[name], expected[name] - start[name])
+    found, expected = ranks[0][name] - start[name], right[name] - start[name]
+    ratio = float((found * expected).sum() / expected.square().sum())
+    return f"{ratio:.6g}" if torch.allclose(found, ratio * expected, rtol=1e-7, atol=1e-11) else "wrong"
 
 
-def loop(model, updates, loss, optimized=None, last_only=None, divides=False, before_step=None):
-    """Train by a plain loop; `last_only(is_last)` surrounds a micro-batch's backward, `divides` each loss by them.
-
-    The last backward of an update is in a block of `model.averager`, if there is one.
-    """
-    averager = getattr(model, "averager", None)
+def loop(model, updates, loss, optimized=None, averager=None, around=None, before_step=None):
+    """Train by a plain loop; around(is_last) surrounds a micro-batch, the last one is in a block of the averager."""
     optimizer = torch.optim.SGD(list(model.parameters() if optimized is None else optimized), RATE)
     for update in updates:
         for k, batch in enumerate(update, 1):
-            with last_only(k == len(update)) if last_only else contextlib.nullcontext():
-                with averager.reduce() if averager and k == len(update) else contextlib.nullcontext():
-                    (loss(model, *batch) / (len(update) if divides else 1)).backward()
+            is_last = k == len(update)
+            with around(is_last) if around else contextlib.nullcontext():
+                with averager.reduce() if averager and is_last else contextlib.nullcontext():
+                    loss(model, batch, update).backward()
         if before_step:
             before_step()
         optimizer.step()

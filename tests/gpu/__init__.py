@@ -3,8 +3,9 @@
 A row is a function of a `Rank` with the decorator `@row`. It checks numbers against the CPU, measures times and memory,
 and says what is known to be wrong, so that the table states what the library does today on a GPU.
 
-row.py, rank.py, measuring.py, calls.py   what a row is, and what it gets
+row.py, rank.py, measuring.py   what a row is, and what it gets
+calls.py, streams.py            what several rows, and the tests on the test device, call
 __main__.py, runner.py, report.py, machine.py   the command, its processes, its table, the GPU and NCCL
 thin_nccl.py                    makes an NCCL that lets several ranks share the GPU
-all other files                 rows; test_accelerator.py is run by the rows of accelerator.py
+all other files                 rows
 """

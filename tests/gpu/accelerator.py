@@ -1,64 +1,145 @@
-"""test_accelerator.py: every collective to second order, dtypes, transforms, the averager, streams, host waits."""
+"""Every collective to second order, dtypes, transforms, the averager in half precision, streams.
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-from xml.etree import ElementTree
+The tests of tests/late_device judge the same on the test device.
+"""
 
-from gpu.row import row
+import dataclasses
+from functools import partial
 
-TESTS = Path(__file__).with_name("test_accelerator.py")
+import torch
+from torch import nn
+
+import diffcoll as dc
+from diffcoll.testing import cases
+from gpu.row import MIXED, row
+from gpu.streams import CALLS, WHERE, awaited_elsewhere, collective, differing, moved
+
+SEED = 1
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.int16, torch.int64, torch.uint8)
 
 
-@row(ranks=(2,), seconds=180, starts_ranks=True, nccl=False)
+@row(2, seconds=180, backend="gloo")
 def accelerator_gloo(rank):
-    """Tensors of the GPU on gloo. The table of collectives takes long there, and `make verify` has it on the CPU."""
-    run_tests(rank, "gloo and not nccl" + " and not second_order" * (not rank.on_gpu))
+    """Tensors of the GPU on gloo. The table of collectives is in `make verify` for the CPU, and takes long."""
+    judge(rank, with_table=rank.on_gpu)
 
 
-@row(seconds=180, starts_ranks=True)
+@row(2, 3, seconds=180, dry=False)
+@row(1, seconds=180)
 def accelerator_nccl(rank):
-    run_tests(rank, "nccl and not gloo")
+    judge(rank)
 
 
-@row(ranks=(2,), seconds=180, starts_ranks=True, dry=False)
-def accelerator_nccl_of_two(rank):
-    run_tests(rank, "nccl and not gloo")
-
-
-@row(ranks=(3,), seconds=120, starts_ranks=True, dry=False)
-def accelerator_nccl_of_three(rank):
-    """The table of collectives, dtypes and sizes alone."""
-    run_tests(rank, "nccl and not gloo and (second_order or every_dtype or sizes_that)")
-
-
-@row(ranks=(1, 2), seconds=180, starts_ranks=True, dry=False)
+@row(1, 2, seconds=180, dry=False, backend=MIXED)
 def accelerator_mixed(rank):
     """A group of NCCL for the GPU and gloo for the CPU."""
-    run_tests(rank, "nccl and gloo")
+    judge(rank)
 
 
-def run_tests(rank, which):
-    """Run the tests that pytest's -k selects, and report each as a part."""
-    file = rank.folder / "tests.xml"
-    plugins = ("-p", "no:cacheprovider", "-p", "no:benchmark")  # pytest-benchmark warns, and warnings are errors
-    command = [sys.executable, "-m", "pytest", *plugins, f"--junitxml={file}", "-k", which, str(TESTS)]
-    around = {**os.environ, "DIFFCOLL_TEST_DEVICE": rank.device, "DIFFCOLL_TEST_RANKS": str(rank.n)}
-    output = subprocess.run(command, env=around, capture_output=True, text=True, check=False).stdout
-    assert file.exists(), f"pytest has not run: {output[-500:]}"
-    tests = [test for test in ElementTree.parse(file).iter("testcase") if test.find("skipped") is None]
-    for test in tests:
-        name = test.get("name")
-        with rank.part(name.removeprefix("test_")):
-            failure = test.find("failure") if test.find("error") is None else test.find("error")
-            if failure is not None:
-                raise AssertionError(_reason(failure))
-    rank.figure("tests", f"{len(tests)}")
-    assert tests, f"no test was run: {output[-500:]}"
+def judge(rank, with_table=True):
+    if with_table:
+        table(rank)
+    dtypes(rank)
+    if rank.n == 2:
+        transforms(rank)
+    half_precision(rank)
+    if rank.device != "cpu" and rank.n < 3:
+        streams(rank)
 
 
-def _reason(failure):
-    """Return the lines of a failed test that say what was wrong."""
-    lines = [line for line in (failure.text or "").splitlines() if line.startswith("E ")]
-    return " ".join(" ".join(lines or [failure.get("message", "")]).split())[:300]
+def on(device, case):
+    """Return the case with tensors that arrive late on the device."""
+
+    class OnDevice(cases.Case):
+        def x(self, rank, seed):
+            return moved(super().x(rank, seed), device)
+
+        def w(self, y, rank, seed):
+            return moved(super().w(y, rank, seed), device)
+
+        def v(self, g, rank, seed):
+            return moved(super().v(g, rank, seed), device)
+
+    return OnDevice(*(getattr(case, f.name) for f in dataclasses.fields(case)))
+
+
+def table(rank):
+    """Values and gradients to second order: uneven and empty blocks, async_op, ties; also of transposed memory."""
+    rows = cases.table(rank.n)
+    rows += [dataclasses.replace(c, layout="transposed") for c in rows if any(s and len(s) > 1 for s in c.shapes)]
+    assert len(rows) > 100
+    for case in rows:
+        with rank.part(case.name):
+            measured = vars(cases.on_rank(on(rank.device, case), rank.r, SEED))
+            assert {t.device.type for t in measured.values() if t is not None} == {rank.device}
+            found = cases.Measured(*(t if t is None else t.cpu() for t in measured.values()))
+            rank.wait()  # a rank may have no result to wait for, and messages to send
+            for what, error in cases.errors(found, cases.in_truth(case, SEED), rank.r).items():
+                rank.check(f"{case}: {what}", error, 1e-12)
+
+
+def dtypes(rank):
+    """Small integers, whose sums are exact in every dtype."""
+
+    def data(case, s):
+        return (case.x(s, 3) * 3).round().clamp(-4, 4).abs()
+
+    for case in cases.table(rank.n):
+        if case.arguments.get("op", "sum") != "sum":
+            continue
+        with rank.part(f"dtypes of {case.name}"):
+            moves = case.name in ("all_gather", "all_to_all", "broadcast", "gather", "permute", "shift")
+            for dtype in (*DTYPES, *([torch.bool] if moves else [])):
+                xs = [data(case, s) for s in range(rank.n)]
+                xs = [x > 2 if dtype is torch.bool else x.to(dtype) for x in xs]
+                y = case.call(moved(xs[rank.r], rank.device), rank.r)
+                assert (y.dtype, y.device.type) == (dtype, rank.device)
+                assert torch.equal(y.cpu(), case.truth(xs)[rank.r]), f"{case} {dtype}"
+
+
+def transforms(rank):
+    """Forward mode, vmap, and losses that ignore outputs on some ranks; the graph has nodes of both devices."""
+    x = torch.tensor([1.0 + rank.r, 2.0], dtype=torch.float64, device=rank.device)
+    with rank.part("transforms"):
+        jvp = torch.func.jvp(lambda x: dc.all_reduce(x, "product"), (x,), (torch.ones_like(x),))[1]
+        assert jvp.tolist() == [3.0, 4.0]
+        assert torch.func.vmap(dc.all_reduce)(torch.stack([x, 2 * x])).tolist() == [[3.0, 4.0], [6.0, 8.0]]
+    with rank.part("joint_backward"):
+        x.requires_grad_()
+        with dc.joint_backward() as joint:
+            y, z = dc.all_reduce(x), dc.all_gather(x * x)
+            loss = joint(3 * y.sum() if rank.r == 0 else z.sum())
+        loss.backward()
+        assert x.grad.tolist() == [3 + 2 * (1.0 + rank.r), 3 + 4.0]
+    with rank.part("a second backward in a thread of autograd's own"):
+        (g,) = torch.autograd.grad(dc.all_reduce(x).pow(3).sum(), x, create_graph=True)
+        try:
+            g.sum().backward()
+        except RuntimeError as error:
+            assert rank.device != "cpu" and "set_multithreading_enabled" in str(error), error
+        else:
+            assert rank.device == "cpu", "nothing was raised"
+
+
+def half_precision(rank):
+    """float32 gradients sent in bfloat16; bfloat16 parameters with counts, whose sum is not a bfloat16."""
+    n, r = rank.n, rank.r
+    with rank.part("averager in half precision"):
+        p = nn.Parameter(torch.zeros(4, device=rank.device))
+        dc.GradientAverager([p], comm_dtype=torch.bfloat16).backward((p * (r + 1.0)).sum())
+        assert p.grad.tolist() == [(n + 1) / 2] * 4
+        q = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16, device=rank.device))
+        count = torch.tensor(1.0 if r else 257.0, device=rank.device)
+        dc.GradientAverager([q]).backward((q * r).sum(), count=count)
+        assert torch.equal(q.grad.cpu(), torch.full((4,), sum(range(n)) / (256 + n)).bfloat16())
+
+
+def streams(rank):
+    """Inputs that are not there yet; the input, the collective or the use of its result on another stream."""
+    programs = [partial(collective, where=where) for where in WHERE]
+    for name, call in CALLS.items():
+        with rank.part(f"streams of {name}"):
+            for program in (*programs, awaited_elsewhere):
+                pairs = program(call, device=rank.device, r=rank.r, n=rank.n)
+                rank.wait()  # a rank may have no result to wait for, and messages to send
+                assert not differing(pairs), (program, differing(pairs))

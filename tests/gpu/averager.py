@@ -28,6 +28,12 @@ def tiny_layers(rank):
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(1000 if rank.on_gpu else 50))), (32, 16)
 
 
+def convolutions(rank):
+    """Weights that are channels last in memory."""
+    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last), (5, 3, 8, 8)
+
+
 MODELS = (small_layers, transformer, large_layers, tiny_layers)
 
 
@@ -38,20 +44,23 @@ def built(rank, make, dtype=torch.float32):
     return model.to(rank.device, dtype), shape
 
 
-def ddp(model):
-    return DistributedDataParallel(model, gradient_as_bucket_view=True), torch.Tensor.backward
+def ddp(model, **options):
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, **options), torch.Tensor.backward
 
 
 def static_ddp(model):
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
-    return wrapped, torch.Tensor.backward
+    return ddp(model, static_graph=True)
 
 
 def averaged(model):
     return model, dc.GradientAverager(model).backward
 
 
-@row(seconds=90, alone=True)
+def in_buckets(model):
+    return model, dc.GradientAverager(model, bucket_mb=0.05).backward
+
+
+@row(1, seconds=90, alone=True)
 def averager_times(rank):
     """A training step by SGD, against the faster of DDP and DDP with a static graph."""
     for make in MODELS:
@@ -78,27 +87,23 @@ def training_step(model, call, backward, x):
     return step
 
 
-@row(ranks=(2,), seconds=60)
+@row(2)
 def averager_gradients(rank):
     """Gradients of two backward passes, one of which accumulates, against one process that has all batches."""
-    for make in MODELS:
+    for make in (*MODELS, convolutions):
         dtype, bound = (torch.float32, 1e-4) if make is transformer else (torch.float64, 1e-11)
         model, shape = built(rank, make, dtype)
-        batches = [[batch(shape, s, step).to(rank.device, dtype) for step in range(2)] for s in range(rank.n)]
+        generators = [torch.Generator().manual_seed(s) for s in range(rank.n)]
+        batches = [[torch.randn(shape, generator=g).to(rank.device, dtype) for _ in range(2)] for g in generators]
         losses = [model(x).square().mean() for each in batches for x in each]
         right = flat(torch.autograd.grad(torch.stack(losses).sum() / rank.n, list(model.parameters())))
-        for wrap in (averaged, ddp):
+        for wrap in (averaged, in_buckets, ddp):
             with rank.part(f"{make.__name__} {wrap.__name__}"):
                 model, _ = built(rank, make, dtype)
                 call, backward = wrap(model)
                 for x in batches[rank.r]:
                     backward(call(x).square().mean())
-                gradients = flat([p.grad for p in model.parameters()])
-                rank.check("gradients", distance(gradients, right), bound)
-
-
-def batch(shape, s, step):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + s))
+                rank.check("gradients", distance(flat([p.grad for p in model.parameters()]), right), bound)
 
 
 def flat(tensors):

@@ -39,7 +39,7 @@ def on_rank(module, whole, x, w):
     return y, gx, *of_weights
 
 
-@row(ranks=(2,), seconds=60)
+@row(2)
 def batch_norm(rank):
     for dtype, (layout, memory), sizes in itertools.product(BOUNDS, LAYOUTS.items(), ([8, 8], [11, 5])):
         rows = slice(0, sizes[0]) if rank.r == 0 else slice(sizes[0], 16)
@@ -71,7 +71,7 @@ def batch_norm(rank):
             assert gx.is_contiguous(memory_format=memory)
 
 
-@row(ranks=(2,), seconds=60, alone=True)
+@row(2, alone=True)
 def batch_norm_kernels(rank):
     """Kernels other than NCCL's in a forward and backward, and memory in inputs, against torch.nn's."""
     shapes = ((64, 256, 56, 56), (32, 64, 28, 28)) if rank.on_gpu else ((4, 8, 6, 6),)

@@ -59,7 +59,7 @@ def parameters(model):
     return torch.cat([p.detach().flatten().cpu() for p in each])
 
 
-@row(ranks=(2,), seconds=60)
+@row(2)
 def training(rank):
     """What three steps change, against one process with the whole batch in float64 on the CPU."""
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def training(rank):
             rank.check("change", distance(parameters(wrapped) - at_start, right), 1e-11)
 
 
-@row(ranks=(2,), seconds=60)
+@row(2)
 def gradient_scaler(rank):
     """Half precision: a gradient overflows on rank 1 in the second step, which all ranks skip."""
     torch.manual_seed(0)

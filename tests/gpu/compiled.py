@@ -12,7 +12,7 @@ BEFORE_2_12 = "Dynamo of torch before 2.12 raises"
 POOL = "the graph's memory holds a tensor that is no output of it"
 
 
-@row(ranks=(2,), seconds=120)
+@row(2, seconds=120)
 def compiled(rank):
     # Before 2.12 the library refuses, because of MPI and simulated ranks. Process groups compile on 2.11, too.
     release.COMPILES = True

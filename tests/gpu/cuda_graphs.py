@@ -39,7 +39,7 @@ def data(rank, seed):
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * seed + rank.r)).to(rank.device)
 
 
-@row(ranks=(1, 2), seconds=60)
+@row(1, 2)
 def cuda_graphs(rank):
     """Forward and backward of every collective, a loss and SyncBatchNorm."""
     x, z = data(rank, 0).requires_grad_(), data(rank, 1)
@@ -72,7 +72,7 @@ def cuda_graphs(rank):
                 rank.check(what, distance(result, right), 1e-6)
 
 
-@row(ranks=(1, 2), seconds=60)
+@row(1, 2)
 def cuda_graph_of_a_step(rank):
     """A training step with the averager: three replays change what three steps change."""
     with rank.part("averager"):

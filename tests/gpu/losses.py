@@ -14,7 +14,7 @@ from gpu.measuring import distance
 from gpu.row import row
 
 ROWS, DIM = 48, 16
-CHUNKS = {"chunk_size": 16}
+LABELS = torch.arange(ROWS) * 5 % 7
 #: Bounds of the value and of gradients. Half precision rounds gradients; the value is in float32.
 BOUNDS = {
     torch.float64: (1e-11, 1e-11),
@@ -48,9 +48,17 @@ def contrastive(kind, *marks, parameters=(2.5,), features=lambda x: x):
     return Loss(of(loss.ours), of(loss.whole), parameters, features, chunks=True)
 
 
+def of_views(call):
+    return lambda x, y, labels: call(x, y)
+
+
 def mask(x):
     """A target of Dice's loss, of the shape of x."""
     return (torch.arange(x.shape[1], device=x.device) % 3 == 0).expand(x.shape).to(x.dtype)
+
+
+def tokens(x, y):
+    return torch.stack([x[:, 0], y[:, 0]])
 
 
 LOSSES = {
@@ -59,42 +67,33 @@ LOSSES = {
     "clip": contrastive("clip", features=F.normalize),
     "siglip": contrastive("siglip", parameters=(2.5, -2.0), features=F.normalize),
     "supcon": contrastive("supcon", "labels"),
-    "barlow_twins": Loss(
-        lambda x, y, labels: functional.barlow_twins_loss(x, y), lambda x, y, labels: references.barlow_twins(x, y)
-    ),
-    "vicreg": Loss(lambda x, y, labels: functional.vicreg_loss(x, y), lambda x, y, labels: references.vicreg(x, y)),
+    "barlow_twins": Loss(of_views(functional.barlow_twins_loss), of_views(references.barlow_twins)),
+    "vicreg": Loss(of_views(functional.vicreg_loss), of_views(references.vicreg)),
     "dice": Loss(
         lambda x, y, labels: functional.dice_loss(x * y, mask(x)),
         lambda x, y, labels: references.ratio("dice", x * y, mask(x)),
         features=torch.sigmoid,
     ),
+    "token_mean": Loss(
+        lambda x, y, labels: functional.token_mean(tokens(x, y), torch.stack([labels > 2, labels > 3])),
+        lambda x, y, labels: tokens(x, y)[torch.stack([labels > 2, labels > 3])].mean(),
+    ),
 }
-LABELS = torch.arange(ROWS) * 5 % 7
 
 
-def batch(loss, dtype):
+def with_gradients(call, loss, dtype, rows=slice(None), device="cpu", **options):
+    """Return the value and the gradients with respect to both views of these rows, rounded to dtype, and parameters."""
     make = torch.Generator().manual_seed(3)
     xs = [torch.randn(ROWS, DIM, generator=make, dtype=torch.float64) for _ in range(2)]
-    return [loss.features(x).to(dtype) for x in xs]
-
-
-def with_gradients(call, xs, labels, numbers, device="cpu", **options):
-    """Return the value and the gradients with respect to both views and the parameters."""
-    wide = torch.promote_types(xs[0].dtype, torch.float32)
-    parameters = [torch.tensor(number, dtype=wide, device=device, requires_grad=True) for number in numbers]
-    leaves = [x.to(device).detach().requires_grad_() for x in xs]
-    value = call(*leaves, labels.to(device), *parameters, **options)
-    return value.detach(), torch.autograd.grad(value, [*leaves, *parameters])
-
-
-def on_one_process(loss, dtype):
-    """Return the same of the whole batch, in float64, of features that are rounded to the dtype."""
-    return with_gradients(loss.whole, [x.double() for x in batch(loss, dtype)], LABELS, loss.parameters)
-
-
-def on_rank(loss, dtype, rows, device, **options):
-    xs = [x[rows] for x in batch(loss, dtype)]
-    return with_gradients(loss.ours, xs, LABELS[rows], loss.parameters, device, **options)
+    rounded = [loss.features(x).to(dtype)[rows] for x in xs]
+    if call is loss.whole:
+        rounded, dtype = [x.double() for x in rounded], torch.float64
+    wide = torch.promote_types(dtype, torch.float32)
+    parameters = [torch.tensor(number, dtype=wide, device=device, requires_grad=True) for number in loss.parameters]
+    leaves = [x.to(device).requires_grad_() for x in rounded]
+    value = call(*leaves, LABELS[rows].to(device), *parameters, **options)
+    gradients = torch.autograd.grad(value, [*leaves, *parameters])
+    return value.detach(), gradients[:2], gradients[2:]
 
 
 def slices(sizes):
@@ -110,39 +109,36 @@ def total(x):
     return x
 
 
-@row(ranks=(2,), seconds=90)
+@row(2, seconds=90)
 def losses(rank):
-    """Eight losses in four dtypes, also in chunks, of ranks with unequal batches."""
+    """Losses in four dtypes, also in chunks, of ranks with unequal batches."""
     rows = slices([29, 19])[rank.r]
     for name, loss in LOSSES.items():
         for dtype, (of_value, of_gradients) in BOUNDS.items():
-            right, right_gradients = on_one_process(loss, dtype)
-            for options in ({}, CHUNKS) if loss.chunks else ({},):
+            right, right_views, right_parameters = with_gradients(loss.whole, loss, dtype)
+            for options in ({}, {"chunk_size": 16}) if loss.chunks else ({},):
                 with rank.part(f"{name} {str(dtype)[6:]}{' in chunks' * bool(options)}"):
-                    value, gradients = on_rank(loss, dtype, rows, rank.device, **options)
+                    value, views, parameters = with_gradients(loss.ours, loss, dtype, rows, rank.device, **options)
                     rank.check("value", distance(value, right), of_value)  # on every rank
-                    for g, right_g in zip(gradients[:2], right_gradients[:2], strict=True):
+                    for g, right_g in zip(views, right_views, strict=True):
                         rank.check("gradient", distance(g / rank.n, right_g[rows]), of_gradients)
-                    for g, right_g in zip(gradients[2:], right_gradients[2:], strict=True):
+                    for g, right_g in zip(parameters, right_parameters, strict=True):
                         rank.check("gradient of a parameter", distance(total(g) / rank.n, right_g), of_value)
 
 
-@row(seconds=60, starts_ranks=True)
+@row(1, starts_ranks=True)
 def simulated_losses(rank):
     """Four ranks, one without rows, simulated on the device in this process."""
-    sizes = [20, 5, 0, 23]
-    n, bound = len(sizes), BOUNDS[torch.float64][0]
+    rows, bound = slices([20, 5, 0, 23]), BOUNDS[torch.float64][0]
     for name, loss in LOSSES.items():
         with rank.part(name):
-            right, right_gradients = on_one_process(loss, torch.float64)
+            right, *right_gradients = with_gradients(loss.whole, loss, torch.float64)
 
             def on_each(rows, loss=loss):
-                return on_rank(loss, torch.float64, rows, rank.device)
+                return with_gradients(loss.ours, loss, torch.float64, rows, rank.device)
 
-            values, gradients = zip(*simulate(on_each, slices(sizes)), strict=True)
+            values, *gradients = zip(*simulate(on_each, rows), strict=True)
             rank.check("value", max(distance(value, right) for value in values), bound)
-            views, parameters = [each[:2] for each in gradients], [each[2:] for each in gradients]
-            for gs, right_g in zip(zip(*views, strict=True), right_gradients[:2], strict=True):
-                rank.check("gradient", distance(torch.cat(gs) / n, right_g), bound)
-            for gs, right_g in zip(zip(*parameters, strict=True), right_gradients[2:], strict=True):
-                rank.check("gradient of a parameter", distance(sum(gs) / n, right_g), bound)
+            for of_ranks, rights, joined in zip(gradients, right_gradients, (torch.cat, sum), strict=True):
+                for gs, right_g in zip(zip(*of_ranks, strict=True), rights, strict=True):
+                    rank.check("gradient", distance(joined(gs) / len(rows), right_g), bound)

@@ -68,7 +68,7 @@ class Machine:
         """Return why a row cannot run here; "": it can."""
         if self.device == "cpu":
             return "" if row.dry else "on a GPU only"
-        return "" if row.ranks == 1 or not row.nccl or self.shares else HOW
+        return "" if row.ranks == 1 or row.backend == "gloo" or self.shares else HOW
 
     def line(self):
         """Return the first line of the table."""

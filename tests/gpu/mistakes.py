@@ -1,4 +1,4 @@
-"""Check mode, and a rank that does not come."""
+"""Check mode, a rank that does not come, and ranks that the library starts itself."""
 
 import os
 import subprocess
@@ -8,12 +8,13 @@ import time
 import torch
 
 import diffcoll as dc
+from diffcoll.testing import spawn
 from gpu.measuring import times
 from gpu.rank import Rank
 from gpu.row import row
 
 
-@row(ranks=(2,), seconds=60)
+@row(2)
 def check_mode(rank):
     """Calls that differ between the ranks raise on all of them, and name the operation and what differs."""
     x, r = torch.ones(4, device=rank.device, requires_grad=True), rank.r
@@ -39,7 +40,7 @@ def check_mode(rank):
     rank.figure("all_reduce of 16 B", f"{plain[0] * 1e6:.0f} µs, in check mode {checked[0] * 1e6:.0f}")
 
 
-@row(ranks=(2,), seconds=130, starts_ranks=True)
+@row(2, seconds=130, starts_ranks=True)
 def absent_rank(rank):
     """Rank 1 does not come to the second call. Rank 0 must not go on: its call raises, or PyTorch ends its process."""
     code = "import sys; from gpu.mistakes import one_of_two; one_of_two(*sys.argv[1:])"
@@ -73,3 +74,26 @@ def one_of_two(r, folder, device):
     dc.all_reduce(x)
     rank.wait()
     print("went on")
+
+
+@row(2, seconds=120, starts_ranks=True)
+def starting(rank):
+    """`spawn` and `diffcoll verify` in the environment of users, who do not set PYTORCH_NVML_BASED_CUDA_CHECK."""
+    os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+    backend, device, n = "nccl" if rank.on_gpu else "gloo", rank.device, rank.n
+
+    def gradient(x, w):
+        x = x.to(device).requires_grad_()
+        (w * dc.all_reduce(x)).backward()
+        return x.grad
+
+    with rank.part("spawn"):
+        xs = [torch.tensor(1.0 + r) for r in range(n)]
+        found = spawn(gradient, xs, [10.0**r for r in range(n)], backend=backend, timeout=50)
+        assert [g.item() for g in found] == [sum(10.0**r for r in range(n))] * n, found
+    if rank.on_gpu:  # else `make verify` is this
+        with rank.part("verify"):
+            options = ("--backend", backend, "--world-size", f"{n}", "--only", "broadcast")
+            command = [sys.executable, "-m", "diffcoll", "verify", *options]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, (done.stdout + done.stderr)[-400:]

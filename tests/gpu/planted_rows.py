@@ -8,14 +8,14 @@ import torch.distributed as dist
 from gpu.row import row
 
 
-@row(ranks=(1, 2), seconds=30)
+@row(1, 2, seconds=30)
 def right(rank):
     with rank.part("a number"):
         rank.check("small", 1e-13, 1e-12)
         rank.figure("ranks", rank.n)
 
 
-@row(ranks=(2,), seconds=30)
+@row(2, seconds=30)
 def a_wrong_number(rank):
     with rank.part("of rank 1"):
         rank.check("error", 2.0 * rank.r, 1.0)
@@ -23,7 +23,7 @@ def a_wrong_number(rank):
         rank.check("error", float("nan"), 1.0)
 
 
-@row(ranks=(2,), seconds=30)
+@row(2, seconds=30)
 def raises(rank):
     with rank.part("first"):
         raise NotImplementedError("first")
@@ -32,7 +32,7 @@ def raises(rank):
     raise ValueError("third")
 
 
-@row(seconds=30, starts_ranks=True)
+@row(1, seconds=30, starts_ranks=True)
 def known(rank):
     rank.on_gpu = True  # parts are known to be wrong on a GPU alone
     with rank.part("right by now", "it is broken"):
@@ -45,7 +45,7 @@ def known(rank):
         rank.goal("ratio", 1.2, 1.1, "it is slow")
 
 
-@row(ranks=(2,), seconds=12)
+@row(2, seconds=12)
 def hangs(rank):
     with rank.part("before"):
         rank.check("error", 0, 1)
@@ -55,12 +55,12 @@ def hangs(rank):
         dist.barrier()
 
 
-@row(seconds=30)
+@row(1, seconds=30)
 def dies(rank):
     with rank.part("exit"):
         os._exit(7)
 
 
-@row(seconds=30, dry=False)
+@row(1, seconds=30, dry=False)
 def on_a_gpu(rank):
     raise AssertionError

@@ -3,7 +3,6 @@
 import contextlib
 import faulthandler
 import json
-import math
 import os
 import signal
 import sys
@@ -11,7 +10,6 @@ import threading
 import time
 import traceback
 import warnings
-from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,35 +19,20 @@ import torch.distributed as dist
 from gpu.row import rows
 
 
-@dataclass
-class Part:
-    """What was found in one part of a row."""
-
-    name: str
-    #: Why it is expected to be wrong; "": it is not.
-    known: str = ""
-    wrong: list[str] = field(default_factory=list)
-    checks: int = 0
-    #: The check whose value is nearest to its bound, or furthest above it.
-    nearest: str = ""
-    share: float = -1.0
-    figures: list[str] = field(default_factory=list)
-
-
 class Rank:
-    """This rank of a row: `r` of `n`, with tensors on `device`."""
+    """This rank of a row: `r` of `n`, with tensors on `device`. What it finds is in a file, a line for each part."""
 
     def __init__(self, r, n, folder, device):
         self.r, self.n, self.device, self.folder = r, n, device, Path(folder)
         self.on_gpu = device == "cuda"
-        self._part = Part("")
+        self._part = {}
 
-    def join(self, timeout=60.0):
+    def join(self, backend="nccl", timeout=60.0):
         """Join the default group, whose ranks find each other through a file."""
         if self.on_gpu:
             torch.cuda.set_device(0)
         dist.init_process_group(
-            "nccl" if self.on_gpu else "gloo",
+            backend if self.on_gpu else "gloo",
             init_method=f"file://{self.folder}/store",
             rank=self.r,
             world_size=self.n,
@@ -66,38 +49,37 @@ class Rank:
                 as "now right" once it is right.
             seen: what the text of the error is expected to contain; another one is not known.
         """
-        outer, self._part = self._part, Part(name, known if self.on_gpu else "")
+        known = known if self.on_gpu else ""
+        part = {"name": name, "known": known, "wrong": [], "checks": 0, "figures": []}
+        outer, self._part = self._part, part
         self.write(begin=name)
         try:
-            yield self._part
+            yield part
         except Exception as error:
-            self._part.wrong.append(in_short(error))
+            part["wrong"].append(in_short(error))
         finally:
-            if not all(seen in text for text in self._part.wrong):
-                self._part.known = ""
-            self.write(**asdict(self._part))
+            if not all(seen in text for text in part["wrong"]):
+                part["known"] = ""
+            self.write(**part)
             self._part = outer
 
     def check(self, name, value, at_most):
         """Check a number, on the CPU too."""
-        value, part = float(value), self._part
-        part.checks += 1
-        share = value / at_most if math.isfinite(value) else math.inf
-        if share > part.share:
-            part.share, part.nearest = share, f"{name} {value:.1e} of {at_most:.0e}"
-        if not share <= 1:
-            part.wrong.append(f"{name}: {value:.2e}, expected at most {at_most:.0e}")
+        self._part["checks"] += 1
+        if not float(value) <= at_most:
+            self._part["wrong"].append(f"{name}: {float(value):.2e}, expected at most {at_most:.0e}")
 
     def goal(self, name, value, at_most, known=""):
         """Report a time, a ratio or a number of bytes; on the GPU compare it with a bound, in a part of its own."""
         self.figure(name, value)
-        with self.part(f"{self._part.name}: {name}" if self._part.name else name, known):
+        outer = self._part["name"]
+        with self.part(f"{outer}: {name}" if outer else name, known) as part:
             if self.on_gpu and not value <= at_most:
-                self._part.wrong.append(f"{value:.3g}, expected at most {at_most:.3g}")
+                part["wrong"].append(f"{value:.3g}, expected at most {at_most:.3g}")
 
     def figure(self, name, value):
         """Report a number or a text."""
-        self._part.figures.append(f"{name} {value if isinstance(value, str) else format(value, '.3g')}")
+        self._part["figures"].append(f"{name} {value if isinstance(value, str) else format(value, '.3g')}")
 
     def write(self, **found):
         """Append a line to this rank's file, so that it is there whatever ends the process."""
@@ -106,22 +88,18 @@ class Rank:
 
     def wait(self):
         """Wait for the device."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
+        if self.device != "cpu":
+            torch.accelerator.synchronize()
 
 
 def in_short(error):
-    """Return an error in one line, with the last lines of this repository's code that raised the first cause."""
-    first = error
-    while first.__context__ is not None:
-        first = first.__context__
+    """Return an error in one line, with the last lines of this repository's code that raised it."""
     folders = [str(Path(__file__).parents[2] / folder) for folder in ("diffcoll", "tests")]
-    frames = [f for f in traceback.extract_tb(first.__traceback__) if f.filename.startswith(tuple(folders))]
-    frames = [f for f in frames if f.filename != __file__]
-    places = ", ".join(f"{Path(f.filename).name}:{f.lineno}" for f in frames[-3:])
-    words, cause = (" ".join(f"{type(e).__name__}: {e}".split())[:300] for e in (error, first))
-    words += "" if words == cause else f"; after {cause}"
-    return f"{words} (at {places})" if places else words
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(tuple(folders))]
+    places = ", ".join(f"{Path(f.filename).name}:{f.lineno}" for f in frames[-3:] if f.filename != __file__)
+    cause = error.__context__
+    words = f"{type(error).__name__}: {error}" + (f"; after {type(cause).__name__}: {cause}" if cause else "")
+    return " ".join(words.split())[:500] + (f" (at {places})" if places else "")
 
 
 def _end_with(parent):
@@ -144,7 +122,7 @@ def main(file, name, r, folder, device):
     rank = Rank(int(r), row.ranks, folder, device)
     with rank.part("") as body:
         if not row.starts_ranks:
-            rank.join(row.seconds)
+            rank.join(row.backend, row.seconds)
         row.body(rank)
         if not row.starts_ranks:
             dist.barrier()
@@ -152,7 +130,7 @@ def main(file, name, r, folder, device):
     rank.write(end=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(bool(body.wrong))  # without destroying a group in which other ranks may be stuck
+    os._exit(bool(body["wrong"]))  # without destroying a group in which other ranks may be stuck
 
 
 if __name__ == "__main__":

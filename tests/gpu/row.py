@@ -1,15 +1,13 @@
 """Registers rows and lists them."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple
 
 #: The files of rows, in the order of the table. GPU_ROWS names others, as the tests of the runner do.
-FILES = (
-    "accelerator losses batch_norm averager clip_training cuda_graphs compiled host_waits mistakes starting memory "
-    "collective_costs loss_costs"
-)
+FILES = "accelerator losses batch_norm averager clip_training cuda_graphs compiled host_waits mistakes costs"
+MIXED = "cpu:gloo,cuda:nccl"
 
 
 class Row(NamedTuple):
@@ -18,15 +16,15 @@ class Row(NamedTuple):
     body: Callable
     ranks: int
     #: Limit, after which its processes are killed.
-    seconds: float
+    seconds: float = 60
     #: Whether nothing else runs meanwhile: it measures times.
-    alone: bool
+    alone: bool = False
     #: Whether it starts its ranks itself: it is run in one process, without a group.
-    starts_ranks: bool
-    #: Whether its ranks use NCCL.
-    nccl: bool
+    starts_ranks: bool = False
+    #: That of the default group; on the CPU it is gloo.
+    backend: str = "nccl"
     #: Whether it is run on the CPU, too.
-    dry: bool
+    dry: bool = True
 
     @property
     def name(self):
@@ -40,19 +38,12 @@ class Row(NamedTuple):
 _rows = {}
 
 
-def row(
-    ranks: Sequence[int] = (1,),
-    seconds: float = 60,
-    alone: bool = False,
-    starts_ranks: bool = False,
-    nccl: bool = True,
-    dry: bool = True,
-):
-    """Register a function of a `Rank` as a row for each number of ranks; the arguments are described in `Row`."""
+def row(*ranks: int, **options):
+    """Register a function of a `Rank` as a row for each number of ranks; the options are described in `Row`."""
 
     def register(body):
         for n in ranks:
-            found = Row(body, n, seconds, alone, starts_ranks, nccl, dry)
+            found = Row(body, n, **options)
             _rows[found.name] = found
         return body
 

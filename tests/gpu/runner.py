@@ -10,8 +10,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from gpu.report import Result, result_of
-
 #: Ranks that run at once on a GPU.
 TOGETHER = 6
 #: Seconds that the other ranks of a row have once one has died.
@@ -53,8 +51,7 @@ class Job:
             self._killed = f"killed {GRACE:g} s after another rank had died"
         if self._killed:
             self.kill()
-            return True
-        return False
+        return bool(self._killed)
 
     def kill(self):
         """Kill the processes and what they have started."""
@@ -63,28 +60,75 @@ class Job:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def result(self) -> Result:
-        """Return what the ranks have written, once all have ended."""
+    def result(self):
+        """Return what the row has found, once all have ended: lists of [part, text], and counts."""
         self.kill()  # what the row has started may still run
-        lines, logs, codes = [], [], []
+        result = {"row": self.row.body.__name__, "ranks": self.row.ranks, "checks": 0}
+        result["seconds"] = round(time.monotonic() - self._begin, 1)
+        result |= {kind: [] for kind in ("wrong", "known", "now_right", "figures")}
+        parts, ends = {}, []
         for r, process in enumerate(self._processes):
             file = self._folder / f"{r}.jsonl"
             text = file.read_text(encoding="utf-8") if file.exists() else ""
-            lines.append([json.loads(line) for line in text.splitlines() if line.endswith("}")])
-            logs.append((self._folder / f"{r}.log").read_text(errors="replace"))
-            codes.append(process.returncode)
-        return result_of(self.row, time.monotonic() - self._begin, self._killed, codes, lines, logs)
+            written = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+            for part in (found for found in written if "name" in found):
+                parts.setdefault(part["name"], []).append((r, part))
+            if not any("end" in found for found in written):
+                begun = [found["begin"] for found in written if found.get("begin")]
+                how = self._killed or f"ended with status {process.returncode}"
+                where = f" in or after {begun[-1]}" if begun else ""
+                tail = _tail((self._folder / f"{r}.log").read_text(errors="replace"))
+                ends.append(["", f"rank {r} {how}{where}: {tail}"])
+        for name, of_ranks in parts.items():
+            _judge(result, name, of_ranks)
+        result["wrong"] += ends
+        return result
+
+
+def _judge(result, name, of_ranks):
+    """Add one part to the result: wrong on any rank in a way that is not known, known, or now right."""
+    result["checks"] += sum(part["checks"] for _, part in of_ranks)
+    new, known = ([f"rank {r}: {t}" for r, p in of_ranks if bool(p["known"]) == k for t in p["wrong"]] for k in (0, 1))
+    why = max(part["known"] for _, part in of_ranks)  # "" or the reason, the same on all ranks
+    if new:
+        result["wrong"].append([name, _first(new)])
+    elif known:
+        result["known"].append([name, f"{why} ({_first(known)})"])
+    elif why:
+        result["now_right"].append([name, f"was: {why}"])
+    r, part = of_ranks[0]
+    if r == 0 and part["figures"]:
+        result["figures"].append([name, ", ".join(part["figures"])])
+
+
+def _first(texts):
+    return texts[0] if len(texts) == 1 else f"{texts[0]} (and {len(texts) - 1} more)"
+
+
+def _tail(log):
+    """Return where a rank hung, if it has said so at its limit, or the end of its output."""
+    output, _, stacks = log.partition("Timeout (")
+    frames = [text.strip() for text in stacks.splitlines() if "/tests/" in text or "/diffcoll/" in text]
+    lines = frames[:5] or [text.strip() for text in output.strip().splitlines()[-12:]]
+    return " | ".join(lines)[-900:] or "no output"
 
 
 def run(rows, machine, folder, on_end):
     """Run rows and call on_end(result) after each. Those that measure times run last, one at a time."""
-    waiting = sorted((row for row in rows if not _alone(row, machine)), key=lambda row: -row.seconds)
-    waiting += [row for row in rows if _alone(row, machine)]
-    limit = TOGETHER if machine.device == "cuda" else 2 * os.cpu_count()  # they often wait
+    on_gpu = machine.device == "cuda"
+    waiting = sorted(rows, key=lambda row: (row.alone and on_gpu, -row.seconds))
+    limit = TOGETHER if on_gpu else 2 * os.cpu_count()  # they often wait
     running = []
+
+    def fits(row):
+        others = [job.row for job in running]
+        if on_gpu and others and any(other.alone for other in (row, *others)):
+            return False
+        return not others or row.ranks + sum(other.ranks for other in others) <= limit
+
     try:
         while waiting or running:
-            while waiting and _fits(waiting[0], [job.row for job in running], machine, limit):
+            while waiting and fits(waiting[0]):
                 running.append(Job(waiting.pop(0), machine, folder))
             time.sleep(0.05)
             for job in [job for job in running if job.has_ended()]:
@@ -93,15 +137,3 @@ def run(rows, machine, folder, on_end):
     finally:
         for job in running:
             job.kill()
-
-
-def _alone(row, machine):
-    return row.alone and machine.device == "cuda"
-
-
-def _fits(row, running, machine, limit):
-    if not running:
-        return True
-    if any(_alone(other, machine) for other in (row, *running)):
-        return False
-    return row.ranks + sum(other.ranks for other in running) <= limit

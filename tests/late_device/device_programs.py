@@ -1,4 +1,4 @@
-"""Programs of two ranks on the test device, without synchronization but their own; each returns pairs of equal tensors.
+"""Programs of the averager on the test device, on several streams; each returns pairs of equal tensors.
 
 A wait or a record_stream that the library leaves out is a pair that differs, or a host wait.
 """
@@ -7,83 +7,15 @@ import contextlib
 
 import late
 import torch
-from runs import OVERLAPPING, truth
+from gpu.streams import Streams
 from torch import nn
 
 import diffcoll as dc
 
-SHAPE = (8, 16)
-CALLS = {**OVERLAPPING, "reduce": dc.reduce, "shift": dc.shift}
-WHERE = ("nowhere", "input", "collective", "use")
-
-
-def values():
-    """Return two equal blocks: in a mirror image, ranks send the same to both ranks."""
-    return torch.randn(SHAPE[0] // 2, *SHAPE[1:], generator=torch.Generator().manual_seed(1)).repeat(2, 1)
-
-
-def late_input():
-    """Return x, which has other values until the device has run."""
-    x = torch.full(SHAPE, 77.0, device="late")
-    x.copy_(values().pin_memory(), non_blocking=True)
-    return x.requires_grad_()
-
-
-def right_of(call):
-    """Value and gradient on rank 0, if rank 1 has the same input and the same loss."""
-    leaves = [values().requires_grad_() for _ in range(2)]
-    ys = truth(call, leaves)
-    return ys[0].detach(), torch.autograd.grad(torch.stack([y.square().sum() for y in ys]).sum(), leaves)[0]
-
-
-def collective(call, where):
-    """Value and gradient, with the input, the collective or the use of its result on another stream."""
-    streams, before = late.Streams(), late.host_waits()
-
-    def stream_of(part):
-        return streams.on_side() if where == part else contextlib.nullcontext()
-
-    with stream_of("input"):
-        x = late_input()
-    if where == "input":
-        streams.back(x.detach())
-    with stream_of("collective"):
-        y = call(x)
-    if where == "collective":
-        streams.back(y.detach())
-    with stream_of("use"):
-        kept = y.detach().clone()
-        loss = y.square().sum()
-    if where == "use":
-        streams.back(loss.detach(), kept)
-    (g,) = torch.autograd.grad(loss, x)
-    waits = late.host_waits() - before
-    right_y, right_g = right_of(call)
-    return [(kept.cpu(), right_y), (g.cpu(), right_g), (waits, 0)]
-
-
-def awaited_elsewhere(call):
-    """Start on one stream, wait on another, then allocate on the first what both have released."""
-    streams, before = late.Streams(), late.host_waits()
-    x = late_input()
-    with torch.no_grad():
-        pending = call(x, async_op=True)
-        with streams.on_side():
-            y = pending.wait()
-            kept = y * 1
-            del pending, y
-        for factor in (0.25, 0.5, 1, 2, 4):  # sizes of what the calls allocate
-            for _ in range(4):
-                torch.full((int(values().numel() * factor),), 77.0, device="late")
-    waits = late.host_waits() - before
-    torch.accelerator.current_stream().synchronize()
-    with streams.side:
-        return [(kept.cpu(), right_of(call)[0]), (waits, 0)]
-
 
 def averaged(size=30, sides=1, **settings):
     """Steps of gradients that are accumulated on several streams in turn, in one bucket or several."""
-    streams = [late.Streams() for _ in range(sides)]
+    streams = [Streams("late") for _ in range(sides)]
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(size, size).to("late")) for _ in range(6)]
     before = [p.detach().cpu() for p in parameters]
@@ -117,7 +49,7 @@ def averaged(size=30, sides=1, **settings):
 
 def reused_for_a_bucket(size=150):
     """A kernel on this stream reads memory that is freed and becomes that of the bucket, which another stream fills."""
-    streams = late.Streams()
+    streams = Streams("late")
     torch.manual_seed(0)
     a, b = (nn.Parameter(torch.randn(size, size).to("late")) for _ in range(2))
     with streams.on_side():  # its gradient is accumulated there
@@ -135,8 +67,3 @@ def reused_for_a_bucket(size=150):
         held += [a.grad, b.grad]
     right = [4 * p.detach().cpu() for p in (a, b)]
     return [*zip([g.cpu() for g in held], right * 2, strict=True), (kept.cpu(), torch.full(kept.shape, 9.0))]
-
-
-def differing(pairs):
-    """Return the pairs that differ."""
-    return [pair for pair in pairs if not torch.allclose(*map(torch.as_tensor, pair), rtol=1e-5, atol=1e-6)]

@@ -30,6 +30,7 @@ def register():
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = lambda seed: None
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.device_count, module.current_device = lambda: 1, lambda: 0
     torch._register_device_module("late", module)
 
@@ -71,24 +72,3 @@ def queue(function, *tensors):
     _operators()
     _functions[number := next(_numbers)] = function
     torch.ops.late_python.call([t.detach() for t in tensors], number)
-
-
-class Streams:
-    """A side stream, and explicit synchronization with it, as a user writes it."""
-
-    def __init__(self):
-        self.side = torch.Stream(device="late")
-
-    @contextlib.contextmanager
-    def on_side(self):
-        """Run on the side stream, after what has been queued on the current one."""
-        self.side.wait_stream(torch.accelerator.current_stream())
-        with self.side:
-            yield
-
-    def back(self, *tensors):
-        """Make the current stream wait for the side stream."""
-        here = torch.accelerator.current_stream()
-        here.wait_stream(self.side)
-        for t in tensors:
-            t.record_stream(here)

@@ -227,19 +227,6 @@ void enqueue(const c10::OperatorHandle& op, Stack* stack) {
   }
 }
 
-// Of a convolution, and of its backward, PyTorch asks a device under names of their own.
-void convolution(const c10::OperatorHandle&, Stack* stack) {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
-  enqueue(op, stack);
-}
-
-void convolution_backward(const c10::OperatorHandle&, Stack* stack) {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");
-  auto bias_sizes = stack->end() - 7;  // behind gradient, input and weight
-  stack->insert(bias_sizes, std::vector<int64_t>{(bias_sizes - 1)->toTensor().size(0)});
-  enqueue(op, stack);
-}
-
 // ── what is not a kernel: allocation, views, copies, values for the host ────────────────────────────────
 
 at::Tensor empty(
@@ -292,8 +279,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("resize_", resize_to);
   m.impl("_copy_from", copy_from);
   m.impl("_local_scalar_dense", value_for_host);
-  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
-  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   m.impl("record_stream", record_stream);
 }
 

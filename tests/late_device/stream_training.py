@@ -5,6 +5,7 @@ from threading import get_ident
 
 import late
 import torch
+from gpu.streams import Streams
 from torch import nn
 
 import diffcoll as dc
@@ -73,9 +74,9 @@ def attach_hooks(model, stream=None):
 
 def on_rank(r, reduction, **settings):
     """Train; returns the parameters after each step, and how often the host has waited in each."""
-    *streams, loader = (late.Streams() for _ in range(3))
+    *streams, loader = (Streams("late") for _ in range(3))
     model = made().to("late")
-    attach_hooks(model, late.Streams())
+    attach_hooks(model, Streams("late"))
     threads = set()
     model.stem.weight.register_hook(lambda g: threads.add(get_ident()))
     _nodes = []

@@ -1,15 +1,9 @@
 """A training on several streams and two ranks of the test device does what one CPU does."""
 
-import late
 import pytest
 import torch
 from device_ranks import BACKENDS, N, on_two
-from planting import planted
-from stream_group import StreamGroup
 from stream_training import STEPS, on_cpu, on_rank
-
-from diffcoll.averaging.buckets import Bucket
-from diffcoll.averaging.reducer import Reducer
 
 #: With buckets of 20 KB, gradients of several streams are in one bucket, and there are several buckets.
 SETTINGS = [("mean", 25), ("mean", 2e-2), ("count", 2e-2), ("sum", 2e-2), ("sum", 1e-4)]
@@ -31,22 +25,3 @@ def test_parameters_are_those_of_one_cpu(backend, reduction, bucket_mb, order):
         assert differing(found, reduction) == []
         if backend == "gloo":  # in the first step the ranks agree on the order
             assert waits[1:STEPS] == [0] * (STEPS - 1)
-
-
-#: Each sends a message, or reads one, before it is there.
-TOO_EARLY = [
-    (Bucket, "_join_streams", "here.wait_stream(other)"),
-    (Bucket, "enter_stream", "self._others.add(here)"),
-    (StreamGroup, "_run", "self.stream.wait_stream(torch.accelerator.current_stream())"),
-    (Reducer, "_communicate", "of_bucket()"),
-]
-
-
-@pytest.mark.parametrize(("owner", "name", "line"), TOO_EARLY, ids=[f"{name}: {line}" for _, name, line in TOO_EARLY])
-def test_a_message_that_is_sent_too_early_is_noticed(owner, name, line):
-    def body(r):
-        planted(owner, name, line)
-        return on_rank(r, "count", bucket_mb=2e-2)
-
-    noticed = [differing(found, "count") for order in late.ORDERS for found, _ in on_two("gloo", order, body)]
-    assert any(noticed)

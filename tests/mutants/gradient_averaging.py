@@ -10,6 +10,7 @@ _UNUSED = f"{_ONE}::test_unused_frozen_and_unfrozen_parameters"
 _FAILS = f"{_ERRORS}::test_one_rank_fails"
 #: A count on a device, beside gradients in float64.
 _ON_DEVICE = "-p tests.late_device.on tests/late_device/test_training.py"
+_ON_RANKS = "-p tests.late_device.on tests/late_device/test_on_ranks.py"
 _GLOBAL = "tests/averaging/test_global_mean.py"
 _REDUCER, _BUCKETS = "averaging/reducer.py", "averaging/buckets.py"
 
@@ -44,9 +45,7 @@ MUTANTS = [
         "averager_weights",
         f"{_COUNTS}::test_all_counts_zero_and_counts_of_any_dtype",
     ),
-    Mutant(
-        _BUCKETS, "cut", "> 1e-6", "> 1e-1", "averager_weights", "-p tests.late_device.on tests/gpu -k half_precision"
-    ),
+    Mutant(_BUCKETS, "cut", "> 1e-6", "> 1e-1", "averager_weights", _ON_RANKS),
     Mutant(_BUCKETS, "divide", "row.to(wider(row.dtype))", "row", "averager_weights", f"{_ONE} -k half_precision"),
     Mutant(
         "averaging/messages.py",

@@ -1,15 +1,13 @@
 """TorchRL: advantages normalized over the rollouts of all ranks, PPO's loss a mean over all their frames."""
 
-import contextlib
-import dataclasses
-
 import torch
 from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import nn
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
-from trainings import RATE, Training, cell, row_of_the_table
+from trainings import Training, undivided
+from variants import Way, loop
 
 import diffcoll as dc
 
@@ -66,51 +64,20 @@ def over_ranks(advantage):
     return (advantage - mean) / (variance * count / (count - 1)).sqrt().clamp_min(1e-4)
 
 
-def share_of_ppo(agent, *rollout):
-    frames = torch.tensor(float(len(rollout[0]) * FRAMES))
-    return dc.get_world_size() * ppo(agent, *rollout, normalize=over_ranks) * frames / dc.all_reduce(frames)
+def share_of_ppo(agent, rollout, update):
+    frames = torch.tensor(len(rollout[0]) * FRAMES, dtype=torch.double)
+    share = frames / dc.all_reduce(frames) / len(update)
+    return dc.get_world_size() * ppo(agent, *rollout, normalize=over_ranks) * share
 
 
 def mean_of_ppo(agent, micro_batches):
     return sum(ppo(agent, *rollout) for rollout in micro_batches) / len(micro_batches)
 
 
-PPO = Training(Agent, rollouts, share_of_ppo, mean_of_ppo, sizes=((3, 2, 4), (2, 5, 1)))
-
-
 def with_averager(loss):
-    def train(agent, updates):
-        averager = dc.GradientAverager(agent)
-        optimizer = torch.optim.SGD(agent.parameters(), RATE)
-        for update in updates:
-            for k, rollout in enumerate(update, 1):
-                with averager.reduce() if k == len(update) else contextlib.nullcontext():
-                    loss(agent, *rollout).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return train
+    return lambda agent, updates: loop(agent, updates, loss, averager=dc.GradientAverager(agent))
 
 
-def test_ppo_as_one_process():
-    PPO.assert_as_one_process(with_averager(share_of_ppo))
-
-
-def test_factors_of_the_table():
-    found = [PPO.factor(with_averager(share_of_ppo), micro_batches).values() for micro_batches in (1, 2)]
-    row = row_of_the_table("[TorchRL](torchrl.md)")
-    assert [set(map(cell, each)) for each in found] == [{row[0]}, {row[1]}]
-
-
-def test_normalized_by_this_rank():
-    """Also where all ranks have equally many rows."""
-    equal = dataclasses.replace(PPO, sizes=((3, 3, 3),))
-    found = equal.factor(with_averager(ppo))
-    assert found["policy.weight"] == found["policy.bias"] == "wrong" and found["value.weight"] == 1
-
-
-def test_a_mean_of_means():
-    def mean_of_own(agent, *rollout):
-        return ppo(agent, *rollout, normalize=over_ranks)
-
-    assert PPO.factor(with_averager(mean_of_own))["policy.weight"] == "wrong"
+PPO = Training(Agent, rollouts, mean_of_ppo, sizes=((3, 2, 4), (2, 5, 1)))
+RIGHT = {"PPO": Way(with_averager(share_of_ppo), PPO)}
+FACTORS = [("TorchRL", Way(with_averager(undivided(share_of_ppo)), PPO))]

@@ -1,0 +1,64 @@
+"""A rank of test_faults.py, `python rank_of_a_host.py WHERE VICTIM FOLDER`: prints how its steps have ended, as JSON.
+
+In its second step rank VICTIM says that it has come to the place WHERE, and waits there until the fault has happened.
+"""
+
+import json
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import diffcoll as dc
+
+WHERE, VICTIM, FOLDER = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+TIMEOUT = 3.0
+
+
+def meet(where, step):
+    if (where, step, dist.get_rank()) != (WHERE, 1, VICTIM):
+        return
+    (FOLDER / "here").touch()
+    while not (FOLDER / "go").exists():
+        time.sleep(0.005)
+
+
+def train(model, step):
+    """Check the gradient of a loss of all ranks' rows; the place of the fault is the message that follows."""
+    r, n = dist.get_rank(), dist.get_world_size()
+    averager = dc.GradientAverager(model, reduction="sum")
+    rows = [torch.full((2, 3), s + 1.0 + step, dtype=torch.double) for s in range(n)]
+    meet("forward", step)
+    y = dc.all_gather(model(rows[r]).sin())
+    y.register_hook(lambda g: meet("backward", step))
+    meet("async_op", step)
+    z = dc.all_reduce(y.sum(), async_op=True).wait()
+    with averager.reduce():
+        meet("averager", step)
+        (z + y.square().sum() * (r + 1)).backward()
+    averager.close()
+    found = [p.grad for p in model.parameters()]
+    y = model(torch.cat(rows)).sin()
+    right = torch.autograd.grad(n * n * y.sum() + y.square().sum() * (n * (n + 1) / 2), list(model.parameters()))
+    torch.testing.assert_close(found, list(right))
+
+
+def main():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4).double()
+    outcome = {"error": None}
+    try:
+        for step in range(4):
+            model.zero_grad()
+            train(model, step)
+    except dc.CollectiveFailedError as error:
+        outcome = {"error": str(error)}
+    print(json.dumps({**outcome, "at": time.monotonic()}), flush=True)
+
+
+main()
