@@ -6,18 +6,16 @@ note  notes/training/averaging.md
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from diffcoll.averaging import unreduced
 from diffcoll.averaging.buckets import is_channels_last
 from diffcoll.averaging.global_mean import checked_count
 from diffcoll.averaging.messages import NAME, broadcast_from_first, twin
 from diffcoll.averaging.parameters import differentiable, named_parameters
-from diffcoll.averaging.reducer import Reducer
+from diffcoll.averaging.reducer import Block, Reducer
 from diffcoll.core import expect
 from diffcoll.core.control import Control
 from diffcoll.core.dtypes import FLOATS
@@ -92,24 +90,24 @@ class GradientAverager:
         if engine.in_one_graph:
             got, expected = "simulated ranks that share one autograd graph", "ranks that call backward themselves"
             raise RuntimeError(message(NAME, "group", got, expected))
-        ranks = Control(engine, NAME)
         buffers = [*module_or_params.named_buffers()] if isinstance(module_or_params, nn.Module) else []
-        ranks.agree_on_each([_fact(*pair) for pair in named], "parameters")
-        arguments = [f"{how=}, bucket_mb={float(bucket_mb)}, {comm_dtype=}, {broadcast=}"]
-        ranks.agree_on_each(arguments + [_fact(*pair) for pair in buffers if broadcast], "arguments or buffers")
+        arguments = f"{how=}, bucket_mb={float(bucket_mb)}, {comm_dtype=}, {broadcast=}"
+        tensors = [*named, *(buffers if broadcast else [])]
+        Control(engine, NAME).agree_on_each(
+            [arguments, *(_fact(*pair) for pair in tensors)], "arguments, parameters or buffers"
+        )
         if broadcast:
-            broadcast_from_first([t for _, t in (*named, *buffers)], group)
+            broadcast_from_first([t for _, t in tensors], group)
         self._group, self._is_closed = group, False
         nbytes = bucket_mb * 2**20
         self._reducer = Reducer(differentiable(named), twin(engine, self), how == "mean", nbytes, comm_dtype)
-        unreduced.watch(self._reducer)
 
     @property
     def group(self) -> Group:
         """The group over which gradients are reduced, as it was passed."""
         return self._group
 
-    def reduce(self, count: float | Tensor | None = None) -> _Block:
+    def reduce(self, count: float | Tensor | None = None) -> Block:
         """Return the block at whose end `.grad` is reduced: everything in it, earlier micro-batches included.
 
         All ranks enter it equally often. What happens in it may differ: a rank may use other parameters or none, may
@@ -136,7 +134,7 @@ class GradientAverager:
         """
         if self._is_closed:
             raise RuntimeError(f"{NAME}.reduce: was closed by close(); make a new {NAME}, or use plain backward()")
-        return _Block(self._reducer, None if count is None else checked_count(f"{NAME}.reduce", "count", count))
+        return Block(self._reducer, None if count is None else checked_count(f"{NAME}.reduce", "count", count))
 
     @untraced
     def backward(self, loss: Tensor, count: float | Tensor | None = None) -> None:
@@ -151,7 +149,6 @@ class GradientAverager:
         """
         if not self._is_closed:
             self._is_closed = True
-            unreduced.ignore(self._reducer)
             self._reducer.close()
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
@@ -161,25 +158,6 @@ class GradientAverager:
     def __getattr__(self, name: str) -> Any:
         """Explain that a module's attributes are the module's."""
         raise AttributeError(f"{name}: {_NO_WRAPPER}")
-
-
-class _Block:
-    """The context manager of `GradientAverager.reduce`."""
-
-    def __init__(self, reducer: Reducer, count: float | Tensor | None) -> None:
-        self._reducer, self._count = reducer, count
-
-    @untraced
-    def __enter__(self) -> None:
-        """Prepare the buckets."""
-        self._reducer.begin(self._count)
-
-    @untraced
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Reduce what is in `.grad`, or tell the other ranks of the error."""
-        self._reducer.end(error)
 
 
 def _fact(name: str, t: Tensor) -> str:

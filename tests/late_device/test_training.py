@@ -9,7 +9,7 @@ from stream_group import StreamGroup
 from stream_training import STEPS, on_cpu, on_rank
 
 from diffcoll.averaging.buckets import Bucket
-from diffcoll.averaging.reducer import Reducer
+from diffcoll.averaging.messages import Message
 
 #: With buckets of 20 KB, gradients of several streams are in one bucket, and there are several buckets.
 SETTINGS = [("mean", 25), ("mean", 2e-2), ("count", 2e-2), ("sum", 2e-2), ("sum", 1e-4)]
@@ -38,7 +38,7 @@ TOO_EARLY = [
     (Bucket, "_join_streams", "here.wait_stream(other)"),
     (Bucket, "enter_stream", "self._others.add(here)"),
     (StreamGroup, "_run", "self.stream.wait_stream(torch.accelerator.current_stream())"),
-    (Reducer, "_communicate", "of_bucket()"),
+    (Message, "wait", "self._wait()"),
 ]
 
 
