@@ -47,9 +47,9 @@ class GradientAverager:
 
     Args:
         module_or_params: an `nn.Module`, parameters, or pairs (name, parameter); the same on all ranks in number,
-            order, names, shapes and dtypes. Any floating-point or complex dtype; dtypes and devices may be mixed.
-            Integer parameters are only broadcast. Parameters may be frozen and unfrozen at any time. Those that a
-            module gets later are not averaged: make the averager when the model is complete, like an optimizer.
+            order, names, shapes and dtypes, which may be mixed, as devices may. Integer parameters are only broadcast.
+            Parameters may be frozen and unfrozen at any time. Those that a module gets later are not averaged: make
+            the averager when the model is complete, like an optimizer.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         reduction: `"mean"`: Σ_r g_r / N, for equal batches and for losses of `diffcoll.nn`. `"sum"`: Σ_r g_r, if each
             loss is already divided by the global count. A block with a `count` replaces both. Spelled as in
@@ -59,8 +59,7 @@ class GradientAverager:
         broadcast: copy rank 0's parameters, and a module's buffers, to all ranks on construction.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on its own; DistributedDataParallel or FSDP reduces some of these
-            parameters; a module has sparse gradients.
+        TypeError, ValueError: an argument is wrong on its own; DDP or FSDP reduces some of these parameters.
         CollectiveMismatchError: the ranks' parameters, buffers or arguments differ; raised on all ranks, with the first
             difference.
 
@@ -112,11 +111,11 @@ class GradientAverager:
 
         All ranks enter it equally often. What happens in it may differ: a rank may use other parameters or none, may
         call backward several times or not at all. A parameter that this rank has not used contributes zeros; one that
-        no rank has used keeps `.grad` None. The last of several micro-batches in a block, the others before it with
-        plain `loss.backward()`; or all of them before, and `with averager.reduce(): pass`.
+        no rank has used keeps `.grad` None. With micro-batches, call plain `loss.backward()` for all but the last; or
+        for all, and then `with averager.reduce(): pass`.
 
-        Zero, clip and step outside of the block. `GradScaler.unscale_` within it is wrong, and not noticed. Two
-        averagers, as of a generator and a discriminator, may be open at once.
+        Zero, clip and step outside of the block. `GradScaler.unscale_` within it is wrong, and not noticed. Blocks of
+        two averagers, as of a generator and a discriminator, may be open at once.
 
         Args:
             count: for unequal batches: the number of items (rows, tokens) over which this rank's loss is a *sum*. The
@@ -126,9 +125,9 @@ class GradientAverager:
 
         Raises:
             ValueError, TypeError: from here: the count is neither.
-            RuntimeError: at the end, on all ranks: one rank has left its block by an error, whose own error it raises;
-                or gradients were modified in the block, or, with `"sum"` or a count, were reduced before. `.grad` is
-                None on all ranks; call `zero_grad()` and take the next step.
+            RuntimeError: at the end, on all ranks: a rank has left its block by an error, and raises that itself; or
+                gradients were modified in the block, or, with `"sum"` or a count, were reduced before. `.grad` is None
+                on all ranks; call `zero_grad()` and take the next step.
             CollectiveMismatchError: at the end, on all ranks: some pass a count, and others do not.
             CollectiveFailedError: a rank has died or did not enter its block; names the message.
         """
@@ -138,7 +137,7 @@ class GradientAverager:
 
     @untraced
     def backward(self, loss: Tensor, count: float | Tensor | None = None) -> None:
-        """Call `loss.backward()` in a block, see `reduce`: what most training loops need."""
+        """Call `loss.backward()` in a block, see `reduce`."""
         with self.reduce(count):
             torch.autograd.backward(loss)
 

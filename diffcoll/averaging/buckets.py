@@ -54,7 +54,7 @@ class Parameter:
         grad = self.tensor.grad
         return grad is not None and grad is self.assigned and version(grad) == self.version
 
-    def refuse_reduced(self, _: object = None) -> None:
+    def refuse_reduced(self) -> None:
         """Raise if a reduced gradient would be reduced again."""
         if self.is_reduced():
             raise RuntimeError(
@@ -77,7 +77,7 @@ class Parameter:
         self.version = version(grad)
 
     def drop(self) -> None:
-        """Drop the gradient."""
+        """Set `.grad` to None, unless the parameter is frozen."""
         if self.tensor.requires_grad:
             self.tensor.grad = None
         self.assigned = None
@@ -156,24 +156,25 @@ class Bucket:
     def complete(self, scale: float) -> None:
         """Pack all gradients that are not here yet."""
         here = self._join_streams()
-        memories: list[Tensor] = []
+        small: list[Parameter] = []
         grads: list[Tensor] = []
-        for p, memory in self.memory.items():
+        for p in self.parameters:
             grad = p.tensor.grad
             if grad is not None and here is not None:
                 grad.record_stream(here)  # copied on this stream, and then freed
             if grad is None or not p.is_small or not p.tensor.requires_grad:
                 self.pack(p, scale)
                 continue
-            p.check(grad)
-            memories.append(memory)
+            if grad.requires_grad or grad.dtype is not p.dtype or grad.layout is not torch.strided:
+                p.check(grad)  # which raises; a call for each gradient would take longer
+            small.append(p)
             grads.append(grad)
-            self.packed.add(p)
             p.tensor.grad = None
-        if grads:
-            copy_each(memories, grads)
-        if grads and scale != 1:
-            self._body_of_small *= scale
+        if small:
+            copy_each([self.memory[p] for p in small], grads)
+            self.packed.update(small)
+            if scale != 1:
+                self._body_of_small *= scale
 
     def enter_stream(self) -> None:
         """Make the current stream, on which a gradient is accumulated, wait for the bucket's stream."""

@@ -104,14 +104,9 @@ class Reducer:
             self._order, self._is_outdated = [*self._order, *new], True
 
     def after_accumulate(self, p: Parameter) -> None:
-        """See what autograd has accumulated."""
+        """Record a gradient that autograd has accumulated outside of a block."""
         grad = p.tensor.grad
-        if grad is None:  # a hook of the user's has taken it
-            return
-        if self.block is not None:
-            self.block.after_accumulate(p, grad)
-            return
-        if grad is p.assigned and version(grad) == p.version + 1:
+        if grad is not None and grad is p.assigned and version(grad) == p.version + 1:
             p.version += 1  # not zeroed before: what was reduced is still in it
         if p.tensor is self.watch.witness:
             self.watch.is_local = True
@@ -162,13 +157,14 @@ class Block:
             self._reduced = [p for p in reducer.parameters if p.tensor.requires_grad and p.is_reduced()]
         for p in self._reduced:
             register: Any = p.tensor.register_hook
-            self._guards.append(register(_guard(p)))
+            self._guards.append(register(untraced(lambda _, p=p: p.refuse_reduced())))
         reducer.block, reducer.watch.is_open = self, True
 
-    def after_accumulate(self, p: Parameter, grad: Tensor) -> None:
-        """Move a gradient to its bucket, which is sent if it is complete."""
-        reducer, bucket = self._reducer, p.bucket
-        assert bucket is not None
+    def after_accumulate(self, p: Parameter) -> None:
+        """Move a gradient that autograd has accumulated to its bucket, which is sent if it is complete."""
+        reducer, bucket, grad = self._reducer, p.bucket, p.tensor.grad
+        if grad is None or bucket is None:
+            return  # a hook of the user's has taken it
         if reducer.recorded is not None:
             reducer.recorded.setdefault(p.index)
         is_witness = p.tensor is reducer.watch.witness
@@ -230,25 +226,21 @@ class Block:
 
     def _pack(self) -> list[int]:
         """Move all gradients to their buckets; return the state of each parameter."""
-        reducer, witness = self._reducer, self._reducer.watch.witness
-        if self._seen is not None and witness is not None:
-            if witness.grad is not self._seen or version(self._seen) != self._version:
-                raise RuntimeError(
-                    f"{NAME}.reduce: a gradient was modified within the block after backward, as by clipping, "
-                    "zero_grad() or DistributedDataParallel; do it after the block, or zero_grad() before it"
-                )
+        reducer, witness, seen = self._reducer, self._reducer.watch.witness, self._seen
+        if seen is not None and witness is not None and (witness.grad is not seen or version(seen) != self._version):
+            raise RuntimeError(
+                f"{NAME}.reduce: a gradient was modified within the block after backward, as by clipping, zero_grad() "
+                "or DistributedDataParallel; do it after the block, or zero_grad() before it"
+            )
         for p in self._reduced:
             p.refuse_reduced()
         for bucket in reducer.buckets[len(self._sent) :]:
             bucket.complete(self._scale)
-        states = []
+        states = [USED if p.bucket is not None and p in p.bucket.packed else UNUSED for p in reducer.parameters]
         for p in reducer.parameters:
-            grad, bucket_of_p = p.tensor.grad, p.bucket
-            if grad is not None and p.tensor.requires_grad:
-                p.check(grad)
-                states.append(LATE)
-            else:
-                states.append(USED if bucket_of_p is not None and p in bucket_of_p.packed else UNUSED)
+            if p.tensor.grad is not None and p.tensor.requires_grad:
+                p.check(p.tensor.grad)
+                states[p.index] = LATE
         return states
 
     def _communicate(self, states: list[int], has_failed: bool) -> Note:
@@ -313,21 +305,11 @@ def _hook(reducer: weakref.ref[Reducer], index: int) -> Callable[[Tensor], None]
     def after_accumulate(_: Tensor) -> None:
         alive = reducer()
         if alive is not None:
-            alive.after_accumulate(alive.parameters[index])
+            (alive.block or alive).after_accumulate(alive.parameters[index])
 
     return untraced(after_accumulate)
 
 
-def _guard(p: Parameter) -> Callable[[Tensor], None]:
-    """Return a hook that raises before a gradient is added to a reduced one."""
-
-    def before_accumulate(_: Tensor) -> None:
-        p.refuse_reduced()
-
-    return untraced(before_accumulate)
-
-
 def _remove(handles: list[Any]) -> None:
-    """Remove hooks."""
     while handles:
         handles.pop().remove()

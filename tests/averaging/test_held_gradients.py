@@ -1,7 +1,6 @@
 """Memory of gradients belongs to who holds them; what an averager keeps alive, and what is left of a freed one."""
 
 import gc
-import io
 import os
 import weakref
 
@@ -13,7 +12,6 @@ from training import RUNS, equal_on_all_ranks, made, mlp, on_two, same
 
 import diffcoll as dc
 from diffcoll.core.groups import resolve
-from diffcoll.core.torch_private.tensors import storage_uses
 
 
 def batch(r, k=0):
@@ -144,17 +142,6 @@ def test_hooks_of_the_user_beside_those_of_the_averager():
     assert seen == [False, True]
 
 
-def test_uses_of_memory_are_counted():
-    """The private count includes every tensor on a storage, and nothing else."""
-    x = torch.zeros(4)
-    assert storage_uses(x) == storage_uses(torch.empty(1))
-    kept = []
-    for keep in (lambda: x[1:], x.detach, lambda: x.data, x.numpy, x.untyped_storage, lambda: memoryview(x.numpy())):
-        before = storage_uses(x)
-        kept.append(keep())
-        assert storage_uses(x) == before + 1
-
-
 # ── construction, and the end ────────────────────────────────────────────────────────────────────────────
 
 
@@ -275,20 +262,3 @@ def test_an_averager_that_lives_longer_on_one_rank():
         return count, open_twins, last.weight.grad.tolist()
 
     assert rules(body, range(3)) == [(3, [4, 5, 2], [[2.0, 2.0]])] * 3
-
-
-def test_a_closed_averager_and_a_pickled_model():
-    model = made()
-    averager = dc.GradientAverager(model)
-    averager.backward(model(batch(0)).sum())
-    copied = torch.load(_saved(model), weights_only=False)
-    copied(batch(0)).sum().backward()
-    torch.optim.SGD(copied.parameters(), lr=0.1).step()
-    same([p.grad for p in copied.parameters()], [p.grad for p in model.parameters()])
-
-
-def _saved(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return file

@@ -149,7 +149,7 @@ MUTANTS = [
     Mutant(_BUCKETS, "Bucket.pack", "memory.zero_()", "pass", "averager_unused", _UNUSED),
     Mutant(_REDUCER, "Block._assign", "!= UNUSED and", "!= UNUSED or", "averager_unused", _UNUSED),
     Mutant("averaging/messages.py", "read_note", "USED if s else", "USED if s > 1 else", "averager_unused", _LOOPS),
-    Mutant(_REDUCER, "Block._pack", "and p in bucket_of_p.packed else", "else", "averager_unused", _UNUSED),
+    Mutant(_REDUCER, "Block._pack", "and p in p.bucket.packed else", "else", "averager_unused", _UNUSED),
     Mutant(
         _BUCKETS,
         "Bucket.complete",
@@ -161,9 +161,9 @@ MUTANTS = [
     # micro-batches
     Mutant(
         _REDUCER,
-        "Reducer.after_accumulate",
-        "if self.block is not None:",
-        "if self.block is None:",
+        "_hook",
+        "(alive.block or alive)",
+        "alive",
         "averager_microbatches",
         f"{_ONE_PROCESS} {_LOOPS}",
     ),
@@ -182,16 +182,16 @@ MUTANTS = [
     Mutant(
         _REDUCER,
         "Block._pack",
-        "if witness.grad is not self._seen or version",
-        "if version",
+        "witness.grad is not seen or",
+        "",
         "averager_failures",
         _FAILS,
     ),
     Mutant(
         _REDUCER,
         "Block._pack",
-        "is not self._seen or version(self._seen) != self._version",
-        "is not self._seen",
+        "or version(seen) != self._version",
+        "",
         "averager_failures",
         _FAILS,
     ),
