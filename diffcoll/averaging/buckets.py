@@ -156,8 +156,7 @@ class Bucket:
     def complete(self, scale: float) -> None:
         """Pack all gradients that are not here yet."""
         here = self._join_streams()
-        small: list[Parameter] = []
-        grads: list[Tensor] = []
+        small: dict[Parameter, Tensor] = {}
         for p in self.parameters:
             grad = p.tensor.grad
             if grad is not None and here is not None:
@@ -167,11 +166,10 @@ class Bucket:
                 continue
             if grad.requires_grad or grad.dtype is not p.dtype or grad.layout is not torch.strided:
                 p.check(grad)  # which raises; a call for each gradient would take longer
-            small.append(p)
-            grads.append(grad)
+            small[p] = grad
             p.tensor.grad = None
         if small:
-            copy_each([self.memory[p] for p in small], grads)
+            copy_each([self.memory[p] for p in small], [*small.values()])
             self.packed.update(small)
             if scale != 1:
                 self._body_of_small *= scale

@@ -82,7 +82,7 @@ def note_to_send(states: Sequence[int], count: float, is_counting: bool, has_fai
     """
     sent = 0, 1, engine.size + 1
     failed = [has_failed and rank == engine.rank for rank in range(engine.size)]
-    numbers = [*(sent[state] for state in states), count, is_counting, *failed]
+    numbers = [*[sent[state] for state in states], count, is_counting, *failed]
     return torch.tensor(numbers, dtype=torch.float64, device=engine.control_device)
 
 

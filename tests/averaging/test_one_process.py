@@ -183,26 +183,22 @@ def test_checkpoints(where, reentrant):
     """The second one shares its layer with the first: its gradient comes after the bucket may have been sent."""
 
     def body(r):
-        model = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(3)]).double()
+        model = made(lambda: nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(3)]))
         averager = dc.GradientAverager(model, bucket_mb=1e-6, reduction="sum")
-        x = torch.full((1, 2), r + 1.0, dtype=torch.double, requires_grad=True)
-        expected = [p.detach().clone().requires_grad_() for p in model.parameters()]
+
+        def again(k, x):
+            return checkpoint(model[k], x, use_reentrant=reentrant)
+
         for _ in range(3):
             model.zero_grad()
-            y = model[2](
-                checkpoint(model[0], checkpoint(model[1], x, use_reentrant=reentrant), use_reentrant=reentrant)
-            )
-            z = model[2](checkpoint(model[0], x, use_reentrant=reentrant)) + model[2](x)
-            averager.backward(y.sum() + z.square().sum())
-        a, b, c = expected
-        for s in range(dc.get_world_size()):
-            x = torch.full((1, 2), s + 1.0, dtype=torch.double)
-            y, z = x @ b.T @ a.T @ c.T, x @ a.T @ c.T + x @ c.T
-            (y.sum() + z.square().sum()).backward()
-        same(gradients(model), [p.grad for p in expected], 1e-9)
+            losses = []
+            for s in range(2) if r is None else [r]:
+                x = torch.full((1, 2), s + 1.0, dtype=torch.double, requires_grad=True)
+                losses += [model[2](again(0, again(1, x))).sum(), (model[2](again(0, x)) + model[2](x)).square().sum()]
+            averager.backward(sum(losses))
         return gradients(model)
 
-    each(body, 2, where)
+    same(each(body, 2, where), body(None), 1e-9)
 
 
 @on_two
@@ -288,6 +284,7 @@ def test_mixed_dtypes(where):
     [
         (torch.float16, None, [57600.0, 64000.0], 60800.0),  # their sum is no number of this dtype
         (torch.float32, torch.bfloat16, [1 + 2**-10, 1 + 2**-10], 1.0),  # nor is what is sent
+        (torch.float16, torch.float32, [2**-24, 2**-24], 2**-24),  # nor are halves of these
     ],
 )
 def test_a_mean_in_the_dtype_in_which_it_is_sent(dtype, comm_dtype, values, mean):

@@ -120,6 +120,9 @@ MUTANTS = [
         "averager_mean complex",
         f"{_ONE}::test_gradients_in_other_layouts",
     ),
+    Mutant(
+        _BUCKETS, "Bucket.pack", "memory.itemsize > sent.itemsize", "False", "comm_dtype", f"{_ONE} -k in_the_dtype"
+    ),
     # at construction
     Mutant(
         "averaging/averager.py",
