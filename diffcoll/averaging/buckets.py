@@ -26,7 +26,7 @@ class Parameter:
         self.dtype, self.device, self.shape = tensor.dtype, tensor.device, tensor.shape
         #: The dtype in which its gradient is sent.
         self.sent_dtype = self.dtype if comm_dtype is None or comm_dtype == self.dtype.to_real() else comm_dtype
-        #: Whether its gradient is copied together with others.
+        #: Whether its gradient is copied together with others; the same on all ranks: small ones stand first.
         self.is_small = self.sent_dtype == self.dtype and tensor.nbytes < SMALL and not is_channels_last(tensor)
         #: Where its gradient is reduced; None: it was frozen when the buckets were made.
         self.bucket: Bucket | None = None

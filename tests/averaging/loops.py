@@ -8,7 +8,6 @@ import contextlib
 import random
 from typing import NamedTuple
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -241,8 +240,3 @@ class OnRank:
 
 def on_rank(seed, r):
     return OnRank(seed, drawn(seed), r).run()
-
-
-def refuses(call, error=RuntimeError):
-    with pytest.raises(error):
-        call()
