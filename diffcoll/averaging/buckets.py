@@ -45,8 +45,9 @@ class Parameter:
             raise RuntimeError(
                 f"{NAME}.reduce: {self.name}: got a gradient of {tuple(grad.shape)} {grad.dtype} {grad.layout}, "
                 f"create_graph={grad.requires_grad}; expected {tuple(self.shape)} {self.dtype} as when the {NAME} was "
-                "made, dense (sparse=False in nn.Embedding), and create_graph=False, since a block is not "
-                'differentiable: use torch.autograd.grad and dc.all_reduce(gradients, "mean")'
+                "made (after a conversion make a new one), dense (sparse=False in nn.Embedding), and "
+                "create_graph=False, since a block is not differentiable: use torch.autograd.grad and "
+                'dc.all_reduce(gradients, "mean")'
             )
 
     def is_reduced(self) -> bool:

@@ -17,8 +17,8 @@ Named: TypeAlias = list[tuple[str, Tensor]]
 
 _DDP = "DDP averages these gradients itself: pass the module that it wraps, and train that one"
 _SHARDED = (
-    "FSDP reduces the gradients of what it shards; with tensor parallelism alone, average p.grad.to_local() over the "
-    "axis of the data by diffcoll.all_reduce"
+    "FSDP or tensor parallelism shards this parameter. FSDP reduces its gradient itself; with tensor parallelism "
+    "alone, average p.grad.to_local() over the axis of the data by diffcoll.all_reduce; pass the other parameters"
 )
 
 
@@ -44,7 +44,7 @@ def named_parameters(given: Any) -> Named:
         if is_lazy(p) or not p.is_leaf:
             raise _wrong(ValueError, f"{name}, which is not initialized or not a leaf")
         if _is_sharded(p):
-            raise _wrong(TypeError, f"{name}, which is sharded", _SHARDED)
+            raise _wrong(TypeError, name, _SHARDED)
         named.setdefault(id(p), pair)
     if not differentiable([*named.values()]):
         raise _wrong(ValueError, "no parameter of a floating-point or complex dtype")

@@ -66,9 +66,9 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 def _refuse(optimizer: Optimizer) -> None:
     if any(watch.forbids(optimizer) for watch in _watches):
         raise RuntimeError(
-            f"{NAME}: {type(optimizer).__name__}.step on gradients of this rank alone: within a block, or after a "
-            "backward outside of one; call averager.backward(loss) instead of loss.backward(), with micro-batches for "
-            "the last one, and step after it; to step on local gradients, call averager.close() first"
+            f"{NAME}: {type(optimizer).__name__}.step on gradients of this rank alone: a block is open, or since the "
+            "last one backward has run outside of a block; call averager.backward(loss) instead of loss.backward(), "
+            "with micro-batches for the last one, and step after it; to step on local gradients, call averager.close()"
         )
 
 

@@ -217,44 +217,42 @@ def test_a_step_on_gradients_that_no_block_has_reduced():
     averager = dc.GradientAverager(model)
     optimizer, of_other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
     x = torch.ones(1, 5, dtype=torch.double)
+    before = [p.detach().clone() for p in model.parameters()]
 
-    def closure():
+    def local():
+        model(x).sum().backward()
+
+    def reduced():
         model.zero_grad()
         averager.backward(model(x).sum())
         return 1.0
 
-    model(x).sum().backward()
-    before = [p.detach().clone() for p in model.parameters()]
+    local()
     assert "averager.backward" in refused(optimizer.step)
-    refused(lambda: optimizer.step(lambda: model(x).sum().backward()))
+    refused(lambda: optimizer.step(local))
     same([p.detach() for p in model.parameters()], before, 0)
     other(x).sum().backward()
     of_other.step()
-    optimizer.step(closure)
-    optimizer.step()
+    optimizer.step(reduced)
     torch.compile(optimizer.step, backend="eager")()
-    model(x).sum().backward()
+    local()
     model.zero_grad()
     optimizer.step()  # nothing
-    model(x).sum().backward()
+    local()
     with averager.reduce():
         pass
     optimizer.step()
     second = dc.GradientAverager(model[0])
-    model.zero_grad()
-    averager.backward(model(x).sum())
-    optimizer.step()  # a block of another averager has reduced them
-    model(x).sum().backward()
-    refused(optimizer.step)
+    reduced()
+    optimizer.step()  # a block of another averager has reduced the second one's
+    local()
     second.close()
     refused(optimizer.step)
     averager.close()
     optimizer.step()
     refused(averager.reduce)
-    model(x).sum().backward()
-    optimizer.step()
     dc.GradientAverager(model)  # dropped at once
-    model(x).sum().backward()
+    local()
     optimizer.step()
 
 
