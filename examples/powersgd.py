@@ -8,7 +8,7 @@ In every step, for each matrix, with M_r the gradient of rank r plus its residua
     P = orthonormal columns of mean_r M_r Q        Q_r = M_rᵀ P        Q = mean_r Q_r
     used on all ranks: P Qᵀ                        residual of rank r: M_r − P Q_rᵀ
 
-So what was used plus the mean of all residuals is mean_r M_r: nothing is lost, it is sent in later steps.
+What was used plus the mean of all residuals is mean_r M_r: nothing is lost.
 """
 
 import torch
@@ -19,69 +19,49 @@ from diffcoll.testing import spawn
 
 
 class PowerSGD:
-    """Replaces each `.grad` by a mean over ranks: matrices in a given rank, vectors as they are.
+    """Replaces each `.grad` by a mean over ranks: matrices in a given rank, those of no higher rank as they are."""
 
-    Args:
-        rank: of the approximation; a matrix of no higher rank is sent as it is.
-        seed: of the first projection; the same on all ranks.
-    """
-
-    def __init__(self, rank: int = 1, seed: int = 0) -> None:
-        self.rank = rank
-        self.generator = torch.Generator().manual_seed(seed)
+    def __init__(self, rank: int) -> None:
+        self.rank, self.generator = rank, torch.Generator().manual_seed(0)  # the same on all ranks
         self.projections: dict[int, Tensor] = {}
         self.residuals: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def reduce(self, net: nn.Module) -> None:
         """Call it after backward, on all ranks; every parameter has a gradient."""
-        gradients = dict(enumerate(p.grad for p in net.parameters() if p.grad is not None))
-        matrices = {i: g.flatten(1) for i, g in gradients.items() if self._is_compressed(g)}
-        rest = {i: g for i, g in gradients.items() if i not in matrices}
+        rest = dict(enumerate(p.grad for p in net.parameters() if p.grad is not None))
+        matrices = {i: g.flatten(1) for i, g in rest.items() if g.dim() > 1 and min(g.flatten(1).shape) > self.rank}
         for i, m in matrices.items():
+            del rest[i]
+            m += self.residuals.get(i, 0)  # a view of the gradient
             if i not in self.projections:
                 q = torch.randn(m.shape[1], self.rank, generator=self.generator, dtype=m.dtype)
-                self.projections[i], self.residuals[i] = q.to(m.device), torch.zeros_like(m)
-            m += self.residuals[i]  # a view of the gradient
+                self.projections[i] = q.to(m.device)
         products = {i: m @ self.projections[i] for i, m in matrices.items()}
-        means = dc.all_reduce({"products": products, "rest": rest}, "mean")
-        ps = {i: torch.linalg.qr(p).Q for i, p in means["products"].items()}
+        products, means = dc.all_reduce((products, rest), "mean")
+        for i, g in rest.items():
+            g.copy_(means[i])
+        ps = {i: torch.linalg.qr(product).Q for i, product in products.items()}
         mine = {i: m.T @ ps[i] for i, m in matrices.items()}
         for i, q in dc.all_reduce(mine, "mean").items():
-            self.residuals[i] = matrices[i] - ps[i] @ mine[i].T
-            self.projections[i] = q
+            self.residuals[i], self.projections[i] = matrices[i] - ps[i] @ mine[i].T, q
             matrices[i].copy_(ps[i] @ q.T)
-        for i, g in rest.items():
-            g.copy_(means["rest"][i])
-
-    def _is_compressed(self, g: Tensor) -> bool:
-        return g.dim() > 1 and min(g.flatten(1).shape) > self.rank
 
 
-def train(rank: int, compressed: bool, steps: int = 150) -> list[float]:
+def train(rank: int, rank_of_matrices: int) -> float:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
-    averager, powersgd = None if compressed else dc.GradientAverager(net), PowerSGD(rank=1)
+    net, powersgd = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)), PowerSGD(rank_of_matrices)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(rank))
-    y = (x[:, :2].prod(1, keepdim=True)).tanh()
-    losses = []
-    for _ in range(steps):
-        loss = (net(x) - y).square().mean()
-        losses.append(dc.global_mean(loss).item())
-        if averager is not None:
-            averager.backward(loss)
-        else:
-            loss.backward()
-            powersgd.reduce(net)
-        optimizer.step()
+    for _ in range(150):
         optimizer.zero_grad()
-    return losses
+        loss = (net(x) - x[:, :2].prod(1, keepdim=True).tanh()).square().mean()
+        loss.backward()
+        powersgd.reduce(net)
+        optimizer.step()
+    return dc.global_mean(loss).item()
 
 
 if __name__ == "__main__":
-    for compressed in (False, True):
-        losses = spawn(train, range(2), [compressed] * 2)[0]
-        print(f"{'PowerSGD' if compressed else 'exact   '}  loss {losses[0]:.3f} → {losses[-1]:.3f}")
-    numbers = 8 * 32 + 32 * 1 + 32 + 1
-    print(f"numbers per step and rank: {numbers} exact, {(8 + 32) + (32 + 32 + 1)} with rank 1")
+    for k, numbers in (8, 8 * 32 + 32 + 32 + 1), (1, (8 + 32) + (32 + 32 + 1)):
+        print(f"rank {k}: {numbers} numbers per step, loss {spawn(train, range(2), [k] * 2)[0]:.3f}")

@@ -6,18 +6,16 @@ note  notes/training/averaging.md
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from diffcoll.averaging import unreduced
 from diffcoll.averaging.buckets import is_channels_last
 from diffcoll.averaging.global_mean import checked_count
 from diffcoll.averaging.messages import NAME, broadcast_from_first, twin
 from diffcoll.averaging.parameters import differentiable, named_parameters
-from diffcoll.averaging.reducer import Reducer
+from diffcoll.averaging.reducer import Block, Reducer
 from diffcoll.core import expect
 from diffcoll.core.control import Control
 from diffcoll.core.dtypes import FLOATS
@@ -49,9 +47,9 @@ class GradientAverager:
 
     Args:
         module_or_params: an `nn.Module`, parameters, or pairs (name, parameter); the same on all ranks in number,
-            order, names, shapes and dtypes. Any floating-point or complex dtype; dtypes and devices may be mixed.
-            Integer parameters are only broadcast. Parameters may be frozen and unfrozen at any time. Those that a
-            module gets later are not averaged: make the averager when the model is complete, like an optimizer.
+            order, names, shapes and dtypes, which may be mixed, as devices may. Integer parameters are only broadcast.
+            Parameters may be frozen and unfrozen at any time. Those that a module gets later are not averaged: make
+            the averager when the model is complete, like an optimizer.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         reduction: `"mean"`: Σ_r g_r / N, for equal batches and for losses of `diffcoll.nn`. `"sum"`: Σ_r g_r, if each
             loss is already divided by the global count. A block with a `count` replaces both. Spelled as in
@@ -61,8 +59,7 @@ class GradientAverager:
         broadcast: copy rank 0's parameters, and a module's buffers, to all ranks on construction.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on its own; DistributedDataParallel or FSDP reduces some of these
-            parameters; a module has sparse gradients.
+        TypeError, ValueError: an argument is wrong on its own; DDP or FSDP reduces some of these parameters.
         CollectiveMismatchError: the ranks' parameters, buffers or arguments differ; raised on all ranks, with the first
             difference.
 
@@ -92,33 +89,33 @@ class GradientAverager:
         if engine.in_one_graph:
             got, expected = "simulated ranks that share one autograd graph", "ranks that call backward themselves"
             raise RuntimeError(message(NAME, "group", got, expected))
-        ranks = Control(engine, NAME)
         buffers = [*module_or_params.named_buffers()] if isinstance(module_or_params, nn.Module) else []
-        ranks.agree_on_each([_fact(*pair) for pair in named], "parameters")
-        arguments = [f"{how=}, bucket_mb={float(bucket_mb)}, {comm_dtype=}, {broadcast=}"]
-        ranks.agree_on_each(arguments + [_fact(*pair) for pair in buffers if broadcast], "arguments or buffers")
+        arguments = f"{how=}, bucket_mb={float(bucket_mb)}, {comm_dtype=}, {broadcast=}"
+        tensors = [*named, *(buffers if broadcast else [])]
+        Control(engine, NAME).agree_on_each(
+            [arguments, *(_fact(*pair) for pair in tensors)], "arguments, parameters or buffers"
+        )
         if broadcast:
-            broadcast_from_first([t for _, t in (*named, *buffers)], group)
+            broadcast_from_first([t for _, t in tensors], group)
         self._group, self._is_closed = group, False
         nbytes = bucket_mb * 2**20
         self._reducer = Reducer(differentiable(named), twin(engine, self), how == "mean", nbytes, comm_dtype)
-        unreduced.watch(self._reducer)
 
     @property
     def group(self) -> Group:
         """The group over which gradients are reduced, as it was passed."""
         return self._group
 
-    def reduce(self, count: float | Tensor | None = None) -> _Block:
+    def reduce(self, count: float | Tensor | None = None) -> Block:
         """Return the block at whose end `.grad` is reduced: everything in it, earlier micro-batches included.
 
         All ranks enter it equally often. What happens in it may differ: a rank may use other parameters or none, may
         call backward several times or not at all. A parameter that this rank has not used contributes zeros; one that
-        no rank has used keeps `.grad` None. The last of several micro-batches in a block, the others before it with
-        plain `loss.backward()`; or all of them before, and `with averager.reduce(): pass`.
+        no rank has used keeps `.grad` None. With micro-batches, call plain `loss.backward()` for all but the last; or
+        for all, and then `with averager.reduce(): pass`.
 
-        Zero, clip and step outside of the block. `GradScaler.unscale_` within it is wrong, and not noticed. Two
-        averagers, as of a generator and a discriminator, may be open at once.
+        Zero, clip and step outside of the block. `GradScaler.unscale_` within it is wrong, and not noticed. Blocks of
+        two averagers, as of a generator and a discriminator, may be open at once.
 
         Args:
             count: for unequal batches: the number of items (rows, tokens) over which this rank's loss is a *sum*. The
@@ -128,19 +125,19 @@ class GradientAverager:
 
         Raises:
             ValueError, TypeError: from here: the count is neither.
-            RuntimeError: at the end, on all ranks: one rank has left its block by an error, whose own error it raises;
-                or gradients were modified in the block, or, with `"sum"` or a count, were reduced before. `.grad` is
-                None on all ranks; call `zero_grad()` and take the next step.
+            RuntimeError: at the end, on all ranks: a rank has left its block by an error, and raises that itself; or
+                gradients were modified in the block, or, with `"sum"` or a count, were reduced before. `.grad` is None
+                on all ranks; call `zero_grad()` and take the next step.
             CollectiveMismatchError: at the end, on all ranks: some pass a count, and others do not.
             CollectiveFailedError: a rank has died or did not enter its block; names the message.
         """
         if self._is_closed:
             raise RuntimeError(f"{NAME}.reduce: was closed by close(); make a new {NAME}, or use plain backward()")
-        return _Block(self._reducer, None if count is None else checked_count(f"{NAME}.reduce", "count", count))
+        return Block(self._reducer, None if count is None else checked_count(f"{NAME}.reduce", "count", count))
 
     @untraced
     def backward(self, loss: Tensor, count: float | Tensor | None = None) -> None:
-        """Call `loss.backward()` in a block, see `reduce`: what most training loops need."""
+        """Call `loss.backward()` in a block, see `reduce`."""
         with self.reduce(count):
             torch.autograd.backward(loss)
 
@@ -151,7 +148,6 @@ class GradientAverager:
         """
         if not self._is_closed:
             self._is_closed = True
-            unreduced.ignore(self._reducer)
             self._reducer.close()
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
@@ -161,25 +157,6 @@ class GradientAverager:
     def __getattr__(self, name: str) -> Any:
         """Explain that a module's attributes are the module's."""
         raise AttributeError(f"{name}: {_NO_WRAPPER}")
-
-
-class _Block:
-    """The context manager of `GradientAverager.reduce`."""
-
-    def __init__(self, reducer: Reducer, count: float | Tensor | None) -> None:
-        self._reducer, self._count = reducer, count
-
-    @untraced
-    def __enter__(self) -> None:
-        """Prepare the buckets."""
-        self._reducer.begin(self._count)
-
-    @untraced
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Reduce what is in `.grad`, or tell the other ranks of the error."""
-        self._reducer.end(error)
 
 
 def _fact(name: str, t: Tensor) -> str:

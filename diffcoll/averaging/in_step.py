@@ -57,43 +57,36 @@ def in_step(batches: Iterable[Batch], empty: Batch | None = None, group: Group =
 
 
 def _steps(batches: Iterator[Batch], empty: Batch | None, engine: Engine) -> Iterator[Batch]:
-    last = empty
+    last: Any = empty
     while True:
-        batch, status, error = _next(batches, last)
+        error = None
+        try:
+            batch, status = next(batches), _HAS_BATCH
+        except StopIteration:
+            status = _HAS_NOTHING if last is None else _RAN_OUT
+        except BaseException as raised:  # the other ranks wait for this one
+            error, status = raised, _RAISED
         statuses = [status for (status,) in Control(engine, "in_step").numbers([status])]
         if error is not None:
             raise error
-        _refuse(statuses)
+        if _RAISED in statuses:
+            raise RuntimeError(f"in_step: batches: the iterator has raised on rank {_ranks(statuses, _RAISED)}")
         if _HAS_BATCH not in statuses:
             return
+        if _HAS_NOTHING in statuses:
+            raise ValueError(
+                f"in_step: empty: got None on rank {_ranks(statuses, _HAS_NOTHING)}, which has no batch at all, while "
+                "others have one; pass empty=…, a batch of no rows in the form of the others', on that rank or on all"
+            )
         if status != _HAS_BATCH:
             batch = last if empty is not None else emptied(last)
         elif empty is None:
             last = batch
-        yield batch  # type: ignore[misc]  # `last` is a batch here
+        yield batch
 
 
-def _next(batches: Iterator[Batch], last: Batch | None) -> tuple[Batch | None, int, BaseException | None]:
-    """Return the next batch, what to tell the other ranks, and the error of the iterator."""
-    try:
-        return next(batches), _HAS_BATCH, None
-    except StopIteration:
-        return None, _HAS_NOTHING if last is None else _RAN_OUT, None
-    except BaseException as error:  # the other ranks wait for this one
-        return None, _RAISED, error
-
-
-def _refuse(statuses: list[int]) -> None:
-    """Raise, on all ranks, if the batches of one have raised, or if one has neither a batch nor an empty one."""
-    raised = [rank for rank, status in enumerate(statuses) if status == _RAISED]
-    if raised:
-        raise RuntimeError(f"in_step: batches: the iterator has raised on rank {', '.join(map(str, raised))}")
-    without = [rank for rank, status in enumerate(statuses) if status == _HAS_NOTHING]
-    if without and _HAS_BATCH in statuses:
-        raise ValueError(
-            f"in_step: empty: got None on rank {', '.join(map(str, without))}, which has no batch at all, while others "
-            "have one; pass empty=…, a batch of no rows in the form of the others', on that rank or on all"
-        )
+def _ranks(statuses: list[int], status: int) -> str:
+    return ", ".join(str(rank) for rank, each in enumerate(statuses) if each == status)
 
 
 def emptied(batch: Any) -> Any:

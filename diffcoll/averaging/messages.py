@@ -1,4 +1,4 @@
-"""Messages of an averager: those of its construction, the communicator of its own, and the note of a block."""
+"""Messages of an averager: those of its construction, the communicator of its own, and those of a block."""
 
 from __future__ import annotations
 
@@ -15,45 +15,50 @@ from diffcoll.collectives.broadcast import broadcast
 from diffcoll.core.control import Control
 from diffcoll.core.errors import CollectiveFailedError
 from diffcoll.core.torch_private.tracing import is_profiling
-from diffcoll.engines.engine import Engine
-from diffcoll.engines.turn import Turn
+from diffcoll.engines.engine import Engine, done
+from diffcoll.engines.turn import BackendError, Turn
 from diffcoll.engines.types import Group
 
 #: Name in errors, profiles and check mode.
 NAME = "GradientAverager"
-#: Why a rank may not have joined a reduction.
-ABSENT = (
-    "died, hangs, waits in a collective of the model that a failed rank has left, or has not entered this block; "
-    "enter it equally often on all ranks, see in_step() for unequal numbers of batches"
-)
 #: Approximate size of one message of `broadcast_from_first`.
 _BYTES = 64 << 20
 
 
-@contextlib.contextmanager
-def communicating(engine: Engine, at: str, nbytes: int, what: str) -> Iterator[None]:
-    """Take the engine's turn for the message `at`, label the profile, and add to an error of the backend.
+class Message:
+    """A reduction of a row in place, in progress; profiles and errors name it, `at`, and its contents, `what`."""
 
-    An error names the message and its contents `what`.
-    """
-    try:
+    def __init__(self, engine: Engine, row: Tensor, at: str, what: object) -> None:
+        self._engine, self._nbytes, self._at, self._what = engine, row.nbytes, at, what
+        with self._named():
+            self._wait = engine.all_reduce(row, row, engine.overlaps(row)) if engine.size > 1 else done
+
+    def wait(self) -> None:
+        """Wait for the sum of all ranks' rows."""
+        with self._named():
+            self._wait()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        engine, name = self._engine, f"{NAME}, {self._at}"
         with contextlib.ExitStack() as stack:
-            stack.enter_context(Turn(engine, f"{NAME}, {at}"))
+            stack.enter_context(Turn(engine, name))
             if is_profiling():
-                label = f"diffcoll.{NAME} {at} ({what}): {engine.description}, {nbytes} B"
+                label = f"diffcoll.{NAME} {self._at} ({self._what}): {engine.description}, {self._nbytes} B"
                 stack.enter_context(torch.profiler.record_function(label))
-            yield
-    except CollectiveFailedError as failed:
-        error = failed.__cause__ or failed  # the backend's
-        said = " ".join(str(error).split())
-        text = f"{NAME}, {at} ({what}): failed on rank {engine.rank} of {engine.description}: {said}; a rank {ABSENT}"
-        raise CollectiveFailedError(text) from error
+            try:
+                yield
+            except BackendError as error:
+                raise CollectiveFailedError(
+                    f"{name} ({self._what}): failed on rank {engine.rank} of {engine.description}: "
+                    f"{' '.join(str(error).split())}; a rank died, hangs, waits in a collective of the model that a "
+                    "failed rank has left, or has not entered this block; enter it equally often on all ranks, see "
+                    "in_step() for unequal numbers of batches"
+                ) from error.__cause__ or error
 
 
 # ── the note ─────────────────────────────────────────────────────────────────────────────────────────────
 
-#: What a rank tells the others of itself; both may hold.
-FAILED, HAS_COUNT = 1, 2
 #: States of a parameter on a rank: no gradient, one in its bucket, one that came after its bucket was sent.
 UNUSED, USED, LATE = range(3)
 
@@ -63,32 +68,30 @@ class Note(NamedTuple):
 
     #: For each parameter the largest of the ranks' states.
     states: list[int]
-    #: Sum of the counts that the hosts have given.
+    #: Sum of the counts that the hosts have given, and the number of ranks that count, on the host or on a device.
     total: float
-    #: For each rank its FAILED and HAS_COUNT.
-    flags: list[int]
-
-    def where(self, flag: int) -> list[int]:
-        """Return the ranks for which this holds."""
-        return [rank for rank, flags in enumerate(self.flags) if flags & flag]
+    n_counting: int
+    #: Ranks that have left the block by an error.
+    failed: list[int]
 
 
-def note_to_send(states: Sequence[int], count: float, flags: int, engine: Engine, device: torch.device) -> Tensor:
+def note_to_send(states: Sequence[int], count: float, is_counting: bool, has_failed: bool, engine: Engine) -> Tensor:
     """Return the numbers whose sum over ranks `read_note` reads, exactly.
 
     A state is sent as 0, 1 or N + 1, so that the sum over N ranks tells the largest.
     """
     sent = 0, 1, engine.size + 1
-    of_ranks = [flags if rank == engine.rank else 0 for rank in range(engine.size)]
-    return torch.tensor([*[sent[state] for state in states], count, *of_ranks], dtype=torch.float64, device=device)
+    failed = [has_failed and rank == engine.rank for rank in range(engine.size)]
+    numbers = [*[sent[state] for state in states], count, is_counting, *failed]
+    return torch.tensor(numbers, dtype=torch.float64, device=engine.control_device)
 
 
-def read_note(note: Tensor, n_parameters: int, engine: Engine) -> Note:
+def read_note(note: Tensor, engine: Engine) -> Note:
     """Return what the sum of all ranks' notes says."""
-    numbers: list[float] = note.tolist()
-    sums, total, flags = numbers[:n_parameters], numbers[n_parameters], numbers[n_parameters + 1 :]
-    states = [LATE if s > engine.size else USED if s else UNUSED for s in sums]
-    return Note(states, total, [int(each) for each in flags])
+    n, numbers = engine.size, note.tolist()
+    *sums, total, n_counting = numbers[:-n]
+    states = [LATE if s > n else USED if s else UNUSED for s in sums]
+    return Note(states, total, int(n_counting), [rank for rank, failed in enumerate(numbers[-n:]) if failed])
 
 
 # ── before training ──────────────────────────────────────────────────────────────────────────────────────
@@ -101,15 +104,7 @@ def broadcast_from_first(tensors: Sequence[Tensor], group: Group) -> None:
     for _, pairs in groupby(zip(ends, tensors, strict=True), key=lambda pair: pair[0] // _BYTES):
         chunk = [t.detach() for _, t in pairs]
         for mine, first in zip(chunk, broadcast(chunk, 0, group=group), strict=True):
-            _write(mine, first)
-
-
-def _write(x: Tensor, value: Tensor) -> None:
-    """Write a value of the same shape into x; an expanded dimension once, since PyTorch refuses to write it whole."""
-    if 0 in x.stride():
-        at = tuple(slice(None) if stride else slice(1) for stride in x.stride())
-        x, value = x[at], value[at]
-    x.copy_(value)
+            mine.copy_(first)
 
 
 def twin(engine: Engine, owner: object) -> Engine:

@@ -1,4 +1,4 @@
-"""Which parameters an averager reduces, and what is refused: what something else reduces, or cannot be reduced."""
+"""Which parameters an averager reduces, and what is refused since something else reduces it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from diffcoll.core.errors import message
 
 Named: TypeAlias = list[tuple[str, Tensor]]
 
-SPARSE = "has sparse gradients, which are not reduced; use sparse=False in nn.Embedding, or leave the parameter out"
-_EXPECTED = "a module, parameters, or pairs (name, parameter)"
-_DDP = "DistributedDataParallel averages these gradients itself; pass the module that it wraps, and train that one"
+_DDP = "DDP averages these gradients itself: pass the module that it wraps, and train that one"
 _SHARDED = (
     "FSDP or tensor parallelism shards this parameter. FSDP reduces its gradient itself; with tensor parallelism "
     "alone, average p.grad.to_local() over the axis of the data by diffcoll.all_reduce; pass the other parameters"
@@ -28,25 +26,28 @@ def named_parameters(given: Any) -> Named:
     """Return the names and parameters of the argument `module_or_params`, a shared one once.
 
     Raises:
-        TypeError, ValueError: something in it is no leaf, not initialized, sharded, reduced by DDP, or sparse.
+        TypeError, ValueError: something in it is no initialized leaf, sharded, or reduced by DDP.
     """
     if isinstance(given, nn.Module):
-        _refuse_modules(given)
-        pairs = [*given.named_parameters()]
+        if any(isinstance(module, DistributedDataParallel) for module in given.modules()):
+            raise _wrong(TypeError, "DistributedDataParallel", _DDP)
+        pairs: list[Any] = [*given.named_parameters()]
     elif isinstance(given, (Tensor, str)) or not isinstance(given, Iterable):
-        raise TypeError(message(NAME, "module_or_params", type(given).__name__, _EXPECTED))
+        raise _wrong(TypeError, type(given).__name__)
     else:
         pairs = [pair if isinstance(pair, tuple) else (str(i), pair) for i, pair in enumerate(given)]
     named: dict[int, tuple[str, Tensor]] = {}
     for pair in pairs:
         if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], Tensor):
-            raise TypeError(message(NAME, "module_or_params", repr(pair)[:80], _EXPECTED))
-        named.setdefault(id(pair[1]), pair)
-    for name, p in named.values():
-        _refuse_parameter(name, p)
+            raise _wrong(TypeError, repr(pair)[:80])
+        name, p = pair
+        if is_lazy(p) or not p.is_leaf:
+            raise _wrong(ValueError, f"{name}, which is not initialized or not a leaf")
+        if _is_sharded(p):
+            raise _wrong(TypeError, name, _SHARDED)
+        named.setdefault(id(p), pair)
     if not differentiable([*named.values()]):
-        got = "nothing" if not named else "integers only"
-        raise ValueError(message(NAME, "module_or_params", got, "a parameter of a floating-point or complex dtype"))
+        raise _wrong(ValueError, "no parameter of a floating-point or complex dtype")
     return [*named.values()]
 
 
@@ -55,22 +56,12 @@ def differentiable(named: Named) -> Named:
     return [(name, p) for name, p in named if p.is_floating_point() or p.is_complex()]
 
 
-def _refuse_modules(given: nn.Module) -> None:
-    for name, module in given.named_modules():
-        where = f"{NAME}: module_or_params: {name or type(module).__name__}"
-        if isinstance(module, DistributedDataParallel):
-            raise TypeError(f"{where}: {_DDP}")
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise TypeError(f"{where}: {SPARSE}")
+def _wrong(kind: type[Exception], got: str, remedy: str = "") -> Exception:
+    expected = "a module, parameters, or pairs (name, parameter), as an optimizer takes them"
+    return kind(message(NAME, "module_or_params", got, expected, remedy))
 
 
-def _refuse_parameter(name: str, p: Tensor) -> None:
-    where = f"{NAME}: module_or_params: {name}"
-    if is_lazy(p):
-        raise ValueError(f"{where}: is not initialized; run a forward first, on all ranks")
-    if not p.is_leaf:
-        raise ValueError(f"{where}: is not a leaf; pass the tensors that an optimizer takes")
+def _is_sharded(p: Tensor) -> bool:
     sharding = sys.modules.get("torch.distributed.tensor")  # to import it takes time
     is_flat = getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False)
-    if is_flat or (sharding is not None and isinstance(p, sharding.DTensor)):
-        raise TypeError(f"{where}: {_SHARDED}")
+    return is_flat or (sharding is not None and isinstance(p, sharding.DTensor))

@@ -3,60 +3,47 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from diffcoll.averaging.buckets import Parameter
 from diffcoll.averaging.messages import NAME
 from diffcoll.core.torch_private.tracing import untraced
 
 
-class Watched(Protocol):
-    """What this asks of a reducer; `ids` are those of its parameters."""
+class Watch:
+    """Whether the gradients of an averager's parameters are this rank's own."""
 
-    ids: set[int]
-    witness: Parameter | None
-    is_open: bool
-    is_unreduced: bool
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._ids = {id(p) for p in parameters}
+        #: The parameter whose hook tells for all.
+        self.witness: Tensor | None = None
+        #: Whether a block is open, and whether backward has run outside of one since the last.
+        self.is_open = self.is_local = False
+        _watches.add(self)
 
+    def after_block(self) -> None:
+        """Record that a block has reduced or dropped the gradients; for other averagers of its parameters too."""
+        self.is_open = False
+        for watch in _watches:
+            if id(watch.witness) in self._ids:
+                watch.is_local = False
 
-_watched: weakref.WeakSet[Any] = weakref.WeakSet()
-_handles: list[Any] = []
+    def close(self) -> None:
+        """Let optimizers step on local gradients."""
+        _watches.discard(self)
 
-
-def watch(reducer: Watched) -> None:
-    """Raise at steps of optimizers on this reducer's parameters whose gradients are not reduced, while it lives."""
-    _watched.add(reducer)
-    weakref.finalize(reducer, _remove_unneeded)
-    if not _handles:
-        _handles.append(register_optimizer_step_pre_hook(_before_step))
-
-
-def ignore(reducer: Watched) -> None:
-    """End `watch`."""
-    _watched.discard(reducer)
-    _remove_unneeded()
-
-
-def is_in_block(tensor: Tensor) -> bool:
-    """Whether this parameter is in an open block of any averager."""
-    return any(reducer.is_open and id(tensor) in reducer.ids for reducer in _watched)
+    def forbids(self, optimizer: Optimizer) -> bool:
+        """Whether a step of this optimizer would use a gradient that is not reduced."""
+        is_local = self.is_local and self.witness is not None and self.witness.grad is not None
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        return (self.is_open or is_local) and any(id(p) in self._ids for p in parameters)
 
 
-def after_block(of: Watched) -> None:
-    """Record, for other averagers of its parameters too, that a block has reduced or dropped the gradients."""
-    for reducer in _watched:
-        if reducer.witness is not None and id(reducer.witness.tensor) in of.ids:
-            reducer.is_unreduced = False
-
-
-def _remove_unneeded() -> None:
-    while _handles and not _watched:
-        _handles.pop().remove()
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,23 +58,18 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         _refuse(optimizer)
         return loss
 
-    given: Callable[[], Any] = judged
     if "closure" in kwargs:
-        return args, {**kwargs, "closure": given}
-    return (*args[:1], given, *args[2:]), kwargs
+        return args, {**kwargs, "closure": judged}
+    return (args[0], judged, *args[2:]), kwargs
 
 
 def _refuse(optimizer: Optimizer) -> None:
-    for reducer in _watched:
-        witness = reducer.witness
-        if not reducer.is_unreduced or witness is None or witness.tensor.grad is None:
-            continue
-        if any(id(p) in reducer.ids for group in optimizer.param_groups for p in group["params"]):
-            raise RuntimeError(
-                f"{NAME}: {type(optimizer).__name__}.step on gradients of this rank alone: backward has run outside of "
-                "a block since the last one; call averager.backward(loss) instead of loss.backward(), or, with "
-                "micro-batches, for the last one; to step on local gradients, call averager.close() first"
-            )
+    if any(watch.forbids(optimizer) for watch in _watches):
+        raise RuntimeError(
+            f"{NAME}: {type(optimizer).__name__}.step on gradients of this rank alone: a block is open, or since the "
+            "last one backward has run outside of a block; call averager.backward(loss) instead of loss.backward(), "
+            "with micro-batches for the last one, and step after it; to step on local gradients, call averager.close()"
+        )
 
 
-untraced(_before_step)
+register_optimizer_step_pre_hook(untraced(_before_step))

@@ -32,8 +32,8 @@ MUTANTS = [
     ),
     Mutant(
         "averaging/buckets.py",
-        "Bucket.pack",
-        "p.tensor.grad.record_stream(here)",
+        "Bucket.complete",
+        "grad.record_stream(here)",
         "pass",
         "streams",
         f"{LATE}::test_averager",
@@ -48,9 +48,9 @@ MUTANTS = [
     ),
     Mutant(
         "averaging/reducer.py",
-        "Reducer._communicate",
-        "of_bucket()",
-        "pass",
+        "Block._communicate",
+        "(note, *self._sent)",
+        "(note,)",
         "streams averager_mean",
         f"{LATE}::test_averager",
     ),
