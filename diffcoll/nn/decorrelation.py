@@ -18,7 +18,7 @@ from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.core.expect import not_negative
 from diffcoll.core.groups import get_world_size
 from diffcoll.engines.types import Group
-from diffcoll.nn.arguments import check_features, in_full_precision, without_autocast
+from diffcoll.nn.arguments import check_rows, in_full_precision, without_autocast
 from diffcoll.nn.whole import loss_of_sums
 
 
@@ -134,7 +134,8 @@ def vicreg_loss(
 
 def _views(name: str, z_a: Tensor, z_b: Tensor) -> list[Tensor]:
     """Return both views in one dtype, float32 or float64."""
-    check_features(name, z_a=z_a, z_b=z_b)
+    check_rows(name, "z_a", z_a)
+    check_rows(name, "z_b", z_b, z_a)
     return in_full_precision(name, z_a=z_a, z_b=z_b)
 
 

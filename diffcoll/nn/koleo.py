@@ -16,10 +16,9 @@ from diffcoll.core.arguments import Sizes
 from diffcoll.core.expect import not_negative
 from diffcoll.core.torch_private.tracing import is_known
 from diffcoll.engines.types import Group
-from diffcoll.nn.arguments import check_features, without_autocast
+from diffcoll.nn.arguments import check_rows, without_autocast
 from diffcoll.nn.contrastive import least
 from diffcoll.nn.gathered import Batch
-from diffcoll.nn.whole import mean_of_rows
 
 
 def koleo_loss(
@@ -58,16 +57,15 @@ def koleo_loss(
     Source: notes/training/decorrelation.md#koleo.
     """
     name = "koleo_loss"
-    check_features(name, x=x)
+    check_rows(name, "x", x)
     not_negative(name, eps=eps)
-    with without_autocast(x):
-        batch = Batch(name, x, sizes, group)
-        own, every = batch.features(x, normalize)
-        if is_known(every.shape[0] == 0):
-            return mean_of_rows(own, batch.total, group)
-        with torch.no_grad():
-            # |x − y|² = |x|² + 2 (|y|²/2 − x·y): the first term is the same for all y.
-            closeness = own @ every.t() - every.square().sum(1) / 2
-            nearest = closeness.scatter(1, batch.mine.unsqueeze(1), least(closeness)).argmax(1)
-        distances = (own - every[nearest] + eps).square().sum(1).sqrt()
-        return mean_of_rows(-(distances + eps).log(), batch.total, group)
+    batch = Batch(name, x, sizes, group, {})
+    own, every = batch.features(x, normalize)
+    if is_known(every.shape[0] == 0):
+        return batch.mean(own)
+    with torch.no_grad(), without_autocast(x):
+        # |x − y|² = |x|² + 2 (|y|²/2 − x·y): the first term is the same for all y.
+        closeness = own @ every.t() - every.square().sum(1) / 2
+        nearest = closeness.scatter(1, batch.mine.unsqueeze(1), least(closeness)).argmax(1)
+    distances = (own - every[nearest] + eps).square().sum(1).sqrt()
+    return batch.mean(-(distances + eps).log())

@@ -16,7 +16,7 @@ from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import is_traced, unobserved
 from diffcoll.engines.devices import can_pin
 from diffcoll.engines.types import Group
-from diffcoll.nn.arguments import check_features, in_full_precision, without_autocast
+from diffcoll.nn.arguments import check_rows, in_full_precision, without_autocast
 from diffcoll.nn.whole import loss_of_sums
 
 
@@ -64,7 +64,7 @@ def sigreg_loss(
     Source: notes/training/decorrelation.md#sigreg.
     """
     name = "sigreg_loss"
-    check_features(name, features=features)
+    check_rows(name, "features", features)
     if expect.integer(name, "seed", seed, 0) >= 1 << 63:
         raise ValueError(message(name, "seed", seed, "an integer below 2⁶³", "the number of the step is one"))
     expect.integer(name, "num_slices", num_slices, 1)

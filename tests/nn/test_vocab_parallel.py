@@ -392,7 +392,6 @@ BAD = [
     ((H, W, TARGET), {"bias_shard": B[:3]}, ValueError),
     ((H, W, TARGET[:1]), {}, ValueError),
     ((H, W, TARGET.double()), {}, TypeError),
-    ((H, W, TARGET.to("meta")), {}, ValueError),
     ((H, W, 3), {}, TypeError),
     ((H, W, TARGET), {"label_smoothing": 1.5}, ValueError),
     ((H, W, TARGET), {"z_loss": -1.0}, ValueError),
