@@ -19,8 +19,7 @@ from diffcoll.core.arguments import Sizes
 from diffcoll.core.dtypes import wider
 from diffcoll.engines.types import Group
 from diffcoll.nn.arguments import check_chunk_size, check_exclude, check_marks, check_rows, scalar
-from diffcoll.nn.contrastive import Logits, Marks, in_chunks, joined, logsumexp, softplus
-from diffcoll.nn.gathered import Batch, widened
+from diffcoll.nn.contrastive import Batch, Logits, Marks, in_chunks, joined, logsumexp, softplus, widened
 
 
 def clip_loss(

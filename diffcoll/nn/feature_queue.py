@@ -86,8 +86,7 @@ class FeatureQueue(InGroup):
         Args:
             features: this rank's, (b, D); b may differ between ranks, and be 0.
             labels: (b,), integers, of a queue with labels.
-            sizes: the ranks' numbers of rows. "auto": they are exchanged. A list, or None where every rank has as many
-                (the last batch is dropped): nothing is exchanged.
+            sizes: the ranks' numbers of rows, as of `gather_batch`.
 
         Raises:
             TypeError, ValueError: an argument is invalid.

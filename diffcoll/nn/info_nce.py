@@ -20,16 +20,8 @@ from diffcoll.core.arguments import Sizes
 from diffcoll.core.dtypes import wider
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
-from diffcoll.nn.arguments import (
-    check_chunk_size,
-    check_exclude,
-    check_marks,
-    check_rows,
-    scalar,
-    without_autocast,
-)
-from diffcoll.nn.contrastive import Logits, Marks, in_chunks, joined, least, logsumexp, masks, softplus
-from diffcoll.nn.gathered import Batch, widened
+from diffcoll.nn.arguments import check_chunk_size, check_exclude, check_marks, check_rows, scalar, without_autocast
+from diffcoll.nn.contrastive import Batch, Logits, Marks, in_chunks, joined, least, logsumexp, masks, softplus, widened
 
 #: Labels below this one are those of rows without a label, each another one.
 _NO_LABEL = -(1 << 62)
@@ -78,18 +70,10 @@ def info_nce_loss(
             query without negatives contributes 0.
         chunk_size: keep the logits of this many of this rank's queries at a time, and compute them again in backward.
             None: keep all, b × B·P numbers. The b × K logits of queries' own negatives are kept.
-        sizes: the ranks' numbers of rows. "auto": they are exchanged. A list, or None where every rank has as many (the
-            last batch is dropped): nothing is exchanged.
+        sizes: the ranks' numbers of queries, as of `clip_loss`.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
-    Returns:
-        The loss of the whole batch, 0-d, the same number on every rank, of float32, or float64 if the features are; NaN
-        if no rank has a row. Its gradient is that of the whole batch after a *mean* over ranks (DDP,
-        `GradientAverager`).
-
-    Raises:
-        TypeError, ValueError: an argument is invalid.
-        CollectiveMismatchError: on all ranks, with sizes="auto", if they differ in D.
+    Result and errors are those of `clip_loss`.
 
     Source: notes/training/contrastive.md.
     """
@@ -105,17 +89,15 @@ def info_nce_loss(
     x, (key, keys) = widened(query, normalize), batch.features(positive, normalize)
     each, own = 1 if key.ndim == 2 else key.shape[1], 0 if negatives is None else negatives.shape[1]
     out, out_of_own = _split(name, exclude, x.shape[0], batch.total * each, own)
-    rows, cols = Marks(exclude=out, **marks), _of_each(each, batch.all_marks)
-    is_only = each == 1 and labels is None
-    if is_only:
-        rows = rows._replace(own=batch.mine.unsqueeze(1))
-    else:
+    rows, cols, pos, more = Marks(exclude=out, **marks), _of_each(each, batch.all_marks), None, None
+    if each > 1 or labels is not None:
         number = torch.arange(batch.total, device=x.device).repeat_interleave(each)
         rows = rows._replace(labels=_apart(rows.labels, batch.mine))
         cols = cols._replace(labels=_apart(cols.labels, number))
     logits = Logits.of(keys.flatten(0, -2), cols, query, normalize, scale)
-    q, more = logits.rows(x), None
-    pos = logits.of_pairs(q, key.view(x.shape)) if is_only else None
+    q = logits.rows(x)
+    if rows.labels is None:
+        rows, pos = rows._replace(own=batch.mine.unsqueeze(1)), logits.of_pairs(q, key.view(x.shape))
     if negatives is not None and own:
         with without_autocast(x):
             more = torch.bmm(widened(negatives, normalize), (x * scale).unsqueeze(2)).squeeze(2)
@@ -145,26 +127,10 @@ def nt_xent_loss(
     >>> for value in simulate(dc.nn.functional.nt_xent_loss, out0.split([5, 3]), out1.split([5, 3])):
     ...     torch.testing.assert_close(value, dc.nn.functional.nt_xent_loss(out0, out1))
 
-    Args:
-        out0: features of the first view of this rank's samples, (b, D), of float16, bfloat16, float32 or float64; b may
-            differ between ranks, and be 0. Half precision is sent as it is; logits are computed in float32.
-        out1: features of the second view of the same samples.
-        ids: views of other samples with an equal id are *left out*, as false negatives; (b,), integers.
-        exclude: (b, B), bool: further pairs of this rank's and all ranks' samples, whose views are left out.
-        temperature: a number or a tensor with one element; divides the logits.
-        normalize: normalize the features first.
-        decoupled: leave a view's positive out of its denominator, which has its negatives alone (Yeh et al. 2022); a
-            view without negatives contributes 0.
-        chunk_size: keep the logits of this many of this rank's views at a time, and compute them again in backward.
-            None: keep all, 2b × 2B numbers.
-        sizes: the ranks' numbers of samples; see `info_nce_loss`.
-        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-
-    Returns:
-        As `info_nce_loss`.
-
-    Raises:
-        TypeError, ValueError, CollectiveMismatchError: as `info_nce_loss`.
+    `out0` and `out1` are features of two views of this rank's samples, (b, D), row i of both of the same sample. Views
+    of other samples are left out where `ids`, (b,), are equal, or where `exclude`, (b, B), bool, is True for this
+    rank's and all ranks' samples. `decoupled` leaves a view's positive out of its denominator. The other arguments,
+    result and errors are those of `info_nce_loss`; `chunk_size` counts views.
 
     Source: notes/training/contrastive.md.
     """
@@ -199,28 +165,10 @@ def supcon_loss(
     >>> for value in simulate(dc.nn.functional.supcon_loss, features.split([5, 3]), labels.split([5, 3])):
     ...     torch.testing.assert_close(value, dc.nn.functional.supcon_loss(features, labels))
 
-    Args:
-        features: this rank's features, (b, D), or (b, views, D) as in the authors' code, of float16, bfloat16, float32
-            or float64; b may differ between ranks, and be 0. Half precision is sent as it is; logits are computed in
-            float32.
-        labels: (b,), integers: the class of each sample. All views of all samples of a class are positives. Samples of
-            class −1 are negatives of the others, and have no positives.
-        ids: rows of an equal id and another label are *left out*; (b,), integers. Those of equal id and label stay
-            positives.
-        exclude: (b, B), bool: further pairs of this rank's and all ranks' samples, whose views are left out unless
-            they are positives.
-        temperature: a number or a tensor with one element; divides the logits.
-        normalize: normalize the features first.
-        chunk_size: keep the logits of this many of this rank's views at a time, and compute them again in backward.
-            None: keep all, a row of all ranks' views for each.
-        sizes: the ranks' numbers of samples; see `info_nce_loss`.
-        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-
-    Returns:
-        As `info_nce_loss`.
-
-    Raises:
-        TypeError, ValueError, CollectiveMismatchError: as `info_nce_loss`.
+    `features` are (b, D), or (b, views, D) as in the authors' code. All views of all samples of a class are positives;
+    samples of class −1 are negatives of the others, and have no positives. Other views are left out where `ids`, (b,),
+    are equal, or where `exclude`, (b, B), bool, is True for this rank's and all ranks' samples. The other arguments,
+    result and errors are those of `info_nce_loss`; `chunk_size` counts views.
 
     Source: notes/training/contrastive.md.
     """
@@ -281,14 +229,8 @@ def _terms(
 ) -> Tensor:
     """Return −log softmax of each row, averaged over its positives; 0 for a row without one.
 
-    Args:
-        q: `logits.rows` of the features.
-        logits: makes those of rows and columns.
-        rows: marks of the rows; `own` are the columns that are no negatives, or, with labels, the row itself.
-        chunk_size: number of rows at a time.
-        pos: the logit of each row's only positive; None: labels say which are positives.
-        more: logits of each row's own negatives.
-        decoupled: without the positives in the denominator.
+    `pos` is the logit of each row's only positive, and `rows.own` are the columns that are no negatives; without it
+    labels say which are positives, and `rows.own` is the row itself. `more` are logits of each row's own negatives.
     """
     sum_exp = partial(logsumexp, dim=1, in_place=logits.in_place)
 
@@ -330,9 +272,6 @@ def _apart(labels: Tensor | None, number: Tensor) -> Tensor:
 def _of_each(n: int, marks: dict[str, Tensor]) -> Marks:
     """Return the marks of samples for n rows of each."""
     return Marks(**{key: mark.repeat_interleave(n) for key, mark in marks.items()})
-
-
-# ── arguments ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _inverse(name: str, temperature: Tensor | float, dtype: torch.dtype) -> Tensor | float:

@@ -28,8 +28,17 @@ from diffcoll.core.torch_private.tracing import assert_in_graph, is_known, is_tr
 from diffcoll.core.torch_private.transforms import is_within_transform, without_transforms
 from diffcoll.engines.types import Group
 from diffcoll.nn.arguments import check_chunk_size, in_full_precision, without_autocast
-from diffcoll.nn.contrastive import Marks, in_chunks, joined, least, logsumexp, may_overwrite, overwritten, softplus
-from diffcoll.nn.gathered import sizes_of_ranks
+from diffcoll.nn.contrastive import (
+    Marks,
+    in_chunks,
+    joined,
+    least,
+    logsumexp,
+    may_overwrite,
+    overwritten,
+    sizes_of_ranks,
+    softplus,
+)
 
 #: What is done over the tokens.
 Reduction = Literal["mean", "sum", "none"]
@@ -78,10 +87,8 @@ def vocab_parallel_cross_entropy(
         reduction: over the tokens, as that of `torch.nn.functional.cross_entropy`, and not over the ranks: "mean" over
             those that are not ignored, "sum", or "none", the loss of each token.
         chunk_size: keep the logits of this many tokens at a time, and compute them again in backward. None: of all.
-        sizes: the numbers V_r of all ranks. "auto": they are exchanged. A list, or None where every rank has as many:
-            nothing is exchanged.
-        group: the ranks that have shards: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see
-            `set_default_group`.
+        sizes: the numbers V_r of all ranks, as `sizes` of `clip_loss`.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
     Returns:
         The loss, the same on every rank: 0-d, or of target's shape with "none"; float32, or float64 if an argument is.
@@ -132,13 +139,7 @@ def vocab_parallel_cross_entropy(
 def _sums(q: Tensor, w: Tensor, bias: Tensor | None, at: Tensor, chunk_size: int | None, smooth: bool) -> list[Tensor]:
     """Return, for each token, log Σ_j exp s_ij of this rank's j ≠ t, s_it or 0, and, to `smooth`, Σ_j s_ij.
 
-    Args:
-        q: hidden.
-        w: this rank's rows.
-        bias: of these rows.
-        at: the target's index among these rows, if it is one of them.
-        chunk_size: number of tokens at a time.
-        smooth: whether the sum is needed.
+    `at` is the target's index among this rank's rows w, if it is one of them.
     """
     here = (at >= 0) & (at < w.shape[0])
     if is_known(w.shape[0] == 0):  # of this rank no word; the result is of q's and w's graph

@@ -40,10 +40,12 @@ MUTANTS = [
         "law",
         f"{_DICE} -k every_rank_runs_backward",
     ),
-    Mutant("nn/gathered.py", "Batch.mean", "t / total", "t / (total // 2)", "clip_loss koleo_loss", f"{_ONE} -k clip"),
+    Mutant(
+        "nn/contrastive.py", "Batch.mean", "t / total", "t / (total // 2)", "clip_loss koleo_loss", f"{_ONE} -k clip"
+    ),
     # a mean over own rows against all ranks' columns
     Mutant(
-        "nn/gathered.py",
+        "nn/contrastive.py",
         "Batch.features",
         "gathered_as(x.dtype, wide,",
         "gathered_as(x.dtype, wide.detach(),",
@@ -51,7 +53,7 @@ MUTANTS = [
         f"{_HALF} -k clip",
     ),
     Mutant(
-        "nn/gathered.py",
+        "nn/contrastive.py",
         "Batch.features",
         "return own, all_gather(own, sizes",
         "return own, all_gather(own.detach(), sizes",
@@ -59,7 +61,7 @@ MUTANTS = [
         f"{_ONE} -k clip",
     ),
     Mutant(
-        "nn/gathered.py",
+        "nn/contrastive.py",
         "Batch.__init__",
         "device=x.device) + sum(self.sizes[: engine.rank])",
         "device=x.device)",
@@ -67,7 +69,7 @@ MUTANTS = [
         f"{_ONE} -k clip",
     ),
     Mutant(
-        "nn/gathered.py",
+        "nn/contrastive.py",
         "sizes_of_ranks",
         "if width != widths[0]:",
         "if False:",
@@ -395,7 +397,7 @@ MUTANTS = [
     ),
     # KoLeo, SIGReg, Sinkhorn
     Mutant(
-        "nn/koleo.py",
+        "nn/decorrelation.py",
         "koleo_loss",
         "every[nearest]",
         "every[nearest].detach()",
@@ -403,7 +405,7 @@ MUTANTS = [
         f"{_SUMS}::test_matches_one_process -k koleo",
     ),
     Mutant(
-        "nn/koleo.py",
+        "nn/decorrelation.py",
         "koleo_loss",
         " - every.square().sum(1) / 2",
         "",
@@ -411,7 +413,7 @@ MUTANTS = [
         f"{_SUMS}::test_the_nearest_row_of_another_rank_counts",
     ),
     Mutant(
-        "nn/sigreg.py",
+        "nn/decorrelation.py",
         "sigreg_loss",
         ".mean() * count",
         ".mean()",
@@ -419,7 +421,7 @@ MUTANTS = [
         f"{_SUMS}::test_matches_one_process -k sigreg",
     ),
     Mutant(
-        "nn/sigreg.py",
+        "nn/decorrelation.py",
         "sigreg_loss",
         "weights[-1:] / 2",
         "weights[-1:]",
@@ -427,9 +429,9 @@ MUTANTS = [
         f"{_SUMS}::test_matches_one_process -k sigreg",
     ),
     Mutant(
-        "nn/sigreg.py",
-        "_compare",
-        "check_mode.is_on()",
+        "nn/decorrelation.py",
+        "sigreg_loss",
+        "check_mode.compares(engine)",
         "False",
         "sigreg_loss check_mode",
         f"{_SUMS} -k different_seeds",
@@ -478,8 +480,8 @@ MUTANTS = [
     Mutant(
         "nn/moments.py",
         "moments",
-        "sum_gradients(torch.stack(results[1:]), group=group).unbind()",
-        "torch.stack(results[1:]).unbind()",
+        "sum_gradients(torch.stack(others), group=group)",
+        "torch.stack(others)",
         "moments",
         f"{_MOMENTS} -k 'uneven'",
     ),
@@ -494,8 +496,8 @@ MUTANTS = [
     Mutant(
         "nn/moments.py",
         "weighted_mean",
-        "all_reduce(_sums(name, values, weight, reduced), group=group)",
-        'all_reduce(_sums(name, values, weight, reduced), group=group, grad_placement="replicate")',
+        "weight, reduced), group=group)",
+        'weight, reduced), group=group, grad_placement="replicate")',
         "moments",
         f"{_MOMENTS} -k 'weighted_mean'",
     ),
@@ -590,11 +592,16 @@ MUTANTS = [
     ),
     # batch norm
     Mutant(
-        "nn/batch_norm.py", "update", "torch.addcdiv(var, var, (n - 1).clamp(min=1))", "var", "sync_batch_norm", _WHOLE
+        "nn/batch_norm.py",
+        "_track",
+        "torch.addcdiv(var, var, (n - 1).clamp(min=1))",
+        "var",
+        "sync_batch_norm",
+        _WHOLE,
     ),
     Mutant(
         "nn/batch_norm.py",
-        "update",
+        "_track",
         "torch.addcdiv(var, var, (n - 1).clamp(min=1))",
         "var * (local / max(local - 1, 1))",
         "sync_batch_norm",
@@ -602,15 +609,15 @@ MUTANTS = [
     ),
     Mutant(
         "nn/batch_norm.py",
-        "SyncBatchNorm._track",
-        "self.num_batches_tracked.clamp(min=1)",
-        "(self.num_batches_tracked + 1)",
+        "_track",
+        "running.batches.clamp(min=1)",
+        "(running.batches + 1)",
         "sync_batch_norm",
         f"{_NORM}::test_options",
     ),
     Mutant(
         "nn/batch_norm.py",
-        "SyncBatchNorm._track",
+        "_track",
         "add_(1 if local else (n > 0).long().squeeze())",
         "add_(1)",
         "sync_batch_norm",
@@ -692,8 +699,8 @@ MUTANTS = [
     Mutant(
         "nn/conversion.py",
         "convert_sync_batchnorm",
-        "own if group is None else group",
-        "own",
+        "own_group if group is None else group",
+        "own_group",
         "sync_batch_norm one_group",
         f"{_NORM}::test_groups",
     ),
@@ -712,7 +719,7 @@ MUTANTS = [
         "max(self.enqueued - self.size, 0)",
         "0",
         "feature_queue",
-        f"{_QUEUE} -k 'rows_of_all_ranks or four_steps'",
+        f"{_QUEUE} -k 'rows_of_all_ranks'",
     ),
     Mutant(
         "nn/feature_queue.py",
@@ -720,7 +727,7 @@ MUTANTS = [
         "self.labels_of_rows[at] = new[1][first:]",
         "self.labels_of_rows[at] = new[1][: len(at)]",
         "feature_queue",
-        f"{_QUEUE} -k 'rows_of_all_ranks or four_steps'",
+        f"{_QUEUE} -k 'rows_of_all_ranks'",
     ),
     Mutant(
         "nn/feature_queue.py",
@@ -732,7 +739,7 @@ MUTANTS = [
     ),
     # precision: features of half precision, autocast
     Mutant(
-        "nn/gathered.py",
+        "nn/contrastive.py",
         "Batch.features",
         "if own.dtype == x.dtype:",
         "if True:",
