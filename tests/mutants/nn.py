@@ -613,7 +613,7 @@ MUTANTS = [
         "running.batches.clamp(min=1)",
         "(running.batches + 1)",
         "sync_batch_norm",
-        f"{_NORM}::test_options",
+        f"{_WHOLE} -k batches",
     ),
     Mutant(
         "nn/batch_norm.py",
@@ -677,7 +677,7 @@ MUTANTS = [
         "_flat(x, ctx.last), _flat(g, ctx.last)",
         "_flat(x, ctx.last), g.reshape(_flat(x, ctx.last).shape)",
         "sync_batch_norm",
-        f"{_NORM}::test_channels_last",
+        _AGREE,
     ),
     Mutant(
         "nn/batch_norm.py",

@@ -54,31 +54,31 @@ class Both(nn.Module):
         )
 
 
-@pytest.mark.parametrize("trailing", [(), (4,), (2, 3), (2, 1, 3)])
+CASES = {
+    "features": ({}, (), SIZES),
+    "sequences": ({}, (4,), SIZES),
+    "images": ({}, (2, 3), SIZES),
+    "volumes": ({}, (2, 1, 3), SIZES),
+    "a mean of all batches": ({"momentum": None}, (2,), ((5, 0, 3),)),
+    "constant statistics": ({"momentum": 0.0}, (2,), ((5, 0, 3),)),
+    "statistics of the last batch": ({"momentum": 1.0}, (2,), ((5, 0, 3),)),
+    "no parameters": ({"affine": False}, (2,), ((5, 0, 3),)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("order", [1, 2])
-def test_equals_batch_norm_of_the_whole_batch(trailing, order):
-    module = Both()
+def test_equals_batch_norm_of_the_whole_batch(case, order):
+    more, trailing, sizes = CASES[case]
+    module = Both(**more)
     holds(
         lambda x: module.inner(x),
         lambda x: module.single(x),
         lambda n: 3 * data(n, 3, *trailing) + 5,
         module=module,
-        sizes=SIZES,
+        sizes=sizes,
         rank_reduction="sum",
         order=order,
-    )
-
-
-@pytest.mark.parametrize("more", [{"momentum": None}, {"momentum": 0.0}, {"momentum": 1.0}, {"affine": False}], ids=str)
-def test_options(more):
-    module = Both(**more)
-    holds(
-        lambda x: module.inner(x),
-        lambda x: module.single(x),
-        lambda n: data(n, 3, 2),
-        module=module,
-        sizes=((5, 0, 3),),
-        rank_reduction="sum",
     )
 
 
@@ -292,21 +292,6 @@ def test_a_rank_that_observes_its_operations_sends_the_same_messages(needed):
 
     parts = data(6, 3, 2).split([4, 2])
     torch.testing.assert_close(rules(body, parts, [True, False]), rules(body, parts, [False, False]))
-
-
-@pytest.mark.parametrize("c", [1, 5])
-def test_channels_last(c):
-    def body(x):
-        x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
-        layer = norm(c)
-        y = layer(x)
-        y.pow(3).sum().backward()
-        assert y.is_contiguous(memory_format=torch.channels_last)
-        return x.grad
-
-    x = data(5, c, 4, 2).requires_grad_()
-    reference(norm(c))(x).pow(3).sum().backward()
-    torch.testing.assert_close(torch.cat(rules(body, x.detach().split([2, 3]))), x.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
