@@ -564,7 +564,7 @@ MUTANTS = [
         "bias.clamp(min=least(q))",
         "bias",
         "vocab_parallel",
-        f"{_VOCABULARY}::test_words_that_a_bias_excludes",
+        f"{_VOCABULARY} -k 'bias and excludes'",
     ),
     Mutant(
         "nn/vocab_parallel.py",
