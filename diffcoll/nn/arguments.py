@@ -1,4 +1,4 @@
-"""What losses are given, and the precision they are computed in."""
+"""Checks of what losses are given, and the precision they are computed in."""
 
 from __future__ import annotations
 
@@ -10,55 +10,58 @@ import torch
 from torch import Tensor
 
 from diffcoll.core import expect
-from diffcoll.core.dtypes import FLOATS
 from diffcoll.core.errors import message
+from diffcoll.core.torch_private.tracing import assume
+
+_SHAPES = {2: "(b, D)", 3: "(b, n, D)"}
 
 
-def check_features(name: str, dims: tuple[int, ...] = (2,), **features: Tensor) -> None:
-    """Raise unless all features are floating-point tensors of one shape, dtype and device, with a row per sample."""
-    (first, x), *others = features.items()
-    shape = "(b, D)" if dims == (2,) else "(b, D) or (b, views, D)"
-    for argument, y in features.items():
-        check_floats(name, argument, y, shape)
-        if y.ndim not in dims:
-            remedy = "flatten the features to one row per sample: x.flatten(1)"
-            raise ValueError(message(name, argument, f"shape {tuple(y.shape)}", f"shape {shape}", remedy))
-    for argument, y in others:
-        if y.shape != x.shape:
-            remedy = f"row i of {argument} belongs to row i of {first}"
-            got = f"shape {tuple(y.shape)}"
-            raise ValueError(message(name, argument, got, f"shape {tuple(x.shape)}, as {first} has", remedy))
-        check_alike(name, argument, y, first, x)
+def check_rows(name: str, argument: str, x: Tensor, like: Tensor | None = None, dims: tuple[int, ...] = (2,)) -> None:
+    """Raise unless x is floating-point, with b rows and D features; with `like`, of its b, D and dtype."""
+    expect.floating(name, argument, x, f"pass {argument}.float()")
+    like = x if like is None else like
+    if x.ndim not in dims or x.shape[0] != like.shape[0] or x.shape[-1] != like.shape[-1]:
+        expected = f"{' or '.join(_SHAPES[n] for n in dims)}, with the b and D of the first argument"
+        raise ValueError(message(name, argument, f"shape {tuple(x.shape)}", expected))
+    if x.dtype != like.dtype:
+        raise TypeError(message(name, argument, x.dtype, f"{like.dtype}, as the first argument", "convert one of them"))
 
 
-def check_floats(name: str, argument: str, x: Tensor, shape: str) -> None:
-    """Raise unless x is a tensor of floating-point numbers; `shape` is the expected one in words."""
-    if not isinstance(x, Tensor):
-        raise TypeError(message(name, argument, type(x).__name__, f"a tensor of shape {shape}"))
-    if x.dtype not in FLOATS:
-        expected = "float16, bfloat16, float32 or float64"
-        raise TypeError(message(name, argument, str(x.dtype), expected, f"pass {argument}.float()"))
+def check_marks(name: str, x: Tensor, **marks: Tensor | None) -> dict[str, Tensor]:
+    """Return labels or ids, if there are any, as int64; raise unless they are integers, one for each row of x."""
+    found = {}
+    for argument, mark in marks.items():
+        if mark is None:
+            continue
+        if not isinstance(mark, Tensor) or mark.is_floating_point() or mark.is_complex():
+            got = mark.dtype if isinstance(mark, Tensor) else type(mark).__name__
+            raise TypeError(message(name, argument, got, "a tensor of integers"))
+        if mark.shape != x.shape[:1]:
+            expected = f"shape ({x.shape[0]},), an integer for each row"
+            raise ValueError(message(name, argument, f"shape {tuple(mark.shape)}", expected))
+        found[argument] = mark.detach().long()
+    return found
 
 
-def check_alike(name: str, argument: str, y: Tensor, first: str, x: Tensor) -> None:
-    """Raise unless y has the dtype and the device of x, the argument `first`."""
-    if y.dtype != x.dtype:
-        raise TypeError(message(name, argument, str(y.dtype), f"{x.dtype}, as {first} has", "convert one of them"))
-    if y.device != x.device:
-        raise ValueError(message(name, argument, f"on {y.device}", f"{x.device}, as {first} is", "move one of them"))
+def check_exclude(name: str, exclude: Tensor | None, rows: int, columns: int) -> Tensor | None:
+    """Return the mask, if there is one; raise unless it is a bool tensor of shape (rows, columns)."""
+    if exclude is None:
+        return None
+    if not isinstance(exclude, Tensor) or exclude.dtype != torch.bool:
+        got = exclude.dtype if isinstance(exclude, Tensor) else type(exclude).__name__
+        raise TypeError(message(name, "exclude", got, "a bool tensor"))
+    if torch.compiler.is_compiling() and exclude.ndim == 2:  # all ranks' number of columns has no value there
+        assume(exclude.shape[1] == columns)
+    if exclude.ndim != 2 or exclude.shape[0] != rows or exclude.shape[1] != columns:
+        expected = f"({rows}, {columns}): this rank's rows and all ranks' columns"
+        raise ValueError(message(name, "exclude", f"shape {tuple(exclude.shape)}", expected))
+    return exclude
 
 
-def check_marks(name: str, argument: str, x: Tensor, rows: Tensor) -> Tensor:
-    """Return labels or ids as int64; raise unless they are integers, one for each row of the features."""
-    if not isinstance(x, Tensor) or x.shape != rows.shape[:1]:
-        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        expected = f"a tensor of shape ({len(rows)},), an integer for each row"
-        raise (ValueError if isinstance(x, Tensor) else TypeError)(message(name, argument, got, expected))
-    if x.is_floating_point() or x.is_complex():  # NaN equals no number, and large numbers are rounded to the same one
-        raise TypeError(message(name, argument, str(x.dtype), "integers or bool", f"pass {argument}.long()"))
-    if x.device != rows.device:
-        raise ValueError(message(name, argument, f"on {x.device}", f"{rows.device}, as the features are"))
-    return x.detach().long()
+def check_chunk_size(name: str, chunk_size: int | None) -> None:
+    """Raise unless `chunk_size` is None or a positive integer."""
+    if chunk_size is not None:
+        expect.integer(name, "chunk_size", chunk_size, least=1)
 
 
 def scalar(name: str, argument: str, x: Tensor | float, dtype: torch.dtype) -> Tensor | float:
@@ -76,7 +79,7 @@ def scalar(name: str, argument: str, x: Tensor | float, dtype: torch.dtype) -> T
 def in_full_precision(name: str, **arguments: Tensor) -> list[Tensor]:
     """Return these arguments of the loss `name` in their common dtype, which is float32 or float64."""
     for argument, x in arguments.items():
-        check_floats(name, argument, x, "(b, …)")
+        expect.floating(name, argument, x, f"pass {argument}.float()")
     dtype = reduce(torch.promote_types, (x.dtype for x in arguments.values()), torch.float32)
     return [x.to(dtype) for x in arguments.values()]
 

@@ -16,7 +16,7 @@ note  notes/training/batch-norm.md
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +35,6 @@ from diffcoll.engines.types import Group
 from diffcoll.nn.in_group import InGroup
 
 _NAME = "SyncBatchNorm"
-#: Is called with this rank's number of values of each channel, and all ranks' (1,), mean and biased variance.
-Track = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 class SyncBatchNorm(InGroup, BatchNormBase):
@@ -53,10 +51,9 @@ class SyncBatchNorm(InGroup, BatchNormBase):
     >>> torch.allclose(torch.cat(ys), torch.nn.BatchNorm2d(3)(x), atol=1e-5)
     True
 
-    Training has one collective in forward, of 2 C + 1 values from each rank, and one all_reduce of 2 C in backward.
-    Evaluation with running statistics has none. The ranks may have different numbers of samples, and none, but all of
-    them call the layer, in the same mode. If the loss of one rank ignores its output, use `joint_backward`.
-    Differentiable to any order.
+    Training has one collective in forward, of 2 C + 1 values from each rank, and one all_reduce of 2 C in backward;
+    evaluation with running statistics has none. The ranks may have different numbers of samples, and none, but all of
+    them call the layer, in the same mode. Differentiable to any order.
 
     The gradients of weight and bias are this rank's part; reduced over the ranks as the loss is (mean, sum), they are
     those of the whole batch. Running statistics are the same on all ranks, and the running variance is unbiased. A
@@ -102,19 +99,11 @@ class SyncBatchNorm(InGroup, BatchNormBase):
         check_input(input, self.num_features)
         if not self.training and self.running_mean is not None:
             return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
-        return batch_norm(input, self.weight, self.bias, self.eps, self.group, self._track)
-
-    @torch.no_grad()
-    def _track(self, local: int, n: Tensor, mean: Tensor, var: Tensor) -> None:
-        if not (self.training and self.track_running_stats and self.running_mean is not None):
-            return
-        factor: float | Tensor = 0.0 if self.momentum is None else self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1 if local else (n > 0).long().squeeze())
-            if self.momentum is None:
-                factor = 1 / self.num_batches_tracked.clamp(min=1)
-        assert self.running_var is not None
-        update(self.running_mean, self.running_var, factor, local, n, mean, var)
+        running = None
+        if self.training and self.track_running_stats and self.running_mean is not None:
+            assert self.running_var is not None
+            running = Running(self.running_mean, self.running_var, self.momentum, self.num_batches_tracked)
+        return batch_norm(input, self.weight, self.bias, self.eps, self.group, running)
 
 
 def check_input(x: Tensor, channels: int | None) -> None:
@@ -125,47 +114,59 @@ def check_input(x: Tensor, channels: int | None) -> None:
         raise ValueError(message(_NAME, "x", f"shape {tuple(x.shape)}", expected))
 
 
+class Running(NamedTuple):
+    """Statistics that each batch moves towards its own, by `momentum`; None: by 1 / number of batches."""
+
+    mean: Tensor
+    var: Tensor
+    momentum: float | None
+    batches: Tensor | None = None
+
+
 @torch.no_grad()
-def update(
-    running_mean: Tensor,
-    running_var: Tensor,
-    factor: float | Tensor,
-    local: int,
-    n: Tensor,
-    mean: Tensor,
-    var: Tensor,
-) -> None:
-    """Move running statistics towards those of the batch, unless no rank has a value; the host waits for nothing."""
+def _track(running: Running, local: int, n: Tensor, mean: Tensor, var: Tensor) -> None:
+    """Move the statistics, unless no rank has a value: this rank has `local` of each channel, all ranks n, (1,).
+
+    The host waits for nothing.
+    """
+    factor: float | Tensor = 0.0 if running.momentum is None else running.momentum
+    if running.batches is not None:
+        running.batches.add_(1 if local else (n > 0).long().squeeze())
+        if running.momentum is None:
+            factor = (1 / running.batches.clamp(min=1)).to(running.mean.dtype)
     unbiased = torch.addcdiv(var, var, (n - 1).clamp(min=1))
-    for running, new in ((running_mean, mean), (running_var, unbiased)):
-        value = (new if local else torch.where(n > 0, new, running)).to(running.dtype)
-        running.lerp_(value, factor.to(running.dtype) if isinstance(factor, Tensor) else factor)
+    for old, new in ((running.mean, mean), (running.var, unbiased)):
+        old.lerp_((new if local else torch.where(n > 0, new, old)).to(old.dtype), factor)
 
 
-def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group, track: Track) -> Tensor:
-    """Return y in the dtype and layout of x; `track` is called once in each forward."""
+def batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group, running: Running | None
+) -> Tensor:
+    """Return y in the dtype and layout of x; `running` is moved once in each forward."""
     if x.numel() == x.shape[1] and get_world_size(group) == 1:
         got = f"one value per channel, shape {tuple(x.shape)}"
         raise ValueError(message(_NAME, "x", got, "more than 1 value when training", "call module.eval()"))
     if x.is_meta:  # a shape is wanted
         return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
     fused = x.device.type in _KERNELS and not collectives_only(group)
-    y: Tensor = (_Fused.apply if fused else _composed)(x, weight, bias, eps, group, track)
+    y: Tensor = (_Fused.apply if fused else _composed)(x, weight, bias, eps, group, running)
     return y
 
 
 # ── by differentiable operations ─────────────────────────────────────────────────────────────────────────
 
 
-def _composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group, track: Track) -> Tensor:
+def _composed(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group, running: Running | None
+) -> Tensor:
     dtype, x = x.dtype, x.to(wider(x.dtype))
-    _, mean, var = _moments(x, group, track)
+    _, mean, var = _moments(x, group, running)
     scale = (var + eps).rsqrt() if weight is None else (var + eps).rsqrt() * weight
     y = (x - _along(mean, x)) * _along(scale, x)
     return (y if bias is None else y + _along(bias, x)).to(dtype)
 
 
-def _moments(x: Tensor, group: Group, track: Track | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def _moments(x: Tensor, group: Group, running: Running | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return n, mean and variance of all ranks' values of each channel; their gradients are summed over ranks."""
     dims, local = _dims(x), x.numel() // max(x.shape[1], 1)
     if local:
@@ -174,8 +175,8 @@ def _moments(x: Tensor, group: Group, track: Track | None = None) -> tuple[Tenso
         mean = var = x.sum(dims)  # zeros, and of x's graph
     row = torch.cat([mean, var, torch.full((1,), local, dtype=x.dtype, device=x.device)])
     n, mean, var = _merged(all_gather(row, stack=True, group=group, grad_placement="replicate"))
-    if track is not None:
-        track(local, n.detach(), mean.detach(), var.detach())
+    if running is not None:
+        _track(running, local, n.detach(), mean.detach(), var.detach())
     mean, var = sum_gradients(torch.stack([mean, var]), group=group).unbind()
     return n, mean, var
 
@@ -241,7 +242,13 @@ class _Fused(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group, track: Track
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        group: Group,
+        running: Running | None,
     ) -> Tensor:
         statistics, normalize, _, _ = _KERNELS[x.device.type]
         ctx.eps, ctx.group, ctx.last = eps, group, not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
@@ -254,7 +261,8 @@ class _Fused(Function):
             row = x.new_zeros(2 * x.shape[1] + 1, dtype=dtype)
         rows = all_gather(row, stack=True, group=group)
         n, mean, var = _merged(rows)
-        track(local, n, mean, var)
+        if running is not None:
+            _track(running, local, n, mean, var)
         invstd = (var + eps).rsqrt()
         ctx.save_for_backward(x, weight, mean, invstd, rows[:, -1].to(torch.int32))
         if not local:

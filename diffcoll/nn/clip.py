@@ -16,21 +16,10 @@ from torch import Tensor
 
 from diffcoll.collectives.reduce_scatter import reduce_scatter
 from diffcoll.core.arguments import Sizes
+from diffcoll.core.dtypes import wider
 from diffcoll.engines.types import Group
-from diffcoll.nn.arguments import check_features, check_marks, scalar, without_autocast
-from diffcoll.nn.contrastive import (
-    Logits,
-    Marks,
-    check_chunk_size,
-    check_exclude,
-    cross_entropy,
-    in_chunks,
-    joined,
-    logsumexp,
-    softplus,
-)
-from diffcoll.nn.gathered import Batch, widened
-from diffcoll.nn.whole import mean_of_rows
+from diffcoll.nn.arguments import check_chunk_size, check_exclude, check_marks, check_rows, scalar
+from diffcoll.nn.contrastive import Batch, Logits, Marks, in_chunks, joined, logsumexp, softplus, widened
 
 
 def clip_loss(
@@ -59,7 +48,7 @@ def clip_loss(
 
     Args:
         image_features: this rank's features, (b, D), of float16, bfloat16, float32 or float64; b may differ between
-            ranks, and be 0. Half precision is sent as it is; logits are computed in float32.
+            ranks, and be 0. Half precision is sent as it is; logits are computed in float32, also under autocast.
         text_features: the features of the same samples, of the same shape and dtype.
         logit_scale: a number or a tensor with one element; multiplies the logits. open_clip's models return
             `logit_scale.exp()` by this name, so `clip_loss(**model(image, text))` is their loss.
@@ -84,31 +73,20 @@ def clip_loss(
 
     Source: notes/training/contrastive.md.
     """
-    name = "clip_loss"
-    check_features(name, image_features=image_features, text_features=text_features)
-    check_chunk_size(name, chunk_size)
-    ids = None if ids is None else check_marks(name, "ids", ids, image_features)
-    with without_autocast(image_features):
-        batch = Batch(name, image_features, sizes, group, id=ids)
-        x = widened(image_features, normalize)
-        own, every = batch.features(text_features, normalize)
-        scale = scalar(name, "logit_scale", logit_scale, x.dtype)
-        logits, cols = Logits.of(every, scale, text_features, normalize), Marks(**batch.all_marks)
-        exclude = check_exclude(name, exclude, len(x), batch.total, "(b, B)")
+    numbers = {"logit_scale": logit_scale}
+    batch, logits, q, rows, pos = _pairs(
+        "clip_loss", image_features, text_features, numbers, ids, exclude, normalize, chunk_size, sizes, group
+    )
 
-        def block(q: Tensor, rows: Marks) -> tuple[Tensor, Tensor]:
-            s = logits.of_negatives(q, rows, cols)
-            return logsumexp(s, 1), logsumexp(s, 0)
+    def block(q: Tensor, rows: Marks) -> tuple[Tensor, Tensor]:
+        s = logits.of_negatives(q, rows)
+        return logsumexp(s, 1, logits.in_place), logsumexp(s, 0, logits.in_place)
 
-        rows = Marks(batch.mine.unsqueeze(1), exclude=exclude, **batch.marks)
-        q = logits.rows(x)
-        of_rows, of_columns = zip(*in_chunks(block, chunk_size, q, rows), strict=True)
-        of_column = of_columns[0] if len(of_columns) == 1 else logsumexp(torch.stack([*of_columns]), 0)
-        if len(batch.sizes) > 1:
-            of_column = reduce_scatter(of_column, "logsumexp", sizes=batch.sizes, group=group)
-        pos = logits.of_pairs(q, own)
-        terms = cross_entropy(joined(of_rows), pos) + cross_entropy(of_column, pos)
-        return mean_of_rows(terms, 2 * batch.total, group)
+    of_rows, of_columns = zip(*in_chunks(block, chunk_size, q, rows), strict=True)
+    of_column = of_columns[0] if len(of_columns) == 1 else torch.stack([*of_columns]).logsumexp(0)
+    if len(batch.sizes) > 1:
+        of_column = reduce_scatter(of_column, "logsumexp", sizes=batch.sizes, group=group)
+    return batch.mean(softplus(joined(of_rows) - pos) + softplus(of_column - pos), 2)
 
 
 def siglip_loss(
@@ -141,23 +119,38 @@ def siglip_loss(
 
     Source: notes/training/contrastive.md.
     """
-    name = "siglip_loss"
-    check_features(name, image_features=image_features, text_features=text_features)
+    numbers = {"logit_scale": logit_scale, "logit_bias": logit_bias}
+    batch, logits, q, rows, pos = _pairs(
+        "siglip_loss", image_features, text_features, numbers, ids, exclude, normalize, chunk_size, sizes, group
+    )
+
+    def block(q: Tensor, rows: Marks) -> tuple[Tensor]:
+        return (softplus(logits.of_negatives(q, rows)).sum(1),)
+
+    of_negatives = joined([part for (part,) in in_chunks(block, chunk_size, q, rows)])
+    return batch.mean(of_negatives + softplus(-pos))
+
+
+def _pairs(
+    name: str,
+    image_features: Tensor,
+    text_features: Tensor,
+    numbers: dict[str, Tensor | float],
+    ids: Tensor | None,
+    exclude: Tensor | None,
+    normalize: bool,
+    chunk_size: int | None,
+    sizes: Sizes,
+    group: Group,
+) -> tuple[Batch, Logits, Tensor, Marks, Tensor]:
+    """Return the batch, the logits of its texts, the images with their marks, and the logit of each own pair."""
+    check_rows(name, "image_features", image_features)
+    check_rows(name, "text_features", text_features, image_features)
     check_chunk_size(name, chunk_size)
-    ids = None if ids is None else check_marks(name, "ids", ids, image_features)
-    with without_autocast(image_features):
-        batch = Batch(name, image_features, sizes, group, id=ids)
-        x = widened(image_features, normalize)
-        own, every = batch.features(text_features, normalize)
-        scale = scalar(name, "logit_scale", logit_scale, x.dtype)
-        bias = scalar(name, "logit_bias", logit_bias, x.dtype)
-        logits, cols = Logits.of(every, scale, text_features, normalize, bias), Marks(**batch.all_marks)
-        exclude = check_exclude(name, exclude, len(x), batch.total, "(b, B)")
-
-        def block(q: Tensor, rows: Marks) -> tuple[Tensor]:
-            return (softplus(logits.of_negatives(q, rows, cols)).sum(1),)
-
-        rows = Marks(batch.mine.unsqueeze(1), exclude=exclude, **batch.marks)
-        q = logits.rows(x)
-        negatives = joined([part for (part,) in in_chunks(block, chunk_size, q, rows)])
-        return mean_of_rows(negatives + softplus(-logits.of_pairs(q, own)), batch.total, group)
+    marks = check_marks(name, image_features, ids=ids)
+    scale_and_bias = [scalar(name, argument, x, wider(image_features.dtype)) for argument, x in numbers.items()]
+    batch = Batch(name, image_features, sizes, group, marks)
+    images, (texts, every) = widened(image_features, normalize), batch.features(text_features, normalize)
+    logits = Logits.of(every, Marks(**batch.all_marks), text_features, normalize, *scale_and_bias)
+    q, exclude = logits.rows(images), check_exclude(name, exclude, images.shape[0], batch.total)
+    return batch, logits, q, Marks(batch.mine.unsqueeze(1), exclude=exclude, **marks), logits.of_pairs(q, texts)

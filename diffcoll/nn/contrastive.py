@@ -23,10 +23,97 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from diffcoll.core.errors import message
+from diffcoll.collectives.all_gather import all_gather, gathered_as
+from diffcoll.core.arguments import Sizes
+from diffcoll.core.dtypes import wider
+from diffcoll.core.errors import CollectiveMismatchError, message
+from diffcoll.core.exchange import exchanged
 from diffcoll.core.expect import integer
+from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import assume, is_known, is_observed
 from diffcoll.core.torch_private.transforms import carries_tangents, is_eager, is_within_transform
+from diffcoll.engines.engine import Engine
+from diffcoll.engines.types import Group
+from diffcoll.nn.arguments import without_autocast
+from diffcoll.nn.whole import loss_of_sums
+
+# ── the rows of all ranks ────────────────────────────────────────────────────────────────────────────────
+
+
+class Batch:
+    """The rows of all ranks, and which of them are this rank's.
+
+    x are this rank's features, (b, …, D), and `marks` its labels and ids, (b,), which are sent in one message.
+    """
+
+    def __init__(self, name: str, x: Tensor, sizes: Sizes, group: Group, marks: dict[str, Tensor]) -> None:
+        self.group, engine = group, resolve(group, name)
+        self.sizes = sizes_of_ranks(name, engine, x, sizes)
+        self.total = sum(self.sizes)
+        #: The number of each of this rank's rows among all rows. A slice of all numbers has no size in a graph.
+        self.mine = torch.arange(x.shape[0], device=x.device) + sum(self.sizes[: engine.rank])
+        self.marks = self.all_marks = marks
+        if marks and engine.size > 1:
+            self.all_marks = all_gather(marks, sizes=self.sizes, group=group)
+
+    def features(self, x: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
+        """Return this rank's and all ranks' features in float32 or float64, normalized if asked for.
+
+        Half-precision features are sent as they are: normalized ones would be rounded once more. Parts of their
+        gradient are added in float32, and rounded once.
+        """
+        wide = widened(x, False)  # once: the parts of its gradient are added before they are rounded
+        own = normalized(wide) if normalize else wide
+        if len(self.sizes) == 1:
+            return own, own
+        if own.dtype == x.dtype:
+            return own, all_gather(own, sizes=self.sizes, group=self.group)
+        every = gathered_as(x.dtype, wide, self.sizes, self.group)
+        return own, normalized(every) if normalize else every
+
+    def mean(self, terms: Tensor, of_each: int = 1) -> Tensor:
+        """Return the mean over all ranks' rows from the terms of this rank's, of which each sample has `of_each`."""
+        total = of_each * self.total
+        if len(self.sizes) == 1:
+            return terms.sum() / total
+        return loss_of_sums(lambda t: t / total, terms.sum(), group=self.group)
+
+
+def widened(x: Tensor, normalize: bool) -> Tensor:
+    """Return features in float32, or float64 if they are, normalized if asked for."""
+    x = x.to(wider(x.dtype))
+    return normalized(x) if normalize else x
+
+
+def normalized(x: Tensor) -> Tensor:
+    """Return F.normalize(x, dim=-1). The tangent of that writes in place, which an outer reverse mode refuses."""
+    return x * x.square().sum(-1, keepdim=True).clamp(1e-24).rsqrt()
+
+
+def sizes_of_ranks(name: str, engine: Engine, x: Tensor, sizes: Sizes) -> list[int]:
+    """Return each rank's number of rows."""
+    rows = x.shape[0]
+    if sizes is None or (sizes == "auto" and engine.size == 1):
+        return [rows] * engine.size
+    if sizes != "auto":
+        listed = [integer(name, "sizes", size, least=0) for size in sizes]
+        if len(listed) != engine.size or listed[engine.rank] != rows:
+            expected = f"{engine.size} sizes, one per rank, {rows} at position {engine.rank}"
+            raise ValueError(message(name, "sizes", listed, expected, 'sizes="auto" asks every rank'))
+        return listed
+    lengths, widths = zip(*exchanged(engine, [rows, x.shape[-1]]), strict=True)
+    if torch.compiler.is_compiling():  # which does not know it of numbers that ranks have sent
+        for length in lengths:
+            assume(length >= 0)
+        assume(lengths[engine.rank] == rows)
+        return [*lengths]
+    for r, width in enumerate(widths):
+        if width != widths[0]:
+            raise CollectiveMismatchError(f"{name}: rank 0 has D = {widths[0]}, rank {r} has {width}")
+    return [*lengths]
+
+
+# ── rows against columns ─────────────────────────────────────────────────────────────────────────────────
 
 
 class Marks(NamedTuple):
@@ -35,16 +122,11 @@ class Marks(NamedTuple):
     #: Of rows, (b, k): the columns of a row that are no negatives; of columns, None.
     own: Tensor | None = None
     #: Pairs of equal labels are positives.
-    label: Tensor | None = None
+    labels: Tensor | None = None
     #: Pairs of equal ids that are not positives are left out.
-    id: Tensor | None = None
+    ids: Tensor | None = None
     #: Of rows, (b, columns): pairs that are left out unless they are positives.
     exclude: Tensor | None = None
-
-
-def equal(a: Tensor, b: Tensor) -> Tensor:
-    """Return for each pair of values whether they are equal."""
-    return a.unsqueeze(1) == b.unsqueeze(0)
 
 
 def masks(rows: Marks, cols: Marks, itself: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -52,16 +134,20 @@ def masks(rows: Marks, cols: Marks, itself: Tensor | None) -> tuple[Tensor, Tens
 
     The second mask may have positives, which stay positives.
     """
-    assert rows.label is not None and cols.label is not None
-    positive = equal(rows.label, cols.label)
-    out = rows.exclude
-    if rows.id is not None and cols.id is not None:
-        same = equal(rows.id, cols.id)
-        out = same if out is None else out | same
+    assert rows.labels is not None and cols.labels is not None
+    positive, out = rows.labels.unsqueeze(1) == cols.labels, left_out(rows, cols)
     if itself is not None:
         positive = positive & ~itself
         out = itself if out is None else out | itself
     return positive, out
+
+
+def left_out(rows: Marks, cols: Marks) -> Tensor | None:
+    """Return which pairs are left out unless they are positives, if any."""
+    if rows.ids is None or cols.ids is None:
+        return rows.exclude
+    same = rows.ids.unsqueeze(1) == cols.ids
+    return same if rows.exclude is None else same | rows.exclude
 
 
 def least(s: Tensor) -> float:
@@ -98,24 +184,27 @@ class Logits(NamedTuple):
     """Makes logits of some rows and all columns."""
 
     columns: Tensor
+    marks: Marks
     scale: Tensor | float
-    bias: Tensor | float | None = None
+    bias: Tensor | float | None
     #: The dtype whose products run on tensor cores; None: those of the features' own.
-    half: torch.dtype | None = None
-    #: Whether logits are overwritten in place, see `may_overwrite`; decided before a checkpoint repeats it.
-    in_place: bool = True
+    half: torch.dtype | None
+    #: Whether operations write into logits: vmap lacks rules, and a selective checkpoint keeps results. Decided before
+    #: a checkpoint repeats them.
+    in_place: bool
 
     @staticmethod
     def of(
         columns: Tensor,
-        scale: Tensor | float,
+        marks: Marks,
         features: Tensor,
         normalize: bool,
+        scale: Tensor | float,
         bias: Tensor | float | None = None,
     ) -> Logits:
         """Return those of columns that were gathered from such features."""
         cores = features.is_cuda and torch.version.hip is None and columns.dtype != features.dtype and not normalize
-        return Logits(columns, scale, bias, features.dtype if cores else None, may_overwrite())
+        return Logits(columns, marks, scale, bias, features.dtype if cores else None, may_overwrite())
 
     def rows(self, x: Tensor) -> Tensor:
         """Return what `__call__` and `of_pairs` take of features: scaled, but for tensor cores, which need x itself."""
@@ -137,52 +226,39 @@ class Logits(NamedTuple):
         s = s if self.bias is None else s + self.bias
         return s + 0 * s
 
-    def of_negatives(self, q: Tensor, rows: Marks, cols: Marks) -> Tensor:
+    def of_negatives(self, q: Tensor, rows: Marks) -> Tensor:
         """Return logits, `least` for what is no negative; its gradient is 0 without a rule, since its softmax is."""
         s = self(q)
-        s = s if rows.own is None else overwritten(s, rows.own, least(s), self.in_place)
-        out = [] if rows.exclude is None else [rows.exclude]
-        if rows.id is not None and cols.id is not None:
-            out.append(equal(rows.id, cols.id))
-        for mask in out:
-            if self.in_place:
-                with torch.no_grad():
-                    s.masked_fill_(mask, least(s))
-            else:
-                s = s.masked_fill(mask, least(s))
+        for others in (rows.own, left_out(rows, self.marks)):
+            s = s if others is None else overwritten(s, others, least(s), self.in_place)
         return s
 
 
 def may_overwrite() -> bool:
-    """Whether an operation may write into a result: vmap lacks rules, and a selective checkpoint keeps results."""
+    """Whether operations may write into a result, see `Logits.in_place`."""
     return torch.compiler.is_compiling() or not (is_within_transform() or is_observed())
 
 
-def overwritten(s: Tensor, columns: Tensor, value: Any, in_place: bool) -> Tensor:
-    """Return s with another value in these columns of each row, (rows, k)."""
+def overwritten(s: Tensor, at: Tensor, value: Any, in_place: bool) -> Tensor:
+    """Return s with another value where a bool mask is True, or in these columns of each row, (rows, k)."""
     if not in_place:
-        return s.scatter(1, columns, value)
+        return s.masked_fill(at, value) if at.dtype == torch.bool else s.scatter(1, at, value)
     with torch.no_grad():
-        return s.scatter_(1, columns, value)
+        return s.masked_fill_(at, value) if at.dtype == torch.bool else s.scatter_(1, at, value)
 
 
-def logsumexp(s: Tensor, dim: int) -> Tensor:
+def logsumexp(s: Tensor, dim: int, in_place: bool) -> Tensor:
     """Return log Σ exp s; `least` without any term. torch.logsumexp computes the exponentials again in backward."""
     if is_known(s.shape[dim] == 0):
         return s.sum(dim) + least(s)
     top = s.detach().amax(dim, keepdim=True)
     s = s - top
-    s = s.exp_() if may_overwrite() else s.exp()
+    s = s.exp_() if in_place else s.exp()
     return s.sum(dim).log() + top.squeeze(dim)
 
 
-def cross_entropy(neg: Tensor, pos: Tensor) -> Tensor:
-    """Return −log softmax of one positive among negatives, from their log-sum-exp."""
-    return softplus(neg - pos)
-
-
 def softplus(x: Tensor) -> Tensor:
-    """Return log(1 + exp x), exact in float64 too."""
+    """Return log(1 + exp x), exact in float64 too; of neg − pos, −log softmax of a positive among negatives."""
     return F.softplus(x, 1.0, 40.0)
 
 
@@ -191,43 +267,21 @@ Block = Callable[..., tuple[Tensor, ...]]
 
 
 def in_chunks(block: Block, chunk_size: int | None, x: Tensor, rows: Marks) -> list[tuple[Tensor, ...]]:
-    """Return block(x, rows) of all rows, or of each chunk of rows, whose logits backward computes again."""
-    if chunk_size is None or is_within_transform() or carries_tangents():  # torch.func refuses checkpoints
-        return [block(x, rows=rows)]
-    found = []
-    for i in range(max(-(-x.shape[0] // chunk_size), 1)):  # a graph is of this number, not of the number of rows
-        part = slice(i * chunk_size, (i + 1) * chunk_size)
-        of_part = partial(block, rows=Marks(*(None if mark is None else mark[part] for mark in rows)))
-        found.append(checkpoint(of_part, x[part], use_reentrant=False, preserve_rng_state=False))
-    return found
+    """Return block(x, rows) of all rows, or of each chunk of rows, whose logits backward computes again.
+
+    Autocast does not cast the products to half precision.
+    """
+    with without_autocast(x):
+        if chunk_size is None or is_within_transform() or carries_tangents():  # torch.func refuses checkpoints
+            return [block(x, rows=rows)]
+        found = []
+        for i in range(max(-(-x.shape[0] // chunk_size), 1)):  # a graph is of this number, not of the number of rows
+            part = slice(i * chunk_size, (i + 1) * chunk_size)
+            of_part = partial(block, rows=Marks(*(None if mark is None else mark[part] for mark in rows)))
+            found.append(checkpoint(of_part, x[part], use_reentrant=False, preserve_rng_state=False))
+        return found
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Return the chunks' rows. One chunk stays: torch.cat of empty rows has a gradient without a graph."""
     return parts[0] if len(parts) == 1 else torch.cat([*parts])
-
-
-def check_chunk_size(name: str, chunk_size: int | None) -> None:
-    """Raise unless `chunk_size`, an argument of the loss `name`, is None or a positive integer."""
-    if chunk_size is not None:
-        integer(name, "chunk_size", chunk_size, least=1)
-
-
-def check_exclude(name: str, exclude: Tensor | None, rows: int, columns: int, what: str) -> Tensor | None:
-    """Return the mask; raise unless it is a bool tensor of shape (rows, columns), which is `what` in words."""
-    if exclude is None:
-        return None
-    if not isinstance(exclude, Tensor) or exclude.dtype != torch.bool:
-        got = str(exclude.dtype) if isinstance(exclude, Tensor) else type(exclude).__name__
-        raise TypeError(message(name, "exclude", got, f"a bool tensor of shape {what}"))
-    if exclude.ndim != 2 or exclude.shape[0] != rows or not _fits(exclude.shape[1], columns):
-        shape = f"shape {tuple(exclude.shape)}"
-        raise ValueError(message(name, "exclude", shape, f"shape {what}, here ({rows}, {columns})"))
-    return exclude.detach()
-
-
-def _fits(size: int, columns: int) -> bool:
-    if torch.compiler.is_compiling():  # the number of all ranks' columns has no value there
-        assume(size == columns)
-        return True
-    return size == columns

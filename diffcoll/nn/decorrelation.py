@@ -1,9 +1,12 @@
-"""Barlow Twins and VICReg: losses of D × D matrices that are sums over the rows of all ranks.
+"""Barlow Twins, VICReg, KoLeo and SIGReg: features that spread and do not correlate, over the rows of all ranks.
 
-    S = Σ_r (z_r − k)ᵀ (z'_r − k') − a a'ᵀ / B   with a = Σ_r Σ_b (z_r − k);   the loss is a function of such sums
+    Barlow Twins, VICReg    S = Σ_r (z_r − k)ᵀ (z'_r − k') − a a'ᵀ / B   with a = Σ_r Σ_b (z_r − k);   L = f(such sums)
+    KoLeo     L = −Σ_i log(‖x_i − x_n(i) + eps‖ + eps) / B,   n(i) = the nearest of all other rows, a constant
+    SIGReg    S_mk = Σ_r Σ_b exp(i t_k a_m · z_b);   L = B · mean over m of Σ_k w_k |S_mk / B − exp(−t_k²/2)|²
 
 k and k', the rounded means of all ranks' rows, are constants: S does not depend on them, and loses no digits to large
-means. The ranks send 2 D + 1 numbers for them, D × D numbers for the sums, and one number in backward.
+means. The ranks send 2 D + 1 numbers for them, D × D numbers for the sums, and one number in backward. KoLeo gathers
+features; both rows of a distance get its gradient, on whichever ranks they are.
 
 note  notes/training/decorrelation.md
 """
@@ -15,10 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffcoll.collectives.all_reduce import all_reduce
-from diffcoll.core.expect import not_negative
-from diffcoll.core.groups import get_world_size
+from diffcoll.core import check_mode, expect
+from diffcoll.core.arguments import Sizes
+from diffcoll.core.errors import message, user_line
+from diffcoll.core.groups import get_world_size, resolve
+from diffcoll.core.torch_private.tracing import is_known, is_traced, unobserved
+from diffcoll.engines.devices import can_pin
 from diffcoll.engines.types import Group
-from diffcoll.nn.arguments import check_features, in_full_precision, without_autocast
+from diffcoll.nn.arguments import check_rows, in_full_precision, without_autocast
+from diffcoll.nn.contrastive import Batch, least
 from diffcoll.nn.whole import loss_of_sums
 
 
@@ -45,9 +53,8 @@ def barlow_twins_loss(
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
     Returns:
-        The loss of the whole batch, 0-d, the same number on every rank, of float32, or float64 if the features are; NaN
-        if no rank has a row. Its gradient is that of the whole batch after a *mean* over ranks (DDP,
-        `GradientAverager`).
+        The loss of the whole batch, as `loss_of_sums` returns it, of float32, or float64 if the features are; NaN if no
+        rank has a row.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
@@ -55,7 +62,7 @@ def barlow_twins_loss(
     Source: notes/training/decorrelation.md.
     """
     name = "barlow_twins_loss"
-    not_negative(name, lambda_param=lambda_param, eps=eps)
+    expect.not_negative(name, lambda_param=lambda_param, eps=eps)
     x1, x2 = _views(name, z_a, z_b)
     with without_autocast(x1):
         c1, c2, count = _centered(x1, x2, group)
@@ -94,25 +101,14 @@ def vicreg_loss(
     >>> for value in simulate(dc.nn.functional.vicreg_loss, z_a.split([5, 3]), z_b.split([5, 3])):
     ...     torch.testing.assert_close(value, dc.nn.functional.vicreg_loss(z_a, z_b))
 
-    Args:
-        z_a: as of `barlow_twins_loss`.
-        z_b: as of `barlow_twins_loss`.
-        lambda_param: weight of the squared difference; the paper's code calls it sim_coeff.
-        mu_param: weight of the standard deviations, std_coeff.
-        nu_param: weight of the covariances, cov_coeff.
-        eps: is added to the variance before the square root.
-        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-
-    Returns:
-        As `barlow_twins_loss`; NaN if all ranks together have fewer than two rows.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid.
+    `lambda_param`, `mu_param` and `nu_param` are λ, μ and ν, which the paper's code calls sim_coeff, std_coeff and
+    cov_coeff; `eps` is added to the variance. The other arguments, result and errors are those of `barlow_twins_loss`;
+    the loss of fewer than two rows on all ranks together is NaN.
 
     Source: notes/training/decorrelation.md.
     """
     name = "vicreg_loss"
-    not_negative(name, lambda_param=lambda_param, mu_param=mu_param, nu_param=nu_param, eps=eps)
+    expect.not_negative(name, lambda_param=lambda_param, mu_param=mu_param, nu_param=nu_param, eps=eps)
     x1, x2 = _views(name, z_a, z_b)
     with without_autocast(x1):
         c1, c2, count = _centered(x1, x2, group)
@@ -134,7 +130,8 @@ def vicreg_loss(
 
 def _views(name: str, z_a: Tensor, z_b: Tensor) -> list[Tensor]:
     """Return both views in one dtype, float32 or float64."""
-    check_features(name, z_a=z_a, z_b=z_b)
+    check_rows(name, "z_a", z_a)
+    check_rows(name, "z_b", z_b, z_a)
     return in_full_precision(name, z_a=z_a, z_b=z_b)
 
 
@@ -147,3 +144,122 @@ def _centered(x1: Tensor, x2: Tensor, group: Group) -> tuple[Tensor, Tensor, Ten
         count = row[-1]
         k1, k2 = (row[:-1] / count).chunk(2)
     return x1 - k1, x2 - k2, count
+
+
+def koleo_loss(
+    x: Tensor, *, eps: float = 1e-8, normalize: bool = True, sizes: Sizes = "auto", group: Group = None
+) -> Tensor:
+    """KoLeo of the whole batch: −log of each row's distance to its nearest neighbour, averaged over all ranks' rows.
+
+    It spreads features. The neighbour is searched among the rows of all ranks except the row itself; published code
+    searches a rank's own rows, which is another loss. The features of all ranks are gathered; no matrix of products is
+    kept for backward.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).double()
+    >>> for value in simulate(dc.nn.functional.koleo_loss, x.split([5, 3])):
+    ...     torch.testing.assert_close(value, dc.nn.functional.koleo_loss(x))
+
+    `x` are features of this rank's samples, (b, D), which are normalized unless `normalize` is False. `eps` is added to
+    each difference of two features and to each distance: with 0, equal rows have an infinite loss. A row without
+    another one is at distance 0. The other arguments, result and errors are those of `clip_loss`.
+
+    Source: notes/training/decorrelation.md#koleo.
+    """
+    name = "koleo_loss"
+    check_rows(name, "x", x)
+    expect.not_negative(name, eps=eps)
+    batch = Batch(name, x, sizes, group, {})
+    own, every = batch.features(x, normalize)
+    if is_known(every.shape[0] == 0):
+        return batch.mean(own)
+    with torch.no_grad(), without_autocast(x):
+        # |x − y|² = |x|² + 2 (|y|²/2 − x·y): the first term is the same for all y.
+        closeness = own @ every.t() - every.square().sum(1) / 2
+        nearest = closeness.scatter(1, batch.mine.unsqueeze(1), least(closeness)).argmax(1)
+    distances = (own - every[nearest] + eps).square().sum(1).sqrt()
+    return batch.mean(-(distances + eps).log())
+
+
+def sigreg_loss(
+    features: Tensor, *, seed: int, num_slices: int = 256, num_points: int = 17, t_max: float = 3.0, group: Group = None
+) -> Tensor:
+    """SIGReg of the whole batch: B ∫ |φ(t) − exp(−t²/2)|² exp(−t²/2) dt, averaged over random directions.
+
+    φ is the empirical characteristic function of a·z over the B rows z of all ranks, φ(t) = Σ exp(i t a·z) / B, for a
+    random unit vector a. The integral is over [−t_max, t_max], by the trapezoidal rule with `num_points` points on
+    [0, t_max], doubled since the integrand is even. As published, twice as many rows of the same distribution give
+    about twice the loss. Forward sends 2 · num_slices · (num_points − 1) + 1 numbers, backward one.
+
+    >>> import torch, diffcoll as dc
+    >>> from diffcoll.testing import simulate
+    >>> z = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).double()
+    >>> for value in simulate(lambda z: dc.nn.functional.sigreg_loss(z, seed=0), z.split([5, 3])):
+    ...     torch.testing.assert_close(value, dc.nn.functional.sigreg_loss(z, seed=0))
+
+    Args:
+        features: of this rank's samples, (b, D), as of `barlow_twins_loss`; not normalized.
+        seed: of the random directions, an integer from 0 to 2⁶³ − 1, the same on all ranks, which check mode compares;
+            for new directions in each step, the number of the step. PyTorch's random numbers are not changed.
+        num_slices: number of directions.
+        num_points: number of points, 0 and t_max included, at least 2.
+        t_max: the largest t, above 0.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
+
+    Result and errors are those of `barlow_twins_loss`.
+
+    Source: notes/training/decorrelation.md#sigreg.
+    """
+    name = "sigreg_loss"
+    check_rows(name, "features", features)
+    if expect.integer(name, "seed", seed, 0) >= 1 << 63:
+        raise ValueError(message(name, "seed", seed, "an integer below 2⁶³", "the number of the step is one"))
+    expect.integer(name, "num_slices", num_slices, 1)
+    expect.integer(name, "num_points", num_points, 2)
+    if not expect.is_number(t_max) or not 0 < t_max < torch.inf:
+        raise ValueError(message(name, "t_max", repr(t_max), "a number above 0", "the published code has 3"))
+    engine = resolve(group, name)
+    if check_mode.compares(engine):  # ranks with other directions send equal messages
+        facts = f"{name}({seed=}, D={features.shape[1]}, {num_slices=}, {num_points=})"
+        check_mode.compare(engine, facts, f"{facts} at {user_line()}")
+    (x,) = in_full_precision(name, features=features)
+    with without_autocast(x):
+        t = torch.linspace(0, t_max, num_points, dtype=x.dtype, device=x.device)[1:]  # at 0 both functions are 1
+        gaussian = (-t.square() / 2).exp()
+        weights = gaussian * (2 * t_max / (num_points - 1))
+        weights = torch.cat([weights[:-1], weights[-1:] / 2])
+
+        def of_sums(cosines: Tensor, sines: Tensor, count: Tensor) -> Tensor:
+            distances = (cosines / count - gaussian).square() + (sines / count).square()
+            return (distances @ weights).mean() * count
+
+        angles = (x @ _directions(seed, num_slices, x)).unsqueeze(2) * t
+        count = torch.full((), x.shape[0], dtype=x.dtype, device=x.device)
+        return loss_of_sums(of_sums, angles.cos().sum(0), angles.sin().sum(0), count, group=group)
+
+
+def _directions(seed: int, slices: int, x: Tensor) -> Tensor:
+    """Return random unit vectors as columns, (D, slices), of the dtype and on the device of x."""
+    if torch.compiler.is_compiling() or is_traced(x):
+        drawn: Tensor = torch.ops.diffcoll.directions(seed, x.shape[1], slices)
+    else:
+        with unobserved():  # vmap refuses random numbers
+            drawn = _drawn(seed, x.shape[1], slices)
+            if not x.is_cpu and can_pin(x.device.type):  # from other memory the copy would block the host
+                drawn = drawn.pin_memory().to(x.device, non_blocking=True)
+    drawn = drawn.to(x.device, x.dtype)
+    return drawn / drawn.square().sum(0).sqrt()
+
+
+def _drawn(seed: int, size: int, slices: int) -> Tensor:
+    """Return normal numbers, (size, slices), drawn on the CPU: PyTorch does not promise equal ones elsewhere."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(size, slices, generator=generator, dtype=torch.float32, device="cpu")
+
+
+# Dynamo cannot make a generator.
+_op = torch.library.custom_op(
+    "diffcoll::directions", _drawn, mutates_args=(), schema="(SymInt seed, SymInt size, SymInt slices) -> Tensor"
+)
+_op.register_fake(lambda seed, size, slices: torch.empty(size, slices, dtype=torch.float32, device="cpu"))

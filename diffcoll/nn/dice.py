@@ -43,22 +43,19 @@ def dice_loss(
     Args:
         probabilities: p, of this rank's part of the batch, for example (b, C, H, W), in [0, 1]: after a sigmoid or
             softmax; of logits, which are not refused, the loss is meaningless. Dim 0 is the batch, its length may
-            differ between ranks and may be 0; the other dimensions that are not summed are equal on all ranks. Half
-            precisions are computed in float32, also under autocast, which does not include the sigmoid:
+            differ between ranks and may be 0. Half precision is computed in float32, also under autocast;
             `logits.float().sigmoid()` keeps the gradient of values near 1.
         targets: t, of the same shape, any dtype, in [0, 1]. For class indices: `F.one_hot(t, C).movedim(-1, 1)`.
         smooth: s, added to numerator and denominator. If it is 0, a ratio without targets and predictions is NaN.
-        dims: what one ratio is of. Segmentation into several classes, p of shape (b, C, H, W): use "per class", one
-            ratio for each class over all images, and the loss is the mean of the C losses. None, one ratio of
-            everything, is for one class; with several, a large background hides that a small class is never found.
-            Otherwise the dimensions to sum over, and the mean of the loss over the remaining ones: (0, 2, 3) is "per
-            class" there; (2, 3), without dim 0, is one ratio for each image and class, and the mean is over the images
-            of all ranks.
+        dims: what one ratio is of. Several classes, p of shape (b, C, H, W): use "per class", one ratio for each class
+            over all images, and the loss is the mean of the C losses. None, one ratio of everything, is for one class;
+            with several, a large background hides that a small class is never found. Otherwise the dimensions to sum
+            over, and the mean of the loss over the remaining ones: (2, 3), without dim 0, is one ratio for each image
+            and class, and the mean is over the images of all ranks.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
     Returns:
-        The loss of the whole batch, 0-d, the same number on every rank, of float32, or float64 if an argument is. Its
-        gradient is that of the whole batch after a *mean* over ranks (DDP, `GradientAverager`).
+        The loss of the whole batch, as `loss_of_sums` returns it, of float32, or float64 if an argument is.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
@@ -126,13 +123,12 @@ def _loss(
 ) -> Tensor:
     """Return the loss with s in numerator and denominator; `smooth` is what the function `name` was given."""
     expect.not_negative(name, smooth=smooth)
-    if isinstance(targets, Tensor) and isinstance(probabilities, Tensor) and not targets.is_floating_point():
-        targets = targets.to(probabilities.dtype)
+    if isinstance(targets, Tensor) and not targets.is_floating_point():
+        targets = targets.float()
     p, t = in_full_precision(name, probabilities=probabilities, targets=targets)
     if p.ndim == 0 or p.shape != t.shape:
-        expected = f"{tuple(p.shape)}, the shape of probabilities" if p.ndim else "(b, …): dim 0 is the batch"
         remedy = "for class indices, F.one_hot(targets, C).movedim(-1, 1)"
-        raise ValueError(message(name, "targets", f"shape {tuple(t.shape)}", expected, remedy))
+        raise ValueError(message(name, "targets", f"shape {tuple(t.shape)}", "(b, …), as of probabilities", remedy))
     over = _dims(name, dims, p)
 
     def of_ratios(both: Tensor, predicted: Tensor, there: Tensor) -> Tensor:

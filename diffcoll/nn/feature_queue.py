@@ -13,7 +13,7 @@ from diffcoll.core import expect
 from diffcoll.core.arguments import Sizes
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
-from diffcoll.nn.arguments import check_features, check_marks
+from diffcoll.nn.arguments import check_marks, check_rows
 from diffcoll.nn.in_group import InGroup
 
 _NAME = "FeatureQueue"
@@ -72,7 +72,7 @@ class FeatureQueue(InGroup):
         self.group = group
         # Row i of all that were ever appended is at i % size: appending writes new rows alone.
         self.register_buffer("rows", torch.zeros(self.size, self.dim, device=device, dtype=dtype))
-        kept = torch.zeros(self.size, device=device, dtype=torch.long) if expect.flag(_NAME, "labels", labels) else None
+        kept = torch.zeros(self.size, device=device, dtype=torch.long) if labels else None
         self.register_buffer("labels_of_rows", kept)
         #: How many rows were ever appended; the host knows it without reading from a device.
         self.enqueued = 0
@@ -86,22 +86,20 @@ class FeatureQueue(InGroup):
         Args:
             features: this rank's, (b, D); b may differ between ranks, and be 0.
             labels: (b,), integers, of a queue with labels.
-            sizes: the ranks' numbers of rows. "auto": they are exchanged. A list, or None where every rank has as many
-                (the last batch is dropped): nothing is exchanged.
+            sizes: the ranks' numbers of rows, as of `gather_batch`.
 
         Raises:
             TypeError, ValueError: an argument is invalid.
             CollectiveMismatchError: on all ranks, with sizes="auto", if they differ in dtypes or in D.
         """
         name = f"{_NAME}.enqueue"
-        check_features(name, features=features)
-        if features.shape[1] != self.dim or features.device != self.rows.device:
-            got, expected = f"{tuple(features.shape)} on {features.device}", f"(b, {self.dim}) on {self.rows.device}"
-            raise ValueError(message(name, "features", got, f"{expected}, as the queue's rows"))
+        check_rows(name, "features", features)
+        if features.shape[1] != self.dim:
+            raise ValueError(message(name, "features", f"shape {tuple(features.shape)}", f"(b, {self.dim})"))
         if (labels is None) != (self.labels_of_rows is None):
             got, expected = ("none", "one for each row") if labels is None else ("a tensor", "none")
             raise ValueError(message(name, "labels", got, expected, "FeatureQueue(…, labels=True) keeps labels"))
-        sent = [features] if labels is None else [features, check_marks(name, "labels", labels, features)]
+        sent = [features, *check_marks(name, features, labels=labels).values()]
         new, _, _, total, _ = gather_batch(sent, group=self.group, sizes=sizes)
         first = max(total - self.size, 0)
         at = torch.arange(self.enqueued + first, self.enqueued + total, device=self.rows.device) % self.size

@@ -11,28 +11,17 @@ note  notes/training/contrastive.md
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from diffcoll.core import expect
 from diffcoll.core.arguments import Sizes
+from diffcoll.core.dtypes import wider
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
-from diffcoll.nn.arguments import check_alike, check_features, check_floats, check_marks, scalar, without_autocast
-from diffcoll.nn.contrastive import (
-    Logits,
-    Marks,
-    check_chunk_size,
-    check_exclude,
-    cross_entropy,
-    in_chunks,
-    joined,
-    least,
-    logsumexp,
-    masks,
-)
-from diffcoll.nn.gathered import Batch, widened
-from diffcoll.nn.whole import mean_of_rows
+from diffcoll.nn.arguments import check_chunk_size, check_exclude, check_marks, check_rows, scalar, without_autocast
+from diffcoll.nn.contrastive import Batch, Logits, Marks, in_chunks, joined, least, logsumexp, masks, softplus, widened
 
 #: Labels below this one are those of rows without a label, each another one.
 _NO_LABEL = -(1 << 62)
@@ -81,44 +70,39 @@ def info_nce_loss(
             query without negatives contributes 0.
         chunk_size: keep the logits of this many of this rank's queries at a time, and compute them again in backward.
             None: keep all, b × B·P numbers. The b × K logits of queries' own negatives are kept.
-        sizes: the ranks' numbers of rows. "auto": they are exchanged. A list, or None where every rank has as many (the
-            last batch is dropped): nothing is exchanged.
+        sizes: the ranks' numbers of queries, as of `clip_loss`.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
-    Returns:
-        The loss of the whole batch, 0-d, the same number on every rank, of float32, or float64 if the features are; NaN
-        if no rank has a row. Its gradient is that of the whole batch after a *mean* over ranks (DDP,
-        `GradientAverager`).
-
-    Raises:
-        TypeError, ValueError: an argument is invalid.
-        CollectiveMismatchError: on all ranks, with sizes="auto", if they differ in D.
+    Result and errors are those of `clip_loss`.
 
     Source: notes/training/contrastive.md.
     """
     name = "info_nce_loss"
-    check_features(name, query=query)
-    each = _check_keys(name, "positive", positive, query, (2, 3), "(b, D) or (b, P, D)")
-    own = 0 if negatives is None else _check_keys(name, "negatives", negatives, query, (3,), "(b, K, D)")
+    check_rows(name, "query", query)
+    check_rows(name, "positive", positive, query, (2, 3))
+    if negatives is not None:
+        check_rows(name, "negatives", negatives, query, (3,))
     check_chunk_size(name, chunk_size)
-    expect.flag(name, "decoupled", decoupled)
-    with without_autocast(query):
-        batch = Batch(name, query, sizes, group, **_marks(name, query, labels, ids))
-        x, (key, keys) = widened(query, normalize), batch.features(positive, normalize)
-        scale = _inverse(name, temperature, x.dtype)
-        out, out_of_own = _split(name, exclude, query.shape[0], batch.total * each, own)
-        rows, cols = Marks(exclude=out, **batch.marks), Marks(**batch.all_marks)
-        logits = Logits.of(keys.flatten(0, -2), scale, query, normalize)
-        q, pos, more = logits.rows(x), None, None
-        if each == 1 and labels is None:
-            pos, rows = logits.of_pairs(q, key.view(x.shape)), rows._replace(own=batch.mine.unsqueeze(1))
-        else:
-            rows, cols = _labelled(rows, cols, batch, each)
-        if negatives is not None and own:
+    marks = check_marks(name, query, labels=labels, ids=ids)
+    scale = _inverse(name, temperature, wider(query.dtype))
+    batch = Batch(name, query, sizes, group, marks)
+    x, (key, keys) = widened(query, normalize), batch.features(positive, normalize)
+    each, own = 1 if key.ndim == 2 else key.shape[1], 0 if negatives is None else negatives.shape[1]
+    out, out_of_own = _split(name, exclude, x.shape[0], batch.total * each, own)
+    rows, cols, pos, more = Marks(exclude=out, **marks), _of_each(each, batch.all_marks), None, None
+    if each > 1 or labels is not None:
+        number = torch.arange(batch.total, device=x.device).repeat_interleave(each)
+        rows = rows._replace(labels=_apart(rows.labels, batch.mine))
+        cols = cols._replace(labels=_apart(cols.labels, number))
+    logits = Logits.of(keys.flatten(0, -2), cols, query, normalize, scale)
+    q = logits.rows(x)
+    if rows.labels is None:
+        rows, pos = rows._replace(own=batch.mine.unsqueeze(1)), logits.of_pairs(q, key.view(x.shape))
+    if negatives is not None and own:
+        with without_autocast(x):
             more = torch.bmm(widened(negatives, normalize), (x * scale).unsqueeze(2)).squeeze(2)
-            more = more if out_of_own is None else more.masked_fill(out_of_own, least(more))
-        terms = _terms(q, logits, rows, cols, chunk_size, pos, more, decoupled)
-        return mean_of_rows(terms, batch.total, group)
+        more = more if out_of_own is None else more.masked_fill(out_of_own, least(more))
+    return batch.mean(_terms(q, logits, rows, chunk_size, pos, more, decoupled))
 
 
 def nt_xent_loss(
@@ -143,44 +127,18 @@ def nt_xent_loss(
     >>> for value in simulate(dc.nn.functional.nt_xent_loss, out0.split([5, 3]), out1.split([5, 3])):
     ...     torch.testing.assert_close(value, dc.nn.functional.nt_xent_loss(out0, out1))
 
-    Args:
-        out0: features of the first view of this rank's samples, (b, D), of float16, bfloat16, float32 or float64; b may
-            differ between ranks, and be 0. Half precision is sent as it is; logits are computed in float32.
-        out1: features of the second view of the same samples.
-        ids: views of other samples with an equal id are *left out*, as false negatives; (b,), integers.
-        exclude: (b, B), bool: further pairs of this rank's and all ranks' samples, whose views are left out.
-        temperature: a number or a tensor with one element; divides the logits.
-        normalize: normalize the features first.
-        decoupled: leave a view's positive out of its denominator, which has its negatives alone (Yeh et al. 2022); a
-            view without negatives contributes 0.
-        chunk_size: keep the logits of this many of this rank's views at a time, and compute them again in backward.
-            None: keep all, 2b × 2B numbers.
-        sizes: the ranks' numbers of samples; see `info_nce_loss`.
-        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-
-    Returns:
-        As `info_nce_loss`.
-
-    Raises:
-        TypeError, ValueError, CollectiveMismatchError: as `info_nce_loss`.
+    `out0` and `out1` are features of two views of this rank's samples, (b, D), row i of both of the same sample. Views
+    of other samples are left out where `ids`, (b,), are equal, or where `exclude`, (b, B), bool, is True for this
+    rank's and all ranks' samples. `decoupled` leaves a view's positive out of its denominator. The other arguments,
+    result and errors are those of `info_nce_loss`; `chunk_size` counts views.
 
     Source: notes/training/contrastive.md.
     """
     name = "nt_xent_loss"
-    check_features(name, out0=out0, out1=out1)
-    check_chunk_size(name, chunk_size)
-    expect.flag(name, "decoupled", decoupled)
-    with without_autocast(out0):
-        batch = Batch(name, out0, sizes, group, **_marks(name, out0, None, ids))
-        own, every = batch.features(torch.stack([out0, out1], 1), normalize)
-        x, scale = own.flatten(0, 1), _inverse(name, temperature, own.dtype)
-        rows, cols = _views(name, batch, 2, exclude)
-        pairs = torch.stack([2 * batch.mine, 2 * batch.mine + 1], 1).repeat_interleave(2, 0)
-        logits = Logits.of(every.flatten(0, 1), scale, out0, normalize)
-        q = logits.rows(x)
-        pos = logits.of_pairs(q, own.flip(1).flatten(0, 1))
-        terms = _terms(q, logits, rows._replace(own=pairs), cols, chunk_size, pos, None, decoupled)
-        return mean_of_rows(terms, 2 * batch.total, group)
+    check_rows(name, "out0", out0)
+    check_rows(name, "out1", out1, out0)
+    marks, views = check_marks(name, out0, ids=ids), torch.stack([out0, out1], 1)
+    return _of_views(name, views, marks, exclude, temperature, normalize, decoupled, chunk_size, sizes, group)
 
 
 def supcon_loss(
@@ -207,50 +165,54 @@ def supcon_loss(
     >>> for value in simulate(dc.nn.functional.supcon_loss, features.split([5, 3]), labels.split([5, 3])):
     ...     torch.testing.assert_close(value, dc.nn.functional.supcon_loss(features, labels))
 
-    Args:
-        features: this rank's features, (b, D), or (b, views, D) as in the authors' code, of float16, bfloat16, float32
-            or float64; b may differ between ranks, and be 0. Half precision is sent as it is; logits are computed in
-            float32.
-        labels: (b,), integers: the class of each sample. All views of all samples of a class are positives. Samples of
-            class −1 are negatives of the others, and have no positives.
-        ids: rows of an equal id and another label are *left out*; (b,), integers. Those of equal id and label stay
-            positives.
-        exclude: (b, B), bool: further pairs of this rank's and all ranks' samples, whose views are left out unless
-            they are positives.
-        temperature: a number or a tensor with one element; divides the logits.
-        normalize: normalize the features first.
-        chunk_size: keep the logits of this many of this rank's views at a time, and compute them again in backward.
-            None: keep all, a row of all ranks' views for each.
-        sizes: the ranks' numbers of samples; see `info_nce_loss`.
-        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-
-    Returns:
-        As `info_nce_loss`.
-
-    Raises:
-        TypeError, ValueError, CollectiveMismatchError: as `info_nce_loss`.
+    `features` are (b, D), or (b, views, D) as in the authors' code. All views of all samples of a class are positives;
+    samples of class −1 are negatives of the others, and have no positives. Other views are left out where `ids`, (b,),
+    are equal, or where `exclude`, (b, B), bool, is True for this rank's and all ranks' samples. The other arguments,
+    result and errors are those of `info_nce_loss`; `chunk_size` counts views.
 
     Source: notes/training/contrastive.md.
     """
     name = "supcon_loss"
-    check_features(name, (2, 3), features=features)
+    check_rows(name, "features", features, dims=(2, 3))
+    if labels is None:
+        raise TypeError(message(name, "labels", labels, "a tensor of integers"))
+    marks = check_marks(name, features, labels=labels, ids=ids)
+    views = features if features.ndim == 3 else features.unsqueeze(1)
+    return _of_views(name, views, marks, exclude, temperature, normalize, False, chunk_size, sizes, group)
+
+
+def _of_views(
+    name: str,
+    views: Tensor,
+    marks: dict[str, Tensor],
+    exclude: Tensor | None,
+    temperature: Tensor | float,
+    normalize: bool,
+    decoupled: bool,
+    chunk_size: int | None,
+    sizes: Sizes,
+    group: Group,
+) -> Tensor:
+    """Return the loss of (b, views, D); view v of sample i is row views · i + v. Without labels there are two views."""
     check_chunk_size(name, chunk_size)
-    marks = {"label": check_marks(name, "labels", labels, features), **_marks(name, features, None, ids)}
-    with without_autocast(features):
-        stacked = features if features.ndim == 3 else features.unsqueeze(1)
-        views = stacked.shape[1]
-        batch = Batch(name, stacked, sizes, group, **marks)
-        own, every = batch.features(stacked, normalize)
-        x, scale = own.flatten(0, 1), _inverse(name, temperature, own.dtype)
-        rows, cols = _views(name, batch, views, exclude)
-        number = ((views * batch.mine).unsqueeze(1) + torch.arange(views, device=x.device)).view(-1)
-        every_number = torch.arange(batch.total * views, device=x.device)
-        assert rows.label is not None and cols.label is not None
-        rows = rows._replace(own=number.unsqueeze(1), label=_apart(rows.label, number))
-        cols = cols._replace(label=_apart(cols.label, every_number))
-        logits = Logits.of(every.flatten(0, 1), scale, features, normalize)
-        terms = _terms(logits.rows(x), logits, rows, cols, chunk_size, None, None, False)
-        return mean_of_rows(terms, views * batch.total, group)
+    scale = _inverse(name, temperature, wider(views.dtype))
+    batch, each = Batch(name, views, sizes, group, marks), views.shape[1]
+    own, every = batch.features(views, normalize)
+    rows, cols = _of_each(each, marks), _of_each(each, batch.all_marks)
+    exclude = check_exclude(name, exclude, own.shape[0], batch.total)
+    if exclude is not None:
+        rows = rows._replace(exclude=exclude.repeat_interleave(each, 0).repeat_interleave(each, 1))
+    numbers = (each * batch.mine).unsqueeze(1) + torch.arange(each, device=own.device)
+    if rows.labels is None:
+        rows = rows._replace(own=numbers.repeat_interleave(each, 0))
+    else:
+        of_all = torch.arange(batch.total * each, device=own.device)
+        rows = rows._replace(own=numbers.view(-1, 1), labels=_apart(rows.labels, numbers.flatten()))
+        cols = cols._replace(labels=_apart(cols.labels, of_all))
+    logits = Logits.of(every.flatten(0, 1), cols, views, normalize, scale)
+    q = logits.rows(own.flatten(0, 1))
+    pos = logits.of_pairs(q, own.flip(1).flatten(0, 1)) if rows.labels is None else None
+    return batch.mean(_terms(q, logits, rows, chunk_size, pos, None, decoupled), each)
 
 
 # ── the terms of this rank's rows ────────────────────────────────────────────────────────────────────────
@@ -260,7 +222,6 @@ def _terms(
     q: Tensor,
     logits: Logits,
     rows: Marks,
-    cols: Marks,
     chunk_size: int | None,
     pos: Tensor | None,
     more: Tensor | None,
@@ -268,39 +229,33 @@ def _terms(
 ) -> Tensor:
     """Return −log softmax of each row, averaged over its positives; 0 for a row without one.
 
-    Args:
-        q: `logits.rows` of the features.
-        logits: makes those of rows and columns.
-        rows: marks of the rows; `own` are the columns that are no negatives, or, with labels, the row itself.
-        cols: marks of the columns.
-        chunk_size: number of rows at a time.
-        pos: the logit of each row's only positive; None: labels say which are positives.
-        more: logits of each row's own negatives.
-        decoupled: without the positives in the denominator.
+    `pos` is the logit of each row's only positive, and `rows.own` are the columns that are no negatives; without it
+    labels say which are positives, and `rows.own` is the row itself. `more` are logits of each row's own negatives.
     """
+    sum_exp = partial(logsumexp, dim=1, in_place=logits.in_place)
 
     def one(q: Tensor, rows: Marks) -> tuple[Tensor]:
-        return (logsumexp(logits.of_negatives(q, rows, cols), 1),)
+        return (sum_exp(logits.of_negatives(q, rows)),)
 
     def several(q: Tensor, rows: Marks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         s = logits(q)
         itself = None if rows.own is None else rows.own == torch.arange(s.shape[1], device=s.device)
-        positive, out = masks(rows, cols, itself)
-        neg = logsumexp(s.masked_fill(positive if out is None else positive | out, least(s)), 1)
-        among = logsumexp(s.masked_fill(~positive, least(s)), 1)
+        positive, out = masks(rows, logits.marks, itself)
+        neg = sum_exp(s.masked_fill(positive if out is None else positive | out, least(s)))
+        among = sum_exp(s.masked_fill(~positive, least(s)))
         return neg, among, s.masked_fill(~positive, 0).sum(1), positive.sum(1)
 
     neg, *of_positives = map(joined, zip(*in_chunks(several if pos is None else one, chunk_size, q, rows), strict=True))
     if more is not None:
-        neg = logsumexp(torch.stack([neg, logsumexp(more, 1)]), 0)
+        neg = torch.stack([neg, sum_exp(more)]).logsumexp(0)
     if pos is not None:
-        return _decoupled(neg, pos) if decoupled else cross_entropy(neg, pos)
+        return _decoupled(neg, pos) if decoupled else softplus(neg - pos)
     among, total, count = of_positives
     mean = total / count.clamp(min=1)
     if decoupled:
         terms = _decoupled(neg, mean)
     else:  # of one positive the first term is 0, and so are its gradients
-        terms = torch.where(count > 1, among - mean, 0.0) + cross_entropy(neg, among + 0 * among)
+        terms = torch.where(count > 1, among - mean, 0.0) + softplus(neg - (among + 0 * among))
     return torch.where(count > 0, terms, 0.0)
 
 
@@ -309,37 +264,14 @@ def _decoupled(neg: Tensor, pos: Tensor) -> Tensor:
     return torch.where(~(neg <= least(neg) / 2), neg - pos, 0.0)
 
 
-def _apart(label: Tensor, number: Tensor) -> Tensor:
-    """Return labels, of which −1 becomes one that no other row has."""
-    return torch.where(label == -1, _NO_LABEL + number, label)
+def _apart(labels: Tensor | None, number: Tensor) -> Tensor:
+    """Return labels, of which −1 becomes one that no other row has; without labels, each row has another one."""
+    return number if labels is None else torch.where(labels == -1, _NO_LABEL + number, labels)
 
 
-def _labelled(rows: Marks, cols: Marks, batch: Batch, each: int) -> tuple[Marks, Marks]:
-    """Return the marks of queries and of `each` keys for each of all queries; without labels, of the same sample."""
-    mine, every = batch.mine, torch.arange(batch.total, device=batch.mine.device)
-    label = mine if rows.label is None else _apart(rows.label, mine)
-    labels = every if cols.label is None else _apart(cols.label, every)
-    of_keys = [None if mark is None else mark.repeat_interleave(each) for mark in (labels, cols.id)]
-    return rows._replace(label=label), Marks(None, *of_keys)
-
-
-def _views(name: str, batch: Batch, views: int, exclude: Tensor | None) -> tuple[Marks, Marks]:
-    """Return the marks of this rank's and of all ranks' views; view v of sample i is row views · i + v."""
-    exclude = check_exclude(name, exclude, len(batch.mine), batch.total, "(b, B)")
-    exclude = None if exclude is None else exclude.repeat_interleave(views, 0).repeat_interleave(views, 1)
-    of_rows, of_cols = (
-        {key: mark.repeat_interleave(views) for key, mark in marks.items()} for marks in (batch.marks, batch.all_marks)
-    )
-    return Marks(exclude=exclude, **of_rows), Marks(**of_cols)
-
-
-# ── arguments ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _marks(name: str, x: Tensor, labels: Tensor | None, ids: Tensor | None) -> dict[str, Tensor]:
-    """Return labels and ids, as they are given, as the marks that the ranks gather."""
-    given = {"labels": labels, "ids": ids}
-    return {key[:-1]: check_marks(name, key, mark, x) for key, mark in given.items() if mark is not None}
+def _of_each(n: int, marks: dict[str, Tensor]) -> Marks:
+    """Return the marks of samples for n rows of each."""
+    return Marks(**{key: mark.repeat_interleave(n) for key, mark in marks.items()})
 
 
 def _inverse(name: str, temperature: Tensor | float, dtype: torch.dtype) -> Tensor | float:
@@ -350,23 +282,9 @@ def _inverse(name: str, temperature: Tensor | float, dtype: torch.dtype) -> Tens
     return 1 / value
 
 
-def _check_keys(name: str, argument: str, x: Tensor, query: Tensor, dims: tuple[int, ...], shape: str) -> int:
-    """Return the number of keys of each query; raise unless they fit the queries."""
-    check_floats(name, argument, x, shape)
-    b, size = query.shape
-    if x.ndim not in dims or x.shape[0] != b or x.shape[-1] != size:
-        got, expected = f"shape {tuple(x.shape)}", f"{shape} with b = {b}, D = {size} of query"
-        raise ValueError(message(name, argument, got, expected))
-    check_alike(name, argument, x, "query", query)
-    return 1 if x.ndim == 2 else x.shape[1]
-
-
 def _split(name: str, exclude: Tensor | None, rows: int, columns: int, own: int) -> list[Tensor | None]:
     """Return the parts of `exclude` of all ranks' keys and of a query's own negatives."""
-    if exclude is None:
-        return [None, None]
     if own and isinstance(exclude, Tensor) and exclude.shape[1:] == (own,):
-        return [None, check_exclude(name, exclude, rows, own, "(b, K)")]
-    exclude = check_exclude(name, exclude, rows, columns + own, "(b, B·P + K)" if own else "(b, B·P)")
-    assert exclude is not None
-    return [*exclude.split_with_sizes([columns, own], 1)]
+        return [None, check_exclude(name, exclude, rows, own)]
+    exclude = check_exclude(name, exclude, rows, columns + own)
+    return [None, None] if exclude is None else [*exclude.split_with_sizes([columns, own], 1)]

@@ -26,11 +26,17 @@ class LossModule(InGroup):
     requires, such as CLIP's scale, is one of these.
     """
 
-    function: ClassVar[Callable[..., Tensor]]
+    _function: ClassVar[Callable[..., Tensor]]
 
-    def __init__(self, **options: Any) -> None:
+    def __init_subclass__(cls, function: Callable[..., Tensor] | None = None) -> None:
+        if function is not None:
+            cls._function = staticmethod(function)
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """Keep the arguments of the subclass, its `locals()`."""
         super().__init__()
-        of_function = signature(type(self).function).parameters
+        options = {name: value for name, value in arguments.items() if name not in ("self", "__class__")}
+        of_function = signature(self._function).parameters
         #: Each option, and whether the function requires it.
         self._options = {name: of_function[name].default is of_function[name].empty for name in options}
         for name, value in options.items():
@@ -38,11 +44,9 @@ class LossModule(InGroup):
 
     def forward(self, *tensors: Any, **more: Any) -> Tensor:
         """Return the loss, as the function does."""
-        options = {name: getattr(self, name) for name in self._options}
-        for name, is_required in self._options.items():
-            if is_required and options[name] is None:
-                del options[name]
-        return type(self).function(*tensors, **options, **more)
+        values = {name: getattr(self, name) for name in self._options}
+        options = {name: x for name, x in values.items() if x is not None or not self._options[name]}
+        return self._function(*tensors, **options, **more)
 
     def extra_repr(self) -> str:
         """Show the options that are not the default."""
@@ -54,7 +58,7 @@ class LossModule(InGroup):
         return ", ".join(shown)
 
 
-class CLIPLoss(LossModule):
+class CLIPLoss(LossModule, function=functional.clip_loss):
     """`clip_loss` as a module.
 
     The scale is passed to `forward`, as open_clip does, or here: a number, or an `nn.Parameter`. Then the module is a
@@ -68,8 +72,6 @@ class CLIPLoss(LossModule):
     ['logit_scale']
     """
 
-    function = staticmethod(functional.clip_loss)
-
     def __init__(
         self,
         logit_scale: Tensor | float | None = None,
@@ -79,19 +81,16 @@ class CLIPLoss(LossModule):
         sizes: Sizes = "auto",
         group: Group = None,
     ) -> None:
-        numbers = {"logit_scale": logit_scale}
-        super().__init__(**numbers, normalize=normalize, chunk_size=chunk_size, sizes=sizes, group=group)
+        super().__init__(locals())
 
 
-class SigLIPLoss(LossModule):
+class SigLIPLoss(LossModule, function=functional.siglip_loss):
     """`siglip_loss` as a module. Scale and bias are passed to `forward`, or here: a number or an `nn.Parameter` each.
 
     >>> from diffcoll.nn import SigLIPLoss
     >>> SigLIPLoss(10.0, -10.0)
     SigLIPLoss(logit_scale=10.0, logit_bias=-10.0)
     """
-
-    function = staticmethod(functional.siglip_loss)
 
     def __init__(
         self,
@@ -103,19 +102,16 @@ class SigLIPLoss(LossModule):
         sizes: Sizes = "auto",
         group: Group = None,
     ) -> None:
-        numbers = {"logit_scale": logit_scale, "logit_bias": logit_bias}
-        super().__init__(**numbers, normalize=normalize, chunk_size=chunk_size, sizes=sizes, group=group)
+        super().__init__(locals())
 
 
-class InfoNCELoss(LossModule):
+class InfoNCELoss(LossModule, function=functional.info_nce_loss):
     """`info_nce_loss` as a module; `forward` takes the negatives third.
 
     >>> from diffcoll.nn import InfoNCELoss
     >>> InfoNCELoss(decoupled=True)
     InfoNCELoss(decoupled=True)
     """
-
-    function = staticmethod(functional.info_nce_loss)
 
     def __init__(
         self,
@@ -127,19 +123,16 @@ class InfoNCELoss(LossModule):
         sizes: Sizes = "auto",
         group: Group = None,
     ) -> None:
-        more = {"chunk_size": chunk_size, "sizes": sizes, "group": group}
-        super().__init__(temperature=temperature, normalize=normalize, decoupled=decoupled, **more)
+        super().__init__(locals())
 
 
-class NTXentLoss(LossModule):
+class NTXentLoss(LossModule, function=functional.nt_xent_loss):
     """`nt_xent_loss` as a module.
 
     >>> from diffcoll.nn import NTXentLoss
     >>> NTXentLoss(0.2)
     NTXentLoss(temperature=0.2)
     """
-
-    function = staticmethod(functional.nt_xent_loss)
 
     def __init__(
         self,
@@ -151,19 +144,16 @@ class NTXentLoss(LossModule):
         sizes: Sizes = "auto",
         group: Group = None,
     ) -> None:
-        more = {"chunk_size": chunk_size, "sizes": sizes, "group": group}
-        super().__init__(temperature=temperature, normalize=normalize, decoupled=decoupled, **more)
+        super().__init__(locals())
 
 
-class SupConLoss(LossModule):
+class SupConLoss(LossModule, function=functional.supcon_loss):
     """`supcon_loss` as a module.
 
     >>> from diffcoll.nn import SupConLoss
     >>> SupConLoss(normalize=False).temperature
     0.1
     """
-
-    function = staticmethod(functional.supcon_loss)
 
     def __init__(
         self,
@@ -174,33 +164,28 @@ class SupConLoss(LossModule):
         sizes: Sizes = "auto",
         group: Group = None,
     ) -> None:
-        more = {"chunk_size": chunk_size, "sizes": sizes, "group": group}
-        super().__init__(temperature=temperature, normalize=normalize, **more)
+        super().__init__(locals())
 
 
-class BarlowTwinsLoss(LossModule):
+class BarlowTwinsLoss(LossModule, function=functional.barlow_twins_loss):
     """`barlow_twins_loss` as a module.
 
-    >>> import diffcoll as dc
-    >>> dc.nn.BarlowTwinsLoss(0.01)
+    >>> from diffcoll.nn import BarlowTwinsLoss
+    >>> BarlowTwinsLoss(0.01)
     BarlowTwinsLoss(lambda_param=0.01)
     """
 
-    function = staticmethod(functional.barlow_twins_loss)
-
     def __init__(self, lambda_param: float = 5e-3, *, eps: float = 1e-5, group: Group = None) -> None:
-        super().__init__(lambda_param=lambda_param, eps=eps, group=group)
+        super().__init__(locals())
 
 
-class VICRegLoss(LossModule):
+class VICRegLoss(LossModule, function=functional.vicreg_loss):
     """`vicreg_loss` as a module.
 
-    >>> import diffcoll as dc
-    >>> dc.nn.VICRegLoss(nu_param=2.0)
+    >>> from diffcoll.nn import VICRegLoss
+    >>> VICRegLoss(nu_param=2.0)
     VICRegLoss(nu_param=2.0)
     """
-
-    function = staticmethod(functional.vicreg_loss)
 
     def __init__(
         self,
@@ -211,84 +196,74 @@ class VICRegLoss(LossModule):
         eps: float = 1e-4,
         group: Group = None,
     ) -> None:
-        super().__init__(lambda_param=lambda_param, mu_param=mu_param, nu_param=nu_param, eps=eps, group=group)
+        super().__init__(locals())
 
 
-class DiceLoss(LossModule):
+class DiceLoss(LossModule, function=functional.dice_loss):
     """`dice_loss` as a module.
 
-    >>> import diffcoll as dc
-    >>> dc.nn.DiceLoss(dims="per class")
+    >>> from diffcoll.nn import DiceLoss
+    >>> DiceLoss(dims="per class")
     DiceLoss(dims='per class')
     """
 
-    function = staticmethod(functional.dice_loss)
-
     def __init__(self, *, smooth: float = 1.0, dims: Dims = None, group: Group = None) -> None:
-        super().__init__(smooth=smooth, dims=dims, group=group)
+        super().__init__(locals())
 
 
-class IoULoss(LossModule):
+class IoULoss(LossModule, function=functional.iou_loss):
     """`iou_loss` as a module.
 
-    >>> import diffcoll as dc
-    >>> dc.nn.IoULoss(smooth=0.0)
+    >>> from diffcoll.nn import IoULoss
+    >>> IoULoss(smooth=0.0)
     IoULoss(smooth=0.0)
     """
 
-    function = staticmethod(functional.iou_loss)
-
     def __init__(self, *, smooth: float = 1.0, dims: Dims = None, group: Group = None) -> None:
-        super().__init__(smooth=smooth, dims=dims, group=group)
+        super().__init__(locals())
 
 
-class TverskyLoss(LossModule):
+class TverskyLoss(LossModule, function=functional.tversky_loss):
     """`tversky_loss` as a module.
 
-    >>> import diffcoll as dc
-    >>> dc.nn.TverskyLoss(alpha=0.3, beta=0.7)
+    >>> from diffcoll.nn import TverskyLoss
+    >>> TverskyLoss(alpha=0.3, beta=0.7)
     TverskyLoss(alpha=0.3, beta=0.7)
     """
-
-    function = staticmethod(functional.tversky_loss)
 
     def __init__(
         self, *, alpha: float = 0.5, beta: float = 0.5, smooth: float = 1.0, dims: Dims = None, group: Group = None
     ) -> None:
-        super().__init__(alpha=alpha, beta=beta, smooth=smooth, dims=dims, group=group)
+        super().__init__(locals())
 
 
-class KoLeoLoss(LossModule):
+class KoLeoLoss(LossModule, function=functional.koleo_loss):
     """`koleo_loss` as a module.
 
-    >>> import diffcoll as dc
-    >>> dc.nn.KoLeoLoss(normalize=False)
+    >>> from diffcoll.nn import KoLeoLoss
+    >>> KoLeoLoss(normalize=False)
     KoLeoLoss(normalize=False)
     """
-
-    function = staticmethod(functional.koleo_loss)
 
     def __init__(
         self, *, eps: float = 1e-8, normalize: bool = True, sizes: Sizes = "auto", group: Group = None
     ) -> None:
-        super().__init__(eps=eps, normalize=normalize, sizes=sizes, group=group)
+        super().__init__(locals())
 
 
-class SIGRegLoss(LossModule):
+class SIGRegLoss(LossModule, function=functional.sigreg_loss):
     """`sigreg_loss` as a module; `forward` takes the features and the seed.
 
-    >>> import diffcoll as dc
-    >>> dc.nn.SIGRegLoss(num_slices=1024)
+    >>> from diffcoll.nn import SIGRegLoss
+    >>> SIGRegLoss(num_slices=1024)
     SIGRegLoss(num_slices=1024)
     """
 
-    function = staticmethod(functional.sigreg_loss)
-
     def __init__(self, *, num_slices: int = 256, num_points: int = 17, t_max: float = 3.0, group: Group = None) -> None:
-        super().__init__(num_slices=num_slices, num_points=num_points, t_max=t_max, group=group)
+        super().__init__(locals())
 
 
-class VocabParallelCrossEntropy(LossModule):
+class VocabParallelCrossEntropy(LossModule, function=functional.vocab_parallel_cross_entropy):
     """`vocab_parallel_cross_entropy` as a module without parameters; `forward` takes the rows of the output layer.
 
     >>> import torch, diffcoll as dc
@@ -299,8 +274,6 @@ class VocabParallelCrossEntropy(LossModule):
     >>> whole = torch.nn.functional.cross_entropy(layer(hidden), target, label_smoothing=0.1)
     >>> torch.testing.assert_close(loss(hidden, layer.weight, target, bias_shard=layer.bias), whole)
     """
-
-    function = staticmethod(functional.vocab_parallel_cross_entropy)
 
     def __init__(
         self,
@@ -313,5 +286,4 @@ class VocabParallelCrossEntropy(LossModule):
         sizes: Sizes = "auto",
         group: Group = None,
     ) -> None:
-        more = {"reduction": reduction, "chunk_size": chunk_size, "sizes": sizes, "group": group}
-        super().__init__(label_smoothing=label_smoothing, z_loss=z_loss, ignore_index=ignore_index, **more)
+        super().__init__(locals())

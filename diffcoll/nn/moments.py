@@ -77,12 +77,12 @@ def moments(
     expect.floating("moments", "x", x, "pass torch.view_as_real(x) for the moments of both parts of complex numbers")
     reduced = expect.dims("moments", "dim", dim, x)
     row, c = _row_of(x, reduced, None if weight is None else _weight("moments", weight, x))
-    results = _merged(all_gather(row, group=group, stack=True, grad_placement="replicate"), c)
+    count, *others = _merged(all_gather(row, group=group, stack=True, grad_placement="replicate"), c)
     shape = [1 if d in reduced else size for d, size in enumerate(x.shape) if keepdim or d not in reduced]
     if weight is None:  # the count is a constant
-        mean, variance = sum_gradients(torch.stack(results[1:]), group=group).unbind()
-        return Moments(results[0].detach().view(()), mean.view(shape), variance.view(shape))
-    return Moments(*(y.view(shape) for y in sum_gradients(torch.stack(results), group=group)))
+        mean, variance = sum_gradients(torch.stack(others), group=group)
+        return Moments(count.detach().view(()), mean.view(shape), variance.view(shape))
+    return Moments(*(y.view(shape) for y in sum_gradients(torch.stack([count, *others]), group=group)))
 
 
 def weighted_mean(
@@ -98,38 +98,18 @@ def weighted_mean(
     >>> simulate(lambda x, n: dc.nn.functional.weighted_mean(x, weight=n), losses, tokens)  # (3·2 + 1·5 + 4·8) / 8
     [tensor(5.3750), tensor(5.3750)]
 
-    Args:
-        x: floating-point or complex. Its size along `dim` may differ between ranks and may be zero; the others are the
-            same.
-        dim: the dimension, or dimensions, to reduce besides the ranks.
-        weight: None: each value counts once. Otherwise non-negative weights of any real dtype, of shape
-            `(x.shape[dim],)`, or with as many dimensions as x and broadcasting to it. A non-finite value of weight zero
-            is ignored.
-        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-
-    Returns:
-        x's shape without `dim`, the same on every rank. Half precision is computed and returned in float32. If all
-        weights are zero, the mean and its gradients are zero. Each rank may compute its own loss from the mean; the
-        gradients are summed over the ranks.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid.
+    x is floating-point or complex. `weight` is of shape `(x.shape[dim],)`, 0-d, or has as many dimensions as x. The
+    other arguments and errors are those of `moments`, and so are the mean's dtype, zeros and gradients. The result has
+    x's shape without `dim`, the same on every rank.
 
     Source: notes/training/batch-norm.md.
     """
     name = "weighted_mean"
     expect.floating(name, "x", x, "x.float() is one", or_complex=True)
     reduced = expect.dims(name, "dim", dim, x)
-    values = x.to(wider(x.dtype))
     if isinstance(weight, Tensor) and len(reduced) == 1 and weight.shape == x.shape[reduced[0] : reduced[0] + 1]:
         weight = weight.view([-1 if d == reduced[0] else 1 for d in range(x.dim())])
-    elif isinstance(weight, Tensor) and weight.dim() not in (
-        0,
-        x.dim(),
-    ):  # it would broadcast along the last dimensions
-        expected = f"shape (x.shape[dim],), or {x.dim()} dimensions that broadcast to x's {tuple(x.shape)}"
-        raise ValueError(message(name, "weight", f"shape {tuple(weight.shape)}", expected))
-    total, count = all_reduce(_sums(name, values, weight, reduced), group=group)
+    total, count = all_reduce(_sums(name, x.to(wider(x.dtype)), weight, reduced), group=group)
     return total / _divisor(count.real if x.is_complex() else count)
 
 
@@ -156,21 +136,16 @@ def token_mean(losses: Tensor, weight: Tensor | None = None, *, group: Group = N
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
     Returns:
-        Σ w l / Σ w over all ranks, 0-d, the same number on every rank, of float32, or float64 if the losses are; if all
-        weights are zero, it is 0 and the gradients are zero. Its gradient is that of the whole batch after a *mean*
-        over ranks (DDP, `GradientAverager`).
+        Σ w l / Σ w over all ranks, a loss of the whole batch as that of `loss_of_sums`, of float32, or float64 if the
+        losses are; 0 with zero gradients if all weights are zero.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
 
     Source: notes/how-to/recipes.md#token-weighted-loss-as-in-a-trainer.
     """
-    name = "token_mean"
-    (values,) = in_full_precision(name, losses=losses)
-    if isinstance(weight, Tensor) and weight.dim() not in (0, losses.dim()):  # (b,) would weight columns of (b, b)
-        expected = f"0 or {losses.dim()} dimensions, as the losses have"
-        raise ValueError(message(name, "weight", f"shape {tuple(weight.shape)}", expected))
-    sums = _sums(name, values, weight, tuple(range(losses.dim())))
+    (values,) = in_full_precision("token_mean", losses=losses)
+    sums = _sums("token_mean", values, weight, tuple(range(losses.dim())))
     return loss_of_sums(lambda total, count: total / _divisor(count), *sums, group=group)
 
 
@@ -211,6 +186,9 @@ def _sums(name: str, x: Tensor, weight: Tensor | None, dims: tuple[int, ...]) ->
     if weight is None:
         count = torch.full((), prod([x.shape[d] for d in dims]), dtype=x.dtype, device=x.device)
         return (x.sum(dims) if dims else x), count
+    if isinstance(weight, Tensor) and weight.dim() not in (0, x.dim()):  # (b,) would weight the columns of (b, b)
+        expected = f"0 or {x.dim()} dimensions, as x has"
+        raise ValueError(message(name, "weight", f"shape {tuple(weight.shape)}", expected))
     w = _weight(name, weight, x)
     total, count = w * _finite_where_it_counts(x, w), w.expand(x.shape).to(x.dtype)
     return (total.sum(dims), count.sum(dims)) if dims else (total, count)

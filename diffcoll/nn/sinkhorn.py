@@ -18,7 +18,7 @@ from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.core import expect
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
-from diffcoll.nn.arguments import check_features, in_full_precision, without_autocast
+from diffcoll.nn.arguments import check_rows, in_full_precision, without_autocast
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def sinkhorn(scores: Tensor, *, epsilon: float = 0.05, iterations: int = 3, grou
     Source: notes/training/contrastive.md#how-do-i-assign-samples-to-prototypes-swav-dino.
     """
     name = "sinkhorn"
-    check_features(name, scores=scores)
+    check_rows(name, "scores", scores)
     expect.integer(name, "iterations", iterations, 1)
     if not expect.is_number(epsilon) or not 0 < epsilon < torch.inf:
         raise ValueError(message(name, "epsilon", repr(epsilon), "a finite number above 0"))

@@ -23,23 +23,22 @@ from diffcoll.collectives.sum_gradients import sum_gradients
 from diffcoll.core import expect
 from diffcoll.core.arguments import Sizes
 from diffcoll.core.errors import message
-from diffcoll.core.groups import get_rank, get_world_size
+from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import assert_in_graph, is_known, is_traced
 from diffcoll.core.torch_private.transforms import is_within_transform, without_transforms
 from diffcoll.engines.types import Group
-from diffcoll.nn.arguments import in_full_precision, without_autocast
+from diffcoll.nn.arguments import check_chunk_size, in_full_precision, without_autocast
 from diffcoll.nn.contrastive import (
     Marks,
-    check_chunk_size,
     in_chunks,
     joined,
     least,
     logsumexp,
     may_overwrite,
     overwritten,
+    sizes_of_ranks,
     softplus,
 )
-from diffcoll.nn.gathered import sizes_of_ranks
 
 #: What is done over the tokens.
 Reduction = Literal["mean", "sum", "none"]
@@ -88,10 +87,8 @@ def vocab_parallel_cross_entropy(
         reduction: over the tokens, as that of `torch.nn.functional.cross_entropy`, and not over the ranks: "mean" over
             those that are not ignored, "sum", or "none", the loss of each token.
         chunk_size: keep the logits of this many tokens at a time, and compute them again in backward. None: of all.
-        sizes: the numbers V_r of all ranks. "auto": they are exchanged. A list, or None where every rank has as many:
-            nothing is exchanged.
-        group: the ranks that have shards: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see
-            `set_default_group`.
+        sizes: the numbers V_r of all ranks, as `sizes` of `clip_loss`.
+        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
     Returns:
         The loss, the same on every rank: 0-d, or of target's shape with "none"; float32, or float64 if an argument is.
@@ -111,21 +108,23 @@ def vocab_parallel_cross_entropy(
     expect.integer(_NAME, "ignore_index", ignore_index)
     expect.choice(_NAME, "reduction", reduction, ("mean", "sum", "none"), "it is over the tokens, not over the ranks")
     check_chunk_size(_NAME, chunk_size)
-    _check(hidden, weight_shard, target, bias_shard)
-    floats = {"hidden": hidden, "weight_shard": weight_shard}
-    wide = in_full_precision(_NAME, **floats, **({} if bias_shard is None else {"bias_shard": bias_shard}))
-    q, w, bias = wide[0].reshape(-1, hidden.shape[-1]), wide[1], wide[2] if bias_shard is not None else None
-    lengths = sizes_of_ranks(_NAME, weight_shard, sizes, group)
-    first, total = sum(lengths[: get_rank(group)]), sum(lengths)
+    floats = {"hidden": hidden, "weight_shard": weight_shard, "bias_shard": bias_shard}
+    hidden, w, *biases = in_full_precision(_NAME, **{name: x for name, x in floats.items() if x is not None})
+    bias = biases[0] if biases else None
+    _check_shapes(hidden, w, target, bias)
+    engine = resolve(group, _NAME)
+    lengths = sizes_of_ranks(_NAME, engine, w, sizes)
+    first, total = sum(lengths[: engine.rank]), sum(lengths)
     index = target.reshape(-1).long()  # ignore_index may have no value in a small dtype
     ignored = index == ignore_index
     _check_targets(index, ignored, total, ignore_index)
-    with without_autocast(hidden):
-        q = q if get_world_size(group) == 1 else sum_gradients(q, group=group)
+    q = hidden.reshape(-1, hidden.shape[-1])
+    with without_autocast(q):
+        q = q if engine.size == 1 else sum_gradients(q, group=group)
         row = torch.stack(_sums(q, w, bias, index.masked_fill(ignored, -1) - first, chunk_size, label_smoothing > 0))
         rows = all_gather(row, group=group, stack=True, grad_placement="replicate")
         neg, logit, *every = rows.unbind(1)
-        log_neg, logit = logsumexp(neg, 0), logit.sum(0)
+        log_neg, logit = neg.logsumexp(0), logit.sum(0)
         loss = softplus(log_neg - logit)
         if z_loss:
             loss = loss + z_loss * (loss + logit).square()
@@ -140,13 +139,7 @@ def vocab_parallel_cross_entropy(
 def _sums(q: Tensor, w: Tensor, bias: Tensor | None, at: Tensor, chunk_size: int | None, smooth: bool) -> list[Tensor]:
     """Return, for each token, log Σ_j exp s_ij of this rank's j ≠ t, s_it or 0, and, to `smooth`, Σ_j s_ij.
 
-    Args:
-        q: hidden.
-        w: this rank's rows.
-        bias: of these rows.
-        at: the target's index among these rows, if it is one of them.
-        chunk_size: number of tokens at a time.
-        smooth: whether the sum is needed.
+    `at` is the target's index among this rank's rows w, if it is one of them.
     """
     here = (at >= 0) & (at < w.shape[0])
     if is_known(w.shape[0] == 0):  # of this rank no word; the result is of q's and w's graph
@@ -154,16 +147,15 @@ def _sums(q: Tensor, w: Tensor, bias: Tensor | None, at: Tensor, chunk_size: int
         return [none + least(q), none, none] if smooth else [none + least(q), none]
     at = torch.where(here, at, 0)
     added = None if bias is None else bias.clamp(min=least(q))  # −inf excludes words, of some ranks all
-
     in_place = may_overwrite()
 
     def block(q: Tensor, rows: Marks) -> tuple[Tensor]:
-        assert rows.own is not None and rows.label is not None
+        assert rows.own is not None and rows.labels is not None
         s = q @ w.t() if added is None else torch.addmm(added, q, w.t())
-        kept = torch.where(rows.label, least(s), s.gather(1, rows.own))  # `least` at the target, no negative
-        return (logsumexp(overwritten(s, rows.own, kept, in_place), 1),)
+        kept = torch.where(rows.labels, least(s), s.gather(1, rows.own))  # `least` at the target, no negative
+        return (logsumexp(overwritten(s, rows.own, kept, in_place), 1, in_place),)
 
-    rows = Marks(own=at.unsqueeze(1), label=here.unsqueeze(1))
+    rows = Marks(own=at.unsqueeze(1), labels=here.unsqueeze(1))
     neg = joined([part for (part,) in in_chunks(block, chunk_size, q, rows)])
     logit = (q * w[at]).sum(1) + (0 if added is None else added[at])
     logit = torch.where(here, logit + 0 * logit, 0.0)
@@ -173,17 +165,10 @@ def _sums(q: Tensor, w: Tensor, bias: Tensor | None, at: Tensor, chunk_size: int
     return [neg, logit, every if bias is None else every + bias.sum()]
 
 
-def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
-    """Raise if an argument is invalid."""
-    given = {"hidden": hidden, "weight_shard": weight, "target": target, "bias_shard": bias}
-    for name, x in given.items():
-        if x is not None and (not isinstance(x, Tensor) or type(x).__name__ == "DTensor"):
-            remedy = "x.to_local() of a DTensor, which is replicated if it is hidden or target"
-            raise TypeError(message(_NAME, name, type(x).__name__, "a plain tensor", remedy))
-        if x is not None and x.device != hidden.device:
-            raise ValueError(message(_NAME, name, f"on {x.device}", f"{hidden.device}, as hidden is"))
-    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-        raise TypeError(message(_NAME, "target", target.dtype, "integers, indices in the whole vocabulary"))
+def _check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
+    if not isinstance(target, Tensor) or target.dtype == torch.bool or target.is_floating_point():
+        got = target.dtype if isinstance(target, Tensor) else type(target).__name__
+        raise TypeError(message(_NAME, "target", got, "integers, indices in the whole vocabulary"))
     if hidden.ndim == 0 or target.shape != hidden.shape[:-1]:
         expected = "(…), an index for each token of hidden, which is (…, D)"
         raise ValueError(message(_NAME, "target", f"shape {tuple(target.shape)}", expected))

@@ -21,7 +21,7 @@ from diffcoll.collectives.sum_gradients import sum_gradients
 from diffcoll.core.groups import get_world_size
 from diffcoll.engines.types import Group
 
-#: Makes a loss require a gradient. A new leaf of the loss's own cannot: Dynamo and torch.func refuse it.
+#: Makes a loss require a gradient if this rank's rows train nothing. Dynamo and torch.func refuse a new leaf.
 _LEAF = torch.nn.Parameter(torch.empty(0))
 
 
@@ -59,16 +59,7 @@ def loss_of_sums(f: Callable[..., Tensor], *sums: Tensor, group: Group = None) -
     """
     if get_world_size(group) == 1:
         return f(*sums)
-    total = all_reduce(sums if len(sums) != 1 else sums[0], group=group, grad_placement="replicate")
-    loss = f(*total) if isinstance(total, tuple) else f(total)
-    return sum_gradients(_recorded(loss), group=group)
-
-
-def mean_of_rows(terms: Tensor, total: int, group: Group) -> Tensor:
-    """Return the mean over all ranks' rows from the terms of this rank's; the ranks have `total` rows."""
-    return loss_of_sums(lambda t: t / total, terms.sum(), group=group)
-
-
-def _recorded(x: Tensor) -> Tensor:
-    """Return x, of which backward may be called: every rank runs the same one, also if its rows train nothing."""
-    return x if x.requires_grad or not torch.is_grad_enabled() else x + _LEAF.sum()
+    loss = f(*all_reduce(sums, group=group, grad_placement="replicate"))
+    if torch.is_grad_enabled() and not loss.requires_grad:  # every rank runs the same backward
+        loss = loss + _LEAF.sum()
+    return sum_gradients(loss, group=group)

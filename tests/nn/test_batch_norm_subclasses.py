@@ -1,8 +1,6 @@
 """Subclasses of batch norm with their own forward, converted."""
 
 import copy
-import io
-import pickle
 from functools import partial
 
 import pytest
@@ -10,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from references import data
 from releases import compiles, one_graph
-from runs import gloo, refusal, rules
+from runs import gloo, rules
 from torch import nn
 
 import diffcoll as dc
 from diffcoll.nn import SyncBatchNorm
-from diffcoll.testing import ranks
 
 
 class WithActivation(nn.BatchNorm2d):
@@ -99,17 +96,6 @@ def test_trains_as_one_process(sizes, more):
     compare(rules(lambda x: steps(dc.nn.convert_sync_batchnorm(network(**more)), x), x.split(sizes)), whole)
 
 
-@ranks(3, on="gloo")
-def test_trains_as_one_process_on_gloo():
-    sizes, rank = (4, 0, 3), dc.get_rank()
-    x = data(7, 2, 2, 3)
-    whole = steps(network(), x)
-    compare_one = steps(dc.nn.convert_sync_batchnorm(network()), x.split(sizes)[rank])
-    torch.testing.assert_close(compare_one[0], whole[0].split(sizes)[rank])
-    torch.testing.assert_close([dc.all_reduce(g) for g in compare_one[1]], whole[1])
-    torch.testing.assert_close(compare_one[2], whole[2])
-
-
 def test_a_forward_that_calls_that_of_its_base_with_more_arguments():
     def body(x, scale):
         layer = dc.nn.convert_sync_batchnorm(Conditional(3).double())
@@ -130,23 +116,15 @@ def test_a_converted_module_keeps_class_tensors_hooks_and_reverts():
     net[1].register_forward_hook(lambda *a: calls.append(1))
     old = net[1]
     dc.nn.convert_sync_batchnorm(net)
-    assert isinstance(net[1], WithActivation) and net[1] is not old and type(net[3]) is SyncBatchNorm
-    assert net[1].act is old.act and net.state_dict().keys() == state.keys() and net[1].group is None
+    assert isinstance(net[1], WithActivation) and net[1] is old and type(net[3]) is SyncBatchNorm
+    assert net.state_dict().keys() == state.keys() and net[1].group is None
     assert all(a is b for a, b in zip(net.parameters(), parameters, strict=True))
     assert repr(net[1]).startswith("SyncWithActivation(\n  3, eps=")
     net(data(2, 2, 3, 3))
     assert calls == [1]
     converted = net[1]
     assert dc.nn.convert_sync_batchnorm(net)[1] is converted
-    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(copy.deepcopy(net)[3:])), copy.deepcopy(net[1])):
-        assert type(twin) is type(net) or type(twin) is type(converted)
-    saved = io.BytesIO()
-    net[1]._forward_hooks.clear()
-    torch.save(net, saved)
-    saved.seek(0)
-    loaded = torch.load(saved, weights_only=False)
-    assert type(loaded[1]) is type(converted)
-    torch.testing.assert_close(loaded(data(2, 2, 3, 3)), net(data(2, 2, 3, 3)))
+    torch.testing.assert_close(copy.deepcopy(net)(data(2, 2, 3, 3)), net(data(2, 2, 3, 3)))
     dc.nn.revert_sync_batchnorm(net)
     assert type(net[1]) is WithActivation
     assert not {"group", "converted_from"} & set(net[1].__dict__)
@@ -179,36 +157,24 @@ class Own(nn.BatchNorm2d):
         return (x - x.mean((0, 2, 3), keepdim=True)) / x.std((0, 2, 3), keepdim=True)
 
 
-class Ghost(nn.BatchNorm2d):
-    def forward(self, x):
-        return torch.cat([super(Ghost, self).forward(part) for part in x.split(2)])
-
-
 class OfTorch(nn.SyncBatchNorm):
     pass
 
 
-def test_forwards_that_are_no_batch_norm_are_an_error_on_every_rank_in_training():
-    def body(x, kind):
-        layer = dc.nn.convert_sync_batchnorm(kind(3).double())
-        return refusal(TypeError, layer, x)
-
-    parts = data(9, 3, 2, 2).split([4, 5])
-    for kind in (Own, Ghost):
-        assert all("convert_sync_batchnorm" in text for text in rules(body, parts, [kind] * 2))
+def test_a_forward_that_is_no_batch_norm_is_an_error_in_training():
+    layer = dc.nn.convert_sync_batchnorm(Own(3).double())
+    with pytest.raises(TypeError, match="convert_sync_batchnorm"):
+        layer(data(4, 3, 2, 2))
 
 
 def test_what_is_refused():
-    net = nn.Sequential(WithActivation(2), OfTorch(2))
-    with pytest.raises(TypeError, match=r"got OfTorch at 1, expected .*; replace this module yourself"):
-        dc.nn.convert_sync_batchnorm(net)
-    assert type(net[0]) is WithActivation
-    for layer in (nn.BatchNorm2d(2), WithActivation(2)):
-        layer.forward = lambda x: x
-        with pytest.raises(
-            TypeError, match="with a forward assigned to the module at the root, expected the forward of"
-        ):
-            dc.nn.convert_sync_batchnorm(layer)
+    replaced = nn.BatchNorm2d(2)
+    replaced.forward = lambda x: x
+    for refused in (OfTorch(2), nn.LazyBatchNorm2d(), replaced):
+        net = nn.Sequential(WithActivation(2), refused)
+        with pytest.raises(TypeError, match=f"convert_sync_batchnorm: module: .*{type(refused).__name__} at 1"):
+            dc.nn.convert_sync_batchnorm(net)
+        assert type(net[0]) is WithActivation
 
 
 @compiles

@@ -5,7 +5,6 @@ import torch
 from references import data
 from runs import gloo, gloo_messages, rules, runs_on
 
-import diffcoll as dc
 from diffcoll.nn.functional import sinkhorn
 
 SIZES = ((6,), (4, 4), (5, 0, 3), (0, 1, 0))
@@ -72,20 +71,6 @@ def test_pairs_that_are_not_assigned():
     found = on_ranks(rules, scores, (5, 3))
     assert found[1, 2] == 0
     torch.testing.assert_close(found, published(scores), rtol=1e-10, atol=1e-15)
-
-
-def test_rows_of_a_queue():
-    """Each rank passes its part of a queue with its own rows; the order of rows has no influence."""
-    prototypes, scores, old = data(3, 4, seed=5), data(8, 4), data(7, 3, seed=6)
-
-    def body(scores, old):
-        queue = dc.nn.FeatureQueue(6, 3, dtype=torch.double)
-        queue.enqueue(old)
-        kept = queue.features().tensor_split(dc.get_world_size())[dc.get_rank()] @ prototypes
-        return sinkhorn(torch.cat([kept, scores]))[len(kept) :]
-
-    found = torch.cat(rules(body, scores.split([5, 0, 3]), old.split([1, 2, 4])))
-    torch.testing.assert_close(found, sinkhorn(torch.cat([old[1:] @ prototypes, scores]))[6:])
 
 
 def test_dtypes_and_gradients():
