@@ -1,6 +1,5 @@
 """`check_gradients`: right gradients agree with finite differences, wrong ones do not, and what they are is said."""
 
-
 import pytest
 import torch
 import torch.distributed as dist
