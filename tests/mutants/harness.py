@@ -156,7 +156,7 @@ MUTANTS = [
         "check_gradients errors",
         f"{DIFFERENCES} -k 'equal or argument'",
     ),
-    Mutant(RANK, "_refuse", "    if left:\n", "    if False:\n", f"{ROWS} check_gradients errors", UNCHECKED),
+    Mutant(RANK, "_refuse_others", "    if left:\n", "    if False:\n", f"{ROWS} check_gradients errors", UNCHECKED),
     Mutant(
         MATCHING,
         "Matching._refuse_nothing",

@@ -364,6 +364,10 @@ WRONG = {
         lambda: summed(lambda x: x.sum(1, keepdim=True), lambda x: x.sum(1), ranks=(5, 3)),
         r"\(5, 1\), \(3, 1\).*\(8,\)",
     ),
+    "rows in place of a number": (
+        lambda: summed(lambda x: x.sin().sum(1), lambda x: x.sin().sum(), ranks=(5, 3)),
+        r"\(5,\), \(3,\) on the ranks, \(\) on",
+    ),
     "random": (lambda: summed(lambda x: (nn.functional.dropout(x, 0.5) ** 2).sum()), "with another seed"),
     **{
         f"{name}, {n} ranks": (

@@ -57,7 +57,7 @@ def concluded(matching: Matching, settings: Sequence[Ranks], on: Sequence[str]) 
         return report
     observed += _of_runs(runs)
     chosen = min(wrong, key=lambda run: (not run.quantities, len(set(run.ranks.rows)) > 1))
-    observed += [chosen.shapes] * bool(chosen.shapes)
+    observed += [] if chosen.other is None else [str(chosen.other)]
     cuts: tuple[str, ...] = ()
     if chosen.quantities and chosen.setting is not None:
         view = _Wrong(matching, chosen, chosen.setting)
@@ -162,8 +162,6 @@ class _Wrong:
         if differentiable(q.wanted):
             tests = self._times, self._reduced, self._weighted, self._of_other_ranks, self._rows_left_out
             yield from itertools.islice(filter(None, (test(q) for test in tests)), 1)
-        if q.group == "value":
-            yield from self._logarithm(q)
 
     def _times(self, q: Quantity) -> str | None:
         """Say which multiple it is; all ranks have the same. A single number is a multiple of anything."""
@@ -240,14 +238,6 @@ class _Wrong:
         got, wanted = (x.view(q.wanted.shape).flatten(1).abs().amax(1) for x in (whole, q.wanted))
         rows = ((got == 0) & (wanted > 0)).nonzero().flatten().tolist()
         return f"zero in row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))} of the whole" if rows else None
-
-    def _logarithm(self, q: Quantity) -> Iterator[str]:
-        """Whether a value is off by the logarithm of a size, as where each rank counts the terms of all."""
-        difference = float((q.compared[0].got - q.compared[0].wanted).real)
-        for axis, n in self.ranks.sizes.items():
-            if n > 1 and math.isclose(abs(difference), math.log(n), rel_tol=1e-6):
-                size = f"the size of {axis}" if axis != RANKS else "N"
-                yield f"{'larger' if difference > 0 else 'smaller'} by log {n}, the logarithm of {size}"
 
     # ── experiments ──
 

@@ -54,6 +54,20 @@ class Asked:
     tolerance: float | None
 
 
+class OtherShape(Exception):
+    """The outputs of the ranks are pieces of no tensor of the shape that one process returns."""
+
+    def __init__(self, i: int, whole: Measured, each: Sequence[Measured]) -> None:
+        #: The output.
+        self.what = _output(i, whole)
+        shapes = ", ".join(str(tuple(m.outputs[i].shape)) for m in each)
+        super().__init__(f"{self.what}: shapes {shapes} on the ranks, {tuple(whole.outputs[i].shape)} on one process")
+
+
+def _output(i: int, whole: Measured) -> str:
+    return f"output[{i}]" if len(whole.outputs) > 1 else "output"
+
+
 @dataclass(eq=False)
 class Run:
     """The results of one run."""
@@ -63,26 +77,21 @@ class Run:
     setting: Setting | None = None
     measured: Sequence[Measured] = ()
     quantities: list[Quantity] = field(default_factory=list)
-    #: In words, of outputs that are pieces of no tensor of the shape that one process returns.
-    shapes: str = ""
+    other: OtherShape | None = None
     raised: str = ""
 
     @cached_property
     def table(self) -> Table:
         """The table of the report."""
         rows = [row for q in self.quantities for row in q.rows]
-        if self.shapes:
-            rows = [Row(self.shapes.partition(":")[0], "all", math.inf, None, False, 0.0, mismatched=True)]
+        if self.other is not None:
+            rows = [Row(self.other.what, "all", math.inf, None, False, 0.0, mismatched=True)]
         return Table(title_of(self.on, self.ranks.size, str(self.ranks)), self.ranks.size, tuple(rows), self.raised)
 
     @property
     def ok(self) -> bool:
         """Whether nothing was raised, and every quantity is right."""
         return self.table.ok
-
-
-class _OtherShape(Exception):
-    """The outputs of the ranks are pieces of no tensor of the shape that one process returns."""
 
 
 @dataclass(eq=False)
@@ -176,9 +185,8 @@ class Matching:
         self._refuse_nothing(batch, whole)
         self._refuse_unused(batch, whole)
         held, notes = self._held(on, ranks)
-        losses = [i for i, y in enumerate(whole.outputs) if y.dim() == 0]
         tasks = [
-            Task(ranks, batch.part({name: i[r] for name, i in index.items()}), self._written(mine), losses=losses)
+            Task(ranks, batch.part({name: i[r] for name, i in index.items()}), self._written(mine))
             for r, mine in enumerate(held)
         ]
         outputs = self._outputs(on, ranks, whole, tasks)
@@ -250,16 +258,16 @@ class Matching:
 
     def _outputs(self, on: str, ranks: Ranks, whole: Measured, tasks: Sequence[Task]) -> list[Fit]:
         """Return the positions of each output; a forward on the ranks shows the shapes of all but numbers."""
+        number = Fit("", [torch.tensor(0)] * ranks.size)
         if all(y.dim() == 0 for y in whole.outputs):
-            return [Fit("", [torch.tensor(0)] * ranks.size)] * len(whole.outputs)
+            return [number] * len(whole.outputs)
         each = self.on_ranks(on, [replace(task, weights=[None] * len(whole.outputs), backward=False) for task in tasks])
         found = []
         for i, y in enumerate(whole.outputs):
-            name, got = f"output[{i}]" if len(whole.outputs) > 1 else "output", [m.outputs[i] for m in each]
-            fit = settled_output(name, y, got, said_of(self.asked.placements, name), ranks)
+            name, got = _output(i, whole), [m.outputs[i] for m in each]
+            fit = settled_output(name, y, got, said_of(self.asked.placements, name), ranks) if y.dim() else number
             if fit is None:
-                shapes = ", ".join(str(tuple(x.shape)) for x in got)
-                raise _OtherShape(f"{name}: shapes {shapes} on the ranks, {tuple(y.shape)} on one process")
+                raise OtherShape(i, whole, each)
             found.append(fit)
         return found
 
@@ -283,9 +291,12 @@ class Matching:
         """Measure on the ranks and on one process, and compare."""
         try:
             setting = self.setting(on, ranks)
-        except _OtherShape as error:
-            return Run(on, ranks, shapes=str(error))
-        each = self.on_ranks(on, setting.tasks)
+            each = self.on_ranks(on, setting.tasks)
+            for i, y in enumerate(setting.whole.outputs):
+                if y.dim() == 0 and any(m.outputs[i].numel() != 1 for m in each):
+                    raise OtherShape(i, setting.whole, each)
+        except OtherShape as error:
+            return Run(on, ranks, other=error)
         if not setting.whole.own_backward and any(any(m.has_graph) for m in each) > any(setting.whole.has_graph):
             got, remedy = "a result without a gradient, where the ranks' has one", "remove detach() and no_grad"
             raise ValueError(message(NAME, "single", got, "a result with a gradient to compare with", remedy))

@@ -85,11 +85,9 @@ class Task:
     part: Any
     #: The numbers to write into tensors that `shard` makes anew, by name.
     write: Mapping[str, Tensor] = field(default_factory=dict)
-    #: The weights of the outputs; None: those that `weight_of` gives for this stream.
+    #: The weights of the outputs; None: those that `weight_of` gives for this stream, where shape (1,) is a loss.
     weights: Sequence[Tensor | None] | None = None
     stream: int = 0
-    #: Indices of the outputs of shape (1,) that are losses; None: all such.
-    losses: Sequence[int] | None = None
     #: Directions of its tensors: the inputs, followed by those of the module, are numbered in this order.
     directions: Mapping[int, Tensor] = field(default_factory=dict)
     #: How far the tensors are moved along the directions first.
@@ -197,9 +195,10 @@ def measured(packed: Packed, task: Task) -> Measured:
             stack.enter_context(Detaches())
         watching = recorded() if task.watched else contextlib.nullcontext(Cuts())
         with watching as cuts, traced(module if task.watched else None) as traces:
-            outputs = called(subject.fn, module, task, inputs)
+            outputs = called(subject.fn, module, task.part, inputs)
         weights = task.weights
         if weights is None:
+            outputs = [y[0] if y.shape == (1,) else y for y in outputs]
             weights = [weight_of(i, outputs, task.stream) for i in range(len(outputs))]
         if len(weights) != len(outputs):
             got = f"{len(outputs)} outputs, where one process has {len(weights)}"
@@ -219,7 +218,7 @@ def measured(packed: Packed, task: Task) -> Measured:
         found.outputs = [y.detach().cpu() for y in outputs]
         if task.backward:
             del outputs, total
-            _refuse(others)
+            _refuse_others(others)
     return found
 
 
@@ -287,22 +286,19 @@ def leaves_of(part: Any) -> list[Tensor]:
     return [x.detach().clone().requires_grad_() for x in variables]
 
 
-def called(fn: Callable[..., Any], module: nn.Module | None, task: Task, inputs: Sequence[Tensor]) -> list[Tensor]:
+def called(fn: Callable[..., Any], module: nn.Module | None, part: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Call the function, and return the leaves of its result as tensors.
 
     Its arguments are copies that depend on the inputs, so the function may modify them, and gets tensors that are not
     leaves, as between the layers of a model.
     """
-    leaves, rebuild = tree_flatten(task.part)
+    leaves, rebuild = tree_flatten(part)
     given, first = iter(inputs), [] if module is None else [module]
     part = rebuild([(next(given) if x.requires_grad else x).clone() if isinstance(x, Tensor) else x for x in leaves])
     if isinstance(part, dict):
-        found = _results(fn(*first, **part))
-    else:
-        is_several = isinstance(part, (tuple, list)) and not hasattr(part, "_fields")
-        found = _results(fn(*first, *part) if is_several else fn(*first, part))
-    losses = task.losses
-    return [y[0] if y.shape == (1,) and (losses is None or i in losses) else y for i, y in enumerate(found)]
+        return list(_results(fn(*first, **part)))
+    is_several = isinstance(part, (tuple, list)) and not hasattr(part, "_fields")
+    return list(_results(fn(*first, *part) if is_several else fn(*first, part)))
 
 
 def _results(y: Any) -> Iterator[Tensor]:
@@ -336,7 +332,7 @@ def _others(total: Tensor, known: Sequence[Tensor]) -> list[tuple[weakref.ref[Te
     return [(weakref.ref(leaf), leaf.grad) for leaf in found]
 
 
-def _refuse(others: Sequence[tuple[weakref.ref[Tensor], Tensor | None]]) -> None:
+def _refuse_others(others: Sequence[tuple[weakref.ref[Tensor], Tensor | None]]) -> None:
     """Raise if there are leaves whose gradients nothing checks; those of the function are gone with the graph."""
     if all(ref() is None for ref, _ in others):
         return
