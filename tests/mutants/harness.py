@@ -173,6 +173,23 @@ MUTANTS = [
         f"{ROWS} errors",
         f"{ARGUMENTS} -k constant",
     ),
+    Mutant(MATCHING, "Matching.run", "m.outputs[i].numel() != 1", "False", ROWS, f"{WRONG} -k 'rows and number'"),
+    Mutant(
+        "testing/harness/cuts.py",
+        "recorded",
+        " and not _is_intended(frame)",
+        "",
+        f"{ROWS} cuts",
+        "tests/testing/test_testing_note.py",
+    ),
+    Mutant(
+        "testing/harness/cuts.py",
+        "recorded",
+        "_COLLECTIVES.get(frame.f_code) if event",
+        "None if event",
+        f"{ROWS} cuts",
+        f"{REPORTS}::test_the_line_of_a_collective_that_torch_wraps",
+    ),
     Mutant(
         "testing/harness/packing.py",
         "Packed",

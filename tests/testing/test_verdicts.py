@@ -235,6 +235,7 @@ RIGHT = {
     "batch norm, as a sum": lambda: normalized(_unbiased, order=2, rank_reduction="sum"),
     "a step": step,
     "a step of SGD without a value": lambda: step(optimizer=torch.optim.SGD, value=False),
+    "a step whose graph is freed": lambda: small_and_further(1),
     "a moving average": averages_of_weights,
     "a norm of the gradient": a_norm_of_the_gradient,
     "somebody sums later": lambda: sequence("said to be partial"),
@@ -328,13 +329,13 @@ def small_and_further(factor):
     """The learning rate is small, so the parameter after the step is nearly right."""
 
     def train(module, x):
-        module(x).square().mean().backward()
+        value = module(x).square().mean()
+        value.backward()
         averaged(module)
         with torch.no_grad():
             for p in module.parameters():
                 p -= 1e-3 * (factor if _several() else 1) * p.grad
-                p.grad = None
-        return module(x).square().mean().detach()
+        return value
 
     return train, train, rows, {"module": layer(3, 2), "ranks": EVEN}
 

@@ -70,11 +70,9 @@ def of_all_ranks(each: Iterable[Cuts]) -> Cuts:
 
 
 def _is_intended(frame: FrameType) -> bool:
-    """Whether this library makes the call, or the forward of an `autograd.Function`, which has its own backward."""
-    frames = list(_callers(frame))
-    first = next((module for each in frames if not (module := _module(each)).startswith("torch.")), "")
+    """Whether the forward of an `autograd.Function`, which has its own backward, makes the call."""
     forwards = {getattr(cls.forward, "__code__", None) for cls in _subclasses(Function)}
-    return first.startswith("diffcoll.") or any(each.f_code in forwards for each in frames)
+    return any(caller.f_code in forwards for caller in _callers(frame))
 
 
 def _subclasses(cls: Any) -> Iterator[Any]:
