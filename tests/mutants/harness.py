@@ -179,7 +179,7 @@ MUTANTS = [
         "recorded",
         " and not _is_intended(frame)",
         "",
-        f"{ROWS} cuts",
+        ROWS,
         "tests/testing/test_testing_note.py",
     ),
     Mutant(
@@ -187,7 +187,7 @@ MUTANTS = [
         "recorded",
         "_COLLECTIVES.get(frame.f_code) if event",
         "None if event",
-        f"{ROWS} cuts",
+        ROWS,
         f"{REPORTS}::test_the_line_of_a_collective_that_torch_wraps",
     ),
     Mutant(
@@ -239,7 +239,7 @@ MUTANTS = [
     Mutant(LAYOUT, "settled", "if ranks.axes_of(group) is None:", "if False:", "sharded errors", REDUCED),
     Mutant(COMPARE, "Setting.sum_of", "(of_input or a in axes)", "a in axes", "sharded", f"{RIGHT} -k data_and"),
     Mutant(COMPARE, "Setting.sum_of", "axis not in split and", "", "sharded", f"{RIGHT} -k 'fully or experts'"),
-    Mutant(COMPARE, "_gradients", "{*reduced, *setting.reduced}", "reduced", "sharded", REDUCED),
+    Mutant(COMPARE, "_gradients", "{*reduced, *setting.asked.reduced}", "reduced", "sharded", REDUCED),
     Mutant(
         COMPARE,
         "Setting.sum_of",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,6 +186,20 @@ def tolerance_of(tensors: Sequence[Tensor]) -> float:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What the user has asked for."""
+
+    batch: Any
+    rank_reduction: str | Mapping[str, str]
+    #: Axes over which the program itself has reduced its gradients.
+    reduced: tuple[str, ...]
+    placements: Mapping[str, Placement]
+    order: int
+    dtype: torch.dtype | None
+    tolerance: float | None
+
+
+@dataclass(frozen=True)
 class Setting:
     """One run, before it starts: what each rank gets, how what it has makes up the whole, and what one process has."""
 
@@ -195,16 +210,14 @@ class Setting:
     whole: Measured
     #: "mean" or "sum" by axis: how the ranks' losses combine.
     reduction: Mapping[str, str]
-    #: Axes over which the user says that the program has reduced its gradients.
-    reduced: tuple[str, ...]
-    placements: Mapping[str, Placement]
+    asked: Asked
     outputs: Sequence[Fit]
     #: The tensors of the whole module, and what each rank holds of them.
     spans: Sequence[Span]
     held: Sequence[Sequence[Held]]
     notes: Sequence[str]
     tolerance: float
-    tasks: Sequence[Task]
+    tasks: Sequence[Task] = ()
 
     def part(self, directions: Mapping[int, Tensor], r: int) -> dict[int, Tensor]:
         """Return the part that a rank has of directions of the tensors of one process."""
@@ -279,7 +292,7 @@ def _outputs(setting: Setting, each: Sequence[Measured]) -> Iterator[Quantity]:
     for i, (wanted, fit) in enumerate(zip(whole.outputs, setting.outputs, strict=True)):
         number, ys = f"[{i}]" if len(whole.outputs) > 1 else "", [m.outputs[i] for m in each]
         pieces = [[Piece(j, y)] if j is not None else [] for j, y in zip(fit.index, ys, strict=True)]
-        said = said_of(setting.placements, f"output{number}")
+        said = said_of(setting.asked.placements, f"output{number}")
         if wanted.dim() or not differentiable(wanted):
             q = setting.quantity(f"output{number}", "output", wanted, pieces, (partial_axes(said), 1.0))
             if not wanted.dim() and not differentiable(wanted) and not q.ok:
@@ -314,15 +327,15 @@ def _gradients(setting: Setting, each: Sequence[Measured]) -> Iterator[Quantity]
         least = SMALL * largest(*of_whole)
         for i, name in enumerate(variables if setting.batch.asked or not own else ()):
             pieces = [[Piece(setting.index[name][r], mine[i])] for r, mine in enumerate(of_ranks)]
-            summed = setting.sum_of(said_of(setting.placements, name), pieces, of_input=True)
+            summed = setting.sum_of(said_of(setting.asked.placements, name), pieces, of_input=True)
             yield setting.quantity(f"{group} of {name}", group, of_whole[i], pieces, summed, least, of_input=True)
         for i, span in enumerate(setting.spans, len(variables)):
             if span.trained:
                 pieces = [_of_span(span, setting.held[r], mine[len(variables) :]) for r, mine in enumerate(of_ranks)]
                 each_held = [h for mine in setting.held for h in mine if span.holds(h.index).any()]
                 reduced = {a for h in each_held for group in h.groups for a in setting.ranks.axes_of(group) or ()}
-                done = setting.reduction if own else {*reduced, *setting.reduced}
-                summed = setting.sum_of(said_of(setting.placements, span.name), pieces, tuple(done))
+                done = setting.reduction if own else {*reduced, *setting.asked.reduced}
+                summed = setting.sum_of(said_of(setting.asked.placements, span.name), pieces, tuple(done))
                 yield setting.quantity(f"{group} of {span.name}", group, of_whole[i], pieces, summed, least)
 
 

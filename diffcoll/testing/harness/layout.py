@@ -249,17 +249,25 @@ def _blocks(
     return found
 
 
+def ways_of(
+    name: str, whole: Tensor, shapes: Sequence[Sequence[int] | None], said: Placement | None, ranks: Ranks
+) -> list[Fit]:
+    """Return the way to divide a tensor that a placement says, if it fits the shapes, or all that they allow."""
+    if said is None:
+        return fits(whole.shape, shapes, ranks)
+    index = placed(name, whole, said, ranks)
+    fit = all(shape is None or tuple(shape) == i.shape for shape, i in zip(shapes, index, strict=True))
+    return [Fit("", list(index))] if fit else []
+
+
 def settled_output(name: str, whole: Tensor, got: Sequence[Tensor], said: Placement | None, ranks: Ranks) -> Fit | None:
     """Return the positions of an output, by what is said, its shapes, and if these leave several, its numbers."""
-    if said is not None:
-        index = placed(name, whole, said, ranks)
-        return Fit("", list(index)) if all(x.shape == i.shape for x, i in zip(got, index, strict=True)) else None
 
     def distance(fit: Fit) -> float:
         pieces = zip(got, fit.index, strict=True)
         return max(largest(x.to(whole.dtype) - whole.flatten()[i]) for x, i in pieces if i is not None)
 
-    ways = fits(whole.shape, [tuple(x.shape) for x in got], ranks)
+    ways = ways_of(name, whole, [x.shape for x in got], said, ranks)
     return min(ways, key=distance) if len(ways) > 1 and whole.dtype != torch.bool else next(iter(ways), None)
 
 
@@ -504,22 +512,16 @@ def _by_name(
             raise ValueError(message(NAME, "shard", got, expected, "copy its numbers, or keep its name"))
         return [None] * ranks.size
     said = said_of(placements, held.name)
+    if isinstance(said, Mapping) and set(said) <= set(partial_axes(said)):
+        said = None  # which divides nothing
     shapes = [next((tuple(h.index.shape) for h in mine if h.name == held.name), None) for mine in each]
-    if said is not None and (callable(said) or set(said) - set(partial_axes(said))):
-        index: list[Tensor | None] = list(placed(held.name, span.tensor, said, ranks))
-        for shape, i in zip(shapes, index, strict=True):
-            if shape is not None and i is not None and shape != tuple(i.shape):
-                got, expected = f"shape {shape}", f"{tuple(i.shape)}, the piece of {tuple(span.tensor.shape)}"
-                raise ValueError(message(NAME, f"placements[{held.name!r}]", got, expected))
-    else:
-        ways = fits(span.tensor.shape, shapes, ranks)
-        if len(ways) != 1:
-            got = f"shapes {', '.join(map(str, dict.fromkeys(shapes)))} of {tuple(span.tensor.shape)} on {ranks}"
-            if ways:
-                got += f", which may be {' or '.join(way.words or 'Replicate' for way in ways)}"
-            remedy = f"copy its numbers in shard, or say placements[{held.name!r}]"
-            raise ValueError(message(NAME, held.name, got, "one way to divide it", remedy))
-        index = ways[0].index
-        if ways[0].words:
-            notes[f"{held.name}: taken to be {ways[0].words}, by its shape; placements= may say otherwise"] = None
-    return [None if i is None else i + span.start for i in index]
+    ways = ways_of(held.name, span.tensor, shapes, said, ranks)
+    if len(ways) != 1:
+        got = f"shapes {', '.join(map(str, dict.fromkeys(shapes)))} of {tuple(span.tensor.shape)} on {ranks}"
+        if ways:
+            got += f", which may be {' or '.join(way.words or 'Replicate' for way in ways)}"
+        remedy = f"copy its numbers in shard, or say what they are in placements[{held.name!r}]"
+        raise ValueError(message(NAME, held.name, got, "one way to divide it", remedy))
+    if ways[0].words:
+        notes[f"{held.name}: taken to be {ways[0].words}, by its shape; placements= may say otherwise"] = None
+    return [None if i is None else i + span.start for i in ways[0].index]

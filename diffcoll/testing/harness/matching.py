@@ -14,14 +14,13 @@ from torch import Tensor
 from diffcoll.core import expect
 from diffcoll.core.errors import message
 from diffcoll.testing.harness.batch import Batch
-from diffcoll.testing.harness.compare import Quantity, Setting, quantities, tolerance_of
+from diffcoll.testing.harness.compare import Asked, Quantity, Setting, quantities, tolerance_of
 from diffcoll.testing.harness.layout import (
     NAME,
     RANKS,
     Code,
     Fit,
     Held,
-    Placement,
     Ranks,
     Span,
     code_of,
@@ -39,19 +38,6 @@ from diffcoll.testing.numbers import differentiable, numbers
 
 #: An error below so many times what is allowed may be rounding.
 _DOUBT = 300.0
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the user has asked for."""
-
-    batch: Any
-    rank_reduction: str | Mapping[str, str]
-    reduced: tuple[str, ...]
-    placements: Mapping[str, Placement]
-    order: int
-    dtype: torch.dtype | None
-    tolerance: float | None
 
 
 class OtherShape(Exception):
@@ -190,23 +176,9 @@ class Matching:
             for r, mine in enumerate(held)
         ]
         outputs = self._outputs(on, ranks, whole, tasks)
-        of_dtypes = tolerance_of([*batch.tensors.values(), *(s.tensor for s in self.spans), *whole.outputs])
-        tolerance = asked.tolerance or of_dtypes
-        found = Setting(
-            ranks,
-            batch,
-            index,
-            whole,
-            reduction,
-            asked.reduced,
-            asked.placements,
-            outputs,
-            self.spans,
-            held,
-            notes,
-            tolerance,
-            (),
-        )
+        tensors = [*batch.tensors.values(), *(span.tensor for span in self.spans), *whole.outputs]
+        tolerance = asked.tolerance or tolerance_of(tensors)
+        found = Setting(ranks, batch, index, whole, reduction, asked, outputs, self.spans, held, notes, tolerance)
         return replace(found, tasks=[self._weighted(task, found, r) for r, task in enumerate(tasks)])
 
     def _reduction(self, ranks: Ranks, index: Mapping[str, list[Tensor]]) -> dict[str, str]:
