@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from field import blocks_of_all, own_block_kept
 from planted import clip
-from sharded_programs import MLP, ShardedMLP, Vocabulary, loss, mlp, sequence, tokens
+from sharded_programs import MLP, ShardedMLP, Vocabulary, loss, mlp, sequence, tokens, vocabulary
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from verdicts import SIMULATED, differs, is_right, matches, numbers, observed, per_rank
@@ -79,6 +79,7 @@ OBSERVED = {
     "g": (lambda: mlp("g"), "the first output that differs is that of down, which is right after a sum over tp"),
     "bias": (lambda: mlp("bias"), "that of down, which has its bias 2 times, once for each rank of tp"),
     "norm": (lambda: sequence("norm"), "norm.weight and norm.bias: right after a sum over tp"),
+    "log N": (lambda: vocabulary("logits counted N times"), "value: larger by log 3, the logarithm of the size of tp"),
     "padding": (lambda: tokens("padding"), "which is the part of mask that is one"),
     "counts": (lambda: tokens("local counts"), "right if ranks are weighted by their ones of mask"),
 }

@@ -162,6 +162,8 @@ class _Wrong:
         if differentiable(q.wanted):
             tests = self._times, self._reduced, self._weighted, self._of_other_ranks, self._rows_left_out
             yield from itertools.islice(filter(None, (test(q) for test in tests)), 1)
+        if q.group == "value":
+            yield from self._logarithm(q)
 
     def _times(self, q: Quantity) -> str | None:
         """Say which multiple it is; all ranks have the same. A single number is a multiple of anything."""
@@ -238,6 +240,14 @@ class _Wrong:
         got, wanted = (x.view(q.wanted.shape).flatten(1).abs().amax(1) for x in (whole, q.wanted))
         rows = ((got == 0) & (wanted > 0)).nonzero().flatten().tolist()
         return f"zero in row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))} of the whole" if rows else None
+
+    def _logarithm(self, q: Quantity) -> Iterator[str]:
+        """Whether a value is off by the logarithm of a size, as where the ranks of an axis count each row again."""
+        difference = float((q.compared[0].got - q.compared[0].wanted).real)
+        for axis, n in self.ranks.sizes.items():
+            if n > 1 and math.isclose(abs(difference), math.log(n), rel_tol=1e-6):
+                size = f"the size of {axis}" if axis != RANKS else "N"
+                yield f"{'larger' if difference > 0 else 'smaller'} by log {n}, the logarithm of {size}"
 
     # ── experiments ──
 
