@@ -13,10 +13,11 @@ from torch import nn
 from diffcoll.core import expect
 from diffcoll.core.errors import message
 from diffcoll.testing._calls import per_rank_arguments
+from diffcoll.testing.harness.compare import Asked
 from diffcoll.testing.harness.differences import Checking
 from diffcoll.testing.harness.explain import concluded
 from diffcoll.testing.harness.layout import RANKS, Placement, parsed_placements, parsed_ranks
-from diffcoll.testing.harness.matching import Asked, Matching
+from diffcoll.testing.harness.matching import Matching
 from diffcoll.testing.harness.packing import Subject, pack
 from diffcoll.testing.harness.rank import Machines
 from diffcoll.testing.harness.report import GradientMismatchError, Report

@@ -39,8 +39,8 @@ MUTANTS = [
     Mutant(
         COMPARE,
         "_gradients",
-        "max(largest(wanted), SMALL * most)",
-        "max(largest(wanted), most)",
+        "SMALL * largest(*of_whole)",
+        "largest(*of_whole)",
         ROWS,
         f"{WRONG} -k 'tiny or small'",
     ),
@@ -48,19 +48,33 @@ MUTANTS = [
     Mutant(
         MATCHING,
         "Matching.run",
-        "max(least, min(10 * noise.get(q.what, 0.0), DOUBT * least))",
-        "DOUBT * least",
+        "max(least, min(10 * noise.get(q.what, 0.0), _DOUBT * least))",
+        "_DOUBT * least",
         ROWS,
         BATCH_NORM,
     ),
-    Mutant(COMPARE, "Quantity.right", "bool((e <= t).all())", "bool((e <= t).double().mean() > 0.5)", ROWS, RARE),
+    Mutant(
+        COMPARE,
+        "Quantity.right",
+        "(c.errors <= tolerance[c.index]).all()",
+        "(c.errors <= tolerance[c.index]).double().mean() > 0.5",
+        ROWS,
+        RARE,
+    ),
     # what is compared with what
     Mutant(COMPARE, "Quantity.combined", "if s != r]", "]", ROWS, f"{RIGHT} -k clip"),
-    Mutant(COMPARE, "Quantity.combined", "dense[s][", "dense[r][", ROWS, f"{RIGHT} -k clip"),
+    Mutant(COMPARE, "Quantity.combined", "[totals[s]", "[totals[r]", ROWS, f"{RIGHT} -k clip"),
     Mutant(
-        COMPARE, "_gradients", "Piece(index[r], mine[0][i])", "Piece(index[0], mine[0][i])", ROWS, f"{RIGHT} -k clip"
+        COMPARE,
+        "_gradients",
+        "Piece(setting.index[name][r],",
+        "Piece(setting.index[name][0],",
+        ROWS,
+        f"{RIGHT} -k clip",
     ),
-    Mutant(COMPARE, "_gradients", "len(second) == 1 + len(each)", "False", ROWS, f"{WRONG} -k 'second and order'"),
+    Mutant(
+        COMPARE, "_gradients", "all(m.second for m in (whole, *each))", "False", ROWS, f"{WRONG} -k 'second and order'"
+    ),
     Mutant(
         COMPARE,
         "_state",
@@ -98,7 +112,7 @@ MUTANTS = [
         ROWS,
         f"{VERDICTS}::test_right_on_simulated_ranks_and_wrong_on_processes",
     ),
-    Mutant(RANK, "measured", "own = any(", "own = False and any(", ROWS, f"{RIGHT} -k adversary"),
+    Mutant(RANK, "measured", "own = any(", "own = False and any(", ROWS, f"{RIGHT} -k step"),
     Mutant(
         "testing/harness/report.py",
         "Report.ok",
@@ -117,14 +131,14 @@ MUTANTS = [
     ),
     Mutant(
         "testing/harness/batch.py",
-        "Batch._refuse_equal",
+        "refuse_equal",
         "if same or (",
         "if (",
         f"{ROWS} errors",
         f"{ARGUMENTS} -k equal",
     ),
     Mutant(
-        "testing/harness/batch.py", "Batch._refuse_equal", "axis == RANKS and", "False and", f"{ROWS} errors", ORDER
+        "testing/harness/batch.py", "refuse_equal", "moved = permuted and", "moved = False and", f"{ROWS} errors", ORDER
     ),
     Mutant(
         "testing/harness/batch.py",
@@ -135,16 +149,14 @@ MUTANTS = [
         ORDER,
     ),
     Mutant(
-        "testing/harness/batch.py",
-        "refuse_equal_parts",
-        "if pairs and",
-        "if False and",
+        STEPS,
+        "Checking.__init__",
+        "dict(enumerate(own[:r]))",
+        "{}",
         "check_gradients errors",
         f"{DIFFERENCES} -k 'equal or argument'",
     ),
-    Mutant(
-        RANK, "_Others.refuse", "        if left:\n", "        if False:\n", f"{ROWS} check_gradients errors", UNCHECKED
-    ),
+    Mutant(RANK, "_refuse_others", "    if left:\n", "    if False:\n", f"{ROWS} check_gradients errors", UNCHECKED),
     Mutant(
         MATCHING,
         "Matching._refuse_nothing",
@@ -160,6 +172,23 @@ MUTANTS = [
         "if False and any(",
         f"{ROWS} errors",
         f"{ARGUMENTS} -k constant",
+    ),
+    Mutant(MATCHING, "Matching.run", "m.outputs[i].numel() != 1", "False", ROWS, f"{WRONG} -k 'rows and number'"),
+    Mutant(
+        "testing/harness/cuts.py",
+        "recorded",
+        " and not _is_intended(frame)",
+        "",
+        ROWS,
+        "tests/testing/test_testing_note.py",
+    ),
+    Mutant(
+        "testing/harness/cuts.py",
+        "recorded",
+        "_COLLECTIVES.get(frame.f_code) if event",
+        "None if event",
+        ROWS,
+        f"{REPORTS}::test_the_line_of_a_collective_that_torch_wraps",
     ),
     Mutant(
         "testing/harness/packing.py",
@@ -182,11 +211,16 @@ MUTANTS = [
         LAYOUT, "_piece", "most = -(-x.shape[dim] // n)", "most = x.shape[dim] // n", "sharded", f"{RIGHT} -k uneven"
     ),
     Mutant(LAYOUT, "_blocks", "sum(lengths[: peers.index(r)])", "0", "sharded", f"{RIGHT} -k mlp"),
+    Mutant(LAYOUT, "Code.read", "digit * self.base**step for", "digit for", "sharded", f"{WAYS} -k bfloat16"),
+    Mutant(LAYOUT, "Code._offset", "self.base**self.digits // 2", "0", "sharded", f"{WAYS} -k bfloat16"),
     Mutant(
-        LAYOUT, "Code.read", "v.nan_to_num(0.0) * _BASE**step", "v.nan_to_num(0.0)", "sharded", f"{WAYS} -k bfloat16"
+        LAYOUT,
+        "code_of",
+        "min(exact, 2**24) if 2 * total <= 2**24 else exact",
+        "2**24",
+        "sharded",
+        f"{WAYS} -k bfloat16",
     ),
-    Mutant(LAYOUT, "Code.read", "& (self._check(position) == values[-1])", "", "sharded", f"{WAYS} -k bfloat16"),
-    Mutant(LAYOUT, "code_of", "_START + total < exact", "True", "sharded", f"{WAYS} -k bfloat16"),
     Mutant(
         LAYOUT, "FreshIsNan.__torch_function__", "x.detach().fill_(math.nan)", "pass", "sharded", f"{LAYOUTS} {REPORTS}"
     ),
@@ -196,19 +230,19 @@ MUTANTS = [
     Mutant(
         LAYOUT,
         "settled",
-        "if not ((every >= span.start) & (every < span.end)).any():",
-        "if False:",
+        "if span.trained and",
+        "if False and",
         "sharded errors",
         f"{REPORTS}::test_a_wrong_shard",
     ),
-    Mutant(LAYOUT, "facts_of", "groups = [each.process_group]", "groups = []", "sharded", REDUCED),
-    Mutant(LAYOUT, "_axes", "if axes is None:", "if False:", "sharded errors", REDUCED),
-    Mutant(COMPARE, "Frame.reduction_of", "(input_ or a in axes)", "a in axes", "sharded", f"{RIGHT} -k data_and"),
-    Mutant(COMPARE, "Frame.reduction_of", "if axis not in split]", "]", "sharded", f"{RIGHT} -k 'fully or experts'"),
-    Mutant(COMPARE, "_gradients", "known = set(frame.reduced)", "known = set()", "sharded", REDUCED),
+    Mutant(LAYOUT, "held_on_rank", "[each.process_group] if", "[] if", "sharded", REDUCED),
+    Mutant(LAYOUT, "settled", "if ranks.axes_of(group) is None:", "if False:", "sharded errors", REDUCED),
+    Mutant(COMPARE, "Setting.sum_of", "(of_input or a in axes)", "a in axes", "sharded", f"{RIGHT} -k data_and"),
+    Mutant(COMPARE, "Setting.sum_of", "axis not in split and", "", "sharded", f"{RIGHT} -k 'fully or experts'"),
+    Mutant(COMPARE, "_gradients", "{*reduced, *setting.asked.reduced}", "reduced", "sharded", REDUCED),
     Mutant(
         COMPARE,
-        "Frame.reduction_of",
+        "Setting.sum_of",
         "axes += [axis for axis in partial_axes(said) if axis not in axes]",
         "pass",
         "sharded",
@@ -220,12 +254,19 @@ MUTANTS = [
     Mutant(
         "testing/harness/submodules.py",
         "_differs",
-        "if wanted.dim() > 1 and _same_rows(",
-        "if False and _same_rows(",
+        "wanted.dim() > 1 and _same_rows(",
+        "False and _same_rows(",
         ROWS,
         f"{REPORTS}::test_right_submodules_are_not_named",
     ),
-    Mutant("testing/harness/submodules.py", "_words", "x - (n - 1) * b", "x - n * b", "sharded", f"{OBSERVED} -k bias"),
+    Mutant(
+        "testing/harness/submodules.py",
+        "_words",
+        "x - (n - 1) * bias",
+        "x - n * bias",
+        "sharded",
+        f"{OBSERVED} -k bias",
+    ),
     # finite differences
     Mutant(
         STEPS,
@@ -237,23 +278,23 @@ MUTANTS = [
     ),
     Mutant(
         STEPS,
-        "_step",
-        "(largest(x) or 1.0)",
-        "1.0",
+        "Checking._directions",
+        "_STEP * (largest(x) or 1.0)",
+        "_STEP",
         "check_gradients",
         f"{DIFFERENCES}::test_tensors_of_different_sizes",
     ),
     Mutant(
         STEPS,
-        "losses_along",
-        "d.together or d.rank == rank",
+        "Checking._differences",
+        "d.rank == r or self._names[d.leaf] in self._said",
         "True",
         "check_gradients",
         f"{DIFFERENCES}::test_the_gradients_of_every_collective -k all_gather",
     ),
     Mutant(STEPS, "Difference.allowed", "-1.0 if self.kink else", "", "check_gradients", f"{DIFFERENCES} -k kink"),
     Mutant(STEPS, "differences", "and bend2 < 3 * bend", "", "check_gradients", f"{DIFFERENCES} -k 'fast or beside'"),
-    Mutant(STEPS, "_loss", "seed_rank(0, rank)", "pass", "check_gradients", f"{DIFFERENCES} -k random"),
+    Mutant(RANK, "losses_along", "seed_rank(0, rank)", "pass", "check_gradients", f"{DIFFERENCES} -k random"),
     Mutant(
         STEPS,
         "Checking._differences",
@@ -263,7 +304,12 @@ MUTANTS = [
         f"{DIFFERENCES} -k shared",
     ),
     Mutant(
-        STEPS, "Checking._quantity", "(RANKS,) if summed else ()", "()", "check_gradients", f"{DIFFERENCES} -k shared"
+        STEPS,
+        "Checking._first_order",
+        "partial_axes(self._said.get(name))",
+        "()",
+        "check_gradients",
+        f"{DIFFERENCES} -k shared",
     ),
     Mutant(
         STEPS,
@@ -275,9 +321,9 @@ MUTANTS = [
     ),
     Mutant(
         STEPS,
-        "Checking._of_leaf",
-        "d.partials[d.direction.rank]) for d",
-        "d.partials[0]) for d",
+        "Checking._candidates",
+        "[v.rank for v, _ in held]",
+        "[0] * len(held)",
         "check_gradients",
         f"{DIFFERENCES}::test_a_wrong_rule_is_observed",
     ),

@@ -367,26 +367,17 @@ def _by_n():
     return float(dc.get_world_size())
 
 
-#: For rows of which every rank returns the whole loss.
-ROW_MISTAKES = {
+GATHER_MISTAKES = {
     "no gradient": Mistake(plain_gather),
     "own block kept": Mistake(own_block_kept),
     "own slice": Mistake(own_slice),
     "the next rank's block": Mistake(_from_the_next_rank),
     "no collective": Mistake(alone),
-    "the last rank left out": Mistake(_without_the_last_rank),
     "times N": Mistake(GATHERS["dc.all_gather"][0], _by_n),
 }
-#: For the terms of a rank's own rows.
-PAIR_MISTAKES = {
-    "no gradient": Mistake(plain_gather),
-    "own block kept": Mistake(own_block_kept),
-    "own slice": Mistake(own_slice),
-    "the next rank's block": Mistake(_from_the_next_rank),
-    "no collective": Mistake(alone),
-    "the last rank zero": Mistake(_last_rank_zero),
-    "times N": Mistake(GATHERS["dc.all_gather"][0], _by_n),
-}
+#: For rows of which every rank returns the whole loss, and for the terms of a rank's own rows.
+ROW_MISTAKES = {**GATHER_MISTAKES, "the last rank left out": Mistake(_without_the_last_rank)}
+PAIR_MISTAKES = {**GATHER_MISTAKES, "the last rank zero": Mistake(_last_rank_zero)}
 SUM_MISTAKES = {
     "no gradient": Mistake(_plain_sum),
     "identity": Mistake(identity),

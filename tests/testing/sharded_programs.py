@@ -268,19 +268,18 @@ def ring_attention(q, k, v, positions, bug=""):
     return torch.cat(scores, 1).softmax(1) @ torch.cat(values)
 
 
-def context(bug):
-    def positions(rank, each=2):
-        return torch.arange(each) + each * rank
+def ring(bug, length, n, positions, placement, *names):
+    """Attention over a sequence that the ranks have in parts, at these positions."""
 
     def distributed(q, k, v):
         return ring_attention(q, k, v, positions, bug)
 
-    return (
-        distributed,
-        attention,
-        tuple(numbers(3, 6, 4)),
-        {"ranks": {"cp": 3}, "placements": {name: {"cp": Shard(0)} for name in "qkv"}},
-    )
+    more = {"ranks": {"cp": n}, "placements": dict.fromkeys(names, placement)}
+    return distributed, attention, tuple(numbers(3, length, 4)), more
+
+
+def context(bug):
+    return ring(bug, 6, 3, lambda rank: torch.arange(2) + 2 * rank, {"cp": Shard(0)}, *"qkv")
 
 
 def zigzag(whole, at):
@@ -295,11 +294,7 @@ def zigzag_context(bug):
             return torch.arange(4) + 4 * rank
         return torch.cat([torch.arange(2) + 2 * rank, torch.arange(2) + 2 * (2 * dc.get_world_size() - 1 - rank)])
 
-    def distributed(q, k, v):
-        return ring_attention(q, k, v, positions, bug)
-
-    placements = dict.fromkeys(("q", "k", "v", "output"), zigzag if bug != "not said" else {"cp": Shard(0)})
-    return distributed, attention, tuple(numbers(3, 8, 4)), {"ranks": {"cp": 2}, "placements": placements}
+    return ring(bug, 8, 2, positions, zigzag if bug != "not said" else {"cp": Shard(0)}, *"qkv", "output")
 
 
 def ulysses(bug):

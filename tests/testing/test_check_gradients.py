@@ -1,17 +1,15 @@
 """`check_gradients`: right gradients agree with finite differences, wrong ones do not, and what they are is said."""
 
-import pickle
-
 import pytest
 import torch
 import torch.distributed as dist
 from planted import CubedSum
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate
 from verdicts import SIMULATED, is_right, is_wrong, numbers, observed, per_rank, ruled
 
 import diffcoll as dc
-from diffcoll.testing import GradientMismatchError, cases, check_gradients
+from diffcoll.testing import cases, check_gradients
 
 N = 3
 X = numbers(8, 2)
@@ -174,13 +172,6 @@ def test_other_peoples_collectives():
         assert any("all_reduce at" in cut and "cuts the graph" in cut for cut in report.cuts)
 
 
-def test_the_error_can_be_sent_to_another_process():
-    with pytest.raises(GradientMismatchError) as error:
-        check_gradients(lambda x: x.detach() * 2 + 0 * x, per_rank(2), **SIMULATED)
-    copy = pickle.loads(pickle.dumps(error.value))
-    assert copy.report == error.value.report and str(copy) == str(error.value)
-
-
 # ── tensors that are one variable on all ranks, and a loss that all ranks return ─────────────────────────
 
 ONE_LOSS = {"output": Replicate()}
@@ -242,7 +233,11 @@ def test_right_shared_variables(n):
 
 WRONG = {
     "no f": (lambda x, w, v: mlp(x, w, v, f=same), "x", {"x": Replicate(), **ONE_LOSS}),
-    "g of a partial gradient": (lambda x, w, v: mlp(x, w, v, g="partial"), "x, w, v", {"x": Replicate(), **ONE_LOSS}),
+    "g of a partial gradient": (
+        lambda x, w, v: mlp(x, w, v, g="partial"),
+        "x, w and v",
+        {"x": Replicate(), **ONE_LOSS},
+    ),
     "said to be partial": (mlp, "x", {"x": Partial(), **ONE_LOSS}),
     "no collective": (lambda x, w, v: (torch.tanh(x @ w) @ v).sin().sum(), "x", {"x": Replicate(), **ONE_LOSS}),
     "variables of their own": (lambda x, w, v: mlp(x.clone(), w, v, f=same), "x", {}),
@@ -258,9 +253,7 @@ def test_wrong_shared_variables(name):
 
 
 def test_a_norm_whose_weights_nobody_sums():
-    rows = per_rank(2, 4)
-    is_wrong(lambda x, w: norm(x, w, same), rows, alike(4), placements={"w": Replicate()})
-    is_wrong(called, rows, module=Net(same), placements={"norm.*": Replicate()})
+    is_wrong(called, per_rank(2, 4), module=Net(same), placements={"norm.*": Replicate()})
 
 
 def test_shared_variables_on_processes():
@@ -284,10 +277,8 @@ BAD = {
     "not finite": (([X, 2 * X.log()],), {}, "fn"),
     "other numbers": (([X, 2 * X], [X[:1], X[1:2]]), {"placements": {"y": Replicate()}}, "placements"),
     "another name": (([X, 2 * X],), {"placements": {"v": Replicate()}}, "placements"),
-    "no placement": (([X, 2 * X],), {"placements": {"x": "r"}}, "placements"),
     "placements": (([X, 2 * X],), {"placements": 3}, "placements"),
     "a partial output": (([X, 2 * X],), {"placements": {"output": Partial()}}, "placements"),
-    "sharded": (([X, 2 * X],), {"placements": {"x": Shard(0)}}, "placements"),
     "order of shared": (([X, X + 1],), {"placements": {"y": Replicate()}, "order": 2}, "placements"),
 }
 

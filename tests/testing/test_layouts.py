@@ -1,21 +1,17 @@
-"""Ways to divide a module over ranks: which numbers each rank holds is found, and the verdicts are right.
-
-A way is (module, shard, ranks, further arguments of the check). Most run a function that is the same on one process.
-"""
+"""Ways to divide a module over ranks: which numbers each rank holds is found, and the verdicts are right."""
 
 import copy
-import functools
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sharded_programs import copied, summed
+from sharded_programs import Received, Sent, copied, summed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -23,21 +19,20 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 from verdicts import differs, matches, numbers
 
 import diffcoll as dc
 
-CPU = torch.device("cpu")
-DP, TP, BOTH = {"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}
-ROWS = {"placements": {"x": {"dp": Shard(0)}}}
+DP, TP, BOTH, HYBRID = {"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}, {"replicate": 2, "shard": 2}
+X = numbers(8, 4)
 
 
 class Net(nn.Module):
-    def __init__(self, width=8, bias=True):
+    def __init__(self, width=8):
         super().__init__()
         torch.manual_seed(0)
-        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, width, bias=bias), nn.Linear(width, 4, bias=bias)
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, width), nn.Linear(width, 4)
 
     def forward(self, x):
         return self.down(self.up(self.norm(x)).tanh())
@@ -45,6 +40,14 @@ class Net(nn.Module):
 
 def loss(module, x):
     return module(x).sin().mean()
+
+
+def way(shard, ranks=TP, module=None, batch=X, fn=loss, **more):
+    """A program that is the same on one process; rows are divided along the axes that are no `tp` or `pp`."""
+    split = {axis: Shard(0) for axis in (ranks if isinstance(ranks, dict) else {}) if axis not in ("tp", "pp")}
+    module = Net() if module is None else module
+    placements = {"x": split} if split else None
+    return fn, fn, batch, {"module": module, "shard": shard, "ranks": ranks, "placements": placements, **more}
 
 
 def group_of(mesh, axis="tp"):
@@ -72,79 +75,37 @@ def in_sequence(whole, mesh):
     return parallelize_module(whole, mesh["tp"], plan)
 
 
-def fsdp2(whole, mesh):
-    fully_shard(whole.up, mesh=mesh["dp"])
-    return fully_shard(whole, mesh=mesh["dp"])
+def vocabulary(whole, mesh):
+    plan = {"up": ColwiseParallel(output_layouts=Shard(1), use_local_output=False)}
+    return parallelize_module(whole, mesh["tp"], plan)
 
 
-def fsdp2_of_tp(whole, mesh):
-    return fully_shard(parallelized(whole, mesh), mesh=mesh["dp"])
+def fsdp2(whole, mesh, axes="dp", **more):
+    fully_shard(whole.up, mesh=mesh[axes], **more)
+    return fully_shard(whole, mesh=mesh[axes], **more)
 
 
-def fsdp2_not_resharded(whole, mesh):
-    return fully_shard(whole, mesh=mesh["dp"], reshard_after_forward=False)
-
-
-def fsdp2_along_columns(whole, mesh):
-    return fully_shard(whole, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(p.dim() - 1))
-
-
-def hsdp(whole, mesh):
-    return fully_shard(whole, mesh=mesh)
-
-
-def fsdp1(whole, mesh, original=True, **more):
-    return FSDP(whole, process_group=group_of(mesh, "dp"), use_orig_params=original, device_id=CPU, **more)
-
-
-def fsdp1_in_parts(whole, mesh):
-    whole.up = fsdp1(whole.up, mesh)
-    return fsdp1(whole, mesh)
-
-
-def fsdp1_flat(whole, mesh):
-    return fsdp1(whole, mesh, original=False)
-
-
-def fsdp1_grad_op(whole, mesh):
-    return fsdp1(whole, mesh, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-
-
-def fsdp1_not_sharded(whole, mesh):
-    return fsdp1(whole, mesh, sharding_strategy=ShardingStrategy.NO_SHARD)
-
-
-def fsdp1_hybrid(whole, mesh):
-    groups = mesh["shard"].get_group(), mesh["replicate"].get_group()
-    return FSDP(
+def fsdp(whole, mesh, axes=("dp",), strategy=ShardingStrategy.FULL_SHARD, original=True):
+    groups = tuple(group_of(mesh, axis) for axis in axes)
+    return FullyShardedDataParallel(
         whole,
-        process_group=groups,
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        device_id=CPU,
-        use_orig_params=True,
+        process_group=groups if len(groups) > 1 else groups[0],
+        sharding_strategy=strategy,
+        device_id=torch.device("cpu"),
+        use_orig_params=original,
     )
 
 
 def ddp(whole, mesh):
-    return DDP(whole, process_group=group_of(mesh, "dp"))
+    return DistributedDataParallel(whole, process_group=group_of(mesh, "dp"))
 
 
-def ddp_of_all(whole, mesh):
-    return DDP(whole)
+def in_part(wrap):
+    def shard(whole, mesh):
+        whole.up = wrap(whole.up, mesh)
+        return whole
 
-
-def ddp_inside(whole, mesh):
-    whole.up = DDP(whole.up, process_group=group_of(mesh, "dp"))
-    return whole
-
-
-def ddp_made_anew(whole, mesh):
-    whole.norm = DDP(nn.LayerNorm(4, dtype=torch.double), process_group=group_of(mesh, "dp"))
-    return whole
-
-
-def ddp_of_tp(whole, mesh):
-    return DDP(tensor_parallel(whole, mesh), process_group=group_of(mesh, "dp"))
+    return shard
 
 
 def replicated_dtensors(whole, mesh):
@@ -154,35 +115,47 @@ def replicated_dtensors(whole, mesh):
     return distribute_module(whole, mesh["dp"], None, given, lambda module, y, mesh: y.to_local())
 
 
-def checkpointed(whole, mesh):
-    parallelized(whole, mesh).up = checkpoint_wrapper(whole.up)
-    return whole
-
-
 def on_meta(whole, mesh):
     """Made on the meta device, and filled with other numbers."""
     with torch.device("meta"):
         made = Net().double()
     made = fully_shard(made, mesh=mesh["dp"])
     made.to_empty(device="cpu")
-    for module in made.modules():
-        if isinstance(module, (nn.Linear, nn.LayerNorm)):
-            module.reset_parameters()
+    for module in (made.norm, made.up, made.down):
+        module.reset_parameters()
     return made
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.up = nn.Linear(4, 6)
+
+    def forward(self, x, labels):
+        return F.cross_entropy(self.up(x), labels)
+
+
+class Normalized(nn.Sequential):
+    """Batch norm, whose buffers are made anew by the conversion."""
+
+    def __init__(self):
+        torch.manual_seed(4)
+        super().__init__(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
 
 
 # ── layers of one's own ──────────────────────────────────────────────────────────────────────────────────
 
 
 class Parallel(nn.Module):
-    """The net with parts of its layers; `names` are those of its tensors."""
+    """The net with some features of its layers; `names` are those of its tensors."""
 
     def __init__(self, whole, group, rows, names=("norm", "up", "down")):
         super().__init__()
         self.group, self.names = group, names
         norm, up, down = (nn.Module() for _ in range(3))
         norm.weight, norm.bias = whole.norm.weight, whole.norm.bias
-        up.weight = nn.Parameter(whole.up.weight.detach()[rows].clone())
+        up.weight = nn.Parameter(whole.up.weight.detach()[rows].T.clone())  # as GPT-2 has it
         up.bias = nn.Parameter(whole.up.bias.detach()[rows].clone())
         down.weight = nn.Parameter(whole.down.weight.detach()[:, rows].clone())
         down.bias = whole.down.bias
@@ -192,39 +165,30 @@ class Parallel(nn.Module):
     def forward(self, x):
         norm, up, down = (getattr(self, name) for name in self.names)
         x = copied(F.layer_norm(x, (4,), norm.weight, norm.bias), self.group)
-        return summed((x @ up.weight.T + up.bias).tanh() @ down.weight.T, self.group) + down.bias
+        return summed((x @ up.weight + up.bias).tanh() @ down.weight.T, self.group) + down.bias
 
 
-def _rows(whole, group):
-    return torch.arange(len(whole.up.weight)).chunk(group.size())[group.rank()]
+def of_rows(divided, **more):
+    """Features in some order, divided among the ranks."""
+
+    def shard(whole, mesh):
+        group = group_of(mesh)
+        return Parallel(whole, group, divided(torch.arange(len(whole.up.weight)), group.size())[group.rank()], **more)
+
+    return shard
 
 
-def tensor_parallel(whole, mesh):
-    return Parallel(whole, group_of(mesh), _rows(whole, group_of(mesh)))
-
-
-def interleaved(whole, mesh):
-    return Parallel(whole, group_of(mesh), torch.arange(len(whole.up.weight))[group_of(mesh).rank() :: 2])
+tensor_parallel = of_rows(torch.chunk)
 
 
 def with_fresh_memory(whole, mesh):
     """Fresh memory may hold the integers that were there before, unless it is filled."""
     if whole.up.bias.max() > 2**20 and not torch.empty(3).isnan().all():
         raise RuntimeError("the layout is found by shapes now, and wrong")
-    return interleaved(whole, mesh)
+    return in_any_order(whole, mesh)
 
 
-def in_any_order(whole, mesh):
-    order = torch.tensor([5, 0, 3, 7, 1, 2, 6, 4])
-    return Parallel(whole, group_of(mesh), order.chunk(2)[group_of(mesh).rank()])
-
-
-def uneven(whole, mesh):
-    return Parallel(whole, group_of(mesh), torch.arange(8).split([5, 3])[group_of(mesh).rank()])
-
-
-def renamed(whole, mesh):
-    return Parallel(whole, group_of(mesh), _rows(whole, group_of(mesh)), ("ln", "fc1", "proj"))
+in_any_order = of_rows(lambda rows, n: rows[torch.tensor([5, 0, 3, 7, 1, 2, 6, 4])].chunk(n))
 
 
 def loaded(whole, mesh):
@@ -239,84 +203,60 @@ def loaded(whole, mesh):
 
 def padded(whole, mesh):
     """Ten features on three ranks, as twelve; the padding takes part, and is zero."""
-    group, rank = group_of(mesh), mesh["tp"].get_local_rank()
+    rank = mesh["tp"].get_local_rank()
     up, bias, down = (
-        torch.cat([x.detach(), x.new_zeros(2, *x.shape[1:])])
+        torch.cat([x.detach(), x.new_zeros(2, *x.shape[1:])]).chunk(3)[rank].clone()
         for x in (whole.up.weight, whole.up.bias, whole.down.weight.T)
     )
-    made = Parallel(whole, group, torch.arange(4))
-    made.up.weight, made.up.bias = (nn.Parameter(x.chunk(3)[rank].clone()) for x in (up, bias))
-    made.down.weight = nn.Parameter(down.chunk(3)[rank].T.clone())
+    made = Parallel(whole, group_of(mesh), torch.arange(4))
+    made.up.weight, made.up.bias, made.down.weight = (nn.Parameter(x.contiguous()) for x in (up.T, bias, down.T))
     return made
 
 
 class Attention(nn.Module):
-    """Heads of queries, and as many or fewer of keys and values."""
+    """Heads of queries, and as many or fewer of keys and values, whose projections are three tensors or one."""
+
+    group = None
 
     def __init__(self, heads=4, of_keys=4, merged=False):
         super().__init__()
         torch.manual_seed(1)
         self.heads, self.of_keys = heads, of_keys
+        sizes = [2 * n for n in (heads, of_keys, of_keys)]
         if merged:
-            self.qkv = nn.Linear(4, 2 * (heads + 2 * of_keys), bias=False)
+            self.qkv = nn.Parameter(torch.randn(sum(sizes), 4))
         else:
-            self.q, self.k, self.v = (nn.Linear(4, 2 * n, bias=False) for n in (heads, of_keys, of_keys))
-        self.out = nn.Linear(2 * heads, 4, bias=False)
+            self.q, self.k, self.v = (nn.Parameter(torch.randn(n, 4)) for n in sizes)
+        self.out = nn.Parameter(torch.randn(4, 2 * heads))
 
-    def projected(self, x):
-        if hasattr(self, "qkv"):
-            return self.qkv(x).split([2 * n for n in (self.heads, self.of_keys, self.of_keys)], -1)
-        return self.q(x), self.k(x), self.v(x)
-
-    def forward(self, x):
-        return attended(self, self.projected(x), self.heads, self.of_keys) @ self.out.weight.T
-
-
-def attended(module, qkv, heads, of_keys):
-    q, k, v = (y.unflatten(-1, (n, 2)).transpose(0, 1) for y, n in zip(qkv, (heads, of_keys, of_keys), strict=True))
-    k, v = (y.repeat_interleave(heads // of_keys, 0) for y in (k, v))
-    y = (q @ k.transpose(1, 2)).softmax(-1) @ v
-    return y.transpose(0, 1).flatten(1)
-
-
-class ParallelAttention(nn.Module):
-    """A rank's heads, whose projections are one tensor."""
-
-    def __init__(self, weight, out, group, heads, of_keys):
-        super().__init__()
-        self.fused, self.out = nn.Parameter(weight), nn.Parameter(out)
-        self.group, self.heads, self.of_keys = group, heads, of_keys
+    def projections(self):
+        counts = (self.heads, self.of_keys, self.of_keys)
+        return self.qkv.split([2 * n for n in counts]) if hasattr(self, "qkv") else (self.q, self.k, self.v)
 
     def forward(self, x):
-        y = copied(x, self.group) @ self.fused.T
-        sizes = [2 * n for n in (self.heads, self.of_keys, self.of_keys)]
-        y = attended(self, y.split(sizes, -1), self.heads, self.of_keys)
-        return summed(y @ self.out.T, self.group)
+        x = x if self.group is None else copied(x, self.group)
+        counts = (self.heads, self.of_keys, self.of_keys)
+        each = (
+            (x @ w.T).unflatten(-1, (n, 2)).transpose(0, 1) for w, n in zip(self.projections(), counts, strict=True)
+        )
+        q, k, v = (y.repeat_interleave(self.heads // len(y), 0) for y in each)
+        y = ((q @ k.transpose(1, 2)).softmax(-1) @ v).transpose(0, 1).flatten(1) @ self.out.T
+        return y if self.group is None else summed(y, self.group)
 
 
-def merged_projections(whole, mesh):
-    """The three projections become one tensor, as Megatron-core and vLLM have it."""
-    group, rank = group_of(mesh), mesh["tp"].get_local_rank()
-    parts = [each.weight.detach().chunk(2)[rank] for each in (whole.q, whole.k, whole.v)]
-    out = whole.out.weight.detach().chunk(2, 1)[rank].clone()
-    return ParallelAttention(torch.cat(parts), out, group, 2, 2)
+def some_heads(whole, mesh):
+    """A rank's heads, whose projections become one tensor, as Megatron-core and vLLM have it.
 
-
-def divided_projection(whole, mesh):
-    """A merged projection is divided by heads, not as Shard(0) would."""
-    group, rank = group_of(mesh), mesh["tp"].get_local_rank()
-    parts = [part.chunk(2)[rank] for part in whole.qkv.weight.detach().chunk(3)]
-    out = whole.out.weight.detach().chunk(2, 1)[rank].clone()
-    return ParallelAttention(torch.cat(parts), out, group, 2, 2)
-
-
-def shared_heads(whole, mesh):
-    """Two heads of keys on four ranks: each is on two of them, which have parts of its gradient."""
-    group, rank = group_of(mesh), mesh["tp"].get_local_rank()
-    parts = [whole.q.weight.detach().chunk(4)[rank]]
-    parts += [each.weight.detach().chunk(2)[rank // 2] for each in (whole.k, whole.v)]
-    out = whole.out.weight.detach().chunk(4, 1)[rank].clone()
-    return ParallelAttention(torch.cat(parts), out, group, 1, 1)
+    Where there are fewer heads of keys than ranks, several have the same one, and parts of its gradient.
+    """
+    n, rank = mesh["tp"].size(), mesh["tp"].get_local_rank()
+    of_keys = min(n, whole.of_keys)
+    q, k, v = (x.detach() for x in whole.projections())
+    parts = [q.chunk(n)[rank], *(x.chunk(of_keys)[rank * of_keys // n] for x in (k, v))]
+    made = Attention(whole.heads // n, whole.of_keys // of_keys, merged=True)
+    made.qkv, made.out = nn.Parameter(torch.cat(parts)), nn.Parameter(whole.out.detach().chunk(n, 1)[rank].clone())
+    made.group = group_of(mesh)
+    return made
 
 
 class Words(nn.Module):
@@ -325,42 +265,31 @@ class Words(nn.Module):
     def __init__(self, count=6):
         super().__init__()
         torch.manual_seed(2)
-        self.embed, self.inner = nn.Embedding(count, 4), nn.Linear(4, 4)
-        self.head = nn.Linear(4, count, bias=False)
+        self.embed, self.inner, self.head = nn.Embedding(count, 4), nn.Linear(4, 4), nn.Linear(4, count, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, ids, labels):
-        return F.cross_entropy(self.head(self.inner(self.embed(ids)).tanh()), labels)
+    def forward(self, ids):
+        return self.head(self.inner(self.embed(ids)).tanh()).sin().sum()
 
 
-class ParallelWords(nn.Module):
-    """Some of the words, with rows of padding at the end."""
+class SomeWords(nn.Module):
+    """A rank's words, with rows of padding at the end of the last one's."""
 
-    def __init__(self, whole, group, count):
+    def __init__(self, whole, mesh):
         super().__init__()
-        self.group, self.inner, self.count = group, whole.inner, count
-        each = -(-count // group.size())
+        self.group, self.inner = group_of(mesh), whole.inner
         weight = whole.embed.weight.detach()
-        weight = torch.cat([weight, weight.new_zeros(each * group.size() - count, weight.shape[1])])
-        self.weight = nn.Parameter(weight.chunk(group.size())[group.rank()].clone())
-        self.first = group.rank() * each
+        each = -(-len(weight) // self.group.size())
+        self.first, self.count = self.group.rank() * each, len(weight)
+        weight = torch.cat([weight, weight.new_zeros(each * self.group.size() - self.count, 4)])
+        self.weight = nn.Parameter(weight[self.first :][:each].clone())
 
-    def forward(self, ids, labels):
+    def forward(self, ids):
         local, mine = ids - self.first, len(self.weight)
         here = (local >= 0) & (local < mine)
         h = summed(self.weight[local.clamp(0, mine - 1)] * here[:, None], self.group)
-        logits = copied(self.inner(h).tanh(), self.group) @ self.weight.T
-        logits = logits.masked_fill(torch.arange(mine) + self.first >= self.count, -torch.inf)
-        most = logits.detach().amax(1)
-        dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
-        total = summed((logits - most[:, None]).exp().sum(1), self.group).log() + most
-        own, here = labels - self.first, (labels >= self.first) & (labels < self.first + mine)
-        picked = logits.gather(1, own.clamp(0, mine - 1)[:, None]).squeeze(1)
-        return (total - summed(torch.where(here, picked, 0.0), self.group)).mean()
-
-
-def tied_words(whole, mesh):
-    return ParallelWords(whole, group_of(mesh), whole.embed.num_embeddings)
+        logits = copied(self.inner(h).tanh(), self.group) @ self.weight[: self.count - self.first].T
+        return summed(logits.sin().sum(), self.group)
 
 
 class Stage(nn.Module):
@@ -368,27 +297,21 @@ class Stage(nn.Module):
 
     def __init__(self, layers, first):
         super().__init__()
-        self.layers, self.is_first = nn.ModuleList(layers), first
+        self.layers, self.first = nn.Sequential(*layers), first
 
-
-def pipeline(whole, mesh):
-    rank = mesh["pp"].get_local_rank()
-    return Stage(list(whole)[2 * rank : 2 * rank + 2], rank == 0)
+    def forward(self, x):
+        if self.first:
+            return Sent.apply(self.layers(x), 1)
+        return loss(self.layers, Received.apply(torch.zeros(len(x), 4, dtype=x.dtype, requires_grad=True), 0, 1))
 
 
 def piped(module, x):
-    from sharded_programs import Received, Sent
+    return module(x) if isinstance(module, Stage) else loss(module, x)
 
-    if isinstance(module, nn.Sequential):
-        return module(x).sin().mean()
-    if module.is_first:
-        for layer in module.layers:
-            x = layer(x)
-        return Sent.apply(x, 1)
-    y = Received.apply(torch.zeros(len(x), 4, dtype=x.dtype, requires_grad=True), 0, 1)
-    for layer in module.layers:
-        y = layer(y)
-    return y.sin().mean()
+
+def stage(whole, mesh):
+    rank = mesh["pp"].get_local_rank()
+    return Stage(list(whole)[2 * rank : 2 * rank + 2], rank == 0)
 
 
 class TiedEnds(nn.Module):
@@ -403,248 +326,97 @@ class TiedEnds(nn.Module):
         return self.last(self.first(x).tanh())
 
 
-def tied_pipeline(whole, mesh):
-    rank = mesh["pp"].get_local_rank()
+def end(whole, mesh):
+    first = mesh["pp"].get_local_rank() == 0
     layer = nn.Linear(4, 4, bias=False, dtype=torch.double)
     with torch.no_grad():
         layer.weight.copy_(whole.first.weight)
-    return Stage([layer, nn.Tanh()] if rank == 0 else [layer], rank == 0)
+    return Stage([layer, nn.Tanh()] if first else [layer], first)
 
 
-def tied_and_piped(module, x):
-    return loss(module, x) if isinstance(module, TiedEnds) else piped(module, x)
+def end_made_anew(whole, mesh):
+    """Each stage has the weight by the name that it has in the whole."""
+    made, layer = nn.Module(), nn.Linear(4, 4, bias=False, dtype=torch.double)
+    first = mesh["pp"].get_local_rank() == 0
+    setattr(made, "first" if first else "last", layer)
+    made.stage = [Stage([layer, nn.Tanh()] if first else [layer], first)]  # in a list: not registered
+    return made
 
 
-def tied_and_made_anew(whole, mesh):
-    """Each stage has the weight by the name that it has there."""
-    stage, layer = nn.Module(), nn.Linear(4, 4, bias=False, dtype=torch.double)
-    stage.is_first = mesh["pp"].get_local_rank() == 0
-    setattr(stage, "first" if stage.is_first else "last", layer)
-    stage.layers = (layer, torch.tanh) if stage.is_first else (layer,)
-    return stage
+def piped_and_tied(module, x):
+    return module.stage[0](x) if hasattr(module, "stage") else piped(module, x)
 
 
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-        self.group = None
-
-    def forward(self, x):
-        return sum(f(x).tanh() for f in self.experts)
+def partial_along(axis, *names):
+    return {"placements": {name: {axis: Partial()} for name in names}}
 
 
-class SomeExperts(nn.Module):
-    """A rank's experts, numbered from 0, for the tokens of all."""
-
-    def __init__(self, experts, group):
-        super().__init__()
-        self.local_experts, self.group = nn.ModuleList(experts), group
-        for p in self.parameters():
-            p.register_hook(lambda g: g / group.size())
-
-    def forward(self, x):
-        every = dc.all_gather(x, group=self.group)
-        return dc.reduce_scatter(sum(f(every).tanh() for f in self.local_experts), group=self.group)
-
-
-def experts(whole, mesh):
-    rank = mesh["dp"].get_local_rank()
-    return SomeExperts(list(whole.experts)[2 * rank : 2 * rank + 2], group_of(mesh, "dp"))
-
-
-class Transposed(nn.Module):
-    def __init__(self, whole):
-        super().__init__()
-        self.norm = whole.norm
-        self.w, self.b = nn.Parameter(whole.up.weight.detach().T.clone()), whole.up.bias
-        self.joint = nn.Parameter(torch.cat([whole.down.weight.detach().flatten(), whole.down.bias.detach()]))
-
-    def forward(self, x):
-        weight, bias = self.joint.split([len(self.joint) - 4, 4])
-        return F.linear((self.norm(x) @ self.w + self.b).tanh(), weight.view(4, -1), bias)
-
-
-def transposed_and_flat(whole, mesh):
-    return Transposed(whole)
-
-
-def compiled(whole, mesh):
-    return torch.compile(parallelized(whole, mesh), backend="eager")
-
-
-class Normalized(nn.Module):
-    """Batch norm, whose buffers are made anew by the conversion."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(4)
-        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
-
-    def forward(self, x):
-        return self.last(self.norm(self.first(x)).tanh())
-
-
-def synchronized(whole, mesh):
-    return ddp(dc.nn.convert_sync_batchnorm(whole), mesh)
-
-
-class Scaled(nn.Module):
-    """A DTensor that says Replicate() while nothing reduces its gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(numbers(4))
-
-    def forward(self, x):
-        return x * (self.w.to_local() if isinstance(self.w, DTensor) else self.w)
-
-
-def unequal_replicas(whole, mesh):
-    whole.w = nn.Parameter(distribute_tensor(whole.w.detach(), mesh["dp"], [Replicate()]))
-    return whole
-
-
-def predicted(module, ids, labels):
-    return module(ids, labels)
-
-
-def rows_and_labels(module, x, labels):
-    return F.cross_entropy(module(x), labels)
-
-
-def vocabulary_of_dtensors(whole, mesh):
-    plan = {"up": ColwiseParallel(output_layouts=Shard(1), use_local_output=False)}
-    return parallelize_module(whole, mesh["tp"], plan)
-
-
-class Head(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(5)
-        self.up = nn.Linear(4, 6)
-
-    def forward(self, x):
-        return self.up(x)
-
-
-X, LONG = numbers(8, 4), numbers(2, 6, 4)
-IDS = torch.tensor([0, 5, 2, 2, 4]), torch.tensor([1, 0, 5, 3, 3])
-LAYERS = functools.partial(nn.Sequential, nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3), nn.Tanh())
-
-#: name: (function, batch, module, shard, ranks, further arguments)
+TIED = partial_along("pp", "x", "output", "first.weight")
+HALF = {"batch": X.bfloat16(), "dtype": None}
 WAYS = {
-    "parallelize_module": (loss, X, Net(), parallelized, TP, {}),
-    "sequence parallel": (
-        loss,
-        LONG,
-        Net(),
-        in_sequence,
-        TP,
-        {"placements": {"x": {"tp": Shard(1)}}, "rank_reduction": {}},
+    "parallelize_module": lambda: way(parallelized),
+    "sequence parallel": lambda: way(
+        in_sequence, batch=numbers(2, 6, 4), placements={"x": {"tp": Shard(1)}}, rank_reduction={}
     ),
-    "fully_shard": (loss, X, Net(), fsdp2, DP, ROWS),
-    "fully_shard, uneven": (loss, numbers(9, 4), Net(7), fsdp2, {"dp": 3}, ROWS),
-    "fully_shard of tensor parallelism": (loss, X, Net(), fsdp2_of_tp, BOTH, ROWS),
-    "fully_shard, not resharded": (loss, X, Net(), fsdp2_not_resharded, DP, ROWS),
-    "fully_shard along columns": (loss, X, Net(), fsdp2_along_columns, DP, ROWS),
-    "HSDP": (
-        loss,
-        X,
-        Net(),
-        hsdp,
-        {"replicate": 2, "shard": 2},
-        {"placements": {"x": {"replicate": Shard(0), "shard": Shard(0)}}},
+    "loss_parallel": lambda: way(
+        vocabulary, module=Head(), batch=(X, torch.arange(8) % 6), fn=nn.Module.__call__, context=loss_parallel
     ),
-    "FSDP": (loss, X, Net(), fsdp1, DP, ROWS),
-    "FSDP in parts": (loss, X, Net(), fsdp1_in_parts, DP, ROWS),
-    "FSDP, flat": (loss, X, Net(), fsdp1_flat, DP, ROWS),
-    "FSDP, SHARD_GRAD_OP": (loss, X, Net(), fsdp1_grad_op, DP, ROWS),
-    "FSDP, NO_SHARD": (loss, X, Net(), fsdp1_not_sharded, DP, ROWS),
-    "FSDP, hybrid": (
-        loss,
-        X,
-        Net(),
-        fsdp1_hybrid,
-        {"replicate": 2, "shard": 2},
-        {"placements": {"x": {"replicate": Shard(0), "shard": Shard(0)}}},
+    "fully_shard": lambda: way(fsdp2, DP),
+    "fully_shard, uneven": lambda: way(fsdp2, {"dp": 3}, Net(7), numbers(9, 4)),
+    "fully_shard of tensor parallelism": lambda: way(
+        lambda whole, mesh: fully_shard(parallelized(whole, mesh), mesh=mesh["dp"]), BOTH
     ),
-    "DDP": (loss, X, Net(), ddp, DP, ROWS),
-    "DDP of a mesh": (
-        loss,
-        X,
-        Net(),
-        ddp_of_all,
-        {"dp": 2, "cp": 2},
-        {"placements": {"x": {"dp": Shard(0), "cp": Shard(0)}}},
+    "fully_shard along columns": lambda: way(partial(fsdp2, shard_placement_fn=lambda p: Shard(p.dim() - 1)), DP),
+    "HSDP": lambda: way(partial(fsdp2, axes=("replicate", "shard")), HYBRID),
+    "FSDP in parts": lambda: way(lambda whole, mesh: fsdp(in_part(fsdp)(whole, mesh), mesh), DP),
+    "FSDP, flat": lambda: way(partial(fsdp, original=False), DP),
+    "FSDP, SHARD_GRAD_OP": lambda: way(partial(fsdp, strategy=ShardingStrategy.SHARD_GRAD_OP), DP),
+    "FSDP, NO_SHARD": lambda: way(partial(fsdp, strategy=ShardingStrategy.NO_SHARD), DP),
+    "FSDP, hybrid": lambda: way(
+        partial(fsdp, axes=("shard", "replicate"), strategy=ShardingStrategy.HYBRID_SHARD), HYBRID
     ),
-    "DDP of a part": (loss, X, Net(), ddp_inside, DP, ROWS),
-    "DDP of a part, made anew": (loss, X, Net(), ddp_made_anew, DP, ROWS),
-    "DDP of tensor parallelism": (loss, X, Net(), ddp_of_tp, BOTH, ROWS),
-    "DTensors, replicated": (loss, X, Net(), replicated_dtensors, DP, {}),
-    "a checkpoint's wrapper": (loss, X, Net(), checkpointed, TP, {}),
-    "the meta device": (loss, X, Net(), on_meta, DP, ROWS),
-    "layers of one's own": (loss, X, Net(), tensor_parallel, TP, {}),
-    "more than one size": (loss, X, Net(), tensor_parallel, [{"tp": 2}, {"tp": 4}], {}),
-    "two axes": (loss, X, Net(), tensor_parallel, BOTH, ROWS),
-    "interleaved": (loss, X, Net(), interleaved, TP, {}),
-    "with fresh memory": (loss, X, Net(), with_fresh_memory, TP, {}),
-    "in any order": (loss, X, Net(), in_any_order, TP, {}),
-    "uneven": (loss, X, Net(), uneven, TP, {}),
-    "renamed": (loss, X, Net(), renamed, TP, {}),
-    "filled with a state dict": (loss, X, Net(), loaded, TP, {}),
-    "padded features": (loss, X, Net(10), padded, {"tp": 3}, {}),
-    "merged projections": (loss, X, Attention(), merged_projections, TP, {}),
-    "a merged projection, divided by heads": (loss, X, Attention(merged=True), divided_projection, TP, {}),
-    "tied words": (predicted, IDS, Words(), tied_words, TP, {}),
-    "padded words": (predicted, IDS, Words(7), tied_words, {"tp": 3}, {}),
-    "a renumbered pipeline": (
-        piped,
-        X,
-        LAYERS(),
-        pipeline,
+    "DDP": lambda: way(ddp, DP),
+    "DDP of a mesh": lambda: way(lambda whole, mesh: DistributedDataParallel(whole), {"dp": 2, "cp": 2}),
+    "DDP of a part": lambda: way(in_part(ddp), DP),
+    "DDP of a part, made anew": lambda: way(
+        in_part(lambda part, mesh: ddp(nn.Linear(4, 8, dtype=torch.double), mesh)), DP
+    ),
+    "DDP of tensor parallelism": lambda: way(lambda whole, mesh: ddp(tensor_parallel(whole, mesh), mesh), BOTH),
+    "DTensors, replicated": lambda: way(replicated_dtensors, DP, placements=None),
+    "a checkpoint's wrapper": lambda: way(
+        lambda whole, mesh: in_part(lambda part, mesh: checkpoint_wrapper(part))(parallelized(whole, mesh), mesh)
+    ),
+    "the meta device": lambda: way(on_meta, DP),
+    "batch norm": lambda: way(lambda whole, mesh: ddp(dc.nn.convert_sync_batchnorm(whole), mesh), DP, Normalized()),
+    "more than one size": lambda: way(tensor_parallel, [{"tp": 2}, {"tp": 4}]),
+    "two axes": lambda: way(tensor_parallel, BOTH),
+    "with fresh memory": lambda: way(with_fresh_memory),
+    "in any order": lambda: way(in_any_order),
+    "uneven": lambda: way(of_rows(lambda rows, n: rows.split([5, 3]))),
+    "renamed": lambda: way(of_rows(torch.chunk, names=("ln", "fc1", "proj"))),
+    "filled with a state dict": lambda: way(loaded),
+    "padded features": lambda: way(padded, {"tp": 3}, Net(10)),
+    "merged projections": lambda: way(some_heads, module=Attention()),
+    "a merged projection, divided by heads": lambda: way(some_heads, module=Attention(merged=True)),
+    "heads of keys on two ranks each": lambda: way(
+        some_heads, {"tp": 4}, Attention(4, 2), **partial_along("tp", "k", "v")
+    ),
+    "tied words": lambda: way(SomeWords, module=Words(), batch=torch.tensor([0, 5, 2, 2, 4]), fn=nn.Module.__call__),
+    "padded words": lambda: way(
+        SomeWords, {"tp": 3}, Words(7), batch=torch.tensor([0, 5, 2, 2, 4]), fn=nn.Module.__call__
+    ),
+    "a renumbered pipeline": lambda: way(
+        stage,
         {"pp": 2},
-        {"placements": {"x": {"pp": Partial()}, "output": {"pp": Partial()}}},
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3), nn.Tanh()),
+        fn=piped,
+        **partial_along("pp", "x", "output"),
     ),
-    "tied across a pipeline": (
-        tied_and_piped,
-        X,
-        TiedEnds(),
-        tied_pipeline,
-        {"pp": 2},
-        {"placements": {name: {"pp": Partial()} for name in ("x", "output", "first.weight")}},
-    ),
-    "tied across a pipeline, made anew": (
-        tied_and_piped,
-        X,
-        TiedEnds(),
-        tied_and_made_anew,
-        {"pp": 2},
-        {"placements": {name: {"pp": Partial()} for name in ("x", "output", "first.weight")}},
-    ),
-    "heads of keys on two ranks each": (
-        loss,
-        X,
-        Attention(4, 2),
-        shared_heads,
-        {"tp": 4},
-        {"placements": {"k.weight": {"tp": Partial()}, "v.weight": {"tp": Partial()}}},
-    ),
-    "experts": (loss, X, Experts(), experts, DP, ROWS),
-    "transposed and flat": (loss, X, Net(), transposed_and_flat, DP, ROWS),
-    "batch norm": (loss, X, Normalized(), synchronized, DP, ROWS),
-    "loss_parallel": (
-        rows_and_labels,
-        (X, torch.arange(8) % 6),
-        Head(),
-        vocabulary_of_dtensors,
-        TP,
-        {"context": loss_parallel},
-    ),
-    "bfloat16": (loss, X.bfloat16(), Net(64).bfloat16(), parallelized, TP, {"dtype": None}),
-    "bfloat16, with a norm made anew": (loss, X.bfloat16(), Net(64).bfloat16(), with_a_new_norm, TP, {"dtype": None}),
-    "float32": (loss, X.float(), Net(), fsdp2, DP, {"dtype": None, **ROWS}),
+    "tied across a pipeline": lambda: way(end, {"pp": 2}, TiedEnds(), fn=piped, **TIED),
+    "tied across a pipeline, made anew": lambda: way(end_made_anew, {"pp": 2}, TiedEnds(), fn=piped_and_tied, **TIED),
+    "bfloat16": lambda: way(parallelized, module=Net(64).bfloat16(), **HALF),
+    "bfloat16, with a norm made anew": lambda: way(with_a_new_norm, module=Net(64).bfloat16(), **HALF),
+    "float32": lambda: way(fsdp2, DP, batch=X.float(), dtype=None),
 }
 
 
@@ -657,8 +429,7 @@ pytestmark = [
 @pytest.mark.parametrize("on", ["simulated", pytest.param("gloo", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", WAYS)
 def test_a_right_way_is_right(name, on):
-    fn, batch, module, shard, ranks, more = WAYS[name]
-    report = matches((fn, fn, batch, {"module": module, "shard": shard, "ranks": ranks, **more}), on=[on])
+    report = matches(WAYS[name](), on=[on])
     assert any(row.what.startswith("gradient of") for row in report.tables[0].rows)
     assert not report.notes or name == "the meta device"
 
@@ -666,10 +437,10 @@ def test_a_right_way_is_right(name, on):
 @pytest.mark.parametrize("name", WAYS)
 def test_a_wrong_gradient_is_seen_in_each(name):
     """All gradients are too large by half."""
-    fn, batch, module, shard, ranks, more = WAYS[name]
+    fn, _, batch, more = WAYS[name]()
 
     def wrong(module, *given):
         y = fn(module, *given)
-        return y + (y - y.detach()) * (0.5 if dc.get_world_size() > 1 else 0.0)
+        return y + (y - y.detach()) * (0.5 if dist.get_world_size() > 1 else 0.0)
 
-    differs((wrong, fn, batch, {"module": module, "shard": shard, "ranks": ranks, **more}))
+    differs((wrong, fn, batch, more))

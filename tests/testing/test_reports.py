@@ -56,7 +56,25 @@ def test_the_line_of_a_collective_that_torch_wraps():
     assert not differs(summed(lambda x: (dc.all_gather(x) ** 2).sum()), ranks=(4, 4), on=["gloo"]).cuts
 
 
+def without_a_row(x):
+    return (x[:-1] if dc.get_world_size() > 1 and dc.get_rank() == 1 else x).sin().sum()
+
+
+def beside_a_value_within_rounding():
+    def single(x, w, factor=1.0):
+        return (x @ w).sin().square().mean() * factor
+
+    return lambda x, w: single(x, w * 3 - 2 * w.detach(), 1 + 3e-9), single, (numbers(8, 6), numbers(6)), ROWS
+
+
+PIECES = {"ranks": {"cp": 3}, "placements": {"x": {"cp": Shard(0)}}}
 OBSERVED = {
+    "rows left out": (lambda: summed(without_a_row, value, ranks=(4, 4)), "x: zero in row 7 of the whole"),
+    "a factor beside a value within rounding": (beside_a_value_within_rounding, "w: 3 times that of one process"),
+    "another rank's piece": (
+        lambda: (dc.shift, lambda x: x * 1, numbers(6, 2), PIECES),
+        "output: rank 0 has rank 2's piece, rank 1 has rank 0's piece",
+    ),
     "f": (lambda: mlp("f"), "x: right after a sum over tp"),
     "g": (lambda: mlp("g"), "the first output that differs is that of down, which is right after a sum over tp"),
     "bias": (lambda: mlp("bias"), "that of down, which has its bias 2 times, once for each rank of tp"),
@@ -70,7 +88,8 @@ OBSERVED = {
 @pytest.mark.parametrize("name", OBSERVED)
 def test_an_observation(name):
     make, words = OBSERVED[name]
-    assert words in observed(differs(make()))
+    text = observed(differs(make()))
+    assert words in text and ("weighted" not in text or "weighted" in words)
 
 
 def test_which_reduction():
@@ -81,76 +100,17 @@ def test_which_reduction():
     assert [(row.rank, round(row.ratio, 6), row.ok) for row in each] == [("all", 2, False)]
 
 
-def test_the_piece_of_another_rank():
-    placed = {"ranks": {"cp": 3}, "placements": {"x": {"cp": Shard(0)}}}
-    report = differs((dc.shift, lambda x: x * 1, numbers(6, 2), placed))
-    assert "output: rank 0 has rank 2's piece, rank 1 has rank 0's piece" in observed(report)
-
-
-def test_rows_that_are_left_out():
-    def without(x):
-        return (x[:-1] if dc.get_world_size() > 1 and dc.get_rank() == 1 else x).sin().sum()
-
-    assert "x: zero in row 7 of the whole" in observed(differs(summed(without, value), ranks=(4, 4)))
-
-
-def test_a_factor_beside_a_value_within_rounding():
-    def wrong(x, w):
-        w = w * 3 - 2 * w.detach()
-        return (x @ w).sin().square().mean() * (1 + 3e-9)
-
-    def single(x, w):
-        return (x @ w).sin().square().mean()
-
-    text = observed(differs((wrong, single, (numbers(8, 6), numbers(6)), ROWS)))
-    assert "w: 3 times that of one process" in text and "weighted" not in text
-
-
-def test_a_single_number_is_no_multiple():
-    def wrong(x, w):
-        return (x * (1.7 * w - 0.7 * w.detach())).sin().sum()
-
-    text = observed(
-        differs(
-            (
-                wrong,
-                lambda x, w: (x * w).sin().sum(),
-                (X, torch.tensor(0.3, dtype=torch.double)),
-                {**ROWS, "rank_reduction": "sum"},
-            )
-        )
-    )
-    assert "1.7" not in text
-
-
-def test_a_detach_for_logging_is_not_blamed():
-    def distributed(x):
-        dc.all_reduce(x.sum().detach())
-        return (1 + dc.get_rank()) * planted.max_like_sum(x.amax(0)).sin().sum()
-
-    report = differs(summed(distributed, lambda x: 3 * x.amax(0).sin().sum()), ranks=(4, 4))
-    assert "right if the calls" not in observed(report) and "detach()" in report.cuts[0]
-
-
-class Weight(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(numbers(2, 4))
-
-    def forward(self, x):
-        return x @ (self.w.full_tensor() if hasattr(self.w, "full_tensor") else self.w)
-
-
 def test_a_detach_in_shard_is_no_cut():
     def shard(whole, mesh):
-        whole.w = nn.Parameter(distribute_tensor(whole.w.detach(), mesh["tp"], [Shard(1)]))
+        whole.up.weight = nn.Parameter(distribute_tensor(whole.up.weight.detach(), mesh["tp"], [Shard(1)]))
         return whole
 
     def twice(module, x):
-        return loss(module, x) * dc.get_world_size()
+        weight = module.up.weight
+        weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        return (x @ weight.T).sin().mean() * dc.get_world_size()
 
-    more = {"module": Weight(), "shard": shard, "ranks": {"tp": 2}}
-    assert not differs((twice, loss, X, more)).cuts
+    assert not differs((twice, twice, numbers(5, 3), {"module": MLP(), "shard": shard, "ranks": {"tp": 2}})).cuts
 
 
 class Tokens(nn.Module):
@@ -211,12 +171,6 @@ def test_a_computation_of_lower_precision():
 # ── the user's functions and modules ─────────────────────────────────────────────────────────────────────
 
 
-def test_a_module_as_the_function():
-    layer = nn.Linear(2, 2)
-    report = matches((lambda m, x: m(x), nn.Module.__call__, X, {"module": layer}))
-    assert "gradient of x" in {row.what for row in report.tables[0].rows}
-
-
 def test_trees_and_keyword_arguments():
     batch = {"a": {"left": X, "right": [per_rank(8, 3)[1]]}, "labels": torch.arange(8), "factor": 3.0}
 
@@ -267,15 +221,6 @@ def test_a_tensor_whose_gradient_nothing_would_check():
         return (nn.Linear(2, 2).double()(x) + torch.zeros(2, requires_grad=True)).sin().sum()
 
     matches(summed(makes_one), order=2)
-
-
-def test_numbers_and_infinities_in_outputs():
-    def fn(x):
-        total = (x**2).sum()
-        return total, total.item() / 3, len(x), torch.where(x > 0, 1e8 * x, -torch.inf)
-
-    report = matches(summed(fn))
-    assert max(row.error for row in report.tables[0].rows) < 1e-14
 
 
 def test_a_function_that_raises():
@@ -347,8 +292,6 @@ def hooked():
 #: name: (arguments, the argument that the error names)
 WRONG = {
     "equal ranks": ({"batch": torch.ones(8, 2)}, "batch"),
-    "equal first rows": ({"batch": X[:4].repeat(2, 1), "ranks": (4, 4)}, "batch"),
-    "equal pieces": ({"batch": torch.ones(4, 3), **ROWS}, "batch"),
     "rows": ({"batch": X[:7]}, "batch"),
     "0-d": ({"batch": (X, torch.tensor(1.0))}, "batch"),
     "dataclass": ({"batch": (X, Pair(X, X))}, "batch"),
@@ -358,14 +301,10 @@ WRONG = {
     "nothing": ({"single": lambda x: None, "distributed": lambda x: None}, "single"),
     "ranks": ({"ranks": [(4, -4, 8)]}, "ranks"),
     "no ranks": ({"ranks": []}, "ranks"),
-    "all empty": ({"ranks": (0, 0)}, "ranks"),
-    "a number of ranks": ({"ranks": 2}, "ranks"),
     "an empty axis": ({"ranks": {"tp": 0}}, "ranks"),
     "rank_reduction": ({"rank_reduction": "any"}, "rank_reduction"),
     "an unknown axis": ({"rank_reduction": {"dp": "mean"}}, "rank_reduction"),
-    "another reduction": ({"rank_reduction": {"dp": "max"}, **ROWS}, "rank_reduction"),
     "reduced": ({"reduced": ["cp"]}, "reduced"),
-    "a word for reduced": ({"reduced": "ranks"}, "reduced"),
     "order": ({"order": 3}, "order"),
     "order of tensor parallelism": ({"order": 2, "ranks": {"tp": 2}}, "order"),
     "on": ({"on": "simulated"}, "on"),
@@ -373,7 +312,6 @@ WRONG = {
     "unused module": ({"module": nn.Linear(2, 2), "single": lambda m, x: value(x)}, "module"),
     "hooks": ({"module": hooked()}, "module"),
     "lazy": ({"module": nn.LazyLinear(2)}, "module"),
-    "lazy buffers": ({"module": nn.LazyBatchNorm1d(affine=False)}, "module"),
     "not finite": ({"single": lambda x: value(x).log()}, "single"),
     "no gradient": ({"single": lambda x: ((x - x) ** 2).sum().sqrt() + value(x)}, "single"),
     "not a function": ({"distributed": 3}, "distributed"),
@@ -386,7 +324,6 @@ WRONG = {
     "a number as placement": ({"placements": {"x": {"dp": 0}}, "ranks": {"dp": 2}}, "placements"),
     "an unknown name": ({"placements": {"y": {"dp": Shard(0)}}, "ranks": {"dp": 2}}, "placements"),
     "another dim": ({"placements": {"x": {"dp": Shard(2)}}, "ranks": {"dp": 2}}, "placements"),
-    "no piece": ({"placements": {"x": lambda whole, at: None}, "ranks": {"dp": 2}}, "placements"),
     "shard of rows": ({"shard": lambda m, mesh: m, "module": nn.Linear(2, 2)}, "shard"),
     "shard without a module": ({"shard": lambda m, mesh: m, "ranks": {"dp": 2}}, "module"),
 }

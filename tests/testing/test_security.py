@@ -11,7 +11,6 @@ import diffcoll as dc
 DIFFCOLL = Path(dc.__file__).parent
 #: Every place of the library that unpickles: what came through an inherited pipe, or was pickled in the same process.
 UNPICKLES = {
-    "testing/harness/packing.py": ["torch.jit.load"],
     "testing/pickling.py": ["torch.load"],
     "testing/spawn.py": ["pipe.recv", "self.pipe.recv"],
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from diffcoll.core.errors import message
 from diffcoll.core.trees import tree_flatten, tree_paths
 from diffcoll.testing.harness.layout import NAME, RANKS, Placement, Ranks, placed, said_of, split_axes
-from diffcoll.testing.harness.rank import Constant, differentiable
+from diffcoll.testing.numbers import differentiable
 
 
 class Batch:
@@ -33,29 +33,25 @@ class Batch:
         for kind in {type(leaf) for leaf in leaves if _hides_tensors(leaf)}:
             got, remedy = f"a {kind.__name__} with tensors inside", "use dict(…) or torch.utils._pytree's registration"
             raise ValueError(message(name, "batch", got, "a tree of tuples, lists, dicts and namedtuples", remedy))
-        names = _names(fn, tree, skip)
+        self._leaves = dict(zip(_names(fn, tree, skip), leaves, strict=True))
         #: The tensors by name.
-        self.tensors = {n: _converted(x, dtype) for n, x in zip(names, leaves, strict=True) if isinstance(x, Tensor)}
+        self.tensors = {name: _converted(x, dtype) for name, x in self._leaves.items() if isinstance(x, Tensor)}
         #: Whether some tensors require gradients, and the others are no variables.
-        self.asked = some = any(x.requires_grad for x in leaves if isinstance(x, Tensor))
+        self.asked = any(self._leaves[name].requires_grad for name in self.tensors)
         #: The names of those that have gradients.
         self.variables = [
-            n
-            for n, x in zip(names, leaves, strict=True)
-            if isinstance(x, Tensor) and differentiable(x) and (x.requires_grad or not some)
+            name
+            for name, x in self.tensors.items()
+            if differentiable(x) and (self._leaves[name].requires_grad or not self.asked)
         ]
-        self._leaves = dict(zip(names, leaves, strict=True))
 
     def part(self, index: Mapping[str, Tensor] | None = None) -> Any:
         """Return the tree with the numbers at these positions of each tensor; None: all of them."""
-        found: list[Any] = []
-        for name, leaf in self._leaves.items():
-            if name in self.tensors:
-                x = self.tensors[name].detach()
-                x = x.clone() if index is None else x.flatten()[index[name]]
-                leaf = x if name in self.variables or not differentiable(x) else Constant(x)
-            found.append(leaf)
-        return self._rebuild(found)
+        found = dict(self._leaves)
+        for name, x in self.tensors.items():
+            part = x.detach().clone() if index is None else x.detach().flatten()[index[name]]
+            found[name] = part.requires_grad_(name in self.variables)
+        return self._rebuild(list(found.values()))
 
     def positions(self, ranks: Ranks, placements: Mapping[str, Placement]) -> dict[str, list[Tensor]]:
         """Return the positions of each tensor on each rank."""
@@ -76,17 +72,11 @@ class Batch:
         """Raise if two ranks along an axis have the same rows of all that is divided, or permuted or mirrored ones."""
         for axis in ranks.sizes:
             divided = [name for name, each in index.items() if axis in split_axes([[i] for i in each], ranks)]
-            for r in range(ranks.size):
-                for s in [s for s in ranks.along([axis], r) if s < r]:
-                    each = [(self.tensors[name].detach().flatten(), index[name][s], index[name][r]) for name in divided]
-                    pairs = [(x[a], x[b]) for x, a, b in each if a.numel() and b.numel() and a.shape[1:] == b.shape[1:]]
-                    same = bool(pairs) and all(_same_rows(a, b) for a, b in pairs)
-                    moved = axis == RANKS and any(differentiable(a) and not _same_rows(a, b) for a, b in pairs)
-                    if same or (moved and all(_same_but_for_order(a, b) for a, b in pairs)):
-                        what = "numbers" if same else "rows, in another order or mirrored,"
-                        got = f"the same {what} of {', '.join(divided)} on ranks {s} and {r}"
-                        expected = "different ones on every rank, since equal ranks hide wrong gradients"
-                        raise ValueError(message(NAME, "batch", got, expected, "pass random numbers"))
+            flat = {name: self.tensors[name].detach().flatten() for name in divided}
+            parts = [{name: x[index[name][r]] for name, x in flat.items()} for r in range(ranks.size)]
+            for r, mine in enumerate(parts):
+                others = {s: parts[s] for s in ranks.along([axis], r) if s < r}
+                refuse_equal(NAME, "batch", r, mine, others, permuted=axis == RANKS)
 
     def counts(self, index: Mapping[str, list[Tensor]]) -> dict[str, list[int]]:
         """Return numbers of each rank's part that a loss may divide by, in words."""
@@ -112,24 +102,18 @@ def _converted(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 def _names(fn: Callable[..., Any], tree: Any, skip: int) -> list[str]:
     """Return a name for each leaf: that of the function's argument, and the path within it."""
     try:
-        called = fn.forward if isinstance(fn, nn.Module) else fn
-        every = inspect.signature(called).parameters.values()
+        every = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values()
         arguments = [p.name for p in every if p.kind < p.VAR_POSITIONAL][skip:]
     except (TypeError, ValueError):
         arguments = []
-    paths = tree_paths(tree)
     if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields"):
         known = {f"[{i}]": name for i, name in enumerate(arguments)}
-        return [_named(path, known) for path in paths]
-    if isinstance(tree, dict):
-        return [_named(path, {f"[{key!r}]": str(key) for key in tree}) for path in paths]
-    return [f"{arguments[0] if arguments else 'x'}{path}" for path in paths]
-
-
-def _named(path: str, known: Mapping[str, str]) -> str:
-    """Replace the first index of a path by the name of an argument."""
-    head, bracket, rest = path.partition("]")
-    return known.get(head + bracket, f"argument{head + bracket}") + rest
+    elif isinstance(tree, dict):
+        known = {f"[{key!r}]": str(key) for key in tree}
+    else:
+        return [f"{arguments[0] if arguments else 'x'}{path}" for path in tree_paths(tree)]
+    each = [path.partition("]") for path in tree_paths(tree)]  # the first index is replaced by a name
+    return [known.get(head + bracket, f"argument{head}{bracket}") + rest for head, bracket, rest in each]
 
 
 def _hides_tensors(leaf: Any) -> bool:
@@ -154,17 +138,24 @@ def _same_but_for_order(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dim() > 0 and ordered(b) in (ordered(a), ordered(-1.0 * a))
 
 
-def refuse_equal_parts(name: str, parts: Sequence[Batch], shared: Collection[str]) -> None:
-    """Raise if two ranks have the same tensors, as far as both have any that are not one variable of all ranks."""
-    for r, mine in enumerate(parts):
-        for s, other in enumerate(parts[:r]):
-            each = [(a, other.tensors[n]) for n, a in mine.tensors.items() if n in other.tensors and n not in shared]
-            pairs = [
-                (a.detach(), b.detach()) for a, b in each if a.numel() and a.shape[1:] == b.shape[1:] and b.numel()
-            ]
-            if pairs and all(a.dim() == b.dim() and _same_rows(a, b) for a, b in pairs):
-                got, expected = (
-                    f"the same numbers on ranks {s} and {r}",
-                    "different ones, since equal ranks hide errors",
-                )
-                raise ValueError(message(name, "per_rank", got, expected, "pass random numbers"))
+def refuse_equal(
+    name: str,
+    argument: str,
+    rank: int,
+    mine: Mapping[str, Tensor],
+    others: Mapping[int, Mapping[str, Tensor]],
+    permuted: bool = False,
+) -> None:
+    """Raise if a rank has the rows of another one, as far as both have any, or the same rows in another order."""
+    for other, theirs in others.items():
+        each = [(mine[key], theirs[key]) for key in mine.keys() & theirs.keys()]
+        pairs = [
+            (a, b) for a, b in each if a.numel() and b.numel() and (a.dim(), a.shape[1:]) == (b.dim(), b.shape[1:])
+        ]
+        same = bool(pairs) and all(_same_rows(a, b) for a, b in pairs)
+        moved = permuted and any(differentiable(a) and not _same_rows(a, b) for a, b in pairs)
+        if same or (moved and all(_same_but_for_order(a, b) for a, b in pairs)):
+            what = "numbers" if same else "rows, in another order or mirrored,"
+            got = f"the same {what} of {', '.join(mine)} on ranks {other} and {rank}"
+            expected = "different ones on every rank, since equal ranks hide wrong gradients"
+            raise ValueError(message(name, argument, got, expected, "pass random numbers"))

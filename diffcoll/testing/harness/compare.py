@@ -6,32 +6,22 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffcoll.testing.harness.layout import (
-    Fit,
-    Held,
-    Placement,
-    Ranks,
-    Span,
-    partial_axes,
-    said_of,
-    split_axes,
-)
-from diffcoll.testing.harness.rank import Measured, differentiable
+from diffcoll.testing.harness.batch import Batch
+from diffcoll.testing.harness.layout import Fit, Held, Placement, Ranks, Span, partial_axes, said_of, split_axes
+from diffcoll.testing.harness.rank import Measured, Task
 from diffcoll.testing.harness.report import Row
-from diffcoll.testing.numbers import largest, relative_errors
+from diffcoll.testing.numbers import differentiable, largest, relative_errors
 
 #: A gradient smaller than this part of the largest one is compared with that part: what is zero by cancellation, such
 #: as the gradient of a bias before a batch norm, has a relative error of 1.
 SMALL = 1e-3
 #: A row of a gradient that is smaller than this part of the largest one is compared with that part.
 _SMALL_ROW = 1e-2
-#: An error below so many times what is allowed may be rounding.
-DOUBT = 300.0
 
 
 @dataclass(frozen=True)
@@ -43,14 +33,16 @@ class Piece:
     got: Tensor
 
 
-class Compared(NamedTuple):
-    """What one rank has after the reduction, beside what it should have."""
+@dataclass(frozen=True)
+class Compared:
+    """What one rank has after the reduction, beside what it should have; flat."""
 
     rank: int
+    index: Tensor
     got: Tensor
     wanted: Tensor
-    #: What an error of each number is relative to.
-    unit: Tensor
+    #: The relative error of each number.
+    errors: Tensor
 
 
 @dataclass(eq=False)
@@ -64,50 +56,39 @@ class Quantity:
     #: For each rank its pieces; a rank may have several of a tensor that is tied, or none.
     pieces: list[list[Piece]]
     ranks: Ranks
-    #: The axes over which the check, or somebody later, sums it, and what it multiplies it by then.
-    axes: tuple[str, ...]
-    factor: float
     #: The largest |wanted|, to which errors are relative.
     unit: float
     #: The largest relative error that is right, of all numbers or of each; below zero: none is, at a kink.
     tolerance: float | Tensor
+    #: The axes over which the check, or somebody later, sums it, and what it multiplies it by then.
+    axes: tuple[str, ...] = ()
+    factor: float = 1.0
     #: Whether it is the gradient of an input.
     of_input: bool = False
     #: Whether it is printed and not failed.
     excused: bool = False
-
-    @property
-    def is_real(self) -> bool:
-        """Whether it has a distance, and is no integer or flag."""
-        return differentiable(self.wanted)
 
     def combined(
         self, axes: Sequence[str] | None = None, factor: float | None = None, weights: Sequence[float] | None = None
     ) -> list[Compared]:
         """Return what each rank has after a sum over axes, in which the ranks may have weights."""
         axes, factor = self.axes if axes is None else axes, self.factor if factor is None else factor
-        w = [1.0] * self.ranks.size if weights is None else weights
-        wanted, units = self.wanted.flatten(), self._units
-        dense: list[Tensor] = []
-        for mine in self.pieces if axes else []:
-            total = torch.zeros_like(wanted)
-            for piece in mine:
-                total.index_add_(0, piece.index.flatten(), piece.got.flatten().to(wanted.dtype))
-            dense.append(total)
-        found = []
-        for r, mine in enumerate(self.pieces):
-            others = [s for s in self.ranks.along(axes, r) if s != r] if axes else []
-            for piece in mine:
-                got = piece.got.flatten()
-                if self.is_real:
-                    got = got.to(wanted.dtype)
-                    got = got * w[r] if w[r] != 1 else got
-                    for s in others:
-                        got = got + w[s] * dense[s][piece.index.flatten()]
-                    got = got * factor if factor != 1 else got
-                i = piece.index.flatten()
-                found.append(Compared(r, got, wanted[i], units[i]))
-        return found
+        flat = [[(p.index.flatten(), p.got.flatten()) for p in mine] for mine in self.pieces]
+        if differentiable(self.wanted):
+            w = [1.0] * self.ranks.size if weights is None else weights
+            flat = [[(i, w[r] * x.to(self.wanted.dtype)) for i, x in mine] for r, mine in enumerate(flat)]
+            totals = [_dense(mine, self.wanted) for mine in flat] if axes else []
+            for r, mine in enumerate(flat if axes else ()):
+                others = [totals[s] for s in self.ranks.along(axes, r) if s != r]
+                flat[r] = [(i, x + sum(total[i] for total in others)) for i, x in mine]
+            flat = [[(i, factor * x) for i, x in mine] for mine in flat]
+        return [self._compared(r, i, x) for r, mine in enumerate(flat) for i, x in mine]
+
+    def _compared(self, rank: int, index: Tensor, got: Tensor) -> Compared:
+        wanted = self.wanted.flatten()[index]
+        if differentiable(wanted):
+            return Compared(rank, index, got, wanted, relative_errors(got, wanted, self._units[index]))
+        return Compared(rank, index, got, wanted, torch.where(got == wanted.to(got.dtype), 0.0, math.inf))
 
     @cached_property
     def compared(self) -> list[Compared]:
@@ -123,28 +104,24 @@ class Quantity:
             rows = rows * of_rows.clamp(_SMALL_ROW, 1.0).view(-1, *[1] * (self.wanted.dim() - 1))
         return unit * rows.flatten()
 
-    def errors(self, each: Sequence[Compared]) -> list[Tensor]:
-        """Return the relative errors of each number."""
-        if self.is_real:
-            return [relative_errors(c.got, c.wanted, c.unit) for c in each]
-        return [torch.where(c.got == c.wanted.to(c.got.dtype), 0.0, math.inf) for c in each]
-
     @property
     def error(self) -> float:
         """The largest relative error on any rank."""
-        return max((float(e.max()) for e in self.errors(self.compared) if e.numel()), default=0.0)
+        return _largest_error(self.compared)
+
+    def distance(self, other: Tensor) -> float:
+        """Return the largest relative error of other numbers of one process."""
+        return _largest_error([self._compared(0, torch.arange(self.wanted.numel()), other.flatten())])
 
     @cached_property
     def ok(self) -> bool:
         """Whether every error is allowed."""
-        return self.excused or self.right(self.compared)
+        return self.right(self.compared)
 
     def right(self, each: Sequence[Compared]) -> bool:
         """Whether this would be right."""
-        tolerance = torch.as_tensor(self.tolerance, dtype=torch.double)
-        index = [p.index.flatten() for mine in self.pieces for p in mine] if tolerance.dim() else [...] * len(each)
-        of_each = [tolerance.expand(self.wanted.numel())[i] if tolerance.dim() else tolerance for i in index]
-        return all(bool((e <= t).all()) for e, t in zip(self.errors(each), of_each, strict=True))
+        tolerance = torch.as_tensor(self.tolerance, dtype=torch.double).expand(self.wanted.numel())
+        return self.excused or all(bool((c.errors <= tolerance[c.index]).all()) for c in each)
 
     @property
     def most_allowed(self) -> float | None:
@@ -154,31 +131,38 @@ class Quantity:
 
     def ratio(self, each: Sequence[Compared]) -> float | None:
         """Return got / wanted, if all ranks have the same real multiple."""
-        if not self.is_real or not each:
+        if not differentiable(self.wanted) or not each:
             return None
         got, wanted = torch.cat([c.got for c in each]), torch.cat([c.wanted for c in each])
         return multiple(got, wanted, self.most_allowed or 0.0)
 
-    @cached_property
+    @property
     def rows(self) -> list[Row]:
         """The rows of the report; ranks with the same numbers share one."""
         found: dict[object, tuple[list[int], Row]] = {}
-        by_rank: dict[int, list[Compared]] = {}
-        for c in self.compared:
-            by_rank.setdefault(c.rank, []).append(c)
-        for r, mine in by_rank.items():
-            errors = [e for e in self.errors(mine) if e.numel()]
-            error, ratio = max((float(e.max()) for e in errors), default=0.0), self.ratio(mine)
-            part = replace(self, pieces=[p if s == r else [] for s, p in enumerate(self.pieces)])
-            ok = self.excused or part.right(mine)
-            row = Row(self.what, "", error, ratio, ok, self.most_allowed)
-            key = (f"{error:.2e}", None if ratio is None else f"{ratio:.4g}", ok) if not ok else ok
-            found.setdefault(key, ([], row))[0].append(r)
-            found[key] = (found[key][0], max(found[key][1], row, key=lambda row: row.error))
+        held = list(dict.fromkeys(c.rank for c in self.compared))
+        for r in held:
+            mine = [c for c in self.compared if c.rank == r]
+            row = Row(self.what, "", _largest_error(mine), self.ratio(mine), self.right(mine), self.most_allowed)
+            key = row.ok or (f"{row.error:.2e}", None if row.ratio is None else f"{row.ratio:.4g}")
+            of_row, worst = found.get(key, ([], row))
+            found[key] = [*of_row, r], max(worst, row, key=lambda row: row.error)
         return [
-            row._replace(rank="all" if len(held) == len(by_rank) > 1 else ", ".join(map(self.ranks.named, held)))
-            for held, row in found.values()
+            row._replace(rank="all" if len(of_row) == len(held) > 1 else ", ".join(map(self.ranks.named, of_row)))
+            for of_row, row in found.values()
         ]
+
+
+def _dense(pieces: Sequence[tuple[Tensor, Tensor]], like: Tensor) -> Tensor:
+    """Return the sum of pieces, zero elsewhere."""
+    total = torch.zeros_like(like).flatten()
+    for index, x in pieces:
+        total.index_add_(0, index, x)
+    return total
+
+
+def _largest_error(each: Sequence[Compared]) -> float:
+    return max((float(c.errors.max()) for c in each if c.errors.numel()), default=0.0)
 
 
 def multiple(got: Tensor, wanted: Tensor, tolerance: float) -> float | None:
@@ -192,14 +176,6 @@ def multiple(got: Tensor, wanted: Tensor, tolerance: float) -> float | None:
     return ratio if float((a - ratio * b).abs().max()) <= close else None
 
 
-def near(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same shape and the same numbers, up to rounding."""
-    if a.shape != b.shape or not differentiable(b):
-        return torch.equal(a, b.to(a.dtype))
-    eps = torch.finfo(b.dtype).eps ** (2 / 3)
-    return torch.allclose(a, b.to(a.dtype), rtol=10 * eps, atol=eps * largest(b))
-
-
 def tolerance_of(tensors: Sequence[Tensor]) -> float:
     """Return the default tolerance, by the least precise dtype: float64 4e-10, float32 2e-4, bfloat16 6e-2."""
     eps = max((torch.finfo(t.dtype).eps for t in tensors if differentiable(t)), default=torch.finfo(torch.float64).eps)
@@ -210,48 +186,89 @@ def tolerance_of(tensors: Sequence[Tensor]) -> float:
 
 
 @dataclass(frozen=True)
-class Frame:
-    """How what the ranks have makes up the whole."""
+class Asked:
+    """What the user has asked for."""
 
-    ranks: Ranks
-    #: "mean" or "sum" by axis: how the ranks' losses combine.
-    reduction: Mapping[str, str]
-    #: Axes over which the user says that the program has reduced its gradients.
+    batch: Any
+    rank_reduction: str | Mapping[str, str]
+    #: Axes over which the program itself has reduced its gradients.
     reduced: tuple[str, ...]
     placements: Mapping[str, Placement]
-    #: Names of the inputs that have gradients, and their positions on each rank.
-    inputs: Mapping[str, list[Tensor]]
-    #: Whether the user has chosen these: a step that calls backward itself trains no inputs.
-    asked: bool
+    order: int
+    dtype: torch.dtype | None
+    tolerance: float | None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One run, before it starts: what each rank gets, how what it has makes up the whole, and what one process has."""
+
+    ranks: Ranks
+    batch: Batch
+    #: The positions of each tensor of the batch on each rank.
+    index: Mapping[str, list[Tensor]]
+    whole: Measured
+    #: "mean" or "sum" by axis: how the ranks' losses combine.
+    reduction: Mapping[str, str]
+    asked: Asked
     outputs: Sequence[Fit]
     #: The tensors of the whole module, and what each rank holds of them.
     spans: Sequence[Span]
     held: Sequence[Sequence[Held]]
+    notes: Sequence[str]
     tolerance: float
+    tasks: Sequence[Task] = ()
 
-    def reduction_of(self, said: Placement | None, held: Sequence[Sequence[Tensor]], input_: bool) -> _Reduction:
-        """Return over which axes something is summed, given the positions of each rank, and the factor then."""
-        split = split_axes(held, self.ranks)
-        axes = [axis for axis in self.reduction if axis not in split]
-        means = [a for a, how in self.reduction.items() if how == "mean" and (input_ or a in axes)]
+    def part(self, directions: Mapping[int, Tensor], r: int) -> dict[int, Tensor]:
+        """Return the part that a rank has of directions of the tensors of one process."""
+        count, inputs = len(self.batch.variables), dict[int, Tensor]()
+        module = torch.zeros(max((span.end for span in self.spans), default=0), dtype=torch.double)
+        for k, v in directions.items():
+            if k < count:
+                inputs[k] = v.flatten()[self.index[self.batch.variables[k]][r]]
+            else:
+                module[self.spans[k - count].start : self.spans[k - count].end] = v.flatten()
+        of_module = {count + k: h.of(module) for k, h in enumerate(self.held[r]) if h.first}
+        return inputs | {k: v for k, v in of_module.items() if v.any()}
+
+    def sum_of(
+        self,
+        said: Placement | None,
+        pieces: Sequence[Sequence[Piece]],
+        reduced: Sequence[str] = (),
+        of_input: bool = False,
+    ) -> tuple[tuple[str, ...], float]:
+        """Return over which axes something is summed that is not reduced over some, and the factor then."""
+        split = split_axes([[p.index for p in mine] for mine in pieces], self.ranks)
+        axes = [axis for axis in self.reduction if axis not in split and axis not in reduced]
+        means = [a for a, how in self.reduction.items() if how == "mean" and (of_input or a in axes)]
         axes += [axis for axis in partial_axes(said) if axis not in axes]
-        return _Reduction(tuple(axes), 1 / math.prod(self.ranks.sizes[axis] for axis in means))
+        return tuple(axes), 1 / math.prod(self.ranks.sizes[axis] for axis in means)
+
+    def quantity(
+        self,
+        what: str,
+        group: str,
+        wanted: Tensor,
+        pieces: list[list[Piece]],
+        summed: tuple[tuple[str, ...], float] = ((), 1.0),
+        least: float = 0.0,
+        of_input: bool = False,
+    ) -> Quantity:
+        """Return a quantity; errors are relative to its largest number, or to `least` if that is larger."""
+        tolerance = self.tolerance * (30 if group == "second order" else 1)  # rounding errors are amplified
+        unit = max(largest(wanted), least)
+        return Quantity(what, group, wanted, pieces, self.ranks, unit, tolerance, *summed, of_input)
 
 
-class _Reduction(NamedTuple):
-    axes: tuple[str, ...]
-    factor: float
-
-
-def quantities(whole: Measured, each: Sequence[Measured], frame: Frame) -> list[Quantity]:
+def quantities(setting: Setting, each: Sequence[Measured]) -> list[Quantity]:
     """Return everything that is compared."""
-    found = [*_outputs(whole, each, frame), *_gradients(whole, each, frame)]
+    found = [*_outputs(setting, each), *_gradients(setting, each)]
     gradients = [q for q in found if q.group in ("gradient", "second order")]
     if gradients and all(q.ok for q in gradients):
-        for q in found:
-            q.excused = q.group == "value" and not q.ok and scale_of(q, q.ratio(q.compared)) is not None
-            q.__dict__.pop("ok", None)
-    return [*found, *_state(whole, each, frame)]
+        off = [q for q in found if q.group == "value" and not q.ok and scale_of(q, q.ratio(q.compared)) is not None]
+        found = [replace(q, excused=q in off) for q in found]
+    return [*found, *_state(setting, each)]
 
 
 def scale_of(q: Quantity, ratio: float | None) -> str | None:
@@ -270,22 +287,24 @@ def scale_of(q: Quantity, ratio: float | None) -> str | None:
     return None
 
 
-def _outputs(whole: Measured, each: Sequence[Measured], frame: Frame) -> Iterator[Quantity]:
-    for i, (wanted, fit) in enumerate(zip(whole.outputs, frame.outputs, strict=True)):
+def _outputs(setting: Setting, each: Sequence[Measured]) -> Iterator[Quantity]:
+    whole = setting.whole
+    for i, (wanted, fit) in enumerate(zip(whole.outputs, setting.outputs, strict=True)):
         number, ys = f"[{i}]" if len(whole.outputs) > 1 else "", [m.outputs[i] for m in each]
         pieces = [[Piece(j, y)] if j is not None else [] for j, y in zip(fit.index, ys, strict=True)]
-        said = said_of(frame.placements, f"output{number}")
-        is_value = wanted.dim() == 0 and differentiable(wanted)
-        held = [[p.index for p in mine] for mine in pieces]
-        axes, factor = frame.reduction_of(said, held, False) if is_value else (partial_axes(said), 1.0)
-        what, group = (f"value{number}", "value") if is_value else (f"output{number}", "output")
-        unit = max(largest(wanted), SMALL * whole.scale) if is_value else largest(wanted)
-        q = Quantity(what, group, wanted, pieces, frame.ranks, axes, factor, unit, frame.tolerance)
-        if is_value and not whole.has_graph[i] and not q.ok:  # a metric: every rank has it, or parts of a sum
-            every = replace(q, axes=tuple(frame.reduction), factor=1.0)
-            q = next((other for other in (replace(q, axes=(), factor=1.0), every) if other.ok), q)
-        if not differentiable(wanted) and wanted.dim() == 0 and not q.ok:
-            q = replace(q, pieces=[[Piece(torch.tensor(0), _together(ys, wanted))] for _ in ys])
+        said = said_of(setting.asked.placements, f"output{number}")
+        if wanted.dim() or not differentiable(wanted):
+            q = setting.quantity(f"output{number}", "output", wanted, pieces, (partial_axes(said), 1.0))
+            if not wanted.dim() and not differentiable(wanted) and not q.ok:
+                q = replace(q, pieces=[[Piece(torch.tensor(0), _together(ys, wanted))] for _ in ys])
+            yield q
+            continue
+        q = setting.quantity(
+            f"value{number}", "value", wanted, pieces, setting.sum_of(said, pieces), SMALL * whole.scale
+        )
+        if not whole.has_graph[i] and not q.ok:  # a metric: every rank has it, or parts of a sum
+            others = [replace(q, axes=axes, factor=1.0) for axes in ((), tuple(setting.reduction))]
+            q = next((other for other in others if other.ok), q)
         yield q
 
 
@@ -297,74 +316,46 @@ def _together(ys: Sequence[Tensor], wanted: Tensor) -> Tensor:
     return every.sum(0)
 
 
-def _gradients(whole: Measured, each: Sequence[Measured], frame: Frame) -> Iterator[Quantity]:
-    own = any(m.own_backward for m in each)
+def _gradients(setting: Setting, each: Sequence[Measured]) -> Iterator[Quantity]:
+    own, whole, variables = any(m.own_backward for m in each), setting.whole, setting.batch.variables
     if not own and not any(whole.has_graph):
         return
-    orders = [("gradient", [(m.inputs, m.module) for m in [whole, *each]], frame.tolerance)]
-    second = [m.second for m in [whole, *each] if m.second is not None]
-    if len(second) == 1 + len(each):  # rounding errors are amplified
-        orders.append(("second order", second, 30 * frame.tolerance))
-    for group, measured, tolerance in orders:
-        (of_inputs, of_module), *of_ranks = measured
-        most = largest(*of_inputs, *of_module)
-        for i, (name, index) in enumerate(frame.inputs.items() if frame.asked or not own else ()):
-            pieces = [[Piece(index[r], mine[0][i])] for r, mine in enumerate(of_ranks)]
-            said = said_of(frame.placements, name)
-            axes, factor = frame.reduction_of(said, [[j] for j in index], True)
-            unit = max(largest(of_inputs[i]), SMALL * most)
-            what = f"{group} of {name}"
-            yield Quantity(what, group, of_inputs[i], pieces, frame.ranks, axes, factor, unit, tolerance, True)
-        for i, span in enumerate(frame.spans):
-            if span.kind != "parameter" or not span.tensor.requires_grad or i != _first(frame.spans, span):
-                continue
-            grads = [_of_span(span, frame.held[r], mine[1]) for r, mine in enumerate(of_ranks)]
-            held = [[p.index for p in mine] for mine in grads]
-            said = said_of(frame.placements, span.name)
-            known = set(frame.reduced)
-            known |= {a for mine in frame.held for h in mine if _overlaps(span, h) for a in h.reduced}
-            axes, _ = frame.reduction_of(said, held, False)
-            axes = tuple(a for a in axes if a in partial_axes(said) or not (own or a in known))
-            means = [a for a in axes if frame.reduction.get(a) == "mean"]
-            factor = 1 / math.prod(frame.ranks.sizes[a] for a in means)
-            wanted = of_module[i]
-            unit = max(largest(wanted), SMALL * most)
-            yield Quantity(f"{group} of {span.name}", group, wanted, grads, frame.ranks, axes, factor, unit, tolerance)
-
-
-def _first(each: Sequence[Span], span: Span) -> int:
-    """Return the index of the first name of a tied tensor."""
-    return next(i for i, other in enumerate(each) if other.tensor is span.tensor)
-
-
-def _overlaps(span: Span, held: Held) -> bool:
-    return bool(((held.index >= span.start) & (held.index < span.end)).any())
+    orders = [("gradient", [m.gradients for m in (whole, *each)])]
+    if all(m.second for m in (whole, *each)):
+        orders.append(("second order", [m.second for m in (whole, *each)]))
+    for group, (of_whole, *of_ranks) in orders:
+        least = SMALL * largest(*of_whole)
+        for i, name in enumerate(variables if setting.batch.asked or not own else ()):
+            pieces = [[Piece(setting.index[name][r], mine[i])] for r, mine in enumerate(of_ranks)]
+            summed = setting.sum_of(said_of(setting.asked.placements, name), pieces, of_input=True)
+            yield setting.quantity(f"{group} of {name}", group, of_whole[i], pieces, summed, least, of_input=True)
+        for i, span in enumerate(setting.spans, len(variables)):
+            if span.trained:
+                pieces = [_of_span(span, setting.held[r], mine[len(variables) :]) for r, mine in enumerate(of_ranks)]
+                each_held = [h for mine in setting.held for h in mine if span.holds(h.index).any()]
+                reduced = {a for h in each_held for group in h.groups for a in setting.ranks.axes_of(group) or ()}
+                done = setting.reduction if own else {*reduced, *setting.asked.reduced}
+                summed = setting.sum_of(said_of(setting.asked.placements, span.name), pieces, tuple(done))
+                yield setting.quantity(f"{group} of {span.name}", group, of_whole[i], pieces, summed, least)
 
 
 def _of_span(span: Span, held: Sequence[Held], tensors: Sequence[Tensor]) -> list[Piece]:
     """Return the pieces of a tensor of the whole in what a rank holds; tied tensors of the rank count once."""
-    found: list[Piece] = []
-    seen: set[int] = set()
-    for h, x in zip(held, tensors, strict=True):
-        inside = (h.index >= span.start) & (h.index < span.end)
-        if inside.any() and h.tied not in seen:
-            seen.add(h.tied)
-            found.append(Piece(h.index[inside] - span.start, x[inside]))
-    return found
+    each = [(h.index, x, span.holds(h.index)) for h, x in zip(held, tensors, strict=True) if h.first]
+    return [Piece(index[inside] - span.start, x[inside]) for index, x, inside in each if inside.any()]
 
 
-def _state(whole: Measured, each: Sequence[Measured], frame: Frame) -> Iterator[Quantity]:
+def _state(setting: Setting, each: Sequence[Measured]) -> Iterator[Quantity]:
     """Yield the buffers, and the parameters that the call changed, here or on one process."""
-    for i, span in enumerate(frame.spans):
-        if i != _first(frame.spans, span):
-            continue
-        wanted, before = whole.state[i], span.tensor.detach().cpu()
-        pieces = [[p for p in _of_span(span, frame.held[r], m.state) if p.got.numel()] for r, m in enumerate(each)]
-        unit, changed = largest(wanted), differentiable(wanted) and not torch.equal(wanted, before)
+    count = len(setting.batch.variables)
+    for i, span in enumerate(setting.spans, count):
+        wanted, before = setting.whole.state[i], span.tensor.detach().cpu()
+        pieces = [_of_span(span, setting.held[r], m.state[count:]) for r, m in enumerate(each)]
+        least, changed = 0.0, differentiable(wanted) and not torch.equal(wanted, before)
         if changed and span.kind == "parameter":  # how far it moved, which a small learning rate would hide
             pieces = [[Piece(p.index, p.got - before.flatten()[p.index].to(p.got.dtype)) for p in m] for m in pieces]
+            least = 8 * torch.finfo(before.dtype).eps / setting.tolerance * largest(wanted)
             wanted = wanted - before
-            unit = max(largest(wanted), 8 * torch.finfo(before.dtype).eps / frame.tolerance * unit)
-        q = Quantity(f"{span.kind} {span.name}", "state", wanted, pieces, frame.ranks, (), 1.0, unit, frame.tolerance)
-        if span.kind == "buffer" or changed or not q.ok:
+        q = setting.quantity(f"{span.kind} {span.name}", "state", wanted, pieces, least=least)
+        if span.first and (span.kind == "buffer" or changed or not q.ok):
             yield q

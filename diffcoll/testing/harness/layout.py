@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -27,11 +28,11 @@ from diffcoll.testing.numbers import largest
 NAME = "assert_matches_single_process"
 #: The axis of a run whose ranks have rows of the batch.
 RANKS = "ranks"
-#: The first integer of a module: larger than what a module is usually initialized with.
-_START = 2**20
-#: Up to which integer numbers of a dtype are exact. A module with more numbers is filled with their digits.
-_EXACT = {torch.float64: 2**53, torch.int64: 2**53, torch.int32: 2**31, torch.float32: 2**24, torch.float16: 2**11}
-_BASE = 2**8
+#: Up to which integer the numbers of a dtype are exact.
+_EXACT = {
+    **{torch.float64: 2**53, torch.float32: 2**24, torch.float16: 2**11, torch.bfloat16: 2**8},
+    **{torch.int64: 2**53, torch.int32: 2**31},
+}
 
 #: A placement of torch.distributed.tensor, or a function (whole, {axis: coordinate}) -> piece.
 Placement: TypeAlias = Any
@@ -95,30 +96,26 @@ class Ranks:
 
 def parsed_ranks(ranks: object) -> list[Ranks]:
     """Return the runs that the argument `ranks` asks for."""
-    expected = (
-        'the rows of each rank, such as (5, 3), the axes of a mesh, such as {"dp": 2, "tp": 2}, or a list of such'
-    )
-    wrong = TypeError(message(NAME, "ranks", repr(ranks), expected))
-    if isinstance(ranks, Mapping) or (isinstance(ranks, Sequence) and all(isinstance(k, int) for k in ranks)):
-        ranks = [ranks]
-    if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not ranks:
-        raise wrong
+    each = [ranks] if _is_run(ranks) else ranks
+    if not isinstance(each, Sequence) or not each or not all(map(_is_run, each)):
+        expected = 'the rows of each rank, such as (5, 3), the axes of a mesh, such as {"dp": 2}, or a list of such'
+        raise TypeError(message(NAME, "ranks", repr(ranks), expected))
     found = []
-    for one in ranks:
-        numbers = (
-            list(one.values() if isinstance(one, Mapping) else one) if isinstance(one, (Mapping, Sequence)) else []
-        )
-        if not numbers or not all(isinstance(k, int) and not isinstance(k, bool) for k in numbers):
-            raise wrong
-        if isinstance(one, Mapping):
-            if min(numbers) < 1 or not all(isinstance(axis, str) for axis in one):
-                raise ValueError(message(NAME, "ranks", repr(one), "axes by name, each with at least one rank"))
-            found.append(Ranks(dict(one)))
-        else:
-            if min(numbers) < 0 or not any(numbers):
-                raise ValueError(message(NAME, "ranks", repr(one), "rows, not negative and not all zero"))
-            found.append(Ranks({RANKS: len(numbers)}, tuple(numbers)))
+    for one in each:
+        is_mesh = isinstance(one, Mapping)
+        numbers = list(one.values() if is_mesh else one)
+        if min(numbers, default=-1) < is_mesh or not any(numbers):
+            expected = "rows, not negative and not all zero, or axes, each with at least one rank"
+            raise ValueError(message(NAME, "ranks", repr(one), expected))
+        found.append(Ranks(dict(one)) if is_mesh else Ranks({RANKS: len(numbers)}, tuple(numbers)))
     return found
+
+
+def _is_run(one: object) -> bool:
+    """Whether these are rows of ranks, or a mesh."""
+    if isinstance(one, Mapping):
+        return all(isinstance(axis, str) for axis in one) and _is_run(list(one.values()))
+    return isinstance(one, Sequence) and all(isinstance(k, int) and not isinstance(k, bool) for k in one)
 
 
 # ── placements ───────────────────────────────────────────────────────────────────────────────────────────
@@ -126,26 +123,22 @@ def parsed_ranks(ranks: object) -> list[Ranks]:
 
 def parsed_placements(operation: str, placements: object, axes: Sequence[str]) -> dict[str, Placement]:
     """Return the argument `placements`, after a check of its form."""
-    if placements is None:
-        return {}
-    if not isinstance(placements, Mapping):
-        raise TypeError(message(operation, "placements", repr(placements), "placements by the name of a tensor"))
-    each = "Shard(dim), Replicate() or Partial() of torch.distributed.tensor, or a function (whole, {axis: i}) -> piece"
-    for name, said in placements.items():
-        if not isinstance(name, str):
-            raise TypeError(message(operation, "placements", repr(name), "the name of a tensor, or a pattern"))
-        for axis, placement in said.items() if isinstance(said, Mapping) else [("", said)]:
-            if axis:
-                expect.choice(operation, f"placements[{name!r}]", axis, tuple(axes))
-            if not (callable(placement) or (isinstance(said, Mapping) and _is_placement(placement))):
-                raise TypeError(message(operation, f"placements[{name!r}]", repr(placement), f"by axis, {each}"))
-    return dict(placements)
-
-
-def _is_placement(x: object) -> bool:
     from torch.distributed.tensor.placement_types import Placement as Known
 
-    return isinstance(x, Known)
+    if placements is None:
+        return {}
+    if not isinstance(placements, Mapping) or not all(isinstance(name, str) for name in placements):
+        expected = "placements by the name of a tensor, or a pattern"
+        raise TypeError(message(operation, "placements", repr(placements), expected))
+    each = "Shard(dim), Replicate() or Partial() of torch.distributed.tensor, or a function (whole, {axis: i}) -> piece"
+    for name, said in placements.items():
+        for axis, placement in said.items() if isinstance(said, Mapping) else ():
+            expect.choice(operation, f"placements[{name!r}]", axis, tuple(axes))
+            if not (callable(placement) or isinstance(placement, Known)):
+                raise TypeError(message(operation, f"placements[{name!r}]", repr(placement), f"by axis, {each}"))
+        if not (callable(said) or isinstance(said, Mapping)):
+            raise TypeError(message(operation, f"placements[{name!r}]", repr(said), f"by axis, {each}"))
+    return dict(placements)
 
 
 def said_of(placements: Mapping[str, Placement], name: str) -> Placement | None:
@@ -216,26 +209,27 @@ def _unique(each: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Fit:
-    """A way in which the tensors of the ranks may be pieces of a whole."""
+    """A way in which tensors may be pieces of one tensor."""
 
     words: str
+    #: Their positions; None: the rank has none.
     index: list[Tensor | None]
 
 
-def fits(shape: Sequence[int], shapes: Sequence[Sequence[int] | None], ranks: Ranks) -> Iterator[Fit]:
-    """Yield the ways in which tensors of these shapes may be pieces of one shape; None: the rank has none."""
+def fits(shape: Sequence[int], shapes: Sequence[Sequence[int] | None], ranks: Ranks) -> list[Fit]:
+    """Return the ways in which tensors of these shapes may be pieces of one shape; None: the rank has none."""
     every, free = torch.arange(math.prod(shape)).view(tuple(shape)), [axis for axis, n in ranks.sizes.items() if n > 1]
-    seen: list[list[Tensor | None]] = []  # where some ranks have none, several ways may be one
+    found: dict[object, Fit] = {}  # where some ranks have none, several ways may be one
+    if any(of_rank is not None and len(of_rank) != len(shape) for of_rank in shapes):
+        return []
     for dims in itertools.product([None, *range(len(shape))], repeat=len(free)):
         along = {axis: dim for axis, dim in zip(free, dims, strict=True) if dim is not None}
-        found = _blocks(every, shapes, along, ranks)
-        if found is not None and not any(_equal(found, other) for other in seen):
-            seen.append(found)
-            yield Fit(" and ".join(f"Shard({dim}) on {axis}" for axis, dim in along.items()), found)
-
-
-def _equal(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
-    return all((x is y) if x is None or y is None else torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        index = _blocks(every, shapes, along, ranks)
+        if index is not None:
+            key = tuple(None if i is None else (i.storage_offset(), i.shape) for i in index)
+            words = " and ".join(f"Shard({dim}) on {axis}" for axis, dim in along.items())
+            found.setdefault(key, Fit(words, index))
+    return list(found.values())
 
 
 def _blocks(
@@ -244,37 +238,36 @@ def _blocks(
     """Return the positions of each rank if it has a block of the length that its shape says; None: they do not fit."""
     found: list[Tensor | None] = []
     for r, shape in enumerate(shapes):
-        if shape is None:
-            found.append(None)
-            continue
-        if len(shape) != every.dim():
-            return None
         block = every
-        for dim, length in enumerate(shape):
-            axes = [axis for axis, d in along.items() if d == dim]
-            peers = ranks.along(axes, r)
-            of_peers = [shapes[s] for s in peers]
-            if any(mine is not None and len(mine) != every.dim() for mine in of_peers):
-                return None
-            lengths = [0 if mine is None else mine[dim] for mine in of_peers]
+        for dim, length in enumerate(shape or ()):
+            peers = ranks.along([axis for axis, d in along.items() if d == dim], r)
+            lengths = [0 if (of_peer := shapes[s]) is None else of_peer[dim] for s in peers]
             if sum(lengths) != every.shape[dim]:
                 return None
             block = block.narrow(dim, sum(lengths[: peers.index(r)]), length)
-        found.append(block)
+        found.append(None if shape is None else block)
     return found
+
+
+def ways_of(
+    name: str, whole: Tensor, shapes: Sequence[Sequence[int] | None], said: Placement | None, ranks: Ranks
+) -> list[Fit]:
+    """Return the way to divide a tensor that a placement says, if it fits the shapes, or all that they allow."""
+    if said is None:
+        return fits(whole.shape, shapes, ranks)
+    index = placed(name, whole, said, ranks)
+    fit = all(shape is None or tuple(shape) == i.shape for shape, i in zip(shapes, index, strict=True))
+    return [Fit("", list(index))] if fit else []
 
 
 def settled_output(name: str, whole: Tensor, got: Sequence[Tensor], said: Placement | None, ranks: Ranks) -> Fit | None:
     """Return the positions of an output, by what is said, its shapes, and if these leave several, its numbers."""
-    if said is not None:
-        index = placed(name, whole, said, ranks)
-        return Fit("", list(index)) if all(x.shape == i.shape for x, i in zip(got, index, strict=True)) else None
 
     def distance(fit: Fit) -> float:
         pieces = zip(got, fit.index, strict=True)
         return max(largest(x.to(whole.dtype) - whole.flatten()[i]) for x, i in pieces if i is not None)
 
-    ways = list(fits(whole.shape, [tuple(x.shape) for x in got], ranks))
+    ways = ways_of(name, whole, [x.shape for x in got], said, ranks)
     return min(ways, key=distance) if len(ways) > 1 and whole.dtype != torch.bool else next(iter(ways), None)
 
 
@@ -288,11 +281,22 @@ class Span(NamedTuple):
     kind: str
     start: int
     tensor: Tensor
+    #: Whether this is the first name of a tied tensor.
+    first: bool
 
     @property
     def end(self) -> int:
         """Where they end."""
         return self.start + self.tensor.numel()
+
+    @property
+    def trained(self) -> bool:
+        """Whether it is a parameter with a gradient, under its first name."""
+        return self.first and self.kind == "parameter" and self.tensor.requires_grad
+
+    def holds(self, index: Tensor) -> Tensor:
+        """Whether positions are those of this tensor."""
+        return (index >= self.start) & (index < self.end)
 
 
 #: What wrappers of modules put into the names of parameters; Fabric's has the module twice, with and without DDP.
@@ -324,61 +328,61 @@ def spans(module: nn.Module) -> list[Span]:
     starts: dict[int, int] = {}
     end = 0
     for kind, name, x in tensors_of(module):
-        if id(x) not in starts:
-            starts[id(x)] = end
-            end += x.numel()
-        found.append(Span(name, kind, starts[id(x)], x))
+        first = id(x) not in starts
+        found.append(Span(name, kind, starts.setdefault(id(x), end), x, first))
+        end = max(end, found[-1].end)
     return found
 
 
 class Code(NamedTuple):
-    """How positions are written into the tensors of a module: as integers, or in passes as digits and a check."""
+    """How positions are written into a module: as digits, each in a copy, to a base that the dtypes hold exactly.
 
+    They begin at an offset: the first digit is larger than the numbers that modules are initialized with.
+    """
+
+    #: The number of positions; 0: none is written.
     total: int
-    #: How many passes write digits; 0: one pass writes all.
-    digits: int = 0
+    base: int = 2**24
 
     @property
-    def passes(self) -> range:
-        """The passes."""
-        return range(self.digits + 1)
+    def digits(self) -> int:
+        """How many copies of the module hold the digits."""
+        return next(k for k in itertools.count(1) if self.base**k >= 2 * self.total)
+
+    @property
+    def _offset(self) -> int:
+        found: int = self.base**self.digits // 2
+        return found
 
     def written(self, position: Tensor, step: int) -> Tensor:
-        """Return what one pass writes."""
-        if not self.digits:
-            return position + _START
-        return position // _BASE**step % _BASE if step < self.digits else self._check(position)
+        """Return one digit of each position."""
+        digit: Tensor = (position + self._offset) // self.base**step % self.base
+        return digit
 
-    def read(self, values: Sequence[Tensor]) -> Tensor:
-        """Return the positions from what each pass has left; −1 where there is none."""
-        if not self.digits:
-            position = values[0].nan_to_num(-1.0).sub(_START)
-            ok = (position >= 0) & (position < self.total) & (position == position.round())
-        else:
-            position = sum((v.nan_to_num(0.0) * _BASE**step for step, v in enumerate(values[:-1])), torch.zeros(()))
-            ok = (position >= 0) & (position < self.total) & (self._check(position) == values[-1])
-        return torch.where(ok, position, -1.0).long()
-
-    def _check(self, position: Tensor) -> Tensor:
-        return (position * 31 + 7) % 251
+    def read(self, each: Sequence[Tensor]) -> Tensor:
+        """Return the positions from the digits that the copies have; −1 where there is none."""
+        digits = torch.stack(list(each))
+        position = sum(digit * self.base**step for step, digit in enumerate(digits)) - self._offset
+        ok = ((digits == digits.round()) & (digits >= 0) & (digits < self.base)).all(0)
+        return torch.where(ok & (position >= 0) & (position < self.total), position, -1.0).long()
 
 
 def code_of(module: nn.Module) -> Code:
-    """Return the code that the dtypes of a module can hold."""
+    """Return the code that its dtypes can hold, and float32, to which `shard` may convert, if it is small."""
     each = spans(module)
     total = max((span.end for span in each), default=0)
-    exact = min((_EXACT.get(span.tensor.dtype, _BASE) for span in each if _holds(span.tensor)), default=2**53)
-    return Code(total) if _START + total < exact else Code(total, max(1, math.ceil(math.log(total + 1, _BASE))))
+    exact = min((_EXACT[span.tensor.dtype] for span in each if _holds(span.tensor)), default=2**24)
+    return Code(total, min(exact, 2**24) if 2 * total <= 2**24 else exact)
 
 
 def _holds(x: Tensor) -> bool:
-    return (x.dtype in _EXACT or x.dtype == torch.bfloat16) and x.layout == torch.strided and not x.is_meta
+    return x.dtype in _EXACT and x.layout == torch.strided and not x.is_meta
 
 
 def fill(module: nn.Module, code: Code, step: int) -> None:
-    """Write the positions of its numbers into a module."""
+    """Write a digit of the positions of its numbers into a module."""
     with torch.no_grad():
-        for span in spans(module):
+        for span in spans(module) if code.total else ():
             if _holds(span.tensor):
                 position = torch.arange(span.start, span.end, dtype=torch.double)
                 span.tensor.copy_(code.written(position, step).view(span.tensor.shape))
@@ -401,32 +405,19 @@ class FreshIsNan(TorchFunctionMode):
 
 
 @dataclass(frozen=True)
-class Fact:
+class Held:
     """A tensor of one rank's module."""
 
     name: str
-    kind: str
     #: Positions among the numbers of the whole module, −1 where there is none.
     index: Tensor
-    requires_grad: bool
+    requires_grad: bool = True
     #: Groups of ranks over which something reduces the gradient.
-    groups: tuple[tuple[int, ...], ...]
-    #: The index of the first tensor of the module that is the same one.
-    tied: int
-
-
-@dataclass(frozen=True)
-class Held:
-    """A tensor of one rank's module, settled among all ranks."""
-
-    name: str
-    index: Tensor
-    #: The axes over which the program itself has reduced its gradient.
-    reduced: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...] = ()
+    #: Whether this is the first name of a tied tensor.
+    first: bool = True
     #: Whether the numbers of the whole have to be written into it: the user's function has made it anew.
-    write: bool
-    #: See `Fact`.
-    tied: int = -1
+    write: bool = False
 
     def of(self, whole: Tensor) -> Tensor:
         """Return its part of the numbers of all tensors of the module; zero where it has none of them."""
@@ -441,37 +432,36 @@ def local(x: Any) -> Tensor:
     return found.to_local() if isinstance(found, DTensor) else found
 
 
-def facts_of(module: nn.Module, index: Sequence[Tensor]) -> list[Fact]:
-    """Return what there is to say of the tensors of this rank's module."""
-    import torch.distributed as dist
+def held_whole(each: Sequence[Span]) -> list[Held]:
+    """Return what a rank holds that has the whole module."""
+    return [Held(s.name, torch.arange(s.start, s.end).view(s.tensor.shape), first=s.first) for s in each]
+
+
+def held_on_rank(module: nn.Module, index: Sequence[Tensor]) -> list[Held]:
+    """Return what this rank holds, given the positions that its tensors have."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor, Replicate
 
-    of_id: dict[int, set[tuple[int, ...]]] = {}
+    groups: dict[int, list[Any]] = {}
     for each in module.modules():
-        groups = []
-        if isinstance(each, nn.parallel.DistributedDataParallel):
-            groups = [each.process_group]
-        elif isinstance(each, FullyShardedDataParallel):
-            groups = groups_of_fsdp(each)
-        for group in groups:
+        if isinstance(each, (nn.parallel.DistributedDataParallel, FullyShardedDataParallel)):
+            is_ddp = isinstance(each, nn.parallel.DistributedDataParallel)
             for p in each.parameters():
-                of_id.setdefault(id(p), set()).add(tuple(dist.get_process_group_ranks(group)))
-    found, first = [], dict[int, int]()
-    for k, ((kind, name, x), i) in enumerate(zip(tensors_of(module), index, strict=True)):
-        said = set(of_id.get(id(x), ()))
+                groups.setdefault(id(p), []).extend([each.process_group] if is_ddp else groups_of_fsdp(each))
+    found: list[Held] = []
+    for span, i in zip(spans(module), index, strict=True):
+        x, of_tensor = span.tensor, list(groups.get(id(span.tensor), ()))
         if isinstance(x, DTensor):
-            said |= {
-                tuple(dist.get_process_group_ranks(x.device_mesh.get_group(d)))
-                for d, p in enumerate(x.placements)
-                if isinstance(p, Replicate) and x.device_mesh.size(d) > 1
-            }
-        found.append(Fact(name, kind, i, x.requires_grad, tuple(sorted(said)), first.setdefault(id(x), k)))
+            mesh = x.device_mesh
+            replicated = [d for d, p in enumerate(x.placements) if isinstance(p, Replicate) and mesh.size(d) > 1]
+            of_tensor += [mesh.get_group(d) for d in replicated]
+        of_ranks = sorted({tuple(dist.get_process_group_ranks(group)) for group in of_tensor})
+        found.append(Held(span.name, i, x.requires_grad, tuple(of_ranks), first=span.first))
     return found
 
 
 def settled(
-    whole: Sequence[Span], facts: Sequence[Sequence[Fact]], placements: Mapping[str, Placement], ranks: Ranks
+    whole: Sequence[Span], each: Sequence[Sequence[Held]], placements: Mapping[str, Placement], ranks: Ranks
 ) -> tuple[list[list[Held]], list[str]]:
     """Return what each rank holds of a module, and notes of what was taken from shapes.
 
@@ -479,77 +469,59 @@ def settled(
         ValueError: a tensor holds no number of the whole and nothing says what it is, or a number twice; a reducer's
             group is along no axes; a parameter of the whole is on no rank.
     """
-    found: list[list[Held]] = [[] for _ in facts]
+    found: list[list[Held]] = [[] for _ in each]
     notes: dict[str, None] = {}
     anew: dict[str, list[Tensor | None]] = {}
-    by_name = {span.name: span for span in whole}
-    for r, mine in enumerate(facts):
-        for fact in mine:
-            known = fact.index[fact.index >= 0]
+    for r, mine in enumerate(each):
+        for held in mine:
+            known = held.index[held.index >= 0]
             if len(known) != len(_unique([known])):
-                got = f"a tensor {fact.name} that holds a number of the whole twice"
+                got = f"a tensor {held.name} that holds a number of the whole twice"
                 raise ValueError(message(NAME, "shard", got, "each number once"))
-            index, write = fact.index, fact.index.numel() > 0 and not len(known)
-            if write:
-                if fact.name not in anew:
-                    anew[fact.name] = _by_name(by_name, fact, facts, placements, ranks, notes)
-                known_by_name = anew[fact.name][r]
-                index, write = (index, False) if known_by_name is None else (known_by_name, True)
-            found[r].append(Held(fact.name, index, _axes(fact, ranks), write, fact.tied))
-    held = [h.index.flatten() for mine in found for h in mine]
-    every = _unique(held) if held else torch.empty(0)
+            for group in held.groups:
+                if ranks.axes_of(group) is None:
+                    got = f"a reducer of {held.name} whose group is ranks {list(group)}"
+                    raise ValueError(message(NAME, "shard", got, f"the ranks along axes of {ranks}"))
+            index = None
+            if held.index.numel() and not len(known):
+                if held.name not in anew:
+                    anew[held.name] = _by_name(whole, held, each, placements, ranks, notes)
+                index = anew[held.name][r]
+            found[r].append(held if index is None else replace(held, index=index, write=True))
     for span in whole:
-        if span.kind == "parameter" and span.tensor.requires_grad and span.tensor.numel():
-            if not ((every >= span.start) & (every < span.end)).any():
-                got = f"no {span.name} on any rank"
-                raise ValueError(
-                    message(NAME, "shard", got, "every parameter of the whole", "or freeze it in the whole")
-                )
+        if span.trained and span.tensor.numel() and not any(span.holds(h.index).any() for mine in found for h in mine):
+            got = f"no {span.name} on any rank"
+            raise ValueError(message(NAME, "shard", got, "every parameter of the whole", "or freeze it in the whole"))
     return found, list(notes)
 
 
-def _axes(fact: Fact, ranks: Ranks) -> tuple[str, ...]:
-    found: list[str] = []
-    for group in fact.groups:
-        axes = ranks.axes_of(group)
-        if axes is None:
-            got = f"a reducer of {fact.name} whose group is ranks {list(group)}"
-            raise ValueError(message(NAME, "shard", got, f"the ranks along axes of {ranks}"))
-        found += axes
-    return tuple(dict.fromkeys(found))
-
-
 def _by_name(
-    whole: Mapping[str, Span],
-    fact: Fact,
-    facts: Sequence[Sequence[Fact]],
+    whole: Sequence[Span],
+    held: Held,
+    each: Sequence[Sequence[Held]],
     placements: Mapping[str, Placement],
     ranks: Ranks,
     notes: dict[str, None],
 ) -> list[Tensor | None]:
     """Return the positions of a tensor made anew: that of its name, divided as is said, or as its shapes say."""
-    if fact.name not in whole:
-        if fact.requires_grad:
-            got, expected = f"a module with {fact.name}, made anew", f"names of the whole: {', '.join(whole)}"
+    span = next((s for s in whole if s.name == held.name), None)
+    if span is None:
+        if held.requires_grad:
+            got = f"a module with {held.name}, made anew"
+            expected = f"names of the whole: {', '.join(s.name for s in whole)}"
             raise ValueError(message(NAME, "shard", got, expected, "copy its numbers, or keep its name"))
         return [None] * ranks.size
-    span, said = whole[fact.name], said_of(placements, fact.name)
-    shapes = [next((tuple(f.index.shape) for f in mine if f.name == fact.name), None) for mine in facts]
-    if said is not None and (callable(said) or set(said) - set(partial_axes(said))):
-        index: list[Tensor | None] = list(placed(fact.name, span.tensor, said, ranks))
-        for shape, i in zip(shapes, index, strict=True):
-            if shape is not None and i is not None and shape != tuple(i.shape):
-                got, expected = f"shape {shape}", f"{tuple(i.shape)}, the piece of {tuple(span.tensor.shape)}"
-                raise ValueError(message(NAME, f"placements[{fact.name!r}]", got, expected))
-    else:
-        ways = list(fits(span.tensor.shape, shapes, ranks))
-        if len(ways) != 1:
-            got = f"shapes {', '.join(map(str, dict.fromkeys(shapes)))} of {tuple(span.tensor.shape)} on {ranks}"
-            if ways:
-                got += f", which may be {' or '.join(way.words or 'Replicate' for way in ways)}"
-            remedy = f"copy its numbers in shard, or say placements[{fact.name!r}]"
-            raise ValueError(message(NAME, fact.name, got, "one way to divide it", remedy))
-        index = ways[0].index
-        if ways[0].words:
-            notes[f"{fact.name}: taken to be {ways[0].words}, by its shape; placements= may say otherwise"] = None
-    return [None if i is None else i + span.start for i in index]
+    said = said_of(placements, held.name)
+    if isinstance(said, Mapping) and set(said) <= set(partial_axes(said)):
+        said = None  # which divides nothing
+    shapes = [next((tuple(h.index.shape) for h in mine if h.name == held.name), None) for mine in each]
+    ways = ways_of(held.name, span.tensor, shapes, said, ranks)
+    if len(ways) != 1:
+        got = f"shapes {', '.join(map(str, dict.fromkeys(shapes)))} of {tuple(span.tensor.shape)} on {ranks}"
+        if ways:
+            got += f", which may be {' or '.join(way.words or 'Replicate' for way in ways)}"
+        remedy = f"copy its numbers in shard, or say what they are in placements[{held.name!r}]"
+        raise ValueError(message(NAME, held.name, got, "one way to divide it", remedy))
+    if ways[0].words:
+        notes[f"{held.name}: taken to be {ways[0].words}, by its shape; placements= may say otherwise"] = None
+    return [None if i is None else i + span.start for i in ways[0].index]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-import io
 import sys
 import threading
 import weakref
@@ -96,19 +95,11 @@ def _reduce(obj: Any) -> Any:
         return _LOCKS[type(obj)], ()
     if type(obj) is weakref.ref:
         return weakref.ref, (obj() if obj() is not None else _Gone(),)
-    if isinstance(obj, torch.jit.ScriptModule):
-        buffer = io.BytesIO()
-        torch.jit.save(obj, buffer)
-        return _scripted, (buffer.getvalue(),)
     return NotImplemented
 
 
 class _Gone:
     """What a dead reference refers to: it is collected at once."""
-
-
-def _scripted(data: bytes) -> Any:
-    return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]
 
 
 def _refuse(name: str, module: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,8 +49,6 @@ class Table:
     rows: tuple[Row, ...] = ()
     #: The error that was raised instead of a result.
     raised: str = ""
-    #: Why the run was left out.
-    skipped: str = ""
 
     @property
     def ok(self) -> bool:
@@ -62,9 +60,7 @@ class Table:
         wrong = [row.words(self.world_size) for row in self.rows if not row.ok]
         right = [row.error for row in self.rows if row.ok]
         largest = f"largest error {max(right, default=0.0):.1e}"
-        if self.skipped:
-            yield f"── {self.title}: not run: {self.skipped}"
-        elif self.raised:
+        if self.raised:
             yield f"── {self.title}: raised"
             yield "  " + self.raised.rstrip().replace("\n", "\n  ")
         elif not wrong:
@@ -140,6 +136,16 @@ def ratio_in_words(ratio: float | None, n: int, near: float = 1e-3) -> str:
     """Return a ratio as a number, and what it is in terms of N, as far as it is near enough."""
     if ratio is None:
         return "no multiple"
-    named = {1.0: "", 1.0 * n: " = N", 1.0 / n: " = 1/N", 1.0 * n * n: " = N²", 1.0 / n / n: " = 1/N²"} if n > 1 else {}
-    word = next((word for value, word in named.items() if math.isclose(ratio, value, rel_tol=near)), "")
-    return f"{ratio:.4g}{word}"
+    powers = {1: " = N", -1: " = 1/N", 2: " = N²", -2: " = 1/N²"} if n > 1 else {}
+    words = (word for power, word in powers.items() if math.isclose(ratio, float(n) ** power, rel_tol=near))
+    return f"{ratio:.4g}{next(words, '')}"
+
+
+def together(each: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield "names: words" for quantities and words; what several have in common is said once."""
+    found: dict[str, dict[str, None]] = {}
+    for what, words in each:
+        found.setdefault(words, {})[what.removeprefix("gradient of ")] = None
+    for words, names in found.items():
+        *others, last = names
+        yield f"{', '.join(others)} and {last}: {words}" if others else f"{last}: {words}"

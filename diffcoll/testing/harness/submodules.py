@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,10 +12,7 @@ from torch import Tensor, nn
 
 from diffcoll.core.trees import tree_flatten
 from diffcoll.testing.harness.layout import Ranks, fits, unwrapped
-from diffcoll.testing.numbers import largest
-
-#: The relative difference of outputs that are the same.
-_NEAR = 1e-7
+from diffcoll.testing.numbers import largest, near
 
 
 @dataclass
@@ -28,12 +25,12 @@ class Traces:
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    #: Parameters of one dimension, which may be biases, of each submodule.
-    biases: dict[str, list[tuple[str, Tensor]]] = field(default_factory=dict)
+    #: The biases of submodules, by the submodule's name.
+    biases: dict[str, Tensor] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
-def traced(module: nn.Module) -> Iterator[Traces]:
+def traced(module: nn.Module | None) -> Iterator[Traces]:
     """Record the calls of the submodules."""
     from torch.distributed.tensor import DTensor
 
@@ -52,14 +49,14 @@ def traced(module: nn.Module) -> Iterator[Traces]:
         found.outputs[name] = whole(y)
         if y.requires_grad:
             y.register_hook(partial(keep, name))  # type: ignore[no-untyped-call]
-        own = each.named_parameters(recurse=False)
-        found.biases[name] = [(which, whole(p)) for which, p in own if p.dim() == 1]
+        if isinstance(bias := getattr(each, "bias", None), Tensor):
+            found.biases[name] = whole(bias)
 
     def keep(name: str, g: Tensor) -> None:
         if calls[name] == 1:
             found.gradients[name] = whole(g)
 
-    names = {each: unwrapped(module, name) for name, each in module.named_modules()}
+    names = {} if module is None else {each: unwrapped(module, name) for name, each in module.named_modules()}
     handles = [each.register_forward_hook(partial(record, name)) for each, name in names.items() if name]
     try:
         yield found
@@ -72,53 +69,50 @@ def first_differences(whole: Traces, each: Sequence[Traces], ranks: Ranks, facto
     """Yield what is to be said of the first submodule whose output differs, and the first whose gradient does."""
     for name, wanted in whole.outputs.items():
         got = [t.outputs.get(name) for t in each]
-        if _differs(wanted, got, ranks, [1.0]):
-            biases = {which: b for t in each[:1] for which, b in t.biases.get(name, [])}
-            yield f"the first output that differs is that of {name}{_words(wanted, got, ranks, biases)}"
+        if _differs(wanted, got, ranks):
+            words = _words(wanted, got, ranks, each[0].biases.get(name))
+            yield f"the first output that differs is that of {name}{words}"
             break
     for name, wanted in whole.gradients.items():
-        if _differs(wanted, [t.gradients.get(name) for t in each], ranks, factors):
+        if all(_differs(factor * wanted, [t.gradients.get(name) for t in each], ranks) for factor in factors):
             yield f"the first gradient in backward order that differs is that of the output of {name}"
             break
 
 
-def _differs(wanted: Tensor, got: Sequence[Tensor | None], ranks: Ranks, factors: Sequence[float]) -> bool:
-    """Whether the ranks have pieces of the tensor under no placement, and in no order of rows, nor parts of a sum."""
-    if all(x is None for x in got):
-        return False
+def _ways(wanted: Tensor, got: Sequence[Tensor | None], ranks: Ranks) -> list[list[Tensor | None]]:
+    """Return the pieces of a tensor that the ranks may have by their shapes, in each way to divide it."""
     shapes = [None if x is None else tuple(x.shape) for x in got]
-    ways = list(fits(wanted.shape, shapes, ranks))
-    if not ways:  # other rows on each rank, as where tokens were sent to experts: nothing is known
-        return False
-    for factor in factors:
-        for way in ways:
-            pieces = [
-                (x, factor * wanted.flatten()[i])
-                for x, i in zip(got, way.index, strict=True)
-                if x is not None and i is not None
-            ]
-            if all(_near(x, y) for x, y in pieces):
-                return False
-            if any(
-                axis_sum_is(way.index, got, factor * wanted, ranks, axis) for axis, n in ranks.sizes.items() if n > 1
-            ):
-                return False
-        if wanted.dim() > 1 and _same_rows(factor * wanted, [x for x in got if x is not None]):
-            return False
-    return True
+    flat = wanted.flatten()
+    return [[None if i is None else flat[i] for i in way.index] for way in fits(wanted.shape, shapes, ranks)]
 
 
-def axis_sum_is(
-    index: Sequence[Tensor | None], got: Sequence[Tensor | None], wanted: Tensor, ranks: Ranks, axis: str
-) -> bool:
-    """Whether the sums over an axis are pieces of a tensor."""
-    for r, i in enumerate(index):
+def _differs(wanted: Tensor, got: Sequence[Tensor | None], ranks: Ranks) -> bool:
+    """Whether the ranks have pieces of the tensor in no way, and in no order of rows, nor parts of a sum."""
+    held = [x for x in got if x is not None]
+    # No way: the ranks have other rows, as where tokens were sent to experts. Nothing is known then.
+    ways = _ways(wanted, got, ranks) if held else []
+    tried = [got, *(_summed(got, ranks, axis) for axis in _axes(ranks))]
+    right = any(_are(each, pieces) for pieces in ways for each in tried)
+    return bool(ways) and not right and not (wanted.dim() > 1 and _same_rows(wanted, held))
+
+
+def _axes(ranks: Ranks) -> list[str]:
+    return [axis for axis, n in ranks.sizes.items() if n > 1]
+
+
+def _summed(got: Sequence[Tensor | None], ranks: Ranks, axis: str) -> list[Tensor | None]:
+    """Return the sum of what the ranks along an axis have; None: a rank has none, or tensors of other shapes."""
+    found: list[Tensor | None] = []
+    for r, x in enumerate(got):
         peers = [got[s] for s in ranks.along([axis], r)]
-        if i is None or any(x is None or x.shape != i.shape for x in peers):
-            return False
-        if not _near(torch.stack([x for x in peers if x is not None]).sum(0), wanted.flatten()[i]):
-            return False
-    return True
+        alike = [y for y in peers if x is not None and y is not None and y.shape == x.shape]
+        found.append(torch.stack(alike).sum(0) if len(alike) == len(peers) else None)
+    return found
+
+
+def _are(got: Sequence[Tensor | None], pieces: Sequence[Tensor | None]) -> bool:
+    """Whether these are the pieces, on all ranks that have one."""
+    return all(y is None or (x is not None and near(x, y)) for x, y in zip(got, pieces, strict=True))
 
 
 def _same_rows(wanted: Tensor, got: Sequence[Tensor]) -> bool:
@@ -126,29 +120,20 @@ def _same_rows(wanted: Tensor, got: Sequence[Tensor]) -> bool:
     if any(x.shape[1:] != wanted.shape[1:] for x in got):
         return False
     rows, every = torch.cat(list(got)).flatten(1), wanted.flatten(1)
-    if len(rows) < len(every):
-        return False
     distance = torch.cdist(rows, every, compute_mode="donot_use_mm_for_euclid_dist")
-    allowed = _NEAR * (largest(wanted) or 1.0)
-    return bool((distance.amin(0) <= allowed).all() and (distance.amin(1) <= allowed).all())
+    allowed = 1e-7 * (largest(wanted) or 1.0)
+    return bool(distance.numel()) and bool((distance.amin(0) <= allowed).all() and (distance.amin(1) <= allowed).all())
 
 
-def _words(wanted: Tensor, got: Sequence[Tensor | None], ranks: Ranks, biases: Mapping[str, Tensor]) -> str:
-    """Say what makes the output right, if one of a few things does."""
-    for way in fits(wanted.shape, [None if x is None else tuple(x.shape) for x in got], ranks):
-        for axis in (axis for axis, n in ranks.sizes.items() if n > 1):
+def _words(wanted: Tensor, got: Sequence[Tensor | None], ranks: Ranks, bias: Tensor | None) -> str:
+    """Say what makes the output of a submodule with a bias right, if one of two things does."""
+    if bias is None or any(x is not None and x.shape[-1:] != bias.shape for x in (wanted, *got)):
+        return ""
+    for pieces in _ways(wanted, got, ranks):
+        for axis in _axes(ranks):
             n = ranks.sizes[axis]
-            held = [
-                (x, wanted.flatten()[i]) for x, i in zip(got, way.index, strict=True) if x is not None and i is not None
-            ]
-            for name, b in biases.items():
-                if wanted.dim() and len(b) == wanted.shape[-1] and all(_near(x - (n - 1) * b, y) for x, y in held):
-                    return f", which has its {name} {n} times, once for each rank of {axis}"
-                less = [None if x is None or x.shape[-1:] != b.shape else x - (1 - 1 / n) * b for x in got]
-                if wanted.dim() and len(b) == wanted.shape[-1] and axis_sum_is(way.index, less, wanted, ranks, axis):
-                    return f", which is right after a sum over {axis} with its {name} once"
+            if _are([None if x is None else x - (n - 1) * bias for x in got], pieces):
+                return f", which has its bias {n} times, once for each rank of {axis}"
+            if _are(_summed([None if x is None else x - (1 - 1 / n) * bias for x in got], ranks, axis), pieces):
+                return f", which is right after a sum over {axis} with its bias once"
     return ""
-
-
-def _near(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(((a - b).abs() <= _NEAR * (largest(b) or 1.0)).all())
