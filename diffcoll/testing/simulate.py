@@ -71,7 +71,5 @@ def run_ranks(
     fn: Callable[..., T], rows: Sequence[Sequence[Any]], seed: int = 0, truth: Truth | None = None
 ) -> list[T]:
     """Run fn on simulated ranks; return the results as they are. `truth`: see `World`."""
-    world = World(len(rows), seed, truth)
-    simulation = c10d.Simulation(world)
     with one_at_a_time(), c10d.installed():
-        return world.run([simulation.body(partial(fn, *row)) for row in rows])
+        return World(len(rows), seed, truth).run([partial(c10d.with_groups, partial(fn, *row)) for row in rows])
