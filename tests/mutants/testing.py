@@ -246,7 +246,12 @@ MUTANTS = [
     ),
     Mutant("testing/spawn.py", "_answer", "check_mode(set_in_environment())", "pass", "spawn", SPAWN),
     Mutant(
-        "testing/spawn.py", "_answers", "time.monotonic() + timeout", "time.monotonic() + 10 * timeout", "spawn", SPAWN
+        "testing/spawn.py",
+        "Ranks.call",
+        "time.monotonic() + timeout",
+        "time.monotonic() + 10 * timeout",
+        "spawn",
+        SPAWN,
     ),
     Mutant("testing/spawn.py", "_answers", "end = min(end, time.monotonic() + GRACE)", "pass", "spawn", SPAWN),
     Mutant("testing/spawn.py", "_end_with_caller", "os.killpg(0, signal.SIGKILL)", "os._exit(1)", "spawn", SPAWN),

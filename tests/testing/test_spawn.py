@@ -227,7 +227,7 @@ def test_a_hang_names_the_users_line_soon(body):
     error, seconds = failed(body, 2, timeout=4)
     assert error.failures[1].kind == "hung" and error.failures[1].line == line_of(__file__, f"# alone in {where}")
     assert error.failures[0].line and error.first is None
-    assert seconds < 4 + 3  # on a busy machine
+    assert seconds < 4 + 1
 
 
 def test_ranks_that_go_on_after_another_has_failed():
