@@ -62,6 +62,7 @@ class MpiEngine(MessageEngine):
         super().__init__(rank=comm.Get_rank(), size=comm.Get_size())
         self.key = f"MPI communicator {next(_numbers)}"
         self.description = f"an MPI communicator of {self.size} ranks"
+        self.devices = tuple(dict.fromkeys(("cpu", "cuda", accelerator_type() or "cpu")))
         self.users, self._duplicate = comm, None
         self._twins: list[MpiEngine] = []
         self._mpi = mpi_library()
@@ -76,11 +77,6 @@ class MpiEngine(MessageEngine):
                 end_the_job_on_errors()
             self._duplicate = of_backend(self.users.Dup)
         return self._duplicate
-
-    @property
-    def devices(self) -> tuple[str, ...]:  # type: ignore[override]
-        """CPU, CUDA, and the accelerator: a package may register one after the engine was made."""
-        return tuple(dict.fromkeys(("cpu", "cuda", accelerator_type() or "cpu")))
 
     @property
     @override
@@ -195,16 +191,9 @@ class MpiEngine(MessageEngine):
 
     def _memory(self, x: Tensor, kind: Any = None) -> list[Any]:
         """Return the memory of a contiguous tensor, as MPI's numbers of some kind or as bytes, as mpi4py takes it."""
-        if not x.is_cpu:
-            _settle(x)
+        if not x.is_cpu and (stream := current_stream(x.device)) is not None:
+            stream.synchronize()  # MPI does not use PyTorch's streams
         return [self._mpi.buffer.fromaddress(x.data_ptr(), x.nbytes), kind or self._mpi.BYTE]
-
-
-def _settle(x: Tensor) -> None:
-    """Wait for the current stream of x's device, because MPI does not use PyTorch's streams."""
-    stream = current_stream(x.device)
-    assert stream is not None
-    stream.synchronize()
 
 
 def _wait_for(requests: list[Any], memory: object) -> None:
@@ -216,8 +205,6 @@ def _wait_for(requests: list[Any], memory: object) -> None:
 
 #: By the handle of the communicator.
 _engines: dict[int, MpiEngine] = {}
-#: By the id of the engine's `users`, which is a faster look-up.
-_by_identity: dict[int, MpiEngine] = {}
 _numbers = count()
 
 
@@ -227,8 +214,6 @@ def engine_of(group: object) -> MpiEngine | None:
     Raises:
         ValueError: it is not an intracommunicator with this process in it, or MPI was initialized for one thread.
     """
-    if (known := _by_identity.get(id(group))) is not None and not known._mpi.Is_finalized():
-        return known
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not isinstance(group, mpi.Comm):
         return None
@@ -249,7 +234,7 @@ def engine_of(group: object) -> MpiEngine | None:
                 "since PyTorch may run backward in another thread; before `from mpi4py import MPI`, say "
                 "`import mpi4py; mpi4py.rc.thread_level = 'multiple'`"
             )
-        engine = _engines[group.handle] = _by_identity[id(group)] = MpiEngine(group)
+        engine = _engines[group.handle] = MpiEngine(group)
         group.Set_attr(_attribute(), group.handle)  # MPI calls `_close` when it is freed: handles are reused
     return engine
 
@@ -268,16 +253,9 @@ def _attribute() -> int:
 
 def _close(handle: int) -> None:
     if engine := _engines.pop(handle, None):
-        del _by_identity[id(engine.users)]
         engine.close()
 
 
 def _close_all() -> None:
     for handle in list(_engines):
         _close(handle)
-
-
-def finalize() -> None:
-    """End MPI in a process that skips what runs at exit, as those of multiprocessing do."""
-    _close_all()
-    mpi_library().Finalize()
