@@ -128,7 +128,7 @@ MUTANTS = [
         "with _one_world:",
         "with threading.Lock():",
         "simulate",
-        f"{SIMULATE}::test_simulations_of_two_threads_take_turns",
+        f"{TORCH}::test_worlds_of_several_threads_take_turns",
     ),
     Mutant(
         "engines/simulated/engine.py",

@@ -52,18 +52,13 @@ def with_groups(fn: Callable[[], Any]) -> Any:
 
 
 class Groups:
-    """The process groups of one rank, as `distributed_c10d._World` has those of a process."""
+    """The process groups of one rank, in tables of the names that `distributed_c10d._World` has for a process."""
 
     def __init__(self) -> None:
-        self.default_pg: Any = None
-        self.group_count = 0
-        self.pg_map: dict[Any, Any] = {}
-        self.pg_names: dict[Any, Any] = {}
-        self.pg_group_ranks: dict[Any, Any] = {}
-        self.pg_backend_config: dict[Any, Any] = {}
-        self.pg_to_tag: dict[Any, Any] = {}
-        self.tags_to_pg: dict[Any, Any] = {}
-        self.pg_coalesce_state: dict[Any, Any] = {}
+        for name in dir(c10d._World):
+            if not name.startswith("_"):
+                setattr(self, name, {})
+        self.default_pg, self.group_count = None, 0
         self.comms: list[Any] = []
 
 
