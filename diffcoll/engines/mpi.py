@@ -62,7 +62,6 @@ class MpiEngine(MessageEngine):
         super().__init__(rank=comm.Get_rank(), size=comm.Get_size())
         self.key = f"MPI communicator {next(_numbers)}"
         self.description = f"an MPI communicator of {self.size} ranks"
-        self.devices = tuple(dict.fromkeys(("cpu", "cuda", accelerator_type() or "cpu")))
         self.users, self._duplicate = comm, None
         self._twins: list[MpiEngine] = []
         self._mpi = mpi_library()
@@ -77,6 +76,11 @@ class MpiEngine(MessageEngine):
                 end_the_job_on_errors()
             self._duplicate = of_backend(self.users.Dup)
         return self._duplicate
+
+    @property
+    def devices(self) -> tuple[str, ...]:  # type: ignore[override]
+        """CPU, CUDA, and the accelerator: a package may register one after the engine was made."""
+        return tuple(dict.fromkeys(("cpu", "cuda", accelerator_type() or "cpu")))
 
     @property
     @override
@@ -191,9 +195,16 @@ class MpiEngine(MessageEngine):
 
     def _memory(self, x: Tensor, kind: Any = None) -> list[Any]:
         """Return the memory of a contiguous tensor, as MPI's numbers of some kind or as bytes, as mpi4py takes it."""
-        if not x.is_cpu and (stream := current_stream(x.device)) is not None:
-            stream.synchronize()  # MPI does not use PyTorch's streams
+        if not x.is_cpu:
+            _settle(x)
         return [self._mpi.buffer.fromaddress(x.data_ptr(), x.nbytes), kind or self._mpi.BYTE]
+
+
+def _settle(x: Tensor) -> None:
+    """Wait for the current stream of x's device, because MPI does not use PyTorch's streams."""
+    stream = current_stream(x.device)
+    assert stream is not None
+    stream.synchronize()
 
 
 def _wait_for(requests: list[Any], memory: object) -> None:

@@ -135,6 +135,17 @@ def test_memory_that_mpi_cannot_read_is_copied_to_the_cpu():
     assert spawned(body, range(2)) == [True] * 2
 
 
+def test_a_package_may_register_its_device_after_the_first_call():
+    def body(r):
+        dc.all_reduce(torch.ones(1))
+        engine = resolve(None, "test")
+        before = engine.devices
+        torch.accelerator.current_accelerator = lambda: torch.device("xpu")
+        return before, engine.devices
+
+    assert spawned(body, range(2)) == [(("cpu", "cuda"), ("cpu", "cuda", "xpu"))] * 2
+
+
 def test_whether_mpi_reads_cuda_memory(monkeypatch):
     def body(r):
         text = r"diffcoll: this MPI library does not report that it reads CUDA memory, .* set DIFFCOLL_MPI_CUDA=1"

@@ -81,8 +81,8 @@ MUTANTS = [
     Mutant(
         "engines/mpi.py",
         "MpiEngine._memory",
-        "if not x.is_cpu and",
-        "if False and",
+        "if not x.is_cpu:",
+        "if False:",
         "streams mpi",
         f"{RANKS}::test_an_mpi_that_reaches_the_device",
     ),
