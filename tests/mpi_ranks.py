@@ -17,7 +17,7 @@ from diffcoll.core.trees import tree_map
 from diffcoll.engines.rank_state import seed_rank
 from diffcoll.testing.failures import RankFailure, RanksFailedError
 from diffcoll.testing.pickling import dumps, load
-from diffcoll.testing.spawn import GRACE, Answer
+from diffcoll.testing.spawn import GRACE
 
 #: For Open MPI: as root, with more ranks than cores, on any of them, and through shared memory alone.
 SETTINGS = {
@@ -63,20 +63,20 @@ class MpiRanks:
         while len(answers) < len(rows):
             silent = {pipe: r for r, pipe in enumerate(self._pipes) if r not in answers}
             if not (ready := wait(list(silent), max(0, end - time.monotonic()))):
-                answers |= {r: Answer(b"", RankFailure("hung", "hung")) for r in silent.values()}
+                answers |= {r: RankFailure("hung", "hung") for r in silent.values()}
             for pipe in ready:
                 try:
                     answers[silent[pipe]] = answer = pipe.recv()
                 except (EOFError, OSError):
-                    answers[silent[pipe]] = answer = Answer(b"", RankFailure("died", "the process ended"))
-                if answer.failure is not None:
+                    answers[silent[pipe]] = answer = RankFailure("died", "the process ended")
+                if isinstance(answer, RankFailure):
                     end = min(end, time.monotonic() + GRACE)
-        failures = {r: answers[r].failure for r in range(len(rows))}
+        failures = {r: answer if isinstance(answer := answers[r], RankFailure) else None for r in range(len(rows))}
         if any(failures.values()):
             self._job.terminate()
             self.close()
             raise RanksFailedError.of("mpi", failures, timeout)
-        return [load(answers[r].data) for r in range(len(rows))]
+        return [load(answers[r]) for r in range(len(rows))]
 
     def close(self):
         for pipe in self._pipes:
@@ -112,9 +112,9 @@ def main(address):
                 fn, arguments = load(payload)
                 seed_rank(seed, world.rank)
                 result = tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, fn(*arguments))
-                answer = Answer(dumps(result))
+                answer = dumps(result)
             except BaseException as error:
-                answer = Answer(b"", RankFailure.of(error))
+                answer = RankFailure.of(error)
             pipe.send(answer)
             diffcoll.set_default_group(None)
 

@@ -303,7 +303,9 @@ def engine_of(group: object) -> Engine | None:
     if not isinstance(group, dist.ProcessGroup):
         return None
     if not _exists(group):
-        raise ValueError("got a ProcessGroup after destroy_process_group(); set up a new one")
+        raise ValueError(
+            "got a ProcessGroup that was destroyed, or that another simulated rank has made; make one on every rank"
+        )
     engine = _engines.get(group)
     if engine is None:
         if dist.get_rank(group) < 0:

@@ -183,22 +183,18 @@ class Engine(ABC):
         if self.size == 1:
             y.copy_(x)
             return done
-        if y.nbytes <= self.small(y.device.type):
-            return self.all_reduce_in_one_round(x, y, later)
+        if y.nbytes <= self.small(y.device.type):  # one round of messages: every rank adds up all x
+            memory = self.scratch.take(self.size * y.numel(), like=y)
+            terms = [*memory.view(self.size, *y.shape).unbind()]
+            mine = terms[self.rank].copy_(x)
+            wait = self.all_gather(None, memory, [y.numel()] * self.size, later)
+            return self._adding(wait, terms, self.rank, mine, y, memory)
         # Each part is added up on one rank, so all ranks get the same bits.
         y.copy_(x)
         row, counts = y.view(-1), list(even_sizes(y.numel(), self.size))
         part = row.new_empty(counts[self.rank])
         self.reduce_scatter(row, counts, part)()
         return self.all_gather(part, row, counts, later)
-
-    def all_reduce_in_one_round(self, x: Tensor, y: Tensor, later: bool = False) -> Wait:
-        """Do as `all_reduce`, by one round of messages: every rank adds up all x."""
-        memory = self.scratch.take(self.size * y.numel(), like=y)
-        terms = [*memory.view(self.size, *y.shape).unbind()]
-        mine = terms[self.rank].copy_(x)
-        wait = self.all_gather(None, memory, [y.numel()] * self.size, later)
-        return self._adding(wait, terms, self.rank, mine, y, memory)
 
     def broadcast(self, y: Tensor, src: int, later: bool = False) -> Wait:
         """y ← y_src, in place. Not modified on rank src."""

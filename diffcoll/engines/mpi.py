@@ -216,8 +216,6 @@ def _wait_for(requests: list[Any], memory: object) -> None:
 
 #: By the handle of the communicator.
 _engines: dict[int, MpiEngine] = {}
-#: By the id of the engine's `users`, which is a faster look-up.
-_by_identity: dict[int, MpiEngine] = {}
 _numbers = count()
 
 
@@ -227,8 +225,6 @@ def engine_of(group: object) -> MpiEngine | None:
     Raises:
         ValueError: it is not an intracommunicator with this process in it, or MPI was initialized for one thread.
     """
-    if (known := _by_identity.get(id(group))) is not None and not known._mpi.Is_finalized():
-        return known
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not isinstance(group, mpi.Comm):
         return None
@@ -249,7 +245,7 @@ def engine_of(group: object) -> MpiEngine | None:
                 "since PyTorch may run backward in another thread; before `from mpi4py import MPI`, say "
                 "`import mpi4py; mpi4py.rc.thread_level = 'multiple'`"
             )
-        engine = _engines[group.handle] = _by_identity[id(group)] = MpiEngine(group)
+        engine = _engines[group.handle] = MpiEngine(group)
         group.Set_attr(_attribute(), group.handle)  # MPI calls `_close` when it is freed: handles are reused
     return engine
 
@@ -268,16 +264,9 @@ def _attribute() -> int:
 
 def _close(handle: int) -> None:
     if engine := _engines.pop(handle, None):
-        del _by_identity[id(engine.users)]
         engine.close()
 
 
 def _close_all() -> None:
     for handle in list(_engines):
         _close(handle)
-
-
-def finalize() -> None:
-    """End MPI in a process that skips what runs at exit, as those of multiprocessing do."""
-    _close_all()
-    mpi_library().Finalize()

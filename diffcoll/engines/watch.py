@@ -23,16 +23,8 @@ _VARIABLE, _DEFAULT = "DIFFCOLL_WARN_AFTER", "30"
 _thread: threading.Thread | None = None
 
 
-class _Watched:
-    """An engine, the process that created it, the last value of its `now`, and when that was first seen."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = weakref.ref(engine)
-        self.pid = os.getpid()  # a forked process inherits the engines, but not the threads that execute collectives
-        self.turn, self.since = IDLE, 0.0
-
-
-_watched: list[_Watched] = []
+#: Of each engine the last value of its `now`, and when that was first seen.
+_watched: weakref.WeakKeyDictionary[Engine, tuple[Turn, float]] = weakref.WeakKeyDictionary()
 
 
 def watch(engine: Engine) -> None:
@@ -41,10 +33,11 @@ def watch(engine: Engine) -> None:
     seconds = _seconds()
     if engine.size == 1 or seconds == 0:
         return
-    _watched.append(_Watched(engine))
     if _thread is None or not _thread.is_alive():  # not started yet, or not in this forked process
+        _watched.clear()  # which inherits the engines, but not the threads that execute collectives
         _thread = threading.Thread(target=_look_again, args=(seconds,), name="diffcoll watch", daemon=True)
         _thread.start()
+    _watched[engine] = IDLE, 0.0
 
 
 def _seconds() -> float:
@@ -61,22 +54,20 @@ def _seconds() -> float:
 def _look_again(seconds: float) -> None:
     while True:
         time.sleep(min(1.0, seconds / 4))
-        for watched in list(_watched):
-            _look(watched, seconds)
+        for reference in _watched.keyrefs():
+            _look(reference(), seconds)
 
 
-def _look(watched: _Watched, seconds: float) -> None:
-    engine, now = watched.engine(), time.monotonic()
-    if engine is None or watched.pid != os.getpid():
-        _watched.remove(watched)
+def _look(engine: Engine | None, seconds: float) -> None:
+    if engine is None:
         return
-    turn = engine.now  # a new object in every call
-    if turn is IDLE or turn is not watched.turn:
-        watched.turn, watched.since = turn, now
-    elif now - watched.since >= seconds:
+    now, turn, (known, since) = time.monotonic(), engine.now, _watched[engine]
+    if turn is IDLE or turn is not known:  # a new object in every call
+        _watched[engine] = turn, now
+    elif now - since >= seconds:
         with contextlib.suppress(OSError, ValueError):  # stderr is closed
-            print(_words(engine, turn, now - watched.since), file=sys.stderr, flush=True)
-        watched.since = float("inf")
+            print(_words(engine, turn, now - since), file=sys.stderr, flush=True)
+        _watched[engine] = turn, float("inf")
 
 
 def _words(engine: Engine, turn: Turn, waited: float) -> str:

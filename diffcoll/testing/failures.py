@@ -7,10 +7,12 @@ import re
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Literal
 
 from diffcoll.core.errors import is_users_file
+
+#: A frame, as faulthandler writes it.
+_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
 
 
 @dataclass(frozen=True)
@@ -32,29 +34,22 @@ class RankFailure:
         name = type(error).__qualname__
         if type(error).__module__ not in ("builtins", "__main__"):
             name = f"{type(error).__module__}.{name}"
-        words, frame = _words_and_frame(error)
-        line = f"{frame.filename}:{frame.lineno}" if frame else ""
+        words = "".join(traceback.format_exception_only(error)).strip()
+        lines = [
+            f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__) if is_users_file(f.filename)
+        ]
         message = words.removeprefix(name).removeprefix(": ")
-        return cls("raised", "".join(traceback.format_exception(error)), name, message, line)
+        return cls("raised", "".join(traceback.format_exception(error)), name, message, lines[-1] if lines else "")
 
     @classmethod
-    def hanging(cls, dump: str, caller: str) -> RankFailure:
-        """Return the failure of a rank that hangs with these stacks of all its threads, as faulthandler writes them.
-
-        The text begins with the user's innermost line. It has the threads that run code of the user's, each from the
-        call that waits to the user's outermost line: not what called the user's function, which the file `caller` did.
-        """
-        threads = [users for thread in dump.rstrip().split("\n\n") if (users := _of_user(thread.splitlines(), caller))]
-        if not threads:
-            return cls("hung", f"hung, in no line of the user's\n{dump}")
-        # The signal is handled in the main thread, which runs the call.
-        threads.sort(key=lambda lines: not lines[0].startswith("Current thread"))
-        innermost = next(frame for line in threads[0] if (frame := _users_frame(line)))
-        place = f"{innermost['file']}:{innermost['line']}"
-        code = linecache.getline(innermost["file"], int(innermost["line"])).strip()
-        first = f"hung in {place}, in {innermost['function']}" + (f": {code}" if code else "")
-        shown = "\n\n".join("\n".join(lines) for lines in threads)
-        return cls("hung", f"{first}\n{shown}\n", line=place)
+    def hanging(cls, stack: str) -> RankFailure:
+        """Return the failure of a rank that hangs with this stack of its main thread, as faulthandler writes it."""
+        frames = [frame for frame in _FRAME.finditer(stack) if is_users_file(frame["file"])]
+        if not frames:
+            return cls("hung", f"hung, in no line of the user's\n{stack}")
+        file, line, function = frames[0].group("file", "line", "function")
+        code = linecache.getline(file, int(line)).strip()
+        return cls("hung", f"hung in {file}:{line}, in {function}: {code}\n{stack}", line=f"{file}:{line}")
 
     @property
     def summary(self) -> str:
@@ -116,26 +111,3 @@ def _cause(failures: Mapping[int, RankFailure | None], timeout: float) -> str:
     line = f", at {first.line}" if lines == {first.line} != {""} else ""
     said = f": {first.message}" if first.message else ""
     return f"{first.type.rpartition('.')[2]} on {where}{line}{said}"
-
-
-def _words_and_frame(error: BaseException) -> tuple[str, traceback.FrameSummary | None]:
-    """Return the last lines of a traceback, and the innermost line of the user's that raised the error."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users_file(f.filename)]
-    return "".join(traceback.format_exception_only(error)).strip(), frames[-1] if frames else None
-
-
-# ── stacks, as faulthandler writes them ──────────────────────────────────────────────────────────────────
-
-_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
-
-
-def _of_user(thread: list[str], caller: str) -> list[str]:
-    """Return the lines of a thread up to the user's outermost frame; none if it has no frame of the user's."""
-    called = list(takewhile(lambda line: not line.startswith(f'  File "{caller}"'), thread))
-    last = max((i for i, line in enumerate(called) if _users_frame(line)), default=-1)
-    return called[: last + 1]
-
-
-def _users_frame(line: str) -> re.Match[str] | None:
-    frame = _FRAME.fullmatch(line)
-    return frame if frame and is_users_file(frame["file"]) else None

@@ -59,8 +59,9 @@ def simulate(fn: Callable[..., T], *per_rank: Sequence[Any], seed: int = 0) -> l
         TypeError, ValueError: per_rank are no sequences of one length.
         CollectiveMismatchError: ranks call different collectives, or wait for a rank that has finished; lists the
             collective and line at which each rank waits.
-        RuntimeError: called on a simulated rank, within a transform of torch.func or `joint_backward`; or a rank uses
-            a process group that another rank has made; or a thread that a rank has started calls a collective.
+        RuntimeError: called on a simulated rank, within a transform of torch.func or `joint_backward`; or a thread that
+            a rank has started calls a collective.
+        RuntimeError, ValueError: a rank uses a process group or a mesh that another rank has made.
         Exception: the first exception that fn raised on any rank.
     """
     results = run_ranks(fn, per_rank_arguments("simulate", per_rank), seed)
@@ -71,7 +72,5 @@ def run_ranks(
     fn: Callable[..., T], rows: Sequence[Sequence[Any]], seed: int = 0, truth: Truth | None = None
 ) -> list[T]:
     """Run fn on simulated ranks; return the results as they are. `truth`: see `World`."""
-    world = World(len(rows), seed, truth)
-    simulation = c10d.Simulation(world)
     with one_at_a_time(), c10d.installed():
-        return world.run([simulation.body(partial(fn, *row)) for row in rows])
+        return World(len(rows), seed, truth).run([partial(c10d.with_groups, partial(fn, *row)) for row in rows])

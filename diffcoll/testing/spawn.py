@@ -1,7 +1,7 @@
 """The same call on real processes.
 
 The processes are forked from a server that has imported PyTorch. Each runs one rank: it receives a `Call`, joins a
-group of torch.distributed, makes the call, and sends an `Answer`.
+group of torch.distributed, makes the call, and sends its result or how it failed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -72,7 +71,7 @@ def spawn(
         backend: a backend of torch.distributed, by name. Ranks of one that needs an accelerator use those of this
             machine in turn.
         seed: rank r starts its streams of random numbers from (seed, r), the same as under `simulate`.
-        timeout: seconds until the whole call ends at the latest, also if ranks hang; at most a million.
+        timeout: seconds until the whole call ends at the latest, also if ranks hang.
 
     Each rank has the caller's environment, and the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, …).
 
@@ -80,7 +79,7 @@ def spawn(
         The ranks' results, in order; tensors in them come detached, on the CPU.
 
     Raises:
-        TypeError, ValueError: per_rank are no sequences of one length, or timeout is no number of seconds.
+        TypeError, ValueError: per_rank are no sequences of one length, or timeout is not above 0.
         ModuleNotFoundError: cloudpickle is not installed.
         RuntimeError: the backend needs an accelerator, and this machine has none.
         RanksFailedError: a rank raised, died or hung; all are ended then, and the message shows every rank's
@@ -102,7 +101,7 @@ class Ranks:
             import cloudpickle  # noqa: F401
         except ModuleNotFoundError as error:
             raise missing("spawn", "cloudpickle", "test") from error
-        if _importing:
+        if multiprocessing.current_process().daemon:
             raise RuntimeError(
                 "spawn: called while a rank imports the module that calls it, expected a call in a function: the ranks "
                 'would start ranks again; put the call into a function, or under if __name__ == "__main__"'
@@ -119,9 +118,9 @@ class Ranks:
         Raises:
             RanksFailedError: a rank raised, died or hung, in this call or one before.
         """
-        if not 0 < timeout <= 1e6:
-            raise ValueError(message("spawn", "timeout", timeout, "a number of seconds above 0, at most a million"))
-        n = len(self._processes)
+        if not timeout > 0:
+            raise ValueError(message("spawn", "timeout", timeout, "a number of seconds above 0"))
+        n, end = len(self._processes), time.monotonic() + timeout
         if not n:
             raise RanksFailedError("spawn: a call on these ranks has failed; start new ones")
         payloads = [dumps((fn, tuple(row))) for row in rows]
@@ -133,17 +132,17 @@ class Ranks:
         try:
             for rank, (process, payload) in enumerate(zip(self._processes, payloads, strict=True)):
                 process.send(Call(self._backend, rank, n, seed, timeout, port, around, payload))
-            answers = _answers(self._processes, timeout)
+            answers = _answers(self._processes, end)
         except BaseException:  # such as KeyboardInterrupt
             self.close()
             raise
         finally:
             del store
-        failures = {r: answer.failure for r, answer in enumerate(answers)}
+        failures = {r: answer if isinstance(answer, RankFailure) else None for r, answer in answers.items()}
         if any(failures.values()):
             self.close()
             raise RanksFailedError.of("spawn", failures, timeout)
-        return [load(answer.data) for answer in answers]
+        return [load(answer) for answer in answers.values() if isinstance(answer, bytes)]
 
     def close(self) -> None:
         """End the processes, and those that they have started."""
@@ -162,8 +161,7 @@ class Ranks:
         self.close()
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What a rank receives."""
 
     backend: str
@@ -176,40 +174,24 @@ class Call:
     payload: bytes  # the function and its arguments
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a rank sends when its call has ended."""
-
-    data: bytes
-    #: How the rank failed instead of a result.
-    failure: RankFailure | None = None
-
-
-def _answers(processes: Sequence[_Process], timeout: float) -> list[Answer]:
-    """Wait for the answer of every rank; after the first failure not for long."""
-    answers: dict[int, Answer] = {}
-    end = time.monotonic() + timeout
+def _answers(processes: Sequence[_Process], end: float) -> dict[int, bytes | RankFailure]:
+    """Return what every rank answers, in order: until then, and after the first failure not for long."""
+    answers: dict[int, bytes | RankFailure] = {}
     while len(answers) < len(processes):
         silent = {r: process for r, process in enumerate(processes) if r not in answers}
         # Processes that a rank has started may hold its pipe open, so its process is watched, too.
         ready = wait([x for p in silent.values() for x in (p.pipe, p.sentinel)], max(0.0, end - time.monotonic()))
         if not ready:
-            stacks = _stacks(silent)
-            return [answers[r] if r in answers else Answer(b"", stacks[r]) for r in range(len(processes))]
+            for process in silent.values():
+                process.ask_for_stack()
+            end = time.monotonic() + _STACK
+            answers |= {r: RankFailure.hanging(process.stack(end)) for r, process in silent.items()}
         for r, process in silent.items():
             if process.pipe in ready or process.sentinel in ready:
-                answers[r] = process.answer()
-                if answers[r].failure is not None:
+                answers[r] = answer = process.answer()
+                if isinstance(answer, RankFailure):
                     end = min(end, time.monotonic() + GRACE)
-    return [answers[r] for r in range(len(processes))]
-
-
-def _stacks(hanging: Mapping[int, _Process]) -> dict[int, RankFailure]:
-    """Ask ranks that hang for their Python stacks."""
-    for process in hanging.values():
-        process.signal(signal.SIGUSR1)
-    end = time.monotonic() + _STACK
-    return {r: RankFailure.hanging(process.stack(end), __file__) for r, process in hanging.items()}
+    return dict(sorted(answers.items()))
 
 
 class _Process:
@@ -236,36 +218,32 @@ class _Process:
         with contextlib.suppress(OSError):  # it has ended, which is noticed when its answer is waited for
             self.pipe.send(call)
 
-    def answer(self) -> Answer:
+    def answer(self) -> bytes | RankFailure:
         """Return the answer that has arrived, or how the process ended without one."""
-        try:
+        with contextlib.suppress(EOFError, OSError):
             if self.pipe.poll():
-                answer: Answer = self.pipe.recv()
+                answer: bytes | RankFailure = self.pipe.recv()
                 return answer
-        except (EOFError, OSError):
-            pass
         self._process.join(GRACE)
-        return Answer(b"", RankFailure("died", f"the process ended with exit code {self._process.exitcode}\n"))
+        return RankFailure("died", f"the process ended with exit code {self._process.exitcode}\n")
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the process alone."""
-        if self._process.pid is not None and self._process.is_alive():
-            os.kill(self._process.pid, number)
+    def ask_for_stack(self) -> None:
+        if self._process.is_alive():
+            os.kill(self._process.pid, signal.SIGUSR1)
 
     def stack(self, end: float) -> str:
         """Return what the process has written about its stack until then."""
         text = b""
-        while self._stack.poll(max(0.0, end - time.monotonic()) if not text else 0.02):
+        while self._stack.poll(0.02 if text else max(0.0, end - time.monotonic())):
             text += os.read(self._stack.fileno(), 1 << 16)
         return text.decode("utf-8", "replace")
 
     def end(self) -> None:
         """Kill the process and what it has started."""
-        if self._process.pid is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.kill()
-            self._process.join()
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or not begun yet
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
         self.pipe.close()
         self._stack.close()
 
@@ -279,34 +257,25 @@ def _without_main() -> Iterator[None]:
 
     cloudpickle sends what is defined there by value, so scripts need no `if __name__ == "__main__"`.
     """
-    main = sys.modules["__main__"]
+    main = vars(sys.modules["__main__"])
     with _main_lock:  # another thread would take the hidden values for the real ones
-        hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
-        main.__spec__ = None
-        if "__file__" in hidden:
-            del main.__file__
+        hidden: dict[str, Any] = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+        main["__spec__"] = None
         try:
             yield
         finally:
-            for name, value in hidden.items():
-                setattr(main, name, value)
+            main.update(hidden)
 
 
 # ── in the process of a rank ─────────────────────────────────────────────────────────────────────────────
-
-#: Not empty while this process, a rank, imports the modules of what it is to call.
-_importing: list[int] = []
 
 
 def _serve(pipe: Connection, stack: Connection) -> None:
     """Make calls until the other end of the pipe is closed."""
     os.setpgid(0, 0)  # Ctrl-C reaches the caller alone, and what this process starts can be ended with it
     threading.Thread(target=_end_with_caller, daemon=True).start()
-    # A rank may start processes as any program does.
-    multiprocessing.current_process().daemon = False
-    multiprocessing.set_start_method(None, force=True)
-    faulthandler.register(signal.SIGUSR1, file=stack.fileno(), all_threads=True)
-    gc.freeze()  # what was imported is never garbage; `gc.collect` takes milliseconds then
+    multiprocessing.set_start_method(None, force=True)  # a rank may start processes as any program does
+    faulthandler.register(signal.SIGUSR1, file=stack.fileno(), all_threads=False)
     with contextlib.suppress(EOFError):
         while True:
             call: Call = pipe.recv()
@@ -316,7 +285,7 @@ def _serve(pipe: Connection, stack: Connection) -> None:
                 with contextlib.suppress(AttributeError, ValueError):  # the call has replaced or closed it
                     stream.flush()
             pipe.send(answer)
-            if answer.failure is not None:
+            if isinstance(answer, RankFailure):
                 gc.collect()  # tracebacks are circular, and refer to the group
                 _leave()  # closes the connections, so that ranks that wait for this one raise
     _leave()
@@ -330,8 +299,8 @@ def _end_with_caller() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _answer(call: Call) -> Answer:
-    """Make the call on this rank."""
+def _answer(call: Call) -> bytes | RankFailure:
+    """Make the call on this rank; return its result, pickled, or how it failed."""
     here, path, environment = call.around
     os.chdir(here)
     sys.path[:] = path
@@ -342,12 +311,11 @@ def _answer(call: Call) -> Answer:
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
     torch.set_num_threads(1)
     check_mode(set_in_environment())  # the server has imported the library with an environment of before
+    process = multiprocessing.current_process()
     try:
-        _importing.append(call.rank)
-        try:
-            fn, arguments = load(call.payload)
-        finally:
-            _importing.clear()
+        process.daemon = True  # refuses ranks that a module starts when it is imported, see `Ranks`
+        fn, arguments = load(call.payload)
+        process.daemon = False  # a rank may start processes
         select_device(call.backend, call.rank)
         dist.init_process_group(
             call.backend,
@@ -360,9 +328,9 @@ def _answer(call: Call) -> Answer:
             dist.barrier()
         seed_rank(call.seed, call.rank)
         result = fn(*arguments)
-        return Answer(dumps(tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, result)))
+        return dumps(tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, result))
     except BaseException as error:
-        return Answer(b"", RankFailure.of(error))
+        return RankFailure.of(error)
 
 
 def _leave() -> None:

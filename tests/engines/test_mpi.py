@@ -1,6 +1,5 @@
 """MPI communicators: which ones, every dtype, programs that also use MPI or gloo themselves, and how jobs end."""
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -24,7 +23,6 @@ from diffcoll.engines import messages, mpi
 
 spawned = partial(runs.spawned, backend="mpi")  # where a test changes a module or its surroundings
 N = 3
-START_METHOD = multiprocessing.get_start_method()
 
 
 @pytest.mark.slow  # 8 GB
@@ -159,38 +157,6 @@ def test_whether_mpi_reads_cuda_memory(monkeypatch):
         return mpi.reads_cuda()
 
     assert spawned(body, range(1)) == [True]
-
-
-# ── the ranks that spawn starts ──────────────────────────────────────────────────────────────────────────
-
-
-def test_ranks_write_where_the_caller_writes(capfd):
-    def body(r):
-        print(f"out {r}")
-        print(f"err {r}", file=sys.stderr)
-        os.system(f"echo child {r}")
-
-    spawned(body, range(N))
-    out, err = capfd.readouterr()
-    assert sorted(out.split("\n")) == ["", *(f"child {r}" for r in range(N)), *(f"out {r}" for r in range(N))]
-    assert sorted(err.split("\n")) == ["", *(f"err {r}" for r in range(N))]
-
-
-def test_ranks_may_start_processes():
-    def body(r):
-        return sum(torch.utils.data.DataLoader(range(4 + r), num_workers=1)).item(), multiprocessing.get_start_method()
-
-    assert spawned(body, range(2)) == [(6, START_METHOD), (10, START_METHOD)]
-
-
-def _is_killed():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _aborts():
-    from mpi4py import MPI
-
-    MPI.COMM_WORLD.Abort(7)
 
 
 # ── programs under mpiexec ───────────────────────────────────────────────────────────────────────────────

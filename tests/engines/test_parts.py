@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import os
 import threading
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from runs import line_of, python, runs_on, spawned
 
 import diffcoll as dc
-from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.release import COMPILES
 from diffcoll.engines import devices, watch
 from diffcoll.engines.engine import add_up
@@ -297,14 +295,3 @@ def test_what_the_setting_may_be(monkeypatch):
         monkeypatch.setenv("DIFFCOLL_WARN_AFTER", wrong)
         with pytest.raises(ValueError, match=f"DIFFCOLL_WARN_AFTER: got '{wrong}'"):
             watch._seconds()
-
-
-def test_groups_that_are_gone_are_no_longer_watched():
-    """Neither a group that was freed nor one that a fork has inherited is watched."""
-    engine = resolve(None, "test")
-    gone, other = watch._Watched(engine), watch._Watched(engine)
-    gone.engine, other.pid = lambda: None, os.getpid() + 1
-    watch._watched += [gone, other]
-    for watched in (gone, other):
-        watch._look(watched, 1.0)
-        assert watched not in watch._watched

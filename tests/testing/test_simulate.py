@@ -90,15 +90,24 @@ def test_one_rank_runs_at_a_time_and_in_order():
 
 
 def test_many_ranks_are_cheap():
-    """A switch wakes one thread: the cost is linear in the number of ranks, not quadratic."""
+    """A switch wakes one thread, and a sum is computed once: the cost is linear in the number of ranks."""
 
-    def body(x):
+    def loss(x):
         for _ in range(10):
             x = dc.all_reduce(x) / 256
         return x.sum()
 
-    for (g,) in true_gradients(body, [torch.full((8,), float(r), requires_grad=True) for r in range(256)]):
-        torch.testing.assert_close(g, torch.ones(8))
+    def gradient(x):
+        (g,) = torch.autograd.grad(loss(x), x)
+        for _ in range(10):
+            dist.all_reduce(g)
+            g /= 256
+        return (g,)
+
+    start, xs = time.process_time(), [torch.full((8,), float(r), requires_grad=True) for r in range(256)]
+    for found in (simulate(gradient, xs), true_gradients(loss, xs)):
+        torch.testing.assert_close(found, [(torch.ones(8),)] * 256)
+    assert time.process_time() - start < 8  # seconds of this process; twice as many with a copy for each pair of ranks
     assert threading.active_count() < 20
 
 
@@ -218,35 +227,25 @@ def both_groups(r):
             dc.all_reduce(torch.ones(1), group=group)  # in both groups
 
 
-def other_collectives(r):
+def late(r):
+    """Rank 2 joins when the others have been told."""
     return dc.all_reduce(torch.ones(2)) if r else dc.broadcast(torch.ones(2))  # one of two collectives
-
-
-def uneven(r):
-    return dc.scan(torch.ones(2 + r))  # of uneven shapes
-
-
-def roots(r):
-    return dc.broadcast(torch.ones(2), src=int(r == 2))  # from two roots
 
 
 def first_returns(r):
     return r if r == 0 else dc.all_gather(torch.ones(2))  # one has returned
 
 
-MISMATCHES = {
-    "in both groups": (both_groups, (0, 1)),
-    "one of two collectives": (other_collectives, (0, 1)),  # rank 2 joins later
-    "one has returned": (first_returns, (1,)),
-    "from two roots": (roots, (0, 1, 2)),
-    "of uneven shapes": (uneven, (0, 1, 2)),
-}
-
-
-@pytest.mark.parametrize("words", MISMATCHES)
-def test_a_mismatch_is_an_error_at_once_on_all_ranks(words):
+@pytest.mark.parametrize(
+    ("program", "words", "waiting"),
+    [
+        (both_groups, "in both groups", (0, 1)),
+        (late, "one of two collectives", (0, 1)),
+        (first_returns, "one has returned", (1, 2)),
+    ],
+)
+def test_a_mismatch_is_an_error_at_once_on_all_ranks(program, words, waiting):
     """It names the line at which each rank waits, and all ranks that wait get it."""
-    program, waiting = MISMATCHES[words]
     texts = {}
 
     def body(r):
@@ -256,48 +255,14 @@ def test_a_mismatch_is_an_error_at_once_on_all_ranks(words):
             texts[r] = str(error)
             raise
 
-    start = time.monotonic()
     refusal(dc.CollectiveMismatchError, simulate, body, range(3))
-    assert time.monotonic() - start < 5
-    assert set(texts) >= set(waiting)
     line = re.escape(line_of(__file__, f"# {words}").rpartition("/")[2])
-    for text in texts.values():
-        for r in waiting:
-            assert re.search(rf"rank {r} waits in \w+ at .*{line}|rank {r} (raised|returned)", text), text
+    for r in waiting:
+        assert re.search(rf"rank {r} waits in \w+ at .*{line}|rank {r} raised", texts[r])
 
 
 def test_arguments_that_mean_the_same():
     simulate(lambda r: dc.all_gather(torch.ones(2, r + 1), dim=[1, -1][r], sizes=[[1, 2], (1, 2)][r]), range(2))
-
-
-DIMENSIONS = {
-    "all_gather": lambda x, i, j, k: dc.all_gather(x, dim=k),
-    "stack": lambda x, i, j, k: dc.all_gather(x[..., 0], dim=k, stack=True),
-    "reduce_scatter": lambda x, i, j, k: dc.reduce_scatter(x, dim=j),
-    "reduce_scatter max": lambda x, i, j, k: dc.reduce_scatter(x, "max", dim=j),
-    "all_to_all": lambda x, i, j, k: dc.all_to_all(x, split_dim=j, concat_dim=k),
-    "gather": lambda x, i, j, k: dc.gather(x, dim=k),
-    "scatter": lambda x, i, j, k: dc.scatter(x, dim=j, sizes=[0, 1, 2]),
-    "split": lambda x, i, j, k: dc.split(x * 0, dim=j, sizes=[1, 0, 2]),
-}
-
-
-@pytest.mark.parametrize("name", DIMENSIONS)
-def test_dimensions_counted_from_either_end(name):
-    """Values and gradients do not depend on it, also where rank 1 counts otherwise than the others."""
-    xs = torch.randn(3, 2, 3, 4, generator=torch.Generator().manual_seed(1)).unbind()
-
-    def found(from_the_back):
-        def body(r, x):
-            x = x.clone().requires_grad_()
-            y = DIMENSIONS[name](x, *((-3, -2, -1) if r in from_the_back else (0, 1, 2)))
-            (y.sin() * (torch.arange(y.numel()).view(y.shape) + r)).sum().backward()
-            return y, x.grad
-
-        return simulate(body, range(3), xs)
-
-    for from_the_back in ({1}, {0, 1, 2}):
-        torch.testing.assert_close(found(from_the_back), found({}), rtol=0, atol=0)
 
 
 def test_an_error_that_the_ranks_catch_leaves_the_world_usable():
@@ -320,12 +285,6 @@ def test_a_rank_that_raises():
             simulate(body, range(3), [others] * 3)
         if hasattr(caught.value, "__notes__"):
             assert "raised on simulated rank 2 of 3" in caught.value.__notes__[-1]
-
-
-def test_scatter_that_is_wrong_on_rank_0():
-    """The error is rank 0's own, which says what is wrong."""
-    with pytest.raises(ValueError, match="sizes"):
-        simulate(lambda r: dc.scatter(torch.ones(3), sizes=[1, 1]), range(2))
 
 
 def test_a_world_within_a_world():
@@ -481,16 +440,6 @@ def test_threads_beside_the_ranks():
     older.start()
     simulate(body, range(2))
     assert said == [5, "no rank", "no rank"]
-
-
-def test_simulations_of_two_threads_take_turns():
-    found = []
-    threads = [threading.Thread(target=lambda n=n: found.append(simulate(total, range(n)))) for n in (2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert sorted(found) == [[1, 1], [3, 3, 3]]
 
 
 @pytest.mark.parametrize("thread", [threading.main_thread, threading.current_thread])

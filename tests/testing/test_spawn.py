@@ -20,7 +20,7 @@ from runs import ROOT, line_of, python
 import diffcoll as dc
 from diffcoll.core.arguments import MOVED
 from diffcoll.core.check_mode import is_on
-from diffcoll.testing import RanksFailedError, simulate, spawn
+from diffcoll.testing import RanksFailedError, spawn
 from diffcoll.testing.pickling import dumps, load
 from diffcoll.testing.spawn import Ranks
 
@@ -49,16 +49,10 @@ def test_called_like_map_with_groups_and_variables_of_a_launcher():
     assert spawn(body, range(N), "abc") == [(word, 3, os.getcwd()) for word in "abc"]
 
 
-def test_wrong_calls():
-    wrong = [(range(2), range(3)), (3,), (), (range(0),)]
-    for per_rank in wrong:
-        for run in (spawn, simulate):
-            with pytest.raises((TypeError, ValueError), match=f"{run.__name__}: per_rank: "):
-                run(lambda *_: None, *per_rank)
-    with pytest.raises(ValueError, match="timeout"):
-        spawn(lambda r: r, range(2), timeout=0)
-    with pytest.raises(RuntimeError):
-        torch.func.grad(lambda x: spawn(lambda r: x, range(1))[0])(torch.ones(()))
+def test_a_timeout_that_is_none():
+    for timeout in (0, float("nan")):
+        with pytest.raises(ValueError, match="timeout"):
+            spawn(lambda r: r, range(2), timeout=timeout)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
@@ -80,15 +74,6 @@ def test_tensors_of_every_dtype_in_both_directions():
         for x, y in zip(given, found["xs"], strict=True):
             same = [z.detach().contiguous().view(torch.uint8) for z in (x, y)]
             assert torch.equal(*same) and x.stride() == y.stride()
-
-
-def test_random_numbers_are_those_of_simulated_ranks():
-    def body(r):
-        return torch.rand(2).tolist()
-
-    first = spawn(body, range(2), seed=5)
-    assert first == simulate(body, range(2), seed=5) != spawn(body, range(2), seed=6)
-    assert first[0] != first[1]
 
 
 SCRIPT = """
@@ -221,13 +206,18 @@ def hangs_backward(r):
 
 
 @pytest.mark.parametrize("body", [hangs_forward, hangs_backward])
-def test_a_hang_names_the_users_line_soon(body):
-    spawn(int, range(2))  # the server has started
+def test_a_hang_names_the_users_line_within_a_second(body, tmp_path):
+    """Of the timeout, which includes the time in which ranks begin."""
     where = body.__name__.removeprefix("hangs_")
-    error, seconds = failed(body, 2, timeout=4)
+
+    def noting(r):
+        (tmp_path / "begins").touch()
+        body(r)
+
+    error, _ = failed(noting, 2, timeout=4)
+    assert time.time() - (tmp_path / "begins").stat().st_mtime < 4 + 1
     assert error.failures[1].kind == "hung" and error.failures[1].line == line_of(__file__, f"# alone in {where}")
     assert error.failures[0].line and error.first is None
-    assert seconds < 4 + 3  # on a busy machine
 
 
 def test_ranks_that_go_on_after_another_has_failed():

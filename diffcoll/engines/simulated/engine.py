@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from diffcoll.core.errors import CollectiveMismatchError
 from diffcoll.core.torch_private.tracing import is_traced
-from diffcoll.engines.engine import Blocks, Engine, Wait
+from diffcoll.engines.engine import Blocks, Engine, Wait, add_up
 from diffcoll.engines.rank_state import THREAD
 from diffcoll.engines.simulated.world import Entry, LocalGroup, World
 
@@ -45,16 +45,18 @@ class LocalEngine(Engine):
     @override
     def twin(self) -> LocalEngine:
         self._twins += 1
-        twin = LocalGroup(self.group.ranks, (*self.group.number, self._twins))
+        twin = LocalGroup(self.group.ranks, (*self.group.key, self._twins))
         return LocalEngine(self.world, twin, self.group.ranks[self.rank])
 
     @override
     def all_reduce(self, x: Tensor, y: Tensor, later: bool = False) -> Wait:
-        return self.all_reduce_in_one_round(x, y, later)  # with `later` it returns before the other ranks come
+        if x is not y:
+            y.copy_(x)
+        return self.meet(self.now.name, self.now.detail or "a sum", y, _sum)
 
     @override
     def exchange(self, sends: Blocks, recvs: Blocks, later: bool = False) -> Wait:
-        return self.meet(self.now.name, self.now.detail, (sends, recvs), deliver)
+        return self.meet(self.now.name, self.now.detail or "blocks", (sends, recvs), deliver)
 
     @override
     def run_truth(self, name: str, x: Any, arguments: dict[str, Any], facts: tuple[object, object]) -> Any:
@@ -75,22 +77,39 @@ class LocalEngine(Engine):
         return self.world.meet(self.group, self._meetings, entry, combine)
 
 
+def _sum(ys: Sequence[Tensor]) -> list[None]:
+    """Replace each tensor by the sum of all, computed once, in the order of ranks."""
+    for s, y in enumerate(ys):
+        _expect_like(0, ys[0], s, y)
+    with torch.inference_mode():  # tensors of a rank in inference mode can be written in that mode only
+        add_up(ys, total := torch.empty_like(ys[0]))
+        for y in ys:
+            y.copy_(total)
+    return [None] * len(ys)
+
+
 def deliver(ranks: Sequence[tuple[Blocks, Blocks]]) -> list[None]:
     """Write every block that a rank sends to where its receiver expects it; raise if one is not like the other."""
-    with torch.inference_mode():  # outputs of a rank in inference mode can be written in that mode only
+    with torch.inference_mode():
         for r, (_, recvs) in enumerate(ranks):
             for s, into in enumerate(recvs):
                 block = ranks[s][0][r]
                 if block is into:  # None, or a rank's own block, in its place
                     continue
-                if block is None or into is None:
-                    if any(b is not None and b.numel() for b in (block, into)):
-                        raise unlike(r, into, s, block)
-                elif (into.shape, into.dtype) != (block.shape, block.dtype):
-                    raise unlike(r, into, s, block)
-                else:
+                _expect_like(r, into, s, block)
+                if into is not None and block is not None:
                     into.copy_(block)
     return [None] * len(ranks)
+
+
+def _expect_like(r: int, into: Tensor | None, s: int, block: Tensor | None) -> None:
+    """Raise if rank r expects another block from rank s than that one sends; an empty one need not be sent."""
+    if into is None or block is None:
+        fits = not any(b is not None and b.numel() for b in (into, block))
+    else:
+        fits = (into.shape, into.dtype) == (block.shape, block.dtype)
+    if not fits:
+        raise unlike(r, into, s, block)
 
 
 def unlike(r: int, into: Tensor | None, s: int, block: Tensor | None) -> CollectiveMismatchError:
@@ -107,7 +126,5 @@ def engine_of(group: object) -> LocalEngine | None:
         return None
     engine: LocalEngine | None = me.engines.get(handle)
     if engine is None:
-        if me.number not in handle.ranks:
-            raise ValueError("got a group that this rank is not in; call it on the group's ranks only")
         engine = me.engines[handle] = LocalEngine(me.world, handle, me.number)
     return engine

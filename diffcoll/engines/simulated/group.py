@@ -4,15 +4,16 @@
 """`dist.ProcessGroup` of simulated ranks: the collectives and messages of torch.distributed, on `LocalEngine`.
 
 torch.distributed, in Python and in C++, calls the methods of this class, whose names and arguments are those of torch.
-Each collective is an exchange of blocks: a rank sends copies of its inputs, and writes its outputs when it waits.
+Each collective is an exchange of blocks: a rank sends copies of its inputs, and the last rank to call it writes the
+outputs of all.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import reduce
+from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from diffcoll.core.torch_private.tracing import is_traced
 from diffcoll.core.torch_private.transforms import is_transformed
 from diffcoll.engines.engine import Blocks, Wait
 from diffcoll.engines.rank_state import THREAD
-from diffcoll.engines.simulated.engine import NO_GRAPHS, LocalEngine, deliver, unlike
+from diffcoll.engines.simulated.engine import NO_GRAPHS, LocalEngine, unlike
 
 Tensors = list[Tensor]
 
@@ -45,7 +46,7 @@ _FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class SimulatedWork(dist.Work):
     """What `async_op=True`, isend and irecv return."""
 
-    def __init__(self, wait: Wait, outputs: Tensors, source: int = -1) -> None:
+    def __init__(self, wait: Wait, outputs: Tensors, source: int | None = None) -> None:
         super().__init__()
         self._wait: Wait | None = wait
         self._outputs = outputs
@@ -75,7 +76,7 @@ class SimulatedWork(dist.Work):
         return future
 
     @override
-    def source_rank(self) -> int:
+    def source_rank(self) -> int | None:
         return self.source
 
     _source_rank = source_rank
@@ -83,23 +84,15 @@ class SimulatedWork(dist.Work):
 
 @dataclass(eq=False)
 class Message:
-    """A send or receive that waits for its counterpart."""
+    """A send or a receive that waits for its counterpart."""
 
     what: str
-    x: Tensor
-    #: Of the other side; None: any.
-    peer: int | None
+    sends: bool
+    source: int | None  # None: any rank
     tag: int
+    x: Tensor
     work: SimulatedWork
     finish: Callable[[], None]
-
-
-@dataclass
-class Mailbox:
-    """Messages to one rank of a group that were sent, or expected, and not yet delivered; in their order."""
-
-    sends: list[tuple[int, Message]] = field(default_factory=list)
-    recvs: list[Message] = field(default_factory=list)
 
 
 class SimulatedGroup(dist.ProcessGroup):
@@ -108,14 +101,12 @@ class SimulatedGroup(dist.ProcessGroup):
     # `split_group` asks for it.
     supports_splitting = False
     group_desc = "simulated"
-    # Types of the devices of its backends. Set when torch has made the group, for which it must be empty till then.
-    _device_types: tuple[torch.device, ...] = ()
+    _device_types = (torch.device("cpu"),)
 
-    def __init__(self, engine: LocalEngine, name: str, mailboxes: list[Mailbox]) -> None:
+    def __init__(self, engine: LocalEngine, name: str) -> None:
         super().__init__(engine.rank, engine.size)  # type: ignore[call-arg]
         self._engine = engine
         self._name = name
-        self._mailboxes = mailboxes
         self._owner = THREAD.rank
 
     @property
@@ -156,38 +147,22 @@ class SimulatedGroup(dist.ProcessGroup):
 
         With `op` what a rank receives is all to be written to one output, reduced.
         """
+        n = self._engine.size
+        if any(len(blocks) != n for blocks in (*sends, *recvs)):
+            raise ValueError(
+                message(f"torch.distributed.{name}", "tensors", "another number", f"one for each of {n} ranks")
+            )
         if self._engine.in_one_graph and any(x is not None and x.requires_grad for blocks in sends for x in blocks):
             raise RuntimeError(f"torch.distributed.{name}: has no gradient in the graph of all ranks; use diffcoll's")
-        outputs = [y for blocks in recvs for y in blocks if y is not None]
-        outputs = list({id(y): y for y in outputs}.values())
-        copies = [_each(blocks, _copy) for blocks in sends]
-        received = [[None if y is None else _empty(y) for y in blocks] for blocks in recvs]
+        outputs = list({id(y): y for blocks in recvs for y in blocks if y is not None}.values())
         for y in outputs:
-            _warn_in_backward(f"torch.distributed.{name}, called at {user_line()},", y)
-
-        def combine(ranks: list[Any]) -> list[None]:
-            for calls in zip(*ranks, strict=True):
-                deliver(calls)
-            return [None] * len(ranks)
-
-        payload = list(zip(copies, received, strict=True))
-        wait = self.engine.meet(f"torch.distributed.{name}", (op, how, len(payload)), payload, combine)
-
-        def finish() -> None:
-            wait()
-            with torch.inference_mode():  # outputs of a rank in inference mode can be written in that mode only
-                for into, blocks in zip(recvs, received, strict=True):
-                    if op and blocks[0] is not None:
-                        blocks = [_folded(op, blocks)] * len(blocks)
-                    for y, block in zip(into, blocks, strict=True):
-                        if y is not None and block is not None:
-                            plain(y).copy_(block.view(y.shape))
-            if op == "AVG":  # as on gloo, autograd records the division; as on NCCL, whole numbers are truncated
-                for y in outputs:
-                    fractional = y.is_floating_point() or y.is_complex()
-                    y.div_(self._engine.size, rounding_mode=None if fractional else "trunc")
-
-        return SimulatedWork(finish, outputs)
+            if torch.is_grad_enabled() and y.requires_grad:
+                warn = partial(_warn, f"torch.distributed.{name}, called at {user_line()},")
+                y.register_hook(warn)  # type: ignore[no-untyped-call]
+        into = [[y if y is None else plain(y) for y in blocks] for blocks in recvs]
+        payload = list(zip(map(_copies, sends), into, strict=True))
+        wait = self.engine.meet(f"torch.distributed.{name}", (op, how, len(payload)), payload, partial(_deliver, op))
+        return SimulatedWork(wait, outputs)
 
     def _everybody(self, x: Tensor | None) -> Blocks:
         return [x] * self._engine.size
@@ -216,22 +191,16 @@ class SimulatedGroup(dist.ProcessGroup):
     def allgather(
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = None, name: str = "all_gather"
     ) -> SimulatedWork:
-        recvs = [self._one_each(name, ys) for ys in outputs]
-        return self._exchange(name, "", [self._everybody(x) for x in inputs], recvs)
+        return self._exchange(name, "", [self._everybody(x) for x in inputs], outputs)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> SimulatedWork:
         """The output at [s][i] is the input i of rank s."""
-        name = "all_gather_coalesced"
-        lengths = [len(ys) for ys in outputs]
-        if lengths != [len(inputs)] * self._engine.size:
-            expected = f"for each of the {self._engine.size} ranks a list of {len(inputs)} tensors, as many as inputs"
-            raise _wrong(name, "output_tensor_lists", f"lengths {lengths}", expected)
-        return self.allgather([list(ys) for ys in zip(*outputs, strict=True)], inputs, opts, name)
+        return self.allgather([list(ys) for ys in zip(*outputs, strict=True)], inputs, opts, "all_gather_coalesced")
 
     def allgather_into_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None, name: str = "all_gather_into_tensor"
     ) -> SimulatedWork:
-        cut = [self._cut(name, "output_tensor", y, x) for y, x in zip(outputs, inputs, strict=True)]
+        cut = [self._cut(y, x) for y, x in zip(outputs, inputs, strict=True)]
         return self.allgather(cut, inputs, opts, name)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
@@ -239,43 +208,40 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> SimulatedWork:
         root, (x,) = opts.rootRank, inputs
-        recvs = self._one_each("gather", outputs[0]) if self._engine.rank == root else self._everybody(None)
+        recvs = outputs[0] if self._engine.rank == root else self._everybody(None)
         return self._exchange("gather", f"to rank {root}", [self._only(root, x)], [recvs])
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> SimulatedWork:
         mine = self._engine.rank == opts.rootRank
-        return self.gather([self._cut("gather_single", "output", output, input)] if mine else [], [input], opts)
+        return self.gather([self._cut(output, input)] if mine else [], [input], opts)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> SimulatedWork:
         root, (y,) = opts.rootRank, outputs
-        sends = self._one_each("scatter", inputs[0]) if self._engine.rank == root else self._everybody(None)
+        sends = inputs[0] if self._engine.rank == root else self._everybody(None)
         return self._exchange("scatter", f"from rank {root}", [sends], [self._only(root, y)])
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: list[Tensors], opts: Any = None, name: str = "reduce_scatter"
     ) -> SimulatedWork:
-        sends = [self._one_each(name, xs) for xs in inputs]
-        return self._exchange(name, "", sends, [self._everybody(y) for y in outputs], _reduction(name, opts))
+        return self._exchange(name, "", inputs, [self._everybody(y) for y in outputs], _reduction(name, opts))
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None, name: str = "reduce_scatter_tensor"
     ) -> SimulatedWork:
-        cut = [self._cut(name, "input", x, y) for x, y in zip(inputs, outputs, strict=True)]
+        cut = [self._cut(x, y) for x, y in zip(inputs, outputs, strict=True)]
         return self.reduce_scatter(outputs, cut, opts, name)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
         return self.reduce_scatter_tensor_coalesced([output], [input], opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimulatedWork:
-        sends, recvs = self._one_each("all_to_all", inputs), self._one_each("all_to_all", outputs)
-        return self._exchange("all_to_all", "", [sends], [recvs])
+        return self._exchange("all_to_all", "", [inputs], [outputs])
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> SimulatedWork:
-        name = "all_to_all_single"
-        sends = self._cut_rows(name, "input", input, input_sizes)
-        return self._exchange(name, "", [sends], [self._cut_rows(name, "output", output, output_sizes)])
+        sends, recvs = self._cut_rows(input, input_sizes), self._cut_rows(output, output_sizes)
+        return self._exchange("all_to_all_single", "", [sends], [recvs])
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
         return self._exchange("barrier", "", [], [])
@@ -291,76 +257,62 @@ class SimulatedGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base
     gather_into_tensor = gather_single
 
-    def _one_each(self, name: str, xs: Tensors) -> Tensors:
-        if len(xs) != self._engine.size:
-            expected = f"one tensor for each of the {self._engine.size} ranks"
-            raise _wrong(name, "tensors", f"{len(xs)} tensors", expected)
-        return list(xs)
-
-    def _cut(self, name: str, argument: str, x: Tensor, block: Tensor) -> Tensors:
+    def _cut(self, x: Tensor, block: Tensor) -> Tensors:
         """Cut the tensor of all blocks, one behind the other, into blocks: along dimension 0, or of its memory."""
         x, n = plain(x), self._engine.size
         if block.dim() and x.shape == (n * block.shape[0], *block.shape[1:]):
             return list(x.split_with_sizes([block.shape[0]] * n))
-        if x.numel() % n or not x.is_contiguous():
-            got, expected = f"shape {tuple(x.shape)}", f"a contiguous tensor with a multiple of {n} numbers"
-            raise _wrong(name, argument, got, expected)
-        return list(x.view(n, -1) if x.numel() else x.new_empty(n, 0))
+        return list(x.view(n, x.numel() // n))
 
-    def _cut_rows(self, name: str, argument: str, x: Tensor, sizes: Sequence[int]) -> Tensors:
+    def _cut_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensors:
         """Cut dimension 0 into blocks of the given sizes; none given: equal ones."""
         x, n = plain(x), self._engine.size
-        rows = x.shape[0] if x.dim() else 0
-        sizes = list(sizes) or [rows // n] * n
-        if not x.dim() or len(sizes) != n or sum(sizes) != rows:
-            got, expected = f"shape {tuple(x.shape)}, split sizes {sizes}", f"{n} sizes that add up to dimension 0"
-            raise _wrong(name, argument, got, expected)
-        return list(x.split_with_sizes(sizes))
+        return list(x.split_with_sizes(list(sizes) or [x.shape[0] // n] * n))
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> SimulatedWork:
         """Send to one rank. Ends when the message is received, as with gloo and NCCL: they do not buffer it."""
-        me, mailbox = self.engine.rank, self._mailboxes[dst]
-        sent = self._message(f"send to rank {dst}", tensors, dst, tag)
-        for expected in mailbox.recvs:
-            if expected.tag == tag and expected.peer in (None, me):
-                mailbox.recvs.remove(expected)
-                _hand_over(me, dst, sent, expected)
-                return sent.work
-        mailbox.sends.append((me, sent))
-        return sent.work
+        return self._post(f"send to rank {dst}", tensors, True, self.engine.rank, dst, tag)
 
     def recv(self, tensors: Tensors, src: int | None, tag: int) -> SimulatedWork:
-        me = self.engine.rank
-        mailbox = self._mailboxes[me]
-        expected = self._message(f"recv from {'any rank' if src is None else f'rank {src}'}", tensors, src, tag)
-        for source, sent in mailbox.sends:
-            if sent.tag == tag and src in (None, source):
-                mailbox.sends.remove((source, sent))
-                _hand_over(source, me, sent, expected)
-                return expected.work
-        mailbox.recvs.append(expected)
-        return expected.work
+        source = "any rank" if src is None else f"rank {src}"
+        return self._post(f"recv from {source}", tensors, False, src, self.engine.rank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> SimulatedWork:
         return self.recv(tensors, None, tag)
 
     recvAnysource = recv_anysource
 
-    def _message(self, what: str, tensors: Tensors, peer: int | None, tag: int) -> Message:
+    def _post(
+        self, what: str, tensors: Tensors, sends: bool, source: int | None, destination: int, tag: int
+    ) -> SimulatedWork:
+        """Deliver a message whose counterpart waits for it, or let it wait."""
         (x,) = map(plain, tensors)
         what = f"torch.distributed.{what}{f', tag {tag}' if tag else ''}"
         finish, wait = self.engine.world.suspend(what)
-        return Message(f"{what} at {user_line()}", x, peer, tag, SimulatedWork(wait, [x]), finish)
+        mine = Message(f"{what} at {user_line()}", sends, source, tag, x, SimulatedWork(wait, [x], source), finish)
+        waiting = self._engine.world.mailboxes[self._engine.group, destination]
+        for other in waiting:
+            known = {mine.source, other.source} - {None}
+            if (other.sends, other.tag) == (not sends, tag) and len(known) == 1:
+                waiting.remove(other)
+                sent, expected = (mine, other) if sends else (other, mine)
+                _hand_over(sent, expected, destination)
+                return mine.work
+        waiting.append(mine)
+        return mine.work
 
 
-def _hand_over(source: int, destination: int, sent: Message, expected: Message) -> None:
+def _hand_over(sent: Message, expected: Message, destination: int) -> None:
     """Move a message to its receiver, and let both sides go on."""
-    if (sent.x.numel(), sent.x.dtype) != (expected.x.numel(), expected.x.dtype):
-        error = unlike(destination, expected.x, source, sent.x)
+    source = sent.source
+    assert source is not None
+    try:
+        _expect_fits(destination, expected.x, source, sent.x)
+    except CollectiveMismatchError as error:
         lines = f"  rank {source} is in {sent.what}\n  rank {destination} is in {expected.what}"
-        raise CollectiveMismatchError(f"simulated ranks cannot go on: {error}\n{lines}")
+        raise CollectiveMismatchError(f"simulated ranks cannot go on: {error}\n{lines}") from None
     with torch.inference_mode():
         expected.x.copy_(sent.x.reshape(expected.x.shape))
     expected.work.source = source
@@ -385,54 +337,63 @@ def plain(x: Tensor) -> Tensor:
     return x.detach()
 
 
-def _copy(x: Tensor) -> Tensor:
-    return plain(x).reshape(-1).clone()
+def _copies(blocks: Blocks) -> Blocks:
+    """Return copies of blocks, one for those that are the same tensor."""
+    copies = {id(x): plain(x).clone(memory_format=torch.contiguous_format) for x in blocks if x is not None}
+    return [None if x is None else copies[id(x)] for x in blocks]
 
 
-def _empty(y: Tensor) -> Tensor:
-    return y.new_empty(y.numel())
+def _deliver(op: str, ranks: Sequence[Sequence[tuple[Blocks, Blocks]]]) -> list[None]:
+    """Write what every rank sends to where its receiver expects it, with `op` reduced over its senders."""
+    with torch.inference_mode():  # outputs of a rank in inference mode can be written in that mode only
+        for calls in zip(*ranks, strict=True):
+            reduced: dict[tuple[int, ...], Tensor] = {}  # once for all ranks that receive the same tensors
+            for r, (_, recvs) in enumerate(calls):
+                blocks = [sends[r] for sends, _ in calls]
+                for s, (into, block) in enumerate(zip(recvs, blocks, strict=True)):
+                    _expect_fits(r, into, s, block)
+                if op and recvs[0] is not None:
+                    key = tuple(map(id, blocks))
+                    if key not in reduced:
+                        reduced[key] = _reduced(op, blocks)
+                    recvs, blocks = recvs[:1], [reduced[key]]
+                for into, block in zip(recvs, blocks, strict=True):
+                    if into is not None and block is not None:
+                        into.copy_(block.view(into.shape))
+    return [None] * len(ranks)
 
 
-def _each(blocks: Blocks, call: Callable[[Tensor], Tensor]) -> Blocks:
-    """Call a function of every block, once for those that are the same tensor."""
-    done = {id(x): call(x) for x in blocks if x is not None}
-    return [None if x is None else done[id(x)] for x in blocks]
+def _expect_fits(r: int, into: Tensor | None, s: int, block: Tensor | None) -> None:
+    facts = [None if x is None else (x.numel(), x.dtype) for x in (into, block)]
+    if facts[0] != facts[1]:
+        raise unlike(r, into, s, block)
 
 
-def _folded(op: str, blocks: Sequence[Any]) -> Tensor:
-    """Return the reduction of what a rank has received, in the order of ranks."""
+def _reduced(op: str, blocks: Sequence[Any]) -> Tensor:
+    """Return the reduction of blocks, in the order of ranks; whole numbers are truncated, as on NCCL."""
     total: Tensor = reduce(_FOLDS[op], blocks)
-    return total
+    if op != "AVG":
+        return total
+    fractional = total.is_floating_point() or total.is_complex()
+    return total.div(len(blocks), rounding_mode=None if fractional else "trunc")
 
 
 def _reduction(name: str, opts: Any) -> str:
     chosen: Any = dist.ReduceOp.SUM if opts is None else opts.reduceOp
     op = str(getattr(chosen, "op", chosen).name)
     if op not in _FOLDS:
-        raise _wrong(name, "op", op, f"one of {', '.join(_FOLDS)}")
+        raise ValueError(message(f"torch.distributed.{name}", "op", op, f"one of {', '.join(_FOLDS)}"))
     return op
 
 
 class LostGradientWarning(UserWarning):
-    """A backward passes a gradient on through values that a collective has replaced."""
+    """A backward passes a gradient on through values that a collective has replaced; torch warns on processes, too."""
 
 
-def _warn_in_backward(call: str, y: Tensor) -> None:
-    """Warn in a backward through y, whose values a collective has replaced; torch does so on processes."""
-    if not (torch.is_grad_enabled() and y.requires_grad):
-        return
-
-    def warn(_: Tensor) -> None:
-        warnings.warn(
-            f"{call} has replaced the values of a tensor of an autograd graph, and backward passes its gradient on as "
-            "if it had not; diffcoll's collectives have gradients, see notes/why/which-gradient.md",
-            LostGradientWarning,
-            stacklevel=2,
-        )
-
-    y.register_hook(warn)  # type: ignore[no-untyped-call]
-
-
-def _wrong(name: str, argument: str, got: object, expected: str) -> ValueError:
-    """Return the error about an argument of a function of torch.distributed."""
-    return ValueError(message(f"torch.distributed.{name}", argument, got, expected))
+def _warn(call: str, _: Tensor) -> None:
+    warnings.warn(
+        f"{call} has replaced the values of a tensor of an autograd graph, and backward passes its gradient on as "
+        "if it had not; diffcoll's collectives have gradients, see notes/why/which-gradient.md",
+        LostGradientWarning,
+        stacklevel=2,
+    )

@@ -10,20 +10,22 @@ into one result for each rank.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
-from torch._functorch import eager_transforms
-from torch.autograd import forward_ad
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from diffcoll.core.errors import UNEVEN, CollectiveMismatchError, Origin, message, not_run, within_backward
-from diffcoll.engines.rank_state import THREAD, NotARankError, RankState, outsiders
+from diffcoll.engines.rank_state import THREAD, NotARankError, launched_as, outsiders, seed_rank
+from diffcoll.engines.simulated.state import State, shared_forward_mode
 
 #: (name of the collective, each rank's tensor, arguments and facts, see `Engine.run_truth`) → each rank's result.
 Truth = Callable[[str, list[Any], list[dict[str, Any]], list[tuple[object, object]]], list[Any]]
@@ -38,8 +40,8 @@ class LocalGroup:
     """Some ranks of a simulated world, in order."""
 
     ranks: tuple[int, ...]
-    #: Tells groups of the same ranks apart.
-    number: tuple[int, ...] = ()
+    #: Tells groups of the same ranks apart: the name, if torch.distributed made it, and the numbers of twins.
+    key: tuple[str | int, ...] = ()
 
 
 @dataclass(eq=False, repr=False)
@@ -66,10 +68,9 @@ class Entry:
 class Meeting:
     """A communication of the ranks of a group, each of which adds an entry."""
 
-    ranks: tuple[int, ...]
     entries: dict[int, Entry] = field(default_factory=dict)
     results: dict[int, Any] | None = None
-    off: str = ""  # why it was called off; ranks that join later raise the same error
+    off: str = ""  # why it was called off, which every rank raises that waits for it
 
 
 class _Stopped(BaseException):
@@ -85,14 +86,11 @@ class Rank(threading.Thread):
         self.world = world
         self.number = number
         self.body = body
-        self.state = RankState.of_rank(world.seed, number, world.size)
-        self.forward_mode = (-1, 0)
         self.engines: dict[LocalGroup, Any] = {}
         self.default_group: object = None
         self.c10d_groups: Any = None  # its groups of torch.distributed
         self.check_mode: Any = None  # see `core.check_mode`
         self.waits_for: Meeting | None = None
-        self.error: BaseException | None = None  # to be raised where this rank waits
         self.outcome: str = ""  # "returned" or "raised …", once it has ended
         self.result: Any = None
 
@@ -102,13 +100,14 @@ class Rank(threading.Thread):
         if not self.world.stopped:
             self._run()
         if not self.world.stopped:
-            self.world.leave(self)
+            self.world.next()
 
     def _run(self) -> None:
-        THREAD.rank = self
-        self.state.set()
-        _set_forward_mode(self.forward_mode)
-        torch.set_num_threads(self.world.threads)
+        THREAD.rank, world = self, self.world
+        world.before.restore()
+        torch.set_num_threads(world.threads)
+        self.stream = seed_rank(world.seed, self.number)
+        os.environ.update(launched_as(self.number, world.size))
         try:
             # Else the backward of an accelerator's tensors runs in a thread of autograd's, which is no rank.
             with torch.autograd.set_multithreading_enabled(False):
@@ -116,7 +115,7 @@ class Rank(threading.Thread):
             self.outcome = "returned"
         except BaseException as error:
             self.outcome = f"raised {type(error).__name__}"
-            self.world.failures.append((self.number, error))
+            world.failures.append((self.number, error))
 
 
 class World:
@@ -131,28 +130,29 @@ class World:
         # Of an operation of a rank; a thread pool for each rank would take as many threads as ranks times cores.
         self.threads = max(1, torch.get_num_threads() // size)
         self.stopped = False  # by Ctrl-C
-        self.running = False
         self.failures: list[tuple[int, BaseException]] = []
         self._ranks: list[Rank] = []
-        self._ended: set[int] = set()
         self._ready: deque[Rank] = deque()
         self._over = _closed_lock()
         self._meetings: dict[tuple[LocalGroup, int], Meeting] = {}
+        #: For torch.distributed: the store, and by group and receiver the messages that wait for their counterpart.
+        # Programs of several processes may wait for a key that another rank sets later; here that rank would not run.
+        self.store = HashStore()
+        self.store.set_timeout(timedelta(seconds=1))
+        self.mailboxes: defaultdict[tuple[LocalGroup, int], list[Any]] = defaultdict(list)
 
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function per rank. Returns their results in the order of ranks, or raises the first error."""
-        keep, threads = RankState.of_process(), torch.get_num_threads()
-        # Blocks of several ranks that set these may end in another order than they began.
-        dtype, anomaly = torch.get_default_dtype(), (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+        self.before, threads = State(), torch.get_num_threads()
         outsiders.update(threading.enumerate())
         try:
-            self._run(bodies)
+            with shared_forward_mode():
+                self._run(bodies)
         finally:
-            keep.set()
+            self.before.restore()
             torch.set_num_threads(threads)  # is a default of the process, too
-            torch.set_default_dtype(dtype)
-            torch.autograd.set_detect_anomaly(*anomaly)
             outsiders.clear()
+            self._meetings.clear()  # those called off refer to tensors, whose graph refers to the world
         ranks, self._ranks = self._ranks, []  # results may refer to the world, which must not refer to them
         for rank in ranks:
             rank.join()
@@ -165,30 +165,21 @@ class World:
         return [rank.result for rank in ranks]
 
     def _run(self, bodies: Sequence[Callable[[], Any]]) -> None:
-        with _shared_forward_mode():
-            self._ranks += [Rank(self, number, body) for number, body in enumerate(bodies)]
-            self._ready.extend(self._ranks)
-            self.running = True
-            try:
-                for rank in self._ranks:
-                    rank.start()
-                self._give_turn()
-                while not self._over.acquire(timeout=0.2):
-                    pass  # a Ctrl-C that another thread of the process has received wakes nobody
-            except BaseException:
-                self._stop()
-                raise
-            finally:
-                self.running = False
-                self._meetings.clear()  # those called off refer to tensors, whose graph refers to the world
-
-    def _stop(self) -> None:
-        """End the ranks that wait; the one that runs ends at its next collective."""
-        self.stopped = True
-        for rank in self._ranks:
-            if rank.turn.locked():
-                rank.turn.release()
-            rank.result = None  # its graph may refer to the world
+        self._ranks += [Rank(self, number, body) for number, body in enumerate(bodies)]
+        self._ready.extend(self._ranks)
+        try:
+            for rank in self._ranks:
+                rank.start()
+            self.next()
+            while not self._over.acquire(timeout=0.2):
+                pass  # a Ctrl-C that another thread of the process has received wakes nobody
+        except BaseException:  # the ranks that wait end now, and the one that runs at its next collective
+            self.stopped = True
+            for rank in self._ranks:
+                if rank.turn.locked():
+                    rank.turn.release()
+                rank.result = None  # its graph may refer to the world
+            raise
 
     # ── meetings ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -197,42 +188,36 @@ class World:
     ) -> Callable[[], Any]:
         """Add this rank's entry to the group's meeting of this number. Returns a function that waits for its result."""
         me = self._me()
-        ranks = group.ranks
-        meeting = self._meetings.get((group, number))
-        if meeting is None:
-            meeting = self._meetings[group, number] = Meeting(ranks)
+        meeting = self._meetings.setdefault((group, number), Meeting())
         meeting.entries[me.number] = entry
         first_rank, first = next(iter(meeting.entries.items()))
-        gone = self._ended and [r for r in ranks if r not in meeting.entries and r in self._ended]
-        complete = len(meeting.entries) == len(ranks)
+        complete = len(meeting.entries) == len(group.ranks)
         if complete:
             del self._meetings[group, number]
         if meeting.off:
-            me.error = CollectiveMismatchError(meeting.off)
+            pass
         elif entry.what != first.what:
-            self._call_off(meeting, "the ranks are in different collectives")
+            self._call_off([meeting], "the ranks are in different collectives")
         elif entry.how != first.how:
             differ = f"rank {first_rank} needs {first.how}, rank {me.number} {entry.how}"
-            self._call_off(meeting, f"{entry.what} was called with different arguments: {differ}")
-        elif gone:
-            self._call_off(meeting, f"rank {gone[0]} has ended")
+            self._call_off([meeting], f"{entry.what} was called with different arguments: {differ}")
         elif complete:
             try:
-                results = combine([meeting.entries[r].payload for r in ranks])
+                results = combine([meeting.entries[r].payload for r in group.ranks])
             except CollectiveMismatchError as error:
                 remedy = f"; {UNEVEN}" if entry.what in ("all_gather", "gather") else ""
-                self._call_off(meeting, f"{error}{remedy}")
+                self._call_off([meeting], f"{error}{remedy}")
             except Exception as error:
-                self._call_off(meeting, f"their arguments do not fit together: {error}")
+                self._call_off([meeting], f"their arguments do not fit together: {error}")
             else:
-                meeting.results = dict(zip(ranks, results, strict=True))
+                meeting.results = dict(zip(group.ranks, results, strict=True))
                 self._wake(meeting)
         return partial(self._wait, me, meeting)
 
     def suspend(self, what: str) -> tuple[Callable[[], None], Callable[[], None]]:
         """For a message between two ranks. Returns what the other rank calls, and what waits until it has."""
         me = self._me()
-        meeting = Meeting((me.number,), {me.number: Entry(what, None, None, None)})
+        meeting = Meeting({me.number: Entry(what, None, None, None)})
 
         def finish() -> None:
             meeting.results = {me.number: None}
@@ -241,17 +226,12 @@ class World:
         return finish, partial(self._wait, me, meeting)
 
     def _me(self) -> Rank:
-        """Return the rank that this thread is; raise if it is none."""
+        """Return the rank that this thread is; raise if it is none of this world."""
         me: Rank | None = THREAD.rank
-        if not self.running:
-            raise RuntimeError(
-                "a collective of simulated ranks was used after they had ended; call backward inside the function, "
-                "and wait there for what it has started"
-            )
         if me is None or me.world is not self:
             raise NotARankError(
-                "a collective of simulated ranks was called from a thread that is none of them; call it in the rank's "
-                "own thread"
+                "a collective of simulated ranks was used in a thread that is none of them, or after they had ended; "
+                "call it, and backward, inside the function that each rank runs, and wait there for what it has started"
             )
         return me
 
@@ -259,77 +239,56 @@ class World:
         while meeting.results is None:
             if self._me() is not me:
                 raise NotARankError("a simulated rank waits for what another rank has started; wait in that rank")
-            if me.error is None:
-                me.waits_for = meeting
-                self._hand_over(me)
-            if me.error is not None:
-                error, me.error = me.error, None
-                raise error
+            if meeting.off:
+                raise CollectiveMismatchError(meeting.off)
+            me.waits_for = meeting
+            self._give_way(me)
         return meeting.results[me.number]
 
-    def _hand_over(self, me: Rank) -> None:
-        """Let the next rank that can run do so. Returns when it is this rank's turn again."""
-        if not self._ready:
-            self._call_off(None, "no rank can go on")
-        if self._ready[0] is me:
-            self._ready.popleft()
-            return
-        me.state, me.forward_mode = RankState.of_process(me.state.stream), forward_mode()
-        self._give_turn()
+    def _give_way(self, me: Rank) -> None:
+        """Let other ranks run. Returns when it is this rank's turn again."""
+        state = State()
+        self.next()
         me.turn.acquire()
         if self.stopped:
             raise _Stopped
-        me.state.set()
-        _set_forward_mode(me.forward_mode)
+        state.restore(me.stream)
 
-    def leave(self, me: Rank) -> None:
-        """End a rank: call off the meetings that it will not join, and let the next rank run."""
-        self._ended.add(me.number)
-        for meeting in list(self._meetings.values()):
-            if me.number in meeting.ranks and me.number not in meeting.entries and not meeting.off:
-                self._call_off(meeting, f"rank {me.number} has ended")
-        if not self._ready and any(r.waits_for for r in self._ranks):
-            self._call_off(None, "no rank can go on")
+    def next(self) -> None:
+        """Let the next rank that can run do so; if all ranks wait, they raise, and if all have ended, the run ends."""
+        if not self._ready:
+            self._call_off([rank.waits_for for rank in self._ranks if rank.waits_for], "no rank can go on")
         if self._ready:
-            self._give_turn()
+            self._ready.popleft().turn.release()
         else:
             self._over.release()
 
-    def _give_turn(self) -> None:
-        self._ready.popleft().turn.release()
-
     def _wake(self, meeting: Meeting) -> None:
-        for number in meeting.ranks:
-            rank = self._ranks[number]
+        for rank in self._ranks:
             if rank.waits_for is meeting:
                 rank.waits_for = None
                 self._ready.append(rank)
 
-    def _call_off(self, meeting: Meeting | None, why: str) -> None:
-        """Raise the same error on all ranks of this meeting; None: on all ranks that wait."""
-        text = f"simulated ranks cannot go on: {why}\n" + "\n".join(
-            f"  rank {r.number} {self._doing(r, meeting)}" for r in self._ranks
-        )
-        met = [meeting] if meeting else list(self._meetings.values())
-        of = [e.origin for m in met for e in m.entries.values() if e.origin or e.within]
-        if of:
-            text += f"\na rank that is elsewhere {not_run(next(filter(None, of), None))}"
-        for m in met:
-            m.off = m.off or text
-        for rank in self._ranks:
-            waits = rank.waits_for is not None and (meeting is None or rank.waits_for is meeting)
-            if waits or (meeting is not None and rank.number in meeting.entries):
-                rank.error = CollectiveMismatchError(text)
-            if waits:
-                rank.waits_for = None
-                self._ready.append(rank)
+    def _call_off(self, meetings: Sequence[Meeting], why: str) -> None:
+        """Raise the same error on all ranks that wait for these meetings, now or later."""
+        entries = {number: entry for meeting in meetings for number, entry in meeting.entries.items()}
+        doing = [f"  rank {rank.number} {_doing(rank, meetings, entries)}" for rank in self._ranks]
+        text = "\n".join((f"simulated ranks cannot go on: {why}", *doing))
+        if of_backward := [entry for entry in entries.values() if entry.origin or entry.within]:
+            text += f"\na rank that is elsewhere {not_run(next((e.origin for e in of_backward if e.origin), None))}"
+        for meeting in meetings:
+            meeting.off = text
+            self._wake(meeting)
 
-    def _doing(self, rank: Rank, meeting: Meeting | None) -> str:
-        if rank.outcome:
-            return rank.outcome
-        if meeting is not None and rank.number in meeting.entries:
-            return str(meeting.entries[rank.number])
-        return str(rank.waits_for.entries[rank.number]) if rank.waits_for else "is in no collective"
+
+def _doing(rank: Rank, meetings: Sequence[Meeting], entries: dict[int, Entry]) -> str:
+    """Return words for where a rank is, which has added these entries to meetings that are called off."""
+    waits_for = rank.waits_for and rank.waits_for.entries[rank.number]
+    if rank.outcome:
+        return rank.outcome
+    if rank.waits_for in meetings or rank.number not in entries:
+        return str(waits_for or "is in no collective")
+    return str(entries[rank.number])
 
 
 @contextlib.contextmanager
@@ -347,49 +306,3 @@ def _closed_lock() -> threading.Lock:
     lock = threading.Lock()
     lock.acquire()
     return lock
-
-
-# ── forward mode ─────────────────────────────────────────────────────────────────────────────────────────
-#
-# It has one level, kept in globals of the process, not of the thread. So the globals are saved and restored for each
-# rank; the first rank enters the level and the last one exits it.
-
-
-def forward_mode() -> tuple[int, int]:
-    """Return the current level of forward mode and the nesting depth of torch.func.jvp."""
-    return forward_ad._current_level, eager_transforms.JVP_NESTING
-
-
-def _set_forward_mode(state: tuple[int, int]) -> None:
-    forward_ad._current_level, eager_transforms.JVP_NESTING = state
-
-
-@contextlib.contextmanager
-def _shared_forward_mode() -> Iterator[None]:
-    """Let threads of which one runs at a time be in forward mode at the same time."""
-    if forward_mode() != (-1, 0):
-        raise RuntimeError("simulate: called within forward mode, expected a call outside of it; enter it in fn")
-    enter, leave = forward_ad.enter_dual_level, forward_ad.exit_dual_level
-    inside = 0
-
-    def enter_dual_level() -> int:
-        nonlocal inside
-        if inside == 0 or forward_ad._current_level >= 0:
-            enter()  # type: ignore[no-untyped-call]  # raises if this thread is in forward mode already
-        forward_ad._current_level = 0
-        inside += 1
-        return 0
-
-    def exit_dual_level(*, level: int | None = None) -> None:
-        nonlocal inside
-        inside -= 1
-        if inside == 0:
-            leave(level=level)  # type: ignore[no-untyped-call]
-        forward_ad._current_level = -1
-
-    forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter_dual_level, exit_dual_level
-    try:
-        yield
-    finally:
-        forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter, leave
-        _set_forward_mode((-1, 0))
