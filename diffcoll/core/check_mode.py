@@ -180,7 +180,7 @@ def compare_moves(f: Linear, x: Tensor, origin: Origin | None, *, later: bool) -
         cause = error.__cause__ or error
         raise failure(f.name, engine.description, engine.rank, origin, cause, compared=True) from cause
     if f.shared[0]:
-        same_everywhere(engine, x, text())
+        same_everywhere(engine, x, text)
 
 
 def _compare_blocks(f: AllToAll, text: Callable[[], str]) -> None:
@@ -197,7 +197,7 @@ def _compare_blocks(f: AllToAll, text: Callable[[], str]) -> None:
 
 
 @unobserved()
-def same_everywhere(engine: Engine, x: Tensor, text: str) -> None:
+def same_everywhere(engine: Engine, x: Tensor, text: Callable[[], str]) -> None:
     """Raise on all ranks if x, which is declared replicated, differs between ranks by more than rounding."""
     row = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     xs = Control(engine).gather(row, [x.numel()] * engine.size)
@@ -208,6 +208,6 @@ def same_everywhere(engine: Engine, x: Tensor, text: str) -> None:
         same = torch.allclose(other, wide[0], rtol=tolerance, atol=tolerance, equal_nan=True)
         if not (same if tolerance else torch.equal(xs[r], xs[0])):
             raise CollectiveMismatchError(
-                f"{text}: declared replicated, but it differs between rank 0 and rank {r}; "
+                f"{text()}: declared replicated, but it differs between rank 0 and rank {r}; "
                 'pass grad_placement="partial" if each rank has its own loss'
             )

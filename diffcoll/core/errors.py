@@ -89,9 +89,9 @@ class Origin:
         return first.get(self.order, f"backward of order {self.order}")
 
     def derived(self, order: int, elsewhere: bool = False) -> Origin:
-        """Return a copy for the backward of this order."""
+        """Return a copy for the backward of this order; `elsewhere` stays true in higher ones."""
         following = copy(self)
-        following.order, following.elsewhere = order, elsewhere
+        following.order, following.elsewhere = order, self.elsewhere or elsewhere
         return following
 
 

@@ -14,7 +14,7 @@
 | Permute       | x_src; 0 where none is sent    | Permute, pairs reversed                     |
 | Scan          | Σ_{s≤r} x_s                    | Scan, reversed                              |
 
-Gather and scatter are an AllToAll whose sizes are zero towards all ranks but the root.
+Gather is `AllToAll.to_root`, whose sizes are zero towards all ranks but the root; scatter is its adjoint.
 """
 
 from __future__ import annotations
@@ -336,6 +336,13 @@ class AllToAll(Linear):
     concat_dim: int
     split_sizes: Sizes
     concat_sizes: Sizes
+
+    @classmethod
+    def to_root(cls, engine: Engine, root: int, dim: int, sizes: Sizes) -> AllToAll:
+        """Return the gather of the ranks' blocks, of these sizes along dim, on one rank; its adjoint is the scatter."""
+        n, rank = engine.size, engine.rank
+        sent = tuple(sizes[rank] if s == root else 0 for s in range(n))
+        return cls(engine, dim, dim, sent, sizes if rank == root else (0,) * n)
 
     @override
     def start(self, x: Tensor, later: bool = False) -> Callable[[], Tensor]:

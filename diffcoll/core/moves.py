@@ -70,7 +70,7 @@ class Flight:
 
     def wait(self) -> Tensor:
         """Wait for f(x), once; what the wait refers to is freed: no collector sees a cycle through C++."""
-        f, (wait, self._wait) = self._f, (self._wait, None)
+        f, wait, self._wait = self._f, self._wait, None
         if wait is None:
             raise RuntimeError(f"{f.name}: an earlier wait() of this call failed; see its error")
 

@@ -112,9 +112,9 @@ def spelled(op: Any) -> str | None:
 
 def steps(reduction: Reduction, x: Tensor, f: AllReduce | Reduce | ReduceScatter) -> Steps:
     """Return the steps of a reduction; f is the map of the sum, which has the other arguments."""
-    if reduction.name == "sum":
+    if reduction.name == "sum" or f.engine.in_one_graph:
         return f, x, None
-    if reduction.over is None or f.engine.in_one_graph:
+    if reduction.over is None:
         return _mean(x, f)
     if isinstance(f, AllReduce):
         return _on_all_ranks(reduction, x, f)
@@ -123,7 +123,7 @@ def steps(reduction: Reduction, x: Tensor, f: AllReduce | Reduce | ReduceScatter
 
 def _mean(x: Tensor, f: AllReduce | Reduce | ReduceScatter) -> Steps:
     """Σ_s x_s / N; half precisions are added up in the wider dtype, and rounded once."""
-    if f.engine.size == 1 or f.engine.in_one_graph:
+    if f.engine.size == 1:
         return f, x, None
     dtype, wide = x.dtype, wider(x.dtype)
     after = None if wide == dtype else lambda y: y.to(dtype)
@@ -157,7 +157,7 @@ def _on_rank(reduction: Reduction, x: Tensor, f: Reduce) -> Steps:
         return y.view(x.shape)
 
     block = _row_block(reduction, x, engine, sizes)
-    return named(to_root(engine, dst, 0, sizes), "reduce", reduction.name), block, shaped
+    return named(AllToAll.to_root(engine, dst, 0, sizes), "reduce", reduction.name), block, shaped
 
 
 def _blocks(reduction: Reduction, x: Tensor, f: ReduceScatter) -> Steps:
@@ -166,13 +166,6 @@ def _blocks(reduction: Reduction, x: Tensor, f: ReduceScatter) -> Steps:
     cut = f.sizes or (x.shape[f.dim] // n,) * n
     first = named(AllToAll(f.engine, f.dim + 1, 0, cut, (1,) * n), "reduce_scatter", reduction.name)
     return first, x.unsqueeze(0), lambda stack: reduction.of(stack).clone(memory_format=_DENSE)
-
-
-def to_root(engine: Engine, root: int, dim: int, sizes: tuple[int, ...]) -> AllToAll:
-    """Return the map that joins the ranks' blocks, of these sizes along dim, on one rank; its adjoint is scatter."""
-    n, rank = engine.size, engine.rank
-    sent = tuple(sizes[rank] if s == root else 0 for s in range(n))
-    return AllToAll(engine, dim, dim, sent, sizes if rank == root else (0,) * n)
 
 
 def _in_one_stack(x: Tensor, engine: Engine) -> bool:
