@@ -88,9 +88,9 @@ def gather_batch(
         if not expect.is_number(pad):
             raise TypeError(message(_NAME, "pad", type(pad).__name__, "a number"))
         shapes = _shapes_of_ranks(tree, leaves, engine)
-        lengths = [rows for rows, *_ in shapes[0]]
+        lengths = [shape[0] for shape in shapes[0]]
         most = [[max(of_dim) for of_dim in zip(*of_leaf, strict=True)] for of_leaf in shapes]
-        mask = rebuild([_mask(leaf, *of_leaf) for leaf, *of_leaf in zip(leaves, shapes, most, strict=True)])
+        mask = rebuild([_mask(*of_leaf) for of_leaf in zip(leaves, shapes, most, strict=True)])
         leaves = [_padded(leaf, shape, pad) for leaf, shape in zip(leaves, most, strict=True)]
     gathered = all_gather(rebuild(leaves), 0, group=group, sizes=lengths)
     return GatheredBatch(gathered, lengths, sum(lengths[: engine.rank]), sum(lengths), mask)
@@ -100,10 +100,8 @@ def _number_of_rows(tree: object, leaves: list[Tensor]) -> int:
     """Return the number of rows of all leaves; raise if they differ."""
     for path, leaf in zip(tree_paths(tree), leaves, strict=True):
         if len(leaf) != len(leaves[0]):
-            expected = f"{len(leaves[0])} rows, as the first tensor has"
-            raise ValueError(
-                message(_NAME, f"tree{path}", f"{len(leaf)} rows", expected, "pass one row for each sample")
-            )
+            expected = f"{len(leaves[0])} rows, as the first tensor has, one for each sample"
+            raise ValueError(message(_NAME, f"tree{path}", f"{len(leaf)} rows", expected))
     return len(leaves[0])
 
 

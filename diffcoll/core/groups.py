@@ -35,9 +35,10 @@ _LAUNCHERS = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
 def resolve(group: Any, operation: str) -> Engine:
     """Return the engine of `group` for this rank; errors are prefixed with `operation`."""
     compiling = torch.compiler.is_compiling()
+    simulating = not compiling and bool(outsiders)
     engine: Engine | None
     if group is None:
-        if not compiling:
+        if simulating or (not compiling and THREAD.refusal):
             refuse_thread(operation)
         me = THREAD.rank
         group = me.default_group if me else _default
@@ -56,7 +57,7 @@ def resolve(group: Any, operation: str) -> Engine:
             f"{operation}: group: got {type(group).__name__}, expected None, a torch.distributed.ProcessGroup, "
             "a one-dimensional DeviceMesh or an mpi4py.MPI.Comm; torch.distributed.new_group([…]) makes one"
         )
-    if not outsiders and _launched():  # not in a thread beside simulated ranks, one of which has set its environment
+    if not simulating and _launched():  # simulated ranks set the environment
         raise _lonely_launch(operation)
     return _solo
 
