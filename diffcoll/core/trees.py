@@ -28,14 +28,13 @@ def tree_flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     Raises:
         TypeError: the keys of a dict are not all strings or all numbers, which are the same on all ranks.
     """
-    paths = tree_paths(tree)
-    leaves = [leaf for _, leaf in _walk(tree, "")]
+    walked = _walk(tree, "")
 
     def rebuild(others: Sequence[Any]) -> Any:
-        at = dict(zip(paths, others, strict=True))
+        at = {path: other for (path, _), other in zip(walked, others, strict=True)}
         return _mapped(lambda path, _: at[path], tree, "")
 
-    return leaves, rebuild
+    return [leaf for _, leaf in walked], rebuild
 
 
 def tensors_of(name: str, argument: str, tree: Any) -> tuple[list[Tensor], Callable[[Sequence[Any]], Any]]:
@@ -44,10 +43,10 @@ def tensors_of(name: str, argument: str, tree: Any) -> tuple[list[Tensor], Calla
         leaves, rebuild = tree_flatten(tree)
     except TypeError as error:
         raise TypeError(f"{name}: {argument}: {error}") from None
-    for path, leaf in zip(tree_paths(tree), leaves, strict=True):
+    for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
-            remedy = "torch.as_tensor(x) makes one"
-            raise TypeError(message(name, f"{argument}{path}", type(leaf).__name__, "a tensor", remedy))
+            at, remedy = f"{argument}{tree_paths(tree)[i]}", "torch.as_tensor(x) makes one"
+            raise TypeError(message(name, at, type(leaf).__name__, "a tensor", remedy))
     return leaves, rebuild
 
 
