@@ -123,7 +123,8 @@ def sizes_that_are_known_at_run_time_only(x, r):
 
 def mapped(x, r):
     later = torch.func.vmap(lambda x: dc.all_gather(x, async_op=True).wait() * (r + 1), 1, 1)(x)[:2]
-    return (later * torch.func.vmap(partial(dc.all_gather, dim=0), 1)(x.sin())[:, :2].T).sum()
+    weights = torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=x.dtype)  # else the sum is that of the transposed results
+    return (weights * later * torch.func.vmap(partial(dc.all_gather, dim=0), 1)(x.sin())[:, :2].T).sum()
 
 
 def traced_python(x, r):
